@@ -1,0 +1,6 @@
+"""``python -m cce_dist ...`` is the command line ``cce-dist ...``; torchrun starts it this way."""
+
+from cce_dist.cli import main
+
+if __name__ == "__main__":
+    main()
