@@ -1,6 +1,8 @@
 """``python -m cce_dist ...`` is the command line ``cce-dist ...``; torchrun starts it this way."""
 
+import sys
+
 from cce_dist.cli import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

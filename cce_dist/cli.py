@@ -1,0 +1,97 @@
+"""The command line ``cce-dist``: a table of subcommands, each imported only when it is run.
+
+A subcommand is a module with ``add_arguments(parser)`` and ``run(args) -> int``; what ``run`` returns is the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """One subcommand: where it lives, what it does in a line, and a command to copy."""
+
+    module: str
+    summary: str
+    example: str
+
+
+COMMANDS = {
+    "pretrain": Command(
+        "cce_dist.pretrain",
+        "pre-train a GPT with tensor and data parallelism on a folder of text",
+        "cce-dist pretrain --tp 2",
+    ),
+    "plot": Command(
+        "cce_dist.pretrain.plot",
+        "overlay the loss curves of several pre-training runs",
+        "cce-dist plot runs/exact/metrics.jsonl runs/dense/metrics.jsonl",
+    ),
+    "verify": Command(
+        "cce_dist.verify",
+        "compare loss and gradients with the dense reference on your ranks and devices",
+        "torchrun --nproc-per-node 8 -m cce_dist verify",
+    ),
+    "bench": Command(
+        "cce_dist.bench",
+        "time loss and gradient against other libraries and plain matrix products",
+        "cce-dist bench --shapes llama-3-8b gemma-2-2b --tokens 8192",
+    ),
+    "tune": Command(
+        "cce_dist.bench.tune",
+        "measure tile sizes on your GPU and keep the best",
+        "cce-dist tune --shapes llama-3-8b",
+    ),
+}
+
+EXTRA_OF = {"tokenizers": "train", "tqdm": "train", "numpy": "train", "matplotlib": "train"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand that ``argv`` (default: the process's arguments) names and return its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = _top_level_parser().parse_args(argv[:1]).command
+    command = COMMANDS[name]
+    parser = argparse.ArgumentParser(
+        prog=f"cce-dist {name}",
+        description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+        epilog=f"example:\n  {command.example}",
+        formatter_class=_HelpFormatter,
+    )
+    try:
+        module = importlib.import_module(command.module)
+        module.add_arguments(parser)
+        return module.run(parser.parse_args(argv[1:]))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRA_OF:
+            raise
+        print(
+            f"cce-dist {name} needs {missing}, which is not installed: pip install 'cce-dist[{EXTRA_OF[missing]}]'",
+            file=sys.stderr,
+        )
+        return 1
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults and keeps the line breaks of the examples."""
+
+
+def _top_level_parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {c.summary}\n  {'':<{width}}  $ {c.example}" for name, c in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="cce-dist",
+        usage="cce-dist COMMAND [options]",
+        description="Cross-entropy of a language-model head without the logits: train with it, check it, time it.",
+        epilog="\n".join(["commands:", *lines, "", "'cce-dist COMMAND --help' lists the options of one command."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    return parser

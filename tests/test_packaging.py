@@ -1,0 +1,91 @@
+"""The built package holds every folder, the two links point where they should, and the command line starts light."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli", reason="tomllib is part of Python from 3.11 on")
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKS = ("kernels", "integrations")
+
+
+def test_packages_lists_every_folder_with_an_init():
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    # Path.rglob does not follow links before Python 3.13, so the linked folders are walked where they really are.
+    folders = {init.parent.relative_to(ROOT) for init in (ROOT / "cce_dist").rglob("__init__.py")}
+    folders = {folder for folder in folders if folder.parts[1:2] not in [(link,) for link in LINKS]}
+    found = {".".join(folder.parts) for folder in folders}
+    for link in LINKS:
+        inits = (ROOT / link).rglob("__init__.py")
+        found |= {".".join(("cce_dist", *init.parent.relative_to(ROOT).parts)) for init in inits}
+    assert set(packages) == found
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_link_resolves_to_the_folder_at_the_root(link):
+    path = ROOT / "cce_dist" / link
+    assert path.is_symlink()
+    assert path.resolve() == ROOT / link
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_git_keeps_the_link_as_a_link(link):
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    entry = subprocess.run(
+        ["git", "ls-files", "--stage", f"cce_dist/{link}"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert entry.startswith("120000 ")
+
+
+def run_python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_top_level_help_imports_no_torch():
+    code = "import sys; sys.modules['torch'] = None; from cce_dist.cli import main; main(['--help'])"
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    assert "cce-dist pretrain --tp 2" in result.stdout
+
+
+def test_unknown_command_names_the_choices():
+    result = run_python("from cce_dist.cli import main; main(['pretrian'])")
+    assert result.returncode == 2
+    assert "pretrain" in result.stderr.splitlines()[-1]
+
+
+def test_missing_extra_is_one_line_that_names_it(monkeypatch, capsys):
+    from cce_dist import cli
+
+    def run(args):
+        import_of_an_extra = "matplotlib.pyplot"
+        raise ModuleNotFoundError(f"No module named '{import_of_an_extra}'", name=import_of_an_extra)
+
+    module = type(sys)("fake_command")
+    module.add_arguments = lambda parser: None  # pyright: ignore[reportAttributeAccessIssue]
+    module.run = run  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "fake_command", module)
+    monkeypatch.setitem(cli.COMMANDS, "fake", cli.Command("fake_command", "do nothing", "cce-dist fake"))
+    assert cli.main(["fake"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "pip install 'cce-dist[train]'" in lines[0]
+    assert "matplotlib" in lines[0]
+
+
+def test_exit_code_is_what_run_returns(monkeypatch):
+    from cce_dist import cli
+
+    module = type(sys)("fake_command")
+    module.add_arguments = lambda parser: parser.add_argument("--code", type=int)  # pyright: ignore[reportAttributeAccessIssue]
+    module.run = lambda args: args.code  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "fake_command", module)
+    monkeypatch.setitem(cli.COMMANDS, "fake", cli.Command("fake_command", "do nothing", "cce-dist fake"))
+    assert cli.main(["fake", "--code", "3"]) == 3
