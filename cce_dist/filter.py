@@ -1,0 +1,58 @@
+"""GradFilter: which tiles of the logits' gradient are worth computing, and what stands in for the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GradFilter:
+    """Drop the gradient tiles in which nothing matters, and repair what dropping does to the mean.
+
+    A tile is 128 tokens by 256 rows of this shard's weight. It survives where it holds a label, or where any element of
+    the softmax's gradient reaches ``eps`` times the gradient of that token's label. The whole gradient is looked at:
+    z-loss, entropy and upstream gradients included. The uniform term of label smoothing is never dropped.
+
+    What is dropped is tiny, element by element, but it all pushes the same way: without compensation the mean of dE over
+    tokens is wrong by tens of percent. With compensation a rank-1 matrix with the row sums and the column sums of the
+    dropped part stands in for it, so the mean of dE is exact and every row of the weight gets its gradient. Tokens with
+    positive and with negative upstream gradients are compensated apart.
+
+    Args:
+        eps: Threshold, in the units of a probability. 0 keeps every tile.
+        compensate: False is the plain filter of the paper.
+        hidden: False leaves dE exact ("FullE").
+        weight: False leaves dC exact ("FullC").
+
+    Raises:
+        ValueError: eps is not in [0, 1).
+
+    Source: Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al.), section 4.3, for the filter. The
+    compensation is this project's.
+    """
+
+    eps: float = 2.0**-12
+    compensate: bool = True
+    hidden: bool = True
+    weight: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.eps < 1.0:
+            raise ValueError(f"GradFilter.eps must be in [0, 1), got {self.eps}")
+
+
+class FilterStats(NamedTuple):
+    """What the filter does on this rank's shard, from the forward pass; 0-d fp32 tensors, read them when you like.
+
+    Attributes:
+        kept_tiles: Share of the tiles that survive.
+        dropped_mass_mean: Softmax mass in dropped tiles, mean over the tokens that are not ignored.
+        dropped_mass_max: The same, maximum over tokens.
+    """
+
+    kept_tiles: Tensor
+    dropped_mass_mean: Tensor
+    dropped_mass_max: Tensor

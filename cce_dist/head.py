@@ -1,0 +1,166 @@
+"""VocabParallelHead: a module that owns this rank's rows of the head weight and computes its loss."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from cce_dist import merge
+from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
+from cce_dist.shard import VocabShard
+
+INIT_ROWS = 1024  # rows of the weight that one generator draws, whatever the sharding
+
+
+class VocabParallelHead(nn.Module):
+    """The head of a language model, its vocabulary split over a group: hidden states and labels in, loss out.
+
+    The initial weight depends on torch's CPU seed alone, not on the number of ranks: seed all ranks of the group alike.
+    Its ``state_dict`` loads at another size of the group: as ``DTensor`` entries through torch.distributed.checkpoint,
+    or from a dictionary that holds the whole weight, of which each rank takes its rows.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V, the logical size of the vocabulary.
+        mesh: 1-D device mesh of the vocabulary-parallel ranks; the parameters are then DTensors sharded on dim 0 (what
+            FSDP2 and torch.distributed.checkpoint work with).
+        group: The vocabulary-parallel group instead; the parameters are then plain local tensors, and DTensors only in
+            the state_dict. Neither mesh nor group: the whole vocabulary is here.
+        bias: Whether there is a bias, zero at first.
+        weight: A parameter to tie to, an embedding's say, sharded as this head's own would be.
+        init_std: Standard deviation of the initial weight; None draws it as ``nn.Linear`` does.
+        device, dtype: Of the parameters.
+        **loss_options: Passed to every ``linear_cross_entropy``: reduction, softcap, sequence_parallel, grad_filter, ...
+
+    Shape:
+        hidden [..., D] and labels [...] give the loss; labels None gives this rank's logits [..., V_r], -inf in padding.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        mesh: DeviceMesh | None = None,
+        group: dist.ProcessGroup | None = None,
+        bias: bool = False,
+        weight: nn.Parameter | None = None,
+        init_std: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **loss_options,
+    ) -> None:
+        super().__init__()
+        if mesh is not None and (group is not None or mesh.ndim != 1):
+            raise ValueError("mesh must be 1-D, and comes instead of group")
+        self.hidden_size, self.vocab_size, self.init_std = hidden_size, vocab_size, init_std
+        self.shard = VocabShard.even(vocab_size, group if mesh is None else mesh.get_group())
+        self.mesh, self.loss_options = mesh, loss_options
+        own = weight is None
+        if weight is None:
+            weight = nn.Parameter(
+                self._new_parameter(torch.empty(self.shard.num_rows, hidden_size, device=device, dtype=dtype))
+            )
+        rows, columns = _local(weight).shape
+        if (rows, columns) != (self.shard.num_rows, hidden_size):
+            raise ValueError(
+                f"the tied weight has {rows} local rows of {columns}, this head's shard {self.shard.num_rows} of {hidden_size}"
+            )
+        self.weight = weight
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(self._new_parameter(torch.zeros(rows, device=weight.device, dtype=weight.dtype)))
+        if own and _local(weight).device.type != "meta":
+            self.reset_parameters()
+        self.register_state_dict_post_hook(_distribute_entries)
+        self.register_load_state_dict_pre_hook(_localize_entries)
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew: row block by row block, each from a generator of its own, so that no rank draws them all."""
+        seed = int(torch.randint(2**62, ()).item())
+        bound = 1 / math.sqrt(self.hidden_size)
+        weight = _local(self.weight)
+        with torch.no_grad():
+            for first in range(self.shard.start // INIT_ROWS * INIT_ROWS, self.shard.stop, INIT_ROWS):
+                block = torch.empty(INIT_ROWS, self.hidden_size)
+                generator = torch.Generator().manual_seed((seed + first) % 2**63)
+                if self.init_std is None:
+                    block.uniform_(-bound, bound, generator=generator)
+                else:
+                    block.normal_(std=self.init_std, generator=generator)
+                start, stop = max(first, self.shard.start), min(first + INIT_ROWS, self.shard.stop)
+                weight[start - self.shard.start : stop - self.shard.start] = block[start - first : stop - first]
+            if self.bias is not None:
+                _local(self.bias).zero_()
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, *, num_tokens: int | Tensor | None = None
+    ) -> Tensor | LinearCrossEntropyOutput:
+        """Loss of the labels (see ``linear_cross_entropy``), or this rank's logits if there are none.
+
+        The logits' gradient with respect to hidden is this shard's part, not the sum over the group.
+        """
+        if labels is None:
+            return self._local_logits(hidden)
+        return linear_cross_entropy(
+            hidden, _local(self.weight), labels, linear_bias=None if self.bias is None else _local(self.bias),
+            shard=self.shard, num_tokens=num_tokens, **self.loss_options,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        rows = f"rows [{self.shard.start}, {self.shard.stop}) of {self.vocab_size}"
+        return f"hidden_size={self.hidden_size}, {rows}, bias={self.bias is not None}"
+
+    def _local_logits(self, hidden: Tensor) -> Tensor:
+        if self.loss_options.get("sequence_parallel") and self.shard.group is not None:
+            if torch.is_grad_enabled() and hidden.requires_grad:
+                raise ValueError("logits of a sequence-parallel head are for inference: call it under torch.no_grad()")
+            hidden = merge.gather_sequence(hidden, self.shard.group)
+        logits = nn.functional.linear(hidden, _local(self.weight), None if self.bias is None else _local(self.bias))
+        logits = logits * self.loss_options.get("logit_scale", 1.0)
+        softcap = self.loss_options.get("softcap")
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        padding = torch.arange(self.shard.num_rows, device=logits.device) >= self.shard.num_valid
+        return logits.masked_fill(padding, -torch.inf)
+
+    def _new_parameter(self, local: Tensor) -> Tensor:
+        return local if self.mesh is None else _distribute(local, self.vocab_size, self.mesh)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _distribute(local: Tensor, vocab_size: int, mesh: DeviceMesh) -> DTensor:
+    shape = torch.Size((vocab_size, *local.shape[1:]))
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=local.stride())
+
+
+def _distribute_entries(head: VocabParallelHead, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    """Say in the state_dict which rows these are, so that a distributed checkpoint can split them anew."""
+    group = head.shard.group
+    if group is None or head.mesh is not None:
+        return
+    mesh = DeviceMesh.from_group(group, head.weight.device.type)
+    for key in (prefix + "weight", prefix + "bias"):
+        if key in state_dict:
+            state_dict[key] = _distribute(state_dict[key], head.vocab_size, mesh)
+
+
+def _localize_entries(head: VocabParallelHead, state_dict: dict, prefix: str, *_) -> None:
+    """Take this rank's rows from whole entries, and the local tensors of distributed ones."""
+    rows = head.shard.num_rows
+    for key in (prefix + "weight", prefix + "bias"):
+        entry = state_dict.get(key)
+        if entry is None or (head.mesh is not None and isinstance(entry, DTensor)):
+            continue
+        entry = _local(entry)
+        if entry.shape[0] == head.vocab_size != rows:
+            entry = entry[head.shard.start : head.shard.stop]
+        state_dict[key] = entry if head.mesh is None else _distribute(entry, head.vocab_size, head.mesh)

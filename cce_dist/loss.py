@@ -1,0 +1,278 @@
+"""linear_cross_entropy: the whole way of the data.
+
+hidden, labels ──► op.forward:  local_stats (kernels) ─► one all-gather ─► merge (log-add-exp)
+                                   ──► nll, lse, ... per token, [N] fp32, differentiable
+loss            =  plain algebra on those [N] numbers, below
+d_loss          ──► op.backward: gradients (kernels) ─► dC stays here, dE is summed over the group behind it
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist import op
+from cce_dist.filter import FilterStats, GradFilter
+from cce_dist.shard import VocabShard, local_weight
+
+BACKENDS = ("auto", "triton", "torch")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class LinearCrossEntropyOutput(NamedTuple):
+    """The loss and what it is made of; per-token tensors have target's shape, are fp32, and 0 where ignored.
+
+    All but ``filter_stats`` are differentiable.
+
+    Attributes:
+        loss: As ``linear_cross_entropy`` returns it.
+        nll: Negative log-likelihood of the label, in nats; no smoothing, no z-loss.
+        lse: Log-sum-exp of the logits over the whole vocabulary.
+        target_logit: Logit of the label.
+        entropy: Entropy of the softmax, in nats.
+        z_loss: ``z_loss_weight * lse**2``.
+        filter_stats: What the filter dropped on this shard; None without a filter.
+    """
+
+    loss: Tensor
+    nll: Tensor
+    lse: Tensor
+    target_logit: Tensor
+    entropy: Tensor
+    z_loss: Tensor
+    filter_stats: FilterStats | None
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    z_loss_weight: float = 0.0,
+    num_tokens: int | Tensor | None = None,
+    shard: VocabShard | None = None,
+    sequence_parallel: bool = False,
+    input_grad: str = "summed",
+    grad_filter: GradFilter | None = None,
+    return_aux: bool = False,
+    backend: str = "auto",
+    workspace_bytes: int = 256 << 20,
+    grad_weight_out: Tensor | None = None,
+) -> Tensor | LinearCrossEntropyOutput:
+    """Cross-entropy of a language-model head, from hidden states, without ever holding the logits.
+
+    The logits are ``softcap * tanh(u / softcap)`` with ``u = logit_scale * (input @ linear_weight.T + linear_bias)``,
+    and the loss of a token is ``(1 - label_smoothing) * nll + label_smoothing * mean_j(lse - logit_j) +
+    z_loss_weight * lse**2``, in nats. Argument names are those of ``torch.nn.functional.linear_cross_entropy``.
+
+    Args:
+        input: [..., D] hidden states, fp32, bf16 or fp16 (under autocast: cast as ``F.linear`` would).
+        linear_weight: [V_r, D] this rank's rows of the head weight, input's dtype; or a DTensor sharded on dim 0.
+        target: [...] int64 or int32 labels, ids in the whole vocabulary; the same on every rank of the group.
+        linear_bias: [V_r] bias of this rank's rows.
+        ignore_index: Tokens with this label have loss 0 and gradient 0.
+        reduction: "none" (target's shape), "sum", or "mean" over tokens that are not ignored. If all are, the mean is 0.
+        label_smoothing: In [0, 1], spread over the whole logical vocabulary.
+        logit_scale: Multiplies the logits.
+        softcap: Positive bound of the logits, or None.
+        z_loss_weight: Weight of lse**2.
+        num_tokens: Divisor of "mean", int or 0-d tensor: the global count over data and context parallel ranks and
+            microbatches, so that the sum of all parts' gradients is that of the whole batch.
+        shard: Which rows of the vocabulary ``linear_weight`` is; None means all of them.
+        sequence_parallel: input is this rank's slice of dim 0 (slices in group-rank order), target is whole.
+        input_grad: "summed" over the group, or "partial": this shard's part, for a framework that sums it itself.
+        grad_filter: None for exact gradients, or how to filter them.
+        return_aux: Return ``LinearCrossEntropyOutput`` instead of the loss alone.
+        backend: "triton", "torch", or "auto": Triton on a GPU when no filter is on, else torch. The environment variable
+            CCE_DIST_BACKEND overrides "auto".
+        workspace_bytes: Bound of the temporary memory for logits, and of what forward may keep for backward.
+        grad_weight_out: [V_r, D] buffer (fp32, say, as Megatron's main_grad) that backward adds dC into; linear_weight
+            itself then gets no gradient.
+
+    Returns:
+        The loss, fp32: 0-d, or target's shape for "none". The same bits on every rank of the group, and in every run.
+
+    Sharding:
+        input and target replicated over the group (or, with sequence_parallel, input split on dim 0); weight and bias
+        split on dim 0. The loss is replicated; dC and dbias stay with their rows; dE is replicated (or its slice),
+        or partial with ``input_grad="partial"``. Padding rows get gradient exactly 0.
+
+    Communication:
+        Forward: one all-gather of 3 to 6 fp32 numbers per token. Backward: one all-reduce of dE in input's dtype, which
+        becomes a reduce-scatter with sequence_parallel. Sequence parallelism all-gathers input in both.
+        With CCE_DIST_DEBUG=1 one more exchange checks that all ranks were called alike.
+
+    Raises:
+        ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit; before any kernel or collective.
+        IndexError: A label outside the vocabulary (CPU, or CCE_DIST_DEBUG=1). On a GPU that token's loss is NaN instead,
+            and it gives no gradient.
+        RuntimeError: Double backward; ranks that disagree (CCE_DIST_DEBUG=1).
+
+    Source:
+        Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al.); Online normalizer calculation for softmax
+        (Milakov & Gimelshein); Megatron-LM's vocab-parallel cross-entropy for the sharding.
+    """
+    linear_weight, shard = local_weight(linear_weight, shard)
+    if torch.is_autocast_enabled(input.device.type):
+        dtype = torch.get_autocast_dtype(input.device.type)
+        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
+    forced_backend, debug = _environment()
+    backend = _check(
+        input, linear_weight, target, linear_bias, reduction, label_smoothing, logit_scale, softcap, z_loss_weight,
+        num_tokens, shard, sequence_parallel, input_grad, grad_filter, backend, forced_backend, workspace_bytes,
+        grad_weight_out,
+    )  # fmt: skip
+    kept_all = GradFilter(eps=0.0)
+    filtered = grad_filter or kept_all
+    options = op.Options(
+        start=shard.start,
+        num_valid=shard.num_valid,
+        vocab_size=shard.vocab_size,
+        group_name=shard.group_name,
+        sequence_parallel=sequence_parallel,
+        partial_input_grad=input_grad == "partial",
+        ignore_index=ignore_index,
+        logit_scale=float(logit_scale),
+        softcap=float(softcap or 0.0),
+        want_uniform=label_smoothing > 0,
+        want_entropy=return_aux,
+        want_grad=torch.is_grad_enabled()
+        and (
+            input.requires_grad
+            or linear_weight.requires_grad
+            or (linear_bias is not None and linear_bias.requires_grad)
+        ),
+        filter_eps=filtered.eps,
+        filter_compensate=filtered.compensate,
+        filter_hidden=filtered.hidden,
+        filter_weight=filtered.weight,
+        backend=backend,
+        workspace_bytes=workspace_bytes,
+        debug=debug,
+    )
+    hidden = input.reshape(-1, input.shape[-1]).contiguous()
+    labels = target.reshape(-1).long()
+    per_token, _, filter_stats, _, _ = torch.ops.cce_dist.forward(
+        hidden, linear_weight.contiguous(), linear_bias, labels, grad_weight_out, *options
+    )
+    nll, lse, target_logit, uniform_nll, entropy = per_token.unbind(0)
+
+    z_loss = z_loss_weight * lse.square()
+    loss = nll if label_smoothing == 0 else (1 - label_smoothing) * nll + label_smoothing * uniform_nll
+    if z_loss_weight != 0:
+        loss = loss + z_loss
+    if reduction == "none":
+        loss = loss.view(target.shape)
+    else:
+        loss = loss.sum()
+        if reduction == "mean":
+            if num_tokens is None:
+                num_tokens = (labels != ignore_index).sum().clamp(min=1)
+            loss = loss / num_tokens
+    if not return_aux:
+        return loss
+    nll, lse, target_logit, entropy, z_loss = (x.view(target.shape) for x in (nll, lse, target_logit, entropy, z_loss))
+    stats = FilterStats(*filter_stats.unbind()) if grad_filter is not None else None
+    return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, stats)
+
+
+@torch.compiler.assume_constant_result
+def _environment() -> tuple[str, bool]:
+    """CCE_DIST_BACKEND and CCE_DIST_DEBUG."""
+    return os.environ.get("CCE_DIST_BACKEND", "auto"), os.environ.get("CCE_DIST_DEBUG", "0") not in ("", "0")
+
+
+def _check(
+    input, weight, target, bias, reduction, label_smoothing, logit_scale, softcap, z_loss_weight,
+    num_tokens, shard, sequence_parallel, input_grad, grad_filter, backend, forced_backend, workspace_bytes,
+    grad_weight_out,
+) -> str:  # fmt: skip
+    """Raise on what does not fit; return the backend that will run."""
+    if input.dim() < 1 or weight.dim() != 2:
+        raise ValueError(
+            f"input must be [..., D] and linear_weight [V, D], got {tuple(input.shape)} and {tuple(weight.shape)}"
+        )
+    if input.shape[-1] != weight.shape[1]:
+        raise ValueError(f"input has hidden size {input.shape[-1]}, linear_weight {weight.shape[1]}")
+    if input.dtype != weight.dtype:
+        raise TypeError(f"input is {input.dtype}, linear_weight {weight.dtype}: cast one, or use autocast")
+    if input.dtype not in DTYPES:
+        raise TypeError(f"input must be float32, bfloat16 or float16, got {input.dtype}")
+    if target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"target must be int64 or int32, got {target.dtype}")
+    for name, tensor in (("linear_weight", weight), ("target", target), ("linear_bias", bias)):
+        if tensor is not None and tensor.device != input.device:
+            raise ValueError(f"input is on {input.device}, {name} on {tensor.device}")
+    if shard.num_rows != weight.shape[0]:
+        raise ValueError(
+            f"shard holds {shard.num_rows} rows [{shard.start}, {shard.stop}), linear_weight has {weight.shape[0]}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"linear_bias must be [{weight.shape[0]}] like linear_weight's rows, got {tuple(bias.shape)}")
+    expected = tuple(input.shape[:-1])
+    if sequence_parallel:
+        if not expected:
+            raise ValueError("sequence_parallel needs an input with a dim 0 to split, got one vector")
+        expected = (expected[0] * shard.group_size, *expected[1:])
+    if tuple(target.shape) != expected:
+        whole = f" ({shard.group_size} slices of dim 0)" if sequence_parallel else ""
+        raise ValueError(f"target must be {expected} for input {tuple(input.shape)}{whole}, got {tuple(target.shape)}")
+    if sequence_parallel and input_grad == "partial":
+        raise ValueError('input_grad="partial" has no meaning with sequence_parallel: dE comes back as the slice')
+    for name, value, allowed in (
+        ("reduction", reduction, ("none", "mean", "sum")),
+        ("input_grad", input_grad, ("summed", "partial")),
+        ("backend", backend, BACKENDS),
+        ("CCE_DIST_BACKEND", forced_backend, BACKENDS),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive or None, got {softcap}")
+    for name, value in (("logit_scale", logit_scale), ("z_loss_weight", z_loss_weight)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+    if num_tokens is not None:
+        if reduction != "mean":
+            raise ValueError(f'num_tokens divides the mean; reduction is "{reduction}"')
+        if isinstance(num_tokens, Tensor) and num_tokens.dim() != 0:
+            raise ValueError(f"num_tokens must be a number or a 0-d tensor, got shape {tuple(num_tokens.shape)}")
+        if not isinstance(num_tokens, Tensor) and num_tokens <= 0:
+            raise ValueError(f"num_tokens must be positive, got {num_tokens}")
+    if grad_filter is not None and not isinstance(grad_filter, GradFilter):
+        raise TypeError(f"grad_filter must be a GradFilter or None, got {type(grad_filter).__name__}")
+    if workspace_bytes <= 0:
+        raise ValueError(f"workspace_bytes must be positive, got {workspace_bytes}")
+    if grad_weight_out is not None and (
+        grad_weight_out.shape != weight.shape
+        or grad_weight_out.device != weight.device
+        or grad_weight_out.dtype not in (torch.float32, weight.dtype)
+    ):
+        raise ValueError(
+            f"grad_weight_out must be {tuple(weight.shape)} on {weight.device}, float32 or {weight.dtype}, "
+            f"got {tuple(grad_weight_out.shape)} on {grad_weight_out.device}, {grad_weight_out.dtype}"
+        )
+    if backend == "auto":
+        backend = forced_backend
+    filtering = grad_filter is not None and grad_filter.eps > 0
+    if backend == "auto":
+        return "triton" if input.is_cuda and torch.version.cuda is not None and not filtering else "torch"
+    if backend == "triton" and filtering:
+        raise ValueError('the Triton backend has no filter yet: leave backend at "auto", or grad_filter out')
+    if backend == "triton" and not input.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"backend='triton' needs a GPU (or Triton's interpreter, TRITON_INTERPRET=1), input is on {input.device}"
+        )
+    return backend

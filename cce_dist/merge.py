@@ -1,0 +1,121 @@
+"""The communication of the loss: every collective it makes, and the arithmetic of merging shards as a pure function.
+
+Letters: T ranks of the group, K statistics, N tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+
+def resolve(group_name: str) -> dist.ProcessGroup | None:
+    """The group of that name; the empty name is "not split"."""
+    return _resolve_process_group(group_name) if group_name else None
+
+
+class Merged(NamedTuple):
+    """Statistics of the whole vocabulary, all [N] fp32: the LSE is ``max + log_sum``, kept apart for exactness."""
+
+    max: Tensor
+    log_sum: Tensor
+    target: Tensor
+    mean_below: Tensor  # mean_j (max - z_j)
+    entropy: Tensor
+
+
+def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """All-gather every rank's statistics: the one collective of forward, 4 K N bytes from each rank. -> [T, K, N]."""
+    if group is None:
+        return stats_KN.unsqueeze(0)
+    stats_TKN = stats_KN.new_empty((group.size(), *stats_KN.shape))
+    dist.all_gather_into_tensor(stats_TKN, stats_KN.contiguous(), group=group)
+    return stats_TKN
+
+
+def merge(stats_TKN: Tensor, vocab_size: int, want_uniform: bool, want_entropy: bool) -> Merged:
+    """Merge the shards' statistics (rows as in ``cce_dist.kernels``) by log-add-exp, in rank order.
+
+    Every rank computes the same bits from the same gathered numbers. With smoothing, a row with the number of valid
+    vocabulary rows of each shard stands behind SUM_BELOW.
+    """
+    max_TN, sum_TN, target_TN = stats_TKN[:, 0], stats_TKN[:, 1], stats_TKN[:, 2]
+    max_N = max_TN.amax(0)
+    # an empty shard and a row of -inf logits have max -inf: no difference of infinities may become NaN there
+    below_TN = torch.where(max_TN == max_N, 0.0, max_TN - max_N)
+    weight_TN = below_TN.exp()
+    sum_N = (weight_TN * sum_TN).sum(0)
+    log_sum = sum_N.log()
+    mean_below = entropy = torch.zeros_like(max_N)
+    if want_uniform:
+        count_TN = stats_TKN[:, 4]
+        shift_TN = torch.where(count_TN > 0, -below_TN * count_TN, 0.0)
+        mean_below = (stats_TKN[:, 3] + shift_TN).sum(0) / vocab_size
+    if want_entropy:
+        moment_TN = torch.where(weight_TN == 0, 0.0, weight_TN * (stats_TKN[:, -1] + below_TN * sum_TN))
+        entropy = log_sum - moment_TN.sum(0) / sum_N
+    return Merged(max_N, log_sum, target_TN.sum(0), mean_below, entropy)
+
+
+def gather_sequence(local_hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather the ranks' slices of dim 0 (sequence parallelism). [N/T, D] -> [N, D]."""
+    hidden = local_hidden.new_empty((local_hidden.shape[0] * group.size(), *local_hidden.shape[1:]))
+    dist.all_gather_into_tensor(hidden, local_hidden.contiguous(), group=group)
+    return hidden
+
+
+class HiddenGradSum:
+    """Sum d_hidden over the group: the one collective of backward, started as soon as d_hidden is whole.
+
+    All-reduce of N D elements in d_hidden's dtype; with sequence parallelism a reduce-scatter that leaves this rank's
+    slice. ``start`` returns at once, so that dC is computed behind it; ``wait`` gives the result.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, scatter: bool) -> None:
+        self.group, self.scatter = group, scatter
+        self.result = self.work = None
+
+    def start(self, d_hidden: Tensor) -> None:
+        self.result = d_hidden
+        if self.group is None:
+            return
+        if self.scatter:
+            self.result = d_hidden.new_empty((d_hidden.shape[0] // self.group.size(), *d_hidden.shape[1:]))
+            self.work = dist.reduce_scatter_tensor(self.result, d_hidden, group=self.group, async_op=True)
+        else:
+            self.work = dist.all_reduce(d_hidden, group=self.group, async_op=True)
+
+    def wait(self) -> Tensor:
+        assert self.result is not None, "wait() before start()"
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+def assert_ranks_agree(description: dict, start: int, stop: int, group: dist.ProcessGroup, vocab_size: int) -> None:
+    """Raise on every rank if the ranks were called differently or their shards do not tile the vocabulary.
+
+    A collective of its own, made only under CCE_DIST_DEBUG=1.
+
+    Raises:
+        RuntimeError: Names the first argument that differs and each rank's value of it.
+    """
+    calls: list = [None] * group.size()
+    dist.all_gather_object(calls, (description, start, stop), group=group)
+    for name in description:
+        values = [call[0].get(name) for call in calls]
+        if any(value != values[0] for value in values):
+            raise RuntimeError(f"linear_cross_entropy: the ranks of the group disagree on {name}: by rank {values}")
+    covered = 0
+    for start, stop in sorted(call[1:] for call in calls if call[2] > call[1]):
+        if start != covered:
+            raise RuntimeError(
+                f"linear_cross_entropy: shards do not tile the vocabulary: {covered} is followed by {start}"
+            )
+        covered = stop
+    if covered < vocab_size:
+        raise RuntimeError(f"linear_cross_entropy: the shards end at {covered}, the vocabulary at {vocab_size}")

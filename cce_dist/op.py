@@ -1,0 +1,265 @@
+"""The two torch.library operators behind the loss, forward and backward: one shard's arithmetic, merged over the group.
+
+They are opaque to torch.compile (fakes give the shapes) and differentiable once. All options travel as plain values, in
+the order of ``Options``, which is also where their schema comes from.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from cce_dist import merge
+from cce_dist.kernels import Filter, ShardLogits, torch_ops
+
+
+class Options(NamedTuple):
+    """What forward and backward both need to know; see ``linear_cross_entropy`` and ``VocabShard``."""
+
+    start: int
+    num_valid: int
+    vocab_size: int
+    group_name: str
+    sequence_parallel: bool
+    partial_input_grad: bool
+    ignore_index: int
+    logit_scale: float
+    softcap: float  # 0 = none
+    want_uniform: bool
+    want_entropy: bool
+    want_grad: bool
+    filter_eps: float  # 0 = exact
+    filter_compensate: bool
+    filter_hidden: bool
+    filter_weight: bool
+    backend: str
+    workspace_bytes: int
+    debug: bool
+
+    @property
+    def logits(self) -> ShardLogits:
+        return ShardLogits(self.start, self.num_valid, self.logit_scale, self.softcap)
+
+    @property
+    def filter(self) -> Filter:
+        return Filter(self.filter_eps, self.filter_compensate, self.filter_hidden, self.filter_weight)
+
+    def ops(self) -> types.ModuleType:
+        """The backend's module; the Triton one is imported by its first use."""
+        if self.backend == "torch":
+            return torch_ops
+        from cce_dist.kernels import triton_ops
+
+        return triton_ops
+
+    def num_cached(self, hidden: Tensor, weight: Tensor, num_tokens: int) -> int:
+        """Columns of the shard whose exponentials forward keeps for backward, within the workspace."""
+        if self.backend == "torch" or not self.want_grad:
+            return 0
+        return self.ops().cache_columns(
+            num_tokens, self.num_valid, hidden.shape[1], hidden.dtype, self.logits, self.want_uniform,
+            self.want_entropy, self.workspace_bytes,
+        )  # fmt: skip
+
+
+NLL, LSE, TARGET, UNIFORM_NLL, ENTROPY = range(5)  # rows of per_token_5N
+
+
+def _forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None, *options
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Per-token statistics of the whole vocabulary.
+
+    Returns:
+        per_token [5, N] fp32: nll, lse, target logit, nll of the uniform distribution, entropy; 0 where the label is
+        ignored, NaN where it is outside the vocabulary. Then what backward needs or reports: merged [3, N] (maximum,
+        log of the sum, entropy), filter statistics [3], and two cache tensors.
+    """
+    o = Options(*options)
+    group = merge.resolve(o.group_name)
+    _check_labels(labels, o)
+    if o.debug and group is not None:
+        local = ("start", "num_valid")
+        call = {name: value for name, value in o._asdict().items() if name not in local}
+        call |= {"hidden": (tuple(hidden.shape), str(hidden.dtype)), "weight": (weight.shape[1], str(weight.dtype))}
+        call |= {"number of tokens": labels.numel(), "bias": bias is not None}
+        merge.assert_ranks_agree(call, o.start, o.start + weight.shape[0], group, o.vocab_size)
+
+    with torch.autocast(hidden.device.type, enabled=False):
+        ignored, outside, ids = _sort_labels(labels, o)
+        if o.sequence_parallel and group is not None:
+            hidden = merge.gather_sequence(hidden, group)
+        stats_KN, cache, cache_max = _local_stats(hidden, weight, bias, ids, o)
+        if o.want_uniform:
+            count_1N = torch.full_like(stats_KN[:1], o.num_valid)
+            stats_KN = torch.cat((stats_KN[:4], count_1N, stats_KN[4:]))
+        merged = merge.merge(merge.gather_stats(stats_KN, group), o.vocab_size, o.want_uniform, o.want_entropy)
+
+        filter_stats = merged.max.new_zeros(3)
+        if o.filter_eps > 0:
+            # here the caches are statistics of tiles; nothing of them is needed in backward
+            filter_stats = torch_ops.filter_stats(
+                cache_max, cache, merged.max, merged.log_sum, ids, o.logits, o.filter_eps
+            )
+            cache, cache_max = cache.new_empty(0, 0), cache.new_empty(0, 0)
+        per_token = torch.stack(
+            (
+                merged.max - merged.target + merged.log_sum,
+                merged.max + merged.log_sum,
+                merged.target,
+                merged.mean_below + merged.log_sum,
+                merged.entropy,
+            )
+        )
+        per_token = per_token.masked_fill_(ignored, 0.0).masked_fill_(outside, torch.nan)
+        return per_token, torch.stack((merged.max, merged.log_sum, merged.entropy)), filter_stats, cache, cache_max
+
+
+def _backward(
+    d_per_token: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, merged: Tensor,
+    cache: Tensor, cache_max: Tensor, grad_weight_out: Tensor | None, want: list[bool], *options,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
+    o = Options(*options)
+    group = merge.resolve(o.group_name)
+    want_hidden, want_weight, want_bias = want
+    with torch.autocast(hidden.device.type, enabled=False):
+        ignored, outside, ids = _sort_labels(labels, o)
+        d = d_per_token.masked_fill(ignored | outside, 0.0)
+        coef_4N = torch.stack(
+            (d[NLL] + d[LSE] + d[UNIFORM_NLL], d[TARGET] - d[NLL], d[UNIFORM_NLL] / -o.vocab_size, d[ENTROPY])
+        )
+        if o.sequence_parallel and group is not None:
+            hidden = merge.gather_sequence(hidden, group)
+        shared = group if not o.partial_input_grad else None
+        hidden_sum = merge.HiddenGradSum(shared, scatter=o.sequence_parallel)
+        exact = {"cache_NV": cache, "cache_max": cache_max} if o.backend == "triton" else {"grad_filter": o.filter}
+        _, d_weight, d_bias = o.ops().gradients(
+            hidden, weight, bias, ids, o.logits, merged[0], merged[1], merged[2] if o.want_entropy else None, coef_4N,
+            **exact, want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias,
+            d_weight_out=grad_weight_out, workspace_bytes=o.workspace_bytes, hidden_ready=hidden_sum.start,
+        )  # fmt: skip
+        nothing = hidden.new_empty(0)
+        return (
+            hidden_sum.wait() if want_hidden else nothing,
+            nothing if d_weight is None else d_weight,
+            nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
+        )
+
+
+def _local_stats(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, o: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    if o.backend == "torch":
+        how = {"want_tiles": o.filter_eps > 0}
+    else:
+        how = {"num_cached": o.num_cached(hidden, weight, ids.numel())}
+    stats_KN, *saved = o.ops().local_stats(
+        hidden, weight, bias, ids, o.logits, want_uniform=o.want_uniform, want_entropy=o.want_entropy,
+        workspace_bytes=o.workspace_bytes, **how,
+    )  # fmt: skip
+    return stats_KN, *saved
+
+
+def _sort_labels(labels: Tensor, o: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Which labels are ignored, which lie outside the vocabulary, and the ids with -1 for both."""
+    ignored = labels == o.ignore_index
+    outside = ~ignored & ((labels < 0) | (labels >= o.vocab_size))
+    return ignored, outside, labels.masked_fill(ignored | outside, -1)
+
+
+def _check_labels(labels: Tensor, o: Options) -> None:
+    if labels.is_cuda and not o.debug:
+        return  # reading the labels would wait for the GPU; the token's loss is NaN instead
+    outside = _sort_labels(labels, o)[1]
+    if outside.any():
+        position = int(outside.nonzero()[0])
+        raise IndexError(
+            f"target[{position}] (flattened) is {int(labels[position])}: neither in [0, {o.vocab_size}) "
+            f"nor ignore_index {o.ignore_index}"
+        )
+
+
+def _forward_fake(hidden, weight, bias, labels, grad_weight_out, *options):
+    o = Options(*options)
+    num_tokens = labels.shape[0]
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return hidden.new_empty(shape, dtype=dtype)
+
+    per_token, merged, filter_stats = empty(5, num_tokens), empty(3, num_tokens), empty(3)
+    if o.backend == "torch":
+        return per_token, merged, filter_stats, empty(0, 0), empty(0, 0)
+    num_cached = o.num_cached(hidden, weight, num_tokens)
+    return per_token, merged, filter_stats, *o.ops().empty_cache(num_tokens, num_cached, hidden)
+
+
+def _backward_fake(
+    d_per_token, hidden, weight, bias, labels, merged, cache, cache_max, grad_weight_out, want, *options
+):
+    nothing = hidden.new_empty(0)
+    return (
+        torch.empty_like(hidden) if want[0] else nothing,
+        torch.empty_like(weight) if want[1] and grad_weight_out is None else nothing.to(weight.dtype),
+        torch.empty_like(bias) if want[2] else nothing,
+    )
+
+
+def _save(ctx, inputs, output) -> None:
+    hidden, weight, bias, labels, grad_weight_out, *ctx.options = inputs
+    _, merged, filter_stats, cache, cache_max = output
+    ctx.save_for_backward(hidden, weight, bias, labels, merged, cache, cache_max)
+    ctx.grad_weight_out = grad_weight_out
+    ctx.mark_non_differentiable(merged, filter_stats, cache, cache_max)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_per_token, *_):
+    nothing = (None,) * (5 + len(ctx.options))
+    if d_per_token is None:
+        return nothing
+    hidden, weight, bias, labels, merged, cache, cache_max = ctx.saved_tensors
+    want = list(ctx.needs_input_grad[:3])
+    twice = torch.is_grad_enabled()
+    with torch.no_grad():
+        grads = torch.ops.cce_dist.backward(
+            d_per_token, hidden, weight, bias, labels, merged, cache, cache_max, ctx.grad_weight_out, want, *ctx.options
+        )
+    if twice:
+        grads = _Once.apply(torch.ones((), requires_grad=True), *grads)
+    d_hidden, d_weight, d_bias = grads
+    want[1] = want[1] and ctx.grad_weight_out is None
+    chosen = (grad if wanted else None for grad, wanted in zip((d_hidden, d_weight, d_bias), want, strict=True))
+    return *chosen, *nothing[3:]
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that were asked for with create_graph=True: usable, but not differentiable."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.clone() for grad in grads)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        raise RuntimeError("linear_cross_entropy is differentiable once: double backward is not supported")
+
+
+_OPTIONS = ", ".join(f"{kind.__name__} {name}" for name, kind in get_type_hints(Options).items())
+_LIBRARY = torch.library.Library("cce_dist", "DEF")
+_LIBRARY.define(
+    "forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? grad_weight_out, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "backward(Tensor d_per_token, Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor merged, Tensor cache, "
+    f"Tensor cache_max, Tensor(a!)? grad_weight_out, bool[] want, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("forward", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("cce_dist::forward", _forward_fake, lib=_LIBRARY)
+torch.library.register_fake("cce_dist::backward", _backward_fake, lib=_LIBRARY)
+torch.library.register_autograd("cce_dist::forward", _differentiate, setup_context=_save, lib=_LIBRARY)

@@ -1,0 +1,111 @@
+"""VocabShard: which rows of the vocabulary this rank holds, and with whom it shares the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Rows [start, stop) of a vocabulary of ``vocab_size`` ids, split over the ranks of ``group``.
+
+    The shards of a group's ranks tile the vocabulary; they may differ in size, and be empty. Rows at or past
+    ``vocab_size`` are padding: their logits count as -inf and their gradient is exactly 0.
+
+    Args:
+        start: First id of this rank's rows.
+        stop: One past the last id; the local weight has ``stop - start`` rows.
+        vocab_size: Logical size of the whole vocabulary.
+        group: The vocabulary-parallel group. None means that the vocabulary is not split (never "the world").
+
+    Raises:
+        ValueError: The range is no range, rows of an unsplit vocabulary are missing, or this rank is not in the group.
+    """
+
+    start: int
+    stop: int
+    vocab_size: int
+    group: dist.ProcessGroup | None = None
+    # read off the group once, so that a compiled graph sees plain values
+    group_name: str = field(default="", init=False, repr=False)
+    group_size: int = field(default=1, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"a shard needs 0 <= start <= stop, got start {self.start}, stop {self.stop}")
+        if self.group is None:
+            if self.start != 0 or self.stop < self.vocab_size:
+                raise ValueError(
+                    f"rows [{self.start}, {self.stop}) of a vocabulary of {self.vocab_size} without a group: "
+                    "the other rows are nowhere; pass the process group that holds them"
+                )
+            return
+        if self.group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_group_rank(self.group, dist.get_rank()) < 0:
+            raise ValueError("this rank is not a member of the shard's process group")
+        object.__setattr__(self, "group_name", self.group.group_name)
+        object.__setattr__(self, "group_size", self.group.size())
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the local weight, padding included."""
+        return self.stop - self.start
+
+    @property
+    def num_valid(self) -> int:
+        """Rows of the local weight that are part of the vocabulary."""
+        return max(0, min(self.stop, self.vocab_size) - self.start)
+
+    @classmethod
+    def even(cls, vocab_size: int, group: dist.ProcessGroup | None, multiple_of: int = 1) -> VocabShard:
+        """Split a vocabulary evenly over a group.
+
+        With ``multiple_of=1`` nothing is padded and the split is DTensor's (ceil-sized shards, the last ones smaller or
+        empty). With a larger ``multiple_of`` every rank holds the same number of rows, that multiple, as in Megatron;
+        the last shards end in padding.
+
+        Args:
+            vocab_size: Logical size of the vocabulary.
+            group: The vocabulary-parallel group, or None for a vocabulary that is not split.
+            multiple_of: Every shard's rows are a multiple of this.
+        """
+        if multiple_of < 1:
+            raise ValueError(f"multiple_of must be at least 1, got {multiple_of}")
+        rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        rows = -(-vocab_size // (size * multiple_of)) * multiple_of
+        start, stop = rank * rows, (rank + 1) * rows
+        if multiple_of == 1:
+            start, stop = min(start, vocab_size), min(stop, vocab_size)
+        return cls(start, stop, vocab_size, group)
+
+    @classmethod
+    def from_dtensor(cls, weight: DTensor) -> VocabShard:
+        """Read the shard off a weight that is sharded on dim 0 over one mesh dimension (and replicated over others).
+
+        Args:
+            weight: [V, D] DTensor; its local tensor is the ``linear_weight`` of this rank.
+
+        Raises:
+            ValueError: The weight is not sharded on dim 0 of exactly one mesh dimension.
+        """
+        placements = weight.placements
+        sharded = [dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
+        if not sharded:
+            return cls(0, weight.shape[0], weight.shape[0])
+        if len(sharded) > 1 or placements[sharded[0]] != Shard(0):
+            raise ValueError(f"a weight's DTensor must be sharded on dim 0 of one mesh dimension, got {placements}")
+        return cls.even(weight.shape[0], weight.device_mesh.get_group(sharded[0]))
+
+
+def local_weight(weight: torch.Tensor, shard: VocabShard | None) -> tuple[torch.Tensor, VocabShard]:
+    """The rows that are here and the shard that they are, for a plain weight or a DTensor."""
+    if isinstance(weight, DTensor):
+        if shard is not None:
+            raise ValueError("linear_weight is a DTensor, which says itself how it is sharded: leave shard out")
+        return weight.to_local(), VocabShard.from_dtensor(weight)
+    return weight, VocabShard(0, weight.shape[0], weight.shape[0]) if shard is None else shard
