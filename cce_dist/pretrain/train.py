@@ -1,0 +1,248 @@
+"""The training loop: one batch, one loss over all ranks, one step; now and then a validation and a checkpoint.
+
+Weights, data order and schedule are functions of seed and step alone. So runs that differ in ``--loss`` differ in nothing
+else, the number of ranks changes rounding alone, and a resumed run repeats the bits of one that never stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from cce_dist import FilterStats, GradFilter, VocabParallelHead
+from cce_dist.pretrain import checkpoint, plot
+from cce_dist.pretrain.data import IGNORED, Batches, Corpus
+from cce_dist.pretrain.launch import Ranks
+from cce_dist.pretrain.log import Log
+from cce_dist.pretrain.model import GPT, PRESETS, DenseHead, Shape, shard_model
+
+
+def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
+    """Train as ``args`` say on the corpus in ``folder`` and return the last validation loss, in nats per token."""
+    shape = _shape(args, ranks)
+    corpus = Corpus(folder)
+    batches = Batches(corpus.train, shape.seq_len, args.seed)
+    held_out = Batches(corpus.held_out, shape.seq_len, args.seed)
+
+    _make_deterministic(args.seed)
+    model = build_model(args, ranks, shape)
+    optimizer = _optimizer(model, args)
+    same = {**dataclasses.asdict(shape), "corpus": corpus.key, "seed": args.seed}
+    state = _resume(args, ranks, model, optimizer, same)
+    log = Log(args.out, state["step"], args.steps) if ranks.rank == 0 else None
+    if log is not None and state["step"]:
+        log.note(f"resumed after step {state['step']}")
+
+    val_loss = math.nan
+    tokens, clock = 0, time.perf_counter()
+    for step in range(state["step"] + 1, args.steps + 1):
+        ids, labels = batches.at(state["position"], args.batch_size)
+        state["position"] += args.batch_size
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
+        loss, stats = _accumulate_gradients(args, ranks, model, ids, labels)
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        state["step"] = step
+        tokens += labels.size
+
+        if step % args.log_every == 0 or step == args.steps:
+            loss, grad_norm = (
+                _whole(loss).item(),
+                _whole(grad_norm).item(),
+            )  # waits for the device, so the clock is right
+            if not math.isfinite(loss):
+                raise ValueError(f"the loss is {loss} at step {step}: lower --lr, or look at the data")
+            record = {
+                "step": step, "split": "train", "loss": loss, "lr": learning_rate(step, args), "grad_norm": grad_norm,
+                "tokens_per_s": tokens / (time.perf_counter() - clock), "peak_mb": _peak_mb(ranks.device),
+                **_filter_record(stats, ranks),
+            }  # fmt: skip
+            if log is not None:
+                log.write(record)
+            tokens, clock = 0, time.perf_counter()
+        if log is not None:
+            log.advance()
+
+        if step % args.eval_every == 0 or step == args.steps:
+            val_loss = _validate(args, ranks, model, held_out)
+            if log is not None:
+                log.write({"step": step, "split": "val", "loss": val_loss})
+                log.note(f"step {step:>6}  val loss {val_loss:.4f}")
+            clock = time.perf_counter()
+        if args.checkpoint_every and (step % args.checkpoint_every == 0 or step == args.steps):
+            checkpoint.save(args.out / "checkpoints", args.keep, model, optimizer, state)
+            clock = time.perf_counter()
+
+    if log is not None:
+        log.close()
+        plot.draw([args.out], args.out / "loss.png")
+        print(f"val loss {val_loss:.4f} (ln V = {math.log(shape.vocab_size):.4f}); {args.out / 'loss.png'}")
+    return val_loss
+
+
+def build_model(args: argparse.Namespace, ranks: Ranks, shape: Shape) -> GPT:
+    """Return the model on its device, sharded; its weights depend on torch's CPU seed alone."""
+    grad_filter = None
+    if args.loss.startswith("filtered"):
+        grad_filter = GradFilter(eps=args.filter_eps, compensate=args.loss == "filtered")
+    head: nn.Module = VocabParallelHead(
+        shape.hidden_size, shape.vocab_size, mesh=ranks.tp_mesh, init_std=0.02, device=ranks.device,
+        sequence_parallel=args.sequence_parallel and ranks.tp > 1, grad_filter=grad_filter, return_aux=True,
+    )  # fmt: skip
+    if args.loss == "dense":
+        head = DenseHead(head, ranks.tp_mesh, args.sequence_parallel)
+    model = GPT(shape, head).to(ranks.device)
+    if ranks.tp_mesh is not None:
+        shard_model(model, ranks.tp_mesh, args.sequence_parallel)
+    if args.compile:
+        for block in model.blocks:
+            block.compile()
+    if ranks.dp_mesh is not None:
+        for block in model.blocks:
+            fully_shard(block, mesh=ranks.dp_mesh)
+        fully_shard(model, mesh=ranks.dp_mesh)
+    return model
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Return the learning rate of a step, counted from 1: linear warm-up, then a cosine down to a tenth of the peak."""
+    if step <= args.warmup:
+        return args.lr * step / args.warmup
+    done = (step - args.warmup) / max(1, args.steps - args.warmup)
+    return args.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def _shape(args: argparse.Namespace, ranks: Ranks) -> Shape:
+    """Return the model's sizes, after checking that they can be split as asked."""
+    wanted = {name: getattr(args, name) for name in ("vocab_size", "num_layers", "seq_len")}
+    shape = dataclasses.replace(PRESETS[args.preset], **{k: v for k, v in wanted.items() if v is not None})
+    parts = {"heads": (shape.num_heads, ranks.tp), "ffn width": (shape.num_ffn, ranks.tp)}
+    if args.sequence_parallel:
+        parts["sequence length"] = (shape.seq_len, ranks.tp)
+    parts["batch size"] = (args.batch_size, ranks.dp * args.accumulate)
+    for name, (size, ways) in parts.items():
+        if size % ways:
+            raise ValueError(f"{name} {size} cannot be split {ways} ways")
+    return shape
+
+
+def _make_deterministic(seed: int) -> None:
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+
+
+def _resume(
+    args: argparse.Namespace, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, same: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the state to go on from; ``same`` is what may not change between a run and its resumption."""
+    folder = args.out / "checkpoints"
+    if ranks.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        if not args.resume and not restarted:
+            checkpoint.clear(folder)
+    if ranks.world_size > 1:
+        dist.barrier()
+    state = checkpoint.load(folder, model, optimizer, same)
+    return {"step": 0, "position": 0, "same": same} if state is None else state
+
+
+def _accumulate_gradients(
+    args: argparse.Namespace, ranks: Ranks, model: nn.Module, ids: np.ndarray, labels: np.ndarray
+) -> tuple[Tensor, FilterStats | None]:
+    """Add up the gradient of the batch's mean loss; return that loss and what the filter did, if there is one.
+
+    Every rank divides by the valid tokens of the whole batch, which it holds, so the parts add up to the mean.
+    """
+    num_tokens = max(1, int((labels != IGNORED).sum()))
+    total = torch.zeros((), device=ranks.device)
+    stats = None
+    for part_ids, part_labels in _parts(ids, labels, ranks, args.accumulate):
+        with _autocast(args, ranks):
+            loss, stats = model(part_ids, part_labels, num_tokens)
+        # FSDP averages gradients over its ranks; ours are to be summed.
+        (loss * ranks.dp).backward()
+        total += loss.detach()
+    return _sum_over_dp(total, ranks), stats
+
+
+@torch.no_grad()
+def _validate(args: argparse.Namespace, ranks: Ranks, model: nn.Module, held_out: Batches) -> float:
+    """Return the mean loss of the first ``args.eval_batches`` held-out batches, the same ones every time."""
+    batches = [held_out.at(index * args.batch_size, args.batch_size) for index in range(args.eval_batches)]
+    num_tokens = max(1, sum(int((labels != IGNORED).sum()) for _, labels in batches))
+    total = torch.zeros((), device=ranks.device)
+    for ids, labels in batches:
+        for part_ids, part_labels in _parts(ids, labels, ranks, args.accumulate):
+            with _autocast(args, ranks):
+                total += model(part_ids, part_labels, num_tokens)[0]
+    return _sum_over_dp(total, ranks).item()
+
+
+def _parts(ids: np.ndarray, labels: np.ndarray, ranks: Ranks, accumulate: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's microbatches of a whole batch, [s, b] each, on its device."""
+    size = len(ids) // (ranks.dp * accumulate)
+    first = ranks.dp_rank * accumulate
+    for part in range(first, first + accumulate):
+        part_ids, part_labels = (each[part * size : (part + 1) * size].T.copy() for each in (ids, labels))
+        yield torch.from_numpy(part_ids).to(ranks.device), torch.from_numpy(part_labels).to(ranks.device)
+
+
+def _autocast(args: argparse.Namespace, ranks: Ranks) -> torch.autocast:
+    dtype = getattr(torch, args.dtype)
+    return torch.autocast(ranks.device.type, torch.bfloat16, enabled=dtype != torch.float32)
+
+
+def _sum_over_dp(value: Tensor, ranks: Ranks) -> Tensor:
+    if ranks.dp_mesh is not None:
+        dist.all_reduce(value, group=ranks.dp_mesh.get_group())
+    return value
+
+
+def _filter_record(stats: FilterStats | None, ranks: Ranks) -> dict[str, float]:
+    """Return what the filter did in the last microbatch, over all shards and data-parallel ranks."""
+    if stats is None:
+        return {}
+    kept, mass, largest = torch.stack(stats).view(3, 1)
+    if ranks.world_size > 1:
+        means = torch.cat([kept, mass])
+        dist.all_reduce(means)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        # A shard drops its own part of a token's mass, so shards add up.
+        kept, mass = means[0] / ranks.world_size, means[1] / ranks.dp
+    return {"kept_tiles": kept.item(), "dropped_mass_mean": mass.item(), "dropped_mass_max_of_shards": largest.item()}
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _peak_mb(device: torch.device) -> float:
+    """Return the largest memory so far: of the GPU's tensors, or of this process where there is no GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
