@@ -1,0 +1,105 @@
+"""``cce-dist verify``: the whole matrix of cases on your own ranks and devices, before a long run.
+
+Reading order: ``cases`` (the matrix), ``check`` (one case against the dense reference), ``ranks`` (processes for tests).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is one"
+    )
+    parser.add_argument("--backend", choices=("auto", "triton", "torch"), default="auto", help="backend of the loss")
+    parser.add_argument("--only", metavar="TEXT", default="", help="run the cases whose name contains TEXT")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds before a waiting collective is an error")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the matrix on every rank of torchrun (or on this process alone); 0 if every case kept its bound."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if world > 1:
+        timeout = datetime.timedelta(seconds=args.timeout)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+        if device == "cpu":
+            torch.set_num_threads(1)
+    try:
+        failures = run_matrix(device, args.backend, args.only)
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
+    return 1 if failures else 0
+
+
+def layouts(world: int) -> list[tuple[int, list[list[int]]]]:
+    """Sizes of the vocabulary-parallel group to try in a world, and the groups of each: side by side where they fit.
+
+    All ranks; halves; each rank alone; and all but the last, so that one group is no divisor and one rank has none.
+    """
+    sizes = {world, 1} | ({world // 2} if world % 2 == 0 else set()) | ({world - 1} if world > 2 else set())
+    return [
+        (size, [list(range(start, start + size)) for start in range(0, world - size + 1, size)])
+        for size in sorted(sizes)
+    ]
+
+
+def run_matrix(device: str, backend: str = "auto", only: str = "", report: bool = True) -> list[str]:
+    """Run every case on every layout of the default process group (or alone), one printed line each on rank 0.
+
+    Returns:
+        The lines of the failures, the same on every rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from cce_dist.verify.cases import CASES
+    from cce_dist.verify.check import run_case
+
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    failures, count = [], 0
+    for size, members in layouts(world):
+        group, salt = None, 0
+        for number, ranks in enumerate(members):
+            made = dist.new_group(ranks) if size > 1 else None
+            if rank in ranks:
+                group, salt = made, number
+        taking_part = any(rank in ranks for ranks in members)
+        for case in CASES:
+            if only not in case.name or (case.options.get("sequence_parallel") and 24 % size):
+                continue
+            worst = None
+            if taking_part:
+                errors = run_case(case, group, device, backend, salt)
+                worst = max(errors, key=lambda e: (not e.ok, e.error / e.bound if e.bound else e.error))
+            everyone = [worst]
+            if world > 1:
+                everyone = [None] * world
+                dist.all_gather_object(everyone, worst)
+            quantity, error, bound = worst = max(
+                (e for e in everyone if e is not None),
+                key=lambda e: (not e.ok, e.error / e.bound if e.bound else e.error),
+            )
+            verdict = "ok  " if worst.ok else "FAIL"
+            line = f"{verdict} T={size} {case.name:26} {quantity:20} error {error:.1e} bound {bound:.1e}"
+            line += "" if worst.ok else f"  <- {case.catches}?"
+            failures += [] if worst.ok else [line]
+            count += 1
+            if rank == 0 and report:
+                print(line, flush=True)
+    if rank == 0 and report:
+        where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+        print(f"{count - len(failures)} of {count} cases hold on {world} rank(s), {where}, torch {torch.__version__}")
+    return failures

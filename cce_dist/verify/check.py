@@ -1,0 +1,199 @@
+"""One case on one group of ranks: ours against the dense reference in float64, within twice the error of dense PyTorch."""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist import reference
+from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
+from cce_dist.shard import VocabShard
+from cce_dist.verify.cases import Case, Problem, even, random_problem
+
+# Rounding that a sum in another order may add, relative to the largest value: a few units in the last place.
+EPS = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+OWN_ARGUMENTS = ("grad_filter", "sequence_parallel", "input_grad", "workspace_bytes")
+
+
+class Error(NamedTuple):
+    """Largest error of one quantity against the bound that it must keep."""
+
+    quantity: str
+    error: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound
+
+
+def compare(quantity: str, ours: Tensor, baseline: Tensor, truth: Tensor, dtype: torch.dtype) -> Error:
+    """max|ours - truth| against 2 max|baseline - truth| + eps max|truth|; non-finite values must be the truth's.
+
+    Source of the rule: flash-attention's and QuACK's tests.
+    """
+    ours, baseline, truth = (x.detach().double().cpu() for x in (ours, baseline, truth))
+    if ours.shape != truth.shape:
+        raise AssertionError(f"{quantity} has shape {tuple(ours.shape)}, expected {tuple(truth.shape)}")
+    finite = truth.isfinite()
+    if not torch.equal(ours.isfinite(), finite):
+        return Error(quantity, float("inf"), 0.0)
+    ours, baseline, truth = ours[finite], baseline[finite], truth[finite]
+    if truth.numel() == 0:
+        return Error(quantity, 0.0, 0.0)
+    noise = (baseline - truth).abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    bound = 2 * noise + EPS[dtype] * truth.abs().max().item()
+    return Error(quantity, (ours - truth).abs().max().item(), bound)
+
+
+def assert_no_worse(
+    ours: Tensor, baseline: Tensor, truth: Tensor, dtype: torch.dtype | None = None, quantity: str = "value"
+) -> None:
+    """Raise AssertionError unless ``compare`` holds; eps is that of ``dtype`` (default: ours')."""
+    result = compare(quantity, ours, baseline, truth, dtype or ours.dtype)
+    assert result.ok, f"{result.quantity}: error {result.error:.3g} > bound {result.bound:.3g}"
+
+
+def run_case(
+    case: Case, group: dist.ProcessGroup | None, device: str, backend: str = "auto", salt: int = 0
+) -> list[Error]:
+    """Run a case on the ranks of ``group`` (None: this process alone); every rank calls it. ``salt`` varies the data.
+
+    Compares loss, aux outputs, dE, dC and dbias; then that the loss has the same bits on every rank, and that a second
+    run and a second backward give the same bits as the first.
+    """
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()) + salt)
+    problem = _rounded((case.problem or random_problem())(generator), case.dtype)
+    num_tokens, vocab_size = len(problem.labels), problem.weight.shape[0]
+    upstream = None if case.upstream is None else case.upstream(generator, num_tokens)
+    bounds = (case.shards or even)(vocab_size, ranks)
+    truth = _expected(case, problem, upstream, bounds, torch.float64, device)
+    baseline = _expected(case, problem, upstream, bounds, torch.bfloat16 if case.autocast else case.dtype, device)
+
+    start, stop = bounds[rank]
+    mine = slice(start, min(stop, vocab_size))
+    shard = VocabShard(start, stop, vocab_size, group)
+    first, again = (_ours(case, problem, upstream, shard, rank, device, backend) for _ in range(2))
+    dtype = torch.bfloat16 if case.autocast else case.dtype
+    errors = []
+    for name, ours in first.items():
+        expected = [values[name] for values in (baseline, truth)]
+        if name in ("dC", "dbias"):  # padding must be exactly 0
+            errors.append(Error(f"{name} of padding", ours[max(0, mine.stop - start) :].abs().sum().item(), 0.0))
+            ours, expected = ours[: max(0, mine.stop - start)], [value[mine] for value in expected]
+        if name == "dE" and case.options.get("sequence_parallel"):
+            expected = [value.chunk(ranks)[rank] for value in expected]
+        if name == "dE" and case.options.get("input_grad") == "partial" and group is not None:
+            ours = ours.float()
+            dist.all_reduce(ours, group=group)
+        errors.append(compare(name, ours, *expected, torch.float32 if name not in ("dE", "dC", "dbias") else dtype))
+    differ = sum(not torch.equal(_bits(first[name]), _bits(again[name])) for name in first)
+    errors.append(Error("bits of a second run", float(differ), 0.0))
+    if group is not None:
+        losses = torch.empty(ranks, *first["loss"].shape, device=device)
+        dist.all_gather_into_tensor(losses, first["loss"].contiguous(), group=group)
+        differ = sum(not torch.equal(_bits(loss), _bits(first["loss"])) for loss in losses)
+        errors.append(Error("bits over ranks", float(differ), 0.0))
+    return errors
+
+
+def _rounded(problem: Problem, dtype: torch.dtype) -> Problem:
+    """The data as the tested dtype holds it, so that the truth is the truth of the same numbers."""
+    bias = None if problem.bias is None else problem.bias.to(dtype).double()
+    return Problem(problem.hidden.to(dtype).double(), problem.weight.to(dtype).double(), problem.labels, bias)
+
+
+def _objective(case: Case, out: LinearCrossEntropyOutput, upstream: Tensor | None) -> Tensor:
+    loss = out.loss if upstream is None else out.loss * upstream
+    if case.objective == "loss":
+        return loss.sum()
+    return (
+        loss.sum()
+        + (out.nll + 0.3 * out.lse.sin() + 0.5 * out.target_logit - 0.7 * out.entropy + 0.2 * out.z_loss).sum()
+    )
+
+
+def _expected(
+    case: Case, problem: Problem, upstream: Tensor | None, bounds: list, dtype: torch.dtype, device: str
+) -> dict[str, Tensor]:
+    """Loss, aux outputs and gradients of the dense reference in a dtype."""
+    hidden, weight, labels, bias = _tensors(case, problem, dtype, device)
+    inputs = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    options = {name: value for name, value in case.options.items() if name not in OWN_ARGUMENTS}
+    out = reference.linear_cross_entropy(hidden, weight, labels, linear_bias=bias, **options)
+    if upstream is not None:
+        upstream = upstream.to(device, out.loss.dtype).view(out.loss.shape)
+    grads = torch.autograd.grad(_objective(case, out, upstream), inputs)
+    values = {name: value for name, value in out._asdict().items() if value is not None}
+    values |= zip(("dE", "dC", "dbias"), grads, strict=False)
+    grad_filter = case.options.get("grad_filter")
+    if grad_filter is not None and grad_filter.eps > 0:
+        if upstream is None:
+            upstream = torch.full((len(labels),), 1 / len(labels), dtype=out.loss.dtype, device=device)
+        values["dE"], values["dC"] = reference.filtered_gradients(
+            hidden, weight, labels, upstream, grad_filter, [start for start, _ in bounds],
+            **{name: options[name] for name in ("label_smoothing", "softcap", "z_loss_weight") if name in options},
+        )  # fmt: skip
+    return values
+
+
+def _ours(
+    case: Case, problem: Problem, upstream: Tensor | None, shard: VocabShard, rank: int, device: str, backend: str
+) -> dict[str, Tensor]:
+    """The same from ``linear_cross_entropy`` on this rank's shard, after checking a second backward."""
+    hidden, weight, labels, bias = _tensors(case, problem, case.dtype, device)
+    mine = slice(shard.start, min(shard.stop, shard.vocab_size))
+
+    def local(whole: Tensor) -> Tensor:
+        rows = whole.new_full((shard.num_rows, *whole.shape[1:]), 3.0)  # padding rows hold something
+        rows[: shard.num_valid] = whole[mine]
+        return rows.requires_grad_()
+
+    weight, bias = local(weight), None if bias is None else local(bias)
+    if case.options.get("sequence_parallel"):
+        hidden = hidden.chunk(shard.group_size)[rank].contiguous()
+    if case.noncontiguous:
+        hidden = hidden.t().contiguous().t()
+    hidden.requires_grad_()
+    out_buffer = torch.ones(weight.shape, device=device) if case.accumulate else None
+    with torch.autocast(device, torch.bfloat16) if case.autocast else nullcontext():
+        out = linear_cross_entropy(
+            hidden, weight, labels, linear_bias=bias, shard=shard, return_aux=True, backend=backend,
+            grad_weight_out=out_buffer, **case.options,
+        )  # fmt: skip
+    if upstream is not None:
+        upstream = upstream.to(device, torch.float32).view(out.loss.shape)
+    objective = _objective(case, out, upstream)
+    inputs = [x for x in (hidden, weight, bias) if x is not None]
+    grads = torch.autograd.grad(objective, inputs, retain_graph=True, allow_unused=case.accumulate)
+    if case.accumulate:
+        assert grads[1] is None and out_buffer is not None, "a gradient was returned beside grad_weight_out"
+        grads = (grads[0], out_buffer - 1, *grads[2:])
+    else:
+        second = torch.autograd.grad(objective, inputs)
+        assert all(torch.equal(_bits(a), _bits(b)) for a, b in zip(grads, second, strict=True)), (
+            "second backward differs"
+        )
+    values = {name: value.detach() for name, value in out._asdict().items() if isinstance(value, Tensor)}
+    return values | dict(zip(("dE", "dC", "dbias"), grads, strict=False))
+
+
+def _tensors(case: Case, problem: Problem, dtype: torch.dtype, device: str) -> tuple:
+    hidden, weight = problem.hidden.to(device, dtype), problem.weight.to(device, dtype)
+    bias = None if problem.bias is None else problem.bias.to(device, dtype)
+    labels = problem.labels.to(device)
+    hidden, weight = hidden.detach(), weight.detach()
+    if case.shape is not None:
+        hidden, labels = hidden.view(*case.shape, -1), labels.view(case.shape)
+    return hidden, weight, labels, bias
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Comparable where NaN is."""
+    return x.detach().contiguous().view(torch.uint8) if x.dim() else x.detach().view(1).view(torch.uint8)
