@@ -1,0 +1,159 @@
+"""Gradient of the logits, recomputed for a chunk of the vocabulary and written in the hidden states' dtype.
+
+    dL/du = scale * slope * (P p + LABEL [j = label] + UNIFORM - ENTROPY p (log p + H)),  p = exp(z - max - log_sum)
+
+with the coefficients of ``kernels/__init__.py``. The backward recomputation of *Cut Your Losses* (Wijmans et al., 2024,
+algorithm 3), except that the tile goes to memory, a bounded chunk at a time: the two products that follow then run as plain
+matrix multiplications over it, which write each output once and need neither locks nor atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import ShardLogits
+from .lse import num_splits
+from .tiles import Tile, has_tma, load_tile, logits_of, operand, precision, row_and_split, store_tile
+
+
+def dlogits_chunk(
+    rows_RD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    labels_N: torch.Tensor,
+    index_R: torch.Tensor,
+    num_kept: torch.Tensor,
+    max_N: torch.Tensor,
+    log_sum_N: torch.Tensor,
+    entropy_N: torch.Tensor | None,
+    coef_4N: torch.Tensor,
+    logits: ShardLogits,
+    first_col: int,
+    dlogits_RV: torch.Tensor,
+    tile: Tile,
+    group: int,
+) -> None:
+    """Fill dlogits_RV with the columns from ``first_col`` (a multiple of the tile) on.
+
+    Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it; columns past ``num_valid`` are 0.
+    """
+    num_rows, hidden_size = rows_RD.shape
+    num_tiles = triton.cdiv(min(dlogits_RV.shape[1], logits.num_valid - first_col), tile.cols)
+    splits = num_splits(num_tiles, rows_RD.device)
+    tma = has_tma(rows_RD, weight_VD, dlogits_RV)
+    grid = (triton.cdiv(num_rows, tile.rows) * splits,)
+    _dlogits_kernel[grid](
+        # in
+        operand(rows_RD, tile.rows, tile.inner, tma), operand(weight_VD, tile.cols, tile.inner, tma), bias_V,
+        labels_N, index_R, num_kept, max_N, log_sum_N, entropy_N, coef_4N,
+        # out
+        operand(dlogits_RV, tile.rows, tile.cols // 2, tma),
+        # sizes
+        num_rows, hidden_size, logits.num_valid, logits.start, max_N.shape[0], dlogits_RV.shape[1], first_col, num_tiles,
+        splits,
+        # options
+        logits.logit_scale, logits.softcap,
+        HAS_BIAS=bias_V is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
+        HAS_ENTROPY=entropy_N is not None, MASK_V=logits.num_valid % tile.cols != 0,
+        # tiles
+        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=group, TMA=tma,
+        PRECISION=precision(rows_RD.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "num_valid",
+        "start",
+        "num_tokens",
+        "dlogits_cols",
+        "first_col",
+        "num_tiles",
+        "num_splits",
+    ]
+)
+def _dlogits_kernel(
+    hidden,  # in: [R, D] descriptor or pointer
+    weight,  # in: [V, D] descriptor or pointer
+    bias_ptr,  # in: [V]
+    labels_ptr,  # in: [N] int64
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    max_ptr,  # in: [N] fp32
+    log_sum_ptr,  # in: [N] fp32
+    entropy_ptr,  # in: [N] fp32
+    coef_ptr,  # in: [4, N] fp32
+    dlogits,  # out: [R, columns of the chunk] descriptor or pointer
+    num_rows,
+    hidden_size,
+    num_valid,
+    start,
+    num_tokens,
+    dlogits_cols,
+    first_col,
+    num_tiles,
+    num_splits,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    MASK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    num_kept = tl.load(num_kept_ptr)
+    # One row block at least: the products read a first tile even where nothing is kept.
+    num_row_blocks = tl.maximum(tl.cdiv(num_kept, BLOCK_N), 1)
+    pid = tl.program_id(0)
+    if pid >= num_row_blocks * num_splits:
+        return
+    row_block, split = row_and_split(pid, num_row_blocks, num_splits, GROUP)
+    row = row_block * BLOCK_N
+    offs_n = row + tl.arange(0, BLOCK_N)
+    live = offs_n < num_kept
+    token = tl.load(index_ptr + offs_n, mask=live, other=0)
+    # A maximum of +inf makes every p of a dead row 0.
+    row_max = tl.load(max_ptr + token, mask=live, other=float("inf"))
+    log_sum = tl.load(log_sum_ptr + token, mask=live, other=0)
+    label = (tl.load(labels_ptr + token, mask=live, other=-1) - start - first_col).to(tl.int32)
+    coef = coef_ptr + token
+    stride = num_tokens.to(tl.int64)
+    coef_p = tl.load(coef, mask=live, other=0) * logit_scale
+    coef_label = tl.load(coef + stride, mask=live, other=0) * logit_scale
+    coef_uniform = tl.load(coef + 2 * stride, mask=live, other=0) * logit_scale
+
+    for tile in tl.range(split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits, flatten=True):
+        col = tile * BLOCK_V
+        acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+        for inner in range(0, hidden_size, BLOCK_D):
+            h = load_tile(hidden, row, inner, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_D, TMA)
+            w = load_tile(weight, first_col + col, inner, num_valid, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
+            acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
+        offs_v = col + tl.arange(0, BLOCK_V)
+        z = logits_of(
+            acc, first_col + offs_v, bias_ptr, num_valid, logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V
+        )
+        log_p = (z - row_max[:, None]) - log_sum[:, None]
+        p = tl.exp(log_p)
+        grad = coef_p[:, None] * p + coef_uniform[:, None]
+        if HAS_ENTROPY:
+            entropy = tl.load(entropy_ptr + token, mask=live, other=0)
+            coef_entropy = tl.load(coef + 3 * stride, mask=live, other=0) * logit_scale
+            # 0 * -inf where a probability underflows
+            grad -= coef_entropy[:, None] * tl.where(p > 0, p * (log_p + entropy[:, None]), 0.0)
+        grad = tl.where(offs_v[None, :] == label[:, None], grad + coef_label[:, None], grad)
+        if HAS_SOFTCAP:
+            capped = z / softcap
+            grad *= 1.0 - capped * capped
+        if MASK_V:
+            grad = tl.where((first_col + offs_v < num_valid)[None, :], grad, 0.0)
+        store_tile(dlogits, row, col, grad, num_rows, dlogits_cols, dlogits_cols, BLOCK_N, BLOCK_V, TMA)

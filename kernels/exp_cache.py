@@ -1,0 +1,165 @@
+"""Exponentials kept from the forward (``lse.py``), made into an operand of the backward's products.
+
+With e = exp(z - reference) * slope kept for a row, its gradient is ``scale * e`` with one ``scale`` per row, apart from the
+label's cell. So the cache itself is the operand: d_hidden takes the scale in its epilogue, d_weight on its hidden rows, and the
+label's cell holds the value that the scale turns into the label's gradient. Nothing else of the cache is touched, and that cell
+is written from the label's own logit each time, so a second backward gets the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import ShardLogits
+
+
+def level(
+    exp_RV: torch.Tensor, tile_reference_TR: torch.Tensor, num_kept: torch.Tensor, reference_R: torch.Tensor
+) -> None:
+    """Bring every row of exp_RV to one reference, its largest, and write that to reference_R.
+
+    Rows whose logits stay within ``lse.HEADROOM`` of their first tile's, nearly all, are only looked at.
+    """
+    num_tiles, num_rows = tile_reference_TR.shape
+    block_v = exp_RV.shape[1] // num_tiles
+    _row_reference_kernel[(triton.cdiv(num_rows, 32),)](
+        tile_reference_TR, num_kept, reference_R, num_rows, num_tiles, BLOCK_N=32, BLOCK_T=32
+    )
+    grid = (triton.cdiv(num_rows, 64), triton.cdiv(num_tiles, 16))
+    _level_kernel[grid](
+        exp_RV, tile_reference_TR, reference_R, num_kept,
+        num_rows, num_tiles, exp_RV.shape[1],
+        BLOCK_N=64, BLOCK_V=block_v, BLOCK_T=16,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+def _row_reference_kernel(
+    tile_reference_ptr,  # in: [T, R] fp32
+    num_kept_ptr,  # in: [1] int32
+    reference_ptr,  # out: [R] fp32
+    num_rows,
+    num_tiles,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = offs_n < tl.load(num_kept_ptr)
+    largest = tl.full((BLOCK_T, BLOCK_N), float("-inf"), tl.float32)
+    for first in range(0, num_tiles, BLOCK_T):
+        offs_t = first + tl.arange(0, BLOCK_T)
+        where = tile_reference_ptr + offs_t.to(tl.int64)[:, None] * num_rows + offs_n[None, :]
+        mask = (offs_t < num_tiles)[:, None] & live[None, :]
+        largest = tl.maximum(largest, tl.load(where, mask=mask, other=float("-inf")))
+    tl.store(reference_ptr + offs_n, tl.max(largest, 0), mask=live)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+def _level_kernel(
+    exp_ptr,  # in, out: [R, T * BLOCK_V]
+    tile_reference_ptr,  # in: [T, R] fp32
+    reference_ptr,  # in: [R] fp32
+    num_kept_ptr,  # in: [1] int32
+    num_rows,
+    num_tiles,
+    exp_cols,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    first = tl.program_id(1) * BLOCK_T
+    row_stride = num_rows.to(tl.int64)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = offs_n < tl.load(num_kept_ptr)
+    reference = tl.load(reference_ptr + offs_n, mask=live, other=0)
+    offs_t = first + tl.arange(0, BLOCK_T)
+    where = tile_reference_ptr + offs_t.to(tl.int64)[:, None] * num_rows + offs_n[None, :]
+    mask = (offs_t < num_tiles)[:, None] & live[None, :]
+    uneven = mask & (tl.load(where, mask=mask, other=0) != reference[None, :])
+    if tl.max(tl.max(uneven.to(tl.int32), 1), 0) > 0:
+        for tile in range(first, tl.minimum(first + BLOCK_T, num_tiles)):
+            tile_reference = tl.load(tile_reference_ptr + tile * row_stride + offs_n, mask=live, other=0)
+            factor = tl.exp(tile_reference - reference)
+            offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+            cells = exp_ptr + offs_n.to(tl.int64)[:, None] * exp_cols + offs_v[None, :]
+            # A cell that would overflow times a factor that underflows: only where the tile was already at 0 or inf.
+            e = tl.load(cells, mask=live[:, None], other=0).to(tl.float32) * factor[:, None]
+            tl.store(cells, e.to(exp_ptr.dtype.element_ty), mask=live[:, None])
+
+
+def row_scales(
+    exp_RV: torch.Tensor,
+    reference_R: torch.Tensor,
+    target_R: torch.Tensor,
+    labels_N: torch.Tensor,
+    index_R: torch.Tensor,
+    num_kept: torch.Tensor,
+    max_N: torch.Tensor,
+    log_sum_N: torch.Tensor,
+    coef_4N: torch.Tensor,
+    logits: ShardLogits,
+) -> torch.Tensor:
+    """Return scale_R, and write each label's cell of exp_RV so that scale * cell is the label's gradient."""
+    num_rows = index_R.shape[0]
+    scale_R = torch.empty(num_rows, dtype=torch.float32, device=exp_RV.device)
+    _row_scale_kernel[(triton.cdiv(num_rows, 128),)](
+        reference_R, target_R, labels_N, index_R, num_kept, max_N, log_sum_N, coef_4N,
+        exp_RV, scale_R,
+        num_rows, max_N.shape[0], exp_RV.shape[1], logits.start, logits.num_valid,
+        logits.logit_scale, logits.softcap,
+        HAS_SOFTCAP=logits.softcap > 0.0, BLOCK_N=128,
+    )  # fmt: skip
+    return scale_R
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "start", "num_valid"])
+def _row_scale_kernel(
+    reference_ptr,  # in: [R] fp32
+    target_ptr,  # in: [R] fp32
+    labels_ptr,  # in: [N] int64
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    max_ptr,  # in: [N] fp32
+    log_sum_ptr,  # in: [N] fp32
+    coef_ptr,  # in: [4, N] fp32
+    exp_ptr,  # out, one cell a row: [R, T * BLOCK_V]
+    scale_ptr,  # out: [R] fp32
+    num_rows,
+    num_tokens,
+    exp_cols,
+    start,
+    num_valid,
+    logit_scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_rows
+    live = offs_n < tl.load(num_kept_ptr)
+    token = tl.load(index_ptr + offs_n, mask=live, other=0)
+    reference = tl.load(reference_ptr + offs_n, mask=live, other=0)
+    target = tl.load(target_ptr + offs_n, mask=live, other=0)
+    row_max = tl.load(max_ptr + token, mask=live, other=0)
+    log_sum = tl.load(log_sum_ptr + token, mask=live, other=0)
+    coef_p = tl.load(coef_ptr + token, mask=live, other=0) * logit_scale
+    coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token, mask=live, other=0) * logit_scale
+    label = tl.load(labels_ptr + token, mask=live, other=-1) - start
+    here = live & (label >= 0) & (label < tl.minimum(num_valid, exp_cols))
+
+    scale = coef_p * tl.exp((reference - row_max) - log_sum)
+    # A scale of nearly 0 beside a label's gradient (P = 0, or all of this shard far below another's maximum) could not carry
+    # that gradient. 2^-90 of it can, in bf16, and what it adds to the other cells is below 2^-32 of the label's.
+    least = 8.077935669463161e-28 * tl.abs(coef_label)
+    small = here & (tl.abs(scale) < least)
+    scale = tl.where(small, least, scale)
+    grad = coef_p * tl.exp((target - row_max) - log_sum) + coef_label
+    if HAS_SOFTCAP:
+        capped = target / softcap
+        grad *= 1.0 - capped * capped
+    cell = tl.where(scale == 0, 0.0, grad / scale)
+    where = exp_ptr + offs_n.to(tl.int64) * exp_cols + tl.where(here, label, 0)
+    tl.store(where, cell.to(exp_ptr.dtype.element_ty), mask=here)
+    tl.store(scale_ptr + offs_n, tl.where(live, scale, 0.0), mask=in_n)

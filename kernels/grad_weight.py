@@ -1,0 +1,134 @@
+"""Gradient of the weight and of the bias: d_weight = dlogits^T @ hidden, for a chunk of vocabulary rows.
+
+The chunk holds every token, so each output tile is summed in registers and written once: no atomics, no zero-fill, no fp32
+copy of the weight's size. With ``add`` the tile is added to what is there (Megatron's fp32 ``main_grad``).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .tiles import Tile, has_tma, load_tile, operand, precision, store_tile
+
+
+def grad_weight(
+    dlogits_RV: torch.Tensor,
+    rows_RD: torch.Tensor,
+    num_kept: torch.Tensor,
+    gain: torch.Tensor | None,
+    d_weight_VD: torch.Tensor,
+    tile: Tile,
+    *,
+    add: bool,
+) -> None:
+    """Set d_weight_VD to gain * (dlogits_RV^T @ rows_RD), or add that to it."""
+    num_rows, hidden_size = rows_RD.shape
+    num_cols = d_weight_VD.shape[0]
+    tma = has_tma(dlogits_RV, rows_RD, d_weight_VD)
+    num_tiles = triton.cdiv(num_cols, tile.rows) * triton.cdiv(hidden_size, tile.cols)
+    _grad_weight_kernel[(num_tiles,)](
+        # in
+        operand(dlogits_RV, tile.inner, tile.rows, tma), operand(rows_RD, tile.inner, tile.cols, tma), num_kept, gain,
+        # out, or in and out
+        operand(d_weight_VD, tile.rows, tile.cols // 2, tma and not add),
+        # sizes
+        num_rows, num_cols, hidden_size, dlogits_RV.stride(0),
+        # options
+        HAS_GAIN=gain is not None, ADD=add,
+        # tiles
+        BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_N=tile.inner, TMA=tma, PRECISION=precision(rows_RD.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_cols", "dlogits_stride"])
+def _grad_weight_kernel(
+    dlogits,  # in: [R, columns] descriptor or pointer
+    hidden,  # in: [R, D] descriptor or pointer
+    num_kept_ptr,  # in: [1] int32
+    gain_ptr,  # in: [] fp32
+    d_weight,  # out: [columns, D] descriptor or pointer; a pointer, in and out, with ADD
+    num_rows,
+    num_cols,
+    hidden_size,
+    dlogits_stride,
+    HAS_GAIN: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    num_kept = tl.load(num_kept_ptr)
+    num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
+    row = tl.program_id(0) // num_col_blocks * BLOCK_V
+    col = tl.program_id(0) % num_col_blocks * BLOCK_D
+    acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
+    for inner in range(0, num_kept, BLOCK_N):
+        g = load_tile(dlogits, inner, row, num_rows, num_cols, dlogits_stride, BLOCK_N, BLOCK_V, TMA)
+        h = load_tile(hidden, inner, col, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_D, TMA)
+        acc = tl.dot(g.T, h, acc, input_precision=PRECISION)
+    if HAS_GAIN:
+        acc *= tl.load(gain_ptr)
+    if ADD:
+        offs_v = row + tl.arange(0, BLOCK_V)
+        offs_d = col + tl.arange(0, BLOCK_D)
+        mask = (offs_v < num_cols)[:, None] & (offs_d < hidden_size)[None, :]
+        where = d_weight + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        acc += tl.load(where, mask=mask, other=0).to(tl.float32)
+        tl.store(where, acc.to(d_weight.dtype.element_ty), mask=mask)
+    else:
+        store_tile(d_weight, row, col, acc, num_cols, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
+
+
+def grad_bias(
+    dlogits_RV: torch.Tensor,
+    num_kept: torch.Tensor,
+    scale_R: torch.Tensor | None,
+    gain: torch.Tensor | None,
+    d_bias_V: torch.Tensor,
+) -> None:
+    """Add gain * the column sums of (scale_R *) dlogits_RV to d_bias_V, in fp32."""
+    num_cols = d_bias_V.shape[0]
+    _grad_bias_kernel[(triton.cdiv(num_cols, 128),)](
+        dlogits_RV, num_kept, scale_R, gain,
+        d_bias_V,
+        num_cols, dlogits_RV.stride(0),
+        HAS_SCALE=scale_R is not None, HAS_GAIN=gain is not None, BLOCK_V=128, BLOCK_N=32,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_cols", "dlogits_stride"])
+def _grad_bias_kernel(
+    dlogits_ptr,  # in: [R, columns]
+    num_kept_ptr,  # in: [1] int32
+    scale_ptr,  # in: [R] fp32
+    gain_ptr,  # in: [] fp32
+    d_bias_ptr,  # in, out: [columns] fp32
+    num_cols,
+    dlogits_stride,
+    HAS_SCALE: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    num_kept = tl.load(num_kept_ptr)
+    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_v = offs_v < num_cols
+    total = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    for inner in range(0, num_kept, BLOCK_N):
+        offs_n = inner + tl.arange(0, BLOCK_N)
+        live = offs_n < num_kept
+        where = dlogits_ptr + offs_n.to(tl.int64)[:, None] * dlogits_stride + offs_v[None, :]
+        g = tl.load(where, mask=live[:, None] & in_v[None, :], other=0).to(tl.float32)
+        if HAS_SCALE:
+            g *= tl.load(scale_ptr + offs_n, mask=live, other=0)[:, None]
+        total += g
+    bias = tl.sum(total, 0)
+    if HAS_GAIN:
+        bias *= tl.load(gain_ptr)
+    bias += tl.load(d_bias_ptr + offs_v, mask=in_v, other=0)
+    tl.store(d_bias_ptr + offs_v, bias, mask=in_v)

@@ -1,0 +1,276 @@
+"""Log-sum-exp of the logits of a shard, tile by tile; optionally the exponentials are kept.
+
+Online softmax (Milakov and Gimelshein, 2018) over the vocabulary for a block of rows, as in the linear-cross-entropy
+forward of *Cut Your Losses* (Wijmans et al., 2024, algorithm 2). What differs: each program owns (row block, split of the
+vocabulary) and writes fp32 partials that a second kernel merges in order, so there is no lock, no atomic, and the same bits
+every run; the loops over tiles and over D are flattened into one, so the copy engine works through the epilogue.
+
+Kept exponentials: ``exp(z - reference)`` in bf16, times the softcap's slope, with one reference per row. A float's relative
+precision does not depend on its exponent, so the reference need only be near the row's maximum: the maximum of the first
+tile serves unless a later logit is more than ``HEADROOM`` above it. Such rows are brought to one reference at the end
+(``_level_kernel``), so any gap between logits is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import ShardLogits
+from .tiles import (
+    Tile,
+    has_tma,
+    load_tile,
+    logits_of,
+    num_programs,
+    operand,
+    precision,
+    row_and_split,
+    store_tile,
+)
+
+HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
+
+# Planes of the partials: running maximum, what the sums are relative to, sum of exp, then the optional sums.
+MAX, SHIFT, SUM, MOMENT, BELOW, COUNT = (tl.constexpr(i) for i in range(6))
+NUM_PLANES = 6
+
+
+def lse_partials(
+    rows_RD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    num_kept: torch.Tensor,
+    logits: ShardLogits,
+    first_tile: int,
+    last_tile: int,
+    num_splits: int,
+    tile: Tile,
+    group: int,
+    *,
+    partials_KSR: torch.Tensor,
+    first_split: int = 0,
+    want_below: bool = False,
+    want_moment: bool = False,
+    reference_R: torch.Tensor | None = None,
+    exp_RV: torch.Tensor | None = None,
+    tile_reference_TR: torch.Tensor | None = None,
+) -> None:
+    """Write the partials of tiles [first_tile, last_tile) to splits [first_split, first_split + num_splits).
+
+    With ``exp_RV``, ``tile_reference_TR`` [T, R] and ``reference_R``, also keeps the exponentials of those tiles.
+    """
+    num_rows, hidden_size = rows_RD.shape
+    keep = exp_RV is not None
+    tma = has_tma(rows_RD, weight_VD) and (not keep or has_tma(exp_RV))
+    grid = (triton.cdiv(num_rows, tile.rows) * num_splits,)
+    _lse_kernel[grid](
+        # in
+        operand(rows_RD, tile.rows, tile.inner, tma), operand(weight_VD, tile.cols, tile.inner, tma), bias_V,
+        num_kept, reference_R,
+        # out
+        partials_KSR, operand(exp_RV, tile.rows, tile.cols // 2, tma) if keep else None, tile_reference_TR,
+        # sizes
+        num_rows, hidden_size, logits.num_valid, partials_KSR.shape[1], first_tile, last_tile, num_splits, first_split,
+        exp_RV.shape[1] if keep else 0,
+        # options
+        logits.logit_scale, logits.softcap,
+        HAS_BIAS=bias_V is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
+        MASK_V=logits.num_valid % tile.cols != 0, WANT_BELOW=want_below, WANT_MOMENT=want_moment, KEEP_EXP=keep,
+        # tiles
+        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=group, TMA=tma,
+        PRECISION=precision(rows_RD.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def num_splits(num_tiles: int, device: torch.device) -> int:
+    """Splits of the vocabulary: enough that programs fill the device evenly, with at least four tiles each."""
+    return max(1, min(num_programs(device) // 4, num_tiles // 4))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "partial_splits",
+        "first_tile",
+        "last_tile",
+        "num_splits",
+        "first_split",
+        "num_valid",
+    ]
+)
+def _lse_kernel(
+    hidden,  # in: [R, D] descriptor or pointer
+    weight,  # in: [V, D] descriptor or pointer
+    bias_ptr,  # in: [V]
+    num_kept_ptr,  # in: [1] int32
+    reference_ptr,  # in: [R] fp32
+    partial_ptr,  # out: [K, S, R] fp32
+    exp,  # out: [R, T * BLOCK_V] descriptor or pointer
+    tile_reference_ptr,  # out: [T, R] fp32
+    num_rows,
+    hidden_size,
+    num_valid,
+    partial_splits,
+    first_tile,
+    last_tile,
+    num_splits,
+    first_split,
+    exp_cols,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASK_V: tl.constexpr,
+    WANT_BELOW: tl.constexpr,
+    WANT_MOMENT: tl.constexpr,
+    KEEP_EXP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    num_row_blocks = tl.cdiv(tl.load(num_kept_ptr), BLOCK_N)
+    pid = tl.program_id(0)
+    if pid >= num_row_blocks * num_splits:
+        return
+    row_block, split = row_and_split(pid, num_row_blocks, num_splits, GROUP)
+    row = row_block * BLOCK_N
+    offs_n = row + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_rows
+    num_tiles = last_tile - first_tile
+    start = first_tile + split * num_tiles // num_splits
+    stop = first_tile + (split + 1) * num_tiles // num_splits
+
+    running_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    shift = tl.zeros((BLOCK_N,), tl.float32)
+    sum_exp = tl.zeros((BLOCK_N,), tl.float32)
+    below = tl.zeros((BLOCK_N,), tl.float32)
+    moment = tl.zeros((BLOCK_N,), tl.float32)
+    count = 0.0
+    reference = tl.zeros((BLOCK_N,), tl.float32)
+    if KEEP_EXP:
+        reference = tl.load(reference_ptr + offs_n, mask=in_n, other=0)
+        reference = tl.where(reference > float("-inf"), reference, 0.0)
+
+    for tile in tl.range(start, stop, flatten=True):
+        acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+        for inner in range(0, hidden_size, BLOCK_D):
+            h = load_tile(hidden, row, inner, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_D, TMA)
+            w = load_tile(weight, tile * BLOCK_V, inner, num_valid, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
+            acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
+        offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        z = logits_of(acc, offs_v, bias_ptr, num_valid, logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V)
+        new_max = tl.maximum(running_max, tl.max(z, 1))
+        if KEEP_EXP:
+            new_shift = tl.where(new_max > reference + HEADROOM, new_max, reference)
+        else:
+            new_shift = tl.where(new_max > float("-inf"), new_max, 0.0)
+        drop = new_shift - shift  # of an empty sum too: 0 stays 0
+        e = tl.exp(z - new_shift[:, None])
+        if WANT_BELOW:
+            in_v = (offs_v < num_valid)[None, :]
+            below += count * tl.where(count > 0, drop, 0.0) + tl.sum(tl.where(in_v, new_shift[:, None] - z, 0.0), 1)
+            count += tl.minimum(num_valid - tile * BLOCK_V, BLOCK_V).to(tl.float32)
+        if WANT_MOMENT:
+            # 0 * -inf where a logit is -inf
+            term = tl.sum(tl.where(e > 0, e * (z - new_shift[:, None]), 0.0), 1)
+            moment = tl.where(sum_exp > 0, tl.exp(-drop) * (moment - drop * sum_exp), 0.0) + term
+        sum_exp = tl.where(sum_exp > 0, sum_exp * tl.exp(-drop), sum_exp) + tl.sum(e, 1)
+        running_max = new_max
+        shift = new_shift
+        if KEEP_EXP:
+            if HAS_SOFTCAP:
+                capped = z / softcap
+                e = tl.where(e > 0, e * (1.0 - capped * capped), 0.0)
+            store_tile(exp, row, tile * BLOCK_V, e, num_rows, exp_cols, exp_cols, BLOCK_N, BLOCK_V, TMA)
+            tl.store(tile_reference_ptr + tile * num_rows.to(tl.int64) + offs_n, shift, mask=in_n)
+
+    plane = partial_splits.to(tl.int64) * num_rows
+    where = partial_ptr + (first_split + split).to(tl.int64) * num_rows + offs_n
+    tl.store(where + MAX * plane, running_max, mask=in_n)
+    tl.store(where + SHIFT * plane, shift, mask=in_n)
+    tl.store(where + SUM * plane, sum_exp, mask=in_n)
+    if WANT_BELOW:
+        tl.store(where + BELOW * plane, below, mask=in_n)
+        tl.store(where + COUNT * plane, tl.zeros((BLOCK_N,), tl.float32) + count, mask=in_n)
+    if WANT_MOMENT:
+        tl.store(where + MOMENT * plane, moment, mask=in_n)
+
+
+def merge_splits(
+    partials_KSR: torch.Tensor,
+    index_R: torch.Tensor,
+    num_kept: torch.Tensor,
+    stats_KN: torch.Tensor,
+    *,
+    want_below: bool,
+    want_moment: bool,
+) -> None:
+    """Merge the partials of all splits, in order, into stats_KN at the tokens of index_R (TARGET is left alone).
+
+    Ignored tokens get a maximum of 0, a sum of 1, and zeros.
+    """
+    num_rows = index_R.shape[0]
+    _merge_splits_kernel[(triton.cdiv(num_rows, 128),)](
+        partials_KSR, index_R, num_kept,
+        stats_KN,
+        num_rows, stats_KN.shape[1], partials_KSR.shape[1],
+        WANT_BELOW=want_below, WANT_MOMENT=want_moment, BLOCK_N=128,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_splits"])
+def _merge_splits_kernel(
+    partial_ptr,  # in: [K, S, R] fp32
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    stats_ptr,  # out: [K, N] fp32
+    num_rows,
+    num_tokens,
+    num_splits,
+    WANT_BELOW: tl.constexpr,
+    WANT_MOMENT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_rows
+    live = offs_n < tl.load(num_kept_ptr)
+    row_stride = num_rows.to(tl.int64)
+    plane = num_splits * row_stride
+    merged_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    for split in range(0, num_splits):
+        where = partial_ptr + split * row_stride + offs_n
+        merged_max = tl.maximum(merged_max, tl.load(where + MAX * plane, mask=live, other=0))
+    base = tl.where(merged_max > float("-inf"), merged_max, 0.0)
+
+    sum_exp = tl.zeros((BLOCK_N,), tl.float32)
+    below = tl.zeros((BLOCK_N,), tl.float32)
+    moment = tl.zeros((BLOCK_N,), tl.float32)
+    for split in range(0, num_splits):
+        where = partial_ptr + split * row_stride + offs_n
+        drop = base - tl.load(where + SHIFT * plane, mask=live, other=0)
+        part = tl.load(where + SUM * plane, mask=live, other=0)
+        # An empty sum stays empty whatever it is relative to; anything else, NaN too, is carried over.
+        rescale = tl.where(part == 0, 1.0, tl.exp(-drop))
+        sum_exp += part * rescale
+        if WANT_BELOW:
+            columns = tl.load(where + COUNT * plane, mask=live, other=0)
+            below += tl.load(where + BELOW * plane, mask=live, other=0) + columns * drop
+        if WANT_MOMENT:
+            part_moment = tl.load(where + MOMENT * plane, mask=live, other=0)
+            moment += tl.where(part == 0, 0.0, rescale * (part_moment - drop * part))
+
+    token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
+    stats = stats_ptr + token
+    stride = num_tokens.to(tl.int64)
+    tl.store(stats, tl.where(live, merged_max, 0.0), mask=in_n)
+    tl.store(stats + stride, tl.where(live, sum_exp, 1.0), mask=in_n)
+    if WANT_BELOW:
+        tl.store(stats + 3 * stride, tl.where(live, below, 0.0), mask=in_n)
+    if WANT_MOMENT:
+        tl.store(stats + (3 + WANT_BELOW) * stride, tl.where(live, moment, 0.0), mask=in_n)

@@ -1,0 +1,336 @@
+"""One shard's statistics and gradients on a GPU: the kernels of this folder, in the order they run.
+
+forward                                             backward
+  keep the tokens that count, first (compact)         the same, then for each chunk of the vocabulary:
+  target logit, one weight row per token                recompute its dlogits (dlogits)
+  log-sum-exp, tile by tile (lse)                       add its part of d_hidden (grad_hidden)
+  merge the splits into the statistics                  write its rows of d_weight (grad_weight)
+                                                      kept exponentials: the two products alone (exp_cache)
+
+``workspace_bytes`` bounds what is alive beside inputs and outputs: how many rows and columns a chunk has follows from it
+(``_plan``), and a budget above that keeps exponentials of the first columns for the backward (``cache_columns``). The chunk is
+one of the vocabulary, not of tokens: a chunk of the vocabulary finishes its rows of d_weight, the large output, while d_hidden,
+the small one, is added to. Only where two bytes per element of d_hidden exceed the budget are tokens split too, and d_weight
+is then added to in its own dtype.
+
+Nothing here waits for the device, so a CUDA graph can capture it; shapes known on the host alone decide the launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+
+from . import ShardLogits
+from .compact import gather_rows, kept_first
+from .dlogits import dlogits_chunk
+from .exp_cache import level, row_scales
+from .grad_hidden import grad_hidden
+from .grad_weight import grad_bias, grad_weight
+from .lse import MAX, NUM_PLANES, lse_partials, merge_splits, num_splits
+from .target_logit import target_logits
+from .tiles import choose_tiles, interpreted
+
+_LEAST_BYTES = 32 << 20  # below this the rows of a chunk would no longer fill a device
+_ROWS = 128  # token groups are cut at multiples of this
+
+
+class _Plan(NamedTuple):
+    rows: int  # tokens at a time
+    cols: int  # vocabulary columns whose dlogits are alive at a time
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _low_bytes(dtype: torch.dtype) -> int:
+    return 2 if dtype.itemsize == 2 else 0  # the remainder that d_hidden cannot hold (grad_hidden.py)
+
+
+def _plan(
+    num_tokens: int,
+    num_cols: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    tile_cols: int,
+    workspace_bytes: int,
+    cache: int,
+) -> _Plan:
+    """Split ``num_tokens`` x ``num_cols`` dlogits so that gathered rows, remainder and dlogits fit beside the cache."""
+    budget = max(workspace_bytes, _LEAST_BYTES) - cache
+    row_bytes = hidden_size * (dtype.itemsize + _low_bytes(dtype))
+    # Half of the budget for the rows, at least one tile of columns in the other half.
+    rows = budget // max(2 * row_bytes, row_bytes + 2 * tile_cols * dtype.itemsize)
+    rows = min(num_tokens, max(_ROWS, rows // _ROWS * _ROWS))
+    cols = max(tile_cols, (budget - rows * row_bytes) // (rows * dtype.itemsize) // tile_cols * tile_cols)
+    chunks = max(1, _cdiv(num_cols, cols))
+    return _Plan(rows, max(1, _cdiv(_cdiv(num_cols, chunks), tile_cols)) * tile_cols)
+
+
+def cache_columns(
+    num_tokens: int,
+    num_rows: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    logits: ShardLogits,
+    want_uniform: bool,
+    want_entropy: bool,
+    workspace_bytes: int,
+    tile_cols: int = 256,
+) -> int:
+    """Return how many of the shard's first vocabulary columns keep their exponentials within the budget.
+
+    0 where their gradient is not a multiple of them (label smoothing, entropy) or the dtype's exponent is too short (fp16); fp32
+    keeps none either, for a 16-bit cache would cost it its precision.
+
+    Args:
+        num_tokens: Tokens, ignored ones counted.
+        num_rows: Weight rows of the shard.
+        hidden_size: D.
+        dtype: Of hidden states and weight.
+        logits: The shard.
+        want_uniform: Label smoothing is on.
+        want_entropy: The entropy is differentiated.
+        workspace_bytes: The budget.
+        tile_cols: Columns of a tile of the log-sum-exp, of which the answer is a multiple.
+    """
+    num_valid = min(logits.num_valid, num_rows)
+    if dtype != torch.bfloat16 or want_uniform or want_entropy or num_tokens == 0 or num_valid == 0:
+        return 0
+    num_tiles = _cdiv(num_valid, tile_cols)
+    tile_bytes = num_tokens * (
+        tile_cols * dtype.itemsize + 4
+    )  # the exponentials, and a reference per row while they are made
+    gathered = num_tokens * hidden_size * dtype.itemsize
+    if gathered + num_tiles * tile_bytes <= workspace_bytes:
+        return num_tiles * tile_cols
+    # The other columns are recomputed in chunks: rows of every token, the remainder, and dlogits 8,192 columns wide.
+    recompute = 2 * gathered + min(workspace_bytes // 4, num_tokens * 8192 * dtype.itemsize)
+    tiles = (workspace_bytes - recompute) // tile_bytes
+    return tiles * tile_cols if tiles >= 16 else 0
+
+
+def local_stats(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    labels_N: torch.Tensor,
+    logits: ShardLogits,
+    *,
+    want_uniform: bool,
+    want_entropy: bool,
+    num_cached: int,
+    workspace_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return stats_KN fp32, cache_NV [N, num_cached] and cache_max [2, N] (references and target logits of the kept rows).
+
+    Rows of ignored tokens (negative labels) hold MAX 0, SUM_EXP 1 and zeros. The cache's rows are the kept tokens in order.
+
+    Args:
+        hidden_ND: [N, D] contiguous; fp32, bf16 or fp16.
+        weight_VD: [V, D] contiguous, the same dtype.
+        bias_V: [V] or None.
+        labels_N: [N] int64, ids in the whole vocabulary; negative: ignored.
+        logits: The shard.
+        want_uniform: Add SUM_BELOW to the statistics.
+        want_entropy: Add SUM_MOMENT.
+        num_cached: What ``cache_columns`` returned.
+        workspace_bytes: Budget for everything allocated here, the cache included.
+    """
+    num_tokens, hidden_size = hidden_ND.shape
+    logits = logits._replace(num_valid=min(logits.num_valid, weight_VD.shape[0]))
+    fp32 = {"dtype": torch.float32, "device": hidden_ND.device}
+    stats_KN = torch.zeros(3 + want_uniform + want_entropy, num_tokens, **fp32)
+    cache_NV = hidden_ND.new_empty(num_tokens, num_cached)
+    cache_max = torch.empty(2, num_tokens if num_cached else 0, **fp32)
+    if num_tokens == 0:
+        return stats_KN, cache_NV, cache_max
+    if logits.num_valid == 0:
+        stats_KN[0] = float("-inf")
+        return stats_KN, cache_NV, cache_max
+
+    with _on(hidden_ND):
+        tiles = choose_tiles(hidden_ND.dtype, hidden_ND.device)
+        index_N, kept = kept_first(labels_N)
+        row_bytes = hidden_size * hidden_ND.itemsize
+        rows = (
+            num_tokens if num_cached else max(_ROWS, max(workspace_bytes, _LEAST_BYTES) // row_bytes // _ROWS * _ROWS)
+        )
+        num_tiles, cached_tiles = _cdiv(logits.num_valid, tiles.lse.cols), num_cached // tiles.lse.cols
+        splits = num_splits(num_tiles - cached_tiles, hidden_ND.device) if num_tiles > cached_tiles else 0
+        cached_splits = num_splits(cached_tiles, hidden_ND.device) if cached_tiles else 0
+
+        for index_R, num_kept in _groups(index_N, kept, rows):
+            rows_RD = hidden_ND.new_empty(index_R.shape[0], hidden_size)
+            gather_rows(hidden_ND, index_R, num_kept, None, rows_RD)
+            target_logits(rows_RD, weight_VD, bias_V, labels_N, index_R, num_kept, logits, stats_KN[2])
+            partials_KSR = torch.empty(NUM_PLANES, cached_splits + splits, index_R.shape[0], **fp32)
+            common = (rows_RD, weight_VD, bias_V, num_kept, logits)
+            if cached_tiles:
+                _keep_exponentials(common, tiles, cached_tiles, cached_splits, partials_KSR, cache_NV, cache_max[0])
+                cache_max[1] = stats_KN[2][index_R]
+            if splits:
+                lse_partials(
+                    *common, cached_tiles, num_tiles, splits, tiles.lse, tiles.group, partials_KSR=partials_KSR,
+                    first_split=cached_splits, want_below=want_uniform, want_moment=want_entropy,
+                )  # fmt: skip
+            merge_splits(partials_KSR, index_R, num_kept, stats_KN, want_below=want_uniform, want_moment=want_entropy)
+    return stats_KN, cache_NV, cache_max
+
+
+def _keep_exponentials(common, tiles, num_tiles, splits, partials_KSR, exp_RV, reference_R) -> None:
+    """Run the log-sum-exp over the first ``num_tiles`` tiles, keeping their exponentials."""
+    num_rows = exp_RV.shape[0]
+    first_KSR = partials_KSR.new_empty(NUM_PLANES, 1, num_rows)
+    lse_partials(*common, 0, 1, 1, tiles.lse, tiles.group, partials_KSR=first_KSR)
+    tile_reference_TR = partials_KSR.new_empty(num_tiles, num_rows)
+    lse_partials(
+        *common, 0, num_tiles, splits, tiles.lse, tiles.group, partials_KSR=partials_KSR,
+        reference_R=first_KSR[MAX.value, 0], exp_RV=exp_RV, tile_reference_TR=tile_reference_TR,
+    )  # fmt: skip
+    level(exp_RV, tile_reference_TR, common[3], reference_R)
+
+
+def gradients(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    labels_N: torch.Tensor,
+    logits: ShardLogits,
+    max_N: torch.Tensor,
+    log_sum_N: torch.Tensor,
+    entropy_N: torch.Tensor | None,
+    coef_4N: torch.Tensor,
+    cache_NV: torch.Tensor,
+    cache_max: torch.Tensor,
+    *,
+    want_hidden: bool,
+    want_weight: bool,
+    want_bias: bool,
+    d_weight_out: torch.Tensor | None = None,
+    workspace_bytes: int,
+    hidden_ready: Callable[[torch.Tensor], None] | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return d_hidden (hidden's dtype), d_weight (weight's dtype) and d_bias (fp32), each None unless wanted.
+
+    Args:
+        hidden_ND: As in ``local_stats``, with the four arguments after it.
+        weight_VD: [V, D].
+        bias_V: [V] or None.
+        labels_N: [N]; a row with a negative label gets a d_hidden of exactly 0 and adds nothing elsewhere.
+        logits: The shard.
+        max_N: Maximum merged over all shards, fp32.
+        log_sum_N: Logarithm of the merged sum relative to it, fp32.
+        entropy_N: Merged entropy, where its coefficients are used.
+        coef_4N: Coefficients P, LABEL, UNIFORM, ENTROPY, fp32; UNIFORM is read where nothing is cached.
+        cache_NV: From ``local_stats``; left so that a second call gives the same bits.
+        cache_max: From ``local_stats``.
+        want_hidden: Compute d_hidden.
+        want_weight: Compute d_weight.
+        want_bias: Compute d_bias.
+        d_weight_out: Buffer [V, D] that d_weight is added to instead of being returned.
+        workspace_bytes: Budget for everything allocated here, the cache included.
+        hidden_ready: Called with d_hidden as soon as it is whole on the current stream.
+    """
+    num_tokens, hidden_size = hidden_ND.shape
+    num_rows = weight_VD.shape[0]
+    logits = logits._replace(num_valid=min(logits.num_valid, num_rows))
+    d_hidden = torch.zeros_like(hidden_ND) if want_hidden else None
+    d_bias = torch.zeros(num_rows, dtype=torch.float32, device=weight_VD.device) if want_bias else None
+    d_weight = d_weight_out
+    if want_weight and d_weight_out is None:
+        d_weight = torch.empty_like(weight_VD)
+        d_weight[logits.num_valid if num_tokens else 0 :].zero_()  # padding
+    if num_tokens == 0 or logits.num_valid == 0:
+        if hidden_ready is not None and d_hidden is not None:
+            hidden_ready(d_hidden)
+        return d_hidden, None if d_weight_out is not None else d_weight, d_bias
+
+    with _on(hidden_ND):
+        tiles = choose_tiles(hidden_ND.dtype, hidden_ND.device)
+        index_N, kept = kept_first(labels_N)
+        gain = None
+        if hidden_ND.dtype == torch.float16:
+            coef_4N, gain = _normalised(coef_4N)
+        num_cached = cache_NV.shape[1]
+        num_recomputed = max(0, logits.num_valid - num_cached)
+        cache_bytes = cache_NV.nbytes if num_recomputed else 0
+        plan = _plan(
+            num_tokens, num_recomputed, hidden_size, hidden_ND.dtype, tiles.dlogits.cols, workspace_bytes, cache_bytes
+        )
+        rows = num_tokens if num_cached else plan.rows
+        chunks = [(c, min(c + plan.cols, logits.num_valid)) for c in range(num_cached, logits.num_valid, plan.cols)]
+        num_parts = len(chunks) + (num_cached > 0)
+        dlogits = hidden_ND.new_empty(rows, plan.cols) if chunks else None
+        low_RD = None
+        if want_hidden and num_parts > 1 and hidden_ND.itemsize == 2:
+            low_RD = torch.empty(rows, hidden_size, dtype=torch.bfloat16, device=hidden_ND.device)
+
+        groups = _groups(index_N, kept, rows)
+        for group, (index_R, num_kept) in enumerate(groups):
+            rows_RD = hidden_ND.new_empty(index_R.shape[0], hidden_size)
+            if chunks:
+                gather_rows(hidden_ND, index_R, num_kept, None, rows_RD)
+            for number, (first, stop) in enumerate([*chunks, (0, min(num_cached, logits.num_valid))][:num_parts]):
+                if number < len(chunks):
+                    grads_RV, scale_R = dlogits[: index_R.shape[0]], None
+                    dlogits_chunk(
+                        rows_RD, weight_VD, bias_V, labels_N, index_R, num_kept, max_N, log_sum_N, entropy_N, coef_4N,
+                        logits, first, grads_RV, tiles.dlogits, tiles.group,
+                    )  # fmt: skip
+                else:
+                    grads_RV = cache_NV
+                    scale_R = row_scales(
+                        cache_NV,
+                        cache_max[0],
+                        cache_max[1],
+                        labels_N,
+                        index_R,
+                        num_kept,
+                        max_N,
+                        log_sum_N,
+                        coef_4N,
+                        logits,
+                    )
+                if want_hidden:
+                    grad_hidden(
+                        grads_RV, weight_VD[first:stop], index_R, num_kept, scale_R, gain, d_hidden, low_RD,
+                        tiles.grad_hidden, first=number == 0,
+                    )  # fmt: skip
+                    if hidden_ready is not None and group == len(groups) - 1 and number == num_parts - 1:
+                        hidden_ready(d_hidden)
+                if want_weight:
+                    if scale_R is not None:
+                        gather_rows(hidden_ND, index_R, num_kept, scale_R, rows_RD)
+                    add = d_weight_out is not None or group > 0
+                    grad_weight(grads_RV, rows_RD, num_kept, gain, d_weight[first:stop], tiles.grad_weight, add=add)
+                if want_bias:
+                    grad_bias(grads_RV, num_kept, scale_R, gain, d_bias[first:stop])
+    return d_hidden, None if d_weight_out is not None else d_weight, d_bias
+
+
+def _groups(index_N: torch.Tensor, kept: torch.Tensor, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut the compact order into groups of ``rows``: each one's index and its number of kept tokens, on the device."""
+    num_tokens = index_N.shape[0]
+    if rows >= num_tokens:
+        return [(index_N, kept)]
+    starts = torch.arange(0, num_tokens, rows, dtype=torch.int32, device=index_N.device)
+    kept_G = (kept - starts).clamp_(0, rows)
+    return [(index_N[i : i + rows], kept_G[g : g + 1]) for g, i in enumerate(range(0, num_tokens, rows))]
+
+
+def _normalised(coef_4N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return coefficients divided by their largest finite magnitude, and that: fp16 dlogits of a mean would underflow."""
+    size = coef_4N.abs()
+    gain = torch.where(size.isfinite(), size, 0.0).amax()
+    gain = torch.where(gain > 0, gain, 1.0)
+    return coef_4N / gain, gain
+
+
+def _on(tensor: torch.Tensor) -> AbstractContextManager:
+    """Launch on the tensor's device."""
+    return nullcontext() if interpreted() else torch.cuda.device(tensor.device)
