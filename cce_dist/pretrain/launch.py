@@ -86,7 +86,8 @@ def _start_ranks(args: argparse.Namespace) -> int:
     # As torchrun does, but with all cores in use.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
     # The agent logs a report of a failed rank; the rank itself has said what happened.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
         run_id="cce-dist-pretrain", min_nodes=1, max_nodes=1, nproc_per_node=world_size,
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=args.max_restarts,
@@ -104,7 +105,11 @@ def _start_ranks(args: argparse.Namespace) -> int:
 
 
 def _rank_process(args: argparse.Namespace) -> None:
-    code = run_rank(args)
+    try:
+        code = run_rank(args)
+    except Exception:
+        traceback.print_exc()
+        code = 1
     if code:
         sys.exit(code)
 
@@ -154,6 +159,8 @@ def join(args: argparse.Namespace) -> Ranks:
         return Ranks(device)
 
     timeout = datetime.timedelta(seconds=args.timeout)
+    # On CPUs it falls back from all-to-all to all-gather, and says so on every rank.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timeout, device_id=device if args.device == "cuda" else None)
     if args.tp * args.dp != world_size:

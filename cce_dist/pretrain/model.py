@@ -192,8 +192,9 @@ class Replicated(ParallelStyle):
 def shard_model(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     """Shard everything but the head, which is born sharded, over the tensor-parallel ``mesh``.
 
-    Sharding: embedding by vocabulary rows; attention by heads; SwiGLU by inner width; norms replicated. Between them
-        activations are whole on every rank, or with ``sequence_parallel`` sliced by dimension 0.
+    Sharding: embedding by hidden dimension (by rows its gradient would be whole on every rank), attention by heads, SwiGLU
+        by inner width; norms replicated. Between them activations are whole on every rank, or with ``sequence_parallel``
+        sliced by dimension 0.
     Communication: per block and direction two all-reduces of [s, b, D], or two all-gathers and two reduce-scatters.
     """
     between = Shard(0) if sequence_parallel else Replicate()
@@ -201,7 +202,7 @@ def shard_model(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     column = ColwiseParallel(input_layouts=between)
     row = RowwiseParallel(output_layouts=between)
     plan: dict[str, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "embedding": ColwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "blocks.*.attention_norm": norm,
         "blocks.*.attention.qkv": column,
         "blocks.*.attention.out": row,

@@ -55,17 +55,14 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
         loss, stats = _accumulate_gradients(args, ranks, model, ids, labels)
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        grad_norm = clip_gradients(model, args.clip, ranks)
         optimizer.step()
         optimizer.zero_grad()
         state["step"] = step
         tokens += labels.size
 
         if step % args.log_every == 0 or step == args.steps:
-            loss, grad_norm = (
-                _whole(loss).item(),
-                _whole(grad_norm).item(),
-            )  # waits for the device, so the clock is right
+            loss, grad_norm = loss.item(), grad_norm.item()  # waits for the device, so the clock is right
             if not math.isfinite(loss):
                 raise ValueError(f"the loss is {loss} at step {step}: lower --lr, or look at the data")
             record = {
@@ -126,6 +123,35 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
         return args.lr * step / args.warmup
     done = (step - args.warmup) / max(1, args.steps - args.warmup)
     return args.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks) -> Tensor:
+    """Scale all gradients so that their norm is ``max_norm`` at most, and return the norm that they had.
+
+    Communication: one all-reduce of a number, so that every rank scales by the same bits (``clip_grad_norm_`` sums a mesh's
+        dimensions one after the other); and one per norm under sequence parallelism, whose gradients are not summed yet.
+    """
+    square = torch.zeros((), device=ranks.device)
+    gradients = []
+    for parameter in model.parameters():
+        gradient, num_shards = parameter.grad, 1
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            if gradient.placements != parameter.placements:
+                parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+            sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            num_shards = math.prod(size for size, placement in sizes if not placement.is_replicate())
+            gradient = gradient.to_local()
+        if gradient is not None:
+            square += gradient.float().square().sum() * (num_shards / ranks.world_size)  # every copy adds its share
+            gradients.append(gradient)
+    if ranks.world_size > 1:
+        dist.all_reduce(square)
+    norm = square.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale)
+    return norm
 
 
 def _shape(args: argparse.Namespace, ranks: Ranks) -> Shape:
@@ -235,10 +261,6 @@ def _filter_record(stats: FilterStats | None, ranks: Ranks) -> dict[str, float]:
         # A shard drops its own part of a token's mass, so shards add up.
         kept, mass = means[0] / ranks.world_size, means[1] / ranks.dp
     return {"kept_tiles": kept.item(), "dropped_mass_mean": mass.item(), "dropped_mass_max_of_shards": largest.item()}
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _peak_mb(device: torch.device) -> float:
