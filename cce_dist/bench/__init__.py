@@ -1,0 +1,126 @@
+"""``cce-dist bench``: time, memory and error of the loss and its gradients, against other libraries and plain products.
+
+Reading order: ``shapes`` (heads by name), ``workload`` (input with a trained model's statistics), ``methods`` (what is
+compared), ``measure`` (check, then time), ``report`` (table, JSON, figure).
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from cce_dist.bench.shapes import SHAPES
+
+DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
+    "cuda": (["gemma-2-2b", "llama-3-8b", "phi-3.5"], [8192]),
+    "cpu": (["toy"], [512]),
+}
+PACKAGES = ("triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``cce-dist bench``."""
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", help=f"heads to time: {', '.join(SHAPES)}")
+    add("--tokens", nargs="+", type=int, metavar="N", help="numbers of tokens (default: 8192; on a CPU 512)")
+    add("--methods", nargs="+", default=["all"], metavar="METHOD", help="rows of the table, or 'list' to print them")
+    add("--ignored", nargs="+", type=float, default=[0.0], metavar="SHARE", help="shares of labels that are -100")
+    add("--workspace", nargs="+", type=int, default=[256], metavar="MIB", help="workspace of cce-dist, one row each")
+    add("--repeats", type=int, default=20, help="rounds of timing, methods in turns")
+    add("--device", default=None, help="cuda, cuda:1, cpu (default: cuda if there is one)")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of hidden states and weight")
+    add("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="folder for bench.json and bench.png")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every case and report it as soon as it is known.
+
+    Returns:
+        0, or 1 if a row of this library itself has no time (wrong, or failed).
+    """
+    import torch
+
+    from cce_dist.bench import methods, report
+    from cce_dist.bench.measure import describe, measure
+    from cce_dist.bench.workload import make_workload
+
+    available = methods.all_methods(args.workspace)
+    if args.methods == ["list"]:
+        print("\n".join(available))
+        return 0
+    chosen = _choose(args.methods, available)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    shapes, tokens = DEFAULTS["cuda" if device.type == "cuda" else "cpu"]
+    environment = _environment(device)
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    cases: list[Any] = []
+    for shape in args.shapes or shapes:
+        for num_tokens in args.tokens or tokens:
+            for ignored in args.ignored:
+                label = f"{shape}, N {num_tokens:,}"
+                _progress(f"{label}: drawing the workload")
+                try:
+                    workload = make_workload(
+                        SHAPES[shape], num_tokens, ignored=ignored, dtype=getattr(torch, args.dtype), device=device
+                    )
+                    rows, floor = measure(
+                        workload, chosen, args.repeats, lambda line, label=label: _progress(f"{label}: {line}")
+                    )
+                except torch.OutOfMemoryError as error:
+                    _progress("")
+                    print(f"{label}: {describe(error)}", file=sys.stderr)
+                    continue
+                _progress("")
+                cases.append(report.Case.of(shape, ignored, workload, rows, floor))
+                print(report.table(cases[-1]) + "\n", flush=True)
+                # After every case, so that an interrupted run leaves what it had.
+                report.write_json(args.out / "bench.json", environment, cases)
+    if not cases:
+        return 1
+    report.write_figure(args.out / "bench.png", environment, cases)
+    print(f"{environment['device']}; " + ", ".join(f"{k} {v}" for k, v in environment["versions"].items()))
+    print(f"{args.out / 'bench.json'}\n{args.out / 'bench.png'}")
+    return int(any(row.ours and row.problem for case in cases for row in case.rows))
+
+
+def _choose(names: list[str], available: dict[str, Any]) -> dict[str, Any]:
+    if names == ["all"]:
+        return available
+    unknown = [name for name in names if name not in available]
+    if unknown:
+        raise SystemExit(f"cce-dist bench: unknown method {unknown[0]}; choose from {', '.join(available)}")
+    return {name: available[name] for name in names}
+
+
+def _environment(device: Any) -> dict[str, Any]:
+    import torch
+
+    versions = {"torch": str(torch.__version__)}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
+        "torch": versions["torch"],
+        "versions": versions,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["cce-dist", *sys.argv[1:]]),
+    }
+
+
+def _progress(line: str) -> None:
+    """Overwrite one line of a terminal; a line each where the output is a file."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+    elif line:
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,310 @@
+"""Check each method's loss and gradients, then time those that are right, in turns, next to plain matrix products.
+
+A fast wrong gradient is worth nothing, so a method whose loss or gradients are off is refused a time. What is right is
+timed in turns (one step of each method, then the next round), so that clocks and temperature drift for all alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist.bench.methods import LossFn, Method
+from cce_dist.bench.workload import IGNORE_INDEX, Workload
+
+MAX_ERROR = (
+    5e-2  # relative, of the loss and (Frobenius norm) of dE and dC; methods that round to bf16 have 2e-3 to 2e-2
+)
+REFERENCE_CHUNK_BYTES = 1 << 30
+L2_FLUSH_BYTES = 256 << 20
+
+
+class Reference(NamedTuple):
+    """The truth: loss, dE [N, D] and dC [V, D] of the mean over labels that are not ignored."""
+
+    loss: float
+    d_hidden: Tensor
+    d_weight: Tensor
+
+
+class Errors(NamedTuple):
+    """Relative errors in the Frobenius norm; ``d_hidden_mean`` is that of dE averaged over tokens."""
+
+    loss: float
+    d_hidden: float
+    d_weight: float
+    d_hidden_mean: float
+
+    def verdict(self) -> str:
+        """What is wrong in a few words, or nothing. NaN is wrong."""
+        for name, error in (("dE", self.d_hidden), ("dC", self.d_weight)):
+            if not error <= MAX_ERROR:
+                return f"wrong gradient: relative error of {name} {error:.1e}, limit {MAX_ERROR:.0e}"
+        if not self.loss <= MAX_ERROR:
+            return f"wrong loss: relative error {self.loss:.1e}, limit {MAX_ERROR:.0e}"
+        return ""
+
+
+@dataclass
+class Timing:
+    """Seconds of each round."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range."""
+        if len(self.seconds) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return high - low
+
+
+@dataclass
+class Row:
+    """What is known of one method.
+
+    Attributes:
+        problem: Why there are no times, in one line; empty if there are.
+        missing: The library is not installed, or not for this device.
+        peak_bytes: Peak memory of a step above inputs and gradients; None on a CPU.
+    """
+
+    name: str
+    ours: bool
+    problem: str = ""
+    missing: bool = False
+    errors: Errors | None = None
+    forward: Timing = field(default_factory=Timing)
+    total: Timing = field(default_factory=Timing)
+    peak_bytes: int | None = None
+
+
+@dataclass
+class Floor:
+    """The matrix products that no method can do without, as plain ``torch.mm``."""
+
+    logits: Timing = field(default_factory=Timing)
+    d_hidden: Timing = field(default_factory=Timing)
+    d_weight: Timing = field(default_factory=Timing)
+    problem: str = ""
+
+    def gemms(self, count: int) -> float:
+        """Seconds of 1 (forward), 3 (logits kept for backward) or 4 (logits computed twice) products."""
+        parts = {1: (1, 0), 3: (1, 1), 4: (2, 1)}[count]
+        backward = self.d_hidden.median + self.d_weight.median
+        return parts[0] * self.logits.median + parts[1] * backward
+
+
+def measure(
+    workload: Workload,
+    methods: dict[str, Method],
+    repeats: int,
+    progress: Callable[[str], None] = lambda line: None,
+) -> tuple[list[Row], Floor]:
+    """Check, then time.
+
+    Args:
+        workload: Input; hidden and weight need no gradient themselves.
+        methods: What to compare, by name.
+        repeats: Rounds of timing.
+        progress: Gets a line as each step begins.
+
+    Returns:
+        A row for each method, in order, and the matrix products of the same run.
+    """
+    rows = [Row(name, method.ours) for name, method in methods.items()]
+    progress("reference")
+    truth = reference(workload)
+    functions: dict[str, LossFn] = {}
+    for row in rows:
+        progress(f"checking {row.name}")
+        try:
+            functions[row.name] = _check(row, methods[row.name], workload, truth)
+        except ImportError as error:
+            row.problem, row.missing = describe(error), True
+        except Exception as error:  # whatever another library raises, the rest goes on
+            row.problem = describe(error)
+        _free_memory(workload.hidden)
+    del truth
+    _free_memory(workload.hidden)
+
+    floor = Floor()
+    _time_in_turns(workload, [row for row in rows if not row.problem], functions, floor, repeats, progress)
+    return rows, floor
+
+
+def reference(workload: Workload) -> Reference:
+    """Loss and gradients with fp32 logits and sums (fp64 for fp32 inputs), a chunk of tokens at a time."""
+    hidden, weight, labels = workload.hidden, workload.weight, workload.labels
+    dtype = torch.float64 if hidden.dtype == torch.float32 else torch.float32
+    num_valid = (labels != IGNORE_INDEX).sum().clamp_min(1).to(dtype)
+    wide_weight = weight.to(dtype)
+    loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    d_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    d_weight = torch.zeros(weight.shape, dtype=dtype, device=hidden.device)
+    rows = max(1, REFERENCE_CHUNK_BYTES // (weight.shape[0] * wide_weight.element_size()))
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        for start in range(0, hidden.shape[0], rows):
+            chunk, label = hidden[start : start + rows].to(dtype), labels[start : start + rows]
+            kept = (label != IGNORE_INDEX).to(dtype)
+            label = label.clamp_min(0)[:, None]
+            log_probability = (chunk @ wide_weight.T).log_softmax(1)
+            loss -= (log_probability.gather(1, label).squeeze(1) * kept).sum()
+            d_logits = log_probability.exp_()
+            d_logits.scatter_add_(1, label, torch.full_like(label, -1, dtype=dtype))
+            d_logits *= (kept / num_valid)[:, None]
+            torch.mm(d_logits, wide_weight, out=d_hidden[start : start + rows])
+            d_weight.addmm_(d_logits.T, chunk)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return Reference((loss / num_valid).item(), d_hidden, d_weight)
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """||value - truth|| / ||truth||, a block of rows at a time so that no second copy of a large tensor is made."""
+    difference = torch.zeros((), dtype=torch.float64, device=truth.device)
+    norm = torch.zeros_like(difference)
+    for some, true in zip(value.split(8192), truth.split(8192), strict=True):
+        difference += (some.to(truth.dtype) - true).square().sum()
+        norm += true.square().sum()
+    return (difference / norm).sqrt().item()
+
+
+def describe(error: Exception) -> str:
+    """An exception in one line."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed"
+    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = first_line if isinstance(error, ImportError) else f"{type(error).__name__}: {first_line}"
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _check(row: Row, method: Method, workload: Workload, truth: Reference) -> LossFn:
+    """Fill in errors and peak memory; return the method if it may be timed."""
+    hidden, weight, labels = workload.hidden, workload.weight, workload.labels
+    if method.needs_cuda and not hidden.is_cuda:
+        raise ImportError("needs a GPU")
+    function = method.build(hidden, weight, labels)
+    loss, d_hidden, d_weight = step(function, workload)
+    row.errors = Errors(
+        loss=abs(loss.item() - truth.loss) / max(abs(truth.loss), 1e-30),
+        d_hidden=relative_error(d_hidden, truth.d_hidden),
+        d_weight=relative_error(d_weight, truth.d_weight),
+        d_hidden_mean=relative_error(
+            d_hidden.mean(0, keepdim=True, dtype=truth.d_hidden.dtype), truth.d_hidden.mean(0, keepdim=True)
+        ),
+    )
+    row.problem = row.errors.verdict()
+    del loss, d_hidden, d_weight
+    if hidden.is_cuda and not row.problem:  # a second step, free of compilation and autotuning
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gradients = step(function, workload)
+        torch.cuda.synchronize()
+        outputs = sum(tensor.numel() * tensor.element_size() for tensor in gradients)
+        row.peak_bytes = max(0, torch.cuda.max_memory_allocated() - before - outputs)
+    return function
+
+
+def step(function: LossFn, workload: Workload) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and both gradients. Fresh leaves, so that nothing is accumulated."""
+    hidden = workload.hidden.detach().requires_grad_()
+    weight = workload.weight.detach().requires_grad_()
+    loss = function(hidden, weight, workload.labels)
+    d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
+    return loss.detach(), d_hidden, d_weight
+
+
+def _forward(function: LossFn, workload: Workload) -> None:
+    with torch.no_grad():
+        function(workload.hidden, workload.weight, workload.labels)
+
+
+def _time_in_turns(
+    workload: Workload,
+    rows: Sequence[Row],
+    functions: dict[str, LossFn],
+    floor: Floor,
+    repeats: int,
+    progress: Callable[[str], None],
+) -> None:
+    hidden, weight = workload.hidden, workload.weight
+    clock = _Clock(hidden.device)
+    jobs: list[tuple[Row | Floor, Timing, Callable[[], object]]] = []
+    try:
+        # The real operands: the power that a product draws, and so its clock, depends on the values.
+        d_logits = torch.mm(hidden, weight.T)
+        for chunk in d_logits.split(1024):
+            chunk.copy_(chunk.float().softmax(1))
+        jobs += [
+            (floor, floor.logits, lambda: torch.mm(hidden, weight.T)),
+            (floor, floor.d_hidden, lambda: torch.mm(d_logits, weight)),
+            (floor, floor.d_weight, lambda: torch.mm(d_logits.T, hidden)),
+        ]
+    except torch.OutOfMemoryError as error:
+        floor.problem = describe(error)
+    for row in rows:
+        function = functions[row.name]
+        jobs += [
+            (row, row.forward, lambda function=function: _forward(function, workload)),
+            (row, row.total, lambda function=function: step(function, workload)),
+        ]
+    for repeat in range(repeats + 1):  # the first round warms up
+        progress(f"round {repeat} of {repeats}" if repeat else "warming up")
+        for owner, timing, job in jobs:
+            if owner.problem:
+                continue
+            try:
+                seconds = clock(job)
+            except Exception as error:  # it was right once; say what happened, and go on with the others
+                owner.problem = describe(error)
+                _free_memory(hidden)
+                continue
+            if repeat:
+                timing.seconds.append(seconds)
+
+
+class _Clock:
+    """Seconds that a job takes on its device: CUDA events on a GPU, the wall clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.flush = None
+        if device.type == "cuda":
+            self.flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def __call__(self, job: Callable[[], object]) -> float:
+        if self.flush is None:
+            start = time.perf_counter()
+            job()
+            return time.perf_counter() - start
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # Every job starts from a cold L2, and while the flush runs the host gets ahead with launching.
+        self.flush.zero_()
+        begin.record()
+        job()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def _free_memory(tensor: Tensor) -> None:
+    gc.collect()
+    if tensor.is_cuda:
+        torch.cuda.empty_cache()

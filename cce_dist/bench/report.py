@@ -1,0 +1,219 @@
+"""What a run found: a Markdown table for the terminal, JSON, and a figure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cce_dist.bench.measure import Floor, Row
+from cce_dist.bench.workload import Workload
+
+OURS_COLOR, OTHER_COLOR = "#1f6fb4", "#9aa5b1"
+
+
+@dataclass
+class Case:
+    """One table: a shape, a number of tokens, a share of ignored labels, and what was measured there.
+
+    ``on_gpu`` decides whether times are shown: on a CPU only ratios to the plain products of the same run are.
+    """
+
+    shape: str
+    num_tokens: int
+    hidden_size: int
+    vocab_size: int
+    ignored: float
+    dtype: str
+    on_gpu: bool
+    loss: float
+    top_probability: float
+    probability_50: float
+    rows: list[Row]
+    floor: Floor
+
+    @classmethod
+    def of(cls, shape: str, ignored: float, workload: Workload, rows: list[Row], floor: Floor) -> Case:
+        hidden, weight = workload.hidden, workload.weight
+        return cls(
+            shape=shape,
+            num_tokens=hidden.shape[0],
+            hidden_size=hidden.shape[1],
+            vocab_size=weight.shape[0],
+            ignored=ignored,
+            dtype=str(hidden.dtype).removeprefix("torch."),
+            on_gpu=hidden.is_cuda,
+            loss=workload.loss,
+            top_probability=workload.top_probability,
+            probability_50=workload.probability_50,
+            rows=rows,
+            floor=floor,
+        )
+
+    @property
+    def present(self) -> list[Row]:
+        """Rows of methods that could at least be tried here."""
+        return [row for row in self.rows if not row.missing]
+
+    @property
+    def title(self) -> str:
+        ignored = f", {self.ignored:.0%} ignored" if self.ignored else ""
+        return (
+            f"{self.shape}, N {self.num_tokens:,}, D {self.hidden_size:,}, V {self.vocab_size:,}, {self.dtype}{ignored}"
+        )
+
+
+def table(case: Case) -> str:
+    """The case as Markdown, aligned to be read on a terminal too."""
+    floor = case.floor
+    drawn = (
+        f"Workload: loss {case.loss:.2f} nats, top probability {case.top_probability:.2f}, "
+        f"50th {case.probability_50:.1e}. Floor: "
+    )
+    if floor.problem:
+        drawn += floor.problem + "."
+    elif case.on_gpu:
+        drawn += f"1 GEMM {_ms(floor.gemms(1))} ms, 3 GEMMs {_ms(floor.gemms(3))} ms, 4 GEMMs {_ms(floor.gemms(4))} ms."
+    else:
+        drawn += "plain matrix products on this CPU, so ratios only."
+
+    times = ["fwd ms (IQR)"] if case.on_gpu else []
+    header = ["method", *times, "/1 GEMM"]
+    header += ["fwd+bwd ms (IQR)"] if case.on_gpu else []
+    header += ["/3 GEMMs", "/4 GEMMs", "MiB", "err dE", "err dC", "err mean dE", "err loss"]
+    lines = [_cells(row, case) for row in case.present]
+    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
+
+    def format_line(cells: list[str]) -> str:
+        return (
+            "| "
+            + " | ".join(
+                f"{c:<{w}}" if i == 0 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+            )
+            + " |"
+        )
+
+    rule = "|" + "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(widths)) + "|"
+    notes = [f"* {row.name}: {row.problem}" for row in case.present if row.problem]
+    missing = [f"{row.name} ({row.problem})" for row in case.rows if row.missing]
+    if missing:
+        notes.append(f"Not here: {', '.join(missing)}.")
+    return "\n".join(
+        [f"### {case.title}", "", drawn, "", format_line(header), rule, *map(format_line, lines), "", *notes]
+    )
+
+
+def _cells(row: Row, case: Case) -> list[str]:
+    timed = not row.problem
+    with_floor = timed and not case.floor.problem
+
+    def time(timing: Any) -> list[str]:
+        return ([_ms(timing.median, timing.spread)] if timed else ["-"]) if case.on_gpu else []
+
+    def ratio(timing: Any, gemms: int) -> str:
+        return f"{timing.median / case.floor.gemms(gemms):.2f}" if with_floor else "-"
+
+    memory = "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}"
+    errors = row.errors
+    shown = ["-"] * 4
+    if errors:
+        shown = [f"{e:.1e}" for e in (errors.d_hidden, errors.d_weight, errors.d_hidden_mean, errors.loss)]
+    total = [ratio(row.total, 3), ratio(row.total, 4)]
+    if not timed:
+        total = [row.problem.partition(":")[0] if errors else "failed", "-"]
+    return [row.name, *time(row.forward), ratio(row.forward, 1), *time(row.total), *total, memory, *shown]
+
+
+def _ms(seconds: float, spread: float | None = None) -> str:
+    """Milliseconds, and in brackets their spread to the same digits."""
+    digits = 3 if seconds < 1e-3 else 2 if seconds < 0.1 else 1
+    text = f"{seconds * 1e3:.{digits}f}"
+    return text if spread is None else f"{text} ({spread * 1e3:.{digits}f})"
+
+
+def write_json(path: Path, environment: dict[str, Any], cases: list[Case]) -> None:
+    """Everything, each round's seconds included, so that any other statistic can be taken later."""
+
+    def floor(case: Case) -> dict[str, Any]:
+        floor = case.floor
+        seconds = {name: getattr(floor, name).seconds for name in ("logits", "d_hidden", "d_weight")}
+        return {"problem": floor.problem, "seconds": seconds}
+
+    def row(row: Row) -> dict[str, Any]:
+        return {
+            "name": row.name,
+            "problem": row.problem,
+            "errors": row.errors._asdict() if row.errors else None,
+            "forward_seconds": row.forward.seconds,
+            "total_seconds": row.total.seconds,
+            "peak_bytes": row.peak_bytes,
+        }
+
+    entries = []
+    for case in cases:
+        entry = {key: value for key, value in vars(case).items() if key not in ("rows", "floor")}
+        entries.append(entry | {"floor": floor(case), "rows": [row(r) for r in case.rows]})
+    path.write_text(json.dumps({"environment": environment, "cases": entries}, indent=1) + "\n")
+
+
+def write_figure(path: Path, environment: dict[str, Any], cases: list[Case]) -> None:
+    """Bars of time over three matrix products, and of memory, a column of panels for each case."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    on_gpu = any(case.on_gpu for case in cases)
+    panels = 2 if on_gpu else 1
+    height = 1.2 + 0.32 * max(len(case.present) for case in cases)
+    figure, axes = pyplot.subplots(
+        panels, len(cases), figsize=(2.2 + 4.6 * len(cases), height * panels + 0.5), squeeze=False, sharey="row"
+    )
+    for column, case in enumerate(cases):
+        _time_panel(axes[0][column], case)
+        axes[0][column].set_title(case.title.replace(", D", "\nD", 1), fontsize=9)
+        if on_gpu:
+            _memory_panel(axes[1][column], case)
+    figure.suptitle(f"{environment['device']}, torch {environment['torch']}, {environment['date'][:10]}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _time_panel(axis: Any, case: Case) -> None:
+    floor = case.floor
+    values, spreads, labels = [], [], []
+    for row in case.present:
+        timed = not (row.problem or floor.problem)
+        values.append(row.total.median / floor.gemms(3) if timed else 0.0)
+        spreads.append(row.total.spread / floor.gemms(3) if timed else 0.0)
+        label = f"{values[-1]:.2f}" if timed else (row.problem or floor.problem).partition(":")[0]
+        labels.append(f"{label}   {_ms(row.total.median)} ms" if timed and case.on_gpu else label)
+    _bars(axis, case.present, values, labels, spreads)
+    axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
+    axis.set_xlabel("loss + gradient / 3 plain matrix products" + ("" if case.on_gpu else " (CPU)"), fontsize=8)
+
+
+def _memory_panel(axis: Any, case: Case) -> None:
+    mib = [(row.peak_bytes or 0) / 2**20 for row in case.present]
+    labels = ["-" if row.peak_bytes is None else f"{m:,.0f}" for row, m in zip(case.present, mib, strict=True)]
+    _bars(axis, case.present, mib, labels)
+    axis.set_xlabel("peak MiB above inputs and gradients", fontsize=8)
+
+
+def _bars(
+    axis: Any, rows: list[Row], values: list[float], labels: list[str], spreads: list[float] | None = None
+) -> None:
+    colors = [OURS_COLOR if row.ours else OTHER_COLOR for row in rows]
+    whiskers = None if spreads is None else [spread / 2 for spread in spreads]
+    axis.barh([row.name for row in rows], values, xerr=whiskers, color=colors, height=0.7, error_kw={"linewidth": 0.8})
+    room = max([*values, 1e-9]) * 1.4
+    for position, (value, label) in enumerate(zip(values, labels, strict=True)):
+        end = value + (whiskers[position] if whiskers else 0.0)
+        axis.text(end + 0.01 * room, position, label, va="center", fontsize=7, backgroundcolor="white")
+    axis.set_xlim(0, room)
+    if not axis.yaxis_inverted():
+        axis.invert_yaxis()
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,193 @@
+"""The benchmark draws what it says, refuses a wrong gradient, and goes on when a method fails."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cce_dist import cli
+from cce_dist.bench import measure as measure_module
+from cce_dist.bench import methods, report
+from cce_dist.bench.measure import Timing, measure, reference, relative_error
+from cce_dist.bench.methods import Method
+from cce_dist.bench.shapes import SHAPES, HeadShape
+from cce_dist.bench.workload import IGNORE_INDEX, make_workload
+
+TINY = HeadShape(hidden_size=32, vocab_size=300)
+
+
+def dense(hidden, weight, labels):
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+
+
+def tiny_workload(**options):
+    return make_workload(TINY, 64, **{"dtype": torch.float32, "ignored": 0.25} | options)
+
+
+def test_workload_has_the_statistics_of_a_trained_model():
+    workload = make_workload(SHAPES["phi-3.5"], 256, dtype=torch.bfloat16)
+    assert 3.1 < workload.loss < 4.3
+    assert 0.4 < workload.top_probability < 0.6
+    assert 4e-4 < workload.probability_50 < 1e-3
+    # Zipf: the first eighth of the ids holds most of the labels, yet ids are not in exact order of frequency
+    assert (workload.labels < 32_064 // 8).float().mean() > 0.7
+
+
+def test_workload_is_reproducible_and_ignores_the_share_asked_for():
+    workload, again = (make_workload(TINY, 2000, ignored=0.667, seed=3) for _ in range(2))
+    assert torch.equal(workload.hidden, again.hidden)
+    assert torch.equal(workload.weight, again.weight)
+    assert torch.equal(workload.labels, again.labels)
+    assert (workload.labels == IGNORE_INDEX).float().mean().item() == pytest.approx(0.667, abs=0.04)
+    kept = workload.labels[workload.labels != IGNORE_INDEX]
+    assert kept.min() >= 0
+    assert kept.max() < TINY.vocab_size
+
+
+@pytest.mark.parametrize("options", [{"ignored": 1.0}, {"ignored": -0.1}])
+def test_workload_rejects_an_impossible_share(options):
+    with pytest.raises(ValueError, match="ignored labels"):
+        tiny_workload(**options)
+
+
+def test_reference_is_autograd_in_float64(monkeypatch):
+    workload = tiny_workload()
+    monkeypatch.setattr(measure_module, "REFERENCE_CHUNK_BYTES", 7 * TINY.vocab_size * 8)  # ragged last chunk
+    truth = reference(workload)
+    hidden, weight = workload.hidden.double().requires_grad_(), workload.weight.double().requires_grad_()
+    loss = F.cross_entropy(F.linear(hidden, weight), workload.labels)
+    d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
+    assert truth.loss == pytest.approx(loss.item(), rel=1e-12)
+    assert relative_error(truth.d_hidden, d_hidden) < 1e-12
+    assert relative_error(truth.d_weight, d_weight) < 1e-12
+
+
+class ScaledGradient(torch.autograd.Function):
+    """Identity whose gradient is off by the factor ``scale``: the planted error."""
+
+    @staticmethod
+    def forward(ctx, tensor, scale):
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.scale, None
+
+
+def planted(operand, scale):
+    def loss(hidden, weight, labels):
+        if operand == "dE":
+            hidden = ScaledGradient.apply(hidden, scale)
+        else:
+            weight = ScaledGradient.apply(weight, scale)
+        return dense(hidden, weight, labels)
+
+    return Method(lambda *case: loss)
+
+
+def failing(error):
+    def build(*case):
+        raise error
+
+    return Method(build)
+
+
+def measure_tiny(**wrong):
+    rows, floor = measure(tiny_workload(), {"right": Method(lambda *case: dense)} | wrong, repeats=2)
+    return {row.name: row for row in rows}, floor
+
+
+@pytest.mark.parametrize("operand", ["dE", "dC"])
+@pytest.mark.parametrize("scale", [1.2, float("nan")], ids=["off-by-20-percent", "nan"])
+def test_wrong_gradient_is_refused_a_time(operand, scale):
+    rows, _ = measure_tiny(wrong=planted(operand, scale))
+    assert rows["wrong"].problem.startswith(f"wrong gradient: relative error of {operand}")
+    assert not rows["wrong"].total.seconds
+    assert not rows["wrong"].forward.seconds
+    assert len(rows["right"].total.seconds) == 2
+
+
+def test_wrong_loss_is_refused_a_time():
+    rows, _ = measure_tiny(wrong=Method(lambda *case: lambda *operands: dense(*operands) + 1.0))
+    assert rows["wrong"].problem.startswith("wrong loss")
+    assert not rows["wrong"].total.seconds
+
+
+def test_a_small_error_is_timed_and_shown():
+    rows, _ = measure_tiny(rounded=planted("dE", 1.01))
+    errors = rows["rounded"].errors
+    assert errors is not None
+    assert not rows["rounded"].problem
+    assert errors.d_hidden == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_method_that_fails_says_why_and_the_rest_goes_on():
+    rows, floor = measure_tiny(
+        absent=failing(ModuleNotFoundError("No module named 'quack'", name="quack")),
+        broken=failing(RuntimeError("\nno kernel image\nis available")),
+        large=failing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")),
+    )
+    assert rows["absent"].problem == "quack is not installed"
+    assert rows["absent"].missing
+    assert rows["broken"].problem == "RuntimeError: no kernel image"
+    assert rows["large"].problem == "out of memory"
+    assert len(rows["right"].total.seconds) == 2
+    assert floor.gemms(4) == pytest.approx(floor.gemms(3) + floor.gemms(1))
+
+
+def test_every_method_that_needs_no_gpu_is_right_or_says_why(monkeypatch):
+    available = methods.all_methods([1])
+    chosen = {name: m for name, m in available.items() if "compile" not in name}  # compiling takes a minute
+    rows, _ = measure(tiny_workload(), chosen, repeats=1)
+    by_name = {row.name: row for row in rows}
+    for name in ("cce-dist", "cce-dist-cached", "cce-dist-filtered", "cce-dist-torch", "torch"):
+        assert by_name[name].problem == ""
+    assert by_name["quack"].missing
+
+
+def test_timing_is_a_median_with_the_interquartile_range():
+    timing = Timing([4.0, 1.0, 2.0, 3.0, 100.0])
+    assert timing.median == 3.0
+    assert timing.spread == 2.0
+
+
+def test_bench_writes_table_json_and_figure(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setattr(
+        methods,
+        "all_methods",
+        lambda workspace: {"torch": Method(lambda *case: dense), "wrong": planted("dC", 2.0)},
+    )
+    command = ["bench", "--shapes", "tiny", "--tokens", "32", "48", "--repeats", "2", "--device", "cpu"]
+    assert cli.main([*command, "--out", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "| torch" in output
+    assert "wrong gradient" in output
+    assert " ms" not in output.replace("fwd ms", "")  # a CPU's times are not printed
+    cases = json.loads((tmp_path / "bench.json").read_text())["cases"]
+    assert [case["num_tokens"] for case in cases] == [32, 48]
+    right, wrong = cases[0]["rows"]
+    assert len(right["total_seconds"]) == 2
+    assert wrong["total_seconds"] == []
+    assert wrong["errors"]["d_weight"] == pytest.approx(1.0, rel=1e-2)
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_on_a_gpu_shows_times_and_memory():
+    workload = tiny_workload()
+    rows, floor = measure(workload, {"right": Method(lambda *case: dense), "wrong": planted("dE", 2.0)}, repeats=2)
+    case = report.Case.of("tiny", 0.25, workload, rows, floor)
+    case.on_gpu = True
+    rows[0].total.seconds = [0.0435, 0.0455]
+    rows[0].peak_bytes = 256 << 20
+    right, wrong = report.table(case).splitlines()[6:8]
+    assert " 44.50 (1.00) |" in right
+    assert "| 256 |" in right
+    assert "wrong gradient" in wrong
+
+
+def test_an_unknown_method_names_the_known_ones(tmp_path):
+    with pytest.raises(SystemExit, match="unknown method tochr; choose from cce-dist"):
+        cli.main(["bench", "--methods", "tochr", "--out", str(tmp_path)])
