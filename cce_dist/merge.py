@@ -12,6 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+# torch 2.13 renamed the two; the old names warn there
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def resolve(group_name: str) -> dist.ProcessGroup | None:
     """The group of that name; the empty name is "not split"."""
@@ -32,9 +36,7 @@ def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-gather every rank's statistics: the one collective of forward, 4 K N bytes from each rank. -> [T, K, N]."""
     if group is None:
         return stats_KN.unsqueeze(0)
-    stats_TKN = stats_KN.new_empty((group.size(), *stats_KN.shape))
-    dist.all_gather_into_tensor(stats_TKN, stats_KN.contiguous(), group=group)
-    return stats_TKN
+    return _all_gather(stats_KN, group).view(group.size(), *stats_KN.shape)
 
 
 def merge(stats_TKN: Tensor, vocab_size: int, want_uniform: bool, want_entropy: bool) -> Merged:
@@ -63,9 +65,14 @@ def merge(stats_TKN: Tensor, vocab_size: int, want_uniform: bool, want_entropy: 
 
 def gather_sequence(local_hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather the ranks' slices of dim 0 (sequence parallelism). [N/T, D] -> [N, D]."""
-    hidden = local_hidden.new_empty((local_hidden.shape[0] * group.size(), *local_hidden.shape[1:]))
-    dist.all_gather_into_tensor(hidden, local_hidden.contiguous(), group=group)
-    return hidden
+    return _all_gather(local_hidden, group)
+
+
+def _all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors, concatenated on dim 0 in rank order."""
+    whole = local.new_empty((local.shape[0] * group.size(), *local.shape[1:]))
+    _all_gather_into(whole, local.contiguous(), group=group)
+    return whole
 
 
 class HiddenGradSum:
@@ -85,7 +92,7 @@ class HiddenGradSum:
             return
         if self.scatter:
             self.result = d_hidden.new_empty((d_hidden.shape[0] // self.group.size(), *d_hidden.shape[1:]))
-            self.work = dist.reduce_scatter_tensor(self.result, d_hidden, group=self.group, async_op=True)
+            self.work = _reduce_scatter_into(self.result, d_hidden, group=self.group, async_op=True)
         else:
             self.work = dist.all_reduce(d_hidden, group=self.group, async_op=True)
 

@@ -100,9 +100,10 @@ def _forward(
 
         filter_stats = merged.max.new_zeros(3)
         if o.filter_eps > 0:
-            # here the caches are statistics of tiles; nothing of them is needed in backward
+            # here the two are each tile's maximum and sum of exp; nothing of them is needed in backward
+            tile_max, tile_sum = cache, cache_max
             filter_stats = torch_ops.filter_stats(
-                cache_max, cache, merged.max, merged.log_sum, ids, o.logits, o.filter_eps
+                tile_max, tile_sum, merged.max, merged.log_sum, ids, o.logits, o.filter_eps
             )
             cache, cache_max = cache.new_empty(0, 0), cache.new_empty(0, 0)
         per_token = torch.stack(

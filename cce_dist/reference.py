@@ -77,8 +77,10 @@ def filtered_gradients(
         slope = torch.autograd.grad(z.sum(), u, retain_graph=True)[0]
         loss = _loss_of(z, target, ignore_index, "none", label_smoothing, z_loss_weight).loss
         d_logits = torch.autograd.grad((loss * upstream).sum(), z)[0]
-    upstream = torch.where(target == ignore_index, 0.0, upstream)[:, None]
-    label = -(1 - label_smoothing) * upstream * F.one_hot(target.clamp(min=0), z.shape[1])
+    valid = (target != ignore_index)[:, None]
+    upstream = torch.where(valid, upstream[:, None], 0.0)
+    at_label = F.one_hot(target.clamp(min=0), z.shape[1]) * valid
+    label = -(1 - label_smoothing) * upstream * at_label
     uniform = -label_smoothing / z.shape[1] * upstream
     softmax_part = d_logits - label - uniform
     kept = softmax_part.clone()
@@ -89,7 +91,7 @@ def filtered_gradients(
                 tile = slice(first_n, first_n + TILE_N), slice(first_v, min(first_v + TILE_V, stop))
                 threshold = grad_filter.eps * (1 - label_smoothing) * upstream[tile[0]].abs()
                 matters = (softmax_part[tile].abs() >= threshold) & (upstream[tile[0]] != 0)
-                if not matters.any() and not label[tile].any():
+                if not matters.any() and not at_label[tile].any():
                     kept[tile] = 0
         if grad_filter.compensate:
             mine = slice(start, stop)

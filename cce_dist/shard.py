@@ -104,6 +104,11 @@ class VocabShard:
 
 def local_weight(weight: torch.Tensor, shard: VocabShard | None) -> tuple[torch.Tensor, VocabShard]:
     """The rows that are here and the shard that they are, for a plain weight or a DTensor."""
+    if weight.dim() != 2:
+        raise ValueError(
+            f"linear_weight must be [V, D], got {tuple(weight.shape)}"
+            + (": a weight that ZeRO-3 or FSDP has freed? Gather it first" if weight.numel() == 0 else "")
+        )
     if isinstance(weight, DTensor):
         if shard is not None:
             raise ValueError("linear_weight is a DTensor, which says itself how it is sharded: leave shard out")

@@ -44,8 +44,7 @@ def local_stats(
     stats_KN = torch.zeros(3 + want_uniform + want_entropy, num_tokens, device=device)
     stats_KN[0] = -torch.inf
     num_tiles = -(-logits.num_valid // TILE_V) if want_tiles else 0
-    tile_max = torch.empty(num_tokens, num_tiles, device=device)
-    tile_sum = torch.empty(num_tokens, num_tiles, device=device)
+    tile_max, tile_sum = (torch.empty(num_tokens if want_tiles else 0, num_tiles, device=device) for _ in range(2))
     all_cols, all_rows = _blocks(num_tokens, logits.num_valid, workspace_bytes)
     for cols, rows in itertools.product(all_cols, all_rows):
         z = _block_logits(hidden_ND[rows], weight_VD[cols], None if bias_V is None else bias_V[cols], logits)

@@ -99,14 +99,14 @@ def random_problem(
     return draw
 
 
-def zipf_problem(num_tokens: int = 300, hidden_size: int = 32, vocab_size: int = 4000) -> Callable:
-    """Logits with a Zipf unigram and a few strong candidates a token: most tiles of the tail are worth dropping."""
+def zipf_problem(num_tokens: int = 300, hidden_size: int = 96, vocab_size: int = 4000) -> Callable:
+    """Logits with a Zipf unigram and a likely label a token: about half of the tiles are worth dropping."""
 
     def draw(generator: torch.Generator) -> Problem:
-        weight = torch.randn(vocab_size, hidden_size, generator=generator, dtype=torch.float64) * 0.3
-        weight[:, 0] = -torch.arange(1, vocab_size + 1, dtype=torch.float64).log() * 1.4
-        y = (torch.rand(num_tokens, generator=generator, dtype=torch.float64) ** 6 * vocab_size).long()
-        hidden = torch.randn(num_tokens, hidden_size, generator=generator, dtype=torch.float64) * 0.5 + 3 * weight[y]
+        weight = torch.randn(vocab_size, hidden_size, generator=generator, dtype=torch.float64) * 0.1
+        weight[:, 0] = -torch.arange(1, vocab_size + 1, dtype=torch.float64).log() * 1.2
+        y = (torch.rand(num_tokens, generator=generator, dtype=torch.float64) ** 20 * vocab_size).long()
+        hidden = torch.randn(num_tokens, hidden_size, generator=generator, dtype=torch.float64) * 0.3 + 4 * weight[y]
         hidden[:, 0] = 1.0
         return Problem(hidden, weight, y)
 

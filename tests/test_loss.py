@@ -1,0 +1,248 @@
+"""The public call on one process: the contract's edges. The matrix of options is in test_verify.py."""
+
+import pytest
+import torch
+
+from cce_dist import GradFilter, VocabParallelHead, VocabShard, linear_cross_entropy, reference
+from cce_dist.verify.check import assert_no_worse
+
+N, D, V = 19, 16, 101
+
+
+@pytest.fixture
+def data():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, D, generator=generator, requires_grad=True)
+    weight = torch.randn(V, D, generator=generator, requires_grad=True)
+    return hidden, weight, torch.randint(V, (N,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        pytest.param(
+            dict(input=torch.zeros(N, D + 1)), ValueError, r"hidden size 17, linear_weight 16", id="hidden-size"
+        ),
+        pytest.param(dict(input=torch.zeros(N, D).half()), TypeError, r"float16.*float32", id="dtypes-differ"),
+        pytest.param(dict(linear_weight=torch.zeros(V)), ValueError, r"\[V, D\]", id="weight-not-2d"),
+        pytest.param(dict(linear_weight=torch.zeros(0)), ValueError, r"\[V, D\]", id="weight-emptied-by-zero-3"),
+        pytest.param(dict(target=torch.zeros(N + 1).long()), ValueError, r"\(19,\).*\(20,\)", id="target-shape"),
+        pytest.param(dict(target=torch.zeros(N)), TypeError, "int64", id="target-dtype"),
+        pytest.param(dict(target=torch.zeros(N, device="meta").long()), ValueError, "cpu.*meta", id="devices"),
+        pytest.param(dict(linear_bias=torch.zeros(V + 1)), ValueError, r"\[101\]", id="bias-shape"),
+        pytest.param(dict(shard=VocabShard(0, V + 3, V)), ValueError, "104 rows.*101", id="shard-of-another-weight"),
+        pytest.param(dict(reduction="avg"), ValueError, "reduction.*avg", id="reduction"),
+        pytest.param(dict(input_grad="sum"), ValueError, "input_grad", id="input-grad"),
+        pytest.param(dict(backend="cuda"), ValueError, "backend", id="backend"),
+        pytest.param(dict(label_smoothing=1.5), ValueError, "label_smoothing", id="smoothing"),
+        pytest.param(dict(softcap=0.0), ValueError, "softcap", id="softcap-zero"),
+        pytest.param(dict(logit_scale=float("nan")), ValueError, "logit_scale", id="scale-nan"),
+        pytest.param(dict(num_tokens=0), ValueError, "num_tokens", id="num-tokens-zero"),
+        pytest.param(dict(num_tokens=5, reduction="sum"), ValueError, "num_tokens", id="num-tokens-of-a-sum"),
+        pytest.param(dict(grad_filter=1e-4), TypeError, "GradFilter", id="filter-a-number"),
+        pytest.param(dict(workspace_bytes=0), ValueError, "workspace_bytes", id="workspace"),
+        pytest.param(dict(grad_weight_out=torch.zeros(V, D + 1)), ValueError, "grad_weight_out", id="main-grad-shape"),
+        pytest.param(dict(sequence_parallel=True, input_grad="partial"), ValueError, "partial", id="partial-slices"),
+    ],
+)
+def test_what_does_not_fit_is_named(data, change, error, says):
+    hidden, weight, target = data
+    with pytest.raises(error, match=says):
+        linear_cross_entropy(**(dict(input=hidden, linear_weight=weight, target=target) | change))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: VocabShard(0, 5, 10), id="rows-missing-without-group"),
+        pytest.param(lambda: VocabShard(5, 3, 10), id="backwards"),
+        pytest.param(lambda: VocabShard(0, 5, 0), id="no-vocabulary"),
+        pytest.param(lambda: VocabShard.even(10, None, multiple_of=0), id="multiple-of-zero"),
+        pytest.param(lambda: GradFilter(eps=1.0), id="filter-eps"),
+    ],
+)
+def test_impossible_objects_are_refused(make):
+    with pytest.raises(ValueError):
+        make()
+
+
+@pytest.mark.parametrize("label", [-1, V, -2, 2**40])
+def test_a_label_outside_the_vocabulary_is_named(data, label):
+    hidden, weight, target = data
+    target[7] = label
+    with pytest.raises(IndexError, match=rf"target\[7\].* is {label}"):
+        linear_cross_entropy(hidden, weight, target)
+
+
+def test_every_label_ignored_gives_zero(data):
+    """Torch gives NaN here."""
+    hidden, weight, target = data
+    loss = linear_cross_entropy(hidden, weight, target.fill_(-100))
+    loss.backward()
+    assert loss == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("grad_filter", [None, GradFilter()], ids=["exact", "filtered"])
+def test_a_non_finite_token_stays_alone(data, value, grad_filter):
+    """Catches a non-finite loss that a maximum or a clamp hides, and dE of other tokens spoilt by it."""
+    hidden, weight, target = data
+    spoilt = hidden.detach().clone()
+    spoilt[3, 0] = value
+    spoilt.requires_grad_()
+    options = dict(reduction="none", grad_filter=grad_filter)
+    loss = linear_cross_entropy(spoilt, weight, target, **options)
+    clean = linear_cross_entropy(hidden, weight, target, **options)
+    others = torch.arange(N) != 3
+    assert not loss[3].isfinite() and torch.equal(loss[others], clean[others])
+    if grad_filter is None:
+        d_spoilt, d_clean = (torch.autograd.grad(x.sum(), y)[0] for x, y in ((loss, spoilt), (clean, hidden)))
+        assert torch.equal(d_spoilt[others], d_clean[others])
+
+
+def test_double_backward_is_refused(data):
+    """Catches gradients that look like constants to the second derivative."""
+    hidden, weight, target = data
+    (grad,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad.square().sum().backward()
+
+
+def test_compiles_as_one_graph(data):
+    """Catches a graph break, and a fake whose shapes are not the operator's."""
+    hidden, _, target = data
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = torch.nn.Linear(D, D)
+            self.head = VocabParallelHead(
+                D, V, grad_filter=GradFilter(), softcap=8.0, label_smoothing=0.1, return_aux=True
+            )
+
+        def forward(self, x, y):
+            return self.head(self.body(x), y)
+
+    model = Model()
+    for count in (N, N - 5):  # another number of tokens, too
+        eager = model(hidden[:count], target[:count])
+        compiled = torch.compile(model, fullgraph=True)(hidden[:count], target[:count])
+        for a, b in ((eager.loss, compiled.loss), (eager.entropy, compiled.entropy)):
+            torch.testing.assert_close(a, b)
+        grads = [torch.autograd.grad(out.loss, list(model.parameters())) for out in (eager, compiled)]
+        torch.testing.assert_close(*grads)
+
+
+def test_operators_pass_torchs_own_check(data):
+    hidden, weight, target = data
+    options = (
+        0,
+        V,
+        V,
+        "",
+        False,
+        False,
+        -100,
+        1.0,
+        0.0,
+        True,
+        True,
+        True,
+        0.0,
+        True,
+        True,
+        True,
+        "torch",
+        1 << 20,
+        False,
+    )
+    torch.library.opcheck(torch.ops.cce_dist.forward.default, (hidden, weight, None, target, None, *options))
+
+
+def test_one_input_without_gradient(data):
+    """Catches a gradient computed for a frozen head, or at the wrong place."""
+    hidden, weight, target = data
+    whole = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), (hidden, weight))
+    only_hidden = torch.autograd.grad(linear_cross_entropy(hidden, weight.detach(), target), hidden)[0]
+    only_weight = torch.autograd.grad(linear_cross_entropy(hidden.detach(), weight, target), weight)[0]
+    assert torch.equal(whole[0], only_hidden) and torch.equal(whole[1], only_weight)
+
+
+def test_num_tokens_may_be_a_tensor(data):
+    hidden, weight, target = data
+    by_int = linear_cross_entropy(hidden, weight, target, num_tokens=50)
+    assert torch.equal(by_int, linear_cross_entropy(hidden, weight, target, num_tokens=torch.tensor(50)))
+
+
+def test_environment_overrides_auto(data, monkeypatch):
+    monkeypatch.setenv("CCE_DIST_BACKEND", "fast")
+    with pytest.raises(ValueError, match="CCE_DIST_BACKEND"):
+        linear_cross_entropy(*data)
+
+
+def test_workspace_bounds_the_blocks_of_logits():
+    from cce_dist.kernels import TILE_N, TILE_V, torch_ops
+
+    for num_tokens, num_rows, workspace in ((8192, 256000, 256 << 20), (1 << 20, 32064, 256 << 20), (5, 7, 1)):
+        cols, rows = torch_ops._blocks(num_tokens, num_rows, workspace)
+        largest = max(c.stop - c.start for c in cols) * max(r.stop - r.start for r in rows)
+        assert 4 * largest * torch_ops.LIVE_BLOCKS <= max(workspace, 4 * TILE_N * TILE_V * torch_ops.LIVE_BLOCKS)
+        assert cols[-1].stop == num_rows and rows[-1].stop == num_tokens
+
+
+def test_filter_keeps_the_mean_and_reports_what_it_drops():
+    """Catches a compensation that does nothing: the plain filter's mean dE is an order of magnitude worse."""
+    from cce_dist.verify.cases import zipf_problem
+
+    problem = zipf_problem()(torch.Generator().manual_seed(0))
+    hidden, weight = problem.hidden.float().requires_grad_(), problem.weight.float().requires_grad_()
+
+    def grads(grad_filter):
+        out = linear_cross_entropy(hidden, weight, problem.labels, grad_filter=grad_filter, return_aux=True)
+        return *torch.autograd.grad(out.loss, (hidden, weight)), out.filter_stats
+
+    exact_hidden, exact_weight, none = grads(None)
+    assert none is None
+    plain_hidden, plain_weight, stats = grads(GradFilter(compensate=False))
+    ours_hidden, ours_weight, _ = grads(GradFilter())
+    assert 0 < stats.kept_tiles < 0.9 and 0 < stats.dropped_mass_mean < stats.dropped_mass_max < 0.5
+
+    def worse(a, b, truth):
+        return ((a - truth).norm() / (b - truth).norm()).item()
+
+    assert worse(plain_hidden.mean(0), ours_hidden.mean(0), exact_hidden.mean(0)) > 100
+    assert worse(plain_weight, ours_weight, exact_weight) > 1.5
+    never = torch.ones(len(weight), dtype=torch.bool).index_fill(0, problem.labels, False) & ~plain_weight.any(1)
+    assert never.any() and ours_weight[never].any(1).all()
+
+
+def test_reference_is_torchs_cross_entropy(data):
+    """The oracle itself against an independent one."""
+    hidden, weight, target = (x.double() if x.is_floating_point() else x for x in data)
+    target[::4] = -100
+    ours = reference.linear_cross_entropy(hidden, weight, target, label_smoothing=0.1).loss
+    theirs = torch.nn.functional.cross_entropy(hidden @ weight.t(), target, label_smoothing=0.1)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_head_gives_logits_and_loss_and_ties():
+    torch.manual_seed(1)
+    embedding = torch.nn.Embedding(V, D)
+    head = VocabParallelHead(D, V, weight=embedding.weight, softcap=4.0, bias=True)
+    hidden, labels = torch.randn(2, 3, D), torch.randint(V, (2, 3))
+    logits = head(hidden)
+    assert logits.shape == (2, 3, V) and logits.abs().max() <= 4.0
+    expected = torch.nn.functional.cross_entropy(logits.view(-1, V), labels.view(-1))
+    assert_no_worse(head(hidden, labels), expected, expected.double())
+    head(hidden, labels).backward()
+    assert embedding.weight.grad is not None and head.weight is embedding.weight
+    with pytest.raises(ValueError, match="tied weight"):
+        VocabParallelHead(D + 1, V, weight=embedding.weight)
+
+
+def test_head_draws_the_same_weight_from_the_same_seed():
+    torch.manual_seed(5)
+    a = VocabParallelHead(8, 3000)
+    torch.manual_seed(5)
+    b = VocabParallelHead(8, 3000)
+    assert torch.equal(a.weight, b.weight) and a.weight.unique(dim=0).shape[0] == 3000

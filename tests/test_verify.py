@@ -1,0 +1,194 @@
+"""The matrix of verify on one process and on four, and what only several ranks can show."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from cce_dist import VocabParallelHead, VocabShard, linear_cross_entropy
+from cce_dist.verify import layouts, run_matrix
+from cce_dist.verify.cases import CASES
+from cce_dist.verify.check import assert_no_worse, compare, run_case
+from cce_dist.verify.ranks import run_ranks
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_one_process(case):
+    for result in run_case(case, None, "cpu"):
+        assert result.ok, f"{result} <- {case.catches}?"
+
+
+def test_the_bound_can_fail():
+    truth = torch.ones(4)
+    assert compare("x", truth, truth, truth, torch.float32).ok
+    assert not compare("x", truth + 1e-3, truth, truth, torch.float32).ok
+    assert not compare("x", torch.full((4,), torch.nan), truth, truth, torch.float32).ok
+    with pytest.raises(AssertionError):
+        assert_no_worse(truth + 1e-3, truth, truth)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        pytest.param("plain", lambda merged: merged._replace(target=merged.target + 1e-3), id="target-logit-off"),
+        pytest.param(
+            "label-smoothing", lambda merged: merged._replace(mean_below=merged.mean_below * 1.01), id="mean-off"
+        ),
+        pytest.param("aux", lambda merged: merged._replace(entropy=merged.entropy + 1e-2), id="entropy-off"),
+        pytest.param("gap-of-1e4", lambda merged: merged._replace(max=merged.max.clamp(min=0)), id="maximum-floored"),
+    ],
+)
+def test_the_matrix_sees_a_mutation(name, change, monkeypatch):
+    from cce_dist import merge
+
+    original = merge.merge
+    monkeypatch.setattr(merge, "merge", lambda *args: change(original(*args)))
+    problem = next(case for case in CASES if case.name == name)
+    if name == "gap-of-1e4":
+        problem = next(case for case in CASES if case.name == "logits-at-minus-1e4")
+    assert not all(result.ok for result in run_case(problem, None, "cpu"))
+
+
+def test_layouts_cover_all_none_and_a_rest():
+    assert [size for size, _ in layouts(4)] == [1, 2, 3, 4]
+    assert dict(layouts(4))[2] == [[0, 1], [2, 3]] and dict(layouts(4))[3] == [[0, 1, 2]]
+
+
+@pytest.mark.timeout(600)
+def test_four_ranks():
+    """T = 1, 2 (two groups side by side), 3 (one rank left out) and 4: one spawn for everything that needs ranks."""
+    run_ranks(_four_ranks, 4)
+
+
+def _four_ranks():
+    assert run_matrix("cpu", report=False) == []
+    _check_shards()
+    _check_head()
+    _check_dtensor()
+    _check_disagreement()
+    _check_compiled()
+
+
+def _check_shards():
+    world = dist.group.WORLD
+    rank = dist.get_rank()
+    shard = VocabShard.even(10, world)  # DTensor's split: 3, 3, 3, 1
+    assert (shard.start, shard.stop) == [(0, 3), (3, 6), (6, 9), (9, 10)][rank]
+    shard = VocabShard.even(5, world)  # 2, 2, 1, 0
+    assert shard.num_rows == shard.num_valid == [2, 2, 1, 0][rank]
+    shard = VocabShard.even(300, world, multiple_of=64)  # Megatron's: 128 rows each, the last ones padded
+    assert (shard.num_rows, shard.num_valid) == (128, [128, 128, 44, 0][rank])
+    others = dist.new_group([0, 1])
+    if rank > 1:
+        with pytest.raises(ValueError, match="not a member"):
+            VocabShard(0, 5, 10, others)
+
+
+def _check_head():
+    """The same initial weight at every T, and a state_dict that loads at another T, whole or distributed."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(3)
+    whole = VocabParallelHead(8, 2050, bias=True)
+    heads = {}
+    for name, where in (
+        ("group of 4", {"group": dist.group.WORLD}),
+        ("mesh of 4", {"mesh": init_device_mesh("cpu", (4,))}),
+        ("group of 2", {"group": pairs[rank // 2]}),
+    ):
+        torch.manual_seed(3)
+        head = heads[name] = VocabParallelHead(8, 2050, bias=True, **where)
+        local = head.weight.to_local() if name == "mesh of 4" else head.weight
+        assert torch.equal(local, whole.weight[head.shard.start : head.shard.stop]), name
+    hidden, labels = torch.randn(5, 8), torch.randint(2050, (5,))
+    expected = whole(hidden, labels)
+    for name, head in heads.items():
+        torch.testing.assert_close(head(hidden, labels), expected, msg=name)
+        torch.manual_seed(4 + rank)
+        head.reset_parameters()
+        head.load_state_dict({key: value.clone() for key, value in whole.state_dict().items()})
+        torch.testing.assert_close(head(hidden, labels), expected, msg=name)
+    folder = [None]
+    if rank == 0:
+        import tempfile
+
+        folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    dcp.save(heads["mesh of 4"].state_dict(), checkpoint_id=folder[0])
+    for name in ("group of 4", "mesh of 4"):
+        torch.nn.init.zeros_(heads[name].weight)
+        state = heads[name].state_dict()
+        dcp.load(state, checkpoint_id=folder[0])
+        heads[name].load_state_dict(state)
+        torch.testing.assert_close(heads[name](hidden, labels), expected, msg=name)
+    if rank == 0:  # at T = 1, by one rank alone
+        torch.nn.init.zeros_(whole.weight)
+        state = whole.state_dict()
+        dcp.load(state, checkpoint_id=folder[0], no_dist=True)
+        whole.load_state_dict(state)
+        torch.testing.assert_close(whole(hidden, labels), expected)
+    dist.barrier()
+    logits = heads["group of 4"](hidden)
+    assert logits.shape == (5, heads["group of 4"].shard.num_rows)
+
+
+def _check_dtensor():
+    """A weight that is a DTensor says itself how it is sharded, also inside a 2-D mesh; its gradient is one too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    whole, hidden, labels = torch.randn(33, 8), torch.randn(5, 8), torch.randint(33, (5,))
+    weight = distribute_tensor(whole, mesh, [Replicate(), Shard(0)]).requires_grad_()
+    reference = whole.clone().requires_grad_()
+    loss, expected = (linear_cross_entropy(hidden, w, labels) for w in (weight, reference))
+    torch.testing.assert_close(loss, expected)
+    loss.backward(), expected.backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), reference.grad)
+    with pytest.raises(ValueError, match="dim 0"):
+        linear_cross_entropy(hidden, distribute_tensor(whole, mesh, [Replicate(), Shard(1)]), labels)
+
+
+def _check_disagreement():
+    """Under CCE_DIST_DEBUG=1 ranks that were called differently all raise, naming what differs; nobody hangs."""
+    import os
+
+    rank = dist.get_rank()
+    os.environ["CCE_DIST_DEBUG"] = "1"
+    try:
+        shard = VocabShard.even(40, dist.group.WORLD)
+        hidden, weight, labels = torch.randn(6, 8), torch.randn(shard.num_rows, 8), torch.randint(40, (6,))
+        linear_cross_entropy(hidden, weight, labels, shard=shard)
+        n = 6 - (rank == 1)
+        with pytest.raises(RuntimeError, match=r"disagree on .*by rank .*6.*5.*6.*6"):
+            linear_cross_entropy(hidden[:n], weight, labels[:n], shard=shard)
+        with pytest.raises(RuntimeError, match="disagree on softcap"):
+            linear_cross_entropy(hidden, weight, labels, shard=shard, softcap=1.0 + rank)
+        with pytest.raises(RuntimeError, match="do not tile"):
+            moved = VocabShard(shard.start + (rank == 2), shard.stop + (rank == 2), 40, dist.group.WORLD)
+            linear_cross_entropy(hidden, weight, labels, shard=moved)
+    finally:
+        del os.environ["CCE_DIST_DEBUG"]
+
+
+def _check_compiled():
+    """One graph with its collectives inside."""
+    torch.manual_seed(0)
+    head = VocabParallelHead(8, 50, group=dist.group.WORLD)
+    hidden, labels = torch.randn(6, 8, requires_grad=True), torch.randint(50, (6,))
+    grads = []
+    for function in (head, torch.compile(copy.copy(head), fullgraph=True, backend="aot_eager")):
+        loss = function(hidden, labels)
+        grads.append(torch.autograd.grad(loss, (hidden, head.weight)))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_head_pickles_with_torch_save():
+    head = VocabParallelHead(4, 9)
+    buffer = io.BytesIO()
+    torch.save(head.state_dict(), buffer)
+    buffer.seek(0)
+    VocabParallelHead(4, 9).load_state_dict(torch.load(buffer))
