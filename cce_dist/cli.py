@@ -78,7 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults and keeps the line breaks of the examples."""
+    """Keeps the line breaks of the examples, and adds a default where there is one and the text does not name it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default is None or action.default is False or "default" in (action.help or "")
+        return action.help if silent else super()._get_help_string(action)
 
 
 def _top_level_parser() -> argparse.ArgumentParser:

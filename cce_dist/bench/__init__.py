@@ -11,6 +11,7 @@ import platform
 import sys
 from datetime import datetime, timezone
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
     "cuda": (["gemma-2-2b", "llama-3-8b", "phi-3.5"], [8192]),
     "cpu": (["toy"], [512]),
 }
+NO_MATPLOTLIB = "matplotlib is not installed (pip install 'cce-dist[bench]')"
 PACKAGES = ("triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl")
 
 
@@ -28,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", help=f"heads to time: {', '.join(SHAPES)}")
     add("--tokens", nargs="+", type=int, metavar="N", help="numbers of tokens (default: 8192; on a CPU 512)")
-    add("--methods", nargs="+", default=["all"], metavar="METHOD", help="rows of the table, or 'list' to print them")
-    add("--ignored", nargs="+", type=float, default=[0.0], metavar="SHARE", help="shares of labels that are -100")
-    add("--workspace", nargs="+", type=int, default=[256], metavar="MIB", help="workspace of cce-dist, one row each")
+    add("--methods", nargs="+", metavar="METHOD", help="rows of the table; 'list' prints them (default: all)")
+    add("--ignored", nargs="+", type=float, metavar="SHARE", help="shares of labels that are -100 (default: 0)")
+    add("--workspace", nargs="+", type=int, metavar="MIB", help="workspaces of cce-dist, a row each (default: 256)")
     add("--repeats", type=int, default=20, help="rounds of timing, methods in turns")
-    add("--device", default=None, help="cuda, cuda:1, cpu (default: cuda if there is one)")
+    add("--device", help="cuda, cuda:1, cpu (default: cuda if there is one)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of hidden states and weight")
     add("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="folder for bench.json and bench.png")
 
@@ -49,22 +51,23 @@ def run(args: argparse.Namespace) -> int:
     from cce_dist.bench.measure import describe, measure
     from cce_dist.bench.workload import make_workload
 
-    available = methods.all_methods(args.workspace)
+    available = methods.all_methods(args.workspace or [256])
     if args.methods == ["list"]:
         print("\n".join(available))
         return 0
-    chosen = _choose(args.methods, available)
+    chosen = _choose(args.methods, available) if args.methods else available
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     shapes, tokens = DEFAULTS["cuda" if device.type == "cuda" else "cpu"]
     environment = _environment(device)
     args.out.mkdir(parents=True, exist_ok=True)
+    has_figure = find_spec("matplotlib") is not None  # asked before hours of measuring, not after
 
     cases: list[Any] = []
     for shape in args.shapes or shapes:
         for num_tokens in args.tokens or tokens:
-            for ignored in args.ignored:
+            for ignored in args.ignored or [0.0]:
                 label = f"{shape}, N {num_tokens:,}"
                 _progress(f"{label}: drawing the workload")
                 try:
@@ -83,21 +86,20 @@ def run(args: argparse.Namespace) -> int:
                 print(report.table(cases[-1]) + "\n", flush=True)
                 # After every case, so that an interrupted run leaves what it had.
                 report.write_json(args.out / "bench.json", environment, cases)
-    if not cases:
-        return 1
-    report.write_figure(args.out / "bench.png", environment, cases)
+                if has_figure:
+                    report.write_figure(args.out / "bench.png", environment, cases)
     print(f"{environment['device']}; " + ", ".join(f"{k} {v}" for k, v in environment["versions"].items()))
-    print(f"{args.out / 'bench.json'}\n{args.out / 'bench.png'}")
-    return int(any(row.ours and row.problem for case in cases for row in case.rows))
+    print(f"{args.out}: bench.json" + (", bench.png" if has_figure else f"; no figure: {NO_MATPLOTLIB}"))
+    return int(not cases or any(row.ours and row.problem for case in cases for row in case.rows))
 
 
 def _choose(names: list[str], available: dict[str, Any]) -> dict[str, Any]:
-    if names == ["all"]:
-        return available
-    unknown = [name for name in names if name not in available]
+    """The methods named, in the order of the table; ``cce-dist`` means each of its workspaces."""
+    known = {name: name.partition("@")[0] for name in available}
+    unknown = set(names) - set(known) - set(known.values())
     if unknown:
-        raise SystemExit(f"cce-dist bench: unknown method {unknown[0]}; choose from {', '.join(available)}")
-    return {name: available[name] for name in names}
+        raise SystemExit(f"cce-dist bench: unknown method {min(unknown)}; choose from {', '.join(available)}")
+    return {name: method for name, method in available.items() if name in names or known[name] in names}
 
 
 def _environment(device: Any) -> dict[str, Any]:

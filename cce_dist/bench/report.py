@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cce_dist.bench.measure import Floor, Row
+from cce_dist.bench.measure import Floor, Row, Timing
 from cce_dist.bench.workload import Workload
 
 OURS_COLOR, OTHER_COLOR = "#1f6fb4", "#9aa5b1"
@@ -78,51 +78,47 @@ def table(case: Case) -> str:
     else:
         drawn += "plain matrix products on this CPU, so ratios only."
 
-    times = ["fwd ms (IQR)"] if case.on_gpu else []
-    header = ["method", *times, "/1 GEMM"]
-    header += ["fwd+bwd ms (IQR)"] if case.on_gpu else []
-    header += ["/3 GEMMs", "/4 GEMMs", "MiB", "err dE", "err dC", "err mean dE", "err loss"]
     lines = [_cells(row, case) for row in case.present]
-    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
+    header = list(lines[0]) if lines else []
+    widths = [max(len(name), *(len(line[name]) for line in lines)) for name in header]
 
-    def format_line(cells: list[str]) -> str:
-        return (
-            "| "
-            + " | ".join(
-                f"{c:<{w}}" if i == 0 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-            )
-            + " |"
-        )
+    def joined(cells: list[str]) -> str:
+        method, *numbers = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
+        return f"| {' | '.join([f'{method.strip():<{widths[0]}}', *numbers])} |"
 
-    rule = "|" + "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(widths)) + "|"
+    rule = f"|{'-' * (widths[0] + 2)}|{'|'.join('-' * (width + 1) + ':' for width in widths[1:])}|" if lines else ""
     notes = [f"* {row.name}: {row.problem}" for row in case.present if row.problem]
     missing = [f"{row.name} ({row.problem})" for row in case.rows if row.missing]
     if missing:
         notes.append(f"Not here: {', '.join(missing)}.")
-    return "\n".join(
-        [f"### {case.title}", "", drawn, "", format_line(header), rule, *map(format_line, lines), "", *notes]
-    )
+    body = [joined(header), rule, *(joined(list(line.values())) for line in lines)] if lines else []
+    return "\n".join([f"### {case.title}", "", drawn, "", *body, "", *notes])
 
 
-def _cells(row: Row, case: Case) -> list[str]:
-    timed = not row.problem
-    with_floor = timed and not case.floor.problem
+def _cells(row: Row, case: Case) -> dict[str, str]:
+    """A row's text by column; a method that was refused has its errors, and the reason where the ratios would be."""
+    refused = row.problem.partition(":")[0]
 
-    def time(timing: Any) -> list[str]:
-        return ([_ms(timing.median, timing.spread)] if timed else ["-"]) if case.on_gpu else []
+    def ms(timing: Timing) -> str:
+        return _ms(timing.median, timing.spread) if not refused else "-"
 
-    def ratio(timing: Any, gemms: int) -> str:
-        return f"{timing.median / case.floor.gemms(gemms):.2f}" if with_floor else "-"
+    def ratio(timing: Timing, gemms: int) -> str:
+        return "-" if refused or case.floor.problem else f"{timing.median / case.floor.gemms(gemms):.2f}"
 
-    memory = "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}"
-    errors = row.errors
-    shown = ["-"] * 4
-    if errors:
-        shown = [f"{e:.1e}" for e in (errors.d_hidden, errors.d_weight, errors.d_hidden_mean, errors.loss)]
-    total = [ratio(row.total, 3), ratio(row.total, 4)]
-    if not timed:
-        total = [row.problem.partition(":")[0] if errors else "failed", "-"]
-    return [row.name, *time(row.forward), ratio(row.forward, 1), *time(row.total), *total, memory, *shown]
+    cells = {"method": row.name}
+    if case.on_gpu:
+        cells["fwd ms (IQR)"] = ms(row.forward)
+    cells["/1 GEMM"] = ratio(row.forward, 1)
+    if case.on_gpu:
+        cells["fwd+bwd ms (IQR)"] = ms(row.total)
+    cells["/3 GEMMs"] = refused or ratio(row.total, 3)
+    cells["/4 GEMMs"] = ratio(row.total, 4)
+    if case.on_gpu:
+        cells["MiB"] = "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}"
+    errors = row.errors._asdict() if row.errors else {}
+    for name, column in (("d_hidden", "dE"), ("d_weight", "dC"), ("d_hidden_mean", "mean dE"), ("loss", "loss")):
+        cells[f"err {column}"] = f"{errors[name]:.1e}" if errors else "-"
+    return cells
 
 
 def _ms(seconds: float, spread: float | None = None) -> str:
@@ -158,26 +154,34 @@ def write_json(path: Path, environment: dict[str, Any], cases: list[Case]) -> No
 
 
 def write_figure(path: Path, environment: dict[str, Any], cases: list[Case]) -> None:
-    """Bars of time over three matrix products, and of memory, a column of panels for each case."""
+    """Bars of time over three matrix products, and of memory below them; up to three cases side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    on_gpu = any(case.on_gpu for case in cases)
-    panels = 2 if on_gpu else 1
-    height = 1.2 + 0.32 * max(len(case.present) for case in cases)
+    panels = 2 if cases[0].on_gpu else 1
+    columns = min(3, len(cases))
+    bands = -(-len(cases) // columns)
+    height = 1.2 + 0.3 * max(len(case.present) for case in cases)
     figure, axes = pyplot.subplots(
-        panels, len(cases), figsize=(2.2 + 4.6 * len(cases), height * panels + 0.5), squeeze=False, sharey="row"
+        bands * panels,
+        columns,
+        figsize=(1.5 + 4.6 * columns, height * bands * panels),
+        squeeze=False,
+        layout="constrained",
     )
-    for column, case in enumerate(cases):
-        _time_panel(axes[0][column], case)
-        axes[0][column].set_title(case.title.replace(", D", "\nD", 1), fontsize=9)
-        if on_gpu:
-            _memory_panel(axes[1][column], case)
+    for axis in axes.flat:
+        axis.set_visible(False)
+    for index, case in enumerate(cases):
+        band, column = divmod(index, columns)
+        time_axis = axes[band * panels][column]
+        time_axis.set_title(case.title.replace(", D", "\nD", 1), fontsize=9)
+        _time_panel(time_axis, case)
+        if case.on_gpu:
+            _memory_panel(axes[band * panels + 1][column], case)
     figure.suptitle(f"{environment['device']}, torch {environment['torch']}, {environment['date'][:10]}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
@@ -191,7 +195,7 @@ def _time_panel(axis: Any, case: Case) -> None:
         label = f"{values[-1]:.2f}" if timed else (row.problem or floor.problem).partition(":")[0]
         labels.append(f"{label}   {_ms(row.total.median)} ms" if timed and case.on_gpu else label)
     _bars(axis, case.present, values, labels, spreads)
-    axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
+    axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
     axis.set_xlabel("loss + gradient / 3 plain matrix products" + ("" if case.on_gpu else " (CPU)"), fontsize=8)
 
 
@@ -209,11 +213,12 @@ def _bars(
     whiskers = None if spreads is None else [spread / 2 for spread in spreads]
     axis.barh([row.name for row in rows], values, xerr=whiskers, color=colors, height=0.7, error_kw={"linewidth": 0.8})
     room = max([*values, 1e-9]) * 1.4
+    blank = {"facecolor": "white", "edgecolor": "none", "pad": 0.3}  # a label stays readable over the floor's line
     for position, (value, label) in enumerate(zip(values, labels, strict=True)):
         end = value + (whiskers[position] if whiskers else 0.0)
-        axis.text(end + 0.01 * room, position, label, va="center", fontsize=7, backgroundcolor="white")
+        axis.text(end + 0.01 * room, position, label, va="center", fontsize=7, bbox=blank)
+    axis.set_visible(True)
     axis.set_xlim(0, room)
-    if not axis.yaxis_inverted():
-        axis.invert_yaxis()
+    axis.invert_yaxis()
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
