@@ -195,7 +195,8 @@ def _forward_fake(hidden, weight, bias, labels, grad_weight_out, *options):
     if o.backend == "torch":
         return per_token, merged, filter_stats, empty(0, 0), empty(0, 0)
     num_cached = o.num_cached(hidden, weight, num_tokens)
-    return per_token, merged, filter_stats, *o.ops().empty_cache(num_tokens, num_cached, hidden)
+    cache = empty(num_tokens, num_cached, dtype=hidden.dtype)
+    return per_token, merged, filter_stats, cache, empty(2, num_tokens if num_cached else 0)
 
 
 def _backward_fake(

@@ -162,7 +162,13 @@ def join(args: argparse.Namespace) -> Ranks:
     # On CPUs it falls back from all-to-all to all-gather, and says so on every rank.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     backend = "nccl" if args.device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timeout, device_id=device if args.device == "cuda" else None)
+    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    # A restarted group may be given its predecessor's store (torchrun --standalone does so): keep out of the old addresses.
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
+        device_id=device if args.device == "cuda" else None,
+    )  # fmt: skip
     if args.tp * args.dp != world_size:
         raise ValueError(f"--tp {args.tp} x --dp {args.dp} does not make the {world_size} ranks of torchrun")
     return make_mesh(device, args.tp, args.dp, timeout)

@@ -88,8 +88,8 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
 
     if log is not None:
         log.close()
-        plot.draw([args.out], args.out / "loss.png")
-        print(f"val loss {val_loss:.4f} (ln V = {math.log(shape.vocab_size):.4f}); {args.out / 'loss.png'}")
+        plot.draw([args.out], args.out / "curves.png")
+        print(f"val loss {val_loss:.4f} (ln V = {math.log(shape.vocab_size):.4f}); {args.out / 'curves.png'}")
     return val_loss
 
 

@@ -81,15 +81,21 @@ def padded(vocab_size: int, ranks: int) -> Bounds:
 
 def random_problem(
     num_tokens: int = 37, hidden_size: int = 24, vocab_size: int = 203, *, bias: bool = False, scale: float = 0.5,
-    labels: Callable[[Tensor, int], Tensor] | None = None, shift: float = 0.0, spike: float = 0.0,
+    labels: Callable[[Tensor, int], Tensor] | None = None, shift: float = 0.0, spike: float = 0.0, grid: bool = False,
 ) -> Callable[[torch.Generator], Problem]:  # fmt: skip
-    """Gaussian data. ``shift`` is added to every logit, ``spike`` to one logit of every other token."""
+    """Gaussian data. ``shift`` is added to every logit, ``spike`` to one logit of every other token.
+
+    ``grid`` rounds to eighths, so that all logits are exact in fp32 in any order of summation: what is left is the loss's
+    own rounding, also next to a shift of 1e4.
+    """
 
     def draw(generator: torch.Generator) -> Problem:
         hidden = torch.randn(num_tokens, hidden_size, generator=generator, dtype=torch.float64)
         weight = torch.randn(vocab_size, hidden_size, generator=generator, dtype=torch.float64) * scale
         y = torch.randint(vocab_size, (num_tokens,), generator=generator)
-        if shift or spike:  # through two directions of their own, with values that no dtype here rounds
+        if grid:
+            hidden, weight = (hidden * 8).round() / 8, (weight * 8).round() / 8
+        if shift or spike:  # through two directions of their own
             hidden[:, 0], weight[:, 0] = 1.0, shift
             hidden[:, 1], weight[:, 1] = 0.0, 0.0
             hidden[::2, 1], weight[vocab_size // 2, 1] = 1.0, spike
@@ -158,11 +164,12 @@ CASES = [
     Case("empty-shards", "a maximum over nothing", EVERYTHING, shards=with_empty),
     Case("padded-shards", "padding rows in the sum or with gradient", EVERYTHING, random_problem(bias=True), shards=padded),
     Case("padded-negative-logits", "phantom columns of logit 0", {"label_smoothing": 0.1},
-         random_problem(shift=-1e4), shards=padded),
-    Case("logits-at-minus-1e4", "a maximum floored at 0", problem=random_problem(shift=-1e4)),
-    Case("logits-at-plus-1e4", "the sum lost next to a large maximum", {"label_smoothing": 0.1}, random_problem(shift=1e4)),
-    Case("gap-of-1e4", "the log of an underflowed sum", problem=random_problem(spike=1e4)),
-    Case("gap-of-1e4-aux", "0 times infinity in the entropy", problem=random_problem(spike=1e4), objective="aux"),
+         random_problem(shift=-1e4, grid=True), shards=padded),
+    Case("logits-at-minus-1e4", "a maximum floored at 0", problem=random_problem(shift=-1e4, grid=True)),
+    Case("logits-at-plus-1e4", "the sum lost next to a large maximum", {"label_smoothing": 0.1},
+         random_problem(shift=1e4, grid=True)),
+    Case("gap-of-1e4", "the log of an underflowed sum", problem=random_problem(spike=1e4, grid=True)),
+    Case("gap-of-1e4-aux", "0 times infinity in the entropy", problem=random_problem(spike=1e4, grid=True), objective="aux"),
     Case("aux", "an aux output without gradient", NONE, objective="aux"),
     Case("aux-everything", "aux gradients with all options", EVERYTHING, random_problem(bias=True), objective="aux"),
     Case("sequence-parallel", "dE of the wrong slice", {"sequence_parallel": True}, random_problem(24 * 3), shape=(24, 3)),
@@ -172,7 +179,7 @@ CASES = [
     Case("main-grad", "dC overwritten instead of added", accumulate=True),
     Case("one-token", "a block of rows that is not full", problem=random_problem(1)),
     Case("no-tokens", "a launch over nothing", problem=random_problem(0)),
-    Case("vocabulary-of-one", "shards that are empty but one", problem=random_problem(vocab_size=1)),
+    Case("vocabulary-of-one", "shards that are empty but one", problem=random_problem(vocab_size=1, grid=True)),
     Case("odd-sizes", "columns past the end of a tile", EVERYTHING, random_problem(131, 17, 519)),
     Case("many-blocks", "state carried between blocks of logits", {"workspace_bytes": 1, **EVERYTHING},
          random_problem(300, 16, 1200, bias=True), objective="aux"),
