@@ -178,7 +178,10 @@ def make_mesh(device: torch.device, tp: int, dp: int, timeout: datetime.timedelt
     """Return this rank's place in a [dp, tp] mesh over the default group; tensor-parallel ranks are neighbours."""
     grid = torch.arange(dp * tp).view(dp, tp)
     # init_device_mesh would make these groups with the default time-out.
-    groups: Any = [dist.new_subgroups_by_enumeration(g.tolist(), timeout=timeout)[0] for g in (grid.T, grid)]
+    groups: Any = [
+        dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout, group_desc=name)[0]
+        for name, lines in (("dp", grid.T), ("tp", grid))
+    ]
     mesh = DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=("dp", "tp"))
     return Ranks(device, dist.get_rank(), dist.get_world_size(), tp, dp, mesh)
 
@@ -210,10 +213,11 @@ def _name_collective(error: BaseException) -> str:
     except (ImportError, KeyError, RuntimeError):
         entries = []
     happened = "time-out" if "Timed out" in str(error) else "lost a peer"
+    reason = str(error).split(". ")[0]
     if not entries:
-        return f"{happened} in a collective: {error}"
+        return f"{happened} in a collective: {reason}"
     last = max(entries, key=lambda entry: entry["time_created_ns"])
     ours = [frame for frame in last["frames"] if f"{os.sep}torch{os.sep}" not in frame["filename"]]
     where = f", called at {os.path.relpath(ours[0]['filename'])}:{ours[0]['line']}" if ours else ""
-    group = last["process_group"][0]
-    return f"{happened} in {last['profiling_name']} of {last['input_sizes']} in group {group}{where}: {error}"
+    group = last["process_group"][1]
+    return f"{happened} in {last['profiling_name']} of {last['input_sizes']} in group {group!r}{where}: {reason}"

@@ -1,0 +1,161 @@
+"""What a run survives, and what it says when it does not: killed and hung ranks, full disks, unreadable files."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("tokenizers")
+
+from cce_dist import cli
+
+CORPUS = Path(sysconfig.get_path("stdlib")) / "email"
+TOY = ["pretrain", "--preset", "toy", "--device", "cpu", "--warmup", "4", "--eval-batches", "2"]
+# Steps of a tenth of a second or more, so that a signal meets one half done.
+LONG = ["--batch-size", "64", "--steps", "24", "--eval-every", "8", "--checkpoint-every", "8"]
+SHORT = ["--batch-size", "8", "--steps", "8", "--eval-every", "4", "--checkpoint-every", "4", "--tp", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _leave_torch_as_it_was() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return ["--corpus", str(CORPUS), "--pattern", "*.py", "--cache", str(tmp_path_factory.mktemp("cache"))]
+
+
+def records(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[tuple[int, str, float]]:
+    return [(record["step"], record["split"], record["loss"]) for record in records(out)]
+
+
+class Torchrun:
+    """Two ranks under torchrun, in a process group of their own that ``stop`` ends whatever happened to them."""
+
+    def __init__(self, log: Path, max_restarts: int, argv: list[str]) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["--max-restarts", str(max_restarts), "-m", "cce_dist", *argv]
+        with open(log, "w") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+
+    def pid_of_rank(self, rank: int) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+        return next(pid for pid, environment in environments.items() if f"RANK={rank}".encode() in environment)
+
+    def wait_until(self, happened: Callable[[], bool]) -> None:
+        while not happened():
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGCONT)
+            os.killpg(self.process.pid, signal.SIGTERM)
+        self.process.wait(60)
+
+
+def _has_finished(out: Path, step: int) -> Callable[[], bool]:
+    metrics = out / "metrics.jsonl"
+    return lambda: metrics.exists() and f'{{"step": {step},' in metrics.read_text()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds a rank's process in /proc")
+@pytest.mark.timeout(280)
+def test_a_killed_rank_costs_no_bit(tmp_path: Path, corpus: list[str]) -> None:
+    argv = [*TOY, *LONG, *corpus, "--tp", "2"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for out, max_restarts in ((whole, 0), (killed, 1)):
+        run = Torchrun(tmp_path / f"{out.name}.log", max_restarts, [*argv, "--out", str(out)])
+        try:
+            if out is killed:
+                run.wait_until(_has_finished(out, 11))
+                os.kill(run.pid_of_rank(1), signal.SIGKILL)
+            assert run.process.wait(200) == 0, run.log.read_text()
+        finally:
+            run.stop()
+    assert "resumed after step 8" in (tmp_path / "killed.log").read_text()
+    assert losses(killed) == losses(whole)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds a rank's process in /proc")
+@pytest.mark.timeout(280)
+def test_a_hung_rank_ends_in_a_time_out_that_names_the_collective(tmp_path: Path, corpus: list[str]) -> None:
+    argv = [*TOY, *LONG, *corpus, "--tp", "2", "--timeout", "20", "--out", str(tmp_path)]
+    run = Torchrun(tmp_path / "log", 0, argv)
+    try:
+        run.wait_until(_has_finished(tmp_path, 2))
+        hung = run.pid_of_rank(1)
+        os.kill(hung, signal.SIGSTOP)
+        run.wait_until(lambda: "time-out" in run.log.read_text())
+        os.kill(hung, signal.SIGKILL)  # torchrun would do it, half a minute later
+        assert run.process.wait(60) != 0
+    finally:
+        run.stop()
+    [line] = [line for line in run.log.read_text().splitlines() if "time-out" in line]
+    assert line.startswith("cce-dist pretrain: rank 0: time-out in gloo:all")
+    assert "called at" in line
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(
+    tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*TOY, *SHORT, *corpus]
+    whole, filled = tmp_path / "whole", tmp_path / "filled"
+    assert cli.main([*argv, "--out", str(whole)]) == 0
+    assert cli.main([*argv, "--out", str(filled)]) == 0
+    (filled / "checkpoints" / "latest").write_text("step-00000004\n")
+    capsys.readouterr()
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, limits[1]))  # metrics fit, a checkpoint does not
+    try:
+        code = cli.main([*argv, "--out", str(filled)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    lines = capsys.readouterr().err.splitlines()
+    assert code == 1 and len(lines) == 1
+    assert "cannot write checkpoint" in lines[0] and "File too large" in lines[0]
+    assert (filled / "checkpoints" / "latest").read_text() == "step-00000004\n"
+    assert not list((filled / "checkpoints").glob("*.tmp"))
+
+    assert cli.main([*argv, "--out", str(filled)]) == 0
+    assert losses(filled) == losses(whole)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        pytest.param(lambda path: path.symlink_to("nowhere"), "No such file", id="dangling-link"),
+        pytest.param(lambda path: path.write_bytes(b"text \xff"), "not UTF-8 text", id="not-text"),
+    ],
+)
+def test_an_unreadable_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], reason: str
+) -> None:
+    texts, cache = tmp_path / "texts", tmp_path / "cache"
+    texts.mkdir()
+    (texts / "good.txt").write_text("good " * 100)
+    spoil(texts / "bad.txt")
+    argv = [*TOY, *SHORT, "--corpus", str(texts), "--cache", str(cache), "--out", str(tmp_path / "out")]
+    assert cli.main([*argv, "--tp", "2"]) == 1  # no rank is started for it
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "bad.txt" in lines[0] and reason in lines[0]
+    assert not [path for path in cache.rglob("*") if path.suffix != ".lock"]

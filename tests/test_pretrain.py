@@ -1,0 +1,224 @@
+"""The main job on toy sizes: data, model and loop, alone and on two ranks. Faults have a file of their own."""
+
+import argparse
+import datetime
+import json
+import math
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("tokenizers")
+
+from cce_dist import cli
+from cce_dist.pretrain import PRESETS as PRESET_NAMES
+from cce_dist.pretrain import add_arguments, data
+from cce_dist.pretrain.launch import Ranks, make_mesh
+from cce_dist.pretrain.model import PRESETS
+from cce_dist.pretrain.train import build_model, clip_gradients, learning_rate, train
+from cce_dist.verify.ranks import run_ranks
+
+CORPUS = Path(sysconfig.get_path("stdlib")) / "email"
+TOY = ["--preset", "toy", "--corpus", str(CORPUS), "--pattern", "*.py", "--device", "cpu", "--batch-size", "8"]
+SHORT = ["--steps", "8", "--warmup", "4", "--eval-every", "4", "--eval-batches", "2", "--checkpoint-every", "4"]
+
+
+@pytest.fixture(autouse=True)
+def _leave_torch_as_it_was():
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def options(cache: Path, out: Path, *more: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args([*TOY, *SHORT, "--tp", "1", "--cache", str(cache), "--out", str(out), *more])
+    args.vocab_size = args.vocab_size or PRESETS[args.preset].vocab_size
+    return args
+
+
+def records(out: Path, split: str = "train") -> list[dict]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in lines if record["split"] == split]
+
+
+def losses(out: Path) -> list[float]:
+    return [record["loss"] for split in ("train", "val") for record in records(out, split)]
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    return max(abs(a - b) for a, b in zip(losses(one), losses(other), strict=True))
+
+
+@pytest.fixture(scope="module")
+def exact_run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exact")
+    assert cli.main(["pretrain", *TOY, *SHORT, "--tp", "1", "--cache", str(cache), "--out", str(out)]) == 0
+    return out
+
+
+def test_a_run_leaves_falling_losses_a_figure_and_a_checkpoint(exact_run: Path) -> None:
+    train_losses = [record["loss"] for record in records(exact_run)]
+    assert [record["step"] for record in records(exact_run)] == list(range(1, 9))
+    assert [record["step"] for record in records(exact_run, "val")] == [4, 8]
+    assert train_losses[0] == pytest.approx(math.log(PRESETS["toy"].vocab_size), abs=0.1)
+    assert train_losses[-1] < train_losses[0] - 0.1
+    assert (exact_run / "curves.png").stat().st_size > 1000
+    assert (exact_run / "checkpoints" / "latest").read_text() == "step-00000008\n"
+
+
+def test_dense_and_exact_differ_in_rounding_alone(cache: Path, tmp_path: Path, exact_run: Path) -> None:
+    train(options(cache, tmp_path, "--loss", "dense"), Ranks(torch.device("cpu")), prepared(cache))
+    assert largest_difference(exact_run, tmp_path) < 1e-5
+
+
+def test_a_filter_that_drops_nothing_is_exact(cache: Path, tmp_path: Path, exact_run: Path) -> None:
+    args = options(cache, tmp_path, "--loss", "filtered", "--filter-eps", "1e-30", "--checkpoint-every", "0")
+    train(args, Ranks(torch.device("cpu")), prepared(cache))
+    assert largest_difference(exact_run, tmp_path) < 1e-5
+    assert records(tmp_path)[-1]["kept_tiles"] == 1
+
+
+def prepared(cache: Path) -> Path:
+    return data.prepare(CORPUS, "*.py", PRESETS["toy"].vocab_size, cache)
+
+
+@pytest.mark.parametrize("loss", ["dense", "filtered", "filtered-plain"])
+def test_the_loss_changes_no_weight(cache: Path, tmp_path: Path, loss: str) -> None:
+    weights = []
+    for name in ("exact", loss):
+        torch.manual_seed(0)
+        model = build_model(options(cache, tmp_path, "--loss", name), Ranks(torch.device("cpu")), PRESETS["toy"])
+        weights.append(model.state_dict())
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_resumed_run_repeats_the_bits(cache: Path, tmp_path: Path, exact_run: Path) -> None:
+    ranks = Ranks(torch.device("cpu"))
+    args = options(cache, tmp_path)
+    train(args, ranks, prepared(cache))
+    # As if the run had been cut after step 6: two steps past a checkpoint, and a record half written.
+    (tmp_path / "checkpoints" / "latest").write_text("step-00000004\n")
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "spl')
+    torch.manual_seed(1)
+    train(args, ranks, prepared(cache))
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, 9))
+    assert losses(tmp_path) == losses(exact_run)
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    cache: Path, exact_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--num-layers", "1", "--tp", "1", "--cache", str(cache), "--out", str(exact_run)]
+    assert cli.main(["pretrain", *TOY, *SHORT, *more]) == 1
+    assert "num_layers 2 there, 1 here" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_repeat_one(cache: Path, tmp_path: Path, exact_run: Path) -> None:
+    train(options(cache, tmp_path / "move"), Ranks(torch.device("cpu")), prepared(cache))
+    (tmp_path / "move" / "checkpoints" / "latest").write_text("step-00000004\n")
+    run_ranks(_train_on_two_ranks, 2, cache, tmp_path)
+    for name in ("tp", "sp", "dense-sp", "dp", "move"):
+        assert largest_difference(exact_run, tmp_path / name) < 1e-5, name
+    # Slices change where sums are made, not their order: two ranks' parts add to the same bits either way.
+    assert records(tmp_path / "tp")[0]["loss"] == records(tmp_path / "sp")[0]["loss"]
+
+
+def _train_on_two_ranks(cache: Path, tmp_path: Path) -> None:
+    timeout = datetime.timedelta(seconds=120)
+    device = torch.device("cpu")
+    by_vocabulary, by_data = make_mesh(device, 2, 1, timeout), make_mesh(device, 1, 2, timeout)
+    for name, ranks, more in (
+        ("tp", by_vocabulary, []),
+        ("sp", by_vocabulary, ["--sequence-parallel"]),
+        ("dense-sp", by_vocabulary, ["--sequence-parallel", "--loss", "dense"]),
+        ("dp", by_data, ["--accumulate", "2"]),
+        ("move", by_vocabulary, []),  # goes on from a checkpoint of one rank
+    ):
+        train(options(cache, tmp_path / name, *more), ranks, prepared(cache))
+
+
+def test_labels_stop_at_the_joints_of_documents() -> None:
+    ids = np.array([5, 6, data.EOS, 7, 8, 9, data.EOS, 4, 3], dtype=np.uint16)
+    rows, labels = data.Batches(ids, seq_len=8, seed=0).at(0, 1)
+    assert rows.tolist() == [[5, 6, 0, 7, 8, 9, 0, 4]]
+    assert labels.tolist() == [[6, 0, data.IGNORED, 8, 9, 0, data.IGNORED, 3]]
+
+
+def test_an_epoch_holds_every_sequence_once_in_an_order_of_its_own() -> None:
+    batches = data.Batches(np.arange(1, 42, dtype=np.uint32), seq_len=4, seed=3)
+    first, second = (batches.at(position, 10)[0][:, 0].tolist() for position in (0, 10))
+    assert sorted(first) == sorted(second) == list(range(1, 41, 4))
+    assert first != second
+    assert batches.at(7, 6)[0][:, 0].tolist() == first[7:] + second[:3]
+
+
+def test_a_corpus_is_tokenized_once_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    tokenize = data._tokenize
+    monkeypatch.setattr(data, "_tokenize", lambda *args: (calls.append(args), tokenize(*args)))
+    with ThreadPoolExecutor(4) as pool:
+        folders = list(pool.map(lambda _: data.prepare(CORPUS, "*.py", 300, tmp_path), range(4)))
+    assert len(calls) == 1 and len(set(folders)) == 1
+    assert data.prepare(CORPUS, "*.py", 301, tmp_path) != folders[0]
+    corpus = data.Corpus(folders[0])
+    assert len(corpus.held_out) == (len(corpus.train) + len(corpus.held_out)) // 20
+    assert int(corpus.train.max()) < 300
+
+
+def test_clipping_is_torchs() -> None:
+    ours, theirs = (nn.Linear(5, 3) for _ in range(2))
+    for model in (ours, theirs):
+        for parameter in model.parameters():
+            parameter.grad = torch.arange(parameter.numel(), dtype=torch.float32).view_as(parameter)
+    norm = clip_gradients(ours, 1.0, Ranks(torch.device("cpu")))
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 1.0))
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+
+
+def test_the_learning_rate_warms_up_and_decays_to_a_tenth(tmp_path: Path) -> None:
+    args = options(tmp_path, tmp_path, "--lr", "1", "--warmup", "10", "--steps", "100")
+    assert [learning_rate(step, args) for step in (1, 10, 55, 100)] == pytest.approx([0.1, 1, 0.55, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        pytest.param(["--batch-size", "9", "--accumulate", "2"], "batch size 9 cannot be split 2 ways", id="batch"),
+        pytest.param(["--seq-len", "1000000"], "one sequence needs 1000001", id="corpus-too-small"),
+        pytest.param(["--vocab-size", "100"], "100 is too few", id="fewer-ids-than-bytes"),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    argv = ["pretrain", *TOY, *SHORT, "--tp", "1", "--cache", str(cache), "--out", str(tmp_path), *more]
+    assert cli.main(argv) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0]
+
+
+def test_plot_overlays_runs(exact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figure = tmp_path / "both.png"
+    assert cli.main(["plot", str(exact_run), str(exact_run / "metrics.jsonl"), "-o", str(figure)]) == 0
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "empty.jsonl").touch()
+    assert cli.main(["plot", str(tmp_path / "empty.jsonl"), "-o", str(figure)]) == 1
+    assert "no records" in capsys.readouterr().err
+
+
+def test_the_presets_offered_are_the_presets_there_are() -> None:
+    assert set(PRESET_NAMES) == set(PRESETS)
