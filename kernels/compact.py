@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from cce_dist.kernels.tiles import MAX_SIDE
+
 
 def kept_first(labels_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return index_N int32, tokens with a label >= 0 first, and their number as a [1] int32 tensor."""
@@ -56,7 +58,7 @@ def gather_rows(
     _gather_rows_kernel[grid](
         hidden_ND, index_R, num_kept, scale_R, rows_RD,
         num_rows, hidden_size,
-        HAS_SCALE=scale_R is not None, BLOCK_R=16, BLOCK_D=256,
+        HAS_SCALE=scale_R is not None, MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
     )  # fmt: skip
 
 
@@ -70,12 +72,13 @@ def _gather_rows_kernel(
     num_rows,
     hidden_size,
     HAS_SCALE: tl.constexpr,
+    MAX_SIDE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     num_kept = tl.load(num_kept_ptr)
-    # Zeros up to the end of a tile of 256 rows, the largest that a product takes: nothing non-finite meets a zero there.
-    if tl.program_id(0) * BLOCK_R < tl.maximum((num_kept + 255) // 256, 1) * 256:
+    # Zeros up to the end of the largest tile: nothing non-finite meets the zeros of dlogits there.
+    if tl.program_id(0) * BLOCK_R < tl.maximum(tl.cdiv(num_kept, MAX_SIDE), 1) * MAX_SIDE:
         offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
         offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         in_r = offs_r < num_rows

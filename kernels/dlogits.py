@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import ShardLogits
-from .lse import num_splits
-from .tiles import Tile, has_tma, load_tile, logits_of, operand, precision, row_and_split, store_tile
+from cce_dist.kernels import ShardLogits
+from cce_dist.kernels.lse import choose_splits
+from cce_dist.kernels.tiles import Tile, has_tma, load_tile, logits_of, operand, precision, row_and_split, store_tile
 
 
 def dlogits_chunk(
@@ -41,7 +41,7 @@ def dlogits_chunk(
     """
     num_rows, hidden_size = rows_RD.shape
     num_tiles = triton.cdiv(min(dlogits_RV.shape[1], logits.num_valid - first_col), tile.cols)
-    splits = num_splits(num_tiles, rows_RD.device)
+    splits = choose_splits(num_rows, num_tiles, tile, rows_RD.device)
     tma = has_tma(rows_RD, weight_VD, dlogits_RV)
     grid = (triton.cdiv(num_rows, tile.rows) * splits,)
     _dlogits_kernel[grid](

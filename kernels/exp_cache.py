@@ -12,18 +12,21 @@ import torch
 import triton
 import triton.language as tl
 
-from . import ShardLogits
+from cce_dist.kernels import ShardLogits
 
 
 def level(
-    exp_RV: torch.Tensor, tile_reference_TR: torch.Tensor, num_kept: torch.Tensor, reference_R: torch.Tensor
+    exp_RV: torch.Tensor,
+    tile_reference_TR: torch.Tensor,
+    num_kept: torch.Tensor,
+    reference_R: torch.Tensor,
+    tile_cols: int,
 ) -> None:
     """Bring every row of exp_RV to one reference, its largest, and write that to reference_R.
 
     Rows whose logits stay within ``lse.HEADROOM`` of their first tile's, nearly all, are only looked at.
     """
     num_tiles, num_rows = tile_reference_TR.shape
-    block_v = exp_RV.shape[1] // num_tiles
     _row_reference_kernel[(triton.cdiv(num_rows, 32),)](
         tile_reference_TR, num_kept, reference_R, num_rows, num_tiles, BLOCK_N=32, BLOCK_T=32
     )
@@ -31,7 +34,7 @@ def level(
     _level_kernel[grid](
         exp_RV, tile_reference_TR, reference_R, num_kept,
         num_rows, num_tiles, exp_RV.shape[1],
-        BLOCK_N=64, BLOCK_V=block_v, BLOCK_T=16,
+        BLOCK_N=64, BLOCK_V=tile_cols, BLOCK_T=16,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import Tile, has_tma, load_tile, operand, precision
+from cce_dist.kernels.tiles import Tile, halves, has_tma, load_tile, operand, precision
 
 
 def grad_hidden(
@@ -85,21 +85,25 @@ def _grad_hidden_kernel(
         acc = tl.dot(g, w, acc, input_precision=PRECISION)
 
     offs_n = row + tl.arange(0, BLOCK_N)
-    offs_d = col + tl.arange(0, BLOCK_D)
     live = offs_n < num_kept
     if HAS_SCALE:
         acc *= tl.load(scale_ptr + offs_n, mask=live, other=0)[:, None]
     if HAS_GAIN:
         acc *= tl.load(gain_ptr)
-    token = tl.load(index_ptr + offs_n, mask=live, other=0).to(tl.int64)
-    mask = live[:, None] & (offs_d < hidden_size)[None, :]
-    high = d_hidden_ptr + token[:, None] * hidden_size + offs_d[None, :]
-    low = low_ptr + offs_n.to(tl.int64)[:, None] * hidden_size + offs_d[None, :] if HAS_LOW else high
-    if first == 0:
-        acc += tl.load(high, mask=mask, other=0).to(tl.float32)
-        if HAS_LOW:
-            acc += tl.load(low, mask=mask, other=0).to(tl.float32)
-    rounded = acc.to(d_hidden_ptr.dtype.element_ty)
-    tl.store(high, rounded, mask=mask)
-    if HAS_LOW:
-        tl.store(low, (acc - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=mask)
+    token = tl.load(index_ptr + offs_n, mask=live, other=0)
+    # A quarter of the tile at a time: all of it beside its addresses spills registers.
+    for half in tl.static_range(2):
+        for quarter in tl.static_range(2):
+            part = halves(halves(acc)[half])[quarter]
+            offs_d = col + (2 * half + quarter) * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
+            mask = live[:, None] & (offs_d < hidden_size)[None, :]
+            high = d_hidden_ptr + token.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+            low = low_ptr + offs_n.to(tl.int64)[:, None] * hidden_size + offs_d[None, :] if HAS_LOW else high
+            if first == 0:
+                part += tl.load(high, mask=mask, other=0).to(tl.float32)
+                if HAS_LOW:
+                    part += tl.load(low, mask=mask, other=0).to(tl.float32)
+            rounded = part.to(d_hidden_ptr.dtype.element_ty)
+            if HAS_LOW:
+                tl.store(low, (part - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=mask)
+            tl.store(high, rounded, mask=mask)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import Tile, has_tma, load_tile, operand, precision, store_tile
+from cce_dist.kernels.tiles import Tile, halves, has_tma, load_tile, operand, precision, store_tile
 
 
 def grad_weight(
@@ -75,11 +75,15 @@ def _grad_weight_kernel(
         acc *= tl.load(gain_ptr)
     if ADD:
         offs_v = row + tl.arange(0, BLOCK_V)
-        offs_d = col + tl.arange(0, BLOCK_D)
-        mask = (offs_v < num_cols)[:, None] & (offs_d < hidden_size)[None, :]
-        where = d_weight + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-        acc += tl.load(where, mask=mask, other=0).to(tl.float32)
-        tl.store(where, acc.to(d_weight.dtype.element_ty), mask=mask)
+        # A quarter of the tile at a time: all of it beside its addresses spills registers.
+        for half in tl.static_range(2):
+            for quarter in tl.static_range(2):
+                part = halves(halves(acc)[half])[quarter]
+                offs_d = col + (2 * half + quarter) * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
+                mask = (offs_v < num_cols)[:, None] & (offs_d < hidden_size)[None, :]
+                where = d_weight + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+                part += tl.load(where, mask=mask, other=0).to(tl.float32)
+                tl.store(where, part.to(d_weight.dtype.element_ty), mask=mask)
     else:
         store_tile(d_weight, row, col, acc, num_cols, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
 

@@ -13,12 +13,14 @@ tile serves unless a later logit is more than ``HEADROOM`` above it. Such rows a
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from . import ShardLogits
-from .tiles import (
+from cce_dist.kernels import ShardLogits
+from cce_dist.kernels.tiles import (
     Tile,
     has_tma,
     load_tile,
@@ -84,9 +86,25 @@ def lse_partials(
     )  # fmt: skip
 
 
-def num_splits(num_tiles: int, device: torch.device) -> int:
-    """Splits of the vocabulary: enough that programs fill the device evenly, with at least four tiles each."""
-    return max(1, min(num_programs(device) // 4, num_tiles // 4))
+@lru_cache(maxsize=256)
+def choose_splits(num_rows: int, num_tiles: int, tile: Tile, device: torch.device) -> int:
+    """Return the number of splits of the vocabulary that fills the device's last wave of programs best.
+
+    Eight waves at least, where there are tiles enough: the device then stays full where most tokens are ignored.
+    """
+    at_once = num_programs(device)
+    row_blocks = _cdiv(num_rows, tile.rows)
+
+    def tile_times(splits: int) -> float:
+        started = 0.1  # tiles' worth of time to fill a program's pipeline
+        return _cdiv(row_blocks * splits, at_once) * (_cdiv(num_tiles, splits) + started)
+
+    least = min(_cdiv(8 * at_once, row_blocks), num_tiles)
+    return min(range(least, min(4 * least, num_tiles) + 1), key=tile_times)
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 @triton.jit(

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import ShardLogits
-from .tiles import softcapped
+from cce_dist.kernels import ShardLogits
+from cce_dist.kernels.tiles import softcapped
 
 
 def target_logits(

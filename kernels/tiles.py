@@ -54,26 +54,27 @@ _FALLBACK = Tiles(*(Tile(64, 64, 16, 4, 2),) * 4, 8)  # ieee fp32, and devices t
 _INTERPRETED = Tiles(*(Tile(16, 32, 16, 4, 1),) * 4, 2)  # small, so that small tests still cross tile edges
 
 
+@lru_cache(maxsize=1)
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def choose_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Return the tiles for a dtype on a device: the user's own (``CCE_DIST_TILES``), else the table's."""
+    """Return the tiles for a dtype on a device: the user's own (the file that CCE_DIST_TILES names), else the table's."""
+    return _chosen(dtype, device, os.environ.get("CCE_DIST_TILES"), precision(dtype))
+
+
+@lru_cache(maxsize=64)
+def _chosen(dtype: torch.dtype, device: torch.device, path: str | None, dot_precision: str) -> Tiles:
     if interpreted():
         return _INTERPRETED
-    name = torch.cuda.get_device_name(device)
-    path = os.environ.get("CCE_DIST_TILES")
     if path:
-        tuned = read_tiles(path).get((name, str(dtype).removeprefix("torch.")))
+        tuned = read_tiles(path).get((torch.cuda.get_device_name(device), str(dtype).removeprefix("torch.")))
         if tuned is not None:
             return tuned
-    bits = dtype.itemsize * 8
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        bits = 0
-    major = min(torch.cuda.get_device_capability(device)[0], 9)
-    return _TABLE.get((major, bits), _FALLBACK)
+    bits = 0 if dtype == torch.float32 and dot_precision == "ieee" else dtype.itemsize * 8
+    return _TABLE.get((torch.cuda.get_device_capability(device)[0], bits), _FALLBACK)
 
 
 @lru_cache(maxsize=8)
@@ -95,25 +96,33 @@ def read_tiles(path: str) -> dict[tuple[str, str], Tiles]:
         raise ValueError(f"{path}: not a tile file of `cce-dist tune` ({error!r})") from error
     for key, tiles in table.items():
         for tile in tiles[:-1]:
-            sizes = tile[:4]
-            if not all(isinstance(n, int) and n > 0 and n & (n - 1) == 0 for n in sizes) or min(sizes[:3]) < 16:
-                raise ValueError(f"{path}: tile {tile} of {key} has a size that is no power of two, or is below 16")
+            powers = all(isinstance(n, int) and n > 0 and n & (n - 1) == 0 for n in tile[:4])
+            if not powers or min(tile[:3]) < 16 or max(tile[:3]) > MAX_SIDE or tile.stages < 1:
+                raise ValueError(f"{path}: {tile} of {key}: sides are powers of two from 16 to {MAX_SIDE}, stages >= 1")
+        if (
+            tiles.grad_hidden.inner > min(tiles.lse.cols, tiles.dlogits.cols)
+            or tiles.grad_weight.inner > tiles.dlogits.rows
+        ):
+            raise ValueError(f"{path}: {key}: a product's inner side is longer than the dlogits tile that fills it")
     return table
 
 
 def write_tiles(path: str, device: str, dtype: str, tiles: Tiles) -> None:
     """Add or replace one row of a tile file."""
-    content = {}
-    if os.path.exists(path):
-        read_tiles(path)  # refuse to rewrite a file that is not ours
-        with open(path) as file:
-            content = json.load(file)
-    content.setdefault(device, {})[dtype] = tiles._asdict()
+    table = read_tiles(path) if os.path.exists(path) else {}
+    content: dict[str, dict[str, dict]] = {}
+    for (on, of), row in {**table, (device, dtype): tiles}.items():
+        content.setdefault(on, {})[of] = row._asdict()
     with open(path, "w") as file:
         json.dump(content, file, indent=1)
     read_tiles.cache_clear()
+    _chosen.cache_clear()
 
 
+MAX_SIDE = 256  # of a tile; gather_rows writes zeros as far past the last kept row
+
+
+@lru_cache(maxsize=16)
 def num_programs(device: torch.device) -> int:
     """Programs that run at once when each fills a multiprocessor."""
     return 4 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
@@ -124,7 +133,12 @@ def has_tma(*matrices: torch.Tensor) -> bool:
     aligned = all(m.data_ptr() % 16 == 0 and m.stride(0) * m.itemsize % 16 == 0 for m in matrices)
     if interpreted():
         return aligned and all(m.dtype != torch.bfloat16 for m in matrices)  # its descriptors misread bf16
-    return aligned and torch.cuda.get_device_capability(matrices[0].device)[0] >= 9 and torch.version.hip is None
+    return aligned and _has_copy_engine(matrices[0].device)
+
+
+@lru_cache(maxsize=16)
+def _has_copy_engine(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def operand(matrix: torch.Tensor, rows: int, cols: int, tma: bool) -> TensorDescriptor | torch.Tensor:
@@ -151,6 +165,14 @@ def load_tile(source, row, col, num_rows, num_cols, stride, ROWS: tl.constexpr, 
 
 
 @triton.jit
+def halves(tile):
+    """Cut a tile into its left and its right half."""
+    rows: tl.constexpr = tile.shape[0]
+    cols: tl.constexpr = tile.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(tile, (rows, 2, cols)), (0, 2, 1)))
+
+
+@triton.jit
 def store_tile(
     target, row, col, tile, num_rows, num_cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
 ):
@@ -159,8 +181,7 @@ def store_tile(
     A descriptor writes half a tile at a time: a whole one in bf16 next to its fp32 source spills registers.
     """
     if TMA:
-        halves = tl.permute(tl.reshape(tile, (ROWS, 2, COLS // 2)), (0, 2, 1))
-        left, right = tl.split(halves)
+        left, right = halves(tile)
         target.store([row, col], left.to(target.dtype))
         target.store([row, col + COLS // 2], right.to(target.dtype))
     else:

@@ -24,15 +24,15 @@ from typing import NamedTuple
 
 import torch
 
-from . import ShardLogits
-from .compact import gather_rows, kept_first
-from .dlogits import dlogits_chunk
-from .exp_cache import level, row_scales
-from .grad_hidden import grad_hidden
-from .grad_weight import grad_bias, grad_weight
-from .lse import MAX, NUM_PLANES, lse_partials, merge_splits, num_splits
-from .target_logit import target_logits
-from .tiles import choose_tiles, interpreted
+from cce_dist.kernels import ShardLogits
+from cce_dist.kernels.compact import gather_rows, kept_first
+from cce_dist.kernels.dlogits import dlogits_chunk
+from cce_dist.kernels.exp_cache import level, row_scales
+from cce_dist.kernels.grad_hidden import grad_hidden
+from cce_dist.kernels.grad_weight import grad_bias, grad_weight
+from cce_dist.kernels.lse import MAX, NUM_PLANES, choose_splits, lse_partials, merge_splits
+from cce_dist.kernels.target_logit import target_logits
+from cce_dist.kernels.tiles import choose_tiles, interpreted
 
 _LEAST_BYTES = 32 << 20  # below this the rows of a chunk would no longer fill a device
 _ROWS = 128  # token groups are cut at multiples of this
@@ -84,8 +84,8 @@ def cache_columns(
 ) -> int:
     """Return how many of the shard's first vocabulary columns keep their exponentials within the budget.
 
-    0 where their gradient is not a multiple of them (label smoothing, entropy) or the dtype's exponent is too short (fp16); fp32
-    keeps none either, for a 16-bit cache would cost it its precision.
+    0 where the gradient is not a multiple of them (label smoothing, entropy), where the dtype's exponent is too short (fp16), and in
+    fp32, whose precision a 16-bit cache would cost.
 
     Args:
         num_tokens: Tokens, ignored ones counted.
@@ -160,9 +160,12 @@ def local_stats(
         rows = (
             num_tokens if num_cached else max(_ROWS, max(workspace_bytes, _LEAST_BYTES) // row_bytes // _ROWS * _ROWS)
         )
-        num_tiles, cached_tiles = _cdiv(logits.num_valid, tiles.lse.cols), num_cached // tiles.lse.cols
-        splits = num_splits(num_tiles - cached_tiles, hidden_ND.device) if num_tiles > cached_tiles else 0
-        cached_splits = num_splits(cached_tiles, hidden_ND.device) if cached_tiles else 0
+        num_tiles = _cdiv(logits.num_valid, tiles.lse.cols)
+        cached_tiles = min(num_cached // tiles.lse.cols, num_tiles)
+        splits, cached_splits = (
+            choose_splits(min(rows, num_tokens), n, tiles.lse, hidden_ND.device) if n > 0 else 0
+            for n in (num_tiles - cached_tiles, cached_tiles)
+        )
 
         for index_R, num_kept in _groups(index_N, kept, rows):
             rows_RD = hidden_ND.new_empty(index_R.shape[0], hidden_size)
@@ -192,7 +195,7 @@ def _keep_exponentials(common, tiles, num_tiles, splits, partials_KSR, exp_RV, r
         *common, 0, num_tiles, splits, tiles.lse, tiles.group, partials_KSR=partials_KSR,
         reference_R=first_KSR[MAX.value, 0], exp_RV=exp_RV, tile_reference_TR=tile_reference_TR,
     )  # fmt: skip
-    level(exp_RV, tile_reference_TR, common[3], reference_R)
+    level(exp_RV, tile_reference_TR, common[3], reference_R, tiles.lse.cols)
 
 
 def gradients(
@@ -264,44 +267,34 @@ def gradients(
         )
         rows = num_tokens if num_cached else plan.rows
         chunks = [(c, min(c + plan.cols, logits.num_valid)) for c in range(num_cached, logits.num_valid, plan.cols)]
-        num_parts = len(chunks) + (num_cached > 0)
-        dlogits = hidden_ND.new_empty(rows, plan.cols) if chunks else None
+        parts = [*chunks, (0, min(num_cached, logits.num_valid))] if num_cached else chunks
+        dlogits = hidden_ND.new_empty(rows, plan.cols) if chunks else cache_NV
         low_RD = None
-        if want_hidden and num_parts > 1 and hidden_ND.itemsize == 2:
+        if want_hidden and len(parts) > 1 and hidden_ND.itemsize == 2:
             low_RD = torch.empty(rows, hidden_size, dtype=torch.bfloat16, device=hidden_ND.device)
 
         groups = _groups(index_N, kept, rows)
         for group, (index_R, num_kept) in enumerate(groups):
             rows_RD = hidden_ND.new_empty(index_R.shape[0], hidden_size)
+            tokens = (labels_N, index_R, num_kept, max_N, log_sum_N)
             if chunks:
                 gather_rows(hidden_ND, index_R, num_kept, None, rows_RD)
-            for number, (first, stop) in enumerate([*chunks, (0, min(num_cached, logits.num_valid))][:num_parts]):
+            for number, (first, stop) in enumerate(parts):
                 if number < len(chunks):
                     grads_RV, scale_R = dlogits[: index_R.shape[0]], None
                     dlogits_chunk(
-                        rows_RD, weight_VD, bias_V, labels_N, index_R, num_kept, max_N, log_sum_N, entropy_N, coef_4N,
-                        logits, first, grads_RV, tiles.dlogits, tiles.group,
+                        rows_RD, weight_VD, bias_V, *tokens, entropy_N, coef_4N, logits, first, grads_RV,
+                        tiles.dlogits, tiles.group,
                     )  # fmt: skip
                 else:
                     grads_RV = cache_NV
-                    scale_R = row_scales(
-                        cache_NV,
-                        cache_max[0],
-                        cache_max[1],
-                        labels_N,
-                        index_R,
-                        num_kept,
-                        max_N,
-                        log_sum_N,
-                        coef_4N,
-                        logits,
-                    )
+                    scale_R = row_scales(cache_NV, cache_max[0], cache_max[1], *tokens, coef_4N, logits)
                 if want_hidden:
                     grad_hidden(
                         grads_RV, weight_VD[first:stop], index_R, num_kept, scale_R, gain, d_hidden, low_RD,
                         tiles.grad_hidden, first=number == 0,
                     )  # fmt: skip
-                    if hidden_ready is not None and group == len(groups) - 1 and number == num_parts - 1:
+                    if hidden_ready is not None and (group, number) == (len(groups) - 1, len(parts) - 1):
                         hidden_ready(d_hidden)
                 if want_weight:
                     if scale_R is not None:
