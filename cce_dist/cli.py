@@ -81,12 +81,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
     """Keeps the line breaks of the examples, and adds a default where there is one and the text does not name it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = (
-            action.default is None
-            or action.default is False
-            or action.default == ""
-            or "default" in (action.help or "")
-        )
+        unset = action.default is None or action.default is False or action.default == ""
+        silent = unset or "default" in (action.help or "")
         return action.help if silent else super()._get_help_string(action)
 
 

@@ -7,4 +7,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 out=runs/quickstart
 cce-dist pretrain --tp 2 --device cpu --out "$out" "$@"
-echo "figure: $PWD/$out/curves.png"
+printf 'figure: %s\n' "$PWD/$out"/*.png

@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from cce_dist.cli import COMMANDS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -53,6 +56,11 @@ def test_top_level_help_itself_imports_no_torch():
     result = run_python(code.format(str(ROOT / "cce_dist" / "cli.py")))
     assert result.returncode == 0, result.stderr
     assert "cce-dist pretrain --tp 2" in result.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_module(name):
+    assert find_spec(COMMANDS[name].module) is not None
 
 
 def test_unknown_command_names_the_choices():
