@@ -18,8 +18,8 @@ pytest.importorskip("tokenizers")
 from cce_dist import cli
 from cce_dist.pretrain import PRESETS as PRESET_NAMES
 from cce_dist.pretrain import add_arguments, data
-from cce_dist.pretrain.launch import Ranks, make_mesh
 from cce_dist.pretrain.model import PRESETS
+from cce_dist.pretrain.ranks import Ranks, make_mesh
 from cce_dist.pretrain.train import build_model, clip_gradients, learning_rate, train
 from cce_dist.verify.ranks import run_ranks
 

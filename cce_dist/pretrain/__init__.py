@@ -1,7 +1,8 @@
 """The main job, ``cce-dist pretrain``: a GPT of our own, tensor-parallel, with a ``VocabParallelHead`` as its last layer.
 
-Reading order: ``launch`` (ranks, devices, what a failure says), ``train`` (the loop), ``model``, ``data`` (a folder of
-text files to packed batches), ``checkpoint``, ``log`` (metrics and progress bar), ``plot`` (the figure).
+Reading order: ``launch`` (from a command line to ranks; what a failure says), ``train`` (the loop), ``model``, ``data`` (a
+folder of text files to packed batches), ``ranks`` (devices, groups, mesh), ``checkpoint``, ``log`` (metrics and progress
+bar), ``plot`` (the figure).
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from pathlib import Path
 
 LOSSES = ("dense", "exact", "filtered", "filtered-plain")
 PRESETS = ("toy", "small", "base", "llama-3-8b-head")
+
+
+class UsageError(Exception):
+    """What was asked for cannot be done; every rank raises it, with the same message."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,13 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="go on from the last checkpoint in --out; --no-resume deletes the checkpoints there and starts anew",
     )
-    run.add_argument("--steps", type=int, default=300, help="optimizer steps of the whole run")
+    run.add_argument("--steps", type=_positive, default=300, help="optimizer steps of the whole run")
     run.add_argument("--seed", type=int, default=0, help="of weights and of data order")
-    run.add_argument("--log-every", type=int, default=1, metavar="STEPS")
-    run.add_argument("--eval-every", type=int, default=50, metavar="STEPS")
-    run.add_argument("--eval-batches", type=int, default=8, metavar="BATCHES")
+    run.add_argument("--log-every", type=_positive, default=1, metavar="STEPS")
+    run.add_argument("--eval-every", type=_positive, default=50, metavar="STEPS")
+    run.add_argument("--eval-batches", type=_positive, default=8, metavar="BATCHES")
     run.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="0: never")
-    run.add_argument("--keep", type=int, default=2, metavar="CHECKPOINTS", help="how many of the newest stay on disk")
+    run.add_argument(
+        "--keep", type=_positive, default=2, metavar="CHECKPOINTS", help="how many of the newest stay on disk"
+    )
 
     loss = parser.add_argument_group("loss: changes nothing else, so that curves compare")
     loss.add_argument("--loss", choices=LOSSES, default="exact", help="dense holds all logits; the others never do")
@@ -41,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     model = parser.add_argument_group("model")
     model.add_argument("--preset", choices=PRESETS, default="small", help="sizes of the model")
-    model.add_argument("--vocab-size", type=int, help="(default: the preset's)")
-    model.add_argument("--num-layers", type=int, help="(default: the preset's)")
-    model.add_argument("--seq-len", type=int, help="(default: the preset's)")
+    model.add_argument("--vocab-size", type=_positive, help="(default: the preset's)")
+    model.add_argument("--num-layers", type=_positive, help="(default: the preset's)")
+    model.add_argument("--seq-len", type=_positive, help="(default: the preset's)")
 
     data = parser.add_argument_group("data")
     data.add_argument("--corpus", type=Path, help="folder of UTF-8 text files (default: Python's standard library)")
@@ -53,16 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--cache", type=Path, help="folder of tokenized corpora (default: ~/.cache/cce-dist)")
 
     optim = parser.add_argument_group("optimization")
-    optim.add_argument("--batch-size", type=int, default=16, help="sequences per step, over all ranks")
-    optim.add_argument("--accumulate", type=int, default=1, help="forward and backward passes per step")
+    optim.add_argument("--batch-size", type=_positive, default=16, help="sequences per step, over all ranks")
+    optim.add_argument("--accumulate", type=_positive, default=1, help="forward and backward passes per step")
     optim.add_argument("--lr", type=float, default=3e-3, help="peak of warm-up and cosine decay to a tenth")
     optim.add_argument("--warmup", type=int, default=20, metavar="STEPS")
     optim.add_argument("--weight-decay", type=float, default=0.1)
     optim.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
 
     ranks = parser.add_argument_group("ranks and devices")
-    ranks.add_argument("--tp", type=int, help="tensor-parallel size (default: all ranks; alone, up to 2)")
-    ranks.add_argument("--dp", type=int, default=1, help="data-parallel size (FSDP2)")
+    ranks.add_argument("--tp", type=_positive, help="tensor-parallel size (default: all ranks; alone, up to 2)")
+    ranks.add_argument("--dp", type=_positive, default=1, help="data-parallel size (FSDP2)")
     ranks.add_argument(
         "--sequence-parallel", action="store_true", help="slice activations between tensor-parallel layers"
     )
@@ -71,6 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument("--compile", action="store_true", help="torch.compile every block")
     ranks.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of every collective")
     ranks.add_argument("--max-restarts", type=int, default=0, help="restarts after a lost rank, when started alone")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:

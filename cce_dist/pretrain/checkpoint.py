@@ -19,6 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from cce_dist.pretrain import UsageError
+
 
 class CheckpointError(Exception):
     """A checkpoint could not be written. Every rank raises it, with the same message."""
@@ -57,7 +59,10 @@ def save(folder: Path, keep: int, model: nn.Module, optimizer: torch.optim.Optim
         failure = f"cannot write checkpoint {final}: {reason}"
     if first and failure is None:
         try:
-            torch.save({**state, "rng": _rng()}, scratch / "state.pt")
+            with open(scratch / "state.pt", "wb") as file:
+                torch.save({**state, "rng": _rng()}, file)
+                file.flush()
+                os.fsync(file.fileno())
             _publish(scratch, final, keep)
         except (OSError, RuntimeError) as error:
             failure = f"cannot write checkpoint {final}: {error}"
@@ -74,7 +79,7 @@ def load(
     """Restore model, optimizer and RNG from the newest checkpoint; return its state, or None where there is none.
 
     Raises:
-        ValueError: ``same``, what a run and its resumption must have in common, differs from ``state["same"]``.
+        UsageError: ``same``, what a run and its resumption must have in common, differs from ``state["same"]``.
     """
     newest = latest(folder)
     if newest is None:
@@ -85,7 +90,7 @@ def load(
         f"{name} {theirs.get(name)} there, {same[name]} here" for name in same if same[name] != theirs.get(name)
     ]
     if differing:
-        raise ValueError(
+        raise UsageError(
             f"checkpoint {newest} is of another run ({'; '.join(differing)}): use another --out or --no-resume"
         )
     model_tensors, optimizer_tensors = get_state_dict(model, optimizer)
@@ -110,7 +115,10 @@ def _publish(scratch: Path, final: Path, keep: int) -> None:
     shutil.rmtree(final, ignore_errors=True)  # left by a crash between the two renames below
     os.rename(scratch, final)
     pointer = final.with_name("latest")
-    pointer.with_suffix(".tmp").write_text(final.name + "\n")
+    with open(pointer.with_suffix(".tmp"), "w") as file:
+        file.write(final.name + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(pointer.with_suffix(".tmp"), pointer)
     finished = sorted(path for path in final.parent.glob("step-*") if path.suffix != ".tmp" and path.name <= final.name)
     for old in finished[: -max(keep, 1)]:

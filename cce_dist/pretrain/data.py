@@ -20,6 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from cce_dist.pretrain import UsageError
+
 EOS = 0
 IGNORED = -100
 HELD_OUT = 1 / 20
@@ -27,7 +29,7 @@ LAYOUT = 1  # of a cache folder; raise it when what is written changes
 
 
 class CorpusError(Exception):
-    """The corpus cannot be used; the message names the file and the reason."""
+    """The corpus cannot be prepared; the message names the file and the reason. The rank that prepares it raises it."""
 
 
 class Corpus:
@@ -59,7 +61,7 @@ class Batches:
         self.ids, self.seq_len, self.seed = ids, seq_len, seed
         self.num_sequences = (len(ids) - 1) // seq_len
         if self.num_sequences < 1:
-            raise CorpusError(f"corpus too small: a part of it has {len(ids)} tokens, one sequence needs {seq_len + 1}")
+            raise UsageError(f"corpus too small: {len(ids)} tokens in a split, one sequence needs {seq_len + 1}")
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def at(self, position: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -83,22 +85,25 @@ def prepare(corpus: Path | None, pattern: str | None, vocab_size: int, cache: Pa
     Safe in several processes at once: whoever takes the lock first does the work in a temporary folder and renames it.
 
     Raises:
-        CorpusError: No file matches, or one cannot be read as UTF-8 text.
+        CorpusError: No file matches, one cannot be read as UTF-8 text, or the cache cannot be written.
     """
     files = _find(corpus, pattern)
     folder = _folder(files, vocab_size, cache)
     if folder.exists():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(folder.name + ".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            scratch = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
-            try:
-                _tokenize(list(files.values()), vocab_size, scratch)
-                os.rename(scratch, folder)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.with_name(folder.name + ".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                scratch = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
+                try:
+                    _tokenize(list(files.values()), vocab_size, scratch)
+                    os.rename(scratch, folder)
+                finally:
+                    shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as error:
+        raise CorpusError(f"cannot write the tokenized corpus {folder}: {error.strerror}") from error
     return folder
 
 

@@ -8,53 +8,20 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
-import datetime
 import logging
 import os
 import pickle
 import sys
 import traceback
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from cce_dist.pretrain import data
+from cce_dist.pretrain import UsageError, data
 from cce_dist.pretrain.checkpoint import CheckpointError
 from cce_dist.pretrain.model import PRESETS
-
-
-@dataclasses.dataclass(frozen=True)
-class Ranks:
-    """This process's place among the ranks.
-
-    Attributes:
-        device: Where it computes.
-        rank, world_size: Place and number of all ranks.
-        tp, dp: Tensor- and data-parallel size; ``tp * dp == world_size``.
-        mesh: [dp, tp] device mesh, or None where there is one rank only.
-    """
-
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
-    tp: int = 1
-    dp: int = 1
-    mesh: DeviceMesh | None = None
-
-    @property
-    def dp_rank(self) -> int:
-        return self.rank // self.tp
-
-    @property
-    def tp_mesh(self) -> DeviceMesh | None:
-        return self.mesh["tp"] if self.mesh is not None and self.tp > 1 else None
-
-    @property
-    def dp_mesh(self) -> DeviceMesh | None:
-        return self.mesh["dp"] if self.mesh is not None and self.dp > 1 else None
+from cce_dist.pretrain.ranks import join
+from cce_dist.pretrain.train import train
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -64,21 +31,22 @@ def launch(args: argparse.Namespace) -> int:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.vocab_size is None:
         args.vocab_size = PRESETS[args.preset].vocab_size
-    if "WORLD_SIZE" in os.environ:
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         args.tp = args.tp or max(1, int(os.environ["WORLD_SIZE"]) // args.dp)
         return run_rank(args)
-    args.tp = args.tp or (2 if args.device == "cpu" else min(2, torch.cuda.device_count()))
+    args.tp = args.tp or (2 if args.device == "cpu" else max(1, min(2, torch.cuda.device_count())))
     if args.tp * args.dp == 1:
         return run_rank(args)
     try:
         data.prepare(args.corpus, args.pattern, args.vocab_size, args.cache)  # a bad corpus fails once, here
-    except (OSError, data.CorpusError) as error:
+    except data.CorpusError as error:
         return _report(error)
     return _start_ranks(args)
 
 
 def _start_ranks(args: argparse.Namespace) -> int:
     """Start ``tp * dp`` ranks on this machine under torchrun's own agent."""
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -99,8 +67,8 @@ def _start_ranks(args: argparse.Namespace) -> int:
         if failure.exitcode < 0:
             print(f"cce-dist pretrain: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except SignalException as error:
+        return 128 + error.sigval
     return 0
 
 
@@ -116,74 +84,29 @@ def _rank_process(args: argparse.Namespace) -> None:
 
 def run_rank(args: argparse.Namespace) -> int:
     """Set this rank up, train, and return its exit code."""
-    from cce_dist.pretrain.train import train
-
     try:
         ranks = join(args)
         prepare = data.prepare if int(os.environ.get("LOCAL_RANK", "0")) == 0 else data.wait_for
         folder = prepare(args.corpus, args.pattern, args.vocab_size, args.cache)
         train(args, ranks, folder)
-    except (ValueError, OSError, data.CorpusError, CheckpointError, dist.DistError, RuntimeError) as error:
-        if type(error) is RuntimeError and not _is_lost_peer(error):
+    except KeyboardInterrupt:
+        if dist.is_initialized():
+            os._exit(130)  # a group that lost a rank cannot be taken down in order
+        return 130
+    except (UsageError, CheckpointError, data.CorpusError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _is_lost_peer(error):
             raise
-        everywhere = isinstance(error, (CheckpointError, ValueError))
+        everywhere = isinstance(error, (UsageError, CheckpointError))
         code = _report(error) if not everywhere or os.environ.get("RANK", "0") == "0" else 1
         if dist.is_initialized():
             if everywhere:
                 dist.barrier()  # or the agent, seeing another rank leave, ends the one that reports
-            os._exit(code)  # a group that lost a rank cannot be taken down in order
+            os._exit(code)
         return code
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     return 0
-
-
-def join(args: argparse.Namespace) -> Ranks:
-    """Join the process group, where there is one, with ``args.timeout`` on every collective."""
-    # cuBLAS is deterministic with this workspace alone, and reads it when it starts.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # The flight recorder remembers collectives, so that a time-out can name the one that hung.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
-    device = torch.device(args.device)
-    if args.device == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("--device cuda, but torch sees no GPU")
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if num_local > torch.cuda.device_count():
-            raise ValueError(f"{num_local} ranks, but {torch.cuda.device_count()} GPUs on this machine")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == args.tp * args.dp == 1:
-        return Ranks(device)
-
-    timeout = datetime.timedelta(seconds=args.timeout)
-    # On CPUs it falls back from all-to-all to all-gather, and says so on every rank.
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    backend = "nccl" if args.device == "cuda" else "gloo"
-    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
-    # A restarted group may be given its predecessor's store (torchrun --standalone does so): keep out of the old addresses.
-    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
-        device_id=device if args.device == "cuda" else None,
-    )  # fmt: skip
-    if args.tp * args.dp != world_size:
-        raise ValueError(f"--tp {args.tp} x --dp {args.dp} does not make the {world_size} ranks of torchrun")
-    return make_mesh(device, args.tp, args.dp, timeout)
-
-
-def make_mesh(device: torch.device, tp: int, dp: int, timeout: datetime.timedelta) -> Ranks:
-    """Return this rank's place in a [dp, tp] mesh over the default group; tensor-parallel ranks are neighbours."""
-    grid = torch.arange(dp * tp).view(dp, tp)
-    # init_device_mesh would make these groups with the default time-out.
-    groups: Any = [
-        dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout, group_desc=name)[0]
-        for name, lines in (("dp", grid.T), ("tp", grid))
-    ]
-    mesh = DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=("dp", "tp"))
-    return Ranks(device, dist.get_rank(), dist.get_world_size(), tp, dp, mesh)
 
 
 def _report(error: BaseException) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -28,15 +29,25 @@ class Log:
         rewritten = path.with_suffix(".tmp")
         rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept))
         os.replace(rewritten, path)
-        self._file = open(path, "a")  # noqa: SIM115 - lives as long as the run
+        # Unbuffered: a record is in the file or it raised, and nothing is left to fail at exit.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
         self._board = _tensorboard(out, step)
         # Where nobody watches a terminal the bar keeps silent and ``note`` prints lines.
         self._bar = tqdm(total=num_steps, initial=step, unit="step", dynamic_ncols=True, disable=None)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        """Append one record.
+
+        Raises:
+            OSError: With the file's name, where it could not be written whole.
+        """
+        line = (json.dumps(record) + "\n").encode()
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._file.name)) from error
+        if written != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file.name))
         if self._board is not None:
             for name, value in record.items():
                 if isinstance(value, (int, float)) and name != "step":

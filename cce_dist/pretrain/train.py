@@ -24,15 +24,24 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from cce_dist import FilterStats, GradFilter, VocabParallelHead
-from cce_dist.pretrain import checkpoint, plot
+from cce_dist.pretrain import UsageError, checkpoint, plot
 from cce_dist.pretrain.data import IGNORED, Batches, Corpus
-from cce_dist.pretrain.launch import Ranks
 from cce_dist.pretrain.log import Log
 from cce_dist.pretrain.model import GPT, PRESETS, DenseHead, Shape, shard_model
+from cce_dist.pretrain.ranks import Ranks
 
 
 def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
-    """Train as ``args`` say on the corpus in ``folder`` and return the last validation loss, in nats per token."""
+    """Train as ``args`` say on the corpus in ``folder``.
+
+    Returns:
+        The last validation loss, in nats per token; NaN if the run was finished already.
+
+    Raises:
+        UsageError: Sizes that cannot be split, a checkpoint of another run, a loss that is not finite; on every rank.
+        CheckpointError: On every rank.
+        OSError: On the first rank, which writes the metrics.
+    """
     shape = _shape(args, ranks)
     corpus = Corpus(folder)
     batches = Batches(corpus.train, shape.seq_len, args.seed)
@@ -45,7 +54,8 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
     state = _resume(args, ranks, model, optimizer, same)
     log = Log(args.out, state["step"], args.steps) if ranks.rank == 0 else None
     if log is not None and state["step"]:
-        log.note(f"resumed after step {state['step']}")
+        done = ", which was the last: --steps N goes on, --no-resume starts anew" if state["step"] >= args.steps else ""
+        log.note(f"resumed after step {state['step']}{done}")
 
     val_loss = math.nan
     tokens, clock = 0, time.perf_counter()
@@ -64,7 +74,7 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
         if step % args.log_every == 0 or step == args.steps:
             loss, grad_norm = loss.item(), grad_norm.item()  # waits for the device, so the clock is right
             if not math.isfinite(loss):
-                raise ValueError(f"the loss is {loss} at step {step}: lower --lr, or look at the data")
+                raise UsageError(f"the loss is {loss} at step {step}: lower --lr, or look at the data")
             record = {
                 "step": step, "split": "train", "loss": loss, "lr": learning_rate(step, args), "grad_norm": grad_norm,
                 "tokens_per_s": tokens / (time.perf_counter() - clock), "peak_mb": _peak_mb(ranks.device),
@@ -81,15 +91,20 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
             if log is not None:
                 log.write({"step": step, "split": "val", "loss": val_loss})
                 log.note(f"step {step:>6}  val loss {val_loss:.4f}")
-            clock = time.perf_counter()
+            tokens, clock = 0, time.perf_counter()
         if args.checkpoint_every and (step % args.checkpoint_every == 0 or step == args.steps):
             checkpoint.save(args.out / "checkpoints", args.keep, model, optimizer, state)
-            clock = time.perf_counter()
+            tokens, clock = 0, time.perf_counter()
 
     if log is not None:
         log.close()
-        plot.draw([args.out], args.out / "curves.png")
-        print(f"val loss {val_loss:.4f} (ln V = {math.log(shape.vocab_size):.4f}); {args.out / 'curves.png'}")
+        if not math.isnan(val_loss):
+            print(f"val loss {val_loss:.4f}, where ln V = {math.log(shape.vocab_size):.4f}")
+        try:
+            plot.draw([args.out], args.out / "curves.png")
+            print(f"curves in {args.out / 'curves.png'}")
+        except ModuleNotFoundError as error:
+            print(f"no figure, for lack of {error.name}; 'cce-dist plot {args.out}' draws it later")
     return val_loss
 
 
@@ -104,9 +119,10 @@ def build_model(args: argparse.Namespace, ranks: Ranks, shape: Shape) -> GPT:
     )  # fmt: skip
     if args.loss == "dense":
         head = DenseHead(head, ranks.tp_mesh, args.sequence_parallel)
-    model = GPT(shape, head).to(ranks.device)
+    model = GPT(shape, head)
     if ranks.tp_mesh is not None:
         shard_model(model, ranks.tp_mesh, args.sequence_parallel)
+    model.to(ranks.device)
     if args.compile:
         for block in model.blocks:
             block.compile()
@@ -164,7 +180,9 @@ def _shape(args: argparse.Namespace, ranks: Ranks) -> Shape:
     parts["batch size"] = (args.batch_size, ranks.dp * args.accumulate)
     for name, (size, ways) in parts.items():
         if size % ways:
-            raise ValueError(f"{name} {size} cannot be split {ways} ways")
+            raise UsageError(f"{name} {size} cannot be split {ways} ways")
+    if not 0 <= args.filter_eps < 1:
+        raise UsageError(f"--filter-eps must be in [0, 1), got {args.filter_eps}")
     return shape
 
 
