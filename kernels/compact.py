@@ -23,7 +23,7 @@ def kept_first(labels_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return index_N, num_kept
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["labels_ptr"])
 def _kept_first_kernel(
     labels_ptr,  # in: [N] int64
     index_ptr,  # out: [N] int32
@@ -62,7 +62,7 @@ def gather_rows(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["index_ptr", "num_kept_ptr"])
 def _gather_rows_kernel(
     hidden_ptr,  # in: [N, D]
     index_ptr,  # in: [R] int32

@@ -73,7 +73,16 @@ def dlogits_chunk(
         "first_col",
         "num_tiles",
         "num_splits",
-    ]
+    ],
+    do_not_specialize_on_alignment=[
+        "labels_ptr",
+        "index_ptr",
+        "num_kept_ptr",
+        "max_ptr",
+        "log_sum_ptr",
+        "entropy_ptr",
+        "coef_ptr",
+    ],
 )
 def _dlogits_kernel(
     hidden,  # in: [R, D] descriptor or pointer

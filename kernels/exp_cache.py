@@ -38,7 +38,9 @@ def level(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tiles"], do_not_specialize_on_alignment=["num_kept_ptr", "reference_ptr"]
+)
 def _row_reference_kernel(
     tile_reference_ptr,  # in: [T, R] fp32
     num_kept_ptr,  # in: [1] int32
@@ -59,7 +61,9 @@ def _row_reference_kernel(
     tl.store(reference_ptr + offs_n, tl.max(largest, 0), mask=live)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tiles"], do_not_specialize_on_alignment=["num_kept_ptr", "reference_ptr"]
+)
 def _level_kernel(
     exp_ptr,  # in, out: [R, T * BLOCK_V]
     tile_reference_ptr,  # in: [T, R] fp32
@@ -117,7 +121,19 @@ def row_scales(
     return scale_R
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "start", "num_valid"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "start", "num_valid"],
+    do_not_specialize_on_alignment=[
+        "reference_ptr",
+        "target_ptr",
+        "labels_ptr",
+        "index_ptr",
+        "num_kept_ptr",
+        "max_ptr",
+        "log_sum_ptr",
+        "coef_ptr",
+    ],
+)
 def _row_scale_kernel(
     reference_ptr,  # in: [R] fp32
     target_ptr,  # in: [R] fp32

@@ -48,7 +48,10 @@ def grad_hidden(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_cols", "dlogits_stride", "first"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_cols", "dlogits_stride", "first"],
+    do_not_specialize_on_alignment=["index_ptr", "num_kept_ptr", "gain_ptr"],
+)
 def _grad_hidden_kernel(
     dlogits,  # in: [R, columns] descriptor or pointer
     weight,  # in: [columns, D] descriptor or pointer

@@ -43,7 +43,10 @@ def grad_weight(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_cols", "dlogits_stride"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_cols", "dlogits_stride"],
+    do_not_specialize_on_alignment=["num_kept_ptr", "gain_ptr"],
+)
 def _grad_weight_kernel(
     dlogits,  # in: [R, columns] descriptor or pointer
     hidden,  # in: [R, D] descriptor or pointer
@@ -105,7 +108,10 @@ def grad_bias(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_cols", "dlogits_stride"])
+@triton.jit(
+    do_not_specialize=["num_cols", "dlogits_stride"],
+    do_not_specialize_on_alignment=["num_kept_ptr", "gain_ptr"],
+)
 def _grad_bias_kernel(
     dlogits_ptr,  # in: [R, columns]
     num_kept_ptr,  # in: [1] int32

@@ -22,6 +22,7 @@ import triton.language as tl
 from cce_dist.kernels import ShardLogits
 from cce_dist.kernels.tiles import (
     Tile,
+    Tiles,
     has_tma,
     load_tile,
     logits_of,
@@ -45,12 +46,11 @@ def lse_partials(
     bias_V: torch.Tensor | None,
     num_kept: torch.Tensor,
     logits: ShardLogits,
+    tiles: Tiles,
+    *,
     first_tile: int,
     last_tile: int,
     num_splits: int,
-    tile: Tile,
-    group: int,
-    *,
     partials_KSR: torch.Tensor,
     first_split: int = 0,
     want_below: bool = False,
@@ -63,6 +63,7 @@ def lse_partials(
 
     With ``exp_RV``, ``tile_reference_TR`` [T, R] and ``reference_R``, also keeps the exponentials of those tiles.
     """
+    tile = tiles.lse
     num_rows, hidden_size = rows_RD.shape
     keep = exp_RV is not None
     tma = has_tma(rows_RD, weight_VD) and (not keep or has_tma(exp_RV))
@@ -81,7 +82,7 @@ def lse_partials(
         HAS_BIAS=bias_V is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
         MASK_V=logits.num_valid % tile.cols != 0, WANT_BELOW=want_below, WANT_MOMENT=want_moment, KEEP_EXP=keep,
         # tiles
-        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=group, TMA=tma,
+        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows_RD.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -116,7 +117,8 @@ def _cdiv(a: int, b: int) -> int:
         "num_splits",
         "first_split",
         "num_valid",
-    ]
+    ],
+    do_not_specialize_on_alignment=["num_kept_ptr", "reference_ptr", "tile_reference_ptr"],
 )
 def _lse_kernel(
     hidden,  # in: [R, D] descriptor or pointer
@@ -242,7 +244,10 @@ def merge_splits(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_splits"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "num_splits"],
+    do_not_specialize_on_alignment=["index_ptr", "num_kept_ptr", "stats_ptr"],
+)
 def _merge_splits_kernel(
     partial_ptr,  # in: [K, S, R] fp32
     index_ptr,  # in: [R] int32

@@ -35,7 +35,10 @@ def target_logits(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "start", "num_valid"])
+@triton.jit(
+    do_not_specialize=["num_rows", "start", "num_valid"],
+    do_not_specialize_on_alignment=["labels_ptr", "index_ptr", "num_kept_ptr", "target_ptr"],
+)
 def _target_logit_kernel(
     rows_ptr,  # in: [R, D]
     weight_ptr,  # in: [V, D]

@@ -94,6 +94,11 @@ def read_tiles(path: str) -> dict[tuple[str, str], Tiles]:
         }
     except (OSError, TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: not a tile file of `cce-dist tune` ({error!r})") from error
+    _validate(path, table)
+    return table
+
+
+def _validate(path: str, table: dict[tuple[str, str], Tiles]) -> None:
     for key, tiles in table.items():
         for tile in tiles[:-1]:
             powers = all(isinstance(n, int) and n > 0 and n & (n - 1) == 0 for n in tile[:4])
@@ -104,14 +109,14 @@ def read_tiles(path: str) -> dict[tuple[str, str], Tiles]:
             or tiles.grad_weight.inner > tiles.dlogits.rows
         ):
             raise ValueError(f"{path}: {key}: a product's inner side is longer than the dlogits tile that fills it")
-    return table
 
 
 def write_tiles(path: str, device: str, dtype: str, tiles: Tiles) -> None:
-    """Add or replace one row of a tile file."""
-    table = read_tiles(path) if os.path.exists(path) else {}
+    """Add or replace one row of a tile file; raises as ``read_tiles`` does."""
+    table = {**(read_tiles(path) if os.path.exists(path) else {}), (device, dtype): tiles}
+    _validate(path, table)
     content: dict[str, dict[str, dict]] = {}
-    for (on, of), row in {**table, (device, dtype): tiles}.items():
+    for (on, of), row in table.items():
         content.setdefault(on, {})[of] = row._asdict()
     with open(path, "w") as file:
         json.dump(content, file, indent=1)

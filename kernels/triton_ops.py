@@ -32,9 +32,9 @@ from cce_dist.kernels.grad_hidden import grad_hidden
 from cce_dist.kernels.grad_weight import grad_bias, grad_weight
 from cce_dist.kernels.lse import MAX, NUM_PLANES, choose_splits, lse_partials, merge_splits
 from cce_dist.kernels.target_logit import target_logits
-from cce_dist.kernels.tiles import choose_tiles, interpreted
+from cce_dist.kernels.tiles import Tiles, choose_tiles, interpreted
 
-_LEAST_BYTES = 32 << 20  # below this the rows of a chunk would no longer fill a device
+LEAST_BYTES = 32 << 20  # below this the rows of a chunk would no longer fill a device
 _ROWS = 128  # token groups are cut at multiples of this
 
 
@@ -58,14 +58,16 @@ def _plan(
     dtype: torch.dtype,
     tile_cols: int,
     workspace_bytes: int,
-    cache: int,
+    cache_bytes: int,
 ) -> _Plan:
-    """Split ``num_tokens`` x ``num_cols`` dlogits so that gathered rows, remainder and dlogits fit beside the cache."""
-    budget = max(workspace_bytes, _LEAST_BYTES) - cache
+    """Split num_tokens x num_cols dlogits so that gathered rows, remainder and dlogits fit the workspace beside the cache."""
+    budget = max(workspace_bytes, LEAST_BYTES) - cache_bytes
     row_bytes = hidden_size * (dtype.itemsize + _low_bytes(dtype))
-    # Half of the budget for the rows, at least one tile of columns in the other half.
-    rows = budget // max(2 * row_bytes, row_bytes + 2 * tile_cols * dtype.itemsize)
-    rows = min(num_tokens, max(_ROWS, rows // _ROWS * _ROWS))
+    rows = num_tokens
+    if cache_bytes == 0:  # else every token has its row in the cache, and cache_columns left room for all of them
+        # Half of the budget for the rows, at least one tile of columns in the other half.
+        rows = budget // max(2 * row_bytes, row_bytes + 2 * tile_cols * dtype.itemsize)
+        rows = min(num_tokens, max(_ROWS, rows // _ROWS * _ROWS))
     cols = max(tile_cols, (budget - rows * row_bytes) // (rows * dtype.itemsize) // tile_cols * tile_cols)
     chunks = max(1, _cdiv(num_cols, cols))
     return _Plan(rows, max(1, _cdiv(_cdiv(num_cols, chunks), tile_cols)) * tile_cols)
@@ -84,7 +86,7 @@ def cache_columns(
 ) -> int:
     """Return how many of the shard's first vocabulary columns keep their exponentials within the budget.
 
-    0 where the gradient is not a multiple of them (label smoothing, entropy), where the dtype's exponent is too short (fp16), and in
+    0 where the gradient is not a multiple of them (label smoothing, entropy), in fp16, whose exponent is too short, and in
     fp32, whose precision a 16-bit cache would cost.
 
     Args:
@@ -157,9 +159,7 @@ def local_stats(
         tiles = choose_tiles(hidden_ND.dtype, hidden_ND.device)
         index_N, kept = kept_first(labels_N)
         row_bytes = hidden_size * hidden_ND.itemsize
-        rows = (
-            num_tokens if num_cached else max(_ROWS, max(workspace_bytes, _LEAST_BYTES) // row_bytes // _ROWS * _ROWS)
-        )
+        rows = num_tokens if num_cached else max(_ROWS, max(workspace_bytes, LEAST_BYTES) // row_bytes // _ROWS * _ROWS)
         num_tiles = _cdiv(logits.num_valid, tiles.lse.cols)
         cached_tiles = min(num_cached // tiles.lse.cols, num_tiles)
         splits, cached_splits = (
@@ -172,30 +172,38 @@ def local_stats(
             gather_rows(hidden_ND, index_R, num_kept, None, rows_RD)
             target_logits(rows_RD, weight_VD, bias_V, labels_N, index_R, num_kept, logits, stats_KN[2])
             partials_KSR = torch.empty(NUM_PLANES, cached_splits + splits, index_R.shape[0], **fp32)
-            common = (rows_RD, weight_VD, bias_V, num_kept, logits)
+            operands = (rows_RD, weight_VD, bias_V, num_kept, logits)
             if cached_tiles:
-                _keep_exponentials(common, tiles, cached_tiles, cached_splits, partials_KSR, cache_NV, cache_max[0])
+                _keep_exponentials(operands, tiles, cached_tiles, cached_splits, partials_KSR, cache_NV, cache_max[0])
                 cache_max[1] = stats_KN[2][index_R]
             if splits:
                 lse_partials(
-                    *common, cached_tiles, num_tiles, splits, tiles.lse, tiles.group, partials_KSR=partials_KSR,
-                    first_split=cached_splits, want_below=want_uniform, want_moment=want_entropy,
+                    *operands, tiles, first_tile=cached_tiles, last_tile=num_tiles, num_splits=splits,
+                    partials_KSR=partials_KSR, first_split=cached_splits, want_below=want_uniform, want_moment=want_entropy,
                 )  # fmt: skip
             merge_splits(partials_KSR, index_R, num_kept, stats_KN, want_below=want_uniform, want_moment=want_entropy)
     return stats_KN, cache_NV, cache_max
 
 
-def _keep_exponentials(common, tiles, num_tiles, splits, partials_KSR, exp_RV, reference_R) -> None:
-    """Run the log-sum-exp over the first ``num_tiles`` tiles, keeping their exponentials."""
+def _keep_exponentials(
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, ShardLogits],
+    tiles: Tiles,
+    num_tiles: int,
+    num_splits: int,
+    partials_KSR: torch.Tensor,
+    exp_RV: torch.Tensor,
+    reference_R: torch.Tensor,
+) -> None:
+    """Run the log-sum-exp over the first ``num_tiles`` tiles, keeping their exponentials and each row's reference."""
     num_rows = exp_RV.shape[0]
     first_KSR = partials_KSR.new_empty(NUM_PLANES, 1, num_rows)
-    lse_partials(*common, 0, 1, 1, tiles.lse, tiles.group, partials_KSR=first_KSR)
+    lse_partials(*operands, tiles, first_tile=0, last_tile=1, num_splits=1, partials_KSR=first_KSR)
     tile_reference_TR = partials_KSR.new_empty(num_tiles, num_rows)
     lse_partials(
-        *common, 0, num_tiles, splits, tiles.lse, tiles.group, partials_KSR=partials_KSR,
+        *operands, tiles, first_tile=0, last_tile=num_tiles, num_splits=num_splits, partials_KSR=partials_KSR,
         reference_R=first_KSR[MAX.value, 0], exp_RV=exp_RV, tile_reference_TR=tile_reference_TR,
     )  # fmt: skip
-    level(exp_RV, tile_reference_TR, common[3], reference_R, tiles.lse.cols)
+    level(exp_RV, tile_reference_TR, operands[3], reference_R, tiles.lse.cols)
 
 
 def gradients(
@@ -249,7 +257,7 @@ def gradients(
         d_weight = torch.empty_like(weight_VD)
         d_weight[logits.num_valid if num_tokens else 0 :].zero_()  # padding
     if num_tokens == 0 or logits.num_valid == 0:
-        if hidden_ready is not None and d_hidden is not None:
+        if d_hidden is not None and hidden_ready is not None:
             hidden_ready(d_hidden)
         return d_hidden, None if d_weight_out is not None else d_weight, d_bias
 
@@ -261,14 +269,18 @@ def gradients(
             coef_4N, gain = _normalised(coef_4N)
         num_cached = cache_NV.shape[1]
         num_recomputed = max(0, logits.num_valid - num_cached)
-        cache_bytes = cache_NV.nbytes if num_recomputed else 0
-        plan = _plan(
-            num_tokens, num_recomputed, hidden_size, hidden_ND.dtype, tiles.dlogits.cols, workspace_bytes, cache_bytes
+        rows, cols = _plan(
+            num_tokens,
+            num_recomputed,
+            hidden_size,
+            hidden_ND.dtype,
+            tiles.dlogits.cols,
+            workspace_bytes,
+            cache_NV.nbytes,
         )
-        rows = num_tokens if num_cached else plan.rows
-        chunks = [(c, min(c + plan.cols, logits.num_valid)) for c in range(num_cached, logits.num_valid, plan.cols)]
+        chunks = [(col, min(col + cols, logits.num_valid)) for col in range(num_cached, logits.num_valid, cols)]
         parts = [*chunks, (0, min(num_cached, logits.num_valid))] if num_cached else chunks
-        dlogits = hidden_ND.new_empty(rows, plan.cols) if chunks else cache_NV
+        dlogits = hidden_ND.new_empty(rows, cols) if chunks else cache_NV
         low_RD = None
         if want_hidden and len(parts) > 1 and hidden_ND.itemsize == 2:
             low_RD = torch.empty(rows, hidden_size, dtype=torch.bfloat16, device=hidden_ND.device)
@@ -289,19 +301,19 @@ def gradients(
                 else:
                     grads_RV = cache_NV
                     scale_R = row_scales(cache_NV, cache_max[0], cache_max[1], *tokens, coef_4N, logits)
-                if want_hidden:
+                if d_hidden is not None:
                     grad_hidden(
                         grads_RV, weight_VD[first:stop], index_R, num_kept, scale_R, gain, d_hidden, low_RD,
                         tiles.grad_hidden, first=number == 0,
                     )  # fmt: skip
                     if hidden_ready is not None and (group, number) == (len(groups) - 1, len(parts) - 1):
                         hidden_ready(d_hidden)
-                if want_weight:
+                if want_weight and d_weight is not None:
                     if scale_R is not None:
                         gather_rows(hidden_ND, index_R, num_kept, scale_R, rows_RD)
                     add = d_weight_out is not None or group > 0
                     grad_weight(grads_RV, rows_RD, num_kept, gain, d_weight[first:stop], tiles.grad_weight, add=add)
-                if want_bias:
+                if d_bias is not None:
                     grad_bias(grads_RV, num_kept, scale_R, gain, d_bias[first:stop])
     return d_hidden, None if d_weight_out is not None else d_weight, d_bias
 

@@ -1,0 +1,508 @@
+"""The Triton kernels against dense torch in float64: interpreted on the CPU, compiled on a GPU by the same command.
+
+Uninitialised memory is NaN here, so a cell that a kernel forgot to write, or reads without having written, shows.
+Each test names the mutation of the kernels that it catches.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cce_dist.kernels import ShardLogits, tiles, triton_ops
+from cce_dist.verify.check import assert_no_worse
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]  # the interpreter misreads bf16
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU: it is about memory, compilation or streams of the device")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
+
+
+class Case(NamedTuple):
+    """A shard and what is asked of it. ``cached`` columns keep their exponentials; ``budget`` is workspace_bytes."""
+
+    num_tokens: int = 37
+    hidden_size: int = 24
+    num_rows: int = 100
+    num_valid: int | None = None
+    start: int = 0
+    ids: int | None = None  # labels are below this; default: all rows
+    ignored: float = 0.3
+    spread: float = 1.0
+    offset: float = 0.0
+    bias: bool = False
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+    uniform: bool = False
+    entropy: bool = False
+    cached: int = 0
+    budget: int = 1 << 40
+
+
+CASES = [
+    pytest.param(Case(num_tokens=32, hidden_size=32, num_rows=128, ignored=0.0), id="whole-tiles"),
+    pytest.param(Case(), id="tails-of-all-axes"),
+    pytest.param(Case(hidden_size=19, num_rows=101), id="rows-no-descriptor-can-describe"),
+    pytest.param(Case(offset=-30.0), id="tail-negative-logits"),  # a phantom column at 0 would be the maximum
+    pytest.param(Case(num_tokens=1, ignored=0.0), id="one-token"),
+    pytest.param(Case(num_rows=1, ids=1), id="one-row"),
+    pytest.param(Case(bias=True, logit_scale=0.7, softcap=3.0), id="bias-scale-softcap"),
+    pytest.param(Case(start=50, num_valid=77, ids=300), id="padded-shard-in-the-middle"),
+    pytest.param(Case(start=50, num_valid=77, ids=300, uniform=True, entropy=True, bias=True), id="smoothing-entropy"),
+    pytest.param(Case(softcap=5.0, uniform=True, entropy=True, num_valid=90), id="softcap-smoothing-entropy"),
+    pytest.param(Case(spread=100.0), id="gaps-of-hundreds"),
+    pytest.param(Case(offset=1e4, bias=True), id="all-at-1e4"),
+    pytest.param(Case(offset=-1e4, bias=True, entropy=True), id="all-at-minus-1e4"),
+    pytest.param(Case(budget=6000), id="chunks-of-the-vocabulary"),
+    pytest.param(Case(num_tokens=300, ignored=0.7, budget=2000), id="groups-of-tokens"),
+    pytest.param(Case(num_tokens=300, ignored=0.7, budget=2000, bias=True, entropy=True), id="groups-with-bias"),
+]
+CACHED = [
+    pytest.param(Case(cached=128), id="all"),
+    pytest.param(Case(cached=64, budget=12000, bias=True), id="a-part"),
+    pytest.param(Case(cached=128, start=50, num_valid=77, ids=300, bias=True), id="padded-shard-in-the-middle"),
+    pytest.param(Case(cached=128, bias=True, logit_scale=0.5, softcap=3.0), id="bias-scale-softcap"),
+    pytest.param(Case(cached=128, spread=300.0), id="references-to-level"),
+    pytest.param(Case(cached=128, offset=-1e4, bias=True), id="all-at-minus-1e4"),
+]
+
+
+class Problem(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    logits: ShardLogits
+    coef: Tensor
+
+
+class Truth(NamedTuple):
+    stats: Tensor
+    merged: tuple[Tensor, Tensor, Tensor]
+    d_hidden: Tensor
+    d_weight: Tensor
+    d_bias: Tensor
+
+
+def problem(case: Case, dtype: torch.dtype) -> Problem:
+    hidden = torch.randn(case.num_tokens, case.hidden_size)
+    weight = torch.randn(case.num_rows, case.hidden_size) * case.spread / case.hidden_size**0.5
+    bias = torch.randn(case.num_rows) if case.bias else None
+    if case.offset and bias is None:
+        hidden[:, 0], weight[:, 0] = 8.0, case.offset / 8
+    elif case.offset:
+        bias += case.offset
+    labels = torch.randint(0, case.ids or case.num_rows, (case.num_tokens,))
+    labels[torch.rand(case.num_tokens) < case.ignored] = -100
+    coef = torch.rand(4, case.num_tokens) / case.num_tokens
+    coef[1] = -coef[0]
+    coef[2] *= -0.1 / case.num_rows if case.uniform else 0.0
+    coef[3] *= 1.0 if case.entropy else 0.0
+    coef[:, labels < 0] = 0.0
+    num_valid = case.num_rows if case.num_valid is None else case.num_valid
+    logits = ShardLogits(case.start, num_valid, case.logit_scale, case.softcap)
+    # a bias beyond fp16's integers cannot be rounded to it without changing the case
+    bias = None if bias is None else bias.to(DEVICE, torch.float32 if case.offset else dtype)
+    return Problem(hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype), bias, labels.to(DEVICE), logits, coef.to(DEVICE))
+
+
+def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
+    """The same in plain torch: products in ``dtype``, everything between them in at least fp32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    hidden, weight = p.hidden.to(dtype), p.weight.to(dtype)
+    u = (hidden @ weight.T).to(wide)
+    u = p.logits.logit_scale * (u if p.bias is None else u + p.bias.to(wide))
+    z = p.logits.softcap * torch.tanh(u / p.logits.softcap) if p.logits.softcap else u
+    valid = torch.arange(len(weight), device=DEVICE) < p.logits.num_valid
+    column = p.labels - p.logits.start
+    here = (p.labels >= 0) & (column >= 0) & (column < p.logits.num_valid)
+    is_label = here[:, None] & (column[:, None] == torch.arange(len(weight), device=DEVICE))
+    z = z.masked_fill(~valid, -torch.inf)
+
+    maximum = z.amax(1)
+    below = (z - maximum[:, None]).masked_fill(~valid, 0.0)
+    exp = below.exp().masked_fill(~valid, 0.0)
+    rows = [maximum, exp.sum(1), torch.where(is_label, z, 0.0).sum(1)]
+    rows += [-below.sum(1)] if case.uniform else []
+    rows += [(exp * below).sum(1)] if case.entropy else []
+    log_sum = exp.sum(1).log()
+    log_p = (below - log_sum[:, None]).masked_fill(~valid, 0.0)
+    prob = log_p.exp().masked_fill(~valid, 0.0)
+    entropy = -(prob * log_p).sum(1)
+    coef_p, coef_label, coef_uniform, coef_entropy = p.coef.to(wide)[:, :, None].unbind()
+    grad = coef_p * prob + coef_label * is_label + coef_uniform - coef_entropy * prob * (log_p + entropy[:, None])
+    grad = grad.masked_fill(~valid, 0.0) * p.logits.logit_scale
+    if p.logits.softcap:
+        grad = grad * (1 - (z.masked_fill(~valid, 0.0) / p.logits.softcap).square())
+    rounded = grad.to(dtype)
+    merged = tuple(x.float() for x in (maximum, log_sum, entropy))
+    return Truth(torch.stack(rows), merged, rounded @ weight, rounded.T @ hidden, grad.sum(0))
+
+
+def local_stats(p: Problem, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    return triton_ops.local_stats(
+        p.hidden, p.weight, p.bias, p.labels, p.logits, want_uniform=case.uniform, want_entropy=case.entropy,
+        num_cached=case.cached, workspace_bytes=case.budget,
+    )  # fmt: skip
+
+
+def gradients(p: Problem, case: Case, merged: tuple[Tensor, ...], cache: tuple[Tensor, Tensor], **how):
+    wanted = {"want_hidden": True, "want_weight": True, "want_bias": p.bias is not None} | how
+    entropy = merged[2] if case.entropy else None
+    return triton_ops.gradients(
+        p.hidden, p.weight, p.bias, p.labels, p.logits, merged[0], merged[1], entropy, p.coef, *cache,
+        workspace_bytes=case.budget, **wanted,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fill what torch.empty returns, and let budgets of a few kilobytes count."""
+    monkeypatch.setattr(triton_ops, "LEAST_BYTES", 1 << 10)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(case: Case, dtype: torch.dtype) -> None:
+    p = problem(case, dtype)
+    truth, baseline = dense(p, case, torch.float64), dense(p, case, dtype)
+    stats, *cache = local_stats(p, case)
+    kept = p.labels >= 0
+    for row in range(len(stats)):
+        # products of 16-bit numbers are exact in fp32, whatever the dtype: so are the statistics
+        exact = dense(p, case, torch.float32)
+        assert_no_worse(stats[row, kept], exact.stats[row, kept], truth.stats[row, kept], torch.float32, f"row {row}")
+    assert stats.isfinite().all()
+    # the shard is the whole vocabulary: its own statistics are the merged ones
+    d_hidden, d_weight, d_bias = gradients(p, case, (stats[0], stats[1].log(), truth.merged[2]), cache)
+    assert_no_worse(d_hidden, baseline.d_hidden, truth.d_hidden, dtype, "d_hidden")
+    assert_no_worse(d_weight, baseline.d_weight, truth.d_weight, dtype, "d_weight")
+    if d_bias is not None:
+        # sums of dlogits as they were rounded for the products
+        assert_no_worse(d_bias, baseline.d_bias.to(dtype), truth.d_bias, dtype, "d_bias")
+    assert (d_hidden[~kept] == 0).all()
+    assert (d_weight[p.logits.num_valid :] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_matches_dense(case: Case, dtype: torch.dtype) -> None:
+    """Catches: the vocabulary mask removed, a bias or scale left out or added per chunk, a chunk's edge off by a tile, the
+    softcap's slope left out, sums not moved when the maximum moves, the maximum floored at 0."""
+    if dtype == torch.float16 and case.offset and case.offset > -100 and not case.bias:
+        pytest.skip("logits of this offset are beyond fp16's products")
+    check(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16 if GPU else torch.float32], ids=str)
+@pytest.mark.parametrize("case", CACHED)
+def test_cached_matches_dense(case: Case, dtype: torch.dtype) -> None:
+    """Catches: rows left with two references, the label's cell or its slope not written, the scale put on the rows of the
+    recomputed part, the remainder of d_hidden dropped between the two parts."""
+    check(case, dtype)
+
+
+def test_cached_label_beside_no_probability() -> None:
+    """A label's gradient where P p is nothing: P = 0, or another shard far above this one. Catches: the least scale removed."""
+    case = Case(cached=128, ignored=0.0)
+    p = problem(case, torch.bfloat16 if GPU else torch.float32)
+    p.coef[0, ::2] = 0.0
+    maximum, log_sum, entropy = dense(p, case, torch.float64).merged
+    _, *cache = local_stats(p, case)
+    d_hidden, d_weight, _ = gradients(p, case, (maximum + 1e4, log_sum, entropy), cache)
+    label_only = torch.zeros(len(p.hidden), len(p.weight), dtype=torch.float64, device=DEVICE)
+    label_only[torch.arange(len(p.hidden)), p.labels] = p.coef[1].double()
+    for ours, truth, other in (
+        (d_hidden, label_only @ p.weight.double(), label_only.to(p.weight.dtype) @ p.weight),
+        (d_weight, label_only.T @ p.hidden.double(), label_only.T.to(p.hidden.dtype) @ p.hidden),
+    ):
+        assert_no_worse(ours, other, truth, p.hidden.dtype)
+
+
+@pytest.mark.parametrize("cached", [0, 64, 128])
+def test_second_backward_has_the_same_bits(cached: int) -> None:
+    """Also after one with other coefficients. Catches: the cache turned into gradients in place."""
+    case = Case(cached=cached, budget=12000)
+    p = problem(case, torch.bfloat16 if GPU else torch.float32)
+    merged = dense(p, case, torch.float64).merged
+    _, *cache = local_stats(p, case)
+    first = gradients(p, case, merged, cache)
+    gradients(p._replace(coef=3 * p.coef), case, merged, cache)
+    again = gradients(p, case, merged, cache)
+    assert all(torch.equal(a, b) for a, b in zip(first[:2], again[:2], strict=True))
+
+
+@pytest.mark.parametrize("cached", [0, 128])
+def test_ignored_tokens_are_as_if_removed(cached: int) -> None:
+    """Bit for bit, whatever they hold. Catches: an ignored row that enters a product, a gather in another order."""
+    case = Case(num_tokens=70, ignored=0.6, cached=cached)
+    p = problem(case, torch.bfloat16 if GPU else torch.float32)
+    p.hidden[p.labels < 0] = torch.nan
+    kept = p.labels >= 0
+    less = p._replace(hidden=p.hidden[kept], labels=p.labels[kept], coef=p.coef[:, kept].contiguous())
+    results = []
+    for q in (p, less):
+        merged = dense(q, case, torch.float64).merged
+        stats, *cache = local_stats(q, case)
+        results.append((stats, *gradients(q, case, merged, cache)[:2]))
+    (stats, d_hidden, d_weight), (stats_less, d_hidden_less, d_weight_less) = results
+    assert torch.equal(stats[:, kept], stats_less)
+    assert torch.equal(d_hidden[kept], d_hidden_less)
+    assert torch.equal(d_weight, d_weight_less)
+    assert (d_hidden[~kept] == 0).all()
+    assert stats[:, ~kept].isfinite().all()
+
+
+@pytest.mark.parametrize("cached", [0, 128])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+def test_non_finite_token_stays_alone(value: float, cached: int) -> None:
+    """Catches: a row's values used for another, a non-finite row hidden by the running maximum."""
+    case = Case(ignored=0.0, cached=cached)
+    p = problem(case, torch.bfloat16 if GPU else torch.float32)
+    broken = p._replace(hidden=p.hidden.clone())
+    broken.hidden[5, 3] = value
+    others = torch.arange(len(p.hidden), device=DEVICE) != 5
+    merged = dense(p, case, torch.float64).merged
+    results = []
+    for q in (p, broken):
+        stats, *cache = local_stats(q, case)
+        max_N, log_sum_N = torch.where(others, merged[0], stats[0]), torch.where(others, merged[1], stats[1].log())
+        results.append((stats, gradients(q, case, (max_N, log_sum_N, merged[2]), cache)[0]))
+    (stats, d_hidden), (stats_broken, d_hidden_broken) = results
+    assert torch.equal(stats[:, others], stats_broken[:, others])
+    assert torch.equal(d_hidden[others], d_hidden_broken[others])
+    assert not stats_broken[:2, 5].isfinite().all()
+    assert not d_hidden_broken[5].isfinite().any()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(num_tokens=0, bias=True), id="no-tokens"),
+        pytest.param(Case(num_rows=0, ids=5, bias=True), id="no-rows"),
+        pytest.param(Case(num_valid=0, bias=True, uniform=True, entropy=True), id="only-padding"),
+        pytest.param(Case(ignored=2.0, bias=True), id="all-ignored"),
+        pytest.param(Case(ignored=2.0, cached=128), id="all-ignored-cached"),
+    ],
+)
+def test_nothing_to_do(case: Case) -> None:
+    """Catches: outputs left unwritten where no tile exists."""
+    p = problem(case, torch.float32)
+    stats, *cache = local_stats(p, case)
+    assert stats.shape == (3 + case.uniform + case.entropy, case.num_tokens)
+    if p.logits.num_valid == 0:
+        assert (stats[0] == -torch.inf).all()
+        assert (stats[1:] == 0).all()
+    zeros = torch.zeros(case.num_tokens, device=DEVICE)
+    seen = []
+    grads = gradients(p, case, (zeros, zeros, zeros), cache, hidden_ready=seen.append)
+    assert len(seen) == 1
+    for grad, like in zip(grads, (p.hidden, p.weight, p.bias), strict=True):
+        if like is not None:
+            assert grad.shape == like.shape
+            assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("case", [Case(), Case(budget=6000), Case(cached=128)], ids=["whole", "chunks", "cached"])
+def test_adds_into_given_buffer(case: Case) -> None:
+    """d_weight_out gets the sum in its own dtype. Catches: setting instead of adding, rounding to the weight's dtype first."""
+    p = problem(case, torch.bfloat16 if GPU else torch.float32)
+    truth = dense(p, case, torch.float64)
+    _, *cache = local_stats(p, case)
+    before = torch.randn(p.weight.shape, device=DEVICE) * 1e-3
+    buffer = before.clone()
+    _, d_weight, _ = gradients(p, case, truth.merged, cache, d_weight_out=buffer)
+    assert d_weight is None
+    baseline = before + dense(p, case, p.hidden.dtype).d_weight.float()
+    assert_no_worse(buffer, baseline, before.double() + truth.d_weight, torch.float32)
+
+
+def test_only_what_is_wanted_and_hidden_first() -> None:
+    """Catches: hidden_ready called per chunk, or before the last chunk's part is in."""
+    case = Case(budget=6000, bias=True)
+    p = problem(case, torch.float32)
+    merged = dense(p, case, torch.float64).merged
+    _, *cache = local_stats(p, case)
+    seen: list[Tensor] = []
+    whole = gradients(p, case, merged, cache, hidden_ready=lambda d_hidden: seen.append(d_hidden.clone()))
+    assert len(seen) == 1
+    assert torch.equal(seen[0], whole[0])
+    for wanted in range(3):
+        flags = {f"want_{name}": i == wanted for i, name in enumerate(("hidden", "weight", "bias"))}
+        part = gradients(p, case, merged, cache, **flags)
+        assert [grad is not None for grad in part] == list(flags.values())
+        assert torch.equal(part[wanted], whole[wanted])
+
+
+def test_fp16_keeps_gradients_of_a_mean_over_many_tokens() -> None:
+    """Coefficients of 1e-7 times probabilities of 1e-2 are 0 in fp16. Catches: coefficients used as they come."""
+    case = Case(ignored=0.0)
+    p = problem(case, torch.float16)
+    p = p._replace(coef=p.coef * 1e-6, weight=p.weight * 64, logits=p.logits._replace(logit_scale=1 / 64))
+    truth = dense(p, case, torch.float64)
+    _, *cache = local_stats(p, case)
+    buffer = torch.zeros(p.weight.shape, device=DEVICE)
+    gradients(p, case, truth.merged, cache, d_weight_out=buffer)
+    larger = p._replace(coef=p.coef * 1e6)
+    baseline = dense(larger, case, torch.float16).d_weight.double() * 1e-6
+    assert_no_worse(buffer, baseline, truth.d_weight, torch.float16)
+
+
+@pytest.mark.parametrize("mib", [32, 64, 256, 1024, 4096])
+@pytest.mark.parametrize("num_tokens", [1, 1000, 8192, 65536, 1 << 20])
+@pytest.mark.parametrize("shape", [(768, 50257), (2304, 256000), (8192, 128256)], ids=str)
+def test_plan_keeps_the_budget(shape: tuple[int, int], num_tokens: int, mib: int) -> None:
+    """Catches: a buffer that the plan forgets, a cache that leaves no room to recompute the rest."""
+    hidden_size, num_rows = shape
+    logits, budget = ShardLogits(0, num_rows), mib << 20
+    cached = triton_ops.cache_columns(num_tokens, num_rows, hidden_size, torch.bfloat16, logits, False, False, budget)
+    assert cached % 256 == 0
+    cache = 2 * num_tokens * cached
+    left = max(0, num_rows - cached)
+    plan = triton_ops._plan(num_tokens, left, hidden_size, torch.bfloat16, 256, budget, cache)
+    recompute = 2 * plan.rows * plan.cols + 2 * plan.rows * hidden_size if left else 0
+    assert cache + 2 * plan.rows * hidden_size + recompute <= budget
+    more = triton_ops.cache_columns(num_tokens, num_rows, hidden_size, torch.bfloat16, logits, False, False, 2 * budget)
+    assert more >= cached
+    for why in ((torch.float16, False, False), (torch.bfloat16, True, False), (torch.bfloat16, False, True)):
+        assert triton_ops.cache_columns(num_tokens, num_rows, hidden_size, why[0], logits, *why[1:], budget) == 0
+
+
+def test_tile_file(tmp_path) -> None:
+    """What tune writes is what is read; anything else is refused with its name. Catches: unchecked sizes reaching a kernel."""
+    path = str(tmp_path / "tiles.json")
+    mine = tiles._TABLE[9, 16]
+    tiles.write_tiles(path, "GPU A", "bfloat16", mine)
+    tiles.write_tiles(path, "GPU B", "float16", mine._replace(group=8))
+    assert tiles.read_tiles(path) == {("GPU A", "bfloat16"): mine, ("GPU B", "float16"): mine._replace(group=8)}
+    for content in ("{", "[]", '{"GPU": {"bfloat16": {}}}', "", '{"GPU": 3}'):
+        wrong = tmp_path / f"wrong-{len(content)}.json"
+        wrong.write_text(content)
+        with pytest.raises(ValueError, match="wrong-"):
+            tiles.read_tiles(str(wrong))
+    for tile in (mine.lse._replace(rows=96), mine.lse._replace(cols=512), mine.lse._replace(inner=8)):
+        with pytest.raises(ValueError, match="power"):
+            tiles.write_tiles(str(tmp_path / "x.json"), "GPU", "bfloat16", mine._replace(lse=tile))
+    with pytest.raises(ValueError, match="inner"):
+        tiles.write_tiles(
+            str(tmp_path / "x.json"), "GPU", "bfloat16", mine._replace(grad_weight=mine.lse._replace(inner=256))
+        )
+
+
+BIG = Case(num_tokens=1000, hidden_size=512, num_rows=5000, budget=16 << 20)
+
+
+@needs_gpu
+@pytest.mark.parametrize("cached", [0, 2560, 5120])
+def test_same_bits_every_run(cached: int) -> None:
+    """Catches: atomics, locks, a race between programs."""
+    case = BIG._replace(cached=cached)
+    p = problem(case, torch.bfloat16)
+    merged = dense(p, case, torch.float64).merged
+    results = []
+    for _ in range(5):
+        stats, *cache = local_stats(p, case)
+        results.append((stats, *gradients(p, case, merged, cache)[:2]))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
+
+
+@needs_gpu
+@pytest.mark.parametrize("cached", [0, 5120])
+def test_cuda_graph(cached: int) -> None:
+    """Captured once, replayed with other labels, more of them ignored. Catches: any wait for the device, a count read back."""
+    torch.use_deterministic_algorithms(False)
+    case = BIG._replace(cached=cached)
+    p = problem(case, torch.bfloat16)
+    other = p._replace(labels=p.labels.roll(7).masked_fill(torch.rand(len(p.labels), device=DEVICE) < 0.5, -1))
+
+    def step(q: Problem):
+        stats, *cache = local_stats(q, case)
+        return stats, *gradients(q, case, (stats[0], stats[1].log()), cache)[:2]
+
+    expected = step(other)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(p)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(p)
+    p.labels.copy_(other.labels)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+@needs_gpu
+def test_other_token_counts_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a size or an address that a kernel is specialised on."""
+    import triton
+
+    compiled = []
+    for num_tokens in (1024, 1000, 999, 17, 1, 4096):
+        for cached in (0, 5120):
+            case = BIG._replace(num_tokens=num_tokens, cached=cached, ignored=0.0)
+            p = problem(case, torch.bfloat16)
+            stats, *cache = local_stats(p, case)
+            merged = torch.stack((stats[0], stats[1].log()))  # its second row starts at any address
+            gradients(p, case, tuple(merged), cache)
+        if num_tokens == 1024:
+            monkeypatch.setattr(
+                triton.knobs.runtime, "jit_cache_hook", lambda *, fn, **_: bool(compiled.append(fn.name))
+            )
+    assert compiled == []
+
+
+@needs_gpu
+@pytest.mark.parametrize("mib", [32, 256, 1024])
+@pytest.mark.parametrize("num_tokens", [1000, 20000])
+def test_peak_memory(num_tokens: int, mib: int) -> None:
+    """Above inputs, outputs and gradients: the budget and 64 MiB. Catches: a buffer of the logits' or the weight's size."""
+    torch.use_deterministic_algorithms(False)
+    case = Case(num_tokens=num_tokens, hidden_size=2048, num_rows=60000, budget=mib << 20)
+    p = problem(case, torch.bfloat16)
+    case = case._replace(
+        cached=triton_ops.cache_columns(
+            num_tokens, case.num_rows, case.hidden_size, torch.bfloat16, p.logits, False, False, case.budget
+        )
+    )
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    stats, *cache = local_stats(p, case)
+    d_hidden, d_weight, _ = gradients(p, case, (stats[0], stats[1].log()), cache)
+    used = torch.cuda.max_memory_allocated() - before - stats.nbytes - d_hidden.nbytes - d_weight.nbytes
+    assert used <= case.budget + (64 << 20)
+
+
+@needs_gpu
+@pytest.mark.skipif(bool(os.environ.get("CI")), reason="needs 25 GB of GPU memory")
+@pytest.mark.parametrize("cached", [False, True])
+def test_more_than_2_to_31_elements(cached: bool) -> None:
+    """The last token and the last row of a shard with N V > 2^31. Catches: 32-bit offsets."""
+    torch.use_deterministic_algorithms(False)
+    num_tokens, num_rows = 20000, 120000
+    case = Case(
+        num_tokens, 64, num_rows, ignored=0.0, cached=-(-num_rows // 256) * 256 if cached else 0, budget=8 << 30
+    )
+    p = problem(case, torch.bfloat16)
+    p.labels[-1] = num_rows - 1
+    stats, *cache = local_stats(p, case)
+    d_hidden, d_weight, _ = gradients(p, case, (stats[0], stats[1].log()), cache)
+    tail = p._replace(hidden=p.hidden[-300:], labels=p.labels[-300:], coef=p.coef[:, -300:].contiguous())
+    truth, baseline = dense(tail, case, torch.float64), dense(tail, case, torch.bfloat16)
+    assert_no_worse(stats[1, -300:], truth.stats[1].float(), truth.stats[1], torch.float32)
+    assert_no_worse(d_hidden[-300:], baseline.d_hidden, truth.d_hidden)
+    rows = (p.weight[-300:].float() @ p.hidden.float().T).double()
+    grad = p.coef[0].double() * (rows - stats[0].double() - stats[1].double().log()).exp()
+    ids = torch.arange(num_rows - 300, num_rows, device=DEVICE)
+    grad += p.coef[1].double() * (p.labels == ids[:, None])
+    assert_no_worse(d_weight[-300:], grad.bfloat16() @ p.hidden, grad @ p.hidden.double())
