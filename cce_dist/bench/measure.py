@@ -246,7 +246,7 @@ def _time_in_turns(
     progress: Callable[[str], None],
 ) -> None:
     hidden, weight = workload.hidden, workload.weight
-    clock = _Clock(hidden.device)
+    clock = Clock(hidden.device)
     jobs: list[tuple[Row | Floor, Timing, Callable[[], object]]] = []
     try:
         # The real operands: the power that a product draws, and so its clock, depends on the values.
@@ -281,7 +281,7 @@ def _time_in_turns(
                 timing.seconds.append(seconds)
 
 
-class _Clock:
+class Clock:
     """Seconds that a job takes on its device: CUDA events on a GPU, the wall clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:

@@ -1,0 +1,156 @@
+"""``cce-dist tune``: measure tile sizes of the kernels on this GPU, and keep the best in a file.
+
+The built-in table of ``kernels/tiles.py`` was measured on few devices. This walks down one coordinate at a time: for each
+product in turn it tries every candidate against the best so far, in alternating steps of the public loss, and keeps a
+candidate that is right and clearly faster. The loss reads the file that the variable ``CCE_DIST_TILES`` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cce_dist.bench.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from cce_dist.kernels.tiles import Tile, Tiles
+
+VARIABLE = "CCE_DIST_TILES"
+MIN_GAIN = 0.005  # a candidate must be faster by this much, so that noise does not choose
+SIDES = ((64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
+INNERS = (32, 64, 128)
+WARPS, STAGES = (4, 8), (2, 3, 4)
+GROUPS = (4, 8, 16, 32)
+
+Race = Callable[
+    ["Tiles", "Tiles"], float
+]  # best, candidate -> time of the candidate over that of the best; inf: failed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``cce-dist tune``."""
+    add = parser.add_argument
+    add(
+        "--shapes",
+        nargs="+",
+        choices=SHAPES,
+        default=["llama-3-8b"],
+        metavar="SHAPE",
+        help="heads to tune for (default: llama-3-8b)",
+    )
+    add("--tokens", type=int, default=8192, metavar="N", help="number of tokens")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of hidden states and weight")
+    add("--repeats", type=int, default=7, help="steps of each candidate")
+    add("--out", type=Path, default=Path("tiles.json"), help="file to write; what it holds for other devices stays")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, and write what was found. Returns 0."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("cce-dist tune: needs a GPU, tile sizes are a property of the device")
+    from cce_dist.bench.workload import make_workload
+    from cce_dist.kernels.tiles import choose_tiles
+
+    device, dtype = torch.device("cuda"), getattr(torch, args.dtype)
+    start = choose_tiles(dtype, device)
+    workloads = [make_workload(SHAPES[shape], args.tokens, dtype=dtype, device=device) for shape in args.shapes]
+    name = torch.cuda.get_device_name(device)
+    with tempfile.TemporaryDirectory() as folder:
+        race = _race_on_gpu(workloads, name, args.dtype, Path(folder), args.repeats)
+        best = search(start, race, lambda line: print(line, file=sys.stderr, flush=True))
+    merge_into(args.out, name, args.dtype, best)
+    print(f"{args.out}: {name}, {args.dtype}\nexport {VARIABLE}={args.out.resolve()}")
+    return 0
+
+
+def search(start: Tiles, race: Race, progress: Callable[[str], None] = lambda line: None) -> Tiles:
+    """Coordinate descent over the fields of ``Tiles``, in their order, once through.
+
+    Args:
+        start: What to begin with.
+        race: Time of a candidate over that of the best so far; infinite where it fails.
+        progress: Gets a line for each candidate that was kept.
+    """
+    best = start
+    for field in best._fields:
+        for variants in (_resized, _rescheduled) if field != "group" else (lambda group: GROUPS,):
+            for value in variants(getattr(best, field)):
+                candidate = best._replace(**{field: value})
+                ratio = race(best, candidate) if candidate != best else 1.0
+                if ratio < 1 - MIN_GAIN:
+                    progress(f"{field}: {value}, time x {ratio:.3f}")
+                    best = candidate
+    return best
+
+
+def _resized(tile: Tile) -> list[Tile]:
+    return [tile._replace(rows=rows, cols=cols, inner=inner) for (rows, cols), inner in product(SIDES, INNERS)]
+
+
+def _rescheduled(tile: Tile) -> list[Tile]:
+    return [tile._replace(warps=warps, stages=stages) for warps, stages in product(WARPS, STAGES)]
+
+
+def merge_into(path: Path, device: str, dtype: str, tiles: Tiles) -> None:
+    """Write the tiles of one device and dtype into a file, next to those of others."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    content.setdefault(device, {})[dtype] = tiles._asdict()  # a tile is written as the list of its numbers
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _race_on_gpu(workloads: list[Any], device: str, dtype: str, folder: Path, repeats: int) -> Race:
+    import torch
+
+    from cce_dist import linear_cross_entropy
+    from cce_dist.bench.measure import Clock, relative_error, step
+
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        return linear_cross_entropy(hidden, weight, labels, backend="triton")
+
+    clock = Clock(torch.device("cuda"))
+    truths = [step(loss, workload)[1:] for workload in workloads]  # the tiles at hand, which the tests check
+    files: dict[Tiles, Path] = {}
+
+    def use(tiles: Tiles) -> None:
+        # A file of its own for each, since the loss remembers what it read.
+        if tiles not in files:
+            files[tiles] = folder / f"{len(files)}.json"
+            merge_into(files[tiles], device, dtype, tiles)
+        os.environ[VARIABLE] = str(files[tiles])
+
+    def race(best: Tiles, candidate: Tiles) -> float:
+        before = os.environ.get(VARIABLE)
+        log_ratio = 0.0
+        try:
+            for workload, truth in zip(workloads, truths, strict=True):
+                use(candidate)
+                gradients = step(loss, workload)[1:]
+                if not all(relative_error(g, t) < 2e-2 for g, t in zip(gradients, truth, strict=True)):
+                    return math.inf
+                seconds: dict[Tiles, list[float]] = {best: [], candidate: []}
+                for _ in range(repeats):
+                    for tiles, times in seconds.items():
+                        use(tiles)
+                        times.append(clock(lambda workload=workload: step(loss, workload)))
+                log_ratio += math.log(statistics.median(seconds[candidate]) / statistics.median(seconds[best]))
+        except Exception:  # too many registers, too much shared memory, tiles that do not fit one another
+            return math.inf
+        finally:
+            os.environ.pop(VARIABLE)
+            if before is not None:
+                os.environ[VARIABLE] = before
+        return math.exp(log_ratio / len(workloads))
+
+    return race
