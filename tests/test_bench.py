@@ -169,10 +169,16 @@ def test_bench_writes_table_json_and_figure(tmp_path, capsys, monkeypatch):
     cases = json.loads((tmp_path / "bench.json").read_text())["cases"]
     assert [case["num_tokens"] for case in cases] == [32, 48]
     right, wrong = cases[0]["rows"]
-    assert len(right["total_seconds"]) == 2
-    assert wrong["total_seconds"] == []
+    assert len(right["total"]["seconds"]) == 2
+    assert wrong["total"]["seconds"] == []
     assert wrong["errors"]["d_weight"] == pytest.approx(1.0, rel=1e-2)
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    figure = tmp_path / "bench.png"
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+    figure.unlink()
+    assert cli.main(["bench", "--show", str(tmp_path / "bench.json")]) == 0
+    assert output.startswith(capsys.readouterr().out.split("\n\n### ")[0])  # the same tables again
+    assert figure.exists()
 
 
 def test_table_on_a_gpu_shows_times_and_memory():

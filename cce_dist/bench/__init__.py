@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", help="cuda, cuda:1, cpu (default: cuda if there is one)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of hidden states and weight")
     add("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="folder for bench.json and bench.png")
+    add("--show", type=Path, metavar="JSON", help="measure nothing; print this bench.json again and draw its figure")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,6 +49,12 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from cce_dist.bench import methods, report
+
+    if args.show:
+        environment, cases = report.read_json(args.show)
+        print("\n\n".join(map(report.table, cases)))
+        report.write_figure(args.show.with_suffix(".png"), environment, cases)
+        return 0
     from cce_dist.bench.measure import describe, measure
     from cce_dist.bench.workload import make_workload
 
@@ -64,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     has_figure = find_spec("matplotlib") is not None  # asked before hours of measuring, not after
 
-    cases: list[Any] = []
+    cases = []
     for shape in args.shapes or shapes:
         for num_tokens in args.tokens or tokens:
             for ignored in args.ignored or [0.0]:

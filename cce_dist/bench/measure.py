@@ -34,7 +34,8 @@ class Reference(NamedTuple):
     d_weight: Tensor
 
 
-class Errors(NamedTuple):
+@dataclass(frozen=True)
+class Errors:
     """Relative errors in the Frobenius norm; ``d_hidden_mean`` is that of dE averaged over tokens."""
 
     loss: float

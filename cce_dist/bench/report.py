@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cce_dist.bench.measure import Floor, Row, Timing
+from cce_dist.bench.measure import Errors, Floor, Row, Timing
 from cce_dist.bench.workload import Workload
 
 OURS_COLOR, OTHER_COLOR = "#1f6fb4", "#9aa5b1"
@@ -115,9 +115,8 @@ def _cells(row: Row, case: Case) -> dict[str, str]:
     cells["/4 GEMMs"] = ratio(row.total, 4)
     if case.on_gpu:
         cells["MiB"] = "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}"
-    errors = row.errors._asdict() if row.errors else {}
     for name, column in (("d_hidden", "dE"), ("d_weight", "dC"), ("d_hidden_mean", "mean dE"), ("loss", "loss")):
-        cells[f"err {column}"] = f"{errors[name]:.1e}" if errors else "-"
+        cells[f"err {column}"] = f"{getattr(row.errors, name):.1e}" if row.errors else "-"
     return cells
 
 
@@ -130,27 +129,28 @@ def _ms(seconds: float, spread: float | None = None) -> str:
 
 def write_json(path: Path, environment: dict[str, Any], cases: list[Case]) -> None:
     """Everything, each round's seconds included, so that any other statistic can be taken later."""
+    content = {"environment": environment, "cases": [asdict(case) for case in cases]}
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
-    def floor(case: Case) -> dict[str, Any]:
-        floor = case.floor
-        seconds = {name: getattr(floor, name).seconds for name in ("logits", "d_hidden", "d_weight")}
-        return {"problem": floor.problem, "seconds": seconds}
 
-    def row(row: Row) -> dict[str, Any]:
-        return {
-            "name": row.name,
-            "problem": row.problem,
-            "errors": row.errors._asdict() if row.errors else None,
-            "forward_seconds": row.forward.seconds,
-            "total_seconds": row.total.seconds,
-            "peak_bytes": row.peak_bytes,
-        }
+def read_json(path: Path) -> tuple[dict[str, Any], list[Case]]:
+    """Read environment and cases back from what ``write_json`` wrote."""
+    content = json.loads(path.read_text())
+    for case in content["cases"]:
+        case["floor"] = Floor(**_restored(case["floor"]))
+        case["rows"] = [Row(**_restored(row)) for row in case["rows"]]
+    return content["environment"], [Case(**case) for case in content["cases"]]
 
-    entries = []
-    for case in cases:
-        entry = {key: value for key, value in vars(case).items() if key not in ("rows", "floor")}
-        entries.append(entry | {"floor": floor(case), "rows": [row(r) for r in case.rows]})
-    path.write_text(json.dumps({"environment": environment, "cases": entries}, indent=1) + "\n")
+
+def _restored(record: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a row or a floor, with its timings and errors as objects again."""
+
+    def restore(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return Timing(**value) if "seconds" in value else Errors(**value)
+
+    return {name: restore(value) for name, value in record.items()}
 
 
 def write_figure(path: Path, environment: dict[str, Any], cases: list[Case]) -> None:
