@@ -1,5 +1,6 @@
 """What a run survives, and what it says when it does not: killed and hung ranks, full disks, unreadable files."""
 
+import contextlib
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ import torch
 pytest.importorskip("tokenizers")
 
 from cce_dist import cli
+from cce_dist.pretrain import data, log
 
 CORPUS = Path(sysconfig.get_path("stdlib")) / "email"
 TOY = ["pretrain", "--preset", "toy", "--device", "cpu", "--warmup", "4", "--eval-batches", "2"]
@@ -47,11 +49,11 @@ def losses(out: Path) -> list[tuple[int, str, float]]:
 class Torchrun:
     """Two ranks under torchrun, in a process group of their own that ``stop`` ends whatever happened to them."""
 
-    def __init__(self, log: Path, max_restarts: int, argv: list[str]) -> None:
-        self.log = log
+    def __init__(self, output: Path, max_restarts: int, argv: list[str]) -> None:
+        self.output = output
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["--max-restarts", str(max_restarts), "-m", "cce_dist", *argv]
-        with open(log, "w") as file:
+        with open(output, "w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
 
     def pid_of_rank(self, rank: int) -> int:
@@ -61,7 +63,7 @@ class Torchrun:
 
     def wait_until(self, happened: Callable[[], bool]) -> None:
         while not happened():
-            assert self.process.poll() is None, self.log.read_text()
+            assert self.process.poll() is None, self.output.read_text()
             time.sleep(0.01)
 
     def stop(self) -> None:
@@ -87,7 +89,7 @@ def test_a_killed_rank_costs_no_bit(tmp_path: Path, corpus: list[str]) -> None:
             if out is killed:
                 run.wait_until(_has_finished(out, 11))
                 os.kill(run.pid_of_rank(1), signal.SIGKILL)
-            assert run.process.wait(200) == 0, run.log.read_text()
+            assert run.process.wait(200) == 0, run.output.read_text()
         finally:
             run.stop()
     assert "resumed after step 8" in (tmp_path / "killed.log").read_text()
@@ -103,17 +105,28 @@ def test_a_hung_rank_ends_in_a_time_out_that_names_the_collective(tmp_path: Path
         run.wait_until(_has_finished(tmp_path, 2))
         hung = run.pid_of_rank(1)
         os.kill(hung, signal.SIGSTOP)
-        run.wait_until(lambda: "time-out" in run.log.read_text())
+        run.wait_until(lambda: "time-out" in run.output.read_text())
         os.kill(hung, signal.SIGKILL)  # torchrun would do it, half a minute later
         assert run.process.wait(60) != 0
     finally:
         run.stop()
-    [line] = [line for line in run.log.read_text().splitlines() if "time-out" in line]
+    [line] = [line for line in run.output.read_text().splitlines() if "time-out" in line]
     assert line.startswith("cce-dist pretrain: rank 0: time-out in gloo:all")
     assert "called at" in line
 
 
-def test_a_full_disk_is_one_line_and_loses_nothing(
+@contextlib.contextmanager
+def no_file_beyond(num_bytes: int) -> Iterator[None]:
+    """Make writes past ``num_bytes`` of any file fail, as those to a full disk do."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_checkpoint_that_finds_the_disk_full_loses_nothing(
     tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = [*TOY, *SHORT, *corpus]
@@ -123,20 +136,38 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     (filled / "checkpoints" / "latest").write_text("step-00000004\n")
     capsys.readouterr()
 
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, limits[1]))  # metrics fit, a checkpoint does not
-    try:
+    with no_file_beyond(16 << 10):  # metrics fit, a checkpoint does not
         code = cli.main([*argv, "--out", str(filled)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    lines = capsys.readouterr().err.splitlines()
-    assert code == 1 and len(lines) == 1
-    assert "cannot write checkpoint" in lines[0] and "File too large" in lines[0]
+    [line] = capsys.readouterr().err.splitlines()
+    assert code == 1
+    assert "cannot write checkpoint" in line and "File too large" in line
     assert (filled / "checkpoints" / "latest").read_text() == "step-00000004\n"
     assert not list((filled / "checkpoints").glob("*.tmp"))
 
     assert cli.main([*argv, "--out", str(filled)]) == 0
     assert losses(filled) == losses(whole)
+
+
+def test_metrics_that_find_the_disk_full_are_one_line(
+    tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data.prepare(CORPUS, "*.py", 384, Path(corpus[-1]))
+    with no_file_beyond(500):
+        code = cli.main([*TOY, *SHORT, *corpus, "--out", str(tmp_path)])
+    [line] = capsys.readouterr().err.splitlines()
+    assert code == 1
+    assert "metrics.jsonl" in line
+    assert [record["step"] for record in log.read(tmp_path / "metrics.jsonl")] == [1, 2]  # 200 bytes or so each
+
+
+def test_a_corpus_that_finds_the_disk_full_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*TOY, *SHORT, "--corpus", str(CORPUS), "--pattern", "*.py", "--cache", str(tmp_path / "cache")]
+    with no_file_beyond(16 << 10):
+        code = cli.main([*argv, "--out", str(tmp_path / "out")])
+    [line] = capsys.readouterr().err.splitlines()
+    assert code == 1
+    assert "cannot write the tokenized corpus" in line and "File too large" in line
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock"]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +186,6 @@ def test_an_unreadable_file_is_one_line(
     spoil(texts / "bad.txt")
     argv = [*TOY, *SHORT, "--corpus", str(texts), "--cache", str(cache), "--out", str(tmp_path / "out")]
     assert cli.main([*argv, "--tp", "2"]) == 1  # no rank is started for it
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert "bad.txt" in lines[0] and reason in lines[0]
+    [line] = capsys.readouterr().err.splitlines()
+    assert "bad.txt" in line and reason in line
     assert not [path for path in cache.rglob("*") if path.suffix != ".lock"]

@@ -164,7 +164,7 @@ def _tokenize(files: list[Path], vocab_size: int, folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(files), trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
 
     dtype = np.dtype("uint16" if vocab_size <= 2**16 else "uint32")
     num_ids = 0
