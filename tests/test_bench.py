@@ -30,6 +30,10 @@ def test_workload_has_the_statistics_of_a_trained_model():
     assert 3.1 < workload.loss < 4.3
     assert 0.4 < workload.top_probability < 0.6
     assert 4e-4 < workload.probability_50 < 1e-3
+    # what a filter lives on: many tiles of 128 tokens x 256 ids hold nothing that matters
+    probability = F.linear(workload.hidden, workload.weight).float().softmax(1)
+    matters = F.pad(probability >= 2**-12, (0, -32_064 % 256)).view(2, 128, -1, 256).any(3).any(1)
+    assert 0.4 < matters.float().mean() < 0.75
     # Zipf: the first eighth of the ids holds most of the labels, yet ids are not in exact order of frequency
     assert (workload.labels < 32_064 // 8).float().mean() > 0.7
 

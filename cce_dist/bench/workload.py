@@ -11,8 +11,9 @@ Filtering and caching depend on how probability is spread over the vocabulary, s
 * the noise comes by itself: a candidate's direction overlaps a little with every other row of the weight;
 * labels are drawn from the softmax itself, so the loss is the entropy that a calibrated model would have.
 
-At the shapes of ``shapes.py`` this gives a loss of 3.1 to 4.3 nats, a top probability of about 0.5 and a 50th of about
-7e-4, means over tokens. Every run prints what it drew.
+Over the shapes of ``shapes.py`` this gives a loss of 3.1 to 4.3 nats, a top probability of about 0.5 and a 50th of about
+6e-4, means over tokens; every run prints what it drew. Share of tiles of 128 tokens x 256 ids that hold a label or a
+probability of at least 2**-12 (N = 256, bf16, 2026-11): gemma-2-2b 0.16, llama-3-8b 0.28, phi-3.5 0.64.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from torch import Tensor
 from cce_dist.bench.shapes import HeadShape
 
 IGNORE_INDEX = -100
-NUM_CANDIDATES = 16
+NUM_CANDIDATES = 4  # few: they decide how many gradient tiles hold anything
 CANDIDATE_DECAY = 2.5  # the k-th candidate's share falls as k^-2.5
-CANDIDATE_MASS = (0.35, 0.99)  # softmax mass of a token's candidates together, uniform over tokens
+CANDIDATE_MASS = (0.3, 0.99)  # softmax mass of a token's candidates together, uniform over tokens
 ID_DISORDER = 0.5  # nats of noise on the log-frequency that ids are sorted by
 UNIGRAM_SCALE = 8.0  # length of the hidden states along the unigram direction
 LABEL_CHUNK_BYTES = 512 << 20
