@@ -162,10 +162,10 @@ def linear_cross_entropy(
     )
     hidden = input.reshape(-1, input.shape[-1]).contiguous()
     labels = target.reshape(-1).long()
-    per_token, _, filter_stats, _, _ = torch.ops.cce_dist.forward(
+    per_token, entropy, _, filter_stats, _ = torch.ops.cce_dist.forward(
         hidden, linear_weight.contiguous(), linear_bias, labels, grad_weight_out, *options
     )
-    nll, lse, target_logit, uniform_nll, entropy = per_token.unbind(0)
+    nll, lse, target_logit, uniform_nll = per_token.unbind(0)
 
     z_loss = z_loss_weight * lse.square()
     loss = nll if label_smoothing == 0 else (1 - label_smoothing) * nll + label_smoothing * uniform_nll

@@ -10,6 +10,7 @@ import types
 from typing import NamedTuple, get_type_hints
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import merge
@@ -55,7 +56,7 @@ class Options(NamedTuple):
 
         return triton_ops
 
-    def num_cached(self, hidden: Tensor, weight: Tensor, num_tokens: int) -> int:
+    def num_cached(self, hidden: Tensor, num_tokens: int) -> int:
         """Columns of the shard whose exponentials forward keeps for backward, within the workspace."""
         if self.backend == "torch" or not self.want_grad:
             return 0
@@ -65,34 +66,29 @@ class Options(NamedTuple):
         )  # fmt: skip
 
 
-NLL, LSE, TARGET, UNIFORM_NLL, ENTROPY = range(5)  # rows of per_token_5N
+NLL, LSE, TARGET, UNIFORM_NLL = range(4)  # rows of per_token_4N
 
 
 def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None, *options
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Per-token statistics of the whole vocabulary.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """Per-token statistics of the whole vocabulary, 0 where the label is ignored, NaN where it is outside the vocabulary.
 
     Returns:
-        per_token [5, N] fp32: nll, lse, target logit, nll of the uniform distribution, entropy; 0 where the label is
-        ignored, NaN where it is outside the vocabulary. Then what backward needs or reports: merged [3, N] (maximum,
-        log of the sum, entropy), filter statistics [3], and two cache tensors.
+        per_token [4, N] fp32 (nll, lse, target logit, nll of the uniform distribution) and entropy [N] fp32; then what
+        backward needs or reports: merged [3, N] (maximum, log of the sum, entropy), filter statistics [3], and whatever
+        the backend saves.
     """
     o = Options(*options)
     group = merge.resolve(o.group_name)
     _check_labels(labels, o)
     if o.debug and group is not None:
-        local = ("start", "num_valid")
-        call = {name: value for name, value in o._asdict().items() if name not in local}
-        call |= {"hidden": (tuple(hidden.shape), str(hidden.dtype)), "weight": (weight.shape[1], str(weight.dtype))}
-        call |= {"number of tokens": labels.numel(), "bias": bias is not None}
-        merge.assert_ranks_agree(call, o.start, o.start + weight.shape[0], group, o.vocab_size)
-
+        _assert_ranks_agree(hidden, weight, bias, labels, o, group)
     with torch.autocast(hidden.device.type, enabled=False):
         ignored, outside, ids = _sort_labels(labels, o)
         if o.sequence_parallel and group is not None:
             hidden = merge.gather_sequence(hidden, group)
-        stats_KN, cache, cache_max = _local_stats(hidden, weight, bias, ids, o)
+        stats_KN, *saved = _local_stats(hidden, weight, bias, ids, o)
         if o.want_uniform:
             count_1N = torch.full_like(stats_KN[:1], o.num_valid)
             stats_KN = torch.cat((stats_KN[:4], count_1N, stats_KN[4:]))
@@ -100,28 +96,20 @@ def _forward(
 
         filter_stats = merged.max.new_zeros(3)
         if o.filter_eps > 0:
-            # here the two are each tile's maximum and sum of exp; nothing of them is needed in backward
-            tile_max, tile_sum = cache, cache_max
-            filter_stats = torch_ops.filter_stats(
-                tile_max, tile_sum, merged.max, merged.log_sum, ids, o.logits, o.filter_eps
-            )
-            cache, cache_max = cache.new_empty(0, 0), cache.new_empty(0, 0)
-        per_token = torch.stack(
-            (
-                merged.max - merged.target + merged.log_sum,
-                merged.max + merged.log_sum,
-                merged.target,
-                merged.mean_below + merged.log_sum,
-                merged.entropy,
-            )
-        )
-        per_token = per_token.masked_fill_(ignored, 0.0).masked_fill_(outside, torch.nan)
-        return per_token, torch.stack((merged.max, merged.log_sum, merged.entropy)), filter_stats, cache, cache_max
+            filter_stats = torch_ops.filter_stats(*saved, merged.max, merged.log_sum, ids, o.logits, o.filter_eps)
+        if o.backend == "torch":
+            saved = []  # statistics of tiles, for the line above; backward looks at the whole gradient instead
+        lse = merged.max + merged.log_sum
+        nll, uniform_nll = merged.max - merged.target + merged.log_sum, merged.mean_below + merged.log_sum
+        per_token = torch.stack((nll, lse, merged.target, uniform_nll, merged.entropy))
+        per_token.masked_fill_(ignored, 0.0).masked_fill_(outside, torch.nan)
+        merged_3N = torch.stack((merged.max, merged.log_sum, merged.entropy))
+        return per_token[:4].clone(), per_token[4].clone(), merged_3N, filter_stats, saved
 
 
 def _backward(
-    d_per_token: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, merged: Tensor,
-    cache: Tensor, cache_max: Tensor, grad_weight_out: Tensor | None, want: list[bool], *options,
+    d_per_token: Tensor, d_entropy: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
+    merged: Tensor, saved: list[Tensor], grad_weight_out: Tensor | None, want: list[bool], *options,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
     o = Options(*options)
@@ -130,18 +118,19 @@ def _backward(
     with torch.autocast(hidden.device.type, enabled=False):
         ignored, outside, ids = _sort_labels(labels, o)
         d = d_per_token.masked_fill(ignored | outside, 0.0)
+        d_h = torch.zeros_like(d[0]) if d_entropy is None else d_entropy.masked_fill(ignored | outside, 0.0)
         coef_4N = torch.stack(
-            (d[NLL] + d[LSE] + d[UNIFORM_NLL], d[TARGET] - d[NLL], d[UNIFORM_NLL] / -o.vocab_size, d[ENTROPY])
+            (d[NLL] + d[LSE] + d[UNIFORM_NLL], d[TARGET] - d[NLL], d[UNIFORM_NLL] / -o.vocab_size, d_h)
         )
+        entropy = None if d_entropy is None else merged[2]
         if o.sequence_parallel and group is not None:
             hidden = merge.gather_sequence(hidden, group)
-        shared = group if not o.partial_input_grad else None
-        hidden_sum = merge.HiddenGradSum(shared, scatter=o.sequence_parallel)
-        exact = {"cache_NV": cache, "cache_max": cache_max} if o.backend == "triton" else {"grad_filter": o.filter}
+        hidden_sum = merge.HiddenGradSum(None if o.partial_input_grad else group, scatter=o.sequence_parallel)
+        how = {"grad_filter": o.filter} if o.backend == "torch" else {}
         _, d_weight, d_bias = o.ops().gradients(
-            hidden, weight, bias, ids, o.logits, merged[0], merged[1], merged[2] if o.want_entropy else None, coef_4N,
-            **exact, want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias,
-            d_weight_out=grad_weight_out, workspace_bytes=o.workspace_bytes, hidden_ready=hidden_sum.start,
+            hidden, weight, bias, ids, o.logits, merged[0], merged[1], entropy, coef_4N, *saved, **how,
+            want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias, d_weight_out=grad_weight_out,
+            workspace_bytes=o.workspace_bytes, hidden_ready=hidden_sum.start,
         )  # fmt: skip
         nothing = hidden.new_empty(0)
         return (
@@ -151,18 +140,26 @@ def _backward(
         )
 
 
-def _local_stats(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, o: Options
-) -> tuple[Tensor, Tensor, Tensor]:
+def _local_stats(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, o: Options) -> tuple[Tensor, ...]:
+    """This shard's statistics, and what its backend saves."""
     if o.backend == "torch":
         how = {"want_tiles": o.filter_eps > 0}
     else:
-        how = {"num_cached": o.num_cached(hidden, weight, ids.numel())}
-    stats_KN, *saved = o.ops().local_stats(
+        how = {"num_cached": o.num_cached(hidden, ids.numel())}
+    return o.ops().local_stats(
         hidden, weight, bias, ids, o.logits, want_uniform=o.want_uniform, want_entropy=o.want_entropy,
         workspace_bytes=o.workspace_bytes, **how,
     )  # fmt: skip
-    return stats_KN, *saved
+
+
+def _assert_ranks_agree(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, o: Options, group: dist.ProcessGroup
+) -> None:
+    local = ("start", "num_valid")
+    call = {name: value for name, value in o._asdict().items() if name not in local}
+    call |= {"hidden": (tuple(hidden.shape), str(hidden.dtype)), "weight": (weight.shape[1], str(weight.dtype))}
+    call |= {"number of tokens": labels.numel(), "bias": bias is not None}
+    merge.assert_ranks_agree(call, o.start, o.start + weight.shape[0], group, o.vocab_size)
 
 
 def _sort_labels(labels: Tensor, o: Options) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,16 +188,15 @@ def _forward_fake(hidden, weight, bias, labels, grad_weight_out, *options):
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return hidden.new_empty(shape, dtype=dtype)
 
-    per_token, merged, filter_stats = empty(5, num_tokens), empty(3, num_tokens), empty(3)
-    if o.backend == "torch":
-        return per_token, merged, filter_stats, empty(0, 0), empty(0, 0)
-    num_cached = o.num_cached(hidden, weight, num_tokens)
-    cache = empty(num_tokens, num_cached, dtype=hidden.dtype)
-    return per_token, merged, filter_stats, cache, empty(2, num_tokens if num_cached else 0)
+    saved = []
+    if o.backend == "triton":
+        num_cached = o.num_cached(hidden, num_tokens)
+        saved = [empty(num_tokens, num_cached, dtype=hidden.dtype), empty(2, num_tokens if num_cached else 0)]
+    return empty(4, num_tokens), empty(num_tokens), empty(3, num_tokens), empty(3), saved
 
 
 def _backward_fake(
-    d_per_token, hidden, weight, bias, labels, merged, cache, cache_max, grad_weight_out, want, *options
+    d_per_token, d_entropy, hidden, weight, bias, labels, merged, saved, grad_weight_out, want, *options
 ):
     nothing = hidden.new_empty(0)
     return (
@@ -212,29 +208,30 @@ def _backward_fake(
 
 def _save(ctx, inputs, output) -> None:
     hidden, weight, bias, labels, grad_weight_out, *ctx.options = inputs
-    _, merged, filter_stats, cache, cache_max = output
-    ctx.save_for_backward(hidden, weight, bias, labels, merged, cache, cache_max)
+    _, _, merged, filter_stats, saved = output
+    ctx.save_for_backward(hidden, weight, bias, labels, merged, *saved)
     ctx.grad_weight_out = grad_weight_out
-    ctx.mark_non_differentiable(merged, filter_stats, cache, cache_max)
+    ctx.mark_non_differentiable(merged, filter_stats, *saved)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, d_per_token, *_):
+def _differentiate(ctx, d_per_token, d_entropy, *_):
     nothing = (None,) * (5 + len(ctx.options))
-    if d_per_token is None:
+    if d_per_token is None and d_entropy is None:
         return nothing
-    hidden, weight, bias, labels, merged, cache, cache_max = ctx.saved_tensors
+    hidden, weight, bias, labels, merged, *saved = ctx.saved_tensors
+    if d_per_token is None:
+        d_per_token = torch.zeros_like(merged[:1]).expand(4, -1)
     want = list(ctx.needs_input_grad[:3])
     twice = torch.is_grad_enabled()
     with torch.no_grad():
         grads = torch.ops.cce_dist.backward(
-            d_per_token, hidden, weight, bias, labels, merged, cache, cache_max, ctx.grad_weight_out, want, *ctx.options
+            d_per_token, d_entropy, hidden, weight, bias, labels, merged, saved, ctx.grad_weight_out, want, *ctx.options
         )
     if twice:
         grads = _Once.apply(torch.ones((), requires_grad=True), *grads)
-    d_hidden, d_weight, d_bias = grads
     want[1] = want[1] and ctx.grad_weight_out is None
-    chosen = (grad if wanted else None for grad, wanted in zip((d_hidden, d_weight, d_bias), want, strict=True))
+    chosen = (grad if wanted else None for grad, wanted in zip(grads, want, strict=True))
     return *chosen, *nothing[3:]
 
 
@@ -254,11 +251,12 @@ _OPTIONS = ", ".join(f"{kind.__name__} {name}" for name, kind in get_type_hints(
 _LIBRARY = torch.library.Library("cce_dist", "DEF")
 _LIBRARY.define(
     "forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? grad_weight_out, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
 )
 _LIBRARY.define(
-    "backward(Tensor d_per_token, Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor merged, Tensor cache, "
-    f"Tensor cache_max, Tensor(a!)? grad_weight_out, bool[] want, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+    "backward(Tensor d_per_token, Tensor? d_entropy, Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
+    "Tensor merged, Tensor[] saved, Tensor(a!)? grad_weight_out, bool[] want, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.impl("forward", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("backward", _backward, "CompositeExplicitAutograd")
