@@ -13,8 +13,6 @@ tile serves unless a later logit is more than ``HEADROOM`` above it. Such rows a
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -87,25 +85,16 @@ def lse_partials(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=256)
 def choose_splits(num_rows: int, num_tiles: int, tile: Tile, device: torch.device) -> int:
-    """Return the number of splits of the vocabulary that fills the device's last wave of programs best.
+    """Return the number of splits of the vocabulary.
 
-    Eight waves at least, where there are tiles enough: the device then stays full where most tokens are ignored.
+    A quarter of the device's programs: a group of 16 row blocks then is four whole waves. Fewer where there are so many row
+    blocks that their partials would be large, more where there are so few that they would not fill the device.
     """
     at_once = num_programs(device)
-    row_blocks = _cdiv(num_rows, tile.rows)
-
-    def tile_times(splits: int) -> float:
-        started = 0.1  # tiles' worth of time to fill a program's pipeline
-        return _cdiv(row_blocks * splits, at_once) * (_cdiv(num_tiles, splits) + started)
-
-    least = min(_cdiv(8 * at_once, row_blocks), num_tiles)
-    return min(range(least, min(4 * least, num_tiles) + 1), key=tile_times)
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
+    row_blocks = triton.cdiv(num_rows, tile.rows)
+    wanted = max(triton.cdiv(at_once, row_blocks), min(at_once // 4, triton.cdiv(16 * at_once, row_blocks)))
+    return min(num_tiles, wanted)
 
 
 @triton.jit(

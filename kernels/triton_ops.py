@@ -301,6 +301,8 @@ def gradients(
                 else:
                     grads_RV = cache_NV
                     scale_R = row_scales(cache_NV, cache_max[0], cache_max[1], *tokens, coef_4N, logits)
+                if want_weight and scale_R is not None:
+                    gather_rows(hidden_ND, index_R, num_kept, scale_R, rows_RD)
                 if d_hidden is not None:
                     grad_hidden(
                         grads_RV, weight_VD[first:stop], index_R, num_kept, scale_R, gain, d_hidden, low_RD,
@@ -309,8 +311,6 @@ def gradients(
                     if hidden_ready is not None and (group, number) == (len(groups) - 1, len(parts) - 1):
                         hidden_ready(d_hidden)
                 if want_weight and d_weight is not None:
-                    if scale_R is not None:
-                        gather_rows(hidden_ND, index_R, num_kept, scale_R, rows_RD)
                     add = d_weight_out is not None or group > 0
                     grad_weight(grads_RV, rows_RD, num_kept, gain, d_weight[first:stop], tiles.grad_weight, add=add)
                 if d_bias is not None:
