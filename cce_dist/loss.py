@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -45,6 +45,28 @@ class LinearCrossEntropyOutput(NamedTuple):
     entropy: Tensor
     z_loss: Tensor
     filter_stats: FilterStats | None
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_aux: Literal[False] = False,
+    linear_bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    logit_scale: float = 1.0, softcap: float | None = None, z_loss_weight: float = 0.0,
+    num_tokens: int | Tensor | None = None, shard: VocabShard | None = None, sequence_parallel: bool = False,
+    input_grad: str = "summed", grad_filter: GradFilter | None = None, backend: str = "auto",
+    workspace_bytes: int = 256 << 20, grad_weight_out: Tensor | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_aux: Literal[True],
+    linear_bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    logit_scale: float = 1.0, softcap: float | None = None, z_loss_weight: float = 0.0,
+    num_tokens: int | Tensor | None = None, shard: VocabShard | None = None, sequence_parallel: bool = False,
+    input_grad: str = "summed", grad_filter: GradFilter | None = None, backend: str = "auto",
+    workspace_bytes: int = 256 << 20, grad_weight_out: Tensor | None = None,
+) -> LinearCrossEntropyOutput: ...  # fmt: skip
 
 
 def linear_cross_entropy(

@@ -5,7 +5,7 @@ Letters: T ranks of the group, K statistics, N tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def resolve(group_name: str) -> dist.ProcessGroup | None:
+def resolve(group_name: Any) -> dist.ProcessGroup | None:
     """The group of that name; the empty name is "not split"."""
     return _resolve_process_group(group_name) if group_name else None
 

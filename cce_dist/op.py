@@ -96,7 +96,9 @@ def _forward(
 
         filter_stats = merged.max.new_zeros(3)
         if o.filter_eps > 0:
-            filter_stats = torch_ops.filter_stats(*saved, merged.max, merged.log_sum, ids, o.logits, o.filter_eps)
+            filter_stats = torch_ops.filter_stats(
+                saved[0], saved[1], merged.max, merged.log_sum, ids, o.logits, o.filter_eps
+            )
         if o.backend == "torch":
             saved = []  # statistics of tiles, for the line above; backward looks at the whole gradient instead
         lse = merged.max + merged.log_sum

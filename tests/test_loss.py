@@ -79,6 +79,7 @@ def test_every_label_ignored_gives_zero(data):
     hidden, weight, target = data
     loss = linear_cross_entropy(hidden, weight, target.fill_(-100))
     loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
     assert loss == 0 and not hidden.grad.any() and not weight.grad.any()
 
 
@@ -90,9 +91,9 @@ def test_a_non_finite_token_stays_alone(data, value, grad_filter):
     spoilt = hidden.detach().clone()
     spoilt[3, 0] = value
     spoilt.requires_grad_()
-    options = dict(reduction="none", grad_filter=grad_filter)
-    loss = linear_cross_entropy(spoilt, weight, target, **options)
-    clean = linear_cross_entropy(hidden, weight, target, **options)
+    loss, clean = (
+        linear_cross_entropy(h, weight, target, reduction="none", grad_filter=grad_filter) for h in (spoilt, hidden)
+    )
     others = torch.arange(N) != 3
     assert not loss[3].isfinite() and torch.equal(loss[others], clean[others])
     if grad_filter is None:
@@ -204,6 +205,7 @@ def test_filter_keeps_the_mean_and_reports_what_it_drops():
     exact_hidden, exact_weight, none = grads(None)
     assert none is None
     plain_hidden, plain_weight, stats = grads(GradFilter(compensate=False))
+    assert stats is not None
     ours_hidden, ours_weight, _ = grads(GradFilter())
     assert 0 < stats.kept_tiles < 0.9 and 0 < stats.dropped_mass_mean < stats.dropped_mass_max < 0.5
 
@@ -228,6 +230,7 @@ def test_reference_is_torchs_cross_entropy(data):
 def test_head_gives_logits_and_loss_and_ties():
     torch.manual_seed(1)
     embedding = torch.nn.Embedding(V, D)
+    assert isinstance(embedding.weight, torch.nn.Parameter)
     head = VocabParallelHead(D, V, weight=embedding.weight, softcap=4.0, bias=True)
     hidden, labels = torch.randn(2, 3, D), torch.randint(V, (2, 3))
     logits = head(hidden)

@@ -7,8 +7,8 @@ Each test names the mutation of the kernels that it catches.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -113,10 +113,10 @@ def problem(case: Case, dtype: torch.dtype) -> Problem:
     hidden = torch.randn(case.num_tokens, case.hidden_size)
     weight = torch.randn(case.num_rows, case.hidden_size) * case.spread / case.hidden_size**0.5
     bias = torch.randn(case.num_rows) if case.bias else None
-    if case.offset and bias is None:
-        hidden[:, 0], weight[:, 0] = 8.0, case.offset / 8
-    elif case.offset:
+    if bias is not None:
         bias += case.offset
+    elif case.offset:
+        hidden[:, 0], weight[:, 0] = 8.0, case.offset / 8
     labels = torch.randint(0, case.ids or case.num_rows, (case.num_tokens,))
     labels[torch.rand(case.num_tokens) < case.ignored] = -100
     coef = torch.rand(4, case.num_tokens) / case.num_tokens
@@ -160,7 +160,7 @@ def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
     if p.logits.softcap:
         grad = grad * (1 - (z.masked_fill(~valid, 0.0) / p.logits.softcap).square())
     rounded = grad.to(dtype)
-    merged = tuple(x.float() for x in (maximum, log_sum, entropy))
+    merged = (maximum.float(), log_sum.float(), entropy.float())
     return Truth(torch.stack(rows), merged, rounded @ weight, rounded.T @ hidden, grad.sum(0))
 
 
@@ -171,11 +171,11 @@ def local_stats(p: Problem, case: Case) -> tuple[Tensor, Tensor, Tensor]:
     )  # fmt: skip
 
 
-def gradients(p: Problem, case: Case, merged: tuple[Tensor, ...], cache: tuple[Tensor, Tensor], **how):
-    wanted = {"want_hidden": True, "want_weight": True, "want_bias": p.bias is not None} | how
+def gradients(p: Problem, case: Case, merged: tuple[Tensor, ...], cache: Sequence[Tensor], **how: Any) -> Any:
+    wanted: dict[str, Any] = {"want_hidden": True, "want_weight": True, "want_bias": p.bias is not None} | how
     entropy = merged[2] if case.entropy else None
     return triton_ops.gradients(
-        p.hidden, p.weight, p.bias, p.labels, p.logits, merged[0], merged[1], entropy, p.coef, *cache,
+        p.hidden, p.weight, p.bias, p.labels, p.logits, merged[0], merged[1], entropy, p.coef, cache[0], cache[1],
         workspace_bytes=case.budget, **wanted,
     )  # fmt: skip
 
@@ -467,7 +467,7 @@ def test_cuda_graph(cached: int) -> None:
 @needs_gpu
 def test_other_token_counts_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a size or an address that a kernel is specialised on."""
-    import triton
+    from triton import knobs
 
     compiled = []
     for num_tokens in (1024, 1000, 999, 17, 1, 4096):
@@ -479,7 +479,7 @@ def test_other_token_counts_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> 
             gradients(p, case, tuple(merged), cache)
         if num_tokens == 1024:
             monkeypatch.setattr(
-                triton.knobs.runtime, "jit_cache_hook", lambda *, fn, **_: bool(compiled.append(fn.name))
+                knobs.runtime, "jit_cache_hook", lambda *, fn, **_: bool(compiled.append(fn.name))
             )
     assert compiled == []
 

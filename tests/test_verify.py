@@ -2,13 +2,14 @@
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from cce_dist import VocabParallelHead, VocabShard, linear_cross_entropy
 from cce_dist.verify import layouts, run_matrix
@@ -77,13 +78,14 @@ def _four_ranks():
 def _check_shards():
     world = dist.group.WORLD
     rank = dist.get_rank()
+    assert world is not None
     shard = VocabShard.even(10, world)  # DTensor's split: 3, 3, 3, 1
     assert (shard.start, shard.stop) == [(0, 3), (3, 6), (6, 9), (9, 10)][rank]
     shard = VocabShard.even(5, world)  # 2, 2, 1, 0
     assert shard.num_rows == shard.num_valid == [2, 2, 1, 0][rank]
     shard = VocabShard.even(300, world, multiple_of=64)  # Megatron's: 128 rows each, the last ones padded
     assert (shard.num_rows, shard.num_valid) == (128, [128, 128, 44, 0][rank])
-    others = dist.new_group([0, 1])
+    others: Any = dist.new_group([0, 1])
     if rank > 1:
         with pytest.raises(ValueError, match="not a member"):
             VocabShard(0, 5, 10, others)
@@ -96,14 +98,15 @@ def _check_head():
     torch.manual_seed(3)
     whole = VocabParallelHead(8, 2050, bias=True)
     heads = {}
-    for name, where in (
+    settings: list[tuple[str, dict[str, Any]]] = [
         ("group of 4", {"group": dist.group.WORLD}),
         ("mesh of 4", {"mesh": init_device_mesh("cpu", (4,))}),
         ("group of 2", {"group": pairs[rank // 2]}),
-    ):
+    ]
+    for name, where in settings:
         torch.manual_seed(3)
         head = heads[name] = VocabParallelHead(8, 2050, bias=True, **where)
-        local = head.weight.to_local() if name == "mesh of 4" else head.weight
+        local = head.weight.to_local() if isinstance(head.weight, DTensor) else head.weight
         assert torch.equal(local, whole.weight[head.shard.start : head.shard.stop]), name
     hidden, labels = torch.randn(5, 8), torch.randint(2050, (5,))
     expected = whole(hidden, labels)
@@ -146,7 +149,9 @@ def _check_dtensor():
     reference = whole.clone().requires_grad_()
     loss, expected = (linear_cross_entropy(hidden, w, labels) for w in (weight, reference))
     torch.testing.assert_close(loss, expected)
-    loss.backward(), expected.backward()
+    loss.backward()
+    expected.backward()
+    assert isinstance(weight.grad, DTensor)
     torch.testing.assert_close(weight.grad.full_tensor(), reference.grad)
     with pytest.raises(ValueError, match="dim 0"):
         linear_cross_entropy(hidden, distribute_tensor(whole, mesh, [Replicate(), Shard(1)]), labels)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +74,7 @@ def run_matrix(device: str, backend: str = "auto", only: str = "", report: bool 
     for size, members in layouts(world):
         group, salt = None, 0
         for number, ranks in enumerate(members):
-            made = dist.new_group(ranks) if size > 1 else None
+            made: Any = dist.new_group(ranks) if size > 1 else None
             if rank in ranks:
                 group, salt = made, number
         taking_part = any(rank in ranks for ranks in members)

@@ -86,7 +86,7 @@ def run_case(
     dtype = torch.bfloat16 if case.autocast else case.dtype
     errors = []
     for name, ours in first.items():
-        expected = [values[name] for values in (baseline, truth)]
+        expected = [baseline[name], truth[name]]
         if name in ("dC", "dbias"):  # padding must be exactly 0
             errors.append(Error(f"{name} of padding", ours[max(0, mine.stop - start) :].abs().sum().item(), 0.0))
             ours, expected = ours[: max(0, mine.stop - start)], [value[mine] for value in expected]
@@ -95,7 +95,8 @@ def run_case(
         if name == "dE" and case.options.get("input_grad") == "partial" and group is not None:
             ours = ours.float().clone()
             dist.all_reduce(ours, group=group)
-        errors.append(compare(name, ours, *expected, torch.float32 if name not in ("dE", "dC", "dbias") else dtype))
+        held_in = dtype if name in ("dE", "dC", "dbias") else torch.float32
+        errors.append(compare(name, ours, expected[0], expected[1], held_in))
     differ = sum(not torch.equal(_bits(first[name]), _bits(again[name])) for name in first)
     errors.append(Error("bits of a second run", float(differ), 0.0))
     if group is not None:
