@@ -478,9 +478,7 @@ def test_other_token_counts_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> 
             merged = torch.stack((stats[0], stats[1].log()))  # its second row starts at any address
             gradients(p, case, tuple(merged), cache)
         if num_tokens == 1024:
-            monkeypatch.setattr(
-                knobs.runtime, "jit_cache_hook", lambda *, fn, **_: bool(compiled.append(fn.name))
-            )
+            monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda *, fn, **_: bool(compiled.append(fn.name)))
     assert compiled == []
 
 
