@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from cce_dist import merge
 from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
@@ -23,6 +24,10 @@ class VocabParallelHead(nn.Module):
     The initial weight depends on torch's CPU seed alone, not on the number of ranks: seed all ranks of the group alike.
     Its ``state_dict`` loads at another size of the group: as ``DTensor`` entries through torch.distributed.checkpoint,
     or from a dictionary that holds the whole weight, of which each rank takes its rows.
+
+    FSDP2 may split the rows further, over data-parallel ranks (``fully_shard(head, mesh=data_parallel_mesh)``, with a
+    ``mesh`` here where the vocabulary is split too); it gathers them for forward and again for backward, and sums or averages
+    their gradient as it does any other's. ZeRO-3 does the same through its hooks on the module.
 
     Args:
         hidden_size: D.
@@ -85,16 +90,18 @@ class VocabParallelHead(nn.Module):
         seed = int(torch.randint(2**62, ()).item())
         bound = 1 / math.sqrt(self.hidden_size)
         weight = _local(self.weight)
+        first_row = self._first_row()
+        stop_row = first_row + weight.shape[0]
         with torch.no_grad():
-            for first in range(self.shard.start // INIT_ROWS * INIT_ROWS, self.shard.stop, INIT_ROWS):
+            for first in range(first_row // INIT_ROWS * INIT_ROWS, stop_row, INIT_ROWS):
                 block = torch.empty(INIT_ROWS, self.hidden_size)
                 generator = torch.Generator().manual_seed((seed + first) % 2**63)
                 if self.init_std is None:
                     block.uniform_(-bound, bound, generator=generator)
                 else:
                     block.normal_(std=self.init_std, generator=generator)
-                start, stop = max(first, self.shard.start), min(first + INIT_ROWS, self.shard.stop)
-                weight[start - self.shard.start : stop - self.shard.start] = block[start - first : stop - first]
+                start, stop = max(first, first_row), min(first + INIT_ROWS, stop_row)
+                weight[start - first_row : stop - first_row] = block[start - first : stop - first]
             if self.bias is not None:
                 _local(self.bias).zero_()
 
@@ -129,6 +136,14 @@ class VocabParallelHead(nn.Module):
         padding = torch.arange(self.shard.num_rows, device=logits.device) >= self.shard.num_valid
         return logits.masked_fill(padding, -torch.inf)
 
+    def _first_row(self) -> int:
+        """First vocabulary id of the rows in memory, which are fewer than the shard's where FSDP2 has split them further."""
+        if not isinstance(self.weight, DTensor):
+            return self.shard.start
+        weight = self.weight
+        _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        return offset[0] + (self.shard.start if self.mesh is None else 0)
+
     def _new_parameter(self, local: Tensor) -> Tensor:
         return local if self.mesh is None else _distribute(local, self.vocab_size, self.mesh)
 
@@ -149,6 +164,8 @@ def _distribute_entries(head: VocabParallelHead, state_dict: dict, prefix: str, 
         return
     mesh = DeviceMesh.from_group(group, head.weight.device.type)
     for key in (prefix + "weight", prefix + "bias"):
+        if isinstance(state_dict.get(key), DTensor):
+            raise ValueError(f"{key} is split by FSDP2 too: make the head with mesh=, so that both splits can be saved")
         if key in state_dict:
             state_dict[key] = _distribute(state_dict[key], head.vocab_size, mesh)
 
@@ -156,9 +173,10 @@ def _distribute_entries(head: VocabParallelHead, state_dict: dict, prefix: str, 
 def _localize_entries(head: VocabParallelHead, state_dict: dict, prefix: str, *_) -> None:
     """Take this rank's rows from whole entries, and the local tensors of distributed ones."""
     rows = head.shard.num_rows
-    for key in (prefix + "weight", prefix + "bias"):
+    for name in ("weight", "bias"):
+        key = prefix + name
         entry = state_dict.get(key)
-        if entry is None or (head.mesh is not None and isinstance(entry, DTensor)):
+        if entry is None or (isinstance(getattr(head, name), DTensor) and isinstance(entry, DTensor)):
             continue
         entry = _local(entry)
         if entry.shape[0] == head.vocab_size != rows:

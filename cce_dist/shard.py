@@ -87,28 +87,38 @@ class VocabShard:
     def from_dtensor(cls, weight: DTensor) -> VocabShard:
         """Read the shard off a weight that is sharded on dim 0 over one mesh dimension (and replicated over others).
 
+        That mesh dimension is taken to be the vocabulary-parallel one. A DTensor does not say whether FSDP2 made it: read
+        inside the forward of the module that FSDP2 wraps, the weight is gathered and this holds; outside it is not.
+
         Args:
             weight: [V, D] DTensor; its local tensor is the ``linear_weight`` of this rank.
 
         Raises:
-            ValueError: The weight is not sharded on dim 0 of exactly one mesh dimension.
+            ValueError: The weight is sharded over several mesh dimensions, or not on dim 0.
         """
         placements = weight.placements
         sharded = [dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
         if not sharded:
             return cls(0, weight.shape[0], weight.shape[0])
-        if len(sharded) > 1 or placements[sharded[0]] != Shard(0):
-            raise ValueError(f"a weight's DTensor must be sharded on dim 0 of one mesh dimension, got {placements}")
+        if len(sharded) > 1:
+            raise ValueError(
+                f"linear_weight is a DTensor sharded over {len(sharded)} mesh dimensions, {placements}, of which only one "
+                "can be the vocabulary's: an FSDP2 weight is whole only in the forward of the module that owns it "
+                "(VocabParallelHead, say)"
+            )
+        if placements[sharded[0]] != Shard(0):
+            raise ValueError(f"linear_weight's DTensor must be sharded on dim 0, the vocabulary, got {placements}")
         return cls.even(weight.shape[0], weight.device_mesh.get_group(sharded[0]))
 
 
 def local_weight(weight: torch.Tensor, shard: VocabShard | None) -> tuple[torch.Tensor, VocabShard]:
     """The rows that are here and the shard that they are, for a plain weight or a DTensor."""
     if weight.dim() != 2:
-        raise ValueError(
-            f"linear_weight must be [V, D], got {tuple(weight.shape)}"
-            + (": a weight that ZeRO-3 or FSDP has freed? Gather it first" if weight.numel() == 0 else "")
+        flat = (
+            ": a weight that ZeRO-3 or FSDP1 has freed? It is whole only in the forward of the module that owns it "
+            "(VocabParallelHead, say)"
         )
+        raise ValueError(f"linear_weight must be [V, D], got {tuple(weight.shape)}{flat if weight.dim() == 1 else ''}")
     if isinstance(weight, DTensor):
         if shard is not None:
             raise ValueError("linear_weight is a DTensor, which says itself how it is sharded: leave shard out")

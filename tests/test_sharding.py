@@ -1,0 +1,312 @@
+"""Every way in which a weight is split, every way in which a batch is cut, and what is communicated; on four ranks."""
+
+import itertools
+import logging
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from cce_dist import VocabParallelHead, VocabShard, linear_cross_entropy
+from cce_dist.kernels import torch_ops
+from cce_dist.verify.ranks import run_ranks
+
+N, D = 12, 8
+VOCABULARIES = (33, 5, 1)  # over four ranks: uneven; 2, 2, 1 and 0 rows; all but one empty
+
+
+@pytest.mark.timeout(600)
+def test_four_ranks():
+    """One spawn for everything that needs ranks."""
+    run_ranks(_four_ranks, 4)
+
+
+def _four_ranks():
+    logging.getLogger("torch.distributed.tensor").setLevel(
+        logging.ERROR
+    )  # warns that full_tensor() gathers in two steps
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    for vocab_size in VOCABULARIES:
+        _check_dtensors(vocab_size, mesh, line)
+        _check_fsdp(vocab_size, line, None)
+        if vocab_size > 1:  # FSDP2 cannot split a tensor-parallel shard that is empty
+            _check_fsdp(vocab_size, mesh["dp"], mesh["tp"])
+    _check_what_is_refused(mesh, line)
+    _check_a_head_of_ones_own(mesh)
+    _check_born_on_meta(mesh)
+    _check_checkpoints(mesh, line)
+    _check_a_weight_that_hooks_gather()
+    _check_normalisation()
+
+
+def data(vocab_size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [N, D], weight [V, D], labels [N]; the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(rows, D, generator=generator) for rows in (N, vocab_size))
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(vocab_size, (N,), generator=generator)
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _check_dtensors(vocab_size: int, mesh: DeviceMesh, line: DeviceMesh) -> None:
+    hidden, weight, labels = data(vocab_size)
+    expected = linear_cross_entropy(hidden, weight, labels)
+    d_hidden, d_weight = torch.autograd.grad(expected, (hidden, weight))
+    for where, placements in (
+        (line, [Shard(0)]),
+        (line, [Replicate()]),
+        (mesh, [Replicate(), Shard(0)]),
+        (mesh, [Shard(0), Replicate()]),
+    ):
+        split = distribute_tensor(weight.detach(), where, placements).requires_grad_()
+        loss = linear_cross_entropy(hidden, split, labels)
+        torch.testing.assert_close(loss, expected)
+        gradients = torch.autograd.grad(loss, (hidden, split))
+        torch.testing.assert_close(gradients[0], d_hidden)
+        assert isinstance(gradients[1], DTensor) and gradients[1].placements == tuple(placements)
+        torch.testing.assert_close(whole(gradients[1]), d_weight)
+
+
+@contextmanager
+def weights_seen(function: str):
+    """Collect the weights that reach the arithmetic of a shard."""
+    seen: list[Tensor] = []
+    original = getattr(torch_ops, function)
+
+    def spy(hidden: Tensor, weight: Tensor, *args: Any, **options: Any) -> Any:
+        seen.append(weight)
+        return original(hidden, weight, *args, **options)
+
+    with mock.patch.object(torch_ops, function, spy):
+        yield seen
+
+
+def _check_fsdp(vocab_size: int, dp: DeviceMesh, tp: DeviceMesh | None) -> None:
+    """FSDP2 gathers the weight once for forward and once for backward, and frees it between; ranks hold different data."""
+    torch.manual_seed(5)
+    head = VocabParallelHead(D, vocab_size, mesh=tp, bias=True, workspace_bytes=1)
+    weight, bias = (whole(p).detach().requires_grad_() for p in (head.weight, head.bias))
+    fully_shard(head, mesh=dp, reshard_after_forward=True)
+    batches = [data(vocab_size, seed) for seed in range(dp.size())]
+    mine, _, my_labels = batches[dp.get_local_rank()]
+    losses = [linear_cross_entropy(hidden, weight, labels, linear_bias=bias) for hidden, _, labels in batches]
+    expected = torch.autograd.grad(torch.stack(losses).mean(), (weight, bias, mine))  # FSDP2 averages
+
+    with weights_seen("local_stats") as seen, gathers() as forward:
+        loss = head(mine, my_labels)
+    [gathered] = seen
+    assert gathered.untyped_storage().size() == 0, "the weight outlives forward"
+    with weights_seen("gradients") as seen, gathers() as backward:
+        loss.backward()
+    assert len(seen) == 1 and (forward.count, backward.count) == (1, 1)
+    torch.testing.assert_close(loss, losses[dp.get_local_rank()])
+    for parameter, gradient in zip(head.parameters(), expected, strict=False):
+        assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+        assert parameter.grad.placements == parameter.placements
+        torch.testing.assert_close(whole(parameter.grad), gradient)
+    torch.testing.assert_close(mine.grad, expected[2] * dp.size())
+
+
+@contextmanager
+def gathers():
+    """Count FSDP2's all-gathers of weights."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    counted = SimpleNamespace(count=0)
+    original = _fsdp_param_group.foreach_all_gather
+
+    def spy(*args: Any, **options: Any) -> Any:
+        counted.count += 1
+        return original(*args, **options)
+
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", spy):
+        yield counted
+
+
+def _check_what_is_refused(mesh: DeviceMesh, line: DeviceMesh) -> None:
+    hidden, weight, labels = data(33)
+    head = VocabParallelHead(D, 33, mesh=mesh["tp"])
+    fully_shard(head, mesh=mesh["dp"])
+    plain = VocabParallelHead(D, 33, group=mesh["tp"].get_group())
+    fully_shard(plain, mesh=mesh["dp"])
+    for split, says in (
+        (distribute_tensor(weight.detach(), line, [Shard(1)]), "sharded on dim 0"),
+        (distribute_tensor(weight.detach(), mesh, [Shard(0), Shard(0)]), "over 2 mesh dimensions"),
+        (DTensor.from_local(weight.detach(), line, [Partial()]), "sharded on dim 0"),
+        (head.weight, "over 2 mesh dimensions.*FSDP2"),
+        (weight.detach().flatten()[:100], "FSDP1"),
+        (torch.empty(0), "ZeRO-3.*VocabParallelHead"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            linear_cross_entropy(hidden, split, labels)
+    with pytest.raises(ValueError, match="leave shard out"):
+        split = distribute_tensor(weight.detach(), line, [Shard(0)])
+        linear_cross_entropy(hidden, split, labels, shard=VocabShard.even(33, line.get_group()))
+    with pytest.raises(ValueError, match="make the head with mesh="):
+        plain.state_dict()
+
+
+def _check_a_head_of_ones_own(mesh: DeviceMesh) -> None:
+    """Any module whose forward computes the loss will do; here an embedding tied to the head, all under one FSDP2 unit."""
+
+    class Tied(nn.Module):
+        def __init__(self, embedding: Tensor) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(distribute_tensor(embedding, mesh["tp"], [Shard(0)]))
+
+        def forward(self, labels: Tensor) -> Tensor:
+            hidden = whole(self.weight)[labels]
+            return linear_cross_entropy(hidden, self.weight, labels, reduction="sum")
+
+    weight = data(33)[1]
+    model = Tied(weight.detach().clone())
+    fully_shard(model, mesh=mesh["dp"])
+    labels = torch.arange(5) + 7 * mesh["dp"].get_local_rank()
+    model(labels).backward()
+    for start in (0, 7):
+        ids = torch.arange(5) + start
+        (linear_cross_entropy(weight[ids], weight, ids, reduction="sum") / 2).backward()
+    assert isinstance(model.weight.grad, DTensor)
+    torch.testing.assert_close(model.weight.grad.full_tensor(), weight.grad)
+
+
+def _check_born_on_meta(mesh: DeviceMesh) -> None:
+    """A head made without memory, then split, then drawn holds the same weight as one drawn whole."""
+    torch.manual_seed(9)
+    expected = VocabParallelHead(D, 2050).weight
+    for tp in (mesh["tp"], None):
+        head = VocabParallelHead(D, 2050, mesh=tp, device="meta", bias=True)
+        fully_shard(head, mesh=mesh["dp"])
+        head.to_empty(device="cpu")
+        torch.manual_seed(9)
+        head.reset_parameters()
+        assert torch.equal(whole(head.weight), expected)
+        assert not whole(head.bias).any()
+
+
+def _check_checkpoints(mesh: DeviceMesh, line: DeviceMesh) -> None:
+    """What one split saves, every other loads; so does a dictionary of whole tensors."""
+    layouts = {"fsdp x tp": (mesh["dp"], mesh["tp"]), "tp": (None, line), "fsdp": (line, None)}
+    heads = {}
+    for seed, (name, (dp, tp)) in enumerate(layouts.items()):
+        torch.manual_seed(seed)
+        heads[name] = head = VocabParallelHead(D, 33, mesh=tp, bias=True)
+        if dp is not None:
+            fully_shard(head, mesh=dp)
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    for saved, loaded in itertools.permutations(heads, 2):
+        for key in ("weight", "bias"):
+            nn.init.normal_(getattr(heads[saved], key))
+        path = f"{folder[0]}/{saved}-{loaded}"
+        dcp.save(get_model_state_dict(heads[saved]), checkpoint_id=path)
+        state = get_model_state_dict(heads[loaded])
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(heads[loaded], state)
+        for key in ("weight", "bias"):
+            assert torch.equal(whole(getattr(heads[loaded], key)), whole(getattr(heads[saved], key))), (saved, loaded)
+
+
+def _check_a_weight_that_hooks_gather() -> None:
+    """As ZeRO-3 does it: the parameter's memory comes and goes by hooks on the module, its object stays."""
+    hidden, weight, labels = data(33)
+    expected = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), (weight, hidden))
+    head = VocabParallelHead(D, 33, weight=nn.Parameter(weight.detach().clone()))
+    gradients = []
+
+    def gather(*_: Any) -> None:
+        head.weight.data = weight.detach().clone()
+
+    def free(*_: Any) -> None:
+        head.weight.data = torch.empty(0)
+
+    def reduce(parameter: Tensor) -> None:
+        gradients.append(parameter.grad)
+        parameter.grad = None
+        free()
+
+    free()
+    head.register_forward_pre_hook(gather)
+    head.register_forward_hook(free)
+    head.register_full_backward_pre_hook(gather)
+    head.weight.register_post_accumulate_grad_hook(reduce)
+    loss = head(hidden, labels)
+    assert head.weight.numel() == 0
+    loss.backward()
+    assert head.weight.numel() == 0
+    torch.testing.assert_close(gradients[0], expected[0])
+    torch.testing.assert_close(hidden.grad, expected[1])
+
+
+def _check_normalisation() -> None:
+    """One batch cut over data and context parallel ranks and microbatches: with num_tokens the gradient is the batch's.
+
+    Sequences differ in their number of valid tokens; the first quarter of the batch and the last of every sequence have none,
+    so that some ranks and microbatches have nothing to do.
+    """
+    batch, seq_len, vocab_size = 8, 8, 33
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(batch, seq_len, D, generator=generator)
+    weight = torch.randn(vocab_size, D, generator=generator)
+    labels = torch.randint(vocab_size, (batch, seq_len), generator=generator)
+    labels[:2], labels[:, 6:], labels[5, 1:4] = -100, -100, -100
+
+    def gradients(dp: int, cp: int, accumulate: int, count: Callable[[Tensor, dist.ProcessGroup | None], Any]) -> list:
+        """Whole dC and dE, from this rank's parts and those of the ranks beside it."""
+        tp = 4 // (dp * cp)
+        mesh = init_device_mesh("cpu", (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+        place = {name: mesh.get_local_rank(name) for name in ("dp", "cp", "tp")}
+        beside = mesh["dp", "cp"]._flatten("parts").get_group() if dp * cp > 1 else None
+        shard = VocabShard.even(vocab_size, mesh["tp"].get_group())
+        local = weight[shard.start : shard.stop].clone().requires_grad_()
+        my_hidden = hidden.clone().requires_grad_()
+        mine = slice(place["cp"] * seq_len // cp, (place["cp"] + 1) * seq_len // cp)
+        num_tokens = count(labels.chunk(dp)[place["dp"]][:, mine], beside)
+        for part in range(accumulate):
+            rows, columns = my_hidden.chunk(dp)[place["dp"]].chunk(accumulate)[part], slice(mine.start, mine.stop)
+            part_labels = labels.chunk(dp)[place["dp"]].chunk(accumulate)[part]
+            linear_cross_entropy(
+                rows[:, columns], local, part_labels[:, columns], shard=shard, num_tokens=num_tokens
+            ).backward()  # fmt: skip
+        results: list[Any] = [local.grad, my_hidden.grad]
+        for gradient in results if beside is not None else ():
+            dist.all_reduce(gradient, group=beside)
+        return [
+            DTensor.from_local(
+                results[0], mesh["tp"], [Shard(0)], shape=weight.shape, stride=weight.stride()
+            ).full_tensor(),
+            results[1],
+        ]
+
+    def summed(labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        valid = (labels != -100).sum()
+        if group is not None:
+            dist.all_reduce(valid, group=group)
+        return valid
+
+    known = int((labels != -100).sum())
+    expected = gradients(1, 1, 1, lambda *_: known)
+    reference = weight.clone().requires_grad_()
+    linear_cross_entropy(hidden, reference, labels).backward()
+    torch.testing.assert_close(expected[0], reference.grad)
+    for dp, cp, accumulate in itertools.product((1, 2, 4), repeat=3):
+        if dp * cp > 4 or dp * accumulate > 8 or (dp, cp, accumulate) == (1, 1, 1):
+            continue
+        for count in (summed, lambda *_: known):
+            for ours, whole_batch in zip(gradients(dp, cp, accumulate, count), expected, strict=True):
+                torch.testing.assert_close(ours, whole_batch)
