@@ -31,6 +31,11 @@ COMMANDS = {
         "overlay the loss curves of several pre-training runs",
         "cce-dist plot runs/exact/metrics.jsonl runs/dense/metrics.jsonl",
     ),
+    "compare": Command(
+        "cce_dist.compare",
+        "pre-train with several ways of computing the head's gradient, and compare what is learned",
+        "cce-dist compare --methods dense exact filtered filtered-plain --seeds 3",
+    ),
     "verify": Command(
         "cce_dist.verify",
         "compare loss and gradients with the dense reference on your ranks and devices",

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     shapes, tokens = DEFAULTS["cuda" if device.type == "cuda" else "cpu"]
-    environment = _environment(device)
+    environment = describe_environment(device)
     args.out.mkdir(parents=True, exist_ok=True)
     has_figure = find_spec("matplotlib") is not None  # asked before hours of measuring, not after
 
@@ -109,7 +109,8 @@ def _choose(names: list[str], available: dict[str, Any]) -> dict[str, Any]:
     return {name: method for name, method in available.items() if name in names or known[name] in names}
 
 
-def _environment(device: Any) -> dict[str, Any]:
+def describe_environment(device: Any) -> dict[str, Any]:
+    """Return the device, the versions of what is compared, the date and the command."""
     import torch
 
     versions = {"torch": str(torch.__version__)}

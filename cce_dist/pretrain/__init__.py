@@ -10,8 +10,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-LOSSES = ("dense", "exact", "filtered", "filtered-plain")
-PRESETS = ("toy", "small", "base", "llama-3-8b-head")
+FILTERS: dict[str, dict[str, bool]] = {  # arguments of GradFilter, beside eps, by name of the loss
+    "filtered": {},
+    "filtered-plain": {"compensate": False},
+    "full-c": {"weight": False},
+    "full-c-plain": {"weight": False, "compensate": False},
+}
+LOSSES = ("dense", "exact", *FILTERS)
+PRESETS = ("toy", "small", "wide", "base", "llama-3-8b-head")
 
 
 class UsageError(Exception):
@@ -32,55 +38,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="go on from the last checkpoint in --out; --no-resume deletes the checkpoints there and starts anew",
     )
-    run.add_argument("--steps", type=_positive, default=300, help="optimizer steps of the whole run")
+    run.add_argument("--steps", type=positive, default=300, help="optimizer steps of the whole run")
     run.add_argument("--seed", type=int, default=0, help="of weights and of data order")
-    run.add_argument("--log-every", type=_positive, default=1, metavar="STEPS")
-    run.add_argument("--eval-every", type=_positive, default=50, metavar="STEPS")
-    run.add_argument("--eval-batches", type=_positive, default=8, metavar="BATCHES")
+    run.add_argument("--log-every", type=positive, default=1, metavar="STEPS")
+    run.add_argument("--eval-every", type=positive, default=50, metavar="STEPS")
+    run.add_argument("--eval-batches", type=positive, default=8, metavar="BATCHES")
     run.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="0: never")
     run.add_argument(
-        "--keep", type=_positive, default=2, metavar="CHECKPOINTS", help="how many of the newest stay on disk"
+        "--keep", type=positive, default=2, metavar="CHECKPOINTS", help="how many of the newest stay on disk"
     )
 
     loss = parser.add_argument_group("loss: changes nothing else, so that curves compare")
     loss.add_argument("--loss", choices=LOSSES, default="exact", help="dense holds all logits; the others never do")
     loss.add_argument("--filter-eps", type=float, default=2**-12, help="softmax below which a gradient tile is dropped")
 
+    add_model_arguments(parser)
+    add_data_arguments(parser)
+    add_optimization_arguments(parser)
+
+    ranks = parser.add_argument_group("ranks and devices")
+    ranks.add_argument("--tp", type=positive, help="tensor-parallel size (default: all ranks; alone, up to 2)")
+    ranks.add_argument("--dp", type=positive, default=1, help="data-parallel size (FSDP2)")
+    ranks.add_argument(
+        "--sequence-parallel", action="store_true", help="slice activations between tensor-parallel layers"
+    )
+    add_device_arguments(ranks)
+    ranks.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of every collective")
+    ranks.add_argument("--max-restarts", type=int, default=0, help="restarts after a lost rank, when started alone")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that size the model."""
     model = parser.add_argument_group("model")
     model.add_argument("--preset", choices=PRESETS, default="small", help="sizes of the model")
-    model.add_argument("--vocab-size", type=_positive, help="(default: the preset's)")
-    model.add_argument("--num-layers", type=_positive, help="(default: the preset's)")
-    model.add_argument("--seq-len", type=_positive, help="(default: the preset's)")
+    model.add_argument("--vocab-size", type=positive, help="(default: the preset's)")
+    model.add_argument("--num-layers", type=positive, help="(default: the preset's)")
+    model.add_argument("--seq-len", type=positive, help="(default: the preset's)")
 
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose the text."""
     data = parser.add_argument_group("data")
     data.add_argument("--corpus", type=Path, help="folder of UTF-8 text files (default: Python's standard library)")
     data.add_argument(
         "--pattern", help="file names to read, such as '*.txt' (default: '*', or '*.py' with no --corpus)"
     )
+    data.add_argument("--corpus-mib", type=positive, metavar="MIB", help="read files, in mixed order, up to this size")
     data.add_argument("--cache", type=Path, help="folder of tokenized corpora (default: ~/.cache/cce-dist)")
 
+
+def add_optimization_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of batch and optimizer."""
     optim = parser.add_argument_group("optimization")
-    optim.add_argument("--batch-size", type=_positive, default=16, help="sequences per step, over all ranks")
-    optim.add_argument("--accumulate", type=_positive, default=1, help="forward and backward passes per step")
+    optim.add_argument("--batch-size", type=positive, default=16, help="sequences per step, over all ranks")
+    optim.add_argument("--accumulate", type=positive, default=1, help="forward and backward passes per step")
     optim.add_argument("--lr", type=float, default=3e-3, help="peak of warm-up and cosine decay to a tenth")
     optim.add_argument("--warmup", type=int, default=20, metavar="STEPS")
     optim.add_argument("--weight-decay", type=float, default=0.1)
     optim.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
 
-    ranks = parser.add_argument_group("ranks and devices")
-    ranks.add_argument("--tp", type=_positive, help="tensor-parallel size (default: all ranks; alone, up to 2)")
-    ranks.add_argument("--dp", type=_positive, default=1, help="data-parallel size (FSDP2)")
-    ranks.add_argument(
-        "--sequence-parallel", action="store_true", help="slice activations between tensor-parallel layers"
+
+def add_device_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the options that say where and how a rank computes."""
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of arithmetic, by autocast"
     )
-    ranks.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    ranks.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of arithmetic, by autocast")
-    ranks.add_argument("--compile", action="store_true", help="torch.compile every block")
-    ranks.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of every collective")
-    ranks.add_argument("--max-restarts", type=int, default=0, help="restarts after a lost rank, when started alone")
+    parser.add_argument("--compile", action="store_true", help="torch.compile every block")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Read a whole number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")

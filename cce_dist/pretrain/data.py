@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -79,15 +80,17 @@ class Batches:
         return self.ids[start : start + self.seq_len + 1]
 
 
-def prepare(corpus: Path | None, pattern: str | None, vocab_size: int, cache: Path | None) -> Path:
-    """Tokenize a corpus, or find it in the cache, and return its folder.
+def prepare(
+    corpus: Path | None, pattern: str | None, vocab_size: int, cache: Path | None, max_mib: int | None = None
+) -> Path:
+    """Tokenize a corpus, or its files up to ``max_mib``, or find that in the cache, and return its folder.
 
     Safe in several processes at once: whoever takes the lock first does the work in a temporary folder and renames it.
 
     Raises:
         CorpusError: No file matches, one cannot be read as UTF-8 text, or the cache cannot be written.
     """
-    files = _find(corpus, pattern)
+    files = _find(corpus, pattern, max_mib)
     folder = _folder(files, vocab_size, cache)
     if folder.exists():
         return folder
@@ -107,18 +110,20 @@ def prepare(corpus: Path | None, pattern: str | None, vocab_size: int, cache: Pa
     return folder
 
 
-def wait_for(corpus: Path | None, pattern: str | None, vocab_size: int, cache: Path | None) -> Path:
+def wait_for(
+    corpus: Path | None, pattern: str | None, vocab_size: int, cache: Path | None, max_mib: int | None = None
+) -> Path:
     """Return the folder that another process of this machine prepares, once it is there.
 
     It waits without end: a preparing rank that fails takes the group down with it.
     """
-    folder = _folder(_find(corpus, pattern), vocab_size, cache)
+    folder = _folder(_find(corpus, pattern, max_mib), vocab_size, cache)
     while not folder.exists():
         time.sleep(0.1)
     return folder
 
 
-def _find(corpus: Path | None, pattern: str | None) -> dict[str, Path]:
+def _find(corpus: Path | None, pattern: str | None, max_mib: int | None) -> dict[str, Path]:
     """Return the corpus's files by relative name, in the order in which they are packed."""
     if corpus is None:
         root, pattern = Path(sysconfig.get_path("stdlib")), pattern or "*.py"
@@ -131,7 +136,11 @@ def _find(corpus: Path | None, pattern: str | None) -> dict[str, Path]:
     kept = {name: path for name, path in paths.items() if left_out.isdisjoint(name.split("/"))}
     if not kept:
         raise CorpusError(f"no file matches {pattern!r} in {root}")
-    return dict(sorted(kept.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest()))
+    mixed = sorted(kept.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())
+    if max_mib is not None:
+        sizes = itertools.accumulate(_status(path).st_size for _, path in mixed)
+        mixed = mixed[: max(1, sum(size <= max_mib << 20 for size in sizes))]
+    return dict(mixed)
 
 
 def _folder(files: dict[str, Path], vocab_size: int, cache: Path | None) -> Path:
@@ -139,12 +148,16 @@ def _folder(files: dict[str, Path], vocab_size: int, cache: Path | None) -> Path
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cce-dist"
     digest = hashlib.sha256(f"{LAYOUT} {vocab_size}".encode())
     for name, path in files.items():
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise CorpusError(f"cannot read corpus file {path}: {error.strerror}") from error
+        status = _status(path)
         digest.update(f"\0{name}\0{status.st_size}\0{status.st_mtime_ns}".encode())
     return cache / f"bpe-{vocab_size}-{digest.hexdigest()[:16]}"
+
+
+def _status(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise CorpusError(f"cannot read corpus file {path}: {error.strerror}") from error
 
 
 def _tokenize(files: list[Path], vocab_size: int, folder: Path) -> None:

@@ -38,7 +38,8 @@ def launch(args: argparse.Namespace) -> int:
     if args.tp * args.dp == 1:
         return run_rank(args)
     try:
-        data.prepare(args.corpus, args.pattern, args.vocab_size, args.cache)  # a bad corpus fails once, here
+        # Here a bad corpus fails once.
+        data.prepare(args.corpus, args.pattern, args.vocab_size, args.cache, args.corpus_mib)
     except data.CorpusError as error:
         return _report(error)
     return _start_ranks(args)
@@ -87,7 +88,7 @@ def run_rank(args: argparse.Namespace) -> int:
     try:
         ranks = join(args)
         prepare = data.prepare if int(os.environ.get("LOCAL_RANK", "0")) == 0 else data.wait_for
-        folder = prepare(args.corpus, args.pattern, args.vocab_size, args.cache)
+        folder = prepare(args.corpus, args.pattern, args.vocab_size, args.cache, args.corpus_mib)
         train(args, ranks, folder)
     except KeyboardInterrupt:
         if dist.is_initialized():

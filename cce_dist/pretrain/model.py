@@ -11,7 +11,7 @@ sequence-parallel form).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,7 @@ class Shape:
 PRESETS = {
     "toy": Shape(hidden_size=32, num_layers=2, num_heads=4, num_ffn=96, seq_len=32, vocab_size=384),
     "small": Shape(hidden_size=128, num_layers=4, num_heads=4, num_ffn=384, seq_len=128, vocab_size=4096),
+    "wide": Shape(hidden_size=1024, num_layers=4, num_heads=16, num_ffn=2816, seq_len=512, vocab_size=32768),
     "base": Shape(hidden_size=768, num_layers=12, num_heads=12, num_ffn=2048, seq_len=1024, vocab_size=32768),
     "llama-3-8b-head": Shape(
         hidden_size=4096, num_layers=2, num_heads=32, num_ffn=14336, seq_len=2048, vocab_size=128256
@@ -54,8 +55,8 @@ PRESETS = {
 class GPT(nn.Module):
     """Decoder-only transformer whose last layer is the loss.
 
-    ``head`` is a ``VocabParallelHead`` that returns ``LinearCrossEntropyOutput``, or ``DenseHead``, which holds the same
-    weight under the same name.
+    ``head`` takes hidden states [s, b, D], labels [s, b] and ``num_tokens``, and holds its weight as ``weight``: a
+    ``VocabParallelHead``, or another, such as ``DenseHead``, that returns the loss alone.
     """
 
     def __init__(self, shape: Shape, head: nn.Module) -> None:
@@ -68,11 +69,15 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor, num_tokens: int) -> tuple[Tensor, FilterStats | None]:
         """Return the summed loss of ``labels`` over ``num_tokens``, and what the filter did; ids and labels [s, b] int64."""
+        output = self.head(self.hidden_states(ids), labels, num_tokens=num_tokens)
+        return (output, None) if isinstance(output, Tensor) else (output.loss, output.filter_stats)
+
+    def hidden_states(self, ids: Tensor) -> Tensor:
+        """Return what the head gets, [s, b, D]."""
         hidden = self.embedding(ids)
         for block in self.blocks:
             hidden = block(hidden)
-        output = self.head(self.norm(hidden), labels, num_tokens=num_tokens)
-        return output.loss, output.filter_stats
+        return self.norm(hidden)
 
 
 class Block(nn.Module):
@@ -140,13 +145,6 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-class DenseOutput(NamedTuple):
-    """The part of ``LinearCrossEntropyOutput`` that training reads."""
-
-    loss: Tensor
-    filter_stats: None = None
-
-
 class DenseHead(nn.Module):
     """The loss with all logits in memory, in fp32: what every fused loss is compared with.
 
@@ -161,7 +159,7 @@ class DenseHead(nn.Module):
         self.mesh = mesh
         self.sequence_parallel = sequence_parallel
 
-    def forward(self, hidden: Tensor, labels: Tensor, num_tokens: int) -> DenseOutput:
+    def forward(self, hidden: Tensor, labels: Tensor, num_tokens: int) -> Tensor:
         weight = self.weight
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
@@ -169,7 +167,7 @@ class DenseHead(nn.Module):
             hidden = DTensor.from_local(hidden, self.mesh, [Shard(0)], run_check=False).full_tensor()
         logits = F.linear(hidden, weight).float()
         loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
-        return DenseOutput(loss / num_tokens)
+        return loss / num_tokens
 
 
 class Replicated(ParallelStyle):

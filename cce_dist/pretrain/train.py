@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from cce_dist import FilterStats, GradFilter, VocabParallelHead
-from cce_dist.pretrain import UsageError, checkpoint, plot
+from cce_dist.pretrain import FILTERS, UsageError, checkpoint, plot
 from cce_dist.pretrain.data import IGNORED, Batches, Corpus
 from cce_dist.pretrain.log import Log
 from cce_dist.pretrain.model import GPT, PRESETS, DenseHead, Shape, shard_model
@@ -42,14 +42,14 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
         CheckpointError: On every rank.
         OSError: On the first rank, which writes the metrics.
     """
-    shape = _shape(args, ranks)
+    shape = model_shape(args, ranks)
     corpus = Corpus(folder)
     batches = Batches(corpus.train, shape.seq_len, args.seed)
     held_out = Batches(corpus.held_out, shape.seq_len, args.seed)
 
-    _make_deterministic(args.seed)
+    make_deterministic(args.seed)
     model = build_model(args, ranks, shape)
-    optimizer = _optimizer(model, args)
+    optimizer = make_optimizer(model, args)
     same = {**dataclasses.asdict(shape), "corpus": corpus.key, "seed": args.seed}
     state = _resume(args, ranks, model, optimizer, same)
     log = Log(args.out, state["step"], args.steps) if ranks.rank == 0 else None
@@ -62,12 +62,7 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
     for step in range(state["step"] + 1, args.steps + 1):
         ids, labels = batches.at(state["position"], args.batch_size)
         state["position"] += args.batch_size
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
-        loss, stats = _accumulate_gradients(args, ranks, model, ids, labels)
-        grad_norm = clip_gradients(model, args.clip, ranks)
-        optimizer.step()
-        optimizer.zero_grad()
+        loss, grad_norm, stats = train_step(args, ranks, model, optimizer, step, ids, labels)
         state["step"] = step
         tokens += labels.size
 
@@ -87,7 +82,7 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
             log.advance()
 
         if step % args.eval_every == 0 or step == args.steps:
-            val_loss = _validate(args, ranks, model, held_out)
+            val_loss = validate(args, ranks, model, held_out)
             if log is not None:
                 log.write({"step": step, "split": "val", "loss": val_loss})
                 log.note(f"step {step:>6}  val loss {val_loss:.4f}")
@@ -110,16 +105,7 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
 
 def build_model(args: argparse.Namespace, ranks: Ranks, shape: Shape) -> GPT:
     """Return the model on its device, sharded; its weights depend on torch's CPU seed alone."""
-    grad_filter = None
-    if args.loss.startswith("filtered"):
-        grad_filter = GradFilter(eps=args.filter_eps, compensate=args.loss == "filtered")
-    head: nn.Module = VocabParallelHead(
-        shape.hidden_size, shape.vocab_size, mesh=ranks.tp_mesh, init_std=0.02, device=ranks.device,
-        sequence_parallel=args.sequence_parallel and ranks.tp > 1, grad_filter=grad_filter, return_aux=True,
-    )  # fmt: skip
-    if args.loss == "dense":
-        head = DenseHead(head, ranks.tp_mesh, args.sequence_parallel)
-    model = GPT(shape, head)
+    model = GPT(shape, build_head(args, ranks, shape, want_stats=True))
     if ranks.tp_mesh is not None:
         shard_model(model, ranks.tp_mesh, args.sequence_parallel)
     model.to(ranks.device)
@@ -131,6 +117,29 @@ def build_model(args: argparse.Namespace, ranks: Ranks, shape: Shape) -> GPT:
             fully_shard(block, mesh=ranks.dp_mesh)
         fully_shard(model, mesh=ranks.dp_mesh)
     return model
+
+
+def build_head(
+    args: argparse.Namespace,
+    ranks: Ranks,
+    shape: Shape,
+    *,
+    weight: nn.Parameter | None = None,
+    want_stats: bool = False,
+) -> nn.Module:
+    """Return the head that ``args.loss`` names, over ``weight`` if there is one.
+
+    ``want_stats`` has a filtered head return what its filter did; the entropy comes with that, so it takes time.
+    """
+    grad_filter = None
+    if args.loss in FILTERS:
+        grad_filter = GradFilter(args.filter_eps, **FILTERS[args.loss])
+    head = VocabParallelHead(
+        shape.hidden_size, shape.vocab_size, mesh=ranks.tp_mesh, weight=weight, init_std=0.02, device=ranks.device,
+        sequence_parallel=args.sequence_parallel and ranks.tp > 1, grad_filter=grad_filter,
+        return_aux=want_stats and grad_filter is not None,
+    )  # fmt: skip
+    return DenseHead(head, ranks.tp_mesh, args.sequence_parallel) if args.loss == "dense" else head
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -170,7 +179,7 @@ def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks) -> Tensor:
     return norm
 
 
-def _shape(args: argparse.Namespace, ranks: Ranks) -> Shape:
+def model_shape(args: argparse.Namespace, ranks: Ranks) -> Shape:
     """Return the model's sizes, after checking that they can be split as asked."""
     wanted = {name: getattr(args, name) for name in ("vocab_size", "num_layers", "seq_len")}
     shape = dataclasses.replace(PRESETS[args.preset], **{k: v for k, v in wanted.items() if v is not None})
@@ -186,17 +195,19 @@ def _shape(args: argparse.Namespace, ranks: Ranks) -> Shape:
     return shape
 
 
-def _make_deterministic(seed: int) -> None:
+def make_deterministic(seed: int) -> None:
+    """Seed torch and keep it to algorithms that repeat their bits."""
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, args: argparse.Namespace, *, fused: bool = False) -> torch.optim.Optimizer:
+    """Return AdamW over the model's parameters; only matrices decay. ``fused`` steps in one kernel, for plain tensors."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=fused)
 
 
 def _resume(
@@ -215,6 +226,24 @@ def _resume(
     return {"step": 0, "position": 0, "same": same} if state is None else state
 
 
+def train_step(
+    args: argparse.Namespace, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, step: int,
+    ids: np.ndarray, labels: np.ndarray,
+) -> tuple[Tensor, Tensor, FilterStats | None]:  # fmt: skip
+    """Take optimizer step number ``step``, counted from 1, on a whole batch, without waiting for the device.
+
+    Returns:
+        The batch's mean loss, the gradient's norm before clipping, and what the filter did, if there is one.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, args)
+    loss, stats = _accumulate_gradients(args, ranks, model, ids, labels)
+    grad_norm = clip_gradients(model, args.clip, ranks)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, grad_norm, stats
+
+
 def _accumulate_gradients(
     args: argparse.Namespace, ranks: Ranks, model: nn.Module, ids: np.ndarray, labels: np.ndarray
 ) -> tuple[Tensor, FilterStats | None]:
@@ -225,8 +254,8 @@ def _accumulate_gradients(
     num_tokens = max(1, int((labels != IGNORED).sum()))
     total = torch.zeros((), device=ranks.device)
     stats = None
-    for part_ids, part_labels in _parts(ids, labels, ranks, args.accumulate):
-        with _autocast(args, ranks):
+    for part_ids, part_labels in microbatches(ids, labels, ranks, args.accumulate):
+        with autocast(args, ranks):
             loss, stats = model(part_ids, part_labels, num_tokens)
         # FSDP averages gradients over its ranks; ours are to be summed.
         (loss * ranks.dp).backward()
@@ -235,28 +264,36 @@ def _accumulate_gradients(
 
 
 @torch.no_grad()
-def _validate(args: argparse.Namespace, ranks: Ranks, model: nn.Module, held_out: Batches) -> float:
+def validate(args: argparse.Namespace, ranks: Ranks, model: nn.Module, held_out: Batches) -> float:
     """Return the mean loss of the first ``args.eval_batches`` held-out batches, the same ones every time."""
     batches = [held_out.at(index * args.batch_size, args.batch_size) for index in range(args.eval_batches)]
     num_tokens = max(1, sum(int((labels != IGNORED).sum()) for _, labels in batches))
     total = torch.zeros((), device=ranks.device)
     for ids, labels in batches:
-        for part_ids, part_labels in _parts(ids, labels, ranks, args.accumulate):
-            with _autocast(args, ranks):
+        for part_ids, part_labels in microbatches(ids, labels, ranks, args.accumulate):
+            with autocast(args, ranks):
                 total += model(part_ids, part_labels, num_tokens)[0]
     return _sum_over_dp(total, ranks).item()
 
 
-def _parts(ids: np.ndarray, labels: np.ndarray, ranks: Ranks, accumulate: int) -> Iterator[tuple[Tensor, Tensor]]:
+def microbatches(ids: np.ndarray, labels: np.ndarray, ranks: Ranks, accumulate: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's microbatches of a whole batch, [s, b] each, on its device."""
     size = len(ids) // (ranks.dp * accumulate)
     first = ranks.dp_rank * accumulate
     for part in range(first, first + accumulate):
         part_ids, part_labels = (each[part * size : (part + 1) * size].T.copy() for each in (ids, labels))
-        yield torch.from_numpy(part_ids).to(ranks.device), torch.from_numpy(part_labels).to(ranks.device)
+        yield _to_device(part_ids, ranks.device), _to_device(part_labels, ranks.device)
 
 
-def _autocast(args: argparse.Namespace, ranks: Ranks) -> torch.autocast:
+def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # from pageable memory a copy would wait for all that the GPU has to do
+    return tensor.to(device, non_blocking=True)
+
+
+def autocast(args: argparse.Namespace, ranks: Ranks) -> torch.autocast:
+    """Return the context in which the model and its loss run forward."""
     dtype = getattr(torch, args.dtype)
     return torch.autocast(ranks.device.type, torch.bfloat16, enabled=dtype != torch.float32)
 

@@ -1,0 +1,117 @@
+"""``cce-dist compare``: does the way in which the head's gradient is computed change what is learned?
+
+The same model is pre-trained from the same weights on the same batches, once for each method and seed, in one process.
+Every few steps the validation loss is taken, by the exact head whatever the method, and the method's gradient is compared
+with the dense one, on the weights and the batch that its run has come to.
+
+Reading order: ``heads`` (what is compared), ``runs`` (training), ``probe`` (the gradient), ``report`` (table, JSON, figure).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from cce_dist import pretrain
+
+METHODS = (*pretrain.LOSSES, "cce", "cce-kahan-full-c")
+DEFAULTS: dict[str, dict[str, Any]] = {  # by device: minutes, not hours
+    "cuda": {
+        "preset": "wide", "steps": 400, "batch_size": 32, "dtype": "bfloat16", "lr": 1e-3, "warmup": 40, "seeds": 3,
+        "measure_every": 50,
+    },
+    "cpu": {
+        "preset": "small", "steps": 60, "batch_size": 8, "dtype": "float32", "lr": 3e-3, "warmup": 10, "seeds": 2,
+        "measure_every": 15,
+    },
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``cce-dist compare``."""
+    parser.description = (
+        "Pre-train the same GPT with several ways of computing the head's gradient, one after another, and write table, "
+        "JSON and figure: validation loss, and each gradient's distance from the dense one through training.\n\n"
+        "Options without a default here take one that fits the device:\n"
+        + "\n".join(f"  {device:<5} {_as_options(values)}" for device, values in DEFAULTS.items())
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder of compare.json and compare.png")
+    run.add_argument(
+        "--methods", nargs="+", default=list(METHODS), metavar="METHOD",
+        help=f"{', '.join(pretrain.LOSSES)}, or another library's row of 'cce-dist bench' (default: {' '.join(METHODS)})",
+    )  # fmt: skip
+    run.add_argument("--seeds", type=pretrain.positive, metavar="N", help="runs of each method: seeds 0 to N - 1")
+    run.add_argument("--steps", type=pretrain.positive, help="optimizer steps of a run")
+    run.add_argument("--measure-every", type=pretrain.positive, metavar="STEPS", help="of loss and gradient")
+    run.add_argument("--eval-batches", type=pretrain.positive, default=8, metavar="BATCHES")
+    run.add_argument("--filter-eps", type=float, default=2**-12, help="softmax below which a gradient tile is dropped")
+    run.add_argument("--show", type=Path, metavar="JSON", help="train nothing; print and draw this compare.json again")
+    pretrain.add_model_arguments(parser)
+    pretrain.add_data_arguments(parser)
+    pretrain.add_optimization_arguments(parser)
+    pretrain.add_device_arguments(parser.add_argument_group("device"))
+    parser.set_defaults(**dict.fromkeys(DEFAULTS["cuda"]))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train each method with each seed; print a line and write JSON after each, and table and figure at the end.
+
+    Returns:
+        0, or 1 if what is asked for cannot be done, or a method of this library failed.
+    """
+    from cce_dist.compare import report
+    from cce_dist.pretrain.data import CorpusError
+
+    try:
+        if args.show:
+            comparison = report.read_json(args.show)
+            figure = args.show.with_suffix(".png")
+        else:
+            comparison = _compare(args)
+            figure = args.out / "compare.png"
+        print(report.table(comparison))
+        report.draw(comparison, figure)
+    except (pretrain.UsageError, CorpusError, OSError) as error:
+        print(f"cce-dist compare: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{figure}, {figure.with_suffix('.json')}")
+    return int(any(run.problem for run in comparison.runs if run.method in pretrain.LOSSES))
+
+
+def _compare(args: argparse.Namespace) -> Any:
+    """Return the ``Comparison``, which is in ``args.out`` as far as it goes after every run."""
+    import torch
+    from tqdm import tqdm
+
+    from cce_dist.bench import describe_environment
+    from cce_dist.compare import heads, report, runs
+    from cce_dist.pretrain import data, ranks, train
+
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, value in DEFAULTS[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    # What pretrain's parts ask for besides: one rank, and the loss that the model is built and judged with.
+    args.tp, args.dp, args.sequence_parallel, args.loss = 1, 1, False, "exact"
+    here = ranks.join(args)
+    shape = train.model_shape(args, here)
+    chosen, missing = heads.choose(args, here, shape)
+    folder = data.prepare(args.corpus, args.pattern, shape.vocab_size, args.cache, args.corpus_mib)
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    comparison = report.Comparison.of(describe_environment(here.device), args, shape, missing)
+    num_steps = args.seeds * len(chosen) * args.steps
+    with tqdm(total=num_steps, unit="step", dynamic_ncols=True, disable=None) as bar:
+        for run in runs.train_all(args, here, shape, data.Corpus(folder), chosen, advance=bar.update):
+            comparison.runs.append(run)
+            report.write_json(comparison, args.out / "compare.json")
+            tqdm.write(report.line(run))
+    return comparison
+
+
+def _as_options(values: dict[str, Any]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())

@@ -1,0 +1,80 @@
+"""What is compared: heads that hold the same weight and give the same loss, but not the same gradient.
+
+This library's are those of ``cce-dist pretrain --loss``. Other libraries' are the rows of ``cce-dist bench``, made into a
+head: to a head they are a function of hidden states, weight and labels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from cce_dist.bench.measure import describe
+from cce_dist.bench.methods import LossFn, all_methods
+from cce_dist.pretrain import LOSSES, UsageError
+from cce_dist.pretrain.data import IGNORED
+from cce_dist.pretrain.model import Shape
+from cce_dist.pretrain.ranks import Ranks
+from cce_dist.pretrain.train import build_head
+
+MakeHead = Callable[[nn.Parameter], nn.Module]  # weight [V, D] -> a head over it
+
+
+def choose(args: argparse.Namespace, ranks: Ranks, shape: Shape) -> tuple[dict[str, MakeHead], dict[str, str]]:
+    """Return how to make each of ``args.methods``, and why those that cannot run here cannot.
+
+    Raises:
+        UsageError: There is no such method.
+    """
+    peers = {name: method for name, method in all_methods([256]).items() if not method.ours}
+    nothing = torch.empty(0, shape.hidden_size, device=ranks.device)
+    chosen: dict[str, MakeHead] = {}
+    missing: dict[str, str] = {}
+    for name in args.methods:
+        if name in LOSSES:
+            chosen[name] = _make_ours(name, args, ranks, shape)
+        elif name not in peers:
+            raise UsageError(f"unknown method {name!r}: choose from {', '.join([*LOSSES, *peers])}")
+        elif peers[name].needs_cuda and ranks.device.type != "cuda":
+            missing[name] = "needs a GPU"
+        else:
+            try:
+                chosen[name] = _make_peer(peers[name].build(nothing, nothing, nothing))
+            except ImportError as error:
+                missing[name] = describe(error)
+    return chosen, missing
+
+
+def _make_ours(loss: str, args: argparse.Namespace, ranks: Ranks, shape: Shape) -> MakeHead:
+    args = copy.copy(args)
+    args.loss = loss
+    return lambda weight: build_head(args, ranks, shape, weight=weight)
+
+
+def _make_peer(function: LossFn) -> MakeHead:
+    return lambda weight: PeerHead(weight, function)
+
+
+class PeerHead(nn.Module):
+    """Another library's loss as the head of a model.
+
+    Args:
+        weight: [V, D].
+        function: Takes hidden [N, D], weight and labels [N] of one dtype; returns the mean over labels that are not ignored.
+    """
+
+    def __init__(self, weight: nn.Parameter, function: LossFn) -> None:
+        super().__init__()
+        self.weight, self.function = weight, function
+
+    def forward(self, hidden: Tensor, labels: Tensor, num_tokens: int) -> Tensor:
+        weight: Tensor = self.weight
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        mean = self.function(hidden.flatten(0, -2), weight, labels.flatten())
+        return mean.float() * ((labels != IGNORED).sum() / num_tokens)

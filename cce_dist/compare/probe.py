@@ -1,0 +1,93 @@
+"""How far a head's gradient is from the dense one, on hidden states of the model in training.
+
+Four gradients tell what a filter does: dE; its mean over tokens, where errors that all push the same way add up; dC; and
+the rows of dC whose token is no label of the batch, which have nothing but the softmax's small probabilities.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cce_dist import LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy, reference
+from cce_dist.pretrain.data import IGNORED
+from cce_dist.pretrain.model import GPT
+from cce_dist.pretrain.ranks import Ranks
+from cce_dist.pretrain.train import autocast, microbatches
+
+GRADIENTS = ("dE", "mean dE", "dC", "rare dC")
+CHUNK_BYTES = 512 << 20  # of the reference's logits
+
+
+def probe(
+    args: argparse.Namespace, ranks: Ranks, model: GPT, head: nn.Module, ids: np.ndarray, labels: np.ndarray
+) -> dict[str, dict[str, float]]:
+    """Compare the gradients of ``head`` over the first microbatch with the dense ones, from the same rounded operands.
+
+    Returns:
+        "cosine" and "norm" (over the dense one's), each by the names in ``GRADIENTS``; NaN where a gradient is 0. With a
+        filter also "kept": "tiles", their share.
+    """
+    part_ids, part_labels = next(microbatches(ids, labels, ranks, args.accumulate))
+    with torch.no_grad(), autocast(args, ranks):
+        hidden = model.hidden_states(part_ids).to(getattr(torch, args.dtype))
+    weight = model.head.weight
+    assert isinstance(weight, nn.Parameter)
+    ours = _gradients(args, ranks, head, hidden, weight, part_labels)
+    truth = dense_gradients(hidden.flatten(0, -2), weight.detach().to(hidden.dtype), part_labels.flatten())
+    rare = torch.ones(len(truth[1]), dtype=torch.bool, device=hidden.device)
+    rare[part_labels[part_labels != IGNORED]] = False
+    pairs = zip(*(_views(d_hidden.flatten(0, -2), d_weight, rare) for d_hidden, d_weight in (ours, truth)), strict=True)
+    agreements = torch.stack([_agreement(one, other) for one, other in pairs])
+    found: dict[str, dict[str, float]] = {
+        name: dict(zip(GRADIENTS, column.tolist(), strict=True))
+        for name, column in zip(("cosine", "norm"), agreements.T, strict=True)
+    }
+    if isinstance(head, VocabParallelHead) and head.loss_options["grad_filter"] is not None:
+        with torch.no_grad(), autocast(args, ranks):
+            options = {**head.loss_options, "return_aux": True}
+            output = linear_cross_entropy(hidden, head.weight, part_labels, **options)
+        assert isinstance(output, LinearCrossEntropyOutput) and output.filter_stats is not None
+        found["kept"] = {"tiles": output.filter_stats.kept_tiles.item()}
+    return found
+
+
+def dense_gradients(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return dE [N, D] and dC [V, D] of the mean loss, all arithmetic in fp32 (fp64 for fp32 operands), chunked over tokens."""
+    dtype = torch.float64 if hidden.dtype == torch.float32 else torch.float32
+    weight = weight.to(dtype).requires_grad_()
+    num_tokens = (labels != IGNORED).sum().clamp(min=1)
+    num_rows = max(1, CHUNK_BYTES // (len(weight) * weight.element_size()))
+    d_hidden, d_weight = [], torch.zeros_like(weight)
+    for rows, its_labels in zip(hidden.split(num_rows), labels.split(num_rows), strict=True):
+        rows = rows.to(dtype).requires_grad_()
+        loss = reference.linear_cross_entropy(rows, weight, its_labels, num_tokens=num_tokens).loss
+        d_rows, d_weight_part = torch.autograd.grad(loss, (rows, weight))
+        d_hidden.append(d_rows)
+        d_weight += d_weight_part
+    return torch.cat(d_hidden), d_weight
+
+
+def _gradients(
+    args: argparse.Namespace, ranks: Ranks, head: nn.Module, hidden: Tensor, weight: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    hidden = hidden.detach().requires_grad_()
+    with autocast(args, ranks):
+        loss = head(hidden, labels, num_tokens=int((labels != IGNORED).sum()))
+    d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
+    return d_hidden, d_weight
+
+
+def _views(d_hidden: Tensor, d_weight: Tensor, rare: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of ``GRADIENTS``."""
+    return d_hidden, d_hidden.double().mean(0), d_weight, d_weight[rare]
+
+
+def _agreement(gradient: Tensor, truth: Tensor) -> Tensor:
+    """Cosine of two gradients, and the norm of the first over that of the second. -> [2] fp64"""
+    gradient, truth = gradient.double().flatten(), truth.double().flatten()
+    norm, true_norm = gradient.norm(), truth.norm()
+    return torch.stack((gradient @ truth / (norm * true_norm), norm / true_norm))

@@ -1,0 +1,265 @@
+"""What was found: a Markdown table for the terminal, JSON, and a figure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from cce_dist.compare.probe import GRADIENTS
+from cce_dist.compare.runs import Measurement, Run
+from cce_dist.pretrain.model import Shape
+
+BASELINE = "dense"
+TITLES = {
+    "dE": "dE",
+    "mean dE": "dE, mean over tokens",
+    "dC": "dC",
+    "rare dC": "dC, rows of tokens not in the batch",
+}
+STYLES = {  # color and dash of the methods that are compared by default; others take what is left
+    "dense": ("black", "-"),
+    "exact": ("#1f6fb4", "--"),
+    "filtered": ("#2a9d4e", "-"),
+    "filtered-plain": ("#d62728", "-"),
+    "full-c": ("#7fbf3f", "--"),
+    "full-c-plain": ("#ff9896", "--"),
+    "cce": ("#8c564b", ":"),
+    "cce-kahan-full-c": ("#e377c2", ":"),
+}
+
+
+@dataclass
+class Comparison:
+    """All runs, and what they were made with.
+
+    Attributes:
+        environment: Device, versions, date, command.
+        options: Of the command line.
+        sizes: Of the model.
+        missing: Methods that were asked for but cannot run here, each with the reason.
+    """
+
+    environment: dict[str, Any]
+    options: dict[str, Any]
+    sizes: dict[str, int]
+    missing: dict[str, str]
+    runs: list[Run] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, environment: dict[str, Any], args: argparse.Namespace, shape: Shape, missing: dict[str, str]
+    ) -> Comparison:
+        options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        return cls(environment, options, asdict(shape), missing)
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(run.method for run in self.runs))
+
+    @property
+    def title(self) -> str:
+        o, sizes = self.options, self.sizes
+        return (
+            f"{o['steps']} steps of {o['batch_size'] * sizes['seq_len']:,} tokens, {o['seeds']} seeds; "
+            f"{sizes['num_layers']} layers, D {sizes['hidden_size']:,}, V {sizes['vocab_size']:,}, {o['dtype']}, "
+            f"eps {o['filter_eps']:.2g}"
+        )
+
+    def series(self, method: str, *path: str) -> dict[int, list[float]]:
+        """Return the finite values at ``path`` of a measurement, by step, one of each seed."""
+        values: dict[int, list[float]] = {}
+        for run in self.runs:
+            for measured in run.measurements if run.method == method else []:
+                value: Any = asdict(measured)
+                for name in path:
+                    value = value.get(name, math.nan) if isinstance(value, dict) else math.nan
+                if math.isfinite(value):
+                    values.setdefault(measured.step, []).append(value)
+        return values
+
+    def excess(self, method: str) -> dict[int, list[float]]:
+        """Return validation loss less the baseline's of the same seed, by step."""
+        baseline = {
+            (run.seed, measured.step): measured.val_loss
+            for run in self.runs
+            if run.method == BASELINE
+            for measured in run.measurements
+        }
+        values: dict[int, list[float]] = {}
+        for run in self.runs:
+            for measured in run.measurements if run.method == method else []:
+                difference = measured.val_loss - baseline.get((run.seed, measured.step), math.nan)
+                if math.isfinite(difference):
+                    values.setdefault(measured.step, []).append(difference)
+        return values
+
+
+def line(run: Run) -> str:
+    """One run as a line of progress."""
+    if run.problem:
+        return f"seed {run.seed}  {run.method}: {run.problem}"
+    return f"seed {run.seed}  {run.method}: val loss {run.measurements[-1].val_loss:.4f}"
+
+
+def table(comparison: Comparison) -> str:
+    """The comparison as Markdown, aligned to be read on a terminal too."""
+    lines = [_cells(comparison, method) for method in comparison.methods]
+    notes = [f"* seed {run.seed}, {run.method}: {run.problem}" for run in comparison.runs if run.problem]
+    if comparison.missing:
+        reasons = (f"{name} ({reason})" for name, reason in comparison.missing.items())
+        notes.append(f"Not measured: {', '.join(reasons)}.")
+    body = []
+    if lines:
+        widths = {name: max(len(name), *(len(cells[name]) for cells in lines)) for name in lines[0]}
+        rows = [dict(zip(widths, widths, strict=True)), *lines]
+        body = ["| " + " | ".join(f"{row[name]:>{width}}" for name, width in widths.items()) + " |" for row in rows]
+        body.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths.values()) + "|")
+    about = (
+        "Validation loss after the last step, by the exact head, in nats per token: mean over seeds (and standard "
+        f"deviation); '- {BASELINE}' is paired by seed. Gradients are compared with dense ones in wider arithmetic, on the "
+        "run's own weights and batch: 1 - cosine, and the norm over the dense one's, means over all measurements and seeds. "
+        "Rare dC: the rows of tokens that are not in the batch."
+    )
+    environment = comparison.environment
+    where = f"{environment['device']}, torch {environment['torch']}, {environment['date'][:10]}"
+    return "\n".join([f"### {comparison.title}", "", f"{where}. {about}", "", *body, "", *notes])
+
+
+def _cells(comparison: Comparison, method: str) -> dict[str, str]:
+    """A row's text by column."""
+    last = comparison.options["steps"]
+
+    def final(values: dict[int, list[float]], form: str) -> str:
+        mean, spread = mean_and_spread(values.get(last, []))
+        return "-" if math.isnan(mean) else f"{mean:{form}}" + ("" if math.isnan(spread) else f" ({spread:.4f})")
+
+    def average(*path: str) -> float:
+        values = [value for values in comparison.series(method, *path).values() for value in values]
+        return statistics.fmean(values) if values else math.nan
+
+    def or_dash(value: float, form: str) -> str:
+        return "-" if math.isnan(value) else f"{value:{form}}"
+
+    cells = {
+        "method": method,
+        "val loss (sd)": final(comparison.series(method, "val_loss"), ".4f"),
+        f"- {BASELINE} (sd)": final(comparison.excess(method), "+.4f"),
+    }
+    for name in GRADIENTS:
+        distance = 1 - average("gradient", "cosine", name)
+        cells[name] = f"{or_dash(distance, '.1e')}, {or_dash(average('gradient', 'norm', name), '.3f')}"
+    cells["kept tiles"] = or_dash(average("gradient", "kept", "tiles"), ".2f")
+    if comparison.options["device"] == "cuda":  # on a CPU a rate says little of the methods
+        rates = comparison.series(method, "tokens_per_s").values()
+        # The first stretch of steps compiles and tunes.
+        settled = [rate for values in list(rates)[1:] or rates for rate in values]
+        cells["tokens/s"] = f"{statistics.median(settled):,.0f}" if settled else "-"
+    return cells
+
+
+def mean_and_spread(values: list[float]) -> tuple[float, float]:
+    """Return mean and sample standard deviation, NaN where there are too few values."""
+    mean = statistics.fmean(values) if values else math.nan
+    return mean, statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+def write_json(comparison: Comparison, path: Path) -> None:
+    """Write every measurement, so that any other statistic can be taken later; NaN becomes null."""
+    path.write_text(json.dumps(_without_nan(asdict(comparison)), indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Comparison:
+    """Read back what ``write_json`` wrote."""
+    content = json.loads(path.read_text())
+    for run in content["runs"]:
+        run["measurements"] = [Measurement(**_with_nan(measured)) for measured in run["measurements"]]
+    content["runs"] = [Run(**run) for run in content["runs"]]
+    return Comparison(**content)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _with_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_nan(inner) for name, inner in value.items()}
+    return math.nan if value is None else value
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """Write the figure: the loss, and its difference to the baseline; below, direction and size of four gradients."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    layout: Any = [
+        ["loss", "loss", "excess", "excess"],
+        [f"cosine {name}" for name in GRADIENTS],
+        [f"norm {name}" for name in GRADIENTS],
+    ]
+    figure = pyplot.figure(figsize=(14, 11), layout="constrained")
+    panels = figure.subplot_mosaic(layout, height_ratios=[1.4, 1, 1])
+    _band_of_seeds(panels["excess"], comparison)
+    for method in comparison.methods:
+        _curve(panels["loss"], method, comparison.series(method, "val_loss"))
+        _curve(panels["excess"], method, comparison.excess(method))
+        for name in GRADIENTS:
+            cosines = comparison.series(method, "gradient", "cosine", name)
+            distances = {step: [max(1 - value, 1e-12) for value in values] for step, values in cosines.items()}
+            _curve(panels[f"cosine {name}"], method, distances)
+            _curve(panels[f"norm {name}"], method, comparison.series(method, "gradient", "norm", name))
+
+    panels["loss"].set(title="validation loss", ylabel="nats per token")
+    panels["excess"].set(title=f"validation loss less {BASELINE}'s of the same seed", ylabel="nats per token")
+    if max(map(abs, panels["excess"].get_ylim())) > 0.05:
+        # Linear within a hundredth of a nat, where sound methods are; logarithmic beyond, where others may be.
+        panels["excess"].set_yscale("symlog", linthresh=0.01)
+    for name in GRADIENTS:
+        panels[f"cosine {name}"].set(title=TITLES[name], yscale="log")
+        panels[f"norm {name}"].axhline(1.0, color="black", linewidth=0.6, zorder=0)
+        low, high = panels[f"norm {name}"].get_ylim()
+        panels[f"norm {name}"].set_ylim(min(low, 0.9), max(high, 1.1))
+    panels[f"cosine {GRADIENTS[0]}"].set_ylabel("1 - cosine with the dense gradient")
+    panels[f"norm {GRADIENTS[0]}"].set_ylabel("norm / norm of the dense gradient")
+    for name, panel in panels.items():
+        panel.grid(alpha=0.3)
+        panel.set_xlabel("step" if not name.startswith("cosine") else "")
+    panels["loss"].legend()
+    environment = comparison.environment
+    figure.suptitle(f"{comparison.title}\n{environment['device']}, torch {environment['torch']}", fontsize=11)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _curve(panel: Any, method: str, values: dict[int, list[float]]) -> None:
+    """Draw the mean over seeds, and one standard deviation to both sides."""
+    if not values:
+        return
+    means, spreads = zip(*(mean_and_spread(values[step]) for step in values), strict=True)
+    color, dash = STYLES.get(method, (f"C{sum(map(ord, method)) % 10}", "-."))
+    panel.plot(list(values), means, dash, color=color, label=method, marker="o", markersize=2.5, linewidth=1.4)
+    low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
+    high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+    panel.fill_between(list(values), low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def _band_of_seeds(panel: Any, comparison: Comparison) -> None:
+    """Shade how far the baseline's own seeds lie apart."""
+    losses = comparison.series(BASELINE, "val_loss")
+    spreads = [mean_and_spread(values)[1] for values in losses.values()]
+    if any(math.isfinite(spread) for spread in spreads):
+        low = [-spread for spread in spreads]
+        panel.fill_between(list(losses), low, spreads, color="0.85", linewidth=0, zorder=0)
+        panel.plot([], [], color="0.85", linewidth=8, label=f"seeds of {BASELINE}: 1 sd")
+        panel.legend(loc="best")

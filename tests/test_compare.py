@@ -1,0 +1,174 @@
+"""``cce-dist compare`` on toy sizes: the probe against what is known of each method, and one whole command."""
+
+import argparse
+import json
+import math
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("matplotlib")
+
+from cce_dist import cli, compare, linear_cross_entropy
+from cce_dist.compare import heads, report
+from cce_dist.compare.probe import dense_gradients
+from cce_dist.pretrain.model import PRESETS
+from cce_dist.pretrain.ranks import Ranks
+
+CORPUS = Path(sysconfig.get_path("stdlib")) / "email"
+# 16 tiles of columns to 128 tokens, and eps above a uniform softmax: some tiles hold no label, and go.
+TOY = ["--preset", "toy", "--vocab-size", "4096", "--corpus", str(CORPUS), "--pattern", "*.py", "--device", "cpu"]
+SHORT = ["--filter-eps", "1e-3", "--steps", "4", "--measure-every", "2", "--seeds", "2", "--batch-size", "4", "--eval-batches", "1"]
+METHODS = ["dense", "exact", "filtered", "filtered-plain", "full-c", "full-c-plain", "cce"]
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> report.Comparison:
+    out = tmp_path_factory.mktemp("compare")
+    argv = ["compare", *TOY, *SHORT, "--warmup", "2", "--out", str(out), "--cache", str(out), "--methods", *METHODS]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are tiny
+    try:
+        assert cli.main(argv) == 0
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+    return report.read_json(out / "compare.json")
+
+
+def error(comparison: report.Comparison, method: str, gradient: str) -> float:
+    """Largest relative error, from cosine and ratio of norms."""
+    pairs = zip(*(flat(comparison, method, kind, gradient) for kind in ("cosine", "norm")), strict=True)
+    return max(math.sqrt(max(0.0, 1 + norm * norm - 2 * norm * cosine)) for cosine, norm in pairs)
+
+
+def flat(comparison: report.Comparison, method: str, *path: str) -> list[float]:
+    return [value for values in comparison.series(method, "gradient", *path).values() for value in values]
+
+
+def test_every_run_is_there_and_learns(comparison: report.Comparison) -> None:
+    runs = [(run.seed, run.method) for run in comparison.runs]
+    assert runs == [(seed, method) for seed in (0, 1) for method in METHODS if method != "cce"]
+    for run in comparison.runs:
+        losses = [measured.val_loss for measured in run.measurements]
+        assert [measured.step for measured in run.measurements] == [0, 2, 4]
+        assert losses[0] == pytest.approx(math.log(4096), abs=0.1)
+        assert losses[-1] < losses[0]
+
+
+def test_methods_of_a_seed_start_alike_and_seeds_do_not(comparison: report.Comparison) -> None:
+    starts = comparison.series("dense", "val_loss")[0]
+    assert starts[0] != starts[1]
+    assert all(comparison.series(method, "val_loss")[0] == starts for method in comparison.methods)
+
+
+def test_dense_and_exact_have_the_dense_gradient(comparison: report.Comparison) -> None:
+    for method in ("dense", "exact"):
+        for name in report.GRADIENTS:
+            assert min(flat(comparison, method, "cosine", name)) > 1 - 1e-6
+            assert flat(comparison, method, "norm", name) == pytest.approx([1] * 6, abs=1e-5)
+    assert max(abs(value) for values in comparison.excess("exact").values() for value in values) < 1e-5
+
+
+def test_the_filter_is_on_and_compensation_repairs_the_mean(comparison: report.Comparison) -> None:
+    assert all(0 < kept < 0.95 for kept in flat(comparison, "filtered", "kept", "tiles"))
+    assert error(comparison, "filtered-plain", "mean dE") > 1e-2
+    assert error(comparison, "filtered", "mean dE") < 1e-4
+    for name in ("dE", "dC", "rare dC"):
+        assert error(comparison, "filtered", name) < 0.7 * error(comparison, "filtered-plain", name)
+    # What is dropped is missing from rows that no label touches.
+    assert max(flat(comparison, "filtered-plain", "norm", "rare dC")) < 0.98
+
+
+def test_full_c_filters_dE_alone(comparison: report.Comparison) -> None:
+    for method, filtered in (("full-c", "filtered"), ("full-c-plain", "filtered-plain")):
+        assert error(comparison, method, "dC") < 1e-5 < error(comparison, filtered, "dC")
+        # At the first measurement the weights are the same, and so is dE.
+        first, other = (comparison.series(name, "gradient", "norm", "dE")[0] for name in (method, filtered))
+        assert first == pytest.approx(other, abs=1e-12)
+
+
+def test_a_missing_library_is_reported(comparison: report.Comparison) -> None:
+    assert comparison.missing == {"cce": "needs a GPU"}
+    assert report.table(comparison).splitlines()[-1] == "Not measured: cce (needs a GPU)."
+
+
+def test_the_table_pairs_seeds(comparison: report.Comparison) -> None:
+    dense, plain = (
+        [run.measurements[-1].val_loss for run in comparison.runs if run.method == method]
+        for method in ("dense", "filtered-plain")
+    )
+    differences = [ours - theirs for ours, theirs in zip(plain, dense, strict=True)]
+    row = next(line for line in report.table(comparison).splitlines() if "filtered-plain" in line)
+    assert f"{sum(plain) / 2:.4f} ({abs(plain[0] - plain[1]) / 2**0.5:.4f})" in row
+    assert f"{sum(differences) / 2:+.4f}" in row
+
+
+def test_show_draws_and_prints_again(
+    comparison: report.Comparison, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison.runs[0].measurements[0].train_loss = math.nan
+    report.write_json(comparison, tmp_path / "again.json")
+    assert "NaN" not in (tmp_path / "again.json").read_text()
+    assert cli.main(["compare", "--show", str(tmp_path / "again.json")]) == 0
+    assert report.table(comparison) in capsys.readouterr().out
+    assert (tmp_path / "again.png").exists()
+
+
+def test_another_librarys_function_becomes_a_head() -> None:
+    args = argparse.Namespace(methods=["torch"])
+    chosen, missing = heads.choose(args, Ranks(torch.device("cpu")), PRESETS["toy"])
+    assert not missing
+    torch.manual_seed(0)
+    weight, hidden = nn.Parameter(torch.randn(50, 8)), torch.randn(6, 2, 8, requires_grad=True)
+    labels = torch.randint(50, (6, 2))
+    labels[1, 1] = labels[4, 0] = -100
+    loss = chosen["torch"](weight)(hidden, labels, num_tokens=40)  # a part of a larger batch
+    ours = linear_cross_entropy(hidden, weight, labels, num_tokens=40)
+    torch.testing.assert_close(loss, ours)
+    for one, other in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (loss, ours)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_reference_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(10, 4), torch.randn(30, 4), torch.randint(30, (10,))
+    labels[3] = -100
+    whole = dense_gradients(hidden, weight, labels)
+    monkeypatch.setattr("cce_dist.compare.probe.CHUNK_BYTES", 3 * 30 * 8)
+    for one, other in zip(whole, dense_gradients(hidden, weight, labels), strict=True):
+        assert one.dtype == torch.float64
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        pytest.param(["--methods", "exakt"], "unknown method 'exakt': choose from dense, exact", id="method"),
+        pytest.param(["--corpus", "/no/such/folder"], "no such corpus folder: /no/such/folder", id="corpus"),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert cli.main(["compare", *TOY, *SHORT, "--out", str(tmp_path), "--cache", str(tmp_path), *more]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0]
+
+
+def test_the_defaults_fit_both_devices() -> None:
+    assert compare.DEFAULTS["cpu"].keys() == compare.DEFAULTS["cuda"].keys()
+    for values in compare.DEFAULTS.values():
+        assert values["preset"] in PRESETS
+        assert values["steps"] % values["measure_every"] == 0
+
+
+def test_json_is_plain(comparison: report.Comparison, tmp_path: Path) -> None:
+    report.write_json(comparison, tmp_path / "plain.json")
+    content = json.loads((tmp_path / "plain.json").read_text(), parse_constant=pytest.fail)
+    assert content["options"]["seeds"] == 2 and content["sizes"]["vocab_size"] == 4096
