@@ -53,8 +53,8 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
     logit_scale: float = 1.0, softcap: float | None = None, z_loss_weight: float = 0.0,
     num_tokens: int | Tensor | None = None, shard: VocabShard | None = None, sequence_parallel: bool = False,
-    input_grad: str = "summed", grad_filter: GradFilter | None = None, backend: str = "auto",
-    workspace_bytes: int = 256 << 20, grad_weight_out: Tensor | None = None,
+    input_grad: str = "summed", reduce_dtype: torch.dtype | None = None, grad_filter: GradFilter | None = None,
+    backend: str = "auto", workspace_bytes: int = 256 << 20, grad_weight_out: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -64,8 +64,8 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
     logit_scale: float = 1.0, softcap: float | None = None, z_loss_weight: float = 0.0,
     num_tokens: int | Tensor | None = None, shard: VocabShard | None = None, sequence_parallel: bool = False,
-    input_grad: str = "summed", grad_filter: GradFilter | None = None, backend: str = "auto",
-    workspace_bytes: int = 256 << 20, grad_weight_out: Tensor | None = None,
+    input_grad: str = "summed", reduce_dtype: torch.dtype | None = None, grad_filter: GradFilter | None = None,
+    backend: str = "auto", workspace_bytes: int = 256 << 20, grad_weight_out: Tensor | None = None,
 ) -> LinearCrossEntropyOutput: ...  # fmt: skip
 
 
@@ -85,6 +85,7 @@ def linear_cross_entropy(
     shard: VocabShard | None = None,
     sequence_parallel: bool = False,
     input_grad: str = "summed",
+    reduce_dtype: torch.dtype | None = None,
     grad_filter: GradFilter | None = None,
     return_aux: bool = False,
     backend: str = "auto",
@@ -113,6 +114,8 @@ def linear_cross_entropy(
         shard: Which rows of the vocabulary ``linear_weight`` is; None means all of them.
         sequence_parallel: input is this rank's slice of dim 0 (slices in group-rank order), target is whole.
         input_grad: "summed" over the group, or "partial": this shard's part, for a framework that sums it itself.
+        reduce_dtype: What dE is summed over the group in: None for input's dtype, as Megatron does it, or torch.float32
+            at twice the bytes of bf16 and without its roundings. Each rank's part is rounded to input's dtype in any case.
         grad_filter: None for exact gradients, or how to filter them.
         return_aux: Return ``LinearCrossEntropyOutput`` instead of the loss alone.
         backend: "triton", "torch", or "auto": Triton on a GPU when no filter is on, else torch. The environment variable
@@ -130,8 +133,9 @@ def linear_cross_entropy(
         or partial with ``input_grad="partial"``. Padding rows get gradient exactly 0.
 
     Communication:
-        Forward: one all-gather of 3 to 6 fp32 numbers per token. Backward: one all-reduce of dE in input's dtype, which
-        becomes a reduce-scatter with sequence_parallel. Sequence parallelism all-gathers input in both.
+        Forward: one all-gather of 3 to 6 fp32 numbers per token. Backward: one all-reduce of dE in reduce_dtype, which
+        becomes a reduce-scatter with sequence_parallel, behind the last of dC. Sequence parallelism all-gathers input in
+        both, in forward while its own slice is worked on, and keeps nothing of what it gathered.
         With CCE_DIST_DEBUG=1 one more exchange checks that all ranks were called alike.
 
     Raises:
@@ -151,8 +155,8 @@ def linear_cross_entropy(
     forced_backend, debug = _environment()
     backend = _check(
         input, linear_weight, target, linear_bias, reduction, label_smoothing, logit_scale, softcap, z_loss_weight,
-        num_tokens, shard, sequence_parallel, input_grad, grad_filter, backend, forced_backend, workspace_bytes,
-        grad_weight_out,
+        num_tokens, shard, sequence_parallel, input_grad, reduce_dtype, grad_filter, backend, forced_backend,
+        workspace_bytes, grad_weight_out,
     )  # fmt: skip
     kept_all = GradFilter(eps=0.0)
     filtered = grad_filter or kept_all
@@ -163,6 +167,7 @@ def linear_cross_entropy(
         group_name=shard.group_name,
         sequence_parallel=sequence_parallel,
         partial_input_grad=input_grad == "partial",
+        reduce_dtype="" if reduce_dtype is None else str(reduce_dtype).removeprefix("torch."),
         ignore_index=ignore_index,
         logit_scale=float(logit_scale),
         softcap=float(softcap or 0.0),
@@ -216,8 +221,8 @@ def _environment() -> tuple[str, bool]:
 
 def _check(
     input, weight, target, bias, reduction, label_smoothing, logit_scale, softcap, z_loss_weight,
-    num_tokens, shard, sequence_parallel, input_grad, grad_filter, backend, forced_backend, workspace_bytes,
-    grad_weight_out,
+    num_tokens, shard, sequence_parallel, input_grad, reduce_dtype, grad_filter, backend, forced_backend,
+    workspace_bytes, grad_weight_out,
 ) -> str:  # fmt: skip
     """Raise on what does not fit; return the backend that will run."""
     if input.dim() < 1:
@@ -249,6 +254,8 @@ def _check(
         raise ValueError(f"target must be {expected} for input {tuple(input.shape)}{whole}, got {tuple(target.shape)}")
     if sequence_parallel and input_grad == "partial":
         raise ValueError('input_grad="partial" has no meaning with sequence_parallel: dE comes back as the slice')
+    if reduce_dtype is not None and reduce_dtype not in DTYPES:
+        raise TypeError(f"reduce_dtype must be float32, bfloat16, float16 or None, got {reduce_dtype}")
     for name, value, allowed in (
         ("reduction", reduction, ("none", "mean", "sum")),
         ("input_grad", input_grad, ("summed", "partial")),

@@ -65,7 +65,31 @@ def merge(stats_TKN: Tensor, vocab_size: int, want_uniform: bool, want_entropy: 
 
 def gather_sequence(local_hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather the ranks' slices of dim 0 (sequence parallelism). [N/T, D] -> [N, D]."""
-    return _all_gather(local_hidden, group)
+    return SequenceGather(local_hidden, group).wait()
+
+
+class SequenceGather:
+    """All-gather the ranks' slices of dim 0, [N/T, D] -> [N, D], while this rank works on the slice that it has.
+
+    Starts at once, on the communication stream, after what the current stream has been given; ``wait`` makes the current
+    stream, not the host, wait for the whole. Slice and whole are held until then, so that no memory changes hands between.
+
+    Attributes:
+        local: This rank's slice.
+        here: Its rows in the whole.
+    """
+
+    def __init__(self, local_hidden: Tensor, group: dist.ProcessGroup) -> None:
+        self.local = local_hidden.contiguous()
+        num_rows = self.local.shape[0]
+        self.here = slice(group.rank() * num_rows, (group.rank() + 1) * num_rows)
+        self.whole = local_hidden.new_empty((num_rows * group.size(), *local_hidden.shape[1:]))
+        self.work = _all_gather_into(self.whole, self.local, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        assert self.work is not None
+        self.work.wait()
+        return self.whole
 
 
 def _all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -78,29 +102,32 @@ def _all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
 class HiddenGradSum:
     """Sum d_hidden over the group: the one collective of backward, started as soon as d_hidden is whole.
 
-    All-reduce of N D elements in d_hidden's dtype; with sequence parallelism a reduce-scatter that leaves this rank's
-    slice. ``start`` returns at once, so that dC is computed behind it; ``wait`` gives the result.
+    All-reduce of N D elements in ``dtype`` (None: d_hidden's); with sequence parallelism a reduce-scatter that leaves this
+    rank's slice. ``start`` returns at once: the sum runs on the communication stream, after what the current stream has
+    been given, and dC is computed behind it. ``wait`` makes the current stream, not the host, wait, and gives the result in
+    d_hidden's dtype. What the communication stream reads is held until then.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, scatter: bool) -> None:
-        self.group, self.scatter = group, scatter
-        self.result = self.work = None
+    def __init__(self, group: dist.ProcessGroup | None, scatter: bool, dtype: torch.dtype | None = None) -> None:
+        self.group, self.scatter, self.dtype = group, scatter, dtype
+        self.part = self.result = self.work = None
 
     def start(self, d_hidden: Tensor) -> None:
-        self.result = d_hidden
+        self.d_hidden_dtype = d_hidden.dtype
+        self.part = self.result = d_hidden if self.group is None or self.dtype is None else d_hidden.to(self.dtype)
         if self.group is None:
             return
         if self.scatter:
-            self.result = d_hidden.new_empty((d_hidden.shape[0] // self.group.size(), *d_hidden.shape[1:]))
-            self.work = _reduce_scatter_into(self.result, d_hidden, group=self.group, async_op=True)
+            self.result = self.part.new_empty((self.part.shape[0] // self.group.size(), *self.part.shape[1:]))
+            self.work = _reduce_scatter_into(self.result, self.part, group=self.group, async_op=True)
         else:
-            self.work = dist.all_reduce(d_hidden, group=self.group, async_op=True)
+            self.work = dist.all_reduce(self.part, group=self.group, async_op=True)
 
     def wait(self) -> Tensor:
         assert self.result is not None, "wait() before start()"
         if self.work is not None:
             self.work.wait()
-        return self.result
+        return self.result.to(self.d_hidden_dtype)
 
 
 def assert_ranks_agree(description: dict, start: int, stop: int, group: dist.ProcessGroup, vocab_size: int) -> None:

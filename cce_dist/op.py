@@ -26,6 +26,7 @@ class Options(NamedTuple):
     group_name: str
     sequence_parallel: bool
     partial_input_grad: bool
+    reduce_dtype: str  # of dE's sum over the group; empty = dE's own
     ignore_index: int
     logit_scale: float
     softcap: float  # 0 = none
@@ -85,10 +86,10 @@ def _forward(
     if o.debug and group is not None:
         _assert_ranks_agree(hidden, weight, bias, labels, o, group)
     with torch.autocast(hidden.device.type, enabled=False):
+        gather = merge.SequenceGather(hidden, group) if o.sequence_parallel and group is not None else None
         ignored, outside, ids = _sort_labels(labels, o)
-        if o.sequence_parallel and group is not None:
-            hidden = merge.gather_sequence(hidden, group)
-        stats_KN, *saved = _local_stats(hidden, weight, bias, ids, o)
+        operands = (weight, bias, ids, o, o.num_cached(hidden, ids.numel()))
+        stats_KN, *saved = _local_stats(hidden, *operands) if gather is None else _sequence_stats(gather, *operands)
         if o.want_uniform:
             count_1N = torch.full_like(stats_KN[:1], o.num_valid)
             stats_KN = torch.cat((stats_KN[:4], count_1N, stats_KN[4:]))
@@ -118,6 +119,7 @@ def _backward(
     group = merge.resolve(o.group_name)
     want_hidden, want_weight, want_bias = want
     with torch.autocast(hidden.device.type, enabled=False):
+        gather = merge.SequenceGather(hidden, group) if o.sequence_parallel and group is not None else None
         ignored, outside, ids = _sort_labels(labels, o)
         d = d_per_token.masked_fill(ignored | outside, 0.0)
         d_h = torch.zeros_like(d[0]) if d_entropy is None else d_entropy.masked_fill(ignored | outside, 0.0)
@@ -125,9 +127,10 @@ def _backward(
             (d[NLL] + d[LSE] + d[UNIFORM_NLL], d[TARGET] - d[NLL], d[UNIFORM_NLL] / -o.vocab_size, d_h)
         )
         entropy = None if d_entropy is None else merged[2]
-        if o.sequence_parallel and group is not None:
-            hidden = merge.gather_sequence(hidden, group)
-        hidden_sum = merge.HiddenGradSum(None if o.partial_input_grad else group, scatter=o.sequence_parallel)
+        reduce_dtype = getattr(torch, o.reduce_dtype) if o.reduce_dtype else None
+        hidden_sum = merge.HiddenGradSum(None if o.partial_input_grad else group, o.sequence_parallel, reduce_dtype)
+        if gather is not None:
+            hidden = gather.wait()
         how = {"grad_filter": o.filter} if o.backend == "torch" else {}
         _, d_weight, d_bias = o.ops().gradients(
             hidden, weight, bias, ids, o.logits, merged[0], merged[1], entropy, coef_4N, *saved, **how,
@@ -142,16 +145,32 @@ def _backward(
         )
 
 
-def _local_stats(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, o: Options) -> tuple[Tensor, ...]:
+def _local_stats(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, o: Options, num_cached: int
+) -> tuple[Tensor, ...]:
     """This shard's statistics, and what its backend saves."""
-    if o.backend == "torch":
-        how = {"want_tiles": o.filter_eps > 0}
-    else:
-        how = {"num_cached": o.num_cached(hidden, ids.numel())}
+    how = {"want_tiles": o.filter_eps > 0} if o.backend == "torch" else {"num_cached": num_cached}
     return o.ops().local_stats(
         hidden, weight, bias, ids, o.logits, want_uniform=o.want_uniform, want_entropy=o.want_entropy,
         workspace_bytes=o.workspace_bytes, **how,
     )  # fmt: skip
+
+
+def _sequence_stats(
+    gather: merge.SequenceGather, weight: Tensor, bias: Tensor | None, ids: Tensor, o: Options, num_cached: int
+) -> tuple[Tensor, ...]:
+    """The same under sequence parallelism: of the slice that is here while the others arrive, then of those.
+
+    Where something is kept of every token for backward (exponentials, the filter's tiles), all go together instead.
+    """
+    if num_cached > 0 or o.filter_eps > 0:
+        return _local_stats(gather.wait(), weight, bias, ids, o, num_cached)
+    here = gather.here
+    before, after = slice(0, here.start), slice(here.stop, ids.numel())
+    stats_KN = _local_stats(gather.local, weight, bias, ids[here], o, 0)[0]
+    hidden = gather.wait()
+    others = (_local_stats(hidden[rows], weight, bias, ids[rows], o, 0)[0] for rows in (before, after))
+    return torch.cat((next(others), stats_KN, next(others)), 1), *_saved_like(hidden, ids.numel(), o)
 
 
 def _assert_ranks_agree(
@@ -161,6 +180,8 @@ def _assert_ranks_agree(
     call = {name: value for name, value in o._asdict().items() if name not in local}
     call |= {"hidden": (tuple(hidden.shape), str(hidden.dtype)), "weight": (weight.shape[1], str(weight.dtype))}
     call |= {"number of tokens": labels.numel(), "bias": bias is not None}
+    place = torch.arange(1, labels.numel() + 1, device=labels.device)
+    call |= {"the labels (a checksum)": int((labels * place).sum())}
     merge.assert_ranks_agree(call, o.start, o.start + weight.shape[0], group, o.vocab_size)
 
 
@@ -183,6 +204,17 @@ def _check_labels(labels: Tensor, o: Options) -> None:
         )
 
 
+def _saved_like(hidden: Tensor, num_tokens: int, o: Options) -> list[Tensor]:
+    """What the backend saves, in shape and dtype; where nothing is to be found in it, the thing itself."""
+    if o.backend != "triton":
+        return []
+    num_cached = o.num_cached(hidden, num_tokens)
+    return [
+        hidden.new_empty(num_tokens, num_cached),
+        hidden.new_empty(2, num_tokens if num_cached else 0, dtype=torch.float32),
+    ]
+
+
 def _forward_fake(hidden, weight, bias, labels, grad_weight_out, *options):
     o = Options(*options)
     num_tokens = labels.shape[0]
@@ -190,10 +222,7 @@ def _forward_fake(hidden, weight, bias, labels, grad_weight_out, *options):
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return hidden.new_empty(shape, dtype=dtype)
 
-    saved = []
-    if o.backend == "triton":
-        num_cached = o.num_cached(hidden, num_tokens)
-        saved = [empty(num_tokens, num_cached, dtype=hidden.dtype), empty(2, num_tokens if num_cached else 0)]
+    saved = _saved_like(hidden, num_tokens, o)
     return empty(4, num_tokens), empty(num_tokens), empty(3, num_tokens), empty(3), saved
 
 

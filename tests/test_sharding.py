@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from cce_dist import VocabParallelHead, VocabShard, linear_cross_entropy
+from cce_dist import GradFilter, VocabParallelHead, VocabShard, linear_cross_entropy, merge
+from cce_dist.bench.collectives import Collectives
 from cce_dist.kernels import torch_ops
 from cce_dist.verify.ranks import run_ranks
 
@@ -50,6 +51,9 @@ def _four_ranks():
     _check_checkpoints(mesh, line)
     _check_a_weight_that_hooks_gather()
     _check_normalisation()
+    _check_one_collective_a_pass(line)
+    _check_sums(line)
+    _check_the_slice_that_is_here(line)
 
 
 def data(vocab_size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -310,3 +314,82 @@ def _check_normalisation() -> None:
         for count in (summed, lambda *_: known):
             for ours, whole_batch in zip(gradients(dp, cp, accumulate, count), expected, strict=True):
                 torch.testing.assert_close(ours, whole_batch)
+
+
+def _check_one_collective_a_pass(line: DeviceMesh) -> None:
+    """What is sent, and how much of it: catches a second collective, and a sum in another dtype than asked for."""
+    hidden, weight, labels = data(33)
+    shard = VocabShard.even(33, line.get_group())
+    local = weight[shard.start : shard.stop].detach()
+    statistics = ("all_gather", 4 * 3 * N * 4)  # T x K x N x fp32
+    for sequence_parallel in (False, True):
+        for reduce_dtype, size in ((None, 2), (torch.bfloat16, 2), (torch.float32, 4)):
+            part = hidden.chunk(4)[dist.get_rank()] if sequence_parallel else hidden
+            my_hidden, my_weight = operands = [x.detach().bfloat16().requires_grad_() for x in (part, local)]
+            options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "reduce_dtype": reduce_dtype}
+            with Collectives(4) as forward:
+                loss = linear_cross_entropy(my_hidden, my_weight, labels, shard=shard, **options)
+            with Collectives(4) as backward:
+                d_hidden, d_weight = torch.autograd.grad(loss, operands)
+            assert (d_hidden.dtype, d_weight.dtype) == (torch.bfloat16, torch.bfloat16)
+            gathered = [("all_gather", N * D * 2)] if sequence_parallel else []
+            assert forward.sizes == [*gathered, statistics]
+            summed = ("all_reduce", N * D * size)  # gloo makes its reduce-scatter of one
+            assert backward.sizes == [*gathered, summed]
+
+
+def _check_sums(line: DeviceMesh) -> None:
+    """dE summed in fp32 is the sum of the parts rounded once, in bf16 at every rank; catches an option that does nothing."""
+    hidden, weight, labels = (x.detach() for x in data(33))
+    shard = VocabShard.even(33, line.get_group())
+
+    def d_hidden(**options: Any) -> Tensor:
+        my_hidden, my_weight = hidden.bfloat16().requires_grad_(), weight[shard.start : shard.stop].bfloat16()
+        loss = linear_cross_entropy(my_hidden, my_weight, labels, shard=shard, reduction="sum", **options)
+        return torch.autograd.grad(loss, my_hidden)[0]
+
+    parts = [torch.empty(N, D, dtype=torch.bfloat16) for _ in range(4)]
+    dist.all_gather(parts, d_hidden(input_grad="partial"))
+    truth = torch.stack(parts).double().sum(0)
+    error = {dtype: (d_hidden(reduce_dtype=dtype) - truth).abs() for dtype in (torch.float32, torch.bfloat16)}
+    assert (error[torch.float32] <= truth.abs() * 2**-8).all()
+    assert error[torch.float32].sum() < error[torch.bfloat16].sum()
+
+
+def _check_the_slice_that_is_here(line: DeviceMesh) -> None:
+    """Under sequence parallelism forward works on its own slice before the others have arrived, and keeps nothing of them."""
+    hidden, weight, labels = data(33)
+    shard = VocabShard.even(33, line.get_group())
+    local = weight[shard.start : shard.stop].detach().requires_grad_()
+    mine = hidden.chunk(4)[dist.get_rank()].detach().requires_grad_()
+    happened: list[Any] = []
+    wait, local_stats = merge.SequenceGather.wait, torch_ops.local_stats
+
+    def waits(gather: merge.SequenceGather) -> Tensor:
+        happened.append("wait")
+        return wait(gather)
+
+    def computes(rows: Tensor, *args: Any, **options: Any) -> Any:
+        happened.append(rows.clone())
+        return local_stats(rows, *args, **options)
+
+    kept: list[torch.Size] = []
+    with (
+        mock.patch.object(merge.SequenceGather, "wait", waits),
+        mock.patch.object(torch_ops, "local_stats", computes),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x),
+    ):
+        loss = linear_cross_entropy(mine, local, labels, shard=shard, sequence_parallel=True)
+    first, event, before, after = happened
+    assert torch.equal(first, mine) and event == "wait"
+    rank = dist.get_rank()
+    whole_hidden = hidden.detach()
+    assert torch.equal(before, whole_hidden[: rank * N // 4]) and torch.equal(
+        after, whole_hidden[(rank + 1) * N // 4 :]
+    )
+    assert torch.Size((N // 4, D)) in kept and torch.Size((N, D)) not in kept
+    torch.testing.assert_close(loss, linear_cross_entropy(hidden, weight, labels))
+    filtered = linear_cross_entropy(
+        mine, local, labels, shard=shard, sequence_parallel=True, grad_filter=GradFilter(), return_aux=True
+    )
+    torch.testing.assert_close(filtered.loss, loss)  # all tokens at once, since a tile map is kept of them
