@@ -138,7 +138,7 @@ def test_a_method_that_fails_says_why_and_the_rest_goes_on():
     assert rows["broken"].problem == "RuntimeError: no kernel image"
     assert rows["large"].problem == "out of memory"
     assert len(rows["right"].total.seconds) == 2
-    assert floor.gemms(4) == pytest.approx(floor.gemms(3) + floor.gemms(1))
+    assert floor.gemms(1) == floor.one.median and floor.gemms(4) == floor.four.median > 0
 
 
 def test_every_method_that_needs_no_gpu_is_right_or_says_why(monkeypatch):

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     chosen = _choose(args.methods, available) if args.methods else available
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     shapes, tokens = DEFAULTS["cuda" if device.type == "cuda" else "cpu"]
     environment = describe_environment(device)

@@ -1,12 +1,14 @@
 """Check each method's loss and gradients, then time those that are right, in turns, next to plain matrix products.
 
 A fast wrong gradient is worth nothing, so a method whose loss or gradients are off is refused a time. What is right is
-timed in turns (one step of each method, then the next round), so that clocks and temperature drift for all alike.
+timed in turns (one step of each method, then the next round, in another order), so that clocks and temperature drift for
+all alike and nobody always follows the same neighbour.
 """
 
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +25,7 @@ MAX_ERROR = (
     5e-2  # relative, of the loss and (Frobenius norm) of dE and dC; methods that round to bf16 have 2e-3 to 2e-2
 )
 REFERENCE_CHUNK_BYTES = 1 << 30
-L2_FLUSH_BYTES = 256 << 20
+HEAT_SIDE, HEAT_PRODUCTS = 8192, 32  # square bf16 products before each timed job: about 50 ms on an H200
 
 
 class Reference(NamedTuple):
@@ -94,18 +96,20 @@ class Row:
 
 @dataclass
 class Floor:
-    """The matrix products that no method can do without, as plain ``torch.mm``."""
+    """The matrix products that no method can do without, as plain ``torch.mm``.
 
-    logits: Timing = field(default_factory=Timing)
-    d_hidden: Timing = field(default_factory=Timing)
-    d_weight: Timing = field(default_factory=Timing)
+    ``one`` is forward's, ``three`` adds those of dE and dC, ``four`` computes the logits twice. Each is timed as one job:
+    a GPU at its power limit runs three products in a row slower than three alone.
+    """
+
+    one: Timing = field(default_factory=Timing)
+    three: Timing = field(default_factory=Timing)
+    four: Timing = field(default_factory=Timing)
     problem: str = ""
 
     def gemms(self, count: int) -> float:
-        """Seconds of 1 (forward), 3 (logits kept for backward) or 4 (logits computed twice) products."""
-        parts = {1: (1, 0), 3: (1, 1), 4: (2, 1)}[count]
-        backward = self.d_hidden.median + self.d_weight.median
-        return parts[0] * self.logits.median + parts[1] * backward
+        """Median seconds of 1, 3 or 4 products."""
+        return {1: self.one, 3: self.three, 4: self.four}[count].median
 
 
 def measure(
@@ -254,10 +258,18 @@ def _time_in_turns(
         d_logits = torch.mm(hidden, weight.T)
         for chunk in d_logits.split(1024):
             chunk.copy_(chunk.float().softmax(1))
+
+        def products(logits: int, gradients: int) -> None:
+            for _ in range(logits):
+                torch.mm(hidden, weight.T)
+            for _ in range(gradients):
+                torch.mm(d_logits, weight)
+                torch.mm(d_logits.T, hidden)
+
         jobs += [
-            (floor, floor.logits, lambda: torch.mm(hidden, weight.T)),
-            (floor, floor.d_hidden, lambda: torch.mm(d_logits, weight)),
-            (floor, floor.d_weight, lambda: torch.mm(d_logits.T, hidden)),
+            (floor, floor.one, lambda: products(1, 0)),
+            (floor, floor.three, lambda: products(1, 1)),
+            (floor, floor.four, lambda: products(2, 1)),
         ]
     except torch.OutOfMemoryError as error:
         floor.problem = describe(error)
@@ -267,7 +279,9 @@ def _time_in_turns(
             (row, row.forward, lambda function=function: _forward(function, workload)),
             (row, row.total, lambda function=function: step(function, workload)),
         ]
+    shuffled = random.Random(0)
     for repeat in range(repeats + 1):  # the first round warms up
+        shuffled.shuffle(jobs)
         progress(f"round {repeat} of {repeats}" if repeat else "warming up")
         for owner, timing, job in jobs:
             if owner.problem:
@@ -283,21 +297,26 @@ def _time_in_turns(
 
 
 class Clock:
-    """Seconds that a job takes on its device: CUDA events on a GPU, the wall clock on a CPU."""
+    """Seconds that a job takes on its device: CUDA events on a GPU, the wall clock on a CPU.
+
+    On a GPU every job comes after the same matrix products, as it would in a training step: they bring the card to its
+    power limit, whatever ran before, empty the L2 cache of the job's data, and let the host get ahead with launching.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.flush = None
+        self.heat = None
         if device.type == "cuda":
-            self.flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
+            self.heat = torch.randn(HEAT_SIDE, HEAT_SIDE, dtype=torch.bfloat16, device=device)
+            self.heated = torch.empty_like(self.heat)
 
     def __call__(self, job: Callable[[], object]) -> float:
-        if self.flush is None:
+        if self.heat is None:
             start = time.perf_counter()
             job()
             return time.perf_counter() - start
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # Every job starts from a cold L2, and while the flush runs the host gets ahead with launching.
-        self.flush.zero_()
+        for _ in range(HEAT_PRODUCTS):
+            torch.mm(self.heat, self.heat, out=self.heated)
         begin.record()
         job()
         end.record()
