@@ -20,11 +20,11 @@ METHODS = (*pretrain.LOSSES, "cce", "cce-kahan-full-c")
 DEFAULTS: dict[str, dict[str, Any]] = {  # by device: minutes, not hours
     "cuda": {
         "preset": "wide", "steps": 400, "batch_size": 32, "dtype": "bfloat16", "lr": 1e-3, "warmup": 40, "seeds": 3,
-        "measure_every": 50,
+        "measure_every": 50, "filter_eps": 2**-12,
     },
     "cpu": {
         "preset": "small", "steps": 60, "batch_size": 8, "dtype": "float32", "lr": 3e-3, "warmup": 10, "seeds": 2,
-        "measure_every": 15,
+        "measure_every": 15, "filter_eps": 2**-8,  # a smaller vocabulary has larger probabilities
     },
 }  # fmt: skip
 
@@ -41,13 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder of compare.json and compare.png")
     run.add_argument(
         "--methods", nargs="+", default=list(METHODS), metavar="METHOD",
-        help=f"{', '.join(pretrain.LOSSES)}, or another library's row of 'cce-dist bench' (default: {' '.join(METHODS)})",
+        help="dense (all logits in memory), exact, filtered (and compensated), filtered-plain (not compensated), full-c (dC "
+        "exact, dE filtered), full-c-plain, or another library's row of 'cce-dist bench' "
+        f"(default: {' '.join(METHODS)})",
     )  # fmt: skip
     run.add_argument("--seeds", type=pretrain.positive, metavar="N", help="runs of each method: seeds 0 to N - 1")
     run.add_argument("--steps", type=pretrain.positive, help="optimizer steps of a run")
     run.add_argument("--measure-every", type=pretrain.positive, metavar="STEPS", help="of loss and gradient")
     run.add_argument("--eval-batches", type=pretrain.positive, default=8, metavar="BATCHES")
-    run.add_argument("--filter-eps", type=float, default=2**-12, help="softmax below which a gradient tile is dropped")
+    run.add_argument("--filter-eps", type=float, metavar="P", help="softmax below which a gradient tile is dropped")
     run.add_argument("--show", type=Path, metavar="JSON", help="train nothing; print and draw this compare.json again")
     pretrain.add_model_arguments(parser)
     pretrain.add_data_arguments(parser)
@@ -77,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
     except (pretrain.UsageError, CorpusError, OSError) as error:
         print(f"cce-dist compare: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"cce-dist compare: stopped; --show {args.out / 'compare.json'} has what was finished", file=sys.stderr)
+        return 130
     print(f"\n{figure}, {figure.with_suffix('.json')}")
     return int(any(run.problem for run in comparison.runs if run.method in pretrain.LOSSES))
 

@@ -7,6 +7,8 @@ the rows of dC whose token is no label of the batch, which have nothing but the 
 from __future__ import annotations
 
 import argparse
+import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,19 +20,28 @@ from cce_dist.pretrain.model import GPT
 from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.train import autocast, microbatches
 
-GRADIENTS = ("dE", "mean dE", "dC", "rare dC")
+GRADIENTS: tuple[str, ...] = ("dE", "mean dE", "dC", "rare dC")
 CHUNK_BYTES = 512 << 20  # of the reference's logits
+
+
+class Agreement(NamedTuple):
+    """How alike a method's gradients and the dense ones are, each by the names in ``GRADIENTS``.
+
+    Attributes:
+        cosine: Of the angle between them; NaN where one is 0.
+        norm: Of the method's over that of the dense one.
+        kept_tiles: The share that a filter of this library keeps; NaN for other methods.
+    """
+
+    cosine: dict[str, float]
+    norm: dict[str, float]
+    kept_tiles: float
 
 
 def probe(
     args: argparse.Namespace, ranks: Ranks, model: GPT, head: nn.Module, ids: np.ndarray, labels: np.ndarray
-) -> dict[str, dict[str, float]]:
-    """Compare the gradients of ``head`` over the first microbatch with the dense ones, from the same rounded operands.
-
-    Returns:
-        "cosine" and "norm" (over the dense one's), each by the names in ``GRADIENTS``; NaN where a gradient is 0. With a
-        filter also "kept": "tiles", their share.
-    """
+) -> Agreement:
+    """Compare the gradients of ``head`` over the first microbatch with the dense ones, from the same rounded operands."""
     part_ids, part_labels = next(microbatches(ids, labels, ranks, args.accumulate))
     with torch.no_grad(), autocast(args, ranks):
         hidden = model.hidden_states(part_ids).to(getattr(torch, args.dtype))
@@ -41,18 +52,16 @@ def probe(
     rare = torch.ones(len(truth[1]), dtype=torch.bool, device=hidden.device)
     rare[part_labels[part_labels != IGNORED]] = False
     pairs = zip(*(_views(d_hidden.flatten(0, -2), d_weight, rare) for d_hidden, d_weight in (ours, truth)), strict=True)
-    agreements = torch.stack([_agreement(one, other) for one, other in pairs])
-    found: dict[str, dict[str, float]] = {
-        name: dict(zip(GRADIENTS, column.tolist(), strict=True))
-        for name, column in zip(("cosine", "norm"), agreements.T, strict=True)
-    }
+    columns = torch.stack([_cosine_and_norm(one, other) for one, other in pairs], 1).tolist()
+    cosine, norm = (dict(zip(GRADIENTS, column, strict=True)) for column in columns)
+    kept_tiles = math.nan
     if isinstance(head, VocabParallelHead) and head.loss_options["grad_filter"] is not None:
         with torch.no_grad(), autocast(args, ranks):
             options = {**head.loss_options, "return_aux": True}
             output = linear_cross_entropy(hidden, head.weight, part_labels, **options)
         assert isinstance(output, LinearCrossEntropyOutput) and output.filter_stats is not None
-        found["kept"] = {"tiles": output.filter_stats.kept_tiles.item()}
-    return found
+        kept_tiles = output.filter_stats.kept_tiles.item()
+    return Agreement(cosine, norm, kept_tiles)
 
 
 def dense_gradients(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +95,7 @@ def _views(d_hidden: Tensor, d_weight: Tensor, rare: Tensor) -> tuple[Tensor, ..
     return d_hidden, d_hidden.double().mean(0), d_weight, d_weight[rare]
 
 
-def _agreement(gradient: Tensor, truth: Tensor) -> Tensor:
+def _cosine_and_norm(gradient: Tensor, truth: Tensor) -> Tensor:
     """Cosine of two gradients, and the norm of the first over that of the second. -> [2] fp64"""
     gradient, truth = gradient.double().flatten(), truth.double().flatten()
     norm, true_norm = gradient.norm(), truth.norm()

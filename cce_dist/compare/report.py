@@ -67,38 +67,35 @@ class Comparison:
     def title(self) -> str:
         o, sizes = self.options, self.sizes
         return (
-            f"{o['steps']} steps of {o['batch_size'] * sizes['seq_len']:,} tokens, {o['seeds']} seeds; "
+            f"{o['steps']} steps of {o['batch_size'] * sizes['seq_len']:,} tokens, {len({run.seed for run in self.runs})} "
+            f"seeds; "
             f"{sizes['num_layers']} layers, D {sizes['hidden_size']:,}, V {sizes['vocab_size']:,}, {o['dtype']}, "
             f"eps {o['filter_eps']:.2g}"
         )
 
-    def series(self, method: str, *path: str) -> dict[int, list[float]]:
-        """Return the finite values at ``path`` of a measurement, by step, one of each seed."""
+    def series(self, method: str, statistic: str, gradient: str = "") -> dict[int, list[float]]:
+        """Return the finite values of an attribute of ``Measurement``, by step, one of each seed."""
         values: dict[int, list[float]] = {}
-        for run in self.runs:
-            for measured in run.measurements if run.method == method else []:
-                value: Any = asdict(measured)
-                for name in path:
-                    value = value.get(name, math.nan) if isinstance(value, dict) else math.nan
-                if math.isfinite(value):
-                    values.setdefault(measured.step, []).append(value)
+        for measured in self._measurements(method).values():
+            value = getattr(measured, statistic)
+            value = value.get(gradient, math.nan) if gradient else value
+            if math.isfinite(value):
+                values.setdefault(measured.step, []).append(value)
         return values
 
     def excess(self, method: str) -> dict[int, list[float]]:
         """Return validation loss less the baseline's of the same seed, by step."""
-        baseline = {
-            (run.seed, measured.step): measured.val_loss
-            for run in self.runs
-            if run.method == BASELINE
-            for measured in run.measurements
-        }
+        baseline = self._measurements(BASELINE)
         values: dict[int, list[float]] = {}
-        for run in self.runs:
-            for measured in run.measurements if run.method == method else []:
-                difference = measured.val_loss - baseline.get((run.seed, measured.step), math.nan)
-                if math.isfinite(difference):
-                    values.setdefault(measured.step, []).append(difference)
+        for place, measured in self._measurements(method).items():
+            if place in baseline and math.isfinite(measured.val_loss - baseline[place].val_loss):
+                values.setdefault(measured.step, []).append(measured.val_loss - baseline[place].val_loss)
         return values
+
+    def _measurements(self, method: str) -> dict[tuple[int, int], Measurement]:
+        """Return a method's measurements by seed and step."""
+        runs = [run for run in self.runs if run.method == method]
+        return {(run.seed, measured.step): measured for run in runs for measured in run.measurements}
 
 
 def line(run: Run) -> str:
@@ -118,9 +115,12 @@ def table(comparison: Comparison) -> str:
     body = []
     if lines:
         widths = {name: max(len(name), *(len(cells[name]) for cells in lines)) for name in lines[0]}
-        rows = [dict(zip(widths, widths, strict=True)), *lines]
-        body = ["| " + " | ".join(f"{row[name]:>{width}}" for name, width in widths.items()) + " |" for row in rows]
-        body.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths.values()) + "|")
+        first, *others = widths.values()
+        for row in ({name: name for name in widths}, *lines):
+            method, *cells = row.values()
+            aligned = [f"{method:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(cells, others, strict=True))]
+            body.append(f"| {' | '.join(aligned)} |")
+        body.insert(1, f"|{'-' * (first + 2)}|{'|'.join('-' * (width + 1) + ':' for width in others)}|")
     about = (
         "Validation loss after the last step, by the exact head, in nats per token: mean over seeds (and standard "
         f"deviation); '- {BASELINE}' is paired by seed. Gradients are compared with dense ones in wider arithmetic, on the "
@@ -140,8 +140,8 @@ def _cells(comparison: Comparison, method: str) -> dict[str, str]:
         mean, spread = mean_and_spread(values.get(last, []))
         return "-" if math.isnan(mean) else f"{mean:{form}}" + ("" if math.isnan(spread) else f" ({spread:.4f})")
 
-    def average(*path: str) -> float:
-        values = [value for values in comparison.series(method, *path).values() for value in values]
+    def average(statistic: str, gradient: str = "") -> float:
+        values = [value for values in comparison.series(method, statistic, gradient).values() for value in values]
         return statistics.fmean(values) if values else math.nan
 
     def or_dash(value: float, form: str) -> str:
@@ -153,9 +153,9 @@ def _cells(comparison: Comparison, method: str) -> dict[str, str]:
         f"- {BASELINE} (sd)": final(comparison.excess(method), "+.4f"),
     }
     for name in GRADIENTS:
-        distance = 1 - average("gradient", "cosine", name)
-        cells[name] = f"{or_dash(distance, '.1e')}, {or_dash(average('gradient', 'norm', name), '.3f')}"
-    cells["kept tiles"] = or_dash(average("gradient", "kept", "tiles"), ".2f")
+        distance = 1 - average("cosine", name)
+        cells[name] = f"{or_dash(distance, '.1e')}, {or_dash(average('norm', name), '.3f')}"
+    cells["kept tiles"] = or_dash(average("kept_tiles"), ".2f")
     if comparison.options["device"] == "cuda":  # on a CPU a rate says little of the methods
         rates = comparison.series(method, "tokens_per_s").values()
         # The first stretch of steps compiles and tunes.
@@ -215,10 +215,10 @@ def draw(comparison: Comparison, path: Path) -> None:
         _curve(panels["loss"], method, comparison.series(method, "val_loss"))
         _curve(panels["excess"], method, comparison.excess(method))
         for name in GRADIENTS:
-            cosines = comparison.series(method, "gradient", "cosine", name)
+            cosines = comparison.series(method, "cosine", name)
             distances = {step: [max(1 - value, 1e-12) for value in values] for step, values in cosines.items()}
             _curve(panels[f"cosine {name}"], method, distances)
-            _curve(panels[f"norm {name}"], method, comparison.series(method, "gradient", "norm", name))
+            _curve(panels[f"norm {name}"], method, comparison.series(method, "norm", name))
 
     panels["loss"].set(title="validation loss", ylabel="nats per token")
     panels["excess"].set(title=f"validation loss less {BASELINE}'s of the same seed", ylabel="nats per token")

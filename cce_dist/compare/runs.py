@@ -31,14 +31,16 @@ class Measurement:
         val_loss: By the exact head, nats per token, the same batches every time.
         train_loss: As the method gives it, mean over the steps since the last measurement.
         tokens_per_s: Of these steps alone, measuring left out.
-        gradient: As ``probe`` returns it.
+        cosine, norm, kept_tiles: As ``Agreement`` has them.
     """
 
     step: int
     val_loss: float
     train_loss: float = math.nan
     tokens_per_s: float = math.nan
-    gradient: dict[str, dict[str, float]] = field(default_factory=dict)
+    cosine: dict[str, float] = field(default_factory=dict)
+    norm: dict[str, float] = field(default_factory=dict)
+    kept_tiles: float = math.nan
 
 
 @dataclass
@@ -98,7 +100,8 @@ def _train(
             if not math.isfinite(measured.val_loss):
                 run.problem = f"the validation loss is {measured.val_loss} after step {step}"
                 return
-            measured.gradient = probe(args, ranks, model, head, ids, labels)
+            agreement = probe(args, ranks, model, head, ids, labels)
+            measured.cosine, measured.norm, measured.kept_tiles = agreement
             losses, clock = [], time.perf_counter()
         if step < args.steps:
             model.head = head
