@@ -1,0 +1,63 @@
+"""megatron-core on CPU and gloo: places that name a GPU are led to the CPU, and nothing else is changed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Have ``device="cuda"``, which Megatron's schedules and buffers spell out, mean the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs)
+
+
+class NoStream:
+    """The one stream of a CPU."""
+
+    def wait_event(self, _: Any) -> None: ...
+
+    def wait_stream(self, _: Any) -> None: ...
+
+
+def use_cpu() -> None:
+    """Lead this process's Megatron to the CPU, for good."""
+    from megatron.core.tensor_parallel import random
+
+    CudaMeansCpu().__enter__()
+    cpu = torch.device("cpu")
+    type_of = torch.Tensor.type
+
+    def type_on_gpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = type_of(self, *args, **kwargs)
+        return "torch.cuda." + answer.split(".")[-1] if isinstance(answer, str) else answer
+
+    replacements: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "current_device", lambda: cpu),
+        (torch.cuda, "synchronize", lambda *_: None),
+        (torch.cuda, "current_stream", lambda *_: NoStream()),
+        (torch.Tensor, "cuda", lambda self, *_, **__: self),
+        (torch.Tensor, "type", type_on_gpu),
+        # Dropout is off, so no random number is drawn in the fork.
+        (random.CudaRNGStatesTracker, "fork", lambda *_, **__: contextlib.nullcontext()),
+    ]
+    for owner, name, replacement in replacements:
+        setattr(owner, name, replacement)
+
+
+class Norm(nn.LayerNorm):
+    """LayerNorm with the tag by which Megatron sums its gradient over slices of the sequence; torch's wrapper refuses them."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]

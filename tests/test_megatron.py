@@ -1,0 +1,586 @@
+"""megatron-core itself, tiny and on the CPU, trained with its own loss and with ours: the same losses, the same gradients."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+pytest.importorskip("megatron.core")
+
+from megatron_on_cpu import Norm, use_cpu
+
+from cce_dist import GradFilter
+from cce_dist.integrations import megatron as cce
+from cce_dist.verify.ranks import run_ranks
+
+SEQ, BATCH, VOCAB, STEPS = 8, 2, 64, 3
+IGNORED = -100
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to lay a model out, and to train it."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    sequence_parallel: bool = False
+    tied: bool = False
+    mtp: int | None = None
+    per_token: bool = False
+    ddp: str = ""  # "", "ddp", "distributed-optimizer"
+    overlap: bool = False
+    main_grad: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "plain": Case(),
+    "tp": Case(tp=2),
+    "tp4-sp-tied": Case(tp=4, sequence_parallel=True, tied=True),
+    "pp-tied": Case(pp=2, tied=True),
+    "tp-pp-sp-tied-ddp": Case(tp=2, pp=2, sequence_parallel=True, tied=True, ddp="ddp"),
+    "tp-pp-per-token": Case(tp=2, pp=2, per_token=True),
+    "tp-sp-mtp-ddp": Case(tp=2, sequence_parallel=True, mtp=1, ddp="ddp"),
+    "tp-pp-tied-mtp2-ddp-per-token": Case(tp=2, pp=2, tied=True, mtp=2, ddp="ddp", per_token=True),
+    "vpp-ddp": Case(pp=2, vpp=2, ddp="ddp"),
+    "tp-distopt-overlap": Case(tp=2, ddp="distributed-optimizer", overlap=True),
+    "tp-pp-sp-distopt-overlap-mtp": Case(
+        tp=2, pp=2, sequence_parallel=True, mtp=1, ddp="distributed-optimizer", overlap=True
+    ),
+    "main-grad-tied-overlap": Case(tp=2, tied=True, ddp="ddp", overlap=True, main_grad=True),
+    "main-grad-pp-sp-mtp-distopt": Case(
+        tp=2, pp=2, sequence_parallel=True, mtp=1, ddp="distributed-optimizer", overlap=True, main_grad=True
+    ),
+    "bf16-main-grad": Case(tp=2, sequence_parallel=True, ddp="ddp", main_grad=True, dtype=torch.bfloat16),
+}
+
+
+def build(case: Case, **overrides: Any) -> list[Any]:
+    """Return this stage's chunks, with weights that depend on the case alone."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    bf16 = case.dtype == torch.bfloat16
+    settings: dict[str, Any] = dict(
+        num_layers=(case.vpp or 1) * 2, hidden_size=16, num_attention_heads=4, ffn_hidden_size=32, bf16=bf16,
+        params_dtype=case.dtype, pipeline_dtype=case.dtype, use_cpu_initialization=True, init_method_std=0.1,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
+        hidden_dropout=0.0, attention_dropout=0.0, sequence_parallel=case.sequence_parallel, mtp_num_layers=case.mtp,
+        tensor_model_parallel_size=case.tp, pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp, calculate_per_token_loss=case.per_token,
+    )  # fmt: skip
+    config = TransformerConfig(**(settings | overrides))
+    spec: Any = get_gpt_layer_local_spec()
+    norm: Any = Norm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+    layers = [spec] * (settings["num_layers"] // (case.pp * (case.vpp or 1)))
+    torch.manual_seed(0)
+    chunks = []
+    for chunk in range(case.vpp or 1):
+        virtual: dict[str, Any] = {"vp_stage": chunk} if case.vpp else {}
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=True) and chunk == 0
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True) and chunk == (case.vpp or 1) - 1
+        mtp: Any = None
+        if case.mtp and last:
+            mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+            for layer in getattr(mtp, "submodules", mtp).layer_specs:
+                layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = norm
+        block: Any = TransformerBlockSubmodules(layers, layer_norm=norm)
+        model = GPTModel(
+            config, block, VOCAB, SEQ, pre_process=first, post_process=last, share_embeddings_and_output_weights=case.tied,
+            position_embedding_type="learned_absolute", mtp_block_spec=mtp, **virtual,
+        )  # fmt: skip
+        chunks.append(model)
+    return chunks
+
+
+class Trainer:
+    """A model, wrapped and optimized as the case says, that trains by Megatron's schedules."""
+
+    def __init__(self, case: Case, ours: bool, options: cce.Options | None = None, weights: Any = None) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+
+        self.case = case
+        self.models = build(case)
+        self.config = self.models[0].config
+        for model, source in zip(self.models, weights.models if weights else [], strict=False):
+            model.load_state_dict(source.state_dict())
+        if ours:
+            assert cce.convert(self.models, options) is self.models
+        for model in self.models:
+            if ours and case.main_grad and hasattr(model, "output_layer"):
+                model.output_layer.gradient_accumulation_fusion = True
+        self.chunks: list[Any] = self.models
+        if case.dtype == torch.bfloat16:
+            self.chunks = [Float16Module(self.config, chunk) for chunk in self.chunks]
+        self.optimizer: Any = None
+        if case.ddp:
+            distributed = case.ddp == "distributed-optimizer"
+            ddp_config = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, bucket_size=1,
+                overlap_grad_reduce=case.overlap, overlap_param_gather=case.overlap and distributed,
+            )  # fmt: skip
+            self.chunks = [DistributedDataParallel(self.config, ddp_config, chunk) for chunk in self.chunks]
+            self.optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    optimizer="adam", lr=1e-2, clip_grad=1.0, use_distributed_optimizer=distributed,
+                    overlap_param_gather=ddp_config.overlap_param_gather, bf16=case.dtype == torch.bfloat16,
+                ),
+                self.chunks,
+            )  # fmt: skip
+            if case.overlap and len(self.chunks) == 1:
+                self.config.no_sync_func = self.chunks[0].no_sync
+        else:
+            parameters = [p for model in self.models for p in model.parameters()]
+            self.optimizer = torch.optim.SGD(parameters, lr=0.5)
+        if case.ddp:
+            from megatron.core.distributed import finalize_model_grads
+
+            self.config.finalize_model_grads_func = finalize_model_grads
+            self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def step(self, step: int) -> tuple[list[float], dict[str, Tensor]]:
+        """Train on one batch; return the microbatches' losses (on the last stage) and all gradients of this rank."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for chunk in self.chunks:
+            if self.case.ddp:
+                chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        num_microbatches = 4 if self.case.vpp else 2
+        reports = get_forward_backward_func()(
+            forward_step_func=functools.partial(forward_step, per_token=self.case.per_token),
+            data_iterator=[microbatches(step, num_microbatches) for _ in self.chunks],
+            model=self.chunks, num_microbatches=num_microbatches, seq_length=SEQ, micro_batch_size=BATCH,
+            forward_only=False,
+        )  # fmt: skip
+        grads = {}
+        for index, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                grad = parameter.main_grad if self.case.ddp else parameter.grad
+                grads[f"{index}.{name}"] = grad.detach().float().clone()
+        self.optimizer.step()
+        return [report["loss"].item() for report in reports], grads
+
+
+def microbatches(step: int, count: int) -> Any:
+    """Yield ids, labels (-100 where masked) and loss mask; every data-parallel rank has its own."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    for _ in range(count):
+        ids, labels = torch.randint(VOCAB, (2, BATCH, SEQ), generator=generator).unbind()
+        mask = torch.rand(BATCH, SEQ, generator=generator) > 0.2
+        yield ids, labels.masked_fill(~mask, IGNORED), mask.float()
+
+
+def forward_step(data: Any, model: Any, per_token: bool) -> tuple[Tensor, Any]:
+    ids, labels, mask = next(data)
+    causal = torch.ones(SEQ, SEQ).tril()[None, None] < 0.5
+    losses = model(ids, torch.arange(SEQ).expand(BATCH, SEQ), causal, labels=labels, loss_mask=mask)
+
+    def loss_func(losses: Tensor) -> tuple:
+        total = (losses * mask).sum()
+        report = {"loss": (total / mask.sum()).detach()}
+        return (total, mask.sum().int(), report) if per_token else (total / mask.sum(), report)
+
+    return losses, loss_func
+
+
+def compare(case: Case, options: cce.Options | None = None) -> None:
+    """Train both ways and hold losses and gradients of every parameter against one another."""
+    reference, ours = Trainer(case, ours=False), Trainer(case, ours=True, options=options)
+    truth = None
+    if case.dtype != torch.float32:
+        truth = Trainer(dataclasses.replace(case, dtype=torch.float32), ours=False, weights=reference)
+    with counted_losses() as calls:
+        for step in range(STEPS):
+            (losses, grads), (our_losses, our_grads) = reference.step(step), ours.step(step)
+            true_losses, true_grads = (losses, grads) if truth is None else truth.step(step)
+            assert grads.keys() == our_grads.keys()
+            # Fp32 gradients differ in rounding; those of bf16 may be twice as far from fp32's as Megatron's own, no more.
+            for name, grad in true_grads.items():
+                norm = grad.norm().clamp(min=1e-30)
+                error, allowed = (our_grads[name] - grad).norm() / norm, (grads[name] - grad).norm() / norm
+                assert error <= 2 * allowed + 2e-5, f"gradient of {name} in step {step}: relative error {error:.1e}"
+            torch.testing.assert_close(our_losses, true_losses, rtol=2e-5 if truth is None else 1e-2, atol=0)
+            if truth is not None:
+                break  # from the first update on three models are trained
+    has_head = any(hasattr(model, "output_layer") for model in ours.models)
+    assert calls == [(1 + (case.mtp or 0)) * (4 if case.vpp else 2) * (step + 1) if has_head else 0]
+
+
+class counted_losses:
+    """Count the calls of our loss, so that no test passes on Megatron's own."""
+
+    def __enter__(self) -> list[int]:
+        self.loss, calls = cce.linear_cross_entropy, [0]
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            return self.loss(*args, **kwargs)
+
+        cce.linear_cross_entropy = counting
+        return calls
+
+    def __exit__(self, *_: Any) -> None:
+        cce.linear_cross_entropy = self.loss
+
+
+def on_layout(case: Case, body: Any, *args: Any) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    MTPLossLoggingHelper.tracker.clear()  # sized by the first model's depths
+    parallel_state.initialize_model_parallel(case.tp, case.pp, case.vpp)
+    try:
+        body(case, *args)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def checkpoints_cross_load(case: Case, folder: Path) -> None:
+    """A checkpoint of either model is one of the other, key by key and bit by bit."""
+    from megatron.core import dist_checkpointing
+
+    reference, ours = Trainer(case, ours=False), Trainer(case, ours=True)
+    describe = {trainer: sharded(trainer) for trainer in (reference, ours)}
+    assert describe[reference] == describe[ours]
+    reference.step(0)
+    for name, source, target in (("theirs", reference, ours), ("ours", ours, reference)):
+        if dist.get_rank() == 0:
+            (folder / name).mkdir()
+        dist.barrier()
+        dist_checkpointing.save(source.models[0].sharded_state_dict(), str(folder / name))
+        with torch.no_grad():
+            for parameter in target.models[0].parameters():
+                parameter.zero_()
+        target.models[0].load_state_dict(
+            dist_checkpointing.load(target.models[0].sharded_state_dict(), str(folder / name))
+        )
+        for key, value in source.models[0].state_dict().items():
+            if value is not None:
+                torch.testing.assert_close(target.models[0].state_dict()[key], value, rtol=0, atol=0)
+
+
+def sharded(trainer: Trainer) -> dict[str, Any]:
+    entries = trainer.models[0].sharded_state_dict()
+    return {
+        name: (entry.key, getattr(entry, "global_shape", None), getattr(entry, "global_offset", None), entry.replica_id)
+        for name, entry in entries.items()
+    }
+
+
+def logits_without_labels(case: Case) -> None:
+    """Without labels a converted model is Megatron's, gathered logits or not; the streaming maximum is that of its logits."""
+    reference, ours = build(case)[0].eval(), cce.convert(build(case))[0].eval()
+    ids = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
+    inputs = (ids, torch.arange(SEQ).expand(BATCH, SEQ), torch.ones(SEQ, SEQ).tril()[None, None] < 0.5)
+    head = ours.output_layer
+    with torch.no_grad():
+        for gather in (None, True):
+            logits = ours(*inputs, runtime_gather_output=gather)
+            assert torch.equal(logits, reference(*inputs, runtime_gather_output=gather))
+            assert logits.shape[-1] == (VOCAB if gather else VOCAB // case.tp)
+            hidden = torch.randn(SEQ // case.tp if case.sequence_parallel else SEQ, BATCH, 16)
+            real, _ = head(hidden, runtime_gather_output=gather)
+            head.cce_deferring = True
+            deferred, _ = head(hidden, runtime_gather_output=gather)
+            head.cce_deferring = False
+            head.cce_options = cce.Options(workspace_bytes=3 * 4 * VOCAB)  # a few tokens at a time
+            assert deferred.size(-1) == real.size(-1)
+            for ours_max, real_max in zip((2.0 * deferred).max(dim=-1), (2.0 * real).max(dim=-1), strict=True):
+                torch.testing.assert_close(ours_max, real_max)
+            assert torch.equal(torch.argmax(deferred, dim=-1), real.argmax(dim=-1))
+
+
+def filter_that_drops_nothing(case: Case) -> None:
+    compare(case, cce.Options(grad_filter=GradFilter(eps=1e-30)))
+
+
+def _on_four_ranks(folder: Path) -> None:
+    use_cpu()
+    for name, case in CASES.items():
+        try:
+            on_layout(case, compare)
+        except Exception as error:
+            raise AssertionError(f"case {name!r}") from error
+    on_layout(CASES["tp-pp-sp-tied-ddp"], checkpoints_cross_load, folder)
+    on_layout(Case(tp=2, sequence_parallel=True), logits_without_labels)
+    on_layout(Case(tp=2, pp=2, sequence_parallel=True), filter_that_drops_nothing)
+
+
+def test_training_with_our_head_is_training_with_megatrons(tmp_path: Path) -> None:
+    run_ranks(_on_four_ranks, 4, tmp_path)
+
+
+def batch(model: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the arguments of a forward, and labels of which two are outside the vocabulary."""
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(VOCAB, (2, BATCH, SEQ), generator=generator).unbind()
+    labels[0, 3], labels[1, 0] = IGNORED, VOCAB + 7
+    mask = torch.ones(SEQ, SEQ).tril()[None, None] < 0.5
+    return {"input_ids": ids, "position_ids": torch.arange(SEQ).expand(BATCH, SEQ), "attention_mask": mask}, labels
+
+
+def one_model(options: cce.Options | None = None, **overrides: Any) -> Any:
+    return cce.convert(build(Case(), **overrides)[0], options)
+
+
+def convert_can_be_undone_and_repeated() -> None:
+    model = build(Case())[0]
+    classes, names, head = (type(model), type(model.output_layer)), list(model.state_dict()), model.output_layer
+    assert cce.convert(model) is model and type(model) is not classes[0]
+    assert (type(model).__name__, type(head).__name__) == ("GPTModel", "ColumnParallelLinear")
+    assert model.output_layer is head and list(model.state_dict()) == names
+    converted = type(model)
+    cce.convert([model], cce.Options(vocab_size=60))
+    assert type(model) is converted and head.cce_options.vocab_size == 60
+    assert cce.revert(model) is model and (type(model), type(head)) == classes
+    assert not any(name.startswith("cce") for name in vars(head))
+
+
+def labels_outside_the_vocabulary_cost_nothing() -> None:
+    model = one_model()
+    inputs, labels = batch(model)
+    losses = model(**inputs, labels=labels)
+    assert losses[0, 3] == losses[1, 0] == 0 and (losses > 0).sum() == BATCH * SEQ - 2
+    losses[0, 3].backward()
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def padding_rows_can_be_masked() -> None:
+    model = one_model(cce.Options(vocab_size=60))
+    inputs, labels = batch(model)
+    labels = labels.where(labels < 60, IGNORED)
+    losses = model(**inputs, labels=labels)
+    logits = model(**inputs)[..., :60]
+    truth = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    torch.testing.assert_close(losses, truth)
+    losses.sum().backward()
+    assert not model.output_layer.weight.grad[60:].any() and model.output_layer.weight.grad[:60].any(dim=1).all()
+    with pytest.raises(ValueError, match="vocab_size 65, but the head has 64 rows"):
+        one_model(cce.Options(vocab_size=65))
+
+
+def a_frozen_head_gets_no_gradient() -> None:
+    models = [one_model(), build(Case())[0]]
+    for model in models:
+        model.output_layer.weight.requires_grad_(False)
+        inputs, labels = batch(model)
+        losses = model(**inputs, labels=labels.clamp(0, VOCAB - 1))
+        losses.sum().backward()
+    ours, theirs = (dict(model.named_parameters()) for model in models)
+    assert ours["output_layer.weight"].grad is None
+    for name, parameter in ours.items():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, theirs[name].grad)
+
+
+def evaluation_is_ours_too() -> None:
+    model = one_model().eval()
+    inputs, labels = batch(model)
+    labels = labels.clamp(0, VOCAB - 1)
+    with torch.no_grad(), counted_losses() as calls:
+        losses = model(**inputs, labels=labels)
+    assert calls == [1]
+    torch.testing.assert_close(losses, cce.revert(model)(**inputs, labels=labels))
+
+
+def others_get_the_logits_that_they_want() -> None:
+    """A loss of the instance's own, as distillation has, and one computed from logits, as in reinforcement learning."""
+    model = one_model(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="cce")
+    inputs, labels = batch(model)
+    labels = labels.clamp(0, VOCAB - 1)
+    losses = model(**inputs, labels=labels)
+    logits = model(**inputs).transpose(0, 1).contiguous()
+    torch.testing.assert_close(model.compute_language_model_loss(labels, logits.clone()), losses)
+    assert model.config.cross_entropy_loss_fusion
+    model.compute_language_model_loss = lambda labels, logits: logits
+    assert torch.equal(model(**inputs, labels=labels), logits)
+
+
+def deferred_logits_refuse_what_they_cannot_do() -> None:
+    head = one_model().output_layer
+    head.cce_deferring = True
+    logits, _ = head(torch.randn(SEQ, BATCH, 16))
+    for use in (lambda: torch.softmax(logits, dim=-1), lambda: logits.max(dim=0), lambda: logits * torch.ones(2)):
+        with pytest.raises(TypeError):
+            use()
+    with pytest.raises(AttributeError, match="'float' of logits that are not computed"):
+        logits.float()
+
+
+def logits_are_scaled_as_mup_does() -> None:
+    model = one_model()
+    inputs, labels = batch(model)
+    labels = labels.clamp(0, VOCAB - 1)
+    losses = []
+    for _ in ("ours", "Megatron's"):
+        forward = type(model.output_layer).forward
+        head = model.output_layer
+
+        def scaled(*args: Any, head: Any = head, forward: Any = forward, **kwargs: Any) -> Any:
+            output = forward(head, *args, **kwargs)
+            return output if "cce_compute" in kwargs else (output[0] * 0.25, output[1])
+
+        head.forward = scaled
+        losses.append(model(**inputs, labels=labels))
+        del head.forward
+        cce.revert(model)
+    torch.testing.assert_close(*losses)
+
+
+def heads_that_cannot_be_taken_over() -> None:
+    with pytest.raises(ValueError, match="GPTModel: defer_embedding_wgrad_compute keeps"):
+        model = build(Case())[0]
+        model.config.defer_embedding_wgrad_compute = True
+        cce.convert(model)
+    with pytest.raises(ValueError, match="output_layer is a Linear, not"):
+        model = build(Case())[0]
+        model.output_layer = torch.nn.Linear(16, VOCAB)
+        cce.convert(model)
+    with pytest.raises(ValueError, match="output_layer has a bias"):
+        model = build(Case())[0]
+        model.output_layer.bias = torch.nn.Parameter(torch.zeros(VOCAB))
+        cce.convert(model)
+    with pytest.raises(TypeError, match="expected a model of megatron-core, got Linear"):
+        cce.convert(torch.nn.Linear(2, 2))
+    stage = build(Case())[0]
+    del stage.output_layer
+    assert cce.convert(stage) is stage and type(stage).__mro__[1].__name__ != "_Model"
+    wrapped = one_model()
+    wrapped.output_layer = torch.nn.Sequential()
+    with pytest.warns(UserWarning, match="wrapped in a Sequential; its logits are computed"), pytest.raises(TypeError):
+        wrapped(**batch(wrapped)[0], labels=batch(wrapped)[1])
+
+
+def the_flag_converts_what_is_built() -> None:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    def converted(**overrides: Any) -> bool:
+        return isinstance(build(Case(), **overrides)[0].output_layer, cce._Head)
+
+    original = LanguageModule.setup_embeddings_and_output_layer
+    cce.install()
+    cce.install()
+    assert converted(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="cce")
+    assert converted(cross_entropy_loss_fusion=False, cross_entropy_fusion_impl="cce", deterministic_mode=True)
+    assert not converted(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native")
+    cce.install(cce.Options(vocab_size=60), every_model=True)
+    assert build(Case())[0].output_layer.cce_options.vocab_size == 60
+    cce.uninstall()
+    assert LanguageModule.setup_embeddings_and_output_layer is original
+    assert not converted(cross_entropy_fusion_impl="cce")
+    module: Any = LanguageModule
+    compute, module.compute_language_model_loss = module.compute_language_model_loss, None
+    try:
+        with pytest.raises(ImportError, match=r"LanguageModule.compute_language_model_loss, which megatron-core \d"):
+            cce.install()
+    finally:
+        module.compute_language_model_loss = compute
+
+
+def megatrons_parser_takes_our_flags() -> None:
+    import typing
+
+    from megatron.core.transformer import TransformerConfig
+
+    cce.install()
+    cce.uninstall()
+    choices = typing.get_args(TransformerConfig.__dataclass_fields__["cross_entropy_fusion_impl"].type)
+    assert choices in ((), ("native", "te", "cce"))  # before Megatron-LM 0.16 the parser has its own list
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cross-entropy-fusion-impl", default="native", choices=["native", "te"])
+    assert cce.add_arguments(parser) is parser
+    flags = ["--cce-filter", "plain", "--cce-filter-eps", "1e-3", "--cce-vocab-size", "60"]
+    args = parser.parse_args(["--cross-entropy-fusion-impl", "cce", *flags])
+    assert cce.Options.from_args(args) == cce.Options(GradFilter(1e-3, compensate=False), 60)
+    assert cce.Options.from_args(parser.parse_args([])) == cce.Options()
+    assert cce._options_of_the_command_line() is None
+    module: Any = type(sys)("megatron.training.global_vars")
+    module._GLOBAL_ARGS = args
+    sys.modules[module.__name__] = module
+    assert cce._options_of_the_command_line() == cce.Options.from_args(args)
+    del sys.modules[module.__name__]
+
+
+CHECKS = (
+    convert_can_be_undone_and_repeated,
+    labels_outside_the_vocabulary_cost_nothing,
+    padding_rows_can_be_masked,
+    a_frozen_head_gets_no_gradient,
+    evaluation_is_ours_too,
+    others_get_the_logits_that_they_want,
+    deferred_logits_refuse_what_they_cannot_do,
+    logits_are_scaled_as_mup_does,
+    heads_that_cannot_be_taken_over,
+    the_flag_converts_what_is_built,
+    megatrons_parser_takes_our_flags,
+)
+
+
+def _on_one_rank() -> None:
+    use_cpu()
+    for check in CHECKS:
+        try:
+            on_layout(Case(), lambda _, check=check: check())
+        except Exception as error:
+            raise AssertionError(check.__name__) from error
+
+
+def test_one_model() -> None:
+    run_ranks(_on_one_rank, 1)
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import helper                                      # beside the script
+from test_megatron import Case, IGNORED, batch, build
+from megatron_on_cpu import use_cpu
+from megatron.core import parallel_state
+
+use_cpu()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+model = build(Case())[0]
+inputs, labels = batch(model)
+print(sys.argv[1:], __name__, model.output_layer.cce_options, model(**inputs, labels=labels).sum().item())
+"""
+
+
+def test_the_launcher_converts_what_a_script_builds(tmp_path: Path) -> None:
+    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").touch()
+    line = [sys.executable, "-m", "cce_dist.integrations.megatron"]
+    flags = ["--cce-filter", "compensated", "pretrain_gpt.py", "--num-layers", "2"]
+    paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([*line, *flags], cwd=tmp_path, env=paths, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "['--num-layers', '2'] __main__ Options(grad_filter=GradFilter(eps=0.000244140625" in done.stdout
+
+
+def test_the_launcher_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cce.main(["nowhere.py"])
+    assert "no such script: nowhere.py" in capsys.readouterr().err
