@@ -104,6 +104,16 @@ def test_the_loss_changes_no_weight(cache: Path, tmp_path: Path, loss: str) -> N
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.parametrize("loss", ["dense", "exact", "filtered"])
+def test_only_a_filtered_run_asks_for_more_than_the_loss(cache: Path, tmp_path: Path, loss: str) -> None:
+    model = build_model(options(cache, tmp_path, "--loss", loss), Ranks(torch.device("cpu")), PRESETS["toy"])
+    returned = []
+    model.head.register_forward_hook(lambda head, inputs, output: returned.append(output))
+    ids = torch.zeros(PRESETS["toy"].seq_len, 2, dtype=torch.long)
+    _, stats = model(ids, ids, num_tokens=ids.numel())
+    assert isinstance(returned[0], torch.Tensor) is (stats is None) is (loss != "filtered")
+
+
 def test_a_resumed_run_repeats_the_bits(cache: Path, tmp_path: Path, exact_run: Path) -> None:
     ranks = Ranks(torch.device("cpu"))
     args = options(cache, tmp_path)
@@ -177,6 +187,15 @@ def test_a_corpus_is_tokenized_once_however_many_ask(tmp_path: Path, monkeypatch
     corpus = data.Corpus(folders[0])
     assert len(corpus.held_out) == (len(corpus.train) + len(corpus.held_out)) // 20
     assert int(corpus.train.max()) < 300
+
+
+def test_a_corpus_is_cut_to_whole_files_of_a_size(tmp_path: Path) -> None:
+    for name in "abcdef":
+        (tmp_path / f"{name}.txt").write_text("x" * (400 << 10))
+    names = list(data._find(tmp_path, "*.txt", None))
+    assert list(data._find(tmp_path, "*.txt", 1)) == names[:2]  # two of 400 KiB are less than a MiB, three are more
+    (tmp_path / names[0]).write_text("x" * (2 << 20))
+    assert list(data._find(tmp_path, "*.txt", 1)) == names[:1]  # one file there is in any case
 
 
 def test_clipping_is_torchs() -> None:

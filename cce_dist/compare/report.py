@@ -21,7 +21,7 @@ TITLES = {
     "dE": "dE",
     "mean dE": "dE, mean over tokens",
     "dC": "dC",
-    "rare dC": "dC, rows of tokens not in the batch",
+    "rare dC": "dC of tokens not in the batch",
 }
 STYLES = {  # color and dash of the methods that are compared by default; others take what is left
     "dense": ("black", "-"),
@@ -211,14 +211,16 @@ def draw(comparison: Comparison, path: Path) -> None:
     figure = pyplot.figure(figsize=(14, 11), layout="constrained")
     panels = figure.subplot_mosaic(layout, height_ratios=[1.4, 1, 1])
     _band_of_seeds(panels["excess"], comparison)
-    for method in comparison.methods:
-        _curve(panels["loss"], method, comparison.series(method, "val_loss"))
-        _curve(panels["excess"], method, comparison.excess(method))
+    for index, method in enumerate(comparison.methods):
+        color, dash = STYLES.get(method, (f"C{index % 10}", "-."))
+        style = {"color": color, "linestyle": dash, "label": method}
+        _curve(panels["loss"], comparison.series(method, "val_loss"), style)
+        _curve(panels["excess"], comparison.excess(method), style)
         for name in GRADIENTS:
             cosines = comparison.series(method, "cosine", name)
             distances = {step: [max(1 - value, 1e-12) for value in values] for step, values in cosines.items()}
-            _curve(panels[f"cosine {name}"], method, distances)
-            _curve(panels[f"norm {name}"], method, comparison.series(method, "norm", name))
+            _curve(panels[f"cosine {name}"], distances, style)
+            _curve(panels[f"norm {name}"], comparison.series(method, "norm", name), style)
 
     panels["loss"].set(title="validation loss", ylabel="nats per token")
     panels["excess"].set(title=f"validation loss less {BASELINE}'s of the same seed", ylabel="nats per token")
@@ -242,16 +244,15 @@ def draw(comparison: Comparison, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _curve(panel: Any, method: str, values: dict[int, list[float]]) -> None:
+def _curve(panel: Any, values: dict[int, list[float]], style: dict[str, str]) -> None:
     """Draw the mean over seeds, and one standard deviation to both sides."""
     if not values:
         return
-    means, spreads = zip(*(mean_and_spread(values[step]) for step in values), strict=True)
-    color, dash = STYLES.get(method, (f"C{sum(map(ord, method)) % 10}", "-."))
-    panel.plot(list(values), means, dash, color=color, label=method, marker="o", markersize=2.5, linewidth=1.4)
-    low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
-    high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
-    panel.fill_between(list(values), low, high, color=color, alpha=0.15, linewidth=0)
+    steps = list(values)
+    means, spreads = zip(*map(mean_and_spread, values.values()), strict=True)
+    panel.plot(steps, means, marker="o", markersize=2.5, linewidth=1.4, **style)
+    low, high = ([m + side * s for m, s in zip(means, spreads, strict=True)] for side in (-1, 1))
+    panel.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
 def _band_of_seeds(panel: Any, comparison: Comparison) -> None:
