@@ -1,4 +1,4 @@
-"""GradFilter: which tiles of the logits' gradient are worth computing, and what stands in for the others."""
+"""GradFilter: which elements of the logits' gradient are worth computing, and what stands in for the others."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GradFilter:
-    """Drop the gradient tiles in which nothing matters, and repair what dropping does to the mean.
+    """Drop the part of the gradient in which nothing matters, and repair what dropping does to the mean.
 
-    A tile is 128 tokens by 256 rows of this shard's weight. It survives where it holds a label, or where any element of
-    the softmax's gradient reaches ``eps`` times the gradient of that token's label. The whole gradient is looked at:
-    z-loss, entropy and upstream gradients included. The uniform term of label smoothing is never dropped.
+    Every element of the softmax's gradient that reaches ``eps`` times the gradient of its token's label is kept, and so is the
+    label's own. The whole gradient is looked at: z-loss and upstream gradients included (the torch backend: the entropy's too;
+    on Triton a differentiated entropy makes all exact). The uniform term of label smoothing is never dropped. What is kept
+    beyond that is the backend's choice of unit: the torch backend keeps whole tiles of 128 tokens x 256 rows of the weight, the
+    Triton backend single elements, and all elements of the columns that are labels most often in the batch.
 
     What is dropped is tiny, element by element, but it all pushes the same way: without compensation the mean of dE over
     tokens is wrong by tens of percent. With compensation a rank-1 matrix with the row sums and the column sums of the
-    dropped part stands in for it, so the mean of dE is exact and every row of the weight gets its gradient. Tokens with
-    positive and with negative upstream gradients are compensated apart.
+    dropped part stands in for it, so the mean of dE is right and every row of the weight gets its gradient. On Triton the
+    column sums are taken in forward, before upstream gradients are known, so they are right where those are equal. The torch
+    backend compensates tokens with positive and with negative upstream gradients apart.
 
     Args:
-        eps: Threshold, in the units of a probability. 0 keeps every tile.
+        eps: Threshold, in the units of a probability. 0 keeps everything.
         compensate: False is the plain filter of the paper.
         hidden: False leaves dE exact ("FullE").
         weight: False leaves dC exact ("FullC").
@@ -48,8 +51,8 @@ class FilterStats(NamedTuple):
     """What the filter does on this rank's shard, from the forward pass; 0-d fp32 tensors, read them when you like.
 
     Attributes:
-        kept_tiles: Share of the tiles that survive.
-        dropped_mass_mean: Softmax mass in dropped tiles, mean over the tokens that are not ignored.
+        kept_tiles: Share of the units that survive: tiles on the torch backend, elements on Triton.
+        dropped_mass_mean: Softmax mass dropped, mean over the tokens that are not ignored.
         dropped_mass_max: The same, maximum over tokens.
     """
 

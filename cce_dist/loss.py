@@ -118,8 +118,8 @@ def linear_cross_entropy(
             at twice the bytes of bf16 and without its roundings. Each rank's part is rounded to input's dtype in any case.
         grad_filter: None for exact gradients, or how to filter them.
         return_aux: Return ``LinearCrossEntropyOutput`` instead of the loss alone.
-        backend: "triton", "torch", or "auto": Triton on a GPU when no filter is on, else torch. The environment variable
-            CCE_DIST_BACKEND overrides "auto".
+        backend: "triton", "torch", or "auto": Triton on a GPU, else torch. The environment variable CCE_DIST_BACKEND
+            overrides "auto".
         workspace_bytes: Bound of the temporary memory for logits, and of what forward may keep for backward.
         grad_weight_out: [V_r, D] buffer (fp32, say, as Megatron's main_grad) that backward adds dC into; linear_weight
             itself then gets no gradient.
@@ -133,9 +133,10 @@ def linear_cross_entropy(
         or partial with ``input_grad="partial"``. Padding rows get gradient exactly 0.
 
     Communication:
-        Forward: one all-gather of 3 to 6 fp32 numbers per token. Backward: one all-reduce of dE in reduce_dtype, which
-        becomes a reduce-scatter with sequence_parallel, behind the last of dC. Sequence parallelism all-gathers input in
-        both, in forward while its own slice is worked on, and keeps nothing of what it gathered.
+        Forward: one all-gather of 3 to 6 fp32 numbers per token; with a filter on Triton one more, of 3. Backward: one
+        all-reduce of dE in reduce_dtype, which becomes a reduce-scatter with sequence_parallel, behind the last of dC.
+        Sequence parallelism all-gathers input in both, in forward while its own slice is worked on (without a filter), and
+        keeps nothing of what it gathered.
         With CCE_DIST_DEBUG=1 one more exchange checks that all ranks were called alike.
 
     Raises:
@@ -293,11 +294,8 @@ def _check(
         )
     if backend == "auto":
         backend = forced_backend
-    filtering = grad_filter is not None and grad_filter.eps > 0
     if backend == "auto":
-        return "triton" if input.is_cuda and torch.version.cuda is not None and not filtering else "torch"
-    if backend == "triton" and filtering:
-        raise ValueError('the Triton backend has no filter yet: leave backend at "auto", or grad_filter out')
+        return "triton" if input.is_cuda and torch.version.cuda is not None else "torch"
     if backend == "triton" and not input.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"backend='triton' needs a GPU (or Triton's interpreter, TRITON_INTERPRET=1), input is on {input.device}"

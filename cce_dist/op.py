@@ -6,6 +6,7 @@ the order of ``Options``, which is also where their schema comes from.
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import NamedTuple, get_type_hints
 
@@ -49,17 +50,23 @@ class Options(NamedTuple):
     def filter(self) -> Filter:
         return Filter(self.filter_eps, self.filter_compensate, self.filter_hidden, self.filter_weight)
 
+    @property
+    def by_lists(self) -> bool:
+        """Whether the kernels of the filter run: what it drops of a uniform term under a softcap has no rank-1 stand-in."""
+        filtering = self.filter_eps > 0 and (self.filter_hidden or self.filter_weight)
+        return self.backend == "triton" and filtering and not (self.want_uniform and self.softcap > 0)
+
     def ops(self) -> types.ModuleType:
-        """The backend's module; the Triton one is imported by its first use."""
+        """The module that computes; those of Triton are imported by their first use."""
         if self.backend == "torch":
             return torch_ops
-        from cce_dist.kernels import triton_ops
+        from cce_dist.kernels import filtered, triton_ops
 
-        return triton_ops
+        return filtered if self.by_lists else triton_ops
 
     def num_cached(self, hidden: Tensor, num_tokens: int) -> int:
         """Columns of the shard whose exponentials forward keeps for backward, within the workspace."""
-        if self.backend == "torch" or not self.want_grad:
+        if self.backend == "torch" or self.by_lists or not self.want_grad:
             return 0
         return self.ops().cache_columns(
             num_tokens, self.num_valid, hidden.shape[1], hidden.dtype, self.logits, self.want_uniform,
@@ -96,10 +103,14 @@ def _forward(
         merged = merge.merge(merge.gather_stats(stats_KN, group), o.vocab_size, o.want_uniform, o.want_entropy)
 
         filter_stats = merged.max.new_zeros(3)
-        if o.filter_eps > 0:
+        if o.by_lists and o.want_entropy:  # the aux outputs are asked for
+            filter_stats = o.ops().filter_stats(hidden, weight, bias, ids, o.logits, merged.max, merged.log_sum, *saved)
+        elif o.filter_eps > 0 and o.backend == "torch":
             filter_stats = torch_ops.filter_stats(
                 saved[0], saved[1], merged.max, merged.log_sum, ids, o.logits, o.filter_eps
             )
+        elif o.filter_eps > 0:
+            filter_stats[0] = 1.0  # the exact path
         if o.backend == "torch":
             saved = []  # statistics of tiles, for the line above; backward looks at the whole gradient instead
         lse = merged.max + merged.log_sum
@@ -131,7 +142,7 @@ def _backward(
         hidden_sum = merge.HiddenGradSum(None if o.partial_input_grad else group, o.sequence_parallel, reduce_dtype)
         if gather is not None:
             hidden = gather.wait()
-        how = {"grad_filter": o.filter} if o.backend == "torch" else {}
+        how = {"grad_filter": o.filter} if o.backend == "torch" or o.by_lists else {}
         _, d_weight, d_bias = o.ops().gradients(
             hidden, weight, bias, ids, o.logits, merged[0], merged[1], entropy, coef_4N, *saved, **how,
             want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias, d_weight_out=grad_weight_out,
@@ -149,11 +160,20 @@ def _local_stats(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, o: Options, num_cached: int
 ) -> tuple[Tensor, ...]:
     """This shard's statistics, and what its backend saves."""
-    how = {"want_tiles": o.filter_eps > 0} if o.backend == "torch" else {"num_cached": num_cached}
+    if o.by_lists:
+        how = {"grad_filter": o.filter, "merge_bound": functools.partial(_merge_bound, o=o)}
+    else:
+        how = {"want_tiles": o.filter_eps > 0} if o.backend == "torch" else {"num_cached": num_cached}
     return o.ops().local_stats(
         hidden, weight, bias, ids, o.logits, want_uniform=o.want_uniform, want_entropy=o.want_entropy,
         workspace_bytes=o.workspace_bytes, **how,
     )  # fmt: skip
+
+
+def _merge_bound(stats_3N: Tensor, o: Options) -> Tensor:
+    """The log-sum-exp over what the shards' statistics cover: one more all-gather of 3 numbers a token. -> [N]."""
+    merged = merge.merge(merge.gather_stats(stats_3N, merge.resolve(o.group_name)), o.vocab_size, False, False)
+    return merged.max + merged.log_sum
 
 
 def _sequence_stats(
@@ -208,6 +228,9 @@ def _saved_like(hidden: Tensor, num_tokens: int, o: Options) -> list[Tensor]:
     """What the backend saves, in shape and dtype; where nothing is to be found in it, the thing itself."""
     if o.backend != "triton":
         return []
+    if o.by_lists:
+        shapes = o.ops().saved_shapes(num_tokens, o.num_valid, o.workspace_bytes)
+        return [hidden.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
     num_cached = o.num_cached(hidden, num_tokens)
     return [
         hidden.new_empty(num_tokens, num_cached),

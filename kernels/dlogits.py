@@ -120,8 +120,7 @@ def _dlogits_kernel(
     PRECISION: tl.constexpr,
 ):
     num_kept = tl.load(num_kept_ptr)
-    # One row block at least: the products read a first tile even where nothing is kept.
-    num_row_blocks = tl.maximum(tl.cdiv(num_kept, BLOCK_N), 1)
+    num_row_blocks = tl.cdiv(num_kept, BLOCK_N)
     pid = tl.program_id(0)
     if pid >= num_row_blocks * num_splits:
         return

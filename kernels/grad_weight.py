@@ -22,8 +22,9 @@ def grad_weight(
     tile: Tile,
     *,
     add: bool,
+    skip_empty: bool = False,
 ) -> None:
-    """Set d_weight_VD to gain * (dlogits_RV^T @ rows_RD), or add that to it."""
+    """Set d_weight_VD to gain * (dlogits_RV^T @ rows_RD), or add that to it; ``skip_empty``: unless no row is kept."""
     num_rows, hidden_size = rows_RD.shape
     num_cols = d_weight_VD.shape[0]
     tma = has_tma(dlogits_RV, rows_RD, d_weight_VD)
@@ -36,7 +37,7 @@ def grad_weight(
         # sizes
         num_rows, num_cols, hidden_size, dlogits_RV.stride(0),
         # options
-        HAS_GAIN=gain is not None, ADD=add,
+        HAS_GAIN=gain is not None, ADD=add, SKIP_EMPTY=skip_empty,
         # tiles
         BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_N=tile.inner, TMA=tma, PRECISION=precision(rows_RD.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -59,6 +60,7 @@ def _grad_weight_kernel(
     dlogits_stride,
     HAS_GAIN: tl.constexpr,
     ADD: tl.constexpr,
+    SKIP_EMPTY: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -66,6 +68,8 @@ def _grad_weight_kernel(
     PRECISION: tl.constexpr,
 ):
     num_kept = tl.load(num_kept_ptr)
+    if SKIP_EMPTY and num_kept == 0:
+        return
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     row = tl.program_id(0) // num_col_blocks * BLOCK_V
     col = tl.program_id(0) % num_col_blocks * BLOCK_D

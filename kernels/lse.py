@@ -1,4 +1,4 @@
-"""Log-sum-exp of the logits of a shard, tile by tile; optionally the exponentials are kept.
+"""Log-sum-exp of the logits of a shard, tile by tile; optionally the exponentials are kept, or what a filter keeps is marked.
 
 Online softmax (Milakov and Gimelshein, 2018) over the vocabulary for a block of rows, as in the linear-cross-entropy
 forward of *Cut Your Losses* (Wijmans et al., 2024, algorithm 2). What differs: each program owns (row block, split of the
@@ -9,9 +9,15 @@ Kept exponentials: ``exp(z - reference)`` in bf16, times the softcap's slope, wi
 precision does not depend on its exponent, so the reference need only be near the row's maximum: the maximum of the first
 tile serves unless a later logit is more than ``HEADROOM`` above it. Such rows are brought to one reference at the end
 (``_level_kernel``), so any gap between logits is exact.
+
+Marks of a filter: one bit per logit that is not below its row's threshold, and the sum over each block of rows of the others'
+exponentials, which are relative to the row's bound (``filtered.py`` says what for). A branch with stores of the tile in this
+loop would spill registers; these reductions and their small unconditional stores do not.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,8 +40,25 @@ from cce_dist.kernels.tiles import (
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
 # Planes of the partials: running maximum, what the sums are relative to, sum of exp, then the optional sums.
-MAX, SHIFT, SUM, MOMENT, BELOW, COUNT = (tl.constexpr(i) for i in range(6))
-NUM_PLANES = 6
+MAX, SHIFT, SUM, MOMENT, BELOW, COUNT, SLOPED = (tl.constexpr(i) for i in range(7))
+NUM_PLANES = 7
+
+
+class Marks(NamedTuple):
+    """What a filter wants to know of the logits; B row blocks, W words.
+
+    Attributes:
+        bound_R: in: lower bound of each row's log-sum-exp, fp32.
+        log_eps: A logit is kept unless it is below ``bound + log_eps``.
+        words_RW: out: int32, bit k of word w is column 32 w + k; all of the last tile's columns.
+        dropped_BV: out: sums over the rows of a block of exp(z - bound) times the softcap's slope where z is dropped, fp32,
+            written for blocks that have a kept row; None: not wanted.
+    """
+
+    bound_R: torch.Tensor
+    log_eps: float
+    words_RW: torch.Tensor
+    dropped_BV: torch.Tensor | None
 
 
 def lse_partials(
@@ -56,29 +79,35 @@ def lse_partials(
     reference_R: torch.Tensor | None = None,
     exp_RV: torch.Tensor | None = None,
     tile_reference_TR: torch.Tensor | None = None,
+    want_sloped: bool = False,
+    marks: Marks | None = None,
 ) -> None:
     """Write the partials of tiles [first_tile, last_tile) to splits [first_split, first_split + num_splits).
 
-    With ``exp_RV``, ``tile_reference_TR`` [T, R] and ``reference_R``, also keeps the exponentials of those tiles.
+    With ``exp_RV``, ``tile_reference_TR`` [T, R] and ``reference_R``, also keeps the exponentials of those tiles; with
+    ``marks`` fills what they ask for. ``want_sloped`` adds the sum of exp times the softcap's slope.
     """
     tile = tiles.lse
     num_rows, hidden_size = rows_RD.shape
     keep = exp_RV is not None
     tma = has_tma(rows_RD, weight_VD) and (not keep or has_tma(exp_RV))
+    bound_R, log_eps, words_RW, dropped_BV = marks or (reference_R, 0.0, None, None)
     grid = (triton.cdiv(num_rows, tile.rows) * num_splits,)
     _lse_kernel[grid](
         # in
         operand(rows_RD, tile.rows, tile.inner, tma), operand(weight_VD, tile.cols, tile.inner, tma), bias_V,
-        num_kept, reference_R,
+        num_kept, bound_R,
         # out
         partials_KSR, operand(exp_RV, tile.rows, tile.cols // 2, tma) if keep else None, tile_reference_TR,
+        words_RW, dropped_BV,
         # sizes
         num_rows, hidden_size, logits.num_valid, partials_KSR.shape[1], first_tile, last_tile, num_splits, first_split,
-        exp_RV.shape[1] if keep else 0,
+        exp_RV.shape[1] if keep else 0, 0 if words_RW is None else words_RW.shape[1],
         # options
-        logits.logit_scale, logits.softcap,
+        logits.logit_scale, logits.softcap, log_eps,
         HAS_BIAS=bias_V is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
         MASK_V=logits.num_valid % tile.cols != 0, WANT_BELOW=want_below, WANT_MOMENT=want_moment, KEEP_EXP=keep,
+        WANT_SLOPED=want_sloped, MARK=marks is not None, WANT_DROPPED=dropped_BV is not None,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows_RD.dtype), num_warps=tile.warps, num_stages=tile.stages,
@@ -106,6 +135,7 @@ def choose_splits(num_rows: int, num_tiles: int, tile: Tile, device: torch.devic
         "num_splits",
         "first_split",
         "num_valid",
+        "num_words",
     ],
     do_not_specialize_on_alignment=["num_kept_ptr", "reference_ptr", "tile_reference_ptr"],
 )
@@ -114,10 +144,12 @@ def _lse_kernel(
     weight,  # in: [V, D] descriptor or pointer
     bias_ptr,  # in: [V]
     num_kept_ptr,  # in: [1] int32
-    reference_ptr,  # in: [R] fp32
+    reference_ptr,  # in: [R] fp32; the bound with MARK
     partial_ptr,  # out: [K, S, R] fp32
     exp,  # out: [R, T * BLOCK_V] descriptor or pointer
     tile_reference_ptr,  # out: [T, R] fp32
+    words_ptr,  # out: [R, W] int32
+    dropped_ptr,  # out: [B, 32 W] fp32
     num_rows,
     hidden_size,
     num_valid,
@@ -127,8 +159,10 @@ def _lse_kernel(
     num_splits,
     first_split,
     exp_cols,
+    num_words,
     logit_scale,
     softcap,
+    log_eps,
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -136,6 +170,9 @@ def _lse_kernel(
     WANT_BELOW: tl.constexpr,
     WANT_MOMENT: tl.constexpr,
     KEEP_EXP: tl.constexpr,
+    WANT_SLOPED: tl.constexpr,
+    MARK: tl.constexpr,
+    WANT_DROPPED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -143,7 +180,8 @@ def _lse_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_row_blocks = tl.cdiv(tl.load(num_kept_ptr), BLOCK_N)
+    num_kept = tl.load(num_kept_ptr)
+    num_row_blocks = tl.cdiv(num_kept, BLOCK_N)
     pid = tl.program_id(0)
     if pid >= num_row_blocks * num_splits:
         return
@@ -160,10 +198,17 @@ def _lse_kernel(
     sum_exp = tl.zeros((BLOCK_N,), tl.float32)
     below = tl.zeros((BLOCK_N,), tl.float32)
     moment = tl.zeros((BLOCK_N,), tl.float32)
+    sloped = tl.zeros((BLOCK_N,), tl.float32)
     count = 0.0
     reference = tl.zeros((BLOCK_N,), tl.float32)
+    threshold = tl.zeros((BLOCK_N,), tl.float32)
     if KEEP_EXP:
         reference = tl.load(reference_ptr + offs_n, mask=in_n, other=0)
+        reference = tl.where(reference > float("-inf"), reference, 0.0)
+    if MARK:
+        # A bound of +inf makes every exponential of a dead row 0.
+        reference = tl.load(reference_ptr + offs_n, mask=offs_n < num_kept, other=float("inf"))
+        threshold = reference + log_eps
         reference = tl.where(reference > float("-inf"), reference, 0.0)
 
     for tile in tl.range(start, stop, flatten=True):
@@ -175,7 +220,7 @@ def _lse_kernel(
         offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         z = logits_of(acc, offs_v, bias_ptr, num_valid, logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V)
         new_max = tl.maximum(running_max, tl.max(z, 1))
-        if KEEP_EXP:
+        if KEEP_EXP or MARK:
             new_shift = tl.where(new_max > reference + HEADROOM, new_max, reference)
         else:
             new_shift = tl.where(new_max > float("-inf"), new_max, 0.0)
@@ -190,6 +235,20 @@ def _lse_kernel(
             term = tl.sum(tl.where(e > 0, e * (z - new_shift[:, None]), 0.0), 1)
             moment = tl.where(sum_exp > 0, tl.exp(-drop) * (moment - drop * sum_exp), 0.0) + term
         sum_exp = tl.where(sum_exp > 0, sum_exp * tl.exp(-drop), sum_exp) + tl.sum(e, 1)
+        if WANT_SLOPED:
+            capped = z / softcap
+            e = tl.where(e > 0, e * (1.0 - capped * capped), 0.0)
+            sloped = tl.where(sloped > 0, sloped * tl.exp(-drop), sloped) + tl.sum(e, 1)
+        if MARK:
+            dropped = z < threshold[:, None]  # not where z or the threshold is NaN
+            bits = tl.where(dropped, 0, 1 << (tl.arange(0, BLOCK_V) % 32)[None, :])
+            words = tl.sum(tl.reshape(bits, (BLOCK_N, BLOCK_V // 32, 32)), 2).to(tl.int32)
+            offs_w = tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)
+            tl.store(words_ptr + offs_n.to(tl.int64)[:, None] * num_words + offs_w[None, :], words, mask=in_n[:, None])
+            if WANT_DROPPED:
+                # relative to a bound that is 40 nats too low, if ever: such a row is not heard
+                where = dropped_ptr + row_block.to(tl.int64) * num_words * 32 + offs_v
+                tl.store(where, tl.sum(tl.where(dropped, e, 0.0), 0))
         running_max = new_max
         shift = new_shift
         if KEEP_EXP:
@@ -209,6 +268,8 @@ def _lse_kernel(
         tl.store(where + COUNT * plane, tl.zeros((BLOCK_N,), tl.float32) + count, mask=in_n)
     if WANT_MOMENT:
         tl.store(where + MOMENT * plane, moment, mask=in_n)
+    if WANT_SLOPED:
+        tl.store(where + SLOPED * plane, sloped, mask=in_n)
 
 
 def merge_splits(
@@ -219,34 +280,37 @@ def merge_splits(
     *,
     want_below: bool,
     want_moment: bool,
+    sloped_N: torch.Tensor | None = None,
 ) -> None:
     """Merge the partials of all splits, in order, into stats_KN at the tokens of index_R (TARGET is left alone).
 
-    Ignored tokens get a maximum of 0, a sum of 1, and zeros.
+    Ignored tokens get a maximum of 0, a sum of 1, and zeros. ``sloped_N`` takes the sum with the softcap's slope.
     """
     num_rows = index_R.shape[0]
     _merge_splits_kernel[(triton.cdiv(num_rows, 128),)](
         partials_KSR, index_R, num_kept,
-        stats_KN,
+        stats_KN, sloped_N,
         num_rows, stats_KN.shape[1], partials_KSR.shape[1],
-        WANT_BELOW=want_below, WANT_MOMENT=want_moment, BLOCK_N=128,
+        WANT_BELOW=want_below, WANT_MOMENT=want_moment, WANT_SLOPED=sloped_N is not None, BLOCK_N=128,
     )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_tokens", "num_splits"],
-    do_not_specialize_on_alignment=["index_ptr", "num_kept_ptr", "stats_ptr"],
+    do_not_specialize_on_alignment=["index_ptr", "num_kept_ptr", "stats_ptr", "sloped_ptr"],
 )
 def _merge_splits_kernel(
     partial_ptr,  # in: [K, S, R] fp32
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     stats_ptr,  # out: [K, N] fp32
+    sloped_ptr,  # out: [N] fp32
     num_rows,
     num_tokens,
     num_splits,
     WANT_BELOW: tl.constexpr,
     WANT_MOMENT: tl.constexpr,
+    WANT_SLOPED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -263,6 +327,7 @@ def _merge_splits_kernel(
     sum_exp = tl.zeros((BLOCK_N,), tl.float32)
     below = tl.zeros((BLOCK_N,), tl.float32)
     moment = tl.zeros((BLOCK_N,), tl.float32)
+    sloped = tl.zeros((BLOCK_N,), tl.float32)
     for split in range(0, num_splits):
         where = partial_ptr + split * row_stride + offs_n
         drop = base - tl.load(where + SHIFT * plane, mask=live, other=0)
@@ -276,6 +341,8 @@ def _merge_splits_kernel(
         if WANT_MOMENT:
             part_moment = tl.load(where + MOMENT * plane, mask=live, other=0)
             moment += tl.where(part == 0, 0.0, rescale * (part_moment - drop * part))
+        if WANT_SLOPED:
+            sloped += tl.load(where + SLOPED * plane, mask=live, other=0) * rescale
 
     token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
     stats = stats_ptr + token
@@ -286,3 +353,5 @@ def _merge_splits_kernel(
         tl.store(stats + 3 * stride, tl.where(live, below, 0.0), mask=in_n)
     if WANT_MOMENT:
         tl.store(stats + (3 + WANT_BELOW) * stride, tl.where(live, moment, 0.0), mask=in_n)
+    if WANT_SLOPED:
+        tl.store(sloped_ptr + token, tl.where(live, sloped, 0.0), mask=in_n)

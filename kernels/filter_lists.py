@@ -1,0 +1,193 @@
+"""What a filter keeps: the head of the vocabulary, and for each token a list of single columns beside it.
+
+A trained softmax is above a useful threshold at some hundred logits a token. Nearly all of them are of the few hundred ids
+that are frequent anywhere: those columns, the *head*, are kept whole. The batch's own labels tell which they are, so the
+vocabulary's order does not matter. What is left is a handful of columns a token, too few for tiles: they are kept one by one.
+
+The head also gives the bound that the threshold is relative to: the log-sum-exp over the head and the token's label is a true
+lower bound of the whole one, before the whole one is known.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from cce_dist.kernels import ShardLogits
+from cce_dist.kernels.tiles import interpreted
+
+
+class Head(NamedTuple):
+    """The columns of a shard that are kept whole; H of them.
+
+    Attributes:
+        ids_H: Their columns, int64.
+        slot_V: Each column's place in the head, or -1; int32, as many as the words have bits.
+        weight_HD: Their rows of the weight.
+        bias_H: Their biases, or None.
+        logits: The head as a shard of its own; labels are slots.
+    """
+
+    ids_H: torch.Tensor
+    slot_V: torch.Tensor
+    weight_HD: torch.Tensor
+    bias_H: torch.Tensor | None
+    logits: ShardLogits
+
+    def labels(self, labels_N: torch.Tensor, start: int) -> torch.Tensor:
+        """Labels as slots; -1 for a token that is skipped or whose label is not in the head."""
+        column_N = labels_N - start
+        here_N = (labels_N >= 0) & (column_N >= 0) & (column_N < self.slot_V.shape[0])
+        return torch.where(here_N, self.slot_V[torch.where(here_N, column_N, 0)], -1).long()
+
+
+def head_size(num_valid: int) -> int:
+    """Return H: about 1/64 of the shard, of which whole tiles fill the device without a rest worth mentioning."""
+    unit = 32 if interpreted() else 256
+    return min(num_valid, max(1, round(num_valid / 64 / unit)) * unit)
+
+
+def most_labelled(labels_N: torch.Tensor, logits: ShardLogits, size: int) -> torch.Tensor:
+    """Return the ``size`` columns of the shard that are the label most often; of equals, the first."""
+    column_N = labels_N - logits.start
+    here_N = (labels_N >= 0) & (column_N >= 0) & (column_N < logits.num_valid)
+    # integers: the order of addition does not matter
+    count_V = torch.zeros(logits.num_valid + 1, dtype=torch.int32, device=labels_N.device)
+    count_V.scatter_add_(
+        0, torch.where(here_N, column_N, logits.num_valid), torch.ones_like(labels_N, dtype=torch.int32)
+    )
+    return count_V[:-1].sort(descending=True, stable=True).indices[:size]
+
+
+def gather_head(
+    ids_H: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, logits: ShardLogits, num_words: int
+) -> Head:
+    """Copy the head's rows out of the weight."""
+    size = ids_H.shape[0]
+    slot_V = torch.full((32 * num_words,), -1, dtype=torch.int32, device=ids_H.device)
+    slot_V[ids_H] = torch.arange(size, dtype=torch.int32, device=ids_H.device)
+    bias_H = None if bias_V is None else bias_V[ids_H]
+    return Head(ids_H, slot_V, weight_VD[ids_H], bias_H, logits._replace(start=0, num_valid=size))
+
+
+def head_words(head: Head) -> torch.Tensor:
+    """The head as bits, [W] int32, like a row of the marks of ``lse.py``."""
+    bit_32 = torch.ones(32, dtype=torch.int32, device=head.ids_H.device) << torch.arange(
+        32, dtype=torch.int32, device=head.ids_H.device
+    )
+    return torch.where(head.slot_V.view(-1, 32) >= 0, bit_32, 0).sum(1, dtype=torch.int32)
+
+
+def list_columns(
+    words_RW: torch.Tensor,
+    head_words_W: torch.Tensor,
+    labels_N: torch.Tensor,
+    index_R: torch.Tensor,
+    num_kept: torch.Tensor,
+    logits: ShardLogits,
+    columns_NL: torch.Tensor,
+    count_N: torch.Tensor,
+) -> None:
+    """Write the marked columns that are not in the head, ascending, and the label's, to columns_NL at the tokens of index_R.
+
+    ``count_N`` is how many there are, also where that is more than the L that are written.
+    """
+    num_rows, num_words = words_RW.shape
+    block = min(8192, triton.next_power_of_2(num_words))
+    _list_columns_kernel[(num_rows,)](
+        words_RW, head_words_W, labels_N, index_R, num_kept,
+        columns_NL, count_N,
+        num_words, columns_NL.shape[1], logits.start, logits.num_valid,
+        BLOCK_W=block, num_warps=max(1, min(8, block // 512)),
+    )  # fmt: skip
+
+
+@triton.jit
+def _bits_set(word):
+    """Number of bits set in each uint32."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=["num_words", "max_columns", "start", "num_valid"],
+    do_not_specialize_on_alignment=["labels_ptr", "index_ptr", "num_kept_ptr", "count_ptr"],
+)
+def _list_columns_kernel(
+    words_ptr,  # in: [R, W] int32
+    head_words_ptr,  # in: [W] int32
+    labels_ptr,  # in: [N] int64
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    columns_ptr,  # out: [N, L] int32
+    count_ptr,  # out: [N] int32
+    num_words,
+    max_columns,
+    start,
+    num_valid,
+    BLOCK_W: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if row >= tl.load(num_kept_ptr):
+        return
+    token = tl.load(index_ptr + row).to(tl.int64)
+    label = tl.load(labels_ptr + token) - start
+    here = (label >= 0) & (label < num_valid)
+    label_word = tl.where(here, label // 32, -1)
+    label_bit = tl.full((), 1, tl.uint32) << (tl.where(here, label, 0) % 32).to(tl.uint32)
+
+    total = tl.zeros((), tl.int32)
+    for first in range(0, num_words, BLOCK_W):
+        offs_w = first + tl.arange(0, BLOCK_W)
+        in_w = offs_w < num_words
+        word = tl.load(words_ptr + row.to(tl.int64) * num_words + offs_w, mask=in_w, other=0).to(
+            tl.uint32, bitcast=True
+        )
+        head = tl.load(head_words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
+        word |= tl.where(offs_w == label_word, label_bit, 0)
+        word ^= word & head
+        count = _bits_set(word)
+        place = total + tl.cumsum(count, 0) - count
+        total += tl.sum(count, 0)
+        # One bit of every word at a time, lowest first: the columns of a row come out ascending.
+        while tl.max(word, 0) > 0:
+            rest = word & (word - 1)
+            column = offs_w * 32 + _bits_set((word ^ rest) - 1)
+            tl.store(columns_ptr + token * max_columns + place, column, mask=(word > 0) & (place < max_columns))
+            place += (word > 0).to(tl.int32)
+            word = rest
+    tl.store(count_ptr + token, total)
+
+
+def add_dropped(dropped_BV: torch.Tensor, num_kept: torch.Tensor, block_rows: int, dropped_V: torch.Tensor) -> None:
+    """Add the rows of dropped_BV whose block of ``block_rows`` has a kept token to dropped_V, in order."""
+    num_cols = dropped_V.shape[0]
+    _add_dropped_kernel[(triton.cdiv(num_cols, 512),)](
+        dropped_BV, num_kept,
+        dropped_V,
+        num_cols, dropped_BV.shape[1],
+        BLOCK_ROWS=block_rows, BLOCK_V=512,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_cols", "stride"], do_not_specialize_on_alignment=["num_kept_ptr"])
+def _add_dropped_kernel(
+    partial_ptr,  # in: [B, stride] fp32
+    num_kept_ptr,  # in: [1] int32
+    dropped_ptr,  # in, out: [V] fp32
+    num_cols,
+    stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_v = offs_v < num_cols
+    total = tl.load(dropped_ptr + offs_v, mask=in_v, other=0)
+    for block in range(0, tl.cdiv(tl.load(num_kept_ptr), BLOCK_ROWS)):
+        total += tl.load(partial_ptr + block * stride.to(tl.int64) + offs_v, mask=in_v, other=0)
+    tl.store(dropped_ptr + offs_v, total, mask=in_v)

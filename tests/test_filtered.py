@@ -1,0 +1,387 @@
+"""The filter's kernels against a dense construction of what they keep, in float64: interpreted on the CPU, compiled on a GPU.
+
+What is kept is read from the lists themselves; that it holds everything that must be kept is a check of its own. Uninitialised
+memory is NaN here. Each test names the mutation of the kernels that it catches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cce_dist.kernels import Filter, ShardLogits, filter_lists, filtered, triton_ops
+from cce_dist.verify.check import assert_no_worse
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPE = torch.bfloat16 if GPU else torch.float32  # the interpreter misreads bf16
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU: it is about memory, compilation or streams of the device")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
+
+
+class Case(NamedTuple):
+    """A shard, its filter, and the limits it runs under; ``ids`` is the size of the whole vocabulary."""
+
+    num_tokens: int = 37 if not GPU else 600
+    hidden_size: int = 24 if not GPU else 96
+    num_rows: int = 150 if not GPU else 5000
+    num_valid: int | None = None
+    start: int = 0
+    ids: int | None = None
+    ignored: float = 0.2
+    bias: bool = False
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+    coefs: str = "mean"
+    grad_filter: Filter = Filter(2.0**-7 if not GPU else 2.0**-10)
+    budget: int = 1 << 30
+    longest: int = 64
+    mean_list: int = 64
+
+
+class Problem(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    logits: ShardLogits
+    coef: Tensor
+
+
+CASES = [
+    pytest.param(Case(), id="tails-of-all-axes"),
+    pytest.param(Case(hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0), id="bias-scale-softcap"),
+    pytest.param(
+        Case(hidden_size=19, coefs="smoothing", bias=True), id="smoothing-and-rows-no-descriptor-can-describe"
+    ),
+    pytest.param(Case(coefs="signed"), id="upstream-of-both-signs-and-zero"),
+    pytest.param(
+        Case(start=50, num_valid=77, ids=300) if not GPU else Case(start=3000, num_valid=4100, ids=9000),
+        id="padded-shard",
+    ),
+    pytest.param(Case(grad_filter=Case().grad_filter._replace(compensate=False), coefs="smoothing"), id="plain"),
+    pytest.param(Case(coefs="large", longest=3, bias=True), id="tokens-that-lists-cannot-serve"),
+    pytest.param(
+        Case(mean_list=2, num_tokens=150 if not GPU else 3000, budget=1000), id="full-lists-and-groups-of-tokens"
+    ),
+]
+
+
+def problem(case: Case, dtype: torch.dtype = DTYPE) -> Problem:
+    """A Zipf unigram in no order, and a likely candidate or two for each token."""
+    ids = case.ids or case.num_rows
+    weight = 0.4 * torch.randn(ids, case.hidden_size)
+    weight[:, 0] = -1.3 * torch.randperm(ids).add(1).log()
+    hidden = 0.4 * torch.randn(case.num_tokens, case.hidden_size)
+    for size in (6.0, 4.0):
+        candidate = weight[(torch.rand(case.num_tokens) * ids).long()]
+        candidate[:, 0] = 0.0
+        hidden += size * candidate / candidate.square().sum(1, keepdim=True)
+    hidden[:, 0] = 1.0
+    gumbel = -(-torch.rand(case.num_tokens, ids).log()).log()
+    labels = (hidden @ weight.T + gumbel).argmax(1)  # drawn from the softmax
+    labels[torch.rand(case.num_tokens) < case.ignored] = -100
+    num_valid = case.num_rows if case.num_valid is None else case.num_valid
+    local = torch.full((case.num_rows, case.hidden_size), 3.0)
+    local[:num_valid] = weight[case.start : case.start + num_valid]
+    bias = 0.3 * torch.randn(case.num_rows).to(DEVICE, dtype) if case.bias else None
+
+    coef = torch.zeros(4, case.num_tokens)
+    coef[0], coef[1] = torch.ones(2, case.num_tokens) / case.num_tokens * torch.tensor([[1.0], [-1.0]])
+    if case.coefs == "smoothing":
+        coef[1] *= 0.9
+        coef[2] = -0.1 / case.num_tokens / ids
+    elif case.coefs == "signed":
+        coef *= torch.randn(case.num_tokens)
+        coef[:, ::4] = 0.0
+        coef[1, 1::4] = 0.0  # the gradient of the log-sum-exp alone
+    elif case.coefs == "large":
+        coef[0, ::5] *= 3.0
+    coef[:, labels < 0] = 0.0
+    logits = ShardLogits(case.start, num_valid, case.logit_scale, case.softcap)
+    return Problem(hidden.to(DEVICE, dtype), local.to(DEVICE, dtype), bias, labels.to(DEVICE), logits, coef.to(DEVICE))
+
+
+class Dense(NamedTuple):
+    """Logits and softmax of the valid rows (the shard is the whole vocabulary of the softmax), in float64."""
+
+    z: Tensor
+    p: Tensor
+    slope: Tensor
+    is_label: Tensor
+    maximum: Tensor
+    log_sum: Tensor
+
+
+def dense(p: Problem) -> Dense:
+    num_valid = p.logits.num_valid
+    u = p.hidden.double() @ p.weight[:num_valid].double().T
+    u = p.logits.logit_scale * (u if p.bias is None else u + p.bias[:num_valid].double())
+    z = p.logits.softcap * torch.tanh(u / p.logits.softcap) if p.logits.softcap else u
+    slope = 1 - (z / p.logits.softcap).square() if p.logits.softcap else torch.ones_like(z)
+    column = torch.where(p.labels < 0, -1, p.labels - p.logits.start)
+    is_label = column[:, None] == torch.arange(num_valid, device=DEVICE)
+    maximum = z.amax(1)
+    return Dense(z, z.softmax(1), slope, is_label, maximum, (z - maximum[:, None]).exp().sum(1).log())
+
+
+def kept_of(saved: tuple[Tensor, ...], p: Problem) -> Tensor:
+    """The mask of what head and lists hold."""
+    _, columns, count, ids, _ = saved
+    kept = torch.zeros(len(p.labels), p.logits.num_valid, dtype=torch.bool, device=DEVICE)
+    for row, (listed, length) in enumerate(zip(columns.tolist(), count.tolist(), strict=True)):
+        length = min(length, columns.shape[1])
+        assert listed[:length] == sorted(set(listed[:length]))
+        kept[row, listed[:length]] = True
+    assert not kept[:, ids].any()
+    kept[:, ids] = True
+    return kept
+
+
+def dense_tokens(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) -> Tensor:
+    """Which tokens are exact: from the lists' limits and the bound."""
+    state, columns, count, _, _ = saved
+    gap = (state[0] - d.maximum - d.log_sum).exp()
+    too_long = count > columns.shape[1]
+    unserved = (p.coef[1] != 0) & (gap * p.coef[0].abs() > 1.125 * p.coef[1].abs())
+    exact = (p.labels >= 0) & (too_long | unserved)
+    end = torch.where((p.labels >= 0) & ~exact, count, 0).cumsum(0)
+    room = min(case.mean_list * case.num_tokens, max(case.budget, triton_ops.LEAST_BYTES) // 4 // filtered.ENTRY_BYTES)
+    return exact | ((p.labels >= 0) & (count > 0) & (end > max(1, room)))
+
+
+def gradient_of_logits(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """The [N, V] matrix that stands for the filtered gradient, the exact one, and the tokens that are exact."""
+    kept, share = kept_of(saved, p), saved[-1].double()
+    coef_p, coef_label, coef_uniform, _ = p.coef.double()[:, :, None].unbind()
+    softmax_part = coef_p * d.p * d.slope
+    rest = coef_label * d.is_label * d.slope + coef_uniform
+    dropped = torch.where(kept, 0.0, d.p * d.slope).sum(1, keepdim=True)
+    stand_in = coef_p * dropped * share * case.grad_filter.compensate
+    exact = dense_tokens(saved, p, d, case)
+    # the stand-in is a whole row of shares, at the listed columns too: only so it is of rank 1
+    filtered_part = torch.where(kept | exact[:, None], softmax_part, 0.0) + torch.where(exact[:, None], 0.0, stand_in)
+    valid = (p.labels >= 0)[:, None] * p.logits.logit_scale
+    return (filtered_part + rest) * valid, (softmax_part + rest) * valid, exact
+
+
+def local_stats(p: Problem, case: Case, **how) -> tuple[Tensor, ...]:
+    options = {"want_uniform": case.coefs == "smoothing", "want_entropy": False} | how
+    return filtered.local_stats(
+        p.hidden, p.weight, p.bias, p.labels, p.logits, grad_filter=case.grad_filter,
+        merge_bound=lambda stats: stats[0] + stats[1].log(), workspace_bytes=case.budget, **options,
+    )  # fmt: skip
+
+
+def gradients(p: Problem, case: Case, d: Dense, saved, **how) -> list[Any]:
+    wanted = {"want_hidden": True, "want_weight": True, "want_bias": p.bias is not None} | how
+    grads = filtered.gradients(
+        p.hidden, p.weight, p.bias, p.labels, p.logits, d.maximum.float(), d.log_sum.float(), None, p.coef, *saved,
+        **{"grad_filter": case.grad_filter, "workspace_bytes": case.budget, **wanted},
+    )  # fmt: skip
+    return list(grads)
+
+
+@pytest.fixture(autouse=True)
+def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(triton_ops, "LEAST_BYTES", 1 << 10)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch):
+    def set_limits(case: Case) -> None:
+        monkeypatch.setattr(filtered, "max_listed", lambda *_: case.longest)
+        monkeypatch.setattr(filtered, "MEAN_LIST", case.mean_list)
+
+    return set_limits
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matches_dense(case: Case, limits) -> None:
+    """Catches: a hit left out of the list, a label beside the head lost, the head's columns twice, the slope or the bias left
+    out, a stand-in for kept columns, coefficients that ask for more served all the same, padding with gradient."""
+    limits(case)
+    p = problem(case)
+    d = dense(p)
+    stats, *saved = local_stats(p, case)
+    labelled = p.labels >= 0
+    lse = d.maximum + d.log_sum
+    assert_no_worse((stats[0] + stats[1].log())[labelled], lse.float()[labelled], lse[labelled])
+
+    state, columns, count, ids, share = saved
+    listed = labelled & (count <= columns.shape[1])
+    bound = state[0].double()
+    assert (bound <= d.maximum + d.log_sum + 1e-5)[labelled].all()
+    must_keep = (d.p > case.grad_filter.eps * 1.0001) | d.is_label
+    assert not (must_keep & ~kept_of(tuple(saved), p))[listed].any()
+    assert (count[~labelled] == 0).all()
+    # the share of a column: what is dropped of it, each row relative to its bound
+    above = d.z - bound[:, None] >= math.log(case.grad_filter.eps / filtered.SLACK)
+    dropped = torch.where(above | ~labelled[:, None], 0.0, (d.z - bound[:, None]).exp() * d.slope).sum(0)
+    dropped[ids] = 0.0
+    if case.grad_filter.compensate:
+        assert torch.allclose(share.double(), dropped / dropped.sum(), rtol=1e-3, atol=1e-6)
+        assert share.sum().item() == pytest.approx(1.0, abs=1e-4)
+
+    grad, exact_grad, exact = gradient_of_logits(tuple(saved), p, d, case)
+    d_hidden, d_weight, d_bias = gradients(p, case, d, saved)
+    weight, hidden = p.weight[: p.logits.num_valid], p.hidden
+    rounded = grad.to(DTYPE)
+    assert_no_worse(d_hidden, rounded @ weight, grad @ weight.double(), DTYPE, "d_hidden")
+    assert_no_worse(d_weight[: p.logits.num_valid], rounded.T @ hidden, grad.T @ hidden.double(), DTYPE, "d_weight")
+    if d_bias is not None:
+        assert_no_worse(d_bias[: p.logits.num_valid], grad.float().sum(0), grad.sum(0), DTYPE, "d_bias")
+        assert (d_bias[p.logits.num_valid :] == 0).all()
+    assert (d_weight[p.logits.num_valid :] == 0).all()
+    assert (d_hidden[~labelled] == 0).all()
+
+    # the case is one: something is dropped, and where the name says so, some tokens are exact and some are not
+    served = labelled & ~exact
+    assert (grad - exact_grad)[served].abs().sum() > 0
+    assert exact.any() == (case.coefs == "large" or case.mean_list < 64)
+
+
+def test_sums_of_the_softmax_are_right() -> None:
+    """Row sums to rounding, column sums as far as the bound is one: the mean gradient. Catches: the mass of the list counted as
+    dropped, shares that do not add up, a stand-in for the wrong tokens."""
+    case = Case(bias=True, ignored=0.0)
+    p = problem(case)
+    one = torch.zeros_like(p.weight)
+    one[:, 0] = 1.0  # d_hidden of a weight that is 1 everywhere is the row sum
+    p = p._replace(weight=one, bias=p.weight[:, 0].contiguous())
+    p.coef[1] *= 1.0
+    d = dense(p)
+    _, *saved = local_stats(p, case)
+    kept = kept_of(tuple(saved), p)
+    assert torch.where(kept, 0.0, d.p).sum(1).max() > 0.05
+    d_hidden, _, d_bias = gradients(p, case, d, saved)
+    largest = p.coef[0].max().item()
+    assert d_hidden[:, 0].abs().max() < largest * (1e-2 if GPU else 1e-5)
+    exact = (p.coef[0, :, None] * d.p + p.coef[1, :, None] * d.is_label).sum(0)
+    plain_error = torch.where(kept, 0.0, p.coef[0, :, None] * d.p).sum(0)
+    assert (d_bias - exact).abs().sum() < 0.02 * plain_error.abs().sum()
+
+
+@pytest.mark.parametrize("side", ["hidden", "weight"])
+def test_one_side_stays_exact(side: str) -> None:
+    """FullE and FullC. Catches: the flag of one read for the other, what is exact computed from lists."""
+    case = Case(bias=True)
+    p = problem(case)
+    d = dense(p)
+    _, *saved = local_stats(p, case)
+    both = gradients(p, case, d, saved)
+    grads = gradients(p, case, d, saved, grad_filter=case.grad_filter._replace(**{side: False}))
+    exact: Any = triton_ops.gradients(
+        p.hidden, p.weight, p.bias, p.labels, p.logits, d.maximum.float(), d.log_sum.float(), None, p.coef,
+        *filtered._no_cache(p.hidden), want_hidden=True, want_weight=True, want_bias=True, workspace_bytes=case.budget,
+    )  # fmt: skip
+    expected = (exact[0], *both[1:]) if side == "hidden" else (both[0], *exact[1:])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(grads, expected, strict=True))
+    assert not torch.equal(both[0], exact[0])
+    assert not torch.equal(both[1], exact[1])
+
+
+def test_second_backward_and_buffers() -> None:
+    """Same bits again; parts wanted alone are the same; a given buffer is added to. Catches: saved tensors changed in place, a
+    row of the buffer set, d_hidden announced before it is whole."""
+    case = Case(bias=True, coefs="large")
+    p = problem(case)
+    d = dense(p)
+    _, *saved = local_stats(p, case)
+    seen: list[Tensor] = []
+    first = gradients(p, case, d, saved, hidden_ready=lambda d_hidden: seen.append(d_hidden.clone()))
+    assert len(seen) == 1
+    assert torch.equal(seen[0], first[0])
+    only = gradients(p, case, d, saved, want_hidden=False, want_bias=False)
+    assert only[0] is only[2] is None
+    assert torch.equal(only[1], first[1])
+    buffer = torch.ones(p.weight.shape, device=DEVICE)
+    again = gradients(p, case, d, saved, d_weight_out=buffer, want_bias=False)
+    assert torch.equal(again[0], first[0])
+    assert again[1] is None
+    assert_no_worse(buffer - 1, first[1].float(), first[1].double(), torch.bfloat16 if GPU else torch.float16)
+
+
+def test_non_finite_and_ignored_tokens_stay_alone() -> None:
+    """Catches: NaN in the shares, an ignored token's row read, a non-finite one's list used."""
+    case = Case()
+    p = problem(case)
+    broken = p._replace(hidden=p.hidden.clone())
+    broken.hidden[p.labels < 0] = torch.nan
+    victim = int((p.labels >= 0).nonzero()[3])
+    broken.hidden[victim, 3] = torch.inf
+    others = torch.arange(case.num_tokens, device=DEVICE) != victim
+    d = dense(p)
+    results = []
+    for q in (p._replace(labels=torch.where(others, p.labels, -1)), broken):
+        stats, *saved = local_stats(q, case)
+        maximum = torch.where(others, d.maximum.float(), stats[0]).double()
+        log_sum = torch.where(others, d.log_sum.float(), stats[1].log()).double()
+        results.append((saved, *gradients(q, case, d._replace(maximum=maximum, log_sum=log_sum), saved)))
+    (_, d_hidden, _, _), (saved, d_hidden_broken, d_weight_broken, _) = results
+    assert saved[-1].isfinite().all()
+    assert not d_hidden_broken[victim].isfinite().any()
+    assert d_hidden_broken[others].isfinite().all()
+    # the victim's label is not counted in one of them, which may change the head: no bits to compare, but nearly the same
+    assert (d_hidden - d_hidden_broken)[others].abs().max() < 0.1 * d_hidden.abs().max()
+    assert not d_weight_broken.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "case", [Case(num_tokens=0), Case(num_rows=9, num_valid=0, ids=9), Case(ignored=2.0), Case(num_rows=1, ids=1)],
+    ids=["no-tokens", "only-padding", "all-ignored", "one-row"],
+)  # fmt: skip
+def test_nothing_to_do(case: Case) -> None:
+    """Catches: outputs left unwritten where no tile exists, a share of 0 / 0."""
+    p = problem(case)
+    stats, *saved = local_stats(p, case)
+    for tensor, (shape, dtype) in zip(
+        saved, filtered.saved_shapes(case.num_tokens, p.logits.num_valid, case.budget), strict=True
+    ):
+        assert tuple(tensor.shape) == shape
+        assert tensor.dtype == dtype
+    zeros = torch.zeros(case.num_tokens, device=DEVICE).double()
+    d = Dense(zeros, zeros, zeros, zeros, stats[0].double(), stats[1].log().double())
+    d_hidden, d_weight, _ = gradients(p, case, d, saved)
+    assert d_hidden.shape == p.hidden.shape
+    assert d_weight.shape == p.weight.shape
+    assert (d_hidden == 0).all() or case.num_rows == 1
+    assert (d_weight == 0).all() or case.num_rows == 1
+    assert d_weight.isfinite().all()
+    kept, mean, most = filtered.filter_stats(
+        p.hidden, p.weight, p.bias, p.labels, p.logits, stats[0], stats[1].log(), *saved
+    ).tolist()
+    assert kept == (1.0 if case.num_rows == 1 else 0.0)
+    assert mean == pytest.approx(0.0, abs=1e-6)
+    assert most == pytest.approx(0.0, abs=1e-6)
+
+
+def test_filter_stats() -> None:
+    """Catches: ignored tokens counted, the head's mass counted as dropped."""
+    case = Case()
+    p = problem(case)
+    d = dense(p)
+    _, *saved = local_stats(p, case)
+    stats = filtered.filter_stats(
+        p.hidden, p.weight, p.bias, p.labels, p.logits, d.maximum.float(), d.log_sum.float(), *saved
+    )
+    kept, labelled = kept_of(tuple(saved), p), p.labels >= 0
+    mass = torch.where(kept, 0.0, d.p).sum(1)[labelled]
+    expected = torch.stack((kept[labelled].double().mean(), mass.mean(), mass.amax()))
+    assert torch.allclose(stats.double(), expected, rtol=1e-3)
+    assert expected[1] > 0.02
+
+
+def test_head_is_what_is_labelled_most() -> None:
+    """Catches: ties broken by chance, labels of other shards or ignored ones counted."""
+    labels = torch.tensor([7, 7, 7, 5, 5, 9, 3, 3, -1, -100, 100, 0], device=DEVICE)
+    ids = filter_lists.most_labelled(labels, ShardLogits(3, 20), 6)
+    assert ids.tolist() == [4, 0, 2, 6, 1, 3]  # counts 3, 2, 2, 1, then the first of those never seen
