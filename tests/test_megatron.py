@@ -555,6 +555,7 @@ def test_one_model() -> None:
 SCRIPT = """
 import sys
 import torch
+import torch.distributed as dist
 import helper                                      # beside the script
 from test_megatron import Case, IGNORED, batch, build
 from megatron_on_cpu import use_cpu
