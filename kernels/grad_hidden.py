@@ -3,6 +3,10 @@
 A chunk's product is added to what earlier chunks left. The sum is kept as two 16-bit numbers, ``d_hidden`` itself and a
 remainder ``low``: 16 bits of mantissa for half the workspace of an fp32 buffer, rounding to the output's dtype as it goes.
 (Adding into d_hidden alone would round once per chunk; torch.mm cannot stop at a row count that only the device knows.)
+
+d_hidden has few tiles, and what is left of them after the last whole wave of programs would keep the device waiting for a
+handful: 576 tiles on 132 multiprocessors take five waves, not 4.4. Each of those last tiles is cut along the vocabulary
+into as many parts as fill the wave, and a second kernel adds the parts in their order.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.tiles import Tile, halves, has_tma, load_tile, operand, precision
+from cce_dist.kernels.tiles import Tile, halves, has_tma, load_tile, num_programs, operand, precision
 
 
 def grad_hidden(
@@ -32,24 +36,33 @@ def grad_hidden(
     hidden_size = weight_VD.shape[1]
     tma = has_tma(dlogits_RV, weight_VD)
     num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(hidden_size, tile.cols)
-    _grad_hidden_kernel[(num_tiles,)](
-        # in
-        operand(dlogits_RV, tile.rows, tile.inner, tma), operand(weight_VD, tile.inner, tile.cols, tma),
-        index_R, num_kept, scale_R, gain,
-        # in, out
-        d_hidden_ND, low_RD,
-        # sizes
-        num_rows, num_cols, hidden_size, dlogits_RV.stride(0), int(first),
-        # options
-        HAS_SCALE=scale_R is not None, HAS_GAIN=gain is not None, HAS_LOW=low_RD is not None,
-        # tiles
-        BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.inner, TMA=tma, PRECISION=precision(dlogits_RV.dtype),
+    num_whole, splits = cut_last_wave(num_tiles, triton.cdiv(num_cols, tile.inner), num_programs(weight_VD.device))
+    num_parts = (num_tiles - num_whole) * splits
+    parts_PRC = torch.empty(num_parts, tile.rows, tile.cols, dtype=torch.float32, device=weight_VD.device)
+    target = (index_R, num_kept, scale_R, gain, d_hidden_ND, low_RD, parts_PRC)
+    sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), int(first), num_whole, splits)
+    options = {"HAS_SCALE": scale_R is not None, "HAS_GAIN": gain is not None, "HAS_LOW": low_RD is not None}
+    blocks = {"BLOCK_N": tile.rows, "BLOCK_D": tile.cols}
+    _grad_hidden_kernel[(num_whole + num_parts,)](
+        operand(dlogits_RV, tile.rows, tile.inner, tma), operand(weight_VD, tile.inner, tile.cols, tma), *target, *sizes,
+        **options, **blocks, BLOCK_V=tile.inner, TMA=tma, PRECISION=precision(dlogits_RV.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    if num_parts:
+        _add_parts_kernel[(num_tiles - num_whole, 4)](
+            *target, hidden_size, int(first), num_whole, splits, **options, **blocks
+        )
+
+
+def cut_last_wave(num_tiles: int, num_steps: int, at_once: int) -> tuple[int, int]:
+    """Return how many tiles stay whole, and into how many parts of the inner axis each of the others is cut."""
+    last = num_tiles % at_once
+    splits = min(at_once // last, num_steps) if last else 1
+    return (num_tiles - last, splits) if splits > 1 else (num_tiles, 1)
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_cols", "dlogits_stride", "first"],
+    do_not_specialize=["num_rows", "num_cols", "dlogits_stride", "first", "num_whole", "splits"],
     do_not_specialize_on_alignment=["index_ptr", "num_kept_ptr", "gain_ptr"],
 )
 def _grad_hidden_kernel(
@@ -61,11 +74,14 @@ def _grad_hidden_kernel(
     gain_ptr,  # in: [] fp32
     d_hidden_ptr,  # in, out: [N, D]
     low_ptr,  # in, out: [R, D] bf16
+    parts_ptr,  # out: [parts, BLOCK_N, BLOCK_D] fp32
     num_rows,
     num_cols,
     hidden_size,
     dlogits_stride,
     first,
+    num_whole,
+    splits,
     HAS_SCALE: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_LOW: tl.constexpr,
@@ -77,36 +93,118 @@ def _grad_hidden_kernel(
 ):
     num_kept = tl.load(num_kept_ptr)
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
-    row = tl.program_id(0) // num_col_blocks * BLOCK_N
-    col = tl.program_id(0) % num_col_blocks * BLOCK_D
+    part = tl.program_id(0) - num_whole  # negative: a whole tile
+    steps = tl.cdiv(tl.cdiv(num_cols, BLOCK_V), splits) * BLOCK_V
+    begin = tl.where(part < 0, 0, part % splits * steps)
+    end = tl.where(part < 0, num_cols, tl.minimum(begin + steps, num_cols))
+    tile = num_whole + tl.where(part < 0, part, part // splits)
+    row = tile // num_col_blocks * BLOCK_N
+    col = tile % num_col_blocks * BLOCK_D
     if row >= num_kept:
         return
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for inner in range(0, num_cols, BLOCK_V):
+    for inner in range(begin, end, BLOCK_V):
         g = load_tile(dlogits, row, inner, num_rows, num_cols, dlogits_stride, BLOCK_N, BLOCK_V, TMA)
         w = load_tile(weight, inner, col, num_cols, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
         acc = tl.dot(g, w, acc, input_precision=PRECISION)
 
-    offs_n = row + tl.arange(0, BLOCK_N)
-    live = offs_n < num_kept
-    if HAS_SCALE:
-        acc *= tl.load(scale_ptr + offs_n, mask=live, other=0)[:, None]
-    if HAS_GAIN:
-        acc *= tl.load(gain_ptr)
-    token = tl.load(index_ptr + offs_n, mask=live, other=0)
     # A quarter of the tile at a time: all of it beside its addresses spills registers.
     for half in tl.static_range(2):
         for quarter in tl.static_range(2):
-            part = halves(halves(acc)[half])[quarter]
-            offs_d = col + (2 * half + quarter) * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
-            mask = live[:, None] & (offs_d < hidden_size)[None, :]
-            high = d_hidden_ptr + token.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-            low = low_ptr + offs_n.to(tl.int64)[:, None] * hidden_size + offs_d[None, :] if HAS_LOW else high
-            if first == 0:
-                part += tl.load(high, mask=mask, other=0).to(tl.float32)
-                if HAS_LOW:
-                    part += tl.load(low, mask=mask, other=0).to(tl.float32)
-            rounded = part.to(d_hidden_ptr.dtype.element_ty)
-            if HAS_LOW:
-                tl.store(low, (part - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=mask)
-            tl.store(high, rounded, mask=mask)
+            some = halves(halves(acc)[half])[quarter]
+            number = 2 * half + quarter
+            if part >= 0:
+                tl.store(_part(parts_ptr, part, number, BLOCK_N, BLOCK_D), some)
+            else:
+                _add(
+                    some, row, col + number * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr,
+                    low_ptr, hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BLOCK_N, BLOCK_D // 4,
+                )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["first", "num_whole", "splits"],
+    do_not_specialize_on_alignment=["index_ptr", "num_kept_ptr", "gain_ptr"],
+)
+def _add_parts_kernel(
+    index_ptr,  # as in _grad_hidden_kernel, but for
+    num_kept_ptr,
+    scale_ptr,
+    gain_ptr,
+    d_hidden_ptr,
+    low_ptr,
+    parts_ptr,  # in: [parts, BLOCK_N, BLOCK_D] fp32, those of one tile after one another
+    hidden_size,
+    first,
+    num_whole,
+    splits,
+    HAS_SCALE: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    num_kept = tl.load(num_kept_ptr)
+    num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
+    cut = tl.program_id(0)
+    quarter = tl.program_id(1)
+    row = (num_whole + cut) // num_col_blocks * BLOCK_N
+    col = (num_whole + cut) % num_col_blocks * BLOCK_D
+    if row >= num_kept:
+        return
+    some = tl.zeros((BLOCK_N, BLOCK_D // 4), tl.float32)
+    for split in range(splits):
+        some += tl.load(_part(parts_ptr, cut * splits + split, quarter, BLOCK_N, BLOCK_D))
+    _add(
+        some, row, col + quarter * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr, low_ptr,
+        hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BLOCK_N, BLOCK_D // 4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _part(parts_ptr, part, quarter, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Addresses of a quarter of a tile's part."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = quarter * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
+    return parts_ptr + (part * BLOCK_N + offs_n)[:, None] * BLOCK_D + offs_d[None, :]
+
+
+@triton.jit
+def _add(
+    some,  # [ROWS, COLS] fp32 at (row, col) of dlogits @ weight
+    row,
+    col,
+    index_ptr,
+    num_kept,
+    scale_ptr,
+    gain_ptr,
+    d_hidden_ptr,
+    low_ptr,
+    hidden_size,
+    first,
+    HAS_SCALE: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Add to d_hidden and its remainder, or set them if this is the first chunk."""
+    offs_n = row + tl.arange(0, ROWS)
+    offs_d = col + tl.arange(0, COLS)
+    live = offs_n < num_kept
+    if HAS_SCALE:
+        some *= tl.load(scale_ptr + offs_n, mask=live, other=0)[:, None]
+    if HAS_GAIN:
+        some *= tl.load(gain_ptr)
+    token = tl.load(index_ptr + offs_n, mask=live, other=0)
+    mask = live[:, None] & (offs_d < hidden_size)[None, :]
+    high = d_hidden_ptr + token.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+    low = low_ptr + offs_n.to(tl.int64)[:, None] * hidden_size + offs_d[None, :] if HAS_LOW else high
+    if first == 0:
+        some += tl.load(high, mask=mask, other=0).to(tl.float32)
+        if HAS_LOW:
+            some += tl.load(low, mask=mask, other=0).to(tl.float32)
+    rounded = some.to(d_hidden_ptr.dtype.element_ty)
+    if HAS_LOW:
+        tl.store(low, (some - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=mask)
+    tl.store(high, rounded, mask=mask)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from cce_dist.kernels.grad_hidden import grad_hidden
 from cce_dist.kernels.grad_weight import grad_bias, grad_weight
 from cce_dist.kernels.lse import MAX, NUM_PLANES, choose_splits, lse_partials, merge_splits
 from cce_dist.kernels.target_logit import target_logits
-from cce_dist.kernels.tiles import Tiles, choose_tiles, interpreted
+from cce_dist.kernels.tiles import Tile, Tiles, choose_tiles, interpreted, num_programs
 
 LEAST_BYTES = 32 << 20  # below this the rows of a chunk would no longer fill a device
 CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
@@ -58,12 +59,14 @@ def _plan(
     num_cols: int,
     hidden_size: int,
     dtype: torch.dtype,
-    tile_cols: int,
+    tiles: Tiles,
+    at_once: int,
     workspace_bytes: int,
     cache_bytes: int,
 ) -> _Plan:
     """Split num_tokens x num_cols dlogits so that gathered rows, remainder and dlogits fit the workspace beside the cache."""
     budget = max(workspace_bytes, LEAST_BYTES) - cache_bytes
+    tile_cols = tiles.dlogits.cols
     row_bytes = hidden_size * (dtype.itemsize + _low_bytes(dtype))
     rows = num_tokens
     if cache_bytes == 0:  # else every token has its row in the cache, and cache_columns left room for all of them
@@ -71,8 +74,35 @@ def _plan(
         rows = budget // max(2 * row_bytes, row_bytes + 2 * tile_cols * dtype.itemsize)
         rows = min(num_tokens, max(_ROWS, rows // _ROWS * _ROWS))
     cols = max(tile_cols, (budget - rows * row_bytes) // (rows * dtype.itemsize) // tile_cols * tile_cols)
-    chunks = max(1, _cdiv(num_cols, cols))
-    return _Plan(rows, max(1, _cdiv(_cdiv(num_cols, chunks), tile_cols)) * tile_cols)
+    return _Plan(rows, _fill_waves(rows, num_cols, hidden_size, tiles, at_once, cols))
+
+
+@lru_cache(maxsize=1024)
+def _fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_once: int, most: int) -> int:
+    """Return the width of a chunk, at most ``most``, at which its kernels' programs wait least for one another.
+
+    Programs run ``at_once`` at a time, and a last wave of a few takes as long as a full one. (d_hidden's is cut: see
+    grad_hidden.py.)
+    """
+
+    def waves(tile: Tile, num_rows: int, num_cols: int, inner: int) -> int:
+        blocks = _cdiv(num_rows, tile.rows) * _cdiv(num_cols, tile.cols)
+        return _cdiv(blocks, at_once) * tile.rows * tile.cols * inner
+
+    def time(width: int) -> int:
+        whole, rest = divmod(num_cols, width)
+        return sum(
+            count * (waves(tiles.dlogits, rows, cols, hidden_size) + waves(tiles.grad_weight, cols, hidden_size, rows))
+            for count, cols in ((whole, width), (1, rest))
+        )
+
+    tile_cols = tiles.dlogits.cols
+    chunks = max(1, _cdiv(num_cols, most))
+    even = max(1, _cdiv(_cdiv(num_cols, chunks), tile_cols)) * tile_cols
+    return min(
+        range(max(tile_cols, even - even // 4 // tile_cols * tile_cols), even + 1, tile_cols),
+        key=lambda w: (time(w), -w),
+    )
 
 
 def cache_columns(
@@ -279,7 +309,8 @@ def gradients(
             num_recomputed,
             hidden_size,
             hidden_ND.dtype,
-            tiles.dlogits.cols,
+            tiles,
+            num_programs(hidden_ND.device),
             workspace_bytes,
             cache_NV.nbytes,
         )

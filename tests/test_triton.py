@@ -389,7 +389,7 @@ def test_plan_keeps_the_budget(shape: tuple[int, int], num_tokens: int, mib: int
     assert cached % 256 == 0
     cache = 2 * num_tokens * cached
     left = max(0, num_rows - cached)
-    plan = triton_ops._plan(num_tokens, left, hidden_size, torch.bfloat16, 256, budget, cache)
+    plan = triton_ops._plan(num_tokens, left, hidden_size, torch.bfloat16, tiles._TABLE[9, 16], 132, budget, cache)
     recompute = 2 * plan.rows * plan.cols + 2 * plan.rows * hidden_size if left else 0
     assert cache + 2 * plan.rows * hidden_size + recompute <= budget
     more = triton_ops.cache_columns(num_tokens, num_rows, hidden_size, torch.bfloat16, logits, False, False, 2 * budget)
