@@ -1,7 +1,8 @@
 """``cce-dist bench``: time, memory and error of the loss and its gradients, against other libraries and plain products.
 
 Reading order: ``shapes`` (heads by name), ``workload`` (input with a trained model's statistics), ``methods`` (what is
-compared), ``measure`` (check, then time), ``report`` (table, JSON, figure).
+compared), ``measure`` (check, then time), ``report`` (table, JSON, figure); and over ranks ``group``, with ``peers`` (what is
+compared) and ``collectives`` (what is sent).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
     "cpu": (["toy"], [512]),
 }
 NO_MATPLOTLIB = "matplotlib is not installed (pip install 'cce-dist[bench]')"
-PACKAGES = ("triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl")
+PACKAGES = (
+    "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "megatron-core", "deepspeed",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", nargs="+", type=int, metavar="N", help="numbers of tokens (default: 8192; on a CPU 512)")
     add("--methods", nargs="+", metavar="METHOD", help="rows of the table; 'list' prints them (default: all)")
     add("--ignored", nargs="+", type=float, metavar="SHARE", help="shares of labels that are -100 (default: 0)")
+    add("--tp", type=_sizes, metavar="T,T", help="split the vocabulary over so many ranks, under torchrun or alone")
     add("--workspace", nargs="+", type=int, metavar="MIB", help="workspaces of cce-dist, a row each (default: 256)")
     add("--repeats", type=int, default=20, help="rounds of timing, methods in turns")
     add("--device", help="cuda, cuda:1, cpu (default: cuda if there is one)")
@@ -55,6 +59,14 @@ def run(args: argparse.Namespace) -> int:
         print("\n\n".join(map(report.table, cases)))
         report.write_figure(args.show.with_suffix(".png"), environment, cases)
         return 0
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    shapes, tokens = DEFAULTS[torch.device(args.device).type]
+    args.shapes, args.tokens, args.ignored = args.shapes or shapes, args.tokens or tokens, args.ignored or [0.0]
+    if args.tp:
+        from cce_dist.bench import group
+
+        return group.run(args)
     from cce_dist.bench.measure import describe, measure
     from cce_dist.bench.workload import make_workload
 
@@ -62,33 +74,32 @@ def run(args: argparse.Namespace) -> int:
     if args.methods == ["list"]:
         print("\n".join(available))
         return 0
-    chosen = _choose(args.methods, available) if args.methods else available
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = choose(args.methods, available)
+    device = torch.device(args.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    shapes, tokens = DEFAULTS["cuda" if device.type == "cuda" else "cpu"]
     environment = describe_environment(device)
     args.out.mkdir(parents=True, exist_ok=True)
     has_figure = find_spec("matplotlib") is not None  # asked before hours of measuring, not after
 
     cases = []
-    for shape in args.shapes or shapes:
-        for num_tokens in args.tokens or tokens:
-            for ignored in args.ignored or [0.0]:
+    for shape in args.shapes:
+        for num_tokens in args.tokens:
+            for ignored in args.ignored:
                 label = f"{shape}, N {num_tokens:,}"
-                _progress(f"{label}: drawing the workload")
+                show_progress(f"{label}: drawing the workload")
                 try:
                     workload = make_workload(
                         SHAPES[shape], num_tokens, ignored=ignored, dtype=getattr(torch, args.dtype), device=device
                     )
                     rows, floor = measure(
-                        workload, chosen, args.repeats, lambda line, label=label: _progress(f"{label}: {line}")
+                        workload, chosen, args.repeats, lambda line, label=label: show_progress(f"{label}: {line}")
                     )
                 except torch.OutOfMemoryError as error:
-                    _progress("")
+                    show_progress("")
                     print(f"{label}: {describe(error)}", file=sys.stderr)
                     continue
-                _progress("")
+                show_progress("")
                 cases.append(report.Case.of(shape, ignored, workload, rows, floor))
                 print(report.table(cases[-1]) + "\n", flush=True)
                 # After every case, so that an interrupted run leaves what it had.
@@ -100,8 +111,17 @@ def run(args: argparse.Namespace) -> int:
     return int(not cases or any(row.ours and row.problem for case in cases for row in case.rows))
 
 
-def _choose(names: list[str], available: dict[str, Any]) -> dict[str, Any]:
-    """The methods named, in the order of the table; ``cce-dist`` means each of its workspaces."""
+def _sizes(text: str) -> list[int]:
+    sizes = [int(size) for size in text.split(",")]
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"sizes of groups are positive, got {text}")
+    return sizes
+
+
+def choose(names: list[str] | None, available: dict[str, Any]) -> dict[str, Any]:
+    """The methods named, in the order of the table (None: all); ``cce-dist`` means each of its workspaces."""
+    if names is None:
+        return available
     known = {name: name.partition("@")[0] for name in available}
     unknown = set(names) - set(known) - set(known.values())
     if unknown:
@@ -128,7 +148,7 @@ def describe_environment(device: Any) -> dict[str, Any]:
     }
 
 
-def _progress(line: str) -> None:
+def show_progress(line: str) -> None:
     """Overwrite one line of a terminal; a line each where the output is a file."""
     if sys.stderr.isatty():
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)

@@ -14,19 +14,19 @@ ITEM_BYTES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "long
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind in a step.
+    """The collectives of one kind and size in a step.
 
     Attributes:
         name: all_reduce, all_gather, reduce_scatter, ...
+        num_bytes: Size of what one sums or gathers, whole.
         count: How many there are.
-        num_bytes: Size of what they sum or gather, whole, together.
-        seconds: Time of their kernels, waiting for other ranks included; None on a CPU.
+        seconds: Time of their kernels together, waiting for other ranks included; None on a CPU.
         exposed: The part of it in which this rank computes nothing; None on a CPU.
     """
 
     name: str
-    count: int
     num_bytes: int
+    count: int
     seconds: float | None = None
     exposed: float | None = None
 
@@ -39,7 +39,7 @@ class Collectives:
 
     Attributes:
         sizes: Name and bytes of each, in order.
-        kinds: The same, with times, by kind.
+        kinds: The same, with times, by name and size.
     """
 
     sizes: list[tuple[str, int]]
@@ -60,21 +60,23 @@ class Collectives:
         self._profile.__exit__(*error)
         assert self._profile.profiler is not None and self._profile.profiler.kineto_results is not None
         events = self._profile.profiler.kineto_results.events()
+        events = sorted(events, key=lambda event: event.start_ns())
         on_gpu = [event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA]
         on_cpu = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
         self.sizes = [self._size(event) for event in on_cpu if event.name().startswith(("nccl:", "gloo:"))]
         spans = [(event.name(), event.start_ns(), event.end_ns()) for event in on_gpu]
         computing = _union((start, stop) for name, start, stop in spans if not name.startswith("nccl"))
-        self.kinds = []
-        for kind in dict.fromkeys(name for name, _ in self.sizes):
-            sizes = [size for name, size in self.sizes if name == kind]
+        calls: dict[tuple[str, int], list[tuple[int, int] | None]] = {kind: [] for kind in self.sizes}
+        for name in dict.fromkeys(name for name, _ in self.sizes):
             # Kernels are called ncclDevKernel_AllReduce_...; what is called nccl:all_reduce is an annotation of them.
-            kernel = "nccldevkernel_" + kind.replace("_", "")
-            mine = [(start, stop) for name, start, stop in spans if name.lower().startswith(kernel)]
-            seconds = sum(stop - start for start, stop in mine) / 1e9
-            exposed = seconds - sum(_shared(start, stop, computing) for start, stop in mine) / 1e9
-            known = (seconds, exposed) if mine else ()
-            self.kinds.append(Collective(kind, len(sizes), sum(sizes), *known))
+            start_of_name = "nccldevkernel_" + name.replace("_", "")
+            kernels = [(start, stop) for name, start, stop in spans if name.lower().startswith(start_of_name)]
+            sizes = [size for each, size in self.sizes if each == name]
+            # One kernel a call, in the order of the calls; else they cannot be told apart.
+            told_apart = kernels if len(kernels) == len(sizes) else [None] * len(sizes)
+            for size, kernel in zip(sizes, told_apart, strict=True):
+                calls[name, size].append(kernel)
+        self.kinds = [Collective(*kind, len(spans), *_times(spans, computing)) for kind, spans in calls.items()]
 
     def _size(self, event: Any) -> tuple[str, int]:
         name = event.name().partition(":")[2].strip("_").removesuffix("_base")
@@ -86,6 +88,16 @@ class Collectives:
         return name, num_bytes * (self.num_ranks if name == "all_gather" else 1)
 
 
+def _times(spans: list[tuple[int, int] | None], computing: list[tuple[int, int]]) -> tuple[float | None, float | None]:
+    """Seconds of the spans, and of what computation does not cover of them; None where a span is not known."""
+    known = [span for span in spans if span is not None]
+    if len(known) < len(spans):
+        return None, None
+    seconds = sum(stop - start for start, stop in known)
+    covered = sum(max(0, min(stop, b) - max(start, a)) for start, stop in known for a, b in computing)
+    return seconds / 1e9, (seconds - covered) / 1e9
+
+
 def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same time as spans in order that do not overlap."""
     merged: list[tuple[int, int]] = []
@@ -95,7 +107,3 @@ def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, stop))
     return merged
-
-
-def _shared(start: int, stop: int, spans: list[tuple[int, int]]) -> int:
-    return sum(max(0, min(stop, last) - max(start, first)) for first, last in spans)

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -132,21 +133,27 @@ def measure(
     rows = [Row(name, method.ours) for name, method in methods.items()]
     progress("reference")
     truth = reference(workload)
-    functions: dict[str, LossFn] = {}
+    steps: dict[str, tuple[LossFn, Workload]] = {}
     for row in rows:
         progress(f"checking {row.name}")
+        method = methods[row.name]
         try:
-            functions[row.name] = _check(row, methods[row.name], workload, truth)
+            if method.needs_cuda and not workload.hidden.is_cuda:
+                raise ImportError("needs a GPU")
+            function = method.build(workload.hidden, workload.weight, workload.labels)
+            check(row, function, workload, truth)
+            steps[row.name] = function, workload
         except ImportError as error:
             row.problem, row.missing = describe(error), True
         except Exception as error:  # whatever another library raises, the rest goes on
             row.problem = describe(error)
-        _free_memory(workload.hidden)
+        free_memory(workload.hidden)
     del truth
-    _free_memory(workload.hidden)
+    free_memory(workload.hidden)
 
     floor = Floor()
-    _time_in_turns(workload, [row for row in rows if not row.problem], functions, floor, repeats, progress)
+    timed = [row for row in rows if not row.problem]
+    time_in_turns(workload, timed, steps, floor, repeats, progress, Clock(workload.hidden.device))
     return rows, floor
 
 
@@ -200,12 +207,8 @@ def describe(error: Exception) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _check(row: Row, method: Method, workload: Workload, truth: Reference) -> LossFn:
-    """Fill in errors and peak memory; return the method if it may be timed."""
-    hidden, weight, labels = workload.hidden, workload.weight, workload.labels
-    if method.needs_cuda and not hidden.is_cuda:
-        raise ImportError("needs a GPU")
-    function = method.build(hidden, weight, labels)
+def check(row: Row, function: LossFn, workload: Workload, truth: Reference) -> None:
+    """Fill in errors, and peak memory if they are small enough."""
     loss, d_hidden, d_weight = step(function, workload)
     row.errors = Errors(
         loss=abs(loss.item() - truth.loss) / max(abs(truth.loss), 1e-30),
@@ -217,7 +220,7 @@ def _check(row: Row, method: Method, workload: Workload, truth: Reference) -> Lo
     )
     row.problem = row.errors.verdict()
     del loss, d_hidden, d_weight
-    if hidden.is_cuda and not row.problem:  # a second step, free of compilation and autotuning
+    if workload.hidden.is_cuda and not row.problem:  # a second step, free of compilation and autotuning
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -225,7 +228,6 @@ def _check(row: Row, method: Method, workload: Workload, truth: Reference) -> Lo
         torch.cuda.synchronize()
         outputs = sum(tensor.numel() * tensor.element_size() for tensor in gradients)
         row.peak_bytes = max(0, torch.cuda.max_memory_allocated() - before - outputs)
-    return function
 
 
 def step(function: LossFn, workload: Workload) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,16 +244,27 @@ def _forward(function: LossFn, workload: Workload) -> None:
         function(workload.hidden, workload.weight, workload.labels)
 
 
-def _time_in_turns(
+def time_in_turns(
     workload: Workload,
     rows: Sequence[Row],
-    functions: dict[str, LossFn],
+    steps: dict[str, tuple[LossFn, Workload]],
     floor: Floor,
     repeats: int,
     progress: Callable[[str], None],
+    clock: Clock,
 ) -> None:
+    """Time every row's forward and step, and the products of ``workload``, in rounds of shuffled order.
+
+    Args:
+        workload: Operands of the products.
+        rows: Get their times, or the problem that came up.
+        steps: By row's name the function and its input.
+        floor: Gets the times of the products.
+        repeats: Rounds, after one that warms up.
+        progress: Gets a line as each round begins.
+        clock: Times one job.
+    """
     hidden, weight = workload.hidden, workload.weight
-    clock = Clock(hidden.device)
     jobs: list[tuple[Row | Floor, Timing, Callable[[], object]]] = []
     try:
         # The real operands: the power that a product draws, and so its clock, depends on the values.
@@ -274,10 +287,9 @@ def _time_in_turns(
     except torch.OutOfMemoryError as error:
         floor.problem = describe(error)
     for row in rows:
-        function = functions[row.name]
         jobs += [
-            (row, row.forward, lambda function=function: _forward(function, workload)),
-            (row, row.total, lambda function=function: step(function, workload)),
+            (row, row.forward, partial(_forward, *steps[row.name])),
+            (row, row.total, partial(step, *steps[row.name])),
         ]
     shuffled = random.Random(0)
     for repeat in range(repeats + 1):  # the first round warms up
@@ -290,7 +302,7 @@ def _time_in_turns(
                 seconds = clock(job)
             except Exception as error:  # it was right once; say what happened, and go on with the others
                 owner.problem = describe(error)
-                _free_memory(hidden)
+                free_memory(hidden)
                 continue
             if repeat:
                 timing.seconds.append(seconds)
@@ -324,7 +336,7 @@ class Clock:
         return begin.elapsed_time(end) / 1e3
 
 
-def _free_memory(tensor: Tensor) -> None:
+def free_memory(tensor: Tensor) -> None:
     gc.collect()
     if tensor.is_cuda:
         torch.cuda.empty_cache()

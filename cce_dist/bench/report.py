@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cce_dist.bench.collectives import Collective
 from cce_dist.bench.measure import Errors, Floor, Row, Timing
 from cce_dist.bench.workload import Workload
 
@@ -32,9 +33,14 @@ class Case:
     probability_50: float
     rows: list[Row]
     floor: Floor
+    num_ranks: int = 1
+    collectives: dict[str, list[Collective]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, shape: str, ignored: float, workload: Workload, rows: list[Row], floor: Floor) -> Case:
+    def of(
+        cls, shape: str, ignored: float, workload: Workload, rows: list[Row], floor: Floor, num_ranks: int = 1,
+        collectives: dict[str, list[Collective]] | None = None,
+    ) -> Case:  # fmt: skip
         hidden, weight = workload.hidden, workload.weight
         return cls(
             shape=shape,
@@ -49,6 +55,8 @@ class Case:
             probability_50=workload.probability_50,
             rows=rows,
             floor=floor,
+            num_ranks=num_ranks,
+            collectives=collectives or {},
         )
 
     @property
@@ -59,8 +67,10 @@ class Case:
     @property
     def title(self) -> str:
         ignored = f", {self.ignored:.0%} ignored" if self.ignored else ""
+        split = f" / {self.num_ranks}" if self.num_ranks > 1 else ""
         return (
-            f"{self.shape}, N {self.num_tokens:,}, D {self.hidden_size:,}, V {self.vocab_size:,}, {self.dtype}{ignored}"
+            f"{self.shape}, N {self.num_tokens:,}, D {self.hidden_size:,}, V {self.vocab_size:,}{split}, "
+            f"{self.dtype}{ignored}"
         )
 
 
@@ -92,7 +102,20 @@ def table(case: Case) -> str:
     if missing:
         notes.append(f"Not here: {', '.join(missing)}.")
     body = [joined(header), rule, *(joined(list(line.values())) for line in lines)] if lines else []
-    return "\n".join([f"### {case.title}", "", drawn, "", *body, "", *notes])
+    return "\n".join([f"### {case.title}", "", drawn, "", *body, "", *_sent(case), *notes])
+
+
+def _sent(case: Case) -> list[str]:
+    """The collectives of a step of each method, a line each; times where there are GPUs."""
+    lines = []
+    for name, kinds in case.collectives.items():
+        parts = []
+        for kind in kinds:
+            parts.append(f"{kind.count} {kind.name} of {kind.num_bytes / 2**20:,.2f} MiB")
+            if kind.seconds is not None and kind.exposed is not None:
+                parts[-1] += f" in {_ms(kind.seconds)} ms, {_ms(kind.exposed)} exposed"
+        lines.append(f"* {name} sends {', '.join(parts) or 'nothing'}.")
+    return [*lines, ""] if lines else []
 
 
 def _cells(row: Row, case: Case) -> dict[str, str]:
@@ -139,6 +162,8 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[Case]]:
     for case in content["cases"]:
         case["floor"] = Floor(**_restored(case["floor"]))
         case["rows"] = [Row(**_restored(row)) for row in case["rows"]]
+        sent = case.get("collectives", {}).items()
+        case["collectives"] = {name: [Collective(**kind) for kind in kinds] for name, kinds in sent}
     return content["environment"], [Case(**case) for case in content["cases"]]
 
 
