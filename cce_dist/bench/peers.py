@@ -51,6 +51,7 @@ def group_methods() -> dict[str, GroupMethod]:
             build = partial(_ours, sequence_parallel=sequence_parallel, **options)
             table[name + suffix] = GroupMethod(build, sequence_parallel, ours=True)
     table["cce-dist-fp32-sum"] = GroupMethod(partial(_ours, reduce_dtype=torch.float32), ours=True)
+    table["torch-compile"] = GroupMethod(_torch_compile)
     table["torch-loss-parallel"] = GroupMethod(_torch_loss_parallel)
     for sequence_parallel, suffix in ((False, ""), (True, "-sp")):
         for name, fused in (("megatron", False), ("megatron-fused", True)):
@@ -67,6 +68,62 @@ def _ours(shard: VocabShard, device: torch.device, **options: Any) -> LossFn:
     """Exact: on a GPU the kernels or an error, since a row says what it timed. Filtered: what a user gets for it."""
     backend = "auto" if "grad_filter" in options else "triton" if device.type == "cuda" else "torch"
     return cast(LossFn, partial(linear_cross_entropy, shard=shard, backend=backend, **options))
+
+
+def _torch_compile(shard: VocabShard, device: torch.device) -> LossFn:
+    """Dense and compiled, merged over the group; what one writes by hand, and cut-cross-entropy's mode of this name."""
+    group = _group(shard)
+
+    def local(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(hidden, weight).float()
+        column = labels - shard.start
+        here = (column >= 0) & (column < weight.shape[0])
+        target = logits.gather(1, column.clamp(0, weight.shape[0] - 1)[:, None]).squeeze(1)
+        return logits.logsumexp(1), torch.where(here, target, 0.0)
+
+    torch.compiler.reset()  # forget the case before: a second shape would be compiled with symbolic sizes, and slower
+    compiled = torch.compile(local, fullgraph=True, dynamic=False)
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        losses = _Merged.apply(*compiled(_Summed.apply(hidden, group), weight, labels), group)
+        kept = labels != IGNORE_INDEX
+        return torch.where(kept, cast(Tensor, losses), 0.0).sum() / kept.sum()
+
+    return loss
+
+
+class _Summed(torch.autograd.Function):
+    """hidden as it is; its gradient summed over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *d_hidden: Tensor) -> Any:
+        summed = d_hidden[0].contiguous()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class _Merged(torch.autograd.Function):
+    """Losses from each shard's log-sum-exp and target logit, both [N] fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, local_lse: Tensor, target: Tensor, group: Any) -> Tensor:
+        top = local_lse.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        sums = torch.stack(((local_lse - top).exp(), target))
+        dist.all_reduce(sums, group=group)
+        lse = top + sums[0].log()
+        ctx.save_for_backward(local_lse, lse)
+        return lse - sums[1]
+
+    @staticmethod
+    def backward(ctx: Any, *d_losses: Tensor) -> Any:
+        local_lse, lse = ctx.saved_tensors
+        return (local_lse - lse).exp() * d_losses[0], -d_losses[0], None
 
 
 def _torch_loss_parallel(shard: VocabShard, device: torch.device) -> LossFn:
