@@ -146,6 +146,12 @@ def test_the_reference_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
+def test_showing_something_else_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bench.json").write_text('{"environment": {}, "cases": []}')
+    assert cli.main(["compare", "--show", str(tmp_path / "bench.json")]) == 1
+    assert capsys.readouterr().err.splitlines()[0].endswith("is not a compare.json of this version (KeyError: 'runs')")
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

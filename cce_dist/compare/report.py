@@ -14,6 +14,7 @@ import matplotlib
 
 from cce_dist.compare.probe import GRADIENTS
 from cce_dist.compare.runs import Measurement, Run
+from cce_dist.pretrain import UsageError
 from cce_dist.pretrain.model import Shape
 
 BASELINE = "dense"
@@ -176,12 +177,19 @@ def write_json(comparison: Comparison, path: Path) -> None:
 
 
 def read_json(path: Path) -> Comparison:
-    """Read back what ``write_json`` wrote."""
-    content = json.loads(path.read_text())
-    for run in content["runs"]:
-        run["measurements"] = [Measurement(**_with_nan(measured)) for measured in run["measurements"]]
-    content["runs"] = [Run(**run) for run in content["runs"]]
-    return Comparison(**content)
+    """Read back what ``write_json`` wrote.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    try:
+        content = json.loads(path.read_text())
+        for run in content["runs"]:
+            run["measurements"] = [Measurement(**_with_nan(measured)) for measured in run["measurements"]]
+        content["runs"] = [Run(**run) for run in content["runs"]]
+        return Comparison(**content)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is not a compare.json of this version ({type(error).__name__}: {error})") from error
 
 
 def _without_nan(value: Any) -> Any:
