@@ -43,8 +43,8 @@ from cce_dist.kernels.filter_lists import (
     list_columns,
     most_labelled,
 )
-from cce_dist.kernels.filtered_hidden import Entries, filtered_hidden
-from cce_dist.kernels.filtered_weight import by_column, filtered_weight, sums_of_rows
+from cce_dist.kernels.filtered_hidden import Entries, filtered_hidden, listed_gradients
+from cce_dist.kernels.filtered_weight import by_column, filtered_bias, filtered_weight, sums_of_rows
 from cce_dist.kernels.grad_hidden import grad_hidden
 from cce_dist.kernels.grad_weight import grad_bias, grad_weight
 from cce_dist.kernels.lse import NUM_PLANES, Marks, choose_splits, lse_partials, merge_splits
@@ -54,6 +54,7 @@ from cce_dist.kernels.tiles import Tiles, choose_tiles
 SLACK = (
     1.125  # forward's threshold is this much lower, so that a gradient that outweighs its label's by as much is served
 )
+FARTHEST = 30.0  # nats between bound and log-sum-exp; the marks of ``lse.py`` mean nothing beyond its HEADROOM
 MEAN_LIST = 64  # columns listed per token, on average over the batch, that backward has room for
 ENTRY_BYTES = 48  # of one such column in backward: as it is made, sorted, and the sort's own
 
@@ -197,10 +198,10 @@ def filter_stats(
         listed_N = (labels_N >= 0) & (count_N <= columns_NL.shape[1]) & state_3N[BOUND].isfinite()
         index_N, kept = kept_first(torch.where(listed_N, labels_N, -1))
         dropped_N = torch.zeros_like(max_N)
-        filtered_hidden(
+        listed_gradients(
             hidden_ND, weight_VD, bias_V, labels_N, index_N, kept, columns_NL, count_N, count_N.cumsum(0),
             _mass(state_3N, max_N, log_sum_N), max_N, log_sum_N, torch.zeros(4, num_tokens, device=max_N.device), logits,
-            None, dropped_N, None, None, None,
+            dropped_N, None,
         )  # fmt: skip
         num_labelled = (labels_N >= 0).sum().clamp(min=1)
         kept_N = torch.where(listed_N, count_N + ids_H.shape[0], num_valid).masked_fill(labels_N < 0, 0)
@@ -316,18 +317,23 @@ def _filtered_gradients(
         head_labels_N = head.labels(listed_labels_N, logits.start)
         gained_4N, gain = triton_ops._normalised(coef_4N) if hidden_ND.dtype == torch.float16 else (coef_4N, None)
 
+        dropped_N = torch.zeros_like(max_N)
+        entries = _empty_entries(capacity, num_valid, device)
+        listed_gradients(
+            hidden_ND, weight_VD, bias_V, labels_N, index_N, kept, columns_NL, count_N, end_N,
+            _mass(state_3N, max_N, log_sum_N), max_N, log_sum_N, coef_4N, logits, dropped_N, entries,
+        )  # fmt: skip
+        factor_2N = coef_4N[::2] * logits.logit_scale
+        factor_2N[0] *= dropped_N * grad_filter.compensate
+        factor_2N.masked_fill_(~listed_N, 0.0)
+
         target = d_weight if d_weight_out is None else d_weight_out
         head_d_weight = target.new_empty(ids_H.shape[0], hidden_size) if want_weight and target is not None else None
-        head_d_bias = torch.zeros(ids_H.shape[0], dtype=torch.float32, device=device) if want_bias else None
-        want_entries = want_weight or want_bias
-        entries = _empty_entries(capacity, num_valid, device) if want_entries else None
-        dropped_N = torch.zeros_like(max_N)
-        mass_N = _mass(state_3N, max_N, log_sum_N)
+        head_d_bias = torch.zeros(ids_H.shape[0], dtype=torch.float32, device=device)
         shared_2D = None
         if want_hidden:
             outside_V = (head.slot_V[:num_valid] < 0).float()
-            shared_2D = sums_of_rows(torch.stack((share_V * grad_filter.compensate, outside_V)), weight_VD[:num_valid])
-
+            shared_2D = sums_of_rows(torch.stack((share_V, outside_V)), weight_VD[:num_valid])
         cols = triton.cdiv(ids_H.shape[0], tiles.dlogits.cols) * tiles.dlogits.cols
         row_bytes = (
             hidden_size * (hidden_ND.itemsize + triton_ops._low_bytes(hidden_ND.dtype)) + cols * hidden_ND.itemsize
@@ -344,30 +350,29 @@ def _filtered_gradients(
                 rows_RD, head.weight_HD, head.bias_H, head_labels_N, index_R, num_kept, max_N, log_sum_N, None, gained_4N,
                 head.logits, 0, grads_RH, tiles.dlogits, tiles.group,
             )  # fmt: skip
-            if d_hidden is not None:
+            if d_hidden is not None and shared_2D is not None:
                 grad_hidden(
                     grads_RH, head.weight_HD, index_R, num_kept, None, gain, d_hidden, low_RD, tiles.grad_hidden, first=True
                 )  # fmt: skip
-            filtered_hidden(
-                hidden_ND, weight_VD, bias_V, labels_N, index_R, num_kept, columns_NL, count_N, end_N,
-                mass_N, max_N, log_sum_N, coef_4N, logits, shared_2D, dropped_N, entries, d_hidden, low_RD,
-            )  # fmt: skip
+                filtered_hidden(
+                    weight_VD, index_R, num_kept, count_N, end_N, entries, factor_2N, shared_2D, low_RD, d_hidden
+                )  # fmt: skip
             if head_d_weight is not None:
                 grad_weight(grads_RH, rows_RD, num_kept, gain, head_d_weight, tiles.grad_weight, add=group > 0)
-            if head_d_bias is not None:
+            if want_bias:
                 grad_bias(grads_RH, num_kept, None, gain, head_d_bias)
         if d_hidden is not None and hidden_ready is not None:
             hidden_ready(d_hidden)
 
-        if entries is not None:
-            factor_2N = coef_4N[::2] * logits.logit_scale
-            factor_2N[0] *= dropped_N * grad_filter.compensate
-            factor_2N.masked_fill_(~listed_N, 0.0)
-            filtered_weight(
-                hidden_ND, by_column(entries, num_valid), head.slot_V, head_d_weight, head_d_bias, share_V,
-                sums_of_rows(factor_2N, hidden_ND), factor_2N.sum(1), dense_N.sum(dtype=torch.int32).view(1),
-                target, d_bias, add=d_weight_out is not None,
-            )  # fmt: skip
+        if want_weight or want_bias:
+            columns = by_column(entries, num_valid)
+            if target is not None and head_d_weight is not None:
+                filtered_weight(
+                    hidden_ND, columns, head.slot_V, head_d_weight, share_V, sums_of_rows(factor_2N, hidden_ND),
+                    dense_N.sum(dtype=torch.int32).view(1), target, add=d_weight_out is not None,
+                )  # fmt: skip
+            if d_bias is not None:
+                filtered_bias(columns, ids_H, head_d_bias, share_V, factor_2N.sum(1), d_bias)
     return d_hidden, d_weight, d_bias
 
 
@@ -434,6 +439,7 @@ def _dense(
     p_N, label_N = coef_4N[0].abs(), coef_4N[1].abs()
     # Kept: p >= eps / SLACK * exp(bound - lse). Asked for: p >= eps * label / P.
     served_N = (label_N == 0) | ((state_3N[BOUND] - lse_N).exp() * p_N <= SLACK * label_N)
+    served_N &= lse_N - state_3N[BOUND] < FARTHEST
     finite_N = (lse_N + state_3N.sum(0) + p_N + label_N + coef_4N[2]).isfinite()
     dense_N = (labels_N >= 0) & ~(served_N & finite_N & (count_N <= longest))
     length_N = torch.where((labels_N >= 0) & ~dense_N, count_N, 0)

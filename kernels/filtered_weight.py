@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.filtered_hidden import Entries, pieces
+from cce_dist.kernels.filtered_hidden import Entries
 from cce_dist.kernels.tiles import num_programs
 
 
@@ -44,50 +44,42 @@ def filtered_weight(
     hidden_ND: torch.Tensor,
     entries: ByColumn,
     slot_V: torch.Tensor,
-    head_HD: torch.Tensor | None,
-    head_bias_H: torch.Tensor | None,
-    share_V: torch.Tensor | None,
-    shared_2D: torch.Tensor | None,
-    shared_bias_2: torch.Tensor | None,
+    head_HD: torch.Tensor,
+    share_V: torch.Tensor,
+    shared_2D: torch.Tensor,
     num_added: torch.Tensor,
-    d_weight_VD: torch.Tensor | None,
-    d_bias_V: torch.Tensor | None,
+    d_weight_VD: torch.Tensor,
     *,
     add: bool,
 ) -> None:
-    """Set the rows of d_weight_VD and d_bias_V to the sum of all their parts, or add it.
+    """Set the rows of d_weight_VD to the sum of all their parts, or add it.
 
     Args:
         slot_V: Row of the head for each column, or -1.
         head_HD: The head's rows of the gradient.
-        share_V: Each column's part of the dropped mass, or None for no stand-in.
-        shared_2D: sum_i (scale P_i m_i hidden_i) and sum_i (scale UNIFORM_i hidden_i), fp32; or None for neither.
-        shared_bias_2: The same sums without hidden.
+        share_V: Each column's part of the dropped mass.
+        shared_2D: sum_i scale P_i m_i hidden_i and sum_i scale UNIFORM_i hidden_i, fp32.
         num_added: [1] int32: if not 0, d_weight_VD holds the gradient of other tokens, to add to.
-        d_weight_VD: in, out: may have fewer rows than entries has columns.
-        d_bias_V: in, out: always added to.
+        d_weight_VD: in, out: may have more rows than there are columns; those are left alone.
         add: Add to d_weight_VD in any case.
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
-    first, rest = pieces(hidden_size)
-    _filtered_weight_kernel[(num_cols,)](
+    block_v, block_d = 16, 256
+    _filtered_weight_kernel[(triton.cdiv(num_cols, block_v) * triton.cdiv(hidden_size, block_d),)](
         # in
-        hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, head_HD, head_bias_H,
-        share_V, shared_2D, shared_bias_2, num_added,
+        hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, head_HD, share_V, shared_2D, num_added,
         # in, out
-        d_weight_VD, d_bias_V,
+        d_weight_VD,
         # sizes
-        hidden_size, int(add),
-        # options
-        HAS_SHARED=shared_2D is not None, HAS_SHARE=share_V is not None,
-        WANT_WEIGHT=d_weight_VD is not None, WANT_BIAS=d_bias_V is not None,
+        num_cols, hidden_size, int(add),
         # tiles
-        BLOCK_K=8, FIRST=first, REST=rest, num_warps=max(1, min(8, (first + rest) // 512)),
+        BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=32, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["add"], do_not_specialize_on_alignment=["token_ptr", "grad_ptr", "share_ptr", "num_added_ptr"]
+    do_not_specialize=["num_cols", "add"],
+    do_not_specialize_on_alignment=["token_ptr", "grad_ptr", "share_ptr", "num_added_ptr"],
 )
 def _filtered_weight_kernel(
     hidden_ptr,  # in: [N, D]
@@ -96,77 +88,92 @@ def _filtered_weight_kernel(
     grad_ptr,  # in: [M] fp32
     slot_ptr,  # in: [V] int32
     head_ptr,  # in: [H, D]
-    head_bias_ptr,  # in: [H] fp32
     share_ptr,  # in: [V] fp32
     shared_ptr,  # in: [2, D] fp32
-    shared_bias_ptr,  # in: [2] fp32
     num_added_ptr,  # in: [1] int32
     d_weight_ptr,  # in, out: [V, D]
-    d_bias_ptr,  # in, out: [V] fp32
+    num_cols,
     hidden_size,
     add,
-    HAS_SHARED: tl.constexpr,
-    HAS_SHARE: tl.constexpr,
-    WANT_WEIGHT: tl.constexpr,
-    WANT_BIAS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    FIRST: tl.constexpr,
-    REST: tl.constexpr,
 ):
-    column = tl.program_id(0).to(tl.int64)
-    begin = tl.load(first_ptr + column)
-    end = tl.load(first_ptr + column + 1)
-    slot = tl.load(slot_ptr + column).to(tl.int64)
-    in_head = slot >= 0
-    share = 0.0
-    if HAS_SHARE:
-        share = tl.load(share_ptr + column)
-
-    offs_a = tl.arange(0, FIRST)
-    acc_a = tl.zeros((FIRST,), tl.float32)
-    if REST > 0:
-        offs_b = FIRST + tl.arange(0, REST)
-        in_b = offs_b < hidden_size
-        acc_b = tl.zeros((REST,), tl.float32)
-    bias = tl.zeros((BLOCK_K,), tl.float32)
-    for first in range(begin, end, BLOCK_K):
-        offs_k = first + tl.arange(0, BLOCK_K)
-        in_k = offs_k < end
-        token = tl.load(token_ptr + offs_k, mask=in_k, other=0).to(tl.int64)
-        grad = tl.load(grad_ptr + offs_k, mask=in_k, other=0)
-        bias += grad
-        if WANT_WEIGHT:
-            source = hidden_ptr + token[:, None] * hidden_size
-            hidden_a = tl.load(source + offs_a[None, :], mask=in_k[:, None], other=0).to(tl.float32)
-            acc_a += tl.sum(grad[:, None] * hidden_a, 0)
-            if REST > 0:
-                hidden_b = tl.load(source + offs_b[None, :], mask=in_k[:, None] & in_b[None, :], other=0).to(tl.float32)
-                acc_b += tl.sum(grad[:, None] * hidden_b, 0)
-
+    num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
+    offs_v = tl.program_id(0) // num_col_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    offs_d = tl.program_id(0) % num_col_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_v = offs_v < num_cols
+    in_d = (offs_d < hidden_size)[None, :]
+    slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
+    share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
+    stand_in = tl.load(shared_ptr + offs_d[None, :], mask=in_d, other=0) * share[:, None]
+    stand_in += tl.load(shared_ptr + hidden_size + offs_d[None, :], mask=in_d, other=0)
+    head = head_ptr + slot.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+    in_head = (in_v & (slot >= 0))[:, None]
+    acc = tl.where(slot[:, None] >= 0, tl.load(head, mask=in_head & in_d, other=0).to(tl.float32), stand_in)
+    target = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
     adding = (add != 0) | (tl.load(num_added_ptr) > 0)
-    if WANT_WEIGHT:
-        target = d_weight_ptr + column * hidden_size
-        head = head_ptr + slot * hidden_size
-        acc_a += tl.load(head + offs_a, mask=in_head & (offs_a < hidden_size), other=0).to(tl.float32)
-        acc_a += tl.load(target + offs_a, mask=adding & (offs_a < hidden_size), other=0).to(tl.float32)
-        if HAS_SHARED:
-            outside = (offs_a < hidden_size) & (slot < 0)
-            acc_a += share * tl.load(shared_ptr + offs_a, mask=outside, other=0)
-            acc_a += tl.load(shared_ptr + hidden_size + offs_a, mask=outside, other=0)
-        tl.store(target + offs_a, acc_a.to(d_weight_ptr.dtype.element_ty))
-        if REST > 0:
-            acc_b += tl.load(head + offs_b, mask=in_head & in_b, other=0).to(tl.float32)
-            acc_b += tl.load(target + offs_b, mask=adding & in_b, other=0).to(tl.float32)
-            if HAS_SHARED:
-                outside = in_b & (slot < 0)
-                acc_b += share * tl.load(shared_ptr + offs_b, mask=outside, other=0)
-                acc_b += tl.load(shared_ptr + hidden_size + offs_b, mask=outside, other=0)
-            tl.store(target + offs_b, acc_b.to(d_weight_ptr.dtype.element_ty), mask=in_b)
-    if WANT_BIAS:
-        total = tl.sum(bias, 0) + tl.load(d_bias_ptr + column) + tl.load(head_bias_ptr + slot, mask=in_head, other=0)
-        if HAS_SHARED:
-            total += tl.where(in_head, 0.0, share * tl.load(shared_bias_ptr) + tl.load(shared_bias_ptr + 1))
-        tl.store(d_bias_ptr + column, total)
+    acc += tl.load(target, mask=in_v[:, None] & in_d & adding, other=0).to(tl.float32)
+
+    begin = tl.load(first_ptr + offs_v, mask=in_v, other=0)
+    end = tl.load(first_ptr + offs_v + 1, mask=in_v, other=0)
+    if tl.max(end - begin, 0) > 0:  # few blocks have an entry
+        for row in range(0, BLOCK_V):
+            this = tl.arange(0, BLOCK_V) == row
+            row_end = tl.sum(tl.where(this, end, 0), 0)
+            for first in range(tl.sum(tl.where(this, begin, 0), 0), row_end, BLOCK_K):
+                offs_k = first + tl.arange(0, BLOCK_K)
+                in_k = offs_k < row_end
+                token = tl.load(token_ptr + offs_k, mask=in_k, other=0).to(tl.int64)
+                grad = tl.load(grad_ptr + offs_k, mask=in_k, other=0)
+                where = hidden_ptr + token[:, None] * hidden_size + offs_d[None, :]
+                h = tl.load(where, mask=in_k[:, None] & in_d, other=0).to(tl.float32)
+                acc += tl.where(this[:, None], tl.sum(grad[:, None] * h, 0)[None, :], 0.0)
+    tl.store(target, acc.to(d_weight_ptr.dtype.element_ty), mask=in_v[:, None] & in_d)
+
+
+def filtered_bias(
+    entries: ByColumn,
+    ids_H: torch.Tensor,
+    head_H: torch.Tensor,
+    share_V: torch.Tensor,
+    factor_2: torch.Tensor,
+    d_bias_V: torch.Tensor,
+) -> None:
+    """Add the column sums of the listed gradients, of the head and of the stand-in to d_bias_V.
+
+    Args:
+        head_H: The head's part, fp32.
+        factor_2: sum_i scale P_i m_i and sum_i scale UNIFORM_i.
+    """
+    num_cols = entries.first_V.shape[0] - 1
+    part_V = share_V * factor_2[0] + factor_2[1]
+    part_V[ids_H] = head_H
+    _filtered_bias_kernel[(triton.cdiv(num_cols, 128),)](
+        entries.first_V, entries.grad, part_V,
+        d_bias_V,
+        num_cols,
+        BLOCK_V=128,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_cols"], do_not_specialize_on_alignment=["grad_ptr"])
+def _filtered_bias_kernel(
+    first_ptr,  # in: [V + 1] int64
+    grad_ptr,  # in: [M] fp32
+    part_ptr,  # in: [V] fp32
+    d_bias_ptr,  # in, out: [V] fp32
+    num_cols,
+    BLOCK_V: tl.constexpr,
+):
+    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_v = offs_v < num_cols
+    begin = tl.load(first_ptr + offs_v, mask=in_v, other=0)
+    end = tl.load(first_ptr + offs_v + 1, mask=in_v, other=0)
+    total = tl.load(d_bias_ptr + offs_v, mask=in_v, other=0) + tl.load(part_ptr + offs_v, mask=in_v, other=0)
+    for step in range(0, tl.max(end - begin, 0)):
+        total += tl.load(grad_ptr + begin + step, mask=begin + step < end, other=0)
+    tl.store(d_bias_ptr + offs_v, total, mask=in_v)
 
 
 def sums_of_rows(coef_2R: torch.Tensor, rows_RD: torch.Tensor) -> torch.Tensor:
@@ -180,7 +187,7 @@ def sums_of_rows(coef_2R: torch.Tensor, rows_RD: torch.Tensor) -> torch.Tensor:
         coef_2R, rows_RD,
         partial_P2D,
         num_rows, hidden_size,
-        BLOCK_R=block_r, BLOCK_D=block_d,
+        BLOCK_R=block_r, BLOCK_D=block_d, num_warps=8,
     )  # fmt: skip
     return partial_P2D.sum(0)
 

@@ -235,20 +235,20 @@ def _lse_kernel(
             term = tl.sum(tl.where(e > 0, e * (z - new_shift[:, None]), 0.0), 1)
             moment = tl.where(sum_exp > 0, tl.exp(-drop) * (moment - drop * sum_exp), 0.0) + term
         sum_exp = tl.where(sum_exp > 0, sum_exp * tl.exp(-drop), sum_exp) + tl.sum(e, 1)
-        if WANT_SLOPED:
-            capped = z / softcap
-            e = tl.where(e > 0, e * (1.0 - capped * capped), 0.0)
-            sloped = tl.where(sloped > 0, sloped * tl.exp(-drop), sloped) + tl.sum(e, 1)
         if MARK:
-            dropped = z < threshold[:, None]  # not where z or the threshold is NaN
+            # Of e, not of z, which need not stay in registers. NaN is kept, and all of a row whose limit underflows.
+            dropped = e < tl.exp(threshold - new_shift)[:, None]
             bits = tl.where(dropped, 0, 1 << (tl.arange(0, BLOCK_V) % 32)[None, :])
             words = tl.sum(tl.reshape(bits, (BLOCK_N, BLOCK_V // 32, 32)), 2).to(tl.int32)
             offs_w = tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)
             tl.store(words_ptr + offs_n.to(tl.int64)[:, None] * num_words + offs_w[None, :], words, mask=in_n[:, None])
-            if WANT_DROPPED:
-                # relative to a bound that is 40 nats too low, if ever: such a row is not heard
-                where = dropped_ptr + row_block.to(tl.int64) * num_words * 32 + offs_v
-                tl.store(where, tl.sum(tl.where(dropped, e, 0.0), 0))
+        if WANT_SLOPED:
+            capped = z / softcap
+            e = tl.where(e > 0, e * (1.0 - capped * capped), 0.0)
+            sloped = tl.where(sloped > 0, sloped * tl.exp(-drop), sloped) + tl.sum(e, 1)
+        if WANT_DROPPED:
+            where = dropped_ptr + row_block.to(tl.int64) * num_words * 32 + offs_v
+            tl.store(where, tl.sum(tl.where(dropped, e, 0.0), 0))
         running_max = new_max
         shift = new_shift
         if KEEP_EXP:
