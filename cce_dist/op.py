@@ -104,7 +104,9 @@ def _forward(
 
         filter_stats = merged.max.new_zeros(3)
         if o.by_lists and o.want_entropy:  # the aux outputs are asked for
-            filter_stats = o.ops().filter_stats(hidden, weight, bias, ids, o.logits, merged.max, merged.log_sum, *saved)
+            filter_stats = o.ops().filter_stats(
+                hidden, weight, bias, ids, o.logits, merged.max, merged.log_sum, *saved, grad_filter=o.filter
+            )
         elif o.filter_eps > 0 and o.backend == "torch":
             filter_stats = torch_ops.filter_stats(
                 saved[0], saved[1], merged.max, merged.log_sum, ids, o.logits, o.filter_eps
@@ -172,7 +174,10 @@ def _local_stats(
 
 def _merge_bound(stats_3N: Tensor, o: Options) -> Tensor:
     """The log-sum-exp over what the shards' statistics cover: one more all-gather of 3 numbers a token. -> [N]."""
-    merged = merge.merge(merge.gather_stats(stats_3N, merge.resolve(o.group_name)), o.vocab_size, False, False)
+    group = merge.resolve(o.group_name)
+    if group is None:
+        return stats_3N[0] + stats_3N[1].log()
+    merged = merge.merge(merge.gather_stats(stats_3N, group), o.vocab_size, False, False)
     return merged.max + merged.log_sum
 
 

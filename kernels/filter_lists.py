@@ -96,12 +96,11 @@ def list_columns(
     ``count_N`` is how many there are, also where that is more than the L that are written.
     """
     num_rows, num_words = words_RW.shape
-    block = min(8192, triton.next_power_of_2(num_words))
     _list_columns_kernel[(num_rows,)](
         words_RW, head_words_W, labels_N, index_R, num_kept,
         columns_NL, count_N,
         num_words, columns_NL.shape[1], logits.start, logits.num_valid,
-        BLOCK_W=block, num_warps=max(1, min(8, block // 512)),
+        BLOCK_W=1024,
     )  # fmt: skip
 
 
@@ -151,43 +150,15 @@ def _list_columns_kernel(
         head = tl.load(head_words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
         word |= tl.where(offs_w == label_word, label_bit, 0)
         word ^= word & head
-        count = _bits_set(word)
-        place = total + tl.cumsum(count, 0) - count
-        total += tl.sum(count, 0)
-        # One bit of every word at a time, lowest first: the columns of a row come out ascending.
-        while tl.max(word, 0) > 0:
-            rest = word & (word - 1)
-            column = offs_w * 32 + _bits_set((word ^ rest) - 1)
-            tl.store(columns_ptr + token * max_columns + place, column, mask=(word > 0) & (place < max_columns))
-            place += (word > 0).to(tl.int32)
-            word = rest
+        if tl.max(word, 0) > 0:
+            count = _bits_set(word)
+            place = total + tl.cumsum(count, 0) - count
+            total += tl.sum(count, 0)
+            # One bit of every word at a time, lowest first: the columns of a row come out ascending.
+            while tl.max(word, 0) > 0:
+                rest = word & (word - 1)
+                column = offs_w * 32 + _bits_set((word ^ rest) - 1)
+                tl.store(columns_ptr + token * max_columns + place, column, mask=(word > 0) & (place < max_columns))
+                place += (word > 0).to(tl.int32)
+                word = rest
     tl.store(count_ptr + token, total)
-
-
-def add_dropped(dropped_BV: torch.Tensor, num_kept: torch.Tensor, block_rows: int, dropped_V: torch.Tensor) -> None:
-    """Add the rows of dropped_BV whose block of ``block_rows`` has a kept token to dropped_V, in order."""
-    num_cols = dropped_V.shape[0]
-    _add_dropped_kernel[(triton.cdiv(num_cols, 512),)](
-        dropped_BV, num_kept,
-        dropped_V,
-        num_cols, dropped_BV.shape[1],
-        BLOCK_ROWS=block_rows, BLOCK_V=512,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_cols", "stride"], do_not_specialize_on_alignment=["num_kept_ptr"])
-def _add_dropped_kernel(
-    partial_ptr,  # in: [B, stride] fp32
-    num_kept_ptr,  # in: [1] int32
-    dropped_ptr,  # in, out: [V] fp32
-    num_cols,
-    stride,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_v = offs_v < num_cols
-    total = tl.load(dropped_ptr + offs_v, mask=in_v, other=0)
-    for block in range(0, tl.cdiv(tl.load(num_kept_ptr), BLOCK_ROWS)):
-        total += tl.load(partial_ptr + block * stride.to(tl.int64) + offs_v, mask=in_v, other=0)
-    tl.store(dropped_ptr + offs_v, total, mask=in_v)

@@ -1,11 +1,11 @@
 """One shard's statistics and gradients with a filter: the kernels of this folder, in the order they run.
 
 forward                                             backward
-  keep the tokens that count, first (compact)         tokens that the lists cannot serve: the exact path (triton_ops)
+  keep the tokens that count, first (compact)         tokens that the lists cannot serve (filter_plan): the exact path
   the head of the vocabulary: logits of it, and of    the head: dlogits, d_hidden and d_weight as matrix products
     the label, bound each token's LSE (filter_lists)  listed columns, and the stand-in for all others, added to
-  log-sum-exp; what reaches the threshold is marked,    d_hidden (filtered_hidden)
-    what does not is summed by column (lse)           the lists turned over, and written as d_weight
+  log-sum-exp, where what reaches the threshold is      d_hidden (filtered_hidden)
+    marked (lse)                                      the lists turned over, and written as d_weight
   marks become lists of columns (filter_lists)          (filtered_weight)
 
 Everything that reaches the threshold is kept, and each element is judged alone: the hundred or so of a row of 10^5 that do are
@@ -13,8 +13,8 @@ scattered, so tiles of any size would keep thousands. Most of them are of ids th
 the head, are kept whole as a matrix. The rest are kept in lists and gathered.
 
 What is dropped is replaced by a rank-1 matrix ``m_i share_j``: m is the mass that token i has outside its head and list, and
-share the columns' part of all dropped mass, each token weighed with its bound instead of its LSE, which is not known in time.
-Row sums of the softmax are then right to rounding, and column sums as far as tokens weigh alike.
+share the columns' part of all dropped mass, taken from a sample of the tokens (``filter_shares.py``). Row sums of the softmax
+are then right to rounding, and column sums to the sample's error.
 
 Three kinds of token are not filtered here but go through the exact kernels: their list would be too long, or the coefficients
 that backward brings ask for more than forward kept, or something is not finite. There are none on most steps, and those
@@ -35,14 +35,9 @@ import triton
 from cce_dist.kernels import Filter, ShardLogits, triton_ops
 from cce_dist.kernels.compact import gather_rows, kept_first
 from cce_dist.kernels.dlogits import dlogits_chunk
-from cce_dist.kernels.filter_lists import (
-    add_dropped,
-    gather_head,
-    head_size,
-    head_words,
-    list_columns,
-    most_labelled,
-)
+from cce_dist.kernels.filter_lists import gather_head, head_size, head_words, list_columns, most_labelled
+from cce_dist.kernels.filter_plan import SLACK, plan
+from cce_dist.kernels.filter_shares import dropped_sums
 from cce_dist.kernels.filtered_hidden import Entries, filtered_hidden, listed_gradients
 from cce_dist.kernels.filtered_weight import by_column, filtered_bias, filtered_weight, sums_of_rows
 from cce_dist.kernels.grad_hidden import grad_hidden
@@ -51,12 +46,9 @@ from cce_dist.kernels.lse import NUM_PLANES, Marks, choose_splits, lse_partials,
 from cce_dist.kernels.target_logit import target_logits
 from cce_dist.kernels.tiles import Tiles, choose_tiles
 
-SLACK = (
-    1.125  # forward's threshold is this much lower, so that a gradient that outweighs its label's by as much is served
-)
-FARTHEST = 30.0  # nats between bound and log-sum-exp; the marks of ``lse.py`` mean nothing beyond its HEADROOM
 MEAN_LIST = 64  # columns listed per token, on average over the batch, that backward has room for
 ENTRY_BYTES = 48  # of one such column in backward: as it is made, sorted, and the sort's own
+SAMPLE = 512  # tokens, at most, that the shares are taken from
 
 
 def max_listed(num_tokens: int, workspace_bytes: int) -> int:
@@ -71,7 +63,6 @@ def saved_shapes(num_tokens: int, num_valid: int, workspace_bytes: int) -> list[
         ((num_tokens, max_listed(num_tokens, workspace_bytes)), torch.int32),
         ((num_tokens,), torch.int32),
         ((head_size(num_valid),), torch.int64),
-        ((num_valid,), torch.float32),
     ]
 
 
@@ -108,8 +99,7 @@ def local_stats(
 
     Returns:
         stats [K, N]; state [3, N] fp32 (the bound; the sum of exp outside the head, times the softcap's slopes, relative to the
-        shard's maximum; that maximum); columns [N, L] int32, the lists; their lengths [N] int32; the head's columns [H] int64;
-        each column's share of the dropped mass [num_valid] fp32.
+        shard's maximum; that maximum); columns [N, L] int32, the lists; their lengths [N] int32; the head's columns [H] int64.
     """
     num_tokens, hidden_size = hidden_ND.shape
     logits = logits._replace(num_valid=min(logits.num_valid, weight_VD.shape[0]))
@@ -118,11 +108,10 @@ def local_stats(
     stats_KN = torch.zeros(3 + want_uniform + want_entropy, num_tokens, **fp32)
     count_N = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     columns_NL = torch.empty(num_tokens, max_listed(num_tokens, workspace_bytes), dtype=torch.int32, device=device)
-    share_V = torch.zeros(num_valid, **fp32)
     if num_tokens == 0 or num_valid == 0:
         stats_KN[0] = float("-inf")
         state_3N = torch.stack((merge_bound(stats_KN[:3]), torch.zeros_like(stats_KN[0]), stats_KN[0]))
-        return stats_KN, state_3N, columns_NL, count_N, labels_N.new_empty(head_size(num_valid)), share_V
+        return stats_KN, state_3N, columns_NL, count_N, labels_N.new_empty(head_size(num_valid))
 
     with triton_ops._on(hidden_ND):
         tiles = choose_tiles(hidden_ND.dtype, device)
@@ -132,7 +121,7 @@ def local_stats(
         head = gather_head(ids_H, weight_VD, bias_V, logits, num_words)
         head_words_W = head_words(head)
 
-        row_bytes = hidden_size * hidden_ND.itemsize + 4 * num_words + 128 * num_words // tiles.lse.rows
+        row_bytes = hidden_size * hidden_ND.itemsize + 4 * num_words
         rows = max(workspace_bytes, triton_ops.LEAST_BYTES) // 2 // row_bytes
         unit = tiles.lse.rows * tiles.group if rows >= tiles.lse.rows * tiles.group else tiles.lse.rows
         rows = min(max(unit, rows // unit * unit), triton.cdiv(num_tokens, tiles.lse.rows) * tiles.lse.rows)
@@ -151,28 +140,21 @@ def local_stats(
         bound_N = merge_bound(_with_label(head_3N, stats_KN[2], labels_N, beside_N, logits))
 
         words_RW = torch.empty(min(rows, num_tokens), num_words, dtype=torch.int32, device=device)
-        partial_BV = None
-        if grad_filter.compensate:
-            partial_BV = torch.empty(triton.cdiv(words_RW.shape[0], tiles.lse.rows), 32 * num_words, **fp32)
         for index_R, num_kept in groups:
             rows_RD = _gathered(hidden_ND, index_R, num_kept)
             operands = (rows_RD, weight_VD, bias_V, num_kept, logits)
             words = words_RW[: index_R.shape[0]]
-            marks = Marks(bound_N[index_R], math.log(grad_filter.eps / SLACK), words, partial_BV)
+            marks = Marks(bound_N[index_R], math.log(grad_filter.eps / SLACK), words)
             _log_sum_exp(
                 operands, tiles, index_R, stats_KN, None if sloped_2N is None else sloped_2N[1], marks,
                 want_uniform, want_entropy,
             )  # fmt: skip
             list_columns(words, head_words_W, labels_N, index_R, num_kept, logits, columns_NL, count_N)
-            if partial_BV is not None:
-                add_dropped(partial_BV, num_kept, tiles.lse.rows, share_V)
 
         head_sum_N, sum_N = (head_3N[1], stats_KN[1]) if sloped_2N is None else sloped_2N.unbind()
         outside_N = sum_N - head_sum_N * (head_3N[0] - stats_KN[0]).exp()
         state_3N = torch.stack((bound_N, outside_N.clamp_(min=0.0), stats_KN[0]))
-        share_V[ids_H] = 0.0
-        share_V *= 1 / share_V.sum().clamp_(min=torch.finfo(torch.float32).tiny)
-    return stats_KN, state_3N, columns_NL, count_N, ids_H, share_V
+    return stats_KN, state_3N, columns_NL, count_N, ids_H
 
 
 def filter_stats(
@@ -187,7 +169,8 @@ def filter_stats(
     columns_NL: torch.Tensor,
     count_N: torch.Tensor,
     ids_H: torch.Tensor,
-    share_V: torch.Tensor,
+    *,
+    grad_filter: Filter,
 ) -> torch.Tensor:
     """Share of the shard's logits that are kept, and softmax mass dropped (mean and maximum over labelled tokens). -> [3]."""
     logits = logits._replace(num_valid=min(logits.num_valid, weight_VD.shape[0]))
@@ -195,19 +178,22 @@ def filter_stats(
     if num_tokens == 0 or num_valid == 0:
         return torch.zeros(3, device=hidden_ND.device)
     with triton_ops._on(hidden_ND):
-        listed_N = (labels_N >= 0) & (count_N <= columns_NL.shape[1]) & state_3N[BOUND].isfinite()
-        index_N, kept = kept_first(torch.where(listed_N, labels_N, -1))
-        dropped_N = torch.zeros_like(max_N)
+        nll_4N = (
+            torch.tensor([1.0, -1.0, 0.0, 0.0], device=hidden_ND.device)[:, None].expand(4, num_tokens).contiguous()
+        )
+        how = plan(
+            labels_N, max_N, log_sum_N, nll_4N, state_3N, count_N, grad_filter.eps, columns_NL.shape[1], 2**31 - 1
+        )
+        index_N, kept = kept_first(how.listed_labels)
+        dropped_N, num_listed_N = torch.zeros_like(max_N), torch.zeros_like(count_N)
         listed_gradients(
-            hidden_ND, weight_VD, bias_V, labels_N, index_N, kept, columns_NL, count_N, count_N.cumsum(0),
-            _mass(state_3N, max_N, log_sum_N), max_N, log_sum_N, torch.zeros(4, num_tokens, device=max_N.device), logits,
-            dropped_N, None,
+            hidden_ND, weight_VD, bias_V, labels_N, index_N, kept, columns_NL, count_N, how.end, how.mass, how.threshold,
+            max_N, log_sum_N, nll_4N, logits, dropped_N, num_listed_N, None,
         )  # fmt: skip
         num_labelled = (labels_N >= 0).sum().clamp(min=1)
-        kept_N = torch.where(listed_N, count_N + ids_H.shape[0], num_valid).masked_fill(labels_N < 0, 0)
-        return torch.stack(
-            (kept_N.sum() / (num_labelled * num_valid), dropped_N.sum() / num_labelled, dropped_N.amax())
-        )
+        kept_N = torch.where(how.listed_labels >= 0, num_listed_N + ids_H.shape[0], 0)
+        num_kept = kept_N.sum() + how.num_dense[0] * num_valid
+        return torch.stack((num_kept / (num_labelled * num_valid), dropped_N.sum() / num_labelled, dropped_N.amax()))
 
 
 def gradients(
@@ -224,7 +210,6 @@ def gradients(
     columns_NL: torch.Tensor,
     count_N: torch.Tensor,
     ids_H: torch.Tensor,
-    share_V: torch.Tensor,
     *,
     grad_filter: Filter,
     want_hidden: bool,
@@ -261,7 +246,7 @@ def gradients(
     exact_weight = not grad_filter.weight and (want_weight or want_bias)
     if (want_hidden and grad_filter.hidden) or ((want_weight or want_bias) and grad_filter.weight):
         filtered = _filtered_gradients(
-            *whole, coef_4N, state_3N, columns_NL, count_N, ids_H, share_V, grad_filter,
+            *whole, coef_4N, state_3N, columns_NL, count_N, ids_H, grad_filter,
             want_hidden and grad_filter.hidden, want_weight and grad_filter.weight, want_bias and grad_filter.weight,
             d_weight_out, workspace_bytes, hidden_ready,
         )  # fmt: skip
@@ -288,7 +273,6 @@ def _filtered_gradients(
     columns_NL: torch.Tensor,
     count_N: torch.Tensor,
     ids_H: torch.Tensor,
-    share_V: torch.Tensor,
     grad_filter: Filter,
     want_hidden: bool,
     want_weight: bool,
@@ -302,30 +286,35 @@ def _filtered_gradients(
     budget = max(workspace_bytes, triton_ops.LEAST_BYTES)
     with triton_ops._on(hidden_ND):
         capacity = max(1, min(MEAN_LIST * num_tokens, budget // 4 // ENTRY_BYTES))
-        dense_N, end_N = _dense(labels_N, max_N, log_sum_N, coef_4N, state_3N, count_N, columns_NL.shape[1], capacity)
-        listed_N = (labels_N >= 0) & ~dense_N
+        how = plan(
+            labels_N, max_N, log_sum_N, coef_4N, state_3N, count_N, grad_filter.eps, columns_NL.shape[1], capacity
+        )
         d_hidden, d_weight, d_bias = triton_ops.gradients(
-            hidden_ND, weight_VD, bias_V, torch.where(dense_N, labels_N, -1), logits, max_N, log_sum_N, None, coef_4N,
+            hidden_ND, weight_VD, bias_V, how.dense_labels, logits, max_N, log_sum_N, None, coef_4N,
             *_no_cache(hidden_ND), want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias,
             d_weight_out=d_weight_out, workspace_bytes=workspace_bytes, often_empty=True,
         )  # fmt: skip
 
         tiles = choose_tiles(hidden_ND.dtype, device)
         head = gather_head(ids_H, weight_VD, bias_V, logits, triton.cdiv(num_valid, 32))
-        listed_labels_N = torch.where(listed_N, labels_N, -1)
-        index_N, kept = kept_first(listed_labels_N)
-        head_labels_N = head.labels(listed_labels_N, logits.start)
+        index_N, kept = kept_first(how.listed_labels)
+        head_labels_N = head.labels(how.listed_labels, logits.start)
         gained_4N, gain = triton_ops._normalised(coef_4N) if hidden_ND.dtype == torch.float16 else (coef_4N, None)
 
         dropped_N = torch.zeros_like(max_N)
         entries = _empty_entries(capacity, num_valid, device)
         listed_gradients(
-            hidden_ND, weight_VD, bias_V, labels_N, index_N, kept, columns_NL, count_N, end_N,
-            _mass(state_3N, max_N, log_sum_N), max_N, log_sum_N, coef_4N, logits, dropped_N, entries,
+            hidden_ND, weight_VD, bias_V, labels_N, index_N, kept, columns_NL, count_N, how.end, how.mass, how.threshold,
+            max_N, log_sum_N, coef_4N, logits, dropped_N, torch.empty_like(count_N), entries,
         )  # fmt: skip
         factor_2N = coef_4N[::2] * logits.logit_scale
         factor_2N[0] *= dropped_N * grad_filter.compensate
-        factor_2N.masked_fill_(~listed_N, 0.0)
+        factor_2N.masked_fill_(how.listed_labels < 0, 0.0)
+        share_V = torch.zeros(num_valid, dtype=torch.float32, device=device)
+        if grad_filter.compensate:
+            _sample_shares(
+                hidden_ND, weight_VD, bias_V, index_N, kept, how.reference, how.threshold, head.slot_V, logits, tiles, share_V
+            )  # fmt: skip
 
         target = d_weight if d_weight_out is None else d_weight_out
         head_d_weight = target.new_empty(ids_H.shape[0], hidden_size) if want_weight and target is not None else None
@@ -355,7 +344,8 @@ def _filtered_gradients(
                     grads_RH, head.weight_HD, index_R, num_kept, None, gain, d_hidden, low_RD, tiles.grad_hidden, first=True
                 )  # fmt: skip
                 filtered_hidden(
-                    weight_VD, index_R, num_kept, count_N, end_N, entries, factor_2N, shared_2D, low_RD, d_hidden
+                    weight_VD, index_R, num_kept, count_N, how.end, entries, factor_2N, shared_2D, low_RD, d_hidden,
+                    num_valid,
                 )  # fmt: skip
             if head_d_weight is not None:
                 grad_weight(grads_RH, rows_RD, num_kept, gain, head_d_weight, tiles.grad_weight, add=group > 0)
@@ -369,7 +359,7 @@ def _filtered_gradients(
             if target is not None and head_d_weight is not None:
                 filtered_weight(
                     hidden_ND, columns, head.slot_V, head_d_weight, share_V, sums_of_rows(factor_2N, hidden_ND),
-                    dense_N.sum(dtype=torch.int32).view(1), target, add=d_weight_out is not None,
+                    how.num_dense, target, add=d_weight_out is not None,
                 )  # fmt: skip
             if d_bias is not None:
                 filtered_bias(columns, ids_H, head_d_bias, share_V, factor_2N.sum(1), d_bias)
@@ -380,6 +370,31 @@ def _gathered(hidden_ND: torch.Tensor, index_R: torch.Tensor, num_kept: torch.Te
     rows_RD = hidden_ND.new_empty(index_R.shape[0], hidden_ND.shape[1])
     gather_rows(hidden_ND, index_R, num_kept, None, rows_RD)
     return rows_RD
+
+
+def _sample_shares(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    index_N: torch.Tensor,
+    num_kept: torch.Tensor,
+    reference_N: torch.Tensor,
+    threshold_N: torch.Tensor,
+    slot_V: torch.Tensor,
+    logits: ShardLogits,
+    tiles: Tiles,
+    share_V: torch.Tensor,
+) -> None:
+    """Fill share_V, sum 1, from up to SAMPLE of the kept tokens, evenly spaced."""
+    step = (num_kept + SAMPLE - 1) // SAMPLE
+    place_S = torch.arange(min(SAMPLE, index_N.shape[0]), dtype=torch.int32, device=index_N.device) * step.clamp(min=1)
+    num_sampled = (place_S < num_kept).sum(dtype=torch.int32).view(1)
+    index_S = index_N[place_S.clamp(max=index_N.shape[0] - 1)]
+    rows_SD = _gathered(hidden_ND, index_S, num_sampled)
+    dropped_sums(
+        rows_SD, weight_VD, bias_V, num_sampled, reference_N[index_S], threshold_N[index_S], slot_V, logits, share_V, tiles.lse
+    )  # fmt: skip
+    share_V *= 1 / share_V.sum().clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def _log_sum_exp(
@@ -417,35 +432,6 @@ def _with_label(
     base_N = torch.where(max_N > float("-inf"), max_N, 0.0)
     sum_N = head_3N[1] * (head_3N[0] - base_N).exp() + (target_N - base_N).exp()
     return torch.stack((max_N, sum_N, head_3N[2]))
-
-
-def _mass(state_3N: torch.Tensor, max_N: torch.Tensor, log_sum_N: torch.Tensor) -> torch.Tensor:
-    """Softmax mass outside the head, times the softcap's slopes. -> [N]."""
-    return state_3N[OUTSIDE] * (state_3N[LOCAL_MAX] - max_N - log_sum_N).exp()
-
-
-def _dense(
-    labels_N: torch.Tensor,
-    max_N: torch.Tensor,
-    log_sum_N: torch.Tensor,
-    coef_4N: torch.Tensor,
-    state_3N: torch.Tensor,
-    count_N: torch.Tensor,
-    longest: int,
-    capacity: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens the lists cannot serve, and where each token's entries end. -> [N] bool, [N] int64."""
-    lse_N = max_N + log_sum_N
-    p_N, label_N = coef_4N[0].abs(), coef_4N[1].abs()
-    # Kept: p >= eps / SLACK * exp(bound - lse). Asked for: p >= eps * label / P.
-    served_N = (label_N == 0) | ((state_3N[BOUND] - lse_N).exp() * p_N <= SLACK * label_N)
-    served_N &= lse_N - state_3N[BOUND] < FARTHEST
-    finite_N = (lse_N + state_3N.sum(0) + p_N + label_N + coef_4N[2]).isfinite()
-    dense_N = (labels_N >= 0) & ~(served_N & finite_N & (count_N <= longest))
-    length_N = torch.where((labels_N >= 0) & ~dense_N, count_N, 0)
-    end_N = length_N.cumsum(0)
-    full_N = (length_N > 0) & (end_N > capacity)
-    return dense_N | full_N, end_N
 
 
 def _empty_entries(capacity: int, num_cols: int, device: torch.device) -> Entries:

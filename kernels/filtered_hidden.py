@@ -50,34 +50,40 @@ def listed_gradients(
     count_N: torch.Tensor,
     end_N: torch.Tensor,
     mass_N: torch.Tensor,
+    threshold_N: torch.Tensor,
     max_N: torch.Tensor,
     log_sum_N: torch.Tensor,
     coef_4N: torch.Tensor,
     logits: ShardLogits,
     dropped_N: torch.Tensor,
+    num_listed_N: torch.Tensor,
     entries: Entries | None,
 ) -> None:
     """Compute the listed gradients, and the mass that is dropped, of the tokens of index_N.
+
+    A listed logit below the threshold that backward knows is dropped all the same; its entry is one of no column.
 
     Args:
         columns_NL: The lists, ``count_N`` long.
         end_N: Where a token's entries end, int64.
         mass_N: Softmax mass of the token outside the head, times the softcap's slopes.
+        threshold_N: Logits below it are dropped, but for the label's.
         max_N: Merged maximum.
         log_sum_N: Merged logarithm of the sum.
         coef_4N: Coefficients as in ``cce_dist.kernels``; P and LABEL are read.
         dropped_N: out: m.
+        num_listed_N: out: columns of the list that are kept.
         entries: out: or None.
     """
     num_tokens, hidden_size = hidden_ND.shape
     _listed_gradients_kernel[(num_tokens,)](
         # in
         hidden_ND, weight_VD, bias_V, labels_N, index_N, num_kept, columns_NL, count_N, end_N,
-        mass_N, max_N, log_sum_N, coef_4N,
+        mass_N, threshold_N, max_N, log_sum_N, coef_4N,
         # out
-        dropped_N, *(entries or (None, None, None)),
+        dropped_N, num_listed_N, *(entries or (None, None, None)),
         # sizes
-        num_tokens, hidden_size, columns_NL.shape[1], logits.start,
+        num_tokens, hidden_size, columns_NL.shape[1], logits.start, logits.num_valid,
         # options
         logits.logit_scale, logits.softcap,
         HAS_BIAS=bias_V is not None, HAS_SOFTCAP=logits.softcap > 0.0, WANT_ENTRIES=entries is not None,
@@ -87,10 +93,10 @@ def listed_gradients(
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "max_columns", "start"],
+    do_not_specialize=["num_tokens", "max_columns", "start", "num_valid"],
     do_not_specialize_on_alignment=[
-        "labels_ptr", "index_ptr", "num_kept_ptr", "count_ptr", "end_ptr", "mass_ptr", "max_ptr", "log_sum_ptr",
-        "coef_ptr", "dropped_ptr",
+        "labels_ptr", "index_ptr", "num_kept_ptr", "count_ptr", "end_ptr", "mass_ptr", "threshold_ptr", "max_ptr",
+        "log_sum_ptr", "coef_ptr", "dropped_ptr", "num_listed_ptr",
     ],
 )  # fmt: skip
 def _listed_gradients_kernel(
@@ -104,10 +110,12 @@ def _listed_gradients_kernel(
     count_ptr,  # in: [N] int32
     end_ptr,  # in: [N] int64
     mass_ptr,  # in: [N] fp32
+    threshold_ptr,  # in: [N] fp32
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
     dropped_ptr,  # out: [N] fp32
+    num_listed_ptr,  # out: [N] int32
     entry_column_ptr,  # out: [M] int32
     entry_token_ptr,  # out: [M] int32
     entry_grad_ptr,  # out: [M] fp32
@@ -115,6 +123,7 @@ def _listed_gradients_kernel(
     hidden_size,
     max_columns,
     start,
+    num_valid,
     logit_scale,
     softcap,
     HAS_BIAS: tl.constexpr,
@@ -131,11 +140,13 @@ def _listed_gradients_kernel(
     coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token) * logit_scale
     row_max = tl.load(max_ptr + token)
     log_sum = tl.load(log_sum_ptr + token)
+    threshold = tl.load(threshold_ptr + token)
     label = tl.load(labels_ptr + token) - start
     count = tl.load(count_ptr + token)
     begin = tl.load(end_ptr + token) - count
 
     listed = tl.zeros((BLOCK_K,), tl.float32)
+    num_listed = tl.zeros((BLOCK_K,), tl.int32)
     for first in range(0, count, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < count
@@ -155,14 +166,18 @@ def _listed_gradients_kernel(
         if HAS_SOFTCAP:
             z = softcapped(z, softcap)
             slope = 1.0 - (z / softcap) * (z / softcap)
-        p = tl.where(in_k, tl.exp((z - row_max) - log_sum) * slope, 0.0)
+        is_label = column == label
+        kept = in_k & ((z >= threshold) | is_label)
+        p = tl.where(kept, tl.exp((z - row_max) - log_sum) * slope, 0.0)
         listed += p
+        num_listed += kept.to(tl.int32)
         if WANT_ENTRIES:
-            grad = coef_p * p + tl.where(column == label, coef_label * slope, 0.0)
-            tl.store(entry_column_ptr + begin + offs_k, column, mask=in_k)
+            grad = coef_p * p + tl.where(is_label, coef_label * slope, 0.0)
+            tl.store(entry_column_ptr + begin + offs_k, tl.where(kept, column, num_valid), mask=in_k)
             tl.store(entry_token_ptr + begin + offs_k, tl.zeros_like(column) + token.to(tl.int32), mask=in_k)
             tl.store(entry_grad_ptr + begin + offs_k, grad, mask=in_k)
     tl.store(dropped_ptr + token, tl.maximum(tl.load(mass_ptr + token) - tl.sum(listed, 0), 0.0))
+    tl.store(num_listed_ptr + token, tl.sum(num_listed, 0))
 
 
 def filtered_hidden(
@@ -176,6 +191,7 @@ def filtered_hidden(
     shared_2D: torch.Tensor,
     low_RD: torch.Tensor | None,
     d_hidden_ND: torch.Tensor,
+    num_valid: int,
 ) -> None:
     """Add the listed columns' part and the stand-in to d_hidden_ND at the tokens of index_R.
 
@@ -189,13 +205,13 @@ def filtered_hidden(
     _filtered_hidden_kernel[(num_rows, triton.cdiv(hidden_size, 1024))](
         weight_VD, index_R, num_kept, count_N, end_N, entries.column, entries.grad, factor_2N, shared_2D, low_RD,
         d_hidden_ND,
-        count_N.shape[0], hidden_size,
+        count_N.shape[0], hidden_size, num_valid,
         HAS_LOW=low_RD is not None, BLOCK_K=8, BLOCK_D=1024, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens"],
+    do_not_specialize=["num_tokens", "num_valid"],
     do_not_specialize_on_alignment=["index_ptr", "num_kept_ptr", "count_ptr", "end_ptr", "factor_ptr"],
 )
 def _filtered_hidden_kernel(
@@ -212,6 +228,7 @@ def _filtered_hidden_kernel(
     d_hidden_ptr,  # in, out: [N, D]
     num_tokens,
     hidden_size,
+    num_valid,
     HAS_LOW: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -232,8 +249,8 @@ def _filtered_hidden_kernel(
     acc += uniform * tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
     for first in range(end - tl.load(count_ptr + token), end, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
-        in_k = offs_k < end
-        column = tl.load(entry_column_ptr + offs_k, mask=in_k, other=0).to(tl.int64)
+        column = tl.load(entry_column_ptr + offs_k, mask=offs_k < end, other=num_valid).to(tl.int64)
+        in_k = column < num_valid
         grad = tl.load(entry_grad_ptr + offs_k, mask=in_k, other=0)
         where = weight_ptr + column[:, None] * hidden_size + offs_d[None, :]
         w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32)

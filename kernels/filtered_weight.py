@@ -100,7 +100,8 @@ def _filtered_weight_kernel(
     BLOCK_K: tl.constexpr,
 ):
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
-    offs_v = tl.program_id(0) // num_col_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    # Columns far apart: neighbours are often frequent together, and each has entries to go through one after another.
+    offs_v = tl.program_id(0) // num_col_blocks + tl.arange(0, BLOCK_V) * tl.cdiv(num_cols, BLOCK_V)
     offs_d = tl.program_id(0) % num_col_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     in_v = offs_v < num_cols
     in_d = (offs_d < hidden_size)[None, :]

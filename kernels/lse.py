@@ -10,9 +10,8 @@ precision does not depend on its exponent, so the reference need only be near th
 tile serves unless a later logit is more than ``HEADROOM`` above it. Such rows are brought to one reference at the end
 (``_level_kernel``), so any gap between logits is exact.
 
-Marks of a filter: one bit per logit that is not below its row's threshold, and the sum over each block of rows of the others'
-exponentials, which are relative to the row's bound (``filtered.py`` says what for). A branch with stores of the tile in this
-loop would spill registers; these reductions and their small unconditional stores do not.
+Marks of a filter: one bit per logit that is not below its row's threshold. A branch with stores of the tile in this loop would
+spill registers; this reduction and its small unconditional store do not.
 """
 
 from __future__ import annotations
@@ -45,20 +44,17 @@ NUM_PLANES = 7
 
 
 class Marks(NamedTuple):
-    """What a filter wants to know of the logits; B row blocks, W words.
+    """What a filter wants to know of the logits.
 
     Attributes:
         bound_R: in: lower bound of each row's log-sum-exp, fp32.
         log_eps: A logit is kept unless it is below ``bound + log_eps``.
-        words_RW: out: int32, bit k of word w is column 32 w + k; all of the last tile's columns.
-        dropped_BV: out: sums over the rows of a block of exp(z - bound) times the softcap's slope where z is dropped, fp32,
-            written for blocks that have a kept row; None: not wanted.
+        words_RW: out: int32, bit k of word w is column 32 w + k; for all columns of the last tile.
     """
 
     bound_R: torch.Tensor
     log_eps: float
     words_RW: torch.Tensor
-    dropped_BV: torch.Tensor | None
 
 
 def lse_partials(
@@ -91,7 +87,7 @@ def lse_partials(
     num_rows, hidden_size = rows_RD.shape
     keep = exp_RV is not None
     tma = has_tma(rows_RD, weight_VD) and (not keep or has_tma(exp_RV))
-    bound_R, log_eps, words_RW, dropped_BV = marks or (reference_R, 0.0, None, None)
+    bound_R, log_eps, words_RW = marks or (reference_R, 0.0, None)
     grid = (triton.cdiv(num_rows, tile.rows) * num_splits,)
     _lse_kernel[grid](
         # in
@@ -99,7 +95,7 @@ def lse_partials(
         num_kept, bound_R,
         # out
         partials_KSR, operand(exp_RV, tile.rows, tile.cols // 2, tma) if keep else None, tile_reference_TR,
-        words_RW, dropped_BV,
+        words_RW,
         # sizes
         num_rows, hidden_size, logits.num_valid, partials_KSR.shape[1], first_tile, last_tile, num_splits, first_split,
         exp_RV.shape[1] if keep else 0, 0 if words_RW is None else words_RW.shape[1],
@@ -107,7 +103,7 @@ def lse_partials(
         logits.logit_scale, logits.softcap, log_eps,
         HAS_BIAS=bias_V is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
         MASK_V=logits.num_valid % tile.cols != 0, WANT_BELOW=want_below, WANT_MOMENT=want_moment, KEEP_EXP=keep,
-        WANT_SLOPED=want_sloped, MARK=marks is not None, WANT_DROPPED=dropped_BV is not None,
+        WANT_SLOPED=want_sloped, MARK=marks is not None,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows_RD.dtype), num_warps=tile.warps, num_stages=tile.stages,
@@ -149,7 +145,6 @@ def _lse_kernel(
     exp,  # out: [R, T * BLOCK_V] descriptor or pointer
     tile_reference_ptr,  # out: [T, R] fp32
     words_ptr,  # out: [R, W] int32
-    dropped_ptr,  # out: [B, 32 W] fp32
     num_rows,
     hidden_size,
     num_valid,
@@ -172,7 +167,6 @@ def _lse_kernel(
     KEEP_EXP: tl.constexpr,
     WANT_SLOPED: tl.constexpr,
     MARK: tl.constexpr,
-    WANT_DROPPED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -246,9 +240,6 @@ def _lse_kernel(
             capped = z / softcap
             e = tl.where(e > 0, e * (1.0 - capped * capped), 0.0)
             sloped = tl.where(sloped > 0, sloped * tl.exp(-drop), sloped) + tl.sum(e, 1)
-        if WANT_DROPPED:
-            where = dropped_ptr + row_block.to(tl.int64) * num_words * 32 + offs_v
-            tl.store(where, tl.sum(tl.where(dropped, e, 0.0), 0))
         running_max = new_max
         shift = new_shift
         if KEEP_EXP:

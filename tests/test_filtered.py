@@ -1,12 +1,11 @@
-"""The filter's kernels against a dense construction of what they keep, in float64: interpreted on the CPU, compiled on a GPU.
+"""The filter's kernels against a dense construction of the same filter, in float64: interpreted on the CPU, compiled on a GPU.
 
-What is kept is read from the lists themselves; that it holds everything that must be kept is a check of its own. Uninitialised
-memory is NaN here. Each test names the mutation of the kernels that it catches.
+Only the head's columns are read from what the kernels saved. Uninitialised memory is NaN here. Each test names the mutation of
+the kernels that it catches.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -40,8 +39,8 @@ class Case(NamedTuple):
     coefs: str = "mean"
     grad_filter: Filter = Filter(2.0**-7 if not GPU else 2.0**-10)
     budget: int = 1 << 30
-    longest: int = 64
-    mean_list: int = 64
+    longest: int = 1024
+    mean_list: int = 200
 
 
 class Problem(NamedTuple):
@@ -65,7 +64,7 @@ CASES = [
         id="padded-shard",
     ),
     pytest.param(Case(grad_filter=Case().grad_filter._replace(compensate=False), coefs="smoothing"), id="plain"),
-    pytest.param(Case(coefs="large", longest=3, bias=True), id="tokens-that-lists-cannot-serve"),
+    pytest.param(Case(coefs="large", longest=3 if not GPU else 20, bias=True), id="tokens-that-lists-cannot-serve"),
     pytest.param(
         Case(mean_list=2, num_tokens=150 if not GPU else 3000, budget=1000), id="full-lists-and-groups-of-tokens"
     ),
@@ -132,7 +131,7 @@ def dense(p: Problem) -> Dense:
 
 def kept_of(saved: tuple[Tensor, ...], p: Problem) -> Tensor:
     """The mask of what head and lists hold."""
-    _, columns, count, ids, _ = saved
+    _, columns, count, ids = saved
     kept = torch.zeros(len(p.labels), p.logits.num_valid, dtype=torch.bool, device=DEVICE)
     for row, (listed, length) in enumerate(zip(columns.tolist(), count.tolist(), strict=True)):
         length = min(length, columns.shape[1])
@@ -143,9 +142,18 @@ def kept_of(saved: tuple[Tensor, ...], p: Problem) -> Tensor:
     return kept
 
 
+def kept_by(saved: tuple[Tensor, ...], p: Problem, d: Dense, eps: float) -> Tensor:
+    """The mask of what the definition keeps, and the head."""
+    coef_p, coef_label = p.coef[:2].double().abs()[:, :, None]
+    ratio = torch.where((coef_p == 0) | (coef_label == 0), 1.0, coef_label / coef_p)
+    kept = (d.p >= eps * ratio) | d.is_label
+    kept[:, saved[-1]] = True
+    return kept
+
+
 def dense_tokens(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) -> Tensor:
     """Which tokens are exact: from the lists' limits and the bound."""
-    state, columns, count, _, _ = saved
+    state, columns, count, _ = saved
     gap = (state[0] - d.maximum - d.log_sum).exp()
     too_long = count > columns.shape[1]
     unserved = (p.coef[1] != 0) & (gap * p.coef[0].abs() > 1.125 * p.coef[1].abs())
@@ -157,13 +165,15 @@ def dense_tokens(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) ->
 
 def gradient_of_logits(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """The [N, V] matrix that stands for the filtered gradient, the exact one, and the tokens that are exact."""
-    kept, share = kept_of(saved, p), saved[-1].double()
+    kept = kept_by(saved, p, d, case.grad_filter.eps)
     coef_p, coef_label, coef_uniform, _ = p.coef.double()[:, :, None].unbind()
     softmax_part = coef_p * d.p * d.slope
     rest = coef_label * d.is_label * d.slope + coef_uniform
-    dropped = torch.where(kept, 0.0, d.p * d.slope).sum(1, keepdim=True)
-    stand_in = coef_p * dropped * share * case.grad_filter.compensate
     exact = dense_tokens(saved, p, d, case)
+    served = (p.labels >= 0) & ~exact
+    dropped = torch.where(kept | ~served[:, None], 0.0, d.p * d.slope)
+    share = (coef_p.abs() * dropped).sum(0)
+    stand_in = coef_p * dropped.sum(1, keepdim=True) * share / share.sum() * case.grad_filter.compensate
     # the stand-in is a whole row of shares, at the listed columns too: only so it is of rank 1
     filtered_part = torch.where(kept | exact[:, None], softmax_part, 0.0) + torch.where(exact[:, None], 0.0, stand_in)
     valid = (p.labels >= 0)[:, None] * p.logits.logit_scale
@@ -216,20 +226,13 @@ def test_matches_dense(case: Case, limits) -> None:
     lse = d.maximum + d.log_sum
     assert_no_worse((stats[0] + stats[1].log())[labelled], lse.float()[labelled], lse[labelled])
 
-    state, columns, count, ids, share = saved
+    state, columns, count, _ = saved
     listed = labelled & (count <= columns.shape[1])
     bound = state[0].double()
     assert (bound <= d.maximum + d.log_sum + 1e-5)[labelled].all()
     must_keep = (d.p > case.grad_filter.eps * 1.0001) | d.is_label
     assert not (must_keep & ~kept_of(tuple(saved), p))[listed].any()
     assert (count[~labelled] == 0).all()
-    # the share of a column: what is dropped of it, each row relative to its bound
-    above = d.z - bound[:, None] >= math.log(case.grad_filter.eps / filtered.SLACK)
-    dropped = torch.where(above | ~labelled[:, None], 0.0, (d.z - bound[:, None]).exp() * d.slope).sum(0)
-    dropped[ids] = 0.0
-    if case.grad_filter.compensate:
-        assert torch.allclose(share.double(), dropped / dropped.sum(), rtol=1e-3, atol=1e-6)
-        assert share.sum().item() == pytest.approx(1.0, abs=1e-4)
 
     grad, exact_grad, exact = gradient_of_logits(tuple(saved), p, d, case)
     d_hidden, d_weight, d_bias = gradients(p, case, d, saved)
@@ -246,7 +249,7 @@ def test_matches_dense(case: Case, limits) -> None:
     # the case is one: something is dropped, and where the name says so, some tokens are exact and some are not
     served = labelled & ~exact
     assert (grad - exact_grad)[served].abs().sum() > 0
-    assert exact.any() == (case.coefs == "large" or case.mean_list < 64)
+    assert exact.any() == (case.coefs == "large" or case.mean_list < 200)
 
 
 def test_sums_of_the_softmax_are_right() -> None:
@@ -260,14 +263,14 @@ def test_sums_of_the_softmax_are_right() -> None:
     p.coef[1] *= 1.0
     d = dense(p)
     _, *saved = local_stats(p, case)
-    kept = kept_of(tuple(saved), p)
+    kept = kept_by(tuple(saved), p, d, case.grad_filter.eps)
     assert torch.where(kept, 0.0, d.p).sum(1).max() > 0.05
     d_hidden, _, d_bias = gradients(p, case, d, saved)
     largest = p.coef[0].max().item()
     assert d_hidden[:, 0].abs().max() < largest * (1e-2 if GPU else 1e-5)
     exact = (p.coef[0, :, None] * d.p + p.coef[1, :, None] * d.is_label).sum(0)
     plain_error = torch.where(kept, 0.0, p.coef[0, :, None] * d.p).sum(0)
-    assert (d_bias - exact).abs().sum() < 0.02 * plain_error.abs().sum()
+    assert (d_bias - exact).abs().sum() < (0.02 if GPU else 1e-4) * plain_error.abs().sum()
 
 
 @pytest.mark.parametrize("side", ["hidden", "weight"])
@@ -325,9 +328,8 @@ def test_non_finite_and_ignored_tokens_stay_alone() -> None:
         stats, *saved = local_stats(q, case)
         maximum = torch.where(others, d.maximum.float(), stats[0]).double()
         log_sum = torch.where(others, d.log_sum.float(), stats[1].log()).double()
-        results.append((saved, *gradients(q, case, d._replace(maximum=maximum, log_sum=log_sum), saved)))
-    (_, d_hidden, _, _), (saved, d_hidden_broken, d_weight_broken, _) = results
-    assert saved[-1].isfinite().all()
+        results.append(gradients(q, case, d._replace(maximum=maximum, log_sum=log_sum), saved))
+    (d_hidden, _, _), (d_hidden_broken, d_weight_broken, _) = results
     assert not d_hidden_broken[victim].isfinite().any()
     assert d_hidden_broken[others].isfinite().all()
     # the victim's label is not counted in one of them, which may change the head: no bits to compare, but nearly the same
@@ -357,7 +359,15 @@ def test_nothing_to_do(case: Case) -> None:
     assert (d_weight == 0).all() or case.num_rows == 1
     assert d_weight.isfinite().all()
     kept, mean, most = filtered.filter_stats(
-        p.hidden, p.weight, p.bias, p.labels, p.logits, stats[0], stats[1].log(), *saved
+        p.hidden,
+        p.weight,
+        p.bias,
+        p.labels,
+        p.logits,
+        stats[0],
+        stats[1].log(),
+        *saved,
+        grad_filter=case.grad_filter,
     ).tolist()
     assert kept == (1.0 if case.num_rows == 1 else 0.0)
     assert mean == pytest.approx(0.0, abs=1e-6)
@@ -371,9 +381,10 @@ def test_filter_stats() -> None:
     d = dense(p)
     _, *saved = local_stats(p, case)
     stats = filtered.filter_stats(
-        p.hidden, p.weight, p.bias, p.labels, p.logits, d.maximum.float(), d.log_sum.float(), *saved
-    )
-    kept, labelled = kept_of(tuple(saved), p), p.labels >= 0
+        p.hidden, p.weight, p.bias, p.labels, p.logits, d.maximum.float(), d.log_sum.float(), *saved,
+        grad_filter=case.grad_filter,
+    )  # fmt: skip
+    kept, labelled = kept_by(tuple(saved), p, d, case.grad_filter.eps), p.labels >= 0
     mass = torch.where(kept, 0.0, d.p).sum(1)[labelled]
     expected = torch.stack((kept[labelled].double().mean(), mass.mean(), mass.amax()))
     assert torch.allclose(stats.double(), expected, rtol=1e-3)
