@@ -23,8 +23,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # by device: minutes, not hours
         "measure_every": 50, "filter_eps": 2**-12,
     },
     "cpu": {
-        "preset": "small", "steps": 60, "batch_size": 8, "dtype": "float32", "lr": 1e-3, "warmup": 10, "seeds": 2,
-        "measure_every": 15, "filter_eps": 2**-8,  # a smaller vocabulary has larger probabilities
+        "preset": "small", "steps": 30, "batch_size": 8, "dtype": "float32", "lr": 1e-3, "warmup": 5, "seeds": 2,
+        "measure_every": 10, "filter_eps": 2**-8,  # a smaller vocabulary has larger probabilities
     },
 }  # fmt: skip
 

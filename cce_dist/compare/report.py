@@ -253,13 +253,10 @@ def draw(comparison: Comparison, path: Path) -> None:
 
 
 def _curve(panel: Any, values: dict[int, list[float]], style: dict[str, str]) -> None:
-    """Draw the mean over seeds, and one standard deviation to both sides."""
-    if not values:
-        return
-    steps = list(values)
-    means, spreads = zip(*map(mean_and_spread, values.values()), strict=True)
-    panel.plot(steps, means, marker="o", markersize=2.5, linewidth=1.4, **style)
-    low, high = ([m + side * s for m, s in zip(means, spreads, strict=True)] for side in (-1, 1))
+    """Draw the mean over seeds, and shade from the smallest to the largest."""
+    steps, of_seeds = list(values), list(values.values())
+    panel.plot(steps, list(map(statistics.fmean, of_seeds)), marker="o", markersize=2.5, linewidth=1.4, **style)
+    low, high = list(map(min, of_seeds)), list(map(max, of_seeds))
     panel.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
