@@ -30,7 +30,7 @@ class Agreement(NamedTuple):
     Attributes:
         cosine: Of the angle between them; NaN where one is 0.
         norm: Of the method's over that of the dense one.
-        kept_tiles: The share that a filter of this library keeps; NaN for other methods.
+        kept_tiles: As in ``FilterStats``; NaN for what is no filter of this library.
     """
 
     cosine: dict[str, float]

@@ -126,7 +126,8 @@ def table(comparison: Comparison) -> str:
         "Validation loss after the last step, by the exact head, in nats per token: mean over seeds (and standard "
         f"deviation); '- {BASELINE}' is paired by seed. Gradients are compared with dense ones in wider arithmetic, on the "
         "run's own weights and batch: 1 - cosine, and the norm over the dense one's, means over all measurements and seeds. "
-        "Rare dC: the rows of tokens that are not in the batch."
+        "Rare dC: the rows of tokens that are not in the batch. Kept: what the filter keeps, as a share of its units (tiles on "
+        "the torch backend, elements on Triton)."
     )
     environment = comparison.environment
     where = f"{environment['device']}, torch {environment['torch']}, {environment['date'][:10]}"
@@ -156,7 +157,7 @@ def _cells(comparison: Comparison, method: str) -> dict[str, str]:
     for name in GRADIENTS:
         distance = 1 - average("cosine", name)
         cells[name] = f"{or_dash(distance, '.1e')}, {or_dash(average('norm', name), '.3f')}"
-    cells["kept tiles"] = or_dash(average("kept_tiles"), ".2f")
+    cells["kept"] = or_dash(average("kept_tiles"), ".2g")
     if comparison.options["device"] == "cuda":  # on a CPU a rate says little of the methods
         rates = comparison.series(method, "tokens_per_s").values()
         # The first stretch of steps compiles and tunes.
