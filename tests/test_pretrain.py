@@ -219,6 +219,9 @@ def test_the_learning_rate_warms_up_and_decays_to_a_tenth(tmp_path: Path) -> Non
         pytest.param(["--batch-size", "9", "--accumulate", "2"], "batch size 9 cannot be split 2 ways", id="batch"),
         pytest.param(["--seq-len", "1000000"], "one sequence needs 1000001", id="corpus-too-small"),
         pytest.param(["--vocab-size", "100"], "100 is too few", id="fewer-ids-than-bytes"),
+        pytest.param(["--pp", "2"], "--pp needs --engine megatron", id="pipeline-of-torch"),
+        pytest.param(["--loss", "megatron-fused"], "needs --engine megatron", id="megatrons-loss-in-torch"),
+        pytest.param(["--engine", "megatron"], "--engine megatron needs GPUs", id="megatron-on-cpu"),
     ],
 )
 def test_a_wrong_option_is_one_line(

@@ -2,7 +2,7 @@
 
 Reading order: ``launch`` (from a command line to ranks; what a failure says), ``train`` (the loop), ``model``, ``data`` (a
 folder of text files to packed batches), ``ranks`` (devices, groups, mesh), ``checkpoint``, ``log`` (metrics and progress
-bar), ``plot`` (the figure).
+bar), ``plot`` (the figure); ``megatron`` is another engine for the loop, on megatron-core.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ FILTERS: dict[str, dict[str, bool]] = {  # arguments of GradFilter, beside eps, 
     "full-c-plain": {"weight": False, "compensate": False},
 }
 LOSSES = ("dense", "exact", *FILTERS)
+MEGATRON_FUSED = "megatron-fused"
+ENGINES = ("torch", "megatron")
 PRESETS = ("toy", "small", "wide", "base", "llama-3-8b-head")
 
 
@@ -49,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     loss = parser.add_argument_group("loss: changes nothing else, so that curves compare")
-    loss.add_argument("--loss", choices=LOSSES, default="exact", help="dense holds all logits; the others never do")
+    loss.add_argument(
+        "--loss",
+        choices=(*LOSSES, MEGATRON_FUSED),
+        default="exact",
+        help=f"dense and {MEGATRON_FUSED}, which is Megatron's own, hold all logits; the others never do",
+    )
     loss.add_argument("--filter-eps", type=float, default=2**-12, help="softmax below which a gradient tile is dropped")
 
     add_model_arguments(parser)
@@ -57,8 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_optimization_arguments(parser)
 
     ranks = parser.add_argument_group("ranks and devices")
+    ranks.add_argument(
+        "--engine", choices=ENGINES, default="torch", help="what trains: plain torch, or megatron-core on GPUs"
+    )
     ranks.add_argument("--tp", type=positive, help="tensor-parallel size (default: all ranks; alone, up to 2)")
-    ranks.add_argument("--dp", type=positive, default=1, help="data-parallel size (FSDP2)")
+    ranks.add_argument("--dp", type=positive, default=1, help="data-parallel size (FSDP2, or Megatron's)")
+    ranks.add_argument("--pp", type=positive, default=1, help="pipeline stages, with --engine megatron")
     ranks.add_argument(
         "--sequence-parallel", action="store_true", help="slice activations between tensor-parallel layers"
     )

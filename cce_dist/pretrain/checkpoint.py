@@ -11,13 +11,11 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from cce_dist.pretrain import UsageError
 
@@ -32,7 +30,19 @@ def latest(folder: Path) -> Path | None:
     return folder / pointer.read_text().strip() if pointer.exists() else None
 
 
-def save(folder: Path, keep: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+class Engine(Protocol):
+    """What a checkpoint asks of whoever holds model and optimizer; both are called on every rank, with a shared folder."""
+
+    def save_tensors(self, folder: Path) -> None:
+        """Write this rank's shards to a folder that is not there yet."""
+        ...
+
+    def load_tensors(self, folder: Path) -> None:
+        """Read them again."""
+        ...
+
+
+def save(folder: Path, keep: int, engine: Engine, state: dict[str, Any]) -> None:
     """Write model, optimizer, RNG and ``state`` (plain values; ``state["step"]`` names the checkpoint).
 
     Sharding: every rank writes the shards that it holds; ``folder`` is one that all ranks share.
@@ -48,12 +58,8 @@ def save(folder: Path, keep: int, model: nn.Module, optimizer: torch.optim.Optim
     if first:
         shutil.rmtree(scratch, ignore_errors=True)
     _barrier()
-    model_tensors, optimizer_tensors = get_state_dict(model, optimizer)
-    tensors = {"model": model_tensors, "optimizer": optimizer_tensors}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # says that one process alone saves alone
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(scratch, overwrite=False))
+        engine.save_tensors(scratch)
     except dcp.CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         failure = f"cannot write checkpoint {final}: {reason}"
@@ -73,9 +79,7 @@ def save(folder: Path, keep: int, model: nn.Module, optimizer: torch.optim.Optim
         raise CheckpointError(failure)
 
 
-def load(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, same: dict[str, Any]
-) -> dict[str, Any] | None:
+def load(folder: Path, engine: Engine, same: dict[str, Any]) -> dict[str, Any] | None:
     """Restore model, optimizer and RNG from the newest checkpoint; return its state, or None where there is none.
 
     Raises:
@@ -93,14 +97,23 @@ def load(
         raise UsageError(
             f"checkpoint {newest} is of another run ({'; '.join(differing)}): use another --out or --no-resume"
         )
-    model_tensors, optimizer_tensors = get_state_dict(model, optimizer)
-    tensors = {"model": model_tensors, "optimizer": optimizer_tensors}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(newest))
-    set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
+    engine.load_tensors(newest)
     _set_rng(state.pop("rng"))
     return state
+
+
+def write_tensors(folder: Path, tensors: dict[str, Any]) -> None:
+    """Write nested dictionaries of tensors to a folder that is not there yet."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # says that one process alone saves alone
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, overwrite=False))
+
+
+def read_tensors(folder: Path, tensors: dict[str, Any]) -> None:
+    """Read into the tensors, in place."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
 
 
 def clear(folder: Path) -> None:

@@ -13,11 +13,12 @@ import os
 import pickle
 import sys
 import traceback
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
-from cce_dist.pretrain import UsageError, data
+from cce_dist.pretrain import MEGATRON_FUSED, UsageError, data
 from cce_dist.pretrain.checkpoint import CheckpointError
 from cce_dist.pretrain.model import PRESETS
 from cce_dist.pretrain.ranks import join
@@ -31,11 +32,14 @@ def launch(args: argparse.Namespace) -> int:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.vocab_size is None:
         args.vocab_size = PRESETS[args.preset].vocab_size
+    problem = _problem_with_engine(args)
+    if problem:
+        return _report(UsageError(problem)) if os.environ.get("RANK", "0") == "0" else 1
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-        args.tp = args.tp or max(1, int(os.environ["WORLD_SIZE"]) // args.dp)
+        args.tp = args.tp or max(1, int(os.environ["WORLD_SIZE"]) // (args.dp * args.pp))
         return run_rank(args)
     args.tp = args.tp or (2 if args.device == "cpu" else max(1, min(2, torch.cuda.device_count())))
-    if args.tp * args.dp == 1:
+    if args.tp * args.dp * args.pp == 1:
         return run_rank(args)
     try:
         # Here a bad corpus fails once.
@@ -46,12 +50,12 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def _start_ranks(args: argparse.Namespace) -> int:
-    """Start ``tp * dp`` ranks on this machine under torchrun's own agent."""
+    """Start ``tp * dp * pp`` ranks on this machine under torchrun's own agent."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    world_size = args.tp * args.dp
+    world_size = args.tp * args.dp * args.pp
     # As torchrun does, but with all cores in use.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
     # The agent logs a report of a failed rank; the rank itself has said what happened.
@@ -86,7 +90,7 @@ def _rank_process(args: argparse.Namespace) -> None:
 def run_rank(args: argparse.Namespace) -> int:
     """Set this rank up, train, and return its exit code."""
     try:
-        ranks = join(args)
+        ranks = join(args, args.pp if args.engine == "megatron" else None)
         prepare = data.prepare if int(os.environ.get("LOCAL_RANK", "0")) == 0 else data.wait_for
         folder = prepare(args.corpus, args.pattern, args.vocab_size, args.cache, args.corpus_mib)
         train(args, ranks, folder)
@@ -108,6 +112,21 @@ def run_rank(args: argparse.Namespace) -> int:
         dist.barrier()
         dist.destroy_process_group()
     return 0
+
+
+def _problem_with_engine(args: argparse.Namespace) -> str | None:
+    """Return why ``args.engine`` cannot do what is asked for, if so."""
+    if args.engine != "megatron":
+        if args.pp > 1:
+            return "--pp needs --engine megatron"
+        return f"--loss {MEGATRON_FUSED} needs --engine megatron" if args.loss == MEGATRON_FUSED else None
+    if args.device == "cpu":
+        return "--engine megatron needs GPUs: megatron-core's schedules and buffers are theirs"
+    if args.compile:
+        return "--compile is for --engine torch"
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        return "--engine megatron needs megatron-core: pip install 'cce-dist[megatron]'"
+    return None
 
 
 def _report(error: BaseException) -> int:

@@ -23,8 +23,9 @@ class Ranks:
     Attributes:
         device: Where it computes.
         rank, world_size: Place and number of all ranks.
-        tp, dp: Tensor- and data-parallel size; ``tp * dp == world_size``.
-        mesh: [dp, tp] device mesh, or None where there is one rank only.
+        tp, dp, pp: Tensor-parallel, data-parallel and pipeline size, the first varying fastest from rank to rank;
+            ``tp * dp * pp == world_size``.
+        mesh: [dp, tp] device mesh, or None where there is one rank only, or an engine that makes its own groups.
     """
 
     device: torch.device
@@ -32,11 +33,12 @@ class Ranks:
     world_size: int = 1
     tp: int = 1
     dp: int = 1
+    pp: int = 1
     mesh: DeviceMesh | None = None
 
     @property
     def dp_rank(self) -> int:
-        return self.rank // self.tp
+        return self.rank // self.tp % self.dp
 
     @property
     def tp_mesh(self) -> DeviceMesh | None:
@@ -47,8 +49,11 @@ class Ranks:
         return self.mesh["dp"] if self.mesh is not None and self.dp > 1 else None
 
 
-def join(args: argparse.Namespace) -> Ranks:
-    """Join the process group, where there is one, with ``args.timeout`` on every collective."""
+def join(args: argparse.Namespace, pp: int | None = None) -> Ranks:
+    """Join the process group, where there is one, with ``args.timeout`` on every collective.
+
+    With ``pp``, pipeline stages, no mesh is made: it is for an engine that makes its own groups.
+    """
     # cuBLAS is deterministic with this workspace alone, and reads it when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The flight recorder remembers collectives, so that a time-out can name the one that hung.
@@ -63,7 +68,7 @@ def join(args: argparse.Namespace) -> Ranks:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == args.tp * args.dp == 1:
+    if world_size == args.tp * args.dp * (pp or 1) == 1:
         return Ranks(device)
 
     timeout = datetime.timedelta(seconds=args.timeout)
@@ -77,8 +82,11 @@ def join(args: argparse.Namespace) -> Ranks:
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
         device_id=device if args.device == "cuda" else None,
     )  # fmt: skip
-    if args.tp * args.dp != world_size:
-        raise UsageError(f"--tp {args.tp} x --dp {args.dp} does not make the {world_size} ranks of torchrun")
+    if args.tp * args.dp * (pp or 1) != world_size:
+        stages = f" x --pp {pp}" if pp else ""
+        raise UsageError(f"--tp {args.tp} x --dp {args.dp}{stages} does not make the {world_size} ranks of torchrun")
+    if pp:
+        return Ranks(device, rank, world_size, args.tp, args.dp, pp)
     return make_mesh(device, args.tp, args.dp, timeout)
 
 
@@ -91,4 +99,4 @@ def make_mesh(device: torch.device, tp: int, dp: int, timeout: datetime.timedelt
         for name, lines in (("dp", grid.T), ("tp", grid))
     ]
     mesh = DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=("dp", "tp"))
-    return Ranks(device, dist.get_rank(), dist.get_world_size(), tp, dp, mesh)
+    return Ranks(device, dist.get_rank(), dist.get_world_size(), tp, dp, mesh=mesh)

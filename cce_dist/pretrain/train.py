@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -48,10 +49,15 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
     held_out = Batches(corpus.held_out, shape.seq_len, args.seed)
 
     make_deterministic(args.seed)
-    model = build_model(args, ranks, shape)
-    optimizer = make_optimizer(model, args)
-    same = {**dataclasses.asdict(shape), "corpus": corpus.key, "seed": args.seed}
-    state = _resume(args, ranks, model, optimizer, same)
+    engine = _engine(args, ranks, shape)
+    same = {
+        **dataclasses.asdict(shape),
+        "corpus": corpus.key,
+        "seed": args.seed,
+        "engine": args.engine,
+        **engine.layout,
+    }
+    state = _resume(args, ranks, engine, same)
     log = Log(args.out, state["step"], args.steps) if ranks.rank == 0 else None
     if log is not None and state["step"]:
         done = ", which was the last: --steps N goes on, --no-resume starts anew" if state["step"] >= args.steps else ""
@@ -62,7 +68,7 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
     for step in range(state["step"] + 1, args.steps + 1):
         ids, labels = batches.at(state["position"], args.batch_size)
         state["position"] += args.batch_size
-        loss, grad_norm, stats = train_step(args, ranks, model, optimizer, step, ids, labels)
+        loss, grad_norm, stats = engine.step(step, ids, labels)
         state["step"] = step
         tokens += labels.size
 
@@ -72,7 +78,7 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
                 raise UsageError(f"the loss is {loss} at step {step}: lower --lr, or look at the data")
             record = {
                 "step": step, "split": "train", "loss": loss, "lr": learning_rate(step, args), "grad_norm": grad_norm,
-                "tokens_per_s": tokens / (time.perf_counter() - clock), "peak_mb": _peak_mb(ranks.device),
+                "tokens_per_s": tokens / (time.perf_counter() - clock), "peak_mb": engine.peak_mb(),
                 **_filter_record(stats, ranks),
             }  # fmt: skip
             if log is not None:
@@ -82,13 +88,13 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
             log.advance()
 
         if step % args.eval_every == 0 or step == args.steps:
-            val_loss = validate(args, ranks, model, held_out)
+            val_loss = engine.validate(held_out)
             if log is not None:
                 log.write({"step": step, "split": "val", "loss": val_loss})
                 log.note(f"step {step:>6}  val loss {val_loss:.4f}")
             tokens, clock = 0, time.perf_counter()
         if args.checkpoint_every and (step % args.checkpoint_every == 0 or step == args.steps):
-            checkpoint.save(args.out / "checkpoints", args.keep, model, optimizer, state)
+            checkpoint.save(args.out / "checkpoints", args.keep, engine, state)
             tokens, clock = 0, time.perf_counter()
 
     if log is not None:
@@ -101,6 +107,45 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
         except ModuleNotFoundError as error:
             print(f"no figure, for lack of {error.name}; 'cce-dist plot {args.out}' draws it later")
     return val_loss
+
+
+class TorchEngine:
+    """A model, an optimizer and how they are driven: what the loop above asks of an engine, here in plain torch."""
+
+    def __init__(self, args: argparse.Namespace, ranks: Ranks, shape: Shape) -> None:
+        self.args, self.ranks = args, ranks
+        self.layout: dict[str, int] = {}  # what a checkpoint's ranks must have in common with ours: nothing
+        self.model = build_model(args, ranks, shape)
+        self.optimizer = make_optimizer(self.model, args)
+
+    def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor, FilterStats | None]:
+        """See ``train_step``."""
+        return train_step(self.args, self.ranks, self.model, self.optimizer, step, ids, labels)
+
+    def validate(self, held_out: Batches) -> float:
+        """See ``validate``."""
+        return validate(self.args, self.ranks, self.model, held_out)
+
+    def peak_mb(self) -> float:
+        """Return the largest memory of this rank so far."""
+        return peak_mb(self.ranks.device)
+
+    def save_tensors(self, folder: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        checkpoint.write_tensors(folder, {"model": model, "optimizer": optimizer})
+
+    def load_tensors(self, folder: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        checkpoint.read_tensors(folder, {"model": model, "optimizer": optimizer})
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+
+def _engine(args: argparse.Namespace, ranks: Ranks, shape: Shape) -> Any:
+    if args.engine == "torch":
+        return TorchEngine(args, ranks, shape)
+    from cce_dist.pretrain.megatron import MegatronEngine
+
+    return MegatronEngine(args, ranks, shape)
 
 
 def build_model(args: argparse.Namespace, ranks: Ranks, shape: Shape) -> GPT:
@@ -210,9 +255,7 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, *, fused: bool = 
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=fused)
 
 
-def _resume(
-    args: argparse.Namespace, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, same: dict[str, Any]
-) -> dict[str, Any]:
+def _resume(args: argparse.Namespace, ranks: Ranks, engine: checkpoint.Engine, same: dict[str, Any]) -> dict[str, Any]:
     """Return the state to go on from; ``same`` is what may not change between a run and its resumption."""
     folder = args.out / "checkpoints"
     if ranks.rank == 0:
@@ -222,7 +265,7 @@ def _resume(
             checkpoint.clear(folder)
     if ranks.world_size > 1:
         dist.barrier()
-    state = checkpoint.load(folder, model, optimizer, same)
+    state = checkpoint.load(folder, engine, same)
     return {"step": 0, "position": 0, "same": same} if state is None else state
 
 
@@ -318,7 +361,7 @@ def _filter_record(stats: FilterStats | None, ranks: Ranks) -> dict[str, float]:
     return {"kept_tiles": kept.item(), "dropped_mass_mean": mass.item(), "dropped_mass_max_of_shards": largest.item()}
 
 
-def _peak_mb(device: torch.device) -> float:
+def peak_mb(device: torch.device) -> float:
     """Return the largest memory so far: of the GPU's tensors, or of this process where there is no GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20

@@ -1,0 +1,255 @@
+"""``--engine megatron``: the same model from the same weights, made, wrapped, scheduled and optimized by megatron-core.
+
+A GPTModel of Megatron's own layers, in DistributedDataParallel with the distributed optimizer, both overlapping their
+communication; pipeline schedules over ``--pp`` stages. ``--loss dense`` is Megatron's unfused
+cross-entropy, ``megatron-fused`` its fused one, and the others this library's, by ``convert``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cce_dist import GradFilter
+from cce_dist.integrations import megatron as cce
+from cce_dist.pretrain import FILTERS, MEGATRON_FUSED, UsageError, checkpoint
+from cce_dist.pretrain.data import IGNORED, Batches
+from cce_dist.pretrain.model import Shape
+from cce_dist.pretrain.ranks import Ranks
+from cce_dist.pretrain.train import build_model, learning_rate, microbatches, peak_mb
+
+
+class MegatronEngine:
+    """See ``train.TorchEngine`` for what the training loop asks of an engine."""
+
+    def __init__(self, args: argparse.Namespace, ranks: Ranks, shape: Shape) -> None:
+        from megatron.core import optimizer as megatron_optimizer
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.module import Float16Module
+
+        for name, size, ways in (("layers", shape.num_layers, ranks.pp), ("vocabulary", shape.vocab_size, ranks.tp)):
+            if size % ways:
+                raise UsageError(f"{name} {size} cannot be split {ways} ways")
+        self.args, self.ranks, self.shape = args, ranks, shape
+        self.layout = {"tp": ranks.tp, "dp": ranks.dp, "pp": ranks.pp}
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "nccl" if ranks.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+            )
+        parallel_state.initialize_model_parallel(ranks.tp, ranks.pp, distributed_timeout_minutes=args.timeout / 60)  # pyright: ignore[reportArgumentType]
+        if ranks.device.type == "cuda":
+            model_parallel_cuda_manual_seed(args.seed)
+        self.is_last = parallel_state.is_pipeline_last_stage()
+
+        self.model = _build(args, ranks, shape, parallel_state.is_pipeline_first_stage(), self.is_last)
+        config = self.model.config
+        module: Any = Float16Module(config, self.model) if config.bf16 else self.model
+        overlap = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+        )
+        self.chunk: Any = DistributedDataParallel(config, overlap, module)
+        optimizer_config = OptimizerConfig(
+            optimizer="adam", lr=args.lr, weight_decay=args.weight_decay, adam_beta1=0.9, adam_beta2=0.95,
+            clip_grad=args.clip, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=True,
+        )  # fmt: skip
+        # That vectors do not decay is said there from 0.16 on; before, it is the default.
+        said = getattr(megatron_optimizer, "get_standard_config_overrides", None)
+        self.optimizer: Any = megatron_optimizer.get_megatron_optimizer(
+            optimizer_config, [self.chunk], **({"config_overrides": said(optimizer_config)} if said else {})
+        )
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = args.weight_decay * group["wd_mult"]
+        config.no_sync_func = self.chunk.no_sync
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+
+    def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor, None]:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.args)
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = self._run(ids, labels, forward_only=False) / max(1, int((labels != IGNORED).sum()))
+        _, grad_norm, _ = self.optimizer.step()
+        return loss, torch.as_tensor(grad_norm), None
+
+    def validate(self, held_out: Batches) -> float:
+        self.chunk.eval()
+        total, num_tokens = torch.zeros((), device=self.ranks.device), 0
+        for index in range(self.args.eval_batches):
+            ids, labels = held_out.at(index * self.args.batch_size, self.args.batch_size)
+            total += self._run(ids, labels, forward_only=True)
+            num_tokens += int((labels != IGNORED).sum())
+        self.chunk.train()
+        return total.item() / max(1, num_tokens)
+
+    def peak_mb(self) -> float:
+        """Return the largest memory of the last stage, where the loss is, over its ranks."""
+        peak = torch.tensor(peak_mb(self.ranks.device) if self.is_last else 0.0, device=self.ranks.device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return peak.item()
+
+    def save_tensors(self, folder: Path) -> None:
+        # The weights that the last step has changed are gathered by the next forward, or now.
+        self.chunk.disable_forward_pre_hook()
+        checkpoint.write_tensors(folder, self._tensors())
+        self.chunk.enable_forward_pre_hook()
+
+    def load_tensors(self, folder: Path) -> None:
+        # Torch's Adam has no state before its first step; one of length 0 makes it.
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        self.chunk.zero_grad_buffer()
+        self.optimizer.step()
+        self.chunk.disable_forward_pre_hook()
+        checkpoint.read_tensors(folder, self._tensors())
+        self.chunk.enable_forward_pre_hook()
+
+    def _tensors(self) -> dict[str, Any]:
+        """Return this rank's tensors. Megatron's own checkpoint of its optimizer leaves torch's Adam without its steps."""
+        tensors = {"model": {name: value for name, value in self.model.state_dict().items() if value is not None}}
+        for part, optimizer in enumerate(self.optimizer.chained_optimizers):
+            main = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for index, parameter in enumerate(main):
+                state = {"main": parameter.data, **optimizer.optimizer.state[parameter]}
+                tensors[f"optimizer.{part}.{index}"] = state
+        return {f"rank-{self.ranks.rank}": tensors}
+
+    def _run(self, ids: np.ndarray, labels: np.ndarray, forward_only: bool) -> Tensor:
+        """Run Megatron's schedule over this rank's microbatches; return the summed loss of the whole batch, on every rank."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        with torch.set_grad_enabled(not forward_only):
+            losses = get_forward_backward_func()(
+                forward_step_func=_forward_step,
+                data_iterator=microbatches(ids, labels, self.ranks, self.args.accumulate),
+                model=[self.chunk],
+                num_microbatches=self.args.accumulate,
+                seq_length=self.shape.seq_len,
+                micro_batch_size=len(ids) // (self.ranks.dp * self.args.accumulate),
+                forward_only=forward_only,
+            )
+        total = torch.zeros((), device=self.ranks.device)
+        for report in losses:  # none but on the last stage
+            total += report["loss"]
+        dist.all_reduce(total)
+        return total / self.ranks.tp  # the ranks of a tensor-parallel group have the same
+
+
+def _forward_step(data: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    ids, labels = (each.t().contiguous() for each in next(data))  # to [b, s]
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    losses = model(ids, positions, None, labels=labels)
+    return losses, functools.partial(_sum_losses, labels != IGNORED)
+
+
+def _sum_losses(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return sum and count, of which Megatron makes the mean over the whole batch."""
+    total = (losses * mask).sum()
+    return total, mask.sum().int(), {"loss": total.detach()}
+
+
+def _build(args: argparse.Namespace, ranks: Ranks, shape: Shape, is_first: bool, is_last: bool) -> Any:
+    """Return this stage on its device: Megatron's layers, our weights, and the loss that ``args.loss`` names."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    def leave_empty(weight: Tensor) -> None: ...
+
+    dtype = getattr(torch, args.dtype)
+    config = TransformerConfig(
+        num_layers=shape.num_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_heads,
+        ffn_hidden_size=shape.num_ffn, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+        normalization="RMSNorm", layernorm_epsilon=1e-5, hidden_dropout=0.0, attention_dropout=0.0,
+        bf16=dtype == torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype, tensor_model_parallel_size=ranks.tp,
+        pipeline_model_parallel_size=ranks.pp, sequence_parallel=args.sequence_parallel and ranks.tp > 1,
+        calculate_per_token_loss=True, use_cpu_initialization=True, init_method=leave_empty,
+        output_layer_init_method=leave_empty, cross_entropy_loss_fusion=args.loss == MEGATRON_FUSED,
+        # Kernels of Apex and Transformer Engine, which need not be there.
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
+    )  # fmt: skip
+    layer: Any = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
+    layer.submodules.self_attention.submodules.core_attention = _Attention
+    norm: Any = _Norm
+    block: Any = TransformerBlockSubmodules([layer] * (shape.num_layers // ranks.pp), layer_norm=norm)
+    model = GPTModel(
+        config, block, shape.vocab_size, shape.seq_len, pre_process=is_first, post_process=is_last,
+        position_embedding_type="rope",
+    )  # fmt: skip
+    _load_weights(model, args, ranks, shape)
+    model.to(ranks.device)
+    if args.loss not in ("dense", MEGATRON_FUSED):
+        grad_filter = GradFilter(args.filter_eps, **FILTERS[args.loss]) if args.loss in FILTERS else None
+        cce.convert(model, cce.Options(grad_filter))
+    return model
+
+
+class _Norm(nn.RMSNorm):
+    """RMSNorm that says whether it sees slices of the sequence, over which Megatron then sums its gradient."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Attention(nn.Module):
+    """Causal attention that does not hold its scores, as torch has it; Megatron's own needs another package for that."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))  # from [s, b, heads, size]
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+@torch.no_grad()
+def _load_weights(model: Any, args: argparse.Namespace, ranks: Ranks, shape: Shape) -> None:
+    """Give the stage its part of the weights with which ``--engine torch`` starts, whatever the number of ranks."""
+    from megatron.core import parallel_state
+
+    alone = argparse.Namespace(**{**vars(args), "loss": "exact", "sequence_parallel": False, "compile": False})
+    torch.manual_seed(args.seed)
+    whole = build_model(alone, Ranks(torch.device("cpu")), shape)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+
+    def part(weight: Tensor, dim: int = 0) -> Tensor:
+        return weight.chunk(ranks.tp, dim)[rank]
+
+    if model.pre_process:
+        model.embedding.word_embeddings.weight.copy_(part(whole.embedding.weight))
+    for layer in model.decoder.layers:
+        ours: Any = whole.blocks[layer.layer_number - 1]
+        layer.input_layernorm.weight.copy_(ours.attention_norm.weight)
+        layer.self_attention.linear_qkv.weight.copy_(part(ours.attention.qkv.weight))
+        layer.self_attention.linear_proj.weight.copy_(part(ours.attention.out.weight, 1))
+        layer.pre_mlp_layernorm.weight.copy_(ours.mlp_norm.weight)
+        gate_up = ours.mlp.gate_up.weight  # rows alternate; Megatron has a rank's gates first
+        layer.mlp.linear_fc1.weight.copy_(torch.cat([part(gate_up[0::2]), part(gate_up[1::2])]))
+        layer.mlp.linear_fc2.weight.copy_(part(ours.mlp.down.weight, 1))
+    if model.post_process:
+        head: Any = whole.head
+        model.decoder.final_layernorm.weight.copy_(whole.norm.weight)
+        model.output_layer.weight.copy_(part(head.weight))
