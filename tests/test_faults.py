@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +21,7 @@ pytest.importorskip("tokenizers")
 from cce_dist import cli
 from cce_dist.pretrain import data, log
 
+PRETRAIN = Path(__file__).parent.parent / "launch" / "pretrain.sh"
 CORPUS = Path(sysconfig.get_path("stdlib")) / "email"
 TOY = ["pretrain", "--preset", "toy", "--device", "cpu", "--warmup", "4", "--eval-batches", "2"]
 # Steps of a tenth of a second or more, so that a signal meets one half done.
@@ -78,22 +80,94 @@ def _has_finished(out: Path, step: int) -> Callable[[], bool]:
     return lambda: metrics.exists() and f'{{"step": {step},' in metrics.read_text()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: list[str]) -> Path:
+    """A run of two ranks that nothing happens to."""
+    out = tmp_path_factory.mktemp("whole")
+    run = Torchrun(out / "log", 0, [*TOY, *LONG, *corpus, "--tp", "2", "--out", str(out)])
+    try:
+        assert run.process.wait(200) == 0, run.output.read_text()
+    finally:
+        run.stop()
+    return out
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds a rank's process in /proc")
 @pytest.mark.timeout(280)
-def test_a_killed_rank_costs_no_bit(tmp_path: Path, corpus: list[str]) -> None:
-    argv = [*TOY, *LONG, *corpus, "--tp", "2"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for out, max_restarts in ((whole, 0), (killed, 1)):
-        run = Torchrun(tmp_path / f"{out.name}.log", max_restarts, [*argv, "--out", str(out)])
+def test_a_killed_rank_costs_no_bit(tmp_path: Path, corpus: list[str], whole: Path) -> None:
+    run = Torchrun(tmp_path / "log", 1, [*TOY, *LONG, *corpus, "--tp", "2", "--out", str(tmp_path)])
+    try:
+        run.wait_until(_has_finished(tmp_path, 11))
+        os.kill(run.pid_of_rank(1), signal.SIGKILL)
+        assert run.process.wait(200) == 0, run.output.read_text()
+    finally:
+        run.stop()
+    assert "resumed after step 8" in run.output.read_text()
+    assert losses(tmp_path) == losses(whole)
+
+
+class Node:
+    """One of two nodes of one rank each, started by launch/pretrain.sh; they meet on the loopback interface."""
+
+    def __init__(self, output: Path, port: int, argv: list[str]) -> None:
+        self.output, self.port = output, port
+        meeting = {"NNODES": "2", "NPROC_PER_NODE": "1", "RDZV": f"127.0.0.1:{port}"}
+        meeting["RDZV_CONF"] = (
+            "keep_alive_interval=1,keep_alive_max_attempt=8"  # seconds until a silent node is given up
+        )
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        with open(output, "a") as file:
+            self.process = subprocess.Popen(
+                [PRETRAIN, *argv], env={**os.environ, **meeting, "PATH": path}, stdout=file, stderr=file
+            )
+
+    def is_met_at(self) -> bool:
         try:
-            if out is killed:
-                run.wait_until(_has_finished(out, 11))
-                os.kill(run.pid_of_rank(1), signal.SIGKILL)
-            assert run.process.wait(200) == 0, run.output.read_text()
-        finally:
-            run.stop()
-    assert "resumed after step 8" in (tmp_path / "killed.log").read_text()
-    assert losses(killed) == losses(whole)
+            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+        except OSError:
+            return False
+        return True
+
+    def wait_until(self, happened: Callable[[], bool]) -> None:
+        while not happened():
+            assert self.process.poll() is None, self.output.read_text()
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """End torchrun and its ranks at once, as a power failure does."""
+        for pid in reversed(list(_descendants(self.process.pid))):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(60)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    yield pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        yield from _descendants(int(child))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds a node's processes in /proc")
+@pytest.mark.timeout(280)
+def test_a_killed_node_that_comes_back_costs_no_bit(tmp_path: Path, corpus: list[str], whole: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    argv = [port, [*TOY[1:], *LONG, *corpus, "--tp", "2", "--out", str(tmp_path)]]
+    nodes = [Node(tmp_path / "node0.log", *argv)]
+    try:
+        nodes[0].wait_until(nodes[0].is_met_at)  # or the second would be the one where they meet
+        nodes.append(Node(tmp_path / "node1.log", *argv))
+        nodes[0].wait_until(_has_finished(tmp_path, 11))
+        nodes[1].kill()
+        nodes.append(Node(tmp_path / "node1.log", *argv))
+        for node in (nodes[0], nodes[2]):
+            assert node.process.wait(120) == 0, node.output.read_text()
+    finally:
+        for node in nodes:
+            if node.process.poll() is None:
+                node.kill()
+    assert "resumed after step 8" in nodes[0].output.read_text()
+    assert losses(tmp_path) == losses(whole)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds a rank's process in /proc")

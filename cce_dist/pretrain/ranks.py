@@ -76,8 +76,10 @@ def join(args: argparse.Namespace, pp: int | None = None) -> Ranks:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     backend = "nccl" if args.device == "cuda" else "gloo"
     store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
-    # A restarted group may be given its predecessor's store (torchrun --standalone does so): keep out of the old addresses.
-    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # A restarted group is given its predecessor's store: keep out of the old addresses. (A group with a store of its own
+        # must not do this: a node that joins late counts fewer restarts than the others.)
+        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
         device_id=device if args.device == "cuda" else None,

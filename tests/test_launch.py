@@ -1,0 +1,87 @@
+"""The files of launch/: scripts that shellcheck accepts, a manifest whose parts fit one another, and what Slurm would run."""
+
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), ROOT / "launch" / "slurm.sbatch"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_sound(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    found = subprocess.run(["shellcheck", "-x", script.relative_to(ROOT)], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+
+
+def documents() -> list[dict[str, Any]]:
+    yaml = pytest.importorskip("yaml")
+    return list(yaml.safe_load_all((ROOT / "launch" / "kubernetes.yaml").read_text()))
+
+
+def test_the_manifest_names_one_meeting_place_and_as_many_nodes_everywhere() -> None:
+    """Catches a name or a number changed in one place alone."""
+    claim, jobset = documents()
+    assert (claim["apiVersion"], claim["kind"]) == ("v1", "PersistentVolumeClaim")
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    name, [job] = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    pod = spec["template"]["spec"]
+    [container] = pod["containers"]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert (job["replicas"], spec["completionMode"], pod["restartPolicy"]) == (1, "Indexed", "OnFailure")
+    assert spec["parallelism"] == spec["completions"] == int(environment["NNODES"])
+    # A pod is called <jobset>-<job>-<replica>-<index>, under a service that has the jobset's name.
+    host, port = environment["RDZV"].split(":")
+    assert host == f"{name}-{job['name']}-0-0.{name}" and int(port) == container["ports"][0]["containerPort"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    claims = [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v]
+    assert claims == [claim["metadata"]["name"]]
+
+
+def test_the_manifest_runs_a_command_that_exists_with_ranks_that_fit() -> None:
+    import argparse
+
+    from cce_dist.pretrain import add_arguments
+
+    [container] = documents()[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    assert os.access(ROOT / container["command"][0], os.X_OK)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(container["args"])
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert args.tp * args.dp == gpus * int(container["env"][0]["value"])
+
+
+def executable(path: Path, text: str) -> None:
+    path.write_text("#!/usr/bin/env bash\n" + text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_slurm_starts_one_torchrun_a_node_where_all_meet(tmp_path: Path) -> None:
+    executable(tmp_path / "scontrol", '[ "$*" = "show hostnames gpu[7-9]" ] && printf "gpu7\\ngpu8\\ngpu9\\n"\n')
+    executable(tmp_path / "srun", 'while [[ $1 == --* ]]; do [[ $1 == *=* ]] && shift || shift 2; done\nexec "$@"\n')
+    executable(tmp_path / "torchrun", 'printf "%s\\n" "$@"\n')
+    job = {"SLURM_JOB_NODELIST": "gpu[7-9]", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "1234567"}
+    job |= {"SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ROOT / "launch" / "slurm.sbatch"
+    started = subprocess.run(["bash", script, "--tp", "8"], env=job, capture_output=True, text=True, check=True)
+    words = started.stdout.split("\n")
+    for option, value in (("--nnodes", "3"), ("--rdzv-endpoint", "gpu7:29967"), ("--rdzv-id", "1234567")):
+        assert words[words.index(option) + 1] == value
+    assert words[words.index("-m") :][:5] == ["-m", "cce_dist", "pretrain", "--tp", "8"]
+
+
+def test_several_nodes_need_a_place_to_meet() -> None:
+    environment = {"NNODES": "2", "PATH": os.environ["PATH"]}
+    failed = subprocess.run([ROOT / "launch" / "pretrain.sh"], env=environment, capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert failed.stderr == "launch/pretrain.sh: RDZV=host:port is needed for 2 nodes\n"
