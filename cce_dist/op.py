@@ -103,16 +103,17 @@ def _forward(
         merged = merge.merge(merge.gather_stats(stats_KN, group), o.vocab_size, o.want_uniform, o.want_entropy)
 
         filter_stats = merged.max.new_zeros(3)
-        if o.by_lists and o.want_entropy:  # the aux outputs are asked for
-            filter_stats = o.ops().filter_stats(
-                hidden, weight, bias, ids, o.logits, merged.max, merged.log_sum, *saved, grad_filter=o.filter
-            )
+        if o.by_lists:
+            if o.want_entropy:  # the aux outputs are asked for
+                filter_stats = o.ops().filter_stats(
+                    hidden, weight, bias, ids, o.logits, merged.max, merged.log_sum, *saved, grad_filter=o.filter
+                )
         elif o.filter_eps > 0 and o.backend == "torch":
             filter_stats = torch_ops.filter_stats(
                 saved[0], saved[1], merged.max, merged.log_sum, ids, o.logits, o.filter_eps
             )
         elif o.filter_eps > 0:
-            filter_stats[0] = 1.0  # the exact path
+            filter_stats[:1].fill_(1.0)  # the exact path; an assignment would wait for the device
         if o.backend == "torch":
             saved = []  # statistics of tiles, for the line above; backward looks at the whole gradient instead
         lse = merged.max + merged.log_sum

@@ -15,7 +15,17 @@ import triton.language as tl
 
 from cce_dist.kernels import ShardLogits
 from cce_dist.kernels.lse import choose_splits
-from cce_dist.kernels.tiles import Tile, has_tma, load_tile, logits_of, operand, precision, row_and_split, store_tile
+from cce_dist.kernels.tiles import (
+    Tile,
+    has_tma,
+    load_tile,
+    logits_of,
+    num_programs,
+    operand,
+    precision,
+    row_and_split,
+    store_tile,
+)
 
 
 def dlogits_chunk(
@@ -34,14 +44,18 @@ def dlogits_chunk(
     dlogits_RV: torch.Tensor,
     tile: Tile,
     group: int,
+    *,
+    one_wave: bool = False,
 ) -> None:
-    """Fill dlogits_RV with the columns from ``first_col`` (a multiple of the tile) on.
+    """Fill dlogits_RV with the columns from ``first_col`` (a multiple of the tile) on; ``one_wave``: by few, long programs.
 
     Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it; columns past ``num_valid`` are 0.
     """
     num_rows, hidden_size = rows_RD.shape
     num_tiles = triton.cdiv(min(dlogits_RV.shape[1], logits.num_valid - first_col), tile.cols)
     splits = choose_splits(num_rows, num_tiles, tile, rows_RD.device)
+    if one_wave:
+        splits = max(1, min(splits, num_programs(rows_RD.device) // triton.cdiv(num_rows, tile.rows)))
     tma = has_tma(rows_RD, weight_VD, dlogits_RV)
     grid = (triton.cdiv(num_rows, tile.rows) * splits,)
     _dlogits_kernel[grid](

@@ -64,7 +64,7 @@ def filtered_weight(
         add: Add to d_weight_VD in any case.
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
-    block_v, block_d = 16, 256
+    block_v, block_d = 4, 1024  # (16, 256) takes twice as long (H200, 2026-11)
     _filtered_weight_kernel[(triton.cdiv(num_cols, block_v) * triton.cdiv(hidden_size, block_d),)](
         # in
         hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, head_HD, share_V, shared_2D, num_added,
@@ -73,7 +73,7 @@ def filtered_weight(
         # sizes
         num_cols, hidden_size, int(add),
         # tiles
-        BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=32, num_warps=4,
+        BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, num_warps=4,
     )  # fmt: skip
 
 
@@ -118,18 +118,20 @@ def _filtered_weight_kernel(
 
     begin = tl.load(first_ptr + offs_v, mask=in_v, other=0)
     end = tl.load(first_ptr + offs_v + 1, mask=in_v, other=0)
-    if tl.max(end - begin, 0) > 0:  # few blocks have an entry
-        for row in range(0, BLOCK_V):
-            this = tl.arange(0, BLOCK_V) == row
-            row_end = tl.sum(tl.where(this, end, 0), 0)
-            for first in range(tl.sum(tl.where(this, begin, 0), 0), row_end, BLOCK_K):
-                offs_k = first + tl.arange(0, BLOCK_K)
-                in_k = offs_k < row_end
-                token = tl.load(token_ptr + offs_k, mask=in_k, other=0).to(tl.int64)
-                grad = tl.load(grad_ptr + offs_k, mask=in_k, other=0)
-                where = hidden_ptr + token[:, None] * hidden_size + offs_d[None, :]
-                h = tl.load(where, mask=in_k[:, None] & in_d, other=0).to(tl.float32)
-                acc += tl.where(this[:, None], tl.sum(grad[:, None] * h, 0)[None, :], 0.0)
+    bit = 1 << tl.arange(0, BLOCK_V)
+    to_do = tl.sum(tl.where(end > begin, bit, 0), 0)
+    while to_do > 0:  # one column at a time, of those that have an entry: few
+        this = bit == (to_do & -to_do)
+        row_end = tl.sum(tl.where(this, end, 0), 0)
+        for first in range(tl.sum(tl.where(this, begin, 0), 0), row_end, BLOCK_K):
+            offs_k = first + tl.arange(0, BLOCK_K)
+            in_k = offs_k < row_end
+            token = tl.load(token_ptr + offs_k, mask=in_k, other=0).to(tl.int64)
+            grad = tl.load(grad_ptr + offs_k, mask=in_k, other=0)
+            where = hidden_ptr + token[:, None] * hidden_size + offs_d[None, :]
+            h = tl.load(where, mask=in_k[:, None] & in_d, other=0).to(tl.float32)
+            acc += tl.where(this[:, None], tl.sum(grad[:, None] * h, 0)[None, :], 0.0)
+        to_do &= to_do - 1
     tl.store(target, acc.to(d_weight_ptr.dtype.element_ty), mask=in_v[:, None] & in_d)
 
 

@@ -332,7 +332,7 @@ def gradients(
                     grads_RV, scale_R = dlogits[: index_R.shape[0]], None
                     dlogits_chunk(
                         rows_RD, weight_VD, bias_V, *tokens, entropy_N, coef_4N, logits, first, grads_RV,
-                        tiles.dlogits, tiles.group,
+                        tiles.dlogits, tiles.group, one_wave=often_empty,
                     )  # fmt: skip
                 else:
                     grads_RV = cache_NV
