@@ -97,6 +97,8 @@ def _forward(
         ignored, outside, ids = _sort_labels(labels, o)
         operands = (weight, bias, ids, o, o.num_cached(hidden, ids.numel()))
         stats_KN, *saved = _local_stats(hidden, *operands) if gather is None else _sequence_stats(gather, *operands)
+        if gather is not None:
+            hidden = gather.whole  # which has arrived
         if o.want_uniform:
             count_1N = torch.full_like(stats_KN[:1], o.num_valid)
             stats_KN = torch.cat((stats_KN[:4], count_1N, stats_KN[4:]))

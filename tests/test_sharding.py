@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ def _four_ranks():
         if vocab_size > 1:  # FSDP2 cannot split a tensor-parallel shard that is empty
             _check_fsdp(vocab_size, mesh["dp"], mesh["tp"])
     _check_what_is_refused(mesh, line)
+    _check_labels_tell_data_parallel_ranks(line)
     _check_a_head_of_ones_own(mesh)
     _check_born_on_meta(mesh)
     _check_checkpoints(mesh, line)
@@ -163,6 +165,15 @@ def _check_what_is_refused(mesh: DeviceMesh, line: DeviceMesh) -> None:
         linear_cross_entropy(hidden, split, labels, shard=VocabShard.even(33, line.get_group()))
     with pytest.raises(ValueError, match="make the head with mesh="):
         plain.state_dict()
+
+
+def _check_labels_tell_data_parallel_ranks(line: DeviceMesh) -> None:
+    """Outside its module an FSDP2 weight looks like a vocabulary-parallel one; with CCE_DIST_DEBUG=1 the labels do not."""
+    head = VocabParallelHead(D, 33)
+    fully_shard(head, mesh=line)
+    hidden, _, labels = data(33, seed=dist.get_rank())
+    with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"), pytest.raises(RuntimeError, match="disagree on the labels"):
+        linear_cross_entropy(hidden, head.weight, labels)
 
 
 def _check_a_head_of_ones_own(mesh: DeviceMesh) -> None:
@@ -389,7 +400,11 @@ def _check_the_slice_that_is_here(line: DeviceMesh) -> None:
     )
     assert torch.Size((N // 4, D)) in kept and torch.Size((N, D)) not in kept
     torch.testing.assert_close(loss, linear_cross_entropy(hidden, weight, labels))
-    filtered = linear_cross_entropy(
-        mine, local, labels, shard=shard, sequence_parallel=True, grad_filter=GradFilter(), return_aux=True
-    )
-    torch.testing.assert_close(filtered.loss, loss)  # all tokens at once, since a tile map is kept of them
+    for backend in ("torch", "triton"):  # under the interpreter, where there is no GPU
+        for grad_filter in (None, GradFilter()):
+            out = linear_cross_entropy(
+                mine, local, labels, shard=shard, sequence_parallel=True, grad_filter=grad_filter, return_aux=True,
+                backend=backend,
+            )  # fmt: skip
+            torch.testing.assert_close(out.loss, loss)
+            assert grad_filter is None or out.filter_stats is not None
