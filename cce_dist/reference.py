@@ -61,18 +61,20 @@ def _loss_of(
 
 def filtered_gradients(
     input: Tensor, linear_weight: Tensor, target: Tensor, upstream: Tensor, grad_filter: GradFilter, starts: list[int],
-    *, ignore_index: int = -100, label_smoothing: float = 0.0, logit_scale: float = 1.0, softcap: float | None = None,
-    z_loss_weight: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dE [N, D] and dC [V, D] as ``GradFilter`` defines them, from the dense gradient of every logit.
+    *, linear_bias: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0, logit_scale: float = 1.0,
+    softcap: float | None = None, z_loss_weight: float = 0.0, unit: tuple[int, int] = (TILE_N, TILE_V),
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dE [N, D] and dC [V, D] as ``GradFilter`` defines them, from the dense gradient of every logit; its column sums [V].
 
     Args:
         input: [N, D].
         upstream: [N] gradient that reaches each token's loss.
         starts: First vocabulary id of each shard: tiles and compensation are a shard's own.
+        unit: Tokens and columns that are kept or dropped together.
     """
     with torch.enable_grad():
-        u = F.linear(input.detach(), linear_weight.detach()).requires_grad_()
+        bias = None if linear_bias is None else linear_bias.detach()
+        u = F.linear(input.detach(), linear_weight.detach(), bias).requires_grad_()
         z = u * logit_scale if softcap is None else softcap * torch.tanh(u * logit_scale / softcap)
         slope = torch.autograd.grad(z.sum(), u, retain_graph=True)[0]
         loss = _loss_of(z, target, ignore_index, "none", label_smoothing, z_loss_weight).loss
@@ -85,16 +87,18 @@ def filtered_gradients(
     softmax_part = d_logits - label - uniform
     kept = softmax_part.clone()
     stand_in = torch.zeros_like(kept)
+    threshold = grad_filter.eps * (1 - label_smoothing) * upstream.abs()
+    matters = ((softmax_part.abs() >= threshold) & (upstream != 0)) | (at_label != 0)
     for start, stop in zip(starts, [*starts[1:], z.shape[1]], strict=True):
-        for first_v in range(start, stop, TILE_V):
-            for first_n in range(0, len(target), TILE_N):
-                tile = slice(first_n, first_n + TILE_N), slice(first_v, min(first_v + TILE_V, stop))
-                threshold = grad_filter.eps * (1 - label_smoothing) * upstream[tile[0]].abs()
-                matters = (softmax_part[tile].abs() >= threshold) & (upstream[tile[0]] != 0)
-                if not matters.any() and not at_label[tile].any():
-                    kept[tile] = 0
+        mine = slice(start, min(stop, z.shape[1]))
+        rows, cols = matters[:, mine].shape
+        if rows == 0 or cols <= 0:
+            continue
+        padded = F.pad(matters[:, mine], (0, -cols % unit[1], 0, -rows % unit[0]))
+        survives = padded.view(-1, unit[0], padded.shape[1] // unit[1], unit[1]).any(3).any(1)
+        survives = survives.repeat_interleave(unit[0], 0).repeat_interleave(unit[1], 1)[:rows, :cols]
+        kept[:, mine] *= survives
         if grad_filter.compensate:
-            mine = slice(start, stop)
             dropped = ((softmax_part - kept) * slope)[:, mine]
             for rows in (softmax_part.sum(1) >= 0, softmax_part.sum(1) < 0):
                 part = dropped * rows[:, None]
@@ -102,6 +106,6 @@ def filtered_gradients(
                     stand_in[:, mine] += part.sum(1, keepdim=True) * part.sum(0) / part.sum()
     exact = d_logits * slope
     filtered = (kept + label + uniform) * slope + stand_in
-    d_hidden = (filtered if grad_filter.hidden else exact) @ linear_weight
-    d_weight = (filtered if grad_filter.weight else exact).t() @ input
-    return d_hidden, d_weight
+    d_hidden = (filtered if grad_filter.hidden else exact).to(linear_weight.dtype) @ linear_weight
+    d_weight = (filtered if grad_filter.weight else exact).to(input.dtype).t() @ input
+    return d_hidden, d_weight, filtered.sum(0)

@@ -181,10 +181,10 @@ def gradient_of_logits(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Ca
 
 
 def local_stats(p: Problem, case: Case, **how) -> tuple[Tensor, ...]:
-    options = {"want_uniform": case.coefs == "smoothing", "want_entropy": False} | how
+    options: dict[str, Any] = {"merge_bound": lambda stats: stats[0] + stats[1].log()} | how
     return filtered.local_stats(
-        p.hidden, p.weight, p.bias, p.labels, p.logits, grad_filter=case.grad_filter,
-        merge_bound=lambda stats: stats[0] + stats[1].log(), workspace_bytes=case.budget, **options,
+        p.hidden, p.weight, p.bias, p.labels, p.logits, grad_filter=case.grad_filter, workspace_bytes=case.budget,
+        want_uniform=case.coefs == "smoothing", want_entropy=False, **options,
     )  # fmt: skip
 
 
@@ -250,6 +250,38 @@ def test_matches_dense(case: Case, limits) -> None:
     served = labelled & ~exact
     assert (grad - exact_grad)[served].abs().sum() > 0
     assert exact.any() == (case.coefs == "large" or case.mean_list < 400)
+
+
+def test_two_shards() -> None:
+    """Their d_hidden add up, each with its own head, list and shares, under one bound. Catches: a bound or a threshold of the
+    shard's own, a label of the other shard listed, mass relative to the shard's LSE."""
+    case = Case(bias=True)
+    whole = problem(case)
+    d = dense(whole)
+    cut = case.num_rows // 3
+    halves = []
+    for rows, start in ((slice(0, cut), 0), (slice(cut, None), cut)):
+        logits = ShardLogits(start, len(whole.weight[rows]))
+        assert whole.bias is not None
+        halves.append(whole._replace(weight=whole.weight[rows], bias=whole.bias[rows], logits=logits))
+    bounds: list[Tensor] = []
+    for half in halves:
+        local_stats(half, case, merge_bound=lambda stats: bounds.append(stats[0] + stats[1].log()) or bounds[-1])
+    bound = torch.logaddexp(*bounds)
+    d_hidden = torch.zeros_like(d.p[:, : case.hidden_size])
+    expected, rounded = d_hidden.clone(), torch.zeros_like(whole.hidden)
+    for half in halves:
+        rows = slice(half.logits.start, half.logits.start + len(half.weight))
+        _, *saved = local_stats(half, case, merge_bound=lambda _: bound)
+        assert torch.equal(saved[0][0], bound)
+        part = d._replace(z=d.z[:, rows], p=d.p[:, rows], slope=d.slope[:, rows], is_label=d.is_label[:, rows])
+        grad = gradient_of_logits(tuple(saved), half, part, case)[0]
+        ours = gradients(half, case, part, saved)
+        d_hidden += ours[0].double()
+        expected += grad @ half.weight.double()
+        rounded += grad.to(DTYPE) @ half.weight
+        assert_no_worse(ours[1], grad.to(DTYPE).T @ half.hidden, grad.T @ half.hidden.double(), DTYPE, "d_weight")
+    assert_no_worse(d_hidden, rounded, expected, DTYPE, "d_hidden")
 
 
 def test_sums_of_the_softmax_are_right() -> None:

@@ -38,6 +38,8 @@ class Case:
         upstream: Gradient of each token's loss for reduction "none", from a generator and the number of tokens.
         objective: What is differentiated: "loss", or "aux", a sum of all the differentiable aux outputs.
         shape: Leading dimensions of input, whose product is the number of tokens; None for [N].
+        elements: Of a filter: any backend, within what dropping single elements alone would cost, instead of the torch
+            backend against the construction of its tiles.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Case:
     autocast: bool = False
     noncontiguous: bool = False
     accumulate: bool = False
+    elements: bool = False
 
 
 def even(vocab_size: int, ranks: int) -> Bounds:
@@ -105,7 +108,10 @@ def random_problem(
     return draw
 
 
-def zipf_problem(num_tokens: int = 300, hidden_size: int = 96, vocab_size: int = 4000) -> Callable:
+def zipf_problem(
+    num_tokens: int = 300, hidden_size: int = 96, vocab_size: int = 4000, *, bias: bool = False,
+    labels: Callable[[Tensor, int], Tensor] | None = None,
+) -> Callable[[torch.Generator], Problem]:  # fmt: skip
     """Logits with a Zipf unigram and a likely label a token: about half of the tiles are worth dropping."""
 
     def draw(generator: torch.Generator) -> Problem:
@@ -114,7 +120,8 @@ def zipf_problem(num_tokens: int = 300, hidden_size: int = 96, vocab_size: int =
         y = (torch.rand(num_tokens, generator=generator, dtype=torch.float64) ** 20 * vocab_size).long()
         hidden = torch.randn(num_tokens, hidden_size, generator=generator, dtype=torch.float64) * 0.3 + 4 * weight[y]
         hidden[:, 0] = 1.0
-        return Problem(hidden, weight, y)
+        b = 0.1 * torch.randn(vocab_size, generator=generator, dtype=torch.float64) if bias else None
+        return Problem(hidden, weight, y if labels is None else labels(y, vocab_size), b)
 
     return draw
 
@@ -197,5 +204,27 @@ CASES = [
          {"grad_filter": GradFilter(), "label_smoothing": 0.1, "softcap": 20.0}, ZIPF),
     Case("filter-signed-upstream", "a total of rows that cancel", {"grad_filter": GradFilter(), **NONE}, ZIPF, upstream=signed),
     Case("filter-uneven-shards", "tiles counted from the wrong start", {"grad_filter": GradFilter()}, ZIPF, shards=uneven),
+    Case("elements", "a listed column lost, a stand-in of the wrong mass", {"grad_filter": GradFilter()}, ZIPF, elements=True),
+    Case("elements-plain", "an element that matters dropped", {"grad_filter": GradFilter(compensate=False)}, ZIPF,
+         elements=True),
+    Case("elements-full-c", "dC filtered all the same", {"grad_filter": GradFilter(weight=False)}, ZIPF, elements=True),
+    Case("elements-full-e", "dE filtered all the same", {"grad_filter": GradFilter(hidden=False)}, ZIPF, elements=True),
+    Case("elements-all-kept", "room for lists that run out", {"grad_filter": GradFilter(eps=1e-30)}, ZIPF, elements=True),
+    Case("elements-z-loss", "more asked for than forward kept", {"grad_filter": GradFilter(), "z_loss_weight": 0.05}, ZIPF,
+         elements=True),
+    Case("elements-smoothing", "the uniform term twice in the head, or not at all",
+         {"grad_filter": GradFilter(), "label_smoothing": 0.1}, zipf_problem(bias=True), elements=True),
+    Case("elements-softcap", "a dropped mass without the softcap's slope", {"grad_filter": GradFilter(), "softcap": 20.0},
+         zipf_problem(bias=True, labels=ignore(slice(0, None, 4))), elements=True),
+    Case("elements-signed-upstream", "weights of both signs", {"grad_filter": GradFilter(), **NONE}, ZIPF, upstream=signed,
+         elements=True),
+    Case("elements-uneven-shards", "a bound of the shard's own", {"grad_filter": GradFilter()}, ZIPF, shards=uneven,
+         elements=True),
+    Case("elements-empty-shards", "a bound that one rank does not take part in", {"grad_filter": GradFilter()}, ZIPF,
+         shards=with_empty, elements=True),
+    Case("elements-padded-shards", "padding listed", {"grad_filter": GradFilter()}, zipf_problem(bias=True), shards=padded,
+         elements=True),
+    Case("elements-bf16", "d_hidden rounded between the head and the lists", {"grad_filter": GradFilter()}, ZIPF, dtype=BF16,
+         elements=True),
 ]
 # fmt: on

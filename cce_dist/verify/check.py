@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import reference
+from cce_dist.filter import GradFilter
 from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
 from cce_dist.verify.cases import Case, Problem, even, random_problem
@@ -68,7 +70,7 @@ def run_case(
     run and a second backward give the same bits as the first.
     """
     grad_filter = case.options.get("grad_filter")
-    if grad_filter is not None and grad_filter.eps > 0:
+    if grad_filter is not None and grad_filter.eps > 0 and not case.elements:
         backend = "torch"  # whose unit is the tile, as the dense construction's
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()) + salt)
@@ -95,6 +97,9 @@ def run_case(
         if name == "dE" and case.options.get("input_grad") == "partial" and group is not None:
             ours = ours.float().clone()
             dist.all_reduce(ours, group=group)
+        if case.elements and name in ("dE", "dC", "dbias"):
+            errors += _filter_errors(name, ours, expected[0], expected[1], truth[f"plain {name}"], case, mine)
+            continue
         held_in = dtype if name in ("dE", "dC", "dbias") else torch.float32
         errors.append(compare(name, ours, expected[0], expected[1], held_in))
     differ = sum(not torch.equal(_bits(first[name]), _bits(again[name])) for name in first)
@@ -104,6 +109,31 @@ def run_case(
         dist.all_gather(losses, first["loss"], group=group)
         differ = sum(not torch.equal(_bits(loss), _bits(first["loss"])) for loss in losses)
         errors.append(Error("bits over ranks", float(differ), 0.0))
+    return errors
+
+
+def _filter_errors(
+    name: str, ours: Tensor, baseline: Tensor, truth: Tensor, plain: Tensor, case: Case, mine: slice
+) -> list[Error]:
+    """Norms of what a filter changed, and for dE of its sum over tokens, against those of the plain filter of elements.
+
+    Whatever the unit, a filter drops no more than that one does. With compensation half of the error must be gone, and of
+    the sum's nearly all.
+    """
+    grad_filter = case.options["grad_filter"]
+    filtered = grad_filter.hidden if name == "dE" else grad_filter.weight
+    if name != "dE":
+        plain = plain[mine]
+
+    def error(quantity: str, over: Callable[[Tensor], Tensor], part: float) -> Error:
+        got, exact, rounded, dropped = (over(x.double().cpu()) for x in (ours, truth, baseline, plain))
+        noise = 2 * (rounded - exact).norm() + EPS[case.dtype] * exact.norm()
+        bound = part * filtered * (dropped - exact).norm() + noise
+        return Error(quantity, (got - exact).norm().item(), bound.item())
+
+    errors = [error(name, lambda x: x, 0.5 if grad_filter.compensate else 1.0)]
+    if name == "dE" and grad_filter.compensate and case.upstream is None:
+        errors.append(error("sum of dE", lambda x: x.sum(0), 0.1))
     return errors
 
 
@@ -138,12 +168,16 @@ def _expected(
     values |= zip(("dE", "dC", "dbias"), grads, strict=False)
     grad_filter = case.options.get("grad_filter")
     if grad_filter is not None and grad_filter.eps > 0:
-        if upstream is None:
-            upstream = torch.full((len(labels),), 1 / len(labels), dtype=out.loss.dtype, device=device)
-        values["dE"], values["dC"] = reference.filtered_gradients(
-            hidden, weight, labels, upstream, grad_filter, [start for start, _ in bounds],
-            **{name: options[name] for name in ("label_smoothing", "softcap", "z_loss_weight") if name in options},
-        )  # fmt: skip
+        mean = torch.full_like(labels, 1, dtype=out.loss.dtype) / (labels != -100).sum()
+        how = {name: options[name] for name in ("label_smoothing", "softcap", "z_loss_weight") if name in options}
+        operands = (hidden, weight, labels, mean if upstream is None else upstream)
+        starts = [start for start, _ in bounds]
+        if case.elements:
+            plain = GradFilter(grad_filter.eps, compensate=False)
+            filtered = reference.filtered_gradients(*operands, plain, starts, linear_bias=bias, unit=(1, 1), **how)
+            values |= zip(("plain dE", "plain dC", "plain dbias"), filtered, strict=True)
+        else:
+            values["dE"], values["dC"], _ = reference.filtered_gradients(*operands, grad_filter, starts, **how)
     return values
 
 
