@@ -26,6 +26,8 @@ from test_pretrain import largest_difference, options, prepared
 
 from cce_dist import GradFilter
 from cce_dist.integrations import megatron as cce
+from cce_dist.integrations.megatron import flags, loss
+from cce_dist.integrations.megatron.swap import _Head
 from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.train import train
 from cce_dist.verify.ranks import run_ranks
@@ -239,17 +241,17 @@ class counted_losses:
     """Count the calls of our loss, so that no test passes on Megatron's own."""
 
     def __enter__(self) -> list[int]:
-        self.loss, calls = cce.linear_cross_entropy, [0]
+        self.loss, calls = loss.linear_cross_entropy, [0]
 
         def counting(*args: Any, **kwargs: Any) -> Any:
             calls[0] += 1
             return self.loss(*args, **kwargs)
 
-        cce.linear_cross_entropy = counting
+        loss.linear_cross_entropy = counting
         return calls
 
     def __exit__(self, *_: Any) -> None:
-        cce.linear_cross_entropy = self.loss
+        loss.linear_cross_entropy = self.loss
 
 
 def on_layout(case: Case, body: Any, *args: Any) -> None:
@@ -533,8 +535,8 @@ def mamba_models_are_taken_over() -> None:
         losses = [model(**inputs, labels=labels.clamp(0, VOCAB - 1)) for model in models]
     assert calls == [1]
     torch.testing.assert_close(*losses)
-    for loss in losses:
-        loss.sum().backward()
+    for each in losses:
+        each.sum().backward()
     for parameter, reference in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=1e-5)
 
@@ -567,7 +569,7 @@ def the_flag_converts_what_is_built() -> None:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     def converted(**overrides: Any) -> bool:
-        return isinstance(build(Case(), **overrides)[0].output_layer, cce._Head)
+        return isinstance(build(Case(), **overrides)[0].output_layer, _Head)
 
     original = LanguageModule.setup_embeddings_and_output_layer
     cce.install()
@@ -601,15 +603,15 @@ def megatrons_parser_takes_our_flags() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cross-entropy-fusion-impl", default="native", choices=["native", "te"])
     assert cce.add_arguments(parser) is parser
-    flags = ["--cce-filter", "plain", "--cce-filter-eps", "1e-3", "--cce-vocab-size", "60"]
-    args = parser.parse_args(["--cross-entropy-fusion-impl", "cce", *flags])
-    assert cce.Options.from_args(args) == cce.Options(GradFilter(1e-3, compensate=False), 60)
-    assert cce.Options.from_args(parser.parse_args([])) == cce.Options()
-    assert cce._options_of_the_command_line() is None
+    line = "--cross-entropy-fusion-impl cce --cce-filter plain --cce-filter-eps 1e-3 --cce-vocab-size 60"
+    args = parser.parse_args(line.split())
+    assert cce.options_from_args(args) == cce.Options(GradFilter(1e-3, compensate=False), 60)
+    assert cce.options_from_args(parser.parse_args([])) == cce.Options()
+    assert flags._options_of_the_command_line() is None
     module: Any = type(sys)("megatron.training.global_vars")
     module._GLOBAL_ARGS = args
     sys.modules[module.__name__] = module
-    assert cce._options_of_the_command_line() == cce.Options.from_args(args)
+    assert flags._options_of_the_command_line() == cce.options_from_args(args)
     del sys.modules[module.__name__]
 
 
@@ -665,17 +667,17 @@ def test_the_launcher_converts_what_a_script_builds(tmp_path: Path) -> None:
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
     (tmp_path / "helper.py").touch()
     line = [sys.executable, "-m", "cce_dist.integrations.megatron"]
-    flags = ["--cce-filter", "compensated", "pretrain_gpt.py", "--num-layers", "2"]
+    rest = ["--cce-filter", "compensated", "pretrain_gpt.py", "--num-layers", "2"]
     paths = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
     }
-    done = subprocess.run([*line, *flags], cwd=tmp_path, env=paths, capture_output=True, text=True, check=False)
+    done = subprocess.run([*line, *rest], cwd=tmp_path, env=paths, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "['--num-layers', '2'] __main__ Options(grad_filter=GradFilter(eps=0.000244140625" in done.stdout
 
 
 def test_the_launcher_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cce.main(["nowhere.py"])
+        flags.main(["nowhere.py"])
     assert "no such script: nowhere.py" in capsys.readouterr().err

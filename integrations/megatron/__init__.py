@@ -1,0 +1,37 @@
+"""Megatron-core: a model's loss straight from hidden states, its parameters, checkpoints and schedules left as they are.
+
+Since 0.12 every language model of Megatron ends in two calls, once for its loss and once for each depth of multi-token
+prediction (MTP):
+
+    logits, _ = self.output_layer(hidden, weight=..., runtime_gather_output=...)
+    loss = self.compute_language_model_loss(labels, logits)
+
+``convert`` puts ``output_layer`` and the model into subclasses of their own classes. While a model has labels, the first
+call returns ``DeferredLogits``, which remember what they were asked from; the second asks ``output_layer`` again, now for the
+loss, and through ``__call__``: the hooks that gather parameters just in time thus run around the real use of the weight. A
+model without labels, in inference say, computes the logits that it always did.
+
+Ways in: ``convert(model)``; ``install()`` and the configuration ``cross_entropy_fusion_impl="cce"``; or, for a training script
+as it is, ``python -m cce_dist.integrations.megatron SCRIPT ...``.
+
+Reading order: ``loss`` (plain functions), ``swap`` (convert and revert), ``flags`` (configuration, command lines, launcher).
+
+Letters: s sequence (of this context-parallel rank), b sequences of a microbatch, h hidden size, tp the tensor-parallel size,
+V the vocabulary with its padding.
+"""
+
+from cce_dist.integrations.megatron.flags import add_arguments, install, options_from_args, uninstall
+from cce_dist.integrations.megatron.loss import Options, vocab_parallel_loss, vocab_parallel_max
+from cce_dist.integrations.megatron.swap import convert, revert
+
+__all__ = [
+    "Options",
+    "add_arguments",
+    "convert",
+    "install",
+    "options_from_args",
+    "revert",
+    "uninstall",
+    "vocab_parallel_loss",
+    "vocab_parallel_max",
+]

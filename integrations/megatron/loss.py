@@ -1,0 +1,155 @@
+"""The loss in Megatron's layout, as plain functions of hidden states, weight, labels and group."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from cce_dist import GradFilter, VocabShard, linear_cross_entropy, merge
+
+IGNORED = -100
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a converted model computes its loss.
+
+    Args:
+        grad_filter: None for exact gradients, or how to filter them.
+        vocab_size: True size of the vocabulary. Rows behind it, with which Megatron pads, then count as -inf and get no
+            gradient. None is Megatron's own loss: padding rows take part in the softmax as any other.
+        backend, workspace_bytes: As in ``linear_cross_entropy``.
+    """
+
+    grad_filter: GradFilter | None = None
+    vocab_size: int | None = None
+    backend: str = "auto"
+    workspace_bytes: int = 256 << 20
+
+
+def vocab_parallel_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    *,
+    sequence_parallel: bool = False,
+    input_grad: str = "summed",
+    main_grad: Tensor | None = None,
+    logit_scale: float = 1.0,
+    options: Options | None = None,
+) -> Tensor:
+    """Cross-entropy of every token, in Megatron's layout; what ``compute_language_model_loss`` returns.
+
+    Args:
+        hidden: [s, b, h], or with ``sequence_parallel`` [s/tp, b, h]; cast to the weight's dtype.
+        weight: [V/tp, h] this rank's rows of the head.
+        labels: [b, s] ids. Where one is outside the vocabulary, as SFT's -100, the loss is 0 and gives no gradient.
+        tp_group: The tensor-parallel group; None or a group of one: the whole vocabulary is here.
+        sequence_parallel: hidden is this rank's slice of the sequence.
+        input_grad: "summed" over tp_group, or "partial": this rank's part, for a caller that sums it.
+        main_grad: [V/tp, h] buffer, ``weight.main_grad``, that backward adds the weight's gradient into. ``weight`` then
+            gets what Megatron's fused accumulation gives it: a dummy, and ``grad_added_to_main_grad`` set.
+        logit_scale: Multiplies the logits (MuP).
+        options: See ``Options``.
+
+    Returns:
+        [b, s] fp32, neither masked nor reduced; the same bits on every rank of the group.
+
+    Sharding, Communication: As ``linear_cross_entropy``: one all-gather in forward, one reduction of d_hidden in backward.
+
+    Raises:
+        ValueError: ``options.vocab_size`` is more than the rows there are; and what ``linear_cross_entropy`` raises.
+    """
+    options = options or Options()
+    shard = shard_of(weight.shape[0], tp_group, options.vocab_size)
+    labels = labels.t()
+    labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), IGNORED)
+    hidden = hidden.to(weight.dtype)
+    if main_grad is not None:
+        weight = _GradientInMainGrad.apply(weight)
+    loss = linear_cross_entropy(
+        hidden, weight, labels, ignore_index=IGNORED, reduction="none", logit_scale=logit_scale, shard=shard,
+        sequence_parallel=sequence_parallel and shard.group is not None, input_grad=input_grad,
+        grad_filter=options.grad_filter, backend=options.backend, workspace_bytes=options.workspace_bytes,
+        grad_weight_out=main_grad,
+    )  # fmt: skip
+    return loss.t().contiguous()
+
+
+def vocab_parallel_max(
+    hidden: Tensor,
+    weight: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    *,
+    sequence_parallel: bool = False,
+    gathered: bool = False,
+    options: Options | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Largest logit of every token and where it is, from as many logits at a time as the workspace holds.
+
+    Args:
+        hidden, weight, tp_group, sequence_parallel, options: As in ``vocab_parallel_loss``.
+        gathered: Over the whole vocabulary; False: over this rank's rows, counted from its first.
+
+    Returns:
+        Values [s, b] in the weight's dtype and indices [s, b] int64; not differentiable.
+
+    Communication: With ``sequence_parallel`` an all-gather of hidden, with ``gathered`` two of one number per token.
+    """
+    options = options or Options()
+    shard = shard_of(weight.shape[0], tp_group, options.vocab_size)
+    with torch.no_grad():
+        hidden = hidden.to(weight.dtype)
+        if sequence_parallel and shard.group is not None:
+            hidden = merge.gather_sequence(hidden, shard.group)
+        tokens = max(1, options.workspace_bytes // (weight.shape[0] * weight.element_size()))
+        parts = []
+        for part in hidden.flatten(0, 1).split(tokens):
+            logits = F.linear(part, weight)
+            logits[:, shard.num_valid :] = -torch.inf
+            parts.append(logits.max(dim=-1))
+        values, indices = (torch.cat(each).view(hidden.shape[:2]) for each in zip(*parts, strict=True))
+        if gathered and shard.group is not None:
+            values, indices = (
+                merge.gather_sequence(each[None], shard.group) for each in (values, indices + shard.start)
+            )
+            winner = values.argmax(0, keepdim=True)
+            values, indices = values.gather(0, winner)[0], indices.gather(0, winner)[0]
+    return values, indices
+
+
+def shard_of(num_rows: int, tp_group: dist.ProcessGroup | None, vocab_size: int | None) -> VocabShard:
+    """Return which rows of the (padded, or true) vocabulary this rank's are."""
+    rank, size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
+    padded = num_rows * size
+    if vocab_size is not None and vocab_size > padded:
+        raise ValueError(f"vocab_size {vocab_size}, but the head has {padded} rows")
+    return VocabShard(rank * num_rows, (rank + 1) * num_rows, vocab_size or padded, tp_group if size > 1 else None)
+
+
+class _GradientInMainGrad(torch.autograd.Function):
+    """The weight; its gradient, which backward has put into main_grad by then, becomes the dummy that Megatron expects.
+
+    Its hooks must see a gradient when they overlap the reduction with backward, and a true one, zero, where the weight is
+    the embedding's, too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, _: None) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weight = ctx.weight
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
