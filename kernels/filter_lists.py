@@ -37,12 +37,6 @@ class Head(NamedTuple):
     bias_H: torch.Tensor | None
     logits: ShardLogits
 
-    def labels(self, labels_N: torch.Tensor, start: int) -> torch.Tensor:
-        """Labels as slots; -1 for a token that is skipped or whose label is not in the head."""
-        column_N = labels_N - start
-        here_N = (labels_N >= 0) & (column_N >= 0) & (column_N < self.slot_V.shape[0])
-        return torch.where(here_N, self.slot_V[torch.where(here_N, column_N, 0)], -1).long()
-
 
 def head_size(num_valid: int) -> int:
     """Return H: about 1/64 of the shard, of which whole tiles fill the device without a rest worth mentioning."""
@@ -52,14 +46,28 @@ def head_size(num_valid: int) -> int:
 
 def most_labelled(labels_N: torch.Tensor, logits: ShardLogits, size: int) -> torch.Tensor:
     """Return the ``size`` columns of the shard that are the label most often; of equals, the first."""
-    column_N = labels_N - logits.start
-    here_N = (labels_N >= 0) & (column_N >= 0) & (column_N < logits.num_valid)
-    # integers: the order of addition does not matter
-    count_V = torch.zeros(logits.num_valid + 1, dtype=torch.int32, device=labels_N.device)
-    count_V.scatter_add_(
-        0, torch.where(here_N, column_N, logits.num_valid), torch.ones_like(labels_N, dtype=torch.int32)
+    count_V = torch.zeros(logits.num_valid, dtype=torch.int32, device=labels_N.device)
+    num_tokens = labels_N.shape[0]
+    _count_labels_kernel[(triton.cdiv(num_tokens, 1024),)](
+        labels_N, count_V, num_tokens, logits.start, logits.num_valid, BLOCK_N=1024
     )
-    return count_V[:-1].sort(descending=True, stable=True).indices[:size]
+    return count_V.sort(descending=True, stable=True).indices[:size]
+
+
+@triton.jit(do_not_specialize=["num_tokens", "start", "num_valid"], do_not_specialize_on_alignment=["labels_ptr"])
+def _count_labels_kernel(
+    labels_ptr,  # in: [N] int64
+    count_ptr,  # in, out: [V] int32
+    num_tokens,
+    start,
+    num_valid,
+    BLOCK_N: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    label = tl.load(labels_ptr + offs_n, mask=offs_n < num_tokens, other=-1)
+    column = label - start
+    here = (label >= 0) & (column >= 0) & (column < num_valid)
+    tl.atomic_add(count_ptr + column, 1, mask=here)  # of integers: their order does not matter
 
 
 def gather_head(
@@ -75,10 +83,68 @@ def gather_head(
 
 def head_words(head: Head) -> torch.Tensor:
     """The head as bits, [W] int32, like a row of the marks of ``lse.py``."""
-    bit_32 = torch.ones(32, dtype=torch.int32, device=head.ids_H.device) << torch.arange(
-        32, dtype=torch.int32, device=head.ids_H.device
+    num_words = head.slot_V.shape[0] // 32
+    words_W = torch.empty(num_words, dtype=torch.int32, device=head.slot_V.device)
+    _head_words_kernel[(triton.cdiv(num_words, 128),)](head.slot_V, words_W, num_words, BLOCK_W=128)
+    return words_W
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def _head_words_kernel(
+    slot_ptr,  # in: [32 W] int32
+    words_ptr,  # out: [W] int32
+    num_words,
+    BLOCK_W: tl.constexpr,
+):
+    offs_w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    bit = tl.arange(0, 32)
+    slot = tl.load(slot_ptr + offs_w[:, None] * 32 + bit[None, :], mask=(offs_w < num_words)[:, None], other=-1)
+    word = tl.sum(tl.where(slot >= 0, 1 << bit[None, :], 0), 1).to(tl.int32)
+    tl.store(words_ptr + offs_w, word, mask=offs_w < num_words)
+
+
+def add_label(
+    head_3N: torch.Tensor, target_N: torch.Tensor, labels_N: torch.Tensor, slot_V: torch.Tensor, logits: ShardLogits
+) -> torch.Tensor:
+    """Add each label's exponential to the head's maximum and sum, where the label is a column of the shard beside the head."""
+    num_tokens = labels_N.shape[0]
+    stats_3N = torch.empty_like(head_3N)
+    _add_label_kernel[(triton.cdiv(num_tokens, 256),)](
+        head_3N, target_N, labels_N, slot_V, stats_3N, num_tokens, logits.start, logits.num_valid, BLOCK_N=256
     )
-    return torch.where(head.slot_V.view(-1, 32) >= 0, bit_32, 0).sum(1, dtype=torch.int32)
+    return stats_3N
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "start", "num_valid"], do_not_specialize_on_alignment=["target_ptr", "labels_ptr"]
+)
+def _add_label_kernel(
+    head_ptr,  # in: [3, N] fp32: maximum, sum, 0
+    target_ptr,  # in: [N] fp32
+    labels_ptr,  # in: [N] int64
+    slot_ptr,  # in: [V] int32
+    stats_ptr,  # out: [3, N] fp32
+    num_tokens,
+    start,
+    num_valid,
+    BLOCK_N: tl.constexpr,
+):
+    stride = num_tokens.to(tl.int64)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_tokens
+    label = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
+    here = (label >= 0) & (label >= start) & (label - start < num_valid)
+    beside = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=0) < 0
+    target = tl.where(beside, tl.load(target_ptr + offs_n, mask=in_n, other=0), float("-inf"))
+    head_max = tl.load(head_ptr + offs_n, mask=in_n, other=0)
+    head_sum = tl.load(head_ptr + stride + offs_n, mask=in_n, other=0)
+    maximum = tl.maximum(head_max, target)
+    base = tl.where(maximum > float("-inf"), maximum, 0.0)
+    # A head of NaN must stay one: the maximum may hide it, the sum does not.
+    total = head_sum * tl.exp(head_max - base) + tl.exp(target - base)
+    tl.store(stats_ptr + offs_n, maximum, mask=in_n)
+    tl.store(stats_ptr + stride + offs_n, total, mask=in_n)
+    tl.store(stats_ptr + 2 * stride + offs_n, tl.zeros((BLOCK_N,), tl.float32), mask=in_n)
 
 
 def list_columns(

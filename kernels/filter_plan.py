@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from cce_dist.kernels import ShardLogits
+
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
 FARTHEST = tl.constexpr(30.0)  # nats between bound and LSE; the marks of lse.py mean nothing beyond its HEADROOM
 
@@ -25,6 +27,7 @@ class Plan(NamedTuple):
     Attributes:
         listed_labels: The label if head and list serve the token, else -1; int64.
         dense_labels: The label if the exact path must, else -1; int64.
+        head_labels: The label's place in the head if it has one and the token is listed, else -1; int64.
         end: Where the token's entries end; int32.
         threshold: Logits below it are dropped, fp32.
         mass: Softmax mass of the shard's columns outside the head, times the softcap's slopes, fp32.
@@ -34,6 +37,7 @@ class Plan(NamedTuple):
 
     listed_labels: torch.Tensor
     dense_labels: torch.Tensor
+    head_labels: torch.Tensor
     end: torch.Tensor
     threshold: torch.Tensor
     mass: torch.Tensor
@@ -48,27 +52,32 @@ def plan(
     coef_4N: torch.Tensor,
     state_3N: torch.Tensor,
     count_N: torch.Tensor,
+    slot_V: torch.Tensor | None,
+    logits: ShardLogits,
     eps: float,
     longest: int,
     capacity: int,
 ) -> Plan:
-    """Decide for every token; ``longest`` and ``capacity`` are the columns that one list and all lists have room for."""
+    """Decide for every token; ``longest`` and ``capacity`` are the columns that one list and all lists have room for.
+
+    Without ``slot_V`` there are no head_labels.
+    """
     num_tokens, device = labels_N.shape[0], labels_N.device
     fp32_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
-    int64_2N = torch.empty(2, num_tokens, dtype=torch.int64, device=device)
+    int64_3N = torch.empty(3, num_tokens, dtype=torch.int64, device=device)
     end_N, num_dense = (torch.empty(n, dtype=torch.int32, device=device) for n in (num_tokens, 1))
     _plan_kernel[(1,)](
-        labels_N, max_N, log_sum_N, coef_4N, state_3N, count_N,
-        int64_2N, end_N, fp32_3N, num_dense,
-        num_tokens, longest, capacity,
+        labels_N, max_N, log_sum_N, coef_4N, state_3N, count_N, slot_V,
+        int64_3N, end_N, fp32_3N, num_dense,
+        num_tokens, longest, capacity, logits.start, logits.num_valid,
         math.log(eps), SLACK,
-        BLOCK=4096, num_warps=16,
+        HAS_SLOT=slot_V is not None, BLOCK=4096, num_warps=16,
     )  # fmt: skip
-    return Plan(*int64_2N.unbind(), end_N, *fp32_3N.unbind(), num_dense)
+    return Plan(*int64_3N.unbind(), end_N, *fp32_3N.unbind(), num_dense)
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "longest", "capacity"],
+    do_not_specialize=["num_tokens", "longest", "capacity", "start", "num_valid"],
     do_not_specialize_on_alignment=["labels_ptr", "max_ptr", "log_sum_ptr", "coef_ptr", "state_ptr", "count_ptr"],
 )
 def _plan_kernel(
@@ -78,15 +87,19 @@ def _plan_kernel(
     coef_ptr,  # in: [4, N] fp32
     state_ptr,  # in: [3, N] fp32: bound, sum outside the head, what that is relative to
     count_ptr,  # in: [N] int32
-    out_labels_ptr,  # out: [2, N] int64
+    slot_ptr,  # in: [V] int32
+    out_labels_ptr,  # out: [3, N] int64
     end_ptr,  # out: [N] int32
     out_ptr,  # out: [3, N] fp32
     num_dense_ptr,  # out: [1] int32
     num_tokens,
     longest,
     capacity,
+    start,
+    num_valid,
     log_eps,
     slack,
+    HAS_SLOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # One program, as in compact.py: the places of the entries are a running sum.
@@ -121,6 +134,10 @@ def _plan_kernel(
 
         tl.store(out_labels_ptr + offs_n, tl.where(served, label, -1), mask=in_n)
         tl.store(out_labels_ptr + stride + offs_n, tl.where(dense, label, -1), mask=in_n)
+        if HAS_SLOT:
+            here = live & served & (label >= start) & (label - start < num_valid)
+            slot = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=-1)
+            tl.store(out_labels_ptr + 2 * stride + offs_n, slot.to(tl.int64), mask=in_n)
         tl.store(end_ptr + offs_n, end, mask=in_n)
         tl.store(out_ptr + offs_n, lse + log_eps + log_ratio, mask=in_n)
         tl.store(out_ptr + stride + offs_n, outside * tl.exp(relative_to - lse), mask=in_n)

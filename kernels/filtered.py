@@ -35,7 +35,14 @@ import triton
 from cce_dist.kernels import Filter, ShardLogits, triton_ops
 from cce_dist.kernels.compact import gather_rows, kept_first
 from cce_dist.kernels.dlogits import dlogits_chunk
-from cce_dist.kernels.filter_lists import gather_head, head_size, head_words, list_columns, most_labelled
+from cce_dist.kernels.filter_lists import (
+    add_label,
+    gather_head,
+    head_size,
+    head_words,
+    list_columns,
+    most_labelled,
+)
 from cce_dist.kernels.filter_plan import SLACK, plan
 from cce_dist.kernels.filter_shares import dropped_sums
 from cce_dist.kernels.filtered_hidden import Entries, filtered_hidden, listed_gradients
@@ -121,26 +128,25 @@ def local_stats(
         head = gather_head(ids_H, weight_VD, bias_V, logits, num_words)
         head_words_W = head_words(head)
 
-        row_bytes = hidden_size * hidden_ND.itemsize + 4 * num_words
-        rows = max(workspace_bytes, triton_ops.LEAST_BYTES) // 2 // row_bytes
+        row_bytes = hidden_size * hidden_ND.itemsize
+        half = max(workspace_bytes, triton_ops.LEAST_BYTES) // 2
+        rows = half // (row_bytes + 4 * num_words)
         unit = tiles.lse.rows * tiles.group if rows >= tiles.lse.rows * tiles.group else tiles.lse.rows
         rows = min(max(unit, rows // unit * unit), triton.cdiv(num_tokens, tiles.lse.rows) * tiles.lse.rows)
         index_N, kept = kept_first(labels_N)
-        groups = triton_ops._groups(index_N, kept, rows)
 
         sloped = logits.softcap > 0.0
         sloped_2N = torch.zeros(2, num_tokens, **fp32) if sloped else None
         head_3N = torch.zeros(3, num_tokens, **fp32)
-        for index_R, num_kept in groups:
+        for index_R, num_kept in triton_ops._groups(index_N, kept, max(rows, half // row_bytes // 128 * 128)):
             rows_RD = _gathered(hidden_ND, index_R, num_kept)
             target_logits(rows_RD, weight_VD, bias_V, labels_N, index_R, num_kept, logits, stats_KN[2])
             operands = (rows_RD, head.weight_HD, head.bias_H, num_kept, head.logits)
             _log_sum_exp(operands, tiles, index_R, head_3N, None if sloped_2N is None else sloped_2N[0], None)
-        beside_N = head.labels(labels_N, logits.start) < 0
-        bound_N = merge_bound(_with_label(head_3N, stats_KN[2], labels_N, beside_N, logits))
+        bound_N = merge_bound(add_label(head_3N, stats_KN[2], labels_N, head.slot_V, logits))
 
         words_RW = torch.empty(min(rows, num_tokens), num_words, dtype=torch.int32, device=device)
-        for index_R, num_kept in groups:
+        for index_R, num_kept in triton_ops._groups(index_N, kept, rows):
             rows_RD = _gathered(hidden_ND, index_R, num_kept)
             operands = (rows_RD, weight_VD, bias_V, num_kept, logits)
             words = words_RW[: index_R.shape[0]]
@@ -181,8 +187,9 @@ def filter_stats(
         nll_4N = torch.zeros(4, num_tokens, device=hidden_ND.device)
         nll_4N[:2] = 1.0  # coefficients of the plain loss, but for the sign, which decides nothing here
         how = plan(
-            labels_N, max_N, log_sum_N, nll_4N, state_3N, count_N, grad_filter.eps, columns_NL.shape[1], 2**31 - 1
-        )
+            labels_N, max_N, log_sum_N, nll_4N, state_3N, count_N, None, logits, grad_filter.eps, columns_NL.shape[1],
+            2**31 - 1,
+        )  # fmt: skip
         index_N, kept = kept_first(how.listed_labels)
         dropped_N, num_listed_N = torch.zeros_like(max_N), torch.zeros_like(count_N)
         listed_gradients(
@@ -285,9 +292,11 @@ def _filtered_gradients(
     budget = max(workspace_bytes, triton_ops.LEAST_BYTES)
     with triton_ops._on(hidden_ND):
         capacity = max(1, min(MEAN_LIST * num_tokens, budget // 4 // ENTRY_BYTES))
+        head = gather_head(ids_H, weight_VD, bias_V, logits, triton.cdiv(num_valid, 32))
         how = plan(
-            labels_N, max_N, log_sum_N, coef_4N, state_3N, count_N, grad_filter.eps, columns_NL.shape[1], capacity
-        )
+            labels_N, max_N, log_sum_N, coef_4N, state_3N, count_N, head.slot_V, logits, grad_filter.eps,
+            columns_NL.shape[1], capacity,
+        )  # fmt: skip
         d_hidden, d_weight, d_bias = triton_ops.gradients(
             hidden_ND, weight_VD, bias_V, how.dense_labels, logits, max_N, log_sum_N, None, coef_4N,
             *_no_cache(hidden_ND), want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias,
@@ -295,9 +304,7 @@ def _filtered_gradients(
         )  # fmt: skip
 
         tiles = choose_tiles(hidden_ND.dtype, device)
-        head = gather_head(ids_H, weight_VD, bias_V, logits, triton.cdiv(num_valid, 32))
         index_N, kept = kept_first(how.listed_labels)
-        head_labels_N = head.labels(how.listed_labels, logits.start)
         gained_4N, gain = triton_ops._normalised(coef_4N) if hidden_ND.dtype == torch.float16 else (coef_4N, None)
 
         dropped_N = torch.zeros_like(max_N)
@@ -335,7 +342,7 @@ def _filtered_gradients(
             rows_RD = _gathered(hidden_ND, index_R, num_kept)
             grads_RH = dlogits_RH[: index_R.shape[0]]
             dlogits_chunk(
-                rows_RD, head.weight_HD, head.bias_H, head_labels_N, index_R, num_kept, max_N, log_sum_N, None, gained_4N,
+                rows_RD, head.weight_HD, head.bias_H, how.head_labels, index_R, num_kept, max_N, log_sum_N, None, gained_4N,
                 head.logits, 0, grads_RH, tiles.dlogits, tiles.group,
             )  # fmt: skip
             if d_hidden is not None and shared_2D is not None:
@@ -418,19 +425,6 @@ def _log_sum_exp(
     merge_splits(
         partials_KSR, index_R, num_kept, stats_KN, want_below=want_uniform, want_moment=want_entropy, sloped_N=sloped_N
     )
-
-
-def _with_label(
-    head_3N: torch.Tensor, target_N: torch.Tensor, labels_N: torch.Tensor, beside_N: torch.Tensor, logits: ShardLogits
-) -> torch.Tensor:
-    """Add each label's exponential to the head's, where the label is a column of the shard beside the head. -> [3, N]."""
-    column_N = labels_N - logits.start
-    beside_N = beside_N & (labels_N >= 0) & (column_N >= 0) & (column_N < logits.num_valid)
-    target_N = torch.where(beside_N, target_N, float("-inf"))
-    max_N = torch.maximum(head_3N[0], target_N)
-    base_N = torch.where(max_N > float("-inf"), max_N, 0.0)
-    sum_N = head_3N[1] * (head_3N[0] - base_N).exp() + (target_N - base_N).exp()
-    return torch.stack((max_N, sum_N, head_3N[2]))
 
 
 def _empty_entries(capacity: int, num_cols: int, device: torch.device) -> Entries:
