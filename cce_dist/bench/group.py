@@ -108,12 +108,13 @@ def _run_rank(args: argparse.Namespace) -> int:
                             print(report.table(cases[-1]) + "\n", flush=True)
                             report.write_json(args.out / "bench.json", environment, cases)
                     dist.barrier()
-    if rank == 0:
-        has_figure = find_spec("matplotlib") is not None
-        if has_figure:
-            report.write_figure(args.out / "bench.png", environment, cases)
-        print(f"{environment['device']}; " + ", ".join(f"{k} {v}" for k, v in environment["versions"].items()))
-        print(f"{args.out}: bench.json" + (", bench.png" if has_figure else f"; no figure: {command.NO_MATPLOTLIB}"))
+    if rank > 0:
+        return 0
+    has_figure = find_spec("matplotlib") is not None
+    if has_figure:
+        report.write_figure(args.out / "bench.png", environment, cases)
+    print(f"{environment['device']}; " + ", ".join(f"{k} {v}" for k, v in environment["versions"].items()))
+    print(f"{args.out}: bench.json" + (", bench.png" if has_figure else f"; no figure: {command.NO_MATPLOTLIB}"))
     return _exit_code(cases)
 
 
