@@ -14,10 +14,11 @@ from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from cce_dist import op
 from cce_dist.filter import FilterStats, GradFilter
-from cce_dist.shard import VocabShard, local_weight
+from cce_dist.shard import VocabShard, local_rows
 
 BACKENDS = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -102,7 +103,7 @@ def linear_cross_entropy(
         input: [..., D] hidden states, fp32, bf16 or fp16 (under autocast: cast as ``F.linear`` would).
         linear_weight: [V_r, D] this rank's rows of the head weight, input's dtype; or a DTensor sharded on dim 0.
         target: [...] int64 or int32 labels, ids in the whole vocabulary; the same on every rank of the group.
-        linear_bias: [V_r] bias of this rank's rows.
+        linear_bias: [V_r] bias of this rank's rows, or a DTensor split as linear_weight is.
         ignore_index: Tokens with this label have loss 0 and gradient 0.
         reduction: "none" (target's shape), "sum", or "mean" over tokens that are not ignored. If all are, the mean is 0.
         label_smoothing: In [0, 1], spread over the whole logical vocabulary.
@@ -149,7 +150,7 @@ def linear_cross_entropy(
         Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al.); Online normalizer calculation for softmax
         (Milakov & Gimelshein); Megatron-LM's vocab-parallel cross-entropy for the sharding.
     """
-    linear_weight, shard = local_weight(linear_weight, shard)
+    linear_weight, linear_bias, shard = local_rows(linear_weight, linear_bias, shard)
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
@@ -226,6 +227,11 @@ def _check(
     workspace_bytes, grad_weight_out,
 ) -> str:  # fmt: skip
     """Raise on what does not fit; return the backend that will run."""
+    for name, tensor in (("input", input), ("target", target), ("grad_weight_out", grad_weight_out)):
+        if isinstance(tensor, DTensor):
+            raise TypeError(
+                f"{name} is a DTensor: pass its local tensor (to_local()); sequence_parallel says if it is a slice"
+            )
     if input.dim() < 1:
         raise ValueError("input must be [..., D], got a number")
     if input.shape[-1] != weight.shape[1]:

@@ -111,16 +111,23 @@ class VocabShard:
         return cls.even(weight.shape[0], weight.device_mesh.get_group(sharded[0]))
 
 
-def local_weight(weight: torch.Tensor, shard: VocabShard | None) -> tuple[torch.Tensor, VocabShard]:
-    """The rows that are here and the shard that they are, for a plain weight or a DTensor."""
+def local_rows(
+    weight: torch.Tensor, bias: torch.Tensor | None, shard: VocabShard | None
+) -> tuple[torch.Tensor, torch.Tensor | None, VocabShard]:
+    """The rows of weight and bias that are here and the shard that they are, for plain tensors or DTensors."""
     if weight.dim() != 2:
         flat = (
             ": a weight that ZeRO-3 or FSDP1 has freed? It is whole only in the forward of the module that owns it "
             "(VocabParallelHead, say)"
         )
         raise ValueError(f"linear_weight must be [V, D], got {tuple(weight.shape)}{flat if weight.dim() == 1 else ''}")
+    if isinstance(bias, DTensor):
+        theirs = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else "a plain tensor"
+        if (bias.device_mesh, bias.placements) != theirs:
+            raise ValueError(f"linear_bias is a DTensor {bias.placements}, linear_weight {theirs}: split them alike")
+        bias = bias.to_local()
     if isinstance(weight, DTensor):
         if shard is not None:
             raise ValueError("linear_weight is a DTensor, which says itself how it is sharded: leave shard out")
-        return weight.to_local(), VocabShard.from_dtensor(weight)
-    return weight, VocabShard(0, weight.shape[0], weight.shape[0]) if shard is None else shard
+        return weight.to_local(), bias, VocabShard.from_dtensor(weight)
+    return weight, bias, VocabShard(0, weight.shape[0], weight.shape[0]) if shard is None else shard

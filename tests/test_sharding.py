@@ -71,21 +71,23 @@ def whole(tensor: Any) -> Tensor:
 
 def _check_dtensors(vocab_size: int, mesh: DeviceMesh, line: DeviceMesh) -> None:
     hidden, weight, labels = data(vocab_size)
-    expected = linear_cross_entropy(hidden, weight, labels)
-    d_hidden, d_weight = torch.autograd.grad(expected, (hidden, weight))
+    bias = weight.detach().sum(1).requires_grad_()
+    expected = linear_cross_entropy(hidden, weight, labels, linear_bias=bias)
+    d_hidden, *d_rows = torch.autograd.grad(expected, (hidden, weight, bias))
     for where, placements in (
         (line, [Shard(0)]),
         (line, [Replicate()]),
         (mesh, [Replicate(), Shard(0)]),
         (mesh, [Shard(0), Replicate()]),
     ):
-        split = distribute_tensor(weight.detach(), where, placements).requires_grad_()
-        loss = linear_cross_entropy(hidden, split, labels)
+        rows, row_bias = (distribute_tensor(x.detach(), where, placements).requires_grad_() for x in (weight, bias))
+        loss = linear_cross_entropy(hidden, rows, labels, linear_bias=row_bias)
         torch.testing.assert_close(loss, expected)
-        gradients = torch.autograd.grad(loss, (hidden, split))
+        gradients = torch.autograd.grad(loss, (hidden, rows, row_bias))
         torch.testing.assert_close(gradients[0], d_hidden)
-        assert isinstance(gradients[1], DTensor) and gradients[1].placements == tuple(placements)
-        torch.testing.assert_close(whole(gradients[1]), d_weight)
+        for gradient, whole_gradient in zip(gradients[1:], d_rows, strict=True):
+            assert isinstance(gradient, DTensor) and gradient.placements == tuple(placements)
+            torch.testing.assert_close(whole(gradient), whole_gradient)
 
 
 @contextmanager
@@ -165,6 +167,13 @@ def _check_what_is_refused(mesh: DeviceMesh, line: DeviceMesh) -> None:
         linear_cross_entropy(hidden, split, labels, shard=VocabShard.even(33, line.get_group()))
     with pytest.raises(ValueError, match="make the head with mesh="):
         plain.state_dict()
+    split = distribute_tensor(weight.detach(), line, [Shard(0)])
+    with pytest.raises(ValueError, match=r"linear_bias is a DTensor .*Replicate.*split them alike"):
+        linear_cross_entropy(
+            hidden, split, labels, linear_bias=distribute_tensor(weight[:, 0].detach(), line, [Replicate()])
+        )
+    with pytest.raises(TypeError, match="input is a DTensor"):
+        linear_cross_entropy(distribute_tensor(hidden.detach(), line, [Replicate()]), split, labels)
 
 
 def _check_labels_tell_data_parallel_ranks(line: DeviceMesh) -> None:
