@@ -36,9 +36,8 @@ def test_four_ranks():
 
 
 def _four_ranks():
-    logging.getLogger("torch.distributed.tensor").setLevel(
-        logging.ERROR
-    )  # warns that full_tensor() gathers in two steps
+    # full_tensor() of a weight that is split twice gathers in two steps, and warns of it.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     for vocab_size in VOCABULARIES:
