@@ -1,8 +1,8 @@
 """``--engine megatron``: the same model from the same weights, made, wrapped, scheduled and optimized by megatron-core.
 
 A GPTModel of Megatron's own layers, in DistributedDataParallel with the distributed optimizer, both overlapping their
-communication; pipeline schedules over ``--pp`` stages. ``--loss dense`` is Megatron's unfused
-cross-entropy, ``megatron-fused`` its fused one, and the others this library's, by ``convert``.
+communication; pipeline schedules over ``--pp`` stages. ``--loss dense`` is Megatron's unfused cross-entropy,
+``megatron-fused`` its fused one, and the others this library's, by ``convert``. From megatron-core 0.13 on.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class MegatronEngine:
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
         from megatron.core.transformer.module import Float16Module
 
+        # Megatron would pad the vocabulary; then this engine's loss would not be the other's.
         for name, size, ways in (("layers", shape.num_layers, ranks.pp), ("vocabulary", shape.vocab_size, ranks.tp)):
             if size % ways:
                 raise UsageError(f"{name} {size} cannot be split {ways} ways")
@@ -60,28 +61,25 @@ class MegatronEngine:
         self.model = _build(args, ranks, shape, parallel_state.is_pipeline_first_stage(), self.is_last)
         config = self.model.config
         module: Any = Float16Module(config, self.model) if config.bf16 else self.model
-        overlap = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=True,
-            overlap_param_gather=True,
-        )
-        self.chunk: Any = DistributedDataParallel(config, overlap, module)
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+        )  # fmt: skip
+        self.chunk: Any = DistributedDataParallel(config, ddp_config, module)
         optimizer_config = OptimizerConfig(
             optimizer="adam", lr=args.lr, weight_decay=args.weight_decay, adam_beta1=0.9, adam_beta2=0.95,
             clip_grad=args.clip, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=True,
         )  # fmt: skip
         # That vectors do not decay is said there from 0.16 on; before, it is the default.
-        said = getattr(megatron_optimizer, "get_standard_config_overrides", None)
-        self.optimizer: Any = megatron_optimizer.get_megatron_optimizer(
-            optimizer_config, [self.chunk], **({"config_overrides": said(optimizer_config)} if said else {})
-        )
+        overrides = getattr(megatron_optimizer, "get_standard_config_overrides", None)
+        said = {} if overrides is None else {"config_overrides": overrides(optimizer_config)}
+        self.optimizer: Any = megatron_optimizer.get_megatron_optimizer(optimizer_config, [self.chunk], **said)
         for group in self.optimizer.param_groups:
             group["weight_decay"] = args.weight_decay * group["wd_mult"]
         config.no_sync_func = self.chunk.no_sync
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
 
+    # The loop asks for FilterStats, too; convert() gives none.
     def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor, None]:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.args)
