@@ -7,14 +7,17 @@ the kernels that it catches.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from cce_dist import GradFilter, linear_cross_entropy
 from cce_dist.kernels import Filter, ShardLogits, filter_lists, filtered, triton_ops
-from cce_dist.verify.check import assert_no_worse
+from cce_dist.verify import cases as verify_cases
+from cce_dist.verify.check import assert_no_worse, run_case
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -421,6 +424,110 @@ def test_filter_stats() -> None:
     expected = torch.stack((kept[labelled].double().mean(), mass.mean(), mass.amax()))
     assert torch.allclose(stats.double(), expected, rtol=1e-3)
     assert expected[1] > 0.02
+
+
+PUBLIC = [
+    verify_cases.Case("smoothing", "", {"label_smoothing": 0.1}, shards=verify_cases.padded),
+    verify_cases.Case("softcap", "", {"softcap": 20.0}, accumulate=True),
+    verify_cases.Case("softcap-and-smoothing", "", {"softcap": 20.0, "label_smoothing": 0.1}),  # exact
+    verify_cases.Case("entropy", "", objective="aux"),  # exact
+    verify_cases.Case("fp16-full-c", "", {"z_loss_weight": 1e-4}, dtype=torch.float16),
+]
+
+
+@pytest.mark.parametrize("case", PUBLIC, ids=lambda case: case.name)
+def test_linear_cross_entropy(case: verify_cases.Case) -> None:
+    """The operators around the kernels, as verify runs them on ranks. Catches: a tensor saved in one place, read in another."""
+    grad_filter = GradFilter(2.0**-6, weight=case.name != "fp16-full-c")
+    draw = verify_cases.zipf_problem(
+        24, 16, 200, bias=not case.accumulate, labels=verify_cases.ignore(slice(0, None, 4))
+    )
+    case = replace(case, options={**case.options, "grad_filter": grad_filter}, problem=draw, elements=True)
+    for result in run_case(case, None, DEVICE, backend="triton"):
+        assert result.ok, result
+
+
+BIG = Case(num_tokens=1000, hidden_size=512, num_rows=6000, grad_filter=Filter(2.0**-12), budget=64 << 20)
+
+
+@needs_gpu
+def test_same_bits_every_run() -> None:
+    """Catches: atomics on floats, a race between programs."""
+    p = problem(BIG)
+    d = dense(p)
+    results = []
+    for _ in range(5):
+        stats, *saved = local_stats(p, BIG)
+        results.append((stats, *gradients(p, BIG, d, saved)[:2]))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
+
+
+@needs_gpu
+def test_nothing_waits_for_the_device() -> None:
+    """Catches: a count read back, a tensor made from numbers of the host."""
+    torch.use_deterministic_algorithms(False)
+    p = problem(BIG)
+    hidden, weight = (x.clone().requires_grad_() for x in (p.hidden, p.weight))
+    for return_aux in (False, True, False):
+        out: Any = linear_cross_entropy(hidden, weight, p.labels, grad_filter=GradFilter(), return_aux=return_aux)
+        torch.cuda.set_sync_debug_mode("default")
+        (out.loss if return_aux else out).backward()
+        torch.cuda.set_sync_debug_mode("error")  # from the second call on: the first one compiles
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+def test_cuda_graph() -> None:
+    """Captured once, replayed with other labels. Catches: any wait for the device, a size that depends on the data."""
+    torch.use_deterministic_algorithms(False)
+    p = problem(BIG)
+    other = p._replace(labels=p.labels.roll(7).masked_fill(torch.rand(len(p.labels), device=DEVICE) < 0.5, -1))
+
+    def step(q: Problem) -> list[Tensor]:
+        stats, *saved = local_stats(q, BIG)
+        grads = filtered.gradients(
+            q.hidden, q.weight, None, q.labels, q.logits, stats[0], stats[1].log(), None, q.coef, *saved,
+            grad_filter=BIG.grad_filter, want_hidden=True, want_weight=True, want_bias=False, workspace_bytes=BIG.budget,
+        )  # fmt: skip
+        return [stats, *(grad for grad in grads if grad is not None)]
+
+    expected = step(other)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(p)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(p)
+    p.labels.copy_(other.labels)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+@needs_gpu
+@pytest.mark.parametrize("mib", [64, 256])
+def test_peak_memory(mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above inputs, what is saved, and gradients: the budget and 64 MiB. Catches: a buffer of the logits' size."""
+    monkeypatch.undo()
+    torch.use_deterministic_algorithms(False)
+    case = BIG._replace(num_tokens=8000, hidden_size=2048, num_rows=60000, budget=mib << 20)
+    p = problem(case._replace(num_tokens=100))
+    repeat = case.num_tokens // 100
+    p = p._replace(
+        hidden=p.hidden.repeat(repeat, 1), labels=p.labels.repeat(repeat), coef=p.coef.repeat(1, repeat) / repeat
+    )
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    stats, *saved = local_stats(p, case)
+    grads = filtered.gradients(
+        p.hidden, p.weight, None, p.labels, p.logits, stats[0], stats[1].log(), None, p.coef, *saved,
+        grad_filter=case.grad_filter, want_hidden=True, want_weight=True, want_bias=False, workspace_bytes=case.budget,
+    )  # fmt: skip
+    kept = sum(x.nbytes for x in (stats, *saved, *grads) if x is not None)
+    assert torch.cuda.max_memory_allocated() - before - kept <= case.budget + (64 << 20)
 
 
 def test_head_is_what_is_labelled_most() -> None:

@@ -224,6 +224,8 @@ CASES = [
          shards=with_empty, elements=True),
     Case("elements-padded-shards", "padding listed", {"grad_filter": GradFilter()}, zipf_problem(bias=True), shards=padded,
          elements=True),
+    Case("elements-sequence-parallel", "a bound of the slice alone", {"grad_filter": GradFilter(), "sequence_parallel": True},
+         ZIPF, elements=True),
     Case("elements-bf16", "d_hidden rounded between the head and the lists", {"grad_filter": GradFilter()}, ZIPF, dtype=BF16,
          elements=True),
 ]
