@@ -1,0 +1,111 @@
+"""Compile every Triton kernel that a step of training launches, for a GPU that need not be here: a line each.
+
+    python tests/compile_for_gpu.py 90      # compute capability 9.0: tensor descriptors, wgmma; 80 takes the pointer path
+
+The host code runs as it is, on CPU tensors of a model's width; every launch is compiled instead of made. What the kernels
+would have written is then zeros, so this says nothing of their arithmetic, which the interpreter tests, but does say whether
+they compile for the device, at the sizes that it gets, and what they spill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+CAPABILITY = int(sys.argv[1])
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+SUFFIX = "a" if CAPABILITY >= 90 else ""
+
+
+class Driver:
+    """As much of a GPU's driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+def spilled_bytes(ptx: str) -> int:
+    """What ptxas says of a kernel; raises with its message where it refuses one."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [PTXAS, "-v", f"--gpu-name=sm_{CAPABILITY}{SUFFIX}", file.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True)
+    if said.returncode:
+        raise RuntimeError(said.stderr)
+    return sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", said.stderr))
+
+
+seen: dict[int, Any] = {}
+
+
+def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    kernel: Any = run(function, *args, grid=grid, warmup=True, **options)
+    if id(kernel) not in seen:
+        seen[id(kernel)] = kernel  # held: an id is one of what lives
+        ptx = kernel.asm["ptx"]
+        print(f"{function.fn.__name__} spills {spilled_bytes(ptx)} wgmma {ptx.count('wgmma.mma_async')}", flush=True)
+    return kernel
+
+
+run = JITFunction.run
+for owner, name, stand_in in (
+    (JITFunction, "run", compile_only),
+    (torch.cuda, "get_device_capability", lambda device=None: divmod(CAPABILITY, 10)),
+    (torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=132)),
+    (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+    (torch.Tensor, "is_cuda", property(lambda tensor: True)),
+    (torch, "empty", torch.zeros),
+    (torch, "empty_like", torch.zeros_like),
+    (torch.Tensor, "new_empty", torch.Tensor.new_zeros),
+):
+    setattr(owner, name, stand_in)
+driver: Any = Driver()
+triton.runtime.driver.set_active(driver)
+
+
+def step(name: str, workspace_bytes: int = 64 << 20, bias: bool = False, **options: Any) -> None:
+    from cce_dist import linear_cross_entropy
+
+    print(f"== {name}", flush=True)
+    hidden = torch.randn(600, 640).bfloat16().requires_grad_()
+    weight = torch.randn(5000, 640).bfloat16().requires_grad_()
+    linear_bias = torch.zeros(5000).bfloat16().requires_grad_() if bias else None
+    linear_cross_entropy(
+        hidden, weight, torch.arange(600), linear_bias=linear_bias, backend="triton", workspace_bytes=workspace_bytes,
+        **options,
+    ).backward()  # fmt: skip
+
+
+def main() -> None:
+    from cce_dist import GradFilter
+
+    step("exact")
+    step("kept", workspace_bytes=1 << 30)
+    step("filtered", grad_filter=GradFilter())
+    step("exact with options", bias=True, softcap=30.0, label_smoothing=0.1)
+    step("filtered with options", bias=True, softcap=30.0, grad_filter=GradFilter())
+
+
+if __name__ == "__main__":
+    main()
