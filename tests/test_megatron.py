@@ -57,9 +57,7 @@ class Case:
 
 CASES = {
     "plain": Case(),
-    "tp": Case(tp=2),
     "tp4-sp-tied": Case(tp=4, sequence_parallel=True, tied=True),
-    "pp-tied": Case(pp=2, tied=True),
     "tp-pp-sp-tied-ddp": Case(tp=2, pp=2, sequence_parallel=True, tied=True, ddp="ddp"),
     "tp-pp-per-token": Case(tp=2, pp=2, per_token=True),
     "tp-sp-mtp-ddp": Case(tp=2, sequence_parallel=True, mtp=1, ddp="ddp"),
@@ -454,6 +452,27 @@ def evaluation_is_ours_too() -> None:
     torch.testing.assert_close(losses, cce.revert(model)(**inputs, labels=labels))
 
 
+def the_weight_is_there_only_between_the_heads_hooks() -> None:
+    """As under FSDP, which gathers a module's parameters before its call and frees them after it."""
+    model = one_model().eval()
+    inputs, labels = batch(model)
+    weight = model.output_layer.weight
+    whole = weight.detach().clone()
+
+    def gather(*_: Any) -> None:
+        weight.copy_(whole)
+
+    def free(*_: Any) -> None:
+        weight.fill_(torch.nan)
+
+    with torch.no_grad():
+        losses = model(**inputs, labels=labels)
+        model.output_layer.register_forward_pre_hook(gather)
+        model.output_layer.register_forward_hook(free)
+        free()
+        assert torch.equal(model(**inputs, labels=labels), losses)
+
+
 def others_get_the_logits_that_they_want() -> None:
     """A loss of the instance's own, as distillation has, and one computed from logits, as in reinforcement learning."""
     model = one_model(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="cce")
@@ -627,6 +646,7 @@ CHECKS = (
     padding_rows_can_be_masked,
     a_frozen_head_gets_no_gradient,
     evaluation_is_ours_too,
+    the_weight_is_there_only_between_the_heads_hooks,
     others_get_the_logits_that_they_want,
     deferred_logits_refuse_what_they_cannot_do,
     logits_are_scaled_as_mup_does,
