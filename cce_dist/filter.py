@@ -20,9 +20,9 @@ class GradFilter:
 
     What is dropped is tiny, element by element, but it all pushes the same way: without compensation the mean of dE over
     tokens is wrong by tens of percent. With compensation a rank-1 matrix with the row sums and the column sums of the
-    dropped part stands in for it, so the mean of dE is right and every row of the weight gets its gradient. On Triton the
-    column sums are taken in forward, before upstream gradients are known, so they are right where those are equal. The torch
-    backend compensates tokens with positive and with negative upstream gradients apart.
+    dropped part stands in for it, so the mean of dE is right and every row of the weight gets its gradient. The torch backend
+    takes both from all tokens, those with positive and with negative upstream gradients apart; the Triton backend takes row
+    sums from all tokens, and how they divide over the columns from an even sample of 512, weighed by their upstream gradients.
 
     Args:
         eps: Threshold, in the units of a probability. 0 keeps everything.

@@ -3,7 +3,7 @@
 Letters in tensor names: N tokens, D hidden size, V rows of the weight on this shard, K statistics per token.
 
 Two backends offer the same functions with the same meaning, ``torch_ops`` (plain torch, any device) and ``triton_ops``
-(the kernels of this folder, GPUs):
+(the kernels of this folder, GPUs; ``filtered`` is its form with a filter):
 
 =================  ==================================================  ==============================================
 function           in                                                  out
@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-TILE_N, TILE_V = 128, 256  # the unit of filtering: tokens x vocabulary rows
+TILE_N, TILE_V = 128, 256  # the unit of filtering in torch_ops: tokens x vocabulary rows; in filtered it is one element
 
 
 class ShardLogits(NamedTuple):
@@ -59,7 +59,7 @@ class ShardLogits(NamedTuple):
 
 
 class Filter(NamedTuple):
-    """Which gradient tiles are dropped; eps = 0 keeps all. The public, documented form is ``cce_dist.GradFilter``."""
+    """What of the gradient is dropped; eps = 0 keeps all. The public, documented form is ``cce_dist.GradFilter``."""
 
     eps: float = 0.0
     compensate: bool = True

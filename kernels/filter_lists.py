@@ -39,7 +39,7 @@ class Head(NamedTuple):
 
 
 def head_size(num_valid: int) -> int:
-    """Return H: about 1/64 of the shard, of which whole tiles fill the device without a rest worth mentioning."""
+    """Return H, whole tiles: about 1/64 of the shard, so that the head's products are a few percent of the whole ones."""
     unit = 32 if interpreted() else 256
     return min(num_valid, max(1, round(num_valid / 64 / unit)) * unit)
 

@@ -73,9 +73,6 @@ def saved_shapes(num_tokens: int, num_valid: int, workspace_bytes: int) -> list[
     ]
 
 
-BOUND, OUTSIDE, LOCAL_MAX = range(3)  # rows of state_3N
-
-
 def local_stats(
     hidden_ND: torch.Tensor,
     weight_VD: torch.Tensor,

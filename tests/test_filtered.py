@@ -415,6 +415,10 @@ def test_filter_stats() -> None:
     p = problem(case)
     d = dense(p)
     _, *saved = local_stats(p, case)
+    for tensor, (shape, dtype) in zip(
+        saved, filtered.saved_shapes(case.num_tokens, p.logits.num_valid, case.budget), strict=True
+    ):
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
     stats = filtered.filter_stats(
         p.hidden, p.weight, p.bias, p.labels, p.logits, d.maximum.float(), d.log_sum.float(), *saved,
         grad_filter=case.grad_filter,
