@@ -11,12 +11,12 @@ from cce_dist.bench.measure import Errors, Row
 
 
 def test_bench_starts_its_ranks_and_says_what_they_send(tmp_path, capfd):
-    methods = ["cce-dist", "cce-dist-sp", "torch-loss-parallel", "deepspeed"]
+    methods = ["cce-dist", "cce-dist-sp", "torch-loss-parallel", "megatron-sp"]
     command = ["bench", "--shapes", "toy", "--tokens", "32", "--repeats", "2", "--device", "cpu", "--tp", "2"]
     assert cli.main([*command, "--methods", *methods, "--out", str(tmp_path)]) == 0
     output = capfd.readouterr().out
     assert "### toy, N 32, D 256, V 4,096 / 2" in output
-    assert "Not here: deepspeed" in output
+    assert "Not here: megatron-sp (needs a GPU)" in output
     [case] = json.loads((tmp_path / "bench.json").read_text())["cases"]
     assert [row["name"] for row in case["rows"]] == methods
     for row in case["rows"][:3]:
