@@ -5,7 +5,7 @@
 #
 # Each is installed into a temporary folder, without its dependencies, and put before the environment's own.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 . launch/prepare.sh dev
 
 failed=()
