@@ -1,0 +1,674 @@
+"""deepspeed itself, tiny and on the CPU, trained with its own loss and with ours: the same losses, the same updates."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cce_dist import GradFilter, VocabShard
+from cce_dist.integrations import deepspeed as cce
+from cce_dist.verify.ranks import run_ranks
+
+HIDDEN, VOCAB, SEQ, BATCH, STEPS, MICROBATCHES = 16, 37, 6, 2, 2, 2
+IGNORED = -100
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+# The README's ds_config.
+DS_CONFIG = """
+{
+  "train_micro_batch_size_per_gpu": 2,
+  "gradient_accumulation_steps": 2,
+  "gradient_clipping": 1.0,
+  "zero_allow_untested_optimizer": true,
+  "zero_optimization": {"stage": 1},
+  "cce_dist": {"enabled": true, "filter": "off", "z_loss_weight": 0.0}
+}
+"""
+
+
+def ds_config(ours: bool, **overrides: Any) -> dict:
+    config = json.loads(DS_CONFIG)
+    config["cce_dist"]["enabled"] = ours
+    return config | {"steps_per_print": 10**9} | overrides
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(F.gelu(self.up(hidden)))
+
+
+@contextlib.contextmanager
+def counted_losses() -> Iterator[list[int]]:
+    """Count the calls of our loss, so that no test passes on DeepSpeed's own."""
+    loss, calls = cce.linear_cross_entropy, [0]
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return loss(*args, **kwargs)
+
+    cce.linear_cross_entropy = counting
+    try:
+        yield calls
+    finally:
+        cce.linear_cross_entropy = loss
+
+
+def prepare() -> None:
+    """Make this process one that DeepSpeed takes for a launcher's, without a compiler."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+    import deepspeed
+
+    # On a CPU DeepSpeed compiles a collective of its own at start.
+    comm: Any = sys.modules["deepspeed.comm.torch"]
+    comm.build_shm_op = lambda: None
+    deepspeed.init_distributed("gloo")
+
+
+# Pipelines
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipe:
+    pipe: int = 1
+    model: int = 1
+    tied: bool = False
+    zero: int = 0
+    checkpoint: bool = False
+    clip: float = 0.0
+    bf16: bool = False
+    weighted: bool = False
+
+
+def weighted_loss(logits: Any, labels: tuple[Tensor, Tensor]) -> Tensor:
+    ids, weights = labels
+    logits = 3.0 * torch.tanh(logits / 3.0)
+    loss = F.cross_entropy(logits.float().flatten(0, 1), ids.flatten(), reduction="none")
+    return (loss * weights.flatten()).sum() / weights.sum()
+
+
+def pipeline(case: Pipe, ours: bool) -> Any:
+    """Return the engine; ours has the head split over the model axis, DeepSpeed's whole on each of its ranks."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    data = dist.get_world_size() // (case.pipe * case.model)
+    topology = PipeModelDataParallelTopology(num_pp=case.pipe, num_mp=case.model, num_dp=data)
+    split = ours and case.model > 1
+    if not case.tied:
+        first = LayerSpec(nn.Embedding, VOCAB, HIDDEN)
+        last = (
+            cce.CCEHeadSpec(HIDDEN, VOCAB, topology=topology)
+            if split
+            else LayerSpec(nn.Linear, HIDDEN, VOCAB, bias=False)
+        )
+    elif split:
+        first = cce.CCEEmbeddingSpec(HIDDEN, VOCAB, topology=topology, tied="embedding")
+        last = cce.CCEHeadSpec(HIDDEN, VOCAB, topology=topology, tied="embedding")
+    else:
+        first = TiedLayerSpec("embedding", nn.Embedding, VOCAB, HIDDEN)
+        last = TiedLayerSpec("embedding", nn.Embedding, VOCAB, HIDDEN, forward_fn=tied_logits)
+    module = PipelineModule(
+        [first, LayerSpec(Block), LayerSpec(Block), last], topology=topology, partition_method="uniform",
+        loss_fn=weighted_loss if case.weighted else cce.loss_fn,
+        activation_checkpoint_interval=1 if case.checkpoint else 0,
+    )  # fmt: skip
+    for name, parameter in module.named_parameters():
+        # By name: a layer has the same weights whatever the stage or the split.
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        shape = parameter.shape
+        whole = torch.randn((VOCAB, *shape[1:]) if shape[0] in (VOCAB, 19, 18) else shape, generator=generator)
+        layer = module.get_submodule(name.rpartition(".")[0])
+        if isinstance(layer, (cce.CCEHead, cce.CCEEmbedding)):
+            whole = whole[layer.rows.start : layer.rows.stop]
+        with torch.no_grad():
+            parameter.copy_(0.3 * whole)
+    config = ds_config(
+        ours, train_micro_batch_size_per_gpu=BATCH, gradient_accumulation_steps=MICROBATCHES, gradient_clipping=case.clip,
+        zero_optimization={"stage": case.zero}, pipeline={"use_reentrant": False}, bf16={"enabled": case.bf16},
+    )  # fmt: skip
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.5)
+    return cce.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+def tied_logits(embedding: Any, hidden: Tensor) -> Tensor:
+    return F.linear(hidden, embedding.weight)
+
+
+def batches(step: int, weighted: bool, rank: int) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    while True:
+        ids = torch.randint(VOCAB, (BATCH, SEQ), generator=generator)
+        labels = torch.randint(VOCAB, (BATCH, SEQ), generator=generator)
+        labels = labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.3, IGNORED)
+        yield ids, (labels, torch.rand(labels.shape, generator=generator)) if weighted else labels
+
+
+def compare_pipelines(case: Pipe) -> None:
+    stock, ours = pipeline(case, ours=False), pipeline(case, ours=True)
+    tolerance = 2e-2 if case.bf16 else 2e-5
+    rank = stock.grid.get_data_parallel_rank()
+    with counted_losses() as calls:
+        for step in range(STEPS):
+            losses = [engine.train_batch(batches(step, case.weighted, rank)) for engine in (stock, ours)]
+            torch.testing.assert_close(losses[1], losses[0], rtol=tolerance, atol=0)
+            if case.clip:
+                norms = [engine.get_global_grad_norm() for engine in (stock, ours)]
+                assert case.zero == 0 or abs(norms[1] - norms[0]) <= tolerance * norms[0], norms
+    assert calls == [STEPS * MICROBATCHES if stock.is_last_stage() else 0]
+    for (name, expected), (_, parameter) in zip(
+        stock.module.named_parameters(), ours.module.named_parameters(), strict=True
+    ):
+        layer = ours.module.get_submodule(name.rpartition(".")[0])
+        if isinstance(layer, (cce.CCEHead, cce.CCEEmbedding)):
+            expected = expected[layer.rows.start : layer.rows.stop]
+        torch.testing.assert_close(
+            parameter, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def check_pipeline_evaluation(case: Pipe) -> None:
+    """Evaluate, return logits, save, and load into the other engine."""
+    stock, ours = pipeline(case, ours=False), pipeline(case, ours=True)
+    for engine in (stock, ours):
+        engine.train_batch(batches(0, False, 0))
+    losses = [engine.eval_batch(batches(9, False, 0)) for engine in (stock, ours)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
+    if case.model == 1:
+        (_, expected), (loss, logits) = (e.eval_batch(batches(9, False, 0), return_logits=True) for e in (stock, ours))
+        torch.testing.assert_close(loss, losses[0], rtol=2e-5, atol=0)
+        if stock.is_last_stage():
+            torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
+    with shared_folder() as folder:
+        stock.save_checkpoint(os.path.join(folder, "stock"), tag="x")
+        ours.save_checkpoint(os.path.join(folder, "ours"), tag="x")
+        dist.barrier()
+        files = [sorted(path.name for path in Path(folder, name, "x").glob("layer_*")) for name in ("stock", "ours")]
+        assert files[0] == files[1] and len(files[0]) >= 3
+        for name in files[0]:
+            saved = [torch.load(Path(folder, engine, "x", name), weights_only=False) for engine in ("stock", "ours")]
+            assert saved[0].keys() == saved[1].keys()
+        other = pipeline(case, ours=case.model > 1)  # of the same sharding
+        other.load_checkpoint(os.path.join(folder, "ours"), tag="x", load_module_only=True)
+        dist.barrier()
+    torch.testing.assert_close(other.eval_batch(batches(9, False, 0)), losses[0], rtol=2e-5, atol=0)
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """Give all ranks one temporary folder."""
+    with tempfile.TemporaryDirectory() as own:
+        name = [own]
+        dist.broadcast_object_list(name)
+        yield name[0]
+        dist.barrier()
+
+
+# Models that compute their loss in forward
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    zero: int = 0
+    tied: bool = False
+    clip: float = 0.1
+    bf16: bool = False
+    autotp: int = 0
+    split: bool = False  # the vocabulary, over an mpu's model axis
+    evaluate: bool = False
+    num_items: int | None = None
+    sequence_mean: bool = False
+    reduce_scatter: bool = True
+
+
+class Model(nn.Module):
+    """A language model as people write them; ``head`` makes its last layer."""
+
+    def __init__(self, head: Callable[[], nn.Module], tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(VOCAB, HIDDEN), Block()
+        self.lm_head = head()
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(
+        self, ids: Tensor, labels: Tensor | None = None, shift_labels: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor | None, Any]:
+        logits = self.lm_head(self.block(self.embed(ids)))
+        if shift_labels is not None:
+            return cce.loss_fn(logits, shift_labels), logits
+        if labels is None:
+            return None, logits
+        return F.cross_entropy(logits[..., :-1, :].reshape(-1, VOCAB), labels[:, 1:].flatten()), logits
+
+
+def linear() -> nn.Module:
+    return nn.Linear(HIDDEN, VOCAB, bias=True)
+
+
+def engine_of(model: nn.Module, ours: bool, case: Case, mpu: Any = None) -> Any:
+    config = ds_config(
+        ours, train_micro_batch_size_per_gpu=BATCH, gradient_accumulation_steps=MICROBATCHES, gradient_clipping=case.clip,
+        zero_optimization={
+            "stage": case.zero, "stage3_param_persistence_threshold": 0, "reduce_scatter": case.reduce_scatter
+        },
+        bf16={"enabled": case.bf16},
+    )  # fmt: skip
+    if case.autotp:
+        config["tensor_parallel"] = {"autotp_size": case.autotp, "vocab_parallel_lm_head": True}
+    config["cce_dist"]["sequence_mean"] = case.sequence_mean
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return cce.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
+
+
+def train(engine: Any, step: int, rank: int, **more: Any) -> list[float]:
+    engine.train()
+    data, losses = batches(step, False, rank), []
+    for _ in range(MICROBATCHES):
+        ids, labels = next(data)
+        loss = engine(ids, labels=labels, **more)[0]
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def parameters(engine: Any) -> dict[str, Tensor]:
+    """Whole parameters, whatever the ZeRO stage."""
+    import deepspeed
+
+    found = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(found.values()), enabled=engine.zero_optimization_stage() == 3):
+        return {name: parameter.detach().float().clone() for name, parameter in found.items()}
+
+
+def compare_engines(stock: Any, ours: Any, case: Case, data_rank: int, truth: Any = None) -> None:
+    tolerance = 2e-2 if case.bf16 else 2e-5
+    more = {} if case.num_items is None else {"num_items_in_batch": case.num_items}
+    with counted_losses() as calls:
+        for step in range(STEPS):
+            expected, losses = (train(engine, step, data_rank, **more) for engine in (stock, ours))
+            torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0)
+            norms = [engine.get_global_grad_norm() for engine in (stock, ours)]
+            assert case.zero == 0 or abs(norms[1] - norms[0]) <= tolerance * norms[0], norms
+    assert calls == [STEPS * MICROBATCHES]
+    cce.require(ours)
+    with pytest.raises(RuntimeError, match="no head of this engine"):
+        cce.require(stock)
+    expected, updated = parameters(stock), parameters(ours)
+    assert expected.keys() == updated.keys()
+    for name, value in expected.items():
+        rows = getattr(ours.module.get_submodule(name.rpartition(".")[0]), "rows", None)
+        value = value if rows is None else value[rows.start : rows.stop]
+        torch.testing.assert_close(
+            updated[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    if case.evaluate:
+        check_evaluation(stock, ours)
+
+
+def check_evaluation(stock: Any, ours: Any) -> None:
+    ids, labels = next(batches(9, False, 0))
+    for engine in (stock, ours):
+        engine.eval()
+    with torch.no_grad():
+        expected, logits = (
+            engine(ids)[-1] if isinstance(engine(ids), tuple) else engine(ids).logits for engine in (stock, ours)
+        )
+        torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
+        expected, loss = (engine(ids, labels=labels)[0] for engine in (stock, ours))
+        torch.testing.assert_close(loss, expected, rtol=2e-5, atol=0)
+        with shared_folder() as folder:
+            ours.save_checkpoint(folder, tag="x")
+            dist.barrier()
+            stock.load_checkpoint(folder, tag="x")
+            assert stock.global_steps == ours.global_steps
+        again = stock(ids, labels=labels)[0]
+        torch.testing.assert_close(again, expected, rtol=0 if stock.zero_optimization_stage() else 1e-6, atol=1e-6)
+
+
+class Mpu:
+    """The model axis over pairs of neighbouring ranks, data over the rest."""
+
+    def __init__(self, model: int) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        self.model_group: Any = None
+        self.data_group: Any = None
+        for first in range(0, world, model):
+            ranks = list(range(first, first + model))
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                self.model_group = group
+        for first in range(model):
+            ranks = list(range(first, world, model))
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                self.data_group = group
+
+    def get_model_parallel_group(self) -> Any:
+        return self.model_group
+
+    def get_model_parallel_rank(self) -> int:
+        return self.model_group.rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.model_group.size()
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data_group.rank()
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data_group.size()
+
+
+def compare_models(case: Case) -> None:
+    torch.manual_seed(0)
+    mpu = Mpu(2) if case.split else None
+    stock = Model(linear, case.tied)
+    ours = copy.deepcopy(stock)
+    if mpu is not None:
+        rank, size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
+        head = cce.CCEHead(HIDDEN, VOCAB, bias=True, tp_rank=rank, tp_size=size)
+        for name, parameter in head.named_parameters():
+            whole = dict(stock.lm_head.named_parameters())[name]
+            parameter.data.copy_(whole[head.rows.start : head.rows.stop])
+        ours.lm_head = head
+    data_rank = mpu.get_data_parallel_rank() if mpu else dist.get_rank()
+    compare_engines(engine_of(stock, False, case, mpu), engine_of(ours, True, case, mpu), case, data_rank)
+
+
+def compare_hugging_face(case: Case, name: str = "Llama") -> None:
+    import transformers
+
+    sizes: dict[str, Any] = dict(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4, tie_word_embeddings=case.tied, pad_token_id=0, attn_implementation="eager",
+        initializer_range=0.3,
+    )  # fmt: skip
+    if name == "Gemma2":
+        sizes["final_logit_softcapping"] = 2.0
+    torch.manual_seed(0)
+    stock = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
+    if case.zero == 3:
+        stock.gradient_checkpointing_enable()
+    ours = copy.deepcopy(stock)
+    data_rank = 0 if case.autotp else dist.get_rank()
+    compare_engines(engine_of(stock, False, case), engine_of(ours, True, case), case, data_rank)
+
+
+def check_sequence_shards(zero: int, reduce_scatter: bool = True) -> None:
+    """Give each rank half of the sequences, rank 1 in one microbatch no label; plain torch has them whole."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=2)
+    torch.manual_seed(0)
+    model = Model(linear)
+    reference = copy.deepcopy(model)
+    case = Case(zero=zero, clip=0.0, sequence_mean=True, reduce_scatter=reduce_scatter)
+    engine = engine_of(model, True, case, parallel_state_sp)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+    here = slice(0, SEQ // 2) if dist.get_rank() == 0 else slice(SEQ // 2, SEQ)
+    for step in range(STEPS):
+        data = batches(step, False, 0)
+        for micro in range(MICROBATCHES):
+            ids, labels = next(data)
+            if micro == 1:
+                labels[:, SEQ // 2 :] = IGNORED
+            whole = reference(ids, shift_labels=labels)[0]
+            (whole / MICROBATCHES).backward()
+            loss = engine(ids[:, here], shift_labels=labels[:, here])[0]
+            torch.testing.assert_close(loss, whole, rtol=2e-5, atol=0)
+            engine.backward(loss)
+            engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    for (name, expected), updated in zip(reference.named_parameters(), parameters(engine).values(), strict=True):
+        torch.testing.assert_close(updated, expected.detach(), rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check_refusals() -> None:
+    """Raise on models that cannot be taken over before anything is built, and on a use of logits that are not there."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    def refused(model: nn.Module, message: str, **config: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            cce.initialize(model=model, config=ds_config(True) | config)
+
+    refused(nn.Sequential(nn.Linear(4, 4)), 'found none: name it in "cce_dist.head"')
+    refused(Model(lambda: nn.Sequential(linear())), "cannot take over a head that is a Sequential")
+    refused(Model(linear), "which Model does not have", cce_dist={"enabled": True, "head": "output"})
+    refused(Model(linear), "vocab_parallel_lm_head", tensor_parallel={"autotp_size": 2})
+    with pytest.raises(ValueError, match="there is no sequence parallelism"):
+        engine_of(Model(linear), True, Case(sequence_mean=True))
+    refused(Model(linear), "no key", cce_dist={"enabled": True, "eps": 1})
+    refused(Model(lambda: cce.CCEHead(HIDDEN, VOCAB, tp_rank=0, tp_size=2)), "needs mpu=")
+    embedding, tied = TiedLayerSpec("e", nn.Embedding, VOCAB, HIDDEN), TiedLayerSpec("e", nn.Embedding, VOCAB, HIDDEN)
+    for layers, loss, message in (
+        ([embedding, LayerSpec(Block)], cce.loss_fn, "cannot take over a head that is a Block"),
+        ([embedding, tied], cce.loss_fn, "a tied head needs"),
+        ([embedding, LayerSpec(nn.Linear, HIDDEN, VOCAB)], None, "with a loss_fn"),
+    ):
+        refused(PipelineModule(layers, num_stages=2, loss_fn=loss), message)
+    pipe = PipelineModule([embedding, LayerSpec(nn.Linear, HIDDEN, VOCAB)], num_stages=2, loss_fn=cce.loss_fn)
+    refused(pipe, "not for pipelines", cce_dist={"enabled": True, "head": "1"})
+    with pytest.raises(RuntimeError, match="nothing has turned cce_dist on"):
+        cce.CCEHead(HIDDEN, VOCAB, tp_rank=0, tp_size=2)(torch.zeros(1, HIDDEN))
+
+    engine = engine_of(Model(linear), True, Case(zero=1))
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    logits = engine(ids)[-1]
+    with pytest.raises(RuntimeError, match="in the model's forward"):
+        F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    with pytest.raises(AttributeError, match="softmax of logits that are not computed"):
+        logits.softmax(-1)
+
+
+def two_ranks() -> None:
+    prepare()
+    for case in (
+        Pipe(pipe=2, clip=0.1, zero=1),
+        Pipe(pipe=2, tied=True, checkpoint=True),
+        Pipe(model=2, clip=0.1),
+        Pipe(model=2, tied=True, zero=1, weighted=True),
+        Pipe(pipe=2, weighted=True, bf16=True, zero=1),
+    ):
+        run(compare_pipelines, case)
+    for case in (Pipe(pipe=2), Pipe(pipe=2, tied=True), Pipe(model=2), Pipe(model=2, tied=True)):
+        run(check_pipeline_evaluation, case)
+    for case in (
+        Case(zero=0, evaluate=True),
+        Case(zero=1, tied=True),
+        Case(zero=2),
+        Case(zero=3, evaluate=True),
+        Case(zero=3, tied=True),
+        Case(zero=1, split=True),
+        Case(zero=3, split=True),
+    ):
+        run(compare_models, case)
+    for zero, reduce_scatter in ((0, True), (2, True), (3, True), (3, False)):
+        run(check_sequence_shards, zero, reduce_scatter)
+    run(check_refusals)
+    if importlib.util.find_spec("transformers") is None:
+        return
+    for case, name in (
+        (Case(zero=0, evaluate=True), "Llama"),
+        (Case(zero=2, bf16=True), "Llama"),
+        (Case(zero=3, tied=True, num_items=7), "Llama"),
+        (Case(zero=1, tied=True, evaluate=True), "Gemma2"),
+        # The last ones: AutoTP changes DeepSpeed's state for good.
+        (Case(zero=1, autotp=2), "Llama"),
+        (Case(zero=3, tied=True, autotp=2), "Llama"),
+    ):
+        run(compare_hugging_face, case, name)
+
+
+def four_ranks() -> None:
+    prepare()
+    for case in (
+        Pipe(pipe=2, model=2, zero=1, clip=0.1),
+        Pipe(pipe=2, model=2, tied=True, checkpoint=True),
+        Pipe(pipe=2, tied=True, zero=1, weighted=True),
+    ):
+        run(compare_pipelines, case)
+    for case in (Case(zero=0, split=True), Case(zero=2, split=True), Case(zero=3, split=True)):
+        run(compare_models, case)
+
+
+def run(check: Callable, *args: Any) -> None:
+    """Run a check on a DeepSpeed that remembers no groups of the one before; say which failed."""
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references()
+    try:
+        check(*args)
+    except Exception as error:
+        raise AssertionError(f"{check.__name__}{args}: {error}") from error
+
+
+@needs_deepspeed
+def test_two_ranks() -> None:
+    run_ranks(two_ranks, 2)
+
+
+@needs_deepspeed
+def test_four_ranks() -> None:
+    run_ranks(four_ranks, 4)
+
+
+# Without DeepSpeed
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        pytest.param("on", "must be a section", id="no-section"),
+        pytest.param({"enabled": True, "fitler": "plain"}, 'has no key "fitler"', id="unknown"),
+        pytest.param({"enabled": 1}, '"cce_dist.enabled" must be true or false', id="bool"),
+        pytest.param({"enabled": True, "filter": True}, '"cce_dist.filter" must be a string', id="string"),
+        pytest.param({"enabled": True, "filter": "exact"}, '"cce_dist.filter" must be one of off,', id="choice"),
+        pytest.param({"enabled": True, "filter_eps": "1e-5"}, '"cce_dist.filter_eps" must be a number', id="number"),
+        pytest.param({"enabled": True, "filter_eps": 1}, r'"cce_dist.filter_eps" must be in \[0, 1\)', id="eps"),
+        pytest.param({"enabled": True, "workspace_bytes": 1.5}, "must be a whole number", id="whole"),
+        pytest.param({"enabled": True, "label_smoothing": 2}, '"cce_dist.label_smoothing" must be in', id="smoothing"),
+        pytest.param(
+            {"enabled": False, "reduce_dtype": "fp32"}, '"cce_dist.reduce_dtype" must be one of', id="disabled"
+        ),
+        pytest.param({"filter": "plain"}, 'needs the key "enabled"', id="no-enabled"),
+    ],
+)
+def test_wrong_section_is_one_line_naming_the_key(section: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        cce.Options.from_config({"cce_dist": section})
+    assert "\n" not in str(error.value)
+
+
+def test_section() -> None:
+    assert cce.Options.from_config({}) is None
+    assert cce.Options.from_config({"cce_dist": {"enabled": False, "filter": "plain"}}) is None
+    assert cce.Options.from_config(json.loads(DS_CONFIG)) == cce.Options()
+    section = {"enabled": True, "filter": "plain", "filter_eps": 0.01, "reduce_dtype": "float32", "sequence_mean": True}
+    filtered = GradFilter(eps=0.01, compensate=False)
+    expected = cce.Options(grad_filter=filtered, reduce_dtype=torch.float32, sequence_mean=True)
+    assert cce.Options.from_config({"cce_dist": section}) == expected
+
+
+def causal(logits: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, logits.size(-1)), labels[:, 1:].flatten())
+
+
+def capped(logits: Any, labels: Tensor) -> Tensor:
+    logits = torch.tanh(0.5 * logits / 3.0) * 3.0
+    return nn.CrossEntropyLoss(label_smoothing=0.1)(logits.float().reshape((-1, VOCAB)), labels.view(-1))
+
+
+def picked(logits: Any, labels: Tensor) -> Tensor:
+    kept = labels != IGNORED
+    return F.cross_entropy(logits[kept] * 2, labels[kept], reduction="sum") + F.cross_entropy(
+        logits[0, 1:], labels[0, 1:]
+    )
+
+
+@pytest.mark.parametrize("loss", [cce.loss_fn, causal, capped, picked])
+def test_deferred_logits_meet_the_users_own_loss(loss: Callable) -> None:
+    hidden, labels = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True), next(batches(0, False, 0))[1]
+    head, task = deferring_head(cce.Options())
+    results = []
+    for logits in (F.linear(hidden, head.weight), cce.DeferredLogits(head, task, hidden)):
+        value = loss(logits, labels)
+        results.append((value, *torch.autograd.grad(value, [hidden, head.weight])))
+    for expected, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_options_reach_the_loss() -> None:
+    hidden, labels = torch.randn(5, HIDDEN), torch.arange(5)
+    head, task = deferring_head(
+        cce.Options(label_smoothing=0.2, z_loss_weight=0.5, grad_filter=GradFilter(), backend="torch")
+    )
+    logits = F.linear(hidden, head.weight)
+    expected = F.cross_entropy(logits, labels, label_smoothing=0.2) + 0.5 * logits.logsumexp(-1).square().mean()
+    torch.testing.assert_close(cce.loss_fn(cce.DeferredLogits(head, task, hidden), labels), expected)
+
+
+def deferring_head(options: cce.Options) -> tuple[Any, Any]:
+    head = nn.Linear(HIDDEN, VOCAB, bias=False)
+    task = cce._Task(options, VocabShard(0, VOCAB, VOCAB), inside=1)
+    cce._take(head, task)
+    return head, task
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda x: x[..., 0], id="column"),
+        pytest.param(lambda x: x[..., :-1], id="columns"),
+        pytest.param(lambda x: x[0, 0, 0], id="element"),
+        pytest.param(lambda x: x[None], id="none"),
+        pytest.param(lambda x: x.argmax(-1), id="argmax"),
+        pytest.param(lambda x: torch.softmax(x, -1), id="softmax"),
+        pytest.param(lambda x: x * torch.ones(()), id="tensor-factor"),
+        pytest.param(lambda x: torch.ones(()) * x, id="factor-tensor"),
+        pytest.param(lambda x: x + 1, id="sum"),
+        pytest.param(lambda x: x.tanh().tanh(), id="two-tanh"),
+        pytest.param(lambda x: x.flatten(), id="flatten"),
+        pytest.param(lambda x: x.view(-1, VOCAB + 1), id="view"),
+        pytest.param(lambda x: F.cross_entropy(x, torch.zeros(BATCH, SEQ).long()), id="not-flat"),
+        pytest.param(lambda x: F.cross_entropy(x[0], torch.ones(SEQ, VOCAB)), id="probabilities"),
+        pytest.param(lambda x: F.cross_entropy(x[0], torch.zeros(SEQ).long(), torch.ones(VOCAB)), id="class-weights"),
+        pytest.param(lambda x: F.cross_entropy(torch.ones(SEQ, VOCAB), x), id="as-target"),
+    ],
+)
+def test_other_uses_of_deferred_logits_raise(use: Callable) -> None:
+    head, task = deferring_head(cce.Options())
+    with pytest.raises((AttributeError, ValueError, TypeError)):
+        use(cce.DeferredLogits(head, task, torch.randn(BATCH, SEQ, HIDDEN)))
+
+
+def test_head_inside_a_reentrant_checkpoint_raises() -> None:
+    head, task = deferring_head(cce.Options())
+    with torch.no_grad():
+        logits: Any = cce.DeferredLogits(head, task, torch.randn(SEQ, HIDDEN))
+    with pytest.raises(RuntimeError, match="ran without gradients"):
+        F.cross_entropy(logits, torch.zeros(SEQ, dtype=torch.long))
