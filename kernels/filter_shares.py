@@ -1,6 +1,6 @@
 """Each column's share of the softmax mass that a filter drops, from a sample of the tokens.
 
-    sum over sampled tokens i of |P_i| p_ij slope_ij where z_ij < threshold_i, outside the head
+    sum over sampled tokens i of |P_i| p_ij slope_ij where z_ij < threshold_i and j is not the label, outside the head
 
 Tokens differ in how much they drop far more than in where, so the shares of a few hundred tokens stand for those of all, while
 each token's own mass (``filtered_hidden.py``) is exact: at 512 tokens the mean of dE is off by about what bf16's rounding moves
@@ -25,22 +25,23 @@ def dropped_sums(
     num_sampled: torch.Tensor,
     reference_S: torch.Tensor,
     threshold_S: torch.Tensor,
+    labels_S: torch.Tensor,
     slot_V: torch.Tensor,
     logits: ShardLogits,
     sums_V: torch.Tensor,
     tile: Tile,
 ) -> None:
-    """Write the sums of exp(z - reference) times the softcap's slope where z < threshold; 0 for columns of the head."""
+    """Write the sums of exp(z - reference) times the softcap's slope where z < threshold, but for labels; 0 in the head."""
     num_rows, hidden_size = rows_SD.shape
     tma = has_tma(rows_SD, weight_VD)
     _dropped_sums_kernel[(triton.cdiv(logits.num_valid, tile.cols),)](
         # in
         operand(rows_SD, tile.rows, tile.inner, tma), operand(weight_VD, tile.cols, tile.inner, tma), bias_V,
-        num_sampled, reference_S, threshold_S, slot_V,
+        num_sampled, reference_S, threshold_S, labels_S, slot_V,
         # out
         sums_V,
         # sizes
-        num_rows, hidden_size, logits.num_valid,
+        num_rows, hidden_size, logits.num_valid, logits.start,
         # options
         logits.logit_scale, logits.softcap,
         HAS_BIAS=bias_V is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
@@ -52,8 +53,8 @@ def dropped_sums(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_valid"],
-    do_not_specialize_on_alignment=["num_sampled_ptr", "reference_ptr", "threshold_ptr"],
+    do_not_specialize=["num_rows", "num_valid", "start"],
+    do_not_specialize_on_alignment=["num_sampled_ptr", "reference_ptr", "threshold_ptr", "labels_ptr"],
 )
 def _dropped_sums_kernel(
     hidden,  # in: [S, D] descriptor or pointer
@@ -62,11 +63,13 @@ def _dropped_sums_kernel(
     num_sampled_ptr,  # in: [1] int32
     reference_ptr,  # in: [S] fp32
     threshold_ptr,  # in: [S] fp32
+    labels_ptr,  # in: [S] int64
     slot_ptr,  # in: [V] int32
     sums_ptr,  # out: [V] fp32
     num_rows,
     hidden_size,
     num_valid,
+    start,
     logit_scale,
     softcap,
     HAS_BIAS: tl.constexpr,
@@ -95,7 +98,9 @@ def _dropped_sums_kernel(
         live = offs_n < num_sampled
         reference = tl.load(reference_ptr + offs_n, mask=live, other=0)
         threshold = tl.load(threshold_ptr + offs_n, mask=live, other=float("-inf"))
-        e = tl.where(z < threshold[:, None], tl.exp(z - reference[:, None]), 0.0)
+        label = (tl.load(labels_ptr + offs_n, mask=live, other=-1) - start).to(tl.int32)
+        dropped = (z < threshold[:, None]) & (offs_v[None, :] != label[:, None])
+        e = tl.where(dropped, tl.exp(z - reference[:, None]), 0.0)
         if HAS_SOFTCAP:
             capped = z / softcap
             e = tl.where(e > 0, e * (1.0 - capped * capped), 0.0)

@@ -316,7 +316,8 @@ def _filtered_gradients(
         share_V = torch.zeros(num_valid, dtype=torch.float32, device=device)
         if grad_filter.compensate:
             _sample_shares(
-                hidden_ND, weight_VD, bias_V, index_N, kept, how.reference, how.threshold, head.slot_V, logits, tiles, share_V
+                hidden_ND, weight_VD, bias_V, index_N, kept, how.reference, how.threshold, labels_N, head.slot_V, logits,
+                tiles, share_V,
             )  # fmt: skip
 
         target = d_weight if d_weight_out is None else d_weight_out
@@ -383,6 +384,7 @@ def _sample_shares(
     num_kept: torch.Tensor,
     reference_N: torch.Tensor,
     threshold_N: torch.Tensor,
+    labels_N: torch.Tensor,
     slot_V: torch.Tensor,
     logits: ShardLogits,
     tiles: Tiles,
@@ -395,7 +397,8 @@ def _sample_shares(
     index_S = index_N[place_S.clamp(max=index_N.shape[0] - 1)]
     rows_SD = _gathered(hidden_ND, index_S, num_sampled)
     dropped_sums(
-        rows_SD, weight_VD, bias_V, num_sampled, reference_N[index_S], threshold_N[index_S], slot_V, logits, share_V, tiles.lse
+        rows_SD, weight_VD, bias_V, num_sampled, reference_N[index_S], threshold_N[index_S], labels_N[index_S], slot_V,
+        logits, share_V, tiles.lse,
     )  # fmt: skip
     share_V *= 1 / share_V.sum().clamp_(min=torch.finfo(torch.float32).tiny)
 
