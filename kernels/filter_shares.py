@@ -33,6 +33,8 @@ def dropped_sums(
 ) -> None:
     """Write the sums of exp(z - reference) times the softcap's slope where z < threshold, but for labels; 0 in the head."""
     num_rows, hidden_size = rows_SD.shape
+    if logits.softcap > 0.0:
+        tile = tile._replace(cols=max(16, tile.cols // 2))  # its epilogue over a whole one spills registers
     tma = has_tma(rows_SD, weight_VD)
     _dropped_sums_kernel[(triton.cdiv(logits.num_valid, tile.cols),)](
         # in
