@@ -115,6 +115,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     """Call ``deepspeed.initialize``; where ds_config enables it, compute the model's loss from hidden states.
 
     Arguments and result are those of ``deepspeed.initialize``, and without ``"cce_dist": {"enabled": true}`` so is all else.
+    Loss code then finds ``DeferredLogits`` where it found logits, and its loss is fp32.
+
+    Sharding: The weight stays as DeepSpeed or the model keeps it; hidden states are replicated over the model axis.
+    Communication: That of ``linear_cross_entropy`` over the model axis; ``sequence_mean`` adds two all-reduces of a number.
 
     Raises:
         ValueError: The section is wrong, or the model has no head that can be taken over; before anything is built.
@@ -143,12 +147,15 @@ def convert(engine: Any, options: Options | None = None) -> Any:
     Raises:
         ValueError: The model has no head that can be taken over.
     """
+    from deepspeed.utils import log_dist
+
     options = options or Options()
     tasks = _convert_pipeline(engine, options) if _is_pipeline(engine.module) else _convert_model(engine, options)
     engine.cce_heads = [name for name, _ in tasks]
+    first = dist.get_process_group_ranks(engine.seq_data_parallel_group)[0]  # one line a shard
     for name, task in tasks:
         rows = f"rows [{task.shard.start}, {task.shard.stop}) of {task.shard.vocab_size}"
-        _log(f"cce_dist: the loss comes from hidden states; head {name}, {rows}, {options}")
+        log_dist(f"cce_dist: the loss comes from hidden states; head {name}, {rows}, {options}", ranks=[first])
     return engine
 
 
@@ -561,9 +568,8 @@ def _cross_entropy(
 def _convert_pipeline(engine: Any, options: Options) -> list[tuple[str, _Task]]:
     """Take over the last stage's head and loss_fn; give every stage's split layers their group."""
     module, group = engine.module, engine.mpu.get_slice_parallel_group()
-    for layer in module.modules():
-        if isinstance(layer, (CCEHead, CCEEmbedding)):
-            layer.rows.join(group)
+    for layer in _split_layers(module):
+        layer.rows.join(group)
     if not engine.is_last_stage():
         return []
     reference = weakref.ref(engine)
@@ -588,11 +594,12 @@ def _convert_pipeline(engine: Any, options: Options) -> list[tuple[str, _Task]]:
 
 def _convert_model(engine: Any, options: Options) -> list[tuple[str, _Task]]:
     """Take over the head of a model that computes its loss in forward."""
+    from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
+
     module = engine.module
     name, head = _find_head(module, options)
-    for layer in module.modules():
-        if isinstance(layer, (CCEHead, CCEEmbedding)):
-            layer.rows.join(_model_group(engine.mpu) if layer.rows.tp_size > 1 else None)
+    for layer in _split_layers(module):
+        layer.rows.join(bwc_tensor_model_parallel_group(engine.mpu))
     task = _Task(options, _shard(head))
     if options.sequence_mean:
         task.sequence_group, task.sequence_scale = _sequence_group(engine)
@@ -628,9 +635,8 @@ def _sequence_group(engine: Any) -> tuple[dist.ProcessGroup, int]:
     if size == 1:
         raise ValueError(f'ds_config: "{SECTION}.sequence_mean" is set, but there is no sequence parallelism')
     group = engine.get_sequence_parallel_group()
-    if not set(dist.get_process_group_ranks(group)) <= set(
-        dist.get_process_group_ranks(engine.seq_data_parallel_group)
-    ):
+    ranks, reduced = (set(dist.get_process_group_ranks(each)) for each in (group, engine.seq_data_parallel_group))
+    if not ranks <= reduced:
         raise ValueError(
             "DeepSpeed does not reduce gradients over this sequence-parallel group; make it by "
             "deepspeed.runtime.sequence_parallel.parallel_state_sp and pass that as mpu="
@@ -645,9 +651,7 @@ def _check(model: Any, config: dict, mpu: Any, options: Options) -> None:
     """Raise on what cannot be taken over, before DeepSpeed builds anything."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
-    split = [
-        layer for layer in model.modules() if isinstance(layer, (CCEHead, CCEEmbedding)) and layer.rows.tp_size > 1
-    ]
+    split = _split_layers(model)
     if _is_pipeline(model):
         if hasattr(model, "phase_funcs"):
             raise ValueError("cce_dist does not support DualPipeV; use a PipelineModule")
@@ -713,13 +717,9 @@ def _check_last_layer(spec: Any) -> None:
 
 def _check_class(kind: type) -> None:
     """Raise if modules of this class are not a plain product with their weight."""
-    if (
-        issubclass(kind, CCEHead)
-        or getattr(kind, "forward", None) is nn.Linear.forward
-        or kind.__name__ == "VocabParallelLinear"
-    ):
-        return
-    raise ValueError(f"cce_dist cannot take over a head that is a {kind.__name__}: it must be nn.Linear or CCEHead")
+    plain = getattr(kind, "forward", None) is nn.Linear.forward
+    if not (plain or issubclass(kind, CCEHead) or kind.__name__ == "VocabParallelLinear"):
+        raise ValueError(f"cce_dist cannot take over a head that is a {kind.__name__}: it must be nn.Linear or CCEHead")
 
 
 def _check_tied(function: functools.partial) -> None:
@@ -730,6 +730,10 @@ def _check_tied(function: functools.partial) -> None:
         logits, expected = function(hidden), F.linear(hidden, weight)
     if logits.shape != expected.shape or not torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-2):
         raise ValueError("cce_dist: the forward_fn of the tied head is not hidden @ weight.T; scale or cap in loss_fn")
+
+
+def _split_layers(model: nn.Module) -> list[Any]:
+    return [x for x in model.modules() if isinstance(x, (CCEHead, CCEEmbedding)) and x.rows.tp_size > 1]
 
 
 def _take(head: Any, task: _Task) -> None:
@@ -747,27 +751,17 @@ def _head_class(base: type) -> type:
 def _shard(head: Any) -> VocabShard:
     if isinstance(head, (CCEHead, CCEEmbedding)):
         return head.rows.join(head.rows.group)
-    if _is_vocab_parallel(head):
+    if hasattr(head, "vocab_start_index"):  # AutoTP's VocabParallelLinear
         group = head.mp_group if head.tp_world_size > 1 else None
         return VocabShard(head.vocab_start_index, head.vocab_end_index, head.vocab_size, group)
     rows = head.num_embeddings if isinstance(head, nn.Embedding) else head.out_features
     return VocabShard(0, rows, rows)
 
 
-def _is_vocab_parallel(head: Any) -> bool:
-    return getattr(head, "is_vocab_parallel_lm_head", False)
-
-
 def _is_pipeline(module: Any) -> bool:
     from deepspeed.pipe import PipelineModule
 
     return isinstance(module, PipelineModule)
-
-
-def _model_group(mpu: Any) -> dist.ProcessGroup | None:
-    from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
-
-    return bwc_tensor_model_parallel_group(mpu)
 
 
 def _shard_of_topology(topology: Any) -> dict[str, int]:
@@ -779,12 +773,6 @@ def _shard_of_topology(topology: Any) -> dict[str, int]:
 def _is(kind: str, value: Any) -> bool:
     types = {NUMBER: (int, float), WHOLE: int, TEXT: str, SWITCH: bool}[kind]
     return isinstance(value, types) and (kind == SWITCH or not isinstance(value, bool))
-
-
-def _log(message: str) -> None:
-    from deepspeed.utils import log_dist
-
-    log_dist(message, ranks=[0])
 
 
 def _deepspeed() -> Any:
