@@ -588,6 +588,7 @@ def test_section() -> None:
     assert cce.Options.from_config({}) is None
     assert cce.Options.from_config({"cce_dist": {"enabled": False, "filter": "plain"}}) is None
     assert cce.Options.from_config(json.loads(DS_CONFIG)) == cce.Options()
+    assert DS_CONFIG.strip() in (Path(__file__).parent.parent / "README.md").read_text()
     section = {"enabled": True, "filter": "plain", "filter_eps": 0.01, "reduce_dtype": "float32", "sequence_mean": True}
     filtered = GradFilter(eps=0.01, compensate=False)
     expected = cce.Options(grad_filter=filtered, reduce_dtype=torch.float32, sequence_mean=True)
