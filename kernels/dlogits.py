@@ -24,6 +24,7 @@ from cce_dist.kernels.tiles import (
     operand,
     precision,
     row_and_split,
+    softcap_slope,
     store_tile,
 )
 
@@ -174,8 +175,7 @@ def _dlogits_kernel(
             grad -= coef_entropy[:, None] * tl.where(p > 0, p * (log_p + entropy[:, None]), 0.0)
         grad = tl.where(offs_v[None, :] == label[:, None], grad + coef_label[:, None], grad)
         if HAS_SOFTCAP:
-            capped = z / softcap
-            grad *= 1.0 - capped * capped
+            grad *= softcap_slope(z, softcap)
         if MASK_V:
             grad = tl.where((first_col + offs_v < num_valid)[None, :], grad, 0.0)
         store_tile(dlogits, row, col, grad, num_rows, dlogits_cols, dlogits_cols, BLOCK_N, BLOCK_V, TMA)

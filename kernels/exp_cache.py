@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import ShardLogits
+from cce_dist.kernels.tiles import softcap_slope
 
 
 def level(
@@ -176,8 +177,7 @@ def _row_scale_kernel(
     scale = tl.where(small, least, scale)
     grad = coef_p * tl.exp((target - row_max) - log_sum) + coef_label
     if HAS_SOFTCAP:
-        capped = target / softcap
-        grad *= 1.0 - capped * capped
+        grad *= softcap_slope(target, softcap)
     cell = tl.where(scale == 0, 0.0, grad / scale)
     where = exp_ptr + offs_n.to(tl.int64) * exp_cols + tl.where(here, label, 0)
     tl.store(where, cell.to(exp_ptr.dtype.element_ty), mask=here)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import ShardLogits
-from cce_dist.kernels.tiles import Tile, has_tma, load_tile, logits_of, operand, precision
+from cce_dist.kernels.tiles import Tile, has_tma, load_tile, logits_of, operand, precision, softcap_slope
 
 
 def dropped_sums(
@@ -104,8 +104,7 @@ def _dropped_sums_kernel(
         dropped = (z < threshold[:, None]) & (offs_v[None, :] != label[:, None])
         e = tl.where(dropped, tl.exp(z - reference[:, None]), 0.0)
         if HAS_SOFTCAP:
-            capped = z / softcap
-            e = tl.where(e > 0, e * (1.0 - capped * capped), 0.0)
+            e = tl.where(e > 0, e * softcap_slope(z, softcap), 0.0)
         sums += tl.sum(e, 0)
     in_v = offs_v < num_valid
     in_head = tl.load(slot_ptr + offs_v, mask=in_v, other=0) >= 0

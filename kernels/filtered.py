@@ -33,7 +33,7 @@ import torch
 import triton
 
 from cce_dist.kernels import Filter, ShardLogits, triton_ops
-from cce_dist.kernels.compact import gather_rows, kept_first
+from cce_dist.kernels.compact import gathered, kept_first
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.filter_lists import (
     add_label,
@@ -117,7 +117,7 @@ def local_stats(
         state_3N = torch.stack((merge_bound(stats_KN[:3]), torch.zeros_like(stats_KN[0]), stats_KN[0]))
         return stats_KN, state_3N, columns_NL, count_N, labels_N.new_empty(head_size(num_valid))
 
-    with triton_ops._on(hidden_ND):
+    with triton_ops.on_device(hidden_ND):
         tiles = choose_tiles(hidden_ND.dtype, device)
         num_tiles = triton.cdiv(num_valid, tiles.lse.cols)
         num_words = num_tiles * tiles.lse.cols // 32
@@ -135,16 +135,16 @@ def local_stats(
         sloped = logits.softcap > 0.0
         sloped_2N = torch.zeros(2, num_tokens, **fp32) if sloped else None
         head_3N = torch.zeros(3, num_tokens, **fp32)
-        for index_R, num_kept in triton_ops._groups(index_N, kept, max(rows, half // row_bytes // 128 * 128)):
-            rows_RD = _gathered(hidden_ND, index_R, num_kept)
+        for index_R, num_kept in triton_ops.token_groups(index_N, kept, max(rows, half // row_bytes // 128 * 128)):
+            rows_RD = gathered(hidden_ND, index_R, num_kept)
             target_logits(rows_RD, weight_VD, bias_V, labels_N, index_R, num_kept, logits, stats_KN[2])
             operands = (rows_RD, head.weight_HD, head.bias_H, num_kept, head.logits)
             _log_sum_exp(operands, tiles, index_R, head_3N, None if sloped_2N is None else sloped_2N[0], None)
         bound_N = merge_bound(add_label(head_3N, stats_KN[2], labels_N, head.slot_V, logits))
 
         words_RW = torch.empty(min(rows, num_tokens), num_words, dtype=torch.int32, device=device)
-        for index_R, num_kept in triton_ops._groups(index_N, kept, rows):
-            rows_RD = _gathered(hidden_ND, index_R, num_kept)
+        for index_R, num_kept in triton_ops.token_groups(index_N, kept, rows):
+            rows_RD = gathered(hidden_ND, index_R, num_kept)
             operands = (rows_RD, weight_VD, bias_V, num_kept, logits)
             words = words_RW[: index_R.shape[0]]
             marks = Marks(bound_N[index_R], math.log(grad_filter.eps / SLACK), words)
@@ -180,7 +180,7 @@ def filter_stats(
     num_tokens, num_valid = labels_N.shape[0], logits.num_valid
     if num_tokens == 0 or num_valid == 0:
         return torch.zeros(3, device=hidden_ND.device)
-    with triton_ops._on(hidden_ND):
+    with triton_ops.on_device(hidden_ND):
         nll_4N = torch.zeros(4, num_tokens, device=hidden_ND.device)
         nll_4N[:2] = 1.0  # coefficients of the plain loss, but for the sign, which decides nothing here
         how = plan(
@@ -287,7 +287,7 @@ def _filtered_gradients(
     num_tokens, hidden_size = hidden_ND.shape
     num_valid, device = logits.num_valid, hidden_ND.device
     budget = max(workspace_bytes, triton_ops.LEAST_BYTES)
-    with triton_ops._on(hidden_ND):
+    with triton_ops.on_device(hidden_ND):
         capacity = max(1, min(MEAN_LIST * num_tokens, budget // 4 // ENTRY_BYTES))
         head = gather_head(ids_H, weight_VD, bias_V, logits, triton.cdiv(num_valid, 32))
         how = plan(
@@ -302,7 +302,7 @@ def _filtered_gradients(
 
         tiles = choose_tiles(hidden_ND.dtype, device)
         index_N, kept = kept_first(how.listed_labels)
-        gained_4N, gain = triton_ops._normalised(coef_4N) if hidden_ND.dtype == torch.float16 else (coef_4N, None)
+        gained_4N, gain = triton_ops.normalised(coef_4N) if hidden_ND.dtype == torch.float16 else (coef_4N, None)
 
         dropped_N = torch.zeros_like(max_N)
         entries = _empty_entries(capacity, num_valid, device)
@@ -329,15 +329,15 @@ def _filtered_gradients(
             shared_2D = sums_of_rows(torch.stack((share_V, outside_V)), weight_VD[:num_valid])
         cols = triton.cdiv(ids_H.shape[0], tiles.dlogits.cols) * tiles.dlogits.cols
         row_bytes = (
-            hidden_size * (hidden_ND.itemsize + triton_ops._low_bytes(hidden_ND.dtype)) + cols * hidden_ND.itemsize
+            hidden_size * (hidden_ND.itemsize + triton_ops.low_bytes(hidden_ND.dtype)) + cols * hidden_ND.itemsize
         )
         rows = min(num_tokens, max(128, budget // 2 // row_bytes // 128 * 128))
         dlogits_RH = hidden_ND.new_empty(rows, cols)
         low_RD = None
         if want_hidden and hidden_ND.itemsize == 2:
             low_RD = torch.empty(rows, hidden_size, dtype=torch.bfloat16, device=device)
-        for group, (index_R, num_kept) in enumerate(triton_ops._groups(index_N, kept, rows)):
-            rows_RD = _gathered(hidden_ND, index_R, num_kept)
+        for group, (index_R, num_kept) in enumerate(triton_ops.token_groups(index_N, kept, rows)):
+            rows_RD = gathered(hidden_ND, index_R, num_kept)
             grads_RH = dlogits_RH[: index_R.shape[0]]
             dlogits_chunk(
                 rows_RD, head.weight_HD, head.bias_H, how.head_labels, index_R, num_kept, max_N, log_sum_N, None, gained_4N,
@@ -370,12 +370,6 @@ def _filtered_gradients(
     return d_hidden, d_weight, d_bias
 
 
-def _gathered(hidden_ND: torch.Tensor, index_R: torch.Tensor, num_kept: torch.Tensor) -> torch.Tensor:
-    rows_RD = hidden_ND.new_empty(index_R.shape[0], hidden_ND.shape[1])
-    gather_rows(hidden_ND, index_R, num_kept, None, rows_RD)
-    return rows_RD
-
-
 def _sample_shares(
     hidden_ND: torch.Tensor,
     weight_VD: torch.Tensor,
@@ -395,7 +389,7 @@ def _sample_shares(
     place_S = torch.arange(min(SAMPLE, index_N.shape[0]), dtype=torch.int32, device=index_N.device) * step.clamp(min=1)
     num_sampled = (place_S < num_kept).sum(dtype=torch.int32).view(1)
     index_S = index_N[place_S.clamp(max=index_N.shape[0] - 1)]
-    rows_SD = _gathered(hidden_ND, index_S, num_sampled)
+    rows_SD = gathered(hidden_ND, index_S, num_sampled)
     dropped_sums(
         rows_SD, weight_VD, bias_V, num_sampled, reference_N[index_S], threshold_N[index_S], labels_N[index_S], slot_V,
         logits, share_V, tiles.lse,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import ShardLogits
-from cce_dist.kernels.tiles import softcapped
+from cce_dist.kernels.tiles import softcap_slope, softcapped
 
 
 class Entries(NamedTuple):
@@ -165,7 +165,7 @@ def _listed_gradients_kernel(
         slope = tl.full((BLOCK_K,), 1.0, tl.float32)
         if HAS_SOFTCAP:
             z = softcapped(z, softcap)
-            slope = 1.0 - (z / softcap) * (z / softcap)
+            slope = softcap_slope(z, softcap)
         is_label = column == label
         kept = in_k & ((z >= threshold) | is_label)
         p = tl.where(kept, tl.exp((z - row_max) - log_sum) * slope, 0.0)

@@ -33,6 +33,7 @@ from cce_dist.kernels.tiles import (
     operand,
     precision,
     row_and_split,
+    softcap_slope,
     store_tile,
 )
 
@@ -237,15 +238,13 @@ def _lse_kernel(
             offs_w = tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)
             tl.store(words_ptr + offs_n.to(tl.int64)[:, None] * num_words + offs_w[None, :], words, mask=in_n[:, None])
         if WANT_SLOPED:
-            capped = z / softcap
-            e = tl.where(e > 0, e * (1.0 - capped * capped), 0.0)
+            e = tl.where(e > 0, e * softcap_slope(z, softcap), 0.0)
             sloped = tl.where(sloped > 0, sloped * tl.exp(-drop), sloped) + tl.sum(e, 1)
         running_max = new_max
         shift = new_shift
         if KEEP_EXP:
             if HAS_SOFTCAP:
-                capped = z / softcap
-                e = tl.where(e > 0, e * (1.0 - capped * capped), 0.0)
+                e = tl.where(e > 0, e * softcap_slope(z, softcap), 0.0)
             store_tile(exp, row, tile * BLOCK_V, e, num_rows, exp_cols, exp_cols, BLOCK_N, BLOCK_V, TMA)
             tl.store(tile_reference_ptr + tile * num_rows.to(tl.int64) + offs_n, shift, mask=in_n)
 

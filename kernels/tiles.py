@@ -206,6 +206,13 @@ def softcapped(u, softcap):
 
 
 @triton.jit
+def softcap_slope(z, softcap):
+    """Derivative of ``softcapped`` with respect to u, from its value z."""
+    capped = z / softcap
+    return 1.0 - capped * capped
+
+
+@triton.jit
 def logits_of(
     acc,  # [BLOCK_N, BLOCK_V] fp32 products
     offs_v,

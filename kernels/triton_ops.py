@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from cce_dist.kernels import ShardLogits
-from cce_dist.kernels.compact import gather_rows, kept_first
+from cce_dist.kernels.compact import gather_rows, gathered, kept_first
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.exp_cache import level, row_scales
 from cce_dist.kernels.grad_hidden import grad_hidden
@@ -50,7 +50,7 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _low_bytes(dtype: torch.dtype) -> int:
+def low_bytes(dtype: torch.dtype) -> int:
     return 2 if dtype.itemsize == 2 else 0  # the remainder that d_hidden cannot hold (grad_hidden.py)
 
 
@@ -67,7 +67,7 @@ def _plan(
     """Split num_tokens x num_cols dlogits so that gathered rows, remainder and dlogits fit the workspace beside the cache."""
     budget = max(workspace_bytes, LEAST_BYTES) - cache_bytes
     tile_cols = tiles.dlogits.cols
-    row_bytes = hidden_size * (dtype.itemsize + _low_bytes(dtype))
+    row_bytes = hidden_size * (dtype.itemsize + low_bytes(dtype))
     rows = num_tokens
     if cache_bytes == 0:  # else every token has its row in the cache, and cache_columns left room for all of them
         # Half of the budget for the rows, at least one tile of columns in the other half.
@@ -188,7 +188,7 @@ def local_stats(
         stats_KN[0] = float("-inf")
         return stats_KN, cache_NV, cache_max
 
-    with _on(hidden_ND):
+    with on_device(hidden_ND):
         tiles = choose_tiles(hidden_ND.dtype, hidden_ND.device)
         index_N, kept = kept_first(labels_N)
         row_bytes = hidden_size * hidden_ND.itemsize
@@ -200,9 +200,8 @@ def local_stats(
             for n in (num_tiles - cached_tiles, cached_tiles)
         )
 
-        for index_R, num_kept in _groups(index_N, kept, rows):
-            rows_RD = hidden_ND.new_empty(index_R.shape[0], hidden_size)
-            gather_rows(hidden_ND, index_R, num_kept, None, rows_RD)
+        for index_R, num_kept in token_groups(index_N, kept, rows):
+            rows_RD = gathered(hidden_ND, index_R, num_kept)
             target_logits(rows_RD, weight_VD, bias_V, labels_N, index_R, num_kept, logits, stats_KN[2])
             partials_KSR = torch.empty(NUM_PLANES, cached_splits + splits, index_R.shape[0], **fp32)
             operands = (rows_RD, weight_VD, bias_V, num_kept, logits)
@@ -296,12 +295,12 @@ def gradients(
             hidden_ready(d_hidden)
         return d_hidden, None if d_weight_out is not None else d_weight, d_bias
 
-    with _on(hidden_ND):
+    with on_device(hidden_ND):
         tiles = choose_tiles(hidden_ND.dtype, hidden_ND.device)
         index_N, kept = kept_first(labels_N)
         gain = None
         if hidden_ND.dtype == torch.float16:
-            coef_4N, gain = _normalised(coef_4N)
+            coef_4N, gain = normalised(coef_4N)
         num_cached = cache_NV.shape[1]
         num_recomputed = max(0, logits.num_valid - num_cached)
         rows, cols = _plan(
@@ -321,7 +320,7 @@ def gradients(
         if want_hidden and len(parts) > 1 and hidden_ND.itemsize == 2:
             low_RD = torch.empty(rows, hidden_size, dtype=torch.bfloat16, device=hidden_ND.device)
 
-        groups = _groups(index_N, kept, rows)
+        groups = token_groups(index_N, kept, rows)
         for group, (index_R, num_kept) in enumerate(groups):
             rows_RD = hidden_ND.new_empty(index_R.shape[0], hidden_size)
             tokens = (labels_N, index_R, num_kept, max_N, log_sum_N)
@@ -357,7 +356,7 @@ def gradients(
     return d_hidden, None if d_weight_out is not None else d_weight, d_bias
 
 
-def _groups(index_N: torch.Tensor, kept: torch.Tensor, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def token_groups(index_N: torch.Tensor, kept: torch.Tensor, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Cut the compact order into groups of ``rows``: each one's index and its number of kept tokens, on the device."""
     num_tokens = index_N.shape[0]
     if rows >= num_tokens:
@@ -367,7 +366,7 @@ def _groups(index_N: torch.Tensor, kept: torch.Tensor, rows: int) -> list[tuple[
     return [(index_N[i : i + rows], kept_G[g : g + 1]) for g, i in enumerate(range(0, num_tokens, rows))]
 
 
-def _normalised(coef_4N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def normalised(coef_4N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return coefficients divided by their largest finite magnitude, and that: fp16 dlogits of a mean would underflow."""
     size = coef_4N.abs()
     gain = torch.where(size.isfinite(), size, 0.0).amax()
@@ -375,6 +374,6 @@ def _normalised(coef_4N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return coef_4N / gain, gain
 
 
-def _on(tensor: torch.Tensor) -> AbstractContextManager:
+def on_device(tensor: torch.Tensor) -> AbstractContextManager:
     """Launch on the tensor's device."""
     return nullcontext() if interpreted() else torch.cuda.device(tensor.device)

@@ -106,8 +106,18 @@ def run(args: argparse.Namespace) -> int:
                 report.write_json(args.out / "bench.json", environment, cases)
                 if has_figure:
                     report.write_figure(args.out / "bench.png", environment, cases)
+    say_where(args.out, environment, has_figure)
+    return exit_code(cases)
+
+
+def say_where(out: Path, environment: dict[str, Any], has_figure: bool) -> None:
+    """Print what was measured on, and where the results are."""
     print(f"{environment['device']}; " + ", ".join(f"{k} {v}" for k, v in environment["versions"].items()))
-    print(f"{args.out}: bench.json" + (", bench.png" if has_figure else f"; no figure: {NO_MATPLOTLIB}"))
+    print(f"{out}: bench.json" + (", bench.png" if has_figure else f"; no figure: {NO_MATPLOTLIB}"))
+
+
+def exit_code(cases: list[Any]) -> int:
+    """0, or 1 if there is no case, or a row of this library itself has no time."""
     return int(not cases or any(row.ours and row.problem for case in cases for row in case.rows))
 
 

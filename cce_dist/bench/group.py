@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     result = args.out / "bench.json"
     result.unlink(missing_ok=True)
     run_ranks(_run_rank, max(args.tp), args, device=args.device, timeout_seconds=TIMEOUT_SECONDS)
-    return _exit_code(report.read_json(result)[1] if result.exists() else [])
+    return command.exit_code(report.read_json(result)[1] if result.exists() else [])
 
 
 def _join(args: argparse.Namespace) -> None:
@@ -113,13 +113,8 @@ def _run_rank(args: argparse.Namespace) -> int:
     has_figure = find_spec("matplotlib") is not None
     if has_figure:
         report.write_figure(args.out / "bench.png", environment, cases)
-    print(f"{environment['device']}; " + ", ".join(f"{k} {v}" for k, v in environment["versions"].items()))
-    print(f"{args.out}: bench.json" + (", bench.png" if has_figure else f"; no figure: {command.NO_MATPLOTLIB}"))
-    return _exit_code(cases)
-
-
-def _exit_code(cases: list[report.Case]) -> int:
-    return int(not cases or any(row.ours and row.problem for case in cases for row in case.rows))
+    command.say_where(args.out, environment, has_figure)
+    return command.exit_code(cases)
 
 
 def measure(
