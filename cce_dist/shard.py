@@ -9,6 +9,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
+def even_rows(vocab_size: int, rank: int, size: int, multiple_of: int = 1) -> tuple[int, int]:
+    """First row and end of shard ``rank`` of ``size``, as ``VocabShard.even`` splits: before there is a group, too."""
+    rows = -(-vocab_size // (size * multiple_of)) * multiple_of
+    start, stop = rank * rows, (rank + 1) * rows
+    if multiple_of == 1:
+        start, stop = min(start, vocab_size), min(stop, vocab_size)
+    return start, stop
+
+
 @dataclass(frozen=True)
 class VocabShard:
     """Rows [start, stop) of a vocabulary of ``vocab_size`` ids, split over the ranks of ``group``.
@@ -77,11 +86,7 @@ class VocabShard:
         if multiple_of < 1:
             raise ValueError(f"multiple_of must be at least 1, got {multiple_of}")
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
-        rows = -(-vocab_size // (size * multiple_of)) * multiple_of
-        start, stop = rank * rows, (rank + 1) * rows
-        if multiple_of == 1:
-            start, stop = min(start, vocab_size), min(stop, vocab_size)
-        return cls(start, stop, vocab_size, group)
+        return cls(*even_rows(vocab_size, rank, size, multiple_of), vocab_size, group)
 
     @classmethod
     def from_dtensor(cls, weight: DTensor) -> VocabShard:

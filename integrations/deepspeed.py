@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from cce_dist import GradFilter, VocabShard, linear_cross_entropy
 from cce_dist.loss import BACKENDS
+from cce_dist.shard import even_rows
 
 SECTION = "cce_dist"
 FILTERS = ("off", "compensated", "plain")
@@ -493,8 +494,7 @@ class _Rows:
     def __init__(self, vocab_size: int, tp_rank: int, tp_size: int) -> None:
         if not 0 <= tp_rank < tp_size:
             raise ValueError(f"tp_rank must be in [0, tp_size), got {tp_rank} of {tp_size}")
-        rows = -(-vocab_size // tp_size)
-        self.start, self.stop = (min(edge * rows, vocab_size) for edge in (tp_rank, tp_rank + 1))
+        self.start, self.stop = even_rows(vocab_size, tp_rank, tp_size)
         self.vocab_size, self.tp_rank, self.tp_size = vocab_size, tp_rank, tp_size
         self.count, self.group = self.stop - self.start, None
 

@@ -19,13 +19,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cce_dist import GradFilter
 from cce_dist.integrations import megatron as cce
-from cce_dist.pretrain import FILTERS, MEGATRON_FUSED, UsageError, checkpoint
+from cce_dist.pretrain import MEGATRON_FUSED, UsageError, checkpoint
 from cce_dist.pretrain.data import IGNORED, Batches
 from cce_dist.pretrain.model import Shape
 from cce_dist.pretrain.ranks import Ranks
-from cce_dist.pretrain.train import build_model, learning_rate, microbatches, peak_mb
+from cce_dist.pretrain.train import build_model, chosen_filter, learning_rate, microbatches, peak_mb
 
 
 class MegatronEngine:
@@ -198,8 +197,7 @@ def _build(args: argparse.Namespace, ranks: Ranks, shape: Shape, is_first: bool,
     _load_weights(model, args, ranks, shape)
     model.to(ranks.device)
     if args.loss not in ("dense", MEGATRON_FUSED):
-        grad_filter = GradFilter(args.filter_eps, **FILTERS[args.loss]) if args.loss in FILTERS else None
-        cce.convert(model, cce.Options(grad_filter))
+        cce.convert(model, cce.Options(chosen_filter(args)))
     return model
 
 

@@ -176,15 +176,18 @@ def build_head(
 
     ``want_stats`` has a filtered head return what its filter did; the entropy comes with that, so it takes time.
     """
-    grad_filter = None
-    if args.loss in FILTERS:
-        grad_filter = GradFilter(args.filter_eps, **FILTERS[args.loss])
+    grad_filter = chosen_filter(args)
     head = VocabParallelHead(
         shape.hidden_size, shape.vocab_size, mesh=ranks.tp_mesh, weight=weight, init_std=0.02, device=ranks.device,
         sequence_parallel=args.sequence_parallel and ranks.tp > 1, grad_filter=grad_filter,
         return_aux=want_stats and grad_filter is not None,
     )  # fmt: skip
     return DenseHead(head, ranks.tp_mesh, args.sequence_parallel) if args.loss == "dense" else head
+
+
+def chosen_filter(args: argparse.Namespace) -> GradFilter | None:
+    """Return the filter that ``args.loss`` names; None if it names none."""
+    return GradFilter(args.filter_eps, **FILTERS[args.loss]) if args.loss in FILTERS else None
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
