@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cce_dist import GradFilter, VocabShard, linear_cross_entropy
-from cce_dist.loss import BACKENDS
+from cce_dist.loss import BACKENDS, LinearCrossEntropyOutput
 from cce_dist.shard import even_rows
 
 SECTION = "cce_dist"
@@ -42,8 +42,9 @@ FILTERS = ("off", "compensated", "plain")
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NUMBER, WHOLE, TEXT, SWITCH = "a number", "a whole number", "a string", "true or false"
 KEYS = {
-    "enabled": SWITCH, "filter": TEXT, "filter_eps": NUMBER, "label_smoothing": NUMBER, "z_loss_weight": NUMBER,
-    "backend": TEXT, "workspace_bytes": WHOLE, "reduce_dtype": TEXT, "head": TEXT, "sequence_mean": SWITCH,
+    "enabled": SWITCH, "filter": TEXT, "filter_eps": NUMBER, "filter_hidden": SWITCH, "filter_weight": SWITCH,
+    "label_smoothing": NUMBER, "z_loss_weight": NUMBER, "backend": TEXT, "workspace_bytes": WHOLE, "reduce_dtype": TEXT,
+    "head": TEXT, "sequence_mean": SWITCH, "report": SWITCH,
 }  # fmt: skip
 
 
@@ -52,12 +53,17 @@ class Options:
     """The section ``"cce_dist"`` of ds_config, checked. Its key ``enabled`` is required.
 
     Args:
-        grad_filter: Keys ``filter`` ("off", "compensated", "plain") and ``filter_eps``. None for exact gradients.
+        grad_filter: Keys ``filter`` ("off", "compensated", "plain"), ``filter_eps``, ``filter_hidden`` and ``filter_weight``.
+            None for exact gradients.
         label_smoothing: Where the model's own call of ``F.cross_entropy`` says none.
         z_loss_weight, backend, workspace_bytes, reduce_dtype: As in ``linear_cross_entropy``.
         head: Name of the module that makes the logits; "" where it is an output embedding or called lm_head or embed_out.
         sequence_mean: A "mean" is over the tokens of the sequence-parallel group (Ulysses, ALST), and the loss is the same
             on its ranks. False: over this rank's tokens, DeepSpeed's convention, for code that weighs the ranks' losses.
+        report: ``engine.get_additional_losses()`` says what the loss was made of: "nll", "z_loss" and "entropy", means over
+            the tokens that are not ignored, and with a filter what it did, as ``FilterStats``, over the whole vocabulary. A
+            pipeline prints and returns them as DeepSpeed has it: on every stage, means over microbatches and data-parallel
+            ranks. Another model returns those of this rank's last loss. The entropy takes time.
     """
 
     grad_filter: GradFilter | None = None
@@ -68,6 +74,12 @@ class Options:
     reduce_dtype: torch.dtype | None = None
     head: str = ""
     sequence_mean: bool = False
+    report: bool = False
+
+    def reported(self) -> tuple[str, ...]:
+        """Return the names of what is reported."""
+        stats = () if self.grad_filter is None else ("kept_tiles", "dropped_mass_mean", "dropped_mass_max_of_shards")
+        return ("nll", "z_loss", "entropy", *stats) if self.report else ()
 
     @classmethod
     def from_config(cls, config: dict) -> Options | None:
@@ -103,12 +115,12 @@ class Options:
             raise ValueError(f'ds_config: "{SECTION}" needs the key "enabled", true or false')
         if not section["enabled"]:
             return None
-        rest = {key: value for key, value in section.items() if key not in ("enabled", "filter", "filter_eps")}
+        rest = {key: value for key, value in section.items() if key != "enabled" and not key.startswith("filter")}
         if "reduce_dtype" in rest:
             rest["reduce_dtype"] = REDUCE_DTYPES[rest["reduce_dtype"]]
         if section.get("filter", "off") != "off":
-            eps = section.get("filter_eps", GradFilter.eps)
-            rest["grad_filter"] = GradFilter(eps=eps, compensate=section["filter"] == "compensated")
+            given = {key.removeprefix("filter_"): section[key] for key in section if key.startswith("filter_")}
+            rest["grad_filter"] = GradFilter(**given, compensate=section["filter"] == "compensated")
         return cls(**rest)
 
 
@@ -366,7 +378,7 @@ class CCEEmbedding(nn.Embedding):
             embedded = self.weight.new_zeros(*input.shape, self.embedding_dim) + 0 * self.weight.sum()
         else:
             embedded = super().forward(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return _SumOverShards.apply(embedded, group)
+        return sum_over_shards(embedded, group)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """This rank's logits [..., V_r] of a head tied to it."""
@@ -414,6 +426,7 @@ class _Task:
     inside: int = 0  # nested calls of the model's forward
     labels_given: bool = False  # to the last of them
     deferring: Callable[[], bool] = lambda: False
+    reported: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # of the last loss
 
     def loss(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, reduction: str,
@@ -425,18 +438,35 @@ class _Task:
             num_tokens = (target != call["ignore_index"]).sum()
             dist.all_reduce(num_tokens, group=self.sequence_group)
             num_tokens.clamp_(min=1)
-        loss = linear_cross_entropy(
+        output: Any = linear_cross_entropy(
             hidden, weight, target, linear_bias=bias, shard=self.shard, reduction=reduction, num_tokens=num_tokens,
             label_smoothing=label_smoothing or options.label_smoothing, z_loss_weight=options.z_loss_weight,
             reduce_dtype=options.reduce_dtype, grad_filter=options.grad_filter, backend=options.backend,
-            workspace_bytes=options.workspace_bytes, **call,
+            workspace_bytes=options.workspace_bytes, return_aux=options.report, **call,
         )  # fmt: skip
+        if options.report:
+            self.report(output, target != call["ignore_index"])
+        loss = output.loss if options.report else output
         if num_tokens is None:
             return loss
         whole = loss.detach().clone()
         dist.all_reduce(whole, group=self.sequence_group)
         part = self.sequence_scale * loss  # each rank differentiates its part of the mean
         return part + (whole - part.detach())
+
+    @torch.no_grad()
+    def report(self, output: LinearCrossEntropyOutput, valid: Tensor) -> None:
+        """Keep what a loss was made of. Communication: with a filter, an all-gather of three numbers."""
+        means = torch.stack([output.nll.sum(), output.z_loss.sum(), output.entropy.sum()]) / valid.sum().clamp(min=1)
+        numbers = [*means]
+        if output.filter_stats is not None:
+            shards = [torch.stack(output.filter_stats)]
+            if self.shard.group is not None:
+                mine, shards = shards[0], [torch.empty_like(shards[0]) for _ in range(self.shard.group.size())]
+                dist.all_gather(shards, mine, group=self.shard.group)
+            kept, mass, largest = torch.stack(shards).unbind(1)
+            numbers += [kept.mean(), mass.sum(), largest.max()]  # a shard drops its own part of a token's mass
+        self.reported = dict(zip(self.options.reported(), numbers, strict=True))
 
     def __deepcopy__(self, memo: Any) -> _Task:
         return self
@@ -471,6 +501,21 @@ class _TiedHead:
         return hidden if self.task.deferring() else self.function(hidden)
 
 
+class _Together(torch.autograd.Function):
+    """Hidden states and the head's parameters as they are; in backward none has a gradient before all have.
+
+    DeepSpeed takes the gradient of a pipeline's outputs for the beginning of backward, and clears what there is then.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor | None) -> tuple:
+        return tuple(None if tensor is None else tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        return gradients
+
+
 class _PipelineLoss:
     """The user's ``loss_fn``, given what the last layer returns as logits."""
 
@@ -479,7 +524,8 @@ class _PipelineLoss:
 
     def __call__(self, outputs: Tensor, labels: Any) -> Any:
         if self.task.deferring():
-            return self.loss_fn(DeferredLogits(self.head, self.task, outputs), labels)
+            head = getattr(outputs, "cce_head", self.head)
+            return self.loss_fn(DeferredLogits(head, self.task, outputs), labels)
         if self.task.shard.group is not None:
             raise ValueError(
                 "cce_dist: eval_batch(return_logits=True) of a split vocabulary returns this rank's logits, of which there is "
@@ -532,9 +578,15 @@ class _Rows:
         return VocabShard(self.start, self.stop, self.vocab_size, self.group)
 
 
-class _SumOverShards(torch.autograd.Function):
-    """Sum over the group; every rank then has the whole gradient of its part already."""
+def sum_over_shards(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of the ranks' parts, of which every rank then computes the whole gradient.
 
+    Communication: one all-reduce in forward, none in backward.
+    """
+    return _SumOverShards.apply(part, group)
+
+
+class _SumOverShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         whole = part.clone()
@@ -571,6 +623,8 @@ def _convert_pipeline(engine: Any, options: Options) -> list[tuple[str, _Task]]:
     for layer in _split_layers(module):
         layer.rows.join(group)
     if not engine.is_last_stage():
+        if options.report:  # of their number alone DeepSpeed takes notice here
+            module.get_additional_losses = lambda: dict.fromkeys(options.reported())
         return []
     reference = weakref.ref(engine)
 
@@ -589,6 +643,16 @@ def _convert_pipeline(engine: Any, options: Options) -> list[tuple[str, _Task]]:
         _take(head, task)
         name = type(head).__name__
     module.loss_fn = _PipelineLoss(module.loss_fn, head, task)
+
+    def pass_weight_through(module: nn.Module, inputs: tuple, hidden: Any) -> Any:
+        if torch.is_grad_enabled() and deferring():
+            hidden, weight, bias = _Together.apply(hidden, owner.weight, getattr(owner, "bias", None))
+            hidden.cce_head = lambda hidden, ask: ask(hidden, weight, bias)
+            return hidden
+
+    module.register_forward_hook(pass_weight_through)
+    if options.report:
+        module.get_additional_losses = lambda: task.reported
     return [(name, task)]
 
 
@@ -618,6 +682,8 @@ def _convert_model(engine: Any, options: Options) -> list[tuple[str, _Task]]:
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave, always_call=True)
     task.deferring = lambda: task.inside > 0 and (module.training or task.labels_given)
+    if options.report:
+        engine.get_additional_losses = lambda: task.reported
     _take(head, task)
     whole = getattr(module, "_deepspeed_original_loss_function", None)
     if whole is not None:

@@ -2,7 +2,7 @@
 
 Reading order: ``launch`` (from a command line to ranks; what a failure says), ``train`` (the loop), ``model``, ``data`` (a
 folder of text files to packed batches), ``ranks`` (devices, groups, mesh), ``checkpoint``, ``log`` (metrics and progress
-bar), ``plot`` (the figure); ``megatron`` is another engine for the loop, on megatron-core.
+bar), ``plot`` (the figure); ``megatron`` and ``deepspeed`` are other engines for the loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FILTERS: dict[str, dict[str, bool]] = {  # arguments of GradFilter, beside eps, 
 }
 LOSSES = ("dense", "exact", *FILTERS)
 MEGATRON_FUSED = "megatron-fused"
-ENGINES = ("torch", "megatron")
+ENGINES = ("torch", "megatron", "deepspeed")
 PRESETS = ("toy", "small", "wide", "base", "llama-3-8b-head")
 
 
@@ -65,11 +65,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     ranks = parser.add_argument_group("ranks and devices")
     ranks.add_argument(
-        "--engine", choices=ENGINES, default="torch", help="what trains: plain torch, or megatron-core on GPUs"
+        "--engine", choices=ENGINES, default="torch", help="what trains: plain torch, megatron-core (GPUs), deepspeed"
     )
     ranks.add_argument("--tp", type=positive, help="tensor-parallel size (default: all ranks; alone, up to 2)")
-    ranks.add_argument("--dp", type=positive, default=1, help="data-parallel size (FSDP2, or Megatron's)")
-    ranks.add_argument("--pp", type=positive, default=1, help="pipeline stages, with --engine megatron")
+    ranks.add_argument("--dp", type=positive, default=1, help="data-parallel size (FSDP2, or the engine's)")
+    ranks.add_argument("--pp", type=positive, default=1, help="pipeline stages, with --engine megatron or deepspeed")
+    ranks.add_argument(
+        "--zero-stage",
+        type=int,
+        choices=(1, 2, 3),
+        default=1,
+        help="with --engine deepspeed: 1 trains a pipeline of --pp stages, also of one; 2 and 3 a plain model",
+    )
     ranks.add_argument(
         "--sequence-parallel", action="store_true", help="slice activations between tensor-parallel layers"
     )

@@ -35,6 +35,8 @@ def launch(args: argparse.Namespace) -> int:
     problem = _problem_with_engine(args)
     if problem:
         return _report(UsageError(problem)) if os.environ.get("RANK", "0") == "0" else 1
+    if args.zero_stage > 1:
+        args.tp = 1
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         args.tp = args.tp or max(1, int(os.environ["WORLD_SIZE"]) // (args.dp * args.pp))
         return run_rank(args)
@@ -90,7 +92,7 @@ def _rank_process(args: argparse.Namespace) -> None:
 def run_rank(args: argparse.Namespace) -> int:
     """Set this rank up, train, and return its exit code."""
     try:
-        ranks = join(args, args.pp if args.engine == "megatron" else None)
+        ranks = join(args, args.pp if args.engine != "torch" else None)
         prepare = data.prepare if int(os.environ.get("LOCAL_RANK", "0")) == 0 else data.wait_for
         folder = prepare(args.corpus, args.pattern, args.vocab_size, args.cache, args.corpus_mib)
         train(args, ranks, folder)
@@ -116,16 +118,26 @@ def run_rank(args: argparse.Namespace) -> int:
 
 def _problem_with_engine(args: argparse.Namespace) -> str | None:
     """Return why ``args.engine`` cannot do what is asked for, if so."""
-    if args.engine != "megatron":
-        if args.pp > 1:
-            return "--pp needs --engine megatron"
-        return f"--loss {MEGATRON_FUSED} needs --engine megatron" if args.loss == MEGATRON_FUSED else None
-    if args.device == "cpu":
-        return "--engine megatron needs GPUs: megatron-core's schedules and buffers are theirs"
-    if args.compile:
+    if args.loss == MEGATRON_FUSED and args.engine != "megatron":
+        return f"--loss {MEGATRON_FUSED} needs --engine megatron"
+    if args.zero_stage > 1 and args.engine != "deepspeed":
+        return "--zero-stage needs --engine deepspeed"
+    if args.pp > 1 and args.engine == "torch":
+        return "--pp needs --engine megatron or deepspeed"
+    if args.compile and args.engine != "torch":
         return "--compile is for --engine torch"
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        return "--engine megatron needs megatron-core: pip install 'cce-dist[megatron]'"
+    if args.engine == "megatron":
+        if args.device == "cpu":
+            return "--engine megatron needs GPUs: megatron-core's schedules and buffers are theirs"
+        if find_spec("megatron") is None or find_spec("megatron.core") is None:
+            return "--engine megatron needs megatron-core: pip install 'cce-dist[megatron]'"
+    if args.engine == "deepspeed":
+        if args.sequence_parallel:
+            return "--sequence-parallel is not for --engine deepspeed"
+        if args.zero_stage > 1 and (args.pp > 1 or (args.tp or 1) > 1):
+            return "--zero-stage 2 and 3 need --pp 1 and --tp 1"
+        if find_spec("deepspeed") is None:
+            return "--engine deepspeed needs deepspeed: pip install 'cce-dist[deepspeed]'"
     return None
 
 

@@ -141,11 +141,15 @@ class TorchEngine:
 
 
 def _engine(args: argparse.Namespace, ranks: Ranks, shape: Shape) -> Any:
-    if args.engine == "torch":
-        return TorchEngine(args, ranks, shape)
-    from cce_dist.pretrain.megatron import MegatronEngine
+    if args.engine == "megatron":
+        from cce_dist.pretrain.megatron import MegatronEngine
 
-    return MegatronEngine(args, ranks, shape)
+        return MegatronEngine(args, ranks, shape)
+    if args.engine == "deepspeed":
+        from cce_dist.pretrain.deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(args, ranks, shape)
+    return TorchEngine(args, ranks, shape)
 
 
 def build_model(args: argparse.Namespace, ranks: Ranks, shape: Shape) -> GPT:

@@ -1,0 +1,270 @@
+"""``--engine deepspeed``: the same model from the same weights, wrapped, scheduled and optimized by DeepSpeed.
+
+``--zero-stage 1`` trains a PipelineModule over ``--pp`` stages: our blocks, split over ``--tp`` ranks of its model axis, and a
+``CCEHead`` as its last layer. 2 and 3 train a plain model that computes its loss in forward. ``--loss dense`` is the loss of
+DeepSpeed's users, with all logits; the others are this library's, by the section "cce_dist" of ds_config. From deepspeed
+0.19.8 on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cce_dist import FilterStats
+from cce_dist.integrations import deepspeed as cce
+from cce_dist.pretrain import UsageError
+from cce_dist.pretrain.data import IGNORED, Batches
+from cce_dist.pretrain.model import GPT, Block, Shape
+from cce_dist.pretrain.ranks import Ranks
+from cce_dist.pretrain.train import build_model, chosen_filter, learning_rate, make_optimizer, microbatches, peak_mb
+
+TAG = "deepspeed"  # of its checkpoint in a folder
+
+
+class DeepSpeedEngine:
+    """See ``train.TorchEngine`` for what the training loop asks of an engine."""
+
+    def __init__(self, args: argparse.Namespace, ranks: Ranks, shape: Shape) -> None:
+        if shape.num_layers < ranks.pp:
+            raise UsageError(f"{shape.num_layers} layers cannot be split into {ranks.pp} stages")
+        _start(ranks)
+        self.args, self.ranks = args, ranks
+        self.layout = {"tp": ranks.tp, "dp": ranks.dp, "pp": ranks.pp, "zero_stage": args.zero_stage}
+        self.in_stages = args.zero_stage == 1
+        model: Any = (_pipeline if self.in_stages else _Model)(_whole_model(args, shape), args, ranks, shape)
+        angles = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self.optimizer = make_optimizer(model, args)
+        self.engine: Any = cce.initialize(model=model, optimizer=self.optimizer, config=ds_config(args, ranks))[0]
+        for name, buffer in self.engine.module.named_buffers():
+            buffer.data = angles[name].to(ranks.device)  # stay fp32 in a model of bf16
+        if args.loss != "dense":
+            cce.require(self.engine)
+
+    def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor, FilterStats | None]:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.args)
+        data = self._microbatches(ids, labels, _num_valid(labels))
+        if self.in_stages:
+            loss = self.engine.train_batch(data)
+        else:
+            self.engine.train()
+            loss = torch.zeros((), device=self.ranks.device)
+            for part_ids, (part_labels, scale) in data:
+                part = self.engine(part_ids, labels=part_labels, scale=scale)
+                self.engine.backward(part)
+                self.engine.step()
+                loss += part.detach()
+            loss = self._mean(loss)
+        return loss, torch.as_tensor(self.engine.get_global_grad_norm()), self._filter_stats()
+
+    def validate(self, held_out: Batches) -> float:
+        size = self.args.batch_size
+        batches = [held_out.at(index * size, size) for index in range(self.args.eval_batches)]
+        num_valid = sum(_num_valid(labels) for _, labels in batches)
+        total = torch.zeros((), device=self.ranks.device)
+        self.engine.eval()
+        for ids, labels in batches:
+            data = self._microbatches(ids, labels, num_valid)
+            if self.in_stages:
+                total += self.engine.eval_batch(data).squeeze()
+                continue
+            with torch.no_grad():
+                losses = [self.engine(part, labels=those, scale=scale) for part, (those, scale) in data]
+            total += self._mean(sum(losses, torch.zeros_like(total)))
+        return total.item()
+
+    def peak_mb(self) -> float:
+        """Return the largest memory of the last stage, where the loss is, over its ranks."""
+        is_last = not self.in_stages or self.engine.is_last_stage()
+        peak = torch.tensor(peak_mb(self.ranks.device) if is_last else 0.0, device=self.ranks.device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return peak.item()
+
+    def save_tensors(self, folder: Path) -> None:
+        self.engine.save_checkpoint(str(folder), tag=TAG)
+
+    def load_tensors(self, folder: Path) -> None:
+        self.engine.load_checkpoint(str(folder), tag=TAG)
+
+    def _microbatches(self, ids: np.ndarray, labels: np.ndarray, num_valid: int) -> Iterator[tuple[Tensor, Any]]:
+        """Yield what a step of DeepSpeed reads: ids, and labels with what their summed loss is multiplied by.
+
+        DeepSpeed takes the mean over microbatches and ranks; the mean over all tokens is to come out.
+        """
+        scale = torch.tensor(self.ranks.dp * self.args.accumulate / num_valid, device=self.ranks.device)
+        for part_ids, part_labels in microbatches(ids, labels, self.ranks, self.args.accumulate):
+            yield part_ids, (part_labels, scale)
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        dist.all_reduce(loss)
+        return loss / (self.ranks.dp * self.args.accumulate)
+
+    def _filter_stats(self) -> FilterStats | None:
+        """Return what the filter did; the loop adds the mass of a pipeline's and of a vocabulary's parts, so this is one."""
+        if chosen_filter(self.args) is None:
+            return None
+        report = self.engine.get_additional_losses()
+        mass = report["dropped_mass_mean"] / (self.ranks.tp * self.ranks.pp)
+        return FilterStats(report["kept_tiles"], mass, report["dropped_mass_max_of_shards"])
+
+
+def ds_config(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Return what a user of DeepSpeed writes into ds_config.json."""
+    grad_filter = chosen_filter(args)
+    section: dict[str, Any] = {"enabled": args.loss != "dense"}
+    if grad_filter is not None:
+        section["filter"] = "compensated" if grad_filter.compensate else "plain"
+        section |= {f"filter_{name}": getattr(grad_filter, name) for name in ("eps", "hidden", "weight")}
+        section["report"] = True
+    return {
+        "train_micro_batch_size_per_gpu": args.batch_size // (ranks.dp * args.accumulate),
+        "gradient_accumulation_steps": args.accumulate,
+        "gradient_clipping": args.clip,
+        "zero_optimization": {"stage": args.zero_stage},
+        "bf16": {"enabled": args.dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": 10**9,
+        cce.SECTION: section,
+    }
+
+
+def _start(ranks: Ranks) -> None:
+    """Meet what DeepSpeed expects of a launcher."""
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if ranks.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if ranks.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
+    import deepspeed
+
+    # Else it compiles a collective of its own at start, on CPUs.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
+    deepspeed.init_distributed(dist.get_backend())
+
+
+def _whole_model(args: argparse.Namespace, shape: Shape) -> GPT:
+    """Return the model with which ``--engine torch`` starts, whatever the number of ranks, on the CPU."""
+    alone = argparse.Namespace(**{**vars(args), "loss": "exact", "sequence_parallel": False, "compile": False})
+    torch.manual_seed(args.seed)
+    return build_model(alone, Ranks(torch.device("cpu")), shape)
+
+
+class _Model(nn.Module):
+    """A language model as DeepSpeed's users write them."""
+
+    def __init__(self, whole: GPT, args: argparse.Namespace, ranks: Ranks, shape: Shape) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, device="meta")
+        self.lm_head.weight = nn.Parameter(whole.head.weight.detach())
+        whole.head = nn.Identity()
+        self.trunk: Any = whole
+
+    def forward(self, ids: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        return _loss(self.lm_head(self.trunk.hidden_states(ids)), (labels, scale))
+
+
+def _loss(logits: Any, labels: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the sum over tokens, times a scale: of logits, or of deferred ones."""
+    ids, scale = labels
+    return F.cross_entropy(logits.flatten(0, -2).float(), ids.flatten(), ignore_index=IGNORED, reduction="sum") * scale
+
+
+def _pipeline(whole: GPT, args: argparse.Namespace, ranks: Ranks, shape: Shape) -> Any:
+    """Return this rank's part of a PipelineModule, with weights."""
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    topology = PipeModelDataParallelTopology(num_pp=ranks.pp, num_mp=ranks.tp, num_dp=ranks.dp)
+    module: Any = PipelineModule(
+        [
+            cce.CCEEmbedding(shape.hidden_size, shape.vocab_size, tp_rank=ranks.rank % ranks.tp, tp_size=ranks.tp),
+            *whole.blocks,
+            whole.norm,
+            cce.CCEHeadSpec(shape.hidden_size, shape.vocab_size, topology=topology),
+        ],
+        topology=topology,
+        partition_method="type:Block",
+        loss_fn=_loss,
+    )
+    group = module.mpu().get_slice_parallel_group()
+    for layer in module.forward_funcs:
+        if isinstance(layer, Block) and ranks.tp > 1:
+            _split(layer, group)
+        elif isinstance(layer, (cce.CCEEmbedding, cce.CCEHead)):
+            weight: Any = (whole.embedding if isinstance(layer, cce.CCEEmbedding) else whole.head).weight
+            with torch.no_grad():
+                layer.weight.copy_(weight[layer.rows.start : layer.rows.stop])
+            if args.loss == "dense" and ranks.tp > 1:
+                layer.rows.join(group)
+                if isinstance(layer, cce.CCEHead):
+                    layer.register_forward_pre_hook(_summing_gradients(group))
+                    module.loss_fn = _vocab_parallel_loss(layer)
+    return module
+
+
+def _vocab_parallel_loss(head: cce.CCEHead) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]:
+    """Return DeepSpeed's own loss of this rank's logits."""
+    from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
+
+    rows = head.rows
+
+    def loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        ids, scale = labels
+        return scale * vocab_parallel_cross_entropy(
+            logits, ids, tp_group=rows.group, vocab_start_index=rows.start, vocab_end_index=rows.stop,
+            global_vocab_size=rows.vocab_size, ignore_index=IGNORED, reduction="sum",
+        )  # fmt: skip
+
+    return loss
+
+
+def _split(block: Block, group: dist.ProcessGroup) -> None:
+    """Leave this rank's heads and inner width in a block: rows of the first matrices, columns of the second."""
+    for matrix, dim in (
+        (block.attention.qkv, 0),
+        (block.attention.out, 1),
+        (block.mlp.gate_up, 0),
+        (block.mlp.down, 1),
+    ):
+        matrix.weight.data = matrix.weight.data.chunk(group.size(), dim)[group.rank()].clone()
+        matrix.weight.tensor_model_parallel = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> Tensor:
+        return cce.sum_over_shards(output, group)
+
+    for part in (block.attention, block.mlp):
+        part.register_forward_pre_hook(_summing_gradients(group))
+        part.register_forward_hook(leave)
+
+
+def _summing_gradients(group: dist.ProcessGroup) -> Callable[[nn.Module, tuple[Tensor]], Tensor]:
+    """Return a hook that sums the gradient of a module's input, of which each rank computes a part, over the group."""
+
+    def summed(d_hidden: Tensor) -> Tensor:
+        d_hidden = d_hidden.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(d_hidden, group=group)
+        return d_hidden
+
+    def enter(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        hidden = inputs[0].view_as(inputs[0])
+        if hidden.requires_grad:
+            hidden.register_hook(summed)
+        return hidden
+
+    return enter
+
+
+def _num_valid(labels: np.ndarray) -> int:
+    return max(1, int((labels != IGNORED).sum()))

@@ -1,0 +1,91 @@
+"""``cce-dist pretrain --engine deepspeed`` against plain torch: pipelines and ZeRO-3, tiny and on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("tokenizers")
+
+from test_pretrain import SHORT, TOY, largest_difference, losses, options, prepared, records
+
+from cce_dist import cli
+from cce_dist.pretrain.ranks import Ranks
+from cce_dist.pretrain.train import train
+from cce_dist.verify.ranks import run_ranks
+
+NOTHING_DROPPED = ["--loss", "filtered", "--filter-eps", "1e-30"]
+RUNS = {  # tensor-parallel, data-parallel and pipeline size; further options
+    "pipe-model-dense": (2, 1, 2, ["--loss", "dense", "--accumulate", "2"]),
+    "pipe-model-exact": (2, 1, 2, ["--accumulate", "2"]),
+    "pipe-model-filtered": (2, 1, 2, ["--accumulate", "2", *NOTHING_DROPPED]),
+    "pipe-data": (1, 2, 2, []),
+    "zero3-dense": (1, 4, 1, ["--zero-stage", "3", "--accumulate", "2", "--loss", "dense"]),
+    "zero3-exact": (1, 4, 1, ["--zero-stage", "3", "--accumulate", "2"]),
+    "zero3-filtered": (1, 4, 1, ["--zero-stage", "3", *NOTHING_DROPPED]),
+    "zero2": (1, 4, 1, ["--zero-stage", "2"]),
+    "pipe-bf16": (2, 1, 2, ["--dtype", "bfloat16"]),
+    "zero3-bf16": (1, 4, 1, ["--zero-stage", "3", "--dtype", "bfloat16"]),
+}
+RESUMED = ("pipe-model-exact", "zero3-exact")  # after their first checkpoint
+
+
+def _on_four_ranks(cache: Path, out: Path) -> None:
+    from deepspeed.utils import groups
+
+    for name in (*RUNS, *(f"{name}-resumed" for name in RESUMED)):
+        run = name.removesuffix("-resumed")
+        if run != name and dist.get_rank() == 0:
+            shutil.copytree(out / run, out / name)
+            (out / name / "checkpoints" / "latest").write_text("step-00000004\n")
+        dist.barrier()
+        tp, dp, pp, more = RUNS[run]
+        ranks = Ranks(torch.device("cpu"), dist.get_rank(), dist.get_world_size(), tp, dp, pp)
+        if run not in RESUMED:
+            more = [*more, "--checkpoint-every", "0"]
+        groups._release_process_group_references()
+        train(options(cache, out / name, "--engine", "deepspeed", *more), ranks, prepared(cache))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.timeout(240)
+def test_deepspeed_trains_as_torch_does(tmp_path: Path) -> None:
+    train(options(tmp_path / "cache", tmp_path / "torch"), Ranks(torch.device("cpu")), prepared(tmp_path / "cache"))
+    torch.use_deterministic_algorithms(False)
+    run_ranks(_on_four_ranks, 4, tmp_path / "cache", tmp_path)
+    expected = records(tmp_path / "torch")
+    for name in RUNS:
+        tolerance = 0.02 if name.endswith("bf16") else 1e-5
+        assert largest_difference(tmp_path / "torch", tmp_path / name) < tolerance, name
+        for record, torchs in zip(records(tmp_path / name), expected, strict=True):
+            assert record["lr"] == torchs["lr"]
+            assert record["grad_norm"] == pytest.approx(torchs["grad_norm"], rel=50 * tolerance), name
+        filtered = records(tmp_path / name)[-1]
+        if name.endswith("filtered"):
+            assert filtered["kept_tiles"] == 1 and filtered["dropped_mass_mean"] == 0
+        else:
+            assert "kept_tiles" not in filtered
+    for name in RESUMED:
+        assert losses(tmp_path / f"{name}-resumed") == losses(tmp_path / name), name
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        pytest.param(["--zero-stage", "3"], "--zero-stage needs --engine deepspeed", id="zero-of-torch"),
+        pytest.param(["--engine", "deepspeed", "--sequence-parallel"], "is not for --engine deepspeed", id="sequence"),
+        pytest.param(["--engine", "deepspeed", "--compile"], "--compile is for --engine torch", id="compile"),
+        pytest.param(["--engine", "deepspeed", "--zero-stage", "3", "--pp", "2"], "need --pp 1 and --tp 1", id="pipe"),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert cli.main(["pretrain", *TOY, *SHORT, "--cache", str(tmp_path), "--out", str(tmp_path), *more]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0]
