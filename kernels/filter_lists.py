@@ -38,10 +38,15 @@ class Head(NamedTuple):
     logits: ShardLogits
 
 
-def head_size(num_valid: int) -> int:
-    """Return H, whole tiles: about 1/64 of the shard, so that the head's products are a few percent of the whole ones."""
+def head_size(num_valid: int, eps: float) -> int:
+    """Return H, whole tiles: 1/4 eps, or 1/16 of the shard if that is less.
+
+    At most 1/eps ids are likely enough on average to be kept everywhere. Of a Zipf's unigram a tenth of that are, whatever V
+    is; shorter heads leave many to the lists (H200, eps 2**-12, V 32,000 to 256,000, 2026-11: 1,024 is the best, 512 and 2,048
+    cost 0.1 and 0.03 of a GEMM, 256 a whole one).
+    """
     unit = 32 if interpreted() else 256
-    return min(num_valid, max(1, round(num_valid / 64 / unit)) * unit)
+    return min(num_valid, max(1, round(min(0.25 / eps, num_valid / 16) / unit)) * unit)
 
 
 def most_labelled(labels_N: torch.Tensor, logits: ShardLogits, size: int) -> torch.Tensor:
@@ -166,7 +171,7 @@ def list_columns(
         words_RW, head_words_W, labels_N, index_R, num_kept,
         columns_NL, count_N,
         num_words, columns_NL.shape[1], logits.start, logits.num_valid,
-        BLOCK_W=1024,
+        BLOCK_W=512, num_warps=1,
     )  # fmt: skip
 
 

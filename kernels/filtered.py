@@ -44,7 +44,7 @@ from cce_dist.kernels.filter_lists import (
     most_labelled,
 )
 from cce_dist.kernels.filter_plan import SLACK, plan
-from cce_dist.kernels.filter_shares import dropped_sums
+from cce_dist.kernels.filter_shares import dropped_sums, sample_tokens
 from cce_dist.kernels.filtered_hidden import Entries, filtered_hidden, listed_gradients
 from cce_dist.kernels.filtered_weight import by_column, filtered_bias, filtered_weight, sums_of_rows
 from cce_dist.kernels.grad_hidden import grad_hidden
@@ -55,7 +55,7 @@ from cce_dist.kernels.tiles import Tiles, choose_tiles
 
 MEAN_LIST = 64  # columns listed per token, on average over the batch, that backward has room for
 ENTRY_BYTES = 48  # of one such column in backward: as it is made, sorted, and the sort's own
-SAMPLE = 512  # tokens, at most, that the shares are taken from
+SAMPLE = 512  # tokens that the shares are taken from; a power of 2
 
 
 def max_listed(num_tokens: int, workspace_bytes: int) -> int:
@@ -63,13 +63,15 @@ def max_listed(num_tokens: int, workspace_bytes: int) -> int:
     return max(64, min(1024, workspace_bytes // (32 * max(1, num_tokens)) // 32 * 32))
 
 
-def saved_shapes(num_tokens: int, num_valid: int, workspace_bytes: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def saved_shapes(
+    num_tokens: int, num_valid: int, eps: float, workspace_bytes: int
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of the tensors that ``local_stats`` saves for backward."""
     return [
         ((3, num_tokens), torch.float32),
         ((num_tokens, max_listed(num_tokens, workspace_bytes)), torch.int32),
         ((num_tokens,), torch.int32),
-        ((head_size(num_valid),), torch.int64),
+        ((head_size(num_valid, eps),), torch.int64),
     ]
 
 
@@ -115,19 +117,19 @@ def local_stats(
     if num_tokens == 0 or num_valid == 0:
         stats_KN[0] = float("-inf")
         state_3N = torch.stack((merge_bound(stats_KN[:3]), torch.zeros_like(stats_KN[0]), stats_KN[0]))
-        return stats_KN, state_3N, columns_NL, count_N, labels_N.new_empty(head_size(num_valid))
+        return stats_KN, state_3N, columns_NL, count_N, labels_N.new_empty(head_size(num_valid, grad_filter.eps))
 
     with triton_ops.on_device(hidden_ND):
         tiles = choose_tiles(hidden_ND.dtype, device)
         num_tiles = triton.cdiv(num_valid, tiles.lse.cols)
         num_words = num_tiles * tiles.lse.cols // 32
-        ids_H = most_labelled(labels_N, logits, head_size(num_valid))
+        ids_H = most_labelled(labels_N, logits, head_size(num_valid, grad_filter.eps))
         head = gather_head(ids_H, weight_VD, bias_V, logits, num_words)
         head_words_W = head_words(head)
 
         row_bytes = hidden_size * hidden_ND.itemsize
-        half = max(workspace_bytes, triton_ops.LEAST_BYTES) // 2
-        rows = half // (row_bytes + 4 * num_words)
+        budget = max(workspace_bytes, triton_ops.LEAST_BYTES)
+        rows = budget * 3 // 4 // (row_bytes + 4 * num_words)
         unit = tiles.lse.rows * tiles.group if rows >= tiles.lse.rows * tiles.group else tiles.lse.rows
         rows = min(max(unit, rows // unit * unit), triton.cdiv(num_tokens, tiles.lse.rows) * tiles.lse.rows)
         index_N, kept = kept_first(labels_N)
@@ -135,7 +137,9 @@ def local_stats(
         sloped = logits.softcap > 0.0
         sloped_2N = torch.zeros(2, num_tokens, **fp32) if sloped else None
         head_3N = torch.zeros(3, num_tokens, **fp32)
-        for index_R, num_kept in triton_ops.token_groups(index_N, kept, max(rows, half // row_bytes // 128 * 128)):
+        for index_R, num_kept in triton_ops.token_groups(
+            index_N, kept, max(rows, budget // 2 // row_bytes // 128 * 128)
+        ):
             rows_RD = gathered(hidden_ND, index_R, num_kept)
             target_logits(rows_RD, weight_VD, bias_V, labels_N, index_R, num_kept, logits, stats_KN[2])
             operands = (rows_RD, head.weight_HD, head.bias_H, num_kept, head.logits)
@@ -221,6 +225,7 @@ def gradients(
     d_weight_out: torch.Tensor | None = None,
     workspace_bytes: int,
     hidden_ready: Callable[[torch.Tensor], None] | None = None,
+    ready_rows: int | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return d_hidden, d_weight and d_bias as ``triton_ops.gradients`` does, filtered.
 
@@ -238,20 +243,20 @@ def gradients(
     if num_tokens == 0 or num_valid == 0 or entropy_N is not None:
         return triton_ops.gradients(
             *whole, entropy_N, coef_4N, *_no_cache(hidden_ND), want_hidden=want_hidden, want_weight=want_weight,
-            want_bias=want_bias, hidden_ready=hidden_ready, **exact,
+            want_bias=want_bias, hidden_ready=hidden_ready, ready_rows=ready_rows, **exact,
         )  # fmt: skip
     d_hidden = d_weight = d_bias = None
     if want_hidden and not grad_filter.hidden:
         d_hidden = triton_ops.gradients(
             *whole, None, coef_4N, *_no_cache(hidden_ND), want_hidden=True, want_weight=False, want_bias=False,
-            hidden_ready=hidden_ready, **exact,
+            hidden_ready=hidden_ready, ready_rows=ready_rows, **exact,
         )[0]  # fmt: skip
     exact_weight = not grad_filter.weight and (want_weight or want_bias)
     if (want_hidden and grad_filter.hidden) or ((want_weight or want_bias) and grad_filter.weight):
         filtered = _filtered_gradients(
             *whole, coef_4N, state_3N, columns_NL, count_N, ids_H, grad_filter,
             want_hidden and grad_filter.hidden, want_weight and grad_filter.weight, want_bias and grad_filter.weight,
-            d_weight_out, workspace_bytes, hidden_ready,
+            d_weight_out, workspace_bytes, hidden_ready, ready_rows,
         )  # fmt: skip
         d_hidden = d_hidden if filtered[0] is None else filtered[0]
         d_weight, d_bias = filtered[1:]
@@ -283,6 +288,7 @@ def _filtered_gradients(
     d_weight_out: torch.Tensor | None,
     workspace_bytes: int,
     hidden_ready: Callable[[torch.Tensor], None] | None,
+    ready_rows: int | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     num_tokens, hidden_size = hidden_ND.shape
     num_valid, device = logits.num_valid, hidden_ND.device
@@ -313,12 +319,12 @@ def _filtered_gradients(
         factor_2N = coef_4N[::2] * logits.logit_scale
         factor_2N[0] *= dropped_N * grad_filter.compensate
         factor_2N.masked_fill_(how.listed_labels < 0, 0.0)
-        share_V = torch.zeros(num_valid, dtype=torch.float32, device=device)
         if grad_filter.compensate:
-            _sample_shares(
-                hidden_ND, weight_VD, bias_V, index_N, kept, how.reference, how.threshold, labels_N, head.slot_V, logits,
-                tiles, share_V,
-            )  # fmt: skip
+            sample, rows_SD = sample_tokens(hidden_ND, factor_2N[0], how.reference, how.threshold, labels_N, SAMPLE)
+            share_V = dropped_sums(rows_SD, weight_VD, bias_V, sample, head.slot_V, logits, tiles.lse)
+            share_V *= 1 / share_V.sum().clamp_(min=torch.finfo(torch.float32).tiny)
+        else:
+            share_V = torch.zeros(num_valid, dtype=torch.float32, device=device)
 
         target = d_weight if d_weight_out is None else d_weight_out
         head_d_weight = target.new_empty(ids_H.shape[0], hidden_size) if want_weight and target is not None else None
@@ -336,7 +342,8 @@ def _filtered_gradients(
         low_RD = None
         if want_hidden and hidden_ND.itemsize == 2:
             low_RD = torch.empty(rows, hidden_size, dtype=torch.bfloat16, device=device)
-        for group, (index_R, num_kept) in enumerate(triton_ops.token_groups(index_N, kept, rows)):
+        groups = triton_ops.finished_groups(how.listed_labels, (index_N, kept), rows, ready_rows)
+        for group, (index_R, num_kept, num_final) in enumerate(groups):
             rows_RD = gathered(hidden_ND, index_R, num_kept)
             grads_RH = dlogits_RH[: index_R.shape[0]]
             dlogits_chunk(
@@ -351,12 +358,12 @@ def _filtered_gradients(
                     weight_VD, index_R, num_kept, count_N, how.end, entries, factor_2N, shared_2D, low_RD, d_hidden,
                     num_valid,
                 )  # fmt: skip
+                if hidden_ready is not None and num_final:
+                    hidden_ready(d_hidden[:num_final])
             if head_d_weight is not None:
                 grad_weight(grads_RH, rows_RD, num_kept, gain, head_d_weight, tiles.grad_weight, add=group > 0)
             if want_bias:
                 grad_bias(grads_RH, num_kept, None, gain, head_d_bias)
-        if d_hidden is not None and hidden_ready is not None:
-            hidden_ready(d_hidden)
 
         if want_weight or want_bias:
             columns = by_column(entries, num_valid)
@@ -368,33 +375,6 @@ def _filtered_gradients(
             if d_bias is not None:
                 filtered_bias(columns, ids_H, head_d_bias, share_V, factor_2N.sum(1), d_bias)
     return d_hidden, d_weight, d_bias
-
-
-def _sample_shares(
-    hidden_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    index_N: torch.Tensor,
-    num_kept: torch.Tensor,
-    reference_N: torch.Tensor,
-    threshold_N: torch.Tensor,
-    labels_N: torch.Tensor,
-    slot_V: torch.Tensor,
-    logits: ShardLogits,
-    tiles: Tiles,
-    share_V: torch.Tensor,
-) -> None:
-    """Fill share_V, sum 1, from up to SAMPLE of the kept tokens, evenly spaced."""
-    step = (num_kept + SAMPLE - 1) // SAMPLE
-    place_S = torch.arange(min(SAMPLE, index_N.shape[0]), dtype=torch.int32, device=index_N.device) * step.clamp(min=1)
-    num_sampled = (place_S < num_kept).sum(dtype=torch.int32).view(1)
-    index_S = index_N[place_S.clamp(max=index_N.shape[0] - 1)]
-    rows_SD = gathered(hidden_ND, index_S, num_sampled)
-    dropped_sums(
-        rows_SD, weight_VD, bias_V, num_sampled, reference_N[index_S], threshold_N[index_S], labels_N[index_S], slot_V,
-        logits, share_V, tiles.lse,
-    )  # fmt: skip
-    share_V *= 1 / share_V.sum().clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def _log_sum_exp(

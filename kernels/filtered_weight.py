@@ -64,7 +64,7 @@ def filtered_weight(
         add: Add to d_weight_VD in any case.
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
-    block_v, block_d = 4, 1024  # (16, 256) takes twice as long (H200, 2026-11)
+    block_v, block_d = 8, 512
     _filtered_weight_kernel[(triton.cdiv(num_cols, block_v) * triton.cdiv(hidden_size, block_d),)](
         # in
         hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, head_HD, share_V, shared_2D, num_added,
@@ -73,7 +73,7 @@ def filtered_weight(
         # sizes
         num_cols, hidden_size, int(add),
         # tiles
-        BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, num_warps=4,
+        BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, num_warps=2,
     )  # fmt: skip
 
 
@@ -104,24 +104,32 @@ def _filtered_weight_kernel(
     offs_v = tl.program_id(0) // num_col_blocks + tl.arange(0, BLOCK_V) * tl.cdiv(num_cols, BLOCK_V)
     offs_d = tl.program_id(0) % num_col_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     in_v = offs_v < num_cols
-    in_d = (offs_d < hidden_size)[None, :]
-    slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
-    share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
-    stand_in = tl.load(shared_ptr + offs_d[None, :], mask=in_d, other=0) * share[:, None]
-    stand_in += tl.load(shared_ptr + hidden_size + offs_d[None, :], mask=in_d, other=0)
-    head = head_ptr + slot.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-    in_head = (in_v & (slot >= 0))[:, None]
-    acc = tl.where(slot[:, None] >= 0, tl.load(head, mask=in_head & in_d, other=0).to(tl.float32), stand_in)
-    target = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-    adding = (add != 0) | (tl.load(num_added_ptr) > 0)
-    acc += tl.load(target, mask=in_v[:, None] & in_d & adding, other=0).to(tl.float32)
-
+    in_d = offs_d < hidden_size
     begin = tl.load(first_ptr + offs_v, mask=in_v, other=0)
     end = tl.load(first_ptr + offs_v + 1, mask=in_v, other=0)
+    slot = tl.load(slot_ptr + offs_v, mask=in_v, other=-1)
+    share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
+    adding = (add != 0) | (tl.load(num_added_ptr) > 0)
+    by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
+    by_column = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
+
+    # Columns of no entries, nearly all: a row of the head or the stand-in.
+    head = head_ptr + slot.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+    in_head = (slot >= 0)[:, None]
+    part = tl.load(head, mask=in_head & in_d[None, :], other=0).to(tl.float32)
+    part = tl.where(in_head, part, by_share[None, :] * share[:, None] + by_column[None, :])
+    target = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+    mask = (in_v & (end == begin))[:, None] & in_d[None, :]
+    part += tl.load(target, mask=mask & adding, other=0).to(tl.float32)
+    tl.store(target, part.to(d_weight_ptr.dtype.element_ty), mask=mask)
+
     bit = 1 << tl.arange(0, BLOCK_V)
     to_do = tl.sum(tl.where(end > begin, bit, 0), 0)
-    while to_do > 0:  # one column at a time, of those that have an entry: few
+    while to_do > 0:  # the others, one after another
         this = bit == (to_do & -to_do)
+        row = d_weight_ptr + tl.sum(tl.where(this, offs_v, 0), 0).to(tl.int64) * hidden_size + offs_d
+        acc = by_share * tl.sum(tl.where(this, share, 0.0), 0) + by_column
+        acc += tl.load(row, mask=in_d & adding, other=0).to(tl.float32)
         row_end = tl.sum(tl.where(this, end, 0), 0)
         for first in range(tl.sum(tl.where(this, begin, 0), 0), row_end, BLOCK_K):
             offs_k = first + tl.arange(0, BLOCK_K)
@@ -129,10 +137,10 @@ def _filtered_weight_kernel(
             token = tl.load(token_ptr + offs_k, mask=in_k, other=0).to(tl.int64)
             grad = tl.load(grad_ptr + offs_k, mask=in_k, other=0)
             where = hidden_ptr + token[:, None] * hidden_size + offs_d[None, :]
-            h = tl.load(where, mask=in_k[:, None] & in_d, other=0).to(tl.float32)
-            acc += tl.where(this[:, None], tl.sum(grad[:, None] * h, 0)[None, :], 0.0)
+            h = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32)
+            acc += tl.sum(grad[:, None] * h, 0)
+        tl.store(row, acc.to(d_weight_ptr.dtype.element_ty), mask=in_d)
         to_do &= to_do - 1
-    tl.store(target, acc.to(d_weight_ptr.dtype.element_ty), mask=in_v[:, None] & in_d)
 
 
 def filtered_bias(
