@@ -164,12 +164,15 @@ def _whole_model(args: argparse.Namespace, shape: Shape) -> GPT:
 class _Model(nn.Module):
     """A language model as DeepSpeed's users write them."""
 
+    trunk: GPT
+
     def __init__(self, whole: GPT, args: argparse.Namespace, ranks: Ranks, shape: Shape) -> None:
         super().__init__()
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, device="meta")
-        self.lm_head.weight = nn.Parameter(whole.head.weight.detach())
+        head: Any = whole.head
+        self.lm_head.weight = nn.Parameter(head.weight.detach())
         whole.head = nn.Identity()
-        self.trunk: Any = whole
+        self.trunk = whole
 
     def forward(self, ids: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
         return _loss(self.lm_head(self.trunk.hidden_states(ids)), (labels, scale))
