@@ -100,34 +100,76 @@ def _all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class HiddenGradSum:
-    """Sum d_hidden over the group: the one collective of backward, started as soon as d_hidden is whole.
+    """Sum d_hidden over the group, started as soon as rows of it are final, behind what is still to be computed.
 
-    All-reduce of N D elements in ``dtype`` (None: d_hidden's); with sequence parallelism a reduce-scatter that leaves this
-    rank's slice. ``start`` returns at once: the sum runs on the communication stream, after what the current stream has
-    been given, and dC is computed behind it. ``wait`` makes the current stream, not the host, wait, and gives the result in
-    d_hidden's dtype. What the communication stream reads is held until then.
+    One collective, of N D elements: an all-reduce, or with sequence parallelism a reduce-scatter that leaves this rank's slice.
+    Where only ``rows`` tokens at a time become final, one for each of those: all-reduces, or with sequence parallelism a reduce
+    of each slice to its owner (a reduce-scatter would need a part of every slice, and tokens are finished in their order).
+    Which they are follows from the arguments, so ranks agree on them however much each has to compute.
+
+    ``start`` takes the first rows of d_hidden, all that are final, and at last the whole. It returns at once: the sums run on
+    the communication stream, after what the current stream has been given. ``wait`` makes the current stream, not the host,
+    wait, and gives the result in d_hidden's dtype. What the communication stream reads is held until it has been waited for.
+
+    Args:
+        group: The ranks; None: nothing is summed.
+        scatter: Leave this rank's slice.
+        dtype: Of the sum; None: d_hidden's.
+        num_tokens: N.
+        rows: Tokens that become final at a time, the same on every rank; None: all.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, scatter: bool, dtype: torch.dtype | None = None) -> None:
-        self.group, self.scatter, self.dtype = group, scatter, dtype
-        self.part = self.result = self.work = None
+    def __init__(
+        self, group: dist.ProcessGroup | None, scatter: bool, dtype: torch.dtype | None, num_tokens: int, rows: int | None
+    ) -> None:  # fmt: skip
+        self.group, self.dtype = group, dtype
+        self.scatter = scatter and group is not None and num_tokens > 0
+        self.at_once = rows is None or rows >= num_tokens
+        if rows is None or self.at_once:
+            rows = num_tokens
+        elif self.scatter and group is not None:
+            rows = num_tokens // group.size()
+        starts = range(0, num_tokens, max(1, rows)) if group is not None else ()
+        self.ranges = [slice(start, min(start + rows, num_tokens)) for start in starts]
+        self.under_way: list[tuple[Any, Tensor, Tensor, Tensor]] = []
+        self.result: Tensor | None = None
 
     def start(self, d_hidden: Tensor) -> None:
-        self.d_hidden_dtype = d_hidden.dtype
-        self.part = self.result = d_hidden if self.group is None or self.dtype is None else d_hidden.to(self.dtype)
-        if self.group is None:
-            return
-        if self.scatter:
-            self.result = self.part.new_empty((self.part.shape[0] // self.group.size(), *self.part.shape[1:]))
-            self.work = _reduce_scatter_into(self.result, self.part, group=self.group, async_op=True)
+        self._finish()  # what was started a group of tokens ago: its memory is free then
+        if not self.scatter:
+            self.result = d_hidden
+        while self.ranges and self.ranges[0].stop <= d_hidden.shape[0]:
+            rows = self.ranges.pop(0)
+            self._start(d_hidden[rows], rows.start)
+
+    def _start(self, rows: Tensor, first: int) -> None:
+        assert self.group is not None
+        target = rows
+        part = summed = rows.to(self.dtype or rows.dtype)
+        if not self.scatter:
+            work = dist.all_reduce(part, group=self.group, async_op=True)
+        elif self.at_once:
+            target = self.result = rows.new_empty((rows.shape[0] // self.group.size(), *rows.shape[1:]))
+            summed = target if target.dtype == part.dtype else torch.empty_like(target, dtype=part.dtype)
+            work = _reduce_scatter_into(summed, part, group=self.group, async_op=True)
         else:
-            self.work = dist.all_reduce(self.part, group=self.group, async_op=True)
+            owner, target = first // rows.shape[0], part
+            if owner == self.group.rank():
+                target = self.result = torch.empty_like(rows)
+            work = dist.reduce(part, group=self.group, group_dst=owner, async_op=True)
+        self.under_way.append((work, part, summed, target))
+
+    def _finish(self) -> None:
+        for work, _, summed, target in self.under_way:
+            work.wait()
+            if summed is not target:
+                target.copy_(summed)
+        self.under_way.clear()
 
     def wait(self) -> Tensor:
-        assert self.result is not None, "wait() before start()"
-        if self.work is not None:
-            self.work.wait()
-        return self.result.to(self.d_hidden_dtype)
+        self._finish()
+        assert self.result is not None and not self.ranges, "wait() before the whole of d_hidden was there"
+        return self.result
 
 
 def assert_ranks_agree(description: dict, start: int, stop: int, group: dist.ProcessGroup, vocab_size: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,17 @@ class Options(NamedTuple):
             num_tokens, self.num_valid, hidden.shape[1], hidden.dtype, self.logits, self.want_uniform,
             self.want_entropy, self.workspace_bytes,
         )  # fmt: skip
+
+    def rows_at_once(self, hidden: Tensor) -> int | None:
+        """Tokens whose part of dE can be summed over the group while others' is computed; None: all are final together.
+
+        From what is the same on every rank: what a rank really does depends on its shard.
+        """
+        if self.backend == "torch":  # its outer loop is over the vocabulary
+            return None
+        from cce_dist.kernels import triton_ops
+
+        return triton_ops.most_rows(hidden.shape[1], hidden.dtype, self.workspace_bytes)
 
 
 NLL, LSE, TARGET, UNIFORM_NLL = range(4)  # rows of per_token_4N
@@ -144,10 +155,14 @@ def _backward(
         )
         entropy = None if d_entropy is None else merged[2]
         reduce_dtype = getattr(torch, o.reduce_dtype) if o.reduce_dtype else None
-        hidden_sum = merge.HiddenGradSum(None if o.partial_input_grad else group, o.sequence_parallel, reduce_dtype)
+        sum_group = None if o.partial_input_grad else group
+        rows = None if sum_group is None else o.rows_at_once(hidden)
+        hidden_sum = merge.HiddenGradSum(sum_group, o.sequence_parallel, reduce_dtype, ids.numel(), rows)
         if gather is not None:
             hidden = gather.wait()
-        how = {"grad_filter": o.filter} if o.backend == "torch" or o.by_lists else {}
+        how: dict[str, Any] = {"grad_filter": o.filter} if o.backend == "torch" or o.by_lists else {}
+        if o.backend == "triton":
+            how["ready_rows"] = rows
         _, d_weight, d_bias = o.ops().gradients(
             hidden, weight, bias, ids, o.logits, merged[0], merged[1], entropy, coef_4N, *saved, **how,
             want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias, d_weight_out=grad_weight_out,
@@ -237,7 +252,7 @@ def _saved_like(hidden: Tensor, num_tokens: int, o: Options) -> list[Tensor]:
     if o.backend != "triton":
         return []
     if o.by_lists:
-        shapes = o.ops().saved_shapes(num_tokens, o.num_valid, o.workspace_bytes)
+        shapes = o.ops().saved_shapes(num_tokens, o.num_valid, o.filter_eps, o.workspace_bytes)
         return [hidden.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
     num_cached = o.num_cached(hidden, num_tokens)
     return [

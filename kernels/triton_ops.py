@@ -54,6 +54,12 @@ def low_bytes(dtype: torch.dtype) -> int:
     return 2 if dtype.itemsize == 2 else 0  # the remainder that d_hidden cannot hold (grad_hidden.py)
 
 
+def most_rows(hidden_size: int, dtype: torch.dtype, workspace_bytes: int) -> int:
+    """Tokens at a time, at most, where exponentials are not kept: gathered rows and remainder are half of the budget."""
+    row_bytes = hidden_size * (dtype.itemsize + low_bytes(dtype))
+    return max(_ROWS, max(workspace_bytes, LEAST_BYTES) // (2 * row_bytes) // _ROWS * _ROWS)
+
+
 def _plan(
     num_tokens: int,
     num_cols: int,
@@ -70,9 +76,9 @@ def _plan(
     row_bytes = hidden_size * (dtype.itemsize + low_bytes(dtype))
     rows = num_tokens
     if cache_bytes == 0:  # else every token has its row in the cache, and cache_columns left room for all of them
-        # Half of the budget for the rows, at least one tile of columns in the other half.
-        rows = budget // max(2 * row_bytes, row_bytes + 2 * tile_cols * dtype.itemsize)
-        rows = min(num_tokens, max(_ROWS, rows // _ROWS * _ROWS))
+        # at least one tile of columns beside the rows
+        rows = max(_ROWS, budget // (row_bytes + 2 * tile_cols * dtype.itemsize) // _ROWS * _ROWS)
+        rows = min(num_tokens, rows, most_rows(hidden_size, dtype, workspace_bytes))
     cols = max(tile_cols, (budget - rows * row_bytes) // (rows * dtype.itemsize) // tile_cols * tile_cols)
     return _Plan(rows, _fill_waves(rows, num_cols, hidden_size, tiles, at_once, cols))
 
@@ -257,6 +263,7 @@ def gradients(
     d_weight_out: torch.Tensor | None = None,
     workspace_bytes: int,
     hidden_ready: Callable[[torch.Tensor], None] | None = None,
+    ready_rows: int | None = None,
     often_empty: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return d_hidden (hidden's dtype), d_weight (weight's dtype) and d_bias (fp32), each None unless wanted.
@@ -279,6 +286,8 @@ def gradients(
         d_weight_out: Buffer [V, D] that d_weight is added to instead of being returned.
         workspace_bytes: Budget for everything allocated here, the cache included.
         hidden_ready: Called with d_hidden as soon as it is whole on the current stream.
+        ready_rows: Call ``hidden_ready`` before that with the first ``ready_rows`` rows, then twice as many, and so on, each as
+            soon as they are final, if tokens are split.
         often_empty: All labels may be negative, and then d_weight need not be written at all.
     """
     num_tokens, hidden_size = hidden_ND.shape
@@ -320,8 +329,10 @@ def gradients(
         if want_hidden and len(parts) > 1 and hidden_ND.itemsize == 2:
             low_RD = torch.empty(rows, hidden_size, dtype=torch.bfloat16, device=hidden_ND.device)
 
-        groups = token_groups(index_N, kept, rows)
-        for group, (index_R, num_kept) in enumerate(groups):
+        if num_cached:
+            ready_rows = None  # the cache's rows are the kept ones of all tokens, in order
+        groups = finished_groups(labels_N, (index_N, kept), rows, ready_rows)
+        for group, (index_R, num_kept, num_final) in enumerate(groups):
             rows_RD = hidden_ND.new_empty(index_R.shape[0], hidden_size)
             tokens = (labels_N, index_R, num_kept, max_N, log_sum_N)
             if chunks:
@@ -343,8 +354,8 @@ def gradients(
                         grads_RV, weight_VD[first:stop], index_R, num_kept, scale_R, gain, d_hidden, low_RD,
                         tiles.grad_hidden, first=number == 0,
                     )  # fmt: skip
-                    if hidden_ready is not None and (group, number) == (len(groups) - 1, len(parts) - 1):
-                        hidden_ready(d_hidden)
+                    if hidden_ready is not None and num_final and number == len(parts) - 1:
+                        hidden_ready(d_hidden[:num_final])
                 if want_weight and d_weight is not None:
                     add = d_weight_out is not None or group > 0
                     grad_weight(
@@ -364,6 +375,36 @@ def token_groups(index_N: torch.Tensor, kept: torch.Tensor, rows: int) -> list[t
     starts = torch.arange(0, num_tokens, rows, dtype=torch.int32, device=index_N.device)
     kept_G = (kept - starts).clamp_(0, rows)
     return [(index_N[i : i + rows], kept_G[g : g + 1]) for g, i in enumerate(range(0, num_tokens, rows))]
+
+
+def finished_groups(
+    labels_N: torch.Tensor, compact: tuple[torch.Tensor, torch.Tensor], rows: int, ready_rows: int | None
+) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Cut into groups as ``token_groups`` does, but finish ``ready_rows`` tokens after another, each compacted by themselves.
+
+    Args:
+        labels_N: [N]; negative: ignored.
+        compact: ``kept_first(labels_N)``.
+        rows: Size of a group.
+        ready_rows: None: all tokens.
+
+    Returns:
+        Index and number of kept tokens of each group, and how many tokens, from the first on, are finished with it: 0 for a
+        group that finishes none.
+    """
+    num_tokens = labels_N.shape[0]
+    if ready_rows is None or ready_rows >= num_tokens:
+        ranges = [(*compact, num_tokens)]
+    else:
+        ranges = []
+        for start in range(0, num_tokens, ready_rows):
+            index_R, num_kept = kept_first(labels_N[start : start + ready_rows])
+            ranges.append((index_R.add_(start), num_kept, start + index_R.shape[0]))
+    groups = []
+    for index_R, num_kept, num_final in ranges:
+        *others, last = token_groups(index_R, num_kept, rows)
+        groups += [*((*group, 0) for group in others), (*last, num_final)]
+    return groups
 
 
 def normalised(coef_4N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

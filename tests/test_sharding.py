@@ -21,8 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from cce_dist import GradFilter, VocabParallelHead, VocabShard, linear_cross_entropy, merge
-from cce_dist.bench.collectives import Collectives
-from cce_dist.kernels import torch_ops
+from cce_dist.bench.collectives import Collectives, _is_kernel_of
+from cce_dist.kernels import torch_ops, triton_ops
+from cce_dist.verify.check import assert_no_worse
 from cce_dist.verify.ranks import run_ranks
 
 N, D = 12, 8
@@ -55,6 +56,17 @@ def _four_ranks():
     _check_one_collective_a_pass(line)
     _check_sums(line)
     _check_the_slice_that_is_here(line)
+    _check_sums_of_final_rows(line)
+    _check_groups_of_tokens()
+
+
+def test_kernels_of_a_collective():
+    """Catches a reduce that takes the kernels of a reduce-scatter for its own, or the annotations of either."""
+    suffix = "_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+    kernels = {"all_reduce": "AllReduce", "reduce_scatter": "ReduceScatter", "reduce": "Reduce"}
+    for name, (other, kernel) in itertools.product(kernels, kernels.items()):
+        assert _is_kernel_of(f"ncclDevKernel_{kernel}{suffix}", name) == (name == other)
+        assert not _is_kernel_of(f"nccl:{other}", name)
 
 
 def data(vocab_size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -416,3 +428,119 @@ def _check_the_slice_that_is_here(line: DeviceMesh) -> None:
             )  # fmt: skip
             torch.testing.assert_close(out.loss, loss)
             assert grad_filter is None or out.filter_stats is not None
+
+
+@contextmanager
+def sums():
+    """Collect name and bytes of what is summed over ranks; done as soon as started, so that what comes too late is missing."""
+    started: list[tuple[str, int]] = []
+
+    def spied(owner: Any, function: str, name: str, which: int) -> Any:
+        original = getattr(owner, function)
+
+        def spy(*tensors: Tensor, **options: Any) -> Any:
+            started.append((name, tensors[which].nbytes))
+            work = original(*tensors, **options)
+            work.wait()
+            return work
+
+        return mock.patch.object(owner, function, spy)
+
+    with (
+        spied(dist, "all_reduce", "all_reduce", 0),
+        spied(dist, "reduce", "reduce", 0),
+        spied(merge, "_reduce_scatter_into", "reduce_scatter", 1),
+    ):
+        yield started
+
+
+def _check_sums_of_final_rows(line: DeviceMesh) -> None:
+    """The sums are the same ones on ranks that finish rows group by group, in other groups, or all at once."""
+    num_tokens, rows, rank = 20, 8, dist.get_rank()
+    parts = torch.randn(4, num_tokens, D, generator=torch.Generator().manual_seed(0)).bfloat16()
+    finished = ((8, 16, 20), (20,), (3, 9, 20), (19, 20))[rank]
+    mine = slice(rank * num_tokens // 4, (rank + 1) * num_tokens // 4)
+    for scatter, dtype in itertools.product((False, True), (None, torch.float32)):
+        d_hidden = torch.zeros_like(parts[0])
+        hidden_sum = merge.HiddenGradSum(line.get_group(), scatter, dtype, num_tokens, rows)
+        with sums() as started:
+            for start, stop in zip((0, *finished), finished, strict=False):
+                d_hidden[start:stop] = parts[rank, start:stop]
+                hidden_sum.start(d_hidden[:stop])
+        result = hidden_sum.wait()
+        name, lengths = ("reduce", [5] * 4) if scatter else ("all_reduce", [8, 8, 4])
+        assert started == [(name, length * D * (4 if dtype else 2)) for length in lengths]
+        truth = parts.double().sum(0)[mine if scatter else slice(None)]
+        assert result.shape == truth.shape and result.dtype == torch.bfloat16
+        assert result.untyped_storage().nbytes() == result.nbytes, "a slice that keeps the whole"
+        # every addition rounds, of up to three parts; the sum in fp32 does once, at the end
+        most = truth.abs() * 2**-8 if dtype else parts.double().abs().sum(0).amax() * 2**-7
+        assert ((result - truth).abs() <= most).all()
+
+
+def _check_groups_of_tokens() -> None:
+    """Where tokens are split into groups, dE is summed group by group: another way to the same gradients.
+
+    Labels are ignored here and there, and in all of the last group; shards are uneven or empty. Catches: rows summed before
+    they are final, a token left out of its group, a number of sums that depends on the shard (which hangs).
+    """
+    num_tokens, rows = 48, 32
+    generator = torch.Generator().manual_seed(0)
+    ignored = torch.rand(num_tokens, generator=generator) < 0.2
+    ignored[rows:] = True
+    cases = (
+        (25, torch.float32, None, None),
+        (25, torch.float32, None, GradFilter(eps=0.05)),
+        (25, torch.float16, torch.float32, None),
+        (2, torch.float32, None, None),
+    )
+    for size, (vocab_size, dtype, reduce_dtype, grad_filter) in itertools.product((2, 3), cases):
+        hidden, weight = (torch.randn(n, D, generator=generator).to(dtype) for n in (num_tokens, vocab_size))
+        labels = torch.randint(vocab_size, (num_tokens,), generator=generator).masked_fill(ignored, -100)
+        group: Any = dist.new_group(list(range(size)))
+        if dist.get_rank() >= size:
+            continue
+        shard, each = VocabShard.even(vocab_size, group), num_tokens // size
+        truth, baseline = (
+            _dense_gradients(hidden.to(dtype), weight.to(dtype), labels) for dtype in (torch.float64, dtype)
+        )
+        for sequence_parallel, backend in itertools.product((False, True), ("torch", "triton")):
+            tokens = slice(each * dist.get_rank(), each * (dist.get_rank() + 1)) if sequence_parallel else slice(None)
+            rows_here = slice(shard.start, shard.stop)
+            local = hidden[tokens], weight[rows_here], labels, shard
+            options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "backend": backend}
+            options |= {"reduce_dtype": reduce_dtype, "grad_filter": grad_filter}
+            ours, started = _gradients_in_groups(rows, *local, **options)
+            ungrouped, at_once = _gradients_in_groups(num_tokens, *local, **options)
+
+            row_bytes = D * (reduce_dtype or dtype).itemsize
+            assert at_once == [("reduce_scatter" if sequence_parallel else "all_reduce", num_tokens * row_bytes)]
+            if backend == "torch":
+                assert started == at_once
+            elif sequence_parallel:
+                assert started == [("reduce", each * row_bytes)] * size
+            else:
+                assert started == [("all_reduce", length * row_bytes) for length in (rows, num_tokens - rows)]
+            for i, rows_of in enumerate((tokens, rows_here)):
+                assert_no_worse(ours[i], ungrouped[i] if grad_filter else baseline[i][rows_of], truth[i][rows_of])
+            if grad_filter is None:
+                again, _ = _gradients_in_groups(rows, *local, **options)
+                assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
+
+
+def _dense_gradients(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    operands = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = operands[0] @ operands[1].t()
+    return torch.autograd.grad(nn.functional.cross_entropy(logits, labels, reduction="sum"), operands)
+
+
+def _gradients_in_groups(
+    rows: int, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, **options: Any
+) -> tuple[tuple[Tensor, ...], list[tuple[str, int]]]:
+    """Gradients, 16 tokens at a time and ``rows`` of them final together, and the sums that were started on the way."""
+    operands = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    with mock.patch.multiple(triton_ops, most_rows=lambda *_: rows, LEAST_BYTES=8 << 10, _ROWS=16):
+        loss = linear_cross_entropy(*operands, labels, shard=shard, reduction="sum", workspace_bytes=1, **options)
+        with sums() as started:
+            gradients = torch.autograd.grad(loss, operands)
+    return gradients, started

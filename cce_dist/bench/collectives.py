@@ -68,9 +68,7 @@ class Collectives:
         computing = _union((start, stop) for name, start, stop in spans if not name.startswith("nccl"))
         calls: dict[tuple[str, int], list[tuple[int, int] | None]] = {kind: [] for kind in self.sizes}
         for name in dict.fromkeys(name for name, _ in self.sizes):
-            # Kernels are called ncclDevKernel_AllReduce_...; what is called nccl:all_reduce is an annotation of them.
-            start_of_name = "nccldevkernel_" + name.replace("_", "")
-            kernels = [(start, stop) for name, start, stop in spans if name.lower().startswith(start_of_name)]
+            kernels = [(start, stop) for kernel, start, stop in spans if _is_kernel_of(kernel, name)]
             sizes = [size for each, size in self.sizes if each == name]
             # One kernel a call, in the order of the calls; else they cannot be told apart.
             told_apart = kernels if len(kernels) == len(sizes) else [None] * len(sizes)
@@ -86,6 +84,11 @@ class Collectives:
             if dtype
         )
         return name, num_bytes * (self.num_ranks if name == "all_gather" else 1)
+
+
+def _is_kernel_of(kernel: str, name: str) -> bool:
+    """Kernels are called ncclDevKernel_AllReduce_...; what is called nccl:all_reduce is an annotation of them."""
+    return kernel.lower().startswith(f"nccldevkernel_{name.replace('_', '')}_")
 
 
 def _times(spans: list[tuple[int, int] | None], computing: list[tuple[int, int]]) -> tuple[float | None, float | None]:
