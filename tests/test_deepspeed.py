@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import sys
 import tempfile
@@ -39,6 +40,9 @@ DS_CONFIG = """
   "cce_dist": {"enabled": true, "filter": "off", "z_loss_weight": 0.0}
 }
 """
+
+
+REPORT = {"report": True, "z_loss_weight": 0.1, "filter": "compensated", "filter_eps": 1e-30}
 
 
 def ds_config(ours: bool, **overrides: Any) -> dict:
@@ -82,6 +86,15 @@ def prepare() -> None:
     comm: Any = sys.modules["deepspeed.comm.torch"]
     comm.build_shm_op = lambda: None
     deepspeed.init_distributed("gloo")
+    # Its CPUs have fp16 if they are fast at it; these tests are not about speed.
+    accelerator: Any = deepspeed.accelerator.get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+
+
+def in_half(case: Pipe | Case) -> dict[str, Any]:
+    """Return the sections of a half-precision dtype, for fp16 with a loss scale that changes while we look."""
+    scaler = {"enabled": case.fp16, "initial_scale_power": 8, "loss_scale_window": 1, "hysteresis": 1}
+    return {"bf16": {"enabled": case.bf16}, "fp16": scaler if case.fp16 else {"enabled": False}}
 
 
 # Pipelines
@@ -96,7 +109,9 @@ class Pipe:
     checkpoint: bool = False
     clip: float = 0.0
     bf16: bool = False
+    fp16: bool = False
     weighted: bool = False
+    report: bool = False
 
 
 def weighted_loss(logits: Any, labels: tuple[Tensor, Tensor]) -> Tensor:
@@ -144,10 +159,12 @@ def pipeline(case: Pipe, ours: bool) -> Any:
             parameter.copy_(0.3 * whole)
     config = ds_config(
         ours, train_micro_batch_size_per_gpu=BATCH, gradient_accumulation_steps=MICROBATCHES, gradient_clipping=case.clip,
-        zero_optimization={"stage": case.zero}, pipeline={"use_reentrant": False}, bf16={"enabled": case.bf16},
+        zero_optimization={"stage": case.zero}, pipeline={"use_reentrant": False}, **in_half(case),
     )  # fmt: skip
     if case.bf16:  # BF16_Optimizer, which clears what gradients there are where it sees backward begin
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if case.report:
+        config["cce_dist"] |= REPORT
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.5)
     return cce.initialize(model=module, optimizer=optimizer, config=config)[0]
 
@@ -167,7 +184,7 @@ def batches(step: int, weighted: bool, rank: int) -> Iterator[Any]:
 
 def compare_pipelines(case: Pipe) -> None:
     stock, ours = pipeline(case, ours=False), pipeline(case, ours=True)
-    tolerance = 2e-2 if case.bf16 else 2e-5
+    tolerance = 2e-2 if case.bf16 or case.fp16 else 2e-5
     rank = stock.grid.get_data_parallel_rank()
     with counted_losses() as calls:
         for step in range(STEPS):
@@ -186,6 +203,23 @@ def compare_pipelines(case: Pipe) -> None:
         torch.testing.assert_close(
             parameter, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def check_pipeline_report(case: Pipe) -> None:
+    engine = pipeline(case, ours=True)
+    loss = engine.train_batch(batches(0, False, engine.grid.get_data_parallel_rank()))
+    check_report(engine, loss)
+    engine.eval_batch(batches(0, False, 0))
+    check_report(engine, loss)  # of the training step, as with DeepSpeed's own
+
+
+def check_report(engine: Any, loss: Tensor) -> None:
+    parts = engine.get_additional_losses()
+    options = cce.Options.from_config({"cce_dist": {"enabled": True} | REPORT})
+    assert options is not None and tuple(parts) == options.reported()
+    torch.testing.assert_close(parts["nll"] + parts["z_loss"], loss.detach(), rtol=2e-5, atol=0)
+    assert parts["z_loss"] > 0.1 and 0 < parts["entropy"] < math.log(VOCAB)
+    assert parts["kept_tiles"] == 1 and parts["dropped_mass_mean"] == parts["dropped_mass_max_of_shards"] == 0
 
 
 def check_pipeline_evaluation(case: Pipe) -> None:
@@ -234,10 +268,13 @@ class Case:
     tied: bool = False
     clip: float = 0.1
     bf16: bool = False
+    fp16: bool = False
+    offload: bool = False
     autotp: int = 0
     split: bool = False  # the vocabulary, over an mpu's model axis
     evaluate: bool = False
     num_items: int | None = None
+    report: bool = False
     sequence_mean: bool = False
     reduce_scatter: bool = True
 
@@ -273,11 +310,16 @@ def engine_of(model: nn.Module, ours: bool, case: Case, mpu: Any = None) -> Any:
         zero_optimization={
             "stage": case.zero, "stage3_param_persistence_threshold": 0, "reduce_scatter": case.reduce_scatter
         },
-        bf16={"enabled": case.bf16},
+        **in_half(case),
     )  # fmt: skip
+    if case.offload:
+        config["zero_optimization"] |= {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "param")}
+        config["zero_force_ds_cpu_optimizer"] = False  # which a compiler would have to make
     if case.autotp:
         config["tensor_parallel"] = {"autotp_size": case.autotp, "vocab_parallel_lm_head": True}
     config["cce_dist"]["sequence_mean"] = case.sequence_mean
+    if case.report:
+        config["cce_dist"] |= REPORT
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     return cce.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
 
@@ -304,7 +346,7 @@ def parameters(engine: Any) -> dict[str, Tensor]:
 
 
 def compare_engines(stock: Any, ours: Any, case: Case, data_rank: int, truth: Any = None) -> None:
-    tolerance = 2e-2 if case.bf16 else 2e-5
+    tolerance = 2e-2 if case.bf16 or case.fp16 else 2e-5
     more = {} if case.num_items is None else {"num_items_in_batch": case.num_items}
     with counted_losses() as calls:
         for step in range(STEPS):
@@ -326,6 +368,12 @@ def compare_engines(stock: Any, ours: Any, case: Case, data_rank: int, truth: An
         )
     if case.evaluate:
         check_evaluation(stock, ours)
+
+
+def check_model_report(case: Case) -> None:
+    engine = engine_of(Model(linear), True, case)
+    loss = train(engine, 0, dist.get_rank())[-1]
+    check_report(engine, torch.tensor(loss))
 
 
 def check_evaluation(stock: Any, ours: Any) -> None:
@@ -495,10 +543,13 @@ def two_ranks() -> None:
         Pipe(model=2, clip=0.1),
         Pipe(model=2, tied=True, zero=1, weighted=True),
         Pipe(pipe=2, weighted=True, bf16=True, zero=1),
+        Pipe(pipe=2, fp16=True, zero=1),
     ):
         run(compare_pipelines, case)
     for case in (Pipe(pipe=2), Pipe(pipe=2, tied=True), Pipe(model=2), Pipe(model=2, tied=True)):
         run(check_pipeline_evaluation, case)
+    run(check_pipeline_report, Pipe(pipe=2, report=True))
+    run(check_model_report, Case(zero=3, report=True))
     for case in (
         Case(zero=0, evaluate=True),
         Case(zero=1, tied=True),
@@ -507,6 +558,10 @@ def two_ranks() -> None:
         Case(zero=3, tied=True),
         Case(zero=1, split=True),
         Case(zero=3, split=True),
+        Case(zero=2, fp16=True),
+        Case(zero=3, fp16=True, tied=True),
+        Case(zero=2, offload=True),
+        Case(zero=3, offload=True, tied=True),
     ):
         run(compare_models, case)
     for zero, reduce_scatter in ((0, True), (2, True), (3, True), (3, False)):
@@ -519,6 +574,9 @@ def two_ranks() -> None:
         (Case(zero=2, bf16=True), "Llama"),
         (Case(zero=3, tied=True, num_items=7), "Llama"),
         (Case(zero=1, tied=True, evaluate=True), "Gemma2"),
+        (Case(zero=3), "Qwen3"),
+        (Case(zero=1), "Mistral"),
+        (Case(zero=3), "Phi3"),
         # The last ones: AutoTP changes DeepSpeed's state for good.
         (Case(zero=1, autotp=2), "Llama"),
         (Case(zero=3, tied=True, autotp=2), "Llama"),
@@ -534,6 +592,7 @@ def four_ranks() -> None:
         Pipe(pipe=2, tied=True, zero=1, weighted=True),
     ):
         run(compare_pipelines, case)
+    run(check_pipeline_report, Pipe(pipe=2, model=2, report=True))
     for case in (Case(zero=0, split=True), Case(zero=2, split=True), Case(zero=3, split=True)):
         run(compare_models, case)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ pytest.importorskip("tokenizers")
 from test_pretrain import SHORT, TOY, largest_difference, losses, options, prepared, records
 
 from cce_dist import cli
+from cce_dist.pretrain import deepspeed
+from cce_dist.pretrain.data import Batches, Corpus
+from cce_dist.pretrain.model import PRESETS
 from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.train import train
 from cce_dist.verify.ranks import run_ranks
@@ -24,13 +29,11 @@ RUNS = {  # tensor-parallel, data-parallel and pipeline size; further options
     "pipe-model-dense": (2, 1, 2, ["--loss", "dense", "--accumulate", "2"]),
     "pipe-model-exact": (2, 1, 2, ["--accumulate", "2"]),
     "pipe-model-filtered": (2, 1, 2, ["--accumulate", "2", *NOTHING_DROPPED]),
-    "pipe-data": (1, 2, 2, []),
     "zero3-dense": (1, 4, 1, ["--zero-stage", "3", "--accumulate", "2", "--loss", "dense"]),
     "zero3-exact": (1, 4, 1, ["--zero-stage", "3", "--accumulate", "2"]),
     "zero3-filtered": (1, 4, 1, ["--zero-stage", "3", *NOTHING_DROPPED]),
-    "zero2": (1, 4, 1, ["--zero-stage", "2"]),
-    "pipe-bf16": (2, 1, 2, ["--dtype", "bfloat16"]),
-    "zero3-bf16": (1, 4, 1, ["--zero-stage", "3", "--dtype", "bfloat16"]),
+    "pipe-data-bf16": (1, 2, 2, ["--dtype", "bfloat16"]),
+    "zero2-bf16": (1, 4, 1, ["--zero-stage", "2", "--dtype", "bfloat16"]),
 }
 RESUMED = ("pipe-model-exact", "zero3-exact")  # after their first checkpoint
 
@@ -50,6 +53,29 @@ def _on_four_ranks(cache: Path, out: Path) -> None:
             more = [*more, "--checkpoint-every", "0"]
         groups._release_process_group_references()
         train(options(cache, out / name, "--engine", "deepspeed", *more), ranks, prepared(cache))
+    _go_on_in_another_layout(cache, out)
+
+
+def _go_on_in_another_layout(cache: Path, out: Path) -> None:
+    """Load a pipe x model checkpoint, converted by DeepSpeed's own tool, into pipe x data, and validate."""
+    from deepspeed.utils import groups
+
+    folder = out / "pipe-model-exact" / "checkpoints" / "step-00000008"
+    if dist.get_rank() == 0:
+        convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
+        convert += ["--num_merge_workers", "1", "--input_folder", str(folder / deepspeed.TAG)]
+        subprocess.run([*convert, "--output_folder", str(folder / "universal")], check=True, capture_output=True)
+    dist.barrier()
+    groups._release_process_group_references()
+    ds_config = deepspeed.ds_config
+    deepspeed.ds_config = lambda *given: ds_config(*given) | {"checkpoint": {"load_universal": True}}
+    ranks = Ranks(torch.device("cpu"), dist.get_rank(), 4, tp=1, dp=2, pp=2)
+    args = options(cache, out, "--engine", "deepspeed")
+    engine = deepspeed.DeepSpeedEngine(args, ranks, PRESETS["toy"])
+    engine.engine.load_checkpoint(str(folder), tag="universal")
+    held_out = Batches(Corpus(prepared(cache)).held_out, PRESETS["toy"].seq_len, args.seed)
+    loss = engine.validate(held_out)
+    assert loss == pytest.approx(losses(out / "pipe-model-exact")[-1], abs=1e-5)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")

@@ -38,7 +38,7 @@ class DeepSpeedEngine:
         if shape.num_layers < ranks.pp:
             raise UsageError(f"{shape.num_layers} layers cannot be split into {ranks.pp} stages")
         _start(ranks)
-        self.args, self.ranks = args, ranks
+        self.args, self.ranks, self.shape = args, ranks, shape
         self.layout = {"tp": ranks.tp, "dp": ranks.dp, "pp": ranks.pp, "zero_stage": args.zero_stage}
         self.in_stages = args.zero_stage == 1
         model: Any = (_pipeline if self.in_stages else _Model)(_whole_model(args, shape), args, ranks, shape)
@@ -91,7 +91,7 @@ class DeepSpeedEngine:
         return peak.item()
 
     def save_tensors(self, folder: Path) -> None:
-        self.engine.save_checkpoint(str(folder), tag=TAG)
+        self.engine.save_checkpoint(str(folder), tag=TAG, client_state=self._client_state())
 
     def load_tensors(self, folder: Path) -> None:
         self.engine.load_checkpoint(str(folder), tag=TAG)
@@ -104,6 +104,19 @@ class DeepSpeedEngine:
         scale = torch.tensor(self.ranks.dp * self.args.accumulate / num_valid, device=self.ranks.device)
         for part_ids, part_labels in microbatches(ids, labels, self.ranks, self.args.accumulate):
             yield part_ids, (part_labels, scale)
+
+    def _client_state(self) -> dict[str, Any]:
+        """Return what ``ds_to_universal``, DeepSpeed's converter of checkpoints to other layouts, asks of a model's author."""
+        from deepspeed.checkpoint import constants as say
+
+        info: dict[str, Any] = {say.UNIVERSAL_CHECKPOINT_VERSION_KEY: say.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+        if self.in_stages:
+            norm, head = self.shape.num_layers + 1, self.shape.num_layers + 2  # layers are named by their places
+            info[say.TP_REPLICATED_PARAMETER_PATTERNS] = [r".*_norm\.weight", rf"{norm}\.weight"]
+            info[say.VOCABULARY_PARAMETER_PATTERNS] = [r"0\.weight", rf"{head}\.weight"]
+            info[say.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS] = [r".*attention\.out\.weight", r".*mlp\.down\.weight"]
+            info[say.ORIGINAL_VOCAB_SIZE] = self.shape.vocab_size
+        return {say.UNIVERSAL_CHECKPOINT_INFO: info}
 
     def _mean(self, loss: Tensor) -> Tensor:
         dist.all_reduce(loss)
