@@ -73,12 +73,14 @@ class Options(NamedTuple):
             self.want_entropy, self.workspace_bytes,
         )  # fmt: skip
 
-    def rows_at_once(self, hidden: Tensor) -> int | None:
-        """Tokens whose part of dE can be summed over the group while others' is computed; None: all are final together.
+    def rows_at_once(self, hidden: Tensor, num_tokens: int, num_ranks: int) -> int | None:
+        """Tokens whose dE can be summed over the group while that of others is computed; None: all are final together.
 
-        From what is the same on every rank: what a rank really does depends on its shard.
+        Every rank gets the same answer, right for even shards: what a rank really does depends on its own.
         """
         if self.backend == "torch":  # its outer loop is over the vocabulary
+            return None
+        if self._replace(num_valid=-(-self.vocab_size // num_ranks)).num_cached(hidden, num_tokens) > 0:
             return None
         from cce_dist.kernels import triton_ops
 
@@ -156,7 +158,7 @@ def _backward(
         entropy = None if d_entropy is None else merged[2]
         reduce_dtype = getattr(torch, o.reduce_dtype) if o.reduce_dtype else None
         sum_group = None if o.partial_input_grad else group
-        rows = None if sum_group is None else o.rows_at_once(hidden)
+        rows = None if sum_group is None else o.rows_at_once(hidden, ids.numel(), sum_group.size())
         hidden_sum = merge.HiddenGradSum(sum_group, o.sequence_parallel, reduce_dtype, ids.numel(), rows)
         if gather is not None:
             hidden = gather.wait()

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 from unittest import mock
 
 import pytest
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from cce_dist import GradFilter, VocabParallelHead, VocabShard, linear_cross_entropy, merge
+from cce_dist import GradFilter, VocabParallelHead, VocabShard, linear_cross_entropy, merge, op
 from cce_dist.bench.collectives import Collectives, _is_kernel_of
 from cce_dist.kernels import torch_ops, triton_ops
 from cce_dist.verify.check import assert_no_worse
@@ -58,6 +58,24 @@ def _four_ranks():
     _check_the_slice_that_is_here(line)
     _check_sums_of_final_rows(line)
     _check_groups_of_tokens()
+
+
+def test_groups_are_those_of_an_even_shard():
+    """Catches ranks that disagree on the sums, and more than one where all tokens are one group."""
+    nothing: dict[str, Any] = {name: kind() for name, kind in get_type_hints(op.Options).items()}
+    options = op.Options(**nothing)._replace(backend="triton", want_grad=True, workspace_bytes=256 << 20)
+    for num_tokens, hidden_size, vocab_size, num_ranks, rows in (
+        (8192, 4096, 128256, 4, 8192),
+        (16384, 4096, 128256, 4, 8192),
+        (16384, 3072, 32064, 8, None),  # exponentials are kept, of all tokens
+        (65536, 3072, 32064, 8, 10880),
+    ):
+        hidden = torch.empty(1, hidden_size, dtype=torch.bfloat16)
+        for num_valid in (0, 1, vocab_size // num_ranks, vocab_size):
+            mine = options._replace(vocab_size=vocab_size, num_valid=num_valid)
+            assert mine.rows_at_once(hidden, num_tokens, num_ranks) == rows
+    filtering = mine._replace(filter_eps=2**-12, filter_hidden=True)
+    assert filtering.rows_at_once(hidden, 16384, 8) == 10880
 
 
 def test_kernels_of_a_collective():
