@@ -91,7 +91,12 @@ class DeepSpeedEngine:
         return peak.item()
 
     def save_tensors(self, folder: Path) -> None:
-        self.engine.save_checkpoint(str(folder), tag=TAG, client_state=self._client_state())
+        try:
+            self.engine.save_checkpoint(str(folder), tag=TAG, client_state=self._client_state())
+        except RuntimeError as error:  # of torch's writer, or of a lost peer
+            if "inline_container" not in str(error):
+                raise
+            raise OSError(f"cannot write checkpoint {folder}: {error}") from error
 
     def load_tensors(self, folder: Path) -> None:
         self.engine.load_checkpoint(str(folder), tag=TAG)
