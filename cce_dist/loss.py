@@ -121,7 +121,8 @@ def linear_cross_entropy(
         return_aux: Return ``LinearCrossEntropyOutput`` instead of the loss alone.
         backend: "triton", "torch", or "auto": Triton on a GPU, else torch. The environment variable CCE_DIST_BACKEND
             overrides "auto".
-        workspace_bytes: Bound of the temporary memory for logits, and of what forward may keep for backward.
+        workspace_bytes: Bound of the temporary memory for logits, and of what forward may keep for backward; the same on every
+            rank of a group.
         grad_weight_out: [V_r, D] buffer (fp32, say, as Megatron's main_grad) that backward adds dC into; linear_weight
             itself then gets no gradient.
 
@@ -135,7 +136,9 @@ def linear_cross_entropy(
 
     Communication:
         Forward: one all-gather of 3 to 6 fp32 numbers per token; with a filter on Triton one more, of 3. Backward: one
-        all-reduce of dE in reduce_dtype, which becomes a reduce-scatter with sequence_parallel, behind the last of dC.
+        all-reduce of dE in reduce_dtype, which becomes a reduce-scatter with sequence_parallel, behind the last of dC. Where
+        workspace_bytes splits the tokens, one for each group of them, each behind the next group (with sequence_parallel a
+        reduce of each slice to its rank).
         Sequence parallelism all-gathers input in both, in forward while its own slice is worked on (without a filter), and
         keeps nothing of what it gathered.
         With CCE_DIST_DEBUG=1 one more exchange checks that all ranks were called alike.

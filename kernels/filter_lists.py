@@ -42,8 +42,8 @@ def head_size(num_valid: int, eps: float) -> int:
     """Return H, whole tiles: 1/4 eps, or 1/16 of the shard if that is less.
 
     At most 1/eps ids are likely enough on average to be kept everywhere. Of a Zipf's unigram a tenth of that are, whatever V
-    is; shorter heads leave many to the lists (H200, eps 2**-12, V 32,000 to 256,000, 2026-11: 1,024 is the best, 512 and 2,048
-    cost 0.1 and 0.03 of a GEMM, 256 a whole one).
+    is; shorter heads leave many to the lists (H200, eps 2**-12, V 32,000 to 256,000, 2026-11: 1,024 is best, 2,048 costs 0.04
+    to 0.09 of a GEMM more, 512 costs 0.1 to 0.4, and 256 at V 32,000 more than two).
     """
     unit = 32 if interpreted() else 256
     return min(num_valid, max(1, round(min(0.25 / eps, num_valid / 16) / unit)) * unit)
