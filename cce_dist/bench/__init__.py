@@ -2,7 +2,7 @@
 
 Reading order: ``shapes`` (heads by name), ``workload`` (input with a trained model's statistics), ``methods`` (what is
 compared), ``measure`` (check, then time), ``report`` (table, JSON, figure); and over ranks ``group``, with ``peers`` (what is
-compared) and ``collectives`` (what is sent).
+compared) or ``stage`` (ends of a framework's last stage), and ``collectives`` (what is sent).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
     "cuda": (["gemma-2-2b", "llama-3-8b", "phi-3.5"], [8192]),
     "cpu": (["toy"], [512]),
 }
+STAGES = ("megatron", "deepspeed")
 NO_MATPLOTLIB = "matplotlib is not installed (pip install 'cce-dist[bench]')"
 PACKAGES = (
     "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "megatron-core", "deepspeed",
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--methods", nargs="+", metavar="METHOD", help="rows of the table; 'list' prints them (default: all)")
     add("--ignored", nargs="+", type=float, metavar="SHARE", help="shares of labels that are -100 (default: 0)")
     add("--tp", type=_sizes, metavar="T,T", help="split the vocabulary over so many ranks, under torchrun or alone")
+    add("--stage", choices=STAGES, help="time the end of its last pipeline stage by its means and ours, likewise")
     add("--workspace", nargs="+", type=int, metavar="MIB", help="workspaces of cce-dist, a row each (default: 256)")
     add("--repeats", type=int, default=20, help="rounds of timing, methods in turns")
     add("--device", help="cuda, cuda:1, cpu (default: cuda if there is one)")
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes, tokens = DEFAULTS[torch.device(args.device).type]
     args.shapes, args.tokens, args.ignored = args.shapes or shapes, args.tokens or tokens, args.ignored or [0.0]
-    if args.tp:
+    if args.tp or args.stage:
         from cce_dist.bench import group
 
         return group.run(args)

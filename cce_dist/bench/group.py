@@ -1,4 +1,4 @@
-"""``cce-dist bench --tp``: the comparison with the vocabulary split over ranks, against the distributed libraries.
+"""``cce-dist bench --tp`` and ``--stage``: the comparison with the vocabulary split over ranks, against others that split it.
 
 Every rank checks its own part of the gradients, then all time in turns. A row's errors are the worst rank's, its time of each
 round is the slowest rank's, its memory the largest rank's; ranks meet on the device before each timed job, so that no one's
@@ -38,6 +38,7 @@ from cce_dist.bench.measure import (
 )
 from cce_dist.bench.peers import GroupMethod, group_methods
 from cce_dist.bench.shapes import SHAPES
+from cce_dist.bench.stage import stage_methods
 from cce_dist.bench.workload import Workload, make_workload
 from cce_dist.verify.ranks import run_ranks
 
@@ -51,10 +52,16 @@ def run(args: argparse.Namespace) -> int:
         0, or 1 if a row of this library itself has no time (wrong, or failed).
     """
     if args.methods == ["list"]:
-        print("\n".join(group_methods()))
+        print("\n".join(_methods(args)))
         return 0
-    command.choose(args.methods, group_methods())  # an unknown name fails here, once
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+    command.choose(args.methods, _methods(args))  # an unknown name fails here, once
+    in_torchrun = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+    if args.stage:
+        world = int(os.environ["WORLD_SIZE"]) if in_torchrun else max(args.tp or [1])
+        if args.tp not in (None, [world]):
+            raise SystemExit(f"cce-dist bench: --stage takes all {world} ranks as one group; leave --tp out")
+        args.tp = [world]
+    if in_torchrun:
         _join(args)
         try:
             return _run_rank(args)
@@ -66,6 +73,10 @@ def run(args: argparse.Namespace) -> int:
     result.unlink(missing_ok=True)
     run_ranks(_run_rank, max(args.tp), args, device=args.device, timeout_seconds=TIMEOUT_SECONDS)
     return command.exit_code(report.read_json(result)[1] if result.exists() else [])
+
+
+def _methods(args: argparse.Namespace) -> dict[str, GroupMethod]:
+    return stage_methods(args.stage) if args.stage else group_methods()
 
 
 def _join(args: argparse.Namespace) -> None:
@@ -82,9 +93,9 @@ def _run_rank(args: argparse.Namespace) -> int:
     """Measure every case; the first rank reports each as soon as it is known."""
     rank = dist.get_rank()
     device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
-    methods = command.choose(args.methods, group_methods())
+    methods = command.choose(args.methods, _methods(args))
     groups: dict[int, Any] = {tp: dist.new_group(range(tp)) if tp > 1 else None for tp in args.tp}
-    environment = command.describe_environment(device)
+    environment, stage = command.describe_environment(device), args.stage or ""
     args.out.mkdir(parents=True, exist_ok=True)
     cases: list[report.Case] = []
     for shape in args.shapes:
@@ -102,7 +113,7 @@ def _run_rank(args: argparse.Namespace) -> int:
                         shard = VocabShard.even(SHAPES[shape].vocab_size, group)
                         progress = partial(_progress, f"{label}, T {tp}: ")
                         rows, floor, traffic = measure(workload, truth, shard, methods, args.repeats, progress)
-                        cases.append(report.Case.of(shape, ignored, workload, rows, floor, tp, traffic))
+                        cases.append(report.Case.of(shape, ignored, workload, rows, floor, tp, traffic, stage))
                         if rank == 0:
                             _progress("")
                             print(report.table(cases[-1]) + "\n", flush=True)
@@ -144,8 +155,7 @@ def measure(
     whole = workload._replace(weight=workload.weight[rows_here].clone())
     sliced = whole._replace(hidden=workload.hidden[tokens_here].clone())
 
-    if size == 1:  # this library alone, for the speed-up; the benchmark of one device has the others
-        methods = {name: method for name, method in methods.items() if method.ours and not method.sequence_parallel}
+    methods = {name: method for name, method in methods.items() if size > 1 or not method.needs_group}
     rows, steps, traffic = [], {}, {}
     for name, method in methods.items():
         progress(f"checking {name}")

@@ -210,6 +210,7 @@ def describe(error: Exception) -> str:
 def check(row: Row, function: LossFn, workload: Workload, truth: Reference) -> None:
     """Fill in errors, and peak memory if they are small enough."""
     loss, d_hidden, d_weight = step(function, workload)
+    d_weight = getattr(function, "main_grad", d_weight)  # of a framework that adds it up itself, and returns a dummy
     row.errors = Errors(
         loss=abs(loss.item() - truth.loss) / max(abs(truth.loss), 1e-30),
         d_hidden=relative_error(d_hidden, truth.d_hidden),

@@ -18,7 +18,8 @@ OURS_COLOR, OTHER_COLOR = "#1f6fb4", "#9aa5b1"
 class Case:
     """One table: a shape, a number of tokens, a share of ignored labels, and what was measured there.
 
-    ``on_gpu`` decides whether times are shown: on a CPU only ratios to the plain products of the same run are.
+    ``on_gpu`` decides whether times are shown: on a CPU only ratios to the plain products of the same run are. ``stage`` is the
+    framework whose last stage was measured, or nothing.
     """
 
     shape: str
@@ -35,11 +36,12 @@ class Case:
     floor: Floor
     num_ranks: int = 1
     collectives: dict[str, list[Collective]] = field(default_factory=dict)
+    stage: str = ""
 
     @classmethod
     def of(
         cls, shape: str, ignored: float, workload: Workload, rows: list[Row], floor: Floor, num_ranks: int = 1,
-        collectives: dict[str, list[Collective]] | None = None,
+        collectives: dict[str, list[Collective]] | None = None, stage: str = "",
     ) -> Case:  # fmt: skip
         hidden, weight = workload.hidden, workload.weight
         return cls(
@@ -57,6 +59,7 @@ class Case:
             floor=floor,
             num_ranks=num_ranks,
             collectives=collectives or {},
+            stage=stage,
         )
 
     @property
@@ -68,8 +71,9 @@ class Case:
     def title(self) -> str:
         ignored = f", {self.ignored:.0%} ignored" if self.ignored else ""
         split = f" / {self.num_ranks}" if self.num_ranks > 1 else ""
+        stage = f"end of {self.stage}'s last stage, " if self.stage else ""
         return (
-            f"{self.shape}, N {self.num_tokens:,}, D {self.hidden_size:,}, V {self.vocab_size:,}{split}, "
+            f"{stage}{self.shape}, N {self.num_tokens:,}, D {self.hidden_size:,}, V {self.vocab_size:,}{split}, "
             f"{self.dtype}{ignored}"
         )
 

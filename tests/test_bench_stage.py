@@ -1,0 +1,74 @@
+"""The ends of frameworks' last stages: each row is right, on one rank by the command and on two, and says what it sends."""
+
+import argparse
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("deepspeed")
+
+from megatron_on_cpu import use_cpu
+
+from cce_dist import VocabShard, cli
+from cce_dist.bench.group import measure, run
+from cce_dist.bench.measure import reference
+from cce_dist.bench.shapes import HeadShape
+from cce_dist.bench.stage import stage_methods
+from cce_dist.bench.workload import make_workload
+from cce_dist.verify.ranks import run_ranks
+
+OURS = ["cce-dist", "cce-dist-cached", "cce-dist-filtered"]
+
+
+@pytest.mark.parametrize(
+    ("framework", "theirs"),
+    [("megatron", ["megatron"]), ("deepspeed", ["deepspeed", "deepspeed-linear"])],
+)
+def test_one_rank(framework, theirs, tmp_path, capfd):
+    command = ["bench", "--stage", framework, "--shapes", "toy", "--tokens", "32", "--repeats", "1", "--device", "cpu"]
+    assert cli.main([*command, "--methods", *theirs, *OURS, "--out", str(tmp_path)]) == 0
+    output = capfd.readouterr().out
+    assert output.startswith(f"### end of {framework}'s last stage, toy, N 32, D 256, V 4,096, bfloat16\n")
+    [case] = json.loads((tmp_path / "bench.json").read_text())["cases"]
+    assert [row["name"] for row in case["rows"]] == theirs + OURS
+    for row in case["rows"]:
+        assert not row["problem"] and len(row["total"]["seconds"]) == 1, row
+
+    assert cli.main(["bench", "--show", str(tmp_path / "bench.json")]) == 0
+    assert output.startswith(capfd.readouterr().out.rstrip())
+
+
+def _two_ranks():
+    workload = make_workload(HeadShape(32, 250), 24, ignored=0.25, dtype=torch.float32)
+    shard = VocabShard.even(250, dist.group.WORLD)
+    truth = reference(workload)
+    for framework in ("deepspeed", "megatron"):
+        if framework == "megatron":
+            use_cpu()
+        methods = {name: method._replace(needs_cuda=False) for name, method in stage_methods(framework).items()}
+        methods.pop("deepspeed-liger", None)
+        rows, _, traffic = measure(workload, truth, shard, methods, 1, lambda line: None)
+        assert [row.name for row in rows] == list(methods)
+        for row in rows:
+            assert not row.problem and row.errors is not None, (framework, row)
+            # In fp32, but that Megatron's fused loss rounds its gradient to bf16; and that a filter drops what is small.
+            limit = 2e-2 if row.name.startswith(("megatron-fused", "cce-dist-filtered")) else 1e-5
+            assert max(row.errors.d_hidden, row.errors.d_weight, row.errors.loss) < limit, (framework, row)
+        kinds = {name: [kind.name for kind in sent] for name, sent in traffic.items()}
+        assert kinds["cce-dist"] == ["all_gather", "all_reduce"]
+        assert traffic["cce-dist"][1].num_bytes == 24 * 32 * 4  # dE
+
+
+def test_two_ranks():
+    run_ranks(_two_ranks, 2)
+
+
+def test_all_ranks_or_one_line(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    for sizes in ([1], [2, 1]):
+        with pytest.raises(SystemExit, match="--stage takes all 2 ranks"):
+            run(argparse.Namespace(stage="megatron", tp=sizes, methods=None))
