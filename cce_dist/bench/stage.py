@@ -3,7 +3,7 @@
 For Megatron that is a GPTModel without layers, asked for its loss as its ``forward`` asks once they have run; for DeepSpeed a
 PipelineModule whose only layer is the head, and its ``loss_fn``. Both are used as they are but for one thing: the weight is
 the benchmark's, put in its place before each call, so that checks, times and memory are those of every other row. All
-ranks are one tensor-parallel group.
+ranks are one tensor-parallel group. ``cce-dist-main-grad`` also adds dC into an fp32 buffer, which the others leave to DDP.
 """
 
 from __future__ import annotations
