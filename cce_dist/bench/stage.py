@@ -29,7 +29,7 @@ from cce_dist.bench.workload import IGNORE_INDEX
 
 OURS: dict[str, dict[str, Any]] = {  # by row what their Options are given, of either framework
     "cce-dist": {},
-    "cce-dist-cached": {"workspace_bytes": 16 << 30},  # all of exp(logits) may stay between forward and backward
+    "cce-dist-cached": {"workspace_bytes": 8 << 30},  # all of exp(logits) may stay between forward and backward
     "cce-dist-filtered": {"grad_filter": GradFilter()},
 }
 
