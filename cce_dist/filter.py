@@ -22,7 +22,8 @@ class GradFilter:
     tokens is wrong by tens of percent. With compensation a rank-1 matrix with the row sums and the column sums of the
     dropped part stands in for it, so the mean of dE is right and every row of the weight gets its gradient. The torch backend
     takes both from all tokens, those with positive and with negative upstream gradients apart; the Triton backend takes row
-    sums from all tokens, and how they divide over the columns from an even sample of 512, weighed by their upstream gradients.
+    sums from all tokens, and how they divide over the columns from a sample of 512, drawn in proportion to what a token drops
+    and weighted to have the mean hidden state's component along itself.
 
     Args:
         eps: Threshold, in the units of a probability. 0 keeps everything.

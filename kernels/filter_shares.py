@@ -9,8 +9,8 @@ while each token's own mass (``filtered_hidden.py``) is exact. Two ideas of surv
   one is taken at equal steps.
 * It is calibrated (Deville and Sarndal, 1992): its tokens are weighted so that their mean hidden state has the component along
   the mean of all that the mean of all has. That direction carries how frequent ids are, so it moves the shares most: without it
-  the mean of dE is off by 0.006 (median; 0.018 at worst) at 512 tokens, with it by 0.0033 (0.0049). (gemma-2-2b, 2026-11;
-  bf16 rounds it by 0.004.)
+  the mean of dE is off by 0.006 (median; 0.018 at worst) at 512 tokens, with it by 0.0033 (0.0049) (gemma-2-2b's shape,
+  2026-11; bf16 alone moves it by 0.004 to 0.009).
 
 Taken in forward over all tokens the shares would cost more, because sums over rows are shuffles between lanes, and be worse: a
 token's LSE is not known there, and its bound is not one to weigh it with (measured 2026-11, gemma-2-2b: error 0.039).
