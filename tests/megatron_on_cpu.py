@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class NoStream:
 def use_cpu() -> None:
     """Lead this process's Megatron to the CPU, for good."""
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
 
     CudaMeansCpu().__enter__()
     cpu = torch.device("cpu")
@@ -45,8 +47,14 @@ def use_cpu() -> None:
         (torch.cuda, "current_device", lambda: cpu),
         (torch.cuda, "synchronize", lambda *_: None),
         (torch.cuda, "current_stream", lambda *_: NoStream()),
+        (torch.cuda.random, "get_rng_state", lambda **_: torch.get_rng_state()),
         (torch.Tensor, "cuda", lambda self, *_, **__: self),
         (torch.Tensor, "type", type_on_gpu),
+        # Names of Transformer Engine that some versions use without having it.
+        (random, "FP8GlobalStateManager", SimpleNamespace(is_fp8_enabled=lambda: False)),
+        (random, "fp8_autocast", lambda **_: contextlib.nullcontext()),
+        (random, "activation_recompute_forward", lambda **_: contextlib.nullcontext()),
+        (moe_utils, "te_general_gemm", None),
         # Dropout is off, so no random number is drawn in the fork.
         (random.CudaRNGStatesTracker, "fork", lambda *_, **__: contextlib.nullcontext()),
     ]
@@ -61,3 +69,13 @@ class Norm(nn.LayerNorm):
         super().__init__(hidden_size, eps=eps)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class OwnTokenAttention(nn.Module):
+    """In place of the attention core: a token sees itself alone, so slices of the sequence need nothing of one another."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return (torch.sigmoid((query * key).sum(dim=-1, keepdim=True)) * value).flatten(2)  # from [s, b, heads, size]
