@@ -14,6 +14,15 @@ model without labels, in inference say, computes the logits that it always did.
 Ways in: ``convert(model)``; ``install()`` and the configuration ``cross_entropy_fusion_impl="cce"``; or, for a training script
 as it is, ``python -m cce_dist.integrations.megatron SCRIPT ...``.
 
+Tested on CPUs against Megatron's own unfused loss, every parameter's gradient included: tensor, sequence, pipeline (virtual,
+too), expert and context parallelism (with a stand-in for its attention, which needs Transformer Engine), MTP, tied and frozen
+heads, per-token loss, DDP and the distributed optimizer with overlap and main_grad, bf16, fp16 with its loss scaling, full and
+selective recomputation, auxiliary losses of experts, evaluation. Layers in fp8 or replayed from CUDA graphs: with stand-ins
+for both; the head is outside of either. Not tried: Transformer Engine itself, the graph of a whole iteration, the overlap of
+expert communication but for its way to call the head, Megatron-FSDP, layers of Mamba. Refused, in one line: a head of another
+class than ``ColumnParallelLinear``, as that in fp8 is (``fp8_output_proj``), one with a bias, and
+``defer_embedding_wgrad_compute``.
+
 Reading order: ``loss`` (plain functions), ``swap`` (convert and revert), ``flags`` (configuration, command lines, launcher).
 
 Letters: s sequence (of this context-parallel rank), b sequences of a microbatch, h hidden size, tp the tensor-parallel size,
