@@ -329,6 +329,9 @@ def on_layout(case: Case, body: Any, *args: Any) -> None:
     finally:
         parallel_state.destroy_model_parallel()
         parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # which 0.12 forgets
+        for group in list(dist.distributed_c10d._world.pg_map):  # left, their threads slow all that follows
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
 
 def sharded_entries_are_the_same(case: Case) -> None:
