@@ -324,7 +324,7 @@ def test_sample_stands_for_all_tokens() -> None:
     hidden[::30] = float("nan")
     reference, threshold, labels = torch.randn(num_tokens), torch.randn(num_tokens), torch.arange(num_tokens) + 7
     given = [each.to(DEVICE) for each in (hidden, dropped.float(), reference, threshold, labels)]
-    sample, rows = filter_shares.sample_tokens(*given, size)
+    sample, rows = filter_shares.sample_tokens(*given, most=size)
     token = sample.token_S.long().cpu()
     assert sample.size.item() == size
     assert torch.equal(rows.cpu(), hidden[token])
@@ -342,9 +342,9 @@ def test_sample_stands_for_all_tokens() -> None:
     torch.testing.assert_close(weight.mean(), torch.ones((), dtype=torch.float64), rtol=1e-5, atol=0)
     assert (weight - 1).abs().max() < 0.9
 
-    none, _ = filter_shares.sample_tokens(given[0], torch.zeros(num_tokens, device=DEVICE), *given[2:], size)
+    none, _ = filter_shares.sample_tokens(given[0], torch.zeros(num_tokens, device=DEVICE), *given[2:], most=size)
     assert none.size.item() == 0
-    few, _ = filter_shares.sample_tokens(*(each[:100] for each in given), size)
+    few, _ = filter_shares.sample_tokens(*(each[:100] for each in given), most=size)
     assert few.size.item() == 100 and few.token_S[:100].tolist() == list(range(100))
     used = few.reference_S < float("inf")
     assert used.nonzero()[:, 0].tolist() == dropped[:100].nonzero()[:, 0].tolist()
