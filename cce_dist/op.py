@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cce_dist import merge
 from cce_dist.kernels import Filter, ShardLogits, torch_ops
+from cce_dist.shard import even_rows
 
 
 class Options(NamedTuple):
@@ -80,7 +81,7 @@ class Options(NamedTuple):
         """
         if self.backend == "torch":  # its outer loop is over the vocabulary
             return None
-        if self._replace(num_valid=-(-self.vocab_size // num_ranks)).num_cached(hidden, num_tokens) > 0:
+        if self._replace(num_valid=even_rows(self.vocab_size, 0, num_ranks)[1]).num_cached(hidden, num_tokens) > 0:
             return None
         from cce_dist.kernels import triton_ops
 

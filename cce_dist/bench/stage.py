@@ -12,20 +12,19 @@ import contextlib
 import inspect
 import io
 import logging
-import os
 import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cce_dist import GradFilter, VocabShard
 from cce_dist.bench.peers import GroupMethod
 from cce_dist.bench.peers import _deepspeed as deepspeed_linear_cross_entropy
 from cce_dist.bench.workload import IGNORE_INDEX
+from cce_dist.pretrain.ranks import start_deepspeed
 
 OURS: dict[str, dict[str, Any]] = {  # by row what their Options are given, of either framework
     "cce-dist": {},
@@ -211,16 +210,9 @@ def _deepspeed_linear(shard: VocabShard, device: torch.device) -> Any:
 
 
 def _start_deepspeed(device: torch.device) -> None:
-    """Meet what DeepSpeed expects of a launcher, and have it say only what went wrong."""
-    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
-
-    # Else it compiles a collective of its own at start, on CPUs.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
+    """Start it, and have it say only what went wrong."""
+    start_deepspeed(device)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
 def _with_backend(options: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -9,7 +9,6 @@ DeepSpeed's users, with all logits; the others are this library's, by the sectio
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from cce_dist.integrations import deepspeed as cce
 from cce_dist.pretrain import UsageError
 from cce_dist.pretrain.data import IGNORED, Batches
 from cce_dist.pretrain.model import GPT, Block, Shape
-from cce_dist.pretrain.ranks import Ranks
+from cce_dist.pretrain.ranks import Ranks, start_deepspeed
 from cce_dist.pretrain.train import build_model, chosen_filter, learning_rate, make_optimizer, microbatches, peak_mb
 
 TAG = "deepspeed"  # of its checkpoint in a folder
@@ -157,19 +156,11 @@ def ds_config(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 
 
 def _start(ranks: Ranks) -> None:
-    """Meet what DeepSpeed expects of a launcher."""
-    os.environ.setdefault("LOCAL_RANK", "0")
-    if ranks.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not dist.is_initialized():
         dist.init_process_group(
             "nccl" if ranks.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
         )
-    import deepspeed
-
-    # Else it compiles a collective of its own at start, on CPUs.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
-    deepspeed.init_distributed(dist.get_backend())
+    start_deepspeed(ranks.device)
 
 
 def _whole_model(args: argparse.Namespace, shape: Shape) -> GPT:

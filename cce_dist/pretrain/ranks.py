@@ -102,3 +102,15 @@ def make_mesh(device: torch.device, tp: int, dp: int, timeout: datetime.timedelt
     ]
     mesh = DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=("dp", "tp"))
     return Ranks(device, dist.get_rank(), dist.get_world_size(), tp, dp, mesh=mesh)
+
+
+def start_deepspeed(device: torch.device) -> None:
+    """Have DeepSpeed work on the process group that there is, and meet what else it expects of a launcher."""
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    # Else it compiles a collective of its own at start, on CPUs.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
+    deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
