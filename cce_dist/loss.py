@@ -194,15 +194,13 @@ def linear_cross_entropy(
     )
     hidden = input.reshape(-1, input.shape[-1]).contiguous()
     labels = target.reshape(-1).long()
-    per_token, entropy, _, filter_stats, _ = torch.ops.cce_dist.forward(
-        hidden, linear_weight.contiguous(), linear_bias, labels, grad_weight_out, *options
+    nll, lse, target_logit, uniform_nll, entropy, _, filter_stats, *_ = op.forward(
+        hidden, linear_weight.contiguous(), linear_bias, labels, grad_weight_out, options
     )
-    nll, lse, target_logit, uniform_nll = per_token.unbind(0)
 
-    z_loss = z_loss_weight * lse.square()
     loss = nll if label_smoothing == 0 else (1 - label_smoothing) * nll + label_smoothing * uniform_nll
     if z_loss_weight != 0:
-        loss = loss + z_loss
+        loss = loss + z_loss_weight * lse.square()
     if reduction == "none":
         loss = loss.view(target.shape)
     else:
@@ -213,6 +211,7 @@ def linear_cross_entropy(
             loss = loss / num_tokens
     if not return_aux:
         return loss
+    z_loss = z_loss_weight * lse.square()
     nll, lse, target_logit, entropy, z_loss = (x.view(target.shape) for x in (nll, lse, target_logit, entropy, z_loss))
     stats = FilterStats(*filter_stats.unbind()) if grad_filter is not None else None
     return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, stats)

@@ -1,11 +1,11 @@
-"""The communication of the loss: every collective it makes, and the arithmetic of merging shards as a pure function.
+"""The communication of the loss: every collective it makes.
 
 Letters: T ranks of the group, K statistics, N tokens.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,45 +22,11 @@ def resolve(group_name: Any) -> dist.ProcessGroup | None:
     return _resolve_process_group(group_name) if group_name else None
 
 
-class Merged(NamedTuple):
-    """Statistics of the whole vocabulary, all [N] fp32: the LSE is ``max + log_sum``, kept apart for exactness."""
-
-    max: Tensor
-    log_sum: Tensor
-    target: Tensor
-    mean_below: Tensor  # mean_j (max - z_j)
-    entropy: Tensor
-
-
 def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-gather every rank's statistics: the one collective of forward, 4 K N bytes from each rank. -> [T, K, N]."""
     if group is None:
         return stats_KN.unsqueeze(0)
     return _all_gather(stats_KN, group).view(group.size(), *stats_KN.shape)
-
-
-def merge(stats_TKN: Tensor, vocab_size: int, want_uniform: bool, want_entropy: bool) -> Merged:
-    """Merge the shards' statistics (rows as in ``cce_dist.kernels``) by log-add-exp, in rank order.
-
-    Every rank computes the same bits from the same gathered numbers. With smoothing, a row with the number of valid
-    vocabulary rows of each shard stands behind SUM_BELOW.
-    """
-    max_TN, sum_TN, target_TN = stats_TKN[:, 0], stats_TKN[:, 1], stats_TKN[:, 2]
-    max_N = max_TN.amax(0)
-    # an empty shard and a row of -inf logits have max -inf: no difference of infinities may become NaN there
-    below_TN = torch.where(max_TN == max_N, 0.0, max_TN - max_N)
-    weight_TN = below_TN.exp()
-    sum_N = (weight_TN * sum_TN).sum(0)
-    log_sum = sum_N.log()
-    mean_below = entropy = torch.zeros_like(max_N)
-    if want_uniform:
-        count_TN = stats_TKN[:, 4]
-        shift_TN = torch.where(count_TN > 0, -below_TN * count_TN, 0.0)
-        mean_below = (stats_TKN[:, 3] + shift_TN).sum(0) / vocab_size
-    if want_entropy:
-        moment_TN = torch.where(weight_TN == 0, 0.0, weight_TN * (stats_TKN[:, -1] + below_TN * sum_TN))
-        entropy = log_sum - moment_TN.sum(0) / sum_N
-    return Merged(max_N, log_sum, target_TN.sum(0), mean_below, entropy)
 
 
 def gather_sequence(local_hidden: Tensor, group: dist.ProcessGroup) -> Tensor:

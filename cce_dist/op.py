@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import merge
-from cce_dist.kernels import Filter, ShardLogits, torch_ops
+from cce_dist.kernels import OUTSIDE, Filter, ShardLogits, torch_ops
 from cce_dist.shard import even_rows
 
 
@@ -65,6 +65,14 @@ class Options(NamedTuple):
 
         return filtered if self.by_lists else triton_ops
 
+    def token_ops(self) -> types.ModuleType:
+        """The module that computes with each token's numbers."""
+        if self.backend == "torch":
+            return torch_ops
+        from cce_dist.kernels import per_token
+
+        return per_token
+
     def num_cached(self, hidden: Tensor, num_tokens: int) -> int:
         """Columns of the shard whose exponentials forward keeps for backward, within the workspace."""
         if self.backend == "torch" or self.by_lists or not self.want_grad:
@@ -88,18 +96,15 @@ class Options(NamedTuple):
         return triton_ops.most_rows(hidden.shape[1], hidden.dtype, self.workspace_bytes)
 
 
-NLL, LSE, TARGET, UNIFORM_NLL = range(4)  # rows of per_token_4N
-
-
 def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None, *options
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Per-token statistics of the whole vocabulary, 0 where the label is ignored, NaN where it is outside the vocabulary.
 
     Returns:
-        per_token [4, N] fp32 (nll, lse, target logit, nll of the uniform distribution) and entropy [N] fp32; then what
-        backward needs or reports: merged [3, N] (maximum, log of the sum, entropy), filter statistics [3], and whatever
-        the backend saves.
+        nll, lse, target logit, nll of the uniform distribution, entropy: [N] fp32 each, the last two empty unless wanted. Then
+        what backward needs or reports: merged [2 or 3, N] (maximum, log of the sum, entropy), filter statistics [3] if the
+        entropy is wanted too, and whatever the backend saves.
     """
     o = Options(*options)
     group = merge.resolve(o.group_name)
@@ -108,7 +113,7 @@ def _forward(
         _assert_ranks_agree(hidden, weight, bias, labels, o, group)
     with torch.autocast(hidden.device.type, enabled=False):
         gather = merge.SequenceGather(hidden, group) if o.sequence_parallel and group is not None else None
-        ignored, outside, ids = _sort_labels(labels, o)
+        ids = o.token_ops().label_ids(labels, o.ignore_index, o.vocab_size)
         operands = (weight, bias, ids, o, o.num_cached(hidden, ids.numel()))
         stats_KN, *saved = _local_stats(hidden, *operands) if gather is None else _sequence_stats(gather, *operands)
         if gather is not None:
@@ -116,32 +121,27 @@ def _forward(
         if o.want_uniform:
             count_1N = torch.full_like(stats_KN[:1], o.num_valid)
             stats_KN = torch.cat((stats_KN[:4], count_1N, stats_KN[4:]))
-        merged = merge.merge(merge.gather_stats(stats_KN, group), o.vocab_size, o.want_uniform, o.want_entropy)
+        *losses, merged = o.token_ops().token_losses(
+            merge.gather_stats(stats_KN, group), ids, o.vocab_size, o.want_uniform, o.want_entropy
+        )
 
-        filter_stats = merged.max.new_zeros(3)
-        if o.by_lists:
-            if o.want_entropy:  # the aux outputs are asked for
-                filter_stats = o.ops().filter_stats(
-                    hidden, weight, bias, ids, o.logits, merged.max, merged.log_sum, *saved, grad_filter=o.filter
-                )
-        elif o.filter_eps > 0 and o.backend == "torch":
-            filter_stats = torch_ops.filter_stats(
-                saved[0], saved[1], merged.max, merged.log_sum, ids, o.logits, o.filter_eps
+        filter_stats = merged.new_zeros(3 if o.want_entropy else 0)  # wanted: the aux outputs are asked for
+        if o.want_entropy and o.by_lists:
+            filter_stats = o.ops().filter_stats(
+                hidden, weight, bias, ids, o.logits, merged[0], merged[1], *saved, grad_filter=o.filter
             )
+        elif o.want_entropy and o.filter_eps > 0 and o.backend == "torch":
+            filter_stats = torch_ops.filter_stats(saved[0], saved[1], merged[0], merged[1], ids, o.logits, o.filter_eps)
         elif o.filter_eps > 0:
             filter_stats[:1].fill_(1.0)  # the exact path; an assignment would wait for the device
         if o.backend == "torch":
             saved = []  # statistics of tiles, for the line above; backward looks at the whole gradient instead
-        lse = merged.max + merged.log_sum
-        nll, uniform_nll = merged.max - merged.target + merged.log_sum, merged.mean_below + merged.log_sum
-        per_token = torch.stack((nll, lse, merged.target, uniform_nll, merged.entropy))
-        per_token.masked_fill_(ignored, 0.0).masked_fill_(outside, torch.nan)
-        merged_3N = torch.stack((merged.max, merged.log_sum, merged.entropy))
-        return per_token[:4].clone(), per_token[4].clone(), merged_3N, filter_stats, saved
+        return *losses, merged, filter_stats, saved
 
 
 def _backward(
-    d_per_token: Tensor, d_entropy: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
+    d_nll: Tensor | None, d_lse: Tensor | None, d_target: Tensor | None, d_uniform: Tensor | None, d_entropy: Tensor | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
     merged: Tensor, saved: list[Tensor], grad_weight_out: Tensor | None, want: list[bool], *options,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
@@ -150,12 +150,8 @@ def _backward(
     want_hidden, want_weight, want_bias = want
     with torch.autocast(hidden.device.type, enabled=False):
         gather = merge.SequenceGather(hidden, group) if o.sequence_parallel and group is not None else None
-        ignored, outside, ids = _sort_labels(labels, o)
-        d = d_per_token.masked_fill(ignored | outside, 0.0)
-        d_h = torch.zeros_like(d[0]) if d_entropy is None else d_entropy.masked_fill(ignored | outside, 0.0)
-        coef_4N = torch.stack(
-            (d[NLL] + d[LSE] + d[UNIFORM_NLL], d[TARGET] - d[NLL], d[UNIFORM_NLL] / -o.vocab_size, d_h)
-        )
+        ids = o.token_ops().label_ids(labels, o.ignore_index, o.vocab_size)
+        coef_4N = o.token_ops().coefficients([d_nll, d_lse, d_target, d_uniform, d_entropy], ids, o.vocab_size)
         entropy = None if d_entropy is None else merged[2]
         reduce_dtype = getattr(torch, o.reduce_dtype) if o.reduce_dtype else None
         sum_group = None if o.partial_input_grad else group
@@ -195,11 +191,7 @@ def _local_stats(
 
 def _merge_bound(stats_3N: Tensor, o: Options) -> Tensor:
     """The log-sum-exp over what the shards' statistics cover: one more all-gather of 3 numbers a token. -> [N]."""
-    group = merge.resolve(o.group_name)
-    if group is None:
-        return stats_3N[0] + stats_3N[1].log()
-    merged = merge.merge(merge.gather_stats(stats_3N, group), o.vocab_size, False, False)
-    return merged.max + merged.log_sum
+    return o.token_ops().merged_lse(merge.gather_stats(stats_3N, merge.resolve(o.group_name)))
 
 
 def _sequence_stats(
@@ -231,17 +223,10 @@ def _assert_ranks_agree(
     merge.assert_ranks_agree(call, o.start, o.start + weight.shape[0], group, o.vocab_size)
 
 
-def _sort_labels(labels: Tensor, o: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Which labels are ignored, which lie outside the vocabulary, and the ids with -1 for both."""
-    ignored = labels == o.ignore_index
-    outside = ~ignored & ((labels < 0) | (labels >= o.vocab_size))
-    return ignored, outside, labels.masked_fill(ignored | outside, -1)
-
-
 def _check_labels(labels: Tensor, o: Options) -> None:
     if labels.is_cuda and not o.debug:
         return  # reading the labels would wait for the GPU; the token's loss is NaN instead
-    outside = _sort_labels(labels, o)[1]
+    outside = o.token_ops().label_ids(labels, o.ignore_index, o.vocab_size) == OUTSIDE
     if outside.any():
         position = int(outside.nonzero()[0])
         raise IndexError(
@@ -271,13 +256,14 @@ def _forward_fake(hidden, weight, bias, labels, grad_weight_out, *options):
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return hidden.new_empty(shape, dtype=dtype)
 
-    saved = _saved_like(hidden, num_tokens, o)
-    return empty(4, num_tokens), empty(num_tokens), empty(3, num_tokens), empty(3), saved
+    losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, True, o.want_uniform, o.want_entropy))
+    filter_stats = empty(3 if o.want_entropy else 0)
+    return *losses, empty(2 + o.want_entropy, num_tokens), filter_stats, _saved_like(hidden, num_tokens, o)
 
 
 def _backward_fake(
-    d_per_token, d_entropy, hidden, weight, bias, labels, merged, saved, grad_weight_out, want, *options
-):
+    d_nll, d_lse, d_target, d_uniform, d_entropy, hidden, weight, bias, labels, merged, saved, grad_weight_out, want, *options
+):  # fmt: skip
     nothing = hidden.new_empty(0)
     return (
         torch.empty_like(hidden) if want[0] else nothing,
@@ -286,33 +272,61 @@ def _backward_fake(
     )
 
 
+NUM_LOSSES = 5  # what forward returns first, all that is differentiable; then merged, filter_stats, and what is saved
+
+
 def _save(ctx, inputs, output) -> None:
     hidden, weight, bias, labels, grad_weight_out, *ctx.options = inputs
-    _, _, merged, filter_stats, saved = output
+    merged, filter_stats, saved = output[NUM_LOSSES:]
     ctx.save_for_backward(hidden, weight, bias, labels, merged, *saved)
     ctx.grad_weight_out = grad_weight_out
     ctx.mark_non_differentiable(merged, filter_stats, *saved)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, d_per_token, d_entropy, *_):
+def _differentiate(ctx, *grads):
+    d_losses = grads[:NUM_LOSSES]
     nothing = (None,) * (5 + len(ctx.options))
-    if d_per_token is None and d_entropy is None:
+    if all(d is None for d in d_losses):
         return nothing
     hidden, weight, bias, labels, merged, *saved = ctx.saved_tensors
-    if d_per_token is None:
-        d_per_token = torch.zeros_like(merged[:1]).expand(4, -1)
     want = list(ctx.needs_input_grad[:3])
     twice = torch.is_grad_enabled()
     with torch.no_grad():
         grads = torch.ops.cce_dist.backward(
-            d_per_token, d_entropy, hidden, weight, bias, labels, merged, saved, ctx.grad_weight_out, want, *ctx.options
+            *d_losses, hidden, weight, bias, labels, merged, saved, ctx.grad_weight_out, want, *ctx.options
         )
     if twice:
         grads = _Once.apply(torch.ones((), requires_grad=True), *grads)
     want[1] = want[1] and ctx.grad_weight_out is None
     chosen = (grad if wanted else None for grad, wanted in zip(grads, want, strict=True))
     return *chosen, *nothing[3:]
+
+
+class _Eager(torch.autograd.Function):
+    """The differentiable operator without what torch.library does about it on the host, half a millisecond a step."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = torch.ops.cce_dist.forward(*inputs)
+        _save(ctx, inputs, output)
+        return output[:-1]
+
+    backward = staticmethod(_differentiate)
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    grad_weight_out: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, ...]:
+    """The operator as the loss calls it; see ``_forward``. The first NUM_LOSSES outputs are differentiable."""
+    if torch.compiler.is_compiling() or not options.want_grad:
+        return torch.ops.cce_dist.forward(hidden, weight, bias, labels, grad_weight_out, *options)
+    return _Eager.apply(hidden, weight, bias, labels, grad_weight_out, *options)  # type: ignore[return-value]
 
 
 class _Once(torch.autograd.Function):
@@ -331,10 +345,11 @@ _OPTIONS = ", ".join(f"{kind.__name__} {name}" for name, kind in get_type_hints(
 _LIBRARY = torch.library.Library("cce_dist", "DEF")
 _LIBRARY.define(
     "forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? grad_weight_out, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])"
 )
 _LIBRARY.define(
-    "backward(Tensor d_per_token, Tensor? d_entropy, Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
+    "backward(Tensor? d_nll, Tensor? d_lse, Tensor? d_target, Tensor? d_uniform, Tensor? d_entropy, "
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
     "Tensor merged, Tensor[] saved, Tensor(a!)? grad_weight_out, bool[] want, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+IGNORED, OUTSIDE = -1, -2  # in place of a label's id: it is the ignore_index; it is not in the vocabulary
 TILE_N, TILE_V = 128, 256  # the unit of filtering in torch_ops: tokens x vocabulary rows; in filtered it is one element
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.tiles import MAX_SIDE
+from cce_dist.kernels.tiles import MAX_SIDE, cdiv
 
 
 def kept_first(labels_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +61,7 @@ def gather_rows(
 ) -> None:
     """Fill rows_RD with the tokens of index_R, times ``scale_R``; rows past ``num_kept`` in the last live tile are 0."""
     num_rows, hidden_size = rows_RD.shape
-    grid = (triton.cdiv(num_rows, 16), triton.cdiv(hidden_size, 256))
+    grid = (cdiv(num_rows, 16), cdiv(hidden_size, 256))
     _gather_rows_kernel[grid](
         hidden_ND, index_R, num_kept, scale_R, rows_RD,
         num_rows, hidden_size,

@@ -17,6 +17,7 @@ from cce_dist.kernels import ShardLogits
 from cce_dist.kernels.lse import choose_splits
 from cce_dist.kernels.tiles import (
     Tile,
+    cdiv,
     has_tma,
     load_tile,
     logits_of,
@@ -53,12 +54,12 @@ def dlogits_chunk(
     Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it; columns past ``num_valid`` are 0.
     """
     num_rows, hidden_size = rows_RD.shape
-    num_tiles = triton.cdiv(min(dlogits_RV.shape[1], logits.num_valid - first_col), tile.cols)
+    num_tiles = cdiv(min(dlogits_RV.shape[1], logits.num_valid - first_col), tile.cols)
     splits = choose_splits(num_rows, num_tiles, tile, rows_RD.device)
     if one_wave:
-        splits = max(1, min(splits, num_programs(rows_RD.device) // triton.cdiv(num_rows, tile.rows)))
+        splits = max(1, min(splits, num_programs(rows_RD.device) // cdiv(num_rows, tile.rows)))
     tma = has_tma(rows_RD, weight_VD, dlogits_RV)
-    grid = (triton.cdiv(num_rows, tile.rows) * splits,)
+    grid = (cdiv(num_rows, tile.rows) * splits,)
     _dlogits_kernel[grid](
         # in
         operand(rows_RD, tile.rows, tile.inner, tma), operand(weight_VD, tile.cols, tile.inner, tma), bias_V,

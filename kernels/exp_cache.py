@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import ShardLogits
-from cce_dist.kernels.tiles import softcap_slope
+from cce_dist.kernels.tiles import cdiv, softcap_slope
 
 
 def level(
@@ -28,10 +28,10 @@ def level(
     Rows whose logits stay within ``lse.HEADROOM`` of their first tile's, nearly all, are only looked at.
     """
     num_tiles, num_rows = tile_reference_TR.shape
-    _row_reference_kernel[(triton.cdiv(num_rows, 32),)](
+    _row_reference_kernel[(cdiv(num_rows, 32),)](
         tile_reference_TR, num_kept, reference_R, num_rows, num_tiles, BLOCK_N=32, BLOCK_T=32
     )
-    grid = (triton.cdiv(num_rows, 64), triton.cdiv(num_tiles, 16))
+    grid = (cdiv(num_rows, 64), cdiv(num_tiles, 16))
     _level_kernel[grid](
         exp_RV, tile_reference_TR, reference_R, num_kept,
         num_rows, num_tiles, exp_RV.shape[1],
@@ -100,7 +100,7 @@ def _level_kernel(
 def row_scales(
     exp_RV: torch.Tensor,
     reference_R: torch.Tensor,
-    target_R: torch.Tensor,
+    target_N: torch.Tensor,
     labels_N: torch.Tensor,
     index_R: torch.Tensor,
     num_kept: torch.Tensor,
@@ -112,8 +112,8 @@ def row_scales(
     """Return scale_R, and write each label's cell of exp_RV so that scale * cell is the label's gradient."""
     num_rows = index_R.shape[0]
     scale_R = torch.empty(num_rows, dtype=torch.float32, device=exp_RV.device)
-    _row_scale_kernel[(triton.cdiv(num_rows, 128),)](
-        reference_R, target_R, labels_N, index_R, num_kept, max_N, log_sum_N, coef_4N,
+    _row_scale_kernel[(cdiv(num_rows, 128),)](
+        reference_R, target_N, labels_N, index_R, num_kept, max_N, log_sum_N, coef_4N,
         exp_RV, scale_R,
         num_rows, max_N.shape[0], exp_RV.shape[1], logits.start, logits.num_valid,
         logits.logit_scale, logits.softcap,
@@ -137,7 +137,7 @@ def row_scales(
 )
 def _row_scale_kernel(
     reference_ptr,  # in: [R] fp32
-    target_ptr,  # in: [R] fp32
+    target_ptr,  # in: [N] fp32
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
@@ -161,7 +161,7 @@ def _row_scale_kernel(
     live = offs_n < tl.load(num_kept_ptr)
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
     reference = tl.load(reference_ptr + offs_n, mask=live, other=0)
-    target = tl.load(target_ptr + offs_n, mask=live, other=0)
+    target = tl.load(target_ptr + token, mask=live, other=0)
     row_max = tl.load(max_ptr + token, mask=live, other=0)
     log_sum = tl.load(log_sum_ptr + token, mask=live, other=0)
     coef_p = tl.load(coef_ptr + token, mask=live, other=0) * logit_scale

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.tiles import Tile, halves, has_tma, load_tile, num_programs, operand, precision
+from cce_dist.kernels.tiles import Tile, cdiv, halves, has_tma, load_tile, num_programs, operand, precision
 
 
 def grad_hidden(
@@ -35,8 +35,8 @@ def grad_hidden(
     num_rows, num_cols = dlogits_RV.shape[0], weight_VD.shape[0]
     hidden_size = weight_VD.shape[1]
     tma = has_tma(dlogits_RV, weight_VD)
-    num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(hidden_size, tile.cols)
-    num_whole, splits = cut_last_wave(num_tiles, triton.cdiv(num_cols, tile.inner), num_programs(weight_VD.device))
+    num_tiles = cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols)
+    num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), num_programs(weight_VD.device))
     num_parts = (num_tiles - num_whole) * splits
     parts_PRC = torch.empty(num_parts, tile.rows, tile.cols, dtype=torch.float32, device=weight_VD.device)
     target = (index_R, num_kept, scale_R, gain, d_hidden_ND, low_RD, parts_PRC)

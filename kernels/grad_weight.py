@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.tiles import Tile, halves, has_tma, load_tile, operand, precision, store_tile
+from cce_dist.kernels.tiles import Tile, cdiv, halves, has_tma, load_tile, operand, precision, store_tile
 
 
 def grad_weight(
@@ -28,7 +28,7 @@ def grad_weight(
     num_rows, hidden_size = rows_RD.shape
     num_cols = d_weight_VD.shape[0]
     tma = has_tma(dlogits_RV, rows_RD, d_weight_VD)
-    num_tiles = triton.cdiv(num_cols, tile.rows) * triton.cdiv(hidden_size, tile.cols)
+    num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
     _grad_weight_kernel[(num_tiles,)](
         # in
         operand(dlogits_RV, tile.inner, tile.rows, tma), operand(rows_RD, tile.inner, tile.cols, tma), num_kept, gain,
@@ -104,7 +104,7 @@ def grad_bias(
 ) -> None:
     """Add gain * the column sums of (scale_R *) dlogits_RV to d_bias_V, in fp32."""
     num_cols = d_bias_V.shape[0]
-    _grad_bias_kernel[(triton.cdiv(num_cols, 128),)](
+    _grad_bias_kernel[(cdiv(num_cols, 128),)](
         dlogits_RV, num_kept, scale_R, gain,
         d_bias_V,
         num_cols, dlogits_RV.stride(0),

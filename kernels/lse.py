@@ -26,6 +26,7 @@ from cce_dist.kernels import ShardLogits
 from cce_dist.kernels.tiles import (
     Tile,
     Tiles,
+    cdiv,
     has_tma,
     load_tile,
     logits_of,
@@ -89,7 +90,7 @@ def lse_partials(
     keep = exp_RV is not None
     tma = has_tma(rows_RD, weight_VD) and (not keep or has_tma(exp_RV))
     bound_R, log_eps, words_RW = marks or (reference_R, 0.0, None)
-    grid = (triton.cdiv(num_rows, tile.rows) * num_splits,)
+    grid = (cdiv(num_rows, tile.rows) * num_splits,)
     _lse_kernel[grid](
         # in
         operand(rows_RD, tile.rows, tile.inner, tma), operand(weight_VD, tile.cols, tile.inner, tma), bias_V,
@@ -118,8 +119,8 @@ def choose_splits(num_rows: int, num_tiles: int, tile: Tile, device: torch.devic
     blocks that their partials would be large, more where there are so few that they would not fill the device.
     """
     at_once = num_programs(device)
-    row_blocks = triton.cdiv(num_rows, tile.rows)
-    wanted = max(triton.cdiv(at_once, row_blocks), min(at_once // 4, triton.cdiv(16 * at_once, row_blocks)))
+    row_blocks = cdiv(num_rows, tile.rows)
+    wanted = max(cdiv(at_once, row_blocks), min(at_once // 4, cdiv(16 * at_once, row_blocks)))
     return min(num_tiles, wanted)
 
 
@@ -277,7 +278,7 @@ def merge_splits(
     Ignored tokens get a maximum of 0, a sum of 1, and zeros. ``sloped_N`` takes the sum with the softcap's slope.
     """
     num_rows = index_R.shape[0]
-    _merge_splits_kernel[(triton.cdiv(num_rows, 128),)](
+    _merge_splits_kernel[(cdiv(num_rows, 128),)](
         partials_KSR, index_R, num_kept,
         stats_KN, sloped_N,
         num_rows, stats_KN.shape[1], partials_KSR.shape[1],

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import ShardLogits
-from cce_dist.kernels.tiles import softcapped
+from cce_dist.kernels.tiles import cdiv, softcapped
 
 
 def target_logits(
@@ -26,7 +26,7 @@ def target_logits(
 ) -> None:
     """Write z at the label to target_N at the tokens of index_R; 0 where the label is no valid row of this shard."""
     num_rows, hidden_size = rows_RD.shape
-    _target_logit_kernel[(triton.cdiv(num_rows, 4),)](
+    _target_logit_kernel[(cdiv(num_rows, 4),)](
         rows_RD, weight_VD, bias_V, labels_N, index_R, num_kept,
         target_N,
         num_rows, hidden_size, logits.start, logits.num_valid,

@@ -54,6 +54,11 @@ _FALLBACK = Tiles(*(Tile(64, 64, 16, 4, 2),) * 4, 8)  # ieee fp32, and devices t
 _INTERPRETED = Tiles(*(Tile(16, 32, 16, 4, 1),) * 4, 2)  # small, so that small tests still cross tile edges
 
 
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division; Triton's own takes two microseconds a call on the host."""
+    return -(-a // b)
+
+
 @lru_cache(maxsize=1)
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import TILE_N, TILE_V, Filter, ShardLogits
+from cce_dist.kernels import IGNORED, OUTSIDE, TILE_N, TILE_V, Filter, ShardLogits
 
 FLOOR = torch.finfo(torch.float32).min  # stands for a maximum of -inf where a difference of infinities would be NaN
 LIVE_BLOCKS = 8  # fp32 blocks of logits that are alive at the same time, at most
@@ -193,6 +194,79 @@ def filter_stats(
     kept = _any_per_tile(hit & labeled_N1, 1)
     mass_N = (tile_sum * (tile_max - lse_N1).exp()).masked_fill(_spread(kept, hit.shape, 1) | ~labeled_N1, 0.0).sum(1)
     return torch.stack((kept.float().mean(), mass_N.sum() / labeled_N1.sum().clamp(min=1), mass_N.amax()))
+
+
+def label_ids(labels_N: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
+    """Return each label, or IGNORED, or OUTSIDE. [N] int64 -> [N] int64."""
+    inside = (labels_N >= 0) & (labels_N < vocab_size)
+    return torch.where(inside, labels_N, OUTSIDE).masked_fill_(labels_N == ignore_index, IGNORED)
+
+
+class Merged(NamedTuple):
+    """Statistics of the whole vocabulary, all [N] fp32: the LSE is ``max + log_sum``, kept apart for exactness."""
+
+    max: Tensor
+    log_sum: Tensor
+    target: Tensor
+    mean_below: Tensor  # mean_j (max - z_j)
+    entropy: Tensor
+
+
+def merge(stats_TKN: Tensor, vocab_size: int, want_uniform: bool, want_entropy: bool) -> Merged:
+    """Merge the shards' statistics (rows as in ``cce_dist.kernels``) by log-add-exp, in rank order.
+
+    Every rank computes the same bits from the same gathered numbers. With smoothing, a row with the number of valid
+    vocabulary rows of each shard stands behind SUM_BELOW.
+    """
+    max_TN, sum_TN, target_TN = stats_TKN[:, 0], stats_TKN[:, 1], stats_TKN[:, 2]
+    max_N = max_TN.amax(0)
+    # an empty shard and a row of -inf logits have max -inf: no difference of infinities may become NaN there
+    below_TN = torch.where(max_TN == max_N, 0.0, max_TN - max_N)
+    weight_TN = below_TN.exp()
+    sum_N = (weight_TN * sum_TN).sum(0)
+    log_sum = sum_N.log()
+    mean_below = entropy = torch.zeros_like(max_N)
+    if want_uniform:
+        count_TN = stats_TKN[:, 4]
+        shift_TN = torch.where(count_TN > 0, -below_TN * count_TN, 0.0)
+        mean_below = (stats_TKN[:, 3] + shift_TN).sum(0) / vocab_size
+    if want_entropy:
+        moment_TN = torch.where(weight_TN == 0, 0.0, weight_TN * (stats_TKN[:, -1] + below_TN * sum_TN))
+        entropy = log_sum - moment_TN.sum(0) / sum_N
+    return Merged(max_N, log_sum, target_TN.sum(0), mean_below, entropy)
+
+
+def token_losses(
+    stats_TKN: Tensor, ids_N: Tensor, vocab_size: int, want_uniform: bool, want_entropy: bool
+) -> tuple[Tensor, ...]:
+    """Merge the shards' statistics into what the loss is made of; 0 where a label is ignored, NaN where it is outside.
+
+    Returns:
+        nll, lse, target logit, nll of the uniform distribution and entropy, [N] fp32, the last two empty unless wanted; what
+        backward needs, [2 or 3, N] fp32: maximum, log of the sum, entropy if wanted.
+    """
+    merged = merge(stats_TKN, vocab_size, want_uniform, want_entropy)
+    nll, lse = merged.max - merged.target + merged.log_sum, merged.max + merged.log_sum
+    losses = torch.stack((nll, lse, merged.target, merged.mean_below + merged.log_sum, merged.entropy))
+    losses = losses.masked_fill_(ids_N == IGNORED, 0.0).masked_fill_(ids_N == OUTSIDE, torch.nan)
+    wanted = (True, True, True, want_uniform, want_entropy)
+    backward = (merged.max, merged.log_sum, merged.entropy)[: 2 + want_entropy]
+    return *(x.clone() if w else x.new_empty(0) for x, w in zip(losses, wanted, strict=True)), torch.stack(backward)
+
+
+def coefficients(grads: list[Tensor | None], ids_N: Tensor, vocab_size: int) -> Tensor:
+    """Return coef_4N, 0 where there is no label.
+
+    Args:
+        grads: Gradients of the five [N] that ``token_losses`` returned; None: 0.
+        ids_N: From ``label_ids``.
+        vocab_size: Rows of the logical vocabulary.
+    """
+    zeros = torch.zeros(ids_N.shape, device=ids_N.device)
+    d_nll, d_lse, d_target, d_uniform, d_entropy = (
+        zeros if d is None else d.masked_fill(ids_N < 0, 0.0) for d in grads
+    )
+    return torch.stack((d_nll + d_lse + d_uniform, d_target - d_nll, d_uniform / -vocab_size, d_entropy))
 
 
 def _blocks(num_tokens: int, num_valid: int, workspace_bytes: int) -> tuple[list[slice], list[slice]]:

@@ -34,7 +34,7 @@ from cce_dist.kernels.grad_hidden import grad_hidden
 from cce_dist.kernels.grad_weight import grad_bias, grad_weight
 from cce_dist.kernels.lse import MAX, NUM_PLANES, choose_splits, lse_partials, merge_splits
 from cce_dist.kernels.target_logit import target_logits
-from cce_dist.kernels.tiles import Tile, Tiles, choose_tiles, interpreted, num_programs
+from cce_dist.kernels.tiles import Tile, Tiles, cdiv, choose_tiles, interpreted, num_programs
 
 LEAST_BYTES = 32 << 20  # below this the rows of a chunk would no longer fill a device
 CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
@@ -44,10 +44,6 @@ _ROWS = 128  # token groups are cut at multiples of this
 class _Plan(NamedTuple):
     rows: int  # tokens at a time
     cols: int  # vocabulary columns whose dlogits are alive at a time
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def low_bytes(dtype: torch.dtype) -> int:
@@ -92,8 +88,8 @@ def _fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_onc
     """
 
     def waves(tile: Tile, num_rows: int, num_cols: int, inner: int) -> int:
-        blocks = _cdiv(num_rows, tile.rows) * _cdiv(num_cols, tile.cols)
-        return _cdiv(blocks, at_once) * tile.rows * tile.cols * inner
+        blocks = cdiv(num_rows, tile.rows) * cdiv(num_cols, tile.cols)
+        return cdiv(blocks, at_once) * tile.rows * tile.cols * inner
 
     def time(width: int) -> int:
         whole, rest = divmod(num_cols, width)
@@ -103,8 +99,8 @@ def _fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_onc
         )
 
     tile_cols = tiles.dlogits.cols
-    chunks = max(1, _cdiv(num_cols, most))
-    even = max(1, _cdiv(_cdiv(num_cols, chunks), tile_cols)) * tile_cols
+    chunks = max(1, cdiv(num_cols, most))
+    even = max(1, cdiv(cdiv(num_cols, chunks), tile_cols)) * tile_cols
     return min(
         range(max(tile_cols, even - even // 4 // tile_cols * tile_cols), even + 1, tile_cols),
         key=lambda w: (time(w), -w),
@@ -141,7 +137,7 @@ def cache_columns(
     num_valid = min(logits.num_valid, num_rows)
     if dtype != torch.bfloat16 or want_uniform or want_entropy or num_tokens == 0 or num_valid == 0:
         return 0
-    num_tiles = _cdiv(num_valid, tile_cols)
+    num_tiles = cdiv(num_valid, tile_cols)
     # the exponentials, and a reference per row while they are made
     tile_bytes = num_tokens * (tile_cols * dtype.itemsize + 4)
     gathered = num_tokens * hidden_size * dtype.itemsize
@@ -167,7 +163,7 @@ def local_stats(
     num_cached: int,
     workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return stats_KN fp32, cache_NV [N, num_cached] and cache_max [2, N] (references and target logits of the kept rows).
+    """Return stats_KN fp32, cache_NV [N, num_cached] and cache_max [2, N]: references of its rows, targets of all tokens.
 
     Rows of ignored tokens (negative labels) hold MAX 0, SUM_EXP 1 and zeros. The cache's rows are the kept tokens in order.
 
@@ -199,7 +195,7 @@ def local_stats(
         index_N, kept = kept_first(labels_N)
         row_bytes = hidden_size * hidden_ND.itemsize
         rows = num_tokens if num_cached else max(_ROWS, max(workspace_bytes, LEAST_BYTES) // row_bytes // _ROWS * _ROWS)
-        num_tiles = _cdiv(logits.num_valid, tiles.lse.cols)
+        num_tiles = cdiv(logits.num_valid, tiles.lse.cols)
         cached_tiles = min(num_cached // tiles.lse.cols, num_tiles)
         splits, cached_splits = (
             choose_splits(min(rows, num_tokens), n, tiles.lse, hidden_ND.device) if n > 0 else 0
@@ -213,7 +209,7 @@ def local_stats(
             operands = (rows_RD, weight_VD, bias_V, num_kept, logits)
             if cached_tiles:
                 _keep_exponentials(operands, tiles, cached_tiles, cached_splits, partials_KSR, cache_NV, cache_max[0])
-                cache_max[1] = stats_KN[2][index_R]
+                cache_max[1] = stats_KN[2]
             if splits:
                 lse_partials(
                     *operands, tiles, first_tile=cached_tiles, last_tile=num_tiles, num_splits=splits,
@@ -298,7 +294,9 @@ def gradients(
     d_weight = d_weight_out
     if want_weight and d_weight_out is None:
         d_weight = torch.empty_like(weight_VD)
-        d_weight[logits.num_valid if num_tokens else 0 :].zero_()  # padding
+        num_written = logits.num_valid if num_tokens else 0
+        if num_written < num_rows:
+            d_weight[num_written:].zero_()  # padding
     if num_tokens == 0 or logits.num_valid == 0:
         if d_hidden is not None and hidden_ready is not None:
             hidden_ready(d_hidden)
