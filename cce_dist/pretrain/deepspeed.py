@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cce_dist import FilterStats
 from cce_dist.integrations import deepspeed as cce
 from cce_dist.pretrain import UsageError
 from cce_dist.pretrain.data import IGNORED, Batches
@@ -49,7 +48,7 @@ class DeepSpeedEngine:
         if args.loss != "dense":
             cce.require(self.engine)
 
-    def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor, FilterStats | None]:
+    def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.args)
         data = self._microbatches(ids, labels, _num_valid(labels))
@@ -64,7 +63,13 @@ class DeepSpeedEngine:
                 self.engine.step()
                 loss += part.detach()
             loss = self._mean(loss)
-        return loss, torch.as_tensor(self.engine.get_global_grad_norm()), self._filter_stats()
+        report = None if chosen_filter(self.args) is None else self.engine.get_additional_losses()
+        return loss, torch.as_tensor(self.engine.get_global_grad_norm()), report
+
+    def filter_record(self, report: dict[str, Tensor] | None) -> dict[str, float]:
+        """Return what the filter did in the last microbatch of this rank's group, which the report has merged."""
+        names = ("kept_tiles", "dropped_mass_mean", "dropped_mass_max_of_shards")
+        return {} if report is None else {name: float(report[name]) for name in names}
 
     def validate(self, held_out: Batches) -> float:
         size = self.args.batch_size
@@ -125,14 +130,6 @@ class DeepSpeedEngine:
     def _mean(self, loss: Tensor) -> Tensor:
         dist.all_reduce(loss)
         return loss / (self.ranks.dp * self.args.accumulate)
-
-    def _filter_stats(self) -> FilterStats | None:
-        """Return what the filter did; the loop adds the mass of a pipeline's and of a vocabulary's parts, so this is one."""
-        if chosen_filter(self.args) is None:
-            return None
-        report = self.engine.get_additional_losses()
-        mass = report["dropped_mass_mean"] / (self.ranks.tp * self.ranks.pp)
-        return FilterStats(report["kept_tiles"], mass, report["dropped_mass_max_of_shards"])
 
 
 def ds_config(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:

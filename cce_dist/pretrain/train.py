@@ -79,7 +79,7 @@ def train(args: argparse.Namespace, ranks: Ranks, folder: Path) -> float:
             record = {
                 "step": step, "split": "train", "loss": loss, "lr": learning_rate(step, args), "grad_norm": grad_norm,
                 "tokens_per_s": tokens / (time.perf_counter() - clock), "peak_mb": engine.peak_mb(),
-                **_filter_record(stats, ranks),
+                **engine.filter_record(stats),
             }  # fmt: skip
             if log is not None:
                 log.write(record)
@@ -121,6 +121,23 @@ class TorchEngine:
     def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor, FilterStats | None]:
         """See ``train_step``."""
         return train_step(self.args, self.ranks, self.model, self.optimizer, step, ids, labels)
+
+    def filter_record(self, stats: FilterStats | None) -> dict[str, float]:
+        """Return what the filter did in the last microbatch of a step, over all shards and data-parallel ranks."""
+        if stats is None:
+            return {}
+        kept, mass, largest = torch.stack(stats).view(3, 1)
+        if self.ranks.world_size > 1:
+            means = torch.cat([kept, mass])
+            dist.all_reduce(means)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            # A shard drops its own part of a token's mass, so shards add up.
+            kept, mass = means[0] / self.ranks.world_size, means[1] / self.ranks.dp
+        return {
+            "kept_tiles": kept.item(),
+            "dropped_mass_mean": mass.item(),
+            "dropped_mass_max_of_shards": largest.item(),
+        }
 
     def validate(self, held_out: Batches) -> float:
         """See ``validate``."""
@@ -352,20 +369,6 @@ def _sum_over_dp(value: Tensor, ranks: Ranks) -> Tensor:
     if ranks.dp_mesh is not None:
         dist.all_reduce(value, group=ranks.dp_mesh.get_group())
     return value
-
-
-def _filter_record(stats: FilterStats | None, ranks: Ranks) -> dict[str, float]:
-    """Return what the filter did in the last microbatch, over all shards and data-parallel ranks."""
-    if stats is None:
-        return {}
-    kept, mass, largest = torch.stack(stats).view(3, 1)
-    if ranks.world_size > 1:
-        means = torch.cat([kept, mass])
-        dist.all_reduce(means)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        # A shard drops its own part of a token's mass, so shards add up.
-        kept, mass = means[0] / ranks.world_size, means[1] / ranks.dp
-    return {"kept_tiles": kept.item(), "dropped_mass_mean": mass.item(), "dropped_mass_max_of_shards": largest.item()}
 
 
 def peak_mb(device: torch.device) -> float:
