@@ -12,6 +12,14 @@ function           in                                                  out
 ``gradients``      the same, the merged LSE, coefficients [4, N] fp32  d_hidden [N, D], d_weight [V, D], d_bias [V]
 =================  ==================================================  ==============================================
 
+and so do ``torch_ops`` and ``per_token`` (Triton) for what is done with N numbers before, between and after:
+
+=================  ==================================================  ==============================================
+``label_ids``      labels [N]                                          the id, IGNORED or OUTSIDE [N]
+``token_losses``   the shards' stats [T, K, N], ids [N]                nll, lse, target logit, ... [N]; the merged LSE
+``coefficients``   gradients of those [N], ids [N]                     coefficients [4, N] fp32
+=================  ==================================================  ==============================================
+
 The logits of the shard are ``z = softcap * tanh(u / softcap)`` with ``u = logit_scale * (hidden @ weight.T + bias)``
 (``z = u`` without a softcap); rows of the weight at or past ``num_valid`` are padding: logit -inf, gradient exactly 0.
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import ShardLogits
-from cce_dist.kernels.tiles import interpreted
+from cce_dist.kernels.tiles import cdiv, interpreted
 
 
 class Head(NamedTuple):
@@ -25,7 +25,8 @@ class Head(NamedTuple):
 
     Attributes:
         ids_H: Their columns, int64.
-        slot_V: Each column's place in the head, or -1; int32, as many as the words have bits.
+        slot_V: Each column's place in the head, from 1 on, or 0; int32, as many as the words have bits.
+        words_W: The head as bits, int32, like a row of the marks of ``lse.py``.
         weight_HD: Their rows of the weight.
         bias_H: Their biases, or None.
         logits: The head as a shard of its own; labels are slots.
@@ -33,6 +34,7 @@ class Head(NamedTuple):
 
     ids_H: torch.Tensor
     slot_V: torch.Tensor
+    words_W: torch.Tensor
     weight_HD: torch.Tensor
     bias_H: torch.Tensor | None
     logits: ShardLogits
@@ -50,19 +52,27 @@ def head_size(num_valid: int, eps: float) -> int:
 
 
 def most_labelled(labels_N: torch.Tensor, logits: ShardLogits, size: int) -> torch.Tensor:
-    """Return the ``size`` columns of the shard that are the label most often; of equals, the first."""
-    count_V = torch.zeros(logits.num_valid, dtype=torch.int32, device=labels_N.device)
-    num_tokens = labels_N.shape[0]
-    _count_labels_kernel[(triton.cdiv(num_tokens, 1024),)](
-        labels_N, count_V, num_tokens, logits.start, logits.num_valid, BLOCK_N=1024
+    """Return the ``size`` columns of the shard that are the label most often, ascending; of equals, the first."""
+    num_tokens, num_valid = labels_N.shape[0], logits.num_valid
+    zeros = torch.zeros(num_valid + num_tokens, dtype=torch.int32, device=labels_N.device)
+    count_V, above_N = zeros.split((num_valid, num_tokens))
+    _count_labels_kernel[(cdiv(num_tokens, 1024),)](
+        labels_N, count_V, above_N, num_tokens, logits.start, num_valid, BLOCK_N=1024
     )
-    return count_V.sort(descending=True, stable=True).indices[:size]
+    ids_H = labels_N.new_empty(size)
+    _most_labelled_kernel[(cdiv(num_valid, 4096),)](
+        count_V, above_N, ids_H, num_tokens, num_valid, size, num_tokens.bit_length(), BLOCK_V=4096, num_warps=8
+    )
+    return ids_H
 
 
-@triton.jit(do_not_specialize=["num_tokens", "start", "num_valid"], do_not_specialize_on_alignment=["labels_ptr"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "start", "num_valid"], do_not_specialize_on_alignment=["labels_ptr", "above_ptr"]
+)
 def _count_labels_kernel(
     labels_ptr,  # in: [N] int64
     count_ptr,  # in, out: [V] int32
+    above_ptr,  # in, out: [N] int32: how many columns are the label more than 0, 1, ... times
     num_tokens,
     start,
     num_valid,
@@ -72,40 +82,98 @@ def _count_labels_kernel(
     label = tl.load(labels_ptr + offs_n, mask=offs_n < num_tokens, other=-1)
     column = label - start
     here = (label >= 0) & (column >= 0) & (column < num_valid)
-    tl.atomic_add(count_ptr + column, 1, mask=here)  # of integers: their order does not matter
+    # Of integers: their order does not matter. Each count passes each number below it once.
+    before = tl.where(here, tl.atomic_add(count_ptr + column, 1, mask=here), 0)
+    tl.atomic_add(above_ptr, tl.sum((here & (before == 0)).to(tl.int32), 0))
+    tl.atomic_add(above_ptr + before, 1, mask=before > 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_valid", "size", "num_steps"], do_not_specialize_on_alignment=["above_ptr"]
+)
+def _most_labelled_kernel(
+    count_ptr,  # in: [V] int32
+    above_ptr,  # in: [N] int32, descending
+    ids_ptr,  # out: [H] int64
+    num_tokens,
+    num_valid,
+    size,
+    num_steps,
+    BLOCK_V: tl.constexpr,
+):
+    # All columns of more labels than ``least`` have room, and as many of just so many as ``room``: by bisection.
+    least = tl.zeros((), tl.int32)
+    last = least + num_tokens
+    for _ in range(0, num_steps):
+        middle = (least + last) // 2
+        too_many = tl.load(above_ptr + middle, mask=least < last, other=0) > size
+        least = tl.where(too_many, middle + 1, least)
+        last = tl.where(too_many, last, middle)
+    room = size - tl.load(above_ptr + least)
+
+    # Every program counts for itself what is before its columns.
+    more = tl.zeros((BLOCK_V,), tl.int32)
+    equal = tl.zeros((BLOCK_V,), tl.int32)
+    for first in range(0, tl.program_id(0) * BLOCK_V, BLOCK_V):
+        count = tl.load(count_ptr + first + tl.arange(0, BLOCK_V))
+        more += (count > least).to(tl.int32)
+        equal += (count == least).to(tl.int32)
+    equal_before = tl.sum(equal, 0)
+    place = tl.sum(more, 0) + tl.minimum(equal_before, room)
+
+    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    count = tl.load(count_ptr + offs_v, mask=offs_v < num_valid, other=-1)
+    equal = (count == least).to(tl.int32)
+    chosen = (count > least) | ((equal > 0) & (equal_before + tl.cumsum(equal, 0) <= room))
+    place += tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(ids_ptr + place, offs_v.to(tl.int64), mask=chosen)
 
 
 def gather_head(
     ids_H: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, logits: ShardLogits, num_words: int
 ) -> Head:
-    """Copy the head's rows out of the weight."""
-    size = ids_H.shape[0]
-    slot_V = torch.full((32 * num_words,), -1, dtype=torch.int32, device=ids_H.device)
-    slot_V[ids_H] = torch.arange(size, dtype=torch.int32, device=ids_H.device)
-    bias_H = None if bias_V is None else bias_V[ids_H]
-    return Head(ids_H, slot_V, weight_VD[ids_H], bias_H, logits._replace(start=0, num_valid=size))
+    """Copy the head's rows out of the weight, and note where they are."""
+    size, hidden_size = ids_H.shape[0], weight_VD.shape[1]
+    slot_V, words_W = torch.zeros(33 * num_words, dtype=torch.int32, device=ids_H.device).split(32 * num_words)
+    weight_HD = weight_VD.new_empty(size, hidden_size)
+    bias_H = None if bias_V is None else bias_V.new_empty(size)
+    _gather_head_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
+        ids_H, weight_VD, bias_V,
+        slot_V, words_W, weight_HD, bias_H,
+        size, hidden_size,
+        HAS_BIAS=bias_V is not None, BLOCK_H=16, BLOCK_D=256,
+    )  # fmt: skip
+    return Head(ids_H, slot_V, words_W, weight_HD, bias_H, logits._replace(start=0, num_valid=size))
 
 
-def head_words(head: Head) -> torch.Tensor:
-    """The head as bits, [W] int32, like a row of the marks of ``lse.py``."""
-    num_words = head.slot_V.shape[0] // 32
-    words_W = torch.empty(num_words, dtype=torch.int32, device=head.slot_V.device)
-    _head_words_kernel[(triton.cdiv(num_words, 128),)](head.slot_V, words_W, num_words, BLOCK_W=128)
-    return words_W
-
-
-@triton.jit(do_not_specialize=["num_words"])
-def _head_words_kernel(
-    slot_ptr,  # in: [32 W] int32
-    words_ptr,  # out: [W] int32
-    num_words,
-    BLOCK_W: tl.constexpr,
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["ids_ptr"])
+def _gather_head_kernel(
+    ids_ptr,  # in: [H] int64
+    weight_ptr,  # in: [V, D]
+    bias_ptr,  # in: [V]
+    slot_ptr,  # in, out: [32 W] int32
+    words_ptr,  # in, out: [W] int32
+    weight_out_ptr,  # out: [H, D]
+    bias_out_ptr,  # out: [H]
+    size,
+    hidden_size,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    offs_w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
-    bit = tl.arange(0, 32)
-    slot = tl.load(slot_ptr + offs_w[:, None] * 32 + bit[None, :], mask=(offs_w < num_words)[:, None], other=-1)
-    word = tl.sum(tl.where(slot >= 0, 1 << bit[None, :], 0), 1).to(tl.int32)
-    tl.store(words_ptr + offs_w, word, mask=offs_w < num_words)
+    offs_h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_h = offs_h < size
+    mask = in_h[:, None] & (offs_d < hidden_size)[None, :]
+    column = tl.load(ids_ptr + offs_h, mask=in_h, other=0)
+    row = tl.load(weight_ptr + column[:, None] * hidden_size + offs_d[None, :], mask=mask, other=0)
+    tl.store(weight_out_ptr + offs_h.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], row, mask=mask)
+    if tl.program_id(1) == 0:
+        tl.store(slot_ptr + column, offs_h + 1, mask=in_h)
+        bit = tl.full((BLOCK_H,), 1, tl.int32) << (column % 32).to(tl.int32)
+        tl.atomic_or(words_ptr + column // 32, bit, mask=in_h)  # of bits: their order does not matter
+        if HAS_BIAS:
+            tl.store(bias_out_ptr + offs_h, tl.load(bias_ptr + column, mask=in_h, other=0), mask=in_h)
 
 
 def add_label(
@@ -114,7 +182,7 @@ def add_label(
     """Add each label's exponential to the head's maximum and sum, where the label is a column of the shard beside the head."""
     num_tokens = labels_N.shape[0]
     stats_3N = torch.empty_like(head_3N)
-    _add_label_kernel[(triton.cdiv(num_tokens, 256),)](
+    _add_label_kernel[(cdiv(num_tokens, 256),)](
         head_3N, target_N, labels_N, slot_V, stats_3N, num_tokens, logits.start, logits.num_valid, BLOCK_N=256
     )
     return stats_3N
@@ -139,7 +207,7 @@ def _add_label_kernel(
     in_n = offs_n < num_tokens
     label = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
     here = (label >= 0) & (label >= start) & (label - start < num_valid)
-    beside = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=0) < 0
+    beside = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=1) == 0
     target = tl.where(beside, tl.load(target_ptr + offs_n, mask=in_n, other=0), float("-inf"))
     head_max = tl.load(head_ptr + offs_n, mask=in_n, other=0)
     head_sum = tl.load(head_ptr + stride + offs_n, mask=in_n, other=0)
@@ -150,6 +218,44 @@ def _add_label_kernel(
     tl.store(stats_ptr + offs_n, maximum, mask=in_n)
     tl.store(stats_ptr + stride + offs_n, total, mask=in_n)
     tl.store(stats_ptr + 2 * stride + offs_n, tl.zeros((BLOCK_N,), tl.float32), mask=in_n)
+
+
+def outside_head(
+    bound_N: torch.Tensor, head_max_N: torch.Tensor, head_sum_N: torch.Tensor, max_N: torch.Tensor, sum_N: torch.Tensor
+) -> torch.Tensor:
+    """Return, [3, N]: the bound; what ``sum_N`` has more than the head, relative to ``max_N``; and that maximum."""
+    num_tokens = bound_N.shape[0]
+    state_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=bound_N.device)
+    _outside_head_kernel[(cdiv(num_tokens, 256),)](
+        bound_N, head_max_N, head_sum_N, max_N, sum_N, state_3N, num_tokens, BLOCK_N=256
+    )
+    return state_3N
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["bound_ptr", "head_max_ptr", "head_sum_ptr", "max_ptr", "sum_ptr"],
+)
+def _outside_head_kernel(
+    bound_ptr,  # in: [N] fp32
+    head_max_ptr,  # in: [N] fp32
+    head_sum_ptr,  # in: [N] fp32
+    max_ptr,  # in: [N] fp32
+    sum_ptr,  # in: [N] fp32
+    state_ptr,  # out: [3, N] fp32
+    num_tokens,
+    BLOCK_N: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_tokens
+    state_ptr += offs_n
+    maximum = tl.load(max_ptr + offs_n, mask=in_n, other=0)
+    below = tl.load(head_max_ptr + offs_n, mask=in_n, other=0) - maximum
+    head = tl.load(head_sum_ptr + offs_n, mask=in_n, other=0) * tl.exp(below)
+    outside = tl.load(sum_ptr + offs_n, mask=in_n, other=0) - head
+    tl.store(state_ptr, tl.load(bound_ptr + offs_n, mask=in_n, other=0), mask=in_n)
+    tl.store(state_ptr + num_tokens.to(tl.int64), tl.where(outside < 0, 0.0, outside), mask=in_n)  # NaN stays
+    tl.store(state_ptr + 2 * num_tokens.to(tl.int64), maximum, mask=in_n)
 
 
 def list_columns(
@@ -164,7 +270,7 @@ def list_columns(
 ) -> None:
     """Write the marked columns that are not in the head, ascending, and the label's, to columns_NL at the tokens of index_R.
 
-    ``count_N`` is how many there are, also where that is more than the L that are written.
+    ``count_N`` is how many there are, also where that is more than the L that are written; 0 past ``num_kept``.
     """
     num_rows, num_words = words_RW.shape
     _list_columns_kernel[(num_rows,)](
@@ -203,9 +309,10 @@ def _list_columns_kernel(
     BLOCK_W: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if row >= tl.load(num_kept_ptr):
-        return
     token = tl.load(index_ptr + row).to(tl.int64)
+    if row >= tl.load(num_kept_ptr):
+        tl.store(count_ptr + token, 0)
+        return
     label = tl.load(labels_ptr + token) - start
     here = (label >= 0) & (label < num_valid)
     label_word = tl.where(here, label // 32, -1)

@@ -29,20 +29,24 @@ class Plan(NamedTuple):
         dense_labels: The label if the exact path must, else -1; int64.
         head_labels: The label's place in the head if it has one and the token is listed, else -1; int64.
         end: Where the token's entries end; int32.
+        index: The listed tokens, in order, then the others, as ``kept_first`` of compact.py; int32.
         threshold: Logits below it are dropped, fp32.
         mass: Softmax mass of the shard's columns outside the head, times the softcap's slopes, fp32.
         reference: LSE less log |P|, fp32: exp(z - reference) = |P| p.
         num_dense: [1] int32.
+        num_listed: [1] int32.
     """
 
     listed_labels: torch.Tensor
     dense_labels: torch.Tensor
     head_labels: torch.Tensor
     end: torch.Tensor
+    index: torch.Tensor
     threshold: torch.Tensor
     mass: torch.Tensor
     reference: torch.Tensor
     num_dense: torch.Tensor
+    num_listed: torch.Tensor
 
 
 def plan(
@@ -65,15 +69,15 @@ def plan(
     num_tokens, device = labels_N.shape[0], labels_N.device
     fp32_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
     int64_3N = torch.empty(3, num_tokens, dtype=torch.int64, device=device)
-    end_N, num_dense = (torch.empty(n, dtype=torch.int32, device=device) for n in (num_tokens, 1))
+    int32_2N, num_2 = (torch.empty(2, n, dtype=torch.int32, device=device) for n in (num_tokens, 1))
     _plan_kernel[(1,)](
         labels_N, max_N, log_sum_N, coef_4N, state_3N, count_N, slot_V,
-        int64_3N, end_N, fp32_3N, num_dense,
+        int64_3N, int32_2N, fp32_3N, num_2,
         num_tokens, longest, capacity, logits.start, logits.num_valid,
         math.log(eps), SLACK,
         HAS_SLOT=slot_V is not None, BLOCK=4096, num_warps=16,
     )  # fmt: skip
-    return Plan(*int64_3N.unbind(), end_N, *fp32_3N.unbind(), num_dense)
+    return Plan(*int64_3N.unbind(), *int32_2N.unbind(), *fp32_3N.unbind(), *num_2.unbind())
 
 
 @triton.jit(
@@ -89,9 +93,9 @@ def _plan_kernel(
     count_ptr,  # in: [N] int32
     slot_ptr,  # in: [V] int32
     out_labels_ptr,  # out: [3, N] int64
-    end_ptr,  # out: [N] int32
+    end_ptr,  # out: [2, N] int32: where the entries end; the compact order
     out_ptr,  # out: [3, N] fp32
-    num_dense_ptr,  # out: [1] int32
+    num_ptr,  # out: [2] int32: tokens that are dense; that are listed
     num_tokens,
     longest,
     capacity,
@@ -106,6 +110,7 @@ def _plan_kernel(
     stride = num_tokens.to(tl.int64)
     room_taken = tl.zeros((), tl.int32)
     num_dense = tl.zeros((), tl.int32)
+    num_listed = tl.zeros((), tl.int32)
     for first in range(0, num_tokens, BLOCK):
         offs_n = first + tl.arange(0, BLOCK)
         in_n = offs_n < num_tokens
@@ -124,11 +129,16 @@ def _plan_kernel(
         # Also false where anything is NaN; a sum is finite where all its terms are.
         served = (count <= longest) & (lse - bound < FARTHEST) & (whole | (bound - lse - log_ratio <= tl.log(slack)))
         served &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label + coef_uniform) < float("inf")
+        tl.store(out_ptr + offs_n, lse + log_eps + log_ratio, mask=in_n)
+        tl.store(out_ptr + stride + offs_n, outside * tl.exp(relative_to - lse), mask=in_n)
+        tl.store(out_ptr + 2 * stride + offs_n, lse - tl.log(coef_p), mask=in_n)
+
         live = label >= 0
         length = tl.where(live & served, count, 0)
         end = room_taken + tl.cumsum(length, 0)
         room_taken += tl.sum(length, 0)
         served &= (length == 0) | (end <= capacity)
+        tl.store(end_ptr + offs_n, end, mask=in_n)
         dense = live & (served == 0)
         num_dense += tl.sum(dense.to(tl.int32), 0)
 
@@ -136,10 +146,13 @@ def _plan_kernel(
         tl.store(out_labels_ptr + stride + offs_n, tl.where(dense, label, -1), mask=in_n)
         if HAS_SLOT:
             here = live & served & (label >= start) & (label - start < num_valid)
-            slot = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=-1)
-            tl.store(out_labels_ptr + 2 * stride + offs_n, slot.to(tl.int64), mask=in_n)
-        tl.store(end_ptr + offs_n, end, mask=in_n)
-        tl.store(out_ptr + offs_n, lse + log_eps + log_ratio, mask=in_n)
-        tl.store(out_ptr + stride + offs_n, outside * tl.exp(relative_to - lse), mask=in_n)
-        tl.store(out_ptr + 2 * stride + offs_n, lse - tl.log(coef_p), mask=in_n)
-    tl.store(num_dense_ptr, num_dense)
+            slot = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=0)
+            tl.store(out_labels_ptr + 2 * stride + offs_n, slot.to(tl.int64) - 1, mask=in_n)
+
+        listed = (live & served).to(tl.int32)
+        listed_before = num_listed + tl.cumsum(listed, 0) - listed
+        place = tl.where(listed > 0, listed_before, num_tokens - 1 - (offs_n - listed_before))
+        num_listed += tl.sum(listed, 0)
+        tl.store(end_ptr + stride + place, offs_n, mask=in_n)
+    tl.store(num_ptr, num_dense)
+    tl.store(num_ptr + 1, num_listed)

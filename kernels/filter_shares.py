@@ -27,7 +27,9 @@ import triton.language as tl
 from cce_dist.kernels import ShardLogits
 from cce_dist.kernels.compact import gathered
 from cce_dist.kernels.filtered_weight import sums_of_rows
-from cce_dist.kernels.tiles import Tile, has_tma, load_tile, logits_of, operand, precision, softcap_slope
+from cce_dist.kernels.tiles import Tile, cdiv, has_tma, load_tile, logits_of, operand, precision, softcap_slope
+
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 class Sample(NamedTuple):
@@ -79,12 +81,14 @@ def sample_tokens(
         TAKE_ALL=take_all, SAMPLE=most, BLOCK=4096, num_warps=16,
     )  # fmt: skip
     sample = Sample(token_S, *logit_2S.unbind(), label_S, size)
-    rows_SD = gathered(hidden_ND, token_S, size)
-    if not take_all:
-        mean_2D = sums_of_rows(size_3N[:2], hidden_ND)
-        along_S = torch.empty_like(sample.reference_S)
-        _along_mean_kernel[(most,)](rows_SD, mean_2D, size, along_S, rows_SD.shape[1], BLOCK_D=1024)
-        _calibrate_kernel[(1,)](mean_2D, along_S, size, logit_2S, rows_SD.shape[1], SAMPLE=most, BLOCK_D=1024)
+    if take_all:
+        return sample, gathered(hidden_ND, token_S, size)
+    hidden_size = hidden_ND.shape[1]
+    rows_SD = hidden_ND.new_empty(most, hidden_size)
+    mean_2D = sums_of_rows(size_3N[:2], hidden_ND)
+    along_S = torch.empty_like(sample.reference_S)
+    _along_mean_kernel[(most,)](hidden_ND, token_S, mean_2D, size, rows_SD, along_S, hidden_size, BLOCK_D=1024)
+    _calibrate_kernel[(1,)](mean_2D, along_S, size, logit_2S, hidden_size, SAMPLE=most, BLOCK_D=1024)
     return sample, rows_SD
 
 
@@ -154,20 +158,25 @@ def _sample_tokens_kernel(
 
 @triton.jit
 def _along_mean_kernel(
-    rows_ptr,  # in: [S, D]
+    hidden_ptr,  # in: [N, D]
+    token_ptr,  # in: [S] int32
     mean_ptr,  # in: [2, D] fp32: the mean of all tokens by what they drop
     num_sampled_ptr,  # in: [1] int32
+    rows_ptr,  # out: [S, D]: the sample's hidden states
     along_ptr,  # out: [S] fp32
     hidden_size,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0)
+    token = tl.load(token_ptr + row).to(tl.int64)
+    live = row < tl.load(num_sampled_ptr)
     acc = tl.zeros((BLOCK_D,), tl.float32)
-    if row < tl.load(num_sampled_ptr):
-        for first in range(0, hidden_size, BLOCK_D):
-            offs_d = first + tl.arange(0, BLOCK_D)
-            h = tl.load(rows_ptr + row * hidden_size + offs_d, mask=offs_d < hidden_size, other=0).to(tl.float32)
-            acc += h * tl.load(mean_ptr + offs_d, mask=offs_d < hidden_size, other=0)
+    for first in range(0, hidden_size, BLOCK_D):
+        offs_d = first + tl.arange(0, BLOCK_D)
+        in_d = offs_d < hidden_size
+        h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d & live, other=0)
+        tl.store(rows_ptr + row * hidden_size + offs_d, h, mask=in_d)
+        acc += h.to(tl.float32) * tl.load(mean_ptr + offs_d, mask=in_d, other=0)
     tl.store(along_ptr + row, tl.sum(acc, 0))
 
 
@@ -201,7 +210,7 @@ def _calibrate_kernel(
     tl.store(reference_ptr + place, reference - tl.log(tl.where(live, weight, 1.0)))
 
 
-def dropped_sums(
+def dropped_shares(
     rows_SD: torch.Tensor,
     weight_VD: torch.Tensor,
     bias_V: torch.Tensor | None,
@@ -210,17 +219,18 @@ def dropped_sums(
     logits: ShardLogits,
     tile: Tile,
 ) -> torch.Tensor:
-    """Return the sums of exp(z - reference) times the softcap's slope where z < threshold, but for labels; 0 in the head.
+    """Return each column's share of what the sample drops, and which are outside the head, [2, V] as ``shares_of`` does.
 
-    ``rows_SD`` are the sample's hidden states. -> [V] fp32.
+    Dropped is exp(z - reference) times the softcap's slope where z < threshold, but for labels and in the head. ``rows_SD``
+    are the sample's hidden states.
     """
     num_rows, hidden_size = rows_SD.shape
     if logits.softcap > 0.0:
         tile = tile._replace(cols=max(16, tile.cols // 2))  # its epilogue over a whole one spills registers
     tma = has_tma(rows_SD, weight_VD)
-    num_blocks = triton.cdiv(num_rows, tile.rows)
+    num_blocks = cdiv(num_rows, tile.rows)
     sums_BV = torch.empty(num_blocks, logits.num_valid, dtype=torch.float32, device=rows_SD.device)
-    _dropped_sums_kernel[(triton.cdiv(logits.num_valid, tile.cols) * num_blocks,)](
+    _dropped_sums_kernel[(cdiv(logits.num_valid, tile.cols) * num_blocks,)](
         # in
         operand(rows_SD, tile.rows, tile.inner, tma), operand(weight_VD, tile.cols, tile.inner, tma), bias_V,
         sample.size, sample.reference_S, sample.threshold_S, sample.label_S, slot_V,
@@ -236,7 +246,7 @@ def dropped_sums(
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return sums_BV.sum(0)
+    return shares_of(sums_BV, slot_V, logits.num_valid)
 
 
 @triton.jit(
@@ -293,7 +303,44 @@ def _dropped_sums_kernel(
         e = tl.where(dropped, tl.exp(z - reference[:, None]), 0.0)
         if HAS_SOFTCAP:
             e = tl.where(e > 0, e * softcap_slope(z, softcap), 0.0)
-        in_head = tl.load(slot_ptr + offs_v, mask=in_v, other=0) >= 0
+        in_head = tl.load(slot_ptr + offs_v, mask=in_v, other=0) > 0
         sums = tl.where(in_head, 0.0, tl.sum(e, 0))
     where = sums_ptr + (tl.program_id(0) % num_blocks).to(tl.int64) * num_valid + offs_v
     tl.store(where, sums, mask=in_v)
+
+
+def shares_of(sums_BV: torch.Tensor | None, slot_V: torch.Tensor, num_valid: int) -> torch.Tensor:
+    """Return each column's share, of 1 in all (0 without sums), and 1 where it is outside the head, else 0. -> [2, V]."""
+    shares_2V = torch.empty(2, num_valid, dtype=torch.float32, device=slot_V.device)
+    _shares_kernel[(cdiv(num_valid, 1024),)](
+        sums_BV, None if sums_BV is None else sums_BV.sum(), slot_V,
+        shares_2V,
+        0 if sums_BV is None else sums_BV.shape[0], num_valid,
+        HAS_SUMS=sums_BV is not None, BLOCK_V=1024,
+    )  # fmt: skip
+    return shares_2V
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_valid"])
+def _shares_kernel(
+    sums_ptr,  # in: [B, V] fp32
+    total_ptr,  # in: [] fp32
+    slot_ptr,  # in: [V] int32
+    shares_ptr,  # out: [2, V] fp32
+    num_blocks,
+    num_valid,
+    HAS_SUMS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    stride = num_valid.to(tl.int64)
+    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_v = offs_v < num_valid
+    share = tl.zeros((BLOCK_V,), tl.float32)
+    if HAS_SUMS:
+        for block in range(0, num_blocks):
+            share += tl.load(sums_ptr + block * stride + offs_v, mask=in_v, other=0)
+        total = tl.load(total_ptr)
+        share *= 1 / tl.where(total < TINY, TINY, total)
+    outside = tl.load(slot_ptr + offs_v, mask=in_v, other=1) == 0
+    tl.store(shares_ptr + offs_v, share, mask=in_v)
+    tl.store(shares_ptr + stride + offs_v, outside.to(tl.float32), mask=in_v)

@@ -30,7 +30,6 @@ import math
 from collections.abc import Callable
 
 import torch
-import triton
 
 from cce_dist.kernels import Filter, ShardLogits, triton_ops
 from cce_dist.kernels.compact import gathered, kept_first
@@ -39,19 +38,19 @@ from cce_dist.kernels.filter_lists import (
     add_label,
     gather_head,
     head_size,
-    head_words,
     list_columns,
     most_labelled,
+    outside_head,
 )
 from cce_dist.kernels.filter_plan import SLACK, plan
-from cce_dist.kernels.filter_shares import dropped_sums, sample_tokens
+from cce_dist.kernels.filter_shares import dropped_shares, sample_tokens, shares_of
 from cce_dist.kernels.filtered_hidden import Entries, filtered_hidden, listed_gradients
 from cce_dist.kernels.filtered_weight import by_column, filtered_bias, filtered_weight, sums_of_rows
 from cce_dist.kernels.grad_hidden import grad_hidden
 from cce_dist.kernels.grad_weight import grad_bias, grad_weight
 from cce_dist.kernels.lse import NUM_PLANES, Marks, choose_splits, lse_partials, merge_splits
 from cce_dist.kernels.target_logit import target_logits
-from cce_dist.kernels.tiles import Tiles, choose_tiles
+from cce_dist.kernels.tiles import Tiles, cdiv, choose_tiles
 
 MEAN_LIST = 64  # columns listed per token, on average over the batch, that backward has room for
 ENTRY_BYTES = 48  # of one such column in backward: as it is made, sorted, and the sort's own
@@ -111,32 +110,32 @@ def local_stats(
     logits = logits._replace(num_valid=min(logits.num_valid, weight_VD.shape[0]))
     device, num_valid = hidden_ND.device, logits.num_valid
     fp32 = {"dtype": torch.float32, "device": device}
-    stats_KN = torch.zeros(3 + want_uniform + want_entropy, num_tokens, **fp32)
-    count_N = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    stats_KN = torch.empty(3 + want_uniform + want_entropy, num_tokens, **fp32)
+    count_N = torch.empty(num_tokens, dtype=torch.int32, device=device)
     columns_NL = torch.empty(num_tokens, max_listed(num_tokens, workspace_bytes), dtype=torch.int32, device=device)
     if num_tokens == 0 or num_valid == 0:
-        stats_KN[0] = float("-inf")
+        count_N.zero_()
+        stats_KN.zero_()[0] = float("-inf")
         state_3N = torch.stack((merge_bound(stats_KN[:3]), torch.zeros_like(stats_KN[0]), stats_KN[0]))
         return stats_KN, state_3N, columns_NL, count_N, labels_N.new_empty(head_size(num_valid, grad_filter.eps))
 
     with triton_ops.on_device(hidden_ND):
         tiles = choose_tiles(hidden_ND.dtype, device)
-        num_tiles = triton.cdiv(num_valid, tiles.lse.cols)
+        num_tiles = cdiv(num_valid, tiles.lse.cols)
         num_words = num_tiles * tiles.lse.cols // 32
         ids_H = most_labelled(labels_N, logits, head_size(num_valid, grad_filter.eps))
         head = gather_head(ids_H, weight_VD, bias_V, logits, num_words)
-        head_words_W = head_words(head)
 
         row_bytes = hidden_size * hidden_ND.itemsize
         budget = max(workspace_bytes, triton_ops.LEAST_BYTES)
         rows = budget * 3 // 4 // (row_bytes + 4 * num_words)
         unit = tiles.lse.rows * tiles.group if rows >= tiles.lse.rows * tiles.group else tiles.lse.rows
-        rows = min(max(unit, rows // unit * unit), triton.cdiv(num_tokens, tiles.lse.rows) * tiles.lse.rows)
+        rows = min(max(unit, rows // unit * unit), cdiv(num_tokens, tiles.lse.rows) * tiles.lse.rows)
         index_N, kept = kept_first(labels_N)
 
         sloped = logits.softcap > 0.0
-        sloped_2N = torch.zeros(2, num_tokens, **fp32) if sloped else None
-        head_3N = torch.zeros(3, num_tokens, **fp32)
+        sloped_2N = torch.empty(2, num_tokens, **fp32) if sloped else None
+        head_3N = torch.empty(3, num_tokens, **fp32)
         for index_R, num_kept in triton_ops.token_groups(
             index_N, kept, max(rows, budget // 2 // row_bytes // 128 * 128)
         ):
@@ -148,19 +147,19 @@ def local_stats(
 
         words_RW = torch.empty(min(rows, num_tokens), num_words, dtype=torch.int32, device=device)
         for index_R, num_kept in triton_ops.token_groups(index_N, kept, rows):
-            rows_RD = gathered(hidden_ND, index_R, num_kept)
+            if rows < num_tokens:  # else they are all here
+                rows_RD = gathered(hidden_ND, index_R, num_kept)
             operands = (rows_RD, weight_VD, bias_V, num_kept, logits)
             words = words_RW[: index_R.shape[0]]
-            marks = Marks(bound_N[index_R], math.log(grad_filter.eps / SLACK), words)
+            marks = Marks(bound_N.index_select(0, index_R), math.log(grad_filter.eps / SLACK), words)
             _log_sum_exp(
                 operands, tiles, index_R, stats_KN, None if sloped_2N is None else sloped_2N[1], marks,
                 want_uniform, want_entropy,
             )  # fmt: skip
-            list_columns(words, head_words_W, labels_N, index_R, num_kept, logits, columns_NL, count_N)
+            list_columns(words, head.words_W, labels_N, index_R, num_kept, logits, columns_NL, count_N)
 
         head_sum_N, sum_N = (head_3N[1], stats_KN[1]) if sloped_2N is None else sloped_2N.unbind()
-        outside_N = sum_N - head_sum_N * (head_3N[0] - stats_KN[0]).exp()
-        state_3N = torch.stack((bound_N, outside_N.clamp_(min=0.0), stats_KN[0]))
+        state_3N = outside_head(bound_N, head_3N[0], head_sum_N, stats_KN[0], sum_N)
     return stats_KN, state_3N, columns_NL, count_N, ids_H
 
 
@@ -191,11 +190,9 @@ def filter_stats(
             labels_N, max_N, log_sum_N, nll_4N, state_3N, count_N, None, logits, grad_filter.eps, columns_NL.shape[1],
             2**31 - 1,
         )  # fmt: skip
-        index_N, kept = kept_first(how.listed_labels)
-        dropped_N, num_listed_N = torch.zeros_like(max_N), torch.zeros_like(count_N)
-        listed_gradients(
-            hidden_ND, weight_VD, bias_V, labels_N, index_N, kept, columns_NL, count_N, how.end, how.mass, how.threshold,
-            max_N, log_sum_N, nll_4N, logits, dropped_N, num_listed_N, None,
+        dropped_N, num_listed_N = listed_gradients(
+            hidden_ND, weight_VD, bias_V, labels_N, how.index, how.num_listed, columns_NL, count_N, how.end, how.mass,
+            how.threshold, max_N, log_sum_N, nll_4N, logits, True, None,
         )  # fmt: skip
         num_labelled = (labels_N >= 0).sum().clamp(min=1)
         kept_N = torch.where(how.listed_labels >= 0, num_listed_N + ids_H.shape[0], 0)
@@ -295,7 +292,7 @@ def _filtered_gradients(
     budget = max(workspace_bytes, triton_ops.LEAST_BYTES)
     with triton_ops.on_device(hidden_ND):
         capacity = max(1, min(MEAN_LIST * num_tokens, budget // 4 // ENTRY_BYTES))
-        head = gather_head(ids_H, weight_VD, bias_V, logits, triton.cdiv(num_valid, 32))
+        head = gather_head(ids_H, weight_VD, bias_V, logits, cdiv(num_valid, 32))
         how = plan(
             labels_N, max_N, log_sum_N, coef_4N, state_3N, count_N, head.slot_V, logits, grad_filter.eps,
             columns_NL.shape[1], capacity,
@@ -307,33 +304,24 @@ def _filtered_gradients(
         )  # fmt: skip
 
         tiles = choose_tiles(hidden_ND.dtype, device)
-        index_N, kept = kept_first(how.listed_labels)
         gained_4N, gain = triton_ops.normalised(coef_4N) if hidden_ND.dtype == torch.float16 else (coef_4N, None)
 
-        dropped_N = torch.zeros_like(max_N)
         entries = _empty_entries(capacity, num_valid, device)
-        listed_gradients(
-            hidden_ND, weight_VD, bias_V, labels_N, index_N, kept, columns_NL, count_N, how.end, how.mass, how.threshold,
-            max_N, log_sum_N, coef_4N, logits, dropped_N, torch.empty_like(count_N), entries,
+        factor_2N, _ = listed_gradients(
+            hidden_ND, weight_VD, bias_V, labels_N, how.index, how.num_listed, columns_NL, count_N, how.end, how.mass,
+            how.threshold, max_N, log_sum_N, coef_4N, logits, grad_filter.compensate, entries,
         )  # fmt: skip
-        factor_2N = coef_4N[::2] * logits.logit_scale
-        factor_2N[0] *= dropped_N * grad_filter.compensate
-        factor_2N.masked_fill_(how.listed_labels < 0, 0.0)
         if grad_filter.compensate:
             sample, rows_SD = sample_tokens(hidden_ND, factor_2N[0], how.reference, how.threshold, labels_N, SAMPLE)
-            share_V = dropped_sums(rows_SD, weight_VD, bias_V, sample, head.slot_V, logits, tiles.lse)
-            share_V *= 1 / share_V.sum().clamp_(min=torch.finfo(torch.float32).tiny)
+            shares_2V = dropped_shares(rows_SD, weight_VD, bias_V, sample, head.slot_V, logits, tiles.lse)
         else:
-            share_V = torch.zeros(num_valid, dtype=torch.float32, device=device)
+            shares_2V = shares_of(None, head.slot_V, num_valid)
 
         target = d_weight if d_weight_out is None else d_weight_out
         head_d_weight = target.new_empty(ids_H.shape[0], hidden_size) if want_weight and target is not None else None
-        head_d_bias = torch.zeros(ids_H.shape[0], dtype=torch.float32, device=device)
-        shared_2D = None
-        if want_hidden:
-            outside_V = (head.slot_V[:num_valid] < 0).float()
-            shared_2D = sums_of_rows(torch.stack((share_V, outside_V)), weight_VD[:num_valid])
-        cols = triton.cdiv(ids_H.shape[0], tiles.dlogits.cols) * tiles.dlogits.cols
+        head_d_bias = torch.zeros(ids_H.shape[0], dtype=torch.float32, device=device) if want_bias else None
+        shared_2D = sums_of_rows(shares_2V, weight_VD[:num_valid]) if want_hidden else None
+        cols = cdiv(ids_H.shape[0], tiles.dlogits.cols) * tiles.dlogits.cols
         row_bytes = (
             hidden_size * (hidden_ND.itemsize + triton_ops.low_bytes(hidden_ND.dtype)) + cols * hidden_ND.itemsize
         )
@@ -342,7 +330,7 @@ def _filtered_gradients(
         low_RD = None
         if want_hidden and hidden_ND.itemsize == 2:
             low_RD = torch.empty(rows, hidden_size, dtype=torch.bfloat16, device=device)
-        groups = triton_ops.finished_groups(how.listed_labels, (index_N, kept), rows, ready_rows)
+        groups = triton_ops.finished_groups(how.listed_labels, (how.index, how.num_listed), rows, ready_rows)
         for group, (index_R, num_kept, num_final) in enumerate(groups):
             rows_RD = gathered(hidden_ND, index_R, num_kept)
             grads_RH = dlogits_RH[: index_R.shape[0]]
@@ -362,18 +350,18 @@ def _filtered_gradients(
                     hidden_ready(d_hidden[:num_final])
             if head_d_weight is not None:
                 grad_weight(grads_RH, rows_RD, num_kept, gain, head_d_weight, tiles.grad_weight, add=group > 0)
-            if want_bias:
+            if head_d_bias is not None:
                 grad_bias(grads_RH, num_kept, None, gain, head_d_bias)
 
         if want_weight or want_bias:
             columns = by_column(entries, num_valid)
             if target is not None and head_d_weight is not None:
                 filtered_weight(
-                    hidden_ND, columns, head.slot_V, head_d_weight, share_V, sums_of_rows(factor_2N, hidden_ND),
+                    hidden_ND, columns, head.slot_V, head_d_weight, shares_2V[0], sums_of_rows(factor_2N, hidden_ND),
                     how.num_dense, target, add=d_weight_out is not None,
                 )  # fmt: skip
-            if d_bias is not None:
-                filtered_bias(columns, ids_H, head_d_bias, share_V, factor_2N.sum(1), d_bias)
+            if d_bias is not None and head_d_bias is not None:
+                filtered_bias(columns, head.slot_V, head_d_bias, shares_2V[0], factor_2N.sum(1), d_bias)
     return d_hidden, d_weight, d_bias
 
 
@@ -389,7 +377,7 @@ def _log_sum_exp(
 ) -> None:
     """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of index_R."""
     rows_RD, _, _, num_kept, logits = operands
-    num_tiles = triton.cdiv(logits.num_valid, tiles.lse.cols)
+    num_tiles = cdiv(logits.num_valid, tiles.lse.cols)
     splits = choose_splits(rows_RD.shape[0], num_tiles, tiles.lse, rows_RD.device)
     partials_KSR = torch.empty(NUM_PLANES, splits, rows_RD.shape[0], dtype=torch.float32, device=rows_RD.device)
     lse_partials(
@@ -404,8 +392,8 @@ def _log_sum_exp(
 def _empty_entries(capacity: int, num_cols: int, device: torch.device) -> Entries:
     return Entries(
         torch.full((capacity,), num_cols, dtype=torch.int32, device=device),
-        torch.zeros(capacity, dtype=torch.int32, device=device),
-        torch.zeros(capacity, dtype=torch.float32, device=device),
+        torch.empty(capacity, dtype=torch.int32, device=device),
+        torch.empty(capacity, dtype=torch.float32, device=device),
     )
 
 

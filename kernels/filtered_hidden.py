@@ -22,11 +22,11 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import ShardLogits
-from cce_dist.kernels.tiles import softcap_slope, softcapped
+from cce_dist.kernels.tiles import cdiv, softcap_slope, softcapped
 
 
 class Entries(NamedTuple):
-    """The listed gradients of all tokens, one after another; unused places have a column past the last.
+    """The listed gradients of all tokens, one after another; unused places have a column past the last, and nothing else.
 
     Attributes:
         column: [M] int32.
@@ -55,48 +55,57 @@ def listed_gradients(
     log_sum_N: torch.Tensor,
     coef_4N: torch.Tensor,
     logits: ShardLogits,
-    dropped_N: torch.Tensor,
-    num_listed_N: torch.Tensor,
+    compensate: bool,
     entries: Entries | None,
-) -> None:
-    """Compute the listed gradients, and the mass that is dropped, of the tokens of index_N.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the listed gradients, and the mass that is dropped, of the first ``num_kept`` tokens of index_N.
 
     A listed logit below the threshold that backward knows is dropped all the same; its entry is one of no column.
 
     Args:
+        index_N: All tokens in compact order.
         columns_NL: The lists, ``count_N`` long.
-        end_N: Where a token's entries end, int64.
+        end_N: Where a token's entries end, int32.
         mass_N: Softmax mass of the token outside the head, times the softcap's slopes.
         threshold_N: Logits below it are dropped, but for the label's.
         max_N: Merged maximum.
         log_sum_N: Merged logarithm of the sum.
-        coef_4N: Coefficients as in ``cce_dist.kernels``; P and LABEL are read.
-        dropped_N: out: m.
-        num_listed_N: out: columns of the list that are kept.
+        coef_4N: Coefficients as in ``cce_dist.kernels``; P, LABEL and UNIFORM are read.
+        compensate: Whether anything stands in for what is dropped.
         entries: out: or None.
+
+    Returns:
+        What each token multiplies the stand-in by, scale * P * m (or 0) and scale * UNIFORM, [2, N]; without entries m alone,
+        [N]. Then how many columns of the list are kept, [N] int32. All are 0 for the other tokens.
     """
     num_tokens, hidden_size = hidden_ND.shape
+    num_listed_N = torch.empty_like(count_N)
+    factor = torch.empty(
+        (num_tokens,) if entries is None else (2, num_tokens), dtype=torch.float32, device=count_N.device
+    )
     _listed_gradients_kernel[(num_tokens,)](
         # in
         hidden_ND, weight_VD, bias_V, labels_N, index_N, num_kept, columns_NL, count_N, end_N,
         mass_N, threshold_N, max_N, log_sum_N, coef_4N,
         # out
-        dropped_N, num_listed_N, *(entries or (None, None, None)),
+        factor, num_listed_N, *(entries or (None, None, None)),
         # sizes
         num_tokens, hidden_size, columns_NL.shape[1], logits.start, logits.num_valid,
         # options
         logits.logit_scale, logits.softcap,
         HAS_BIAS=bias_V is not None, HAS_SOFTCAP=logits.softcap > 0.0, WANT_ENTRIES=entries is not None,
+        COMPENSATE=compensate,
         # tiles
         BLOCK_K=8, BLOCK_D=512, num_warps=4,
     )  # fmt: skip
+    return factor, num_listed_N
 
 
 @triton.jit(
     do_not_specialize=["num_tokens", "max_columns", "start", "num_valid"],
     do_not_specialize_on_alignment=[
         "labels_ptr", "index_ptr", "num_kept_ptr", "count_ptr", "end_ptr", "mass_ptr", "threshold_ptr", "max_ptr",
-        "log_sum_ptr", "coef_ptr", "dropped_ptr", "num_listed_ptr",
+        "log_sum_ptr", "coef_ptr", "factor_ptr", "num_listed_ptr",
     ],
 )  # fmt: skip
 def _listed_gradients_kernel(
@@ -108,13 +117,13 @@ def _listed_gradients_kernel(
     num_kept_ptr,  # in: [1] int32
     columns_ptr,  # in: [N, L] int32
     count_ptr,  # in: [N] int32
-    end_ptr,  # in: [N] int64
+    end_ptr,  # in: [N] int32
     mass_ptr,  # in: [N] fp32
     threshold_ptr,  # in: [N] fp32
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
-    dropped_ptr,  # out: [N] fp32
+    factor_ptr,  # out: [2, N] fp32; without entries [N], the mass alone
     num_listed_ptr,  # out: [N] int32
     entry_column_ptr,  # out: [M] int32
     entry_token_ptr,  # out: [M] int32
@@ -129,15 +138,21 @@ def _listed_gradients_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WANT_ENTRIES: tl.constexpr,
+    COMPENSATE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if row >= tl.load(num_kept_ptr):
-        return
+    stride = num_tokens.to(tl.int64)
     token = tl.load(index_ptr + row).to(tl.int64)
+    if row >= tl.load(num_kept_ptr):
+        tl.store(factor_ptr + token, 0.0)
+        if WANT_ENTRIES:
+            tl.store(factor_ptr + stride + token, 0.0)
+        tl.store(num_listed_ptr + token, 0)
+        return
     coef_p = tl.load(coef_ptr + token) * logit_scale
-    coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token) * logit_scale
+    coef_label = tl.load(coef_ptr + stride + token) * logit_scale
     row_max = tl.load(max_ptr + token)
     log_sum = tl.load(log_sum_ptr + token)
     threshold = tl.load(threshold_ptr + token)
@@ -176,7 +191,11 @@ def _listed_gradients_kernel(
             tl.store(entry_column_ptr + begin + offs_k, tl.where(kept, column, num_valid), mask=in_k)
             tl.store(entry_token_ptr + begin + offs_k, tl.zeros_like(column) + token.to(tl.int32), mask=in_k)
             tl.store(entry_grad_ptr + begin + offs_k, grad, mask=in_k)
-    tl.store(dropped_ptr + token, tl.maximum(tl.load(mass_ptr + token) - tl.sum(listed, 0), 0.0))
+    dropped = tl.maximum(tl.load(mass_ptr + token) - tl.sum(listed, 0), 0.0)
+    if WANT_ENTRIES:
+        dropped *= coef_p if COMPENSATE else 0.0
+        tl.store(factor_ptr + stride + token, tl.load(coef_ptr + 2 * stride + token) * logit_scale)
+    tl.store(factor_ptr + token, dropped)
     tl.store(num_listed_ptr + token, tl.sum(num_listed, 0))
 
 
@@ -202,7 +221,7 @@ def filtered_hidden(
         d_hidden_ND: in, out.
     """
     num_rows, hidden_size = index_R.shape[0], weight_VD.shape[1]
-    _filtered_hidden_kernel[(num_rows, triton.cdiv(hidden_size, 1024))](
+    _filtered_hidden_kernel[(num_rows, cdiv(hidden_size, 1024))](
         weight_VD, index_R, num_kept, count_N, end_N, entries.column, entries.grad, factor_2N, shared_2D, low_RD,
         d_hidden_ND,
         count_N.shape[0], hidden_size, num_valid,
@@ -219,7 +238,7 @@ def _filtered_hidden_kernel(
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     count_ptr,  # in: [N] int32
-    end_ptr,  # in: [N] int64
+    end_ptr,  # in: [N] int32
     entry_column_ptr,  # in: [M] int32
     entry_grad_ptr,  # in: [M] fp32
     factor_ptr,  # in: [2, N] fp32

@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels.filtered_hidden import Entries
-from cce_dist.kernels.tiles import num_programs
+from cce_dist.kernels.tiles import cdiv, num_programs
 
 
 class ByColumn(NamedTuple):
     """Entries in order of their column, then of their token.
 
     Attributes:
-        first_V: [V + 1] int64: where each column's entries start.
+        first_V: [V + 1] int32: where each column's entries start.
         token: [M] int32.
         grad: [M] fp32.
     """
@@ -36,8 +36,47 @@ class ByColumn(NamedTuple):
 def by_column(entries: Entries, num_cols: int) -> ByColumn:
     """Turn the lists of tokens into lists of columns."""
     column, order = entries.column.sort(stable=True)
-    columns = torch.arange(num_cols + 1, dtype=torch.int32, device=column.device)
-    return ByColumn(torch.searchsorted(column, columns), entries.token[order], entries.grad[order])
+    capacity = column.shape[0]
+    first_V = torch.empty(num_cols + 1, dtype=torch.int32, device=column.device)
+    columns = ByColumn(first_V, torch.empty_like(entries.token), torch.empty_like(entries.grad))
+    _by_column_kernel[(cdiv(max(capacity, num_cols + 1), 256),)](
+        column, order, entries.token, entries.grad,
+        *columns,
+        capacity, num_cols, capacity.bit_length(),
+        BLOCK=256,
+    )  # fmt: skip
+    return columns
+
+
+@triton.jit(do_not_specialize=["capacity", "num_cols", "num_steps"])
+def _by_column_kernel(
+    column_ptr,  # in: [M] int32, ascending
+    order_ptr,  # in: [M] int64: where each was
+    token_ptr,  # in: [M] int32
+    grad_ptr,  # in: [M] fp32
+    first_ptr,  # out: [V + 1] int32
+    token_out_ptr,  # out: [M] int32
+    grad_out_ptr,  # out: [M] fp32
+    capacity,
+    num_cols,
+    num_steps,
+    BLOCK: tl.constexpr,
+):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    used = tl.load(column_ptr + offs, mask=offs < capacity, other=num_cols) < num_cols
+    order = tl.load(order_ptr + offs, mask=used, other=0)
+    tl.store(token_out_ptr + offs, tl.load(token_ptr + order, mask=used, other=0), mask=used)
+    tl.store(grad_out_ptr + offs, tl.load(grad_ptr + order, mask=used, other=0), mask=used)
+
+    if tl.program_id(0) * BLOCK <= num_cols:  # the same places as columns: the first entry of each, by bisection
+        first = tl.zeros((BLOCK,), tl.int32)
+        last = first + capacity
+        for _ in range(0, num_steps):
+            middle = (first + last) // 2
+            before = tl.load(column_ptr + middle, mask=first < last, other=num_cols) < offs
+            first = tl.where(before, middle + 1, first)
+            last = tl.where(before, last, middle)
+        tl.store(first_ptr + offs, first, mask=offs <= num_cols)
 
 
 def filtered_weight(
@@ -55,7 +94,7 @@ def filtered_weight(
     """Set the rows of d_weight_VD to the sum of all their parts, or add it.
 
     Args:
-        slot_V: Row of the head for each column, or -1.
+        slot_V: Row of the head for each column, from 1 on, or 0.
         head_HD: The head's rows of the gradient.
         share_V: Each column's part of the dropped mass.
         shared_2D: sum_i scale P_i m_i hidden_i and sum_i scale UNIFORM_i hidden_i, fp32.
@@ -65,7 +104,7 @@ def filtered_weight(
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
     block_v, block_d = 8, 512
-    _filtered_weight_kernel[(triton.cdiv(num_cols, block_v) * triton.cdiv(hidden_size, block_d),)](
+    _filtered_weight_kernel[(cdiv(num_cols, block_v) * cdiv(hidden_size, block_d),)](
         # in
         hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, head_HD, share_V, shared_2D, num_added,
         # in, out
@@ -83,7 +122,7 @@ def filtered_weight(
 )
 def _filtered_weight_kernel(
     hidden_ptr,  # in: [N, D]
-    first_ptr,  # in: [V + 1] int64
+    first_ptr,  # in: [V + 1] int32
     token_ptr,  # in: [M] int32
     grad_ptr,  # in: [M] fp32
     slot_ptr,  # in: [V] int32
@@ -107,15 +146,15 @@ def _filtered_weight_kernel(
     in_d = offs_d < hidden_size
     begin = tl.load(first_ptr + offs_v, mask=in_v, other=0)
     end = tl.load(first_ptr + offs_v + 1, mask=in_v, other=0)
-    slot = tl.load(slot_ptr + offs_v, mask=in_v, other=-1)
+    slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
     share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
     adding = (add != 0) | (tl.load(num_added_ptr) > 0)
     by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
     by_column = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
 
     # Columns of no entries, nearly all: a row of the head or the stand-in.
-    head = head_ptr + slot.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-    in_head = (slot >= 0)[:, None]
+    head = head_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
+    in_head = (slot > 0)[:, None]
     part = tl.load(head, mask=in_head & in_d[None, :], other=0).to(tl.float32)
     part = tl.where(in_head, part, by_share[None, :] * share[:, None] + by_column[None, :])
     target = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
@@ -145,7 +184,7 @@ def _filtered_weight_kernel(
 
 def filtered_bias(
     entries: ByColumn,
-    ids_H: torch.Tensor,
+    slot_V: torch.Tensor,
     head_H: torch.Tensor,
     share_V: torch.Tensor,
     factor_2: torch.Tensor,
@@ -154,25 +193,27 @@ def filtered_bias(
     """Add the column sums of the listed gradients, of the head and of the stand-in to d_bias_V.
 
     Args:
+        slot_V: As in ``filtered_weight``.
         head_H: The head's part, fp32.
         factor_2: sum_i scale P_i m_i and sum_i scale UNIFORM_i.
     """
     num_cols = entries.first_V.shape[0] - 1
-    part_V = share_V * factor_2[0] + factor_2[1]
-    part_V[ids_H] = head_H
-    _filtered_bias_kernel[(triton.cdiv(num_cols, 128),)](
-        entries.first_V, entries.grad, part_V,
+    _filtered_bias_kernel[(cdiv(num_cols, 128),)](
+        entries.first_V, entries.grad, slot_V, head_H, share_V, factor_2,
         d_bias_V,
         num_cols,
         BLOCK_V=128,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_cols"], do_not_specialize_on_alignment=["grad_ptr"])
+@triton.jit(do_not_specialize=["num_cols"], do_not_specialize_on_alignment=["grad_ptr", "share_ptr"])
 def _filtered_bias_kernel(
-    first_ptr,  # in: [V + 1] int64
+    first_ptr,  # in: [V + 1] int32
     grad_ptr,  # in: [M] fp32
-    part_ptr,  # in: [V] fp32
+    slot_ptr,  # in: [V] int32
+    head_ptr,  # in: [H] fp32
+    share_ptr,  # in: [V] fp32
+    factor_ptr,  # in: [2] fp32
     d_bias_ptr,  # in, out: [V] fp32
     num_cols,
     BLOCK_V: tl.constexpr,
@@ -181,7 +222,11 @@ def _filtered_bias_kernel(
     in_v = offs_v < num_cols
     begin = tl.load(first_ptr + offs_v, mask=in_v, other=0)
     end = tl.load(first_ptr + offs_v + 1, mask=in_v, other=0)
-    total = tl.load(d_bias_ptr + offs_v, mask=in_v, other=0) + tl.load(part_ptr + offs_v, mask=in_v, other=0)
+    slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
+    share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
+    stand_in = share * tl.load(factor_ptr) + tl.load(factor_ptr + 1)
+    part = tl.where(slot > 0, tl.load(head_ptr + slot - 1, mask=slot > 0, other=0), stand_in)
+    total = tl.load(d_bias_ptr + offs_v, mask=in_v, other=0) + part
     for step in range(0, tl.max(end - begin, 0)):
         total += tl.load(grad_ptr + begin + step, mask=begin + step < end, other=0)
     tl.store(d_bias_ptr + offs_v, total, mask=in_v)
@@ -191,8 +236,8 @@ def sums_of_rows(coef_2R: torch.Tensor, rows_RD: torch.Tensor) -> torch.Tensor:
     """Return coef_2R @ rows_RD in fp32, [2, D]; rows whose coefficients are both 0 are not read, whatever they hold."""
     num_rows, hidden_size = rows_RD.shape
     block_r, block_d = 32, 256
-    blocks_d = triton.cdiv(hidden_size, block_d)
-    parts = max(1, min(triton.cdiv(num_rows, block_r), 8 * num_programs(rows_RD.device) // blocks_d))
+    blocks_d = cdiv(hidden_size, block_d)
+    parts = max(1, min(cdiv(num_rows, block_r), 8 * num_programs(rows_RD.device) // blocks_d))
     partial_P2D = torch.empty(parts, 2, hidden_size, dtype=torch.float32, device=rows_RD.device)
     _sums_of_rows_kernel[(parts, blocks_d)](
         coef_2R, rows_RD,
