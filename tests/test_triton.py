@@ -426,16 +426,16 @@ BIG = Case(num_tokens=1000, hidden_size=512, num_rows=5000, budget=16 << 20)
 @pytest.mark.parametrize(("uniform", "entropy"), [(False, False), (True, False), (False, True), (True, True)])
 def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy: bool):
     """Catches a wrong plane, order of shards forgotten, NaN from -inf - -inf, tokens that should be 0 or NaN."""
-    num_tokens, vocab_size, more = 300, 1000, {"device": DEVICE}
-    labels = torch.randint(vocab_size, (num_tokens,), **more)
+    num_tokens, vocab_size = 300, 1000
+    labels = torch.randint(vocab_size, (num_tokens,), device=DEVICE)
     labels[::7], labels[3::11], labels[5::11] = -100, vocab_size, -1
     ids = per_token.label_ids(labels, -100, vocab_size)
     assert torch.equal(ids, torch_ops.label_ids(labels, -100, vocab_size))
     assert (ids == IGNORED).any() and (ids == OUTSIDE).any()
     assert torch.equal(per_token.label_ids(labels, 5, vocab_size), torch_ops.label_ids(labels, 5, vocab_size))
 
-    count = [torch.full((1, num_tokens), float(n), **more) for n in (700, 300, 0)[:num_shards]]
-    stats = torch.rand(num_shards, 3 + 2 * uniform + entropy, num_tokens, **more) * 50 + 1
+    count = [torch.full((1, num_tokens), float(n), device=DEVICE) for n in (700, 300, 0)[:num_shards]]
+    stats = torch.rand(num_shards, 3 + 2 * uniform + entropy, num_tokens, device=DEVICE) * 50 + 1
     stats[:, 0] -= 30
     for shard in range(num_shards):
         if uniform:
@@ -452,8 +452,8 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
         torch.where(ids >= 0, per_token.merged_lse(stats), 0), torch.where(ids >= 0, want[1], 0), equal_nan=True
     )
 
-    one = torch.randn((), **more).expand(num_tokens)  # what a mean sends back: stride 0
-    strided = list(torch.randn(num_tokens, 5, **more).unbind(1))
+    one = torch.randn((), device=DEVICE).expand(num_tokens)  # what a mean sends back: stride 0
+    strided = list(torch.randn(num_tokens, 5, device=DEVICE).unbind(1))
     for grads in ([one, None, None, None, None], [None, *strided[1:]], strided):
         ours = per_token.coefficients(grads, ids, vocab_size)
         torch.testing.assert_close(ours, torch_ops.coefficients(grads, ids, vocab_size), rtol=1e-6, atol=0)
