@@ -6,6 +6,8 @@ shards' statistics by log-add-exp, in rank order, so that every rank computes th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -171,7 +173,7 @@ def _token_losses_kernel(
         tl.store(entropy_ptr + offs_n, tl.where(ids >= 0, entropy, instead), mask=in_n)
 
 
-def coefficients(grads: list[torch.Tensor | None], ids_N: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def coefficients(grads: Sequence[torch.Tensor | None], ids_N: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return coef_4N from the gradients of what ``token_losses`` returned; see ``torch_ops.coefficients``."""
     coef_4N = torch.empty(4, ids_N.shape[0], dtype=torch.float32, device=ids_N.device)
     strides = [0 if grad is None else grad.stride(0) for grad in grads]

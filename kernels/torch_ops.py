@@ -11,7 +11,7 @@ chunk; ours chunks the vocabulary. The online softmax is Milakov & Gimelshein's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -254,7 +254,7 @@ def token_losses(
     return *(x.clone() if w else x.new_empty(0) for x, w in zip(losses, wanted, strict=True)), torch.stack(backward)
 
 
-def coefficients(grads: list[Tensor | None], ids_N: Tensor, vocab_size: int) -> Tensor:
+def coefficients(grads: Sequence[Tensor | None], ids_N: Tensor, vocab_size: int) -> Tensor:
     """Return coef_4N, 0 where there is no label.
 
     Args:
