@@ -45,9 +45,12 @@ def _kept_first_kernel(
     tl.store(num_kept_ptr, num_kept)
 
 
-def gathered(hidden_ND: torch.Tensor, index_R: torch.Tensor, num_kept: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of index_R as ``gather_rows`` fills them in. -> [R, D]."""
-    rows_RD = hidden_ND.new_empty(index_R.shape[0], hidden_ND.shape[1])
+def gathered(
+    hidden_ND: torch.Tensor, index_R: torch.Tensor, num_kept: torch.Tensor, buffer_RD: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the tokens of index_R as ``gather_rows`` fills them in, in the first rows of the buffer if given. -> [R, D]."""
+    num_rows = index_R.shape[0]
+    rows_RD = hidden_ND.new_empty(num_rows, hidden_ND.shape[1]) if buffer_RD is None else buffer_RD[:num_rows]
     gather_rows(hidden_ND, index_R, num_kept, None, rows_RD)
     return rows_RD
 

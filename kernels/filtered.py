@@ -136,10 +136,10 @@ def local_stats(
         sloped = logits.softcap > 0.0
         sloped_2N = torch.empty(2, num_tokens, **fp32) if sloped else None
         head_3N = torch.empty(3, num_tokens, **fp32)
-        for index_R, num_kept in triton_ops.token_groups(
-            index_N, kept, max(rows, budget // 2 // row_bytes // 128 * 128)
-        ):
-            rows_RD = gathered(hidden_ND, index_R, num_kept)
+        first_rows = max(rows, budget // 2 // row_bytes // 128 * 128)
+        buffer_RD = hidden_ND.new_empty(min(first_rows, num_tokens), hidden_size)
+        for index_R, num_kept in triton_ops.token_groups(index_N, kept, first_rows):
+            rows_RD = gathered(hidden_ND, index_R, num_kept, buffer_RD)
             target_logits(rows_RD, weight_VD, bias_V, labels_N, index_R, num_kept, logits, stats_KN[2])
             operands = (rows_RD, head.weight_HD, head.bias_H, num_kept, head.logits)
             _log_sum_exp(operands, tiles, index_R, head_3N, None if sloped_2N is None else sloped_2N[0], None)
@@ -148,7 +148,7 @@ def local_stats(
         words_RW = torch.empty(min(rows, num_tokens), num_words, dtype=torch.int32, device=device)
         for index_R, num_kept in triton_ops.token_groups(index_N, kept, rows):
             if rows < num_tokens:  # else they are all here
-                rows_RD = gathered(hidden_ND, index_R, num_kept)
+                rows_RD = gathered(hidden_ND, index_R, num_kept, buffer_RD)
             operands = (rows_RD, weight_VD, bias_V, num_kept, logits)
             words = words_RW[: index_R.shape[0]]
             marks = Marks(bound_N.index_select(0, index_R), math.log(grad_filter.eps / SLACK), words)
@@ -326,13 +326,13 @@ def _filtered_gradients(
             hidden_size * (hidden_ND.itemsize + triton_ops.low_bytes(hidden_ND.dtype)) + cols * hidden_ND.itemsize
         )
         rows = min(num_tokens, max(128, budget // 2 // row_bytes // 128 * 128))
-        dlogits_RH = hidden_ND.new_empty(rows, cols)
+        buffer_RD, dlogits_RH = hidden_ND.new_empty(rows, hidden_size), hidden_ND.new_empty(rows, cols)
         low_RD = None
         if want_hidden and hidden_ND.itemsize == 2:
             low_RD = torch.empty(rows, hidden_size, dtype=torch.bfloat16, device=device)
         groups = triton_ops.finished_groups(how.listed_labels, (how.index, how.num_listed), rows, ready_rows)
         for group, (index_R, num_kept, num_final) in enumerate(groups):
-            rows_RD = gathered(hidden_ND, index_R, num_kept)
+            rows_RD = gathered(hidden_ND, index_R, num_kept, buffer_RD)
             grads_RH = dlogits_RH[: index_R.shape[0]]
             dlogits_chunk(
                 rows_RD, head.weight_HD, head.bias_H, how.head_labels, index_R, num_kept, max_N, log_sum_N, None, gained_4N,

@@ -202,8 +202,9 @@ def local_stats(
             for n in (num_tiles - cached_tiles, cached_tiles)
         )
 
+        buffer_RD = hidden_ND.new_empty(min(rows, num_tokens), hidden_size)
         for index_R, num_kept in token_groups(index_N, kept, rows):
-            rows_RD = gathered(hidden_ND, index_R, num_kept)
+            rows_RD = gathered(hidden_ND, index_R, num_kept, buffer_RD)
             target_logits(rows_RD, weight_VD, bias_V, labels_N, index_R, num_kept, logits, stats_KN[2])
             partials_KSR = torch.empty(NUM_PLANES, cached_splits + splits, index_R.shape[0], **fp32)
             operands = (rows_RD, weight_VD, bias_V, num_kept, logits)
@@ -322,6 +323,7 @@ def gradients(
         )
         chunks = [(col, min(col + cols, logits.num_valid)) for col in range(num_cached, logits.num_valid, cols)]
         parts = [*chunks, (0, min(num_cached, logits.num_valid))] if num_cached else chunks
+        buffer_RD = hidden_ND.new_empty(rows, hidden_size)
         dlogits = hidden_ND.new_empty(rows, cols) if chunks else cache_NV
         low_RD = None
         if want_hidden and len(parts) > 1 and hidden_ND.itemsize == 2:
@@ -331,7 +333,7 @@ def gradients(
             ready_rows = None  # the cache's rows are the kept ones of all tokens, in order
         groups = finished_groups(labels_N, (index_N, kept), rows, ready_rows)
         for group, (index_R, num_kept, num_final) in enumerate(groups):
-            rows_RD = hidden_ND.new_empty(index_R.shape[0], hidden_size)
+            rows_RD = buffer_RD[: index_R.shape[0]]
             tokens = (labels_N, index_R, num_kept, max_N, log_sum_N)
             if chunks:
                 gather_rows(hidden_ND, index_R, num_kept, None, rows_RD)
