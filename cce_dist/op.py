@@ -126,14 +126,15 @@ def _forward(
         )
 
         filter_stats = merged.new_zeros(3 if o.want_entropy else 0)  # wanted: the aux outputs are asked for
-        if o.want_entropy and o.by_lists:
-            filter_stats = o.ops().filter_stats(
-                hidden, weight, bias, ids, o.logits, merged[0], merged[1], *saved, grad_filter=o.filter
-            )
-        elif o.want_entropy and o.filter_eps > 0 and o.backend == "torch":
-            filter_stats = torch_ops.filter_stats(saved[0], saved[1], merged[0], merged[1], ids, o.logits, o.filter_eps)
-        elif o.filter_eps > 0:
-            filter_stats[:1].fill_(1.0)  # the exact path; an assignment would wait for the device
+        if o.want_entropy and o.filter_eps > 0:
+            if o.by_lists:
+                filter_stats = o.ops().filter_stats(
+                    hidden, weight, bias, ids, o.logits, merged[0], merged[1], *saved, grad_filter=o.filter
+                )
+            elif o.backend == "torch":
+                filter_stats = o.ops().filter_stats(*saved, merged[0], merged[1], ids, o.logits, o.filter_eps)
+            else:
+                filter_stats[:1].fill_(1.0)  # the exact path; an assignment would wait for the device
         if o.backend == "torch":
             saved = []  # statistics of tiles, for the line above; backward looks at the whole gradient instead
         return *losses, merged, filter_stats, saved
