@@ -474,9 +474,6 @@ def test_tile_file(tmp_path) -> None:
         )
 
 
-BIG = Case(num_tokens=1000, hidden_size=512, num_rows=5000, budget=16 << 20)
-
-
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize(("uniform", "entropy"), [(False, False), (True, False), (False, True), (True, True)])
 def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy: bool):
@@ -489,12 +486,10 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
     assert (ids == IGNORED).any() and (ids == OUTSIDE).any()
     assert torch.equal(per_token.label_ids(labels, 5, vocab_size), torch_ops.label_ids(labels, 5, vocab_size))
 
-    count = [torch.full((1, num_tokens), float(n), device=DEVICE) for n in (700, 300, 0)[:num_shards]]
     stats = torch.rand(num_shards, 3 + 2 * uniform + entropy, num_tokens, device=DEVICE) * 50 + 1
     stats[:, 0] -= 30
-    for shard in range(num_shards):
-        if uniform:
-            stats[shard, 4] = count[shard]
+    if uniform:
+        stats[:, 4] = torch.tensor([700.0, 300.0, 0.0], device=DEVICE)[:num_shards, None]
     if num_shards == 3:  # the last one is empty
         stats[2] = 0
         stats[2, 0] = -torch.inf
@@ -513,6 +508,9 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
         ours = per_token.coefficients(grads, ids, vocab_size)
         torch.testing.assert_close(ours, torch_ops.coefficients(grads, ids, vocab_size), rtol=1e-6, atol=0)
         assert (ours[:, ids < 0] == 0).all()
+
+
+BIG = Case(num_tokens=1000, hidden_size=512, num_rows=5000, budget=16 << 20)
 
 
 @needs_gpu
