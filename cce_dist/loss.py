@@ -180,9 +180,8 @@ def linear_cross_entropy(
     )
 
     loss = nll if label_smoothing == 0 else (1 - label_smoothing) * nll + label_smoothing * uniform_nll
-    z_loss = z_loss_weight * lse.square() if return_aux or z_loss_weight != 0 else None
     if z_loss_weight != 0:
-        loss = loss + z_loss
+        loss = loss + z_loss_weight * lse.square()
     if reduction == "none":
         loss = loss.view(target.shape)
     else:
@@ -193,6 +192,7 @@ def linear_cross_entropy(
             loss = loss / num_tokens
     if not return_aux:
         return loss
+    z_loss = z_loss_weight * lse.square()
     nll, lse, target_logit, entropy, z_loss = (x.view(target.shape) for x in (nll, lse, target_logit, entropy, z_loss))
     stats = FilterStats(*filter_stats.unbind()) if grad_filter is not None else None
     return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, stats)

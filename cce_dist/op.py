@@ -27,7 +27,7 @@ NUM_LOSSES = (
 
 def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None, *flat
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+) -> tuple[Any, ...]:
     """Per-token statistics of the whole vocabulary, 0 where the label is ignored, NaN where it is outside the vocabulary.
 
     Returns:

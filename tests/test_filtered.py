@@ -206,7 +206,7 @@ def local_stats(p: Problem, case: Case, merge_bound: Callable[[Tensor], Tensor] 
 def gradients(p: Problem, case: Case, merged: Dense | Softmax, saved, **how) -> list[Any]:
     if isinstance(merged, Dense):
         merged = Softmax(merged.maximum.float(), merged.log_sum.float())
-    grads = Grads(**({"want_bias": p.bias is not None} | how))
+    grads = Grads(want_bias=p.bias is not None)._replace(**how)
     return list(filter.gradients(operands(p), merged, p.coef, list(saved), grads, spec_of(p, case)))
 
 
@@ -373,7 +373,7 @@ def test_one_side_stays_exact(side: str) -> None:
     x, spec = operands(p), spec_of(p, case)
     softmax = Softmax(d.maximum.float(), d.log_sum.float())
     unfiltered = [*exact.compact(p.labels), *exact.new_kept(x)]
-    plain = exact.gradients(x, softmax, p.coef, unfiltered, Grads(), spec)
+    plain: Any = exact.gradients(x, softmax, p.coef, unfiltered, Grads(), spec)
     expected = (plain[0], *both[1:]) if side == "hidden" else (both[0], *plain[1:])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(grads, expected, strict=True))
     assert not torch.equal(both[0], plain[0])

@@ -208,7 +208,7 @@ def local_stats(p: Problem, case: Case) -> tuple[Tensor, ...]:
 
 def gradients(p: Problem, case: Case, merged: tuple[Tensor, ...], saved: Sequence[Tensor], **how: Any) -> Any:
     softmax = Softmax(merged[0], merged[1], merged[2] if case.entropy else None)
-    grads = Grads(**({"want_bias": p.bias is not None} | how))
+    grads = Grads(want_bias=p.bias is not None)._replace(**how)
     return exact.gradients(operands(p), softmax, p.coef, list(saved), grads, spec_of(p, case))
 
 
@@ -431,7 +431,8 @@ def test_plan_keeps_the_budget(shape: tuple[int, int], num_tokens: int, mib: int
 
 def test_where_exponentials_are_kept() -> None:
     """Catches: kept where the gradient is not a multiple of them, or where 16 bits are too few."""
-    x = Operands(*(torch.zeros(8, 16, dtype=torch.bfloat16),) * 2, None, torch.zeros(8), ShardLogits(0, 8))
+    rows = torch.zeros(8, 16, dtype=torch.bfloat16)
+    x = Operands(rows, rows, None, torch.zeros(8), ShardLogits(0, 8))
     spec = Spec(x.logits, 8)
     assert exact.columns_kept(x, spec) == 256
     assert exact.columns_kept(x._replace(hidden=x.hidden.half()), spec) == 0
