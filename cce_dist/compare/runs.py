@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,21 @@ from cce_dist import VocabParallelHead
 from cce_dist.bench.measure import describe
 from cce_dist.compare.heads import MakeHead
 from cce_dist.compare.probe import probe
-from cce_dist.pretrain import LOSSES
+from cce_dist.pretrain.build import build_model
 from cce_dist.pretrain.data import Batches, Corpus
-from cce_dist.pretrain.model import GPT, Shape
+from cce_dist.pretrain.engines.torch import TorchEngine
+from cce_dist.pretrain.model import GPT
 from cce_dist.pretrain.ranks import Ranks
-from cce_dist.pretrain.train import build_model, make_deterministic, make_optimizer, train_step, validate
+from cce_dist.pretrain.recipe import LOSSES, Recipe
+from cce_dist.pretrain.train import make_deterministic
+
+
+class Plan(NamedTuple):
+    """How to train with one method: the recipe, for ``seeds`` seeds from 0 on, measured every ``measure_every`` steps."""
+
+    recipe: Recipe
+    seeds: int
+    measure_every: int
 
 
 @dataclass
@@ -54,23 +63,23 @@ class Run:
 
 
 def train_all(
-    args: argparse.Namespace, ranks: Ranks, shape: Shape, corpus: Corpus, methods: dict[str, MakeHead],
-    advance: Callable[[], Any],
-) -> Iterator[Run]:  # fmt: skip
+    plan: Plan, ranks: Ranks, corpus: Corpus, methods: dict[str, MakeHead], advance: Callable[[], Any]
+) -> Iterator[Run]:
     """Yield each run as it ends, all methods of a seed before the next seed; ``advance`` is called after every step."""
-    held_out = Batches(corpus.held_out, shape.seq_len, seed=0)  # seeds are judged by the same text
-    for seed in range(args.seeds):
+    seq_len = plan.recipe.shape.seq_len
+    held_out = Batches(corpus.held_out, seq_len, seed=0)  # seeds are judged by the same text
+    for seed in range(plan.seeds):
         make_deterministic(seed)
-        model = build_model(args, ranks, shape)
+        model = build_model(plan.recipe, ranks)
         exact = model.head
         assert isinstance(exact, VocabParallelHead)
         initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        batches = Batches(corpus.train, shape.seq_len, seed)
+        batches = Batches(corpus.train, seq_len, seed)
         for name, make_head in methods.items():
             model.load_state_dict(initial)
             run = Run(name, seed)
             try:
-                _train(args, ranks, model, make_head(exact.weight), batches, held_out, run, advance)
+                _train(plan, ranks, model, make_head(exact.weight), batches, held_out, run, advance)
             except Exception as error:  # whatever another library raises, the rest goes on
                 if name in LOSSES:
                     raise
@@ -81,30 +90,31 @@ def train_all(
 
 
 def _train(
-    args: argparse.Namespace, ranks: Ranks, model: GPT, head: nn.Module, batches: Batches, held_out: Batches, run: Run,
+    plan: Plan, ranks: Ranks, model: GPT, head: nn.Module, batches: Batches, held_out: Batches, run: Run,
     advance: Callable[[], Any],
 ) -> None:  # fmt: skip
     """Train ``model`` with ``head`` as its last layer; between steps it has its own, exact one."""
-    exact, optimizer = model.head, make_optimizer(model, args, fused=ranks.device.type == "cuda")
+    recipe, exact = plan.recipe, model.head
+    engine = TorchEngine(recipe, ranks, model, fused=ranks.device.type == "cuda")
     losses: list[Tensor] = []
     clock = time.perf_counter()
-    for step in range(args.steps + 1):
-        ids, labels = batches.at(step * args.batch_size, args.batch_size)
-        if step % args.measure_every == 0 or step == args.steps:
+    for step in range(recipe.steps + 1):
+        ids, labels = batches.at(step * recipe.batch_size, recipe.batch_size)
+        if step % plan.measure_every == 0 or step == recipe.steps:
             measured = Measurement(step, math.nan)
             if losses:
                 measured.train_loss = torch.stack(losses).mean().item()  # waits for the device, so the clock is right
                 measured.tokens_per_s = len(losses) * labels.size / (time.perf_counter() - clock)
-            measured.val_loss = validate(args, ranks, model, held_out)
+            measured.val_loss = engine.validate(held_out)
             run.measurements.append(measured)
             if not math.isfinite(measured.val_loss):
                 run.problem = f"the validation loss is {measured.val_loss} after step {step}"
                 return
-            agreement = probe(args, ranks, model, head, ids, labels)
+            agreement = probe(recipe, ranks, model, head, ids, labels)
             measured.cosine, measured.norm, measured.kept_tiles = agreement
             losses, clock = [], time.perf_counter()
-        if step < args.steps:
+        if step < recipe.steps:
             model.head = head
-            losses.append(train_step(args, ranks, model, optimizer, step + 1, ids, labels)[0])
+            losses.append(engine.step(step + 1, ids, labels).loss)
             model.head = exact
             advance()

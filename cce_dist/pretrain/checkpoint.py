@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from cce_dist.pretrain import UsageError
+from cce_dist.pretrain.recipe import UsageError
 
 
 class CheckpointError(Exception):
@@ -30,20 +31,10 @@ def latest(folder: Path) -> Path | None:
     return folder / pointer.read_text().strip() if pointer.exists() else None
 
 
-class Engine(Protocol):
-    """What a checkpoint asks of whoever holds model and optimizer; both are called on every rank, with a shared folder."""
-
-    def save_tensors(self, folder: Path) -> None:
-        """Write this rank's shards to a folder that is not there yet."""
-        ...
-
-    def load_tensors(self, folder: Path) -> None:
-        """Read them again."""
-        ...
-
-
-def save(folder: Path, keep: int, engine: Engine, state: dict[str, Any]) -> None:
+def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: dict[str, Any]) -> None:
     """Write model, optimizer, RNG and ``state`` (plain values; ``state["step"]`` names the checkpoint).
+
+    ``save_tensors`` is the engine's. Only the ``keep`` newest checkpoints stay.
 
     Sharding: every rank writes the shards that it holds; ``folder`` is one that all ranks share.
     Communication: what ``torch.distributed.checkpoint`` needs to plan, and a barrier.
@@ -59,7 +50,7 @@ def save(folder: Path, keep: int, engine: Engine, state: dict[str, Any]) -> None
         shutil.rmtree(scratch, ignore_errors=True)
     _barrier()
     try:
-        engine.save_tensors(scratch)
+        save_tensors(scratch)
     except dcp.CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         failure = f"cannot write checkpoint {final}: {reason}"
@@ -79,7 +70,7 @@ def save(folder: Path, keep: int, engine: Engine, state: dict[str, Any]) -> None
         raise CheckpointError(failure)
 
 
-def load(folder: Path, engine: Engine, same: dict[str, Any]) -> dict[str, Any] | None:
+def load(folder: Path, load_tensors: Callable[[Path], None], same: dict[str, Any]) -> dict[str, Any] | None:
     """Restore model, optimizer and RNG from the newest checkpoint; return its state, or None where there is none.
 
     Raises:
@@ -97,7 +88,7 @@ def load(folder: Path, engine: Engine, same: dict[str, Any]) -> dict[str, Any] |
         raise UsageError(
             f"checkpoint {newest} is of another run ({'; '.join(differing)}): use another --out or --no-resume"
         )
-    engine.load_tensors(newest)
+    load_tensors(newest)
     _set_rng(state.pop("rng"))
     return state
 

@@ -18,10 +18,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from cce_dist.pretrain import UsageError
+from cce_dist.pretrain.recipe import UsageError
 
 EOS = 0
 IGNORED = -100
@@ -72,12 +73,39 @@ class Batches:
         labels[ids == EOS] = IGNORED
         return ids, labels
 
+    def first(self, num_batches: int, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the first batches of ``count`` sequences each, as ``at`` has them."""
+        return [self.at(index * count, count) for index in range(num_batches)]
+
     def _sequence(self, index: int) -> np.ndarray:
         epoch, place = divmod(index, self.num_sequences)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_sequences)
         start = int(self._order[place]) * self.seq_len
         return self.ids[start : start + self.seq_len + 1]
+
+
+def num_valid(*labels: np.ndarray) -> int:
+    """Return how many labels are not ignored, but 1 at least: it is what a sum of losses is divided by."""
+    return max(1, sum(int((each != IGNORED).sum()) for each in labels))
+
+
+class Text(NamedTuple):
+    """A prepared corpus in batches. Texts with the same ``key`` have the same ids."""
+
+    key: str
+    train: Batches
+    held_out: Batches
+
+
+def open_text(folder: Path, seq_len: int, seed: int) -> Text:
+    """Return the corpus that ``prepare`` left in ``folder``, both splits in the order that ``seed`` draws.
+
+    Raises:
+        UsageError: A split has no whole sequence.
+    """
+    corpus = Corpus(folder)
+    return Text(corpus.key, *(Batches(ids, seq_len, seed) for ids in (corpus.train, corpus.held_out)))
 
 
 def prepare(

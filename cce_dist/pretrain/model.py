@@ -10,7 +10,6 @@ sequence-parallel form).
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -27,29 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from cce_dist import FilterStats
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes of a model. ``num_ffn`` is the inner width of the SwiGLU, ``seq_len`` the tokens of one sequence."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_ffn: int
-    seq_len: int
-    vocab_size: int
-
-
-PRESETS = {
-    "toy": Shape(hidden_size=32, num_layers=2, num_heads=4, num_ffn=96, seq_len=32, vocab_size=384),
-    "small": Shape(hidden_size=128, num_layers=4, num_heads=4, num_ffn=384, seq_len=128, vocab_size=4096),
-    "wide": Shape(hidden_size=1024, num_layers=4, num_heads=16, num_ffn=2816, seq_len=512, vocab_size=32768),
-    "base": Shape(hidden_size=768, num_layers=12, num_heads=12, num_ffn=2048, seq_len=1024, vocab_size=32768),
-    "llama-3-8b-head": Shape(
-        hidden_size=4096, num_layers=2, num_heads=32, num_ffn=14336, seq_len=2048, vocab_size=128256
-    ),
-}
+from cce_dist.pretrain.recipe import Shape
 
 
 class GPT(nn.Module):
