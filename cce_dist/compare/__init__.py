@@ -51,10 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--eval-batches", type=pretrain.positive, default=8, metavar="BATCHES")
     run.add_argument("--filter-eps", type=float, metavar="P", help="softmax below which the gradient is dropped")
     run.add_argument("--show", type=Path, metavar="JSON", help="train nothing; print and draw this compare.json again")
-    pretrain.add_model_arguments(parser)
-    pretrain.add_data_arguments(parser)
-    pretrain.add_optimization_arguments(parser)
-    pretrain.add_device_arguments(parser.add_argument_group("device"))
+    pretrain.add_flags(parser, {name: name for name in ("model", "data", "optimization", "device")})
     parser.set_defaults(**dict.fromkeys(DEFAULTS["cuda"]))
 
 

@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -90,36 +89,23 @@ def num_valid(*labels: np.ndarray) -> int:
     return max(1, sum(int((each != IGNORED).sum()) for each in labels))
 
 
-class Text(NamedTuple):
-    """A prepared corpus in batches. Texts with the same ``key`` have the same ids."""
-
-    key: str
-    train: Batches
-    held_out: Batches
-
-
-def open_text(folder: Path, seq_len: int, seed: int) -> Text:
-    """Return the corpus that ``prepare`` left in ``folder``, both splits in the order that ``seed`` draws.
-
-    Raises:
-        UsageError: A split has no whole sequence.
-    """
-    corpus = Corpus(folder)
-    return Text(corpus.key, *(Batches(ids, seq_len, seed) for ids in (corpus.train, corpus.held_out)))
-
-
 def prepare(
-    corpus: Path | None, pattern: str | None, vocab_size: int, cache: Path | None, max_mib: int | None = None
-) -> Path:
+    corpus: Path | None, pattern: str | None, vocab_size: int, cache: Path | None, max_mib: int | None = None,
+    *, here: bool = True,
+) -> Path:  # fmt: skip
     """Tokenize a corpus, or its files up to ``max_mib``, or find that in the cache, and return its folder.
 
-    Safe in several processes at once: whoever takes the lock first does the work in a temporary folder and renames it.
+    Safe in several processes at once: whoever takes the lock first does the work in a temporary folder and renames it. Not
+    ``here`` means that another process of this machine does the work; this one waits without end, because a preparing rank
+    that fails takes the group down with it.
 
     Raises:
         CorpusError: No file matches, one cannot be read as UTF-8 text, or the cache cannot be written.
     """
     files = _find(corpus, pattern, max_mib)
     folder = _folder(files, vocab_size, cache)
+    while not here and not folder.exists():
+        time.sleep(0.1)
     if folder.exists():
         return folder
     try:
@@ -135,19 +121,6 @@ def prepare(
                     shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise CorpusError(f"cannot write the tokenized corpus {folder}: {error.strerror}") from error
-    return folder
-
-
-def wait_for(
-    corpus: Path | None, pattern: str | None, vocab_size: int, cache: Path | None, max_mib: int | None = None
-) -> Path:
-    """Return the folder that another process of this machine prepares, once it is there.
-
-    It waits without end: a preparing rank that fails takes the group down with it.
-    """
-    folder = _folder(_find(corpus, pattern, max_mib), vocab_size, cache)
-    while not folder.exists():
-        time.sleep(0.1)
     return folder
 
 

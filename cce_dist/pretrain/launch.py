@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 import traceback
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -99,8 +100,7 @@ def run_rank(recipe: Recipe) -> int:
     """Set this rank up, train, and return its exit code."""
     try:
         ranks = join(recipe)
-        prepare = data.prepare if int(os.environ.get("LOCAL_RANK", "0")) == 0 else data.wait_for
-        train_from(prepare(*recipe.text), recipe, ranks)
+        train_on(recipe, ranks, data.prepare(*recipe.text, here=os.environ.get("LOCAL_RANK", "0") == "0"))
     except KeyboardInterrupt:
         if dist.is_initialized():
             os._exit(130)  # a group that lost a rank cannot be taken down in order
@@ -121,23 +121,16 @@ def run_rank(recipe: Recipe) -> int:
     return 0
 
 
-def train_from(folder: Path, recipe: Recipe, ranks: Ranks) -> float:
+def train_on(recipe: Recipe, ranks: Ranks, folder: Path) -> float:
     """Train on the corpus in ``folder`` with the engine that the recipe names; see ``train``."""
     check_sizes(recipe, ranks)
-    text = data.open_text(folder, recipe.shape.seq_len, recipe.seed)
+    corpus = data.Corpus(folder)
+    batches, held_out = (
+        data.Batches(ids, recipe.shape.seq_len, recipe.seed) for ids in (corpus.train, corpus.held_out)
+    )
     make_deterministic(recipe.seed)
-    return train(_engine_class(recipe.engine)(recipe, ranks), text)
-
-
-def _engine_class(name: str) -> type[Engine]:
-    # Each imports the framework that it drives.
-    if name == "megatron":
-        from cce_dist.pretrain.engines.megatron import MegatronEngine as EngineClass
-    elif name == "deepspeed":
-        from cce_dist.pretrain.engines.deepspeed import DeepSpeedEngine as EngineClass
-    else:
-        from cce_dist.pretrain.engines.torch import TorchEngine as EngineClass
-    return EngineClass
+    engine: type[Engine] = import_module(f"cce_dist.pretrain.engines.{recipe.engine}").ENGINE  # brings its framework in
+    return train(engine(recipe, ranks), corpus.key, batches, held_out)
 
 
 def check_engine(recipe: Recipe) -> None:

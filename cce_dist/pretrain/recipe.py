@@ -1,4 +1,6 @@
-"""The recipe of a run: everything that the command line asks for, as one frozen record with types and defaults."""
+"""The recipe of a run: everything that the command line asks for, as one frozen record with types, defaults and flags."""
+
+# ruff: noqa: RUF009 - flag() returns a field
 
 from __future__ import annotations
 
@@ -20,6 +22,8 @@ FILTERS: dict[str, dict[str, bool]] = {  # arguments of GradFilter, beside eps, 
 }
 LOSSES = ("dense", "exact", *FILTERS)
 MEGATRON_FUSED = "megatron-fused"
+SIZES = ("vocab_size", "num_layers", "seq_len")  # those of a preset that have flags
+ENGINES = ("torch", "megatron", "deepspeed")
 
 
 class UsageError(Exception):
@@ -49,52 +53,85 @@ PRESETS = {
 }
 
 
+def positive(text: str) -> int:
+    """Read a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def flag(group: str, value: Any, help: str | None = None, **how: Any) -> Any:
+    """Return a field that is also a flag of a group; ``how`` goes to ``add_argument``, and may name another default."""
+    if isinstance(value, bool):
+        how = {"action": "store_true", **how}
+    else:
+        how = {"type": positive if isinstance(value, int) else type(value), **how}
+    return dataclasses.field(default=value, metadata={"group": group, "add": {"default": value, "help": help, **how}})
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What one run trains, on what, how and where.
+    """What one run trains, on what, how and where: a field for every flag of ``cce-dist pretrain``.
 
-    A field has the name and the default of its flag, and the flag's help says what it means. Differences: ``shape`` is the
-    preset with the sizes that other flags change, ``device`` is "cpu" or "cuda", and ``tp`` is a number.
+    Fields that a command line does not give as they are: ``shape`` is the preset with the sizes that other flags change,
+    ``device`` is "cpu" or "cuda", and ``tp`` is a number.
     """
+
+    out: Path = flag("run", Path("runs/pretrain"), "folder of metrics, figure, checkpoints", type=Path)
+    resume: bool = flag(
+        "run", True, "go on from the last checkpoint in --out; --no-resume deletes the checkpoints there and starts anew",
+        action=argparse.BooleanOptionalAction,
+    )  # fmt: skip
+    steps: int = flag("run", 300, "optimizer steps of the whole run")
+    seed: int = flag("run", 0, "of weights and of data order", type=int)
+    log_every: int = flag("run", 1, metavar="STEPS")
+    eval_every: int = flag("run", 50, metavar="STEPS")
+    eval_batches: int = flag("run", 8, metavar="BATCHES")
+    checkpoint_every: int = flag("run", 100, "0: never", type=int, metavar="STEPS")
+    keep: int = flag("run", 2, "how many of the newest stay on disk", metavar="CHECKPOINTS")
+
+    loss: str = flag(
+        "loss", "exact", f"dense and {MEGATRON_FUSED}, which is Megatron's own, hold all logits; the others never do",
+        choices=(*LOSSES, MEGATRON_FUSED),
+    )  # fmt: skip
+    filter_eps: float = flag("loss", 2**-12, "softmax below which the gradient is dropped")
 
     shape: Shape = PRESETS["small"]
 
-    out: Path = Path("runs/pretrain")
-    resume: bool = True
-    steps: int = 300
-    seed: int = 0
-    log_every: int = 1
-    eval_every: int = 50
-    eval_batches: int = 8
-    checkpoint_every: int = 100
-    keep: int = 2
+    corpus: Path | None = flag(
+        "data", None, "folder of UTF-8 text files (default: Python's standard library)", type=Path
+    )  # fmt: skip
+    pattern: str | None = flag(
+        "data", None, "file names to read, such as '*.txt' (default: '*', or '*.py' with no --corpus)", type=str
+    )  # fmt: skip
+    corpus_mib: int | None = flag(
+        "data", None, "read files, in mixed order, up to this size", type=positive, metavar="MIB"
+    )  # fmt: skip
+    cache: Path | None = flag("data", None, "folder of tokenized corpora (default: ~/.cache/cce-dist)", type=Path)
 
-    loss: str = "exact"
-    filter_eps: float = 2**-12
+    batch_size: int = flag("optimization", 16, "sequences per step, over all ranks")
+    accumulate: int = flag("optimization", 1, "forward and backward passes per step")
+    lr: float = flag("optimization", 3e-3, "peak of warm-up and cosine decay to a tenth")
+    warmup: int = flag("optimization", 20, type=int, metavar="STEPS")
+    weight_decay: float = flag("optimization", 0.1)
+    clip: float = flag("optimization", 1.0, "largest norm of the gradient")
 
-    corpus: Path | None = None
-    pattern: str | None = None
-    corpus_mib: int | None = None
-    cache: Path | None = None
+    engine: str = flag("ranks", "torch", "what trains: plain torch, megatron-core (GPUs), deepspeed", choices=ENGINES)
+    tp: int = flag("ranks", 1, "tensor-parallel size (default: all ranks; alone, up to 2)", default=None)
+    dp: int = flag("ranks", 1, "data-parallel size (FSDP2, or the engine's)")
+    pp: int = flag("ranks", 1, "pipeline stages, with --engine megatron or deepspeed")
+    zero_stage: int = flag(
+        "ranks", 1, "with --engine deepspeed: 1 trains a pipeline of --pp stages, also of one; 2 and 3 a plain model",
+        type=int, choices=(1, 2, 3),
+    )  # fmt: skip
+    sequence_parallel: bool = flag("ranks", False, "slice activations between tensor-parallel layers")
+    timeout: float = flag("ranks", 600.0, "of every collective", metavar="SECONDS")
+    max_restarts: int = flag("ranks", 0, "restarts after a lost rank, when started alone", type=int)
 
-    batch_size: int = 16
-    accumulate: int = 1
-    lr: float = 3e-3
-    warmup: int = 20
-    weight_decay: float = 0.1
-    clip: float = 1.0
-
-    engine: str = "torch"
-    tp: int = 1
-    dp: int = 1
-    pp: int = 1
-    zero_stage: int = 1
-    sequence_parallel: bool = False
-    device: str = "cpu"
-    dtype: str = "float32"
-    compile: bool = False
-    timeout: float = 600.0
-    max_restarts: int = 0
+    device: str = flag("device", "cpu", choices=("auto", "cpu", "cuda"), default="auto")
+    dtype: str = flag("device", "float32", "of arithmetic, by autocast", choices=("float32", "bfloat16"))
+    compile: bool = flag("device", False, "torch.compile every block")
 
     def __post_init__(self) -> None:
         if not 0 <= self.filter_eps < 1:
@@ -103,7 +140,7 @@ class Recipe:
     @classmethod
     def of(cls, args: argparse.Namespace, **fields: Any) -> Recipe:
         """Read a parsed command line. ``fields`` win over it; a field in neither keeps its default."""
-        sizes = {name: getattr(args, name) for name in ("vocab_size", "num_layers", "seq_len")}
+        sizes = {name: getattr(args, name) for name in SIZES}
         shape = dataclasses.replace(PRESETS[args.preset], **{k: v for k, v in sizes.items() if v is not None})
         names = {field.name for field in dataclasses.fields(cls)}
         said: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
@@ -133,3 +170,19 @@ class Recipe:
     def autocast(self) -> torch.autocast:
         """Return the context in which the model and its loss run forward."""
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype != "float32")
+
+
+def add_flags(parser: argparse.ArgumentParser, titles: dict[str, str]) -> None:
+    """Add the flags of some groups of ``Recipe``, and of the model's sizes, each group under its title."""
+    groups = {name: parser.add_argument_group(title) for name, title in titles.items()}
+    if "model" in groups:
+        groups["model"].add_argument("--preset", choices=PRESETS, default="small", help="sizes of the model")
+        for name in SIZES:
+            groups["model"].add_argument(_dashed(name), type=positive, help="(default: the preset's)")
+    for field in dataclasses.fields(Recipe):
+        if field.metadata.get("group") in groups:
+            groups[field.metadata["group"]].add_argument(_dashed(field.name), **field.metadata["add"])
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")

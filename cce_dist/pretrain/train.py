@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from cce_dist.pretrain import checkpoint, plot
-from cce_dist.pretrain.data import Text
+from cce_dist.pretrain.data import Batches
 from cce_dist.pretrain.engines import Engine, Step
 from cce_dist.pretrain.log import Log
 from cce_dist.pretrain.recipe import Recipe, UsageError
 
 
-def train(engine: Engine, text: Text) -> float:
-    """Train on a text as the engine's recipe says.
+def train(engine: Engine, corpus: str, batches: Batches, held_out: Batches) -> float:
+    """Train as the engine's recipe says. ``corpus`` is the key of the corpus that both batches are from.
 
     Returns:
         The last validation loss, in nats per token; NaN if the run was finished already.
@@ -34,12 +34,12 @@ def train(engine: Engine, text: Text) -> float:
         OSError: On the first rank, which writes the metrics.
     """
     recipe = engine.recipe
-    state = _resume(engine, text)
+    state = _resume(engine, corpus)
     log = _open_log(recipe, state["step"]) if engine.ranks.rank == 0 else None
     val_loss = math.nan
     tokens, clock = 0, time.perf_counter()
     for step in range(state["step"] + 1, recipe.steps + 1):
-        ids, labels = text.train.at(state["position"], recipe.batch_size)
+        ids, labels = batches.at(state["position"], recipe.batch_size)
         state["position"] += recipe.batch_size
         done = engine.step(step, ids, labels)
         state["step"] = step
@@ -54,7 +54,7 @@ def train(engine: Engine, text: Text) -> float:
         if log is not None:
             log.advance()
         if step % recipe.eval_every == 0 or is_last:
-            val_loss = engine.validate(text.held_out)
+            val_loss = engine.validate(held_out)
             if log is not None:
                 log.write({"step": step, "split": "val", "loss": val_loss})
                 log.note(f"step {step:>6}  val loss {val_loss:.4f}")
@@ -76,11 +76,11 @@ def make_deterministic(seed: int) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _resume(engine: Engine, text: Text) -> dict[str, Any]:
+def _resume(engine: Engine, corpus: str) -> dict[str, Any]:
     """Return the state to go on from: of the newest checkpoint, or of a run that begins."""
     recipe, ranks = engine.recipe, engine.ranks
     # What may not change between a run and its resumption.
-    same = dataclasses.asdict(recipe.shape) | {"corpus": text.key, "seed": recipe.seed, "engine": recipe.engine}
+    same = dataclasses.asdict(recipe.shape) | {"corpus": corpus, "seed": recipe.seed, "engine": recipe.engine}
     same |= engine.layout
     folder = recipe.out / "checkpoints"
     if ranks.rank == 0:

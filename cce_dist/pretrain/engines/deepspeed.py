@@ -119,12 +119,9 @@ class DeepSpeedEngine(Engine):
 
         info: dict[str, Any] = {say.UNIVERSAL_CHECKPOINT_VERSION_KEY: say.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
         if self.in_stages:
-            norm, head = (
-                self.recipe.shape.num_layers + 1,
-                self.recipe.shape.num_layers + 2,
-            )  # layers are named by their places
+            norm = self.recipe.shape.num_layers + 1  # layers are named by their places
             info[say.TP_REPLICATED_PARAMETER_PATTERNS] = [r".*_norm\.weight", rf"{norm}\.weight"]
-            info[say.VOCABULARY_PARAMETER_PATTERNS] = [r"0\.weight", rf"{head}\.weight"]
+            info[say.VOCABULARY_PARAMETER_PATTERNS] = [r"0\.weight", rf"{norm + 1}\.weight"]
             info[say.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS] = [r".*attention\.out\.weight", r".*mlp\.down\.weight"]
             info[say.ORIGINAL_VOCAB_SIZE] = self.recipe.shape.vocab_size
         return {say.UNIVERSAL_CHECKPOINT_INFO: info}
@@ -229,19 +226,15 @@ def _vocab_parallel_loss(head: cce.CCEHead) -> Callable[[Tensor, tuple[Tensor, T
 
 def _split(block: Block, group: dist.ProcessGroup) -> None:
     """Leave this rank's heads and inner width in a block: rows of the first matrices, columns of the second."""
-    for matrix, dim in (
-        (block.attention.qkv, 0),
-        (block.attention.out, 1),
-        (block.mlp.gate_up, 0),
-        (block.mlp.down, 1),
-    ):
+    attention, mlp = block.attention, block.mlp
+    for matrix, dim in ((attention.qkv, 0), (attention.out, 1), (mlp.gate_up, 0), (mlp.down, 1)):
         matrix.weight.data = matrix.weight.data.chunk(group.size(), dim)[group.rank()].clone()
         matrix.weight.tensor_model_parallel = True  # pyright: ignore[reportAttributeAccessIssue]
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> Tensor:
         return cce.sum_over_shards(output, group)
 
-    for part in (block.attention, block.mlp):
+    for part in (attention, mlp):
         part.register_forward_pre_hook(_summing_gradients(group))
         part.register_forward_hook(leave)
 
@@ -261,3 +254,6 @@ def _summing_gradients(group: dist.ProcessGroup) -> Callable[[nn.Module, tuple[T
         return hidden
 
     return enter
+
+
+ENGINE = DeepSpeedEngine

@@ -237,3 +237,6 @@ def _load_weights(model: Any, recipe: Recipe, ranks: Ranks) -> None:
         head: Any = whole.head
         model.decoder.final_layernorm.weight.copy_(whole.norm.weight)
         model.output_layer.weight.copy_(part(head.weight))
+
+
+ENGINE = MegatronEngine
