@@ -44,11 +44,13 @@ def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: d
     """
     final = folder / f"step-{state['step']:08d}"
     scratch = final.with_suffix(".tmp")
-    first = _is_first()
+    alone = not dist.is_initialized()
+    first = alone or dist.get_rank() == 0
     failure: str | None = None
     if first:
         shutil.rmtree(scratch, ignore_errors=True)
-    _barrier()
+    if not alone:
+        dist.barrier()
     try:
         save_tensors(scratch)
     except dcp.CheckpointException as error:
@@ -63,7 +65,10 @@ def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: d
             _publish(scratch, final, keep)
         except (OSError, RuntimeError) as error:
             failure = f"cannot write checkpoint {final}: {error}"
-    failure = _from_first(failure)
+    if not alone:
+        box = [failure]
+        dist.broadcast_object_list(box, src=0)
+        [failure] = box
     if failure is not None:
         if first:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -141,20 +146,3 @@ def _set_rng(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _from_first(value: str | None) -> str | None:
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

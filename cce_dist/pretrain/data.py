@@ -171,11 +171,9 @@ def _tokenize(files: list[Path], vocab_size: int, folder: Path) -> None:
     # The attributes of a Tokenizer are typed as read-only by its stubs.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(_texts(files), trainer)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
@@ -199,7 +197,5 @@ def _texts(files: list[Path]) -> Iterator[str]:
         except OSError as error:
             raise CorpusError(f"cannot read corpus file {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            message = (
-                f"corpus file {path} is not UTF-8 text: {error.reason} at byte {error.start}; choose files by --pattern"
-            )
-            raise CorpusError(message) from error
+            reason = f"{error.reason} at byte {error.start}"
+            raise CorpusError(f"corpus file {path} is not UTF-8 text: {reason}; choose files by --pattern") from error

@@ -23,7 +23,7 @@ from cce_dist.pretrain import data
 from cce_dist.pretrain.checkpoint import CheckpointError
 from cce_dist.pretrain.engines import Engine
 from cce_dist.pretrain.ranks import Ranks, check_sizes, join
-from cce_dist.pretrain.recipe import MEGATRON_FUSED, Recipe, UsageError
+from cce_dist.pretrain.recipe import ENGINES, MEGATRON_FUSED, Recipe, UsageError
 from cce_dist.pretrain.train import make_deterministic, train
 from cce_dist.ranks import in_torchrun
 
@@ -129,32 +129,34 @@ def train_on(recipe: Recipe, ranks: Ranks, folder: Path) -> float:
         data.Batches(ids, recipe.shape.seq_len, recipe.seed) for ids in (corpus.train, corpus.held_out)
     )
     make_deterministic(recipe.seed)
-    engine: type[Engine] = import_module(f"cce_dist.pretrain.engines.{recipe.engine}").ENGINE  # brings its framework in
+    # Only the engine's own module imports its framework.
+    engine: type[Engine] = getattr(import_module(f"cce_dist.pretrain.engines.{recipe.engine}"), ENGINES[recipe.engine])
     return train(engine(recipe, ranks), corpus.key, batches, held_out)
 
 
 def check_engine(recipe: Recipe) -> None:
     """Raise ``UsageError`` where the recipe asks for what its engine cannot do here."""
-    if recipe.loss == MEGATRON_FUSED and recipe.engine != "megatron":
-        raise UsageError(f"--loss {MEGATRON_FUSED} needs --engine megatron")
-    if recipe.zero_stage > 1 and recipe.engine != "deepspeed":
-        raise UsageError("--zero-stage needs --engine deepspeed")
-    if recipe.pp > 1 and recipe.engine == "torch":
-        raise UsageError("--pp needs --engine megatron or deepspeed")
-    if recipe.compile and recipe.engine != "torch":
-        raise UsageError("--compile is for --engine torch")
-    if recipe.engine == "megatron":
-        if recipe.device == "cpu":
-            raise UsageError("--engine megatron needs GPUs: megatron-core's schedules and buffers are theirs")
-        if find_spec("megatron") is None or find_spec("megatron.core") is None:
-            raise UsageError("--engine megatron needs megatron-core: pip install 'cce-dist[megatron]'")
-    if recipe.engine == "deepspeed":
-        if recipe.sequence_parallel:
-            raise UsageError("--sequence-parallel is not for --engine deepspeed")
-        if recipe.zero_stage > 1 and (recipe.pp > 1 or recipe.tp > 1):
-            raise UsageError("--zero-stage 2 and 3 need --pp 1 and --tp 1")
-        if find_spec("deepspeed") is None:
-            raise UsageError("--engine deepspeed needs deepspeed: pip install 'cce-dist[deepspeed]'")
+    engine, stage = recipe.engine, recipe.zero_stage
+    problems = {
+        f"--loss {MEGATRON_FUSED} needs --engine megatron": recipe.loss == MEGATRON_FUSED and engine != "megatron",
+        "--zero-stage needs --engine deepspeed": stage > 1 and engine != "deepspeed",
+        "--pp needs --engine megatron or deepspeed": recipe.pp > 1 and engine == "torch",
+        "--compile is for --engine torch": recipe.compile and engine != "torch",
+        "--engine megatron needs GPUs: megatron-core's schedules and buffers are theirs": (
+            engine == "megatron" and recipe.device == "cpu"
+        ),
+        "--sequence-parallel is not for --engine deepspeed": recipe.sequence_parallel and engine == "deepspeed",
+        "--zero-stage 2 and 3 need --pp 1 and --tp 1": stage > 1 and (recipe.pp > 1 or recipe.tp > 1),
+        "--engine megatron needs megatron-core: pip install 'cce-dist[megatron]'": (
+            engine == "megatron" and (find_spec("megatron") is None or find_spec("megatron.core") is None)
+        ),
+        "--engine deepspeed needs deepspeed: pip install 'cce-dist[deepspeed]'": (
+            engine == "deepspeed" and find_spec("deepspeed") is None
+        ),
+    }
+    for text, is_so in problems.items():
+        if is_so:
+            raise UsageError(text)
 
 
 def _report(error: BaseException) -> int:

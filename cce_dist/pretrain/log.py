@@ -53,11 +53,8 @@ class Log:
                 if isinstance(value, (int, float)) and name != "step":
                     self._board.add_scalar(f"{record['split']}/{name}", value, record["step"])
         if record["split"] == "train":
-            self._bar.set_postfix(
-                loss=f"{record['loss']:.3f}",
-                tokens_per_s=f"{record['tokens_per_s']:,.0f}",
-                peak_mb=f"{record['peak_mb']:,.0f}",
-            )
+            numbers = {name: f"{record[name]:,.0f}" for name in ("tokens_per_s", "peak_mb")}
+            self._bar.set_postfix({"loss": f"{record['loss']:.3f}", **numbers})
 
     def advance(self) -> None:
         """Count one step."""

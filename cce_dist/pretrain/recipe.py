@@ -23,7 +23,7 @@ FILTERS: dict[str, dict[str, bool]] = {  # arguments of GradFilter, beside eps, 
 LOSSES = ("dense", "exact", *FILTERS)
 MEGATRON_FUSED = "megatron-fused"
 SIZES = ("vocab_size", "num_layers", "seq_len")  # those of a preset that have flags
-ENGINES = ("torch", "megatron", "deepspeed")
+ENGINES = {"torch": "TorchEngine", "megatron": "MegatronEngine", "deepspeed": "DeepSpeedEngine"}
 
 
 class UsageError(Exception):
@@ -144,7 +144,8 @@ class Recipe:
         shape = dataclasses.replace(PRESETS[args.preset], **{k: v for k, v in sizes.items() if v is not None})
         names = {field.name for field in dataclasses.fields(cls)}
         said: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
-        return cls(**said | {"shape": shape} | fields)
+        said |= {"shape": shape, **fields}
+        return cls(**said)
 
     @property
     def num_ranks(self) -> int:

@@ -254,6 +254,3 @@ def _summing_gradients(group: dist.ProcessGroup) -> Callable[[nn.Module, tuple[T
         return hidden
 
     return enter
-
-
-ENGINE = DeepSpeedEngine

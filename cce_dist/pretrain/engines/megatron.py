@@ -32,18 +32,11 @@ class MegatronEngine(Engine):
     """See ``Engine``."""
 
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
-        from megatron.core import optimizer as megatron_optimizer
-        from megatron.core import parallel_state
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
-        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core import distributed, optimizer, parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
         from megatron.core.transformer.module import Float16Module
 
-        # Megatron would pad the vocabulary; then this engine's loss would not be the other's.
+        # Megatron would pad a vocabulary that it cannot split, and its loss would not be the other engines'.
         shape = recipe.shape
         check_split({"layers": (shape.num_layers, ranks.pp), "vocabulary": (shape.vocab_size, ranks.tp)})
         self.recipe, self.ranks = recipe, ranks
@@ -57,22 +50,22 @@ class MegatronEngine(Engine):
         self.model = _build(recipe, ranks, parallel_state.is_pipeline_first_stage(), self.is_last)
         config = self.model.config
         module: Any = Float16Module(config, self.model) if config.bf16 else self.model
-        ddp_config = DistributedDataParallelConfig(
+        ddp_config = distributed.DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
         )  # fmt: skip
-        self.chunk: Any = DistributedDataParallel(config, ddp_config, module)
-        optimizer_config = OptimizerConfig(
+        self.chunk: Any = distributed.DistributedDataParallel(config, ddp_config, module)
+        optimizer_config = optimizer.OptimizerConfig(
             optimizer="adam", lr=recipe.lr, weight_decay=recipe.weight_decay, adam_beta1=0.9, adam_beta2=0.95,
             clip_grad=recipe.clip, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=True,
         )  # fmt: skip
-        # That vectors do not decay is said there from 0.16 on; before, it is the default.
-        overrides = getattr(megatron_optimizer, "get_standard_config_overrides", None)
+        # Vectors do not decay: an argument says so from 0.16 on, and it is the default before.
+        overrides = getattr(optimizer, "get_standard_config_overrides", None)
         said = {} if overrides is None else {"config_overrides": overrides(optimizer_config)}
-        self.optimizer: Any = megatron_optimizer.get_megatron_optimizer(optimizer_config, [self.chunk], **said)
+        self.optimizer: Any = optimizer.get_megatron_optimizer(optimizer_config, [self.chunk], **said)
         for group in self.optimizer.param_groups:
             group["weight_decay"] = recipe.weight_decay * group["wd_mult"]
         config.no_sync_func = self.chunk.no_sync
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = distributed.finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
 
     def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> Step:
@@ -96,7 +89,7 @@ class MegatronEngine(Engine):
         return self.ranks.largest_peak_mb(self.is_last)
 
     def save_tensors(self, folder: Path) -> None:
-        # The weights that the last step has changed are gathered by the next forward, or now.
+        # The next forward would gather the weights that the last step has changed; they are needed now.
         self.chunk.disable_forward_pre_hook()
         checkpoint.write_tensors(folder, self._tensors())
         self.chunk.enable_forward_pre_hook()
@@ -135,7 +128,7 @@ class MegatronEngine(Engine):
                 forward_only=forward_only,
             )
         total = torch.zeros((), device=self.ranks.device)
-        for report in losses:  # none but on the last stage
+        for report in losses:  # empty but on the last stage
             total += report["loss"]
         dist.all_reduce(total)
         return total / self.ranks.tp  # the ranks of a tensor-parallel group have the same
@@ -149,7 +142,7 @@ def _forward_step(data: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Te
 
 
 def _sum_losses(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return sum and count, of which Megatron makes the mean over the whole batch."""
+    """Return sum and count: Megatron divides their totals over the whole batch."""
     total = (losses * mask).sum()
     return total, mask.sum().int(), {"loss": total.detach()}
 
@@ -172,7 +165,7 @@ def _build(recipe: Recipe, ranks: Ranks, is_first: bool, is_last: bool) -> Any:
         pipeline_model_parallel_size=ranks.pp, sequence_parallel=recipe.sequence_parallel and ranks.tp > 1,
         calculate_per_token_loss=True, use_cpu_initialization=True, init_method=leave_empty,
         output_layer_init_method=leave_empty, cross_entropy_loss_fusion=recipe.loss == MEGATRON_FUSED,
-        # Kernels of Apex and Transformer Engine, which need not be there.
+        # These kernels are those of Apex and Transformer Engine, which need not be installed.
         gradient_accumulation_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
     )  # fmt: skip
     layer: Any = get_gpt_layer_local_spec()
@@ -237,6 +230,3 @@ def _load_weights(model: Any, recipe: Recipe, ranks: Ranks) -> None:
         head: Any = whole.head
         model.decoder.final_layernorm.weight.copy_(whole.norm.weight)
         model.output_layer.weight.copy_(part(head.weight))
-
-
-ENGINE = MegatronEngine

@@ -120,6 +120,3 @@ def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks) -> Tensor:
     for gradient in gradients:
         gradient.mul_(scale)
     return norm
-
-
-ENGINE = TorchEngine
