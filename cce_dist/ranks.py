@@ -26,11 +26,11 @@ def in_torchrun() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
-def own_device(kind: str) -> torch.device:
-    """Return where this rank computes: the CPU, or the GPU with the number LOCAL_RANK, which becomes the current one."""
+def own_device(kind: str, local_rank: int | None = None) -> torch.device:
+    """Return where this rank computes: the CPU, or the GPU with its local rank's number, which becomes the current one."""
     if kind != "cuda":
         return torch.device(kind)
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank)
     torch.cuda.set_device(device)
     return device
 
@@ -103,12 +103,8 @@ class Pool:
     def __init__(
         self, world: int, device: str = "cpu", timeout_seconds: float = 120, limit_seconds: float | None = None
     ) -> None:
-        self.world, self.device, self.timeout_seconds, self.limit_seconds = (
-            world,
-            device,
-            timeout_seconds,
-            limit_seconds,
-        )
+        self.world, self.limit_seconds = world, limit_seconds
+        self._group = world, device, datetime.timedelta(seconds=timeout_seconds)
         self._ranks: list[tuple[Any, Connection]] = []  # process, pipe
         self._folder: tempfile.TemporaryDirectory | None = None
 
@@ -148,8 +144,8 @@ class Pool:
         context = mp.get_context("spawn")
         for rank in range(self.world):
             ours, its = context.Pipe()
-            where = rank, self.world, self.device, self.timeout_seconds, os.path.join(self._folder.name, "store")
-            process = context.Process(target=_serve, args=(its, *where), name=f"rank {rank}")
+            store = os.path.join(self._folder.name, "store")
+            process = context.Process(target=_serve, args=(its, store, rank, *self._group), name=f"rank {rank}")
             process.start()
             its.close()  # so that the end of the process is the end of the pipe
             self._ranks.append((process, ours))
@@ -184,15 +180,11 @@ class Pool:
             self._folder.cleanup()
 
 
-def _serve(pipe: Connection, rank: int, world: int, device: str, timeout_seconds: float, store: str) -> None:
+def _serve(pipe: Connection, store: str, rank: int, world: int, device: str, timeout: datetime.timedelta) -> None:
     """Run what the pipe brings, on one rank; answer None, or the traceback of a failure."""
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    if device == "cuda":
-        torch.cuda.set_device(where)
-    else:
+    if device == "cpu":
         torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    _start_group(where, dist.FileStore(store, world), rank, world, timeout)
+    _start_group(own_device(device, rank), dist.FileStore(store, world), rank, world, timeout)
     with contextlib.suppress(EOFError, BrokenPipeError):  # the process that sends has ended
         while (task := pipe.recv()) is not None:
             pipe.send(_failure(*task))
@@ -202,8 +194,8 @@ def _serve(pipe: Connection, rank: int, world: int, device: str, timeout_seconds
 def _failure(body: Callable, args: tuple) -> str | None:
     try:
         body(*args)
-    except BaseException:  # the rank lives on, or its peers would fail too and hide the reason
+    except BaseException:  # the rank lives on: its end would make its peers fail too, and hide the reason
         return traceback.format_exc()
     finally:
-        sys.stdout.flush()  # of a rank that fails: it is killed soon
+        sys.stdout.flush()  # a rank that fails is killed soon
     return None

@@ -14,9 +14,11 @@ from cce_dist.ranks import Pool
 
 
 @pytest.fixture(autouse=True)
-def _deterministic() -> None:
+def _deterministic() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)  # a training run leaves them on
 
 
 @pytest.fixture(scope="session")

@@ -29,12 +29,6 @@ from cce_dist.pretrain.recipe import PRESETS
 ALONE = Ranks(torch.device("cpu"))
 
 
-@pytest.fixture(autouse=True)
-def _leave_torch_as_it_was():
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")

@@ -85,14 +85,13 @@ def load(folder: Path, load_tensors: Callable[[Path], None], same: dict[str, Any
     if newest is None:
         return None
     state = torch.load(newest / "state.pt", weights_only=True)
-    theirs = state["same"]
+    there = state["same"]
     differing = [
-        f"{name} {theirs.get(name)} there, {same[name]} here" for name in same if same[name] != theirs.get(name)
+        f"{name} {there.get(name)} there, {ours} here" for name, ours in same.items() if ours != there.get(name)
     ]
     if differing:
-        raise UsageError(
-            f"checkpoint {newest} is of another run ({'; '.join(differing)}): use another --out or --no-resume"
-        )
+        reason = f"is of another run ({'; '.join(differing)})"
+        raise UsageError(f"checkpoint {newest} {reason}: use another --out or --no-resume")
     load_tensors(newest)
     _set_rng(state.pop("rng"))
     return state

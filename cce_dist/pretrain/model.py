@@ -17,13 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as tp
 
 from cce_dist import FilterStats
 from cce_dist.pretrain.recipe import Shape
@@ -147,7 +141,7 @@ class DenseHead(nn.Module):
         return loss / num_tokens
 
 
-class Replicated(ParallelStyle):
+class Replicated(tp.ParallelStyle):
     """A module that every rank runs on the same input; its parameters become replicated DTensors.
 
     Without it the norms' parameters would be plain tensors beside DTensors, which gradient clipping cannot add up.
@@ -173,11 +167,11 @@ def shard_model(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     Communication: per block and direction two all-reduces of [s, b, D], or two all-gathers and two reduce-scatters.
     """
     between = Shard(0) if sequence_parallel else Replicate()
-    norm = SequenceParallel(sequence_dim=0, use_local_output=True) if sequence_parallel else Replicated()
-    column = ColwiseParallel(input_layouts=between)
-    row = RowwiseParallel(output_layouts=between)
-    plan: dict[str, ParallelStyle] = {
-        "embedding": ColwiseParallel(input_layouts=Replicate(), output_layouts=between),
+    norm = tp.SequenceParallel(sequence_dim=0, use_local_output=True) if sequence_parallel else Replicated()
+    column = tp.ColwiseParallel(input_layouts=between)
+    row = tp.RowwiseParallel(output_layouts=between)
+    plan: dict[str, tp.ParallelStyle] = {
+        "embedding": tp.ColwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "blocks.*.attention_norm": norm,
         "blocks.*.attention.qkv": column,
         "blocks.*.attention.out": row,
@@ -187,4 +181,4 @@ def shard_model(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         "norm": norm,
     }
     # Every rank drew the same whole weights, so each keeps its part.
-    parallelize_module(model, mesh, plan, src_data_rank=None)
+    tp.parallelize_module(model, mesh, plan, src_data_rank=None)

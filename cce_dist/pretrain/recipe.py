@@ -101,13 +101,13 @@ class Recipe:
 
     corpus: Path | None = flag(
         "data", None, "folder of UTF-8 text files (default: Python's standard library)", type=Path
-    )  # fmt: skip
+    )
     pattern: str | None = flag(
         "data", None, "file names to read, such as '*.txt' (default: '*', or '*.py' with no --corpus)", type=str
     )  # fmt: skip
     corpus_mib: int | None = flag(
         "data", None, "read files, in mixed order, up to this size", type=positive, metavar="MIB"
-    )  # fmt: skip
+    )
     cache: Path | None = flag("data", None, "folder of tokenized corpora (default: ~/.cache/cce-dist)", type=Path)
 
     batch_size: int = flag("optimization", 16, "sequences per step, over all ranks")

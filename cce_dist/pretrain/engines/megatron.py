@@ -117,16 +117,13 @@ class MegatronEngine(Engine):
         """Run Megatron's schedule over this rank's microbatches; return the summed loss of the whole batch, on every rank."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        accumulate = self.recipe.accumulate
         with torch.set_grad_enabled(not forward_only):
             losses = get_forward_backward_func()(
-                forward_step_func=_forward_step,
-                data_iterator=self.ranks.microbatches(ids, labels, self.recipe.accumulate),
-                model=[self.chunk],
-                num_microbatches=self.recipe.accumulate,
-                seq_length=self.recipe.shape.seq_len,
-                micro_batch_size=len(ids) // (self.ranks.dp * self.recipe.accumulate),
-                forward_only=forward_only,
-            )
+                forward_step_func=_forward_step, data_iterator=self.ranks.microbatches(ids, labels, accumulate),
+                model=[self.chunk], num_microbatches=accumulate, seq_length=self.recipe.shape.seq_len,
+                micro_batch_size=len(ids) // (self.ranks.dp * accumulate), forward_only=forward_only,
+            )  # fmt: skip
         total = torch.zeros((), device=self.ranks.device)
         for report in losses:  # empty but on the last stage
             total += report["loss"]
