@@ -98,12 +98,14 @@ class Pool:
         device: "cpu" or "cuda".
         timeout_seconds: A collective that waits longer raises on its rank.
         limit_seconds: A body that takes longer has failed; None sets no limit.
+        seed: Seeds torch before every body, so that its draws do not depend on the bodies before it; None does not.
     """
 
     def __init__(
-        self, world: int, device: str = "cpu", timeout_seconds: float = 120, limit_seconds: float | None = None
-    ) -> None:
-        self.world, self.limit_seconds = world, limit_seconds
+        self, world: int, device: str = "cpu", timeout_seconds: float = 120, limit_seconds: float | None = None,
+        seed: int | None = None,
+    ) -> None:  # fmt: skip
+        self.world, self.limit_seconds, self.seed = world, limit_seconds, seed
         self._group = world, device, datetime.timedelta(seconds=timeout_seconds)
         self._ranks: list[tuple[Any, Connection]] = []  # process, pipe
         self._folder: tempfile.TemporaryDirectory | None = None
@@ -124,7 +126,7 @@ class Pool:
             if not self._ranks:
                 self._start()
             for _, pipe in self._ranks:
-                pipe.send((body, args))
+                pipe.send((body, args, self.seed))
             self._wait(body)
         except BaseException:
             self._kill()
@@ -191,8 +193,10 @@ def _serve(pipe: Connection, store: str, rank: int, world: int, device: str, tim
         dist.destroy_process_group()
 
 
-def _failure(body: Callable, args: tuple) -> str | None:
+def _failure(body: Callable, args: tuple, seed: int | None) -> str | None:
     try:
+        if seed is not None:
+            torch.manual_seed(seed)
         body(*args)
     except BaseException:  # the rank lives on: its end would make its peers fail too, and hide the reason
         return traceback.format_exc()

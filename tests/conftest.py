@@ -34,10 +34,5 @@ def ranks4() -> Iterator[Callable]:
 
 
 def _ranks(world: int) -> Iterator[Callable]:
-    with Pool(world, limit_seconds=200) as pool:
-        yield lambda body, *args: pool.run(_from_one_seed, body, args)
-
-
-def _from_one_seed(body: Callable, args: tuple) -> None:
-    torch.manual_seed(0)
-    body(*args)
+    with Pool(world, limit_seconds=200, seed=0) as pool:
+        yield pool.run
