@@ -107,8 +107,8 @@ def _compare(args: argparse.Namespace) -> Any:
     comparison = report.Comparison.of(describe_environment(here.device), args, recipe.shape, missing)
     num_steps = args.seeds * len(chosen) * args.steps
     with tqdm(total=num_steps, unit="step", dynamic_ncols=True, disable=None) as bar:
-        plan = runs.Plan(recipe, args.seeds, args.measure_every)
-        for run in runs.train_all(plan, here, data.Corpus(folder), chosen, advance=bar.update):
+        how = {"seeds": args.seeds, "measure_every": args.measure_every, "advance": bar.update}
+        for run in runs.train_all(recipe, here, data.Corpus(folder), chosen, **how):
             comparison.runs.append(run)
             report.write_json(comparison, args.out / "compare.json")
             tqdm.write(report.line(run))

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from cce_dist import LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy, reference
 from cce_dist.pretrain.data import IGNORED
-from cce_dist.pretrain.model import GPT
-from cce_dist.pretrain.ranks import Ranks
+from cce_dist.pretrain.engines.torch import TorchEngine
 from cce_dist.pretrain.recipe import Recipe
 
 GRADIENTS: tuple[str, ...] = ("dE", "mean dE", "dC", "rare dC")
@@ -37,9 +36,10 @@ class Agreement(NamedTuple):
     kept_tiles: float
 
 
-def probe(recipe: Recipe, ranks: Ranks, model: GPT, head: nn.Module, ids: np.ndarray, labels: np.ndarray) -> Agreement:
+def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndarray) -> Agreement:
     """Compare the gradients of ``head`` over the first microbatch with the dense ones, from the same rounded operands."""
-    part_ids, part_labels = next(ranks.microbatches(ids, labels, recipe.accumulate))
+    recipe, model = engine.recipe, engine.model
+    part_ids, part_labels = next(engine.ranks.microbatches(ids, labels, recipe.accumulate))
     with torch.no_grad(), recipe.autocast():
         hidden = model.hidden_states(part_ids).to(getattr(torch, recipe.dtype))
     weight = model.head.weight

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,9 @@ from cce_dist.compare.probe import probe
 from cce_dist.pretrain.build import build_model
 from cce_dist.pretrain.data import Batches, Corpus
 from cce_dist.pretrain.engines.torch import TorchEngine
-from cce_dist.pretrain.model import GPT
 from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.recipe import LOSSES, Recipe
 from cce_dist.pretrain.train import make_deterministic
-
-
-class Plan(NamedTuple):
-    """How to train with one method: the recipe, for ``seeds`` seeds from 0 on, measured every ``measure_every`` steps."""
-
-    recipe: Recipe
-    seeds: int
-    measure_every: int
 
 
 @dataclass
@@ -63,14 +54,15 @@ class Run:
 
 
 def train_all(
-    plan: Plan, ranks: Ranks, corpus: Corpus, methods: dict[str, MakeHead], advance: Callable[[], Any]
-) -> Iterator[Run]:
+    recipe: Recipe, ranks: Ranks, corpus: Corpus, methods: dict[str, MakeHead], *, seeds: int, measure_every: int,
+    advance: Callable[[], Any],
+) -> Iterator[Run]:  # fmt: skip
     """Yield each run as it ends, all methods of a seed before the next seed; ``advance`` is called after every step."""
-    seq_len = plan.recipe.shape.seq_len
+    seq_len = recipe.shape.seq_len
     held_out = Batches(corpus.held_out, seq_len, seed=0)  # seeds are judged by the same text
-    for seed in range(plan.seeds):
+    for seed in range(seeds):
         make_deterministic(seed)
-        model = build_model(plan.recipe, ranks)
+        model = build_model(recipe, ranks)
         exact = model.head
         assert isinstance(exact, VocabParallelHead)
         initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -79,7 +71,8 @@ def train_all(
             model.load_state_dict(initial)
             run = Run(name, seed)
             try:
-                _train(plan, ranks, model, make_head(exact.weight), batches, held_out, run, advance)
+                engine = TorchEngine(recipe, ranks, model, fused=ranks.device.type == "cuda")
+                _train(engine, make_head(exact.weight), batches, held_out, run, measure_every, advance)
             except Exception as error:  # whatever another library raises, the rest goes on
                 if name in LOSSES:
                     raise
@@ -90,17 +83,16 @@ def train_all(
 
 
 def _train(
-    plan: Plan, ranks: Ranks, model: GPT, head: nn.Module, batches: Batches, held_out: Batches, run: Run,
+    engine: TorchEngine, head: nn.Module, batches: Batches, held_out: Batches, run: Run, measure_every: int,
     advance: Callable[[], Any],
 ) -> None:  # fmt: skip
-    """Train ``model`` with ``head`` as its last layer; between steps it has its own, exact one."""
-    recipe, exact = plan.recipe, model.head
-    engine = TorchEngine(recipe, ranks, model, fused=ranks.device.type == "cuda")
+    """Train the engine's model with ``head`` as its last layer; between steps it has its own, exact one."""
+    recipe, exact = engine.recipe, engine.model.head
     losses: list[Tensor] = []
     clock = time.perf_counter()
     for step in range(recipe.steps + 1):
         ids, labels = batches.at(step * recipe.batch_size, recipe.batch_size)
-        if step % plan.measure_every == 0 or step == recipe.steps:
+        if step % measure_every == 0 or step == recipe.steps:
             measured = Measurement(step, math.nan)
             if losses:
                 measured.train_loss = torch.stack(losses).mean().item()  # waits for the device, so the clock is right
@@ -110,11 +102,11 @@ def _train(
             if not math.isfinite(measured.val_loss):
                 run.problem = f"the validation loss is {measured.val_loss} after step {step}"
                 return
-            agreement = probe(recipe, ranks, model, head, ids, labels)
+            agreement = probe(engine, head, ids, labels)
             measured.cosine, measured.norm, measured.kept_tiles = agreement
             losses, clock = [], time.perf_counter()
         if step < recipe.steps:
-            model.head = head
+            engine.model.head = head
             losses.append(engine.step(step + 1, ids, labels).loss)
-            model.head = exact
+            engine.model.head = exact
             advance()
