@@ -1,4 +1,4 @@
-"""What the kernels' tests have in common: the device, a shard's operands, and memory full of NaN."""
+"""Helpers that the kernels' tests share: the device, a shard's operands, and memory full of NaN."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a run survives, and what it says when it does not: killed and hung ranks, full disks, unreadable files."""
+"""A run survives faults, or says in one line why not: killed and hung ranks, full disks, unreadable files."""
 
 import contextlib
 import json

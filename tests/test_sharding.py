@@ -245,7 +245,7 @@ def _check_born_on_meta() -> None:
 
 
 def _check_checkpoints() -> None:
-    """What one split saves, every other loads; so does a dictionary of whole tensors."""
+    """Every split loads the checkpoint that another one saved."""
     mesh, line = meshes()
     layouts = {"fsdp x tp": (mesh["dp"], mesh["tp"]), "tp": (None, line), "fsdp": (line, None)}
     heads = {}
@@ -359,7 +359,7 @@ def _check_normalisation() -> None:
 
 
 def _check_one_collective_a_pass() -> None:
-    """What is sent, and how much of it: catches a second collective, and a sum in another dtype than asked for."""
+    """One collective forward and one backward. Catches a second one, and a sum in another dtype than asked for."""
     _, line = meshes()
     hidden, weight, labels = data(33)
     shard = VocabShard.even(33, line.get_group())

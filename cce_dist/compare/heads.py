@@ -1,4 +1,4 @@
-"""What is compared: heads that hold the same weight and give the same loss, but not the same gradient.
+"""The heads that are compared: they hold the same weight and give the same loss, but not the same gradient.
 
 This library's are those of ``cce-dist pretrain --loss``. Other libraries' are the rows of ``cce-dist bench``, made into a
 head: to a head they are a function of hidden states, weight and labels.

@@ -19,7 +19,7 @@ from cce_dist.pretrain.engines.torch import TorchEngine
 from cce_dist.pretrain.recipe import Recipe
 
 GRADIENTS: tuple[str, ...] = ("dE", "mean dE", "dC", "rare dC")
-CHUNK_BYTES = 512 << 20  # of the reference's logits
+CHUNK_BYTES = 512 << 20  # the size of the reference's logits at a time
 
 
 class Agreement(NamedTuple):

@@ -25,7 +25,7 @@ from cce_dist.pretrain.train import make_deterministic
 
 @dataclass
 class Measurement:
-    """What is known after ``step`` optimizer steps.
+    """The state of a run after ``step`` optimizer steps.
 
     Attributes:
         val_loss: By the exact head, nats per token, the same batches every time.

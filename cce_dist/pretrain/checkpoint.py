@@ -100,7 +100,7 @@ def load(folder: Path, load_tensors: Callable[[Path], None], same: dict[str, Any
 def write_tensors(folder: Path, tensors: dict[str, Any]) -> None:
     """Write nested dictionaries of tensors to a folder that is not there yet."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # says that one process alone saves alone
+        warnings.simplefilter("ignore", UserWarning)  # the warning only says that one process saves alone
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, overwrite=False))
 
 

@@ -26,7 +26,7 @@ from cce_dist.pretrain.recipe import UsageError
 EOS = 0
 IGNORED = -100
 HELD_OUT = 1 / 20
-LAYOUT = 1  # of a cache folder; raise it when what is written changes
+LAYOUT = 1  # version of a cache folder; raise it when its content changes
 
 
 class CorpusError(Exception):

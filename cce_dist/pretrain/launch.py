@@ -65,7 +65,7 @@ def _start_ranks(recipe: Recipe) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # As torchrun does, but with all cores in use.
+    # Torchrun sets this to 1; here the ranks share all cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // recipe.num_ranks)))
     # The agent logs a report of a failed rank; the rank itself has said what happened.
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
@@ -112,7 +112,7 @@ def run_rank(recipe: Recipe) -> int:
         code = _report(error) if not everywhere or os.environ.get("RANK", "0") == "0" else 1
         if dist.is_initialized():
             if everywhere:
-                dist.barrier()  # or the agent, seeing another rank leave, ends the one that reports
+                dist.barrier()  # the agent ends all ranks once one has left: wait for the one that reports
             os._exit(code)
         return code
     if dist.is_initialized():

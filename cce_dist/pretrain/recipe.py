@@ -72,10 +72,10 @@ def flag(group: str, value: Any, help: str | None = None, **how: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What one run trains, on what, how and where: a field for every flag of ``cce-dist pretrain``.
+    """Everything that defines one run: a field for every flag of ``cce-dist pretrain``.
 
-    Fields that a command line does not give as they are: ``shape`` is the preset with the sizes that other flags change,
-    ``device`` is "cpu" or "cuda", and ``tp`` is a number.
+    Three fields differ from their flags: ``shape`` is the preset with the sizes that other flags change, ``device`` is "cpu"
+    or "cuda" and never "auto", and ``tp`` is always a number.
     """
 
     out: Path = flag("run", Path("runs/pretrain"), "folder of metrics, figure, checkpoints", type=Path)
@@ -153,7 +153,7 @@ class Recipe:
 
     @property
     def text(self) -> tuple[Path | None, str | None, int, Path | None, int | None]:
-        """What ``data.prepare`` takes."""
+        """The arguments of ``data.prepare``."""
         return self.corpus, self.pattern, self.shape.vocab_size, self.cache, self.corpus_mib
 
     @property

@@ -79,7 +79,7 @@ def make_deterministic(seed: int) -> None:
 def _resume(engine: Engine, corpus: str) -> dict[str, Any]:
     """Return the state to go on from: of the newest checkpoint, or of a run that begins."""
     recipe, ranks = engine.recipe, engine.ranks
-    # What may not change between a run and its resumption.
+    # A run and its resumption must have all of these in common.
     same = dataclasses.asdict(recipe.shape) | {"corpus": corpus, "seed": recipe.seed, "engine": recipe.engine}
     same |= engine.layout
     folder = recipe.out / "checkpoints"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from torch import Tensor  # not "import torch", whose name here is the submodule's
+from torch import Tensor  # "import torch" would bind a name that the submodule torch takes over
 
 from cce_dist import FilterStats
 from cce_dist.pretrain.data import Batches
@@ -18,7 +18,7 @@ from cce_dist.pretrain.recipe import Recipe
 
 
 class Step(NamedTuple):
-    """What an optimizer step leaves, on the device: nothing has waited for it.
+    """The results of an optimizer step, on the device: nothing has waited for them.
 
     Attributes:
         loss: 0-d, mean over those tokens of the whole batch that are not ignored.

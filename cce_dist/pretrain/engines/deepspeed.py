@@ -28,7 +28,7 @@ from cce_dist.pretrain.ranks import Ranks, start_deepspeed
 from cce_dist.pretrain.recipe import Recipe, Shape, UsageError
 from cce_dist.ranks import join_alone
 
-TAG = "deepspeed"  # of its checkpoint in a folder
+TAG = "deepspeed"  # the name of its checkpoint in a folder
 
 
 class DeepSpeedEngine(Engine):
@@ -48,7 +48,7 @@ class DeepSpeedEngine(Engine):
         self.optimizer = make_optimizer(model, recipe)
         self.engine: Any = cce.initialize(model=model, optimizer=self.optimizer, config=ds_config(recipe, ranks))[0]
         for name, buffer in self.engine.module.named_buffers():
-            buffer.data = angles[name].to(ranks.device)  # stay fp32 in a model of bf16
+            buffer.data = angles[name].to(ranks.device)  # angles stay fp32 in a model of bf16
         if recipe.loss != "dense":
             cce.require(self.engine)
 
@@ -89,7 +89,7 @@ class DeepSpeedEngine(Engine):
     def save_tensors(self, folder: Path) -> None:
         try:
             self.engine.save_checkpoint(str(folder), tag=TAG, client_state=self._client_state())
-        except RuntimeError as error:  # of torch's writer, or of a lost peer
+        except RuntimeError as error:  # torch's writer raised it, or a lost peer did
             if "inline_container" not in str(error):
                 raise
             raise OSError(f"cannot write checkpoint {folder}: {error}") from error
@@ -107,7 +107,7 @@ class DeepSpeedEngine(Engine):
     def _microbatches(self, ids: np.ndarray, labels: np.ndarray, num_tokens: int) -> Iterator[tuple[Tensor, Any]]:
         """Yield what a step of DeepSpeed reads: ids, and labels with what their summed loss is multiplied by.
 
-        DeepSpeed takes the mean over microbatches and ranks; the mean over all tokens is to come out.
+        DeepSpeed takes the mean over microbatches and ranks; the scale makes it the mean over all tokens.
         """
         scale = torch.tensor(self.ranks.dp * self.recipe.accumulate / num_tokens, device=self.ranks.device)
         for part_ids, part_labels in self.ranks.microbatches(ids, labels, self.recipe.accumulate):
@@ -225,7 +225,7 @@ def _vocab_parallel_loss(head: cce.CCEHead) -> Callable[[Tensor, tuple[Tensor, T
 
 
 def _split(block: Block, group: dist.ProcessGroup) -> None:
-    """Leave this rank's heads and inner width in a block: rows of the first matrices, columns of the second."""
+    """Keep this rank's heads and inner width in a block: rows of the first matrices, columns of the second."""
     attention, mlp = block.attention, block.mlp
     for matrix, dim in ((attention.qkv, 0), (attention.out, 1), (mlp.gate_up, 0), (mlp.down, 1)):
         matrix.weight.data = matrix.weight.data.chunk(group.size(), dim)[group.rank()].clone()
