@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
 from torch import Tensor
 
 from cce_dist import GradFilter, linear_cross_entropy
@@ -19,10 +20,7 @@ from cce_dist.kernels import Filter, ShardLogits, filter_lists, filter_shares, f
 from cce_dist.verify import cases as verify_cases
 from cce_dist.verify.check import assert_no_worse, run_case
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 DTYPE = torch.bfloat16 if GPU else torch.float32  # the interpreter misreads bf16
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU: it is about memory, compilation or streams of the device")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 
 
@@ -44,15 +42,6 @@ class Case(NamedTuple):
     budget: int = 1 << 30
     longest: int = 8192  # more than there are columns
     mean_list: int = 4000
-
-
-class Problem(NamedTuple):
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    labels: Tensor
-    logits: ShardLogits
-    coef: Tensor
 
 
 CASES = [
@@ -207,9 +196,8 @@ def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(filtered, "SAMPLE", 1024 if not GPU else 4096)  # all tokens: then the column sums are exact
     # less than the labels
     monkeypatch.setattr(filtered, "head_size", lambda num_valid, _: min(num_valid, 100 if GPU else 13))
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
+    with nan_memory():
+        yield
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,10 +23,7 @@ from cce_dist import GradFilter, op
 from cce_dist.kernels import IGNORED, OUTSIDE, ShardLogits, per_token, tiles, torch_ops, triton_ops
 from cce_dist.verify.check import assert_no_worse
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]  # the interpreter misreads bf16
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU: it is about memory, compilation or streams of the device")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 
 
@@ -95,15 +93,6 @@ CACHED = [
     pytest.param(sized(cached=128, spread=300.0), id="references-to-level"),
     pytest.param(sized(cached=128, offset=-1e4, bias=True), id="all-at-minus-1e4"),
 ]
-
-
-class Problem(NamedTuple):
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    labels: Tensor
-    logits: ShardLogits
-    coef: Tensor
 
 
 class Truth(NamedTuple):
@@ -189,9 +178,8 @@ def gradients(p: Problem, case: Case, merged: tuple[Tensor, ...], cache: Sequenc
 def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fill what torch.empty returns, and let budgets of a few kilobytes count."""
     monkeypatch.setattr(triton_ops, "LEAST_BYTES", 1 << 10)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
+    with nan_memory():
+        yield
 
 
 def check(case: Case, dtype: torch.dtype) -> None:
