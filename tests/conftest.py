@@ -1,6 +1,7 @@
-"""One thread per process, one seed per test, and Triton interpreted where there is no GPU."""
+"""One thread per process, one seed per test, Triton interpreted where there is no GPU, and ranks that stay."""
 
 import os
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -9,8 +10,29 @@ if not torch.cuda.is_available():
     # Read once, when a kernel is decorated: it must be set before the first import of triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from cce_dist.ranks import Pool
+
 
 @pytest.fixture(autouse=True)
-def _deterministic() -> None:
+def _deterministic() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)  # a training run leaves them on
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[Callable]:
+    """Call it with a body at the top of a module and arguments: two ranks run it, and the first failure is raised here."""
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[Callable]:
+    """As ``ranks2``, on four ranks."""
+    yield from _ranks(4)
+
+
+def _ranks(world: int) -> Iterator[Callable]:
+    with Pool(world, limit_seconds=200, seed=0) as pool:
+        yield pool.run

@@ -18,7 +18,7 @@ from cce_dist.bench.measure import reference
 from cce_dist.bench.shapes import HeadShape
 from cce_dist.bench.stage import stage_methods
 from cce_dist.bench.workload import make_workload
-from cce_dist.verify.ranks import run_ranks
+from cce_dist.ranks import run_ranks
 
 OURS = ["cce-dist", "cce-dist-cached", "cce-dist-filtered"]
 

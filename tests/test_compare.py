@@ -1,6 +1,5 @@
 """``cce-dist compare`` on toy sizes: the probe against what is known of each method, and one whole command."""
 
-import argparse
 import json
 import math
 import sysconfig
@@ -16,8 +15,8 @@ pytest.importorskip("matplotlib")
 from cce_dist import cli, compare, linear_cross_entropy
 from cce_dist.compare import heads, report
 from cce_dist.compare.probe import dense_gradients
-from cce_dist.pretrain.model import PRESETS
 from cce_dist.pretrain.ranks import Ranks
+from cce_dist.pretrain.recipe import PRESETS, Recipe
 
 CORPUS = Path(sysconfig.get_path("stdlib")) / "email"
 # 16 tiles of columns to 128 tokens, and eps above a uniform softmax: some tiles hold no label, and go.
@@ -121,8 +120,7 @@ def test_show_draws_and_prints_again(
 
 
 def test_another_librarys_function_becomes_a_head() -> None:
-    args = argparse.Namespace(methods=["torch"])
-    chosen, missing = heads.choose(args, Ranks(torch.device("cpu")), PRESETS["toy"])
+    chosen, missing = heads.choose(["torch"], Recipe(shape=PRESETS["toy"]), Ranks(torch.device("cpu")))
     assert not missing
     torch.manual_seed(0)
     weight, hidden = nn.Parameter(torch.randn(50, 8)), torch.randn(6, 2, 8, requires_grad=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from cce_dist import GradFilter, VocabShard
 from cce_dist.integrations import deepspeed as cce
-from cce_dist.verify.ranks import run_ranks
+from cce_dist.ranks import run_ranks
 
 HIDDEN, VOCAB, SEQ, BATCH, STEPS, MICROBATCHES = 16, 37, 6, 2, 2, 2
 IGNORED = -100

@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 pytest.importorskip("tokenizers")
 
-from test_pretrain import SHORT, TOY, largest_difference, losses, options, prepared, records
+from toy_runs import SHORT, TOY, largest_difference, losses, options, prepared, records
 
 from cce_dist import cli
-from cce_dist.pretrain import deepspeed
 from cce_dist.pretrain.data import Batches, Corpus
-from cce_dist.pretrain.model import PRESETS
+from cce_dist.pretrain.engines import deepspeed
+from cce_dist.pretrain.launch import train_on as train
 from cce_dist.pretrain.ranks import Ranks
-from cce_dist.pretrain.train import train
-from cce_dist.verify.ranks import run_ranks
+from cce_dist.pretrain.recipe import PRESETS
+from cce_dist.ranks import run_ranks
 
 NOTHING_DROPPED = ["--loss", "filtered", "--filter-eps", "1e-30"]
 RUNS = {  # tensor-parallel, data-parallel and pipeline size; further options
@@ -71,7 +71,7 @@ def _go_on_in_another_layout(cache: Path, out: Path) -> None:
     deepspeed.ds_config = lambda *given: ds_config(*given) | {"checkpoint": {"load_universal": True}}
     ranks = Ranks(torch.device("cpu"), dist.get_rank(), 4, tp=1, dp=2, pp=2)
     args = options(cache, out, "--engine", "deepspeed")
-    engine = deepspeed.DeepSpeedEngine(args, ranks, PRESETS["toy"])
+    engine = deepspeed.DeepSpeedEngine(args, ranks)
     engine.engine.load_checkpoint(str(folder), tag="universal")
     held_out = Batches(Corpus(prepared(cache)).held_out, PRESETS["toy"].seq_len, args.seed)
     loss = engine.validate(held_out)

@@ -1,4 +1,4 @@
-"""What a run survives, and what it says when it does not: killed and hung ranks, full disks, unreadable files."""
+"""A run survives faults, or says in one line why not: killed and hung ranks, full disks, unreadable files."""
 
 import contextlib
 import json
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("tokenizers")
 
@@ -27,12 +26,6 @@ TOY = ["pretrain", "--preset", "toy", "--device", "cpu", "--warmup", "4", "--eva
 # Steps of a tenth of a second or more, so that a signal meets one half done.
 LONG = ["--batch-size", "64", "--steps", "24", "--eval-every", "8", "--checkpoint-every", "8"]
 SHORT = ["--batch-size", "8", "--steps", "8", "--eval-every", "4", "--checkpoint-every", "4", "--tp", "1"]
-
-
-@pytest.fixture(autouse=True)
-def _leave_torch_as_it_was() -> Iterator[None]:
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
 from torch import Tensor
 
 from cce_dist import GradFilter, linear_cross_entropy
@@ -20,10 +21,7 @@ from cce_dist.kernels.filter import hot, shares
 from cce_dist.verify import cases as verify_cases
 from cce_dist.verify.check import assert_no_worse, run_case
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 DTYPE = torch.bfloat16 if GPU else torch.float32  # the interpreter misreads bf16
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU: it is about memory, compilation or streams of the device")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 
 
@@ -45,15 +43,6 @@ class Case(NamedTuple):
     budget: int = 1 << 30
     longest: int = 8192  # more than there are columns
     mean_list: int = 4000
-
-
-class Problem(NamedTuple):
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    labels: Tensor
-    logits: ShardLogits
-    coef: Tensor
 
 
 CASES = [
@@ -216,9 +205,8 @@ def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(filter, "SAMPLE", 1024 if not GPU else 4096)  # all tokens: then the column sums are exact
     # fewer than the labels
     monkeypatch.setattr(filter, "num_hot", lambda num_valid, _: min(num_valid, 100 if GPU else 13))
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
+    with nan_memory():
+        yield
 
 
 @pytest.fixture
@@ -269,7 +257,7 @@ def test_matches_dense(case: Case, limits) -> None:
 
 
 def test_two_shards() -> None:
-    """Their d_hidden add up, each with its own hot columns, list and shares, under one bound. Catches: a bound or a threshold of the
+    """Their d_hidden add up, each with its own hot columns, list and shares, under one bound. Catches: a bound or threshold of the
     shard's own, a label of the other shard listed, mass relative to the shard's LSE."""
     case = Case(bias=True)
     whole = problem(case)

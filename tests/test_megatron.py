@@ -24,15 +24,15 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("tokenizers")
 
 from megatron_on_cpu import Norm, OwnTokenAttention, use_cpu
-from test_pretrain import largest_difference, options, prepared
+from toy_runs import largest_difference, options, prepared
 
 from cce_dist import GradFilter
 from cce_dist.integrations import megatron as cce
 from cce_dist.integrations.megatron import flags, loss
 from cce_dist.integrations.megatron.swap import _Head
+from cce_dist.pretrain.launch import train_on as train
 from cce_dist.pretrain.ranks import Ranks
-from cce_dist.pretrain.train import train
-from cce_dist.verify.ranks import run_ranks
+from cce_dist.ranks import run_ranks
 
 SEQ, BATCH, VOCAB, STEPS = 8, 2, 64, 2
 IGNORED = -100

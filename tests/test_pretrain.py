@@ -1,10 +1,11 @@
 """The main job on toy sizes: data, model and loop, alone and on two ranks. Faults have a file of their own."""
 
-import argparse
+import dataclasses
 import datetime
-import json
+import functools
 import math
-import sysconfig
+import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,49 +16,22 @@ from torch import nn
 
 pytest.importorskip("tokenizers")
 
+from toy_runs import CORPUS, SHORT, TOY, largest_difference, losses, options, prepared, records
+
 from cce_dist import cli
-from cce_dist.pretrain import PRESETS as PRESET_NAMES
-from cce_dist.pretrain import add_arguments, data
-from cce_dist.pretrain.model import PRESETS
+from cce_dist.pretrain import data
+from cce_dist.pretrain.build import build_model
+from cce_dist.pretrain.engines.torch import clip_gradients
+from cce_dist.pretrain.launch import train_on
 from cce_dist.pretrain.ranks import Ranks, make_mesh
-from cce_dist.pretrain.train import build_model, clip_gradients, learning_rate, train
-from cce_dist.verify.ranks import run_ranks
+from cce_dist.pretrain.recipe import PRESETS
 
-CORPUS = Path(sysconfig.get_path("stdlib")) / "email"
-TOY = ["--preset", "toy", "--corpus", str(CORPUS), "--pattern", "*.py", "--device", "cpu", "--batch-size", "8"]
-SHORT = ["--steps", "8", "--warmup", "4", "--eval-every", "4", "--eval-batches", "2", "--checkpoint-every", "4"]
-
-
-@pytest.fixture(autouse=True)
-def _leave_torch_as_it_was():
-    yield
-    torch.use_deterministic_algorithms(False)
+ALONE = Ranks(torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
-
-
-def options(cache: Path, out: Path, *more: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    args = parser.parse_args([*TOY, *SHORT, "--tp", "1", "--cache", str(cache), "--out", str(out), *more])
-    args.vocab_size = args.vocab_size or PRESETS[args.preset].vocab_size
-    return args
-
-
-def records(out: Path, split: str = "train") -> list[dict]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in lines if record["split"] == split]
-
-
-def losses(out: Path) -> list[float]:
-    return [record["loss"] for split in ("train", "val") for record in records(out, split)]
-
-
-def largest_difference(one: Path, other: Path) -> float:
-    return max(abs(a - b) for a, b in zip(losses(one), losses(other), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -78,19 +52,15 @@ def test_a_run_leaves_falling_losses_a_figure_and_a_checkpoint(exact_run: Path) 
 
 
 def test_dense_and_exact_differ_in_rounding_alone(cache: Path, tmp_path: Path, exact_run: Path) -> None:
-    train(options(cache, tmp_path, "--loss", "dense"), Ranks(torch.device("cpu")), prepared(cache))
+    train_on(options(cache, tmp_path, "--loss", "dense"), ALONE, prepared(cache))
     assert largest_difference(exact_run, tmp_path) < 1e-5
 
 
 def test_a_filter_that_drops_nothing_is_exact(cache: Path, tmp_path: Path, exact_run: Path) -> None:
-    args = options(cache, tmp_path, "--loss", "filtered", "--filter-eps", "1e-30", "--checkpoint-every", "0")
-    train(args, Ranks(torch.device("cpu")), prepared(cache))
+    recipe = options(cache, tmp_path, "--loss", "filtered", "--filter-eps", "1e-30", "--checkpoint-every", "0")
+    train_on(recipe, ALONE, prepared(cache))
     assert largest_difference(exact_run, tmp_path) < 1e-5
     assert records(tmp_path)[-1]["kept_tiles"] == 1
-
-
-def prepared(cache: Path) -> Path:
-    return data.prepare(CORPUS, "*.py", PRESETS["toy"].vocab_size, cache)
 
 
 @pytest.mark.parametrize("loss", ["dense", "filtered", "filtered-plain"])
@@ -98,7 +68,7 @@ def test_the_loss_changes_no_weight(cache: Path, tmp_path: Path, loss: str) -> N
     weights = []
     for name in ("exact", loss):
         torch.manual_seed(0)
-        model = build_model(options(cache, tmp_path, "--loss", name), Ranks(torch.device("cpu")), PRESETS["toy"])
+        model = build_model(options(cache, tmp_path, "--loss", name), ALONE)
         weights.append(model.state_dict())
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -106,7 +76,7 @@ def test_the_loss_changes_no_weight(cache: Path, tmp_path: Path, loss: str) -> N
 
 @pytest.mark.parametrize("loss", ["dense", "exact", "filtered"])
 def test_only_a_filtered_run_asks_for_more_than_the_loss(cache: Path, tmp_path: Path, loss: str) -> None:
-    model = build_model(options(cache, tmp_path, "--loss", loss), Ranks(torch.device("cpu")), PRESETS["toy"])
+    model = build_model(options(cache, tmp_path, "--loss", loss), ALONE)
     returned = []
     model.head.register_forward_hook(lambda head, inputs, output: returned.append(output))
     ids = torch.zeros(PRESETS["toy"].seq_len, 2, dtype=torch.long)
@@ -115,15 +85,14 @@ def test_only_a_filtered_run_asks_for_more_than_the_loss(cache: Path, tmp_path: 
 
 
 def test_a_resumed_run_repeats_the_bits(cache: Path, tmp_path: Path, exact_run: Path) -> None:
-    ranks = Ranks(torch.device("cpu"))
-    args = options(cache, tmp_path)
-    train(args, ranks, prepared(cache))
+    recipe = options(cache, tmp_path)
+    train_on(recipe, ALONE, prepared(cache))
     # As if the run had been cut after step 6: two steps past a checkpoint, and a record half written.
     (tmp_path / "checkpoints" / "latest").write_text("step-00000004\n")
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "spl')
     torch.manual_seed(1)
-    train(args, ranks, prepared(cache))
+    train_on(recipe, ALONE, prepared(cache))
     assert [record["step"] for record in records(tmp_path)] == list(range(1, 9))
     assert losses(tmp_path) == losses(exact_run)
 
@@ -136,29 +105,58 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert "num_layers 2 there, 1 here" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(240)
-def test_two_ranks_repeat_one(cache: Path, tmp_path: Path, exact_run: Path) -> None:
-    train(options(cache, tmp_path / "move"), Ranks(torch.device("cpu")), prepared(cache))
-    (tmp_path / "move" / "checkpoints" / "latest").write_text("step-00000004\n")
-    run_ranks(_train_on_two_ranks, 2, cache, tmp_path)
-    for name in ("tp", "sp", "dense-sp", "dp", "move"):
-        assert largest_difference(exact_run, tmp_path / name) < 1e-5, name
-    # Slices change where sums are made, not their order: two ranks' parts add to the same bits either way.
+@functools.cache
+def _place(tp: int, dp: int) -> Ranks:
+    return make_mesh(torch.device("cpu"), tp, dp, datetime.timedelta(seconds=120))
+
+
+def _train_on_two_ranks(tp: int, cache: Path, out: Path, *more: str) -> None:
+    train_on(options(cache, out, *more), _place(tp, 2 // tp), prepared(cache))
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("tp", "more"),
+    [
+        pytest.param(2, [], id="tp"),
+        pytest.param(2, ["--sequence-parallel"], id="sp"),
+        pytest.param(2, ["--sequence-parallel", "--loss", "dense"], id="dense-sp"),
+        pytest.param(1, ["--accumulate", "2"], id="dp"),
+    ],
+)
+def test_two_ranks_repeat_one(
+    ranks2: Callable[..., None], cache: Path, tmp_path: Path, exact_run: Path, tp: int, more: list[str]
+) -> None:
+    ranks2(_train_on_two_ranks, tp, cache, tmp_path, *more)
+    assert largest_difference(exact_run, tmp_path) < 1e-5
+
+
+def test_two_ranks_go_on_from_a_checkpoint_of_one(
+    ranks2: Callable[..., None], cache: Path, tmp_path: Path, exact_run: Path
+) -> None:
+    shutil.copytree(exact_run, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("step-00000004\n")
+    ranks2(_train_on_two_ranks, 2, cache, tmp_path / "run")
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 9))
+    assert largest_difference(exact_run, tmp_path / "run") < 1e-5
+
+
+def test_slices_add_to_the_same_bits(ranks2: Callable[..., None], cache: Path, tmp_path: Path) -> None:
+    """Slices change where sums are made, not their order: two ranks' parts add to the same bits either way."""
+    once = ("--steps", "1", "--checkpoint-every", "0")
+    ranks2(_train_on_two_ranks, 2, cache, tmp_path / "tp", *once)
+    ranks2(_train_on_two_ranks, 2, cache, tmp_path / "sp", "--sequence-parallel", *once)
     assert records(tmp_path / "tp")[0]["loss"] == records(tmp_path / "sp")[0]["loss"]
 
 
-def _train_on_two_ranks(cache: Path, tmp_path: Path) -> None:
-    timeout = datetime.timedelta(seconds=120)
-    device = torch.device("cpu")
-    by_vocabulary, by_data = make_mesh(device, 2, 1, timeout), make_mesh(device, 1, 2, timeout)
-    for name, ranks, more in (
-        ("tp", by_vocabulary, []),
-        ("sp", by_vocabulary, ["--sequence-parallel"]),
-        ("dense-sp", by_vocabulary, ["--sequence-parallel", "--loss", "dense"]),
-        ("dp", by_data, ["--accumulate", "2"]),
-        ("move", by_vocabulary, []),  # goes on from a checkpoint of one rank
-    ):
-        train(options(cache, tmp_path / name, *more), ranks, prepared(cache))
+def test_a_recipe_is_read_from_the_command_line(cache: Path, tmp_path: Path) -> None:
+    """Catches a flag that is dropped on its way, or a default that is not the recipe's."""
+    recipe = options(cache, tmp_path, "--vocab-size", "500", "--lr", "0.5", "--loss", "full-c", "--filter-eps", "0.25")
+    assert recipe.shape == dataclasses.replace(PRESETS["toy"], vocab_size=500)
+    assert (recipe.lr, recipe.steps, recipe.clip, recipe.out) == (0.5, 8, 1.0, tmp_path)
+    assert recipe.grad_filter is not None and (recipe.grad_filter.eps, recipe.grad_filter.weight) == (0.25, False)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.lr = 1.0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_labels_stop_at_the_joints_of_documents() -> None:
@@ -203,14 +201,14 @@ def test_clipping_is_torchs() -> None:
     for model in (ours, theirs):
         for parameter in model.parameters():
             parameter.grad = torch.arange(parameter.numel(), dtype=torch.float32).view_as(parameter)
-    norm = clip_gradients(ours, 1.0, Ranks(torch.device("cpu")))
+    norm = clip_gradients(ours, 1.0, ALONE)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 1.0))
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
 
 
 def test_the_learning_rate_warms_up_and_decays_to_a_tenth(tmp_path: Path) -> None:
-    args = options(tmp_path, tmp_path, "--lr", "1", "--warmup", "10", "--steps", "100")
-    assert [learning_rate(step, args) for step in (1, 10, 55, 100)] == pytest.approx([0.1, 1, 0.55, 0.1])
+    recipe = options(tmp_path, tmp_path, "--lr", "1", "--warmup", "10", "--steps", "100")
+    assert [recipe.learning_rate(step) for step in (1, 10, 55, 100)] == pytest.approx([0.1, 1, 0.55, 0.1])
 
 
 @pytest.mark.parametrize(
@@ -219,6 +217,7 @@ def test_the_learning_rate_warms_up_and_decays_to_a_tenth(tmp_path: Path) -> Non
         pytest.param(["--batch-size", "9", "--accumulate", "2"], "batch size 9 cannot be split 2 ways", id="batch"),
         pytest.param(["--seq-len", "1000000"], "one sequence needs 1000001", id="corpus-too-small"),
         pytest.param(["--vocab-size", "100"], "100 is too few", id="fewer-ids-than-bytes"),
+        pytest.param(["--filter-eps", "1"], "--filter-eps must be in [0, 1), got 1.0", id="filter-that-drops-labels"),
         pytest.param(["--pp", "2"], "--pp needs --engine megatron", id="pipeline-of-torch"),
         pytest.param(["--loss", "megatron-fused"], "needs --engine megatron", id="megatrons-loss-in-torch"),
         pytest.param(["--engine", "megatron"], "--engine megatron needs GPUs", id="megatron-on-cpu"),
@@ -240,7 +239,3 @@ def test_plot_overlays_runs(exact_run: Path, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "empty.jsonl").touch()
     assert cli.main(["plot", str(tmp_path / "empty.jsonl"), "-o", str(figure)]) == 1
     assert "no records" in capsys.readouterr().err
-
-
-def test_the_presets_offered_are_the_presets_there_are() -> None:
-    assert set(PRESET_NAMES) == set(PRESETS)

@@ -1,5 +1,6 @@
 """Every way in which a weight is split, every way in which a batch is cut, and what is communicated; on four ranks."""
 
+import functools
 import itertools
 import logging
 import os
@@ -7,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,48 +23,24 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from cce_dist import GradFilter, VocabParallelHead, VocabShard, linear_cross_entropy, merge, op
 from cce_dist.bench.collectives import Collectives, _is_kernel_of
-from cce_dist.kernels import torch_ops, triton_ops
+from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, budget, dense, exact, filter
 from cce_dist.verify.check import assert_no_worse
-from cce_dist.verify.ranks import run_ranks
 
 N, D = 12, 8
 VOCABULARIES = (33, 5, 1)  # over four ranks: uneven; 2, 2, 1 and 0 rows; all but one empty
 
 
-@pytest.mark.timeout(600)
-def test_four_ranks():
-    """One spawn for everything that needs ranks."""
-    run_ranks(_four_ranks, 4)
-
-
-def _four_ranks():
+@functools.cache
+def meshes() -> tuple[DeviceMesh, DeviceMesh]:
+    """Two by two ranks, and all four in a line."""
     # full_tensor() of a weight that is split twice gathers in two steps, and warns of it.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    for vocab_size in VOCABULARIES:
-        _check_dtensors(vocab_size, mesh, line)
-        _check_fsdp(vocab_size, line, None)
-        if vocab_size > 1:  # FSDP2 cannot split a tensor-parallel shard that is empty
-            _check_fsdp(vocab_size, mesh["dp"], mesh["tp"])
-    _check_what_is_refused(mesh, line)
-    _check_labels_tell_data_parallel_ranks(line)
-    _check_a_head_of_ones_own(mesh)
-    _check_born_on_meta(mesh)
-    _check_checkpoints(mesh, line)
-    _check_a_weight_that_hooks_gather()
-    _check_normalisation()
-    _check_one_collective_a_pass(line)
-    _check_sums(line)
-    _check_the_slice_that_is_here(line)
-    _check_sums_of_final_rows(line)
-    _check_groups_of_tokens()
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return square, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
 
 
 def test_groups_are_those_of_an_even_shard():
     """Catches ranks that disagree on the sums, and more than one where all tokens are one group."""
-    nothing: dict[str, Any] = {name: kind() for name, kind in get_type_hints(op.Options).items()}
-    options = op.Options(**nothing)._replace(backend="triton", want_grad=True, workspace_bytes=256 << 20)
     for num_tokens, hidden_size, vocab_size, num_ranks, rows in (
         (8192, 4096, 128256, 4, 8192),
         (16384, 4096, 128256, 4, 8192),
@@ -72,10 +49,11 @@ def test_groups_are_those_of_an_even_shard():
     ):
         hidden = torch.empty(1, hidden_size, dtype=torch.bfloat16)
         for num_valid in (0, 1, vocab_size // num_ranks, vocab_size):
-            mine = options._replace(vocab_size=vocab_size, num_valid=num_valid)
-            assert mine.rows_at_once(hidden, num_tokens, num_ranks) == rows
-    filtering = mine._replace(filter_eps=2**-12, filter_hidden=True)
-    assert filtering.rows_at_once(hidden, 16384, 8) == 10880
+            x = Operands(hidden, hidden, None, torch.empty(num_tokens), ShardLogits(0, num_valid))
+            spec = Spec(x.logits, vocab_size)
+            assert op._rows_at_once(exact, x, spec, num_ranks) == rows
+    x, spec = x._replace(ids=torch.empty(16384)), spec._replace(filter=Filter(2.0**-12))
+    assert op._rows_at_once(filter, x, spec, 8) == 10880
 
 
 def test_kernels_of_a_collective():
@@ -98,7 +76,8 @@ def whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _check_dtensors(vocab_size: int, mesh: DeviceMesh, line: DeviceMesh) -> None:
+def _check_dtensors(vocab_size: int) -> None:
+    mesh, line = meshes()
     hidden, weight, labels = data(vocab_size)
     bias = weight.detach().sum(1).requires_grad_()
     expected = linear_cross_entropy(hidden, weight, labels, linear_bias=bias)
@@ -123,18 +102,20 @@ def _check_dtensors(vocab_size: int, mesh: DeviceMesh, line: DeviceMesh) -> None
 def weights_seen(function: str):
     """Collect the weights that reach the arithmetic of a shard."""
     seen: list[Tensor] = []
-    original = getattr(torch_ops, function)
+    original = getattr(dense, function)
 
-    def spy(hidden: Tensor, weight: Tensor, *args: Any, **options: Any) -> Any:
-        seen.append(weight)
-        return original(hidden, weight, *args, **options)
+    def spy(x: Operands, *args: Any) -> Any:
+        seen.append(x.weight)
+        return original(x, *args)
 
-    with mock.patch.object(torch_ops, function, spy):
+    with mock.patch.object(dense, function, spy):
         yield seen
 
 
-def _check_fsdp(vocab_size: int, dp: DeviceMesh, tp: DeviceMesh | None) -> None:
+def _check_fsdp(vocab_size: int, with_tp: bool) -> None:
     """FSDP2 gathers the weight once for forward and once for backward, and frees it between; ranks hold different data."""
+    mesh, line = meshes()
+    dp, tp = (mesh["dp"], mesh["tp"]) if with_tp else (line, None)
     torch.manual_seed(5)
     head = VocabParallelHead(D, vocab_size, mesh=tp, bias=True, workspace_bytes=1)
     weight, bias = (whole(p).detach().requires_grad_() for p in (head.weight, head.bias))
@@ -144,7 +125,7 @@ def _check_fsdp(vocab_size: int, dp: DeviceMesh, tp: DeviceMesh | None) -> None:
     losses = [linear_cross_entropy(hidden, weight, labels, linear_bias=bias) for hidden, _, labels in batches]
     expected = torch.autograd.grad(torch.stack(losses).mean(), (weight, bias, mine))  # FSDP2 averages
 
-    with weights_seen("local_stats") as seen, gathers() as forward:
+    with weights_seen("statistics") as seen, gathers() as forward:
         loss = head(mine, my_labels)
     [gathered] = seen
     assert gathered.untyped_storage().size() == 0, "the weight outlives forward"
@@ -175,7 +156,8 @@ def gathers():
         yield counted
 
 
-def _check_what_is_refused(mesh: DeviceMesh, line: DeviceMesh) -> None:
+def _check_what_is_refused() -> None:
+    mesh, line = meshes()
     hidden, weight, labels = data(33)
     head = VocabParallelHead(D, 33, mesh=mesh["tp"])
     fully_shard(head, mesh=mesh["dp"])
@@ -205,8 +187,9 @@ def _check_what_is_refused(mesh: DeviceMesh, line: DeviceMesh) -> None:
         linear_cross_entropy(distribute_tensor(hidden.detach(), line, [Replicate()]), split, labels)
 
 
-def _check_labels_tell_data_parallel_ranks(line: DeviceMesh) -> None:
+def _check_labels_tell_data_parallel_ranks() -> None:
     """Outside its module an FSDP2 weight looks like a vocabulary-parallel one; with CCE_DIST_DEBUG=1 the labels do not."""
+    _, line = meshes()
     head = VocabParallelHead(D, 33)
     fully_shard(head, mesh=line)
     hidden, _, labels = data(33, seed=dist.get_rank())
@@ -214,8 +197,10 @@ def _check_labels_tell_data_parallel_ranks(line: DeviceMesh) -> None:
         linear_cross_entropy(hidden, head.weight, labels)
 
 
-def _check_a_head_of_ones_own(mesh: DeviceMesh) -> None:
+def _check_a_head_of_ones_own() -> None:
     """Any module whose forward computes the loss will do; here an embedding tied to the head, all under one FSDP2 unit."""
+
+    mesh, _ = meshes()
 
     class Tied(nn.Module):
         def __init__(self, embedding: Tensor) -> None:
@@ -238,8 +223,9 @@ def _check_a_head_of_ones_own(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(model.weight.grad.full_tensor(), weight.grad)
 
 
-def _check_born_on_meta(mesh: DeviceMesh) -> None:
+def _check_born_on_meta() -> None:
     """A head made without memory, then split, then drawn holds the same weight as one drawn whole."""
+    mesh, _ = meshes()
     torch.manual_seed(9)
     expected = VocabParallelHead(D, 2050).weight
     for tp in (mesh["tp"], None):
@@ -252,8 +238,9 @@ def _check_born_on_meta(mesh: DeviceMesh) -> None:
         assert not whole(head.bias).any()
 
 
-def _check_checkpoints(mesh: DeviceMesh, line: DeviceMesh) -> None:
-    """What one split saves, every other loads; so does a dictionary of whole tensors."""
+def _check_checkpoints() -> None:
+    """Every split loads the checkpoint that another one saved."""
+    mesh, line = meshes()
     layouts = {"fsdp x tp": (mesh["dp"], mesh["tp"]), "tp": (None, line), "fsdp": (line, None)}
     heads = {}
     for seed, (name, (dp, tp)) in enumerate(layouts.items()):
@@ -365,8 +352,9 @@ def _check_normalisation() -> None:
                 torch.testing.assert_close(ours, whole_batch)
 
 
-def _check_one_collective_a_pass(line: DeviceMesh) -> None:
-    """What is sent, and how much of it: catches a second collective, and a sum in another dtype than asked for."""
+def _check_one_collective_a_pass() -> None:
+    """One collective forward and one backward. Catches a second one, and a sum in another dtype than asked for."""
+    _, line = meshes()
     hidden, weight, labels = data(33)
     shard = VocabShard.even(33, line.get_group())
     local = weight[shard.start : shard.stop].detach()
@@ -387,8 +375,9 @@ def _check_one_collective_a_pass(line: DeviceMesh) -> None:
             assert backward.sizes == [*gathered, summed]
 
 
-def _check_sums(line: DeviceMesh) -> None:
+def _check_sums() -> None:
     """dE summed in fp32 is the sum of the parts rounded once, in bf16 at every rank; catches an option that does nothing."""
+    _, line = meshes()
     hidden, weight, labels = (x.detach() for x in data(33))
     shard = VocabShard.even(33, line.get_group())
 
@@ -405,27 +394,28 @@ def _check_sums(line: DeviceMesh) -> None:
     assert error[torch.float32].sum() < error[torch.bfloat16].sum()
 
 
-def _check_the_slice_that_is_here(line: DeviceMesh) -> None:
+def _check_the_slice_that_is_here() -> None:
     """Under sequence parallelism forward works on its own slice before the others have arrived, and keeps nothing of them."""
+    _, line = meshes()
     hidden, weight, labels = data(33)
     shard = VocabShard.even(33, line.get_group())
     local = weight[shard.start : shard.stop].detach().requires_grad_()
     mine = hidden.chunk(4)[dist.get_rank()].detach().requires_grad_()
     happened: list[Any] = []
-    wait, local_stats = merge.SequenceGather.wait, torch_ops.local_stats
+    wait, statistics = merge.SequenceGather.wait, dense.statistics
 
     def waits(gather: merge.SequenceGather) -> Tensor:
         happened.append("wait")
         return wait(gather)
 
-    def computes(rows: Tensor, *args: Any, **options: Any) -> Any:
-        happened.append(rows.clone())
-        return local_stats(rows, *args, **options)
+    def computes(x: Operands, *args: Any) -> Any:
+        happened.append(x.hidden.clone())
+        return statistics(x, *args)
 
     kept: list[torch.Size] = []
     with (
         mock.patch.object(merge.SequenceGather, "wait", waits),
-        mock.patch.object(torch_ops, "local_stats", computes),
+        mock.patch.object(dense, "statistics", computes),
         torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x),
     ):
         loss = linear_cross_entropy(mine, local, labels, shard=shard, sequence_parallel=True)
@@ -472,8 +462,9 @@ def sums():
         yield started
 
 
-def _check_sums_of_final_rows(line: DeviceMesh) -> None:
+def _check_sums_of_final_rows() -> None:
     """The sums are the same ones on ranks that finish rows group by group, in other groups, or all at once."""
+    _, line = meshes()
     num_tokens, rows, rank = 20, 8, dist.get_rank()
     parts = torch.randn(4, num_tokens, D, generator=torch.Generator().manual_seed(0)).bfloat16()
     finished = ((8, 16, 20), (20,), (3, 9, 20), (19, 20))[rank]
@@ -557,8 +548,34 @@ def _gradients_in_groups(
 ) -> tuple[tuple[Tensor, ...], list[tuple[str, int]]]:
     """Gradients, 16 tokens at a time and ``rows`` of them final together, and the sums that were started on the way."""
     operands = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    with mock.patch.multiple(triton_ops, most_rows=lambda *_: rows, LEAST_BYTES=8 << 10, _ROWS=16):
+    with mock.patch.multiple(budget, most_rows=lambda *_: rows, LEAST_BYTES=8 << 10, ROWS=16):
         loss = linear_cross_entropy(*operands, labels, shard=shard, reduction="sum", workspace_bytes=1, **options)
         with sums() as started:
             gradients = torch.autograd.grad(loss, operands)
     return gradients, started
+
+
+CHECKS: list[tuple[str, Callable[..., None], tuple]] = [
+    *((f"dtensors-{size}", _check_dtensors, (size,)) for size in VOCABULARIES),
+    *((f"fsdp-{size}", _check_fsdp, (size, False)) for size in VOCABULARIES),
+    *(
+        (f"fsdp-tp-{size}", _check_fsdp, (size, True)) for size in VOCABULARIES if size > 1
+    ),  # FSDP2 splits no empty shard
+    ("what-is-refused", _check_what_is_refused, ()),
+    ("labels-tell-data-parallel-ranks", _check_labels_tell_data_parallel_ranks, ()),
+    ("a-head-of-ones-own", _check_a_head_of_ones_own, ()),
+    ("born-on-meta", _check_born_on_meta, ()),
+    ("checkpoints", _check_checkpoints, ()),
+    ("a-weight-that-hooks-gather", _check_a_weight_that_hooks_gather, ()),
+    ("normalisation", _check_normalisation, ()),
+    ("one-collective-a-pass", _check_one_collective_a_pass, ()),
+    ("sums", _check_sums, ()),
+    ("the-slice-that-is-here", _check_the_slice_that_is_here, ()),
+    ("sums-of-final-rows", _check_sums_of_final_rows, ()),
+    ("groups-of-tokens", _check_groups_of_tokens, ()),
+]
+
+
+@pytest.mark.parametrize(("check", "args"), [pytest.param(*rest, id=name) for name, *rest in CHECKS])
+def test_four_ranks(ranks4: Callable[..., None], check: Callable[..., None], args: tuple) -> None:
+    ranks4(check, *args)

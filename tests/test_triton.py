@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,10 +44,7 @@ from cce_dist.kernels import (
 )
 from cce_dist.verify.check import assert_no_worse
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]  # the interpreter misreads bf16
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU: it is about memory, compilation or streams of the device")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 
 
@@ -116,15 +114,6 @@ CACHED = [
     pytest.param(sized(cached=128, spread=300.0), id="references-to-level"),
     pytest.param(sized(cached=128, offset=-1e4, bias=True), id="all-at-minus-1e4"),
 ]
-
-
-class Problem(NamedTuple):
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    labels: Tensor
-    logits: ShardLogits
-    coef: Tensor
 
 
 class Truth(NamedTuple):
@@ -216,9 +205,8 @@ def gradients(p: Problem, case: Case, merged: tuple[Tensor, ...], saved: Sequenc
 def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fill what torch.empty returns, and let budgets of a few kilobytes count."""
     monkeypatch.setattr(budget, "LEAST_BYTES", 1 << 10)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
+    with nan_memory():
+        yield
 
 
 def check(case: Case, dtype: torch.dtype) -> None:

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from cce_dist import VocabParallelHead, VocabShard, linear_cross_entropy
+from cce_dist.ranks import run_ranks
 from cce_dist.verify import layouts, run_matrix
 from cce_dist.verify.cases import CASES
 from cce_dist.verify.check import assert_no_worse, compare, run_case
-from cce_dist.verify.ranks import run_ranks
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

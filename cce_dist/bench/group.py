@@ -11,7 +11,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -40,7 +39,7 @@ from cce_dist.bench.peers import GroupMethod, group_methods
 from cce_dist.bench.shapes import SHAPES
 from cce_dist.bench.stage import stage_methods
 from cce_dist.bench.workload import Workload, make_workload
-from cce_dist.verify.ranks import run_ranks
+from cce_dist.ranks import in_torchrun, join, own_device, run_ranks
 
 TIMEOUT_SECONDS = 600.0
 
@@ -55,13 +54,12 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(_methods(args)))
         return 0
     command.choose(args.methods, _methods(args))  # an unknown name fails here, once
-    in_torchrun = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     if args.stage:
-        world = int(os.environ["WORLD_SIZE"]) if in_torchrun else max(args.tp or [1])
+        world = int(os.environ["WORLD_SIZE"]) if in_torchrun() else max(args.tp or [1])
         if args.tp not in (None, [world]):
             raise SystemExit(f"cce-dist bench: --stage takes all {world} ranks as one group; leave --tp out")
         args.tp = [world]
-    if in_torchrun:
+    if in_torchrun():
         _join(args)
         try:
             return _run_rank(args)
@@ -82,11 +80,9 @@ def _methods(args: argparse.Namespace) -> dict[str, GroupMethod]:
 def _join(args: argparse.Namespace) -> None:
     if max(args.tp) > int(os.environ["WORLD_SIZE"]):
         raise SystemExit(f"cce-dist bench: --tp {max(args.tp)}, but torchrun has {os.environ['WORLD_SIZE']} ranks")
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    else:
+    if args.device != "cuda":
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    join(own_device(args.device), TIMEOUT_SECONDS)
 
 
 def _run_rank(args: argparse.Namespace) -> int:

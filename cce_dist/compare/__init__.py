@@ -49,12 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--steps", type=pretrain.positive, help="optimizer steps of a run")
     run.add_argument("--measure-every", type=pretrain.positive, metavar="STEPS", help="of loss and gradient")
     run.add_argument("--eval-batches", type=pretrain.positive, default=8, metavar="BATCHES")
-    run.add_argument("--filter-eps", type=float, metavar="P", help="softmax below which a gradient tile is dropped")
+    run.add_argument("--filter-eps", type=float, metavar="P", help="softmax below which the gradient is dropped")
     run.add_argument("--show", type=Path, metavar="JSON", help="train nothing; print and draw this compare.json again")
-    pretrain.add_model_arguments(parser)
-    pretrain.add_data_arguments(parser)
-    pretrain.add_optimization_arguments(parser)
-    pretrain.add_device_arguments(parser.add_argument_group("device"))
+    pretrain.add_flags(parser, {name: name for name in ("model", "data", "optimization", "device")})
     parser.set_defaults(**dict.fromkeys(DEFAULTS["cuda"]))
 
 
@@ -93,25 +90,25 @@ def _compare(args: argparse.Namespace) -> Any:
 
     from cce_dist.bench import describe_environment
     from cce_dist.compare import heads, report, runs
-    from cce_dist.pretrain import data, ranks, train
+    from cce_dist.pretrain import data, ranks
 
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    # What pretrain's parts ask for besides: one rank, and the loss that the model is built and judged with.
-    args.tp, args.dp, args.sequence_parallel, args.loss = 1, 1, False, "exact"
-    here = ranks.join(args)
-    shape = train.model_shape(args, here)
-    chosen, missing = heads.choose(args, here, shape)
-    folder = data.prepare(args.corpus, args.pattern, shape.vocab_size, args.cache, args.corpus_mib)
+    recipe = pretrain.Recipe.of(args)  # on one rank; the model is built and judged with the exact loss
+    here = ranks.join(recipe)
+    ranks.check_sizes(recipe, here)
+    chosen, missing = heads.choose(args.methods, recipe, here)
+    folder = data.prepare(*recipe.text)
     args.out.mkdir(parents=True, exist_ok=True)
 
-    comparison = report.Comparison.of(describe_environment(here.device), args, shape, missing)
+    comparison = report.Comparison.of(describe_environment(here.device), args, recipe.shape, missing)
     num_steps = args.seeds * len(chosen) * args.steps
     with tqdm(total=num_steps, unit="step", dynamic_ncols=True, disable=None) as bar:
-        for run in runs.train_all(args, here, shape, data.Corpus(folder), chosen, advance=bar.update):
+        how = {"seeds": args.seeds, "measure_every": args.measure_every, "advance": bar.update}
+        for run in runs.train_all(recipe, here, data.Corpus(folder), chosen, **how):
             comparison.runs.append(run)
             report.write_json(comparison, args.out / "compare.json")
             tqdm.write(report.line(run))

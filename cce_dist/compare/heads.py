@@ -1,4 +1,4 @@
-"""What is compared: heads that hold the same weight and give the same loss, but not the same gradient.
+"""The heads that are compared: they hold the same weight and give the same loss, but not the same gradient.
 
 This library's are those of ``cce-dist pretrain --loss``. Other libraries' are the rows of ``cce-dist bench``, made into a
 head: to a head they are a function of hidden states, weight and labels.
@@ -6,8 +6,7 @@ head: to a head they are a function of hidden states, weight and labels.
 
 from __future__ import annotations
 
-import argparse
-import copy
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -15,28 +14,27 @@ from torch import Tensor, nn
 
 from cce_dist.bench.measure import describe
 from cce_dist.bench.methods import LossFn, all_methods
-from cce_dist.pretrain import LOSSES, UsageError
+from cce_dist.pretrain.build import build_head
 from cce_dist.pretrain.data import IGNORED
-from cce_dist.pretrain.model import Shape
 from cce_dist.pretrain.ranks import Ranks
-from cce_dist.pretrain.train import build_head
+from cce_dist.pretrain.recipe import LOSSES, Recipe, UsageError
 
 MakeHead = Callable[[nn.Parameter], nn.Module]  # weight [V, D] -> a head over it
 
 
-def choose(args: argparse.Namespace, ranks: Ranks, shape: Shape) -> tuple[dict[str, MakeHead], dict[str, str]]:
-    """Return how to make each of ``args.methods``, and why those that cannot run here cannot.
+def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, MakeHead], dict[str, str]]:
+    """Return how to make each of the named methods, and why those that cannot run here cannot.
 
     Raises:
         UsageError: There is no such method.
     """
     peers = {name: method for name, method in all_methods([256]).items() if not method.ours}
-    nothing = torch.empty(0, shape.hidden_size, device=ranks.device)
+    nothing = torch.empty(0, recipe.shape.hidden_size, device=ranks.device)
     chosen: dict[str, MakeHead] = {}
     missing: dict[str, str] = {}
-    for name in args.methods:
+    for name in names:
         if name in LOSSES:
-            chosen[name] = _make_ours(name, args, ranks, shape)
+            chosen[name] = _make_ours(name, recipe, ranks)
         elif name not in peers:
             raise UsageError(f"unknown method {name!r}: choose from {', '.join([*LOSSES, *peers])}")
         elif peers[name].needs_cuda and ranks.device.type != "cuda":
@@ -49,10 +47,9 @@ def choose(args: argparse.Namespace, ranks: Ranks, shape: Shape) -> tuple[dict[s
     return chosen, missing
 
 
-def _make_ours(loss: str, args: argparse.Namespace, ranks: Ranks, shape: Shape) -> MakeHead:
-    args = copy.copy(args)
-    args.loss = loss
-    return lambda weight: build_head(args, ranks, shape, weight=weight)
+def _make_ours(loss: str, recipe: Recipe, ranks: Ranks) -> MakeHead:
+    recipe = dataclasses.replace(recipe, loss=loss)
+    return lambda weight: build_head(recipe, ranks, weight=weight)
 
 
 def _make_peer(function: LossFn) -> MakeHead:

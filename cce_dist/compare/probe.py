@@ -6,7 +6,6 @@ the rows of dC whose token is no label of the batch, which have nothing but the 
 
 from __future__ import annotations
 
-import argparse
 import math
 from typing import NamedTuple
 
@@ -16,12 +15,11 @@ from torch import Tensor, nn
 
 from cce_dist import LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy, reference
 from cce_dist.pretrain.data import IGNORED
-from cce_dist.pretrain.model import GPT
-from cce_dist.pretrain.ranks import Ranks
-from cce_dist.pretrain.train import autocast, microbatches
+from cce_dist.pretrain.engines.torch import TorchEngine
+from cce_dist.pretrain.recipe import Recipe
 
 GRADIENTS: tuple[str, ...] = ("dE", "mean dE", "dC", "rare dC")
-CHUNK_BYTES = 512 << 20  # of the reference's logits
+CHUNK_BYTES = 512 << 20  # the size of the reference's logits at a time
 
 
 class Agreement(NamedTuple):
@@ -38,16 +36,15 @@ class Agreement(NamedTuple):
     kept_tiles: float
 
 
-def probe(
-    args: argparse.Namespace, ranks: Ranks, model: GPT, head: nn.Module, ids: np.ndarray, labels: np.ndarray
-) -> Agreement:
+def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndarray) -> Agreement:
     """Compare the gradients of ``head`` over the first microbatch with the dense ones, from the same rounded operands."""
-    part_ids, part_labels = next(microbatches(ids, labels, ranks, args.accumulate))
-    with torch.no_grad(), autocast(args, ranks):
-        hidden = model.hidden_states(part_ids).to(getattr(torch, args.dtype))
+    recipe, model = engine.recipe, engine.model
+    part_ids, part_labels = next(engine.ranks.microbatches(ids, labels, recipe.accumulate))
+    with torch.no_grad(), recipe.autocast():
+        hidden = model.hidden_states(part_ids).to(getattr(torch, recipe.dtype))
     weight = model.head.weight
     assert isinstance(weight, nn.Parameter)
-    ours = _gradients(args, ranks, head, hidden, weight, part_labels)
+    ours = _gradients(recipe, head, hidden, weight, part_labels)
     truth = dense_gradients(hidden.flatten(0, -2), weight.detach().to(hidden.dtype), part_labels.flatten())
     rare = torch.ones(len(truth[1]), dtype=torch.bool, device=hidden.device)
     rare[part_labels[part_labels != IGNORED]] = False
@@ -56,7 +53,7 @@ def probe(
     cosine, norm = (dict(zip(GRADIENTS, column, strict=True)) for column in columns)
     kept_tiles = math.nan
     if isinstance(head, VocabParallelHead) and head.loss_options["grad_filter"] is not None:
-        with torch.no_grad(), autocast(args, ranks):
+        with torch.no_grad(), recipe.autocast():
             options = {**head.loss_options, "return_aux": True}
             output = linear_cross_entropy(hidden, head.weight, part_labels, **options)
         assert isinstance(output, LinearCrossEntropyOutput) and output.filter_stats is not None
@@ -81,10 +78,10 @@ def dense_gradients(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Ten
 
 
 def _gradients(
-    args: argparse.Namespace, ranks: Ranks, head: nn.Module, hidden: Tensor, weight: Tensor, labels: Tensor
+    recipe: Recipe, head: nn.Module, hidden: Tensor, weight: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     hidden = hidden.detach().requires_grad_()
-    with autocast(args, ranks):
+    with recipe.autocast():
         loss = head(hidden, labels, num_tokens=int((labels != IGNORED).sum()))
     d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
     return d_hidden, d_weight

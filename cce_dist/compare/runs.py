@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -16,16 +15,17 @@ from cce_dist import VocabParallelHead
 from cce_dist.bench.measure import describe
 from cce_dist.compare.heads import MakeHead
 from cce_dist.compare.probe import probe
-from cce_dist.pretrain import LOSSES
+from cce_dist.pretrain.build import build_model
 from cce_dist.pretrain.data import Batches, Corpus
-from cce_dist.pretrain.model import GPT, Shape
+from cce_dist.pretrain.engines.torch import TorchEngine
 from cce_dist.pretrain.ranks import Ranks
-from cce_dist.pretrain.train import build_model, make_deterministic, make_optimizer, train_step, validate
+from cce_dist.pretrain.recipe import LOSSES, Recipe
+from cce_dist.pretrain.train import make_deterministic
 
 
 @dataclass
 class Measurement:
-    """What is known after ``step`` optimizer steps.
+    """The state of a run after ``step`` optimizer steps.
 
     Attributes:
         val_loss: By the exact head, nats per token, the same batches every time.
@@ -54,23 +54,25 @@ class Run:
 
 
 def train_all(
-    args: argparse.Namespace, ranks: Ranks, shape: Shape, corpus: Corpus, methods: dict[str, MakeHead],
+    recipe: Recipe, ranks: Ranks, corpus: Corpus, methods: dict[str, MakeHead], *, seeds: int, measure_every: int,
     advance: Callable[[], Any],
 ) -> Iterator[Run]:  # fmt: skip
     """Yield each run as it ends, all methods of a seed before the next seed; ``advance`` is called after every step."""
-    held_out = Batches(corpus.held_out, shape.seq_len, seed=0)  # seeds are judged by the same text
-    for seed in range(args.seeds):
+    seq_len = recipe.shape.seq_len
+    held_out = Batches(corpus.held_out, seq_len, seed=0)  # seeds are judged by the same text
+    for seed in range(seeds):
         make_deterministic(seed)
-        model = build_model(args, ranks, shape)
+        model = build_model(recipe, ranks)
         exact = model.head
         assert isinstance(exact, VocabParallelHead)
         initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        batches = Batches(corpus.train, shape.seq_len, seed)
+        batches = Batches(corpus.train, seq_len, seed)
         for name, make_head in methods.items():
             model.load_state_dict(initial)
             run = Run(name, seed)
             try:
-                _train(args, ranks, model, make_head(exact.weight), batches, held_out, run, advance)
+                engine = TorchEngine(recipe, ranks, model, fused=ranks.device.type == "cuda")
+                _train(engine, make_head(exact.weight), batches, held_out, run, measure_every, advance)
             except Exception as error:  # whatever another library raises, the rest goes on
                 if name in LOSSES:
                     raise
@@ -81,30 +83,30 @@ def train_all(
 
 
 def _train(
-    args: argparse.Namespace, ranks: Ranks, model: GPT, head: nn.Module, batches: Batches, held_out: Batches, run: Run,
+    engine: TorchEngine, head: nn.Module, batches: Batches, held_out: Batches, run: Run, measure_every: int,
     advance: Callable[[], Any],
 ) -> None:  # fmt: skip
-    """Train ``model`` with ``head`` as its last layer; between steps it has its own, exact one."""
-    exact, optimizer = model.head, make_optimizer(model, args, fused=ranks.device.type == "cuda")
+    """Train the engine's model with ``head`` as its last layer; between steps it has its own, exact one."""
+    recipe, exact = engine.recipe, engine.model.head
     losses: list[Tensor] = []
     clock = time.perf_counter()
-    for step in range(args.steps + 1):
-        ids, labels = batches.at(step * args.batch_size, args.batch_size)
-        if step % args.measure_every == 0 or step == args.steps:
+    for step in range(recipe.steps + 1):
+        ids, labels = batches.at(step * recipe.batch_size, recipe.batch_size)
+        if step % measure_every == 0 or step == recipe.steps:
             measured = Measurement(step, math.nan)
             if losses:
                 measured.train_loss = torch.stack(losses).mean().item()  # waits for the device, so the clock is right
                 measured.tokens_per_s = len(losses) * labels.size / (time.perf_counter() - clock)
-            measured.val_loss = validate(args, ranks, model, held_out)
+            measured.val_loss = engine.validate(held_out)
             run.measurements.append(measured)
             if not math.isfinite(measured.val_loss):
                 run.problem = f"the validation loss is {measured.val_loss} after step {step}"
                 return
-            agreement = probe(args, ranks, model, head, ids, labels)
+            agreement = probe(engine, head, ids, labels)
             measured.cosine, measured.norm, measured.kept_tiles = agreement
             losses, clock = [], time.perf_counter()
-        if step < args.steps:
-            model.head = head
-            losses.append(train_step(args, ranks, model, optimizer, step + 1, ids, labels)[0])
-            model.head = exact
+        if step < recipe.steps:
+            engine.model.head = head
+            losses.append(engine.step(step + 1, ids, labels).loss)
+            engine.model.head = exact
             advance()

@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from cce_dist.pretrain import UsageError
+from cce_dist.pretrain.recipe import UsageError
 
 
 class CheckpointError(Exception):
@@ -30,20 +31,10 @@ def latest(folder: Path) -> Path | None:
     return folder / pointer.read_text().strip() if pointer.exists() else None
 
 
-class Engine(Protocol):
-    """What a checkpoint asks of whoever holds model and optimizer; both are called on every rank, with a shared folder."""
-
-    def save_tensors(self, folder: Path) -> None:
-        """Write this rank's shards to a folder that is not there yet."""
-        ...
-
-    def load_tensors(self, folder: Path) -> None:
-        """Read them again."""
-        ...
-
-
-def save(folder: Path, keep: int, engine: Engine, state: dict[str, Any]) -> None:
+def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: dict[str, Any]) -> None:
     """Write model, optimizer, RNG and ``state`` (plain values; ``state["step"]`` names the checkpoint).
+
+    ``save_tensors`` is the engine's. Only the ``keep`` newest checkpoints stay.
 
     Sharding: every rank writes the shards that it holds; ``folder`` is one that all ranks share.
     Communication: what ``torch.distributed.checkpoint`` needs to plan, and a barrier.
@@ -53,13 +44,15 @@ def save(folder: Path, keep: int, engine: Engine, state: dict[str, Any]) -> None
     """
     final = folder / f"step-{state['step']:08d}"
     scratch = final.with_suffix(".tmp")
-    first = _is_first()
+    alone = not dist.is_initialized()
+    first = alone or dist.get_rank() == 0
     failure: str | None = None
     if first:
         shutil.rmtree(scratch, ignore_errors=True)
-    _barrier()
+    if not alone:
+        dist.barrier()
     try:
-        engine.save_tensors(scratch)
+        save_tensors(scratch)
     except dcp.CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         failure = f"cannot write checkpoint {final}: {reason}"
@@ -72,14 +65,17 @@ def save(folder: Path, keep: int, engine: Engine, state: dict[str, Any]) -> None
             _publish(scratch, final, keep)
         except (OSError, RuntimeError) as error:
             failure = f"cannot write checkpoint {final}: {error}"
-    failure = _from_first(failure)
+    if not alone:
+        box = [failure]
+        dist.broadcast_object_list(box, src=0)
+        [failure] = box
     if failure is not None:
         if first:
             shutil.rmtree(scratch, ignore_errors=True)
         raise CheckpointError(failure)
 
 
-def load(folder: Path, engine: Engine, same: dict[str, Any]) -> dict[str, Any] | None:
+def load(folder: Path, load_tensors: Callable[[Path], None], same: dict[str, Any]) -> dict[str, Any] | None:
     """Restore model, optimizer and RNG from the newest checkpoint; return its state, or None where there is none.
 
     Raises:
@@ -89,15 +85,14 @@ def load(folder: Path, engine: Engine, same: dict[str, Any]) -> dict[str, Any] |
     if newest is None:
         return None
     state = torch.load(newest / "state.pt", weights_only=True)
-    theirs = state["same"]
+    there = state["same"]
     differing = [
-        f"{name} {theirs.get(name)} there, {same[name]} here" for name in same if same[name] != theirs.get(name)
+        f"{name} {there.get(name)} there, {ours} here" for name, ours in same.items() if ours != there.get(name)
     ]
     if differing:
-        raise UsageError(
-            f"checkpoint {newest} is of another run ({'; '.join(differing)}): use another --out or --no-resume"
-        )
-    engine.load_tensors(newest)
+        reason = f"is of another run ({'; '.join(differing)})"
+        raise UsageError(f"checkpoint {newest} {reason}: use another --out or --no-resume")
+    load_tensors(newest)
     _set_rng(state.pop("rng"))
     return state
 
@@ -105,7 +100,7 @@ def load(folder: Path, engine: Engine, same: dict[str, Any]) -> dict[str, Any] |
 def write_tensors(folder: Path, tensors: dict[str, Any]) -> None:
     """Write nested dictionaries of tensors to a folder that is not there yet."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # says that one process alone saves alone
+        warnings.simplefilter("ignore", UserWarning)  # the warning only says that one process saves alone
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, overwrite=False))
 
 
@@ -150,20 +145,3 @@ def _set_rng(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _from_first(value: str | None) -> str | None:
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

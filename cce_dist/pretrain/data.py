@@ -21,12 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
-from cce_dist.pretrain import UsageError
+from cce_dist.pretrain.recipe import UsageError
 
 EOS = 0
 IGNORED = -100
 HELD_OUT = 1 / 20
-LAYOUT = 1  # of a cache folder; raise it when what is written changes
+LAYOUT = 1  # version of a cache folder; raise it when its content changes
 
 
 class CorpusError(Exception):
@@ -72,6 +72,10 @@ class Batches:
         labels[ids == EOS] = IGNORED
         return ids, labels
 
+    def first(self, num_batches: int, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the first batches of ``count`` sequences each, as ``at`` has them."""
+        return [self.at(index * count, count) for index in range(num_batches)]
+
     def _sequence(self, index: int) -> np.ndarray:
         epoch, place = divmod(index, self.num_sequences)
         if epoch != self._epoch:
@@ -80,18 +84,28 @@ class Batches:
         return self.ids[start : start + self.seq_len + 1]
 
 
+def num_valid(*labels: np.ndarray) -> int:
+    """Return how many labels are not ignored, but 1 at least: it is what a sum of losses is divided by."""
+    return max(1, sum(int((each != IGNORED).sum()) for each in labels))
+
+
 def prepare(
-    corpus: Path | None, pattern: str | None, vocab_size: int, cache: Path | None, max_mib: int | None = None
-) -> Path:
+    corpus: Path | None, pattern: str | None, vocab_size: int, cache: Path | None, max_mib: int | None = None,
+    *, here: bool = True,
+) -> Path:  # fmt: skip
     """Tokenize a corpus, or its files up to ``max_mib``, or find that in the cache, and return its folder.
 
-    Safe in several processes at once: whoever takes the lock first does the work in a temporary folder and renames it.
+    Safe in several processes at once: whoever takes the lock first does the work in a temporary folder and renames it. Not
+    ``here`` means that another process of this machine does the work; this one waits without end, because a preparing rank
+    that fails takes the group down with it.
 
     Raises:
         CorpusError: No file matches, one cannot be read as UTF-8 text, or the cache cannot be written.
     """
     files = _find(corpus, pattern, max_mib)
     folder = _folder(files, vocab_size, cache)
+    while not here and not folder.exists():
+        time.sleep(0.1)
     if folder.exists():
         return folder
     try:
@@ -107,19 +121,6 @@ def prepare(
                     shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise CorpusError(f"cannot write the tokenized corpus {folder}: {error.strerror}") from error
-    return folder
-
-
-def wait_for(
-    corpus: Path | None, pattern: str | None, vocab_size: int, cache: Path | None, max_mib: int | None = None
-) -> Path:
-    """Return the folder that another process of this machine prepares, once it is there.
-
-    It waits without end: a preparing rank that fails takes the group down with it.
-    """
-    folder = _folder(_find(corpus, pattern, max_mib), vocab_size, cache)
-    while not folder.exists():
-        time.sleep(0.1)
     return folder
 
 
@@ -170,11 +171,9 @@ def _tokenize(files: list[Path], vocab_size: int, folder: Path) -> None:
     # The attributes of a Tokenizer are typed as read-only by its stubs.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(_texts(files), trainer)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
@@ -198,7 +197,5 @@ def _texts(files: list[Path]) -> Iterator[str]:
         except OSError as error:
             raise CorpusError(f"cannot read corpus file {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            message = (
-                f"corpus file {path} is not UTF-8 text: {error.reason} at byte {error.start}; choose files by --pattern"
-            )
-            raise CorpusError(message) from error
+            reason = f"{error.reason} at byte {error.start}"
+            raise CorpusError(f"corpus file {path} is not UTF-8 text: {reason}; choose files by --pattern") from error

@@ -1,74 +1,81 @@
 """From a command line to ranks: under torchrun this process is one, alone it starts them; and what a failure says.
 
-A user's mistake, a full disk or a lost rank is one line on stderr and exit code 1; CCE_DIST_DEBUG=1 adds the traceback. What
-is none of these is a bug and keeps its traceback.
+A user's mistake, a full disk or a lost rank is one line on stderr and exit code 1; CCE_DIST_DEBUG=1 adds the traceback.
+Anything else is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import logging
 import os
 import pickle
 import sys
 import traceback
+from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from cce_dist.pretrain import MEGATRON_FUSED, UsageError, data
+from cce_dist.pretrain import data
 from cce_dist.pretrain.checkpoint import CheckpointError
-from cce_dist.pretrain.model import PRESETS
-from cce_dist.pretrain.ranks import join
-from cce_dist.pretrain.train import train
+from cce_dist.pretrain.engines import Engine
+from cce_dist.pretrain.ranks import Ranks, check_sizes, join
+from cce_dist.pretrain.recipe import ENGINES, MEGATRON_FUSED, Recipe, UsageError
+from cce_dist.pretrain.train import make_deterministic, train
+from cce_dist.ranks import in_torchrun
 
 
 def launch(args: argparse.Namespace) -> int:
     """Be a rank, or start them all, and return the exit code."""
-    args = copy.copy(args)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.vocab_size is None:
-        args.vocab_size = PRESETS[args.preset].vocab_size
-    problem = _problem_with_engine(args)
-    if problem:
-        return _report(UsageError(problem)) if os.environ.get("RANK", "0") == "0" else 1
-    if args.zero_stage > 1:
-        args.tp = 1
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-        args.tp = args.tp or max(1, int(os.environ["WORLD_SIZE"]) // (args.dp * args.pp))
-        return run_rank(args)
-    args.tp = args.tp or (2 if args.device == "cpu" else max(1, min(2, torch.cuda.device_count())))
-    if args.tp * args.dp * args.pp == 1:
-        return run_rank(args)
     try:
-        # Here a bad corpus fails once.
-        data.prepare(args.corpus, args.pattern, args.vocab_size, args.cache, args.corpus_mib)
+        recipe = read_recipe(args)
+        check_engine(recipe)
+    except UsageError as error:
+        return _report(error) if os.environ.get("RANK", "0") == "0" else 1
+    if in_torchrun() or recipe.num_ranks == 1:
+        return run_rank(recipe)
+    try:
+        data.prepare(*recipe.text)  # a bad corpus fails once here, not on every rank
     except data.CorpusError as error:
         return _report(error)
-    return _start_ranks(args)
+    return _start_ranks(recipe)
 
 
-def _start_ranks(args: argparse.Namespace) -> int:
-    """Start ``tp * dp * pp`` ranks on this machine under torchrun's own agent."""
+def read_recipe(args: argparse.Namespace) -> Recipe:
+    """Return the recipe of a command line, in which the flags that fit themselves to the machine are decided."""
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    tp = args.tp
+    if tp is None and args.zero_stage > 1:
+        tp = 1
+    elif tp is None and in_torchrun():
+        tp = max(1, int(os.environ["WORLD_SIZE"]) // (args.dp * args.pp))
+    elif tp is None:
+        tp = 2 if device == "cpu" else max(1, min(2, torch.cuda.device_count()))
+    return Recipe.of(args, device=device, tp=tp)
+
+
+def _start_ranks(recipe: Recipe) -> int:
+    """Start all ranks on this machine under torchrun's own agent."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    world_size = args.tp * args.dp * args.pp
-    # As torchrun does, but with all cores in use.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    # Torchrun sets this to 1; here the ranks share all cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // recipe.num_ranks)))
     # The agent logs a report of a failed rank; the rank itself has said what happened.
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
-        run_id="cce-dist-pretrain", min_nodes=1, max_nodes=1, nproc_per_node=world_size,
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=args.max_restarts,
+        run_id="cce-dist-pretrain", min_nodes=1, max_nodes=1, nproc_per_node=recipe.num_ranks,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=recipe.max_restarts,
     )  # fmt: skip
     try:
-        elastic_launch(config, _rank_process)(args)
+        elastic_launch(config, _rank_process)(recipe)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
@@ -79,9 +86,9 @@ def _start_ranks(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rank_process(args: argparse.Namespace) -> None:
+def _rank_process(recipe: Recipe) -> None:
     try:
-        code = run_rank(args)
+        code = run_rank(recipe)
     except Exception:
         traceback.print_exc()
         code = 1
@@ -89,13 +96,11 @@ def _rank_process(args: argparse.Namespace) -> None:
         sys.exit(code)
 
 
-def run_rank(args: argparse.Namespace) -> int:
+def run_rank(recipe: Recipe) -> int:
     """Set this rank up, train, and return its exit code."""
     try:
-        ranks = join(args, args.pp if args.engine != "torch" else None)
-        prepare = data.prepare if int(os.environ.get("LOCAL_RANK", "0")) == 0 else data.wait_for
-        folder = prepare(args.corpus, args.pattern, args.vocab_size, args.cache, args.corpus_mib)
-        train(args, ranks, folder)
+        ranks = join(recipe)
+        train_on(recipe, ranks, data.prepare(*recipe.text, here=os.environ.get("LOCAL_RANK", "0") == "0"))
     except KeyboardInterrupt:
         if dist.is_initialized():
             os._exit(130)  # a group that lost a rank cannot be taken down in order
@@ -107,7 +112,7 @@ def run_rank(args: argparse.Namespace) -> int:
         code = _report(error) if not everywhere or os.environ.get("RANK", "0") == "0" else 1
         if dist.is_initialized():
             if everywhere:
-                dist.barrier()  # or the agent, seeing another rank leave, ends the one that reports
+                dist.barrier()  # the agent ends all ranks once one has left: wait for the one that reports
             os._exit(code)
         return code
     if dist.is_initialized():
@@ -116,29 +121,42 @@ def run_rank(args: argparse.Namespace) -> int:
     return 0
 
 
-def _problem_with_engine(args: argparse.Namespace) -> str | None:
-    """Return why ``args.engine`` cannot do what is asked for, if so."""
-    if args.loss == MEGATRON_FUSED and args.engine != "megatron":
-        return f"--loss {MEGATRON_FUSED} needs --engine megatron"
-    if args.zero_stage > 1 and args.engine != "deepspeed":
-        return "--zero-stage needs --engine deepspeed"
-    if args.pp > 1 and args.engine == "torch":
-        return "--pp needs --engine megatron or deepspeed"
-    if args.compile and args.engine != "torch":
-        return "--compile is for --engine torch"
-    if args.engine == "megatron":
-        if args.device == "cpu":
-            return "--engine megatron needs GPUs: megatron-core's schedules and buffers are theirs"
-        if find_spec("megatron") is None or find_spec("megatron.core") is None:
-            return "--engine megatron needs megatron-core: pip install 'cce-dist[megatron]'"
-    if args.engine == "deepspeed":
-        if args.sequence_parallel:
-            return "--sequence-parallel is not for --engine deepspeed"
-        if args.zero_stage > 1 and (args.pp > 1 or (args.tp or 1) > 1):
-            return "--zero-stage 2 and 3 need --pp 1 and --tp 1"
-        if find_spec("deepspeed") is None:
-            return "--engine deepspeed needs deepspeed: pip install 'cce-dist[deepspeed]'"
-    return None
+def train_on(recipe: Recipe, ranks: Ranks, folder: Path) -> float:
+    """Train on the corpus in ``folder`` with the engine that the recipe names; see ``train``."""
+    check_sizes(recipe, ranks)
+    corpus = data.Corpus(folder)
+    batches, held_out = (
+        data.Batches(ids, recipe.shape.seq_len, recipe.seed) for ids in (corpus.train, corpus.held_out)
+    )
+    make_deterministic(recipe.seed)
+    # Only the engine's own module imports its framework.
+    engine: type[Engine] = getattr(import_module(f"cce_dist.pretrain.engines.{recipe.engine}"), ENGINES[recipe.engine])
+    return train(engine(recipe, ranks), corpus.key, batches, held_out)
+
+
+def check_engine(recipe: Recipe) -> None:
+    """Raise ``UsageError`` where the recipe asks for what its engine cannot do here."""
+    engine, stage = recipe.engine, recipe.zero_stage
+    problems = {
+        f"--loss {MEGATRON_FUSED} needs --engine megatron": recipe.loss == MEGATRON_FUSED and engine != "megatron",
+        "--zero-stage needs --engine deepspeed": stage > 1 and engine != "deepspeed",
+        "--pp needs --engine megatron or deepspeed": recipe.pp > 1 and engine == "torch",
+        "--compile is for --engine torch": recipe.compile and engine != "torch",
+        "--engine megatron needs GPUs: megatron-core's schedules and buffers are theirs": (
+            engine == "megatron" and recipe.device == "cpu"
+        ),
+        "--sequence-parallel is not for --engine deepspeed": recipe.sequence_parallel and engine == "deepspeed",
+        "--zero-stage 2 and 3 need --pp 1 and --tp 1": stage > 1 and (recipe.pp > 1 or recipe.tp > 1),
+        "--engine megatron needs megatron-core: pip install 'cce-dist[megatron]'": (
+            engine == "megatron" and (find_spec("megatron") is None or find_spec("megatron.core") is None)
+        ),
+        "--engine deepspeed needs deepspeed: pip install 'cce-dist[deepspeed]'": (
+            engine == "deepspeed" and find_spec("deepspeed") is None
+        ),
+    }
+    for text, is_so in problems.items():
+        if is_so:
+            raise UsageError(text)
 
 
 def _report(error: BaseException) -> int:

@@ -1,4 +1,4 @@
-"""What the first rank writes while it trains: metrics.jsonl, TensorBoard where installed, a progress bar."""
+"""The first rank's records of a run: metrics.jsonl, TensorBoard where it is installed, a progress bar."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Log:
         rewritten = path.with_suffix(".tmp")
         rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept))
         os.replace(rewritten, path)
-        # Unbuffered: a record is in the file or it raised, and nothing is left to fail at exit.
+        # The file has no buffer: a record is on disk or its write raised, and nothing is left to fail at exit.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
         self._board = _tensorboard(out, step)
-        # Where nobody watches a terminal the bar keeps silent and ``note`` prints lines.
+        # The bar keeps silent where nobody watches a terminal; ``note`` prints its lines everywhere.
         self._bar = tqdm(total=num_steps, initial=step, unit="step", dynamic_ncols=True, disable=None)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -53,11 +53,8 @@ class Log:
                 if isinstance(value, (int, float)) and name != "step":
                     self._board.add_scalar(f"{record['split']}/{name}", value, record["step"])
         if record["split"] == "train":
-            self._bar.set_postfix(
-                loss=f"{record['loss']:.3f}",
-                tokens_per_s=f"{record['tokens_per_s']:,.0f}",
-                peak_mb=f"{record['peak_mb']:,.0f}",
-            )
+            numbers = {name: f"{record[name]:,.0f}" for name in ("tokens_per_s", "peak_mb")}
+            self._bar.set_postfix({"loss": f"{record['loss']:.3f}", **numbers})
 
     def advance(self) -> None:
         """Count one step."""

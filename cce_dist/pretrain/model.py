@@ -10,7 +10,6 @@ sequence-parallel form).
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -18,38 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel as tp
 
 from cce_dist import FilterStats
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes of a model. ``num_ffn`` is the inner width of the SwiGLU, ``seq_len`` the tokens of one sequence."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_ffn: int
-    seq_len: int
-    vocab_size: int
-
-
-PRESETS = {
-    "toy": Shape(hidden_size=32, num_layers=2, num_heads=4, num_ffn=96, seq_len=32, vocab_size=384),
-    "small": Shape(hidden_size=128, num_layers=4, num_heads=4, num_ffn=384, seq_len=128, vocab_size=4096),
-    "wide": Shape(hidden_size=1024, num_layers=4, num_heads=16, num_ffn=2816, seq_len=512, vocab_size=32768),
-    "base": Shape(hidden_size=768, num_layers=12, num_heads=12, num_ffn=2048, seq_len=1024, vocab_size=32768),
-    "llama-3-8b-head": Shape(
-        hidden_size=4096, num_layers=2, num_heads=32, num_ffn=14336, seq_len=2048, vocab_size=128256
-    ),
-}
+from cce_dist.pretrain.recipe import Shape
 
 
 class GPT(nn.Module):
@@ -170,7 +141,7 @@ class DenseHead(nn.Module):
         return loss / num_tokens
 
 
-class Replicated(ParallelStyle):
+class Replicated(tp.ParallelStyle):
     """A module that every rank runs on the same input; its parameters become replicated DTensors.
 
     Without it the norms' parameters would be plain tensors beside DTensors, which gradient clipping cannot add up.
@@ -196,11 +167,11 @@ def shard_model(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     Communication: per block and direction two all-reduces of [s, b, D], or two all-gathers and two reduce-scatters.
     """
     between = Shard(0) if sequence_parallel else Replicate()
-    norm = SequenceParallel(sequence_dim=0, use_local_output=True) if sequence_parallel else Replicated()
-    column = ColwiseParallel(input_layouts=between)
-    row = RowwiseParallel(output_layouts=between)
-    plan: dict[str, ParallelStyle] = {
-        "embedding": ColwiseParallel(input_layouts=Replicate(), output_layouts=between),
+    norm = tp.SequenceParallel(sequence_dim=0, use_local_output=True) if sequence_parallel else Replicated()
+    column = tp.ColwiseParallel(input_layouts=between)
+    row = tp.RowwiseParallel(output_layouts=between)
+    plan: dict[str, tp.ParallelStyle] = {
+        "embedding": tp.ColwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "blocks.*.attention_norm": norm,
         "blocks.*.attention.qkv": column,
         "blocks.*.attention.out": row,
@@ -210,4 +181,4 @@ def shard_model(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         "norm": norm,
     }
     # Every rank drew the same whole weights, so each keeps its part.
-    parallelize_module(model, mesh, plan, src_data_rank=None)
+    tp.parallelize_module(model, mesh, plan, src_data_rank=None)

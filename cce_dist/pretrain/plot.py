@@ -11,9 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``cce-dist plot``."""
     parser.description = "Draw train and validation loss of one or more runs into one figure."
     parser.add_argument("metrics", nargs="+", type=Path, help="metrics.jsonl of a run, or its folder")
-    parser.add_argument(
-        "-o", "--out", type=Path, default=Path("curves.png"), help="figure to write (default: curves.png)"
-    )
+    parser.add_argument("-o", "--out", type=Path, default=Path("curves.png"), help="figure to write")
 
 
 def run(args: argparse.Namespace) -> int:

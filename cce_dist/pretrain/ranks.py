@@ -1,19 +1,23 @@
-"""This process's place among the ranks: device, process group, mesh."""
+"""This process's place among the ranks of a run: device, mesh, and the part of a batch that is its own."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import logging
 import os
+import resource
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cce_dist.pretrain import UsageError
+from cce_dist import ranks
+from cce_dist.pretrain.recipe import Recipe, UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +41,6 @@ class Ranks:
     mesh: DeviceMesh | None = None
 
     @property
-    def dp_rank(self) -> int:
-        return self.rank // self.tp % self.dp
-
-    @property
     def tp_mesh(self) -> DeviceMesh | None:
         return self.mesh["tp"] if self.mesh is not None and self.tp > 1 else None
 
@@ -48,48 +48,68 @@ class Ranks:
     def dp_mesh(self) -> DeviceMesh | None:
         return self.mesh["dp"] if self.mesh is not None and self.dp > 1 else None
 
+    def microbatches(self, ids: np.ndarray, labels: np.ndarray, accumulate: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's ``accumulate`` microbatches of a whole batch, [s, b] each, on its device."""
+        size = len(ids) // (self.dp * accumulate)
+        first = self.rank // self.tp % self.dp * accumulate
+        for part in range(first, first + accumulate):
+            part_ids, part_labels = (each[part * size : (part + 1) * size].T.copy() for each in (ids, labels))
+            yield _to_device(part_ids, self.device), _to_device(part_labels, self.device)
 
-def join(args: argparse.Namespace, pp: int | None = None) -> Ranks:
-    """Join the process group, where there is one, with ``args.timeout`` on every collective.
+    def peak_mb(self) -> float:
+        """Return this rank's largest memory so far: of the GPU's tensors, or of the process where there is no GPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 2**20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
-    With ``pp``, pipeline stages, no mesh is made: it is for an engine that makes its own groups.
+    def largest_peak_mb(self, counts: bool) -> float:
+        """Return the largest ``peak_mb`` of the ranks that count, such as those of the last stage. Every rank calls it."""
+        peak = torch.tensor(self.peak_mb() if counts else 0.0, device=self.device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return peak.item()
+
+
+def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # from pageable memory a copy would wait for all that the GPU has to do
+    return tensor.to(device, non_blocking=True)
+
+
+def join(recipe: Recipe) -> Ranks:
+    """Join the process group, where there is one.
+
+    No mesh is made for megatron and deepspeed, which make their own groups.
+
+    Raises:
+        UsageError: Ranks and GPUs, or ranks and the sizes asked for, do not fit together.
     """
     # cuBLAS is deterministic with this workspace alone, and reads it when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The flight recorder remembers collectives, so that a time-out can name the one that hung.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    device = torch.device(args.device)
-    if args.device == "cuda":
+    if recipe.device == "cuda":
         if not torch.cuda.is_available():
             raise UsageError("--device cuda, but torch sees no GPU")
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if num_local > torch.cuda.device_count():
             raise UsageError(f"{num_local} ranks, but {torch.cuda.device_count()} GPUs on this machine")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == args.tp * args.dp * (pp or 1) == 1:
+    device = ranks.own_device(recipe.device)
+    if int(os.environ.get("WORLD_SIZE", "1")) == recipe.num_ranks == 1:
         return Ranks(device)
 
-    timeout = datetime.timedelta(seconds=args.timeout)
-    # On CPUs it falls back from all-to-all to all-gather, and says so on every rank.
+    # On CPUs DTensor falls back from all-to-all to all-gather, and says so on every rank.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    backend = "nccl" if args.device == "cuda" else "gloo"
-    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # A restarted group is given its predecessor's store: keep out of the old addresses. (A group with a store of its own
-        # must not do this: a node that joins late counts fewer restarts than the others.)
-        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
-        device_id=device if args.device == "cuda" else None,
-    )  # fmt: skip
-    if args.tp * args.dp * (pp or 1) != world_size:
-        stages = f" x --pp {pp}" if pp else ""
-        raise UsageError(f"--tp {args.tp} x --dp {args.dp}{stages} does not make the {world_size} ranks of torchrun")
-    if pp:
-        return Ranks(device, rank, world_size, args.tp, args.dp, pp)
-    return make_mesh(device, args.tp, args.dp, timeout)
+    ranks.join(device, recipe.timeout, bind=True)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    has_mesh = recipe.engine == "torch"
+    if recipe.num_ranks != world_size:
+        stages = "" if has_mesh else f" x --pp {recipe.pp}"
+        sizes = f"--tp {recipe.tp} x --dp {recipe.dp}{stages}"
+        raise UsageError(f"{sizes} does not make the {world_size} ranks of torchrun")
+    if has_mesh:
+        return make_mesh(device, recipe.tp, recipe.dp, datetime.timedelta(seconds=recipe.timeout))
+    return Ranks(device, rank, world_size, recipe.tp, recipe.dp, recipe.pp)
 
 
 def make_mesh(device: torch.device, tp: int, dp: int, timeout: datetime.timedelta) -> Ranks:
@@ -104,13 +124,29 @@ def make_mesh(device: torch.device, tp: int, dp: int, timeout: datetime.timedelt
     return Ranks(device, dist.get_rank(), dist.get_world_size(), tp, dp, mesh=mesh)
 
 
+def check_sizes(recipe: Recipe, ranks: Ranks) -> None:
+    """Raise ``UsageError`` where model and batch cannot be split over the ranks."""
+    shape = recipe.shape
+    parts = {"heads": (shape.num_heads, ranks.tp), "ffn width": (shape.num_ffn, ranks.tp)}
+    if recipe.sequence_parallel:
+        parts["sequence length"] = (shape.seq_len, ranks.tp)
+    check_split(parts | {"batch size": (recipe.batch_size, ranks.dp * recipe.accumulate)})
+
+
+def check_split(parts: dict[str, tuple[int, int]]) -> None:
+    """Raise ``UsageError`` for the first named size that the number beside it does not divide."""
+    for name, (size, ways) in parts.items():
+        if size % ways:
+            raise UsageError(f"{name} {size} cannot be split {ways} ways")
+
+
 def start_deepspeed(device: torch.device) -> None:
-    """Have DeepSpeed work on the process group that there is, and meet what else it expects of a launcher."""
+    """Have DeepSpeed work on the process group that there is, and meet what it expects of a launcher besides."""
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    # Else it compiles a collective of its own at start, on CPUs.
+    # DeepSpeed would compile a collective of its own at start, on CPUs.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)

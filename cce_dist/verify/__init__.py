@@ -1,6 +1,6 @@
 """``cce-dist verify``: the whole matrix of cases on your own ranks and devices, before a long run.
 
-Reading order: ``cases`` (the matrix), ``check`` (one case against the dense reference), ``ranks`` (processes for tests).
+Reading order: ``cases`` (the matrix), ``check`` (one case against the dense reference).
 """
 
 from __future__ import annotations
@@ -21,20 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the matrix on every rank of torchrun (or on this process alone); 0 if every case kept its bound."""
-    import datetime
-
     import torch
     import torch.distributed as dist
+
+    from cce_dist import ranks
 
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    here = ranks.own_device(device)
     if world > 1:
-        timeout = datetime.timedelta(seconds=args.timeout)
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+        ranks.join(here, args.timeout)
         if device == "cpu":
             torch.set_num_threads(1)
     try:

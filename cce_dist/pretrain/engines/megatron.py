@@ -7,7 +7,6 @@ communication; pipeline schedules over ``--pp`` stages. ``--loss dense`` is Mega
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,102 +19,84 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cce_dist.integrations import megatron as cce
-from cce_dist.pretrain import MEGATRON_FUSED, UsageError, checkpoint
-from cce_dist.pretrain.data import IGNORED, Batches
-from cce_dist.pretrain.model import Shape
-from cce_dist.pretrain.ranks import Ranks
-from cce_dist.pretrain.train import build_model, chosen_filter, learning_rate, microbatches, peak_mb
+from cce_dist.pretrain import checkpoint
+from cce_dist.pretrain.build import build_whole
+from cce_dist.pretrain.data import IGNORED, Batches, num_valid
+from cce_dist.pretrain.engines import Engine, Step, set_learning_rate
+from cce_dist.pretrain.ranks import Ranks, check_split
+from cce_dist.pretrain.recipe import MEGATRON_FUSED, Recipe
+from cce_dist.ranks import join_alone
 
 
-class MegatronEngine:
-    """See ``train.TorchEngine`` for what the training loop asks of an engine."""
+class MegatronEngine(Engine):
+    """See ``Engine``."""
 
-    def __init__(self, args: argparse.Namespace, ranks: Ranks, shape: Shape) -> None:
-        from megatron.core import optimizer as megatron_optimizer
-        from megatron.core import parallel_state
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
-        from megatron.core.optimizer import OptimizerConfig
+    def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
+        from megatron.core import distributed, optimizer, parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
         from megatron.core.transformer.module import Float16Module
 
-        # Megatron would pad the vocabulary; then this engine's loss would not be the other's.
-        for name, size, ways in (("layers", shape.num_layers, ranks.pp), ("vocabulary", shape.vocab_size, ranks.tp)):
-            if size % ways:
-                raise UsageError(f"{name} {size} cannot be split {ways} ways")
-        self.args, self.ranks, self.shape = args, ranks, shape
+        # Megatron would pad a vocabulary that it cannot split, and its loss would not be the other engines'.
+        shape = recipe.shape
+        check_split({"layers": (shape.num_layers, ranks.pp), "vocabulary": (shape.vocab_size, ranks.tp)})
+        self.recipe, self.ranks = recipe, ranks
         self.layout = {"tp": ranks.tp, "dp": ranks.dp, "pp": ranks.pp}
-        if not dist.is_initialized():
-            dist.init_process_group(
-                "nccl" if ranks.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-            )
-        parallel_state.initialize_model_parallel(ranks.tp, ranks.pp, distributed_timeout_minutes=args.timeout / 60)  # pyright: ignore[reportArgumentType]
+        join_alone(ranks.device)
+        parallel_state.initialize_model_parallel(ranks.tp, ranks.pp, distributed_timeout_minutes=recipe.timeout / 60)  # pyright: ignore[reportArgumentType]
         if ranks.device.type == "cuda":
-            model_parallel_cuda_manual_seed(args.seed)
+            model_parallel_cuda_manual_seed(recipe.seed)
         self.is_last = parallel_state.is_pipeline_last_stage()
 
-        self.model = _build(args, ranks, shape, parallel_state.is_pipeline_first_stage(), self.is_last)
+        self.model = _build(recipe, ranks, parallel_state.is_pipeline_first_stage(), self.is_last)
         config = self.model.config
         module: Any = Float16Module(config, self.model) if config.bf16 else self.model
-        ddp_config = DistributedDataParallelConfig(
+        ddp_config = distributed.DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
         )  # fmt: skip
-        self.chunk: Any = DistributedDataParallel(config, ddp_config, module)
-        optimizer_config = OptimizerConfig(
-            optimizer="adam", lr=args.lr, weight_decay=args.weight_decay, adam_beta1=0.9, adam_beta2=0.95,
-            clip_grad=args.clip, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=True,
+        self.chunk: Any = distributed.DistributedDataParallel(config, ddp_config, module)
+        optimizer_config = optimizer.OptimizerConfig(
+            optimizer="adam", lr=recipe.lr, weight_decay=recipe.weight_decay, adam_beta1=0.9, adam_beta2=0.95,
+            clip_grad=recipe.clip, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=True,
         )  # fmt: skip
-        # That vectors do not decay is said there from 0.16 on; before, it is the default.
-        overrides = getattr(megatron_optimizer, "get_standard_config_overrides", None)
+        # Vectors do not decay: an argument says so from 0.16 on, and it is the default before.
+        overrides = getattr(optimizer, "get_standard_config_overrides", None)
         said = {} if overrides is None else {"config_overrides": overrides(optimizer_config)}
-        self.optimizer: Any = megatron_optimizer.get_megatron_optimizer(optimizer_config, [self.chunk], **said)
+        self.optimizer: Any = optimizer.get_megatron_optimizer(optimizer_config, [self.chunk], **said)
         for group in self.optimizer.param_groups:
-            group["weight_decay"] = args.weight_decay * group["wd_mult"]
+            group["weight_decay"] = recipe.weight_decay * group["wd_mult"]
         config.no_sync_func = self.chunk.no_sync
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = distributed.finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
 
-    def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor, None]:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.args)
+    def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> Step:
+        set_learning_rate(self.optimizer, self.recipe.learning_rate(step))
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = self._run(ids, labels, forward_only=False) / max(1, int((labels != IGNORED).sum()))
+        loss = self._run(ids, labels, forward_only=False) / num_valid(labels)
         _, grad_norm, _ = self.optimizer.step()
-        return loss, torch.as_tensor(grad_norm), None
-
-    def filter_record(self, nothing: None) -> dict[str, float]:
-        return {}  # convert() keeps no statistics
+        return Step(loss, torch.as_tensor(grad_norm), None)  # convert() keeps no statistics
 
     def validate(self, held_out: Batches) -> float:
         self.chunk.eval()
-        total, num_tokens = torch.zeros((), device=self.ranks.device), 0
-        for index in range(self.args.eval_batches):
-            ids, labels = held_out.at(index * self.args.batch_size, self.args.batch_size)
+        batches = held_out.first(self.recipe.eval_batches, self.recipe.batch_size)
+        total = torch.zeros((), device=self.ranks.device)
+        for ids, labels in batches:
             total += self._run(ids, labels, forward_only=True)
-            num_tokens += int((labels != IGNORED).sum())
         self.chunk.train()
-        return total.item() / max(1, num_tokens)
+        return total.item() / num_valid(*(labels for _, labels in batches))
 
     def peak_mb(self) -> float:
-        """Return the largest memory of the last stage, where the loss is, over its ranks."""
-        peak = torch.tensor(peak_mb(self.ranks.device) if self.is_last else 0.0, device=self.ranks.device)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return peak.item()
+        return self.ranks.largest_peak_mb(self.is_last)
 
     def save_tensors(self, folder: Path) -> None:
-        # The weights that the last step has changed are gathered by the next forward, or now.
+        # The next forward would gather the weights that the last step has changed; they are needed now.
         self.chunk.disable_forward_pre_hook()
         checkpoint.write_tensors(folder, self._tensors())
         self.chunk.enable_forward_pre_hook()
 
     def load_tensors(self, folder: Path) -> None:
         # Torch's Adam has no state before its first step; one of length 0 makes it.
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
+        set_learning_rate(self.optimizer, 0.0)
         self.chunk.zero_grad_buffer()
         self.optimizer.step()
         self.chunk.disable_forward_pre_hook()
@@ -136,18 +117,15 @@ class MegatronEngine:
         """Run Megatron's schedule over this rank's microbatches; return the summed loss of the whole batch, on every rank."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        accumulate = self.recipe.accumulate
         with torch.set_grad_enabled(not forward_only):
             losses = get_forward_backward_func()(
-                forward_step_func=_forward_step,
-                data_iterator=microbatches(ids, labels, self.ranks, self.args.accumulate),
-                model=[self.chunk],
-                num_microbatches=self.args.accumulate,
-                seq_length=self.shape.seq_len,
-                micro_batch_size=len(ids) // (self.ranks.dp * self.args.accumulate),
-                forward_only=forward_only,
-            )
+                forward_step_func=_forward_step, data_iterator=self.ranks.microbatches(ids, labels, accumulate),
+                model=[self.chunk], num_microbatches=accumulate, seq_length=self.recipe.shape.seq_len,
+                micro_batch_size=len(ids) // (self.ranks.dp * accumulate), forward_only=forward_only,
+            )  # fmt: skip
         total = torch.zeros((), device=self.ranks.device)
-        for report in losses:  # none but on the last stage
+        for report in losses:  # empty but on the last stage
             total += report["loss"]
         dist.all_reduce(total)
         return total / self.ranks.tp  # the ranks of a tensor-parallel group have the same
@@ -161,13 +139,13 @@ def _forward_step(data: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Te
 
 
 def _sum_losses(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return sum and count, of which Megatron makes the mean over the whole batch."""
+    """Return sum and count: Megatron divides their totals over the whole batch."""
     total = (losses * mask).sum()
     return total, mask.sum().int(), {"loss": total.detach()}
 
 
-def _build(args: argparse.Namespace, ranks: Ranks, shape: Shape, is_first: bool, is_last: bool) -> Any:
-    """Return this stage on its device: Megatron's layers, our weights, and the loss that ``args.loss`` names."""
+def _build(recipe: Recipe, ranks: Ranks, is_first: bool, is_last: bool) -> Any:
+    """Return this stage on its device: Megatron's layers, our weights, and the loss that the recipe names."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -175,16 +153,16 @@ def _build(args: argparse.Namespace, ranks: Ranks, shape: Shape, is_first: bool,
 
     def leave_empty(weight: Tensor) -> None: ...
 
-    dtype = getattr(torch, args.dtype)
+    shape, dtype = recipe.shape, getattr(torch, recipe.dtype)
     config = TransformerConfig(
         num_layers=shape.num_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_heads,
         ffn_hidden_size=shape.num_ffn, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
         normalization="RMSNorm", layernorm_epsilon=1e-5, hidden_dropout=0.0, attention_dropout=0.0,
         bf16=dtype == torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype, tensor_model_parallel_size=ranks.tp,
-        pipeline_model_parallel_size=ranks.pp, sequence_parallel=args.sequence_parallel and ranks.tp > 1,
+        pipeline_model_parallel_size=ranks.pp, sequence_parallel=recipe.sequence_parallel and ranks.tp > 1,
         calculate_per_token_loss=True, use_cpu_initialization=True, init_method=leave_empty,
-        output_layer_init_method=leave_empty, cross_entropy_loss_fusion=args.loss == MEGATRON_FUSED,
-        # Kernels of Apex and Transformer Engine, which need not be there.
+        output_layer_init_method=leave_empty, cross_entropy_loss_fusion=recipe.loss == MEGATRON_FUSED,
+        # These kernels are those of Apex and Transformer Engine, which need not be installed.
         gradient_accumulation_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
     )  # fmt: skip
     layer: Any = get_gpt_layer_local_spec()
@@ -196,10 +174,10 @@ def _build(args: argparse.Namespace, ranks: Ranks, shape: Shape, is_first: bool,
         config, block, shape.vocab_size, shape.seq_len, pre_process=is_first, post_process=is_last,
         position_embedding_type="rope",
     )  # fmt: skip
-    _load_weights(model, args, ranks, shape)
+    _load_weights(model, recipe, ranks)
     model.to(ranks.device)
-    if args.loss not in ("dense", MEGATRON_FUSED):
-        cce.convert(model, cce.Options(chosen_filter(args)))
+    if recipe.loss not in ("dense", MEGATRON_FUSED):
+        cce.convert(model, cce.Options(recipe.grad_filter))
     return model
 
 
@@ -224,13 +202,11 @@ class _Attention(nn.Module):
 
 
 @torch.no_grad()
-def _load_weights(model: Any, args: argparse.Namespace, ranks: Ranks, shape: Shape) -> None:
+def _load_weights(model: Any, recipe: Recipe, ranks: Ranks) -> None:
     """Give the stage its part of the weights with which ``--engine torch`` starts, whatever the number of ranks."""
     from megatron.core import parallel_state
 
-    alone = argparse.Namespace(**{**vars(args), "loss": "exact", "sequence_parallel": False, "compile": False})
-    torch.manual_seed(args.seed)
-    whole = build_model(alone, Ranks(torch.device("cpu")), shape)
+    whole = build_whole(recipe)
     rank = parallel_state.get_tensor_model_parallel_rank()
 
     def part(weight: Tensor, dim: int = 0) -> Tensor:

@@ -8,7 +8,6 @@ DeepSpeed's users, with all logits; the others are this library's, by the sectio
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,39 +18,43 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cce_dist import FilterStats
 from cce_dist.integrations import deepspeed as cce
-from cce_dist.pretrain import UsageError
-from cce_dist.pretrain.data import IGNORED, Batches
-from cce_dist.pretrain.model import GPT, Block, Shape
+from cce_dist.pretrain.build import build_whole, make_optimizer
+from cce_dist.pretrain.data import IGNORED, Batches, num_valid
+from cce_dist.pretrain.engines import Engine, Step, set_learning_rate
+from cce_dist.pretrain.model import GPT, Block
 from cce_dist.pretrain.ranks import Ranks, start_deepspeed
-from cce_dist.pretrain.train import build_model, chosen_filter, learning_rate, make_optimizer, microbatches, peak_mb
+from cce_dist.pretrain.recipe import Recipe, Shape, UsageError
+from cce_dist.ranks import join_alone
 
-TAG = "deepspeed"  # of its checkpoint in a folder
+TAG = "deepspeed"  # the name of its checkpoint in a folder
 
 
-class DeepSpeedEngine:
-    """See ``train.TorchEngine`` for what the training loop asks of an engine."""
+class DeepSpeedEngine(Engine):
+    """See ``Engine``."""
 
-    def __init__(self, args: argparse.Namespace, ranks: Ranks, shape: Shape) -> None:
-        if shape.num_layers < ranks.pp:
-            raise UsageError(f"{shape.num_layers} layers cannot be split into {ranks.pp} stages")
-        _start(ranks)
-        self.args, self.ranks, self.shape = args, ranks, shape
-        self.layout = {"tp": ranks.tp, "dp": ranks.dp, "pp": ranks.pp, "zero_stage": args.zero_stage}
-        self.in_stages = args.zero_stage == 1
-        model: Any = (_pipeline if self.in_stages else _Model)(_whole_model(args, shape), args, ranks, shape)
+    def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
+        if recipe.shape.num_layers < ranks.pp:
+            raise UsageError(f"{recipe.shape.num_layers} layers cannot be split into {ranks.pp} stages")
+        join_alone(ranks.device)
+        start_deepspeed(ranks.device)
+        self.recipe, self.ranks = recipe, ranks
+        self.layout = {"tp": ranks.tp, "dp": ranks.dp, "pp": ranks.pp, "zero_stage": recipe.zero_stage}
+        self.in_stages = recipe.zero_stage == 1
+        whole = build_whole(recipe)
+        model: Any = _pipeline(whole, recipe, ranks) if self.in_stages else _Model(whole, recipe.shape)
         angles = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self.optimizer = make_optimizer(model, args)
-        self.engine: Any = cce.initialize(model=model, optimizer=self.optimizer, config=ds_config(args, ranks))[0]
+        self.optimizer = make_optimizer(model, recipe)
+        self.engine: Any = cce.initialize(model=model, optimizer=self.optimizer, config=ds_config(recipe, ranks))[0]
         for name, buffer in self.engine.module.named_buffers():
-            buffer.data = angles[name].to(ranks.device)  # stay fp32 in a model of bf16
-        if args.loss != "dense":
+            buffer.data = angles[name].to(ranks.device)  # angles stay fp32 in a model of bf16
+        if recipe.loss != "dense":
             cce.require(self.engine)
 
-    def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.args)
-        data = self._microbatches(ids, labels, _num_valid(labels))
+    def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> Step:
+        set_learning_rate(self.optimizer, self.recipe.learning_rate(step))
+        data = self._microbatches(ids, labels, num_valid(labels))
         if self.in_stages:
             loss = self.engine.train_batch(data)
         else:
@@ -63,22 +66,15 @@ class DeepSpeedEngine:
                 self.engine.step()
                 loss += part.detach()
             loss = self._mean(loss)
-        report = None if chosen_filter(self.args) is None else self.engine.get_additional_losses()
-        return loss, torch.as_tensor(self.engine.get_global_grad_norm()), report
-
-    def filter_record(self, report: dict[str, Tensor] | None) -> dict[str, float]:
-        """Return what the filter did in the last microbatch of this rank's group, which the report has merged."""
-        names = ("kept_tiles", "dropped_mass_mean", "dropped_mass_max_of_shards")
-        return {} if report is None else {name: float(report[name]) for name in names}
+        return Step(loss, torch.as_tensor(self.engine.get_global_grad_norm()), self._filter_stats())
 
     def validate(self, held_out: Batches) -> float:
-        size = self.args.batch_size
-        batches = [held_out.at(index * size, size) for index in range(self.args.eval_batches)]
-        num_valid = sum(_num_valid(labels) for _, labels in batches)
+        batches = held_out.first(self.recipe.eval_batches, self.recipe.batch_size)
+        num_tokens = num_valid(*(labels for _, labels in batches))
         total = torch.zeros((), device=self.ranks.device)
         self.engine.eval()
         for ids, labels in batches:
-            data = self._microbatches(ids, labels, num_valid)
+            data = self._microbatches(ids, labels, num_tokens)
             if self.in_stages:
                 total += self.engine.eval_batch(data).squeeze()
                 continue
@@ -88,16 +84,12 @@ class DeepSpeedEngine:
         return total.item()
 
     def peak_mb(self) -> float:
-        """Return the largest memory of the last stage, where the loss is, over its ranks."""
-        is_last = not self.in_stages or self.engine.is_last_stage()
-        peak = torch.tensor(peak_mb(self.ranks.device) if is_last else 0.0, device=self.ranks.device)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return peak.item()
+        return self.ranks.largest_peak_mb(not self.in_stages or self.engine.is_last_stage())
 
     def save_tensors(self, folder: Path) -> None:
         try:
             self.engine.save_checkpoint(str(folder), tag=TAG, client_state=self._client_state())
-        except RuntimeError as error:  # of torch's writer, or of a lost peer
+        except RuntimeError as error:  # torch's writer raised it, or a lost peer did
             if "inline_container" not in str(error):
                 raise
             raise OSError(f"cannot write checkpoint {folder}: {error}") from error
@@ -105,13 +97,20 @@ class DeepSpeedEngine:
     def load_tensors(self, folder: Path) -> None:
         self.engine.load_checkpoint(str(folder), tag=TAG)
 
-    def _microbatches(self, ids: np.ndarray, labels: np.ndarray, num_valid: int) -> Iterator[tuple[Tensor, Any]]:
+    def _filter_stats(self) -> FilterStats | None:
+        """Return what the filter did, which DeepSpeed's report has merged over the ranks already."""
+        if self.recipe.grad_filter is None:
+            return None
+        report = self.engine.get_additional_losses()
+        return FilterStats(*(report[n] for n in ("kept_tiles", "dropped_mass_mean", "dropped_mass_max_of_shards")))
+
+    def _microbatches(self, ids: np.ndarray, labels: np.ndarray, num_tokens: int) -> Iterator[tuple[Tensor, Any]]:
         """Yield what a step of DeepSpeed reads: ids, and labels with what their summed loss is multiplied by.
 
-        DeepSpeed takes the mean over microbatches and ranks; the mean over all tokens is to come out.
+        DeepSpeed takes the mean over microbatches and ranks; the scale makes it the mean over all tokens.
         """
-        scale = torch.tensor(self.ranks.dp * self.args.accumulate / num_valid, device=self.ranks.device)
-        for part_ids, part_labels in microbatches(ids, labels, self.ranks, self.args.accumulate):
+        scale = torch.tensor(self.ranks.dp * self.recipe.accumulate / num_tokens, device=self.ranks.device)
+        for part_ids, part_labels in self.ranks.microbatches(ids, labels, self.recipe.accumulate):
             yield part_ids, (part_labels, scale)
 
     def _client_state(self) -> dict[str, Any]:
@@ -120,51 +119,36 @@ class DeepSpeedEngine:
 
         info: dict[str, Any] = {say.UNIVERSAL_CHECKPOINT_VERSION_KEY: say.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
         if self.in_stages:
-            norm, head = self.shape.num_layers + 1, self.shape.num_layers + 2  # layers are named by their places
+            norm = self.recipe.shape.num_layers + 1  # layers are named by their places
             info[say.TP_REPLICATED_PARAMETER_PATTERNS] = [r".*_norm\.weight", rf"{norm}\.weight"]
-            info[say.VOCABULARY_PARAMETER_PATTERNS] = [r"0\.weight", rf"{head}\.weight"]
+            info[say.VOCABULARY_PARAMETER_PATTERNS] = [r"0\.weight", rf"{norm + 1}\.weight"]
             info[say.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS] = [r".*attention\.out\.weight", r".*mlp\.down\.weight"]
-            info[say.ORIGINAL_VOCAB_SIZE] = self.shape.vocab_size
+            info[say.ORIGINAL_VOCAB_SIZE] = self.recipe.shape.vocab_size
         return {say.UNIVERSAL_CHECKPOINT_INFO: info}
 
     def _mean(self, loss: Tensor) -> Tensor:
         dist.all_reduce(loss)
-        return loss / (self.ranks.dp * self.args.accumulate)
+        return loss / (self.ranks.dp * self.recipe.accumulate)
 
 
-def ds_config(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+def ds_config(recipe: Recipe, ranks: Ranks) -> dict[str, Any]:
     """Return what a user of DeepSpeed writes into ds_config.json."""
-    grad_filter = chosen_filter(args)
-    section: dict[str, Any] = {"enabled": args.loss != "dense"}
+    grad_filter = recipe.grad_filter
+    section: dict[str, Any] = {"enabled": recipe.loss != "dense"}
     if grad_filter is not None:
         section["filter"] = "compensated" if grad_filter.compensate else "plain"
         section |= {f"filter_{name}": getattr(grad_filter, name) for name in ("eps", "hidden", "weight")}
         section["report"] = True
     return {
-        "train_micro_batch_size_per_gpu": args.batch_size // (ranks.dp * args.accumulate),
-        "gradient_accumulation_steps": args.accumulate,
-        "gradient_clipping": args.clip,
-        "zero_optimization": {"stage": args.zero_stage},
-        "bf16": {"enabled": args.dtype == "bfloat16"},
+        "train_micro_batch_size_per_gpu": recipe.batch_size // (ranks.dp * recipe.accumulate),
+        "gradient_accumulation_steps": recipe.accumulate,
+        "gradient_clipping": recipe.clip,
+        "zero_optimization": {"stage": recipe.zero_stage},
+        "bf16": {"enabled": recipe.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 10**9,
         cce.SECTION: section,
     }
-
-
-def _start(ranks: Ranks) -> None:
-    if not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if ranks.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-        )
-    start_deepspeed(ranks.device)
-
-
-def _whole_model(args: argparse.Namespace, shape: Shape) -> GPT:
-    """Return the model with which ``--engine torch`` starts, whatever the number of ranks, on the CPU."""
-    alone = argparse.Namespace(**{**vars(args), "loss": "exact", "sequence_parallel": False, "compile": False})
-    torch.manual_seed(args.seed)
-    return build_model(alone, Ranks(torch.device("cpu")), shape)
 
 
 class _Model(nn.Module):
@@ -172,7 +156,7 @@ class _Model(nn.Module):
 
     trunk: GPT
 
-    def __init__(self, whole: GPT, args: argparse.Namespace, ranks: Ranks, shape: Shape) -> None:
+    def __init__(self, whole: GPT, shape: Shape) -> None:
         super().__init__()
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, device="meta")
         head: Any = whole.head
@@ -190,18 +174,19 @@ def _loss(logits: Any, labels: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), ids.flatten(), ignore_index=IGNORED, reduction="sum") * scale
 
 
-def _pipeline(whole: GPT, args: argparse.Namespace, ranks: Ranks, shape: Shape) -> Any:
+def _pipeline(whole: GPT, recipe: Recipe, ranks: Ranks) -> Any:
     """Return this rank's part of a PipelineModule, with weights."""
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
+    sizes = recipe.shape.hidden_size, recipe.shape.vocab_size
     topology = PipeModelDataParallelTopology(num_pp=ranks.pp, num_mp=ranks.tp, num_dp=ranks.dp)
     module: Any = PipelineModule(
         [
-            cce.CCEEmbedding(shape.hidden_size, shape.vocab_size, tp_rank=ranks.rank % ranks.tp, tp_size=ranks.tp),
+            cce.CCEEmbedding(*sizes, tp_rank=ranks.rank % ranks.tp, tp_size=ranks.tp),
             *whole.blocks,
             whole.norm,
-            cce.CCEHeadSpec(shape.hidden_size, shape.vocab_size, topology=topology),
+            cce.CCEHeadSpec(*sizes, topology=topology),
         ],
         topology=topology,
         partition_method="type:Block",
@@ -215,7 +200,7 @@ def _pipeline(whole: GPT, args: argparse.Namespace, ranks: Ranks, shape: Shape) 
             weight: Any = (whole.embedding if isinstance(layer, cce.CCEEmbedding) else whole.head).weight
             with torch.no_grad():
                 layer.weight.copy_(weight[layer.rows.start : layer.rows.stop])
-            if args.loss == "dense" and ranks.tp > 1:
+            if recipe.loss == "dense" and ranks.tp > 1:
                 layer.rows.join(group)
                 if isinstance(layer, cce.CCEHead):
                     layer.register_forward_pre_hook(_summing_gradients(group))
@@ -240,20 +225,16 @@ def _vocab_parallel_loss(head: cce.CCEHead) -> Callable[[Tensor, tuple[Tensor, T
 
 
 def _split(block: Block, group: dist.ProcessGroup) -> None:
-    """Leave this rank's heads and inner width in a block: rows of the first matrices, columns of the second."""
-    for matrix, dim in (
-        (block.attention.qkv, 0),
-        (block.attention.out, 1),
-        (block.mlp.gate_up, 0),
-        (block.mlp.down, 1),
-    ):
+    """Keep this rank's heads and inner width in a block: rows of the first matrices, columns of the second."""
+    attention, mlp = block.attention, block.mlp
+    for matrix, dim in ((attention.qkv, 0), (attention.out, 1), (mlp.gate_up, 0), (mlp.down, 1)):
         matrix.weight.data = matrix.weight.data.chunk(group.size(), dim)[group.rank()].clone()
         matrix.weight.tensor_model_parallel = True  # pyright: ignore[reportAttributeAccessIssue]
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> Tensor:
         return cce.sum_over_shards(output, group)
 
-    for part in (block.attention, block.mlp):
+    for part in (attention, mlp):
         part.register_forward_pre_hook(_summing_gradients(group))
         part.register_forward_hook(leave)
 
@@ -273,7 +254,3 @@ def _summing_gradients(group: dist.ProcessGroup) -> Callable[[nn.Module, tuple[T
         return hidden
 
     return enter
-
-
-def _num_valid(labels: np.ndarray) -> int:
-    return max(1, int((labels != IGNORED).sum()))

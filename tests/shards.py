@@ -1,0 +1,38 @@
+"""Helpers that the kernels' tests share: the device, a shard's operands, and memory full of NaN."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cce_dist.kernels import ShardLogits
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU: it is about memory, compilation or streams of the device")
+
+
+class Problem(NamedTuple):
+    """One shard's operands, and what its gradients are made with: ``coef`` [4, N]."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    logits: ShardLogits
+    coef: Tensor
+
+
+@contextlib.contextmanager
+def nan_memory() -> Iterator[None]:
+    """Fill what torch.empty returns with NaN: a cell shows that a kernel forgot to write, or read without having written."""
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # as torch.utils.deterministic.fill_uninitialized_memory says
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
