@@ -51,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--eval-batches", type=pretrain.positive, default=8, metavar="BATCHES")
     run.add_argument("--filter-eps", type=float, metavar="P", help="softmax below which a gradient tile is dropped")
     run.add_argument("--show", type=Path, metavar="JSON", help="train nothing; print and draw this compare.json again")
+    run.add_argument(
+        "--columns", nargs="+", metavar="COLUMN", help="with --show: print these columns, and draw nothing"
+    )
     pretrain.add_model_arguments(parser)
     pretrain.add_data_arguments(parser)
     pretrain.add_optimization_arguments(parser)
@@ -70,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.show:
             comparison = report.read_json(args.show)
+            if args.columns:
+                print("\n".join(report.summary(comparison, args.columns)))
+                return 0
             figure = args.show.with_suffix(".png")
         else:
             comparison = _compare(args)
@@ -91,9 +97,9 @@ def _compare(args: argparse.Namespace) -> Any:
     import torch
     from tqdm import tqdm
 
-    from cce_dist.bench import describe_environment
     from cce_dist.compare import heads, report, runs
     from cce_dist.pretrain import data, ranks, train
+    from cce_dist.report import describe_environment, write_json
 
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,7 +119,7 @@ def _compare(args: argparse.Namespace) -> Any:
     with tqdm(total=num_steps, unit="step", dynamic_ncols=True, disable=None) as bar:
         for run in runs.train_all(args, here, shape, data.Corpus(folder), chosen, advance=bar.update):
             comparison.runs.append(run)
-            report.write_json(comparison, args.out / "compare.json")
+            write_json(args.out / "compare.json", comparison)
             tqdm.write(report.line(run))
     return comparison
 

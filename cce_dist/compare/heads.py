@@ -1,4 +1,4 @@
-"""What is compared: heads that hold the same weight and give the same loss, but not the same gradient.
+"""The heads that are compared: they hold the same weight and give the same loss, but not the same gradient.
 
 This library's are those of ``cce-dist pretrain --loss``. Other libraries' are the rows of ``cce-dist bench``, made into a
 head: to a head they are a function of hidden states, weight and labels.
@@ -13,13 +13,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from cce_dist.bench.measure import describe
-from cce_dist.bench.methods import LossFn, all_methods
+from cce_dist import VocabShard
+from cce_dist.bench.methods import all_methods
+from cce_dist.bench.peers import LossFn
 from cce_dist.pretrain import LOSSES, UsageError
 from cce_dist.pretrain.data import IGNORED
 from cce_dist.pretrain.model import Shape
 from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.train import build_head
+from cce_dist.report import describe
 
 MakeHead = Callable[[nn.Parameter], nn.Module]  # weight [V, D] -> a head over it
 
@@ -30,8 +32,8 @@ def choose(args: argparse.Namespace, ranks: Ranks, shape: Shape) -> tuple[dict[s
     Raises:
         UsageError: There is no such method.
     """
-    peers = {name: method for name, method in all_methods([256]).items() if not method.ours}
-    nothing = torch.empty(0, shape.hidden_size, device=ranks.device)
+    peers = {name: method for name, method in all_methods().items() if method.is_for(1) and not method.ours}
+    whole, nothing = VocabShard.even(shape.vocab_size, None), torch.empty(0, shape.hidden_size, device=ranks.device)
     chosen: dict[str, MakeHead] = {}
     missing: dict[str, str] = {}
     for name in args.methods:
@@ -43,7 +45,7 @@ def choose(args: argparse.Namespace, ranks: Ranks, shape: Shape) -> tuple[dict[s
             missing[name] = "needs a GPU"
         else:
             try:
-                chosen[name] = _make_peer(peers[name].build(nothing, nothing, nothing))
+                chosen[name] = _make_peer(peers[name].build(whole, nothing))
             except ImportError as error:
                 missing[name] = describe(error)
     return chosen, missing

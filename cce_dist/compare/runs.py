@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from cce_dist import VocabParallelHead
-from cce_dist.bench.measure import describe
 from cce_dist.compare.heads import MakeHead
 from cce_dist.compare.probe import probe
 from cce_dist.pretrain import LOSSES
@@ -21,11 +20,12 @@ from cce_dist.pretrain.data import Batches, Corpus
 from cce_dist.pretrain.model import GPT, Shape
 from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.train import build_model, make_deterministic, make_optimizer, train_step, validate
+from cce_dist.report import describe
 
 
 @dataclass
 class Measurement:
-    """What is known after ``step`` optimizer steps.
+    """All that is known after ``step`` optimizer steps.
 
     Attributes:
         val_loss: By the exact head, nats per token, the same batches every time.
