@@ -20,7 +20,7 @@ from cce_dist.pretrain.ranks import Ranks
 from cce_dist.report import write_json
 
 CORPUS = Path(sysconfig.get_path("stdlib")) / "email"
-# 16 tiles of columns to 128 tokens, and eps above a uniform softmax: some tiles hold no label, and go.
+# 4,096 ids to 128 tokens, and eps above a uniform softmax: much of the gradient holds no label, and goes.
 TOY = ["--preset", "toy", "--vocab-size", "4096", "--corpus", str(CORPUS), "--pattern", "*.py", "--device", "cpu"]
 SHORT = ["--steps", "4", "--measure-every", "2", "--seeds", "2", "--batch-size", "4", "--eval-batches", "1"]
 METHODS = ["dense", "exact", "filtered", "filtered-plain", "full-c", "full-c-plain", "cce"]

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--steps", type=pretrain.positive, help="optimizer steps of a run")
     run.add_argument("--measure-every", type=pretrain.positive, metavar="STEPS", help="of loss and gradient")
     run.add_argument("--eval-batches", type=pretrain.positive, default=8, metavar="BATCHES")
-    run.add_argument("--filter-eps", type=float, metavar="P", help="softmax below which a gradient tile is dropped")
+    run.add_argument("--filter-eps", type=float, metavar="P", help="softmax below which the filter drops a gradient")
     run.add_argument("--show", type=Path, metavar="JSON", help="train nothing; print and draw this compare.json again")
     run.add_argument(
         "--columns", nargs="+", metavar="COLUMN", help="with --show: print these columns, and draw nothing"

@@ -121,8 +121,7 @@ def table(comparison: Comparison) -> str:
         "Validation loss after the last step, by the exact head, in nats per token: mean over seeds (and standard "
         f"deviation); '- {BASELINE}' is paired by seed. Gradients are compared with dense ones in wider arithmetic, on the "
         "run's own weights and batch: 1 - cosine, and the norm over the dense one's, means over all measurements and seeds. "
-        "Rare dC: the rows of tokens that are not in the batch. Kept: what the filter keeps, as a share of its units (tiles on "
-        "the torch backend, elements on Triton)."
+        "Rare dC: the rows of tokens that are not in the batch. Kept: the share that the filter keeps."
     )
     heading = [f"### {comparison.title}", "", f"{report.where(comparison.environment)}. {about}"]
     return "\n".join([*heading, "", *summary(comparison), "", *notes])
