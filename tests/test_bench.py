@@ -1,24 +1,25 @@
 """The benchmark draws what it says, refuses a wrong gradient, and goes on when a method fails."""
 
 import json
+import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from cce_dist import cli
-from cce_dist.bench import measure as measure_module
-from cce_dist.bench import methods, report
-from cce_dist.bench.measure import Timing, measure, reference, relative_error
+from cce_dist import VocabShard, cli
+from cce_dist.bench import loop, methods, report
+from cce_dist.bench.cases import choose
+from cce_dist.bench.collectives import Collective
+from cce_dist.bench.loop import Clock, Job, Row, Timing, reference, relative_error, time_in_turns
 from cce_dist.bench.methods import Method
+from cce_dist.bench.peers import dense
 from cce_dist.bench.shapes import SHAPES, HeadShape
 from cce_dist.bench.workload import IGNORE_INDEX, make_workload
+from cce_dist.report import write_json
 
 TINY = HeadShape(hidden_size=32, vocab_size=300)
-
-
-def dense(hidden, weight, labels):
-    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
 
 
 def tiny_workload(**options):
@@ -57,8 +58,8 @@ def test_workload_rejects_an_impossible_share(options):
 
 def test_reference_is_autograd_in_float64(monkeypatch):
     workload = tiny_workload()
-    monkeypatch.setattr(measure_module, "REFERENCE_CHUNK_BYTES", 7 * TINY.vocab_size * 8)  # ragged last chunk
-    truth = reference(workload)
+    monkeypatch.setattr(loop, "REFERENCE_CHUNK_BYTES", 7 * TINY.vocab_size * 8)  # ragged last chunk
+    truth = reference(*workload[:3])
     hidden, weight = workload.hidden.double().requires_grad_(), workload.weight.double().requires_grad_()
     loss = F.cross_entropy(F.linear(hidden, weight), workload.labels)
     d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
@@ -98,8 +99,12 @@ def failing(error):
     return Method(build)
 
 
+def measure(workload, chosen, repeats):
+    return loop.measure(workload, VocabShard.even(len(workload.weight), None), chosen, repeats)
+
+
 def measure_tiny(**wrong):
-    rows, floor = measure(tiny_workload(), {"right": Method(lambda *case: dense)} | wrong, repeats=2)
+    rows, floor, _ = measure(tiny_workload(), {"right": Method(lambda *case: dense)} | wrong, repeats=2)
     return {row.name: row for row in rows}, floor
 
 
@@ -142,13 +147,39 @@ def test_a_method_that_fails_says_why_and_the_rest_goes_on():
 
 
 def test_every_method_that_needs_no_gpu_is_right_or_says_why(monkeypatch):
-    available = methods.all_methods([1])
+    available = methods.all_methods(workspace_mib=[1])
     chosen = {name: m for name, m in available.items() if "compile" not in name}  # compiling takes a minute
-    rows, _ = measure(tiny_workload(), chosen, repeats=1)
+    rows, _, _ = measure(tiny_workload(), chosen, repeats=1)
     by_name = {row.name: row for row in rows}
     for name in ("cce-dist", "cce-dist-cached", "cce-dist-filtered", "cce-dist-torch", "torch"):
         assert by_name[name].problem == ""
     assert by_name["quack"].missing
+
+
+class CountingClock(Clock):
+    """Remembers what it was given; the third time that it is given "c" fails."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.order = []
+
+    def __call__(self, job):
+        self.order.append(job())
+        if self.order[-1] == "c" and self.order.count("c") == 3:
+            raise RuntimeError("no more")
+        return float(len(self.order))
+
+
+def test_jobs_are_timed_in_turns_and_a_failure_ends_its_own_method_alone():
+    """Catches a fixed order, a first round that is counted, and a method that is timed again after it failed."""
+    rows, clock = [Row(name, ours=False) for name in "abcdefgh"], CountingClock()
+    time_in_turns([Job(row, row.total, partial(str, row.name)) for row in rows], 3, clock, lambda line: None)
+    rounds = ["".join(clock.order[start : start + 8]) for start in (0, 8, 16)] + ["".join(clock.order[24:])]
+    assert [sorted(turn) for turn in rounds] == [list("abcdefgh")] * 3 + [list("abdefgh")]
+    assert len(set(rounds)) == 4 and "abcdefgh" not in rounds
+    assert {row.name: len(row.total.seconds) for row in rows} == dict.fromkeys("abcdefgh", 3) | {"c": 1}
+    assert min(seconds for row in rows for seconds in row.total.seconds) == 9
+    assert [row.problem for row in rows if row.problem] == ["RuntimeError: no more"]
 
 
 def test_timing_is_a_median_with_the_interquartile_range():
@@ -162,7 +193,7 @@ def test_bench_writes_table_json_and_figure(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         methods,
         "all_methods",
-        lambda workspace: {"torch": Method(lambda *case: dense), "wrong": planted("dC", 2.0)},
+        lambda *choice: {"torch": Method(lambda *case: dense), "wrong": planted("dC", 2.0)},
     )
     command = ["bench", "--shapes", "tiny", "--tokens", "32", "48", "--repeats", "2", "--device", "cpu"]
     assert cli.main([*command, "--out", str(tmp_path)]) == 0
@@ -180,16 +211,66 @@ def test_bench_writes_table_json_and_figure(tmp_path, capsys, monkeypatch):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
     figure.unlink()
-    assert cli.main(["bench", "--show", str(tmp_path / "bench.json")]) == 0
+    show = ["bench", "--show", str(tmp_path / "bench.json")]
+    assert cli.main([*show, "--columns", "dC", "total/3", "--methods", "wrong"]) == 0
+    header, _, row = capsys.readouterr().out.splitlines()
+    assert header.replace(" ", "") == "|errdC;/3GEMMs|tiny,V300,N32|tiny,V300,N48|"
+    assert row.split("|")[1].strip() == "wrong" and row.count("wrong gradient") == 2
+    assert cli.main([*show, "--tokens", "48"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "### tiny, N 48, D 32, V 300, bfloat16"
+    assert not figure.exists()  # a part is no picture of the run
+    assert cli.main(show) == 0
     assert output.startswith(capsys.readouterr().out.split("\n\n### ")[0])  # the same tables again
     assert figure.exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param('{"runs": []}', r"is not a bench.json of this version \(KeyError: 'runs'\)", id="another-file"),
+        pytest.param('{"environment": {}, "cases": []}', "nothing of what is asked for is in", id="empty"),
+    ],
+)
+def test_showing_nothing_is_one_line(tmp_path, content, message):
+    (tmp_path / "bench.json").write_text(content)
+    with pytest.raises(SystemExit, match=message):
+        cli.main(["bench", "--show", str(tmp_path / "bench.json"), "--columns", "total"])
+
+
+def test_a_file_keeps_what_was_measured(tmp_path):
+    """Catches a field that comes back as a dict or a list, and a NaN that is no JSON or comes back as None."""
+    workload = tiny_workload()
+    found = measure(workload, {"right": Method(lambda *case: dense), "nan": planted("dE", float("nan"))}, repeats=2)
+    sent = {"right": [Collective("all_reduce", 8, 1, None, 1e-3)]}
+    results = report.Results(
+        {"device": "CPU"}, [report.Case.of("tiny", 0.25, workload, found._replace(collectives=sent))]
+    )
+    write_json(tmp_path / "bench.json", results)
+    json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)
+    again = report.read_json(tmp_path / "bench.json")
+    errors = again.cases[0].rows[1].errors
+    assert errors is not None and math.isnan(errors.d_hidden)
+    assert repr(again) == repr(results)
+
+
+def test_a_method_is_a_row_of_the_groups_that_it_can_run_in():
+    """Catches a library without a vocabulary-parallel loss that is given a shard, and the reverse."""
+    table = methods.all_methods(workspace_mib=[64, 128])
+    alone, split = ({name for name, method in table.items() if method.is_for(size)} for size in (1, 2))
+    both = {"cce-dist@64MiB", "cce-dist@128MiB", "cce-dist-cached", "cce-dist-filtered", "torch-compile", "cce"}
+    assert both <= alone & split
+    assert {"torch", "liger", "quack"} <= alone - split
+    assert {"cce-dist-sp@64MiB", "cce-dist-cached-sp", "megatron", "deepspeed", "torch-loss-parallel"} <= split - alone
+    chosen = choose(["cce-dist-sp", "cce-dist"], table)
+    assert list(chosen) == ["cce-dist@64MiB", "cce-dist@128MiB", "cce-dist-sp@64MiB", "cce-dist-sp@128MiB"]
+
+
 def test_table_on_a_gpu_shows_times_and_memory():
     workload = tiny_workload()
-    rows, floor = measure(workload, {"right": Method(lambda *case: dense), "wrong": planted("dE", 2.0)}, repeats=2)
-    case = report.Case.of("tiny", 0.25, workload, rows, floor)
+    found = measure(workload, {"right": Method(lambda *case: dense), "wrong": planted("dE", 2.0)}, repeats=2)
+    case = report.Case.of("tiny", 0.25, workload, found)
     case.on_gpu = True
+    rows = found.rows
     rows[0].total.seconds = [0.0435, 0.0455]
     rows[0].peak_bytes = 256 << 20
     right, wrong = report.table(case).splitlines()[6:8]

@@ -6,8 +6,7 @@ import pytest
 
 from cce_dist import cli
 from cce_dist.bench.collectives import Collective, _times, _union
-from cce_dist.bench.group import _least_waiting, _worst
-from cce_dist.bench.measure import Errors, Row
+from cce_dist.bench.loop import Errors, Row, _least_waiting, _worst
 
 
 def test_bench_starts_its_ranks_and_says_what_they_send(tmp_path, capfd):

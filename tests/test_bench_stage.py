@@ -13,10 +13,10 @@ pytest.importorskip("deepspeed")
 from megatron_on_cpu import use_cpu
 
 from cce_dist import VocabShard, cli
-from cce_dist.bench.group import measure, run
-from cce_dist.bench.measure import reference
+from cce_dist.bench.cases import run
+from cce_dist.bench.loop import measure
+from cce_dist.bench.methods import all_methods
 from cce_dist.bench.shapes import HeadShape
-from cce_dist.bench.stage import stage_methods
 from cce_dist.bench.workload import make_workload
 from cce_dist.ranks import run_ranks
 
@@ -44,13 +44,12 @@ def test_one_rank(framework, theirs, tmp_path, capfd):
 def _two_ranks():
     workload = make_workload(HeadShape(32, 250), 24, ignored=0.25, dtype=torch.float32)
     shard = VocabShard.even(250, dist.group.WORLD)
-    truth = reference(workload)
     for framework in ("deepspeed", "megatron"):
         if framework == "megatron":
             use_cpu()
-        methods = {name: method._replace(needs_cuda=False) for name, method in stage_methods(framework).items()}
+        methods = {name: method._replace(needs_cuda=False) for name, method in all_methods(framework).items()}
         methods.pop("deepspeed-liger", None)
-        rows, _, traffic = measure(workload, truth, shard, methods, 1, lambda line: None)
+        rows, _, traffic = measure(workload, shard, methods, 1)
         assert [row.name for row in rows] == list(methods)
         for row in rows:
             assert not row.problem and row.errors is not None, (framework, row)

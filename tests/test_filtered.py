@@ -257,8 +257,10 @@ def test_matches_dense(case: Case, limits) -> None:
 
 
 def test_two_shards() -> None:
-    """Their d_hidden add up, each with its own hot columns, list and shares, under one bound. Catches: a bound or threshold of the
-    shard's own, a label of the other shard listed, mass relative to the shard's LSE."""
+    """Their d_hidden add up, each with its own hot columns, lists and shares, under one bound.
+
+    Catches: a bound or a threshold of the shard's own, a label of the other shard listed, mass relative to the shard's LSE.
+    """
     case = Case(bias=True)
     whole = problem(case)
     d = dense(whole)

@@ -1,4 +1,4 @@
-"""What a step sends: its collectives with their sizes, and how much of their time no computation covers."""
+"""The collectives of a step, with their sizes, and how much of their time no computation covers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Collectives:
         for name in dict.fromkeys(name for name, _ in self.sizes):
             kernels = [(start, stop) for kernel, start, stop in spans if _is_kernel_of(kernel, name)]
             sizes = [size for each, size in self.sizes if each == name]
-            # One kernel a call, in the order of the calls; else they cannot be told apart.
+            # Kernels are told apart by the order of the calls, if there is one kernel a call.
             told_apart = kernels if len(kernels) == len(sizes) else [None] * len(sizes)
             for size, kernel in zip(sizes, told_apart, strict=True):
                 calls[name, size].append(kernel)
@@ -87,7 +87,7 @@ class Collectives:
 
 
 def _is_kernel_of(kernel: str, name: str) -> bool:
-    """Kernels are called ncclDevKernel_AllReduce_...; what is called nccl:all_reduce is an annotation of them."""
+    """Whether it is NCCL's: kernels are called ncclDevKernel_AllReduce_..., and nccl:all_reduce is their annotation."""
     return kernel.lower().startswith(f"nccldevkernel_{name.replace('_', '')}_")
 
 
@@ -102,7 +102,7 @@ def _times(spans: list[tuple[int, int] | None], computing: list[tuple[int, int]]
 
 
 def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same time as spans in order that do not overlap."""
+    """The same time as spans that are in order and do not overlap."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if merged and start <= merged[-1][1]:

@@ -1,131 +1,159 @@
-"""What is compared: this library in its modes, plain torch, and the other libraries, each imported only when asked for.
+"""The methods that are compared: this library in its modes, plain torch, and other libraries, each imported when asked for.
 
-A method is built once per case and then called as ``loss = method(hidden, weight, labels)``: a mean over the labels that
-are not -100. Building raises ``ImportError`` where the library, or the part of it that is asked for, is missing.
+A method is built once per case and then called as ``loss = method(hidden, weight, labels)`` on every rank: hidden [N, D] (with
+sequence parallelism the rank's slice of it), weight the rank's rows, labels whole. It returns the mean over the labels that are
+not -100. Building raises ``ImportError`` where the library, or the part of it that is asked for, is missing.
+
+Three tables have rows of this one kind: the loss by itself, and the end of the last stage of Megatron and of DeepSpeed.
+``peers`` builds the losses of others, ``stage`` the ends of stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [N, D], weight [V, D], labels [N] -> mean loss, 0-d
+from cce_dist import GradFilter, VocabShard, linear_cross_entropy
+from cce_dist.bench import peers, stage
+from cce_dist.bench.peers import LossFn
+
+Build = Callable[..., LossFn]
 
 
 class Method(NamedTuple):
     """One row of the table.
 
     Attributes:
-        build: Takes hidden, weight and labels of the case and returns the loss function.
+        build: Takes this rank's shard and a case's hidden states, for their shape, dtype and device; returns the loss function.
         ours: Whether it is this library.
+        sequence_parallel: hidden is this rank's slice, and so is its gradient.
         needs_cuda: Whether it runs on NVIDIA or AMD GPUs only.
+        needs_group: Whether it is left out where the vocabulary is not split.
+        needs_whole: Whether it is left out where the vocabulary is split.
     """
 
-    build: Callable[[Tensor, Tensor, Tensor], LossFn]
+    build: Callable[[VocabShard, Tensor], LossFn]
     ours: bool = False
+    sequence_parallel: bool = False
     needs_cuda: bool = False
+    needs_group: bool = False
+    needs_whole: bool = False
+
+    def is_for(self, num_ranks: int) -> bool:
+        """Whether it is a row of the table of a group of that size."""
+        return not (self.needs_group if num_ranks == 1 else self.needs_whole)
 
 
-def all_methods(workspace_mib: list[int]) -> dict[str, Method]:
-    """Every method by name, in the order of the table; ``cce-dist`` appears once for each workspace, in MiB."""
-    methods = {}
-    for mib in workspace_mib:
-        name = "cce-dist" if len(workspace_mib) == 1 else f"cce-dist@{mib}MiB"
-        methods[name] = Method(partial(_ours, workspace_bytes=mib << 20), ours=True)
-    return methods | {
-        "cce-dist-cached": Method(_ours_cached, ours=True),
-        "cce-dist-filtered": Method(partial(_ours_filtered, workspace_bytes=workspace_mib[0] << 20), ours=True),
-        "cce-dist-torch": Method(partial(_ours, workspace_bytes=workspace_mib[0] << 20, backend="torch"), ours=True),
-        "torch": Method(lambda *case: _torch_eager),
-        "torch-compile": Method(_torch_compile),
-        "torch-lce": Method(_torch_linear_cross_entropy),
-        "torch-lce-chunked": Method(partial(_torch_linear_cross_entropy, chunked=True)),
-        "cce": Method(partial(_cut_cross_entropy, impl="cce"), needs_cuda=True),
-        "cce-exact": Method(partial(_cut_cross_entropy, impl="cce_exact"), needs_cuda=True),
-        "cce-kahan-full-c": Method(partial(_cut_cross_entropy, impl="cce_kahan_full_c"), needs_cuda=True),
-        "cce-torch-compile": Method(partial(_cut_cross_entropy, impl="torch_compile")),
-        "liger": Method(_liger_triton, needs_cuda=True),
-        "liger-cute": Method(_liger_cute, needs_cuda=True),
-        "quack": Method(_quack, needs_cuda=True),
+def all_methods(last_stage: str = "", workspace_mib: Sequence[int] = (256,)) -> dict[str, Method]:
+    """Every method by name, in the order of the table; "-sp" is with sequence parallelism.
+
+    Args:
+        last_stage: "megatron" or "deepspeed" for the rows of their last stages; else those of the loss by itself.
+        workspace_mib: Budgets of ``cce-dist``, a row each.
+    """
+    tables = {"": _losses, "megatron": _megatron_stages, "deepspeed": _deepspeed_stages}
+    return tables[last_stage](_our_options(workspace_mib))
+
+
+def _our_options(workspace_mib: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """This library's rows in every table, with the options of each; a budget of None is one for all exponentials."""
+    first, *others = workspace_mib
+    exact = {f"cce-dist@{mib}MiB" if others else "cce-dist": {"workspace_bytes": mib << 20} for mib in workspace_mib}
+    filtered = {"grad_filter": GradFilter(), "workspace_bytes": first << 20}
+    return {**exact, "cce-dist-cached": {"workspace_bytes": None}, "cce-dist-filtered": filtered}
+
+
+def _ours(build: Build, options: dict[str, Any], shard: VocabShard, hidden: Tensor, **more: Any) -> LossFn:
+    """Build a row of this library.
+
+    An exact row takes the kernels on a GPU, or is an error, since a row says what it timed. A filtered row takes what a user
+    gets for it.
+    """
+    options = dict(options)
+    if "grad_filter" not in options:
+        options.setdefault("backend", "triton" if hidden.is_cuda else "torch")
+    if options.get("workspace_bytes", 0) is None:
+        # All of exp(logits) may stay between forward and backward.
+        options["workspace_bytes"] = 2 * len(hidden) * shard.vocab_size * hidden.element_size() + (1 << 30)
+    return build(shard, hidden, options=options, **more)
+
+
+def _our_loss(shard: VocabShard, hidden: Tensor, options: dict[str, Any]) -> LossFn:
+    return cast(LossFn, partial(linear_cross_entropy, shard=shard, **options))
+
+
+def _named(name: str, suffix: str) -> str:
+    """The name with a suffix before its budget: ``cce-dist-sp@64MiB``."""
+    base, at, budget = name.partition("@")
+    return f"{base}{suffix}{at}{budget}"
+
+
+def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
+    table = {name: Method(partial(_ours, _our_loss, options), ours=True) for name, options in ours.items()}
+    for name, options in ours.items():
+        build = partial(_ours, _our_loss, options | {"sequence_parallel": True})
+        table[_named(name, "-sp")] = Method(build, ours=True, sequence_parallel=True, needs_group=True)
+    first = next(iter(ours.values()))
+    wide, plain = first | {"reduce_dtype": torch.float32}, first | {"backend": "torch"}
+    table["cce-dist-fp32-sum"] = Method(partial(_ours, _our_loss, wide), ours=True, needs_group=True)
+    table["cce-dist-torch"] = Method(partial(_ours, _our_loss, plain), ours=True, needs_whole=True)
+
+    table["torch"] = Method(peers.torch_eager, needs_whole=True)
+    table["torch-compile"] = Method(peers.torch_compile)
+    table["torch-lce"] = Method(peers.torch_linear_cross_entropy, needs_whole=True)
+    table["torch-lce-chunked"] = Method(partial(peers.torch_linear_cross_entropy, chunked=True), needs_whole=True)
+    table["torch-loss-parallel"] = Method(peers.torch_loss_parallel, needs_group=True)
+    for sequence_parallel in (False, True):
+        table |= _megatrons(peers.megatron, sequence_parallel, needs_group=True)
+    table["deepspeed"] = Method(peers.deepspeed, needs_group=True)
+    for preset in ("cce", "cce-exact", "cce-kahan-full-c"):
+        build = partial(peers.cut_cross_entropy, impl=preset.replace("-", "_"))
+        table[preset] = Method(build, needs_cuda=True)
+    table["cce-torch-compile"] = Method(partial(peers.cut_cross_entropy, impl="torch_compile"))
+    table["liger"] = Method(peers.liger_triton, needs_cuda=True, needs_whole=True)
+    table["liger-cute"] = Method(peers.liger_cute, needs_cuda=True, needs_whole=True)
+    table["quack"] = Method(peers.quack, needs_cuda=True, needs_whole=True)
+    return table
+
+
+def _megatrons(build: Build, sequence_parallel: bool, needs_group: bool) -> dict[str, Method]:
+    """Megatron's own losses."""
+    table = {}
+    for name, fused in (("megatron", False), ("megatron-fused", True)):
+        table[_named(name, "-sp" * sequence_parallel)] = Method(
+            partial(build, fused=fused, sequence_parallel=sequence_parallel),
+            sequence_parallel=sequence_parallel,
+            # Megatron's linear layer puts its slice of dE on the current GPU, whatever the device.
+            needs_cuda=sequence_parallel,
+            needs_group=needs_group,
+        )
+    return table
+
+
+def _megatron_stages(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
+    table = {}
+    for sequence_parallel in (False, True):
+        table |= _megatrons(stage.megatron, sequence_parallel, needs_group=sequence_parallel)
+        for name, options in (ours | {"cce-dist-main-grad": {}}).items():
+            main_grad = name == "cce-dist-main-grad"
+            build = partial(stage.megatron, sequence_parallel=sequence_parallel, main_grad=main_grad)
+            table[_named(name, "-sp" * sequence_parallel)] = Method(
+                partial(_ours, build, options), True, sequence_parallel, needs_group=sequence_parallel
+            )
+    return table
+
+
+def _deepspeed_stages(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
+    table = {
+        "deepspeed": Method(stage.deepspeed),
+        "deepspeed-liger": Method(partial(stage.deepspeed, backend="liger"), needs_cuda=True, needs_group=True),
+        # DeepSpeed's loss without logits, which nothing in DeepSpeed calls: what a user can write into the last layer.
+        "deepspeed-linear": Method(peers.deepspeed),
     }
-
-
-def _ours(hidden: Tensor, weight: Tensor, labels: Tensor, workspace_bytes: int, backend: str = "") -> LossFn:
-    """Exact. On a GPU the kernels or an error, never "auto": a row says what it timed."""
-    from cce_dist import linear_cross_entropy
-
-    backend = backend or ("triton" if hidden.is_cuda else "torch")
-    return cast(LossFn, partial(linear_cross_entropy, backend=backend, workspace_bytes=workspace_bytes))
-
-
-def _ours_filtered(hidden: Tensor, weight: Tensor, labels: Tensor, workspace_bytes: int) -> LossFn:
-    """Filtered and compensated, with whatever backend a user gets for it."""
-    from cce_dist import GradFilter, linear_cross_entropy
-
-    return cast(LossFn, partial(linear_cross_entropy, grad_filter=GradFilter(), workspace_bytes=workspace_bytes))
-
-
-def _ours_cached(hidden: Tensor, weight: Tensor, labels: Tensor) -> LossFn:
-    """Exact, with a budget in which all of exp(logits) may stay between forward and backward."""
-    logits_bytes = hidden.shape[0] * weight.shape[0] * hidden.element_size()
-    return _ours(hidden, weight, labels, workspace_bytes=2 * logits_bytes + (1 << 30))
-
-
-def _torch_eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
-
-
-def _torch_compile(hidden: Tensor, weight: Tensor, labels: Tensor) -> LossFn:
-    # Forget the case before: a second shape would be compiled with symbolic sizes, and slower.
-    torch.compiler.reset()
-    return torch.compile(_torch_eager, fullgraph=True, dynamic=False)
-
-
-def _torch_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunked: bool = False) -> LossFn:
-    if not hasattr(F, "linear_cross_entropy"):
-        raise ImportError(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
-    return partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions() if chunked else None)
-
-
-def _cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, impl: str) -> LossFn:
-    import cut_cross_entropy  # pyright: ignore[reportMissingImports]
-
-    if impl in {member.name.lower() for member in cut_cross_entropy.LinearCrossEntropyImpl}:
-        return partial(cut_cross_entropy.linear_cross_entropy, impl=impl)
-    if impl == "cce_exact":  # releases before the presets: unfiltered, without Kahan summation
-        return partial(cut_cross_entropy.linear_cross_entropy, impl="cce", filter_eps=None)
-    raise ImportError(f"cut-cross-entropy {cut_cross_entropy.__version__} has no preset {impl}")
-
-
-def _liger_triton(hidden: Tensor, weight: Tensor, labels: Tensor) -> LossFn:
-    from liger_kernel.transformers.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
-        LigerFusedLinearCrossEntropyLoss,
-    )
-
-    try:  # releases with several kernel languages would take CuTe for the softmax where it is installed
-        from liger_kernel.backends import set_impl  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        pass
-    else:
-        set_impl("nvidia-triton")
-    loss = LigerFusedLinearCrossEntropyLoss()
-    return lambda hidden, weight, labels: loss(weight, hidden, labels)
-
-
-def _liger_cute(hidden: Tensor, weight: Tensor, labels: Tensor) -> LossFn:
-    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (  # pyright: ignore[reportMissingImports]
-        liger_fused_linear_cross_entropy_sm90,
-    )
-
-    return liger_fused_linear_cross_entropy_sm90
-
-
-def _quack(hidden: Tensor, weight: Tensor, labels: Tensor) -> LossFn:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy  # pyright: ignore[reportMissingImports]
-
-    return chunked_linear_cross_entropy
+    for name, options in ours.items():
+        table[name] = Method(partial(_ours, stage.deepspeed, options), ours=True)
+    return table

@@ -1,81 +1,57 @@
-"""What is compared over a group: this library in its modes, dense torch, and the other vocabulary-parallel libraries.
+"""The losses that this library is compared with: torch's own, dense, and those of other libraries, over a group where they can.
 
-A method is built once per case and then called as ``loss = method(hidden, weight, labels)`` on every rank: hidden [N, D] (with
-sequence parallelism the rank's slice of it), weight the rank's rows, labels whole; a mean over the labels that are not -100.
+Most functions take this rank's shard and a case's hidden states and return a loss function, as ``methods`` says it.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce_dist import GradFilter, VocabShard, linear_cross_entropy
-from cce_dist.bench.methods import LossFn
+from cce_dist import VocabShard
 from cce_dist.bench.workload import IGNORE_INDEX
+from cce_dist.pretrain.ranks import start_deepspeed
+
+LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [N, D], weight [V_r, D], labels [N] -> mean loss, 0-d
 
 
-class GroupMethod(NamedTuple):
-    """One row of the table.
-
-    Attributes:
-        build: Takes this rank's shard and the device and returns the loss function; ImportError where the library is missing.
-        sequence_parallel: hidden is this rank's slice, and so is its gradient.
-        ours: Whether it is this library.
-        needs_cuda: Whether it runs on NVIDIA or AMD GPUs only.
-        needs_group: Whether it is left out on one rank: it cannot, or the benchmark of one device has it.
-    """
-
-    build: Callable[[VocabShard, torch.device], LossFn]
-    sequence_parallel: bool = False
-    ours: bool = False
-    needs_cuda: bool = False
-    needs_group: bool = True
+def dense(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The loss as everybody writes it, with all logits in memory."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
 
 
-def group_methods() -> dict[str, GroupMethod]:
-    """Every method by name, in the order of the table."""
-    table = {}
-    for sequence_parallel, suffix in ((False, ""), (True, "-sp")):
-        ours: dict[str, dict[str, Any]] = {
-            "cce-dist": {},
-            "cce-dist-cached": {"workspace_bytes": 8 << 30},
-            "cce-dist-filtered": {"grad_filter": GradFilter()},
-        }
-        for name, options in ours.items():
-            build = partial(_ours, sequence_parallel=sequence_parallel, **options)
-            # On one rank for the speed-up.
-            table[name + suffix] = GroupMethod(build, sequence_parallel, ours=True, needs_group=sequence_parallel)
-    table["cce-dist-fp32-sum"] = GroupMethod(partial(_ours, reduce_dtype=torch.float32), ours=True, needs_group=False)
-    table["torch-compile"] = GroupMethod(_torch_compile)
-    table["torch-loss-parallel"] = GroupMethod(_torch_loss_parallel)
-    for sequence_parallel, suffix in ((False, ""), (True, "-sp")):
-        for name, fused in (("megatron", False), ("megatron-fused", True)):
-            build = partial(_megatron, fused=fused, sequence_parallel=sequence_parallel)
-            # Megatron's linear layer puts its slice of dE on the current GPU, whatever the device.
-            table[name + suffix] = GroupMethod(build, sequence_parallel, needs_cuda=sequence_parallel)
-    table["deepspeed"] = GroupMethod(_deepspeed)
-    for name, impl in (("cce", "cce"), ("cce-exact", "cce_exact"), ("cce-torch-compile", "torch_compile")):
-        table[name] = GroupMethod(partial(_cut_cross_entropy, impl=impl), needs_cuda=True)
-    return table
+def mean_of_kept(losses: Tensor, labels: Tensor) -> Tensor:
+    """Mean of losses [N] over the labels that are not ignored."""
+    kept = labels != IGNORE_INDEX
+    return torch.where(kept, losses, 0.0).sum() / kept.sum()
 
 
-def _ours(shard: VocabShard, device: torch.device, **options: Any) -> LossFn:
-    """Exact: on a GPU the kernels or an error, since a row says what it timed. Filtered: what a user gets for it."""
-    backend = "auto" if "grad_filter" in options else "triton" if device.type == "cuda" else "torch"
-    return cast(LossFn, partial(linear_cross_entropy, shard=shard, backend=backend, **options))
+def torch_eager(shard: VocabShard, hidden: Tensor) -> LossFn:
+    return dense
 
 
-def _torch_compile(shard: VocabShard, device: torch.device) -> LossFn:
-    """Dense and compiled, merged over the group; what one writes by hand, and cut-cross-entropy's mode of this name."""
-    group = _group(shard)
+def torch_linear_cross_entropy(shard: VocabShard, hidden: Tensor, chunked: bool = False) -> LossFn:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise ImportError(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
+    return partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions() if chunked else None)
+
+
+def torch_compile(shard: VocabShard, hidden: Tensor) -> LossFn:
+    """Dense and compiled; over a group merged as one writes it by hand, and as cut-cross-entropy's mode of this name does."""
+    # The case before is forgotten: a second shape would be compiled with symbolic sizes, and be slower.
+    torch.compiler.reset()
+    if shard.group is None:
+        return torch.compile(dense, fullgraph=True, dynamic=False)
+    group = shard.group
 
     def local(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(hidden, weight).float()
@@ -84,19 +60,17 @@ def _torch_compile(shard: VocabShard, device: torch.device) -> LossFn:
         target = logits.gather(1, column.clamp(0, weight.shape[0] - 1)[:, None]).squeeze(1)
         return logits.logsumexp(1), torch.where(here, target, 0.0)
 
-    torch.compiler.reset()  # forget the case before: a second shape would be compiled with symbolic sizes, and slower
     compiled = torch.compile(local, fullgraph=True, dynamic=False)
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         losses = _Merged.apply(*compiled(_Summed.apply(hidden, group), weight, labels), group)
-        kept = labels != IGNORE_INDEX
-        return torch.where(kept, cast(Tensor, losses), 0.0).sum() / kept.sum()
+        return mean_of_kept(cast(Tensor, losses), labels)
 
     return loss
 
 
 class _Summed(torch.autograd.Function):
-    """hidden as it is; its gradient summed over the group."""
+    """Give hidden as it is, and sum its gradient over the group."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
@@ -129,14 +103,15 @@ class _Merged(torch.autograd.Function):
         return (local_lse - lse).exp() * d_losses[0], -d_losses[0], None
 
 
-def _torch_loss_parallel(shard: VocabShard, device: torch.device) -> LossFn:
-    """Dense: logits as a DTensor split over the vocabulary, and torch's ``loss_parallel``."""
+def torch_loss_parallel(shard: VocabShard, hidden: Tensor) -> LossFn:
+    """Dense: logits are a DTensor split over the vocabulary, and torch's ``loss_parallel`` takes them."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import loss_parallel
 
-    mesh = DeviceMesh.from_group(_group(shard), device.type)
-    # Backward must run inside the context too; it changes nothing but the cross-entropy of a DTensor.
+    assert shard.group is not None
+    mesh = DeviceMesh.from_group(shard.group, hidden.device.type)
+    # Backward must run inside the context too. The context changes nothing but the cross-entropy of a DTensor.
     ExitStack().enter_context(loss_parallel())
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -149,26 +124,15 @@ def _torch_loss_parallel(shard: VocabShard, device: torch.device) -> LossFn:
     return loss
 
 
-def _megatron(shard: VocabShard, device: torch.device, fused: bool, sequence_parallel: bool) -> LossFn:
+def megatron(shard: VocabShard, hidden: Tensor, fused: bool, sequence_parallel: bool) -> LossFn:
     """Megatron-core's column-parallel product, which hides the sum of dE behind dC, and its cross-entropy."""
-    warnings.filterwarnings(
-        "ignore", module="megatron"
-    )  # that Transformer Engine and Apex are not installed, and the like
-    from megatron.core import parallel_state  # pyright: ignore[reportMissingImports]
-    from megatron.core.fusions.fused_cross_entropy import (  # pyright: ignore[reportMissingImports]
-        fused_vocab_parallel_cross_entropy,
-    )
-    from megatron.core.tensor_parallel.cross_entropy import (  # pyright: ignore[reportMissingImports]
-        vocab_parallel_cross_entropy,
-    )
-    from megatron.core.tensor_parallel.layers import (  # pyright: ignore[reportMissingImports]
-        linear_with_grad_accumulation_and_async_allreduce,
-    )
+    parallel_state = megatron_state(shard)
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 
-    group = _group(shard)
-    if shard.vocab_size % shard.group_size:
-        raise ValueError(f"needs equal shards, which {shard.vocab_size} rows over {shard.group_size} ranks are not")
-    # What initialize_model_parallel() does, for this group alone: it would want every rank of the world.
+    group = shard.group
+    # initialize_model_parallel() does the same, but wants every rank of the world.
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
@@ -182,36 +146,80 @@ def _megatron(shard: VocabShard, device: torch.device, fused: bool, sequence_par
             losses = fused_vocab_parallel_cross_entropy(logits, labels[:, None], group)
         else:
             losses = vocab_parallel_cross_entropy(logits, labels[:, None])
-        kept = labels != IGNORE_INDEX
-        return torch.where(kept, losses.squeeze(1), 0.0).sum() / kept.sum()
+        return mean_of_kept(losses.squeeze(1), labels)
 
     return loss
 
 
-def _deepspeed(shard: VocabShard, device: torch.device) -> LossFn:
-    from deepspeed import comm  # pyright: ignore[reportMissingImports]
-    from deepspeed.sequence.linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
-        vocab_parallel_linear_cross_entropy,
-    )
+def megatron_state(shard: VocabShard) -> Any:
+    """Megatron's ``parallel_state``, once its warnings are silent and the split is one that Megatron has."""
+    # Megatron warns that Transformer Engine and Apex are not installed, and the like.
+    warnings.filterwarnings("ignore", module="megatron")
+    from megatron.core import parallel_state
 
-    if not comm.is_initialized():
-        comm.init_distributed(dist.get_backend(shard.group), auto_mpi_discovery=False, verbose=False)
+    if shard.vocab_size % shard.group_size:
+        raise ValueError(f"needs equal shards, which {shard.vocab_size} rows over {shard.group_size} ranks are not")
+    return parallel_state
+
+
+def deepspeed(shard: VocabShard, hidden: Tensor) -> LossFn:
+    """DeepSpeed's loss without logits."""
+    quiet_deepspeed(hidden.device)
+    from deepspeed.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+
     return partial(
         vocab_parallel_linear_cross_entropy, tp_group=shard.group, vocab_start_index=shard.start, vocab_end_index=shard.stop,
         ignore_index=IGNORE_INDEX,
     )  # fmt: skip
 
 
-def _cut_cross_entropy(shard: VocabShard, device: torch.device, impl: str) -> LossFn:
-    import cut_cross_entropy  # pyright: ignore[reportMissingImports]
-
-    if not hasattr(cut_cross_entropy, "VocabParallelOptions"):
-        raise ImportError("this release of cut-cross-entropy has no vocabulary-parallel mode")
-    options = cut_cross_entropy.VocabParallelOptions(shard.start, shard.stop, _group(shard))
-    return partial(cut_cross_entropy.linear_cross_entropy, impl=impl, vocab_parallel_options=options)
+def quiet_deepspeed(device: torch.device) -> None:
+    """Start DeepSpeed on the process group that there is, and have it say only what went wrong."""
+    start_deepspeed(device)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
-def _group(shard: VocabShard) -> Any:
-    if shard.group is None:
-        raise ImportError("needs a group")
-    return shard.group
+def cut_cross_entropy(shard: VocabShard, hidden: Tensor, impl: str) -> LossFn:
+    import cut_cross_entropy as library  # pyright: ignore[reportMissingImports]
+
+    options: dict[str, Any] = {}
+    if shard.group is not None:
+        if not hasattr(library, "VocabParallelOptions"):
+            raise ImportError("this release of cut-cross-entropy has no vocabulary-parallel mode")
+        options["vocab_parallel_options"] = library.VocabParallelOptions(shard.start, shard.stop, shard.group)
+    if impl in {member.name.lower() for member in library.LinearCrossEntropyImpl}:
+        return partial(library.linear_cross_entropy, impl=impl, **options)
+    # Releases before the presets: not filtered, without Kahan summation.
+    if impl == "cce_exact":
+        return partial(library.linear_cross_entropy, impl="cce", filter_eps=None, **options)
+    raise ImportError(f"cut-cross-entropy {library.__version__} has no preset {impl}")
+
+
+def liger_triton(shard: VocabShard, hidden: Tensor) -> LossFn:
+    from liger_kernel.transformers.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
+        LigerFusedLinearCrossEntropyLoss,
+    )
+
+    # Releases with several kernel languages would take CuTe for the softmax where it is installed.
+    try:
+        from liger_kernel.backends import set_impl  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        pass
+    else:
+        set_impl("nvidia-triton")
+    loss = LigerFusedLinearCrossEntropyLoss()
+    return lambda hidden, weight, labels: loss(weight, hidden, labels)
+
+
+def liger_cute(shard: VocabShard, hidden: Tensor) -> LossFn:
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (  # pyright: ignore[reportMissingImports]
+        liger_fused_linear_cross_entropy_sm90,
+    )
+
+    return liger_fused_linear_cross_entropy_sm90
+
+
+def quack(shard: VocabShard, hidden: Tensor) -> LossFn:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy  # pyright: ignore[reportMissingImports]
+
+    return chunked_linear_cross_entropy

@@ -1,17 +1,16 @@
-"""What a run found: a Markdown table for the terminal, JSON, and a figure."""
+"""The findings of a run: tables for the terminal and for pages, JSON, and a figure."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from cce_dist import report
 from cce_dist.bench.collectives import Collective
-from cce_dist.bench.measure import Errors, Floor, Row, Timing
+from cce_dist.bench.loop import Floor, Measured, Row, Timing
 from cce_dist.bench.workload import Workload
-
-OURS_COLOR, OTHER_COLOR = "#1f6fb4", "#9aa5b1"
 
 
 @dataclass
@@ -40,27 +39,14 @@ class Case:
 
     @classmethod
     def of(
-        cls, shape: str, ignored: float, workload: Workload, rows: list[Row], floor: Floor, num_ranks: int = 1,
-        collectives: dict[str, list[Collective]] | None = None, stage: str = "",
-    ) -> Case:  # fmt: skip
-        hidden, weight = workload.hidden, workload.weight
+        cls, shape: str, ignored: float, workload: Workload, found: Measured, num_ranks: int = 1, stage: str = ""
+    ) -> Case:
+        (num_tokens, hidden_size), vocab_size = workload.hidden.shape, workload.weight.shape[0]
+        dtype, drawn = str(workload.hidden.dtype).removeprefix("torch."), workload[3:]
         return cls(
-            shape=shape,
-            num_tokens=hidden.shape[0],
-            hidden_size=hidden.shape[1],
-            vocab_size=weight.shape[0],
-            ignored=ignored,
-            dtype=str(hidden.dtype).removeprefix("torch."),
-            on_gpu=hidden.is_cuda,
-            loss=workload.loss,
-            top_probability=workload.top_probability,
-            probability_50=workload.probability_50,
-            rows=rows,
-            floor=floor,
-            num_ranks=num_ranks,
-            collectives=collectives or {},
-            stage=stage,
-        )
+            shape, num_tokens, hidden_size, vocab_size, ignored, dtype, workload.hidden.is_cuda, *drawn, found.rows,
+            found.floor, num_ranks, found.collectives, stage,
+        )  # fmt: skip
 
     @property
     def present(self) -> list[Row]:
@@ -78,48 +64,95 @@ class Case:
         )
 
 
+@dataclass
+class Results:
+    """A bench.json: device, versions, date and command, and every round's seconds, so that any statistic can be taken later."""
+
+    environment: dict[str, Any]
+    cases: list[Case]
+
+
+def read_json(path: Path) -> Results:
+    """Read a bench.json. Raises ValueError if it is something else."""
+    return report.read_json(path, Results, "bench.json")
+
+
+def select(cases: Sequence[Case], asked: dict[str, Any], methods: Sequence[str] | None) -> list[Case]:
+    """The cases whose fields have one of the values ``asked`` for, and in them the methods named; None means all."""
+    kept = []
+    for case in cases:
+        if all(values is None or getattr(case, name) in values for name, values in asked.items()):
+            rows = [row for row in case.rows if methods is None or row.name in methods]
+            sent = {row.name: case.collectives[row.name] for row in rows if row.name in case.collectives}
+            kept.append(replace(case, rows=rows, collectives=sent))
+    return kept
+
+
 def table(case: Case) -> str:
-    """The case as Markdown, aligned to be read on a terminal too."""
-    floor = case.floor
+    """The case as Markdown."""
     drawn = (
         f"Workload: loss {case.loss:.2f} nats, top probability {case.top_probability:.2f}, "
         f"50th {case.probability_50:.1e}. Floor: "
     )
-    if floor.problem:
-        drawn += floor.problem + "."
+    if case.floor.problem:
+        drawn += case.floor.problem + "."
     elif case.on_gpu:
-        drawn += f"1 GEMM {_ms(floor.gemms(1))} ms, 3 GEMMs {_ms(floor.gemms(3))} ms, 4 GEMMs {_ms(floor.gemms(4))} ms."
+        one, three, four = (_ms(case.floor.gemms(count)) for count in (1, 3, 4))
+        drawn += f"1 GEMM {one} ms, 3 GEMMs {three} ms, 4 GEMMs {four} ms."
     else:
         drawn += "plain matrix products on this CPU, so ratios only."
-
-    lines = [_cells(row, case) for row in case.present]
-    header = list(lines[0]) if lines else []
-    widths = [max(len(name), *(len(line[name]) for line in lines)) for name in header]
-
-    def joined(cells: list[str]) -> str:
-        method, *numbers = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
-        return f"| {' | '.join([f'{method.strip():<{widths[0]}}', *numbers])} |"
-
-    rule = f"|{'-' * (widths[0] + 2)}|{'|'.join('-' * (width + 1) + ':' for width in widths[1:])}|" if lines else ""
+    sends = [f"* {name} sends {_sent(kinds)}." for name, kinds in case.collectives.items()]
     notes = [f"* {row.name}: {row.problem}" for row in case.present if row.problem]
     missing = [f"{row.name} ({row.problem})" for row in case.rows if row.missing]
     if missing:
         notes.append(f"Not here: {', '.join(missing)}.")
-    body = [joined(header), rule, *(joined(list(line.values())) for line in lines)] if lines else []
-    return "\n".join([f"### {case.title}", "", drawn, "", *body, "", *_sent(case), *notes])
+    body = report.table([{"method": row.name, **_cells(row, case)} for row in case.present])
+    return "\n".join([f"### {case.title}", "", drawn, "", *body, "", *sends, *([""] if sends else []), *notes])
 
 
-def _sent(case: Case) -> list[str]:
-    """The collectives of a step of each method, a line each; times where there are GPUs."""
-    lines = []
-    for name, kinds in case.collectives.items():
-        parts = []
-        for kind in kinds:
-            parts.append(f"{kind.count} {kind.name} of {kind.num_bytes / 2**20:,.2f} MiB")
-            if kind.seconds is not None and kind.exposed is not None:
-                parts[-1] += f" in {_ms(kind.seconds)} ms, {_ms(kind.exposed)} exposed"
-        lines.append(f"* {name} sends {', '.join(parts) or 'nothing'}.")
-    return [*lines, ""] if lines else []
+def summary(cases: Sequence[Case], columns: Sequence[str]) -> list[str]:
+    """The lines of one Markdown table of several cases: a row per method, a column per case.
+
+    Args:
+        cases: The columns. Where times are asked for, the first row has the plain products.
+        columns: The numbers of each cell, by the columns of a case's table; "sends" for its collectives.
+    """
+    first, floor = "; ".join(columns), "plain GEMMs, ms: 1 / 3 / 4"
+    names = dict.fromkeys(row.name for case in cases for row in case.present)
+    rows = {name: {first: name} for name in (floor, *names)}
+    for case in cases:
+        title = _column(case, cases)
+        if title in rows[floor]:
+            raise ValueError(f"two cases are called {title}; choose one")
+        for line in rows.values():
+            line[title] = "-"
+        if not case.floor.problem:
+            rows[floor][title] = " / ".join(_ms(case.floor.gemms(count)) for count in (1, 3, 4))
+        for row in case.present:
+            cells = {**_cells(row, case), "sends": _sent(case.collectives.get(row.name, []))}
+            rows[row.name][title] = "; ".join(cells.get(column, "-") for column in columns)
+    if not any("ms" in column for column in columns) or not all(case.on_gpu for case in cases):
+        del rows[floor]
+    return report.table(list(rows.values()))
+
+
+def _column(case: Case, cases: Sequence[Case]) -> str:
+    """The name of a case among others: its shape and vocabulary, and what else they differ in."""
+    split = f" / {case.num_ranks}" if case.num_ranks > 1 else ""
+    name = f"{case.shape}, V {case.vocab_size:,}{split}"
+    if len({other.num_tokens for other in cases}) > 1:
+        name += f", N {case.num_tokens:,}"
+    return name + (f", {case.ignored:.0%} ignored" if case.ignored else "")
+
+
+def _sent(kinds: Sequence[Collective]) -> str:
+    """The collectives of a step; times where there are GPUs."""
+    parts = []
+    for kind in kinds:
+        parts.append(f"{kind.count} {kind.name} of {kind.num_bytes / 2**20:,.2f} MiB")
+        if kind.seconds is not None and kind.exposed is not None:
+            parts[-1] += f" in {_ms(kind.seconds)} ms, {_ms(kind.exposed)} exposed"
+    return ", ".join(parts) or "nothing"
 
 
 def _cells(row: Row, case: Case) -> dict[str, str]:
@@ -132,7 +165,7 @@ def _cells(row: Row, case: Case) -> dict[str, str]:
     def ratio(timing: Timing, gemms: int) -> str:
         return "-" if refused or case.floor.problem else f"{timing.median / case.floor.gemms(gemms):.2f}"
 
-    cells = {"method": row.name}
+    cells = {}
     if case.on_gpu:
         cells["fwd ms (IQR)"] = ms(row.forward)
     cells["/1 GEMM"] = ratio(row.forward, 1)
@@ -154,64 +187,22 @@ def _ms(seconds: float, spread: float | None = None) -> str:
     return text if spread is None else f"{text} ({spread * 1e3:.{digits}f})"
 
 
-def write_json(path: Path, environment: dict[str, Any], cases: list[Case]) -> None:
-    """Everything, each round's seconds included, so that any other statistic can be taken later."""
-    content = {"environment": environment, "cases": [asdict(case) for case in cases]}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def read_json(path: Path) -> tuple[dict[str, Any], list[Case]]:
-    """Read environment and cases back from what ``write_json`` wrote."""
-    content = json.loads(path.read_text())
-    for case in content["cases"]:
-        case["floor"] = Floor(**_restored(case["floor"]))
-        case["rows"] = [Row(**_restored(row)) for row in case["rows"]]
-        sent = case.get("collectives", {}).items()
-        case["collectives"] = {name: [Collective(**kind) for kind in kinds] for name, kinds in sent}
-    return content["environment"], [Case(**case) for case in content["cases"]]
-
-
-def _restored(record: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a row or a floor, with its timings and errors as objects again."""
-
-    def restore(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return Timing(**value) if "seconds" in value else Errors(**value)
-
-    return {name: restore(value) for name, value in record.items()}
-
-
-def write_figure(path: Path, environment: dict[str, Any], cases: list[Case]) -> None:
+def write_figure(path: Path, environment: dict[str, Any], cases: Sequence[Case]) -> None:
     """Bars of time over three matrix products, and of memory below them; up to three cases side by side."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = 2 if cases[0].on_gpu else 1
+    panels = [_time_panel, _memory_panel] if cases[0].on_gpu else [_time_panel]
     columns = min(3, len(cases))
-    bands = -(-len(cases) // columns)
+    bands = -(-len(cases) // columns) * len(panels)
     height = 1.2 + 0.3 * max(len(case.present) for case in cases)
-    figure, axes = pyplot.subplots(
-        bands * panels,
-        columns,
-        figsize=(1.5 + 4.6 * columns, height * bands * panels),
-        squeeze=False,
-        layout="constrained",
-    )
-    for axis in axes.flat:
-        axis.set_visible(False)
-    for index, case in enumerate(cases):
-        band, column = divmod(index, columns)
-        time_axis = axes[band * panels][column]
-        time_axis.set_title(case.title.replace(", D", "\nD", 1), fontsize=9)
-        _time_panel(time_axis, case)
-        if case.on_gpu:
-            _memory_panel(axes[band * panels + 1][column], case)
-    figure.suptitle(f"{environment['device']}, torch {environment['torch']}, {environment['date'][:10]}", fontsize=10)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with report.picture(path, report.where(environment), (1.5 + 4.6 * columns, height * bands)) as figure:
+        axes = figure.subplots(bands, columns, squeeze=False)
+        for axis in axes.flat:
+            axis.set_visible(False)
+        for index, case in enumerate(cases):
+            band, column = divmod(index, columns)
+            for offset, panel in enumerate(panels):
+                axes[band * len(panels) + offset][column].set_visible(True)
+                panel(axes[band * len(panels) + offset][column], case)
+            axes[band * len(panels)][column].set_title(case.title.replace(", D", "\nD", 1), fontsize=9)
 
 
 def _time_panel(axis: Any, case: Case) -> None:
@@ -223,7 +214,7 @@ def _time_panel(axis: Any, case: Case) -> None:
         spreads.append(row.total.spread / floor.gemms(3) if timed else 0.0)
         label = f"{values[-1]:.2f}" if timed else (row.problem or floor.problem).partition(":")[0]
         labels.append(f"{label}   {_ms(row.total.median)} ms" if timed and case.on_gpu else label)
-    _bars(axis, case.present, values, labels, spreads)
+    report.bars(axis, [(row.name, row.ours) for row in case.present], values, labels, spreads)
     axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
     axis.set_xlabel("loss + gradient / 3 plain matrix products" + ("" if case.on_gpu else " (CPU)"), fontsize=8)
 
@@ -231,23 +222,5 @@ def _time_panel(axis: Any, case: Case) -> None:
 def _memory_panel(axis: Any, case: Case) -> None:
     mib = [(row.peak_bytes or 0) / 2**20 for row in case.present]
     labels = ["-" if row.peak_bytes is None else f"{m:,.0f}" for row, m in zip(case.present, mib, strict=True)]
-    _bars(axis, case.present, mib, labels)
+    report.bars(axis, [(row.name, row.ours) for row in case.present], mib, labels, [0.0] * len(mib))
     axis.set_xlabel("peak MiB above inputs and gradients", fontsize=8)
-
-
-def _bars(
-    axis: Any, rows: list[Row], values: list[float], labels: list[str], spreads: list[float] | None = None
-) -> None:
-    colors = [OURS_COLOR if row.ours else OTHER_COLOR for row in rows]
-    whiskers = None if spreads is None else [spread / 2 for spread in spreads]
-    axis.barh([row.name for row in rows], values, xerr=whiskers, color=colors, height=0.7, error_kw={"linewidth": 0.8})
-    room = max([*values, 1e-9]) * 1.4
-    blank = {"facecolor": "white", "edgecolor": "none", "pad": 0.3}  # a label stays readable over the floor's line
-    for position, (value, label) in enumerate(zip(values, labels, strict=True)):
-        end = value + (whiskers[position] if whiskers else 0.0)
-        axis.text(end + 0.01 * room, position, label, va="center", fontsize=7, bbox=blank)
-    axis.set_visible(True)
-    axis.set_xlim(0, room)
-    axis.invert_yaxis()
-    axis.tick_params(labelsize=8)
-    axis.spines[["top", "right"]].set_visible(False)

@@ -31,22 +31,17 @@ INNERS = (32, 64, 128)
 WARPS, STAGES = (4, 8), (2, 3, 4)
 GROUPS = (4, 8, 16, 32)
 
-Race = Callable[
-    ["Tiles", "Tiles"], float
-]  # best, candidate -> time of the candidate over that of the best; inf: failed
+# best, candidate -> time of the candidate over that of the best; inf: failed
+Race = Callable[["Tiles", "Tiles"], float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cce-dist tune``."""
     add = parser.add_argument
     add(
-        "--shapes",
-        nargs="+",
-        choices=SHAPES,
-        default=["llama-3-8b"],
-        metavar="SHAPE",
+        "--shapes", nargs="+", choices=SHAPES, default=["llama-3-8b"], metavar="SHAPE",
         help="heads to tune for (default: llama-3-8b)",
-    )
+    )  # fmt: skip
     add("--tokens", type=int, default=8192, metavar="N", help="number of tokens")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of hidden states and weight")
     add("--repeats", type=int, default=7, help="steps of each candidate")
@@ -114,17 +109,18 @@ def _race_on_gpu(workloads: list[Any], device: str, dtype: str, folder: Path, re
     import torch
 
     from cce_dist import linear_cross_entropy
-    from cce_dist.bench.measure import Clock, relative_error, step
+    from cce_dist.bench.loop import Clock, relative_error, step
 
     def loss(hidden: Any, weight: Any, labels: Any) -> Any:
         return linear_cross_entropy(hidden, weight, labels, backend="triton")
 
     clock = Clock(torch.device("cuda"))
-    truths = [step(loss, workload)[1:] for workload in workloads]  # the tiles at hand, which the tests check
+    # The truth is what the tiles at hand give, which the tests check.
+    truths = [step(loss, workload)[1:] for workload in workloads]
     files: dict[Tiles, Path] = {}
 
     def use(tiles: Tiles) -> None:
-        # A file of its own for each, since the loss remembers what it read.
+        # Each has a file of its own, since the loss remembers what it read.
         if tiles not in files:
             files[tiles] = folder / f"{len(files)}.json"
             merge_into(files[tiles], device, dtype, tiles)

@@ -49,8 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--steps", type=pretrain.positive, help="optimizer steps of a run")
     run.add_argument("--measure-every", type=pretrain.positive, metavar="STEPS", help="of loss and gradient")
     run.add_argument("--eval-batches", type=pretrain.positive, default=8, metavar="BATCHES")
-    run.add_argument("--filter-eps", type=float, metavar="P", help="softmax below which the gradient is dropped")
+    run.add_argument("--filter-eps", type=float, metavar="P", help="softmax below which the filter drops a gradient")
     run.add_argument("--show", type=Path, metavar="JSON", help="train nothing; print and draw this compare.json again")
+    run.add_argument(
+        "--columns", nargs="+", metavar="COLUMN", help="with --show: print these columns, and draw nothing"
+    )
     pretrain.add_flags(parser, {name: name for name in ("model", "data", "optimization", "device")})
     parser.set_defaults(**dict.fromkeys(DEFAULTS["cuda"]))
 
@@ -67,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.show:
             comparison = report.read_json(args.show)
+            if args.columns:
+                print("\n".join(report.summary(comparison, args.columns)))
+                return 0
             figure = args.show.with_suffix(".png")
         else:
             comparison = _compare(args)
@@ -88,9 +94,9 @@ def _compare(args: argparse.Namespace) -> Any:
     import torch
     from tqdm import tqdm
 
-    from cce_dist.bench import describe_environment
     from cce_dist.compare import heads, report, runs
     from cce_dist.pretrain import data, ranks
+    from cce_dist.report import describe_environment, write_json
 
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,7 +116,7 @@ def _compare(args: argparse.Namespace) -> Any:
         how = {"seeds": args.seeds, "measure_every": args.measure_every, "advance": bar.update}
         for run in runs.train_all(recipe, here, data.Corpus(folder), chosen, **how):
             comparison.runs.append(run)
-            report.write_json(comparison, args.out / "compare.json")
+            write_json(args.out / "compare.json", comparison)
             tqdm.write(report.line(run))
     return comparison
 

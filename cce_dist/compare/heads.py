@@ -12,12 +12,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from cce_dist.bench.measure import describe
-from cce_dist.bench.methods import LossFn, all_methods
+from cce_dist import VocabShard
+from cce_dist.bench.methods import all_methods
+from cce_dist.bench.peers import LossFn
 from cce_dist.pretrain.build import build_head
 from cce_dist.pretrain.data import IGNORED
 from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.recipe import LOSSES, Recipe, UsageError
+from cce_dist.report import describe
 
 MakeHead = Callable[[nn.Parameter], nn.Module]  # weight [V, D] -> a head over it
 
@@ -28,8 +30,9 @@ def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, Ma
     Raises:
         UsageError: There is no such method.
     """
-    peers = {name: method for name, method in all_methods([256]).items() if not method.ours}
-    nothing = torch.empty(0, recipe.shape.hidden_size, device=ranks.device)
+    peers = {name: method for name, method in all_methods().items() if method.is_for(1) and not method.ours}
+    size = recipe.shape.hidden_size
+    whole, nothing = VocabShard.even(recipe.shape.vocab_size, None), torch.empty(0, size, device=ranks.device)
     chosen: dict[str, MakeHead] = {}
     missing: dict[str, str] = {}
     for name in names:
@@ -41,7 +44,7 @@ def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, Ma
             missing[name] = "needs a GPU"
         else:
             try:
-                chosen[name] = _make_peer(peers[name].build(nothing, nothing, nothing))
+                chosen[name] = _make_peer(peers[name].build(whole, nothing))
             except ImportError as error:
                 missing[name] = describe(error)
     return chosen, missing

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cce_dist import LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy, reference
+from cce_dist import LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy
+from cce_dist.bench.loop import reference
 from cce_dist.pretrain.data import IGNORED
 from cce_dist.pretrain.engines.torch import TorchEngine
 from cce_dist.pretrain.recipe import Recipe
 
 GRADIENTS: tuple[str, ...] = ("dE", "mean dE", "dC", "rare dC")
-CHUNK_BYTES = 512 << 20  # the size of the reference's logits at a time
 
 
 class Agreement(NamedTuple):
@@ -45,10 +45,12 @@ def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndar
     weight = model.head.weight
     assert isinstance(weight, nn.Parameter)
     ours = _gradients(recipe, head, hidden, weight, part_labels)
-    truth = dense_gradients(hidden.flatten(0, -2), weight.detach().to(hidden.dtype), part_labels.flatten())
-    rare = torch.ones(len(truth[1]), dtype=torch.bool, device=hidden.device)
+    truth = reference(hidden.flatten(0, -2), weight.detach().to(hidden.dtype), part_labels.flatten())
+    rare = torch.ones(len(truth.d_weight), dtype=torch.bool, device=hidden.device)
     rare[part_labels[part_labels != IGNORED]] = False
-    pairs = zip(*(_views(d_hidden.flatten(0, -2), d_weight, rare) for d_hidden, d_weight in (ours, truth)), strict=True)
+    pairs = zip(
+        *(_views(d_hidden.flatten(0, -2), d_weight, rare) for d_hidden, d_weight in (ours, truth[1:])), strict=True
+    )
     columns = torch.stack([_cosine_and_norm(one, other) for one, other in pairs], 1).tolist()
     cosine, norm = (dict(zip(GRADIENTS, column, strict=True)) for column in columns)
     kept_tiles = math.nan
@@ -59,22 +61,6 @@ def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndar
         assert isinstance(output, LinearCrossEntropyOutput) and output.filter_stats is not None
         kept_tiles = output.filter_stats.kept_tiles.item()
     return Agreement(cosine, norm, kept_tiles)
-
-
-def dense_gradients(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dE [N, D] and dC [V, D] of the mean loss, all arithmetic in fp32 (fp64 for fp32 operands), chunked over tokens."""
-    dtype = torch.float64 if hidden.dtype == torch.float32 else torch.float32
-    weight = weight.to(dtype).requires_grad_()
-    num_tokens = (labels != IGNORED).sum().clamp(min=1)
-    num_rows = max(1, CHUNK_BYTES // (len(weight) * weight.element_size()))
-    d_hidden, d_weight = [], torch.zeros_like(weight)
-    for rows, its_labels in zip(hidden.split(num_rows), labels.split(num_rows), strict=True):
-        rows = rows.to(dtype).requires_grad_()
-        loss = reference.linear_cross_entropy(rows, weight, its_labels, num_tokens=num_tokens).loss
-        d_rows, d_weight_part = torch.autograd.grad(loss, (rows, weight))
-        d_hidden.append(d_rows)
-        d_weight += d_weight_part
-    return torch.cat(d_hidden), d_weight
 
 
 def _gradients(

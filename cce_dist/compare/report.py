@@ -1,17 +1,18 @@
-"""What was found: a Markdown table for the terminal, JSON, and a figure."""
+"""The findings: a Markdown table for the terminal, JSON, and a figure."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib  # noqa: F401  asked for before hours of training, not after
 
+from cce_dist import report
 from cce_dist.compare.probe import GRADIENTS
 from cce_dist.compare.runs import Measurement, Run
 from cce_dist.pretrain import UsageError
@@ -24,9 +25,13 @@ TITLES = {
     "dC": "dC",
     "rare dC": "dC of tokens not in the batch",
 }
+COLUMNS = {  # what --columns calls the columns of the table
+    "val-loss": "val loss (sd)", "excess": f"- {BASELINE} (sd)", "dE": "dE", "mean-dE": "mean dE", "dC": "dC",
+    "rare-dC": "rare dC", "kept": "kept", "tokens/s": "tokens/s",
+}  # fmt: skip
 STYLES = {  # color and dash of the methods that are compared by default; others take what is left
     "dense": ("black", "-"),
-    "exact": ("#1f6fb4", "--"),
+    "exact": (report.OURS_COLOR, "--"),
     "filtered": ("#2a9d4e", "-"),
     "filtered-plain": ("#d62728", "-"),
     "full-c": ("#7fbf3f", "--"),
@@ -107,31 +112,33 @@ def line(run: Run) -> str:
 
 
 def table(comparison: Comparison) -> str:
-    """The comparison as Markdown, aligned to be read on a terminal too."""
-    lines = [_cells(comparison, method) for method in comparison.methods]
+    """The comparison as Markdown."""
     notes = [f"* seed {run.seed}, {run.method}: {run.problem}" for run in comparison.runs if run.problem]
     if comparison.missing:
         reasons = (f"{name} ({reason})" for name, reason in comparison.missing.items())
         notes.append(f"Not measured: {', '.join(reasons)}.")
-    body = []
-    if lines:
-        widths = {name: max(len(name), *(len(cells[name]) for cells in lines)) for name in lines[0]}
-        first, *others = widths.values()
-        for row in ({name: name for name in widths}, *lines):
-            method, *cells = row.values()
-            aligned = [f"{method:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(cells, others, strict=True))]
-            body.append(f"| {' | '.join(aligned)} |")
-        body.insert(1, f"|{'-' * (first + 2)}|{'|'.join('-' * (width + 1) + ':' for width in others)}|")
     about = (
         "Validation loss after the last step, by the exact head, in nats per token: mean over seeds (and standard "
         f"deviation); '- {BASELINE}' is paired by seed. Gradients are compared with dense ones in wider arithmetic, on the "
         "run's own weights and batch: 1 - cosine, and the norm over the dense one's, means over all measurements and seeds. "
-        "Rare dC: the rows of tokens that are not in the batch. Kept: what the filter keeps, as a share of its units (tiles on "
-        "the torch backend, elements on Triton)."
+        "Rare dC: the rows of tokens that are not in the batch. Kept: the share that the filter keeps."
     )
-    environment = comparison.environment
-    where = f"{environment['device']}, torch {environment['torch']}, {environment['date'][:10]}"
-    return "\n".join([f"### {comparison.title}", "", f"{where}. {about}", "", *body, "", *notes])
+    heading = [f"### {comparison.title}", "", f"{report.where(comparison.environment)}. {about}"]
+    return "\n".join([*heading, "", *summary(comparison), "", *notes])
+
+
+def summary(comparison: Comparison, columns: Sequence[str] = tuple(COLUMNS)) -> list[str]:
+    """The lines of the Markdown table alone, with some of its columns by their names in ``COLUMNS``.
+
+    Raises:
+        UsageError: There is no such column.
+    """
+    unknown = set(columns) - set(COLUMNS)
+    if unknown:
+        raise UsageError(f"unknown column {min(unknown)!r}: choose from {', '.join(COLUMNS)}")
+    rows = [_cells(comparison, method) for method in comparison.methods]
+    kept = ["method", *(COLUMNS[name] for name in columns)]
+    return report.table([{name: row[name] for name in kept if name in row} for row in rows])
 
 
 def _cells(comparison: Comparison, method: str) -> dict[str, str]:
@@ -151,8 +158,8 @@ def _cells(comparison: Comparison, method: str) -> dict[str, str]:
 
     cells = {
         "method": method,
-        "val loss (sd)": final(comparison.series(method, "val_loss"), ".4f"),
-        f"- {BASELINE} (sd)": final(comparison.excess(method), "+.4f"),
+        COLUMNS["val-loss"]: final(comparison.series(method, "val_loss"), ".4f"),
+        COLUMNS["excess"]: final(comparison.excess(method), "+.4f"),
     }
     for name in GRADIENTS:
         distance = 1 - average("cosine", name)
@@ -172,85 +179,56 @@ def mean_and_spread(values: list[float]) -> tuple[float, float]:
     return mean, statistics.stdev(values) if len(values) > 1 else math.nan
 
 
-def write_json(comparison: Comparison, path: Path) -> None:
-    """Write every measurement, so that any other statistic can be taken later; NaN becomes null."""
-    path.write_text(json.dumps(_without_nan(asdict(comparison)), indent=1, allow_nan=False) + "\n")
-
-
 def read_json(path: Path) -> Comparison:
-    """Read back what ``write_json`` wrote.
+    """Read a compare.json.
 
     Raises:
         UsageError: It is something else.
     """
     try:
-        content = json.loads(path.read_text())
-        for run in content["runs"]:
-            run["measurements"] = [Measurement(**_with_nan(measured)) for measured in run["measurements"]]
-        content["runs"] = [Run(**run) for run in content["runs"]]
-        return Comparison(**content)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is not a compare.json of this version ({type(error).__name__}: {error})") from error
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nan(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _with_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _with_nan(inner) for name, inner in value.items()}
-    return math.nan if value is None else value
+        return report.read_json(path, Comparison, "compare.json")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def draw(comparison: Comparison, path: Path) -> None:
     """Write the figure: the loss, and its difference to the baseline; below, direction and size of four gradients."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     layout: Any = [
         ["loss", "loss", "excess", "excess"],
         [f"cosine {name}" for name in GRADIENTS],
         [f"norm {name}" for name in GRADIENTS],
     ]
-    figure = pyplot.figure(figsize=(14, 11), layout="constrained")
-    panels = figure.subplot_mosaic(layout, height_ratios=[1.4, 1, 1])
-    _band_of_seeds(panels["excess"], comparison)
-    for index, method in enumerate(comparison.methods):
-        color, dash = STYLES.get(method, (f"C{index % 10}", "-."))
-        style = {"color": color, "linestyle": dash, "label": method}
-        _curve(panels["loss"], comparison.series(method, "val_loss"), style)
-        _curve(panels["excess"], comparison.excess(method), style)
-        for name in GRADIENTS:
-            cosines = comparison.series(method, "cosine", name)
-            distances = {step: [max(1 - value, 1e-12) for value in values] for step, values in cosines.items()}
-            _curve(panels[f"cosine {name}"], distances, style)
-            _curve(panels[f"norm {name}"], comparison.series(method, "norm", name), style)
+    title = f"{comparison.title}\n{report.where(comparison.environment)}"
+    with report.picture(path, title, (14, 11), dpi=110) as figure:
+        panels = figure.subplot_mosaic(layout, height_ratios=[1.4, 1, 1])
+        _band_of_seeds(panels["excess"], comparison)
+        for index, method in enumerate(comparison.methods):
+            color, dash = STYLES.get(method, (f"C{index % 10}", "-."))
+            style = {"color": color, "linestyle": dash, "label": method}
+            _curve(panels["loss"], comparison.series(method, "val_loss"), style)
+            _curve(panels["excess"], comparison.excess(method), style)
+            for name in GRADIENTS:
+                cosines = comparison.series(method, "cosine", name)
+                distances = {step: [max(1 - value, 1e-12) for value in values] for step, values in cosines.items()}
+                _curve(panels[f"cosine {name}"], distances, style)
+                _curve(panels[f"norm {name}"], comparison.series(method, "norm", name), style)
 
-    panels["loss"].set(title="validation loss", ylabel="nats per token")
-    panels["excess"].set(title=f"validation loss less {BASELINE}'s of the same seed", ylabel="nats per token")
-    if max(map(abs, panels["excess"].get_ylim())) > 0.05:
-        # Linear within a hundredth of a nat, where sound methods are; logarithmic beyond, where others may be.
-        panels["excess"].set_yscale("symlog", linthresh=0.01)
-    for name in GRADIENTS:
-        panels[f"cosine {name}"].set(title=TITLES[name], yscale="log")
-        panels[f"norm {name}"].axhline(1.0, color="black", linewidth=0.6, zorder=0)
-        low, high = panels[f"norm {name}"].get_ylim()
-        panels[f"norm {name}"].set_ylim(min(low, 0.9), max(high, 1.1))
-    panels[f"cosine {GRADIENTS[0]}"].set_ylabel("1 - cosine with the dense gradient")
-    panels[f"norm {GRADIENTS[0]}"].set_ylabel("norm / norm of the dense gradient")
-    for name, panel in panels.items():
-        panel.grid(alpha=0.3)
-        panel.set_xlabel("step" if not name.startswith("cosine") else "")
-    panels["loss"].legend()
-    environment = comparison.environment
-    figure.suptitle(f"{comparison.title}\n{environment['device']}, torch {environment['torch']}", fontsize=11)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+        panels["loss"].set(title="validation loss", ylabel="nats per token")
+        panels["excess"].set(title=f"validation loss less {BASELINE}'s of the same seed", ylabel="nats per token")
+        if max(map(abs, panels["excess"].get_ylim())) > 0.05:
+            # Linear within a hundredth of a nat, where sound methods are; logarithmic beyond, where others may be.
+            panels["excess"].set_yscale("symlog", linthresh=0.01)
+        for name in GRADIENTS:
+            panels[f"cosine {name}"].set(title=TITLES[name], yscale="log")
+            panels[f"norm {name}"].axhline(1.0, color="black", linewidth=0.6, zorder=0)
+            low, high = panels[f"norm {name}"].get_ylim()
+            panels[f"norm {name}"].set_ylim(min(low, 0.9), max(high, 1.1))
+        panels[f"cosine {GRADIENTS[0]}"].set_ylabel("1 - cosine with the dense gradient")
+        panels[f"norm {GRADIENTS[0]}"].set_ylabel("norm / norm of the dense gradient")
+        for name, panel in panels.items():
+            panel.grid(alpha=0.3)
+            panel.set_xlabel("step" if not name.startswith("cosine") else "")
+        panels["loss"].legend()
 
 
 def _curve(panel: Any, values: dict[int, list[float]], style: dict[str, str]) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from cce_dist import VocabParallelHead
-from cce_dist.bench.measure import describe
 from cce_dist.compare.heads import MakeHead
 from cce_dist.compare.probe import probe
 from cce_dist.pretrain.build import build_model
@@ -21,6 +20,7 @@ from cce_dist.pretrain.engines.torch import TorchEngine
 from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.recipe import LOSSES, Recipe
 from cce_dist.pretrain.train import make_deterministic
+from cce_dist.report import describe
 
 
 @dataclass

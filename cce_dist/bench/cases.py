@@ -1,0 +1,157 @@
+"""All cases of a command: measured on the ranks of torchrun, on ranks that are started here, or in this process alone."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cce_dist import VocabShard
+from cce_dist.bench import methods, report
+from cce_dist.bench.loop import measure
+from cce_dist.bench.shapes import SHAPES
+from cce_dist.bench.workload import make_workload
+from cce_dist.ranks import in_torchrun, run_ranks
+from cce_dist.report import describe, describe_environment, write_json
+
+TIMEOUT_SECONDS = 600.0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, as a rank of torchrun or alone, and report every case as soon as it is known.
+
+    Returns:
+        0, or 1 if there is no case, or a row of this library itself has no time (wrong, or failed).
+    """
+    is_rank = in_torchrun() and bool(args.tp or args.stage)
+    sizes = args.tp or [1]
+    if args.stage:
+        world = int(os.environ["WORLD_SIZE"]) if is_rank else max(sizes)
+        if args.tp not in (None, [world]):
+            raise SystemExit(f"cce-dist bench: --stage takes all {world} ranks as one group; leave --tp out")
+        sizes = [world]
+    args.tp = sizes
+    if args.methods == ["list"]:
+        print("\n".join(_available(args)))
+        return 0
+    # An unknown name fails here, once.
+    choose(args.methods, _available(args))
+    if is_rank:
+        _join(args)
+        try:
+            return _measure_all(args)
+        finally:
+            dist.destroy_process_group()
+    # The end of a framework's last stage wants a process group on one rank too.
+    if max(sizes) == 1 and not args.stage:
+        return _measure_all(args)
+    if args.device == "cuda" and max(sizes) > torch.cuda.device_count():
+        raise SystemExit(f"cce-dist bench: --tp {max(sizes)}, but this machine has {torch.cuda.device_count()} GPUs")
+    result = args.out / "bench.json"
+    result.unlink(missing_ok=True)
+    run_ranks(_measure_all, max(sizes), args, device=args.device, timeout_seconds=TIMEOUT_SECONDS)
+    return _exit_code(report.read_json(result).cases if result.exists() else [])
+
+
+def choose(names: Sequence[str] | None, available: dict[str, Any]) -> dict[str, Any]:
+    """The methods named, in the order of the table (None: all); ``cce-dist`` means each of its workspaces."""
+    if names is None:
+        return available
+    known = {name: name.partition("@")[0] for name in available}
+    unknown = set(names) - set(known) - set(known.values())
+    if unknown:
+        raise SystemExit(f"cce-dist bench: unknown method {min(unknown)}; choose from {', '.join(available)}")
+    return {name: method for name, method in available.items() if name in names or known[name] in names}
+
+
+def show_progress(line: str) -> None:
+    """Overwrite one line of a terminal; a line each where the output is a file; nothing on other ranks than the first."""
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+    elif line:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _available(args: argparse.Namespace) -> dict[str, methods.Method]:
+    """The methods of the stage, or those of the loss that are rows for any of the sizes of groups."""
+    table = methods.all_methods(args.stage or "", args.workspace or [256])
+    return {name: method for name, method in table.items() if args.stage or any(map(method.is_for, args.tp))}
+
+
+def _join(args: argparse.Namespace) -> None:
+    if max(args.tp) > int(os.environ["WORLD_SIZE"]):
+        raise SystemExit(f"cce-dist bench: --tp {max(args.tp)}, but torchrun has {os.environ['WORLD_SIZE']} ranks")
+    if args.device != "cuda":
+        torch.set_num_threads(1)
+    join(own_device(args.device), TIMEOUT_SECONDS)
+
+
+def _measure_all(args: argparse.Namespace) -> int:
+    """Measure every case; the first rank reports each as soon as it is known."""
+    alone = not dist.is_initialized()
+    rank = 0 if alone else dist.get_rank()
+    device = torch.device(args.device)
+    if device.type == "cuda" and alone and device.index is not None:
+        torch.cuda.set_device(device)
+    elif device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    chosen = choose(args.methods, _available(args))
+    groups: dict[int, Any] = {size: dist.new_group(range(size)) if size > 1 else None for size in args.tp}
+    results = report.Results(describe_environment(device), [])
+    args.out.mkdir(parents=True, exist_ok=True)
+    # matplotlib is asked for before hours of measuring, not after.
+    has_figure = find_spec("matplotlib") is not None
+    for shape, num_tokens, ignored in product(args.shapes, args.tokens, args.ignored):
+        label = f"{shape}, N {num_tokens:,}"
+        try:
+            show_progress(f"{label}: drawing the workload")
+            dtype = getattr(torch, args.dtype)
+            workload = make_workload(SHAPES[shape], num_tokens, ignored=ignored, dtype=dtype, device=device)
+            for tensor in () if alone else workload[:3]:
+                dist.broadcast(tensor, src=0)
+            for size, group in groups.items():
+                if rank < size:
+                    shard, head = VocabShard.even(SHAPES[shape].vocab_size, group), f"{label}, T {size}: "
+                    found = measure(
+                        workload, shard, chosen, args.repeats, lambda line, head=head: show_progress(head + line)
+                    )
+                    results.cases.append(report.Case.of(shape, ignored, workload, found, size, args.stage or ""))
+                if rank == 0:
+                    _report(results, args.out, has_figure)
+                if not alone:
+                    dist.barrier()
+        except torch.OutOfMemoryError as error:
+            # Other ranks would wait for this one.
+            if not alone:
+                raise
+            show_progress("")
+            print(f"{label}: {describe(error)}", file=sys.stderr)
+    if rank > 0:
+        return 0
+    versions = ", ".join(f"{name} {version}" for name, version in results.environment["versions"].items())
+    picture = "bench.png" if has_figure else "no figure: matplotlib is not installed (pip install 'cce-dist[bench]')"
+    print(f"{results.environment['device']}; {versions}\n{args.out}: bench.json, {picture}")
+    return _exit_code(results.cases)
+
+
+def _report(results: report.Results, out: Path, has_figure: bool) -> None:
+    """Print the last case and write all: after every case, so that an interrupted run leaves what it had."""
+    show_progress("")
+    print(report.table(results.cases[-1]) + "\n", flush=True)
+    write_json(out / "bench.json", results)
+    if has_figure:
+        report.write_figure(out / "bench.png", results.environment, results.cases)
+
+
+def _exit_code(cases: Sequence[report.Case]) -> int:
+    return int(not cases or any(row.ours and row.problem for case in cases for row in case.rows))

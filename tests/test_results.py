@@ -1,0 +1,56 @@
+"""docs/results.md says what the raw files hold: each table is what its command prints, and every file is named.
+
+``python tests/test_results.py`` writes the tables of the page anew.
+"""
+
+import contextlib
+import io
+import re
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from cce_dist import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, FILES = ROOT / "docs" / "results.md", ROOT / "docs" / "results"
+TABLE = re.compile(r"<!-- (cce-dist .+) -->\n\n((?:\|.*\n)*)")
+TEXT = PAGE.read_text()
+COMMANDS = TABLE.findall(TEXT)
+
+
+def printed(command: str) -> str:
+    """What a command of the page prints, from any folder."""
+    program, *argv = shlex.split(command)
+    assert program == "cce-dist" and {"--show", "--columns"} <= set(argv), "it must neither measure nor draw"
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert cli.main([arg.replace("docs/", f"{ROOT}/docs/") for arg in argv]) == 0
+    return output.getvalue()
+
+
+@pytest.mark.parametrize(("command", "table"), COMMANDS, ids=[c.partition("results/")[2] for c, _ in COMMANDS])
+def test_a_table_is_what_its_command_prints(command, table):
+    """Catches a number changed by hand, and a printed column that changes its form."""
+    assert table == printed(command)
+
+
+def test_a_table_by_hand_says_that_it_has_no_raw_rounds():
+    """Catches a measured table that lost its command; the table of methods holds no number."""
+    blocks = TEXT.split("\n\n")
+    for before, block in pairwise(blocks):
+        if block.startswith("|") and not block.startswith("| method | what it is |"):
+            said = " ".join(before.split())
+            assert said.startswith("<!-- cce-dist ") or said.endswith("the raw rounds were not kept:"), block
+
+
+def test_the_page_names_every_file_and_no_other():
+    """Catches a file that no table or picture shows, and a link to a file that is not there."""
+    named = set(re.findall(r"\bresults/([\w.-]+\.\w+)", TEXT))
+    assert named == {path.name for path in FILES.iterdir()}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(TABLE.sub(lambda found: f"<!-- {found[1]} -->\n\n{printed(found[1])}", TEXT))
