@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from cce_dist import GradFilter, VocabShard
 from cce_dist.integrations import deepspeed as cce
+from cce_dist.integrations import deferred
+from cce_dist.integrations.deepspeed import loss as ds_loss
 from cce_dist.verify.ranks import run_ranks
 
 HIDDEN, VOCAB, SEQ, BATCH, STEPS, MICROBATCHES = 16, 37, 6, 2, 2, 2
@@ -63,17 +65,17 @@ class Block(nn.Module):
 @contextlib.contextmanager
 def counted_losses() -> Iterator[list[int]]:
     """Count the calls of our loss, so that no test passes on DeepSpeed's own."""
-    loss, calls = cce.linear_cross_entropy, [0]
+    loss, calls = deferred.linear_cross_entropy, [0]
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         return loss(*args, **kwargs)
 
-    cce.linear_cross_entropy = counting
+    deferred.linear_cross_entropy = counting
     try:
         yield calls
     finally:
-        cce.linear_cross_entropy = loss
+        deferred.linear_cross_entropy = loss
 
 
 def prepare() -> None:
@@ -696,8 +698,8 @@ def test_options_reach_the_loss() -> None:
 
 def deferring_head(options: cce.Options) -> tuple[Any, Any]:
     head = nn.Linear(HIDDEN, VOCAB, bias=False)
-    task = cce._Task(options, VocabShard(0, VOCAB, VOCAB), inside=1)
-    cce._take(head, task)
+    task = ds_loss.Task(options, VocabShard(0, VOCAB, VOCAB), calls=[True])
+    deferred.take(head, task)
     return head, task
 
 

@@ -29,7 +29,7 @@ from test_pretrain import largest_difference, options, prepared
 from cce_dist import GradFilter
 from cce_dist.integrations import megatron as cce
 from cce_dist.integrations.megatron import flags, loss
-from cce_dist.integrations.megatron.swap import _Head
+from cce_dist.integrations.deferred import Head
 from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.train import train
 from cce_dist.verify.ranks import run_ranks
@@ -360,10 +360,9 @@ def logits_without_labels(case: Case) -> None:
             assert logits.shape[-1] == (VOCAB if gather else VOCAB // case.tp)
             hidden = torch.randn(SEQ // case.tp if case.sequence_parallel else SEQ, BATCH, 16)
             real, _ = head(hidden, runtime_gather_output=gather)
-            head.cce_deferring = True
-            deferred, _ = head(hidden, runtime_gather_output=gather)
-            head.cce_deferring = False
-            head.cce_options = cce.Options(workspace_bytes=3 * 4 * VOCAB)  # a few tokens at a time
+            with head.cce_task.call(deferring=True):
+                deferred, _ = head(hidden, runtime_gather_output=gather)
+            head.cce_task.options = cce.Options(workspace_bytes=3 * 4 * VOCAB)  # a few tokens at a time
             assert deferred.size(-1) == real.size(-1)
             for ours_max, real_max in zip((2.0 * deferred).max(dim=-1), (2.0 * real).max(dim=-1), strict=True):
                 torch.testing.assert_close(ours_max, real_max)
@@ -491,14 +490,14 @@ def convert_can_be_undone_and_repeated() -> None:
     assert model.output_layer is head and list(model.state_dict()) == names
     converted = type(model)
     cce.convert([model], cce.Options(vocab_size=60))
-    assert type(model) is converted and head.cce_options.vocab_size == 60
+    assert type(model) is converted and head.cce_task.options.vocab_size == 60
     assert cce.revert(model) is model and (type(model), type(head)) == classes
     assert not any(name.startswith("cce") for name in vars(head))
     from megatron.core.transformer.module import Float16Module
 
     bare = build(Case(dtype=torch.bfloat16))[0]
     wrapped = Float16Module(bare.config, bare)
-    assert cce.convert(wrapped) is wrapped and isinstance(bare.output_layer, _Head)
+    assert cce.convert(wrapped) is wrapped and isinstance(bare.output_layer, Head)
 
 
 def checkpoints_cross_load() -> None:
@@ -691,33 +690,33 @@ def others_get_the_logits_that_they_want() -> None:
 
 def deferred_logits_refuse_what_they_cannot_do() -> None:
     head = one_model().output_layer
-    head.cce_deferring = True
-    logits, _ = head(torch.randn(SEQ, BATCH, 16))
+    with head.cce_task.call(deferring=True):
+        logits, _ = head(torch.randn(SEQ, BATCH, 16))
     for use in (lambda: torch.softmax(logits, dim=-1), lambda: logits.max(dim=0), lambda: logits * torch.ones(2)):
         with pytest.raises(TypeError):
             use()
-    with pytest.raises(AttributeError, match="'float' of logits that are not computed"):
+    with pytest.raises(AttributeError, match="float of logits that are not computed"):
         logits.float()
 
 
 def logits_are_scaled_as_mup_does() -> None:
+    """And capped: what the model does to the logits between its head and its loss is in the loss."""
     model = one_model()
-    inputs, labels = batch(model)
-    labels = labels.clamp(0, VOCAB - 1)
-    losses = []
+    labels = batch(model)[1].clamp(0, VOCAB - 1)
+    hidden = torch.randn(SEQ, BATCH, 16, requires_grad=True)
+    results = []
     for _ in ("ours", "Megatron's"):
-        forward = type(model.output_layer).forward
         head = model.output_layer
-
-        def scaled(*args: Any, head: Any = head, forward: Any = forward, **kwargs: Any) -> Any:
-            output = forward(head, *args, **kwargs)
-            return output if "cce_compute" in kwargs else (output[0] * 0.25, output[1])
-
-        head.forward = scaled
-        losses.append(model(**inputs, labels=labels))
-        del head.forward
+        with head.cce_task.call(deferring=True) if isinstance(head, Head) else contextlib.nullcontext():
+            logits, _ = head(hidden)
+        for changed in (3.0 * torch.tanh(logits / 3.0), logits * 0.25):
+            largest = changed.max(dim=-1)[0].detach().clone()  # Megatron's loss writes over its logits
+            losses = model.compute_language_model_loss(labels, changed)
+            grads = torch.autograd.grad(losses.sum(), [hidden, head.weight], retain_graph=True)
+            results.append((losses, largest, *grads))
         cce.revert(model)
-    torch.testing.assert_close(*losses)
+    for ours, theirs in zip([*results[0], *results[1]], [*results[2], *results[3]], strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def mamba_models_are_taken_over() -> None:
@@ -796,7 +795,7 @@ def the_flag_converts_what_is_built() -> None:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     def converted(**overrides: Any) -> bool:
-        return isinstance(build(Case(), **overrides)[0].output_layer, _Head)
+        return isinstance(build(Case(), **overrides)[0].output_layer, Head)
 
     original = LanguageModule.setup_embeddings_and_output_layer
     cce.install()
@@ -805,7 +804,7 @@ def the_flag_converts_what_is_built() -> None:
     assert converted(cross_entropy_loss_fusion=False, cross_entropy_fusion_impl="cce", deterministic_mode=True)
     assert not converted(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native")
     cce.install(cce.Options(vocab_size=60), every_model=True)
-    assert build(Case())[0].output_layer.cce_options.vocab_size == 60
+    assert build(Case())[0].output_layer.cce_task.options.vocab_size == 60
     cce.uninstall()
     assert LanguageModule.setup_embeddings_and_output_layer is original
     assert not converted(cross_entropy_fusion_impl="cce")
@@ -890,7 +889,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel()
 model = build(Case())[0]
 inputs, labels = batch(model)
-print(sys.argv[1:], __name__, model.output_layer.cce_options, model(**inputs, labels=labels).sum().item())
+print(sys.argv[1:], __name__, model.output_layer.cce_task.options, model(**inputs, labels=labels).sum().item())
 """
 
 

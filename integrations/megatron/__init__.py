@@ -31,7 +31,7 @@ V the vocabulary with its padding.
 
 from cce_dist.integrations.megatron.flags import add_arguments, install, options_from_args, uninstall
 from cce_dist.integrations.megatron.loss import Options, vocab_parallel_loss, vocab_parallel_max
-from cce_dist.integrations.megatron.swap import convert, revert
+from cce_dist.integrations.megatron.swap import convert, require, revert
 
 __all__ = [
     "Options",
@@ -39,6 +39,7 @@ __all__ = [
     "convert",
     "install",
     "options_from_args",
+    "require",
     "revert",
     "uninstall",
     "vocab_parallel_loss",

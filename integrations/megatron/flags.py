@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cce_dist import GradFilter
 from cce_dist.integrations.megatron.loss import Options
 from cce_dist.integrations.megatron.swap import FLAG, convert, language_module
+from cce_dist.integrations.options import FILTERS
 
-FILTERS = ("off", "compensated", "plain")
+FUSION_FLAG = "--cross-entropy-fusion-impl"
+_defaults: dict[str, Any] = {}  # what the launcher has read, for a parser of the script's that has our flags, too
 
 
 def install(options: Options | None = None, every_model: bool = False) -> None:
@@ -73,22 +74,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for action in parser._actions:
         if action.dest == "cross_entropy_fusion_impl" and action.choices and FLAG not in action.choices:
             action.choices = [*action.choices, FLAG]
+    parser.set_defaults(**_defaults)
     return parser
 
 
 def options_from_args(args: argparse.Namespace) -> Options:
-    """Read the flags of ``add_arguments``."""
-    grad_filter = None
-    if args.cce_filter != "off":
-        grad_filter = GradFilter(eps=args.cce_filter_eps, compensate=args.cce_filter == "compensated")
-    return Options(grad_filter, args.cce_vocab_size)
+    """Read the flags of ``add_arguments``.
+
+    Raises:
+        ValueError: A value is out of range; the message names the flag.
+    """
+    values = {key: getattr(args, f"cce_{key}") for key in ("filter", "filter_eps", "vocab_size")}
+    given = {key: value for key, value in values.items() if value is not None}
+    return Options.read(given, lambda key: f"--cce-{key.replace('_', '-')}", "the command line")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a training script with every language model that it builds converted."""
+    """Run a training script with every language model that it builds converted.
+
+    The script finds the modules that it would find under ``python SCRIPT ...``, its own folder first; so does this package,
+    whose megatron-core is then that of a Megatron-LM folder that the script lies in.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m cce_dist.integrations.megatron",
-        description="Run a training script of Megatron with this loss. Flags before the script are read here, the rest is its.",
+        description="Run a training script of Megatron with this loss. The flags below may stand on either side of the script.",
         allow_abbrev=False,
     )
     add_arguments(parser)
@@ -97,12 +106,22 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not args.script.is_file():
         parser.error(f"no such script: {args.script}")
+    behind = add_arguments(argparse.ArgumentParser(prog=parser.prog, add_help=False, allow_abbrev=False))
+    _, rest = behind.parse_known_args(args.args, args)
+    fusion = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    fusion.add_argument(FUSION_FLAG, dest="impl", default=FLAG)
+    impl = fusion.parse_known_args(rest)[0].impl
+    if impl != FLAG:
+        # An error, and no line of the log among thousands: who names another loss must know which one trained the model.
+        parser.error(f"{FUSION_FLAG} {impl} asks for a loss of Megatron's, this command for cce_dist's: leave one out")
+    _defaults.update({key: value for key, value in vars(args).items() if key.startswith("cce_")})
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(args.script.resolve().parent)  # as python itself does for a script
     try:
         install(options_from_args(args), every_model=True)
     except (ImportError, ValueError) as error:
         parser.error(str(error))
-    sys.argv = [str(args.script), *args.args]
-    sys.path[0] = str(args.script.resolve().parent)  # as python itself does for a script
+    sys.argv = [str(args.script), *rest]
     runpy.run_path(str(args.script), run_name="__main__")
 
 
