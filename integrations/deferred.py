@@ -88,7 +88,7 @@ class DeferredLogits:
         vars(new).update({f"_{name}": value for name, value in changes.items()})
         return new
 
-    def _scaling(self) -> dict[str, float | None]:
+    def _scaling(self) -> dict[str, Any]:
         """Return ``logit_scale`` and ``softcap`` as ``linear_cross_entropy`` takes them."""
         if self._softcap is None:
             return {"logit_scale": self._factor, "softcap": None}

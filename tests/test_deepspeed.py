@@ -402,7 +402,8 @@ class ReadsTheWeight(Model):
     """Computes its loss from the head's weight, as fused losses of others do, and never asks the head."""
 
     def forward(self, ids: Tensor, labels: Tensor | None = None, **_: Any) -> tuple[Tensor | None, Any]:
-        logits = F.linear(self.block(self.embed(ids)), self.lm_head.weight, self.lm_head.bias)
+        head: Any = self.lm_head
+        logits = F.linear(self.block(self.embed(ids)), head.weight, head.bias)
         return None if labels is None else cce.loss_fn(logits, labels), logits
 
 
@@ -449,9 +450,13 @@ def check_evaluation_is_plain(zero: int) -> None:
     stock = Model(linear)
     ours = engine_of(copy.deepcopy(stock), True, Case(zero=zero, report=True))
     ids, labels = next(batches(9, False, 0))
-    losses = [each.eval()(ids, labels=labels)[0] for each in (engine_of(stock, False, Case(zero=zero)), ours)]
+    losses = []
+    for engine in (engine_of(stock, False, Case(zero=zero)), ours):
+        engine.eval()
+        losses.append(engine(ids, labels=labels)[0])
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
-    assert ours.train()(ids, labels=labels)[0] > losses[0] + 0.5
+    ours.train()
+    assert ours(ids, labels=labels)[0] > losses[0] + 0.5
 
 
 def check_pipeline_evaluation_is_plain(case: Pipe) -> None:

@@ -785,15 +785,16 @@ def logits_are_scaled_as_mup_does() -> None:
     model = one_model()
     labels = batch(model)[1].clamp(0, VOCAB - 1)
     hidden = torch.randn(SEQ, BATCH, 16, requires_grad=True)
-    results = []
+    results: list[Any] = []
     for _ in ("ours", "Megatron's"):
-        head = model.output_layer
+        head: Any = model.output_layer
         with head.cce_task.call(deferring=True) if isinstance(head, Head) else contextlib.nullcontext():
             logits, _ = head(hidden)
         for changed in (3.0 * torch.tanh(logits / 3.0), logits * 0.25):
             largest = changed.max(dim=-1)[0].detach().clone()  # Megatron's loss writes over its logits
             losses = model.compute_language_model_loss(labels, changed)
-            grads = torch.autograd.grad(losses.sum(), (hidden, head.weight), retain_graph=True)
+            weights: Any = [hidden, head.weight]
+            grads = torch.autograd.grad(losses.sum(), weights, retain_graph=True)
             results.append((losses, largest, *grads))
         cce.revert(model)
     for ours, theirs in zip([*results[0], *results[1]], [*results[2], *results[3]], strict=True):

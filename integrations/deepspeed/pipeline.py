@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,8 +57,8 @@ def convert(engine: Any, options: Options) -> dict[str, Task]:
     def pass_weight_through(module: nn.Module, inputs: tuple, hidden: Any) -> Any:
         if torch.is_grad_enabled() and task.deferring():
             task.num_forwards += module.training
-            hidden, *parameters = _Together.apply(hidden, owner.weight, getattr(owner, "bias", None))
-            hidden.cce_head = _PassedHead(*parameters, module.training)
+            hidden, weight, bias = _Together.apply(hidden, owner.weight, getattr(owner, "bias", None))
+            hidden.cce_head = _PassedHead(weight, bias, module.training)
             return hidden
 
     module.register_forward_hook(pass_weight_through)
@@ -96,7 +96,8 @@ class _TiedHead:
         return hidden if self.task.deferring() else self.function(hidden)
 
 
-class _PassedHead(NamedTuple):
+@dataclasses.dataclass
+class _PassedHead:
     """A head whose parameters have gone through ``_Together``."""
 
     weight: Tensor

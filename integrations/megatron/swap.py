@@ -104,7 +104,7 @@ class MegatronLogits(deferred.DeferredLogits):
     def loss(self, labels: Tensor) -> Tensor:
         """Return the loss [b, s] of labels [b, s]."""
 
-        def loss(head: Any, hidden: Tensor, weight: Tensor | None, **_: Any) -> Tensor:
+        def loss(head: Any, hidden: Tensor, weight: Any, **_: Any) -> Tensor:
             weight = head.weight if weight is None else weight
             main_grad = None
             if torch.is_grad_enabled() and weight.requires_grad and head.gradient_accumulation_fusion:
