@@ -368,11 +368,9 @@ def subclass(mixin: type, base: type) -> type:
 
 def argument(method: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     """Return the argument ``name`` of a call of a method, without its self; None where the call or the method has none."""
-    position = _position(method, name)
-    return kwargs.get(name) if position is None or len(args) <= position else args[position]
+    names = list(_signature(method).parameters)[1:]
+    position = names.index(name) if name in names else len(args)
+    return args[position] if position < len(args) else kwargs.get(name)
 
 
-@functools.cache
-def _position(method: Callable, name: str) -> int | None:
-    names = list(inspect.signature(method).parameters)[1:]
-    return names.index(name) if name in names else None
+_signature = functools.cache(inspect.signature)

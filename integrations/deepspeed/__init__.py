@@ -27,21 +27,9 @@ from cce_dist.integrations.deepspeed.layers import (
 )
 from cce_dist.integrations.deepspeed.loss import SECTION, Options
 from cce_dist.integrations.deferred import TensorLogits as DeferredLogits
-from cce_dist.integrations.options import FILTERS, REDUCE_DTYPES
+from cce_dist.integrations.options import FILTERS
 
 __all__ = [
-    "FILTERS",
-    "REDUCE_DTYPES",
-    "SECTION",
-    "CCEEmbedding",
-    "CCEEmbeddingSpec",
-    "CCEHead",
-    "CCEHeadSpec",
-    "DeferredLogits",
-    "Options",
-    "convert",
-    "initialize",
-    "loss_fn",
-    "require",
-    "sum_over_shards",
-]
+    "FILTERS", "SECTION", "CCEEmbedding", "CCEEmbeddingSpec", "CCEHead", "CCEHeadSpec", "DeferredLogits", "Options",
+    "convert", "initialize", "loss_fn", "require", "sum_over_shards",
+]  # fmt: skip

@@ -17,8 +17,9 @@ from cce_dist.integrations.deferred import DeferredLogits, find_head, take
 def initialize(*args: Any, **kwargs: Any) -> tuple:
     """Call ``deepspeed.initialize``; where ds_config enables it, compute the model's loss from hidden states.
 
-    Arguments and result are those of ``deepspeed.initialize``, and without ``"cce_dist": {"enabled": true}`` so is all else.
-    Loss code then finds ``DeferredLogits`` where it found logits, and its loss is fp32.
+    Arguments and result are those of ``deepspeed.initialize``. Without ``"cce_dist": {"enabled": true}`` nothing else happens.
+    With it the model's loss code finds ``DeferredLogits`` where it found logits, and the loss is fp32. One rank says so in a
+    line, as in ``convert``. The section's z-loss and label smoothing are in losses of training, never in those of evaluation.
 
     Sharding: The weight stays as DeepSpeed or the model keeps it; hidden states are replicated over the model axis.
     Communication: That of ``linear_cross_entropy`` over the model axis; ``sequence_mean`` adds two all-reduces of a number.
@@ -45,9 +46,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
 
 
 def convert(engine: Any, options: Options | None = None) -> Any:
-    """Have the model of an engine compute its loss from hidden states, and return the engine; what ``initialize`` does.
+    """Have the model of an engine compute its loss from hidden states, and return the engine. ``initialize`` calls this.
 
-    One rank says so in a line: the logger ``cce_dist``, at level WARNING, for DeepSpeed's own drops all below.
+    The first rank of those with a head says so in a line: by the logger ``cce_dist``, at level WARNING, because DeepSpeed's
+    logger drops all that is below.
 
     Raises:
         ValueError: The model has no head that can be taken over.
@@ -100,7 +102,8 @@ def _convert_model(engine: Any, options: Options) -> dict[str, Task]:
     take(head, task)
     whole = getattr(module, "_deepspeed_original_loss_function", None)
     if whole is not None:
-        # AutoTP has put a loss of local logits there; deferred ones are of the whole vocabulary, as the model's own expects.
+        # AutoTP has put a loss of local logits there. Deferred logits are of the whole vocabulary, and so the model's own
+        # loss fits them.
         local = module.loss_function
         module.loss_function = lambda logits, *args, **kwargs: (whole if isinstance(logits, DeferredLogits) else local)(
             logits, *args, **kwargs
@@ -115,7 +118,7 @@ def _join(engine: Any, group: dist.ProcessGroup | None) -> None:
 
 
 def _sequence_group(engine: Any) -> tuple[dist.ProcessGroup, int]:
-    """Return the sequence-parallel group and what DeepSpeed divides its ranks' summed gradients by."""
+    """Return the sequence-parallel group, and the number by which DeepSpeed divides the sum of its ranks' gradients."""
     size = engine.sequence_parallel_size
     if size == 1:
         raise ValueError(f'ds_config: "{SECTION}.sequence_mean" is set, but there is no sequence parallelism')
@@ -126,7 +129,7 @@ def _sequence_group(engine: Any) -> tuple[dist.ProcessGroup, int]:
             "DeepSpeed does not reduce gradients over this sequence-parallel group; make it by "
             "deepspeed.runtime.sequence_parallel.parallel_state_sp and pass that as mpu="
         )
-    # ZeRO-3's reduce-scatter averages over these ranks, too, where everything else sums (0.19.8).
+    # ZeRO-3's reduce-scatter averages over these ranks; everything else sums (0.19.8).
     stage3 = engine.zero_optimization_stage() == 3
     averages = stage3 and (engine.optimizer.reduce_scatter or not engine.optimizer.contiguous_gradients)
     return group, size if averages else 1

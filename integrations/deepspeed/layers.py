@@ -23,9 +23,9 @@ class CCEHead(nn.Linear):
 
     Args:
         hidden_size: D.
-        vocab_size: V. Shards are of equal size, but the last ones, which are smaller where the ranks do not divide it.
-        tp_rank, tp_size: Which of how many shards this is.
-        bias, device, dtype: As of ``nn.Linear``.
+        vocab_size: V. Shards have equal sizes, but the last ones are smaller where the ranks do not divide V.
+        tp_rank, tp_size: This is shard tp_rank of tp_size.
+        bias, device, dtype: Those of ``nn.Linear``.
     """
 
     def __init__(
@@ -76,18 +76,18 @@ class CCEEmbedding(nn.Embedding):
         return sum_over_shards(embedded, group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's logits [..., V_r] of a head tied to it."""
+        """Return this rank's logits [..., V_r] of a head tied to this embedding."""
         return F.linear(hidden, self.weight)
 
 
 def CCEHeadSpec(hidden_size: int, vocab_size: int, *, topology: Any = None, tied: str = "", **options: Any) -> Any:
-    """``LayerSpec`` of a ``CCEHead``, the last layer of a ``PipelineModule``; a function that reads in the list as they do.
+    """``LayerSpec`` of a ``CCEHead``, the last layer of a ``PipelineModule``. Named like a class: it stands among LayerSpecs.
 
     Args:
         hidden_size, vocab_size: D, V.
         topology: The pipeline's; its axis "model" splits the vocabulary. None: not split.
         tied: Key of a ``CCEEmbeddingSpec`` earlier in the list, whose weight this uses.
-        **options: Of ``CCEHead``: bias, device, dtype; of a tied one those of ``CCEEmbedding``.
+        **options: bias, device, dtype of ``CCEHead``; of a tied head, device and dtype of ``CCEEmbedding``.
     """
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
@@ -98,7 +98,7 @@ def CCEHeadSpec(hidden_size: int, vocab_size: int, *, topology: Any = None, tied
 
 
 def CCEEmbeddingSpec(hidden_size: int, vocab_size: int, *, topology: Any = None, tied: str, **options: Any) -> Any:
-    """``TiedLayerSpec`` of a ``CCEEmbedding`` whose weight the ``CCEHeadSpec`` with the same key uses; arguments as there."""
+    """``TiedLayerSpec`` of a ``CCEEmbedding`` whose weight the ``CCEHeadSpec`` with the same key uses; the same arguments."""
     from deepspeed.pipe import TiedLayerSpec
 
     return TiedLayerSpec(tied, CCEEmbedding, hidden_size, vocab_size, **options, **_place_in_topology(topology))
@@ -110,7 +110,7 @@ def loss_fn(logits: Any, labels: Tensor) -> Tensor:
 
 
 class Rows:
-    """Which rows of the vocabulary a ``CCEHead`` or ``CCEEmbedding`` holds; its group comes with ``convert``."""
+    """The rows of the vocabulary that a ``CCEHead`` or ``CCEEmbedding`` holds; ``convert`` adds the group."""
 
     def __init__(self, vocab_size: int, tp_rank: int, tp_size: int) -> None:
         if not 0 <= tp_rank < tp_size:
@@ -120,13 +120,13 @@ class Rows:
         self.count, self.group = self.stop - self.start, None
 
     def mark(self, module: nn.Module) -> None:
-        """Say that the parameters are shards: else those of ranks past 0 are missing from the norm that clips gradients."""
+        """Mark the parameters as shards. Without the mark DeepSpeed clips by a norm that lacks the shards of ranks past 0."""
         for parameter in module.parameters():
             setattr(parameter, "tensor_model_parallel", self.tp_size > 1)  # noqa: B010, no attribute of Parameter
 
     @contextlib.contextmanager
     def seeded(self) -> Any:
-        """Draw from a stream of this shard's own, and leave all ranks' default generator alike."""
+        """Draw from a stream of this shard's own; the default generators of all ranks stay alike."""
         if self.tp_size == 1:
             yield
             return
@@ -154,7 +154,7 @@ class Rows:
 
 
 def sum_over_shards(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of the ranks' parts, of which every rank then computes the whole gradient.
+    """Return the sum of the ranks' parts. Every rank then computes the whole gradient of the sum.
 
     Communication: one all-reduce in forward, none in backward.
     """

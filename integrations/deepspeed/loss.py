@@ -22,10 +22,8 @@ class Options(ModelOptions):
 
     Args:
         grad_filter: Keys ``filter`` ("off", "compensated", "plain"), ``filter_eps``, ``filter_hidden`` and ``filter_weight``.
-            None for exact gradients.
-        label_smoothing, z_loss_weight: Of losses in training, see ``ModelOptions``. A loss in evaluation has neither.
-        backend, workspace_bytes, reduce_dtype: As in ``linear_cross_entropy``.
-        head: Name of the module that makes the logits; "" where it is an output embedding or called lm_head or embed_out.
+        label_smoothing, z_loss_weight, reduce_dtype, head, backend, workspace_bytes: As of ``ModelOptions``; the first two
+            are in losses of training alone, and in no loss of an evaluation.
         sequence_mean: A "mean" is over the tokens of the sequence-parallel group (Ulysses, ALST), and the loss is the same
             on its ranks. False: over this rank's tokens, DeepSpeed's convention, for code that weighs the ranks' losses.
         report: ``engine.get_additional_losses()`` says what the loss was made of: "nll", "z_loss" and "entropy", means over

@@ -109,9 +109,10 @@ class _PassedHead:
 
 
 class _Together(torch.autograd.Function):
-    """Hidden states and the head's parameters as they are; in backward none has a gradient before all have.
+    """Hidden states and the head's parameters, unchanged; backward gives gradients to all of them at the same time.
 
-    DeepSpeed takes the gradient of a pipeline's outputs for the beginning of backward, and clears what there is then.
+    DeepSpeed takes the first gradient of a pipeline's outputs for the beginning of backward, and then clears the gradients of
+    all parameters. A gradient of the weight that came before would be lost.
     """
 
     @staticmethod
@@ -142,7 +143,7 @@ class _PipelineLoss:
 
 
 def _check_last_layer(spec: Any) -> None:
-    """Raise if the last layer of a pipeline, which every stage knows as a specification, is no head."""
+    """Raise if the last layer of a pipeline is no head; every stage knows the layer as a specification."""
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     kind = spec.typename if isinstance(spec, LayerSpec) else type(spec)
@@ -154,7 +155,7 @@ def _check_last_layer(spec: Any) -> None:
 
 
 def _check_tied(function: functools.partial) -> None:
-    """Raise if a tied head is not the product with the weight that it is tied to: try it with one vector."""
+    """Raise if a tied head is not the product with the weight that it is tied to. One vector tells."""
     weight = function.args[0].weight
     with torch.no_grad():
         hidden = torch.ones(1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)

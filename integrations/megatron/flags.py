@@ -21,14 +21,14 @@ def install(options: Options | None = None, every_model: bool = False) -> None:
     """Make ``cross_entropy_fusion_impl="cce"`` mean this module, in ``TransformerConfig`` and on the command line.
 
     One function of Megatron is wrapped, ``LanguageModule.setup_embeddings_and_output_layer``, with which every language model
-    ends its construction; and "cce" is added to the values of ``cross_entropy_fusion_impl``, from which the argument parser
-    takes its choices (Megatron-LM >= 0.16; before that it is ``add_arguments`` that adds it). The value counts with or
-    without ``cross_entropy_loss_fusion``, which ``--deterministic-mode`` refuses to see; this loss is deterministic. A
-    second call replaces the options.
+    ends its construction. "cce" is added to the values of ``cross_entropy_fusion_impl``, from which the argument parser takes
+    its choices (Megatron-LM >= 0.16; before that ``add_arguments`` adds it). The value counts with or without
+    ``cross_entropy_loss_fusion``. ``--deterministic-mode`` refuses that switch, but works with the value alone: this loss is
+    deterministic. A second call replaces the options.
 
     Args:
-        options: Of every model that is built from now on. None: the flags of ``add_arguments`` where Megatron's parser has
-            read them, else the defaults.
+        options: Options of the models that are built from now on. None: the flags of ``add_arguments`` where Megatron's
+            parser has read them, else the defaults.
         every_model: Convert every language model, whatever its configuration says.
 
     Raises:
@@ -66,8 +66,8 @@ def uninstall() -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--cce-...`` to a parser, and return it: an ``extra_args_provider`` for Megatron's ``pretrain``."""
     group = parser.add_argument_group("cce_dist")
-    group.add_argument("--cce-filter", choices=FILTERS, default="off", help="which gradient tiles to drop, and how")
-    group.add_argument("--cce-filter-eps", type=float, default=2**-12, help="softmax below which a tile is dropped")
+    group.add_argument("--cce-filter", choices=FILTERS, default="off", help="whether gradients are filtered, and how")
+    group.add_argument("--cce-filter-eps", type=float, default=2**-12, help="softmax below which gradients are dropped")
     group.add_argument(
         "--cce-vocab-size", type=int, metavar="V", help="true size of the vocabulary: mask the rows that pad it"
     )
@@ -92,8 +92,8 @@ def options_from_args(args: argparse.Namespace) -> Options:
 def main(argv: list[str] | None = None) -> None:
     """Run a training script with every language model that it builds converted.
 
-    The script finds the modules that it would find under ``python SCRIPT ...``, its own folder first; so does this package,
-    whose megatron-core is then that of a Megatron-LM folder that the script lies in.
+    The script finds the modules that it would find under ``python SCRIPT ...``: those of its own folder first. Its folder
+    comes first for this package, too, and megatron-core is thus that of the Megatron-LM folder of the script.
     """
     parser = argparse.ArgumentParser(
         prog="python -m cce_dist.integrations.megatron",
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     fusion.add_argument(FUSION_FLAG, dest="impl", default=FLAG)
     impl = fusion.parse_known_args(rest)[0].impl
     if impl != FLAG:
-        # An error, and no line of the log among thousands: who names another loss must know which one trained the model.
+        # A line in a log of thousands would be missed, and a run that names one loss would train with another.
         parser.error(f"{FUSION_FLAG} {impl} asks for a loss of Megatron's, this command for cce_dist's: leave one out")
     _defaults.update({key: value for key, value in vars(args).items() if key.startswith("cce_")})
     if not getattr(sys.flags, "safe_path", False):

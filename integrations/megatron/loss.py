@@ -21,10 +21,9 @@ class Options(shared.Options):
     """How a converted model computes its loss.
 
     Args:
-        grad_filter: None for exact gradients, or how to filter them.
+        grad_filter, backend, workspace_bytes: As of all adapters.
         vocab_size: True size of the vocabulary. Rows behind it, with which Megatron pads, then count as -inf and get no
             gradient. None is Megatron's own loss: padding rows take part in the softmax as any other.
-        backend, workspace_bytes: As in ``linear_cross_entropy``.
     """
 
     vocab_size: int | None = None

@@ -121,8 +121,8 @@ class MegatronLogits(deferred.DeferredLogits):
 
     def max(self, dim: int) -> tuple[Tensor, Tensor]:
         """Return the largest logits and their places, [s, b] each."""
-        if dim != -1 or self._factor <= 0:
-            raise self._refused(f"the largest element along dim {dim}, or after a factor that is not positive,")
+        if dim != -1 or min(self._factor, self._softcap or 1.0) <= 0:
+            raise self._refused(f"the largest element along dim {dim}, or behind a factor that is not positive,")
 
         def largest(head: Any, hidden: Tensor, weight: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
             return vocab_parallel_max(
@@ -158,22 +158,12 @@ class Task(deferred.Task):
 
     @contextlib.contextmanager
     def call(self, deferring: bool) -> Iterator[None]:
-        """Have the head defer its logits, or not, until the end of a block."""
+        """Have the head defer its logits, or not, until the end of a block or, as a decorator, in each call of a function."""
         self.calls.append(deferring)
         try:
             yield
         finally:
             self.calls.pop()
-
-    def with_logits(self, function: Callable) -> Callable:
-        """Return a function that finds logits wherever it calls the head."""
-
-        @functools.wraps(function)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            with self.call(deferring=False):
-                return function(*args, **kwargs)
-
-        return method
 
 
 class _Model:
@@ -185,7 +175,7 @@ class _Model:
         compute = super().compute_language_model_loss  # pyright: ignore[reportAttributeAccessIssue]
         if self.config.cross_entropy_fusion_impl != FLAG:
             return compute(labels, logits)
-        # Real logits, in reinforcement learning say: Megatron knows no fusion of our name.
+        # These logits are real, from reinforcement learning, say. Megatron knows no fusion of our name for them.
         fusion = self.config.cross_entropy_loss_fusion
         self.config.cross_entropy_loss_fusion = False
         try:
@@ -219,11 +209,12 @@ def _deferring(model_class: type, name: str, function: Callable) -> Callable:
             )
             return inherited(*args, **kwargs)
         task = self.output_layer.cce_task
-        # Logits that someone else wants to see are computed: by a loss of the instance's own, or written to disk.
+        # Someone else wants to see logits: a loss of the instance's own, or a log on disk. The head then computes them.
         wanted = "compute_language_model_loss" in vars(self) or getattr(self.config, "config_logger_dir", "")
-        # An output_processor (0.18 on) computes what its caller wants in place of the loss, from the head as it ever was.
+        # An output_processor (0.18 on) replaces the loss, and was written for a head that returns logits. It gets them; the
+        # losses of multi-token prediction, which come before it, stay ours.
         if kwargs.get("output_processor") is not None:
-            kwargs["output_processor"] = task.with_logits(kwargs["output_processor"])
+            kwargs["output_processor"] = task.call(deferring=False)(kwargs["output_processor"])
         with task.call(deferring=labels is not None and not wanted):
             result = inherited(*args, **kwargs)
         task.num_forwards += not task.calls and labels is not None and self.training and torch.is_grad_enabled()
