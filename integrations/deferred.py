@@ -222,10 +222,12 @@ class Task:
     num_forwards: int = 0
     num_losses: int = 0
 
-    def watch(self, model: nn.Module) -> None:
-        """Have a model whose forward computes the loss say when it runs."""
-        model.register_forward_pre_hook(self.enter, with_kwargs=True)
-        model.register_forward_hook(self.leave, always_call=True)
+    def watch(self, model: nn.Module) -> tuple:
+        """Have a model whose forward computes the loss say when it runs; return the hooks' handles."""
+        return (
+            model.register_forward_pre_hook(self.enter, with_kwargs=True),
+            model.register_forward_hook(self.leave, always_call=True),
+        )
 
     def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         labels = argument(type(model).forward, "labels", args, kwargs)
@@ -285,9 +287,9 @@ class Task:
         )
 
     def __deepcopy__(self, memo: dict) -> Any:
-        """A copied model shares options and groups, which nothing can copy; whether it defers is its own."""
+        """A copied model shares options and groups, which nothing can copy. Calls and counts are its own."""
         new = copy.copy(self)
-        new.calls = []
+        new.calls, new.num_forwards, new.num_losses = [], 0, 0
         return new
 
 

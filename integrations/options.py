@@ -107,8 +107,8 @@ class ModelOptions(Options):
     """Options of a model that calls ``F.cross_entropy`` itself.
 
     Args:
-        label_smoothing: Of losses in training, where the model's own call of ``F.cross_entropy`` says none.
-        z_loss_weight: As in ``linear_cross_entropy``, of losses in training. A loss in evaluation has neither smoothing nor
+        label_smoothing: Smoothing of losses in training, where the model's own call of ``F.cross_entropy`` says none.
+        z_loss_weight: As in ``linear_cross_entropy``, in losses of training. A loss in evaluation has neither smoothing nor
             z-loss of these options, so that it can be compared with any other evaluation loss.
         reduce_dtype: As in ``linear_cross_entropy``.
         head: Name of the module that makes the logits; "" where it is an output embedding or called lm_head or embed_out.

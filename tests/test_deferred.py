@@ -153,8 +153,13 @@ def test_a_copy_defers_by_its_own_mode() -> None:
     model, ids = converted(), torch.zeros(BATCH, SEQ, dtype=torch.long)
     average = copy.deepcopy(model).eval()
     assert isinstance(average(ids)[1], Tensor) and isinstance(model.train()(ids)[1], TensorLogits)
-    average(ids, labels=ids)[0].backward()
+    average.train()(ids, labels=ids)[0].backward()
     assert average.lm_head.weight.grad is not None and model.lm_head.weight.grad is None
+    assert (average.lm_head.cce_task.num_losses, model.lm_head.cce_task.num_losses) == (1, 0)
+    inside = []
+    model.embed.register_forward_hook(lambda *_: inside.append(average.lm_head(torch.zeros(1, HIDDEN))))
+    model(ids)
+    assert isinstance(inside[0], Tensor)  # the original's forward does not have the copy's head defer
 
 
 def test_require_counts_training_alone() -> None:

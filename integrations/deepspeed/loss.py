@@ -22,8 +22,8 @@ class Options(ModelOptions):
 
     Args:
         grad_filter: Keys ``filter`` ("off", "compensated", "plain"), ``filter_eps``, ``filter_hidden`` and ``filter_weight``.
-        label_smoothing, z_loss_weight, reduce_dtype, head, backend, workspace_bytes: As of ``ModelOptions``; the first two
-            are in losses of training alone, and in no loss of an evaluation.
+        label_smoothing, z_loss_weight: Those of ``ModelOptions``. They are in losses of training, and in no evaluation loss.
+        reduce_dtype, head, backend, workspace_bytes: Those of ``ModelOptions``.
         sequence_mean: A "mean" is over the tokens of the sequence-parallel group (Ulysses, ALST), and the loss is the same
             on its ranks. False: over this rank's tokens, DeepSpeed's convention, for code that weighs the ranks' losses.
         report: ``engine.get_additional_losses()`` says what the loss was made of: "nll", "z_loss" and "entropy", means over

@@ -21,7 +21,7 @@ class Options(shared.Options):
     """How a converted model computes its loss.
 
     Args:
-        grad_filter, backend, workspace_bytes: As of all adapters.
+        grad_filter, backend, workspace_bytes: Those of every adapter.
         vocab_size: True size of the vocabulary. Rows behind it, with which Megatron pads, then count as -inf and get no
             gradient. None is Megatron's own loss: padding rows take part in the softmax as any other.
     """
