@@ -248,8 +248,8 @@ class Task:
         """Raise where the loss may not be computed."""
         if not self.calls:
             raise RuntimeError(
-                "cce_dist: the loss must be computed in the model's forward, where ZeRO gathers its weight and DeepSpeed sees "
-                "its backward begin; return the loss from there"
+                "cce_dist: the loss must be computed in the model's forward, where FSDP and ZeRO-3 gather the head's weight, "
+                "and from whose output DeepSpeed sees backward begin; return the loss from there"
             )
 
     def loss(self, head: Any, hidden: Tensor, target: Tensor, *, label_smoothing: float, **call: Any) -> Any:
@@ -278,7 +278,7 @@ class Task:
             )
 
     def announce(self, name: str) -> None:
-        """Say in one line where the loss comes from; for one rank to call."""
+        """Say in one line where the loss comes from. One rank calls this."""
         shard = self.shard
         rank, size = (0, 1) if shard.group is None else (shard.group.rank(), shard.group.size())
         _log(
@@ -298,7 +298,7 @@ def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[s
 
     Args:
         model: Any ``nn.Module``.
-        name: Of the module, where it is not the output embedding and not called lm_head or embed_out.
+        name: Name of the module, where it is not the output embedding and not called lm_head or embed_out.
         own: Classes of an adapter whose modules are heads, whatever their name.
 
     Raises:
