@@ -465,6 +465,9 @@ def _on_four_ranks(folder: Path) -> None:
     for name, case in CASES.items():
         if OLDEST and (case.vpp or case.ddp == "distributed-optimizer"):
             continue  # it knows its virtual stage from a global, and its distributed optimizer needs Transformer Engine
+        if version("megatron-core").startswith("0.18") and case.settings is UNIFORM:
+            # Depths of MTP that are recomputed in full raise a TypeError there, with Megatron's own loss, too.
+            case = dataclasses.replace(case, mtp=None)
         try:
             on_layout(case, compare)
         except Exception as error:
