@@ -152,11 +152,11 @@ def token_losses(stats_TKN: torch.Tensor, ids_N: torch.Tensor, spec: Spec) -> tu
     return nll_N, lse_N, target_N, uniform_nll_N, entropy_N, merged_KN
 
 
-def merged_lse(stats_TKN: torch.Tensor) -> torch.Tensor:
+def merged_lse(stats_T3N: torch.Tensor) -> torch.Tensor:
     """Return the log-sum-exp over what the shards' statistics cover. [T, 3, N] -> [N] fp32."""
-    num_shards, num_stats, num_tokens = stats_TKN.shape
-    lse_N = stats_TKN.new_empty(num_tokens)
-    _launch(_merged_lse_kernel, num_tokens, stats_TKN, lse_N, num_shards, num_stats)
+    num_shards, num_stats, num_tokens = stats_T3N.shape
+    lse_N = stats_T3N.new_empty(num_tokens)
+    _launch(_merged_lse_kernel, num_tokens, stats_T3N, lse_N, num_shards, num_stats)
     return lse_N
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests the Megatron adapter on other versions of megatron-core than CI's, one after the other, in the environment of test.sh:
 #
-#   launch/megatron_versions.sh 0.12.3 0.13.1 0.14.0 0.15.3 0.16.1
+#   launch/megatron_versions.sh 0.12.3 0.13.1 0.14.0 0.15.3 0.16.1      # and, with Python >= 3.12, 0.17.1 0.18.2 0.19.2
 #
 # Each is installed into a temporary folder, without its dependencies, and put before the environment's own.
 set -uo pipefail

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import importlib.util
+import io
 import json
 import math
 import os
@@ -21,8 +22,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cce_dist import GradFilter, VocabShard
+from cce_dist import GradFilter
 from cce_dist.integrations import deepspeed as cce
+from cce_dist.integrations import deferred
 from cce_dist.ranks import run_ranks
 
 HIDDEN, VOCAB, SEQ, BATCH, STEPS, MICROBATCHES = 16, 37, 6, 2, 2, 2
@@ -63,17 +65,17 @@ class Block(nn.Module):
 @contextlib.contextmanager
 def counted_losses() -> Iterator[list[int]]:
     """Count the calls of our loss, so that no test passes on DeepSpeed's own."""
-    loss, calls = cce.linear_cross_entropy, [0]
+    loss, calls = deferred.linear_cross_entropy, [0]
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         return loss(*args, **kwargs)
 
-    cce.linear_cross_entropy = counting
+    deferred.linear_cross_entropy = counting
     try:
         yield calls
     finally:
-        cce.linear_cross_entropy = loss
+        deferred.linear_cross_entropy = loss
 
 
 def prepare() -> None:
@@ -396,6 +398,74 @@ def check_evaluation(stock: Any, ours: Any) -> None:
         torch.testing.assert_close(again, expected, rtol=0 if stock.zero_optimization_stage() else 1e-6, atol=1e-6)
 
 
+class ReadsTheWeight(Model):
+    """Computes its loss from the head's weight, as fused losses of others do, and never asks the head."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, **_: Any) -> tuple[Tensor | None, Any]:
+        head: Any = self.lm_head
+        logits = F.linear(self.block(self.embed(ids)), head.weight, head.bias)
+        return None if labels is None else cce.loss_fn(logits, labels), logits
+
+
+def check_require(zero: int) -> None:
+    """Before a step the head is converted or not; after one there was a loss of ours or not."""
+    engine = engine_of(ReadsTheWeight(linear), True, Case(zero=zero))
+    cce.require(engine)
+    ids, labels = next(batches(0, False, 0))
+    engine.eval()
+    engine(ids, labels=labels)
+    cce.require(engine)  # an evaluation tells nothing of training
+    train(engine, 0, 0)
+    with pytest.raises(RuntimeError, match=r"2 forward.* none asked the head lm_head for its loss"):
+        cce.require(engine)
+
+
+def check_pipeline_require(case: Pipe) -> None:
+    engine = pipeline(case, ours=True)
+    cce.require(engine)
+    if engine.is_last_stage():
+        head = engine.module.forward_funcs[-1]
+        engine.module.loss_fn = lambda hidden, labels: cce.loss_fn(F.linear(hidden, head.weight), labels)
+    engine.train_batch(batches(0, False, 0))
+    with (
+        pytest.raises(RuntimeError, match="none asked the head") if engine.is_last_stage() else contextlib.nullcontext()
+    ):
+        cce.require(engine)
+
+
+def check_said_once(rows: int, build: Callable, *args: Any) -> None:
+    """One line of one rank, though DeepSpeed's logger drops all below a warning, says what computes the loss."""
+    said, everywhere = io.StringIO(), [""] * dist.get_world_size()
+    with contextlib.redirect_stderr(said):
+        build(*args)
+    dist.all_gather_object(everywhere, said.getvalue())
+    lines = [line for text in everywhere for line in text.splitlines() if "the loss comes from hidden states" in line]
+    assert len(lines) == 1 and f"rows [0, {rows}) of {VOCAB}; Options(grad_filter=None" in lines[0], lines
+    assert "workspace_bytes=268435456" in lines[0]
+
+
+def check_evaluation_is_plain(zero: int) -> None:
+    """The z-loss of the section is in losses of training alone: in evaluation ours is the loss that stock has."""
+    torch.manual_seed(0)
+    stock = Model(linear)
+    ours = engine_of(copy.deepcopy(stock), True, Case(zero=zero, report=True))
+    ids, labels = next(batches(9, False, 0))
+    losses = []
+    for engine in (engine_of(stock, False, Case(zero=zero)), ours):
+        engine.eval()
+        losses.append(engine(ids, labels=labels)[0])
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
+    ours.train()
+    assert ours(ids, labels=labels)[0] > losses[0] + 0.5
+
+
+def check_pipeline_evaluation_is_plain(case: Pipe) -> None:
+    stock, ours = pipeline(dataclasses.replace(case, report=False), ours=False), pipeline(case, ours=True)
+    losses = [engine.eval_batch(batches(9, False, 0)) for engine in (stock, ours)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
+    assert ours.train_batch(batches(9, False, 0)) > losses[0] + 0.5
+
+
 class Mpu:
     """The model axis over pairs of neighbouring ranks, data over the rest."""
 
@@ -564,6 +634,15 @@ def two_ranks() -> None:
         Case(zero=3, offload=True, tied=True),
     ):
         run(compare_models, case)
+    run(check_said_once, VOCAB, engine_of, Model(linear), True, Case())
+    run(check_said_once, VOCAB, pipeline, Pipe(pipe=2), True)
+    run(check_said_once, 19, pipeline, Pipe(model=2), True)
+    for zero in (0, 3):
+        run(check_require, zero)
+        run(check_evaluation_is_plain, zero)
+    run(check_pipeline_require, Pipe(pipe=2))
+    run(check_pipeline_evaluation_is_plain, Pipe(pipe=2, report=True))
+    run(check_pipeline_evaluation_is_plain, Pipe(model=2, tied=True, report=True))
     for zero, reduce_scatter in ((0, True), (2, True), (3, True), (3, False)):
         run(check_sequence_shards, zero, reduce_scatter)
     run(check_refusals)
@@ -654,83 +733,3 @@ def test_section() -> None:
     filtered = GradFilter(eps=0.01, compensate=False, weight=False)
     expected = cce.Options(grad_filter=filtered, reduce_dtype=torch.float32, report=True)
     assert cce.Options.from_config({"cce_dist": section | {"reduce_dtype": "float32"}}) == expected
-
-
-def causal(logits: Any, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, logits.size(-1)), labels[:, 1:].flatten())
-
-
-def capped(logits: Any, labels: Tensor) -> Tensor:
-    logits = torch.tanh(0.5 * logits / 3.0) * 3.0
-    return nn.CrossEntropyLoss(label_smoothing=0.1)(logits.float().reshape((-1, VOCAB)), labels.view(-1))
-
-
-def picked(logits: Any, labels: Tensor) -> Tensor:
-    kept = labels != IGNORED
-    return F.cross_entropy(logits[kept] * 2, labels[kept], reduction="sum") + F.cross_entropy(
-        logits[0, 1:], labels[0, 1:]
-    )
-
-
-@pytest.mark.parametrize("loss", [cce.loss_fn, causal, capped, picked])
-def test_deferred_logits_meet_the_users_own_loss(loss: Callable) -> None:
-    hidden, labels = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True), next(batches(0, False, 0))[1]
-    head, task = deferring_head(cce.Options())
-    results = []
-    for logits in (F.linear(hidden, head.weight), cce.DeferredLogits(head, task, hidden)):
-        value = loss(logits, labels)
-        results.append((value, *torch.autograd.grad(value, [hidden, head.weight])))
-    for expected, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=2e-5, atol=1e-6)
-
-
-def test_options_reach_the_loss() -> None:
-    hidden, labels = torch.randn(5, HIDDEN), torch.arange(5)
-    head, task = deferring_head(
-        cce.Options(label_smoothing=0.2, z_loss_weight=0.5, grad_filter=GradFilter(), backend="torch")
-    )
-    logits = F.linear(hidden, head.weight)
-    expected = F.cross_entropy(logits, labels, label_smoothing=0.2) + 0.5 * logits.logsumexp(-1).square().mean()
-    torch.testing.assert_close(cce.loss_fn(cce.DeferredLogits(head, task, hidden), labels), expected)
-
-
-def deferring_head(options: cce.Options) -> tuple[Any, Any]:
-    head = nn.Linear(HIDDEN, VOCAB, bias=False)
-    task = cce._Task(options, VocabShard(0, VOCAB, VOCAB), inside=1)
-    cce._take(head, task)
-    return head, task
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        pytest.param(lambda x: x[..., 0], id="column"),
-        pytest.param(lambda x: x[..., :-1], id="columns"),
-        pytest.param(lambda x: x[0, 0, 0], id="element"),
-        pytest.param(lambda x: x[None], id="none"),
-        pytest.param(lambda x: x.argmax(-1), id="argmax"),
-        pytest.param(lambda x: torch.softmax(x, -1), id="softmax"),
-        pytest.param(lambda x: x * torch.ones(()), id="tensor-factor"),
-        pytest.param(lambda x: torch.ones(()) * x, id="factor-tensor"),
-        pytest.param(lambda x: x + 1, id="sum"),
-        pytest.param(lambda x: x.tanh().tanh(), id="two-tanh"),
-        pytest.param(lambda x: x.flatten(), id="flatten"),
-        pytest.param(lambda x: x.view(-1, VOCAB + 1), id="view"),
-        pytest.param(lambda x: F.cross_entropy(x, torch.zeros(BATCH, SEQ).long()), id="not-flat"),
-        pytest.param(lambda x: F.cross_entropy(x[0], torch.ones(SEQ, VOCAB)), id="probabilities"),
-        pytest.param(lambda x: F.cross_entropy(x[0], torch.zeros(SEQ).long(), torch.ones(VOCAB)), id="class-weights"),
-        pytest.param(lambda x: F.cross_entropy(torch.ones(SEQ, VOCAB), x), id="as-target"),
-    ],
-)
-def test_other_uses_of_deferred_logits_raise(use: Callable) -> None:
-    head, task = deferring_head(cce.Options())
-    with pytest.raises((AttributeError, ValueError, TypeError)):
-        use(cce.DeferredLogits(head, task, torch.randn(BATCH, SEQ, HIDDEN)))
-
-
-def test_head_inside_a_reentrant_checkpoint_raises() -> None:
-    head, task = deferring_head(cce.Options())
-    with torch.no_grad():
-        logits: Any = cce.DeferredLogits(head, task, torch.randn(SEQ, HIDDEN))
-    with pytest.raises(RuntimeError, match="ran without gradients"):
-        F.cross_entropy(logits, torch.zeros(SEQ, dtype=torch.long))

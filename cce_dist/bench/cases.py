@@ -19,7 +19,7 @@ from cce_dist.bench import methods, report
 from cce_dist.bench.loop import measure
 from cce_dist.bench.shapes import SHAPES
 from cce_dist.bench.workload import make_workload
-from cce_dist.ranks import in_torchrun, run_ranks
+from cce_dist.ranks import in_torchrun, join, own_device, run_ranks
 from cce_dist.report import describe, describe_environment, write_json
 
 TIMEOUT_SECONDS = 600.0

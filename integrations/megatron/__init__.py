@@ -12,7 +12,8 @@ loss, and through ``__call__``: the hooks that gather parameters just in time th
 model without labels, in inference say, computes the logits that it always did.
 
 Ways in: ``convert(model)``; ``install()`` and the configuration ``cross_entropy_fusion_impl="cce"``; or, for a training script
-as it is, ``python -m cce_dist.integrations.megatron SCRIPT ...``.
+as it is, ``python -m cce_dist.integrations.megatron SCRIPT ...``. One rank then says in a line that the loss is in use, and
+``require(model)`` raises where it is not.
 
 Tested on CPUs against Megatron's own unfused loss, every parameter's gradient included: tensor, sequence, pipeline (virtual,
 too), expert and context parallelism (with a stand-in for its attention, which needs Transformer Engine), MTP, tied and frozen
@@ -20,8 +21,11 @@ heads, per-token loss, DDP and the distributed optimizer with overlap and main_g
 selective recomputation, auxiliary losses of experts, evaluation. Layers in fp8 or replayed from CUDA graphs: with stand-ins
 for both; the head is outside of either. Not tried: Transformer Engine itself, the graph of a whole iteration, the overlap of
 expert communication but for its way to call the head, Megatron-FSDP, layers of Mamba. Refused, in one line: a head of another
-class than ``ColumnParallelLinear``, as that in fp8 is (``fp8_output_proj``), one with a bias, and
-``defer_embedding_wgrad_compute``.
+class than ``ColumnParallelLinear``, as that in fp8 is (``fp8_output_proj``), a head with a bias or a forward of its own, a
+model with a ``compute_language_model_loss`` of its own, and ``defer_embedding_wgrad_compute``.
+
+Logits are computed as ever where somebody else wants them: in a call without labels, in an ``output_processor`` (0.18 on),
+by a ``compute_language_model_loss`` that was set on the instance, and for the log of ``config_logger_dir``.
 
 Reading order: ``loss`` (plain functions), ``swap`` (convert and revert), ``flags`` (configuration, command lines, launcher).
 
@@ -31,16 +35,9 @@ V the vocabulary with its padding.
 
 from cce_dist.integrations.megatron.flags import add_arguments, install, options_from_args, uninstall
 from cce_dist.integrations.megatron.loss import Options, vocab_parallel_loss, vocab_parallel_max
-from cce_dist.integrations.megatron.swap import convert, revert
+from cce_dist.integrations.megatron.swap import convert, require, revert
 
 __all__ = [
-    "Options",
-    "add_arguments",
-    "convert",
-    "install",
-    "options_from_args",
-    "revert",
-    "uninstall",
-    "vocab_parallel_loss",
-    "vocab_parallel_max",
-]
+    "Options", "add_arguments", "convert", "install", "options_from_args", "require", "revert", "uninstall",
+    "vocab_parallel_loss", "vocab_parallel_max",
+]  # fmt: skip

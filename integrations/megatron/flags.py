@@ -9,25 +9,26 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cce_dist import GradFilter
 from cce_dist.integrations.megatron.loss import Options
 from cce_dist.integrations.megatron.swap import FLAG, convert, language_module
+from cce_dist.integrations.options import FILTERS
 
-FILTERS = ("off", "compensated", "plain")
+FUSION_FLAG = "--cross-entropy-fusion-impl"
+_defaults: dict[str, Any] = {}  # what the launcher has read, for a parser of the script's that has our flags, too
 
 
 def install(options: Options | None = None, every_model: bool = False) -> None:
     """Make ``cross_entropy_fusion_impl="cce"`` mean this module, in ``TransformerConfig`` and on the command line.
 
     One function of Megatron is wrapped, ``LanguageModule.setup_embeddings_and_output_layer``, with which every language model
-    ends its construction; and "cce" is added to the values of ``cross_entropy_fusion_impl``, from which the argument parser
-    takes its choices (Megatron-LM >= 0.16; before that it is ``add_arguments`` that adds it). The value counts with or
-    without ``cross_entropy_loss_fusion``, which ``--deterministic-mode`` refuses to see; this loss is deterministic. A
-    second call replaces the options.
+    ends its construction. "cce" is added to the values of ``cross_entropy_fusion_impl``, from which the argument parser takes
+    its choices (Megatron-LM >= 0.16; before that ``add_arguments`` adds it). The value counts with or without
+    ``cross_entropy_loss_fusion``. ``--deterministic-mode`` refuses that switch, but works with the value alone: this loss is
+    deterministic. A second call replaces the options.
 
     Args:
-        options: Of every model that is built from now on. None: the flags of ``add_arguments`` where Megatron's parser has
-            read them, else the defaults.
+        options: Options of the models that are built from now on. None: the flags of ``add_arguments`` where Megatron's
+            parser has read them, else the defaults.
         every_model: Convert every language model, whatever its configuration says.
 
     Raises:
@@ -65,30 +66,38 @@ def uninstall() -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--cce-...`` to a parser, and return it: an ``extra_args_provider`` for Megatron's ``pretrain``."""
     group = parser.add_argument_group("cce_dist")
-    group.add_argument("--cce-filter", choices=FILTERS, default="off", help="which gradient tiles to drop, and how")
-    group.add_argument("--cce-filter-eps", type=float, default=2**-12, help="softmax below which a tile is dropped")
+    group.add_argument("--cce-filter", choices=FILTERS, default="off", help="whether gradients are filtered, and how")
+    group.add_argument("--cce-filter-eps", type=float, default=2**-12, help="softmax below which gradients are dropped")
     group.add_argument(
         "--cce-vocab-size", type=int, metavar="V", help="true size of the vocabulary: mask the rows that pad it"
     )
     for action in parser._actions:
         if action.dest == "cross_entropy_fusion_impl" and action.choices and FLAG not in action.choices:
             action.choices = [*action.choices, FLAG]
+    parser.set_defaults(**_defaults)
     return parser
 
 
 def options_from_args(args: argparse.Namespace) -> Options:
-    """Read the flags of ``add_arguments``."""
-    grad_filter = None
-    if args.cce_filter != "off":
-        grad_filter = GradFilter(eps=args.cce_filter_eps, compensate=args.cce_filter == "compensated")
-    return Options(grad_filter, args.cce_vocab_size)
+    """Read the flags of ``add_arguments``.
+
+    Raises:
+        ValueError: A value is out of range; the message names the flag.
+    """
+    values = {key: getattr(args, f"cce_{key}") for key in ("filter", "filter_eps", "vocab_size")}
+    given = {key: value for key, value in values.items() if value is not None}
+    return Options.read(given, lambda key: f"--cce-{key.replace('_', '-')}", "the command line")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a training script with every language model that it builds converted."""
+    """Run a training script with every language model that it builds converted.
+
+    The script finds the modules that it would find under ``python SCRIPT ...``: those of its own folder first. Its folder
+    comes first for this package, too, and megatron-core is thus that of the Megatron-LM folder of the script.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m cce_dist.integrations.megatron",
-        description="Run a training script of Megatron with this loss. Flags before the script are read here, the rest is its.",
+        description="Run a training script of Megatron with this loss. The flags below may stand on either side of the script.",
         allow_abbrev=False,
     )
     add_arguments(parser)
@@ -97,12 +106,22 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not args.script.is_file():
         parser.error(f"no such script: {args.script}")
+    behind = add_arguments(argparse.ArgumentParser(prog=parser.prog, add_help=False, allow_abbrev=False))
+    _, rest = behind.parse_known_args(args.args, args)
+    fusion = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    fusion.add_argument(FUSION_FLAG, dest="impl", default=FLAG)
+    impl = fusion.parse_known_args(rest)[0].impl
+    if impl != FLAG:
+        # A line in a log of thousands would be missed, and a run that names one loss would train with another.
+        parser.error(f"{FUSION_FLAG} {impl} asks for a loss of Megatron's, this command for cce_dist's: leave one out")
+    _defaults.update({key: value for key, value in vars(args).items() if key.startswith("cce_")})
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(args.script.resolve().parent)  # as python itself does for a script
     try:
         install(options_from_args(args), every_model=True)
     except (ImportError, ValueError) as error:
         parser.error(str(error))
-    sys.argv = [str(args.script), *args.args]
-    sys.path[0] = str(args.script.resolve().parent)  # as python itself does for a script
+    sys.argv = [str(args.script), *rest]
     runpy.run_path(str(args.script), run_name="__main__")
 
 

@@ -10,26 +10,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce_dist import GradFilter, VocabShard, linear_cross_entropy, merge
+from cce_dist import VocabShard, linear_cross_entropy, merge
+from cce_dist.integrations import options as shared
 
 IGNORED = -100
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(shared.Options):
     """How a converted model computes its loss.
 
     Args:
-        grad_filter: None for exact gradients, or how to filter them.
+        grad_filter, backend, workspace_bytes: Those of every adapter.
         vocab_size: True size of the vocabulary. Rows behind it, with which Megatron pads, then count as -inf and get no
             gradient. None is Megatron's own loss: padding rows take part in the softmax as any other.
-        backend, workspace_bytes: As in ``linear_cross_entropy``.
     """
 
-    grad_filter: GradFilter | None = None
     vocab_size: int | None = None
-    backend: str = "auto"
-    workspace_bytes: int = 256 << 20
 
 
 def vocab_parallel_loss(
@@ -42,6 +39,7 @@ def vocab_parallel_loss(
     input_grad: str = "summed",
     main_grad: Tensor | None = None,
     logit_scale: float = 1.0,
+    softcap: float | None = None,
     options: Options | None = None,
 ) -> Tensor:
     """Cross-entropy of every token, in Megatron's layout; what ``compute_language_model_loss`` returns.
@@ -56,6 +54,7 @@ def vocab_parallel_loss(
         main_grad: [V/tp, h] buffer, ``weight.main_grad``, that backward adds the weight's gradient into. ``weight`` then
             gets what Megatron's fused accumulation gives it: a dummy, and ``grad_added_to_main_grad`` set.
         logit_scale: Multiplies the logits (MuP).
+        softcap: Positive bound of the logits, or None.
         options: See ``Options``.
 
     Returns:
@@ -74,8 +73,8 @@ def vocab_parallel_loss(
     if main_grad is not None:
         weight = _GradientInMainGrad.apply(weight)
     loss = linear_cross_entropy(
-        hidden, weight, labels, ignore_index=IGNORED, reduction="none", logit_scale=logit_scale, shard=shard,
-        sequence_parallel=sequence_parallel and shard.group is not None, input_grad=input_grad,
+        hidden, weight, labels, ignore_index=IGNORED, reduction="none", logit_scale=logit_scale, softcap=softcap,
+        shard=shard, sequence_parallel=sequence_parallel and shard.group is not None, input_grad=input_grad,
         grad_filter=options.grad_filter, backend=options.backend, workspace_bytes=options.workspace_bytes,
         grad_weight_out=main_grad,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -12,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cce_dist.integrations import deferred
+from cce_dist.integrations.deferred import Head, argument, give_back, subclass, take
 from cce_dist.integrations.megatron.loss import Options, shard_of, vocab_parallel_loss, vocab_parallel_max
 
 FLAG = "cce"  # the value of cross_entropy_fusion_impl that means us
@@ -22,7 +26,7 @@ def convert(model: Any, options: Options | None = None) -> Any:
 
     Nothing else of it changes: its parameters, their names, ``state_dict`` and ``sharded_state_dict`` stay. A stage without
     a head is left alone, so every rank makes the same call. Best before DDP or FSDP wraps the model; after works, too, but
-    FSDP2 shards modules by class.
+    FSDP2 shards modules by class. One rank says in a line that the loss is in use: the logger ``cce_dist``, at level WARNING.
 
     Args:
         model: A language model of megatron-core (GPT, Mamba, Hybrid), one that contains one, wrapped in DDP and
@@ -39,18 +43,18 @@ def convert(model: Any, options: Options | None = None) -> Any:
     """
     for part in _language_models(model):
         head = getattr(part, "output_layer", None)
-        if isinstance(head, _Head):
-            if options is not None:
-                head.cce_options = options
+        if isinstance(head, Head):
+            head.cce_task.options = options or head.cce_task.options
             continue
         _refuse(part, head)
         if head is None:
             continue
-        options_here = options or Options()
-        shard_of(head.output_size_per_partition, _tp_group(head), options_here.vocab_size)
-        head.__class__ = _head_class(type(head))
-        head.cce_options, head.cce_deferring = options_here, False
+        chosen = options or Options()
+        task = Task(chosen, shard_of(head.output_size_per_partition, _tp_group(head), chosen.vocab_size))
+        take(head, task)
         part.__class__ = _model_class(type(part))
+        if _speaks(task):
+            task.announce("output_layer")
     return model
 
 
@@ -58,66 +62,77 @@ def revert(model: Any) -> Any:
     """Undo ``convert``, and return ``model``."""
     for part in _language_models(model):
         head = getattr(part, "output_layer", None)
-        if isinstance(head, _Head):
-            if type(head).__mro__[1] is not _Head or type(part).__mro__[1] is not _Model:
+        if isinstance(head, Head):
+            if type(head).__mro__[1] is not Head or type(part).__mro__[1] is not _Model:
                 raise ValueError(
                     "this model's classes were changed again since convert(), by FSDP2 say: revert it before"
                 )
-            del head.cce_options, head.cce_deferring
-            head.__class__, part.__class__ = type(head).__mro__[2], type(part).__mro__[2]
+            give_back(head)
+            part.__class__ = type(part).__mro__[2]
     return model
 
 
-class DeferredLogits:
-    """Logits that nobody has computed: what a head was asked from, until it is known what for.
+def require(model: Any) -> None:
+    """Raise unless this model's loss comes from hidden states.
 
-    They can be scaled (MuP), give their largest element (the acceptance rate of MTP) and their loss; anything else raises,
-    rather than compute all logits unseen.
+    Before the first forward in training this can tell only whether the head was converted. After one it can tell whether the
+    head was asked for its loss, too. A stage without a head has nothing to tell of, so every rank makes the same call.
+
+    Args:
+        model: As of ``convert``.
+
+    Raises:
+        RuntimeError: A head is not converted; or forwards in training have ended, and other code computed the loss of all.
+        TypeError, ImportError: As of ``convert``.
     """
+    for part in _language_models(model):
+        head = getattr(part, "output_layer", None)
+        if isinstance(head, Head):
+            head.cce_task.require("output_layer")
+        elif head is not None:
+            raise RuntimeError(
+                f"the output_layer of this {type(part).__name__} was not converted: call "
+                "cce_dist.integrations.megatron.convert, or install before the model is built"
+            )
 
-    def __init__(
-        self,
-        head: Any,
-        hidden: Tensor,
-        weight: Tensor | None,
-        sequence_parallel: bool,
-        gathered: bool,
-        scale: float = 1.0,
-    ) -> None:
-        self._asked = (head, hidden, weight, sequence_parallel, gathered)
-        self._scale = scale
+
+class MegatronLogits(deferred.DeferredLogits):
+    """Deferred logits [s, b, V] or [s, b, V/tp]: they give their loss and, for the acceptance rate of MTP, their maximum."""
+
+    ANSWERED = deferred.DeferredLogits.ANSWERED | {torch.argmax: "argmax", torch.max: "max"}
 
     def loss(self, labels: Tensor) -> Tensor:
         """Return the loss [b, s] of labels [b, s]."""
-        head, _, _, sequence_parallel, _ = self._asked
 
-        def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        def loss(head: Any, hidden: Tensor, weight: Any, **_: Any) -> Tensor:
+            weight = head.weight if weight is None else weight
             main_grad = None
             if torch.is_grad_enabled() and weight.requires_grad and head.gradient_accumulation_fusion:
                 # Megatron-FSDP lays its buffer out during backward, and copies an ordinary gradient there.
                 main_grad = None if hasattr(weight, "__fsdp_param__") else getattr(weight, "main_grad", None)
             return vocab_parallel_loss(
-                hidden, weight, labels, _tp_group(head), sequence_parallel=sequence_parallel,
-                input_grad="summed" if sequence_parallel or head.allreduce_dgrad else "partial",
-                main_grad=main_grad, logit_scale=self._scale, options=head.cce_options,
+                hidden, weight, labels, _tp_group(head), sequence_parallel=head.sequence_parallel,
+                input_grad="summed" if head.sequence_parallel or head.allreduce_dgrad else "partial",
+                main_grad=main_grad, options=self._task.options, **self._scaling(),
             )  # fmt: skip
 
+        self._task.num_losses += self._head.training
         return self._ask(loss)
 
     def max(self, dim: int) -> tuple[Tensor, Tensor]:
         """Return the largest logits and their places, [s, b] each."""
-        head, _, _, sequence_parallel, gathered = self._asked
-        if dim != -1:
-            raise TypeError(f"logits that are not computed have a largest element along dim -1 alone, not {dim}")
+        if dim != -1 or min(self._factor, self._softcap or 1.0) <= 0:
+            raise self._refused(f"the largest element along dim {dim}, or behind a factor that is not positive,")
 
-        def largest(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            values, indices = vocab_parallel_max(
-                hidden, weight, _tp_group(head), sequence_parallel=sequence_parallel, gathered=gathered,
-                options=head.cce_options,
+        def largest(head: Any, hidden: Tensor, weight: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
+            return vocab_parallel_max(
+                hidden, head.weight if weight is None else weight, _tp_group(head),
+                sequence_parallel=head.sequence_parallel, gathered=self._gathered(), options=self._task.options,
             )  # fmt: skip
-            return values * self._scale, indices
 
-        return self._ask(largest)
+        values, indices = self._ask(largest)
+        values = values * self._factor
+        return values if self._softcap is None else values.tanh() * self._softcap, indices
 
     def argmax(self, dim: int) -> Tensor:
         """Return the place of the largest logits, [s, b]."""
@@ -125,70 +140,42 @@ class DeferredLogits:
 
     def size(self, dim: int) -> int:
         """Return the number of logits of a token on this rank."""
-        head, _, _, _, gathered = self._asked
         if dim != -1:
-            raise TypeError(f"logits that are not computed have a size along dim -1 alone, not {dim}")
-        return head.output_size if gathered else head.output_size_per_partition
+            raise self._refused(f"the size along dim {dim}")
+        return self._head.output_size if self._gathered() else self._head.output_size_per_partition
 
-    def __mul__(self, scale: float) -> DeferredLogits:
-        if not isinstance(scale, (int, float)) or scale <= 0:
-            raise TypeError(
-                f"cce_dist: logits that are not computed are multiplied by positive numbers alone, not {scale!r}"
-            )
-        return DeferredLogits(*self._asked, scale=self._scale * scale)
-
-    __rmul__ = __mul__
-
-    def _ask(self, what: Callable[[Tensor, Tensor], Any]) -> Any:
-        head, hidden, weight, *_ = self._asked
-        return head(hidden, weight=weight, cce_compute=what)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"cce_dist: {name!r} of logits that are not computed; a model without labels computes them"
-        )
-
-    @classmethod
-    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if function in (torch.argmax, torch.max):
-            return getattr(args[0], function.__name__)(*args[1:], **(kwargs or {}))
-        raise TypeError(
-            f"cce_dist: {getattr(function, '__name__', function)} of logits that are not computed; "
-            "a model without labels computes them"
-        )
+    def _gathered(self) -> bool:
+        wanted = self._given["runtime_gather_output"]
+        return self._head.gather_output if wanted is None else wanted
 
 
-class _Head:
-    """What ``convert`` puts before the class of an ``output_layer``."""
+@dataclasses.dataclass(eq=False)
+class Task(deferred.Task):
+    """What a converted ``output_layer`` knows; it defers in calls of the model, or of its end, with labels."""
 
-    cce_options: Options
-    cce_deferring: bool
+    def defer(self, head: Any, input_: Tensor, weight: Any = None, runtime_gather_output: bool | None = None) -> tuple:
+        return MegatronLogits(head, self, input_, weight=weight, runtime_gather_output=runtime_gather_output), None
 
-    def forward(
-        self: Any,
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        cce_compute: Callable[[Tensor, Tensor], Any] | None = None,
-    ) -> Any:
-        if cce_compute is not None:
-            return cce_compute(input_, self.weight if weight is None else weight)
-        if not self.cce_deferring:
-            return super().forward(input_, weight, runtime_gather_output)  # pyright: ignore[reportAttributeAccessIssue]
-        gathered = self.gather_output if runtime_gather_output is None else runtime_gather_output
-        return DeferredLogits(self, input_, weight, self.sequence_parallel, gathered), None
+    @contextlib.contextmanager
+    def call(self, deferring: bool) -> Iterator[None]:
+        """Have the head defer its logits, or not, until the end of a block or, as a decorator, in each call of a function."""
+        self.calls.append(deferring)
+        try:
+            yield
+        finally:
+            self.calls.pop()
 
 
 class _Model:
-    """What ``convert`` puts before the class of a model."""
+    """Stands before the class of a converted model."""
 
-    def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor | DeferredLogits) -> Tensor:
-        if isinstance(logits, DeferredLogits):
+    def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor | MegatronLogits) -> Tensor:
+        if isinstance(logits, MegatronLogits):
             return logits.loss(labels)
         compute = super().compute_language_model_loss  # pyright: ignore[reportAttributeAccessIssue]
         if self.config.cross_entropy_fusion_impl != FLAG:
             return compute(labels, logits)
-        # Real logits, in reinforcement learning say: Megatron knows no fusion of our name.
+        # These logits are real, from reinforcement learning, say. Megatron knows no fusion of our name for them.
         fusion = self.config.cross_entropy_loss_fusion
         self.config.cross_entropy_loss_fusion = False
         try:
@@ -198,46 +185,40 @@ class _Model:
 
 
 @functools.cache
-def _head_class(base: type) -> type:
-    # Megatron-FSDP tells how a parameter is sharded from the name of its module's class.
-    return type(base.__name__, (_Head, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
-
-
-@functools.cache
 def _model_class(base: type) -> type:
-    model_class = type(
-        base.__name__, (_Model, base), {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    )
+    model_class = subclass(_Model, base)
     # The schedule that overlaps expert-parallel communication calls _postprocess alone (GPT, 0.13 on).
     for name in ("forward", "_postprocess"):
-        parameters = inspect.signature(getattr(base, name, lambda: None)).parameters
-        if "labels" in parameters:
-            position = list(parameters).index("labels") - 1
-            setattr(model_class, name, _deferring(model_class, name, getattr(base, name), position))
+        function = getattr(base, name, None)
+        if function is not None and "labels" in inspect.signature(function).parameters:
+            setattr(model_class, name, _deferring(model_class, name, function))
     return model_class
 
 
-def _deferring(model_class: type, name: str, function: Callable, position: int) -> Callable:
-    """Return the method ``name`` such that the head defers its logits during a call with labels, argument ``position``."""
+def _deferring(model_class: type, name: str, function: Callable) -> Callable:
+    """Return the method ``name`` such that the head defers its logits during a call with labels."""
 
     @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        labels = args[position] if len(args) > position else kwargs.get("labels")
+        labels = argument(function, "labels", args, kwargs)
         inherited = getattr(super(model_class, self), name)
-        head = self.output_layer
-        if not isinstance(head, _Head):
+        if not isinstance(self.output_layer, Head):
             warnings.warn(
-                f"cce_dist: the head was wrapped in a {type(head).__name__}; its logits are computed", stacklevel=3
+                f"cce_dist: the head was wrapped in a {type(self.output_layer).__name__}; its logits are computed",
+                stacklevel=3,
             )
             return inherited(*args, **kwargs)
-        # Logits that someone else wants to see are computed: by a loss of the instance's own, or written to disk.
+        task = self.output_layer.cce_task
+        # Someone else wants to see logits: a loss of the instance's own, or a log on disk. The head then computes them.
         wanted = "compute_language_model_loss" in vars(self) or getattr(self.config, "config_logger_dir", "")
-        before = head.cce_deferring
-        head.cce_deferring = labels is not None and not wanted
-        try:
-            return inherited(*args, **kwargs)
-        finally:
-            head.cce_deferring = before
+        # An output_processor (0.18 on) replaces the loss, and was written for a head that returns logits. It gets them; the
+        # losses of multi-token prediction, which come before it, stay ours.
+        if kwargs.get("output_processor") is not None:
+            kwargs["output_processor"] = task.call(deferring=False)(kwargs["output_processor"])
+        with task.call(deferring=labels is not None and not wanted):
+            result = inherited(*args, **kwargs)
+        task.num_forwards += not task.calls and labels is not None and self.training and torch.is_grad_enabled()
+        return result
 
     return method
 
@@ -253,6 +234,10 @@ def _refuse(model: Any, head: Any) -> None:
         return
     elif not isinstance(head, ColumnParallelLinear):
         reason = f"its output_layer is a {type(head).__name__}, not tensor_parallel.ColumnParallelLinear"
+    elif "forward" in vars(head) or type(head).forward is not ColumnParallelLinear.forward:
+        reason = "its output_layer has a forward of its own, whose effect on the logits would be lost"
+    elif type(model).compute_language_model_loss is not language_module().compute_language_model_loss:
+        reason = "its class has a compute_language_model_loss of its own, which would not be called"
     elif head.bias is not None:
         reason = "its output_layer has a bias"
     elif "labels" not in inspect.signature(type(model).forward).parameters:
@@ -300,3 +285,13 @@ def _tp_group(head: Any) -> dist.ProcessGroup:
 
         group = parallel_state.get_tensor_model_parallel_group()
     return group
+
+
+def _speaks(task: Task) -> bool:
+    """Return whether this rank is the first of those that hold the first shard of a model's head."""
+    from megatron.core import parallel_state
+
+    first = task.shard.start == 0
+    if not parallel_state.model_parallel_is_initialized():  # the groups were handed to the model, in a pg_collection
+        return first
+    return first and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0

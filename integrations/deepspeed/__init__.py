@@ -1,0 +1,35 @@
+"""DeepSpeed: a model's loss straight from hidden states, asked for in ds_config, with the model's own code left as it is.
+
+``initialize`` is ``deepspeed.initialize`` that also reads the section ``"cce_dist"``. The model's own loss code then finds
+``DeferredLogits`` where it found logits, and its call of ``F.cross_entropy`` computes the loss. Scale, softcap, ignored label,
+reduction and weights of tokens thus come from where the user wrote them, and the section holds the rest. All other uses of the
+logits raise.
+
+A pipeline's last layer returns the hidden states themselves, so that activation checkpoints find a tensor, and ``loss_fn`` is
+given ``DeferredLogits`` of them. A head whose vocabulary is split over the model axis is a ``CCEHead`` (``CCEHeadSpec`` in a
+list of layers), tied to a ``CCEEmbedding`` if need be; AutoTP splits a head by itself (``"vocab_parallel_lm_head": true``).
+
+Logits are deferred wherever the model is in training or has been given labels, and in a pipeline wherever a loss is computed;
+in inference they are what they always were. Parameters, their names and checkpoints do not change.
+
+Reading order: ``loss`` (the section, and what a head computes), ``engine`` (initialize, convert, require, and models that
+compute their loss in forward), ``pipeline``, ``layers`` (layers of a split vocabulary).
+"""
+
+from cce_dist.integrations.deepspeed.engine import convert, initialize, require
+from cce_dist.integrations.deepspeed.layers import (
+    CCEEmbedding,
+    CCEEmbeddingSpec,
+    CCEHead,
+    CCEHeadSpec,
+    loss_fn,
+    sum_over_shards,
+)
+from cce_dist.integrations.deepspeed.loss import SECTION, Options
+from cce_dist.integrations.deferred import TensorLogits as DeferredLogits
+from cce_dist.integrations.options import FILTERS
+
+__all__ = [
+    "FILTERS", "SECTION", "CCEEmbedding", "CCEEmbeddingSpec", "CCEHead", "CCEHeadSpec", "DeferredLogits", "Options",
+    "convert", "initialize", "loss_fn", "require", "sum_over_shards",
+]  # fmt: skip

@@ -1,0 +1,195 @@
+"""Layers of a vocabulary that is split over the model axis, how a list of layers names them, and which rows a head holds."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cce_dist import VocabShard
+from cce_dist.integrations.deepspeed.loss import SECTION
+from cce_dist.shard import even_rows
+
+
+class CCEHead(nn.Linear):
+    """The rows of a language model's head that this rank of the model axis holds: hidden [..., D] -> logits.
+
+    In a model that ``initialize`` has not converted: local logits if the vocabulary is not split, else an error.
+    The initial rows differ between ranks that are seeded alike, and depend on the number of ranks.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V. Shards have equal sizes, but the last ones are smaller where the ranks do not divide V.
+        tp_rank, tp_size: This is shard tp_rank of tp_size.
+        bias, device, dtype: Those of ``nn.Linear``.
+    """
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, *, tp_rank: int = 0, tp_size: int = 1, bias: bool = False,
+        device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.rows = Rows(vocab_size, tp_rank, tp_size)
+        super().__init__(hidden_size, self.rows.count, bias=bias, device=device, dtype=dtype)
+        self.rows.mark(self)
+
+    def reset_parameters(self) -> None:
+        with self.rows.seeded():
+            super().reset_parameters()
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.rows.require_group()
+        return super().forward(input)
+
+
+class CCEEmbedding(nn.Embedding):
+    """The input embedding with the same rows as a ``CCEHead``, to tie the two: ids [...] of the whole vocabulary -> [..., D].
+
+    Communication: Forward all-reduces its result over the model axis; backward makes no collective.
+    """
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, *, tp_rank: int = 0, tp_size: int = 1, device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.rows = Rows(vocab_size, tp_rank, tp_size)
+        super().__init__(self.rows.count, hidden_size, device=device, dtype=dtype)
+        self.rows.mark(self)
+
+    def reset_parameters(self) -> None:
+        with self.rows.seeded():
+            super().reset_parameters()
+
+    def forward(self, input: Tensor) -> Tensor:
+        group = self.rows.require_group()
+        if group is None:
+            return super().forward(input)
+        local = input - self.rows.start
+        elsewhere = (local < 0) | (local >= self.rows.count)
+        if self.rows.count == 0:
+            embedded = self.weight.new_zeros(*input.shape, self.embedding_dim) + 0 * self.weight.sum()
+        else:
+            embedded = super().forward(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return sum_over_shards(embedded, group)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return this rank's logits [..., V_r] of a head tied to this embedding."""
+        return F.linear(hidden, self.weight)
+
+
+def CCEHeadSpec(hidden_size: int, vocab_size: int, *, topology: Any = None, tied: str = "", **options: Any) -> Any:
+    """``LayerSpec`` of a ``CCEHead``, the last layer of a ``PipelineModule``. Named like a class: it stands among LayerSpecs.
+
+    Args:
+        hidden_size, vocab_size: D, V.
+        topology: The pipeline's; its axis "model" splits the vocabulary. None: not split.
+        tied: Key of a ``CCEEmbeddingSpec`` earlier in the list, whose weight this uses.
+        **options: bias, device, dtype of ``CCEHead``; of a tied head, device and dtype of ``CCEEmbedding``.
+    """
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    options |= _place_in_topology(topology)
+    if tied:
+        return TiedLayerSpec(tied, CCEEmbedding, hidden_size, vocab_size, forward_fn=CCEEmbedding.logits, **options)
+    return LayerSpec(CCEHead, hidden_size, vocab_size, **options)
+
+
+def CCEEmbeddingSpec(hidden_size: int, vocab_size: int, *, topology: Any = None, tied: str, **options: Any) -> Any:
+    """``TiedLayerSpec`` of a ``CCEEmbedding`` whose weight the ``CCEHeadSpec`` with the same key uses; the same arguments."""
+    from deepspeed.pipe import TiedLayerSpec
+
+    return TiedLayerSpec(tied, CCEEmbedding, hidden_size, vocab_size, **options, **_place_in_topology(topology))
+
+
+def loss_fn(logits: Any, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of logits [..., V] and labels [...]: a ``loss_fn`` for a ``PipelineModule``, dense or deferred."""
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1))
+
+
+class Rows:
+    """The rows of the vocabulary that a ``CCEHead`` or ``CCEEmbedding`` holds; ``convert`` adds the group."""
+
+    def __init__(self, vocab_size: int, tp_rank: int, tp_size: int) -> None:
+        if not 0 <= tp_rank < tp_size:
+            raise ValueError(f"tp_rank must be in [0, tp_size), got {tp_rank} of {tp_size}")
+        self.start, self.stop = even_rows(vocab_size, tp_rank, tp_size)
+        self.vocab_size, self.tp_rank, self.tp_size = vocab_size, tp_rank, tp_size
+        self.count, self.group = self.stop - self.start, None
+
+    def mark(self, module: nn.Module) -> None:
+        """Mark the parameters as shards. Without the mark DeepSpeed clips by a norm that lacks the shards of ranks past 0."""
+        for parameter in module.parameters():
+            setattr(parameter, "tensor_model_parallel", self.tp_size > 1)  # noqa: B010, no attribute of Parameter
+
+    @contextlib.contextmanager
+    def seeded(self) -> Any:
+        """Draw from a stream of this shard's own; the default generators of all ranks stay alike."""
+        if self.tp_size == 1:
+            yield
+            return
+        seed = int(torch.randint(2**62, ()).item())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + self.tp_rank)
+            yield
+
+    def require_group(self) -> dist.ProcessGroup | None:
+        if self.tp_size > 1 and self.group is None:
+            raise RuntimeError(
+                "a vocabulary-split layer without its group: nothing has turned cce_dist on; call "
+                f'cce_dist.integrations.deepspeed.initialize with "{SECTION}": {{"enabled": true}}'
+            )
+        return self.group
+
+    def join(self, group: dist.ProcessGroup | None) -> VocabShard:
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        if (rank, size) != (self.tp_rank, self.tp_size):
+            raise ValueError(
+                f"this layer is shard {self.tp_rank} of {self.tp_size}, but this rank is {rank} of {size} on the model axis"
+            )
+        self.group = group if size > 1 else None
+        return VocabShard(self.start, self.stop, self.vocab_size, self.group)
+
+
+def sum_over_shards(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of the ranks' parts. Every rank then computes the whole gradient of the sum.
+
+    Communication: one all-reduce in forward, none in backward.
+    """
+    return _SumOverShards.apply(part, group)
+
+
+class _SumOverShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        whole = part.clone()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *d_whole: Tensor) -> tuple:
+        return d_whole[0], None
+
+
+def split_layers(model: nn.Module) -> list[Any]:
+    """Return the layers whose vocabulary is split over more than one rank."""
+    return [x for x in model.modules() if isinstance(x, (CCEHead, CCEEmbedding)) and x.rows.tp_size > 1]
+
+
+def shard_of(head: Any) -> VocabShard:
+    """Return which rows of the vocabulary a head, or the embedding that it is tied to, holds."""
+    if isinstance(head, (CCEHead, CCEEmbedding)):
+        return head.rows.join(head.rows.group)
+    if hasattr(head, "vocab_start_index"):  # AutoTP's VocabParallelLinear
+        group = head.mp_group if head.tp_world_size > 1 else None
+        return VocabShard(head.vocab_start_index, head.vocab_end_index, head.vocab_size, group)
+    rows = head.num_embeddings if isinstance(head, nn.Embedding) else head.out_features
+    return VocabShard(0, rows, rows)
+
+
+def _place_in_topology(topology: Any) -> dict[str, int]:
+    if topology is None or "model" not in topology.get_axis_names():
+        return {}
+    return {"tp_rank": topology.get_coord(dist.get_rank()).model, "tp_size": topology.get_dim("model")}

@@ -1,0 +1,109 @@
+"""The section of ds_config, and what a converted head computes: the loss, means over sequence shards, the report."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist.integrations import deferred
+from cce_dist.integrations.options import ModelOptions
+from cce_dist.loss import LinearCrossEntropyOutput
+
+SECTION = "cce_dist"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(ModelOptions):
+    """The section ``"cce_dist"`` of ds_config, checked. Its key ``enabled`` is required.
+
+    Args:
+        grad_filter: Keys ``filter`` ("off", "compensated", "plain"), ``filter_eps``, ``filter_hidden`` and ``filter_weight``.
+        label_smoothing, z_loss_weight: Those of ``ModelOptions``. They are in losses of training, and in no evaluation loss.
+        reduce_dtype, head, backend, workspace_bytes: Those of ``ModelOptions``.
+        sequence_mean: A "mean" is over the tokens of the sequence-parallel group (Ulysses, ALST), and the loss is the same
+            on its ranks. False: over this rank's tokens, DeepSpeed's convention, for code that weighs the ranks' losses.
+        report: ``engine.get_additional_losses()`` says what the loss was made of: "nll", "z_loss" and "entropy", means over
+            the tokens that are not ignored, and with a filter what it did, as ``FilterStats``, over the whole vocabulary. A
+            pipeline prints and returns them as DeepSpeed has it: on every stage, means over microbatches and data-parallel
+            ranks. Another model returns those of this rank's last loss. The entropy takes time.
+    """
+
+    sequence_mean: bool = False
+    report: bool = False
+
+    def reported(self) -> tuple[str, ...]:
+        """Return the names of what is reported."""
+        stats = () if self.grad_filter is None else ("kept_tiles", "dropped_mass_mean", "dropped_mass_max_of_shards")
+        return ("nll", "z_loss", "entropy", *stats) if self.report else ()
+
+    @classmethod
+    def known(cls) -> list[str]:
+        return ["enabled", *super().known()]
+
+    @classmethod
+    def from_config(cls, config: dict) -> Options | None:
+        """Read the section; None where it is absent or not enabled.
+
+        Raises:
+            ValueError: An unknown key, a value of another type or out of range; the message names the key.
+        """
+        if SECTION not in config:
+            return None
+        section = config[SECTION]
+        if not isinstance(section, dict):
+            raise ValueError(f'ds_config: "{SECTION}" must be a section {{...}}, got {section!r}')
+        options = cls.read(section, lambda key: f'ds_config: "{SECTION}.{key}"', f'ds_config: "{SECTION}"')
+        if "enabled" not in section:
+            raise ValueError(f'ds_config: "{SECTION}" needs the key "enabled", true or false')
+        return options if section["enabled"] else None
+
+
+@dataclasses.dataclass(eq=False)
+class Task(deferred.Task):
+    """What the head of an engine knows besides.
+
+    Args:
+        sequence_group: The ranks over whose tokens a "mean" is, with ``sequence_mean``.
+        sequence_scale: What this rank's part of such a mean is multiplied by for its gradient.
+        reported: What the last loss was made of, by name.
+    """
+
+    sequence_group: dist.ProcessGroup | None = None
+    sequence_scale: int = 1
+    reported: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def loss(self, head: Any, hidden: Tensor, target: Tensor, **call: Any) -> Tensor:
+        valid, num_tokens = target != call["ignore_index"], None
+        if self.sequence_group is not None and call["reduction"] == "mean":
+            num_tokens = valid.sum()
+            dist.all_reduce(num_tokens, group=self.sequence_group)
+            num_tokens.clamp_(min=1)
+        report = self.options.report
+        output = super().loss(head, hidden, target, num_tokens=num_tokens, return_aux=report, **call)
+        if report:
+            self.report(output, valid)
+        loss = output.loss if report else output
+        if num_tokens is None:
+            return loss
+        whole = loss.detach().clone()
+        dist.all_reduce(whole, group=self.sequence_group)
+        part = self.sequence_scale * loss  # each rank differentiates its part of the mean
+        return part + (whole - part.detach())
+
+    @torch.no_grad()
+    def report(self, output: LinearCrossEntropyOutput, valid: Tensor) -> None:
+        """Keep what a loss was made of. Communication: with a filter, an all-gather of three numbers."""
+        means = torch.stack([output.nll.sum(), output.z_loss.sum(), output.entropy.sum()]) / valid.sum().clamp(min=1)
+        numbers = [*means]
+        if output.filter_stats is not None:
+            shards = [torch.stack(output.filter_stats)]
+            if self.shard.group is not None:
+                mine, shards = shards[0], [torch.empty_like(shards[0]) for _ in range(self.shard.group.size())]
+                dist.all_gather(shards, mine, group=self.shard.group)
+            kept, mass, largest = torch.stack(shards).unbind(1)
+            numbers += [kept.mean(), mass.sum(), largest.max()]  # a shard drops its own part of a token's mass
+        self.reported = dict(zip(self.options.reported(), numbers, strict=True))

@@ -1,0 +1,164 @@
+"""A pipeline whose last layer returns hidden states, and whose ``loss_fn`` is given deferred logits of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of
+from cce_dist.integrations.deepspeed.loss import SECTION, Options, Task
+from cce_dist.integrations.deferred import TensorLogits, check_class, take
+
+
+def is_pipeline(module: Any) -> bool:
+    from deepspeed.pipe import PipelineModule
+
+    return isinstance(module, PipelineModule)
+
+
+def check(module: Any, options: Options) -> None:
+    """Raise if a pipeline cannot be taken over, before DeepSpeed builds an engine of it."""
+    if hasattr(module, "phase_funcs"):
+        raise ValueError("cce_dist does not support DualPipeV; use a PipelineModule")
+    for key in ("head", "sequence_mean"):
+        if getattr(options, key):
+            raise ValueError(f'ds_config: "{SECTION}.{key}" is not for pipelines, whose head is the last layer')
+    if module.loss_fn is None:
+        raise ValueError("cce_dist needs a PipelineModule with a loss_fn that calls F.cross_entropy")
+    _check_last_layer(module._layer_specs[-1])
+
+
+def convert(engine: Any, options: Options) -> dict[str, Task]:
+    """Take over the last stage's head and loss_fn, and return the head's name and task; no head on the other stages."""
+    module = engine.module
+    if not engine.is_last_stage():
+        if options.report:  # DeepSpeed takes notice here of how many numbers there are, and of nothing else
+            module.get_additional_losses = lambda: dict.fromkeys(options.reported())
+        return {}
+    head = module.forward_funcs[-1]
+    owner = head.args[0] if isinstance(head, functools.partial) else head
+    task = _PipelineTask(options, shard_of(owner), engine=weakref.ref(engine))
+    if isinstance(head, functools.partial):
+        _check_tied(head)
+        head = module.forward_funcs[-1] = _TiedHead(head, task)
+        name = f"tied to {type(owner).__name__}"
+    else:
+        take(head, task)
+        name = type(head).__name__
+    module.loss_fn = _PipelineLoss(module.loss_fn, head, task)
+
+    def pass_weight_through(module: nn.Module, inputs: tuple, hidden: Any) -> Any:
+        if torch.is_grad_enabled() and task.deferring():
+            task.num_forwards += module.training
+            hidden, weight, bias = _Together.apply(hidden, owner.weight, getattr(owner, "bias", None))
+            hidden.cce_head = _PassedHead(weight, bias, module.training)
+            return hidden
+
+    module.register_forward_hook(pass_weight_through)
+    if options.report:
+        module.get_additional_losses = lambda: task.reported
+    return {name: task}
+
+
+@dataclasses.dataclass(eq=False)
+class _PipelineTask(Task):
+    """Logits are deferred wherever the engine computes a loss; the last layer returns hidden states instead of logits."""
+
+    engine: Callable[[], Any] = lambda: None  # a weak reference: the engine holds this
+
+    def deferring(self) -> bool:
+        engine = self.engine()
+        return engine is not None and engine._compute_loss and not engine.eval_return_logits
+
+    def defer(self, head: Any, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def check_place(self) -> None:
+        """The loss is computed in loss_fn, after the model's forward."""
+
+
+class _TiedHead:
+    """The last layer of a pipeline where it is a function of a module that it is tied to."""
+
+    def __init__(self, function: functools.partial, task: Task) -> None:
+        self.function, self.module, self.task = function, function.args[0], task
+
+    def __call__(self, hidden: Tensor, ask: Callable | None = None) -> Tensor:
+        if ask is not None:
+            return ask(self.module, hidden)
+        return hidden if self.task.deferring() else self.function(hidden)
+
+
+@dataclasses.dataclass
+class _PassedHead:
+    """A head whose parameters have gone through ``_Together``."""
+
+    weight: Tensor
+    bias: Tensor | None
+    training: bool
+
+    def __call__(self, hidden: Tensor, ask: Callable) -> Tensor:
+        return ask(self, hidden)
+
+
+class _Together(torch.autograd.Function):
+    """Hidden states and the head's parameters, unchanged; backward gives gradients to all of them at the same time.
+
+    DeepSpeed takes the first gradient of a pipeline's outputs for the beginning of backward, and then clears the gradients of
+    all parameters. A gradient of the weight that came before would be lost.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor | None) -> tuple:
+        return tuple(None if tensor is None else tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        return gradients
+
+
+class _PipelineLoss:
+    """The user's ``loss_fn``, given what the last layer returns as logits."""
+
+    def __init__(self, loss_fn: Callable, head: Any, task: Task) -> None:
+        self.loss_fn, self.head, self.task = loss_fn, head, task
+
+    def __call__(self, outputs: Tensor, labels: Any) -> Any:
+        if self.task.deferring():
+            head = getattr(outputs, "cce_head", self.head)
+            return self.loss_fn(TensorLogits(head, self.task, outputs), labels)
+        if self.task.shard.group is not None:
+            raise ValueError(
+                "cce_dist: eval_batch(return_logits=True) of a split vocabulary returns this rank's logits, of which there is "
+                "no loss: add compute_loss=False"
+            )
+        return self.loss_fn(outputs, labels)
+
+
+def _check_last_layer(spec: Any) -> None:
+    """Raise if the last layer of a pipeline is no head; every stage knows the layer as a specification."""
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    kind = spec.typename if isinstance(spec, LayerSpec) else type(spec)
+    if isinstance(spec, TiedLayerSpec):
+        if not issubclass(kind, nn.Embedding) or spec.forward_fn is None:
+            raise ValueError(f"cce_dist: a tied head needs an nn.Embedding and a forward_fn, not {kind.__name__}")
+    else:
+        check_class(kind, (CCEHead,))
+
+
+def _check_tied(function: functools.partial) -> None:
+    """Raise if a tied head is not the product with the weight that it is tied to. One vector tells."""
+    weight = function.args[0].weight
+    with torch.no_grad():
+        hidden = torch.ones(1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        logits, expected = function(hidden), F.linear(hidden, weight)
+    if logits.shape != expected.shape or not torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-2):
+        raise ValueError("cce_dist: the forward_fn of the tied head is not hidden @ weight.T; scale or cap in loss_fn")

@@ -1,0 +1,125 @@
+"""The options that every adapter shares, and the one place that reads them from names and numbers.
+
+A section of ds_config, flags of a command line and keyword arguments hold the same keys: ``filter``, ``filter_eps``, ... An
+adapter's ``Options`` is a subclass whose further fields are further keys; ``KEYS`` says what each key may be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cce_dist import GradFilter
+from cce_dist.loss import BACKENDS
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+FILTERS = ("off", "compensated", "plain")
+REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def named_filter(name: str, eps: float = GradFilter.eps, hidden: bool = True, weight: bool = True) -> GradFilter | None:
+    """Return the filter that a name of ``FILTERS`` stands for, None for "off"; eps, hidden, weight as in ``GradFilter``."""
+    if name not in FILTERS:
+        raise ValueError(f"a filter must be one of {', '.join(FILTERS)}, got {name!r}")
+    return None if name == "off" else GradFilter(eps, name == "compensated", hidden, weight)
+
+
+def _one_of(names: Iterable[str]) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: value in names, f"one of {', '.join(names)}"
+
+
+NUMBER, WHOLE, TEXT, SWITCH = "a number", "a whole number", "a string", "true or false"
+_TYPES: dict[str, Any] = {NUMBER: (int, float), WHOLE: int, TEXT: str, SWITCH: bool}
+KEYS: dict[str, tuple] = {  # the kind of a key's values, then which of them are allowed, as a function and in words
+    "enabled": (SWITCH,),
+    "filter": (TEXT, *_one_of(FILTERS)),
+    "filter_eps": (NUMBER, lambda x: 0 <= x < 1, "in [0, 1)"),
+    "filter_hidden": (SWITCH,),
+    "filter_weight": (SWITCH,),
+    "label_smoothing": (NUMBER, lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "z_loss_weight": (NUMBER, lambda x: 0 <= x < math.inf, "finite and not negative"),
+    "backend": (TEXT, *_one_of(BACKENDS)),
+    "workspace_bytes": (WHOLE, lambda x: x > 0, "positive"),
+    "reduce_dtype": (TEXT, *_one_of(REDUCE_DTYPES)),
+    "head": (TEXT,),
+    "sequence_mean": (SWITCH,),
+    "report": (SWITCH,),
+    "vocab_size": (WHOLE, lambda x: x > 0, "positive"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a converted model computes its loss.
+
+    Args:
+        grad_filter: None for exact gradients, or how to filter them. Keys: ``filter`` (one of ``FILTERS``), ``filter_eps``,
+            ``filter_hidden`` and ``filter_weight``.
+        backend, workspace_bytes: As in ``linear_cross_entropy``.
+    """
+
+    grad_filter: GradFilter | None = None
+    backend: str = dataclasses.field(default="auto", kw_only=True)
+    workspace_bytes: int = dataclasses.field(default=256 << 20, kw_only=True)
+
+    @classmethod
+    def known(cls) -> list[str]:
+        """Return the keys that ``read`` knows: those of the filter, and the names of the other fields."""
+        fields = [field.name for field in dataclasses.fields(cls)]
+        return [key for key in KEYS if key.startswith("filter") or key in fields]
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], spell: Callable[[str], str], what: str = "the options") -> Self:
+        """Make options of keys and their values.
+
+        Args:
+            values: By key; a key that is missing has its default.
+            spell: How a message names a key, as the user wrote it: '"cce_dist.filter_eps"', "--cce-filter-eps".
+            what: How a message names all of the keys.
+
+        Raises:
+            ValueError: An unknown key, a value of another type or out of range; the message names the key.
+        """
+        for key, value in values.items():
+            if key not in cls.known():
+                raise ValueError(f'{what} has no key "{key}"; it has {", ".join(cls.known())}')
+            kind, *range_ = KEYS[key]
+            if not _is(kind, value):
+                raise ValueError(f"{spell(key)} must be {kind}, got {value!r}")
+            if range_ and not range_[0](value):
+                raise ValueError(f"{spell(key)} must be {range_[1]}, got {value!r}")
+        names = {field.name for field in dataclasses.fields(cls)}
+        fields = {key: value for key, value in values.items() if key in names}
+        if "reduce_dtype" in fields:
+            fields["reduce_dtype"] = REDUCE_DTYPES[fields["reduce_dtype"]]
+        of_filter = {key[len("filter_") :]: value for key, value in values.items() if key.startswith("filter_")}
+        return cls(named_filter(values.get("filter", "off"), **of_filter), **fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions(Options):
+    """Options of a model that calls ``F.cross_entropy`` itself.
+
+    Args:
+        label_smoothing: Smoothing of losses in training, where the model's own call of ``F.cross_entropy`` says none.
+        z_loss_weight: As in ``linear_cross_entropy``, in losses of training. A loss in evaluation has neither smoothing nor
+            z-loss of these options, so that it can be compared with any other evaluation loss.
+        reduce_dtype: As in ``linear_cross_entropy``.
+        head: Name of the module that makes the logits; "" where it is an output embedding or called lm_head or embed_out.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss_weight: float = 0.0
+    reduce_dtype: torch.dtype | None = None
+    head: str = ""
+
+
+def _is(kind: str, value: Any) -> bool:
+    """Return whether a value is of one of the four kinds; true and false are no numbers."""
+    return isinstance(value, _TYPES[kind]) and (kind == SWITCH or not isinstance(value, bool))
