@@ -150,6 +150,44 @@ def logits_of(
 
 
 @triton.jit
+def tile_of_logits(
+    hidden,  # in: [R, D] descriptor or pointer
+    weight,  # in: [V, D] descriptor or pointer
+    bias_ptr,  # in: [V]
+    row,
+    col,
+    num_rows,
+    num_valid,
+    hidden_size,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute the [BLOCK_N, BLOCK_V] logits at (row, col) in fp32: the one product that forward and backward recompute."""
+    acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    for inner in range(0, hidden_size, BLOCK_D):
+        h = load_tile(hidden, row, inner, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_D, TMA)
+        w = load_tile(weight, col, inner, num_valid, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
+        acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
+    offs_v = col + tl.arange(0, BLOCK_V)
+    return logits_of(acc, offs_v, bias_ptr, num_valid, logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V)
+
+
+@triton.jit
+def sloped(e, z, softcap):
+    """Multiply exponentials by the softcap's slope; 0 stays 0 where a logit is infinite."""
+    return tl.where(e > 0, e * softcap_slope(z, softcap), 0.0)
+
+
+@triton.jit
 def row_and_split(pid, num_row_blocks, num_splits, GROUP: tl.constexpr):
     """Order a grid of row blocks x splits so that GROUP row blocks stay in L2 while all of the weight passes by once."""
     group = pid // (GROUP * num_splits)

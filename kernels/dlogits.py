@@ -16,12 +16,11 @@ from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import (
     has_tma,
     kernel,
-    load_tile,
-    logits_of,
     operand,
     row_and_split,
     softcap_slope,
     store_tile,
+    tile_of_logits,
 )
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.lse import choose_splits
@@ -128,15 +127,11 @@ def _dlogits_kernel(
 
     for tile in tl.range(split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits, flatten=True):
         col = tile * BLOCK_V
-        acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-        for inner in range(0, hidden_size, BLOCK_D):
-            h = load_tile(hidden, row, inner, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_D, TMA)
-            w = load_tile(weight, first_col + col, inner, num_valid, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
-            acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
+        z = tile_of_logits(
+            hidden, weight, bias_ptr, row, first_col + col, num_rows, num_valid, hidden_size, logit_scale, softcap,
+            HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
+        )  # fmt: skip
         offs_v = col + tl.arange(0, BLOCK_V)
-        z = logits_of(
-            acc, first_col + offs_v, bias_ptr, num_valid, logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V
-        )
         log_p = (z - row_max[:, None]) - log_sum[:, None]
         p = tl.exp(log_p)
         grad = coef_p[:, None] * p + coef_uniform[:, None]

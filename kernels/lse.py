@@ -22,19 +22,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Want
 from cce_dist.kernels.blocks import (
     has_tma,
     kernel,
-    load_tile,
-    logits_of,
     operand,
     row_and_split,
-    softcap_slope,
+    sloped,
     softcapped,
     store_tile,
+    tile_of_logits,
 )
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.tiles import Tile, Tiles, num_programs, precision
@@ -197,7 +197,7 @@ def _lse_kernel(
     sum_exp = tl.zeros((BLOCK_N,), tl.float32)
     below = tl.zeros((BLOCK_N,), tl.float32)
     moment = tl.zeros((BLOCK_N,), tl.float32)
-    sloped = tl.zeros((BLOCK_N,), tl.float32)
+    sum_sloped = tl.zeros((BLOCK_N,), tl.float32)
     count = 0.0
     reference = tl.zeros((BLOCK_N,), tl.float32)
     threshold = tl.zeros((BLOCK_N,), tl.float32)
@@ -211,44 +211,34 @@ def _lse_kernel(
         reference = tl.where(reference > float("-inf"), reference, 0.0)
 
     for tile in tl.range(start, stop, flatten=True):
-        acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-        for inner in range(0, hidden_size, BLOCK_D):
-            h = load_tile(hidden, row, inner, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_D, TMA)
-            w = load_tile(weight, tile * BLOCK_V, inner, num_valid, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
-            acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
-        offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        z = logits_of(acc, offs_v, bias_ptr, num_valid, logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V)
+        z = tile_of_logits(
+            hidden, weight, bias_ptr, row, tile * BLOCK_V, num_rows, num_valid, hidden_size, logit_scale, softcap,
+            HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
+        )  # fmt: skip
         new_max = tl.maximum(running_max, tl.max(z, 1))
         if KEEP_EXP or MARK:
             new_shift = tl.where(new_max > reference + HEADROOM, new_max, reference)
         else:
             new_shift = tl.where(new_max > float("-inf"), new_max, 0.0)
-        drop = new_shift - shift  # of an empty sum too: 0 stays 0
+        drop = new_shift - shift  # An empty sum of 0 stays 0 whatever this is.
         e = tl.exp(z - new_shift[:, None])
         if WANT_BELOW:
-            in_v = (offs_v < num_valid)[None, :]
+            in_v = (tile * BLOCK_V + tl.arange(0, BLOCK_V) < num_valid)[None, :]
             below += count * tl.where(count > 0, drop, 0.0) + tl.sum(tl.where(in_v, new_shift[:, None] - z, 0.0), 1)
             count += tl.minimum(num_valid - tile * BLOCK_V, BLOCK_V).to(tl.float32)
         if WANT_MOMENT:
-            # 0 * -inf where a logit is -inf
-            term = tl.sum(tl.where(e > 0, e * (z - new_shift[:, None]), 0.0), 1)
-            moment = tl.where(sum_exp > 0, tl.exp(-drop) * (moment - drop * sum_exp), 0.0) + term
+            moment = _moment(moment, sum_exp, e, z, new_shift, drop)
         sum_exp = tl.where(sum_exp > 0, sum_exp * tl.exp(-drop), sum_exp) + tl.sum(e, 1)
         if MARK:
-            # Of e, not of z, which need not stay in registers. NaN is kept, and all of a row whose limit underflows.
-            dropped = e < tl.exp(threshold - new_shift)[:, None]
-            bits = tl.where(dropped, 0, 1 << (tl.arange(0, BLOCK_V) % 32)[None, :])
-            words = tl.sum(tl.reshape(bits, (BLOCK_N, BLOCK_V // 32, 32)), 2).to(tl.int32)
-            offs_w = tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)
-            tl.store(words_ptr + offs_n.to(tl.int64)[:, None] * num_words + offs_w[None, :], words, mask=in_n[:, None])
+            _mark(words_ptr, e, threshold - new_shift, tile, offs_n, in_n, num_words, BLOCK_N, BLOCK_V)
         if WANT_SLOPED:
-            e = tl.where(e > 0, e * softcap_slope(z, softcap), 0.0)
-            sloped = tl.where(sloped > 0, sloped * tl.exp(-drop), sloped) + tl.sum(e, 1)
+            e = sloped(e, z, softcap)
+            sum_sloped = tl.where(sum_sloped > 0, sum_sloped * tl.exp(-drop), sum_sloped) + tl.sum(e, 1)
         running_max = new_max
         shift = new_shift
         if KEEP_EXP:
             if HAS_SOFTCAP:
-                e = tl.where(e > 0, e * softcap_slope(z, softcap), 0.0)
+                e = sloped(e, z, softcap)
             store_tile(exp, row, tile * BLOCK_V, e, num_rows, exp_cols, exp_cols, BLOCK_N, BLOCK_V, TMA)
             tl.store(tile_reference_ptr + tile * num_rows.to(tl.int64) + offs_n, shift, mask=in_n)
 
@@ -263,7 +253,29 @@ def _lse_kernel(
     if WANT_MOMENT:
         tl.store(where + MOMENT * plane, moment, mask=in_n)
     if WANT_SLOPED:
-        tl.store(where + SLOPED * plane, sloped, mask=in_n)
+        tl.store(where + SLOPED * plane, sum_sloped, mask=in_n)
+
+
+@triton.jit
+def _moment(moment, sum_exp, e, z, shift, drop):
+    """Add a tile to sum_j exp(z_j - shift) (z_j - shift), whose earlier terms were relative to ``shift - drop``."""
+    # A logit of -inf would make 0 * -inf.
+    term = tl.sum(tl.where(e > 0, e * (z - shift[:, None]), 0.0), 1)
+    return tl.where(sum_exp > 0, tl.exp(-drop) * (moment - drop * sum_exp), 0.0) + term
+
+
+@triton.jit
+def _mark(
+    words_ptr, e, limit, tile, offs_n, in_n, num_words, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr
+):  # fmt: skip
+    """Store one bit per logit of a tile, 0 where its exponential is below that of ``limit``."""
+    # Compare exponentials, not logits: z may then leave its registers. NaN counts as kept; if the limit underflows, the whole
+    # row is kept.
+    dropped = e < tl.exp(limit)[:, None]
+    bits = tl.where(dropped, 0, 1 << (tl.arange(0, BLOCK_V) % 32)[None, :])
+    words = tl.sum(tl.reshape(bits, (BLOCK_N, BLOCK_V // 32, 32)), 2).to(tl.int32)
+    offs_w = tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)
+    tl.store(words_ptr + offs_n.to(tl.int64)[:, None] * num_words + offs_w[None, :], words, mask=in_n[:, None])
 
 
 def merge_splits(

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands
-from cce_dist.kernels.blocks import has_tma, kernel, load_tile, logits_of, operand, softcap_slope
+from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, tile_of_logits
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.tiles import Tile, precision
 from cce_dist.kernels.tokens import gathered, sums_of_rows
@@ -278,12 +278,10 @@ def _dropped_sums_kernel(
     in_v = offs_v < num_valid
     sums = tl.zeros((BLOCK_V,), tl.float32)
     if row < num_sampled:
-        acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-        for inner in range(0, hidden_size, BLOCK_D):
-            h = load_tile(hidden, row, inner, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_D, TMA)
-            w = load_tile(weight, col, inner, num_valid, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
-            acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
-        z = logits_of(acc, offs_v, bias_ptr, num_valid, logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V)
+        z = tile_of_logits(
+            hidden, weight, bias_ptr, row, col, num_rows, num_valid, hidden_size, logit_scale, softcap,
+            HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
+        )  # fmt: skip
         offs_n = row + tl.arange(0, BLOCK_N)
         live = offs_n < num_sampled
         reference = tl.load(reference_ptr + offs_n, mask=live, other=0)
@@ -292,7 +290,7 @@ def _dropped_sums_kernel(
         dropped = (z < threshold[:, None]) & (offs_v[None, :] != label[:, None])
         e = tl.where(dropped, tl.exp(z - reference[:, None]), 0.0)
         if HAS_SOFTCAP:
-            e = tl.where(e > 0, e * softcap_slope(z, softcap), 0.0)
+            e = sloped(e, z, softcap)
         is_hot = tl.load(slot_ptr + offs_v, mask=in_v, other=0) > 0
         sums = tl.where(is_hot, 0.0, tl.sum(e, 0))
     where = sums_ptr + (tl.program_id(0) % num_blocks).to(tl.int64) * num_valid + offs_v
