@@ -103,7 +103,7 @@ class Want(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What is computed on a shard: plain numbers, the same in forward and backward."""
+    """The task of a shard: plain numbers, the same in forward and backward."""
 
     logits: ShardLogits
     vocab_size: int
@@ -133,7 +133,7 @@ class Rows(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What logits are made of, and the labels.
+    """The tensors that logits are made of, and the labels.
 
     Attributes:
         hidden: [N, D] contiguous; fp32, bf16 or fp16.

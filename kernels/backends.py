@@ -87,5 +87,5 @@ def choose(name: str, spec: Spec) -> Backend:
     from cce_dist.kernels import exact, filter
 
     filtering = spec.filter.eps > 0 and (spec.filter.hidden or spec.filter.weight)
-    # What a filter drops of a uniform term under a softcap has no rank-1 stand-in.
+    # A uniform term under a softcap has no rank-1 stand-in: then nothing is dropped.
     return filter if filtering and not (spec.want.uniform and spec.logits.softcap > 0) else exact

@@ -53,7 +53,9 @@ def has_tma(*matrices: torch.Tensor) -> bool:
     """Whether tensor descriptors can describe these row-major matrices here (16-byte base and rows)."""
     aligned = all(m.data_ptr() % 16 == 0 and m.stride(0) * m.itemsize % 16 == 0 for m in matrices)
     if interpreted():
-        return aligned and all(m.dtype != torch.bfloat16 for m in matrices)  # its descriptors misread bf16
+        return aligned and all(
+            m.dtype != torch.bfloat16 for m in matrices
+        )  # The interpreter's descriptors misread bf16.
     return aligned and _has_copy_engine(matrices[0].device)
 
 

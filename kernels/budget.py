@@ -1,4 +1,4 @@
-"""What ``workspace_bytes`` buys: how many tokens and columns are worked on at a time, and how many exponentials are kept.
+"""The worth of ``workspace_bytes``: how many tokens and columns are worked on at a time, how many exponentials are kept.
 
 Pure arithmetic on sizes, so that the host code of the kernels, the fakes of torch.compile and a plan made without a GPU agree.
 

@@ -2,11 +2,11 @@
 
 A chunk's product is added to what earlier chunks left. The sum is kept as two 16-bit numbers, ``d_hidden`` itself and a
 remainder ``low``: 16 bits of mantissa for half the workspace of an fp32 buffer, rounding to the output's dtype as it goes.
-(Adding into d_hidden alone would round once per chunk; torch.mm cannot stop at a row count that only the device knows.)
+(A sum in d_hidden alone would be rounded once per chunk, and torch.mm cannot stop at a row count that only the device knows.)
 
-d_hidden has few tiles, and what is left of them after the last whole wave of programs would keep the device waiting for a
-handful: 576 tiles on 132 multiprocessors take five waves, not 4.4. Each of those last tiles is cut along the vocabulary
-into as many parts as fill the wave, and a second kernel adds the parts in their order.
+d_hidden has few tiles, and the device would wait for the handful that is left after the last whole wave of programs: 576 tiles
+on 132 multiprocessors take five waves, not 4.4. Each of those last tiles is cut along the vocabulary into as many parts as fill
+the wave, and a second kernel adds the parts in their order.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _grad_hidden_kernel(
         w = load_tile(weight, inner, col, num_cols, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
         acc = tl.dot(g, w, acc, input_precision=PRECISION)
 
-    # A quarter of the tile at a time: all of it beside its addresses spills registers.
+    # The tile is stored a quarter at a time: the whole of it beside its addresses spills registers.
     for half in tl.static_range(2):
         for quarter in tl.static_range(2):
             some = halves(halves(acc)[half])[quarter]
@@ -140,7 +140,7 @@ def _grad_hidden_kernel(
 
 @kernel("scale_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")
 def _add_parts_kernel(
-    index_ptr,  # as in _grad_hidden_kernel, but for
+    index_ptr,  # This and the next pointers are those of _grad_hidden_kernel.
     num_kept_ptr,
     scale_ptr,
     gain_ptr,

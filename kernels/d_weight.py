@@ -80,7 +80,7 @@ def _grad_weight_kernel(
         acc *= tl.load(gain_ptr)
     if ADD:
         offs_v = row + tl.arange(0, BLOCK_V)
-        # A quarter of the tile at a time: all of it beside its addresses spills registers.
+        # The tile is added a quarter at a time: the whole of it beside its addresses spills registers.
         for half in tl.static_range(2):
             for quarter in tl.static_range(2):
                 part = halves(halves(acc)[half])[quarter]

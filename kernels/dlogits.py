@@ -2,9 +2,9 @@
 
     dL/du = scale * slope * (P p + LABEL [j = label] + UNIFORM - ENTROPY p (log p + H)),  p = exp(z - max - log_sum)
 
-with the coefficients of ``kernels/__init__.py``. The backward recomputation of *Cut Your Losses* (Wijmans et al., 2024,
-algorithm 3), except that the tile goes to memory, a bounded chunk at a time: the two products that follow then run as plain
-matrix multiplications over it, which write each output once and need neither locks nor atomics.
+with the coefficients of ``kernels/__init__.py``. This is the backward recomputation of *Cut Your Losses* (Wijmans et al., 2024,
+algorithm 3), except that the tile goes to memory, a bounded chunk at a time. The two products that follow are then plain matrix
+multiplications, which write each output once and need neither locks nor atomics.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _dlogits_kernel(
         if HAS_ENTROPY:
             entropy = tl.load(entropy_ptr + token, mask=live, other=0)
             coef_entropy = tl.load(coef + 3 * stride, mask=live, other=0) * logit_scale
-            # 0 * -inf where a probability underflows
+            # A probability that underflows would make 0 * -inf.
             grad -= coef_entropy[:, None] * tl.where(p > 0, p * (log_p + entropy[:, None]), 0.0)
         grad = tl.where(offs_v[None, :] == label[:, None], grad + coef_label[:, None], grad)
         if HAS_SOFTCAP:

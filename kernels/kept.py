@@ -97,7 +97,7 @@ def _level_kernel(
             factor = tl.exp(tile_reference - reference)
             offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
             cells = exp_ptr + offs_n.to(tl.int64)[:, None] * exp_cols + offs_v[None, :]
-            # A cell that would overflow times a factor that underflows: only where the tile was already at 0 or inf.
+            # A cell overflows while its factor underflows only where the tile was at 0 or inf before.
             e = tl.load(cells, mask=live[:, None], other=0).to(tl.float32) * factor[:, None]
             tl.store(cells, e.to(exp_ptr.dtype.element_ty), mask=live[:, None])
 
@@ -154,7 +154,7 @@ def _row_scale_kernel(
 
     scale = coef_p * tl.exp((reference - row_max) - log_sum)
     # A scale of nearly 0 beside a label's gradient (P = 0, or all of this shard far below another's maximum) could not carry
-    # that gradient. 2^-90 of it can, in bf16, and what it adds to the other cells is below 2^-32 of the label's.
+    # that gradient. A scale of 2^-90 of the gradient can, in bf16, and adds less than 2^-32 of it to the other cells.
     least = 8.077935669463161e-28 * tl.abs(coef_label)
     small = here & (tl.abs(scale) < least)
     scale = tl.where(small, least, scale)

@@ -121,7 +121,7 @@ def _gather_rows_kernel(
     BLOCK_D: tl.constexpr,
 ):
     num_kept = tl.load(num_kept_ptr)
-    # Zeros up to the end of the largest tile: nothing non-finite meets the zeros of dlogits there.
+    # Zeros reach to the end of the largest tile, so that the zeros of dlogits meet nothing non-finite there.
     if tl.program_id(0) * BLOCK_R < tl.maximum(tl.cdiv(num_kept, MAX_SIDE), 1) * MAX_SIDE:
         offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
         offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -171,7 +171,7 @@ def _merged_max(stats_ptr, offs_n, in_n, num_shards, shard_stride):
 
 @triton.jit
 def _below(shard_max, merged_max):
-    # An empty shard and a row of -inf logits have maximum -inf: no difference of infinities may become NaN there.
+    # An empty shard and a row of -inf logits have a maximum of -inf, whose difference to itself would be NaN.
     return tl.where(shard_max == merged_max, 0.0, shard_max - merged_max)
 
 

@@ -124,7 +124,7 @@ def statistics(
 
         words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=x.hidden.device)
         for group in exact.token_groups(order, at_once):
-            if at_once < num_tokens:  # else they are all here
+            if at_once < num_tokens:  # else the first pass has gathered all
                 rows = gathered(x.hidden, group, buffer_RD)
             words = words_RW[: group[0].shape[0]]
             marks = Marks(bound_N.index_select(0, group[0]), math.log(spec.filter.eps / SLACK), words)
@@ -200,7 +200,7 @@ def gradients(
 
 
 class _Work(NamedTuple):
-    """What the gradients of rows and of columns are both made of.
+    """The common ground of the gradients of rows and of columns.
 
     Attributes:
         hot: The hot columns.

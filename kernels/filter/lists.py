@@ -32,7 +32,7 @@ FARTHEST = tl.constexpr(30.0)  # nats between bound and LSE; the marks of lse.py
 
 
 class Lists(NamedTuple):
-    """What forward keeps for backward.
+    """The lists of all tokens, which forward keeps for backward.
 
     Attributes:
         bound_3N: [3, N] fp32: the bound of the log-sum-exp; the sum of exp outside the hot columns, times the softcap's slopes,
@@ -217,7 +217,7 @@ def _plan_kernel(
 
         whole = (coef_p == 0) | (coef_label == 0)
         log_ratio = tl.where(whole, 0.0, tl.log(coef_label) - tl.log(coef_p))
-        # Also false where anything is NaN; a sum is finite where all its terms are.
+        # NaN makes this false too. A sum is finite where all its terms are.
         served = (count <= longest) & (lse - bound < FARTHEST) & (whole | (bound - lse - log_ratio <= tl.log(slack)))
         served &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label + coef_uniform) < float("inf")
         tl.store(out_ptr + offs_n, lse + log_eps + log_ratio, mask=in_n)
@@ -291,7 +291,7 @@ def listed_gradients(
         entries: out: or None.
 
     Returns:
-        What each token multiplies the stand-in by, scale * P * m (or 0) and scale * UNIFORM, [2, N]; without entries m alone,
+        The factors that each token multiplies the stand-in by, scale * P * m (or 0) and scale * UNIFORM, [2, N]; without entries m alone,
         [N]. Then how many columns of the list are kept, [N] int32. All are 0 for the other tokens.
     """
     num_tokens, hidden_size = x.hidden.shape

@@ -12,8 +12,8 @@ while each token's own mass (``d_rows.py``) is exact. Two ideas of survey sampli
   the mean of dE is off by 0.006 (median; 0.018 at worst) at 512 tokens, with it by 0.0033 (0.0049) (gemma-2-2b's shape,
   2026-11; bf16 alone moves it by 0.004 to 0.009).
 
-Taken in forward over all tokens the shares would cost more, because sums over rows are shuffles between lanes, and be worse: a
-token's LSE is not known there, and its bound is not one to weigh it with (measured 2026-11, gemma-2-2b: error 0.039).
+Shares taken in forward over all tokens would cost more, because sums over rows are shuffles between lanes. They would also be
+worse: a token's LSE is not known there, and weighing it by its bound leaves an error of 0.039 (gemma-2-2b, 2026-11).
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def _sample_tokens_kernel(
             tl.store(zero_ptr + offs_n, tl.zeros_like(part), mask=offs_n < num_tokens)
             tl.store(sum_ptr + offs_n, before + tl.cumsum(part, 0), mask=offs_n < num_tokens)
             before += tl.sum(part, 0)
-        tl.debug_barrier()  # the sums are read by other threads than have written them
-        # The first token whose sum reaches the place, by bisection.
+        tl.debug_barrier()  # The sums are read by other threads than those that wrote them.
+        # Bisection finds the first token whose sum reaches the place.
         wanted = (place + 0.5) / SAMPLE
         token = tl.zeros((SAMPLE,), tl.int32)
         last = token + num_tokens - 1
@@ -188,7 +188,7 @@ def _calibrate_kernel(
     SAMPLE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # Weights 1 + t (x - mean x) whose mean x is that of all tokens, |mean hidden state|^2.
+    # The weights are 1 + t (x - mean x). Their t is such that the weighted mean of x is that of all tokens, |mean hidden|^2.
     square = tl.zeros((BLOCK_D,), tl.float32)
     for first in range(0, hidden_size, BLOCK_D):
         offs_d = first + tl.arange(0, BLOCK_D)
@@ -200,9 +200,7 @@ def _calibrate_kernel(
     variance = tl.sum(centred * centred, 0) / SAMPLE
     missing = tl.sum(square, 0) - tl.sum(along, 0) / SAMPLE
     tilt = tl.where(variance > 0, missing / variance, 0.0)
-    weight = tl.minimum(
-        tl.maximum(1 + tilt * centred, 0.125), 8.0
-    )  # one token may not stand for too many, nor for none
+    weight = tl.minimum(tl.maximum(1 + tilt * centred, 0.125), 8.0)  # A token may not stand for too many, nor for none.
     reference = tl.load(reference_ptr + place)
     live = place < tl.load(num_sampled_ptr)
     tl.store(reference_ptr + place, reference - tl.log(tl.where(live, weight, 1.0)))
@@ -219,7 +217,7 @@ def dropped_shares(
     num_rows, hidden_size = rows_SD.shape
     logits = x.logits
     if logits.softcap > 0.0:
-        tile = tile._replace(cols=max(16, tile.cols // 2))  # its epilogue over a whole one spills registers
+        tile = tile._replace(cols=max(16, tile.cols // 2))  # the epilogue over a whole tile spills registers
     tma = has_tma(rows_SD, x.weight)
     num_blocks = cdiv(num_rows, tile.rows)
     sums_BV = torch.empty(num_blocks, logits.num_valid, dtype=torch.float32, device=rows_SD.device)
