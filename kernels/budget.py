@@ -26,6 +26,8 @@ REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponential
 MEAN_LIST = 64  # columns listed per token, on average over the batch, that backward has room for
 ENTRY_BYTES = 48  # of one such column in backward: as it is made, as it is sorted, and the sort's own
 
+NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the vocabulary (lse.py)
+
 LIVE_BLOCKS = 8  # fp32 blocks of logits that the dense backend has alive at a time, at most
 BLOCK_N, BLOCK_V = 128, 256  # its blocks are multiples of these
 
@@ -84,6 +86,24 @@ def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> in
     recompute = 2 * gathered + num_tokens * width * sizes.itemsize
     tiles = (workspace_bytes - recompute) // tile_bytes
     return tiles * tile_cols if tiles >= 16 else 0
+
+
+def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> int:
+    """Return the number of parts that the log-sum-exp cuts ``num_tiles`` tiles of the vocabulary into.
+
+    A quarter of the device's programs: a group of 16 row blocks then is four whole waves. Fewer where there are so many row
+    blocks that their partials would be large, more where there are so few that they would not fill the device.
+    """
+    row_blocks = cdiv(num_rows, tile_rows)
+    wanted = max(cdiv(at_once, row_blocks), min(at_once // 4, cdiv(16 * at_once, row_blocks)))
+    return min(num_tiles, wanted)
+
+
+def cut_last_wave(num_tiles: int, num_steps: int, at_once: int) -> tuple[int, int]:
+    """Return how many tiles of d_hidden stay whole, and into how many parts of the inner axis each of the others is cut."""
+    last = num_tiles % at_once
+    splits = min(at_once // last, num_steps) if last else 1
+    return (num_tiles - last, splits) if splits > 1 else (num_tiles, 1)
 
 
 def forward_rows(sizes: Sizes, workspace_bytes: int, kept: bool) -> int:
@@ -180,3 +200,49 @@ def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int) -> Chun
     elements = max(workspace_bytes // (4 * LIVE_BLOCKS), BLOCK_N * BLOCK_V)
     rows = min(num_tokens, elements // BLOCK_V // BLOCK_N * BLOCK_N) or 1
     return Chunks(rows, min(num_columns, elements // rows // BLOCK_V * BLOCK_V) or 1)
+
+
+class Peak(NamedTuple):
+    """Bytes that are alive at most beside inputs and outputs.
+
+    Attributes:
+        forward: In the forward pass, what is saved counted.
+        saved: Between the passes: exponentials or lists, and a few numbers for each token.
+        backward: In the backward pass, what is saved counted.
+    """
+
+    forward: int
+    saved: int
+    backward: int
+
+
+def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_once: int) -> Peak:
+    """Predict what the exact kernels take; ``keep``: exponentials may be kept (bf16, neither smoothing nor entropy)."""
+    num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
+    kept = columns_kept(sizes, workspace_bytes) if keep else 0
+    kept_bytes = num_tokens * kept * sizes.itemsize
+    saved = kept_bytes + num_tokens * (
+        (8 if kept else 0) + 4 + 8 + 8 + 12
+    )  # references, order, ids, merged and statistics
+
+    rows = min(num_tokens, forward_rows(sizes, workspace_bytes, kept > 0))
+    num_tiles, kept_tiles = cdiv(num_columns, tiles.lse.cols), kept // tiles.lse.cols
+    counts = [n for n in (num_tiles - min(kept_tiles, num_tiles), min(kept_tiles, num_tiles)) if n > 0]
+    parts = sum(num_parts(rows, n, tiles.lse.rows, at_once) for n in counts)
+    forward = rows * (sizes.hidden_bytes + 4 * NUM_PLANES * (parts + (kept > 0)) + REFERENCE_BYTES * kept_tiles)
+
+    left = max(0, num_columns - kept)
+    rows, cols = exact_chunks(sizes._replace(num_columns=left), workspace_bytes, kept_bytes, tiles, at_once)
+    several = kept > 0 if left <= cols else True
+    backward = rows * (sizes.sum_bytes if several and left else sizes.hidden_bytes)
+    backward += rows * cols * sizes.itemsize if left else 0
+    backward += _cut_tiles_bytes(rows, max(cols if left else 0, kept), sizes.hidden_size, tiles, at_once)
+    return Peak(saved + forward, saved, saved + backward + num_tokens * 16)  # the coefficients
+
+
+def _cut_tiles_bytes(rows: int, cols: int, hidden_size: int, tiles: Tiles, at_once: int) -> int:
+    """Bytes of the parts that the tiles of d_hidden's last wave are cut into."""
+    tile = tiles.grad_hidden
+    num_tiles = cdiv(rows, tile.rows) * cdiv(hidden_size, tile.cols)
+    whole, splits = cut_last_wave(num_tiles, cdiv(cols, tile.inner), at_once)
+    return (num_tiles - whole) * splits * tile.rows * tile.cols * 4

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
-from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.budget import cdiv, cut_last_wave
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 
 
@@ -71,13 +71,6 @@ def add_d_hidden(
         _add_parts_kernel[(num_tiles - num_whole, 4)](
             *target, hidden_size, int(first), num_whole, splits, **options, **blocks
         )
-
-
-def cut_last_wave(num_tiles: int, num_steps: int, at_once: int) -> tuple[int, int]:
-    """Return how many tiles stay whole, and into how many parts of the inner axis each of the others is cut."""
-    last = num_tiles % at_once
-    splits = min(at_once // last, num_steps) if last else 1
-    return (num_tiles - last, splits) if splits > 1 else (num_tiles, 1)
 
 
 @kernel("dlogits", "weight", "scale_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")

@@ -22,12 +22,12 @@ import torch
 
 from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, budget
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.budget import Sizes, cdiv
+from cce_dist.kernels.budget import NUM_PLANES, Sizes, cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.kept import Kept, level, row_scales
-from cce_dist.kernels.lse import MAX, NUM_PLANES, Keep, Span, choose_splits, lse_partials, merge_splits, target_logits
+from cce_dist.kernels.lse import MAX, Keep, Span, choose_splits, lse_partials, merge_splits, target_logits
 from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import coefficients, compact, gather_rows, gathered, label_ids, merged_lse, token_losses
 

@@ -36,14 +36,13 @@ from cce_dist.kernels.blocks import (
     store_tile,
     tile_of_logits,
 )
-from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.budget import cdiv, num_parts
 from cce_dist.kernels.tiles import Tile, Tiles, num_programs, precision
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
 # Planes of the partials: running maximum, what the sums are relative to, sum of exp, then the optional sums.
 MAX, SHIFT, SUM, MOMENT, BELOW, COUNT, SLOPED = (tl.constexpr(i) for i in range(7))
-NUM_PLANES = 7
 NOTHING_MORE = Want()
 
 
@@ -128,15 +127,8 @@ def lse_partials(
 
 
 def choose_splits(num_rows: int, num_tiles: int, tile: Tile, device: torch.device) -> int:
-    """Return the number of parts that the vocabulary is cut into.
-
-    A quarter of the device's programs: a group of 16 row blocks then is four whole waves. Fewer where there are so many row
-    blocks that their partials would be large, more where there are so few that they would not fill the device.
-    """
-    at_once = num_programs(device)
-    row_blocks = cdiv(num_rows, tile.rows)
-    wanted = max(cdiv(at_once, row_blocks), min(at_once // 4, cdiv(16 * at_once, row_blocks)))
-    return min(num_tiles, wanted)
+    """Return the number of parts that the vocabulary is cut into."""
+    return num_parts(num_rows, num_tiles, tile.rows, num_programs(device))
 
 
 @kernel("hidden", "weight", "bias_ptr", "partial_ptr", "exp", "words_ptr", "hidden_size", "exp_cols")

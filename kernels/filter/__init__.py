@@ -33,7 +33,7 @@ import torch
 
 from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget, exact
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.budget import NUM_PLANES, cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
@@ -43,7 +43,6 @@ from cce_dist.kernels.filter.lists import SLACK, Entries, Lists, Plan, list_colu
 from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
-    NUM_PLANES,
     Marks,
     Span,
     choose_splits,

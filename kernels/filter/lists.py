@@ -291,8 +291,8 @@ def listed_gradients(
         entries: out: or None.
 
     Returns:
-        The factors that each token multiplies the stand-in by, scale * P * m (or 0) and scale * UNIFORM, [2, N]; without entries m alone,
-        [N]. Then how many columns of the list are kept, [N] int32. All are 0 for the other tokens.
+        The factors that each token multiplies the stand-in by, scale * P * m (or 0) and scale * UNIFORM, [2, N]; without
+        entries m alone, [N]. Then how many columns of the list are kept, [N] int32. All are 0 for the other tokens.
     """
     num_tokens, hidden_size = x.hidden.shape
     num_listed_N = torch.empty_like(lists.count_N)
