@@ -23,6 +23,8 @@ fi
 
 # By default torchrun remembers the store of the first rendezvous, which a node that joins later never hears of.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# torchrun limits threads only where a node has several ranks. One thread each way, a CPU rank's sums do not depend on that.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Collectives that run behind matrix products wait for room on the GPU unless they go first.
 export TORCH_NCCL_HIGH_PRIORITY=${TORCH_NCCL_HIGH_PRIORITY:-1}
 

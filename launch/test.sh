@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/prepare.sh dev
 
+# Two files of tests run side by side: most of them use one core.
 # All checks run even when an early one fails; pytest comes last, so that its summary closes the output.
 failed=()
 ruff check . || failed+=("ruff check")
@@ -13,5 +14,5 @@ pyright || failed+=("pyright")
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'FAILED: %s\n' "${failed[@]}" >&2
 fi
-pytest "$@" || failed+=("pytest")
+pytest -n 2 --dist loadfile "$@" || failed+=("pytest")
 [ ${#failed[@]} -eq 0 ]
