@@ -1,0 +1,173 @@
+"""The loss and its gradients in float64 by formulas written out by hand: no autograd, nothing shared with ``reference.py``.
+
+With u = logit_scale (E C^T + b), z = softcap tanh(u / softcap), p = softmax(z), H the entropy of p, y the label, and g the
+gradient that reaches each quantity of a token, the gradient of a token's logits is
+
+    dz = P p + LABEL [j = y] + UNIFORM - g_entropy p (log p + H)
+
+    loss  = (1 - s) nll + s mean_j(-log p_j) + w lse^2       s: label_smoothing, w: z_loss_weight
+    d_nll = (1 - s) g_loss + g_nll                           LABEL   = g_target - d_nll
+    P     = d_nll + s g_loss + g_lse + 2 w lse (g_loss + g_z)    UNIFORM = -s g_loss / V
+
+and from there ``du = dz (1 - (z / softcap)^2)``, ``dE = logit_scale du C``, ``dC = logit_scale du^T E``. Ignored tokens are
+taken out first, so nothing of them is read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist.verify.cases import Problem
+
+PER_TOKEN = ("nll", "lse", "target_logit", "entropy", "z_loss")
+
+
+class Truth(NamedTuple):
+    """Expected values, and the size of what rounding does to them.
+
+    Attributes:
+        values: "loss", the names of PER_TOKEN ([N]), "dE" [N, D], "dC" [V, D], "dbias" [V], "dscale" (of logit_scale).
+        plain: dE, dC and dbias under the plain filter of single elements.
+        noise: Size of the rounding errors that no order of fp32 operations can avoid, of each value, in units of the
+            value: products of the logits, and terms that cancel. Gradients: the root of the summed squares of their terms;
+            "dE unbent" and so on: the same without the softcap's slope, which is itself a difference of two near numbers.
+        logit_noise: Largest root of the summed squares of a logit's terms: a relative error of fp32 moves a logit by that much.
+    """
+
+    values: dict[str, Tensor]
+    plain: dict[str, Tensor]
+    noise: dict[str, float]
+    logit_noise: float
+
+
+class _Tokens(NamedTuple):
+    """Quantities of the n tokens that are not ignored."""
+
+    rows: Tensor
+    label: Tensor
+    product: Tensor
+    z: Tensor
+    p: Tensor
+    log_p: Tensor
+    lse: Tensor
+    entropy: Tensor
+
+
+def truth(problem: Problem, options: dict[str, Any], upstream: dict[str, Tensor], eps: float = 0.0) -> Truth:
+    """Compute what ``linear_cross_entropy(..., **options)`` has to return.
+
+    Args:
+        problem: The whole vocabulary; float64.
+        options: Those of ``linear_cross_entropy``; what does not change the value of the exact loss is not looked at.
+        upstream: Gradient of "loss" (0-d, or [N] for reduction "none") and of any of PER_TOKEN, [N]; absent: 0.
+        eps: Threshold of the plain filter; see ``GradFilter``.
+    """
+    tokens = _forward(problem, options)
+    smoothing, z_weight = options.get("label_smoothing", 0.0), options.get("z_loss_weight", 0.0)
+    nll = -tokens.log_p.gather(1, tokens.label[:, None])[:, 0]
+    z_loss = z_weight * tokens.lse.square()
+    loss = (1 - smoothing) * nll + z_loss
+    if smoothing > 0:
+        loss = loss - smoothing * tokens.log_p.mean(1)
+    target_logit = tokens.z.gather(1, tokens.label[:, None])[:, 0]
+    per_token = (nll, tokens.lse, target_logit, tokens.entropy, z_loss)
+    values = {name: _whole(x, tokens.rows, problem) for name, x in zip(PER_TOKEN, per_token, strict=True)}
+
+    reduction, num_tokens = options.get("reduction", "mean"), options.get("num_tokens")
+    divisor = 1.0 if reduction != "mean" else max(1, len(loss)) if num_tokens is None else float(num_tokens)
+    values["loss"] = _whole(loss, tokens.rows, problem) if reduction == "none" else loss.sum() / divisor
+    gradients, plain, sizes = _backward(problem, options, upstream, tokens, divisor, eps)
+
+    logit_noise = _logit_noise(problem, options)
+    one_token = max(map(_largest, (loss, *per_token))) + (1 + 2 * abs(z_weight) * _largest(tokens.lse)) * logit_noise
+    noise = dict.fromkeys(PER_TOKEN, one_token)
+    noise["loss"] = one_token * (1.0 if reduction == "none" else math.sqrt(len(loss)) / divisor)
+    return Truth(values | gradients, plain, noise | sizes, logit_noise)
+
+
+def _forward(problem: Problem, options: dict[str, Any]) -> _Tokens:
+    rows = (problem.labels != options.get("ignore_index", -100)).nonzero()[:, 0]
+    product = problem.hidden[rows] @ problem.weight.t()
+    if problem.bias is not None:
+        product = product + problem.bias
+    z, softcap = product * options.get("logit_scale", 1.0), options.get("softcap")
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    below = z - z.amax(1, keepdim=True)
+    total = below.exp().sum(1, keepdim=True)
+    log_p, p = below - total.log(), below.exp() / total
+    lse = (z.amax(1, keepdim=True) + total.log())[:, 0]
+    entropy = -torch.where(p == 0, 0.0, p * log_p).sum(1)
+    return _Tokens(rows, problem.labels[rows].long(), product, z, p, log_p, lse, entropy)
+
+
+def _backward(
+    problem: Problem, options: dict[str, Any], upstream: dict[str, Tensor], tokens: _Tokens, divisor: float, eps: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+    """dE, dC, dbias and dscale; the first three under the plain filter; the size of their terms."""
+    smoothing, z_weight = options.get("label_smoothing", 0.0), options.get("z_loss_weight", 0.0)
+    zeros = torch.zeros(len(problem.labels), dtype=torch.float64)
+    g_loss, *g_aux = ((zeros + upstream.get(name, 0.0))[tokens.rows] for name in ("loss", *PER_TOKEN))
+    g_loss = g_loss / divisor
+    g_nll, g_lse, g_target, g_entropy, g_z = g_aux
+
+    d_nll = (1 - smoothing) * g_loss + g_nll
+    softmax_coef = d_nll + smoothing * g_loss + g_lse + 2 * z_weight * tokens.lse * (g_loss + g_z)
+    label_coef, uniform_coef = g_target - d_nll, -smoothing * g_loss / problem.weight.shape[0]
+    p = tokens.p
+    surprise = torch.where(p == 0, 0.0, p * (tokens.log_p + tokens.entropy[:, None]))
+    softmax_part = softmax_coef[:, None] * p - g_entropy[:, None] * surprise
+    is_label = torch.zeros_like(p).scatter_(1, tokens.label[:, None], 1.0)
+    rest = label_coef[:, None] * is_label + uniform_coef[:, None]
+
+    scale, softcap = options.get("logit_scale", 1.0), options.get("softcap")
+    bend = torch.ones_like(p) if softcap is None else 1 - (tokens.z / softcap).square()
+
+    def gradients(dz: Tensor, hidden: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        du = dz * scale * bend
+        return {"dE": _whole(du @ weight, tokens.rows, problem), "dC": du.t() @ hidden, "dbias": du.sum(0)}
+
+    hidden, weight = problem.hidden[tokens.rows], problem.weight
+    exact = gradients(softmax_part + rest, hidden, weight)
+    d_scale = (softmax_part + rest) * bend * tokens.product
+    exact["dscale"] = d_scale[tokens.product.isfinite()].sum()
+    unlabeled = torch.maximum(softmax_coef.abs(), g_entropy.abs())  # the scale where the label itself has no gradient
+    threshold = eps * torch.where(label_coef != 0, label_coef.abs(), unlabeled)
+    matters = (softmax_part.abs() >= threshold[:, None]) | (is_label > 0)
+    plain = gradients(softmax_part * matters + rest, hidden, weight)
+
+    parts = (d_nll, smoothing * g_loss, g_lse, 2 * z_weight * (tokens.lse.abs() + 1) * (g_loss + g_z))
+    size = sum(part.abs() for part in parts)[:, None] * p + g_entropy.abs()[:, None] * (surprise.abs() + p)
+    size = size + label_coef.abs()[:, None] * is_label + uniform_coef.abs()[:, None]
+    sizes = _root_of_squares(size * scale * bend, hidden, weight, "")
+    return exact, plain, sizes | _root_of_squares(size * scale, hidden, weight, " unbent")
+
+
+def _root_of_squares(terms: Tensor, hidden: Tensor, weight: Tensor, suffix: str) -> dict[str, float]:
+    """Largest root of the summed squares of the terms of dE, dC and dbias."""
+    squares = terms.square()
+    sums = {"dE": squares @ weight.square(), "dC": squares.t() @ hidden.square(), "dbias": squares.sum(0)}
+    return {name + suffix: math.sqrt(_largest(x)) for name, x in sums.items()}
+
+
+def _logit_noise(problem: Problem, options: dict[str, Any]) -> float:
+    rows = problem.labels != options.get("ignore_index", -100)
+    squares = problem.hidden[rows].square() @ problem.weight.square().t()
+    if problem.bias is not None:
+        squares = squares + problem.bias.square()
+    return abs(options.get("logit_scale", 1.0)) * math.sqrt(_largest(squares))
+
+
+def _largest(values: Tensor) -> float:
+    """Largest finite size."""
+    values = values[values.isfinite()]
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+def _whole(of_kept: Tensor, rows: Tensor, problem: Problem) -> Tensor:
+    """Put the rows of the tokens that count among zeros. [n, ...] -> [N, ...]."""
+    return of_kept.new_zeros(len(problem.labels), *of_kept.shape[1:]).index_copy_(0, rows, of_kept)
