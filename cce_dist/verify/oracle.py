@@ -159,7 +159,9 @@ def _logit_noise(problem: Problem, options: dict[str, Any]) -> float:
     squares = problem.hidden[rows].square() @ problem.weight.square().t()
     if problem.bias is not None:
         squares = squares + problem.bias.square()
-    return abs(options.get("logit_scale", 1.0)) * math.sqrt(_largest(squares))
+    # a tanh made of exponentials is right to two units in the last place of 1, EPS[float32] / 16
+    of_softcap = (options.get("softcap") or 0.0) / 16
+    return abs(options.get("logit_scale", 1.0)) * math.sqrt(_largest(squares)) + of_softcap
 
 
 def _largest(values: Tensor) -> float:
