@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "none": dict(reduction="none"),
     "everything": dict(reduction="none", return_aux=True, **EVERYTHING),
-    "filter": dict(reduction="none", grad_filter=GradFilter(eps=1e-3)),
+    "filter": dict(reduction="none", grad_filter=GradFilter(eps=0.02)),
     "small-workspace": dict(reduction="none", workspace_bytes=1),
     "padded": dict(reduction="none", shard=VocabShard(0, V, V - 7)),
 }
@@ -38,8 +38,8 @@ def backend(request) -> str:
     return request.param
 
 
-def arguments(constant_name: str = "") -> dict[str, Tensor]:
-    """The values; those of one argument equal along dim 0, so that an expanded view can show them."""
+def arguments(*alike: str) -> dict[str, Tensor]:
+    """The values; those of the named arguments equal along dim 0, so that an expanded view can show them."""
     torch.manual_seed(0)
     values = {
         "input": torch.randn(2, N // 2, D),
@@ -51,9 +51,7 @@ def arguments(constant_name: str = "") -> dict[str, Tensor]:
         "grad_weight_out": torch.ones(V, D),
     }
     values["target"][0, ::3] = -100
-    if constant_name:
-        values[constant_name] = constant(values[constant_name])
-    return {name: x.to(DEVICE) for name, x in values.items()}
+    return {name: (constant(x) if name in alike else x).to(DEVICE) for name, x in values.items()}
 
 
 def run(values: dict[str, Tensor], options: dict[str, Any], backend: str, with_buffer: bool) -> dict[str, Tensor]:
@@ -79,9 +77,9 @@ def run(values: dict[str, Tensor], options: dict[str, Any], backend: str, with_b
 
 
 @functools.cache
-def contiguous(option: str, backend: str, with_buffer: bool = False, alike: str = "") -> dict[str, Tensor]:
+def contiguous(option: str, backend: str, *alike: str, with_buffer: bool = False) -> dict[str, Tensor]:
     """What the call gives when nothing is a view."""
-    return run(arguments(alike), OPTIONS[option], backend, with_buffer)
+    return run(arguments(*alike), OPTIONS[option], backend, with_buffer)
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -91,30 +89,28 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert not differ, f"differ from the contiguous call: {differ}"
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "contiguous"])
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_layout(name, layout, option, backend):
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, layout) for name in ARGUMENTS for layout in (WRITABLE if name == "grad_weight_out" else LAYOUTS)[1:]],
+)
+def test_one_argument(name, layout, backend):
     """Catches a kernel that reads base + row * width of a tensor whose rows lie elsewhere."""
-    options, with_buffer = OPTIONS[option], name == "grad_weight_out"
-    if (name == "num_tokens") == ("reduction" in options):
-        pytest.skip("this option takes no such argument")
-    if with_buffer and layout not in WRITABLE:
-        pytest.skip("refused: see test_a_buffer_with_strides_is_refused")
-    alike = name if layout == "expanded" else ""
-    expected = contiguous(option, backend, with_buffer, alike)
-    values = arguments(alike)
+    option, with_buffer = "plain" if name == "num_tokens" else "everything", name == "grad_weight_out"
+    alike = (name,) if layout == "expanded" else ()
+    expected = contiguous(option, backend, *alike, with_buffer=with_buffer)
+    values = arguments(*alike)
     values[name] = view_of(values[name], layout)
-    assert_same_bits(run(values, options, backend, with_buffer), expected)
+    assert_same_bits(run(values, OPTIONS[option], backend, with_buffer), expected)
 
 
-@pytest.mark.parametrize("layout", ["strided", "transposed", "sliced", "unaligned"])
-def test_all_at_once(layout, backend):
-    """Catches a copy that is made of one argument in the layout of another."""
-    expected = contiguous("everything", backend)
-    assert_same_bits(
-        run({k: view_of(v, layout) for k, v in arguments().items()}, OPTIONS["everything"], backend, False), expected
-    )
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_all_arguments(layout, option, backend):
+    """Catches the same where an option takes another way through the kernels."""
+    alike = ARGUMENTS if layout == "expanded" else ()
+    expected = contiguous(option, backend, *alike, with_buffer=layout in WRITABLE)
+    views = {name: view_of(x, layout) for name, x in arguments(*alike).items()}
+    assert_same_bits(run(views, OPTIONS[option], backend, layout in WRITABLE), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -145,7 +141,7 @@ def test_a_buffer_with_strides_is_refused(layout, backend):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", ["everything", "filter"])
 def test_hidden_states_of_ignored_tokens_are_not_read(option, value, backend):
     """Padding is often memory that nobody has written to. Catches 0 times NaN in dC, dE and dbias."""
     values, clean = arguments(), arguments()
