@@ -56,7 +56,9 @@ def _call(**change) -> Any:
     """The call that all rows change: every rank alike, labels that sum to 15 with weights 1 to N in two ways."""
     shard = VocabShard.even(V, dist.group.WORLD)
     weight = torch.randn(shard.num_rows, D, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
-    arguments = dict(input=_hidden(), linear_weight=weight.requires_grad_(), target=torch.arange(N), shard=shard)
+    arguments: dict[str, Any] = dict(
+        input=_hidden(), linear_weight=weight.requires_grad_(), target=torch.arange(N), shard=shard
+    )
     return linear_cross_entropy(**(arguments | change))
 
 

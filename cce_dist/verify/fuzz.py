@@ -93,7 +93,7 @@ class Draw:
     layouts: dict[str, str] = field(default_factory=dict)
     upstream: tuple[str, ...] = ("loss",)
     upstream_scale: float = 1.0
-    wanted: tuple[bool, bool, bool] = (True, True, True)
+    wanted: tuple[bool, ...] = (True, True, True)
     buffer: torch.dtype | None = None
     num_tokens: torch.dtype | None = None
     hidden_of_ignored: float | None = None
@@ -201,7 +201,8 @@ def _draw_data(rng: random.Random, call: Draw, setting: Setting) -> None:
         call.upstream = ("loss", *(name for name in PER_TOKEN if rng.random() < 0.4))
     if rng.random() < 0.2:
         call.upstream_scale = rng.choice([1e-6, 1e-3, 100.0])
-    call.wanted = (True, True, True) if rng.random() < 0.7 else tuple(rng.random() < 0.5 for _ in range(3))
+    some = rng.random() < 0.3
+    call.wanted = tuple(not some or rng.random() < 0.5 for _ in range(3))
     if call.wanted[1] and rng.random() < 0.25 and not call.autocast:
         call.buffer = rng.choice([FP32, call.dtype])
     call.twice = rng.random() < 0.15
@@ -261,14 +262,13 @@ def _problem(call: Draw, generator: torch.Generator) -> Problem:
             weight[vocab_size // 2, 0] = size
     ignore = torch.rand(num_tokens, generator=generator) < call.ignored
     labels = torch.where(ignore, call.options.get("ignore_index", -100), labels)
-    hidden, weight, labels, bias = (
-        constant(x) if x is not None and call.layouts[name] == "expanded" else x
-        for x, name in zip(
-            (hidden, weight, labels, bias), ("input", "linear_weight", "target", "linear_bias"), strict=True
-        )
+    problem = Problem(
+        hidden, weight, labels, None if bias is None or call.bias is None else bias.to(call.bias).double()
     )
-    bias = None if bias is None or call.bias is None else bias.to(call.bias).double()
-    return _rounded(Problem(hidden, weight, labels, bias), FP32 if call.autocast else call.dtype)
+    arguments = {"hidden": "input", "weight": "linear_weight", "labels": "target", "bias": "linear_bias"}
+    shown = (name for name, argument in arguments.items() if call.layouts[argument] == "expanded")
+    repeated = {name: constant(getattr(problem, name)) for name in shown if getattr(problem, name) is not None}
+    return _rounded(replace(problem, **repeated), FP32 if call.autocast else call.dtype)
 
 
 def _rounded(problem: Problem, dtype: torch.dtype) -> Problem:

@@ -84,9 +84,9 @@ def truth(problem: Problem, options: dict[str, Any], upstream: dict[str, Tensor]
 
     logit_noise = _logit_noise(problem, options)
     one_token = max(map(_largest, (loss, *per_token))) + (1 + 2 * abs(z_weight) * _largest(tokens.lse)) * logit_noise
-    noise = dict.fromkeys(PER_TOKEN, one_token)
-    noise["loss"] = one_token * (1.0 if reduction == "none" else math.sqrt(len(loss)) / divisor)
-    return Truth(values | gradients, plain, noise | sizes, logit_noise)
+    of_loss = one_token * (1.0 if reduction == "none" else math.sqrt(len(loss)) / divisor)
+    noise = {**dict.fromkeys(PER_TOKEN, one_token), "loss": of_loss, **sizes}
+    return Truth(values | gradients, plain, noise, logit_noise)
 
 
 def _forward(problem: Problem, options: dict[str, Any]) -> _Tokens:
@@ -141,7 +141,7 @@ def _backward(
     plain = gradients(softmax_part * matters + rest, hidden, weight)
 
     parts = (d_nll, smoothing * g_loss, g_lse, 2 * z_weight * (tokens.lse.abs() + 1) * (g_loss + g_z))
-    size = sum(part.abs() for part in parts)[:, None] * p + g_entropy.abs()[:, None] * (surprise.abs() + p)
+    size = torch.stack(parts).abs().sum(0)[:, None] * p + g_entropy.abs()[:, None] * (surprise.abs() + p)
     size = size + label_coef.abs()[:, None] * is_label + uniform_coef.abs()[:, None]
     sizes = _root_of_squares(size * scale * bend, hidden, weight, "")
     return exact, plain, sizes | _root_of_squares(size * scale, hidden, weight, " unbent")

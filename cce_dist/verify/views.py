@@ -45,7 +45,7 @@ def view_of(values: Tensor, layout: str) -> Tensor:
         return window.copy_(values)
     if layout == "transposed" and len(shape) > 1:
         return values.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
-    return _poison((*shape[:-1], 2 * shape[-1]), values)[..., ::2].copy_(values)
+    return _poison((*shape[:-1], 2 * values.shape[-1]), values)[..., ::2].copy_(values)
 
 
 def _poison(shape: tuple[int, ...], like: Tensor) -> Tensor:
