@@ -209,6 +209,7 @@ def _draw_data(rng: random.Random, call: Draw, setting: Setting) -> None:
     masked = rng.random() < 0.1 and call.options.get("label_smoothing", 0.0) == 0.0
     if masked and call.bias is not None and call.options.get("logit_scale", 1.0) > 0:
         call.logits = "masked"
+        call.layouts |= {"linear_bias": "strided", "linear_weight": "sliced"}
     count = torch.Size(call.shape).numel()
     if call.options.get("reduction") == "none" and count > 1 and rng.random() < 0.1:
         call.broken, call.ignored = rng.randrange(count), 0.0
