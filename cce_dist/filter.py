@@ -13,17 +13,16 @@ class GradFilter:
     """Drop the part of the gradient in which nothing matters, and repair what dropping does to the mean.
 
     Every element of the softmax's gradient that reaches ``eps`` times the gradient of its token's label is kept, and so is the
-    label's own. The whole gradient is looked at: z-loss and upstream gradients included (the torch backend: the entropy's too;
-    on Triton a differentiated entropy makes all exact). The uniform term of label smoothing is never dropped. What is kept
-    beyond that is the backend's choice of unit: the torch backend keeps whole tiles of 128 tokens x 256 rows of the weight, the
-    Triton backend single elements, and all elements of the columns that are labels most often in the batch.
+    label's own. The whole gradient is looked at: z-loss and upstream gradients included. Where the entropy is differentiated
+    everything is kept. The uniform term of label smoothing is never dropped. The Triton backend keeps more than that: all
+    elements of the columns that are labels most often in the batch, and all of a token whose elements do not fit its lists.
 
     What is dropped is tiny, element by element, but it all pushes the same way: without compensation the mean of dE over
-    tokens is wrong by tens of percent. With compensation a rank-1 matrix with the row sums and the column sums of the
-    dropped part stands in for it, so the mean of dE is right and every row of the weight gets its gradient. The torch backend
-    takes both from all tokens, those with positive and with negative upstream gradients apart; the Triton backend takes row
-    sums from all tokens, and how they divide over the columns from a sample of 512, drawn in proportion to what a token drops
-    and weighted to have the mean hidden state's component along itself.
+    tokens is wrong by tens of percent. With compensation a rank-1 matrix stands in for the dropped part: its row sums, times
+    each column's share of the column sums (taken of absolute values). So the mean of dE is right, where upstream gradients have
+    one sign, and every row of the weight gets its gradient. The torch backend takes the shares from all tokens; the Triton
+    backend takes them from a sample of 512, drawn in proportion to what a token drops and weighted to have the mean hidden
+    state's component along itself.
 
     Args:
         eps: Threshold, in the units of a probability. 0 keeps everything.
@@ -52,11 +51,16 @@ class FilterStats(NamedTuple):
     """What the filter does on this rank's shard, from the forward pass; 0-d fp32 tensors, read them when you like.
 
     Attributes:
-        kept_tiles: Share of the units that survive: tiles on the torch backend, elements on Triton.
+        kept: Share of the logits that are kept, over the tokens that are not ignored.
         dropped_mass_mean: Softmax mass dropped, mean over the tokens that are not ignored.
         dropped_mass_max: The same, maximum over tokens.
     """
 
-    kept_tiles: Tensor
+    kept: Tensor
     dropped_mass_mean: Tensor
     dropped_mass_max: Tensor
+
+    @property
+    def kept_tiles(self) -> Tensor:
+        """The older name of ``kept``."""
+        return self.kept

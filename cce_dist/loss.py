@@ -1,6 +1,6 @@
-"""linear_cross_entropy: the whole way of the data.
+"""linear_cross_entropy: the call, its checks, and the algebra of the loss.
 
-hidden, labels ──► op.forward:  local_stats (kernels) ─► one all-gather ─► merge (log-add-exp)
+hidden, labels ──► op.forward:  statistics of the shard (kernels) ─► one all-gather ─► merge (log-add-exp)
                                    ──► nll, lse, ... per token, [N] fp32, differentiable
 loss            =  plain algebra on those [N] numbers, below
 d_loss          ──► op.backward: gradients (kernels) ─► dC stays here, dE is summed over the group behind it
@@ -15,13 +15,15 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from typing_extensions import Unpack
 
 from cce_dist import op
+from cce_dist.call import DTYPES, Call, Layout, LossOptions
 from cce_dist.filter import FilterStats, GradFilter
+from cce_dist.kernels import Filter, ShardLogits, Spec, Want
 from cce_dist.shard import VocabShard, local_rows
 
 BACKENDS = ("auto", "triton", "torch")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LinearCrossEntropyOutput(NamedTuple):
@@ -50,23 +52,13 @@ class LinearCrossEntropyOutput(NamedTuple):
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_aux: Literal[False] = False,
-    linear_bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
-    logit_scale: float = 1.0, softcap: float | None = None, z_loss_weight: float = 0.0,
-    num_tokens: int | Tensor | None = None, shard: VocabShard | None = None, sequence_parallel: bool = False,
-    input_grad: str = "summed", reduce_dtype: torch.dtype | None = None, grad_filter: GradFilter | None = None,
-    backend: str = "auto", workspace_bytes: int = 256 << 20, grad_weight_out: Tensor | None = None,
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_aux: Literal[False] = False, **options: Unpack[LossOptions]
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_aux: Literal[True],
-    linear_bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
-    logit_scale: float = 1.0, softcap: float | None = None, z_loss_weight: float = 0.0,
-    num_tokens: int | Tensor | None = None, shard: VocabShard | None = None, sequence_parallel: bool = False,
-    input_grad: str = "summed", reduce_dtype: torch.dtype | None = None, grad_filter: GradFilter | None = None,
-    backend: str = "auto", workspace_bytes: int = 256 << 20, grad_weight_out: Tensor | None = None,
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_aux: Literal[True], **options: Unpack[LossOptions]
 ) -> LinearCrossEntropyOutput: ...  # fmt: skip
 
 
@@ -157,45 +149,34 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
+    _check_tensors(input, linear_weight, target, linear_bias, shard, sequence_parallel)
+    _check_numbers(label_smoothing, logit_scale, softcap, z_loss_weight, workspace_bytes)
+    _check_reduction(reduction, num_tokens)
+    if grad_filter is not None and not isinstance(grad_filter, GradFilter):
+        raise TypeError(f"grad_filter must be a GradFilter or None, got {type(grad_filter).__name__}")
+    if grad_weight_out is not None:
+        _check_buffer(grad_weight_out, linear_weight)
     forced_backend, debug = _environment()
-    backend = _check(
-        input, linear_weight, target, linear_bias, reduction, label_smoothing, logit_scale, softcap, z_loss_weight,
-        num_tokens, shard, sequence_parallel, input_grad, reduce_dtype, grad_filter, backend, forced_backend,
-        workspace_bytes, grad_weight_out,
+    tensors = (input, linear_weight, linear_bias)
+    want = Want(
+        grad=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors),
+        uniform=label_smoothing > 0, entropy=return_aux, filter_stats=return_aux and grad_filter is not None,
     )  # fmt: skip
-    kept_all = GradFilter(eps=0.0)
-    filtered = grad_filter or kept_all
-    options = op.Options(
-        start=shard.start,
-        num_valid=shard.num_valid,
-        vocab_size=shard.vocab_size,
-        group_name=shard.group_name,
-        sequence_parallel=sequence_parallel,
-        partial_input_grad=input_grad == "partial",
-        reduce_dtype="" if reduce_dtype is None else str(reduce_dtype).removeprefix("torch."),
-        ignore_index=ignore_index,
-        logit_scale=float(logit_scale),
-        softcap=float(softcap or 0.0),
-        want_uniform=label_smoothing > 0,
-        want_entropy=return_aux,
-        want_grad=torch.is_grad_enabled()
-        and (
-            input.requires_grad
-            or linear_weight.requires_grad
-            or (linear_bias is not None and linear_bias.requires_grad)
-        ),
-        filter_eps=filtered.eps,
-        filter_compensate=filtered.compensate,
-        filter_hidden=filtered.hidden,
-        filter_weight=filtered.weight,
-        backend=backend,
-        workspace_bytes=workspace_bytes,
-        debug=debug,
+    logits = ShardLogits(shard.start, shard.num_valid, float(logit_scale), float(softcap or 0.0))
+    f = grad_filter
+    kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight)
+    call = Call(
+        Spec(logits, shard.vocab_size, ignore_index, kept, want, workspace_bytes),
+        Layout.of(shard, sequence_parallel, input_grad, reduce_dtype),
+        _choose_backend(backend, forced_backend, input),
+        debug,
     )
+    # Kernels take addresses, not strides: everything that enters one is made contiguous here.
     hidden = input.reshape(-1, input.shape[-1]).contiguous()
-    labels = target.reshape(-1).long()
-    nll, lse, target_logit, uniform_nll, entropy, _, filter_stats, *_ = op.forward(
-        hidden, linear_weight.contiguous(), linear_bias, labels, grad_weight_out, options
+    labels = target.reshape(-1).long().contiguous()
+    bias = None if linear_bias is None else linear_bias.contiguous()
+    nll, lse, target_logit, uniform_nll, entropy, filter_stats, *_ = op.forward(
+        hidden, linear_weight.contiguous(), bias, labels, grad_weight_out, call
     )
 
     loss = nll if label_smoothing == 0 else (1 - label_smoothing) * nll + label_smoothing * uniform_nll
@@ -223,13 +204,31 @@ def _environment() -> tuple[str, bool]:
     return os.environ.get("CCE_DIST_BACKEND", "auto"), os.environ.get("CCE_DIST_DEBUG", "0") not in ("", "0")
 
 
-def _check(
-    input, weight, target, bias, reduction, label_smoothing, logit_scale, softcap, z_loss_weight,
-    num_tokens, shard, sequence_parallel, input_grad, reduce_dtype, grad_filter, backend, forced_backend,
-    workspace_bytes, grad_weight_out,
-) -> str:  # fmt: skip
-    """Raise on what does not fit; return the backend that will run."""
-    for name, tensor in (("input", input), ("target", target), ("grad_weight_out", grad_weight_out)):
+def _choose_backend(backend: str, forced: str, input: Tensor) -> str:
+    """Return the backend that will run, "triton" or "torch"."""
+    _check_choice("backend", backend, BACKENDS)
+    _check_choice("CCE_DIST_BACKEND", forced, BACKENDS)
+    if backend == "auto":
+        backend = forced
+    if backend == "auto":
+        return "triton" if input.is_cuda and torch.version.cuda is not None else "torch"
+    if backend == "triton" and not input.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"backend='triton' needs a GPU (or Triton's interpreter, TRITON_INTERPRET=1), input is on {input.device}"
+        )
+    return backend
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+
+
+def _check_tensors(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, shard: VocabShard, sequence_parallel: bool
+) -> None:
+    """Raise unless shapes, dtypes and devices fit each other and the shard."""
+    for name, tensor in (("input", input), ("target", target)):
         if isinstance(tensor, DTensor):
             raise TypeError(
                 f"{name} is a DTensor: pass its local tensor (to_local()); sequence_parallel says if it is a slice"
@@ -247,12 +246,7 @@ def _check(
     for name, tensor in (("linear_weight", weight), ("target", target), ("linear_bias", bias)):
         if tensor is not None and tensor.device != input.device:
             raise ValueError(f"input is on {input.device}, {name} on {tensor.device}")
-    if shard.num_rows != weight.shape[0]:
-        raise ValueError(
-            f"shard holds {shard.num_rows} rows [{shard.start}, {shard.stop}), linear_weight has {weight.shape[0]}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"linear_bias must be [{weight.shape[0]}] like linear_weight's rows, got {tuple(bias.shape)}")
+    shard.check(weight, bias)
     expected = tuple(input.shape[:-1])
     if sequence_parallel:
         if not expected:
@@ -261,18 +255,11 @@ def _check(
     if tuple(target.shape) != expected:
         whole = f" ({shard.group_size} slices of dim 0)" if sequence_parallel else ""
         raise ValueError(f"target must be {expected} for input {tuple(input.shape)}{whole}, got {tuple(target.shape)}")
-    if sequence_parallel and input_grad == "partial":
-        raise ValueError('input_grad="partial" has no meaning with sequence_parallel: dE comes back as the slice')
-    if reduce_dtype is not None and reduce_dtype not in DTYPES:
-        raise TypeError(f"reduce_dtype must be float32, bfloat16, float16 or None, got {reduce_dtype}")
-    for name, value, allowed in (
-        ("reduction", reduction, ("none", "mean", "sum")),
-        ("input_grad", input_grad, ("summed", "partial")),
-        ("backend", backend, BACKENDS),
-        ("CCE_DIST_BACKEND", forced_backend, BACKENDS),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+
+
+def _check_numbers(
+    label_smoothing: float, logit_scale: float, softcap: float | None, z_loss_weight: float, workspace_bytes: int
+) -> None:
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
     if softcap is not None and not softcap > 0:
@@ -280,32 +267,31 @@ def _check(
     for name, value in (("logit_scale", logit_scale), ("z_loss_weight", z_loss_weight)):
         if not math.isfinite(value):
             raise ValueError(f"{name} must be finite, got {value}")
-    if num_tokens is not None:
-        if reduction != "mean":
-            raise ValueError(f'num_tokens divides the mean; reduction is "{reduction}"')
-        if isinstance(num_tokens, Tensor) and num_tokens.dim() != 0:
-            raise ValueError(f"num_tokens must be a number or a 0-d tensor, got shape {tuple(num_tokens.shape)}")
-        if not isinstance(num_tokens, Tensor) and num_tokens <= 0:
-            raise ValueError(f"num_tokens must be positive, got {num_tokens}")
-    if grad_filter is not None and not isinstance(grad_filter, GradFilter):
-        raise TypeError(f"grad_filter must be a GradFilter or None, got {type(grad_filter).__name__}")
     if workspace_bytes <= 0:
         raise ValueError(f"workspace_bytes must be positive, got {workspace_bytes}")
-    if grad_weight_out is not None and (
-        grad_weight_out.shape != weight.shape
-        or grad_weight_out.device != weight.device
-        or grad_weight_out.dtype not in (torch.float32, weight.dtype)
+
+
+def _check_reduction(reduction: str, num_tokens: int | Tensor | None) -> None:
+    _check_choice("reduction", reduction, ("none", "mean", "sum"))
+    if num_tokens is None:
+        return
+    if reduction != "mean":
+        raise ValueError(f'num_tokens divides the mean; reduction is "{reduction}"')
+    if isinstance(num_tokens, Tensor) and num_tokens.dim() != 0:
+        raise ValueError(f"num_tokens must be a number or a 0-d tensor, got shape {tuple(num_tokens.shape)}")
+    if not isinstance(num_tokens, Tensor) and num_tokens <= 0:
+        raise ValueError(f"num_tokens must be positive, got {num_tokens}")
+
+
+def _check_buffer(buffer: Tensor, weight: Tensor) -> None:
+    if isinstance(buffer, DTensor):
+        raise TypeError("grad_weight_out is a DTensor: pass its local tensor (to_local())")
+    if (
+        buffer.shape != weight.shape
+        or buffer.device != weight.device
+        or buffer.dtype not in (torch.float32, weight.dtype)
     ):
         raise ValueError(
             f"grad_weight_out must be {tuple(weight.shape)} on {weight.device}, float32 or {weight.dtype}, "
-            f"got {tuple(grad_weight_out.shape)} on {grad_weight_out.device}, {grad_weight_out.dtype}"
+            f"got {tuple(buffer.shape)} on {buffer.device}, {buffer.dtype}"
         )
-    if backend == "auto":
-        backend = forced_backend
-    if backend == "auto":
-        return "triton" if input.is_cuda and torch.version.cuda is not None else "torch"
-    if backend == "triton" and not input.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"backend='triton' needs a GPU (or Triton's interpreter, TRITON_INTERPRET=1), input is on {input.device}"
-        )
-    return backend

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cce_dist.filter import GradFilter
-from cce_dist.kernels import TILE_N, TILE_V
 from cce_dist.loss import LinearCrossEntropyOutput
 
 
@@ -62,15 +61,14 @@ def _loss_of(
 def filtered_gradients(
     input: Tensor, linear_weight: Tensor, target: Tensor, upstream: Tensor, grad_filter: GradFilter, starts: list[int],
     *, linear_bias: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0, logit_scale: float = 1.0,
-    softcap: float | None = None, z_loss_weight: float = 0.0, unit: tuple[int, int] = (TILE_N, TILE_V),
+    softcap: float | None = None, z_loss_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dE [N, D] and dC [V, D] as ``GradFilter`` defines them, from the dense gradient of every logit; its column sums [V].
 
     Args:
         input: [N, D].
         upstream: [N] gradient that reaches each token's loss.
-        starts: First vocabulary id of each shard: tiles and compensation are a shard's own.
-        unit: Tokens and columns that are kept or dropped together.
+        starts: First vocabulary id of each shard: the compensation is a shard's own.
     """
     with torch.enable_grad():
         bias = None if linear_bias is None else linear_bias.detach()
@@ -81,31 +79,19 @@ def filtered_gradients(
         d_logits = torch.autograd.grad((loss * upstream).sum(), z)[0]
     valid = (target != ignore_index)[:, None]
     upstream = torch.where(valid, upstream[:, None], 0.0)
-    at_label = F.one_hot(target.clamp(min=0), z.shape[1]) * valid
-    label = -(1 - label_smoothing) * upstream * at_label
-    uniform = -label_smoothing / z.shape[1] * upstream
-    softmax_part = d_logits - label - uniform
-    kept = softmax_part.clone()
-    stand_in = torch.zeros_like(kept)
-    threshold = grad_filter.eps * (1 - label_smoothing) * upstream.abs()
-    matters = ((softmax_part.abs() >= threshold) & (upstream != 0)) | (at_label != 0)
-    for start, stop in zip(starts, [*starts[1:], z.shape[1]], strict=True):
-        mine = slice(start, min(stop, z.shape[1]))
-        rows, cols = matters[:, mine].shape
-        if rows == 0 or cols <= 0:
-            continue
-        padded = F.pad(matters[:, mine], (0, -cols % unit[1], 0, -rows % unit[0]))
-        survives = padded.view(-1, unit[0], padded.shape[1] // unit[1], unit[1]).any(3).any(1)
-        survives = survives.repeat_interleave(unit[0], 0).repeat_interleave(unit[1], 1)[:rows, :cols]
-        kept[:, mine] *= survives
-        if grad_filter.compensate:
-            dropped = ((softmax_part - kept) * slope)[:, mine]
-            for rows in (softmax_part.sum(1) >= 0, softmax_part.sum(1) < 0):
-                part = dropped * rows[:, None]
-                if part.sum() != 0:
-                    stand_in[:, mine] += part.sum(1, keepdim=True) * part.sum(0) / part.sum()
+    is_label = (F.one_hot(target.clamp(min=0), z.shape[1]) * valid).bool()
+    rest = -(1 - label_smoothing) * upstream * is_label - label_smoothing / z.shape[1] * upstream
+    softmax_part = d_logits - rest
+    kept = (softmax_part.abs() >= grad_filter.eps * (1 - label_smoothing) * upstream.abs()) | is_label
+    dropped = softmax_part.masked_fill(kept, 0.0) * slope
+    filtered = d_logits * slope - dropped
+    if grad_filter.compensate:
+        for start, stop in zip(starts, [*starts[1:], z.shape[1]], strict=True):
+            part = dropped[:, start:stop]
+            share = part.abs().sum(0)
+            if share.sum() > 0:
+                filtered[:, start:stop] += part.sum(1, keepdim=True) * share / share.sum()
     exact = d_logits * slope
-    filtered = (kept + label + uniform) * slope + stand_in
     d_hidden = (filtered if grad_filter.hidden else exact).to(linear_weight.dtype) @ linear_weight
     d_weight = (filtered if grad_filter.weight else exact).to(input.dtype).t() @ input
     return d_hidden, d_weight, filtered.sum(0)

@@ -70,6 +70,14 @@ class VocabShard:
         """Rows of the local weight that are part of the vocabulary."""
         return max(0, min(self.stop, self.vocab_size) - self.start)
 
+    def check(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Raise ValueError unless weight [V_r, D] and bias [V_r] have this shard's rows."""
+        rows = weight.shape[0]
+        if self.num_rows != rows:
+            raise ValueError(f"shard holds {self.num_rows} rows [{self.start}, {self.stop}), linear_weight has {rows}")
+        if bias is not None and bias.shape != (rows,):
+            raise ValueError(f"linear_bias must be [{rows}] like linear_weight's rows, got {tuple(bias.shape)}")
+
     @classmethod
     def even(cls, vocab_size: int, group: dist.ProcessGroup | None, multiple_of: int = 1) -> VocabShard:
         """Split a vocabulary evenly over a group.

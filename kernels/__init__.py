@@ -1,42 +1,50 @@
 """Arithmetic of one shard: what a rank computes from its own rows of the head weight. No ranks, no collectives.
 
-Letters in tensor names: N tokens, D hidden size, V rows of the weight on this shard, K statistics per token.
-
-Two backends offer the same functions with the same meaning, ``torch_ops`` (plain torch, any device) and ``triton_ops``
-(the kernels of this folder, GPUs; ``filtered`` is its form with a filter):
-
-=================  ==================================================  ==============================================
-function           in                                                  out
-=================  ==================================================  ==============================================
-``local_stats``    hidden [N, D], weight [V, D], bias [V], labels [N]  stats [K, N] fp32, the saved tensors
-``gradients``      the same, the merged LSE, coefficients [4, N] fp32  d_hidden [N, D], d_weight [V, D], d_bias [V]
-=================  ==================================================  ==============================================
-
-and so do ``torch_ops`` and ``per_token`` (Triton) for what is done with N numbers before, between and after:
-
-=================  ==================================================  ==============================================
-``label_ids``      labels [N]                                          the id, IGNORED or OUTSIDE [N]
-``token_losses``   the shards' stats [T, K, N], ids [N]                nll, lse, target logit, ... [N]; the merged LSE
-``coefficients``   gradients of those [N], ids [N]                     coefficients [4, N] fp32
-=================  ==================================================  ==============================================
-
 The logits of the shard are ``z = softcap * tanh(u / softcap)`` with ``u = logit_scale * (hidden @ weight.T + bias)``
-(``z = u`` without a softcap); rows of the weight at or past ``num_valid`` are padding: logit -inf, gradient exactly 0.
+(``z = u`` without a softcap). Rows of the weight at or past ``num_valid`` are padding: logit -inf, gradient exactly 0.
 
-**Statistics of a shard**, rows of ``stats_KN`` (a maximum of -inf and zeros where the shard has no valid row):
+This file holds the records that travel between host functions. ``backends`` names the functions that each of the three
+backends has: ``dense`` (plain torch, any device), ``exact`` (the kernels of this folder) and ``filter`` (the same with a
+filter). ``budget`` is the arithmetic of ``workspace_bytes``. The table of kernels is in docs/kernels.md.
+
+**Letters** at the end of a tensor's name are its dimensions:
+
+======  ============================================================================================================
+letter  counts
+======  ============================================================================================================
+N       tokens of the call
+R       tokens of a group that is worked on together, those with a label first
+S       tokens of a sample
+D       hidden size
+V       rows of the weight on this shard: columns of its logits
+H       hot columns: those that the filter keeps for every token
+B       blocks: tiles side by side, of columns or of rows
+W       words of 32 columns, a bit each
+L       columns that a token's list has room for
+M       entries: listed columns of all tokens together
+K       numbers kept for a token: statistics, coefficients, planes of partial sums
+P       parts that a sum is cut into
+C       columns of a tile
+T       shards of the group
+2 to 4  as many rows
+======  ============================================================================================================
+
+**Statistics of a shard** are the rows of ``stats_KN`` (a maximum of -inf and zeros where the shard has no valid row):
 
 ====  ===========  ====================================================================================
 row   name         value
 ====  ===========  ====================================================================================
 0     MAX          m = max_j z_j
 1     SUM_EXP      sum_j exp(z_j - m)
-2     TARGET       z at the label if it is a valid row of this shard, else 0
+2     TARGET       z at the label if the label is a valid row of this shard, else 0
 3     SUM_BELOW    sum_j (m - z_j); only where label smoothing is on
+4     COUNT        the number of valid rows; only where label smoothing is on
 last  SUM_MOMENT   sum_j exp(z_j - m) (z_j - m); only where the entropy is wanted
 ====  ===========  ====================================================================================
 
-**Gradient of a logit**, from four coefficients per token (rows of ``coef_4N``: ``P``, ``LABEL``, ``UNIFORM``, ``ENTROPY``)
-and from the merged maximum M and logarithm of the sum L, so that p_j = exp(z_j - M - L) is exact next to any offset:
+**Gradient of a logit** comes from four coefficients per token (rows of ``coef_4N``: ``P``, ``LABEL``, ``UNIFORM``,
+``ENTROPY``) and from the merged maximum M and logarithm of the sum L, so that p_j = exp(z_j - M - L) is exact next to any
+offset:
 
     dL/dz_j = P * p_j + LABEL * [j = label] + UNIFORM - ENTROPY * p_j * (log p_j + H)
 
@@ -45,10 +53,12 @@ and dL/du_j is that times 1 - (z_j / softcap)^2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-IGNORED, OUTSIDE = -1, -2  # in place of a label's id: it is the ignore_index; it is not in the vocabulary
-TILE_N, TILE_V = 128, 256  # the unit of filtering in torch_ops: tokens x vocabulary rows; in filtered it is one element
+import torch
+
+IGNORED, OUTSIDE = -1, -2  # stand for a label that is the ignore_index, and for one that is not in the vocabulary
 
 
 class ShardLogits(NamedTuple):
@@ -68,9 +78,112 @@ class ShardLogits(NamedTuple):
 
 
 class Filter(NamedTuple):
-    """What of the gradient is dropped; eps = 0 keeps all. The public, documented form is ``cce_dist.GradFilter``."""
+    """The part of the gradient that is dropped; eps = 0 drops nothing. The documented form is ``cce_dist.GradFilter``."""
 
     eps: float = 0.0
     compensate: bool = True
     hidden: bool = True
     weight: bool = True
+
+
+class Want(NamedTuple):
+    """The outputs that a call asks for beside nll, log-sum-exp and target logit, which cost nothing more; a bit each.
+
+    Attributes:
+        grad: A backward pass may follow.
+        uniform: Nll of the uniform distribution, for label smoothing.
+        entropy: Entropy of the softmax.
+        filter_stats: Share of logits and mass of the softmax that the filter keeps and drops.
+    """
+
+    grad: bool = True
+    uniform: bool = False
+    entropy: bool = False
+    filter_stats: bool = False
+
+
+class Spec(NamedTuple):
+    """What is computed on a shard: plain numbers, the same in forward and backward."""
+
+    logits: ShardLogits
+    vocab_size: int
+    ignore_index: int = -100
+    filter: Filter = Filter()
+    want: Want = Want()
+    workspace_bytes: int = 256 << 20
+
+    @property
+    def num_stats(self) -> int:
+        """K, the number of statistics of a token."""
+        return 3 + 2 * self.want.uniform + self.want.entropy
+
+
+class Rows(NamedTuple):
+    """A group of tokens in compact order: those with a label first.
+
+    Attributes:
+        index: [R] int32: the tokens.
+        num_kept: [1] int32: the number of them that have a label, on the device.
+        hidden: [R, D]: their hidden states, where these have been gathered.
+    """
+
+    index: torch.Tensor
+    num_kept: torch.Tensor
+    hidden: torch.Tensor
+
+
+class Operands(NamedTuple):
+    """What logits are made of, and the labels.
+
+    Attributes:
+        hidden: [N, D] contiguous; fp32, bf16 or fp16.
+        weight: [V, D] contiguous, the same dtype.
+        bias: [V] contiguous, or None.
+        ids: [N] int64, label ids in the whole vocabulary; IGNORED and OUTSIDE are negative.
+        logits: The shard.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    ids: torch.Tensor
+    logits: ShardLogits
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ids.shape[0]
+
+
+class Softmax(NamedTuple):
+    """Statistics of the whole vocabulary, [N] fp32 each: the log-sum-exp is ``max + log_sum``, kept apart for exactness.
+
+    ``entropy`` is None where it is not differentiated.
+    """
+
+    max: torch.Tensor
+    log_sum: torch.Tensor
+    entropy: torch.Tensor | None = None
+
+
+class Grads(NamedTuple):
+    """The gradients that backward is asked for, and where they go.
+
+    Attributes:
+        want_hidden: Compute d_hidden.
+        want_weight: Compute d_weight.
+        want_bias: Compute d_bias.
+        weight_out: [V, D] buffer that d_weight is added to instead of being returned, or None.
+        hidden_ready: Called with d_hidden as soon as it is whole on the current stream.
+        ready_rows: Call ``hidden_ready`` before that with the first ``ready_rows`` rows, then with twice as many, and so on,
+            each as soon as they are final, if tokens are split. None: with all rows alone.
+    """
+
+    want_hidden: bool = True
+    want_weight: bool = True
+    want_bias: bool = True
+    weight_out: torch.Tensor | None = None
+    hidden_ready: Callable[[torch.Tensor], None] | None = None
+    ready_rows: int | None = None
+
+
+Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]  # of hidden, weight and bias

@@ -10,42 +10,32 @@ matrix multiplications over it, which write each output once and need neither lo
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from cce_dist.kernels import ShardLogits
-from cce_dist.kernels.lse import choose_splits
-from cce_dist.kernels.tiles import (
-    Tile,
-    cdiv,
+from cce_dist.kernels import Operands, Rows, Softmax
+from cce_dist.kernels.blocks import (
     has_tma,
+    kernel,
     load_tile,
     logits_of,
-    num_programs,
     operand,
-    precision,
     row_and_split,
     softcap_slope,
     store_tile,
 )
+from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.lse import choose_splits
+from cce_dist.kernels.tiles import Tiles, num_programs, precision
 
 
 def dlogits_chunk(
-    rows_RD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    labels_N: torch.Tensor,
-    index_R: torch.Tensor,
-    num_kept: torch.Tensor,
-    max_N: torch.Tensor,
-    log_sum_N: torch.Tensor,
-    entropy_N: torch.Tensor | None,
+    x: Operands,
+    rows: Rows,
+    softmax: Softmax,
     coef_4N: torch.Tensor,
-    logits: ShardLogits,
     first_col: int,
     dlogits_RV: torch.Tensor,
-    tile: Tile,
-    group: int,
+    tiles: Tiles,
     *,
     one_wave: bool = False,
 ) -> None:
@@ -53,53 +43,34 @@ def dlogits_chunk(
 
     Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it; columns past ``num_valid`` are 0.
     """
-    num_rows, hidden_size = rows_RD.shape
+    tile, logits = tiles.dlogits, x.logits
+    num_rows, hidden_size = rows.hidden.shape
     num_tiles = cdiv(min(dlogits_RV.shape[1], logits.num_valid - first_col), tile.cols)
-    splits = choose_splits(num_rows, num_tiles, tile, rows_RD.device)
+    splits = choose_splits(num_rows, num_tiles, tile, dlogits_RV.device)
     if one_wave:
-        splits = max(1, min(splits, num_programs(rows_RD.device) // cdiv(num_rows, tile.rows)))
-    tma = has_tma(rows_RD, weight_VD, dlogits_RV)
+        splits = max(1, min(splits, num_programs(dlogits_RV.device) // cdiv(num_rows, tile.rows)))
+    tma = has_tma(rows.hidden, x.weight, dlogits_RV)
     grid = (cdiv(num_rows, tile.rows) * splits,)
     _dlogits_kernel[grid](
         # in
-        operand(rows_RD, tile.rows, tile.inner, tma), operand(weight_VD, tile.cols, tile.inner, tma), bias_V,
-        labels_N, index_R, num_kept, max_N, log_sum_N, entropy_N, coef_4N,
+        operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
+        x.ids, rows.index, rows.num_kept, softmax.max, softmax.log_sum, softmax.entropy, coef_4N,
         # out
         operand(dlogits_RV, tile.rows, tile.cols // 2, tma),
         # sizes
-        num_rows, hidden_size, logits.num_valid, logits.start, max_N.shape[0], dlogits_RV.shape[1], first_col, num_tiles,
+        num_rows, hidden_size, logits.num_valid, logits.start, x.num_tokens, dlogits_RV.shape[1], first_col, num_tiles,
         splits,
         # options
         logits.logit_scale, logits.softcap,
-        HAS_BIAS=bias_V is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
-        HAS_ENTROPY=entropy_N is not None, MASK_V=logits.num_valid % tile.cols != 0,
+        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
+        HAS_ENTROPY=softmax.entropy is not None, MASK_V=logits.num_valid % tile.cols != 0,
         # tiles
-        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=group, TMA=tma,
-        PRECISION=precision(rows_RD.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
+        PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_rows",
-        "num_valid",
-        "start",
-        "num_tokens",
-        "dlogits_cols",
-        "first_col",
-        "num_tiles",
-        "num_splits",
-    ],
-    do_not_specialize_on_alignment=[
-        "labels_ptr",
-        "index_ptr",
-        "num_kept_ptr",
-        "max_ptr",
-        "log_sum_ptr",
-        "entropy_ptr",
-        "coef_ptr",
-    ],
-)
+@kernel("hidden", "weight", "bias_ptr", "dlogits", "hidden_size")
 def _dlogits_kernel(
     hidden,  # in: [R, D] descriptor or pointer
     weight,  # in: [V, D] descriptor or pointer

@@ -1,17 +1,20 @@
 """Log-sum-exp of the logits of a shard, tile by tile; optionally the exponentials are kept, or what a filter keeps is marked.
 
 Online softmax (Milakov and Gimelshein, 2018) over the vocabulary for a block of rows, as in the linear-cross-entropy
-forward of *Cut Your Losses* (Wijmans et al., 2024, algorithm 2). What differs: each program owns (row block, split of the
-vocabulary) and writes fp32 partials that a second kernel merges in order, so there is no lock, no atomic, and the same bits
-every run; the loops over tiles and over D are flattened into one, so the copy engine works through the epilogue.
+forward of *Cut Your Losses* (Wijmans et al., 2024, algorithm 2). Two things differ. Each program owns a row block and a part of
+the vocabulary and writes fp32 partials that a second kernel merges in order, so there is no lock, no atomic, and the same bits
+every run. The loops over tiles and over D are flattened into one, so the copy engine works through the epilogue.
 
-Kept exponentials: ``exp(z - reference)`` in bf16, times the softcap's slope, with one reference per row. A float's relative
+Kept exponentials are ``exp(z - reference)`` in bf16, times the softcap's slope, with one reference per row. A float's relative
 precision does not depend on its exponent, so the reference need only be near the row's maximum: the maximum of the first
 tile serves unless a later logit is more than ``HEADROOM`` above it. Such rows are brought to one reference at the end
-(``_level_kernel``), so any gap between logits is exact.
+(``kept.py``), so any gap between logits is exact.
 
-Marks of a filter: one bit per logit that is not below its row's threshold. A branch with stores of the tile in this loop would
-spill registers; this reduction and its small unconditional store do not.
+Marks of a filter are one bit per logit that is not below its row's threshold. A branch with stores of the tile in this loop
+would spill registers; this reduction and its small unconditional store do not.
+
+The logit of each token's label is a kernel of its own, the indexed matrix-vector product of *Cut Your Losses* (algorithm 1):
+inside the loop above it would cost registers.
 """
 
 from __future__ import annotations
@@ -19,34 +22,56 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
-from cce_dist.kernels import ShardLogits
-from cce_dist.kernels.tiles import (
-    Tile,
-    Tiles,
-    cdiv,
+from cce_dist.kernels import Operands, Rows, Want
+from cce_dist.kernels.blocks import (
     has_tma,
+    kernel,
     load_tile,
     logits_of,
-    num_programs,
     operand,
-    precision,
     row_and_split,
     softcap_slope,
+    softcapped,
     store_tile,
 )
+from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.tiles import Tile, Tiles, num_programs, precision
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
 # Planes of the partials: running maximum, what the sums are relative to, sum of exp, then the optional sums.
 MAX, SHIFT, SUM, MOMENT, BELOW, COUNT, SLOPED = (tl.constexpr(i) for i in range(7))
 NUM_PLANES = 7
+NOTHING_MORE = Want()
+
+
+class Span(NamedTuple):
+    """Tiles [first, last) of the columns, cut into ``num_parts`` parts whose partials are ``first_part`` and the next ones."""
+
+    first: int
+    last: int
+    num_parts: int
+    first_part: int = 0
+
+
+class Keep(NamedTuple):
+    """Where exponentials are kept.
+
+    Attributes:
+        reference_R: in: the value that a row's exponentials are first relative to, fp32.
+        exp_RV: out: the exponentials.
+        tile_reference_BR: out: the value that those of each tile are relative to, fp32.
+    """
+
+    reference_R: torch.Tensor
+    exp_RV: torch.Tensor
+    tile_reference_BR: torch.Tensor
 
 
 class Marks(NamedTuple):
-    """What a filter wants to know of the logits.
+    """The bits that a filter wants of the logits.
 
     Attributes:
         bound_R: in: lower bound of each row's log-sum-exp, fp32.
@@ -60,60 +85,50 @@ class Marks(NamedTuple):
 
 
 def lse_partials(
-    rows_RD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    num_kept: torch.Tensor,
-    logits: ShardLogits,
+    x: Operands,
+    rows: Rows,
     tiles: Tiles,
+    span: Span,
+    partials_KPR: torch.Tensor,
     *,
-    first_tile: int,
-    last_tile: int,
-    num_splits: int,
-    partials_KSR: torch.Tensor,
-    first_split: int = 0,
-    want_below: bool = False,
-    want_moment: bool = False,
-    reference_R: torch.Tensor | None = None,
-    exp_RV: torch.Tensor | None = None,
-    tile_reference_TR: torch.Tensor | None = None,
-    want_sloped: bool = False,
+    want: Want = NOTHING_MORE,
+    keep: Keep | None = None,
     marks: Marks | None = None,
+    want_sloped: bool = False,
 ) -> None:
-    """Write the partials of tiles [first_tile, last_tile) to splits [first_split, first_split + num_splits).
+    """Write the partials of a span of tiles; fill what ``keep`` or ``marks`` ask for.
 
-    With ``exp_RV``, ``tile_reference_TR`` [T, R] and ``reference_R``, also keeps the exponentials of those tiles; with
-    ``marks`` fills what they ask for. ``want_sloped`` adds the sum of exp times the softcap's slope.
+    ``want_sloped`` adds the sum of exp times the softcap's slope.
     """
-    tile = tiles.lse
-    num_rows, hidden_size = rows_RD.shape
-    keep = exp_RV is not None
-    tma = has_tma(rows_RD, weight_VD) and (not keep or has_tma(exp_RV))
+    tile, logits = tiles.lse, x.logits
+    num_rows, hidden_size = rows.hidden.shape
+    reference_R, exp_RV, tile_reference_BR = keep or (None, None, None)
+    tma = has_tma(rows.hidden, x.weight) and (exp_RV is None or has_tma(exp_RV))
     bound_R, log_eps, words_RW = marks or (reference_R, 0.0, None)
-    grid = (cdiv(num_rows, tile.rows) * num_splits,)
+    grid = (cdiv(num_rows, tile.rows) * span.num_parts,)
     _lse_kernel[grid](
         # in
-        operand(rows_RD, tile.rows, tile.inner, tma), operand(weight_VD, tile.cols, tile.inner, tma), bias_V,
-        num_kept, bound_R,
+        operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
+        rows.num_kept, bound_R,
         # out
-        partials_KSR, operand(exp_RV, tile.rows, tile.cols // 2, tma) if keep else None, tile_reference_TR,
+        partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), tile_reference_BR,
         words_RW,
         # sizes
-        num_rows, hidden_size, logits.num_valid, partials_KSR.shape[1], first_tile, last_tile, num_splits, first_split,
-        exp_RV.shape[1] if keep else 0, 0 if words_RW is None else words_RW.shape[1],
+        num_rows, hidden_size, logits.num_valid, partials_KPR.shape[1], span.first, span.last, span.num_parts,
+        span.first_part, 0 if exp_RV is None else exp_RV.shape[1], 0 if words_RW is None else words_RW.shape[1],
         # options
         logits.logit_scale, logits.softcap, log_eps,
-        HAS_BIAS=bias_V is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
-        MASK_V=logits.num_valid % tile.cols != 0, WANT_BELOW=want_below, WANT_MOMENT=want_moment, KEEP_EXP=keep,
-        WANT_SLOPED=want_sloped, MARK=marks is not None,
+        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
+        MASK_V=logits.num_valid % tile.cols != 0, WANT_BELOW=want.uniform, WANT_MOMENT=want.entropy,
+        KEEP_EXP=exp_RV is not None, WANT_SLOPED=want_sloped, MARK=marks is not None,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
-        PRECISION=precision(rows_RD.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
 def choose_splits(num_rows: int, num_tiles: int, tile: Tile, device: torch.device) -> int:
-    """Return the number of splits of the vocabulary.
+    """Return the number of parts that the vocabulary is cut into.
 
     A quarter of the device's programs: a group of 16 row blocks then is four whole waves. Fewer where there are so many row
     blocks that their partials would be large, more where there are so few that they would not fill the device.
@@ -124,28 +139,16 @@ def choose_splits(num_rows: int, num_tiles: int, tile: Tile, device: torch.devic
     return min(num_tiles, wanted)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_rows",
-        "partial_splits",
-        "first_tile",
-        "last_tile",
-        "num_splits",
-        "first_split",
-        "num_valid",
-        "num_words",
-    ],
-    do_not_specialize_on_alignment=["num_kept_ptr", "reference_ptr", "tile_reference_ptr"],
-)
+@kernel("hidden", "weight", "bias_ptr", "partial_ptr", "exp", "words_ptr", "hidden_size", "exp_cols")
 def _lse_kernel(
     hidden,  # in: [R, D] descriptor or pointer
     weight,  # in: [V, D] descriptor or pointer
     bias_ptr,  # in: [V]
     num_kept_ptr,  # in: [1] int32
     reference_ptr,  # in: [R] fp32; the bound with MARK
-    partial_ptr,  # out: [K, S, R] fp32
-    exp,  # out: [R, T * BLOCK_V] descriptor or pointer
-    tile_reference_ptr,  # out: [T, R] fp32
+    partial_ptr,  # out: [K, P, R] fp32
+    exp,  # out: [R, B * BLOCK_V] descriptor or pointer
+    tile_reference_ptr,  # out: [B, R] fp32
     words_ptr,  # out: [R, W] int32
     num_rows,
     hidden_size,
@@ -264,34 +267,30 @@ def _lse_kernel(
 
 
 def merge_splits(
-    partials_KSR: torch.Tensor,
-    index_R: torch.Tensor,
-    num_kept: torch.Tensor,
+    partials_KPR: torch.Tensor,
+    x: Operands,
+    rows: Rows,
     stats_KN: torch.Tensor,
     *,
-    want_below: bool,
-    want_moment: bool,
+    want: Want = NOTHING_MORE,
     sloped_N: torch.Tensor | None = None,
 ) -> None:
-    """Merge the partials of all splits, in order, into stats_KN at the tokens of index_R (TARGET is left alone).
+    """Merge the partials of all parts, in order, into stats_KN at the tokens of the group (TARGET is left alone).
 
     Ignored tokens get a maximum of 0, a sum of 1, and zeros. ``sloped_N`` takes the sum with the softcap's slope.
     """
-    num_rows = index_R.shape[0]
+    num_rows = rows.index.shape[0]
     _merge_splits_kernel[(cdiv(num_rows, 128),)](
-        partials_KSR, index_R, num_kept,
+        partials_KPR, rows.index, rows.num_kept,
         stats_KN, sloped_N,
-        num_rows, stats_KN.shape[1], partials_KSR.shape[1],
-        WANT_BELOW=want_below, WANT_MOMENT=want_moment, WANT_SLOPED=sloped_N is not None, BLOCK_N=128,
+        num_rows, stats_KN.shape[1], partials_KPR.shape[1], x.logits.num_valid,
+        WANT_BELOW=want.uniform, WANT_MOMENT=want.entropy, WANT_SLOPED=sloped_N is not None, BLOCK_N=128,
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_tokens", "num_splits"],
-    do_not_specialize_on_alignment=["index_ptr", "num_kept_ptr", "stats_ptr", "sloped_ptr"],
-)
+@kernel("partial_ptr")
 def _merge_splits_kernel(
-    partial_ptr,  # in: [K, S, R] fp32
+    partial_ptr,  # in: [K, P, R] fp32
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     stats_ptr,  # out: [K, N] fp32
@@ -299,6 +298,7 @@ def _merge_splits_kernel(
     num_rows,
     num_tokens,
     num_splits,
+    num_valid,
     WANT_BELOW: tl.constexpr,
     WANT_MOMENT: tl.constexpr,
     WANT_SLOPED: tl.constexpr,
@@ -342,7 +342,65 @@ def _merge_splits_kernel(
     tl.store(stats + stride, tl.where(live, sum_exp, 1.0), mask=in_n)
     if WANT_BELOW:
         tl.store(stats + 3 * stride, tl.where(live, below, 0.0), mask=in_n)
+        tl.store(stats + 4 * stride, tl.zeros((BLOCK_N,), tl.float32) + num_valid, mask=in_n)
     if WANT_MOMENT:
-        tl.store(stats + (3 + WANT_BELOW) * stride, tl.where(live, moment, 0.0), mask=in_n)
+        tl.store(stats + (3 + 2 * WANT_BELOW) * stride, tl.where(live, moment, 0.0), mask=in_n)
     if WANT_SLOPED:
         tl.store(sloped_ptr + token, tl.where(live, sloped, 0.0), mask=in_n)
+
+
+def target_logits(x: Operands, rows: Rows, target_N: torch.Tensor) -> None:
+    """Write z at the label to target_N at the tokens of the group; 0 where the label is no valid row of this shard."""
+    num_rows, hidden_size = rows.hidden.shape
+    logits = x.logits
+    _target_logit_kernel[(cdiv(num_rows, 4),)](
+        rows.hidden, x.weight, x.bias, x.ids, rows.index, rows.num_kept,
+        target_N,
+        num_rows, hidden_size, logits.start, logits.num_valid,
+        logits.logit_scale, logits.softcap,
+        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.softcap > 0.0, BLOCK_N=4, BLOCK_D=512,
+    )  # fmt: skip
+
+
+@kernel("rows_ptr", "weight_ptr", "bias_ptr", "hidden_size")
+def _target_logit_kernel(
+    rows_ptr,  # in: [R, D]
+    weight_ptr,  # in: [V, D]
+    bias_ptr,  # in: [V]
+    labels_ptr,  # in: [N] int64
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    target_ptr,  # out: [N] fp32
+    num_rows,
+    hidden_size,
+    start,
+    num_valid,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_rows
+    token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
+    live = in_n & (offs_n < tl.load(num_kept_ptr))
+    label = tl.load(labels_ptr + token, mask=live, other=-1) - start
+    live &= (label >= 0) & (label < num_valid)
+    label = tl.where(live, label, 0)
+
+    products = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for inner in range(0, hidden_size, BLOCK_D):
+        offs_d = inner + tl.arange(0, BLOCK_D)
+        mask = live[:, None] & (offs_d < hidden_size)[None, :]
+        h = tl.load(rows_ptr + offs_n.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], mask=mask, other=0)
+        w = tl.load(weight_ptr + label[:, None] * hidden_size + offs_d[None, :], mask=mask, other=0)
+        products += h.to(tl.float32) * w.to(tl.float32)
+    u = tl.sum(products, 1)
+    if HAS_BIAS:
+        u += tl.load(bias_ptr + label, mask=live, other=0).to(tl.float32)
+    u *= logit_scale
+    if HAS_SOFTCAP:
+        u = softcapped(u, softcap)
+    tl.store(target_ptr + token, tl.where(live, u, 0.0), mask=in_n)

@@ -1,12 +1,12 @@
 """The filter's kernels against a dense construction of the same filter, in float64: interpreted on the CPU, compiled on a GPU.
 
-Only the head's columns are read from what the kernels saved. Uninitialised memory is NaN here. Each test names the mutation of
+Only the hot columns are read from what the kernels saved. Uninitialised memory is NaN here. Each test names the mutation of
 the kernels that it catches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from cce_dist import GradFilter, linear_cross_entropy
-from cce_dist.kernels import Filter, ShardLogits, filter_lists, filter_shares, filtered, triton_ops
+from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter
+from cce_dist.kernels.filter import hot, shares
 from cce_dist.verify import cases as verify_cases
 from cce_dist.verify.check import assert_no_worse, run_case
 
@@ -134,7 +135,7 @@ def dense(p: Problem) -> Dense:
 
 
 def kept_of(saved: tuple[Tensor, ...], p: Problem) -> Tensor:
-    """The mask of what head and lists hold."""
+    """The mask of what hot columns and lists hold."""
     _, columns, count, ids = saved
     kept = torch.zeros(len(p.labels), p.logits.num_valid, dtype=torch.bool, device=DEVICE)
     for row, (listed, length) in enumerate(zip(columns.tolist(), count.tolist(), strict=True)):
@@ -147,7 +148,7 @@ def kept_of(saved: tuple[Tensor, ...], p: Problem) -> Tensor:
 
 
 def kept_by(saved: tuple[Tensor, ...], p: Problem, d: Dense, eps: float) -> Tensor:
-    """The mask of what the definition keeps, and the head."""
+    """The mask of what the definition keeps, and the hot columns."""
     coef_p, coef_label = p.coef[:2].double().abs()[:, :, None]
     ratio = torch.where((coef_p == 0) | (coef_label == 0), 1.0, coef_label / coef_p)
     kept = (d.p >= eps * ratio) | d.is_label
@@ -163,8 +164,7 @@ def dense_tokens(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) ->
     unserved = (p.coef[1] != 0) & (gap * p.coef[0].abs() > 1.125 * p.coef[1].abs())
     exact = (p.labels >= 0) & (too_long | unserved)
     end = torch.where((p.labels >= 0) & ~exact, count, 0).cumsum(0)
-    room = min(case.mean_list * case.num_tokens, max(case.budget, triton_ops.LEAST_BYTES) // 4 // filtered.ENTRY_BYTES)
-    return exact | ((p.labels >= 0) & (count > 0) & (end > max(1, room)))
+    return exact | ((p.labels >= 0) & (count > 0) & (end > budget.list_capacity(case.num_tokens, case.budget)))
 
 
 def gradient_of_logits(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,29 +184,38 @@ def gradient_of_logits(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Ca
     return (filtered_part + rest) * valid, (softmax_part + rest) * valid, exact
 
 
-def local_stats(p: Problem, case: Case, **how) -> tuple[Tensor, ...]:
-    options: dict[str, Any] = {"merge_bound": lambda stats: stats[0] + stats[1].log()} | how
-    return filtered.local_stats(
-        p.hidden, p.weight, p.bias, p.labels, p.logits, grad_filter=case.grad_filter, workspace_bytes=case.budget,
-        want_uniform=case.coefs == "smoothing", want_entropy=False, **options,
-    )  # fmt: skip
+def operands(p: Problem) -> Operands:
+    return Operands(p.hidden, p.weight, p.bias, p.labels, p.logits)
 
 
-def gradients(p: Problem, case: Case, d: Dense, saved, **how) -> list[Any]:
-    wanted = {"want_hidden": True, "want_weight": True, "want_bias": p.bias is not None} | how
-    grads = filtered.gradients(
-        p.hidden, p.weight, p.bias, p.labels, p.logits, d.maximum.float(), d.log_sum.float(), None, p.coef, *saved,
-        **{"grad_filter": case.grad_filter, "workspace_bytes": case.budget, **wanted},
-    )  # fmt: skip
-    return list(grads)
+def spec_of(p: Problem, case: Case) -> Spec:
+    want = Want(uniform=case.coefs == "smoothing")
+    return Spec(p.logits, case.ids or case.num_rows, filter=case.grad_filter, want=want, workspace_bytes=case.budget)
+
+
+def whole(stats: Tensor) -> Tensor:
+    """The bound where this shard is all."""
+    return stats[0] + stats[1].log()
+
+
+def local_stats(p: Problem, case: Case, merge_bound: Callable[[Tensor], Tensor] = whole) -> tuple[Tensor, ...]:
+    stats, saved = filter.statistics(operands(p), spec_of(p, case), merge_bound)
+    return stats, *saved
+
+
+def gradients(p: Problem, case: Case, merged: Dense | Softmax, saved, **how) -> list[Any]:
+    if isinstance(merged, Dense):
+        merged = Softmax(merged.maximum.float(), merged.log_sum.float())
+    grads = Grads(want_bias=p.bias is not None)._replace(**how)
+    return list(filter.gradients(operands(p), merged, p.coef, list(saved), grads, spec_of(p, case)))
 
 
 @pytest.fixture(autouse=True)
 def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(triton_ops, "LEAST_BYTES", 1 << 10)
-    monkeypatch.setattr(filtered, "SAMPLE", 1024 if not GPU else 4096)  # all tokens: then the column sums are exact
-    # less than the labels
-    monkeypatch.setattr(filtered, "head_size", lambda num_valid, _: min(num_valid, 100 if GPU else 13))
+    monkeypatch.setattr(budget, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(filter, "SAMPLE", 1024 if not GPU else 4096)  # all tokens: then the column sums are exact
+    # fewer than the labels
+    monkeypatch.setattr(filter, "num_hot", lambda num_valid, _: min(num_valid, 100 if GPU else 13))
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
@@ -215,15 +224,15 @@ def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch):
     def set_limits(case: Case) -> None:
-        monkeypatch.setattr(filtered, "max_listed", lambda *_: case.longest)
-        monkeypatch.setattr(filtered, "MEAN_LIST", case.mean_list)
+        monkeypatch.setattr(budget, "longest_list", lambda *_: case.longest)
+        monkeypatch.setattr(budget, "MEAN_LIST", case.mean_list)
 
     return set_limits
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_matches_dense(case: Case, limits) -> None:
-    """Catches: a hit left out of the list, a label beside the head lost, the head's columns twice, the slope or the bias left
+    """Catches: a hit left out of the list, a label that is not hot lost, hot columns twice, the slope or the bias left
     out, a stand-in for kept columns, coefficients that ask for more served all the same, padding with gradient."""
     limits(case)
     p = problem(case)
@@ -260,7 +269,7 @@ def test_matches_dense(case: Case, limits) -> None:
 
 
 def test_two_shards() -> None:
-    """Their d_hidden add up, each with its own head, list and shares, under one bound. Catches: a bound or a threshold of the
+    """Their d_hidden add up, each with its own hot columns, list and shares, under one bound. Catches: a bound or a threshold of the
     shard's own, a label of the other shard listed, mass relative to the shard's LSE."""
     case = Case(bias=True)
     whole = problem(case)
@@ -324,7 +333,7 @@ def test_sample_stands_for_all_tokens() -> None:
     hidden[::30] = float("nan")
     reference, threshold, labels = torch.randn(num_tokens), torch.randn(num_tokens), torch.arange(num_tokens) + 7
     given = [each.to(DEVICE) for each in (hidden, dropped.float(), reference, threshold, labels)]
-    sample, rows = filter_shares.sample_tokens(*given, most=size)
+    sample, rows = shares.sample_tokens(*given, most=size)
     token = sample.token_S.long().cpu()
     assert sample.size.item() == size
     assert torch.equal(rows.cpu(), hidden[token])
@@ -342,9 +351,9 @@ def test_sample_stands_for_all_tokens() -> None:
     torch.testing.assert_close(weight.mean(), torch.ones((), dtype=torch.float64), rtol=1e-5, atol=0)
     assert (weight - 1).abs().max() < 0.9
 
-    none, _ = filter_shares.sample_tokens(given[0], torch.zeros(num_tokens, device=DEVICE), *given[2:], most=size)
+    none, _ = shares.sample_tokens(given[0], torch.zeros(num_tokens, device=DEVICE), *given[2:], most=size)
     assert none.size.item() == 0
-    few, _ = filter_shares.sample_tokens(*(each[:100] for each in given), most=size)
+    few, _ = shares.sample_tokens(*(each[:100] for each in given), most=size)
     assert few.size.item() == 100 and few.token_S[:100].tolist() == list(range(100))
     used = few.reference_S < float("inf")
     assert used.nonzero()[:, 0].tolist() == dropped[:100].nonzero()[:, 0].tolist()
@@ -359,15 +368,16 @@ def test_one_side_stays_exact(side: str) -> None:
     d = dense(p)
     _, *saved = local_stats(p, case)
     both = gradients(p, case, d, saved)
-    grads = gradients(p, case, d, saved, grad_filter=case.grad_filter._replace(**{side: False}))
-    exact: Any = triton_ops.gradients(
-        p.hidden, p.weight, p.bias, p.labels, p.logits, d.maximum.float(), d.log_sum.float(), None, p.coef,
-        *filtered._no_cache(p.hidden), want_hidden=True, want_weight=True, want_bias=True, workspace_bytes=case.budget,
-    )  # fmt: skip
-    expected = (exact[0], *both[1:]) if side == "hidden" else (both[0], *exact[1:])
+    one = case._replace(grad_filter=case.grad_filter._replace(**{side: False}))
+    grads = gradients(p, one, d, saved)
+    x, spec = operands(p), spec_of(p, case)
+    softmax = Softmax(d.maximum.float(), d.log_sum.float())
+    unfiltered = [*exact.compact(p.labels), *exact.new_kept(x)]
+    plain: Any = exact.gradients(x, softmax, p.coef, unfiltered, Grads(), spec)
+    expected = (plain[0], *both[1:]) if side == "hidden" else (both[0], *plain[1:])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(grads, expected, strict=True))
-    assert not torch.equal(both[0], exact[0])
-    assert not torch.equal(both[1], exact[1])
+    assert not torch.equal(both[0], plain[0])
+    assert not torch.equal(both[1], plain[1])
 
 
 def test_second_backward_and_buffers() -> None:
@@ -385,7 +395,7 @@ def test_second_backward_and_buffers() -> None:
     assert only[0] is only[2] is None
     assert torch.equal(only[1], first[1])
     buffer = torch.ones(p.weight.shape, device=DEVICE)
-    again = gradients(p, case, d, saved, d_weight_out=buffer, want_bias=False)
+    again = gradients(p, case, d, saved, weight_out=buffer, want_bias=False)
     assert torch.equal(again[0], first[0])
     assert again[1] is None
     assert_no_worse(buffer - 1, first[1].float(), first[1].double(), torch.bfloat16 if GPU else torch.float16)
@@ -410,9 +420,15 @@ def test_non_finite_and_ignored_tokens_stay_alone() -> None:
     (d_hidden, _, _), (d_hidden_broken, d_weight_broken, _) = results
     assert not d_hidden_broken[victim].isfinite().any()
     assert d_hidden_broken[others].isfinite().all()
-    # the victim's label is not counted in one of them, which may change the head: no bits to compare, but nearly the same
+    # the victim's label is not counted in one of them, which may change hot columns: no bits to compare, but nearly the same
     assert (d_hidden - d_hidden_broken)[others].abs().max() < 0.1 * d_hidden.abs().max()
     assert not d_weight_broken.isfinite().all()
+
+
+def assert_saved_as_said(p: Problem, case: Case, saved: list[Tensor]) -> None:
+    """What the fakes of the operator say is what is saved."""
+    for tensor, like in zip(saved, filter.saved_like(operands(p), spec_of(p, case)), strict=True):
+        assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
 
 
 @pytest.mark.parametrize(
@@ -423,13 +439,7 @@ def test_nothing_to_do(case: Case) -> None:
     """Catches: outputs left unwritten where no tile exists, a share of 0 / 0."""
     p = problem(case)
     stats, *saved = local_stats(p, case)
-    for tensor, (shape, dtype) in zip(
-        saved,
-        filtered.saved_shapes(case.num_tokens, p.logits.num_valid, case.grad_filter.eps, case.budget),
-        strict=True,
-    ):
-        assert tuple(tensor.shape) == shape
-        assert tensor.dtype == dtype
+    assert_saved_as_said(p, case, saved)
     zeros = torch.zeros(case.num_tokens, device=DEVICE).double()
     d = Dense(zeros, zeros, zeros, zeros, stats[0].double(), stats[1].log().double())
     d_hidden, d_weight, _ = gradients(p, case, d, saved)
@@ -438,38 +448,22 @@ def test_nothing_to_do(case: Case) -> None:
     assert (d_hidden == 0).all() or case.num_rows == 1
     assert (d_weight == 0).all() or case.num_rows == 1
     assert d_weight.isfinite().all()
-    kept, mean, most = filtered.filter_stats(
-        p.hidden,
-        p.weight,
-        p.bias,
-        p.labels,
-        p.logits,
-        stats[0],
-        stats[1].log(),
-        *saved,
-        grad_filter=case.grad_filter,
-    ).tolist()
+    softmax = Softmax(stats[0], stats[1].log())
+    kept, mean, most = filter.filter_stats(operands(p), softmax, saved, spec_of(p, case)).tolist()
     assert kept == (1.0 if case.num_rows == 1 else 0.0)
     assert mean == pytest.approx(0.0, abs=1e-6)
     assert most == pytest.approx(0.0, abs=1e-6)
 
 
 def test_filter_stats() -> None:
-    """Catches: ignored tokens counted, the head's mass counted as dropped."""
+    """Catches: ignored tokens counted, the hot columns' mass counted as dropped."""
     case = Case()
     p = problem(case)
     d = dense(p)
     _, *saved = local_stats(p, case)
-    for tensor, (shape, dtype) in zip(
-        saved,
-        filtered.saved_shapes(case.num_tokens, p.logits.num_valid, case.grad_filter.eps, case.budget),
-        strict=True,
-    ):
-        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
-    stats = filtered.filter_stats(
-        p.hidden, p.weight, p.bias, p.labels, p.logits, d.maximum.float(), d.log_sum.float(), *saved,
-        grad_filter=case.grad_filter,
-    )  # fmt: skip
+    assert_saved_as_said(p, case, saved)
+    softmax = Softmax(d.maximum.float(), d.log_sum.float())
+    stats = filter.filter_stats(operands(p), softmax, saved, spec_of(p, case))
     kept, labelled = kept_by(tuple(saved), p, d, case.grad_filter.eps), p.labels >= 0
     mass = torch.where(kept, 0.0, d.p).sum(1)[labelled]
     expected = torch.stack((kept[labelled].double().mean(), mass.mean(), mass.amax()))
@@ -493,7 +487,7 @@ def test_linear_cross_entropy(case: verify_cases.Case) -> None:
     draw = verify_cases.zipf_problem(
         24, 16, 200, bias=not case.accumulate, labels=verify_cases.ignore(slice(0, None, 4))
     )
-    case = replace(case, options={**case.options, "grad_filter": grad_filter}, problem=draw, elements=True)
+    case = replace(case, options={**case.options, "grad_filter": grad_filter}, problem=draw)
     for result in run_case(case, None, DEVICE, backend="triton"):
         assert result.ok, result
 
@@ -537,10 +531,7 @@ def test_cuda_graph() -> None:
 
     def step(q: Problem) -> list[Tensor]:
         stats, *saved = local_stats(q, BIG)
-        grads = filtered.gradients(
-            q.hidden, q.weight, None, q.labels, q.logits, stats[0], stats[1].log(), None, q.coef, *saved,
-            grad_filter=BIG.grad_filter, want_hidden=True, want_weight=True, want_bias=False, workspace_bytes=BIG.budget,
-        )  # fmt: skip
+        grads = gradients(q, BIG, Softmax(stats[0], stats[1].log()), saved)
         return [stats, *(grad for grad in grads if grad is not None)]
 
     expected = step(other)
@@ -573,16 +564,14 @@ def test_peak_memory(mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     stats, *saved = local_stats(p, case)
-    grads = filtered.gradients(
-        p.hidden, p.weight, None, p.labels, p.logits, stats[0], stats[1].log(), None, p.coef, *saved,
-        grad_filter=case.grad_filter, want_hidden=True, want_weight=True, want_bias=False, workspace_bytes=case.budget,
-    )  # fmt: skip
+    grads = gradients(p, case, Softmax(stats[0], stats[1].log()), saved)
     kept = sum(x.nbytes for x in (stats, *saved, *grads) if x is not None)
     assert torch.cuda.max_memory_allocated() - before - kept <= case.budget + (64 << 20)
 
 
-def test_head_is_what_is_labelled_most() -> None:
+def test_hot_columns_are_those_labelled_most() -> None:
     """Catches: ties broken by chance, labels of other shards or ignored ones counted."""
     labels = torch.tensor([7, 7, 7, 5, 5, 9, 3, 3, -1, -100, 100, 0], device=DEVICE)
-    ids = filter_lists.most_labelled(labels, ShardLogits(3, 20), 6)
+    nothing = torch.zeros(0, device=DEVICE)
+    ids = hot.most_labelled(Operands(nothing, nothing, None, labels, ShardLogits(3, 20)), 6)
     assert ids.tolist() == [0, 1, 2, 3, 4, 6]  # counts 2, 0, 2, 0, 3, 1: of those never seen the first

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from cce_dist import GradFilter, VocabParallelHead, VocabShard, linear_cross_entropy, reference
+from cce_dist.call import Call
+from cce_dist.kernels import Filter, ShardLogits, Spec, Want, budget
 from cce_dist.verify.check import assert_no_worse
 
 N, D, V = 19, 16, 101
@@ -137,29 +139,10 @@ def test_compiles_as_one_graph(data):
 
 def test_operators_pass_torchs_own_check(data):
     hidden, weight, target = data
-    options = (
-        0,
-        V,
-        V,
-        "",
-        False,
-        False,
-        "",
-        -100,
-        1.0,
-        0.0,
-        True,
-        True,
-        True,
-        0.0,
-        True,
-        True,
-        True,
-        "torch",
-        1 << 20,
-        False,
-    )
-    torch.library.opcheck(torch.ops.cce_dist.forward.default, (hidden, weight, None, target, None, *options))
+    want = Want(uniform=True, entropy=True, filter_stats=True)
+    call = Call(Spec(ShardLogits(0, V), V, filter=Filter(2.0**-12), want=want, workspace_bytes=1 << 20))
+    assert Call.of(call.flat()) == call
+    torch.library.opcheck(torch.ops.cce_dist.forward.default, (hidden, weight, None, target, None, *call.flat()))
 
 
 def test_one_input_without_gradient(data):
@@ -184,13 +167,11 @@ def test_environment_overrides_auto(data, monkeypatch):
 
 
 def test_workspace_bounds_the_blocks_of_logits():
-    from cce_dist.kernels import TILE_N, TILE_V, torch_ops
-
     for num_tokens, num_rows, workspace in ((8192, 256000, 256 << 20), (1 << 20, 32064, 256 << 20), (5, 7, 1)):
-        cols, rows = torch_ops._blocks(num_tokens, num_rows, workspace)
-        largest = max(c.stop - c.start for c in cols) * max(r.stop - r.start for r in rows)
-        assert 4 * largest * torch_ops.LIVE_BLOCKS <= max(workspace, 4 * TILE_N * TILE_V * torch_ops.LIVE_BLOCKS)
-        assert cols[-1].stop == num_rows and rows[-1].stop == num_tokens
+        rows, cols = budget.dense_block(num_tokens, num_rows, workspace)
+        least = 4 * budget.BLOCK_N * budget.BLOCK_V * budget.LIVE_BLOCKS
+        assert 4 * rows * cols * budget.LIVE_BLOCKS <= max(workspace, least)
+        assert 1 <= rows <= num_tokens and 1 <= cols <= num_rows
 
 
 def test_filter_keeps_the_mean_and_reports_what_it_drops():
@@ -209,7 +190,7 @@ def test_filter_keeps_the_mean_and_reports_what_it_drops():
     plain_hidden, plain_weight, stats = grads(GradFilter(compensate=False))
     assert stats is not None
     ours_hidden, ours_weight, _ = grads(GradFilter())
-    assert 0 < stats.kept_tiles < 0.9 and 0 < stats.dropped_mass_mean < stats.dropped_mass_max < 0.5
+    assert 0 < stats.kept < 0.9 and 0 < stats.dropped_mass_mean < stats.dropped_mass_max < 0.5
 
     def worse(a, b, truth):
         return ((a - truth).norm() / (b - truth).norm()).item()

@@ -6,9 +6,12 @@ Each test names the mutation of the kernels that it catches.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +22,25 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
 from cce_dist import GradFilter, op
-from cce_dist.kernels import IGNORED, OUTSIDE, ShardLogits, per_token, tiles, torch_ops, triton_ops
+from cce_dist.call import Call
+from cce_dist.kernels import (
+    IGNORED,
+    OUTSIDE,
+    Filter,
+    Grads,
+    Operands,
+    ShardLogits,
+    Softmax,
+    Spec,
+    Want,
+    budget,
+    exact,
+    tiles,
+    tokens,
+)
+from cce_dist.kernels import (
+    dense as dense_backend,
+)
 from cce_dist.verify.check import assert_no_worse
 
 GPU = torch.cuda.is_available()
@@ -153,7 +174,7 @@ def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
     below = (z - maximum[:, None]).masked_fill(~valid, 0.0)
     exp = below.exp().masked_fill(~valid, 0.0)
     rows = [maximum, exp.sum(1), torch.where(is_label, z, 0.0).sum(1)]
-    rows += [-below.sum(1)] if case.uniform else []
+    rows += [-below.sum(1), torch.full_like(maximum, p.logits.num_valid)] if case.uniform else []
     rows += [(exp * below).sum(1)] if case.entropy else []
     log_sum = exp.sum(1).log()
     log_p = (below - log_sum[:, None]).masked_fill(~valid, 0.0)
@@ -169,26 +190,32 @@ def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
     return Truth(torch.stack(rows), merged, rounded @ weight, rounded.T @ hidden, grad.sum(0))
 
 
-def local_stats(p: Problem, case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    return triton_ops.local_stats(
-        p.hidden, p.weight, p.bias, p.labels, p.logits, want_uniform=case.uniform, want_entropy=case.entropy,
-        num_cached=case.cached, workspace_bytes=case.budget,
-    )  # fmt: skip
+def operands(p: Problem) -> Operands:
+    return Operands(p.hidden, p.weight, p.bias, p.labels, p.logits)
 
 
-def gradients(p: Problem, case: Case, merged: tuple[Tensor, ...], cache: Sequence[Tensor], **how: Any) -> Any:
-    wanted: dict[str, Any] = {"want_hidden": True, "want_weight": True, "want_bias": p.bias is not None} | how
-    entropy = merged[2] if case.entropy else None
-    return triton_ops.gradients(
-        p.hidden, p.weight, p.bias, p.labels, p.logits, merged[0], merged[1], entropy, p.coef, cache[0], cache[1],
-        workspace_bytes=case.budget, **wanted,
-    )  # fmt: skip
+def spec_of(p: Problem, case: Case) -> Spec:
+    want = Want(uniform=case.uniform, entropy=case.entropy)
+    return Spec(p.logits, case.ids or case.num_rows, want=want, workspace_bytes=case.budget)
+
+
+def local_stats(p: Problem, case: Case) -> tuple[Tensor, ...]:
+    """The statistics, and what is saved; ``case`` says how many columns keep their exponentials, in any dtype."""
+    with mock.patch.object(exact, "columns_kept", lambda *_: case.cached):
+        stats, saved = exact.statistics(operands(p), spec_of(p, case))
+    return stats, *saved
+
+
+def gradients(p: Problem, case: Case, merged: tuple[Tensor, ...], saved: Sequence[Tensor], **how: Any) -> Any:
+    softmax = Softmax(merged[0], merged[1], merged[2] if case.entropy else None)
+    grads = Grads(want_bias=p.bias is not None)._replace(**how)
+    return exact.gradients(operands(p), softmax, p.coef, list(saved), grads, spec_of(p, case))
 
 
 @pytest.fixture(autouse=True)
 def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fill what torch.empty returns, and let budgets of a few kilobytes count."""
-    monkeypatch.setattr(triton_ops, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(budget, "LEAST_BYTES", 1 << 10)
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
@@ -324,7 +351,7 @@ def test_nothing_to_do(case: Case) -> None:
     """Catches: outputs left unwritten where no tile exists."""
     p = problem(case, torch.float32)
     stats, *cache = local_stats(p, case)
-    assert stats.shape == (3 + case.uniform + case.entropy, case.num_tokens)
+    assert stats.shape == (3 + 2 * case.uniform + case.entropy, case.num_tokens)
     if p.logits.num_valid == 0:
         assert (stats[0] == -torch.inf).all()
         assert (stats[1:] == 0).all()
@@ -340,13 +367,13 @@ def test_nothing_to_do(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [sized(), sized(budget=6000), sized(cached=128)], ids=["whole", "chunks", "cached"])
 def test_adds_into_given_buffer(case: Case) -> None:
-    """d_weight_out gets the sum in its own dtype. Catches: setting instead of adding, rounding to the weight's dtype first."""
+    """weight_out gets the sum in its own dtype. Catches: setting instead of adding, rounding to the weight's dtype first."""
     p = problem(case, torch.bfloat16 if GPU else torch.float32)
     truth = dense(p, case, torch.float64)
     _, *cache = local_stats(p, case)
     before = torch.randn(p.weight.shape, device=DEVICE) * 1e-3
     buffer = before.clone()
-    _, d_weight, _ = gradients(p, case, truth.merged, cache, d_weight_out=buffer)
+    _, d_weight, _ = gradients(p, case, truth.merged, cache, weight_out=buffer)
     assert d_weight is None
     baseline = before + dense(p, case, p.hidden.dtype).d_weight.float()
     assert_no_worse(buffer, baseline, before.double() + truth.d_weight, torch.float32)
@@ -377,7 +404,7 @@ def test_fp16_keeps_gradients_of_a_mean_over_many_tokens() -> None:
     truth = dense(p, case, torch.float64)
     _, *cache = local_stats(p, case)
     buffer = torch.zeros(p.weight.shape, device=DEVICE)
-    gradients(p, case, truth.merged, cache, d_weight_out=buffer)
+    gradients(p, case, truth.merged, cache, weight_out=buffer)
     larger = p._replace(coef=p.coef * 1e6)
     baseline = dense(larger, case, torch.float16).d_weight.double() * 1e-6
     assert_no_worse(buffer, baseline, truth.d_weight, torch.float16)
@@ -389,18 +416,28 @@ def test_fp16_keeps_gradients_of_a_mean_over_many_tokens() -> None:
 def test_plan_keeps_the_budget(shape: tuple[int, int], num_tokens: int, mib: int) -> None:
     """Catches: a buffer that the plan forgets, a cache that leaves no room to recompute the rest."""
     hidden_size, num_rows = shape
-    logits, budget = ShardLogits(0, num_rows), mib << 20
-    cached = triton_ops.cache_columns(num_tokens, num_rows, hidden_size, torch.bfloat16, logits, False, False, budget)
-    assert cached % 256 == 0
-    cache = 2 * num_tokens * cached
-    left = max(0, num_rows - cached)
-    plan = triton_ops._plan(num_tokens, left, hidden_size, torch.bfloat16, tiles._TABLE[9, 16], 132, budget, cache)
-    recompute = 2 * plan.rows * plan.cols + 2 * plan.rows * hidden_size if left else 0
-    assert cache + 2 * plan.rows * hidden_size + recompute <= budget
-    more = triton_ops.cache_columns(num_tokens, num_rows, hidden_size, torch.bfloat16, logits, False, False, 2 * budget)
-    assert more >= cached
-    for why in ((torch.float16, False, False), (torch.bfloat16, True, False), (torch.bfloat16, False, True)):
-        assert triton_ops.cache_columns(num_tokens, num_rows, hidden_size, why[0], logits, *why[1:], budget) == 0
+    sizes, workspace = budget.Sizes(num_tokens, hidden_size, num_rows, 2), mib << 20
+    kept = budget.columns_kept(sizes, workspace)
+    assert kept % 256 == 0
+    kept_bytes = 2 * num_tokens * kept
+    left = max(0, num_rows - kept)
+    rows, cols = budget.exact_chunks(
+        sizes._replace(num_columns=left), workspace, kept_bytes, tiles._TABLE[9, 16], at_once=132
+    )
+    recompute = 2 * rows * cols + 2 * rows * hidden_size if left else 0
+    assert kept_bytes + 2 * rows * hidden_size + recompute <= workspace
+    assert budget.columns_kept(sizes, 2 * workspace) >= kept
+
+
+def test_where_exponentials_are_kept() -> None:
+    """Catches: kept where the gradient is not a multiple of them, or where 16 bits are too few."""
+    rows = torch.zeros(8, 16, dtype=torch.bfloat16)
+    x = Operands(rows, rows, None, torch.zeros(8), ShardLogits(0, 8))
+    spec = Spec(x.logits, 8)
+    assert exact.columns_kept(x, spec) == 256
+    assert exact.columns_kept(x._replace(hidden=x.hidden.half()), spec) == 0
+    for want in (Want(grad=False), Want(uniform=True), Want(entropy=True)):
+        assert exact.columns_kept(x, spec._replace(want=want)) == 0
 
 
 class Live(TorchDispatchMode):
@@ -433,45 +470,48 @@ def test_what_is_alive_keeps_the_budget(
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     hidden = torch.zeros(65536, 2048, dtype=torch.bfloat16, device=DEVICE)
     weight, labels = hidden[:3000].clone(), torch.zeros(65536, dtype=torch.int64, device=DEVICE)
-    options = op.Options(
-        start=0, num_valid=3000, vocab_size=3000, group_name="", sequence_parallel=False, partial_input_grad=False,
-        reduce_dtype="", ignore_index=-100, logit_scale=1.0, softcap=0.0, want_uniform=False, want_entropy=False,
-        want_grad=True, filter_eps=0.0 if grad_filter is None else grad_filter.eps, filter_compensate=True,
-        filter_hidden=True, filter_weight=True, backend="triton", workspace_bytes=mib << 20, debug=False,
-    )  # fmt: skip
+    kept = Filter() if grad_filter is None else Filter(grad_filter.eps)
+    call = Call(Spec(ShardLogits(0, 3000), 3000, filter=kept, workspace_bytes=mib << 20), backend="triton").flat()
     with Live() as live:
-        losses = op._forward(hidden, weight, None, labels, None, *options)
-        *_, merged, _, saved = losses
-        kept = sum(x.nbytes for x in tree_leaves(losses))
+        losses = op._forward(hidden, weight, None, labels, None, *call)
+        *_, saved = losses
+        kept_bytes = sum(x.nbytes for x in tree_leaves(losses))
         forward, live.peak = live.peak, 0
-        grads = op._backward(
-            losses[0], None, None, None, None, hidden, weight, None, labels, merged, saved, None, [True, True, False], *options
-        )  # fmt: skip
-    workspace = max(0, (mib << 20) - sum(x.nbytes for x in saved)) if grad_filter is None else mib << 20
+        upstream = [losses[0], None, None, None, None]
+        grads = op._backward(upstream, hidden, weight, None, saved, None, [True, True, False], *call)
+    workspace = max(0, (mib << 20) - sum(x.nbytes for x in saved[2:])) if grad_filter is None else mib << 20
     few = 16 << 20  # a few numbers for each token and each column, and the rows of a filter's head
-    assert forward - kept <= workspace + few
-    assert live.peak - kept - sum(x.nbytes for x in grads) <= workspace + few
+    assert forward - kept_bytes <= workspace + few
+    assert live.peak - kept_bytes - sum(x.nbytes for x in grads) <= workspace + few
 
 
 def test_tile_file(tmp_path) -> None:
-    """What tune writes is what is read; anything else is refused with its name. Catches: unchecked sizes reaching a kernel."""
+    """Anything but a tile file is refused with its name. Catches: unchecked sizes reaching a kernel."""
+
+    def write(path: str, content: dict) -> None:
+        Path(path).write_text(json.dumps(content))
+
     path = str(tmp_path / "tiles.json")
     mine = tiles._TABLE[9, 16]
-    tiles.write_tiles(path, "GPU A", "bfloat16", mine)
-    tiles.write_tiles(path, "GPU B", "float16", mine._replace(group=8))
+    write(path, {"GPU A": {"bfloat16": mine._asdict()}, "GPU B": {"float16": mine._replace(group=8)._asdict()}})
     assert tiles.read_tiles(path) == {("GPU A", "bfloat16"): mine, ("GPU B", "float16"): mine._replace(group=8)}
     for content in ("{", "[]", '{"GPU": {"bfloat16": {}}}', "", '{"GPU": 3}'):
         wrong = tmp_path / f"wrong-{len(content)}.json"
         wrong.write_text(content)
         with pytest.raises(ValueError, match="wrong-"):
             tiles.read_tiles(str(wrong))
-    for tile in (mine.lse._replace(rows=96), mine.lse._replace(cols=512), mine.lse._replace(inner=8)):
-        with pytest.raises(ValueError, match="power"):
-            tiles.write_tiles(str(tmp_path / "x.json"), "GPU", "bfloat16", mine._replace(lse=tile))
-    with pytest.raises(ValueError, match="inner"):
-        tiles.write_tiles(
-            str(tmp_path / "x.json"), "GPU", "bfloat16", mine._replace(grad_weight=mine.lse._replace(inner=256))
+    for number, wrong_tiles in enumerate(
+        (
+            mine._replace(lse=mine.lse._replace(rows=96)),
+            mine._replace(lse=mine.lse._replace(cols=512)),
+            mine._replace(lse=mine.lse._replace(inner=8)),
+            mine._replace(grad_weight=mine.lse._replace(inner=256)),
         )
+    ):
+        path = str(tmp_path / f"sizes-{number}.json")
+        write(path, {"GPU": {"bfloat16": wrong_tiles._asdict()}})
+        with pytest.raises(ValueError, match=r"power|inner"):
+            tiles.read_tiles(path)
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
@@ -481,10 +521,10 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
     num_tokens, vocab_size = 300, 1000
     labels = torch.randint(vocab_size, (num_tokens,), device=DEVICE)
     labels[::7], labels[3::11], labels[5::11] = -100, vocab_size, -1
-    ids = per_token.label_ids(labels, -100, vocab_size)
-    assert torch.equal(ids, torch_ops.label_ids(labels, -100, vocab_size))
+    ids = tokens.label_ids(labels, -100, vocab_size)
+    assert torch.equal(ids, dense_backend.label_ids(labels, -100, vocab_size))
     assert (ids == IGNORED).any() and (ids == OUTSIDE).any()
-    assert torch.equal(per_token.label_ids(labels, 5, vocab_size), torch_ops.label_ids(labels, 5, vocab_size))
+    assert torch.equal(tokens.label_ids(labels, 5, vocab_size), dense_backend.label_ids(labels, 5, vocab_size))
 
     stats = torch.rand(num_shards, 3 + 2 * uniform + entropy, num_tokens, device=DEVICE) * 50 + 1
     stats[:, 0] -= 30
@@ -494,19 +534,20 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
         stats[2] = 0
         stats[2, 0] = -torch.inf
     stats[0, 1, 8], stats[0, 0, 9], stats[:, 0, 10] = torch.nan, torch.inf, -torch.inf
-    got = per_token.token_losses(stats, ids, vocab_size, uniform, entropy)
-    want = torch_ops.token_losses(stats, ids, vocab_size, uniform, entropy)
+    spec = Spec(ShardLogits(0, 0), vocab_size, want=Want(uniform=uniform, entropy=entropy))
+    got = tokens.token_losses(stats, ids, spec)
+    want = dense_backend.token_losses(stats, ids, spec)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=2e-6, equal_nan=True)
     torch.testing.assert_close(
-        torch.where(ids >= 0, per_token.merged_lse(stats), 0), torch.where(ids >= 0, want[1], 0), equal_nan=True
+        torch.where(ids >= 0, tokens.merged_lse(stats), 0), torch.where(ids >= 0, want[1], 0), equal_nan=True
     )
 
     one = torch.randn((), device=DEVICE).expand(num_tokens)  # what a mean sends back: stride 0
     strided = list(torch.randn(num_tokens, 5, device=DEVICE).unbind(1))
     for grads in ([one, None, None, None, None], [None, *strided[1:]], strided):
-        ours = per_token.coefficients(grads, ids, vocab_size)
-        torch.testing.assert_close(ours, torch_ops.coefficients(grads, ids, vocab_size), rtol=1e-6, atol=0)
+        ours = tokens.coefficients(grads, ids, vocab_size)
+        torch.testing.assert_close(ours, dense_backend.coefficients(grads, ids, vocab_size), rtol=1e-6, atol=0)
         assert (ours[:, ids < 0] == 0).all()
 
 
@@ -581,11 +622,7 @@ def test_peak_memory(num_tokens: int, mib: int) -> None:
     torch.use_deterministic_algorithms(False)
     case = Case(num_tokens=num_tokens, hidden_size=2048, num_rows=60000, budget=mib << 20)
     p = problem(case, torch.bfloat16)
-    case = case._replace(
-        cached=triton_ops.cache_columns(
-            num_tokens, case.num_rows, case.hidden_size, torch.bfloat16, p.logits, False, False, case.budget
-        )
-    )
+    case = case._replace(cached=exact.columns_kept(operands(p), spec_of(p, case)))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -45,10 +45,10 @@ def test_the_bound_can_fail():
     ],
 )
 def test_the_matrix_sees_a_mutation(name, change, monkeypatch):
-    from cce_dist.kernels import torch_ops
+    from cce_dist.kernels import dense
 
-    original = torch_ops.merge
-    monkeypatch.setattr(torch_ops, "merge", lambda *args: change(original(*args)))
+    original = dense.merge
+    monkeypatch.setattr(dense, "merge", lambda *args: change(original(*args)))
     problem = next(case for case in CASES if case.name == name)
     if name == "gap-of-1e4":
         problem = next(case for case in CASES if case.name == "logits-at-minus-1e4")

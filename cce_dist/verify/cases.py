@@ -38,8 +38,6 @@ class Case:
         upstream: Gradient of each token's loss for reduction "none", from a generator and the number of tokens.
         objective: What is differentiated: "loss", or "aux", a sum of all the differentiable aux outputs.
         shape: Leading dimensions of input, whose product is the number of tokens; None for [N].
-        elements: Of a filter: any backend, within what dropping single elements alone would cost, instead of the torch
-            backend against the construction of its tiles.
     """
 
     name: str
@@ -54,7 +52,6 @@ class Case:
     autocast: bool = False
     noncontiguous: bool = False
     accumulate: bool = False
-    elements: bool = False
 
 
 def even(vocab_size: int, ranks: int) -> Bounds:
@@ -195,38 +192,26 @@ CASES = [
     Case("fp16-small-upstream", "an underflow of 1/N times a probability", {"num_tokens": 1 << 20}, dtype=FP16),
     Case("autocast", "fp32 products under autocast", autocast=True),
     Case("filter-nothing-dropped", "eps = 0 that is not exact", {"grad_filter": GradFilter(eps=0.0)}, ZIPF),
-    Case("filter", "a compensation that is not the mean", {"grad_filter": GradFilter()}, ZIPF),
-    Case("filter-plain", "a filter that keeps or drops another tile", {"grad_filter": GradFilter(compensate=False)}, ZIPF),
+    Case("filter", "a listed column lost, a stand-in of the wrong mass", {"grad_filter": GradFilter()}, ZIPF),
+    Case("filter-plain", "an element that matters dropped", {"grad_filter": GradFilter(compensate=False)}, ZIPF),
     Case("filter-full-c", "dC filtered all the same", {"grad_filter": GradFilter(weight=False)}, ZIPF),
     Case("filter-full-e", "dE filtered all the same", {"grad_filter": GradFilter(hidden=False)}, ZIPF),
+    Case("filter-all-kept", "room for lists that run out", {"grad_filter": GradFilter(eps=1e-30)}, ZIPF),
     Case("filter-z-loss", "the filter's test before the z-loss", {"grad_filter": GradFilter(), "z_loss_weight": 0.05}, ZIPF),
-    Case("filter-smoothing", "the uniform term dropped with its tile",
-         {"grad_filter": GradFilter(), "label_smoothing": 0.1, "softcap": 20.0}, ZIPF),
-    Case("filter-signed-upstream", "a total of rows that cancel", {"grad_filter": GradFilter(), **NONE}, ZIPF, upstream=signed),
-    Case("filter-uneven-shards", "tiles counted from the wrong start", {"grad_filter": GradFilter()}, ZIPF, shards=uneven),
-    Case("elements", "a listed column lost, a stand-in of the wrong mass", {"grad_filter": GradFilter()}, ZIPF, elements=True),
-    Case("elements-plain", "an element that matters dropped", {"grad_filter": GradFilter(compensate=False)}, ZIPF,
-         elements=True),
-    Case("elements-full-c", "dC filtered all the same", {"grad_filter": GradFilter(weight=False)}, ZIPF, elements=True),
-    Case("elements-full-e", "dE filtered all the same", {"grad_filter": GradFilter(hidden=False)}, ZIPF, elements=True),
-    Case("elements-all-kept", "room for lists that run out", {"grad_filter": GradFilter(eps=1e-30)}, ZIPF, elements=True),
-    Case("elements-z-loss", "more asked for than forward kept", {"grad_filter": GradFilter(), "z_loss_weight": 0.05}, ZIPF,
-         elements=True),
-    Case("elements-smoothing", "the uniform term twice in the head, or not at all",
-         {"grad_filter": GradFilter(), "label_smoothing": 0.1}, zipf_problem(bias=True), elements=True),
-    Case("elements-softcap", "a dropped mass without the softcap's slope", {"grad_filter": GradFilter(), "softcap": 20.0},
-         zipf_problem(bias=True, labels=ignore(slice(0, None, 4))), elements=True),
-    Case("elements-signed-upstream", "weights of both signs", {"grad_filter": GradFilter(), **NONE}, ZIPF, upstream=signed,
-         elements=True),
-    Case("elements-uneven-shards", "a bound of the shard's own", {"grad_filter": GradFilter()}, ZIPF, shards=uneven,
-         elements=True),
-    Case("elements-empty-shards", "a bound that one rank does not take part in", {"grad_filter": GradFilter()}, ZIPF,
-         shards=with_empty, elements=True),
-    Case("elements-padded-shards", "padding listed", {"grad_filter": GradFilter()}, zipf_problem(bias=True), shards=padded,
-         elements=True),
-    Case("elements-sequence-parallel", "a bound of the slice alone", {"grad_filter": GradFilter(), "sequence_parallel": True},
-         ZIPF, elements=True),
-    Case("elements-bf16", "d_hidden rounded between the head and the lists", {"grad_filter": GradFilter()}, ZIPF, dtype=BF16,
-         elements=True),
+    Case("filter-smoothing", "the uniform term dropped, or twice in hot columns",
+         {"grad_filter": GradFilter(), "label_smoothing": 0.1}, zipf_problem(bias=True)),
+    Case("filter-smoothing-softcap", "a uniform term under a slope", {"grad_filter": GradFilter(), "label_smoothing": 0.1,
+         "softcap": 20.0}, ZIPF),
+    Case("filter-softcap", "a dropped mass without the softcap's slope", {"grad_filter": GradFilter(), "softcap": 20.0},
+         zipf_problem(bias=True, labels=ignore(slice(0, None, 4)))),
+    Case("filter-signed-upstream", "weights of both signs", {"grad_filter": GradFilter(), **NONE}, ZIPF, upstream=signed),
+    Case("filter-entropy", "an entropy's gradient dropped", {"grad_filter": GradFilter()}, ZIPF, objective="aux"),
+    Case("filter-uneven-shards", "a bound of the shard's own", {"grad_filter": GradFilter()}, ZIPF, shards=uneven),
+    Case("filter-empty-shards", "a bound that one rank does not take part in", {"grad_filter": GradFilter()}, ZIPF,
+         shards=with_empty),
+    Case("filter-padded-shards", "padding listed", {"grad_filter": GradFilter()}, zipf_problem(bias=True), shards=padded),
+    Case("filter-sequence-parallel", "a bound of the slice alone", {"grad_filter": GradFilter(), "sequence_parallel": True},
+         ZIPF),
+    Case("filter-bf16", "d_hidden rounded between hot columns and lists", {"grad_filter": GradFilter()}, ZIPF, dtype=BF16),
 ]
 # fmt: on

@@ -69,9 +69,7 @@ def run_case(
     Compares loss, aux outputs, dE, dC and dbias; then that the loss has the same bits on every rank, and that a second
     run and a second backward give the same bits as the first.
     """
-    grad_filter = case.options.get("grad_filter")
-    if grad_filter is not None and grad_filter.eps > 0 and not case.elements:
-        backend = "torch"  # whose unit is the tile, as the dense construction's
+    backend = ("torch" if device == "cpu" else "triton") if backend == "auto" else backend
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()) + salt)
     problem = _rounded((case.problem or random_problem())(generator), case.dtype)
@@ -88,10 +86,10 @@ def run_case(
     dtype = torch.bfloat16 if case.autocast else case.dtype
     errors = []
     for name, ours in first.items():
+        filtered = f"plain {name}" in truth
         expected = [baseline[name], truth[name]]
-        filtered = case.elements and name in ("dE", "dC", "dbias")
         if filtered:
-            expected.append(truth[f"plain {name}"])
+            expected += [truth[f"plain {name}"], baseline[f"filtered {name}"], truth[f"filtered {name}"]]
         if name in ("dC", "dbias"):  # padding must be exactly 0
             errors.append(Error(f"{name} of padding", ours[max(0, mine.stop - start) :].abs().sum().item(), 0.0))
             ours, expected = ours[: max(0, mine.stop - start)], [value[mine] for value in expected]
@@ -100,10 +98,12 @@ def run_case(
         if name == "dE" and case.options.get("input_grad") == "partial" and group is not None:
             ours = ours.float().clone()
             dist.all_reduce(ours, group=group)
-        if filtered:
-            errors += _filter_errors(name, ours, *expected, case)
-            continue
         held_in = dtype if name in ("dE", "dC", "dbias") else torch.float32
+        if filtered:
+            errors += _filter_errors(name, ours, *expected[:3], case)
+            if backend == "torch" and name != "dbias":  # the definition, where dbias is exact
+                errors.append(compare(f"{name} as defined", ours, expected[3], expected[4], held_in))
+            continue
         errors.append(compare(name, ours, expected[0], expected[1], held_in))
     differ = sum(not torch.equal(_bits(first[name]), _bits(again[name])) for name in first)
     errors.append(Error("bits of a second run", float(differ), 0.0))
@@ -118,8 +118,8 @@ def run_case(
 def _filter_errors(name: str, ours: Tensor, baseline: Tensor, truth: Tensor, plain: Tensor, case: Case) -> list[Error]:
     """Norms of what a filter changed, and for dE of its sum over tokens, against those of the plain filter of elements.
 
-    Whatever the unit, a filter drops no more than that one does. With compensation half of the error must be gone (a
-    quarter of it where tokens weigh differently), and of the sum's nearly all.
+    A backend may keep more elements than the definition, and drops no other. With compensation half of dE's error must be gone
+    (a quarter of it where tokens weigh differently), a quarter of dC's, and nearly all of the sum's.
     """
     grad_filter = case.options["grad_filter"]
     filtered = grad_filter.hidden if name == "dE" else grad_filter.weight
@@ -130,7 +130,7 @@ def _filter_errors(name: str, ours: Tensor, baseline: Tensor, truth: Tensor, pla
         bound = part * filtered * (dropped - exact).norm() + noise
         return Error(quantity, (got - exact).norm().item(), bound.item())
 
-    left = 0.5 if case.upstream is None else 0.75
+    left = 0.5 if case.upstream is None and name == "dE" else 0.75
     errors = [error(name, lambda x: x, left if grad_filter.compensate else 1.0)]
     whole_batch = case.upstream is None and not case.options.get("sequence_parallel")
     if name == "dE" and grad_filter.compensate and whole_batch:
@@ -168,17 +168,15 @@ def _expected(
     values = {name: value for name, value in out._asdict().items() if value is not None}
     values |= zip(("dE", "dC", "dbias"), grads, strict=False)
     grad_filter = case.options.get("grad_filter")
-    if grad_filter is not None and grad_filter.eps > 0:
+    if grad_filter is not None and grad_filter.eps > 0 and case.objective == "loss":
         mean = torch.full_like(labels, 1, dtype=out.loss.dtype) / (labels != -100).sum()
         how = {name: options[name] for name in ("label_smoothing", "softcap", "z_loss_weight") if name in options}
-        operands = (hidden, weight, labels, mean if upstream is None else upstream)
-        starts = [start for start, _ in bounds]
-        if case.elements:
-            plain = GradFilter(grad_filter.eps, compensate=False)
-            filtered = reference.filtered_gradients(*operands, plain, starts, linear_bias=bias, unit=(1, 1), **how)
-            values |= zip(("plain dE", "plain dC", "plain dbias"), filtered, strict=True)
-        else:
-            values["dE"], values["dC"], _ = reference.filtered_gradients(*operands, grad_filter, starts, **how)
+        for kind, of in (("plain", GradFilter(grad_filter.eps, compensate=False)), ("filtered", grad_filter)):
+            filtered = reference.filtered_gradients(
+                hidden, weight, labels, mean if upstream is None else upstream, of, [start for start, _ in bounds],
+                linear_bias=bias, **how,
+            )  # fmt: skip
+            values |= zip((f"{kind} dE", f"{kind} dC", f"{kind} dbias"), filtered, strict=True)
     return values
 
 

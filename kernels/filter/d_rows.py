@@ -1,10 +1,16 @@
-"""Gradient of the weight from the listed gradients, and the sums of rows that stand in for all that is not listed.
+"""Gradient rows from the listed gradients g and from the stand-in: d_hidden of tokens, d_weight and d_bias of columns.
 
-    d_weight_j = sum over its entries of g hidden  +  share_j * sum_i scale P_i m_i hidden_i  +  sum_i scale UNIFORM_i hidden_i
+For a token, with m its softmax mass of the columns that are neither listed nor hot, and for a column j,
 
-(symbols as in ``filtered_hidden.py``). The entries come token by token; a stable sort by column turns them over, so each row of
-d_weight is summed in registers, in the order of the tokens, and written once: no atomics, and the same bits every run. Rows of
-the head come from the product that made them (``filtered.py``) and are only carried to their place.
+    d_hidden   += sum_j g_j weight_j    + scale P m (share . weight)            + scale UNIFORM (sum of weight rows not hot)
+    d_weight_j  = sum_i g_i hidden_i    + share_j sum_i scale P_i m_i hidden_i  + sum_i scale UNIFORM_i hidden_i
+
+where ``share`` is the columns' part of the dropped mass of all tokens (``shares.py``). m is the mass that is left after hot and
+listed columns, so the row sums of the softmax are right whatever was dropped.
+
+The entries come token by token. A stable sort by column turns them over, so each row of d_weight is summed in registers, in the
+order of the tokens, and written once: no atomics, and the same bits every run. Rows of hot columns come from the product that
+made them (``filter/__init__.py``) and are only carried to their place.
 """
 
 from __future__ import annotations
@@ -12,11 +18,78 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
-from cce_dist.kernels.filtered_hidden import Entries
-from cce_dist.kernels.tiles import cdiv, num_programs
+from cce_dist.kernels import Operands, Rows
+from cce_dist.kernels.blocks import kernel
+from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.d_hidden import Sum
+from cce_dist.kernels.filter.lists import Entries, Lists, Plan
+
+
+def add_listed_hidden(
+    total: Sum, x: Operands, rows: Rows, lists: Lists, how: Plan, entries: Entries, factor_2N: torch.Tensor,
+    shared_2D: torch.Tensor,
+) -> None:  # fmt: skip
+    """Add the listed columns' part and the stand-in to d_hidden at the tokens of the group.
+
+    Args:
+        factor_2N: scale * P * m and scale * UNIFORM of each token, fp32.
+        shared_2D: What they multiply: share . weight, and the sum of the weight rows that are not hot, fp32.
+    """
+    num_rows, hidden_size = rows.index.shape[0], x.weight.shape[1]
+    _filtered_hidden_kernel[(num_rows, cdiv(hidden_size, 1024))](
+        x.weight, rows.index, rows.num_kept, lists.count_N, how.end, entries.column, entries.grad, factor_2N, shared_2D,
+        total.low_RD,
+        total.high_ND,
+        x.num_tokens, hidden_size, x.logits.num_valid,
+        HAS_LOW=total.low_RD is not None, BLOCK_K=8, BLOCK_D=1024, num_warps=4,
+    )  # fmt: skip
+
+
+@kernel("weight_ptr", "entry_column_ptr", "entry_grad_ptr", "shared_ptr", "low_ptr", "d_hidden_ptr", "hidden_size")
+def _filtered_hidden_kernel(
+    weight_ptr,  # in: [V, D]
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    count_ptr,  # in: [N] int32
+    end_ptr,  # in: [N] int32
+    entry_column_ptr,  # in: [M] int32
+    entry_grad_ptr,  # in: [M] fp32
+    factor_ptr,  # in: [2, N] fp32
+    shared_ptr,  # in: [2, D] fp32
+    low_ptr,  # in: [R, D]
+    d_hidden_ptr,  # in, out: [N, D]
+    num_tokens,
+    hidden_size,
+    num_valid,
+    HAS_LOW: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if row >= tl.load(num_kept_ptr):
+        return
+    token = tl.load(index_ptr + row).to(tl.int64)
+    end = tl.load(end_ptr + token)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_d = offs_d < hidden_size
+    target = d_hidden_ptr + token * hidden_size + offs_d
+    acc = tl.load(target, mask=in_d, other=0).to(tl.float32)
+    if HAS_LOW:
+        acc += tl.load(low_ptr + row.to(tl.int64) * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
+    acc += tl.load(factor_ptr + token) * tl.load(shared_ptr + offs_d, mask=in_d, other=0)
+    uniform = tl.load(factor_ptr + num_tokens.to(tl.int64) + token)
+    acc += uniform * tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
+    for first in range(end - tl.load(count_ptr + token), end, BLOCK_K):
+        offs_k = first + tl.arange(0, BLOCK_K)
+        column = tl.load(entry_column_ptr + offs_k, mask=offs_k < end, other=num_valid).to(tl.int64)
+        in_k = column < num_valid
+        grad = tl.load(entry_grad_ptr + offs_k, mask=in_k, other=0)
+        where = weight_ptr + column[:, None] * hidden_size + offs_d[None, :]
+        w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32)
+        acc += tl.sum(grad[:, None] * w, 0)
+    tl.store(target, acc.to(d_hidden_ptr.dtype.element_ty), mask=in_d)
 
 
 class ByColumn(NamedTuple):
@@ -48,7 +121,7 @@ def by_column(entries: Entries, num_cols: int) -> ByColumn:
     return columns
 
 
-@triton.jit(do_not_specialize=["capacity", "num_cols", "num_steps"])
+@kernel("column_ptr", "order_ptr", "token_ptr", "grad_ptr", "first_ptr", "token_out_ptr", "grad_out_ptr")
 def _by_column_kernel(
     column_ptr,  # in: [M] int32, ascending
     order_ptr,  # in: [M] int64: where each was
@@ -68,7 +141,7 @@ def _by_column_kernel(
     tl.store(token_out_ptr + offs, tl.load(token_ptr + order, mask=used, other=0), mask=used)
     tl.store(grad_out_ptr + offs, tl.load(grad_ptr + order, mask=used, other=0), mask=used)
 
-    if tl.program_id(0) * BLOCK <= num_cols:  # the same places as columns: the first entry of each, by bisection
+    if tl.program_id(0) * BLOCK <= num_cols:  # Here places are columns: bisection finds the first entry of each.
         first = tl.zeros((BLOCK,), tl.int32)
         last = first + capacity
         for _ in range(0, num_steps):
@@ -79,34 +152,26 @@ def _by_column_kernel(
         tl.store(first_ptr + offs, first, mask=offs <= num_cols)
 
 
-def filtered_weight(
-    hidden_ND: torch.Tensor,
-    entries: ByColumn,
-    slot_V: torch.Tensor,
-    head_HD: torch.Tensor,
-    share_V: torch.Tensor,
-    shared_2D: torch.Tensor,
-    num_added: torch.Tensor,
-    d_weight_VD: torch.Tensor,
-    *,
-    add: bool,
-) -> None:
+def listed_weight(
+    d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, hot_HD: torch.Tensor,
+    share_V: torch.Tensor, shared_2D: torch.Tensor, num_added: torch.Tensor, *, add: bool,
+) -> None:  # fmt: skip
     """Set the rows of d_weight_VD to the sum of all their parts, or add it.
 
     Args:
-        slot_V: Row of the head for each column, from 1 on, or 0.
-        head_HD: The head's rows of the gradient.
+        d_weight_VD: in, out: may have more rows than there are columns; those are left alone.
+        slot_V: Place among the hot columns for each column, from 1 on, or 0.
+        hot_HD: The hot columns' rows of the gradient.
         share_V: Each column's part of the dropped mass.
         shared_2D: sum_i scale P_i m_i hidden_i and sum_i scale UNIFORM_i hidden_i, fp32.
         num_added: [1] int32: if not 0, d_weight_VD holds the gradient of other tokens, to add to.
-        d_weight_VD: in, out: may have more rows than there are columns; those are left alone.
         add: Add to d_weight_VD in any case.
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
     block_v, block_d = 8, 512
     _filtered_weight_kernel[(cdiv(num_cols, block_v) * cdiv(hidden_size, block_d),)](
         # in
-        hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, head_HD, share_V, shared_2D, num_added,
+        hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, hot_HD, share_V, shared_2D, num_added,
         # in, out
         d_weight_VD,
         # sizes
@@ -116,17 +181,14 @@ def filtered_weight(
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["num_cols", "add"],
-    do_not_specialize_on_alignment=["token_ptr", "grad_ptr", "share_ptr", "num_added_ptr"],
-)
+@kernel("hidden_ptr", "first_ptr", "slot_ptr", "hot_ptr", "shared_ptr", "d_weight_ptr", "hidden_size")
 def _filtered_weight_kernel(
     hidden_ptr,  # in: [N, D]
     first_ptr,  # in: [V + 1] int32
     token_ptr,  # in: [M] int32
     grad_ptr,  # in: [M] fp32
     slot_ptr,  # in: [V] int32
-    head_ptr,  # in: [H, D]
+    hot_ptr,  # in: [H, D]
     share_ptr,  # in: [V] fp32
     shared_ptr,  # in: [2, D] fp32
     num_added_ptr,  # in: [1] int32
@@ -139,7 +201,7 @@ def _filtered_weight_kernel(
     BLOCK_K: tl.constexpr,
 ):
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
-    # Columns far apart: neighbours are often frequent together, and each has entries to go through one after another.
+    # A program's columns are far apart: neighbours are often frequent together, and entries are gone through one by one.
     offs_v = tl.program_id(0) // num_col_blocks + tl.arange(0, BLOCK_V) * tl.cdiv(num_cols, BLOCK_V)
     offs_d = tl.program_id(0) % num_col_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     in_v = offs_v < num_cols
@@ -152,11 +214,11 @@ def _filtered_weight_kernel(
     by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
     by_column = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
 
-    # Columns of no entries, nearly all: a row of the head or the stand-in.
-    head = head_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
-    in_head = (slot > 0)[:, None]
-    part = tl.load(head, mask=in_head & in_d[None, :], other=0).to(tl.float32)
-    part = tl.where(in_head, part, by_share[None, :] * share[:, None] + by_column[None, :])
+    # Nearly all columns have no entries: a hot column's row or the stand-in is all.
+    hot = hot_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
+    is_hot = (slot > 0)[:, None]
+    part = tl.load(hot, mask=is_hot & in_d[None, :], other=0).to(tl.float32)
+    part = tl.where(is_hot, part, by_share[None, :] * share[:, None] + by_column[None, :])
     target = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
     mask = (in_v & (end == begin))[:, None] & in_d[None, :]
     part += tl.load(target, mask=mask & adding, other=0).to(tl.float32)
@@ -164,7 +226,7 @@ def _filtered_weight_kernel(
 
     bit = 1 << tl.arange(0, BLOCK_V)
     to_do = tl.sum(tl.where(end > begin, bit, 0), 0)
-    while to_do > 0:  # the others, one after another
+    while to_do > 0:  # The columns with entries follow, one after another.
         this = bit == (to_do & -to_do)
         row = d_weight_ptr + tl.sum(tl.where(this, offs_v, 0), 0).to(tl.int64) * hidden_size + offs_d
         acc = by_share * tl.sum(tl.where(this, share, 0.0), 0) + by_column
@@ -182,36 +244,32 @@ def _filtered_weight_kernel(
         to_do &= to_do - 1
 
 
-def filtered_bias(
-    entries: ByColumn,
-    slot_V: torch.Tensor,
-    head_H: torch.Tensor,
-    share_V: torch.Tensor,
+def listed_bias(
+    d_bias_V: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, hot_H: torch.Tensor, share_V: torch.Tensor,
     factor_2: torch.Tensor,
-    d_bias_V: torch.Tensor,
-) -> None:
-    """Add the column sums of the listed gradients, of the head and of the stand-in to d_bias_V.
+) -> None:  # fmt: skip
+    """Add the column sums of the listed gradients, of the hot columns and of the stand-in to d_bias_V.
 
     Args:
-        slot_V: As in ``filtered_weight``.
-        head_H: The head's part, fp32.
+        slot_V: As in ``listed_weight``.
+        hot_H: The hot columns' part, fp32.
         factor_2: sum_i scale P_i m_i and sum_i scale UNIFORM_i.
     """
     num_cols = entries.first_V.shape[0] - 1
     _filtered_bias_kernel[(cdiv(num_cols, 128),)](
-        entries.first_V, entries.grad, slot_V, head_H, share_V, factor_2,
+        entries.first_V, entries.grad, slot_V, hot_H, share_V, factor_2,
         d_bias_V,
         num_cols,
         BLOCK_V=128,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_cols"], do_not_specialize_on_alignment=["grad_ptr", "share_ptr"])
+@kernel("first_ptr", "slot_ptr", "hot_ptr", "factor_ptr", "d_bias_ptr")
 def _filtered_bias_kernel(
     first_ptr,  # in: [V + 1] int32
     grad_ptr,  # in: [M] fp32
     slot_ptr,  # in: [V] int32
-    head_ptr,  # in: [H] fp32
+    hot_ptr,  # in: [H] fp32
     share_ptr,  # in: [V] fp32
     factor_ptr,  # in: [2] fp32
     d_bias_ptr,  # in, out: [V] fp32
@@ -225,54 +283,8 @@ def _filtered_bias_kernel(
     slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
     share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
     stand_in = share * tl.load(factor_ptr) + tl.load(factor_ptr + 1)
-    part = tl.where(slot > 0, tl.load(head_ptr + slot - 1, mask=slot > 0, other=0), stand_in)
+    part = tl.where(slot > 0, tl.load(hot_ptr + slot - 1, mask=slot > 0, other=0), stand_in)
     total = tl.load(d_bias_ptr + offs_v, mask=in_v, other=0) + part
     for step in range(0, tl.max(end - begin, 0)):
         total += tl.load(grad_ptr + begin + step, mask=begin + step < end, other=0)
     tl.store(d_bias_ptr + offs_v, total, mask=in_v)
-
-
-def sums_of_rows(coef_2R: torch.Tensor, rows_RD: torch.Tensor) -> torch.Tensor:
-    """Return coef_2R @ rows_RD in fp32, [2, D]; rows whose coefficients are both 0 are not read, whatever they hold."""
-    num_rows, hidden_size = rows_RD.shape
-    block_r, block_d = 32, 256
-    blocks_d = cdiv(hidden_size, block_d)
-    parts = max(1, min(cdiv(num_rows, block_r), 8 * num_programs(rows_RD.device) // blocks_d))
-    partial_P2D = torch.empty(parts, 2, hidden_size, dtype=torch.float32, device=rows_RD.device)
-    _sums_of_rows_kernel[(parts, blocks_d)](
-        coef_2R, rows_RD,
-        partial_P2D,
-        num_rows, hidden_size,
-        BLOCK_R=block_r, BLOCK_D=block_d, num_warps=8,
-    )  # fmt: skip
-    return partial_P2D.sum(0)
-
-
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["coef_ptr"])
-def _sums_of_rows_kernel(
-    coef_ptr,  # in: [2, R] fp32
-    rows_ptr,  # in: [R, D]
-    partial_ptr,  # out: [P, 2, D] fp32
-    num_rows,
-    hidden_size,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    part = tl.program_id(0)
-    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    in_d = offs_d < hidden_size
-    first_sum = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    second_sum = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    for first in range(part * BLOCK_R, num_rows, tl.num_programs(0) * BLOCK_R):
-        offs_r = first + tl.arange(0, BLOCK_R)
-        in_r = offs_r < num_rows
-        first_coef = tl.load(coef_ptr + offs_r, mask=in_r, other=0)
-        second_coef = tl.load(coef_ptr + num_rows.to(tl.int64) + offs_r, mask=in_r, other=0)
-        mask = ((first_coef != 0) | (second_coef != 0))[:, None] & in_d[None, :]
-        where = rows_ptr + offs_r.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-        row = tl.load(where, mask=mask, other=0).to(tl.float32)
-        first_sum += first_coef[:, None] * row
-        second_sum += second_coef[:, None] * row
-    target = partial_ptr + part.to(tl.int64) * 2 * hidden_size + offs_d
-    tl.store(target, tl.sum(first_sum, 0), mask=in_d)
-    tl.store(target + hidden_size, tl.sum(second_sum, 0), mask=in_d)

@@ -1,9 +1,9 @@
 """Each column's share of the softmax mass that a filter drops, from a sample of the tokens.
 
-    sum over sampled tokens i of weight_i p_ij slope_ij / m_i   where z_ij < threshold_i, j outside the head and not the label
+    sum over sampled tokens i of weight_i p_ij slope_ij / m_i   where z_ij < threshold_i, j not hot and not the label
 
 Tokens differ in how much they drop, the m_i, more than in where, so the shares of a few hundred tokens stand for those of all,
-while each token's own mass (``filtered_hidden.py``) is exact. Two ideas of survey sampling make the most of them:
+while each token's own mass (``d_rows.py``) is exact. Two ideas of survey sampling make the most of them:
 
 * The sample is systematic, with probability proportional to size (Madow, 1949): tokens lie end to end, each |P_i| m_i long, and
   one is taken at equal steps.
@@ -24,10 +24,11 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import ShardLogits
-from cce_dist.kernels.compact import gathered
-from cce_dist.kernels.filtered_weight import sums_of_rows
-from cce_dist.kernels.tiles import Tile, cdiv, has_tma, load_tile, logits_of, operand, precision, softcap_slope
+from cce_dist.kernels import Operands
+from cce_dist.kernels.blocks import has_tma, kernel, load_tile, logits_of, operand, softcap_slope
+from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.tiles import Tile, precision
+from cce_dist.kernels.tokens import gathered, sums_of_rows
 
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
@@ -82,7 +83,7 @@ def sample_tokens(
     )  # fmt: skip
     sample = Sample(token_S, *logit_2S.unbind(), label_S, size)
     if take_all:
-        return sample, gathered(hidden_ND, token_S, size)
+        return sample, gathered(hidden_ND, [token_S, size], hidden_ND.new_empty(most, hidden_ND.shape[1])).hidden
     hidden_size = hidden_ND.shape[1]
     rows_SD = hidden_ND.new_empty(most, hidden_size)
     mean_2D = sums_of_rows(size_3N[:2], hidden_ND)
@@ -92,10 +93,7 @@ def sample_tokens(
     return sample, rows_SD
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_steps"],
-    do_not_specialize_on_alignment=["dropped_ptr", "reference_ptr", "threshold_ptr", "labels_ptr"],
-)
+@kernel("size_ptr", "token_ptr", "logit_ptr", "label_ptr", "num_sampled_ptr")
 def _sample_tokens_kernel(
     dropped_ptr,  # in: [N] fp32
     reference_ptr,  # in: [N] fp32
@@ -112,7 +110,7 @@ def _sample_tokens_kernel(
     SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program, as in compact.py.
+    # One program, as in tokens.py.
     place = tl.arange(0, SAMPLE)
     if TAKE_ALL:
         token = place
@@ -211,28 +209,23 @@ def _calibrate_kernel(
 
 
 def dropped_shares(
-    rows_SD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    sample: Sample,
-    slot_V: torch.Tensor,
-    logits: ShardLogits,
-    tile: Tile,
+    rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile
 ) -> torch.Tensor:
-    """Return each column's share of what the sample drops, and which are outside the head, [2, V] as ``shares_of`` does.
+    """Return each column's share of what the sample drops, and which columns are not hot, [2, V] as ``shares_of`` does.
 
-    Dropped is exp(z - reference) times the softcap's slope where z < threshold, but for labels and in the head. ``rows_SD``
-    are the sample's hidden states.
+    A column is dropped where z < threshold, but for labels and hot columns; it counts exp(z - reference) times the softcap's
+    slope. ``rows_SD`` are the sample's hidden states.
     """
     num_rows, hidden_size = rows_SD.shape
+    logits = x.logits
     if logits.softcap > 0.0:
         tile = tile._replace(cols=max(16, tile.cols // 2))  # its epilogue over a whole one spills registers
-    tma = has_tma(rows_SD, weight_VD)
+    tma = has_tma(rows_SD, x.weight)
     num_blocks = cdiv(num_rows, tile.rows)
     sums_BV = torch.empty(num_blocks, logits.num_valid, dtype=torch.float32, device=rows_SD.device)
     _dropped_sums_kernel[(cdiv(logits.num_valid, tile.cols) * num_blocks,)](
         # in
-        operand(rows_SD, tile.rows, tile.inner, tma), operand(weight_VD, tile.cols, tile.inner, tma), bias_V,
+        operand(rows_SD, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
         sample.size, sample.reference_S, sample.threshold_S, sample.label_S, slot_V,
         # out
         sums_BV,
@@ -240,7 +233,7 @@ def dropped_shares(
         num_rows, hidden_size, logits.num_valid, logits.start,
         # options
         logits.logit_scale, logits.softcap,
-        HAS_BIAS=bias_V is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
+        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
         MASK_V=logits.num_valid % tile.cols != 0,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
@@ -249,10 +242,7 @@ def dropped_shares(
     return shares_of(sums_BV, slot_V, logits.num_valid)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_valid", "start"],
-    do_not_specialize_on_alignment=["num_sampled_ptr", "reference_ptr", "threshold_ptr", "labels_ptr"],
-)
+@kernel("hidden", "weight", "bias_ptr", "slot_ptr", "sums_ptr", "hidden_size")
 def _dropped_sums_kernel(
     hidden,  # in: [S, D] descriptor or pointer
     weight,  # in: [V, D] descriptor or pointer
@@ -303,14 +293,14 @@ def _dropped_sums_kernel(
         e = tl.where(dropped, tl.exp(z - reference[:, None]), 0.0)
         if HAS_SOFTCAP:
             e = tl.where(e > 0, e * softcap_slope(z, softcap), 0.0)
-        in_head = tl.load(slot_ptr + offs_v, mask=in_v, other=0) > 0
-        sums = tl.where(in_head, 0.0, tl.sum(e, 0))
+        is_hot = tl.load(slot_ptr + offs_v, mask=in_v, other=0) > 0
+        sums = tl.where(is_hot, 0.0, tl.sum(e, 0))
     where = sums_ptr + (tl.program_id(0) % num_blocks).to(tl.int64) * num_valid + offs_v
     tl.store(where, sums, mask=in_v)
 
 
 def shares_of(sums_BV: torch.Tensor | None, slot_V: torch.Tensor, num_valid: int) -> torch.Tensor:
-    """Return each column's share, of 1 in all (0 without sums), and 1 where it is outside the head, else 0. -> [2, V]."""
+    """Return each column's share, of 1 in all (0 without sums), and 1 where it is not hot, else 0. -> [2, V]."""
     shares_2V = torch.empty(2, num_valid, dtype=torch.float32, device=slot_V.device)
     _shares_kernel[(cdiv(num_valid, 1024),)](
         sums_BV, None if sums_BV is None else sums_BV.sum(), slot_V,
@@ -321,7 +311,7 @@ def shares_of(sums_BV: torch.Tensor | None, slot_V: torch.Tensor, num_valid: int
     return shares_2V
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_valid"])
+@kernel("sums_ptr", "total_ptr", "slot_ptr", "shares_ptr")
 def _shares_kernel(
     sums_ptr,  # in: [B, V] fp32
     total_ptr,  # in: [] fp32

@@ -11,27 +11,42 @@ into as many parts as fill the wave, and a second kernel adds the parts in their
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.tiles import Tile, cdiv, halves, has_tma, load_tile, num_programs, operand, precision
+from cce_dist.kernels import Rows
+from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
+from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.tiles import Tile, num_programs, precision
 
 
-def grad_hidden(
+class Sum(NamedTuple):
+    """d_hidden while chunks are added to it.
+
+    Attributes:
+        high_ND: [N, D] in the hidden states' dtype: d_hidden itself.
+        low_RD: [R, D] bf16: the remainder that it cannot hold, or None in fp32 or where one chunk is all.
+    """
+
+    high_ND: torch.Tensor
+    low_RD: torch.Tensor | None
+
+
+def add_d_hidden(
+    total: Sum,
     dlogits_RV: torch.Tensor,
     weight_VD: torch.Tensor,
-    index_R: torch.Tensor,
-    num_kept: torch.Tensor,
+    rows: Rows,
     scale_R: torch.Tensor | None,
     gain: torch.Tensor | None,
-    d_hidden_ND: torch.Tensor,
-    low_RD: torch.Tensor | None,
     tile: Tile,
     *,
     first: bool,
 ) -> None:
-    """Add gain * scale_R * (dlogits_RV @ weight_VD) to d_hidden_ND at the tokens of index_R; ``first`` sets it instead."""
+    """Add gain * scale_R * (dlogits_RV @ weight_VD) at the tokens of the group; ``first`` sets it instead."""
     num_rows, num_cols = dlogits_RV.shape[0], weight_VD.shape[0]
     hidden_size = weight_VD.shape[1]
     tma = has_tma(dlogits_RV, weight_VD)
@@ -39,9 +54,13 @@ def grad_hidden(
     num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), num_programs(weight_VD.device))
     num_parts = (num_tiles - num_whole) * splits
     parts_PRC = torch.empty(num_parts, tile.rows, tile.cols, dtype=torch.float32, device=weight_VD.device)
-    target = (index_R, num_kept, scale_R, gain, d_hidden_ND, low_RD, parts_PRC)
+    target = (rows.index, rows.num_kept, scale_R, gain, total.high_ND, total.low_RD, parts_PRC)
     sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), int(first), num_whole, splits)
-    options = {"HAS_SCALE": scale_R is not None, "HAS_GAIN": gain is not None, "HAS_LOW": low_RD is not None}
+    options = {
+        "HAS_SCALE": scale_R is not None,
+        "HAS_GAIN": gain is not None,
+        "HAS_LOW": total.low_RD is not None,
+    }
     blocks = {"BLOCK_N": tile.rows, "BLOCK_D": tile.cols}
     _grad_hidden_kernel[(num_whole + num_parts,)](
         operand(dlogits_RV, tile.rows, tile.inner, tma), operand(weight_VD, tile.inner, tile.cols, tma), *target, *sizes,
@@ -61,10 +80,7 @@ def cut_last_wave(num_tiles: int, num_steps: int, at_once: int) -> tuple[int, in
     return (num_tiles - last, splits) if splits > 1 else (num_tiles, 1)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_cols", "dlogits_stride", "first", "num_whole", "splits"],
-    do_not_specialize_on_alignment=["index_ptr", "num_kept_ptr", "gain_ptr"],
-)
+@kernel("dlogits", "weight", "scale_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")
 def _grad_hidden_kernel(
     dlogits,  # in: [R, columns] descriptor or pointer
     weight,  # in: [columns, D] descriptor or pointer
@@ -122,10 +138,7 @@ def _grad_hidden_kernel(
                 )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["first", "num_whole", "splits"],
-    do_not_specialize_on_alignment=["index_ptr", "num_kept_ptr", "gain_ptr"],
-)
+@kernel("scale_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")
 def _add_parts_kernel(
     index_ptr,  # as in _grad_hidden_kernel, but for
     num_kept_ptr,

@@ -7,31 +7,32 @@ copy of the weight's size. With ``add`` the tile is added to what is there (Mega
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from cce_dist.kernels.tiles import Tile, cdiv, halves, has_tma, load_tile, operand, precision, store_tile
+from cce_dist.kernels import Rows
+from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand, store_tile
+from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.tiles import Tile, precision
 
 
-def grad_weight(
-    dlogits_RV: torch.Tensor,
-    rows_RD: torch.Tensor,
-    num_kept: torch.Tensor,
-    gain: torch.Tensor | None,
+def add_d_weight(
     d_weight_VD: torch.Tensor,
+    dlogits_RV: torch.Tensor,
+    rows: Rows,
+    gain: torch.Tensor | None,
     tile: Tile,
     *,
     add: bool,
     skip_empty: bool = False,
 ) -> None:
-    """Set d_weight_VD to gain * (dlogits_RV^T @ rows_RD), or add that to it; ``skip_empty``: unless no row is kept."""
-    num_rows, hidden_size = rows_RD.shape
+    """Set d_weight_VD to gain * (dlogits_RV^T @ rows), or ``add`` that to it; ``skip_empty``: unless no row is kept."""
+    num_rows, hidden_size = rows.hidden.shape
     num_cols = d_weight_VD.shape[0]
-    tma = has_tma(dlogits_RV, rows_RD, d_weight_VD)
+    tma = has_tma(dlogits_RV, rows.hidden, d_weight_VD)
     num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
     _grad_weight_kernel[(num_tiles,)](
         # in
-        operand(dlogits_RV, tile.inner, tile.rows, tma), operand(rows_RD, tile.inner, tile.cols, tma), num_kept, gain,
+        operand(dlogits_RV, tile.inner, tile.rows, tma), operand(rows.hidden, tile.inner, tile.cols, tma), rows.num_kept, gain,
         # out, or in and out
         operand(d_weight_VD, tile.rows, tile.cols // 2, tma and not add),
         # sizes
@@ -39,15 +40,12 @@ def grad_weight(
         # options
         HAS_GAIN=gain is not None, ADD=add, SKIP_EMPTY=skip_empty,
         # tiles
-        BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_N=tile.inner, TMA=tma, PRECISION=precision(rows_RD.dtype),
+        BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_N=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_cols", "dlogits_stride"],
-    do_not_specialize_on_alignment=["num_kept_ptr", "gain_ptr"],
-)
+@kernel("dlogits", "hidden", "d_weight", "hidden_size")
 def _grad_weight_kernel(
     dlogits,  # in: [R, columns] descriptor or pointer
     hidden,  # in: [R, D] descriptor or pointer
@@ -95,27 +93,24 @@ def _grad_weight_kernel(
         store_tile(d_weight, row, col, acc, num_cols, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
 
 
-def grad_bias(
+def add_d_bias(
+    d_bias_V: torch.Tensor,
     dlogits_RV: torch.Tensor,
-    num_kept: torch.Tensor,
+    rows: Rows,
     scale_R: torch.Tensor | None,
     gain: torch.Tensor | None,
-    d_bias_V: torch.Tensor,
 ) -> None:
     """Add gain * the column sums of (scale_R *) dlogits_RV to d_bias_V, in fp32."""
     num_cols = d_bias_V.shape[0]
     _grad_bias_kernel[(cdiv(num_cols, 128),)](
-        dlogits_RV, num_kept, scale_R, gain,
+        dlogits_RV, rows.num_kept, scale_R, gain,
         d_bias_V,
         num_cols, dlogits_RV.stride(0),
         HAS_SCALE=scale_R is not None, HAS_GAIN=gain is not None, BLOCK_V=128, BLOCK_N=32,
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["num_cols", "dlogits_stride"],
-    do_not_specialize_on_alignment=["num_kept_ptr", "gain_ptr"],
-)
+@kernel("dlogits_ptr", "scale_ptr", "d_bias_ptr")
 def _grad_bias_kernel(
     dlogits_ptr,  # in: [R, columns]
     num_kept_ptr,  # in: [1] int32

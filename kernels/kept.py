@@ -1,49 +1,56 @@
 """Exponentials kept from the forward (``lse.py``), made into an operand of the backward's products.
 
-With e = exp(z - reference) * slope kept for a row, its gradient is ``scale * e`` with one ``scale`` per row, apart from the
-label's cell. So the cache itself is the operand: d_hidden takes the scale in its epilogue, d_weight on its hidden rows, and the
-label's cell holds the value that the scale turns into the label's gradient. Nothing else of the cache is touched, and that cell
-is written from the label's own logit each time, so a second backward gets the same bits.
+With e = exp(z - reference) * slope kept for a row, the row's gradient is ``scale * e`` with one ``scale`` per row, apart from
+the label's cell. So the kept exponentials themselves are the operand: d_hidden takes the scale in its epilogue, d_weight on its
+hidden rows, and the label's cell holds the value that the scale turns into the label's gradient. Nothing else of the
+exponentials is touched, and that cell is written from the label's own logit each time, so a second backward gets the same bits.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
-import triton
 import triton.language as tl
 
-from cce_dist.kernels import ShardLogits
-from cce_dist.kernels.tiles import cdiv, softcap_slope
+from cce_dist.kernels import Operands, Rows, Softmax
+from cce_dist.kernels.blocks import kernel, softcap_slope
+from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.lse import Keep
 
 
-def level(
-    exp_RV: torch.Tensor,
-    tile_reference_TR: torch.Tensor,
-    num_kept: torch.Tensor,
-    reference_R: torch.Tensor,
-    tile_cols: int,
-) -> None:
-    """Bring every row of exp_RV to one reference, its largest, and write that to reference_R.
+class Kept(NamedTuple):
+    """Exponentials of the first columns, for backward. Their rows are the tokens with a label, in order.
+
+    Attributes:
+        exp_NV: [N, columns]; no columns where nothing is kept. A backward leaves it so that the next one gets the same bits.
+        reference: [2, N] fp32: the value that a row is relative to; the logit of each token's label. [2, 0] without columns.
+    """
+
+    exp_NV: torch.Tensor
+    reference: torch.Tensor
+
+
+def level(keep: Keep, rows: Rows, reference_R: torch.Tensor, tile_cols: int) -> None:
+    """Bring every row of exponentials to one reference, its largest, and write that to reference_R.
 
     Rows whose logits stay within ``lse.HEADROOM`` of their first tile's, nearly all, are only looked at.
     """
-    num_tiles, num_rows = tile_reference_TR.shape
+    num_tiles, num_rows = keep.tile_reference_BR.shape
     _row_reference_kernel[(cdiv(num_rows, 32),)](
-        tile_reference_TR, num_kept, reference_R, num_rows, num_tiles, BLOCK_N=32, BLOCK_T=32
+        keep.tile_reference_BR, rows.num_kept, reference_R, num_rows, num_tiles, BLOCK_N=32, BLOCK_T=32
     )
     grid = (cdiv(num_rows, 64), cdiv(num_tiles, 16))
     _level_kernel[grid](
-        exp_RV, tile_reference_TR, reference_R, num_kept,
-        num_rows, num_tiles, exp_RV.shape[1],
+        keep.exp_RV, keep.tile_reference_BR, reference_R, rows.num_kept,
+        num_rows, num_tiles, keep.exp_RV.shape[1],
         BLOCK_N=64, BLOCK_V=tile_cols, BLOCK_T=16,
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_tiles"], do_not_specialize_on_alignment=["num_kept_ptr", "reference_ptr"]
-)
+@kernel("tile_reference_ptr")
 def _row_reference_kernel(
-    tile_reference_ptr,  # in: [T, R] fp32
+    tile_reference_ptr,  # in: [B, R] fp32
     num_kept_ptr,  # in: [1] int32
     reference_ptr,  # out: [R] fp32
     num_rows,
@@ -62,12 +69,10 @@ def _row_reference_kernel(
     tl.store(reference_ptr + offs_n, tl.max(largest, 0), mask=live)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_tiles"], do_not_specialize_on_alignment=["num_kept_ptr", "reference_ptr"]
-)
+@kernel("exp_ptr", "tile_reference_ptr", "exp_cols")
 def _level_kernel(
-    exp_ptr,  # in, out: [R, T * BLOCK_V]
-    tile_reference_ptr,  # in: [T, R] fp32
+    exp_ptr,  # in, out: [R, B * BLOCK_V]
+    tile_reference_ptr,  # in: [B, R] fp32
     reference_ptr,  # in: [R] fp32
     num_kept_ptr,  # in: [1] int32
     num_rows,
@@ -97,44 +102,22 @@ def _level_kernel(
             tl.store(cells, e.to(exp_ptr.dtype.element_ty), mask=live[:, None])
 
 
-def row_scales(
-    exp_RV: torch.Tensor,
-    reference_R: torch.Tensor,
-    target_N: torch.Tensor,
-    labels_N: torch.Tensor,
-    index_R: torch.Tensor,
-    num_kept: torch.Tensor,
-    max_N: torch.Tensor,
-    log_sum_N: torch.Tensor,
-    coef_4N: torch.Tensor,
-    logits: ShardLogits,
-) -> torch.Tensor:
-    """Return scale_R, and write each label's cell of exp_RV so that scale * cell is the label's gradient."""
-    num_rows = index_R.shape[0]
-    scale_R = torch.empty(num_rows, dtype=torch.float32, device=exp_RV.device)
+def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor) -> torch.Tensor:
+    """Return scale_R, and write each label's cell of the exponentials so that scale * cell is the label's gradient."""
+    num_rows = rows.index.shape[0]
+    logits = x.logits
+    scale_R = torch.empty(num_rows, dtype=torch.float32, device=coef_4N.device)
     _row_scale_kernel[(cdiv(num_rows, 128),)](
-        reference_R, target_N, labels_N, index_R, num_kept, max_N, log_sum_N, coef_4N,
-        exp_RV, scale_R,
-        num_rows, max_N.shape[0], exp_RV.shape[1], logits.start, logits.num_valid,
+        kept.reference[0], kept.reference[1], x.ids, rows.index, rows.num_kept, softmax.max, softmax.log_sum, coef_4N,
+        kept.exp_NV, scale_R,
+        num_rows, x.num_tokens, kept.exp_NV.shape[1], logits.start, logits.num_valid,
         logits.logit_scale, logits.softcap,
         HAS_SOFTCAP=logits.softcap > 0.0, BLOCK_N=128,
     )  # fmt: skip
     return scale_R
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_tokens", "start", "num_valid"],
-    do_not_specialize_on_alignment=[
-        "reference_ptr",
-        "target_ptr",
-        "labels_ptr",
-        "index_ptr",
-        "num_kept_ptr",
-        "max_ptr",
-        "log_sum_ptr",
-        "coef_ptr",
-    ],
-)
+@kernel("exp_ptr", "scale_ptr", "exp_cols")
 def _row_scale_kernel(
     reference_ptr,  # in: [R] fp32
     target_ptr,  # in: [N] fp32
@@ -144,7 +127,7 @@ def _row_scale_kernel(
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
-    exp_ptr,  # out, one cell a row: [R, T * BLOCK_V]
+    exp_ptr,  # out, one cell a row: [R, B * BLOCK_V]
     scale_ptr,  # out: [R] fp32
     num_rows,
     num_tokens,

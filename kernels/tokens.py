@@ -1,7 +1,12 @@
-"""What is done with each token's numbers around the two passes over the vocabulary, one launch each instead of thirty.
+"""Each token's numbers around the two passes over the vocabulary: one launch each instead of thirty.
 
-``torch_ops`` has the same three functions in plain torch, which say what they mean: ``label_ids``, ``token_losses`` (merges the
-shards' statistics by log-add-exp, in rank order, so that every rank computes the same bits) and ``coefficients``.
+``label_ids``, ``token_losses``, ``merged_lse`` and ``coefficients`` are the functions of a backend of those names (see
+``backends.py``; ``dense.py`` has them in plain torch, which says what they mean).
+
+``compact`` removes tokens without a label, without the host knowing how many there are. ``index_N`` lists the tokens that count
+first, in order, then the others, and ``num_kept`` is their number, on the device. Every later kernel works on the compact rows
+and stops at ``num_kept``, so a batch with two thirds of its tokens ignored costs a third, wherever those tokens stand (skipping
+whole tiles needs runs of 128 ignored tokens).
 """
 
 from __future__ import annotations
@@ -12,9 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import IGNORED, OUTSIDE
-from cce_dist.kernels.tiles import cdiv
-from cce_dist.kernels.triton_ops import on_device
+from cce_dist.kernels import IGNORED, OUTSIDE, Rows, Spec
+from cce_dist.kernels.blocks import kernel, on_device
+from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.tiles import MAX_SIDE, num_programs
 
 _IGNORED, _OUTSIDE = tl.constexpr(IGNORED), tl.constexpr(OUTSIDE)
 _BLOCK = 128  # tokens of a program
@@ -33,9 +39,7 @@ def label_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> tor
     return ids_N
 
 
-@triton.jit(
-    do_not_specialize=["ignore_index", "vocab_size", "num_tokens"], do_not_specialize_on_alignment=["labels_ptr"]
-)
+@kernel("ids_ptr")
 def _label_ids_kernel(
     labels_ptr,  # in: [N] int64
     ids_ptr,  # out: [N] int64
@@ -51,25 +55,105 @@ def _label_ids_kernel(
     tl.store(ids_ptr + offs_n, tl.where(label == ignore_index, _IGNORED, ids), mask=in_n)
 
 
-def token_losses(
-    stats_TKN: torch.Tensor, ids_N: torch.Tensor, vocab_size: int, want_uniform: bool, want_entropy: bool
-) -> tuple[torch.Tensor, ...]:
-    """Merge the shards' statistics; see ``torch_ops.token_losses``."""
+def compact(ids_N: torch.Tensor) -> list[torch.Tensor]:
+    """Return index_N int32, tokens with a label first, and their number as a [1] int32 tensor."""
+    num_tokens = ids_N.shape[0]
+    index_N = torch.empty(num_tokens, dtype=torch.int32, device=ids_N.device)
+    num_kept = torch.empty(1, dtype=torch.int32, device=ids_N.device)
+    if num_tokens:
+        with on_device(ids_N):
+            _compact_kernel[(1,)](ids_N, index_N, num_kept, num_tokens, BLOCK=8192, num_warps=16)
+    return [index_N, num_kept]
+
+
+@kernel("index_ptr", "num_kept_ptr")
+def _compact_kernel(
+    ids_ptr,  # in: [N] int64
+    index_ptr,  # out: [N] int32
+    num_kept_ptr,  # out: [1] int32
+    num_tokens,
+    BLOCK: tl.constexpr,
+):
+    # One program: a prefix sum over 65,536 tokens is eight steps, and needs no second launch.
+    num_kept = tl.zeros((), tl.int32)
+    for begin in range(0, num_tokens, BLOCK):
+        offs_n = begin + tl.arange(0, BLOCK)
+        in_n = offs_n < num_tokens
+        keep = tl.load(ids_ptr + offs_n, mask=in_n, other=-1) >= 0
+        kept = keep.to(tl.int32)
+        kept_before = num_kept + tl.cumsum(kept, 0) - kept
+        place = tl.where(keep, kept_before, num_tokens - 1 - (offs_n - kept_before))
+        tl.store(index_ptr + place, offs_n, mask=in_n)
+        num_kept += tl.sum(kept, 0)
+    tl.store(num_kept_ptr, num_kept)
+
+
+def gathered(hidden_ND: torch.Tensor, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor) -> Rows:
+    """Return a group of tokens, its hidden states gathered into the first rows of the buffer as ``gather_rows`` fills them."""
+    rows = Rows(order[0], order[1], buffer_RD[: order[0].shape[0]])
+    gather_rows(hidden_ND, rows)
+    return rows
+
+
+def gather_rows(hidden_ND: torch.Tensor, rows: Rows, scale_R: torch.Tensor | None = None) -> None:
+    """Fill ``rows.hidden`` with its tokens, times ``scale_R``; rows past ``num_kept`` in the last live tile are 0."""
+    num_rows, hidden_size = rows.hidden.shape
+    grid = (cdiv(num_rows, 16), cdiv(hidden_size, 256))
+    _gather_rows_kernel[grid](
+        hidden_ND, rows.index, rows.num_kept, scale_R, rows.hidden,
+        num_rows, hidden_size,
+        HAS_SCALE=scale_R is not None, MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
+    )  # fmt: skip
+
+
+@kernel("hidden_ptr", "scale_ptr", "rows_ptr", "hidden_size")
+def _gather_rows_kernel(
+    hidden_ptr,  # in: [N, D]
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    scale_ptr,  # in: [R] fp32
+    rows_ptr,  # out: [R, D]
+    num_rows,
+    hidden_size,
+    HAS_SCALE: tl.constexpr,
+    MAX_SIDE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    num_kept = tl.load(num_kept_ptr)
+    # Zeros up to the end of the largest tile: nothing non-finite meets the zeros of dlogits there.
+    if tl.program_id(0) * BLOCK_R < tl.maximum(tl.cdiv(num_kept, MAX_SIDE), 1) * MAX_SIDE:
+        offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+        offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        in_r = offs_r < num_rows
+        in_d = (offs_d < hidden_size)[None, :]
+        live = offs_r < num_kept
+        token = tl.load(index_ptr + offs_r, mask=live, other=0).to(tl.int64)
+        row = tl.load(hidden_ptr + token[:, None] * hidden_size + offs_d[None, :], mask=live[:, None] & in_d, other=0)
+        if HAS_SCALE:
+            row = row.to(tl.float32) * tl.load(scale_ptr + offs_r, mask=live, other=0)[:, None]
+        where = rows_ptr + offs_r.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        tl.store(where, row.to(rows_ptr.dtype.element_ty), mask=in_r[:, None] & in_d)
+
+
+def token_losses(stats_TKN: torch.Tensor, ids_N: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
+    """Merge the shards' statistics; see ``Backend.token_losses``."""
     num_shards, num_stats, num_tokens = stats_TKN.shape
+    uniform, entropy = spec.want.uniform, spec.want.entropy
     nll_N, lse_N, target_N = (stats_TKN.new_empty(num_tokens) for _ in range(3))
-    uniform_nll_N = stats_TKN.new_empty(num_tokens if want_uniform else 0)
-    entropy_N = stats_TKN.new_empty(num_tokens if want_entropy else 0)
-    merged_KN = stats_TKN.new_empty(2 + want_entropy, num_tokens)
+    uniform_nll_N = stats_TKN.new_empty(num_tokens if uniform else 0)
+    entropy_N = stats_TKN.new_empty(num_tokens if entropy else 0)
+    merged_KN = stats_TKN.new_empty(2 + entropy, num_tokens)
     _launch(
         _token_losses_kernel, num_tokens, stats_TKN, ids_N,
-        nll_N, lse_N, target_N, uniform_nll_N, entropy_N, merged_KN, num_shards, num_stats, vocab_size,
-        WANT_UNIFORM=want_uniform, WANT_ENTROPY=want_entropy,
+        nll_N, lse_N, target_N, uniform_nll_N, entropy_N, merged_KN, num_shards, num_stats, spec.vocab_size,
+        WANT_UNIFORM=uniform, WANT_ENTROPY=entropy,
     )  # fmt: skip
     return nll_N, lse_N, target_N, uniform_nll_N, entropy_N, merged_KN
 
 
 def merged_lse(stats_TKN: torch.Tensor) -> torch.Tensor:
-    """Return the log-sum-exp over what the shards' statistics cover. [T, K, N] -> [N] fp32."""
+    """Return the log-sum-exp over what the shards' statistics cover. [T, 3, N] -> [N] fp32."""
     num_shards, num_stats, num_tokens = stats_TKN.shape
     lse_N = stats_TKN.new_empty(num_tokens)
     _launch(_merged_lse_kernel, num_tokens, stats_TKN, lse_N, num_shards, num_stats)
@@ -91,7 +175,7 @@ def _below(shard_max, merged_max):
     return tl.where(shard_max == merged_max, 0.0, shard_max - merged_max)
 
 
-@triton.jit(do_not_specialize=["num_shards", "num_stats", "num_tokens"], do_not_specialize_on_alignment=["stats_ptr"])
+@kernel("lse_ptr")
 def _merged_lse_kernel(
     stats_ptr,  # in: [T, K, N] fp32
     lse_ptr,  # out: [N] fp32
@@ -112,10 +196,7 @@ def _merged_lse_kernel(
     tl.store(lse_ptr + offs_n, merged_max + tl.log(sum_exp), mask=in_n)
 
 
-@triton.jit(
-    do_not_specialize=["num_shards", "num_stats", "vocab_size", "num_tokens"],
-    do_not_specialize_on_alignment=["stats_ptr", "ids_ptr"],
-)
+@kernel("nll_ptr", "lse_ptr", "target_ptr", "uniform_nll_ptr", "entropy_ptr", "merged_ptr")
 def _token_losses_kernel(
     stats_ptr,  # in: [T, K, N] fp32
     ids_ptr,  # in: [N] int64
@@ -174,7 +255,7 @@ def _token_losses_kernel(
 
 
 def coefficients(grads: Sequence[torch.Tensor | None], ids_N: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return coef_4N from the gradients of what ``token_losses`` returned; see ``torch_ops.coefficients``."""
+    """Return coef_4N from the gradients of what ``token_losses`` returned."""
     coef_4N = torch.empty(4, ids_N.shape[0], dtype=torch.float32, device=ids_N.device)
     strides = [0 if grad is None else grad.stride(0) for grad in grads]
     _launch(_coefficients_kernel, ids_N.shape[0], ids_N, *grads, coef_4N, *strides, vocab_size)
@@ -189,18 +270,7 @@ def _grad(grad_ptr, stride, offs_n, live):
     return grad
 
 
-@triton.jit(
-    do_not_specialize=[
-        "nll_stride",
-        "lse_stride",
-        "target_stride",
-        "uniform_stride",
-        "entropy_stride",
-        "vocab_size",
-        "num_tokens",
-    ],
-    do_not_specialize_on_alignment=["d_nll_ptr", "d_lse_ptr", "d_target_ptr", "d_uniform_ptr", "d_entropy_ptr"],
-)
+@kernel("ids_ptr", "coef_ptr")
 def _coefficients_kernel(
     ids_ptr,  # in: [N] int64
     d_nll_ptr,  # in: [N] fp32 of any stride, or None; also the next four
@@ -230,3 +300,49 @@ def _coefficients_kernel(
     tl.store(coef_ptr + plane + offs_n, d_target - d_nll, mask=in_n)
     tl.store(coef_ptr + 2 * plane + offs_n, -d_uniform / vocab_size, mask=in_n)
     tl.store(coef_ptr + 3 * plane + offs_n, _grad(d_entropy_ptr, entropy_stride, offs_n, live), mask=in_n)
+
+
+def sums_of_rows(coef_2R: torch.Tensor, rows_RD: torch.Tensor) -> torch.Tensor:
+    """Return coef_2R @ rows_RD in fp32, [2, D]; rows whose coefficients are both 0 are not read, whatever they hold."""
+    num_rows, hidden_size = rows_RD.shape
+    block_r, block_d = 32, 256
+    blocks_d = cdiv(hidden_size, block_d)
+    parts = max(1, min(cdiv(num_rows, block_r), 8 * num_programs(rows_RD.device) // blocks_d))
+    partial_P2D = torch.empty(parts, 2, hidden_size, dtype=torch.float32, device=rows_RD.device)
+    _sums_of_rows_kernel[(parts, blocks_d)](
+        coef_2R, rows_RD,
+        partial_P2D,
+        num_rows, hidden_size,
+        BLOCK_R=block_r, BLOCK_D=block_d, num_warps=8,
+    )  # fmt: skip
+    return partial_P2D.sum(0)
+
+
+@kernel("rows_ptr", "partial_ptr", "hidden_size")
+def _sums_of_rows_kernel(
+    coef_ptr,  # in: [2, R] fp32
+    rows_ptr,  # in: [R, D]
+    partial_ptr,  # out: [P, 2, D] fp32
+    num_rows,
+    hidden_size,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    part = tl.program_id(0)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_d = offs_d < hidden_size
+    first_sum = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    second_sum = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    for first in range(part * BLOCK_R, num_rows, tl.num_programs(0) * BLOCK_R):
+        offs_r = first + tl.arange(0, BLOCK_R)
+        in_r = offs_r < num_rows
+        first_coef = tl.load(coef_ptr + offs_r, mask=in_r, other=0)
+        second_coef = tl.load(coef_ptr + num_rows.to(tl.int64) + offs_r, mask=in_r, other=0)
+        mask = ((first_coef != 0) | (second_coef != 0))[:, None] & in_d[None, :]
+        where = rows_ptr + offs_r.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        row = tl.load(where, mask=mask, other=0).to(tl.float32)
+        first_sum += first_coef[:, None] * row
+        second_sum += second_coef[:, None] * row
+    target = partial_ptr + part.to(tl.int64) * 2 * hidden_size + offs_d
+    tl.store(target, tl.sum(first_sum, 0), mask=in_d)
+    tl.store(target + hidden_size, tl.sum(second_sum, 0), mask=in_d)

@@ -1,0 +1,91 @@
+"""The functions that a backend has, and the choice of one.
+
+``dense`` (plain torch), ``exact`` and ``filter`` (Triton) are modules that all have these functions with the same meaning, so
+that the operator in ``cce_dist/op.py`` reads as the algorithm does and names none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from cce_dist.kernels import Gradients, Grads, Operands, Softmax, Spec, dense
+
+
+class Backend(Protocol):
+    """One shard's arithmetic. Letters and records are those of ``cce_dist.kernels``."""
+
+    # Each token's numbers, before, between and after the passes over the vocabulary.
+
+    def label_ids(self, labels_N: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
+        """Return each label, or IGNORED, or OUTSIDE. [N] int64 -> [N] int64."""
+        ...
+
+    def token_losses(self, stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Tensor, ...]:
+        """Merge the shards' statistics by log-add-exp, in rank order, so that every rank computes the same bits.
+
+        Returns:
+            nll, log-sum-exp, target logit, nll of the uniform distribution and entropy, [N] fp32, the last two empty unless
+            wanted; 0 where a label is IGNORED, NaN where it is OUTSIDE. Then the rows of ``Softmax``, [2 or 3, N] fp32.
+        """
+        ...
+
+    def merged_lse(self, stats_T3N: Tensor) -> Tensor:
+        """Return the log-sum-exp over what the shards' statistics cover. [T, 3, N] -> [N] fp32."""
+        ...
+
+    def coefficients(self, grads: Sequence[Tensor | None], ids_N: Tensor, vocab_size: int) -> Tensor:
+        """Return coef_4N from the gradients of what ``token_losses`` returned (None: 0); 0 where there is no label."""
+        ...
+
+    # The passes over the vocabulary.
+
+    def saved_like(self, x: Operands, spec: Spec) -> list[Tensor]:
+        """Return tensors of the shapes and dtypes of what ``statistics`` saves."""
+        ...
+
+    def saved_of_slices(self, x: Operands, spec: Spec) -> list[Tensor] | None:
+        """Return what is saved for backward where statistics are taken of slices of the tokens, one after another.
+
+        None: forward keeps something of every token for backward, so that it needs all tokens at once. ``x.hidden`` is read
+        for its dtype and D alone.
+        """
+        ...
+
+    def statistics(
+        self, x: Operands, spec: Spec, merge_bound: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return this shard's statistics, stats_KN, and what is saved for backward.
+
+        Args:
+            merge_bound: Turns this shard's maximum, sum of exp and 0 over some of its columns, [3, N], into the log-sum-exp
+                [N] over all shards' columns of that kind. A backend calls it once on every rank, or on none.
+        """
+        ...
+
+    def filter_stats(self, x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec) -> Tensor:
+        """Return the share of logits kept, and the softmax mass dropped (mean and maximum over labelled tokens). -> [3]."""
+        ...
+
+    def gradients(
+        self, x: Operands, softmax: Softmax, coef_4N: Tensor, saved: list[Tensor], grads: Grads, spec: Spec
+    ) -> Gradients:
+        """Return d_hidden [N, D] in hidden's dtype, d_weight [V, D] in weight's dtype, d_bias [V] fp32; None if not wanted."""
+        ...
+
+    def rows_at_once(self, x: Operands, spec: Spec) -> int | None:
+        """Return the tokens whose d_hidden becomes final while that of others is computed; None: all become so together."""
+        ...
+
+
+def choose(name: str, spec: Spec) -> Backend:
+    """Return the backend of that name, "torch" or "triton", for a call; those of Triton are imported by their first use."""
+    if name == "torch":
+        return dense
+    from cce_dist.kernels import exact, filter
+
+    filtering = spec.filter.eps > 0 and (spec.filter.hidden or spec.filter.weight)
+    # What a filter drops of a uniform term under a softcap has no rank-1 stand-in.
+    return filter if filtering and not (spec.want.uniform and spec.logits.softcap > 0) else exact

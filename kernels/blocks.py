@@ -1,0 +1,159 @@
+"""The pieces that every kernel shares: how a tile is read, written, and becomes logits; and how a kernel is declared.
+
+A matrix reaches a kernel in one of two forms, told apart by the constexpr ``TMA``: a tensor descriptor, which the copy
+engine of Hopper and later reads and writes without address arithmetic in the loop, or a plain pointer for other devices.
+The kernels are the same files either way. The masking of the vocabulary's tail is ``logits_of`` alone, so forward and
+backward cannot disagree on it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cce_dist.kernels.tiles import interpreted
+
+
+def kernel(*specialized: str) -> Callable[[Callable], Any]:
+    """Declare a Triton kernel that compiles anew only for the arguments named here, and for its constexprs and dtypes.
+
+    Triton compiles a kernel anew where an integer becomes 1 or a multiple of 16, or a pointer one of 16 bytes. Here sizes and
+    pointers of numbers per token are free: they may take any value, and nothing compiles in the middle of training. The names
+    given are worth it: sizes and matrices that decide how wide a load is.
+    """
+
+    def declare(function: Callable) -> Any:
+        free = [
+            name
+            for name, parameter in inspect.signature(function).parameters.items()
+            if "constexpr" not in str(parameter.annotation) and name not in specialized
+        ]
+        return triton.jit(
+            do_not_specialize=[name for name in free if not name.endswith("_ptr")],
+            do_not_specialize_on_alignment=[name for name in free if name.endswith("_ptr")],
+        )(function)
+
+    return declare
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager:
+    """Launch on the tensor's device."""
+    return nullcontext() if interpreted() else torch.cuda.device(tensor.device)
+
+
+def has_tma(*matrices: torch.Tensor) -> bool:
+    """Whether tensor descriptors can describe these row-major matrices here (16-byte base and rows)."""
+    aligned = all(m.data_ptr() % 16 == 0 and m.stride(0) * m.itemsize % 16 == 0 for m in matrices)
+    if interpreted():
+        return aligned and all(m.dtype != torch.bfloat16 for m in matrices)  # its descriptors misread bf16
+    return aligned and _has_copy_engine(matrices[0].device)
+
+
+@lru_cache(maxsize=16)
+def _has_copy_engine(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def operand(matrix: torch.Tensor, rows: int, cols: int, tma: bool) -> TensorDescriptor | torch.Tensor:
+    """Return a matrix in the form a kernel reads: a descriptor of [rows, cols] blocks, or itself."""
+    return TensorDescriptor.from_tensor(matrix, [rows, cols]) if tma else matrix
+
+
+@triton.jit
+def load_tile(source, row, col, num_rows, num_cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    """Read [ROWS, COLS] at (row, col) of a row-major [num_rows, num_cols] matrix; cells outside are 0."""
+    if TMA:
+        tile = source.load([row, col])
+    else:
+        offs_r = row + tl.arange(0, ROWS)
+        offs_c = col + tl.arange(0, COLS)
+        mask = (offs_r < num_rows)[:, None] & (offs_c < num_cols)[None, :]
+        tile = tl.load(source + offs_r.to(tl.int64)[:, None] * stride + offs_c[None, :], mask=mask, other=0)
+    return tile
+
+
+@triton.jit
+def halves(tile):
+    """Cut a tile into its left and its right half."""
+    rows: tl.constexpr = tile.shape[0]
+    cols: tl.constexpr = tile.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(tile, (rows, 2, cols)), (0, 2, 1)))
+
+
+@triton.jit
+def store_tile(
+    target, row, col, tile, num_rows, num_cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+):
+    """Write [ROWS, COLS] at (row, col), cut at the matrix's edge.
+
+    A descriptor writes half a tile at a time: a whole one in bf16 next to its fp32 source spills registers.
+    """
+    if TMA:
+        left, right = halves(tile)
+        target.store([row, col], left.to(target.dtype))
+        target.store([row, col + COLS // 2], right.to(target.dtype))
+    else:
+        offs_r = row + tl.arange(0, ROWS)
+        offs_c = col + tl.arange(0, COLS)
+        mask = (offs_r < num_rows)[:, None] & (offs_c < num_cols)[None, :]
+        where = target + offs_r.to(tl.int64)[:, None] * stride + offs_c[None, :]
+        tl.store(where, tile.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def softcapped(u, softcap):
+    """softcap * tanh(u / softcap), by one exponential that cannot overflow."""
+    t = tl.exp(-2.0 * tl.abs(u) / softcap)
+    bounded = softcap * (1.0 - t) / (1.0 + t)
+    return tl.where(u < 0, -bounded, bounded)
+
+
+@triton.jit
+def softcap_slope(z, softcap):
+    """Derivative of ``softcapped`` with respect to u, from its value z."""
+    capped = z / softcap
+    return 1.0 - capped * capped
+
+
+@triton.jit
+def logits_of(
+    acc,  # [BLOCK_N, BLOCK_V] fp32 products
+    offs_v,
+    bias_ptr,  # in: [V]
+    num_valid,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASK_V: tl.constexpr,
+):
+    """Turn products into logits; columns at or past ``num_valid`` are -inf."""
+    z = acc
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + offs_v, mask=offs_v < num_valid, other=0).to(tl.float32)[None, :]
+    if HAS_SCALE:
+        z *= logit_scale
+    if HAS_SOFTCAP:
+        z = softcapped(z, softcap)
+    if MASK_V:
+        z = tl.where((offs_v < num_valid)[None, :], z, float("-inf"))
+    return z
+
+
+@triton.jit
+def row_and_split(pid, num_row_blocks, num_splits, GROUP: tl.constexpr):
+    """Order a grid of row blocks x splits so that GROUP row blocks stay in L2 while all of the weight passes by once."""
+    group = pid // (GROUP * num_splits)
+    first = group * GROUP
+    size = tl.minimum(num_row_blocks - first, GROUP)
+    within = pid - first * num_splits
+    return first + within % size, within // size

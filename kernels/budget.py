@@ -1,0 +1,182 @@
+"""What ``workspace_bytes`` buys: how many tokens and columns are worked on at a time, and how many exponentials are kept.
+
+Pure arithmetic on sizes, so that the host code of the kernels, the fakes of torch.compile and a plan made without a GPU agree.
+
+exact     The chunk is one of the vocabulary, not of tokens: it finishes its rows of d_weight, the large output, while d_hidden,
+          the small one, is added to. Only where two bytes per element of d_hidden exceed the budget are tokens split too, and
+          d_weight is then added to in its own dtype. A budget above that keeps exponentials of the first columns.
+filtered  Hidden states of a group of tokens, their marks and lists, and the entries of all lists in backward.
+dense     Blocks of fp32 logits, of which LIVE_BLOCKS are alive at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from cce_dist.kernels.tiles import Tile, Tiles
+
+LEAST_BYTES = 32 << 20  # below this budget the rows of a chunk would no longer fill a device
+CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
+ROWS = 128  # groups of tokens are cut at multiples of this
+REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
+
+MEAN_LIST = 64  # columns listed per token, on average over the batch, that backward has room for
+ENTRY_BYTES = 48  # of one such column in backward: as it is made, as it is sorted, and the sort's own
+
+LIVE_BLOCKS = 8  # fp32 blocks of logits that the dense backend has alive at a time, at most
+BLOCK_N, BLOCK_V = 128, 256  # its blocks are multiples of these
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division; Triton's own takes two microseconds a call on the host."""
+    return -(-a // b)
+
+
+class Sizes(NamedTuple):
+    """A head on a shard.
+
+    Attributes:
+        num_tokens: N, ignored tokens counted.
+        hidden_size: D.
+        num_columns: Columns of the logits: rows of the weight that are part of the vocabulary.
+        itemsize: Bytes of an element of hidden states and weight.
+    """
+
+    num_tokens: int
+    hidden_size: int
+    num_columns: int
+    itemsize: int
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of one token's hidden state."""
+        return self.hidden_size * self.itemsize
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of one token's hidden state, and of the remainder that d_hidden cannot hold in 16 bits (``d_hidden.py``)."""
+        return self.hidden_bytes + (2 * self.hidden_size if self.itemsize == 2 else 0)
+
+
+class Chunks(NamedTuple):
+    """The logits' gradients that are alive at a time: of ``rows`` tokens and ``cols`` columns."""
+
+    rows: int
+    cols: int
+
+
+def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int:
+    """Return how many of the first columns keep their exponentials within the budget: a multiple of ``tile_cols``."""
+    num_tokens = sizes.num_tokens
+    if num_tokens == 0 or sizes.num_columns == 0:
+        return 0
+    num_tiles = cdiv(sizes.num_columns, tile_cols)
+    tile_bytes = num_tokens * (tile_cols * sizes.itemsize + REFERENCE_BYTES)
+    gathered = num_tokens * sizes.hidden_bytes
+    if gathered + num_tiles * tile_bytes <= workspace_bytes:
+        return num_tiles * tile_cols
+    # Columns that are not kept are recomputed in chunks. A chunk of ``width`` columns costs CHUNK_COST, so the chunk is widened
+    # until the next column would save more as a kept one. Hidden states and remainder of every token stand beside it.
+    width = math.isqrt(CHUNK_COST * sizes.num_columns)
+    recompute = 2 * gathered + num_tokens * width * sizes.itemsize
+    tiles = (workspace_bytes - recompute) // tile_bytes
+    return tiles * tile_cols if tiles >= 16 else 0
+
+
+def forward_rows(sizes: Sizes, workspace_bytes: int, kept: bool) -> int:
+    """Return the tokens whose hidden states the exact forward gathers at a time; with kept exponentials all."""
+    if kept:
+        return sizes.num_tokens
+    return max(ROWS, max(workspace_bytes, LEAST_BYTES) // sizes.hidden_bytes // ROWS * ROWS)
+
+
+def most_rows(sizes: Sizes, workspace_bytes: int) -> int:
+    """Return the tokens at a time, at most, where nothing is kept: hidden states and remainder take half of the budget."""
+    return max(ROWS, max(workspace_bytes, LEAST_BYTES) // (2 * sizes.sum_bytes) // ROWS * ROWS)
+
+
+def exact_chunks(sizes: Sizes, workspace_bytes: int, kept_bytes: int, tiles: Tiles, at_once: int) -> Chunks:
+    """Split the logits' gradients so that they, hidden states and remainder fit the budget beside what is kept.
+
+    Args:
+        sizes: ``num_columns`` counts the columns that are recomputed.
+        workspace_bytes: The budget.
+        kept_bytes: Bytes of the exponentials that forward kept.
+        tiles: Tiles of the device.
+        at_once: Programs that the device runs at a time.
+    """
+    budget = max(workspace_bytes, LEAST_BYTES) - kept_bytes
+    tile_cols = tiles.dlogits.cols
+    rows = sizes.num_tokens
+    if kept_bytes == 0:  # else every token has its row of exponentials, and columns_kept left room for all of them
+        # At least one tile of columns stands beside the rows.
+        rows = max(ROWS, budget // (sizes.sum_bytes + 2 * tile_cols * sizes.itemsize) // ROWS * ROWS)
+        rows = min(sizes.num_tokens, rows, most_rows(sizes, workspace_bytes))
+    cols = max(tile_cols, (budget - rows * sizes.sum_bytes) // (rows * sizes.itemsize) // tile_cols * tile_cols)
+    return Chunks(rows, _fill_waves(rows, sizes.num_columns, sizes.hidden_size, tiles, at_once, cols))
+
+
+@lru_cache(maxsize=1024)
+def _fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_once: int, most: int) -> int:
+    """Return the width of a chunk, at most ``most``, at which its kernels' programs wait least for one another.
+
+    Programs run ``at_once`` at a time, and a last wave of a few takes as long as a full one. (d_hidden's last wave is cut: see
+    d_hidden.py.)
+    """
+
+    def waves(tile: Tile, num_rows: int, num_cols: int, inner: int) -> int:
+        blocks = cdiv(num_rows, tile.rows) * cdiv(num_cols, tile.cols)
+        return cdiv(blocks, at_once) * tile.rows * tile.cols * inner
+
+    def time(width: int) -> int:
+        whole, rest = divmod(num_cols, width)
+        return sum(
+            count * (waves(tiles.dlogits, rows, cols, hidden_size) + waves(tiles.grad_weight, cols, hidden_size, rows))
+            for count, cols in ((whole, width), (1, rest))
+        )
+
+    tile_cols = tiles.dlogits.cols
+    chunks = max(1, cdiv(num_cols, most))
+    even = max(1, cdiv(cdiv(num_cols, chunks), tile_cols)) * tile_cols
+    return min(
+        range(max(tile_cols, even - even // 4 // tile_cols * tile_cols), even + 1, tile_cols),
+        key=lambda w: (time(w), -w),
+    )
+
+
+def longest_list(num_tokens: int, workspace_bytes: int) -> int:
+    """Return L, the columns that a token's list has room for: four bytes each, an eighth of the budget in all."""
+    return max(64, min(1024, workspace_bytes // (32 * max(1, num_tokens)) // 32 * 32))
+
+
+def list_capacity(num_tokens: int, workspace_bytes: int) -> int:
+    """Return M, the entries of all lists that backward has room for."""
+    return max(1, min(MEAN_LIST * num_tokens, max(workspace_bytes, LEAST_BYTES) // 4 // ENTRY_BYTES))
+
+
+def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int) -> Chunks:
+    """Return the tokens at a time of the filter's two forward passes: over all columns (``rows``), over hot ones (``cols``).
+
+    The first has hidden states and ``num_words`` words of marks for each of its tokens, the second hidden states alone.
+    """
+    budget = max(workspace_bytes, LEAST_BYTES)
+    rows = budget * 3 // 4 // (sizes.hidden_bytes + 4 * num_words)
+    unit = tile_rows * group if rows >= tile_rows * group else tile_rows
+    rows = min(max(unit, rows // unit * unit), cdiv(sizes.num_tokens, tile_rows) * tile_rows)
+    return Chunks(rows, max(rows, budget // 2 // sizes.hidden_bytes // ROWS * ROWS))
+
+
+def filter_backward_rows(sizes: Sizes, hot_columns: int, workspace_bytes: int) -> int:
+    """Return the tokens at a time of the filter's backward: hidden states, remainder and the hot columns' gradients."""
+    row_bytes = sizes.sum_bytes + hot_columns * sizes.itemsize
+    return min(sizes.num_tokens, max(ROWS, max(workspace_bytes, LEAST_BYTES) // 2 // row_bytes // ROWS * ROWS))
+
+
+def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int) -> Chunks:
+    """Return the block of logits of the dense backend: LIVE_BLOCKS of them in fp32 fit the budget."""
+    elements = max(workspace_bytes // (4 * LIVE_BLOCKS), BLOCK_N * BLOCK_V)
+    rows = min(num_tokens, elements // BLOCK_V // BLOCK_N * BLOCK_N) or 1
+    return Chunks(rows, min(num_columns, elements // rows // BLOCK_V * BLOCK_V) or 1)

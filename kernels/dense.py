@@ -1,0 +1,308 @@
+"""The arithmetic of one shard in plain torch, a bounded block of logits at a time: CPUs, and GPUs without Triton.
+
+The loop runs over blocks of the vocabulary (and of the tokens, where one block of all tokens would not fit), so that
+each row of dC is written once and dE is summed in fp32. Its filter is the definition of ``GradFilter``, element by element.
+
+Source: chunking as in mgmalek's efficient_cross_entropy and Liger-Kernel, which chunk tokens and so round dC once a
+chunk; ours chunks the vocabulary. The online softmax is Milakov & Gimelshein's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist.kernels import IGNORED, OUTSIDE, Gradients, Grads, Operands, ShardLogits, Softmax, Spec, budget
+
+FLOOR = torch.finfo(torch.float32).min  # stands for a maximum of -inf where a difference of infinities would be NaN
+
+
+def label_ids(labels_N: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
+    inside = (labels_N >= 0) & (labels_N < vocab_size)
+    return torch.where(inside, labels_N, OUTSIDE).masked_fill_(labels_N == ignore_index, IGNORED)
+
+
+def rows_at_once(x: Operands, spec: Spec) -> int | None:
+    return None  # the outer loop is over the vocabulary
+
+
+def saved_like(x: Operands, spec: Spec) -> list[Tensor]:
+    return []
+
+
+def saved_of_slices(x: Operands, spec: Spec) -> list[Tensor] | None:
+    return []
+
+
+class _Block(NamedTuple):
+    """A block of logits: tokens ``rows`` x columns ``cols``, the operands of both, and where the labels stand in it.
+
+    Attributes:
+        column_R1: The label's column, [R, 1]; any column where the label is not in the block.
+        label_R1: Whether the label is in the block.
+    """
+
+    rows: slice
+    cols: slice
+    hidden_RD: Tensor
+    weight_CD: Tensor
+    bias_C: Tensor | None
+    column_R1: Tensor
+    label_R1: Tensor
+
+    def logits(self, logits: ShardLogits) -> Tensor:
+        z = _matmul(self.hidden_RD, self.weight_CD.t())
+        if self.bias_C is not None:
+            z += self.bias_C.float()
+        if logits.logit_scale != 1.0:
+            z *= logits.logit_scale
+        return z.div_(logits.softcap).tanh_().mul_(logits.softcap) if logits.softcap else z
+
+
+def _blocks(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[_Block]]]:
+    """The blocks of the shard's logits: for each range of columns the blocks of all tokens."""
+    logits = x.logits
+    num_rows, num_cols = budget.dense_block(x.num_tokens, logits.num_valid, spec.workspace_bytes)
+
+    def of_columns(cols: slice) -> Iterator[_Block]:
+        for start in range(0, x.num_tokens, num_rows):
+            rows = slice(start, min(start + num_rows, x.num_tokens))
+            column_R1 = torch.where(x.ids[rows] >= 0, x.ids[rows] - logits.start - cols.start, -1)[:, None]
+            width = cols.stop - cols.start
+            # Hidden states without a label may hold anything, and 0 times infinity is not 0.
+            hidden_RD = x.hidden[rows].masked_fill(x.ids[rows, None] < 0, 0.0)
+            yield _Block(
+                rows, cols, hidden_RD, x.weight[cols], None if x.bias is None else x.bias[cols],
+                column_R1.clamp(0, width - 1), (column_R1 >= 0) & (column_R1 < width),
+            )  # fmt: skip
+
+    for start in range(0, logits.num_valid, num_cols):
+        cols = slice(start, min(start + num_cols, logits.num_valid))
+        yield cols, of_columns(cols)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in b's dtype with fp32 accumulators and an fp32 result."""
+    if b.dtype == torch.float32:
+        return a.float() @ b
+    if b.is_cuda:
+        return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _zeros(*shape: int, like: Tensor) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=like.device)
+
+
+def statistics(
+    x: Operands, spec: Spec, merge_bound: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    stats_KN = _zeros(spec.num_stats, x.num_tokens, like=x.hidden)
+    stats_KN[0] = -torch.inf
+    if spec.want.uniform:
+        stats_KN[4] = x.logits.num_valid
+    for _, blocks in _blocks(x, spec):
+        for block in blocks:
+            _add_block(stats_KN[:, block.rows], block.logits(x.logits), block, spec)
+    return stats_KN, []
+
+
+def _add_block(stats_KR: Tensor, z: Tensor, block: _Block, spec: Spec) -> None:
+    """Add a block of logits to the statistics of its rows, as the online softmax does. Overwrites z."""
+    max_R, sum_R, target_R, *more = stats_KR
+    target_R += torch.where(block.label_R1, z.gather(1, block.column_R1), 0.0)[:, 0]
+    new_max = torch.maximum(max_R, z.amax(1))
+    # The step is the old maximum less the new one. Where both are -inf (no finite logit yet) it is 0, not NaN.
+    step = torch.where(max_R == new_max, 0.0, max_R - new_max)
+    if spec.want.uniform:
+        below_R, first = more[0], block.cols.start
+        if first > 0:
+            below_R += torch.where(step == 0, 0.0, -step * first)
+        below_R += (new_max[:, None] - z).sum(1)
+    scale = step.exp()
+    z -= new_max.clamp(min=FLOOR)[:, None]
+    if spec.want.entropy:
+        moment_R = more[-1]
+        shifted = torch.where(sum_R == 0, 0.0, step * sum_R)
+        moment_R.copy_(torch.where(scale == 0, 0.0, scale * (moment_R + shifted)))
+        moment_R += torch.where(z == -torch.inf, 0.0, z.exp() * z).sum(1)
+    sum_R.copy_(sum_R * scale + z.exp_().sum(1))
+    max_R.copy_(new_max)
+
+
+def filter_stats(x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec) -> Tensor:
+    """Go through the logits once more, now that their log-sum-exp is known; the softmax alone decides."""
+    num_kept, dropped_N = _zeros(like=x.hidden), _zeros(x.num_tokens, like=x.hidden)
+    for _, blocks in _blocks(x, spec):
+        for block in blocks:
+            labelled_R1 = x.ids[block.rows, None] >= 0
+            p = (
+                block.logits(x.logits)
+                .sub_(softmax.max[block.rows, None])
+                .sub_(softmax.log_sum[block.rows, None])
+                .exp_()
+            )
+            kept = _with_label(p >= spec.filter.eps, block)
+            num_kept += (kept & labelled_R1).sum()
+            dropped_N[block.rows] += p.masked_fill_(kept | ~labelled_R1, 0.0).sum(1)
+    num_labelled = (x.ids >= 0).sum().clamp(min=1)
+    most = dropped_N.amax() if x.num_tokens else num_kept
+    return torch.stack((num_kept / (num_labelled * max(1, x.logits.num_valid)), dropped_N.sum() / num_labelled, most))
+
+
+def _with_label(kept: Tensor, block: _Block) -> Tensor:
+    return kept.scatter_(1, block.column_R1, kept.gather(1, block.column_R1) | block.label_R1)
+
+
+class _Sums(NamedTuple):
+    """The gradients under way, in fp32 but for the weight's; row sums of what is dropped, and column sums of its size."""
+
+    hidden_ND: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor
+    dropped_N: Tensor
+    dropped_V: Tensor
+
+
+def gradients(
+    x: Operands, softmax: Softmax, coef_4N: Tensor, saved: list[Tensor], grads: Grads, spec: Spec
+) -> Gradients:
+    """Return d_hidden, d_weight and d_bias; see ``Backend.gradients``.
+
+    With a filter an element is kept where it holds the label or where ``|P p| >= eps |LABEL|`` (``eps |P|`` where LABEL is 0).
+    Elsewhere that part of the gradient is dropped; the LABEL and UNIFORM terms never are. Compensated, the dropped R [N, V]
+    (gradients with respect to ``hidden @ weight.T``) is replaced by ``r_i q_j``: r are its row sums, q the column sums of |R|
+    over their total. dbias is exact. Where the entropy is differentiated nothing is dropped.
+    """
+    gain = torch.ones((), dtype=torch.float32, device=x.hidden.device)
+    if x.hidden.dtype == torch.float16 and x.num_tokens:
+        # fp16 cannot hold 1/N times a small probability: gradients are computed for a largest coefficient of 1.
+        largest = coef_4N.abs().nan_to_num(0.0, 0.0, 0.0).amax()
+        gain = torch.where(largest > 0, largest, gain)
+        coef_4N = coef_4N / gain
+    num_rows, own = x.weight.shape[0], grads.weight_out is None
+    sums = _Sums(
+        _zeros(*x.hidden.shape, like=x.hidden), torch.zeros_like(x.weight) if own else grads.weight_out,
+        _zeros(num_rows, like=x.hidden), _zeros(x.num_tokens, like=x.hidden), _zeros(num_rows, like=x.hidden),
+    )  # fmt: skip
+    for cols, blocks in _blocks(x, spec):
+        d_weight_CD = _zeros(*x.weight[cols].shape, like=x.hidden)
+        for block in blocks:
+            whole, kept = _block_gradients(block, softmax, coef_4N, spec, sums)
+            if grads.want_bias:
+                sums.bias_V[cols] += whole.sum(0)
+            if grads.want_hidden:
+                sums.hidden_ND[block.rows] += _matmul(kept if spec.filter.hidden else whole, block.weight_CD)
+            if grads.want_weight:
+                d_weight_CD += _matmul((kept if spec.filter.weight else whole).t(), block.hidden_RD)
+        if grads.want_weight:
+            sums.weight_VD[cols] += (d_weight_CD * gain).to(sums.weight_VD.dtype)
+    if spec.filter.eps > 0 and spec.filter.compensate:
+        _add_stand_in(sums, x, grads, spec, gain)
+    d_hidden = (sums.hidden_ND * gain).to(x.hidden.dtype)
+    if grads.want_hidden and grads.hidden_ready is not None:
+        grads.hidden_ready(d_hidden)
+    return (
+        d_hidden if grads.want_hidden else None,
+        sums.weight_VD if grads.want_weight and own else None,
+        sums.bias_V * gain if grads.want_bias else None,
+    )
+
+
+def _block_gradients(
+    block: _Block, softmax: Softmax, coef_4N: Tensor, spec: Spec, sums: _Sums
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients with respect to ``hidden @ weight.T + bias`` of a block: all of them, and those that are kept.
+
+    The sums of the dropped ones are added to ``sums``.
+    """
+    p_coef, label_coef, uniform_coef, entropy_coef = coef_4N[:, block.rows, None].unbind()
+    z, logits = block.logits(spec.logits), spec.logits
+    slope = logits.logit_scale * (1 - (z / logits.softcap).square()) if logits.softcap else logits.logit_scale
+    log_p = z.sub_(softmax.max[block.rows, None]).sub_(softmax.log_sum[block.rows, None])
+    if softmax.entropy is None:
+        grad = log_p.exp_().mul_(p_coef)
+    else:
+        p = log_p.exp()
+        surprise = torch.where(p == 0, 0.0, p * (log_p + softmax.entropy[block.rows, None]))
+        grad = p_coef * p - entropy_coef * surprise
+    dropped = None
+    if spec.filter.eps > 0 and softmax.entropy is None:
+        size = torch.where(label_coef != 0, label_coef, p_coef).abs()
+        kept = _with_label(~(grad.abs() < spec.filter.eps * size), block)  # NaN is kept
+        dropped = (grad * slope).masked_fill_(kept, 0.0)
+        sums.dropped_N[block.rows] += dropped.sum(1)
+        sums.dropped_V[block.cols] += dropped.abs().sum(0)
+    grad += uniform_coef
+    grad.scatter_(1, block.column_R1, grad.gather(1, block.column_R1) + torch.where(block.label_R1, label_coef, 0.0))
+    whole = grad.mul_(slope)
+    return whole, whole if dropped is None else whole - dropped
+
+
+def _add_stand_in(sums: _Sums, x: Operands, grads: Grads, spec: Spec, gain: Tensor) -> None:
+    """Add the rank-1 matrix that stands for all that was dropped: row sums times shares of the columns."""
+    total = sums.dropped_V.sum()
+    share_V = torch.where(total > 0, sums.dropped_V / total, 0.0)
+    if grads.want_hidden and spec.filter.hidden:
+        sums.hidden_ND.addcmul_(sums.dropped_N[:, None], share_V @ x.weight.float())
+    if grads.want_weight and spec.filter.weight:
+        hidden_ND = x.hidden.float().masked_fill(x.ids[:, None] < 0, 0.0)
+        stand_in = share_V[:, None] * (sums.dropped_N @ hidden_ND)
+        sums.weight_VD.add_((stand_in * gain).to(sums.weight_VD.dtype))
+
+
+class Merged(NamedTuple):
+    """Statistics of the whole vocabulary, all [N] fp32: the LSE is ``max + log_sum``, kept apart for exactness."""
+
+    max: Tensor
+    log_sum: Tensor
+    target: Tensor
+    mean_below: Tensor  # mean_j (max - z_j)
+    entropy: Tensor
+
+
+def merge(stats_TKN: Tensor, spec: Spec) -> Merged:
+    """Merge the shards' statistics by log-add-exp, in rank order: every rank computes the same bits from the same numbers."""
+    max_TN, sum_TN, target_TN = stats_TKN[:, 0], stats_TKN[:, 1], stats_TKN[:, 2]
+    max_N = max_TN.amax(0)
+    # An empty shard and a row of -inf logits have a maximum of -inf, whose difference to itself would be NaN.
+    below_TN = torch.where(max_TN == max_N, 0.0, max_TN - max_N)
+    weight_TN = below_TN.exp()
+    sum_N = (weight_TN * sum_TN).sum(0)
+    log_sum = sum_N.log()
+    mean_below = entropy = torch.zeros_like(max_N)
+    if spec.want.uniform:
+        count_TN = stats_TKN[:, 4]
+        shift_TN = torch.where(count_TN > 0, -below_TN * count_TN, 0.0)
+        mean_below = (stats_TKN[:, 3] + shift_TN).sum(0) / spec.vocab_size
+    if spec.want.entropy:
+        moment_TN = torch.where(weight_TN == 0, 0.0, weight_TN * (stats_TKN[:, -1] + below_TN * sum_TN))
+        entropy = log_sum - moment_TN.sum(0) / sum_N
+    return Merged(max_N, log_sum, target_TN.sum(0), mean_below, entropy)
+
+
+def token_losses(stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Tensor, ...]:
+    want = spec.want
+    merged = merge(stats_TKN, spec)
+    nll, lse = merged.max - merged.target + merged.log_sum, merged.max + merged.log_sum
+    losses = torch.stack((nll, lse, merged.target, merged.mean_below + merged.log_sum, merged.entropy))
+    losses = losses.masked_fill_(ids_N == IGNORED, 0.0).masked_fill_(ids_N == OUTSIDE, torch.nan)
+    wanted = (True, True, True, want.uniform, want.entropy)
+    backward = (merged.max, merged.log_sum, merged.entropy)[: 2 + want.entropy]
+    return *(x.clone() if w else x.new_empty(0) for x, w in zip(losses, wanted, strict=True)), torch.stack(backward)
+
+
+def merged_lse(stats_T3N: Tensor) -> Tensor:
+    merged = merge(stats_T3N, Spec(ShardLogits(0, 0), 1))
+    return merged.max + merged.log_sum
+
+
+def coefficients(grads: Sequence[Tensor | None], ids_N: Tensor, vocab_size: int) -> Tensor:
+    zeros = _zeros(*ids_N.shape, like=ids_N)
+    d_nll, d_lse, d_target, d_uniform, d_entropy = (
+        zeros if d is None else d.masked_fill(ids_N < 0, 0.0) for d in grads
+    )
+    return torch.stack((d_nll + d_lse + d_uniform, d_target - d_nll, d_uniform / -vocab_size, d_entropy))

@@ -1,0 +1,315 @@
+"""One shard's statistics and gradients on a GPU: the kernels of this folder, in the order they run.
+
+forward                                             backward
+  target logit, one weight row per token              for each chunk of the vocabulary:
+  log-sum-exp, tile by tile (lse)                       recompute its dlogits (dlogits)
+  merge the parts into the statistics                   add its part of d_hidden (d_hidden)
+                                                        write its rows of d_weight (d_weight)
+                                                      kept exponentials: the two products alone (kept)
+
+Tokens without a label come last in both (``tokens.compact``). ``workspace_bytes`` bounds what is alive beside inputs and
+outputs; ``budget`` says how many rows and columns a chunk has, and how many columns keep their exponentials for backward.
+
+Nothing here waits for the device, so a CUDA graph can capture it; shapes known on the host alone decide the launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, budget
+from cce_dist.kernels.blocks import on_device
+from cce_dist.kernels.budget import Sizes, cdiv
+from cce_dist.kernels.d_hidden import Sum, add_d_hidden
+from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
+from cce_dist.kernels.dlogits import dlogits_chunk
+from cce_dist.kernels.kept import Kept, level, row_scales
+from cce_dist.kernels.lse import MAX, NUM_PLANES, Keep, Span, choose_splits, lse_partials, merge_splits, target_logits
+from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
+from cce_dist.kernels.tokens import coefficients, compact, gather_rows, gathered, label_ids, merged_lse, token_losses
+
+__all__ = [
+    "coefficients", "filter_stats", "gradients", "label_ids", "merged_lse", "rows_at_once", "saved_like", "saved_of_slices",
+    "statistics", "token_losses",
+]  # fmt: skip
+
+
+def columns_kept(x: Operands, spec: Spec) -> int:
+    """Return how many of the shard's first columns keep their exponentials within the budget.
+
+    0 where the gradient is not a multiple of them (label smoothing, entropy), in fp16, whose exponent is too short, and in
+    fp32, whose precision 16-bit exponentials would cost.
+    """
+    want = spec.want
+    if not want.grad or x.hidden.dtype != torch.bfloat16 or want.uniform or want.entropy:
+        return 0
+    return budget.columns_kept(sizes_of(x), spec.workspace_bytes)
+
+
+def sizes_of(x: Operands) -> Sizes:
+    return Sizes(x.num_tokens, x.hidden.shape[1], x.logits.num_valid, x.hidden.itemsize)
+
+
+def rows_at_once(x: Operands, spec: Spec) -> int | None:
+    return None if columns_kept(x, spec) > 0 else budget.most_rows(sizes_of(x), spec.workspace_bytes)
+
+
+def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
+    index_N, num_kept = (x.ids.new_empty(n, dtype=torch.int32) for n in (x.num_tokens, 1))
+    return [index_N, num_kept, *new_kept(x, columns_kept(x, spec))]
+
+
+def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
+    return None if columns_kept(x, spec) > 0 else [*compact(x.ids), *new_kept(x)]
+
+
+def new_kept(x: Operands, columns: int = 0) -> Kept:
+    """Return room for the exponentials of so many columns; without columns, what stands for none kept."""
+    return Kept(
+        x.hidden.new_empty(x.num_tokens, columns),
+        x.hidden.new_empty(2, x.num_tokens if columns else 0, dtype=torch.float32),
+    )
+
+
+def statistics(
+    x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return stats_KN; the compact order and ``Kept``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
+    num_tokens, hidden_size = x.num_tokens, x.hidden.shape[1]
+    fp32 = {"dtype": torch.float32, "device": x.hidden.device}
+    order, kept = compact(x.ids), new_kept(x, columns_kept(x, spec))
+    saved = [*order, *kept]
+    if num_tokens == 0 or x.logits.num_valid == 0:
+        stats_KN = torch.zeros(spec.num_stats, num_tokens, **fp32)
+        stats_KN[0] = float("-inf")
+        return stats_KN, saved
+    stats_KN = torch.empty(spec.num_stats, num_tokens, **fp32)
+    with on_device(x.hidden):
+        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+        at_once = min(num_tokens, budget.forward_rows(sizes_of(x), spec.workspace_bytes, kept.exp_NV.shape[1] > 0))
+        num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
+        kept_tiles = min(kept.exp_NV.shape[1] // tiles.lse.cols, num_tiles)
+        parts, kept_parts = (
+            choose_splits(at_once, n, tiles.lse, x.hidden.device) if n > 0 else 0
+            for n in (num_tiles - kept_tiles, kept_tiles)
+        )
+        buffer_RD = x.hidden.new_empty(at_once, hidden_size)
+        for group in token_groups(order, at_once):
+            rows = gathered(x.hidden, group, buffer_RD)
+            target_logits(x, rows, stats_KN[2])
+            partials_KPR = torch.empty(NUM_PLANES, kept_parts + parts, rows.index.shape[0], **fp32)
+            if kept_tiles:
+                _keep_exponentials(x, rows, tiles, Span(0, kept_tiles, kept_parts), partials_KPR, kept)
+                kept.reference[1] = stats_KN[2]
+            if parts:
+                span = Span(kept_tiles, num_tiles, parts, kept_parts)
+                lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want)
+            merge_splits(partials_KPR, x, rows, stats_KN, want=spec.want)
+    return stats_KN, saved
+
+
+def _keep_exponentials(
+    x: Operands, rows: Rows, tiles: Tiles, span: Span, partials_KPR: torch.Tensor, kept: Kept
+) -> None:
+    """Run the log-sum-exp over a span, keeping its exponentials and each row's reference: the first tile's maximum."""
+    num_rows = rows.index.shape[0]
+    first_KPR = partials_KPR.new_empty(NUM_PLANES, 1, num_rows)
+    lse_partials(x, rows, tiles, Span(0, 1, 1), first_KPR)
+    keep = Keep(first_KPR[MAX.value, 0], kept.exp_NV, partials_KPR.new_empty(span.last, num_rows))
+    lse_partials(x, rows, tiles, span, partials_KPR, keep=keep)
+    level(keep, rows, kept.reference[0], tiles.lse.cols)
+
+
+def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec: Spec) -> torch.Tensor:
+    """A filter was asked for where none can be: all is kept."""
+    stats = softmax.max.new_zeros(3)
+    stats[:1].fill_(1.0)  # an assignment would wait for the device
+    return stats
+
+
+class _Output(NamedTuple):
+    """The gradients under way.
+
+    Attributes:
+        hidden: d_hidden and its remainder, or None.
+        weight: d_weight, or the buffer that it is added to, or None.
+        bias: d_bias, or None.
+        gain: What all of them are multiplied by, or None.
+        ready: ``Grads.hidden_ready``.
+        often_empty: See ``gradients``.
+    """
+
+    hidden: Sum | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    gain: torch.Tensor | None
+    ready: Callable[[torch.Tensor], None] | None
+    often_empty: bool
+
+
+class _Part(NamedTuple):
+    """Columns [first, stop) of the logits' gradient, for one group of tokens.
+
+    Attributes:
+        first: First column.
+        stop: Last column, excluded.
+        dlogits_RV: Their gradients.
+        scale_R: What each row is still to be multiplied by, or None.
+        opens: d_hidden of these tokens is set, not added to.
+        add: d_weight of these columns is added to, not set.
+        num_final: Tokens whose d_hidden is final with this part, from the first one on; 0: none.
+    """
+
+    first: int
+    stop: int
+    dlogits_RV: torch.Tensor
+    scale_R: torch.Tensor | None
+    opens: bool
+    add: bool
+    num_final: int
+
+
+def gradients(
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Spec,
+    *, often_empty: bool = False,
+) -> Gradients:  # fmt: skip
+    """Return d_hidden, d_weight and d_bias; see ``Backend.gradients``.
+
+    A token without a label gets a d_hidden of exactly 0 and adds nothing elsewhere. With ``often_empty`` all tokens may be
+    without one, and then d_weight need not be written at all.
+    """
+    d_hidden, d_weight, d_bias = new_gradients(x, grads)
+    returned = (d_hidden, None if grads.weight_out is not None else d_weight, d_bias)
+    if x.num_tokens == 0 or x.logits.num_valid == 0:
+        if d_hidden is not None and grads.hidden_ready is not None:
+            grads.hidden_ready(d_hidden)
+        return returned
+    with on_device(x.hidden):
+        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+        coef_4N, gain = normalised(coef_4N, x.hidden.dtype)
+        order, kept, last = saved[:2], Kept(*saved[2:]), x.logits.num_valid
+        num_kept = min(kept.exp_NV.shape[1], last)
+        at_once, cols = budget.exact_chunks(
+            sizes_of(x)._replace(num_columns=last - num_kept), spec.workspace_bytes, kept.exp_NV.nbytes, tiles,
+            num_programs(x.hidden.device),
+        )  # fmt: skip
+        chunks = [(col, min(col + cols, last)) for col in range(num_kept, last, cols)]
+        num_parts = len(chunks) + (num_kept > 0)
+        buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
+        dlogits_RV = x.hidden.new_empty(at_once, cols) if chunks else kept.exp_NV
+        low_RD = remainder(x.hidden, at_once) if num_parts > 1 and d_hidden is not None else None
+        total = None if d_hidden is None else Sum(d_hidden, low_RD)
+        out = _Output(total, d_weight, d_bias, gain, grads.hidden_ready, often_empty)
+
+        # Rows of kept exponentials are those of all tokens, in order: no group is finished before another.
+        ready_rows = None if num_kept else grads.ready_rows
+        for group, (*compact_order, num_final) in enumerate(finished_groups(x.ids, order, at_once, ready_rows)):
+            rows = Rows(*compact_order, buffer_RD[: compact_order[0].shape[0]])
+            add = grads.weight_out is not None or group > 0
+            if chunks:
+                gather_rows(x.hidden, rows)
+            for number, (first, stop) in enumerate(chunks):
+                grads_RV = dlogits_RV[: rows.index.shape[0]]
+                dlogits_chunk(x, rows, softmax, coef_4N, first, grads_RV, tiles, one_wave=often_empty)
+                final = num_final if number == num_parts - 1 else 0
+                _add_part(out, _Part(first, stop, grads_RV, None, number == 0, add, final), x, rows, tiles)
+            if num_kept:
+                scale_R = row_scales(kept, x, rows, softmax, coef_4N)
+                if d_weight is not None:
+                    gather_rows(x.hidden, rows, scale_R)
+                _add_part(out, _Part(0, num_kept, kept.exp_NV, scale_R, not chunks, add, num_final), x, rows, tiles)
+    return returned
+
+
+def _add_part(out: _Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -> None:
+    """Add a part's products to the gradients."""
+    columns = slice(part.first, part.stop)
+    if out.hidden is not None:
+        add_d_hidden(
+            out.hidden, part.dlogits_RV, x.weight[columns], rows, part.scale_R, out.gain, tiles.grad_hidden,
+            first=part.opens,
+        )  # fmt: skip
+        if out.ready is not None and part.num_final:
+            out.ready(out.hidden.high_ND[: part.num_final])
+    if out.weight is not None:
+        add_d_weight(
+            out.weight[columns], part.dlogits_RV, rows, out.gain, tiles.grad_weight, add=part.add,
+            skip_empty=out.often_empty,
+        )  # fmt: skip
+    if out.bias is not None:
+        add_d_bias(out.bias[columns], part.dlogits_RV, rows, part.scale_R, out.gain)
+
+
+def new_gradients(x: Operands, grads: Grads) -> Gradients:
+    """Return new tensors for what is wanted, or the buffer given: zeros, but for rows of d_weight that will be written."""
+    d_hidden = torch.zeros_like(x.hidden) if grads.want_hidden else None
+    num_rows = x.weight.shape[0]
+    d_bias = torch.zeros(num_rows, dtype=torch.float32, device=x.weight.device) if grads.want_bias else None
+    if not grads.want_weight or grads.weight_out is not None:
+        return d_hidden, grads.weight_out if grads.want_weight else None, d_bias
+    d_weight = torch.empty_like(x.weight)
+    num_written = x.logits.num_valid if x.num_tokens else 0
+    if num_written < num_rows:
+        d_weight[num_written:].zero_()  # padding
+    return d_hidden, d_weight, d_bias
+
+
+def remainder(hidden_ND: torch.Tensor, num_rows: int) -> torch.Tensor | None:
+    """Return room for what d_hidden cannot hold in 16 bits; None in fp32."""
+    if hidden_ND.itemsize != 2:
+        return None
+    return torch.empty(num_rows, hidden_ND.shape[1], dtype=torch.bfloat16, device=hidden_ND.device)
+
+
+def normalised(coef_4N: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """In fp16, where gradients of a mean would underflow, return coefficients over their largest finite magnitude, and that."""
+    if dtype != torch.float16:
+        return coef_4N, None
+    size = coef_4N.abs()
+    gain = torch.where(size.isfinite(), size, 0.0).amax()
+    gain = torch.where(gain > 0, gain, 1.0)
+    return coef_4N / gain, gain
+
+
+def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor]]:
+    """Cut the compact order into groups of ``rows``: each one's index and its number of kept tokens, on the device."""
+    index_N, num_kept = order
+    num_tokens = index_N.shape[0]
+    if rows >= num_tokens:
+        return [order]
+    starts = torch.arange(0, num_tokens, rows, dtype=torch.int32, device=index_N.device)
+    kept_G = (num_kept - starts).clamp_(0, rows)
+    return [[index_N[i : i + rows], kept_G[g : g + 1]] for g, i in enumerate(range(0, num_tokens, rows))]
+
+
+def finished_groups(
+    ids_N: torch.Tensor, order: list[torch.Tensor], rows: int, ready_rows: int | None
+) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Cut into groups as ``token_groups`` does, but finish ``ready_rows`` tokens after another, each compacted by themselves.
+
+    Args:
+        ids_N: [N]; negative: without a label.
+        order: ``compact(ids_N)``.
+        rows: Size of a group.
+        ready_rows: None: all tokens.
+
+    Returns:
+        Index and number of kept tokens of each group, and how many tokens, from the first on, are finished with it: 0 for a
+        group that finishes none.
+    """
+    num_tokens = ids_N.shape[0]
+    if ready_rows is None or ready_rows >= num_tokens:
+        ranges = [(order, num_tokens)]
+    else:
+        ranges = []
+        for start in range(0, num_tokens, ready_rows):
+            index_R, num_kept = compact(ids_N[start : start + ready_rows])
+            ranges.append(([index_R.add_(start), num_kept], start + index_R.shape[0]))
+    groups = []
+    for compact_order, num_final in ranges:
+        *others, last = token_groups(compact_order, rows)
+        groups += [*((index, kept, 0) for index, kept in others), (last[0], last[1], num_final)]
+    return groups

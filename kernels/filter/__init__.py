@@ -1,0 +1,291 @@
+"""One shard's statistics and gradients with a filter: the kernels of this folder, in the order they run.
+
+forward                                             backward
+  logits of the hot columns and of the label bound    tokens that the lists cannot serve (lists.plan): the exact path
+    each token's log-sum-exp (hot)                    listed columns, and the stand-in for all that are dropped
+  log-sum-exp; each logit that reaches the              (lists.listed_gradients, shares)
+    threshold is marked (lse)                         hot columns: dlogits, d_hidden and d_weight as matrix products,
+  marks become lists of columns (lists)                 to which the listed ones are added (d_rows)
+
+Each element is judged alone, and all that reach the threshold are kept: the hundred or so of a row of 10^5 that do are
+scattered, so tiles of any size would keep thousands. Most belong to ids that are frequent everywhere: those hot columns are
+kept whole, as a matrix. The rest are kept in lists and gathered.
+
+A rank-1 matrix ``m_i share_j`` replaces what is dropped: m is the mass that token i has outside hot and listed columns, and
+share the columns' part of all dropped mass, taken from a sample of the tokens. Row sums of the softmax are then right to
+rounding, and column sums to the sample's error.
+
+Three kinds of token are not filtered here but go through the exact kernels: their list would be too long, or the coefficients
+that backward brings ask for more than forward kept, or something is not finite. There are none on most steps, and those
+launches return at once. Only the device knows which tokens they are: nothing here waits for it.
+
+Source: the filter of *Cut Your Losses* (Wijmans et al., 2024, section 4.3), there by tiles of a sorted vocabulary. Lists, hot
+columns and compensation are this project's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget, exact
+from cce_dist.kernels.blocks import on_device
+from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.d_hidden import Sum, add_d_hidden
+from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
+from cce_dist.kernels.dlogits import dlogits_chunk
+from cce_dist.kernels.filter.d_rows import add_listed_hidden, by_column, listed_bias, listed_weight
+from cce_dist.kernels.filter.hot import Hot, add_label, gather_hot, most_labelled, num_hot, outside_hot
+from cce_dist.kernels.filter.lists import SLACK, Entries, Lists, Plan, list_columns, listed_gradients, new_entries, plan
+from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
+from cce_dist.kernels.lse import (
+    NOTHING_MORE,
+    NUM_PLANES,
+    Marks,
+    Span,
+    choose_splits,
+    lse_partials,
+    merge_splits,
+    target_logits,
+)
+from cce_dist.kernels.tiles import Tiles, choose_tiles
+from cce_dist.kernels.tokens import (
+    coefficients,
+    compact,
+    gathered,
+    label_ids,
+    merged_lse,
+    sums_of_rows,
+    token_losses,
+)
+
+__all__ = [
+    "coefficients", "filter_stats", "gradients", "label_ids", "merged_lse", "rows_at_once", "saved_like", "saved_of_slices",
+    "statistics", "token_losses",
+]  # fmt: skip
+
+SAMPLE = 512  # tokens that the shares are taken from; a power of 2
+
+
+def rows_at_once(x: Operands, spec: Spec) -> int | None:
+    return budget.most_rows(exact.sizes_of(x), spec.workspace_bytes)
+
+
+def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
+    return None  # the lists come from all tokens
+
+
+def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
+    num_tokens = x.num_tokens
+    return list(
+        Lists(
+            x.hidden.new_empty(3, num_tokens, dtype=torch.float32),
+            x.hidden.new_empty(num_tokens, budget.longest_list(num_tokens, spec.workspace_bytes), dtype=torch.int32),
+            x.hidden.new_empty(num_tokens, dtype=torch.int32),
+            x.hidden.new_empty(num_hot(x.logits.num_valid, spec.filter.eps), dtype=torch.int64),
+        )
+    )
+
+
+def statistics(
+    x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return stats_KN as ``exact`` does, and ``Lists``."""
+    num_tokens, num_valid = x.num_tokens, x.logits.num_valid
+    stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=x.hidden.device)
+    lists = Lists(*saved_like(x, spec))
+    if num_tokens == 0 or num_valid == 0:
+        lists.count_N.zero_()
+        stats_KN.zero_()[0] = float("-inf")
+        bound_3N = torch.stack((merge_bound(stats_KN[:3]), torch.zeros_like(stats_KN[0]), stats_KN[0]))
+        return stats_KN, list(lists._replace(bound_3N=bound_3N))
+    with on_device(x.hidden):
+        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+        num_words = cdiv(num_valid, tiles.lse.cols) * tiles.lse.cols // 32
+        ids_H = most_labelled(x, lists.ids_H.shape[0])
+        hot = gather_hot(ids_H, x, num_words)
+        at_once, first_at_once = budget.filter_forward_rows(
+            exact.sizes_of(x), num_words, spec.workspace_bytes, tiles.lse.rows, tiles.group
+        )
+        order = compact(x.ids)
+        sloped_2N = stats_KN.new_empty(2, num_tokens) if x.logits.softcap > 0.0 else None
+        hot_sloped_N, sloped_N = (None, None) if sloped_2N is None else sloped_2N.unbind()
+
+        hot_3N = stats_KN.new_empty(3, num_tokens)
+        buffer_RD = x.hidden.new_empty(min(first_at_once, num_tokens), x.hidden.shape[1])
+        for group in exact.token_groups(order, first_at_once):
+            rows = gathered(x.hidden, group, buffer_RD)
+            target_logits(x, rows, stats_KN[2])
+            _log_sum_exp(hot.x, rows, tiles, hot_3N, hot_sloped_N)
+        bound_N = merge_bound(add_label(hot_3N, stats_KN[2], x, hot))
+
+        words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=x.hidden.device)
+        for group in exact.token_groups(order, at_once):
+            if at_once < num_tokens:  # else they are all here
+                rows = gathered(x.hidden, group, buffer_RD)
+            words = words_RW[: group[0].shape[0]]
+            marks = Marks(bound_N.index_select(0, group[0]), math.log(spec.filter.eps / SLACK), words)
+            _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
+            list_columns(words, hot, x, rows, lists)
+
+        hot_sum_N, sum_N = (hot_3N[1], stats_KN[1]) if sloped_2N is None else (hot_sloped_N, sloped_N)
+        bound_3N = outside_hot(bound_N, hot_3N[0], hot_sum_N, stats_KN[0], sum_N)
+    return stats_KN, list(lists._replace(bound_3N=bound_3N, ids_H=ids_H))
+
+
+def _log_sum_exp(
+    x: Operands, rows: Rows, tiles: Tiles, stats_KN: torch.Tensor, sloped_N: torch.Tensor | None,
+    marks: Marks | None = None, want: Want = NOTHING_MORE,
+) -> None:  # fmt: skip
+    """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group."""
+    num_rows = rows.index.shape[0]
+    num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
+    parts = choose_splits(num_rows, num_tiles, tiles.lse, stats_KN.device)
+    partials_KPR = stats_KN.new_empty(NUM_PLANES, parts, num_rows)
+    lse_partials(
+        x, rows, tiles, Span(0, num_tiles, parts), partials_KPR, want=want, marks=marks, want_sloped=sloped_N is not None
+    )  # fmt: skip
+    merge_splits(partials_KPR, x, rows, stats_KN, want=want, sloped_N=sloped_N)
+
+
+def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec: Spec) -> torch.Tensor:
+    num_tokens, num_valid = x.num_tokens, x.logits.num_valid
+    if num_tokens == 0 or num_valid == 0:
+        return softmax.max.new_zeros(3)
+    lists = Lists(*saved)
+    with on_device(x.hidden):
+        # Coefficients of the plain loss, but for the sign, which decides nothing here.
+        coef_4N = torch.zeros(4, num_tokens, dtype=torch.float32, device=x.hidden.device)
+        coef_4N[:2] = 1.0
+        how = plan(x, softmax, coef_4N, lists, None, spec.filter.eps, 2**31 - 1)
+        dropped_N, num_listed_N = listed_gradients(x, softmax, coef_4N, lists, how, True, None)
+        num_labelled = (x.ids >= 0).sum().clamp(min=1)
+        kept_N = torch.where(how.listed_labels >= 0, num_listed_N + lists.ids_H.shape[0], 0)
+        num_kept = kept_N.sum() + how.num_dense[0] * num_valid
+        return torch.stack((num_kept / (num_labelled * num_valid), dropped_N.sum() / num_labelled, dropped_N.amax()))
+
+
+def gradients(
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Spec
+) -> Gradients:
+    """Return d_hidden, d_weight and d_bias, filtered; see ``Backend.gradients``.
+
+    An element is kept where ``|P p| >= eps |LABEL|`` (eps |P| where LABEL is 0), at the label, and wherever forward kept more.
+    Where the entropy is differentiated, which has no rank-1 stand-in, all is exact. With UNIFORM there is no softcap.
+    """
+    sides = spec.filter
+
+    def exactly(wanted: Grads) -> Gradients:
+        return exact.gradients(x, softmax, coef_4N, [*compact(x.ids), *exact.new_kept(x)], wanted, spec)
+
+    if x.num_tokens == 0 or x.logits.num_valid == 0 or softmax.entropy is not None:
+        return exactly(grads)
+    d_hidden = d_weight = d_bias = None
+    if grads.want_hidden and not sides.hidden:
+        d_hidden = exactly(grads._replace(want_weight=False, want_bias=False, weight_out=None))[0]
+    here = grads._replace(
+        want_hidden=grads.want_hidden and sides.hidden, want_weight=grads.want_weight and sides.weight,
+        want_bias=grads.want_bias and sides.weight,
+    )  # fmt: skip
+    if here.want_hidden or here.want_weight or here.want_bias:
+        filtered = _filtered_gradients(x, softmax, coef_4N, Lists(*saved), here, spec)
+        d_hidden = d_hidden if filtered[0] is None else filtered[0]
+        d_weight, d_bias = filtered[1:]
+    if (grads.want_weight or grads.want_bias) and not sides.weight:
+        _, d_weight, d_bias = exactly(grads._replace(want_hidden=False, hidden_ready=None))
+    return d_hidden, d_weight, d_bias
+
+
+class _Work(NamedTuple):
+    """What the gradients of rows and of columns are both made of.
+
+    Attributes:
+        hot: The hot columns.
+        how: The decision for each token.
+        lists: The lists of forward.
+        entries: The listed gradients.
+        factor_2N: What each token multiplies the stand-in by; see ``listed_gradients``.
+        shares_2V: What each column multiplies it by; see ``shares_of``.
+        tiles: Tiles of the device.
+    """
+
+    hot: Hot
+    how: Plan
+    lists: Lists
+    entries: Entries
+    factor_2N: torch.Tensor
+    shares_2V: torch.Tensor
+    tiles: Tiles
+
+
+def _filtered_gradients(
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, grads: Grads, spec: Spec
+) -> Gradients:
+    num_valid, device = x.logits.num_valid, x.hidden.device
+    with on_device(x.hidden):
+        tiles = choose_tiles(x.hidden.dtype, device)
+        capacity = budget.list_capacity(x.num_tokens, spec.workspace_bytes)
+        hot = gather_hot(lists.ids_H, x, cdiv(num_valid, 32))
+        how = plan(x, softmax, coef_4N, lists, hot.slot_V, spec.filter.eps, capacity)
+        # The first gradients are those of the tokens that lists cannot serve; all others are added.
+        d_hidden, d_weight, d_bias = exact.gradients(
+            x._replace(ids=how.dense_labels), softmax, coef_4N, [*compact(how.dense_labels), *exact.new_kept(x)],
+            grads._replace(hidden_ready=None, ready_rows=None), spec, often_empty=True,
+        )  # fmt: skip
+        entries = new_entries(capacity, num_valid, device)
+        factor_2N, _ = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries)
+        if spec.filter.compensate:
+            sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
+            shares_2V = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse)
+        else:
+            shares_2V = shares_of(None, hot.slot_V, num_valid)
+        work = _Work(hot, how, lists, entries, factor_2N, shares_2V, tiles)
+
+        target = d_weight if grads.weight_out is None else grads.weight_out
+        num_hot_columns = lists.ids_H.shape[0]
+        hot_weight_HD = target.new_empty(num_hot_columns, x.hidden.shape[1]) if target is not None else None
+        hot_bias_H = None if d_bias is None else torch.zeros(num_hot_columns, dtype=torch.float32, device=device)
+        _add_rows((d_hidden, hot_weight_HD, hot_bias_H), x, softmax, coef_4N, work, grads, spec)
+        if target is not None or d_bias is not None:
+            columns = by_column(entries, num_valid)
+            if target is not None and hot_weight_HD is not None:
+                listed_weight(
+                    target, x.hidden, columns, hot.slot_V, hot_weight_HD, shares_2V[0], sums_of_rows(factor_2N, x.hidden),
+                    how.num_dense, add=grads.weight_out is not None,
+                )  # fmt: skip
+            if d_bias is not None and hot_bias_H is not None:
+                listed_bias(d_bias, columns, hot.slot_V, hot_bias_H, shares_2V[0], factor_2N.sum(1))
+    return d_hidden, d_weight, d_bias
+
+
+def _add_rows(
+    out: Gradients, x: Operands, softmax: Softmax, coef_4N: torch.Tensor, work: _Work, grads: Grads, spec: Spec
+) -> None:
+    """Finish d_hidden, a group of tokens at a time, and make the hot columns' gradients of weight and bias on the way."""
+    d_hidden, hot_weight_HD, hot_bias_H = out
+    hot, tiles = work.hot.x._replace(ids=work.how.hot_labels), work.tiles
+    coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
+    cols = cdiv(hot.logits.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
+    at_once = budget.filter_backward_rows(exact.sizes_of(x), cols, spec.workspace_bytes)
+    buffer_RD, dlogits_RH = x.hidden.new_empty(at_once, x.hidden.shape[1]), x.hidden.new_empty(at_once, cols)
+    total = shared_2D = None
+    if d_hidden is not None:
+        total = Sum(d_hidden, exact.remainder(x.hidden, at_once))
+        shared_2D = sums_of_rows(work.shares_2V, x.weight[: x.logits.num_valid])
+    groups = exact.finished_groups(work.how.listed_labels, work.how.order, at_once, grads.ready_rows)
+    for number, (*group, num_final) in enumerate(groups):
+        rows = gathered(x.hidden, group, buffer_RD)
+        grads_RH = dlogits_RH[: rows.index.shape[0]]
+        dlogits_chunk(hot, rows, softmax, coef_4N, 0, grads_RH, tiles)
+        if total is not None and shared_2D is not None:
+            add_d_hidden(total, grads_RH, hot.weight, rows, None, gain, tiles.grad_hidden, first=True)
+            add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, work.factor_2N, shared_2D)
+            if grads.hidden_ready is not None and num_final:
+                grads.hidden_ready(total.high_ND[:num_final])
+        if hot_weight_HD is not None:
+            add_d_weight(hot_weight_HD, grads_RH, rows, gain, tiles.grad_weight, add=number > 0)
+        if hot_bias_H is not None:
+            add_d_bias(hot_bias_H, grads_RH, rows, None, gain)

@@ -1,0 +1,242 @@
+"""Hot columns: the few that the filter keeps for every token, and the bound that they give.
+
+A trained softmax is above a useful threshold at some hundred logits a token. Nearly all of them are of the few hundred ids
+that are frequent anywhere: those columns are kept whole, as a matrix. The batch's own labels tell which they are, so the
+vocabulary's order does not matter.
+
+Hot columns also give the bound that the threshold is relative to: the log-sum-exp over them and the token's label is a true
+lower bound of the whole one, before the whole one is known.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from cce_dist.kernels import Operands
+from cce_dist.kernels.blocks import kernel
+from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.tiles import interpreted
+
+
+class Hot(NamedTuple):
+    """The hot columns of a shard; H of them.
+
+    Attributes:
+        ids_H: Their columns, int64.
+        slot_V: Each column's place among them, from 1 on, or 0; int32, as many as the words have bits.
+        words_W: The hot columns as bits, int32, like a row of the marks of ``lse.py``.
+        x: Hot columns as a shard of their own. Its labels are those of the call, not slots.
+    """
+
+    ids_H: torch.Tensor
+    slot_V: torch.Tensor
+    words_W: torch.Tensor
+    x: Operands
+
+
+def num_hot(num_valid: int, eps: float) -> int:
+    """Return H, whole tiles: 1/4 eps, or 1/16 of the shard if that is less.
+
+    At most 1/eps ids are likely enough on average to be kept everywhere. A tenth of those are, in a Zipf's unigram of any V;
+    fewer hot columns leave many to the lists (H200, eps 2**-12, V 32,000 to 256,000, 2026-11: 1,024 is best, 2,048 costs 0.04
+    to 0.09 of a GEMM more, 512 costs 0.1 to 0.4, and 256 at V 32,000 more than two).
+    """
+    unit = 32 if interpreted() else 256
+    return min(num_valid, max(1, round(min(0.25 / eps, num_valid / 16) / unit)) * unit)
+
+
+def most_labelled(x: Operands, size: int) -> torch.Tensor:
+    """Return the ``size`` columns of the shard that are the label most often, ascending; of equals, the first."""
+    num_tokens, num_valid = x.num_tokens, x.logits.num_valid
+    zeros = torch.zeros(num_valid + num_tokens, dtype=torch.int32, device=x.ids.device)
+    count_V, above_N = zeros.split((num_valid, num_tokens))
+    _count_labels_kernel[(cdiv(num_tokens, 1024),)](
+        x.ids, count_V, above_N, num_tokens, x.logits.start, num_valid, BLOCK_N=1024
+    )
+    ids_H = x.ids.new_empty(size)
+    _most_labelled_kernel[(cdiv(num_valid, 4096),)](
+        count_V, above_N, ids_H, num_tokens, num_valid, size, num_tokens.bit_length(), BLOCK_V=4096, num_warps=8
+    )
+    return ids_H
+
+
+@kernel("count_ptr")
+def _count_labels_kernel(
+    labels_ptr,  # in: [N] int64
+    count_ptr,  # in, out: [V] int32
+    above_ptr,  # in, out: [N] int32: how many columns are the label more than 0, 1, ... times
+    num_tokens,
+    start,
+    num_valid,
+    BLOCK_N: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    label = tl.load(labels_ptr + offs_n, mask=offs_n < num_tokens, other=-1)
+    column = label - start
+    here = (label >= 0) & (column >= 0) & (column < num_valid)
+    # Integer atomics commute, so the result is deterministic. A label's n-th occurrence increments above[n - 1] once.
+    before = tl.where(here, tl.atomic_add(count_ptr + column, 1, mask=here), 0)
+    tl.atomic_add(above_ptr, tl.sum((here & (before == 0)).to(tl.int32), 0))
+    tl.atomic_add(above_ptr + before, 1, mask=before > 0)
+
+
+@kernel("count_ptr", "ids_ptr")
+def _most_labelled_kernel(
+    count_ptr,  # in: [V] int32
+    above_ptr,  # in: [N] int32, descending
+    ids_ptr,  # out: [H] int64
+    num_tokens,
+    num_valid,
+    size,
+    num_steps,
+    BLOCK_V: tl.constexpr,
+):
+    # Bisection for ``least``: columns with more labels than that all have room, and ``room`` of those with exactly so many.
+    least = tl.zeros((), tl.int32)
+    last = least + num_tokens
+    for _ in range(0, num_steps):
+        middle = (least + last) // 2
+        too_many = tl.load(above_ptr + middle, mask=least < last, other=0) > size
+        least = tl.where(too_many, middle + 1, least)
+        last = tl.where(too_many, last, middle)
+    room = size - tl.load(above_ptr + least)
+
+    # Every program counts for itself the chosen columns before its own.
+    more = tl.zeros((BLOCK_V,), tl.int32)
+    equal = tl.zeros((BLOCK_V,), tl.int32)
+    for first in range(0, tl.program_id(0) * BLOCK_V, BLOCK_V):
+        count = tl.load(count_ptr + first + tl.arange(0, BLOCK_V))
+        more += (count > least).to(tl.int32)
+        equal += (count == least).to(tl.int32)
+    equal_before = tl.sum(equal, 0)
+    place = tl.sum(more, 0) + tl.minimum(equal_before, room)
+
+    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    count = tl.load(count_ptr + offs_v, mask=offs_v < num_valid, other=-1)
+    equal = (count == least).to(tl.int32)
+    chosen = (count > least) | ((equal > 0) & (equal_before + tl.cumsum(equal, 0) <= room))
+    place += tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(ids_ptr + place, offs_v.to(tl.int64), mask=chosen)
+
+
+def gather_hot(ids_H: torch.Tensor, x: Operands, num_words: int) -> Hot:
+    """Copy the hot columns' rows out of the weight, and note where they are."""
+    size, hidden_size = ids_H.shape[0], x.weight.shape[1]
+    slot_V, words_W = torch.zeros(33 * num_words, dtype=torch.int32, device=ids_H.device).split(32 * num_words)
+    weight_HD = x.weight.new_empty(size, hidden_size)
+    bias_H = None if x.bias is None else x.bias.new_empty(size)
+    _gather_hot_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
+        ids_H, x.weight, x.bias,
+        slot_V, words_W, weight_HD, bias_H,
+        size, hidden_size,
+        HAS_BIAS=x.bias is not None, BLOCK_H=16, BLOCK_D=256,
+    )  # fmt: skip
+    logits = x.logits._replace(start=0, num_valid=size)
+    return Hot(ids_H, slot_V, words_W, x._replace(weight=weight_HD, bias=bias_H, logits=logits))
+
+
+@kernel("weight_ptr", "bias_ptr", "slot_ptr", "words_ptr", "weight_out_ptr", "bias_out_ptr", "hidden_size")
+def _gather_hot_kernel(
+    ids_ptr,  # in: [H] int64
+    weight_ptr,  # in: [V, D]
+    bias_ptr,  # in: [V]
+    slot_ptr,  # in, out: [32 W] int32
+    words_ptr,  # in, out: [W] int32
+    weight_out_ptr,  # out: [H, D]
+    bias_out_ptr,  # out: [H]
+    size,
+    hidden_size,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    offs_h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_h = offs_h < size
+    mask = in_h[:, None] & (offs_d < hidden_size)[None, :]
+    column = tl.load(ids_ptr + offs_h, mask=in_h, other=0)
+    row = tl.load(weight_ptr + column[:, None] * hidden_size + offs_d[None, :], mask=mask, other=0)
+    tl.store(weight_out_ptr + offs_h.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], row, mask=mask)
+    if tl.program_id(1) == 0:
+        tl.store(slot_ptr + column, offs_h + 1, mask=in_h)
+        bit = tl.full((BLOCK_H,), 1, tl.int32) << (column % 32).to(tl.int32)
+        tl.atomic_or(words_ptr + column // 32, bit, mask=in_h)  # Bits commute, so the result is deterministic.
+        if HAS_BIAS:
+            tl.store(bias_out_ptr + offs_h, tl.load(bias_ptr + column, mask=in_h, other=0), mask=in_h)
+
+
+def add_label(hot_3N: torch.Tensor, target_N: torch.Tensor, x: Operands, hot: Hot) -> torch.Tensor:
+    """Add each label's exponential to the hot columns' maximum and sum, where the label is another column of the shard."""
+    stats_3N = torch.empty_like(hot_3N)
+    _add_label_kernel[(cdiv(x.num_tokens, 256),)](
+        hot_3N, target_N, x.ids, hot.slot_V, stats_3N, x.num_tokens, x.logits.start, x.logits.num_valid, BLOCK_N=256
+    )
+    return stats_3N
+
+
+@kernel("hot_ptr", "slot_ptr", "stats_ptr")
+def _add_label_kernel(
+    hot_ptr,  # in: [3, N] fp32: maximum, sum, 0
+    target_ptr,  # in: [N] fp32
+    labels_ptr,  # in: [N] int64
+    slot_ptr,  # in: [V] int32
+    stats_ptr,  # out: [3, N] fp32
+    num_tokens,
+    start,
+    num_valid,
+    BLOCK_N: tl.constexpr,
+):
+    stride = num_tokens.to(tl.int64)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_tokens
+    label = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
+    here = (label >= 0) & (label >= start) & (label - start < num_valid)
+    beside = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=1) == 0
+    target = tl.where(beside, tl.load(target_ptr + offs_n, mask=in_n, other=0), float("-inf"))
+    hot_max = tl.load(hot_ptr + offs_n, mask=in_n, other=0)
+    hot_sum = tl.load(hot_ptr + stride + offs_n, mask=in_n, other=0)
+    maximum = tl.maximum(hot_max, target)
+    base = tl.where(maximum > float("-inf"), maximum, 0.0)
+    # NaN of a hot column must stay: the maximum may hide it, the sum does not.
+    total = hot_sum * tl.exp(hot_max - base) + tl.exp(target - base)
+    tl.store(stats_ptr + offs_n, maximum, mask=in_n)
+    tl.store(stats_ptr + stride + offs_n, total, mask=in_n)
+    tl.store(stats_ptr + 2 * stride + offs_n, tl.zeros((BLOCK_N,), tl.float32), mask=in_n)
+
+
+def outside_hot(
+    bound_N: torch.Tensor, hot_max_N: torch.Tensor, hot_sum_N: torch.Tensor, max_N: torch.Tensor, sum_N: torch.Tensor
+) -> torch.Tensor:
+    """Return bound_3N: the bound; what ``sum_N`` has more than the hot columns, relative to ``max_N``; and that maximum."""
+    num_tokens = bound_N.shape[0]
+    bound_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=bound_N.device)
+    _outside_hot_kernel[(cdiv(num_tokens, 256),)](
+        bound_N, hot_max_N, hot_sum_N, max_N, sum_N, bound_3N, num_tokens, BLOCK_N=256
+    )
+    return bound_3N
+
+
+@kernel("state_ptr")
+def _outside_hot_kernel(
+    bound_ptr,  # in: [N] fp32
+    hot_max_ptr,  # in: [N] fp32
+    hot_sum_ptr,  # in: [N] fp32
+    max_ptr,  # in: [N] fp32
+    sum_ptr,  # in: [N] fp32
+    state_ptr,  # out: [3, N] fp32
+    num_tokens,
+    BLOCK_N: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_tokens
+    state_ptr += offs_n
+    maximum = tl.load(max_ptr + offs_n, mask=in_n, other=0)
+    below = tl.load(hot_max_ptr + offs_n, mask=in_n, other=0) - maximum
+    hot = tl.load(hot_sum_ptr + offs_n, mask=in_n, other=0) * tl.exp(below)
+    outside = tl.load(sum_ptr + offs_n, mask=in_n, other=0) - hot
+    tl.store(state_ptr, tl.load(bound_ptr + offs_n, mask=in_n, other=0), mask=in_n)
+    tl.store(state_ptr + num_tokens.to(tl.int64), tl.where(outside < 0, 0.0, outside), mask=in_n)  # NaN stays
+    tl.store(state_ptr + 2 * num_tokens.to(tl.int64), maximum, mask=in_n)
