@@ -243,15 +243,19 @@ def _block_gradients(
 
 
 def _add_stand_in(sums: _Sums, x: Operands, grads: Grads, spec: Spec, gain: Tensor) -> None:
-    """Add the rank-1 matrix that stands for all that was dropped: row sums times shares of the columns."""
-    total = sums.dropped_V.sum()
-    share_V = torch.where(total > 0, sums.dropped_V / total, 0.0)
+    """Add the rank-1 matrix that stands for all that was dropped: row sums times shares of the columns.
+
+    Padding rows are left out: they may hold anything, and 0 times infinity is not 0.
+    """
+    dropped_V = sums.dropped_V[: x.logits.num_valid]
+    total = dropped_V.sum()
+    share_V = torch.where(total > 0, dropped_V / total, 0.0)
     if grads.want_hidden and spec.filter.hidden:
-        sums.hidden_ND.addcmul_(sums.dropped_N[:, None], share_V @ x.weight.float())
+        sums.hidden_ND.addcmul_(sums.dropped_N[:, None], share_V @ x.weight[: x.logits.num_valid].float())
     if grads.want_weight and spec.filter.weight:
         hidden_ND = x.hidden.float().masked_fill(x.ids[:, None] < 0, 0.0)
         stand_in = share_V[:, None] * (sums.dropped_N @ hidden_ND)
-        sums.weight_VD.add_((stand_in * gain).to(sums.weight_VD.dtype))
+        sums.weight_VD[: x.logits.num_valid].add_((stand_in * gain).to(sums.weight_VD.dtype))
 
 
 class Merged(NamedTuple):

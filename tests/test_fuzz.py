@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from cce_dist import cli, reference
-from cce_dist.kernels import torch_ops
+from cce_dist.kernels import dense
 from cce_dist.verify.cases import random_problem
 from cce_dist.verify.check import assert_no_worse
 from cce_dist.verify.fuzz import Setting, draw, run_many
@@ -52,7 +52,7 @@ def _on_ranks(count: int) -> None:
 )
 def test_a_mutation_of_the_loss_is_seen(change, says, monkeypatch):
     """Catches a bound so wide that nothing fails, and options that are never drawn."""
-    monkeypatch.setattr(torch_ops, "merge", lambda *args, merge=torch_ops.merge: change(merge(*args)))
+    monkeypatch.setattr(dense, "merge", lambda *args, merge=dense.merge: change(merge(*args)))
     found = failures(Setting(seed=1, backend="torch"), 60)
     assert "cce-dist verify --fuzz 1 --seed 1 --case" in found and says in found
 
