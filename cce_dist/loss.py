@@ -97,7 +97,8 @@ def linear_cross_entropy(
         linear_bias: [V_r] bias of this rank's rows, or a DTensor split as linear_weight is.
         weight: [V] weights of the classes, of the whole vocabulary on every rank, without gradient. A token's loss is
             multiplied by the weight of its label, and the mean divides by the sum of those. The uniform part of label
-            smoothing is ``label_smoothing * mean_j(weight_j * (lse - logit_j))`` instead, as in PyTorch.
+            smoothing is ``label_smoothing * mean_j(weight_j * (lse - logit_j))`` instead, as in PyTorch; dE and dC are then
+            sums of two terms, each rounded to input's dtype, and linear_weight is copied in fp32.
         ignore_index: Tokens with this label have loss 0 and gradient 0. None means -100, as in PyTorch.
         reduction: "none" (target's shape), "sum", or "mean" over tokens that are not ignored. If all are, the mean is 0.
         label_smoothing: In [0, 1], spread over the whole logical vocabulary.
@@ -204,9 +205,8 @@ def linear_cross_entropy(
         loss = loss + options.z_loss_weight * lse.square()
     class_weights = None
     if weight is not None:
-        scale = logit_scale if isinstance(logit_scale, Tensor) else options.logit_scale
         class_weights = terms.ClassWeights(weight, x, shard, options.ignore_index)
-        loss = class_weights.weigh(loss, lse, scale, options.label_smoothing)
+        loss = class_weights.weigh(loss, lse, options.label_smoothing)
     if reduction == "none":
         loss = loss.view(target.shape)
     else:

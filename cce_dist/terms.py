@@ -72,16 +72,16 @@ class ClassWeights:
         self.counted = x.ids != ignore_index
         self.of_labels = torch.where(self.counted, self.weight[x.ids.clamp(0, shard.vocab_size - 1)], 0.0)
 
-    def weigh(self, loss: Tensor, lse: Tensor, scale: float | Tensor, smoothing: float) -> Tensor:
+    def weigh(self, loss: Tensor, lse: Tensor, smoothing: float) -> Tensor:
         """Return the losses times ``of_labels``, and the uniform term of label smoothing: each class by its own weight. [N]."""
         loss = loss * self.of_labels
         if smoothing == 0:
             return loss
-        uniform_nll = (self.weight.sum() * lse - scale * self._sum_of_logits()) / self.shard.vocab_size
+        uniform_nll = (self.weight.sum() * lse - self._sum_of_logits()) / self.shard.vocab_size
         return loss + smoothing * torch.where(self.counted, uniform_nll, 0.0)
 
     def _sum_of_logits(self) -> Tensor:
-        """Sum each token's logits, before the scale, times the weights of their classes. -> [N] fp32.
+        """Sum each token's logits, which have no softcap, times the weights of their classes. -> [N] fp32.
 
         sum_j w_j (weight_j . hidden + bias_j) = (sum_j w_j weight_j) . hidden + sum_j w_j bias_j: one vector for all tokens.
         Its D + 1 numbers are summed over the group.
@@ -95,4 +95,5 @@ class ClassWeights:
                 vector = merge.SumOverRanks.apply(vector, self.shard.group)
             assert isinstance(vector, Tensor)
             # Hidden states of tokens that do not count may hold anything, and 0 times infinity is not 0.
-            return x.hidden.float().masked_fill(~self.counted[:, None], 0.0) @ vector[:-1] + vector[-1]
+            hidden = x.hidden.float().masked_fill(~self.counted[:, None], 0.0)
+            return x.logits.logit_scale * (hidden @ vector[:-1] + vector[-1])

@@ -145,7 +145,7 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec)
                 .sub_(softmax.log_sum[block.rows, None])
                 .exp_()
             )
-            kept = _with_label(p >= spec.filter.eps, block)
+            kept = _with_label(~(p < spec.filter.eps), block)  # NaN is kept
             num_kept += (kept & labelled_R1).sum()
             dropped_N[block.rows] += p.masked_fill_(kept | ~labelled_R1, 0.0).sum(1)
     num_labelled = (x.ids >= 0).sum().clamp(min=1)

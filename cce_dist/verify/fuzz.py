@@ -29,7 +29,7 @@ from cce_dist.verify.oracle import PER_TOKEN, Truth, truth
 from cce_dist.verify.views import LAYOUTS, WRITABLE, constant, view_of
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-GRADIENTS = ("dE", "dC", "dbias")
+GRADIENTS = ("dE", "dC", "dbias", "dscale")
 UNSAFE = 1000.0  # a dense fp32 baseline whose error is that many times the rule's own eps is itself wrong
 
 
@@ -76,6 +76,8 @@ class Draw:
         num_tokens: The dtype of a 0-d tensor for ``num_tokens``; None: as in the options.
         hidden_of_ignored: What the hidden states of ignored tokens hold; None: numbers as all others.
         padding: What padding rows of weight and bias hold.
+        classes: Weights of the classes.
+        learn_scale: ``logit_scale`` is a tensor that gets a gradient.
         broken: A token with a NaN in its hidden state, none: -1.
     """
 
@@ -98,6 +100,8 @@ class Draw:
     num_tokens: torch.dtype | None = None
     hidden_of_ignored: float | None = None
     padding: float = 3.0
+    classes: bool = False
+    learn_scale: bool = False
     broken: int = -1
     twice: bool = False
 
@@ -127,6 +131,7 @@ def draw(setting: Setting, number: int) -> Draw:
     _draw_data(rng, call, setting)
     if filtered:
         _draw_filter(rng, call)
+    _draw_terms(rng, call, learnable=not filtered)
     return call
 
 
@@ -229,6 +234,16 @@ def _draw_filter(rng: random.Random, call: Draw) -> None:
     call.layouts |= {name: "contiguous" for name, layout in call.layouts.items() if layout == "expanded"}
 
 
+def _draw_terms(rng: random.Random, call: Draw, learnable: bool) -> None:
+    """Weights of the classes, and a scale that is learned."""
+    refused = bool({"softcap", "sequence_parallel", "input_grad"} & call.options.keys()) or call.buffer is not None
+    two_roundings = call.dtype != FP32  # dE and dC are two terms where classes have weights and labels are smoothed
+    alone = not call.options.get("label_smoothing") or not (refused or two_roundings)
+    call.classes = rng.random() < 0.15 and alone and call.logits != "masked"
+    learnable = learnable and call.dtype != FP16 and call.options.get("logit_scale", 1.0) != 0.0
+    call.learn_scale = rng.random() < 0.15 and learnable
+
+
 def _problem(call: Draw, generator: torch.Generator) -> Problem:
     """The data, float64, as the tested dtype holds it: 0.1 to 10 nats of spread, or one trap.
 
@@ -293,6 +308,7 @@ def _upstream(call: Draw, generator: torch.Generator) -> dict[str, Tensor]:
 
 def _baseline(call: Draw, problem: Problem, upstream: dict[str, Tensor]) -> dict[str, Tensor]:
     """Dense PyTorch in the tested dtype."""
+    scale = torch.tensor(float(call.options.get("logit_scale", 1.0)), requires_grad=True)
     hidden, weight = problem.hidden.to(call.dtype), problem.weight.to(call.dtype)
     bias = None if problem.bias is None else problem.bias.to(call.dtype).requires_grad_()
     inputs = [x for x in (hidden.requires_grad_(), weight.requires_grad_(), bias) if x is not None]
@@ -302,12 +318,15 @@ def _baseline(call: Draw, problem: Problem, upstream: dict[str, Tensor]) -> dict
         "ignore_index", -100
     )  # any id may be the one that is ignored; dense PyTorch gathers with it
     labels = problem.labels.masked_fill(problem.labels == ignore_index, -100)
-    out = reference.linear_cross_entropy(hidden, weight, labels, linear_bias=bias, **options)
+    out = reference.linear_cross_entropy(hidden, weight, labels, linear_bias=bias, **(options | {"logit_scale": scale}))
     outputs = {name: getattr(out, name) for name in ("loss", *PER_TOKEN)}
-    grads = torch.autograd.grad(
-        [outputs[name] for name in upstream], inputs, [g.to(outputs[name].dtype) for name, g in upstream.items()]
+    *grads, d_scale = torch.autograd.grad(
+        [outputs[name] for name in upstream],
+        [*inputs, scale],
+        [g.to(outputs[name].dtype) for name, g in upstream.items()],
     )
-    return {name: x.detach() for name, x in outputs.items()} | dict(zip(GRADIENTS, grads, strict=False))
+    gradients = dict(zip(GRADIENTS, grads, strict=False)) | {"dscale": d_scale}
+    return {name: x.detach() for name, x in outputs.items()} | gradients
 
 
 class _Call(NamedTuple):
@@ -364,6 +383,12 @@ def _ours(call: Draw, operands: _Call, upstream: dict[str, Tensor], setting: Set
     if call.num_tokens is not None:
         number = torch.tensor(options["num_tokens"], device=setting.device, dtype=call.num_tokens)
         options["num_tokens"] = view_of(number, call.layouts["num_tokens"])
+    scale = None
+    if call.learn_scale:
+        scale = torch.tensor(float(options.get("logit_scale", 1.0)), device=setting.device, requires_grad=True)
+        options["logit_scale"] = scale
+    if call.classes:
+        options["weight"] = options["weight"].to(setting.device)
     with torch.autocast(setting.device, call.dtype) if call.autocast else nullcontext():
         out = linear_cross_entropy(
             hidden,
@@ -379,7 +404,8 @@ def _ours(call: Draw, operands: _Call, upstream: dict[str, Tensor], setting: Set
     values = {name: x.detach() for name, x in outputs.items()}
     if not isinstance(out, Tensor) and out.filter_stats is not None:
         values["filter_stats"] = torch.stack(tuple(out.filter_stats))
-    inputs = {name: x for name, x in zip(GRADIENTS, operands[:2] + operands[3:4], strict=True) if x is not None}
+    leaves = (hidden, weight, bias, scale)
+    inputs = {name: x for name, x in zip(GRADIENTS, leaves, strict=True) if x is not None}
     inputs = {name: x for name, x in inputs.items() if x.requires_grad}
     if not inputs:
         return values
@@ -410,6 +436,9 @@ def run_one(setting: Setting, number: int) -> list[Error]:
     problem = _problem(call, generator)
     upstream = _upstream(call, generator)
     grad_filter = call.options.get("grad_filter")
+    if call.classes:
+        weights = torch.rand(call.vocab_size, generator=generator)
+        call.options["weight"] = weights.masked_fill(weights < 0.05, 0.0)
     expected = truth(
         _rounded(problem, call.dtype), call.options, upstream, 0.0 if grad_filter is None else grad_filter.eps
     )
@@ -459,7 +488,7 @@ def _compare(call: Draw, name: str, ours: Tensor, baseline: Tensor, expected: Tr
     elif right.dim():
         values[0] = ours.reshape(-1)
     if call.broken >= 0:
-        if name in ("dC", "dbias"):
+        if name in ("dC", "dbias", "dscale"):
             return []
         if name != "dE" and values[0][call.broken].isfinite():
             return [Error(f"{name} of a token with NaN", float("inf"), 0.0)]
@@ -475,7 +504,7 @@ def _errors(
     returned = {"dC": call.buffer, "dbias": call.bias}.get(name) or dtype
     right = torch.where(right.to(returned).isinf(), right.to(returned).double(), right)  # past the range of the dtype
     exact_scale = call.options.get("logit_scale", 1.0) in (1, -0.5) and "softcap" not in call.options
-    exact_products = exact_scale and call.logits in ("up", "down", "gap", "equal")
+    exact_products = exact_scale and not call.classes and call.logits in ("up", "down", "gap", "equal")
     logit_noise = 0.0 if exact_products else expected.logit_noise
     floor = EPS[dtype] * torch.finfo(dtype).smallest_normal
     if name in GRADIENTS:

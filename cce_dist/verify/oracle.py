@@ -5,10 +5,11 @@ gradient that reaches each quantity of a token, the gradient of a token's logits
 
     dz = P p + LABEL [j = y] + UNIFORM - g_entropy p (log p + H)
 
-    loss  = (1 - s) nll + s mean_j(-log p_j) + w lse^2       s: label_smoothing, w: z_loss_weight
-    d_nll = (1 - s) g_loss + g_nll                           LABEL   = g_target - d_nll
-    P     = d_nll + s g_loss + g_lse + 2 w lse (g_loss + g_z)    UNIFORM = -s g_loss / V
+    loss  = c_y ((1 - s) nll + w lse^2) + s mean_j(-c_j log p_j)      s: label_smoothing, w: z_loss_weight
+    d_nll = (1 - s) c_y g_loss + g_nll                                LABEL   = g_target - d_nll
+    P     = d_nll + s mean(c) g_loss + g_lse + 2 w lse (c_y g_loss + g_z)    UNIFORM = -s c_j g_loss / V
 
+with c the weights of the classes, 1 if there are none,
 and from there ``du = dz (1 - (z / softcap)^2)``, ``dE = logit_scale du C``, ``dC = logit_scale du^T E``. Ignored tokens are
 taken out first, so nothing of them is read.
 """
@@ -62,7 +63,8 @@ def truth(problem: Problem, options: dict[str, Any], upstream: dict[str, Tensor]
 
     Args:
         problem: The whole vocabulary; float64.
-        options: Those of ``linear_cross_entropy``; what does not change the value of the exact loss is not looked at.
+        options: Those of ``linear_cross_entropy``, numbers all but ``weight``; what does not change the value of the exact loss
+            is not looked at.
         upstream: Gradient of "loss" (0-d, or [N] for reduction "none") and of any of PER_TOKEN, [N]; absent: 0.
         eps: Threshold of the plain filter; see ``GradFilter``.
     """
@@ -70,15 +72,18 @@ def truth(problem: Problem, options: dict[str, Any], upstream: dict[str, Tensor]
     smoothing, z_weight = options.get("label_smoothing", 0.0), options.get("z_loss_weight", 0.0)
     nll = -tokens.log_p.gather(1, tokens.label[:, None])[:, 0]
     z_loss = z_weight * tokens.lse.square()
-    loss = (1 - smoothing) * nll + z_loss
+    classes = _class_weights(problem, options)
+    of_labels = classes[tokens.label]
+    loss = of_labels * ((1 - smoothing) * nll + z_loss)
     if smoothing > 0:
-        loss = loss - smoothing * tokens.log_p.mean(1)
+        loss = loss - smoothing * (tokens.log_p * classes).mean(1)
     target_logit = tokens.z.gather(1, tokens.label[:, None])[:, 0]
     per_token = (nll, tokens.lse, target_logit, tokens.entropy, z_loss)
     values = {name: _whole(x, tokens.rows, problem) for name, x in zip(PER_TOKEN, per_token, strict=True)}
 
     reduction, num_tokens = options.get("reduction", "mean"), options.get("num_tokens")
-    divisor = 1.0 if reduction != "mean" else max(1, len(loss)) if num_tokens is None else float(num_tokens)
+    total = of_labels.sum().item() or 1.0
+    divisor = 1.0 if reduction != "mean" else total if num_tokens is None else float(num_tokens)
     values["loss"] = _whole(loss, tokens.rows, problem) if reduction == "none" else loss.sum() / divisor
     gradients, plain, sizes = _backward(problem, options, upstream, tokens, divisor, eps)
 
@@ -87,6 +92,11 @@ def truth(problem: Problem, options: dict[str, Any], upstream: dict[str, Tensor]
     of_loss = one_token * (1.0 if reduction == "none" else math.sqrt(len(loss)) / divisor)
     noise = {**dict.fromkeys(PER_TOKEN, one_token), "loss": of_loss, **sizes}
     return Truth(values | gradients, plain, noise, logit_noise)
+
+
+def _class_weights(problem: Problem, options: dict[str, Any]) -> Tensor:
+    weights = options.get("weight")
+    return torch.ones(problem.weight.shape[0], dtype=torch.float64) if weights is None else weights.double()
 
 
 def _forward(problem: Problem, options: dict[str, Any]) -> _Tokens:
@@ -115,14 +125,17 @@ def _backward(
     g_loss = g_loss / divisor
     g_nll, g_lse, g_target, g_entropy, g_z = g_aux
 
-    d_nll = (1 - smoothing) * g_loss + g_nll
-    softmax_coef = d_nll + smoothing * g_loss + g_lse + 2 * z_weight * tokens.lse * (g_loss + g_z)
-    label_coef, uniform_coef = g_target - d_nll, -smoothing * g_loss / problem.weight.shape[0]
+    classes = _class_weights(problem, options)
+    weighted = g_loss * classes[tokens.label]
+    d_nll = (1 - smoothing) * weighted + g_nll
+    d_uniform, d_z = smoothing * g_loss * classes.mean(), 2 * z_weight * (weighted + g_z)
+    softmax_coef = d_nll + d_uniform + g_lse + d_z * tokens.lse
+    label_coef, uniform_coef = g_target - d_nll, -smoothing * g_loss[:, None] * classes / len(classes)
     p = tokens.p
     surprise = torch.where(p == 0, 0.0, p * (tokens.log_p + tokens.entropy[:, None]))
     softmax_part = softmax_coef[:, None] * p - g_entropy[:, None] * surprise
     is_label = torch.zeros_like(p).scatter_(1, tokens.label[:, None], 1.0)
-    rest = label_coef[:, None] * is_label + uniform_coef[:, None]
+    rest = label_coef[:, None] * is_label + uniform_coef
 
     scale, softcap = options.get("logit_scale", 1.0), options.get("softcap")
     bend = torch.ones_like(p) if softcap is None else 1 - (tokens.z / softcap).square()
@@ -135,15 +148,17 @@ def _backward(
     exact = gradients(softmax_part + rest, hidden, weight)
     d_scale = (softmax_part + rest) * bend * tokens.product
     exact["dscale"] = d_scale[tokens.product.isfinite()].sum()
-    unlabeled = torch.maximum(softmax_coef.abs(), g_entropy.abs())  # the scale where the label itself has no gradient
-    threshold = eps * torch.where(label_coef != 0, label_coef.abs(), unlabeled)
+    # Where the label itself has no gradient P is the scale. Where the entropy is differentiated all elements are kept.
+    threshold = eps * ("entropy" not in upstream) * torch.where(label_coef != 0, label_coef, softmax_coef).abs()
     matters = (softmax_part.abs() >= threshold[:, None]) | (is_label > 0)
     plain = gradients(softmax_part * matters + rest, hidden, weight)
 
-    parts = (d_nll, smoothing * g_loss, g_lse, 2 * z_weight * (tokens.lse.abs() + 1) * (g_loss + g_z))
+    parts = (d_nll, d_uniform, g_lse, d_z * (tokens.lse.abs() + 1))
     size = torch.stack(parts).abs().sum(0)[:, None] * p + g_entropy.abs()[:, None] * (surprise.abs() + p)
-    size = size + label_coef.abs()[:, None] * is_label + uniform_coef.abs()[:, None]
+    size = size + label_coef.abs()[:, None] * is_label + uniform_coef.abs()
     sizes = _root_of_squares(size * scale * bend, hidden, weight, "")
+    sizes["dscale"] = (exact["dE"][tokens.rows] * hidden).norm().item() / abs(scale) if scale else 0.0
+    sizes["dscale unbent"] = (size * torch.where(tokens.product.isfinite(), tokens.product, 0.0)).abs().sum().item()
     return exact, plain, sizes | _root_of_squares(size * scale, hidden, weight, " unbent")
 
 
