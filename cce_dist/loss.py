@@ -102,8 +102,8 @@ def linear_cross_entropy(
         ignore_index: Tokens with this label have loss 0 and gradient 0. None means -100, as in PyTorch.
         reduction: "none" (target's shape), "sum", or "mean" over tokens that are not ignored. If all are, the mean is 0.
         label_smoothing: In [0, 1], spread over the whole logical vocabulary.
-        logit_scale: Multiplies the logits. A 0-d tensor that requires a gradient gets one, as exact as dE, which is rounded to
-            input's dtype (and filtered as dE is).
+        logit_scale: Multiplies the logits. A 0-d tensor that requires a gradient gets one, as exact as dE and dbias, which
+            are rounded to input's and linear_bias's dtype (and filtered as dE is).
         softcap: Positive bound of the logits, or None.
         z_loss_weight: Weight of lse**2.
         num_tokens: Divisor of "mean", int or 0-d tensor: the global count over data and context parallel ranks and

@@ -48,6 +48,7 @@ def _loss_of(
     if weight is not None:
         of_label = weight.to(z.dtype)[at_label.squeeze(-1)]
         loss, divisor = loss * of_label, (of_label * valid).sum()
+        divisor = divisor + (divisor == 0)
     if label_smoothing > 0:
         loss = loss - label_smoothing * (log_p if weight is None else log_p * weight.to(z.dtype)).mean(-1)
     target_logit = z.gather(-1, at_label).squeeze(-1)

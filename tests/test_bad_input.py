@@ -88,10 +88,36 @@ TENSORS = [
     bad("bias-int", TypeError, "linear_bias must be .*int64", linear_bias=torch.zeros(V).long()),
     bad("bias-bool", TypeError, "linear_bias must be .*bool", linear_bias=torch.zeros(V).bool()),
     bad("bias-fp64", TypeError, "linear_bias must be .*float64", linear_bias=torch.zeros(V).double()),
+    bad("hidden-size", ValueError, "hidden size 9, linear_weight 8", input=torch.zeros(N, D + 1)),
+    bad("dtypes-differ", TypeError, "float16.*float32", input=torch.zeros(N, D).half()),
+    bad("weight-not-2d", ValueError, r"\[V, D\]", linear_weight=torch.zeros(V)),
+    bad("weight-emptied-by-zero-3", ValueError, r"\[V, D\]", linear_weight=torch.zeros(0)),
+    bad("target-shape", ValueError, r"\(6,\).*\(7,\)", target=torch.zeros(N + 1).long()),
+    bad("target-dtype", TypeError, "int64", target=torch.zeros(N)),
+    bad("devices", ValueError, "cpu.*meta", target=torch.zeros(N, device="meta").long()),
+    bad("bias-shape", ValueError, r"\[20\]", linear_bias=torch.zeros(V + 1)),
+    bad("buffer-shape", ValueError, "grad_weight_out", grad_weight_out=torch.zeros(V, D + 1)),
     bad("target-probabilities", TypeError, "target.*probabilities", target=torch.full((N, V), 1 / V)),
     bad("target-uint64", TypeError, "target.*uint64", target=torch.tensor([2**63] * N, dtype=torch.uint64)),
 ]
+SMOOTHED_CLASSES: dict[str, Any] = dict(weight=torch.ones(V), label_smoothing=0.1)
 OPTIONS = [
+    bad("shard-of-another-weight", ValueError, "23 rows.*20", shard=VocabShard(0, V + 3, V)),
+    bad("reduction", ValueError, "reduction.*avg", reduction="avg"),
+    bad("input-grad", ValueError, "input_grad", input_grad="sum"),
+    bad("reduce-dtype", TypeError, "reduce_dtype.*int8", reduce_dtype=torch.int8),
+    bad("backend", ValueError, "backend", backend="cuda"),
+    bad("smoothing", ValueError, "label_smoothing", label_smoothing=1.5),
+    bad("softcap-zero", ValueError, "softcap", softcap=0.0),
+    bad("scale-nan", ValueError, "logit_scale", logit_scale=NAN),
+    bad("num-tokens-zero", ValueError, "num_tokens", num_tokens=0),
+    bad("num-tokens-of-a-sum", ValueError, "num_tokens", num_tokens=5, reduction="sum"),
+    bad("filter-a-number", TypeError, "GradFilter", grad_filter=1e-4),
+    bad("workspace-zero", ValueError, "workspace_bytes", workspace_bytes=0),
+    bad("partial-slices", ValueError, "partial", sequence_parallel=True, input_grad="partial"),
+    bad("sequence-parallel-number", TypeError, "sequence_parallel must be a bool.*int", sequence_parallel=1),
+    bad("scale-zero-learnable", ValueError, "logit_scale is 0", logit_scale=torch.zeros((), requires_grad=True)),
+    bad("num-tokens-of-each-token", ValueError, "num_tokens.*0-d", num_tokens=torch.ones(2)),
     bad("shard-tuple", TypeError, "shard must be a VocabShard.*tuple", shard=(0, V, V)),
     bad("shard-string", TypeError, "shard must be a VocabShard.*str", shard="even"),
     bad("ignore-index-bool", TypeError, "ignore_index must be an integer.*bool", ignore_index=True),
@@ -137,6 +163,14 @@ OPTIONS = [
     bad("class-weights-int", TypeError, "weight must be .*int64", weight=torch.ones(V).long()),
     bad("class-weights-list", TypeError, "weight must be a tensor.*list", weight=[1.0] * V),
     bad("class-weights-learnable", TypeError, "weight.*gradient", weight=torch.ones(V, requires_grad=True)),
+    bad(
+        "class-weights-softcap",
+        ValueError,
+        "weight with label_smoothing.*softcap",
+        weight=torch.ones(V),
+        label_smoothing=0.1,
+        softcap=3.0,
+    ),
 ]
 
 
@@ -156,6 +190,13 @@ def test_a_bad_argument_is_named(data, change, error, says):
         pytest.param(lambda: GradFilter(eps=None), TypeError, "eps", id="eps-none"),  # type: ignore[arg-type]
         pytest.param(lambda: GradFilter(eps=torch.tensor(0.1)), TypeError, "eps", id="eps-tensor"),  # type: ignore[arg-type]
         pytest.param(lambda: GradFilter(hidden="no"), TypeError, "hidden", id="filter-flag"),  # type: ignore[arg-type]
+        pytest.param(lambda: GradFilter(eps=1.0), ValueError, "eps", id="eps-one"),
+        pytest.param(lambda: VocabShard(0, 5, 10), ValueError, "without a group", id="rows-missing-without-group"),
+        pytest.param(lambda: VocabShard(5, 3, 10), ValueError, "start <= stop", id="backwards"),
+        pytest.param(lambda: VocabShard(0, 5, 0), ValueError, "vocab_size", id="no-vocabulary"),
+        pytest.param(
+            lambda: VocabShard.even(10, None, multiple_of=0), ValueError, "multiple_of", id="multiple-of-zero"
+        ),
         pytest.param(lambda: VocabShard(0, 5.0, 5), TypeError, "stop", id="shard-float"),  # type: ignore[arg-type]
         pytest.param(lambda: VocabShard("0", 5, 5), TypeError, "start", id="shard-string"),  # type: ignore[arg-type]
         pytest.param(lambda: VocabShard(0, 5, None), TypeError, "vocab_size", id="shard-none"),  # type: ignore[arg-type]

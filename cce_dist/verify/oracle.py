@@ -157,7 +157,10 @@ def _backward(
     size = torch.stack(parts).abs().sum(0)[:, None] * p + g_entropy.abs()[:, None] * (surprise.abs() + p)
     size = size + label_coef.abs()[:, None] * is_label + uniform_coef.abs()
     sizes = _root_of_squares(size * scale * bend, hidden, weight, "")
-    sizes["dscale"] = (exact["dE"][tokens.rows] * hidden).norm().item() / abs(scale) if scale else 0.0
+    of_scale = [exact["dE"][tokens.rows] * hidden]
+    if problem.bias is not None:
+        of_scale.append(exact["dbias"] * torch.where(problem.bias.isfinite(), problem.bias, 0.0))
+    sizes["dscale"] = math.hypot(*(x.norm().item() for x in of_scale)) / abs(scale) if scale else 0.0
     sizes["dscale unbent"] = (size * torch.where(tokens.product.isfinite(), tokens.product, 0.0)).abs().sum().item()
     return exact, plain, sizes | _root_of_squares(size * scale, hidden, weight, " unbent")
 
