@@ -45,7 +45,7 @@ class LossOptions(TypedDict, total=False):
 
 def _plain(name: str, value: Any) -> float:
     """A number, or a 0-d tensor that needs no gradient: reading one that is on a GPU waits for the GPU."""
-    if isinstance(value, Tensor):
+    if not isinstance(value, float) and isinstance(value, Tensor):
         if value.requires_grad:
             raise TypeError(f"{name} has no gradient here: pass a number, or a tensor that requires none")
         if value.dim() != 0:

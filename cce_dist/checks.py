@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 LARGEST = torch.finfo(torch.float32).max
-_INTEGERS = (int, Integral, torch.SymInt)
-_NUMBERS = (float, Real, torch.SymFloat, *_INTEGERS)
+# The abstract ones come last: they are slow to ask, and numpy's numbers alone need them.
+_INTEGERS: tuple[type, ...] = (int, torch.SymInt, Integral)
+_NUMBERS: tuple[type, ...] = (float, int, torch.SymFloat, torch.SymInt, Real)
 
 
 def number(name: str, value: Any) -> float:

@@ -52,6 +52,8 @@ class VocabParallelHead(nn.Module):
         hidden [..., D] and labels [...] give the loss; labels None gives this rank's logits [..., V_r], -inf in padding.
     """
 
+    class_weights: Tensor | None
+
     def __init__(
         self,
         hidden_size: int,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from cce_dist import merge
@@ -214,7 +215,7 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
     """Raise RuntimeError inside a transform of torch.func, and for dual numbers of forward mode."""
     if torch.compiler.is_compiling():
         return
-    if torch._C._functorch.maybe_current_level() is not None:
+    if maybe_current_level() is not None:
         raise RuntimeError(
             "linear_cross_entropy works with backward() and torch.autograd.grad, not with torch.func or vmap"
         )

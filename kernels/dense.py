@@ -185,7 +185,7 @@ def gradients(
         coef_4N = coef_4N / gain
     num_rows, own = x.weight.shape[0], grads.weight_out is None
     sums = _Sums(
-        _zeros(*x.hidden.shape, like=x.hidden), torch.zeros_like(x.weight) if own else grads.weight_out,
+        _zeros(*x.hidden.shape, like=x.hidden), torch.zeros_like(x.weight) if grads.weight_out is None else grads.weight_out,
         _zeros(num_rows, like=x.hidden), _zeros(x.num_tokens, like=x.hidden), _zeros(num_rows, like=x.hidden),
     )  # fmt: skip
     for cols, blocks in _blocks(x, spec):

@@ -50,6 +50,11 @@ def second_grad(loss, hidden: Tensor, allow_unused: bool) -> Any:
         pytest.param(lambda loss, x: torch.autograd.functional.hessian(loss, x), id="hessian"),
         pytest.param(lambda loss, x: torch.autograd.functional.vhp(loss, x, torch.ones_like(x)), id="vhp"),
         pytest.param(lambda loss, x: torch.autograd.functional.hvp(loss, x, torch.ones_like(x)), id="hvp"),
+        pytest.param(lambda loss, x: torch.autograd.functional.jvp(loss, x, torch.ones_like(x)), id="autograd-jvp"),
+        pytest.param(
+            lambda loss, x: torch.autograd.grad(loss(x), x, torch.ones(2), is_grads_batched=True),
+            id="batched-gradients",
+        ),
         pytest.param(lambda loss, x: second_grad(loss, x, True), id="second-grad-allow-unused"),
         pytest.param(lambda loss, x: second_grad(loss, x, False), id="second-grad"),
     ],

@@ -313,12 +313,13 @@ def _baseline(call: Draw, problem: Problem, upstream: dict[str, Tensor]) -> dict
     bias = None if problem.bias is None else problem.bias.to(call.dtype).requires_grad_()
     inputs = [x for x in (hidden.requires_grad_(), weight.requires_grad_(), bias) if x is not None]
     own = ("grad_filter", "sequence_parallel", "input_grad", "workspace_bytes", "return_aux", "reduce_dtype")
-    options = {name: value for name, value in call.options.items() if name not in own}
+    options: dict[str, Any] = {name: value for name, value in call.options.items() if name not in own}
     ignore_index = options.pop(
         "ignore_index", -100
     )  # any id may be the one that is ignored; dense PyTorch gathers with it
     labels = problem.labels.masked_fill(problem.labels == ignore_index, -100)
-    out = reference.linear_cross_entropy(hidden, weight, labels, linear_bias=bias, **(options | {"logit_scale": scale}))
+    options["logit_scale"] = scale
+    out = reference.linear_cross_entropy(hidden, weight, labels, linear_bias=bias, **options)
     outputs = {name: getattr(out, name) for name in ("loss", *PER_TOKEN)}
     *grads, d_scale = torch.autograd.grad(
         [outputs[name] for name in upstream],
