@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
+from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
 from torch.autograd import forward_ad
 
 from cce_dist import merge
@@ -168,7 +168,7 @@ def _differentiate(ctx, *grads):
     nothing = (None,) * (5 + len(ctx.flat))
     if all(d is None for d in d_losses):
         return nothing
-    refuse_transforms()
+    refuse_transforms(*d_losses)
     hidden, weight, bias, *saved = ctx.saved_tensors
     want = list(ctx.needs_input_grad[:3])
     twice = torch.is_grad_enabled()
@@ -212,10 +212,11 @@ class _Once(torch.autograd.Function):
 
 
 def refuse_transforms(*tensors: Tensor | None) -> None:
-    """Raise RuntimeError inside a transform of torch.func, and for dual numbers of forward mode."""
+    """Raise RuntimeError inside a transform of torch.func, for batched gradients, and for dual numbers of forward mode."""
     if torch.compiler.is_compiling():
         return
-    if maybe_current_level() is not None:
+    batched = any(tensor is not None and is_legacy_batchedtensor(tensor) for tensor in tensors)
+    if batched or maybe_current_level() is not None:
         raise RuntimeError(
             "linear_cross_entropy works with backward() and torch.autograd.grad, not with torch.func or vmap"
         )
