@@ -440,9 +440,9 @@ def run_one(setting: Setting, number: int) -> list[Error]:
     if call.classes:
         weights = torch.rand(call.vocab_size, generator=generator)
         call.options["weight"] = weights.masked_fill(weights < 0.05, 0.0)
-    expected = truth(
-        _rounded(problem, call.dtype), call.options, upstream, 0.0 if grad_filter is None else grad_filter.eps
-    )
+    eps = 0.0 if grad_filter is None else grad_filter.eps
+    bounds = call.bounds if setting.ranks > 1 else ()
+    expected = truth(_rounded(problem, call.dtype), call.options, upstream, eps, bounds)
     baseline = _baseline(call, problem, upstream)
     size = expected.noise["dC"]
     operands = _operands(call, problem, size, setting)
@@ -510,6 +510,8 @@ def _errors(
     floor = EPS[dtype] * torch.finfo(dtype).smallest_normal
     if name in GRADIENTS:
         floor += EPS[dtype] * expected.noise[name]
+        if name in ("dE", "dscale"):
+            floor += EPS[dtype] * expected.noise["parts of dE"]
         floor += EPS[FP32] * (logit_noise * expected.noise[name] + expected.noise[name + " unbent"])
         if name == "dC" and call.buffer is not None:
             floor += 2 * EPS[call.buffer] * (expected.noise[name] + right.abs().max().item() if right.numel() else 0.0)

@@ -17,6 +17,7 @@ taken out first, so nothing of them is read.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,10 @@ class _Tokens(NamedTuple):
     entropy: Tensor
 
 
-def truth(problem: Problem, options: dict[str, Any], upstream: dict[str, Tensor], eps: float = 0.0) -> Truth:
+def truth(
+    problem: Problem, options: dict[str, Any], upstream: dict[str, Tensor], eps: float = 0.0,
+    bounds: Sequence[tuple[int, int]] = (),
+) -> Truth:  # fmt: skip
     """Compute what ``linear_cross_entropy(..., **options)`` has to return.
 
     Args:
@@ -67,6 +71,7 @@ def truth(problem: Problem, options: dict[str, Any], upstream: dict[str, Tensor]
             is not looked at.
         upstream: Gradient of "loss" (0-d, or [N] for reduction "none") and of any of PER_TOKEN, [N]; absent: 0.
         eps: Threshold of the plain filter; see ``GradFilter``.
+        bounds: Rows of each shard, whose parts of dE are rounded before they are summed; they may cancel.
     """
     tokens = _forward(problem, options)
     smoothing, z_weight = options.get("label_smoothing", 0.0), options.get("z_loss_weight", 0.0)
@@ -85,7 +90,7 @@ def truth(problem: Problem, options: dict[str, Any], upstream: dict[str, Tensor]
     total = of_labels.sum().item() or 1.0
     divisor = 1.0 if reduction != "mean" else total if num_tokens is None else float(num_tokens)
     values["loss"] = _whole(loss, tokens.rows, problem) if reduction == "none" else loss.sum() / divisor
-    gradients, plain, sizes = _backward(problem, options, upstream, tokens, divisor, eps)
+    gradients, plain, sizes = _backward(problem, options, upstream, tokens, divisor, eps, bounds)
 
     logit_noise = _logit_noise(problem, options)
     one_token = max(map(_largest, (loss, *per_token))) + (1 + 2 * abs(z_weight) * _largest(tokens.lse)) * logit_noise
@@ -116,7 +121,13 @@ def _forward(problem: Problem, options: dict[str, Any]) -> _Tokens:
 
 
 def _backward(
-    problem: Problem, options: dict[str, Any], upstream: dict[str, Tensor], tokens: _Tokens, divisor: float, eps: float
+    problem: Problem,
+    options: dict[str, Any],
+    upstream: dict[str, Tensor],
+    tokens: _Tokens,
+    divisor: float,
+    eps: float,
+    bounds: Sequence[tuple[int, int]],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
     """dE, dC, dbias and dscale; the first three under the plain filter; the size of their terms."""
     smoothing, z_weight = options.get("label_smoothing", 0.0), options.get("z_loss_weight", 0.0)
@@ -157,6 +168,8 @@ def _backward(
     size = torch.stack(parts).abs().sum(0)[:, None] * p + g_entropy.abs()[:, None] * (surprise.abs() + p)
     size = size + label_coef.abs()[:, None] * is_label + uniform_coef.abs()
     sizes = _root_of_squares(size * scale * bend, hidden, weight, "")
+    du = (softmax_part + rest) * scale * bend
+    sizes["parts of dE"] = sum(_largest(du[:, start:stop] @ weight[start:stop]) for start, stop in bounds)
     of_scale = [exact["dE"][tokens.rows] * hidden]
     if problem.bias is not None:
         of_scale.append(exact["dbias"] * torch.where(problem.bias.isfinite(), problem.bias, 0.0))
