@@ -1,29 +1,35 @@
-"""Call: all that forward and backward of one loss are told beside tensors, as plain values that an operator can take."""
+"""Options: the arguments of one loss that are no operands, checked. Call: what forward and backward are told beside tensors.
+
+A ``Call`` is made of plain values that an operator can take.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple, TypedDict, get_type_hints
 
 import torch
 from torch import Tensor
 
+from cce_dist.checks import boolean, choice, integer, number
 from cce_dist.filter import GradFilter
 from cce_dist.kernels import Spec
 from cce_dist.shard import VocabShard
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BACKENDS = ("auto", "triton", "torch")
 
 
 class LossOptions(TypedDict, total=False):
     """The options of ``linear_cross_entropy``, where they are documented, but for ``return_aux``."""
 
     linear_bias: Tensor | None
-    ignore_index: int
+    weight: Tensor | None
+    ignore_index: int | None
     reduction: str
     label_smoothing: float
-    logit_scale: float
+    logit_scale: float | Tensor
     softcap: float | None
     z_loss_weight: float
     num_tokens: int | Tensor | None
@@ -35,6 +41,123 @@ class LossOptions(TypedDict, total=False):
     backend: str
     workspace_bytes: int
     grad_weight_out: Tensor | None
+
+
+def _plain(name: str, value: Any) -> float:
+    """A number, or a 0-d tensor that needs no gradient: reading one that is on a GPU waits for the GPU."""
+    if not isinstance(value, float) and isinstance(value, Tensor):
+        if value.requires_grad:
+            raise TypeError(f"{name} has no gradient here: pass a number, or a tensor that requires none")
+        if value.dim() != 0:
+            raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}")
+        value = value.item()
+    return number(name, value)
+
+
+def _ignore_index(name: str, value: Any) -> int:
+    return -100 if value is None else integer(name, value)  # None is F.linear_cross_entropy's default, and means -100
+
+
+def _smoothing(name: str, value: Any) -> float:
+    value = _plain(name, value)
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} must be in [0, 1], got {value}")
+    return value
+
+
+def _scale(name: str, value: Any) -> float:
+    return _plain(name, value.detach() if isinstance(value, Tensor) else value)  # its gradient: terms.learn_scale
+
+
+def _softcap(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    value = _plain(name, value)
+    if not value >= torch.finfo(torch.float32).tiny:
+        raise ValueError(f"{name} must be positive in fp32, or None, got {value}")
+    return value
+
+
+def _num_tokens(name: str, value: Any) -> float | Tensor | None:
+    """A positive number, or a 0-d tensor, which may be 0. A tensor on a GPU is not read."""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        if number(name, value) <= 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+        return value
+    if value.dim() != 0:
+        raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}")
+    if value.dtype == torch.bool or value.is_complex():
+        raise TypeError(f"{name} must be a number or a 0-d tensor of numbers, got {value.dtype}")
+    if value.is_meta:
+        raise ValueError(f"{name} is on meta: it has no value")
+    if value.is_cpu and not torch.compiler.is_compiling() and number(name, value.item()) < 0:
+        raise ValueError(f"{name} must not be negative, got {value.item()}")
+    return value
+
+
+def _reduce_dtype(name: str, value: Any) -> torch.dtype | None:
+    if value is not None and value not in DTYPES:
+        raise TypeError(f"{name} must be float32, bfloat16, float16 or None, got {value}")
+    return value
+
+
+def _grad_filter(name: str, value: Any) -> GradFilter | None:
+    if value is not None and not isinstance(value, GradFilter):
+        raise TypeError(f"{name} must be a GradFilter or None, got {type(value).__name__}")
+    return value
+
+
+class Options(NamedTuple):
+    """The options of ``linear_cross_entropy`` that are neither operands nor a shard, under their public names."""
+
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    z_loss_weight: float = 0.0
+    num_tokens: float | Tensor | None = None
+    sequence_parallel: bool = False
+    input_grad: str = "summed"
+    reduce_dtype: torch.dtype | None = None
+    grad_filter: GradFilter | None = None
+    return_aux: bool = False
+    backend: str = "auto"
+    workspace_bytes: int = 256 << 20
+
+    @classmethod
+    def of(cls, **given: Any) -> Options:
+        """Check the options given, each by itself and those that have to fit each other.
+
+        Raises:
+            ValueError, TypeError: One line that names the option.
+        """
+        options = cls(**{name: _CHECKS[name](name, value) for name, value in given.items()})
+        if options.num_tokens is not None and options.reduction != "mean":
+            raise ValueError(f'num_tokens divides the mean; reduction is "{options.reduction}"')
+        if options.sequence_parallel and options.input_grad == "partial":
+            raise ValueError('input_grad="partial" has no meaning with sequence_parallel: dE comes back as the slice')
+        return options
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "ignore_index": _ignore_index,
+    "reduction": lambda name, value: choice(name, value, ("none", "mean", "sum")),
+    "label_smoothing": _smoothing,
+    "logit_scale": _scale,
+    "softcap": _softcap,
+    "z_loss_weight": _plain,
+    "num_tokens": _num_tokens,
+    "sequence_parallel": boolean,
+    "input_grad": lambda name, value: choice(name, value, ("summed", "partial")),
+    "reduce_dtype": _reduce_dtype,
+    "grad_filter": _grad_filter,
+    "return_aux": boolean,
+    "backend": lambda name, value: choice(name, value, BACKENDS),
+    "workspace_bytes": lambda name, value: integer(name, value, 1),
+}
 
 
 class Layout(NamedTuple):
@@ -53,22 +176,9 @@ class Layout(NamedTuple):
     reduce_dtype: str = ""
 
     @classmethod
-    def of(
-        cls, shard: VocabShard, sequence_parallel: bool, input_grad: str, reduce_dtype: torch.dtype | None
-    ) -> Layout:  # fmt: skip
-        """Check the arguments of ``linear_cross_entropy`` of those names.
-
-        Raises:
-            ValueError, TypeError: They do not fit each other.
-        """
-        if input_grad not in ("summed", "partial"):
-            raise ValueError(f"input_grad must be one of ('summed', 'partial'), got {input_grad!r}")
-        if sequence_parallel and input_grad == "partial":
-            raise ValueError('input_grad="partial" has no meaning with sequence_parallel: dE comes back as the slice')
-        if reduce_dtype is not None and reduce_dtype not in DTYPES:
-            raise TypeError(f"reduce_dtype must be float32, bfloat16, float16 or None, got {reduce_dtype}")
-        name = "" if reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
-        return cls(shard.group_name, sequence_parallel, input_grad == "partial", name)
+    def of(cls, shard: VocabShard, options: Options) -> Layout:
+        name = "" if options.reduce_dtype is None else str(options.reduce_dtype).removeprefix("torch.")
+        return cls(shard.group_name, options.sequence_parallel, options.input_grad == "partial", name)
 
 
 class Call(NamedTuple):
@@ -78,7 +188,7 @@ class Call(NamedTuple):
         spec: What is computed on this shard.
         layout: How the tensors lie over ranks.
         backend: "torch" or "triton".
-        debug: Check that the ranks were called alike.
+        debug: Check the labels on a GPU, too, which waits for it.
     """
 
     spec: Spec

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from cce_dist.checks import boolean, number
+
 
 @dataclass(frozen=True)
 class GradFilter:
@@ -31,7 +33,7 @@ class GradFilter:
         weight: False leaves dC exact ("FullC").
 
     Raises:
-        ValueError: eps is not in [0, 1).
+        ValueError, TypeError: eps is not in [0, 1), or a flag no bool.
 
     Source: Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al.), section 4.3, for the filter. The
     compensation is this project's.
@@ -43,7 +45,9 @@ class GradFilter:
     weight: bool = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.eps < 1.0:
+        for flag in ("compensate", "hidden", "weight"):
+            boolean(f"GradFilter.{flag}", getattr(self, flag))
+        if not 0.0 <= number("GradFilter.eps", self.eps) < 1.0:
             raise ValueError(f"GradFilter.eps must be in [0, 1), got {self.eps}")
 
 

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from cce_dist import merge
+from cce_dist.call import Options
+from cce_dist.checks import integer
 from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
 
@@ -39,12 +41,18 @@ class VocabParallelHead(nn.Module):
         bias: Whether there is a bias, zero at first.
         weight: A parameter to tie to, an embedding's say, sharded as this head's own would be.
         init_std: Standard deviation of the initial weight; None draws it as ``nn.Linear`` does.
+        class_weights: [V] weights of the classes, of the whole vocabulary on every rank: ``weight`` of the loss.
         device, dtype: Of the parameters.
         **loss_options: Passed to every ``linear_cross_entropy``: reduction, softcap, sequence_parallel, grad_filter, ...
+
+    Raises:
+        ValueError, TypeError: Sizes or options do not fit; one line that names the argument.
 
     Shape:
         hidden [..., D] and labels [...] give the loss; labels None gives this rank's logits [..., V_r], -inf in padding.
     """
+
+    class_weights: Tensor | None
 
     def __init__(
         self,
@@ -56,6 +64,7 @@ class VocabParallelHead(nn.Module):
         bias: bool = False,
         weight: nn.Parameter | None = None,
         init_std: float | None = None,
+        class_weights: Tensor | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **loss_options,
@@ -63,9 +72,12 @@ class VocabParallelHead(nn.Module):
         super().__init__()
         if mesh is not None and (group is not None or mesh.ndim != 1):
             raise ValueError("mesh must be 1-D, and comes instead of group")
+        integer("hidden_size", hidden_size, 1)
+        _check_options(loss_options)
         self.hidden_size, self.vocab_size, self.init_std = hidden_size, vocab_size, init_std
         self.shard = VocabShard.even(vocab_size, group if mesh is None else mesh.get_group())
         self.mesh, self.loss_options = mesh, loss_options
+        self.register_buffer("class_weights", class_weights, persistent=False)
         own = weight is None
         if weight is None:
             weight = nn.Parameter(
@@ -87,14 +99,14 @@ class VocabParallelHead(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the weight anew: row block by row block, each from a generator of its own, so that no rank draws them all."""
-        seed = int(torch.randint(2**62, ()).item())
+        seed = int(torch.randint(2**62, (), device="cpu").item())
         bound = 1 / math.sqrt(self.hidden_size)
         weight = _local(self.weight)
         first_row = self._first_row()
         stop_row = first_row + weight.shape[0]
         with torch.no_grad():
             for first in range(first_row // INIT_ROWS * INIT_ROWS, stop_row, INIT_ROWS):
-                block = torch.empty(INIT_ROWS, self.hidden_size)
+                block = torch.empty(INIT_ROWS, self.hidden_size, device="cpu", dtype=torch.float32)
                 generator = torch.Generator().manual_seed((seed + first) % 2**63)
                 if self.init_std is None:
                     block.uniform_(-bound, bound, generator=generator)
@@ -116,7 +128,7 @@ class VocabParallelHead(nn.Module):
             return self._local_logits(hidden)
         return linear_cross_entropy(
             hidden, _local(self.weight), labels, linear_bias=None if self.bias is None else _local(self.bias),
-            shard=self.shard, num_tokens=num_tokens, **self.loss_options,
+            weight=self.class_weights, shard=self.shard, num_tokens=num_tokens, **self.loss_options,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -124,6 +136,7 @@ class VocabParallelHead(nn.Module):
         return f"hidden_size={self.hidden_size}, {rows}, bias={self.bias is not None}"
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
+        self.shard.check_group()
         if self.loss_options.get("sequence_parallel") and self.shard.group is not None:
             if torch.is_grad_enabled() and hidden.requires_grad:
                 raise ValueError("logits of a sequence-parallel head are for inference: call it under torch.no_grad()")
@@ -148,6 +161,15 @@ class VocabParallelHead(nn.Module):
         return local if self.mesh is None else _distribute(local, self.vocab_size, self.mesh)
 
 
+def _check_options(loss_options: dict) -> None:
+    """Raise TypeError or ValueError unless these are options of every loss of a head."""
+    of_every_loss = set(Options._fields) - {"num_tokens"}
+    unknown = set(loss_options) - of_every_loss - {"grad_weight_out"}
+    if unknown:
+        raise TypeError(f"VocabParallelHead takes no option {', '.join(sorted(unknown))}")
+    Options.of(**{name: value for name, value in loss_options.items() if name in of_every_loss})
+
+
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -159,6 +181,7 @@ def _distribute(local: Tensor, vocab_size: int, mesh: DeviceMesh) -> DTensor:
 
 def _distribute_entries(head: VocabParallelHead, state_dict: dict, prefix: str, local_metadata: dict) -> None:
     """Say in the state_dict which rows these are, so that a distributed checkpoint can split them anew."""
+    head.shard.check_group()
     group = head.shard.group
     if group is None or head.mesh is not None:
         return

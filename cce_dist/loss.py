@@ -8,7 +8,6 @@ d_loss          ──► op.backward: gradients (kernels) ─► dC stays here,
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Literal, NamedTuple, overload
 
@@ -17,13 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
-from cce_dist import op
-from cce_dist.call import DTYPES, Call, Layout, LossOptions
+from cce_dist import agree, checks, op, terms
+from cce_dist.call import BACKENDS, DTYPES, Call, Layout, LossOptions, Options
 from cce_dist.filter import FilterStats, GradFilter
-from cce_dist.kernels import Filter, ShardLogits, Spec, Want
+from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, Want
 from cce_dist.shard import VocabShard, local_rows
-
-BACKENDS = ("auto", "triton", "torch")
 
 
 class LinearCrossEntropyOutput(NamedTuple):
@@ -68,10 +65,11 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
-    ignore_index: int = -100,
+    weight: Tensor | None = None,
+    ignore_index: int | None = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-    logit_scale: float = 1.0,
+    logit_scale: float | Tensor = 1.0,
     softcap: float | None = None,
     z_loss_weight: float = 0.0,
     num_tokens: int | Tensor | None = None,
@@ -89,21 +87,28 @@ def linear_cross_entropy(
 
     The logits are ``softcap * tanh(u / softcap)`` with ``u = logit_scale * (input @ linear_weight.T + linear_bias)``,
     and the loss of a token is ``(1 - label_smoothing) * nll + label_smoothing * mean_j(lse - logit_j) +
-    z_loss_weight * lse**2``, in nats. Argument names are those of ``torch.nn.functional.linear_cross_entropy``.
+    z_loss_weight * lse**2``, in nats. Argument names are those of ``torch.nn.functional.linear_cross_entropy``. Numbers may be
+    0-d tensors that need no gradient: one that is on a GPU is read, which waits for it (``num_tokens`` is not).
 
     Args:
         input: [..., D] hidden states, fp32, bf16 or fp16 (under autocast: cast as ``F.linear`` would).
         linear_weight: [V_r, D] this rank's rows of the head weight, input's dtype; or a DTensor sharded on dim 0.
         target: [...] int64 or int32 labels, ids in the whole vocabulary; the same on every rank of the group.
         linear_bias: [V_r] bias of this rank's rows, or a DTensor split as linear_weight is.
-        ignore_index: Tokens with this label have loss 0 and gradient 0.
+        weight: [V] weights of the classes, of the whole vocabulary on every rank, without gradient. A token's loss is
+            multiplied by the weight of its label, and the mean divides by the sum of those. The uniform part of label
+            smoothing is ``label_smoothing * mean_j(weight_j * (lse - logit_j))`` instead, as in PyTorch; dE and dC are then
+            sums of two terms, each rounded to input's dtype, and linear_weight is copied in fp32.
+        ignore_index: Tokens with this label have loss 0 and gradient 0. None means -100, as in PyTorch.
         reduction: "none" (target's shape), "sum", or "mean" over tokens that are not ignored. If all are, the mean is 0.
         label_smoothing: In [0, 1], spread over the whole logical vocabulary.
-        logit_scale: Multiplies the logits.
+        logit_scale: Multiplies the logits. A 0-d tensor that requires a gradient gets one, as exact as dE and dbias, which
+            are rounded to input's and linear_bias's dtype (and filtered as dE is).
         softcap: Positive bound of the logits, or None.
         z_loss_weight: Weight of lse**2.
         num_tokens: Divisor of "mean", int or 0-d tensor: the global count over data and context parallel ranks and
-            microbatches, so that the sum of all parts' gradients is that of the whole batch.
+            microbatches, so that the sum of all parts' gradients is that of the whole batch. A tensor may hold 0 where all
+            labels are ignored.
         shard: Which rows of the vocabulary ``linear_weight`` is; None means all of them.
         sequence_parallel: input is this rank's slice of dim 0 (slices in group-rank order), target is whole.
         input_grad: "summed" over the group, or "partial": this shard's part, for a framework that sums it itself.
@@ -115,8 +120,8 @@ def linear_cross_entropy(
             overrides "auto".
         workspace_bytes: Bound of the temporary memory for logits, and of what forward may keep for backward; the same on every
             rank of a group.
-        grad_weight_out: [V_r, D] buffer (fp32, say, as Megatron's main_grad) that backward adds dC into; linear_weight
-            itself then gets no gradient.
+        grad_weight_out: [V_r, D] contiguous buffer (fp32, say, as Megatron's main_grad) that backward adds dC into;
+            linear_weight itself then gets no gradient.
 
     Returns:
         The loss, fp32: 0-d, or target's shape for "none". The same bits on every rank of the group, and in every run.
@@ -132,70 +137,112 @@ def linear_cross_entropy(
         workspace_bytes splits the tokens, one for each group of them, each behind the next group (with sequence_parallel a
         reduce of each slice to its rank).
         Sequence parallelism all-gathers input in both, in forward while its own slice is worked on (without a filter), and
-        keeps nothing of what it gathered.
-        With CCE_DIST_DEBUG=1 one more exchange checks that all ranks were called alike.
+        keeps nothing of what it gathered. A learnable logit_scale may add an all-reduce of one number in backward, weight with
+        label_smoothing one of D + 1 numbers in forward.
+        Whether there is a collective in backward depends on whether input requires a gradient: it must on all ranks of the
+        group or on none, else some wait for the others. No rank can tell that without waiting for its GPU.
+        With CCE_DIST_DEBUG=1 one more exchange (not under torch.compile) checks that all ranks were called alike.
 
     Raises:
         ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit; before any kernel or collective.
         IndexError: A label outside the vocabulary (CPU, or CCE_DIST_DEBUG=1). On a GPU that token's loss is NaN instead,
             and it gives no gradient.
-        RuntimeError: Double backward; ranks that disagree (CCE_DIST_DEBUG=1).
+        RuntimeError: Double backward, forward mode, torch.func, vmap; ranks that disagree (CCE_DIST_DEBUG=1).
 
     Source:
         Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al.); Online normalizer calculation for softmax
         (Milakov & Gimelshein); Megatron-LM's vocab-parallel cross-entropy for the sharding.
     """
+    options = Options.of(
+        ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, logit_scale=logit_scale,
+        softcap=softcap, z_loss_weight=z_loss_weight, num_tokens=num_tokens, sequence_parallel=sequence_parallel,
+        input_grad=input_grad, reduce_dtype=reduce_dtype, grad_filter=grad_filter, return_aux=return_aux, backend=backend,
+        workspace_bytes=workspace_bytes,
+    )  # fmt: skip
+    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+        checks.tensor(name, tensor)
+    for name, tensor in (("linear_bias", linear_bias), ("weight", weight), ("grad_weight_out", grad_weight_out)):
+        if tensor is not None:
+            checks.tensor(name, tensor)
+    if input.is_meta:
+        raise ValueError("input is on meta: it has no values")
     linear_weight, linear_bias, shard = local_rows(linear_weight, linear_bias, shard)
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
-    _check_tensors(input, linear_weight, target, linear_bias, shard, sequence_parallel)
-    _check_numbers(label_smoothing, logit_scale, softcap, z_loss_weight, workspace_bytes)
-    _check_reduction(reduction, num_tokens)
-    if grad_filter is not None and not isinstance(grad_filter, GradFilter):
-        raise TypeError(f"grad_filter must be a GradFilter or None, got {type(grad_filter).__name__}")
+    _check_operands(input, linear_weight, target, linear_bias, shard)
+    _check_target_shape(input, target, shard, sequence_parallel)
+    if weight is not None:
+        _check_class_weights(weight, input, shard, options, grad_weight_out)
     if grad_weight_out is not None:
         _check_buffer(grad_weight_out, linear_weight)
+    if isinstance(options.num_tokens, Tensor) and options.num_tokens.device not in (input.device, torch.device("cpu")):
+        raise ValueError(f"input is on {input.device}, num_tokens on {options.num_tokens.device}")
     forced_backend, debug = _environment()
-    tensors = (input, linear_weight, linear_bias)
-    want = Want(
-        grad=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors),
-        uniform=label_smoothing > 0, entropy=return_aux, filter_stats=return_aux and grad_filter is not None,
-    )  # fmt: skip
-    logits = ShardLogits(shard.start, shard.num_valid, float(logit_scale), float(softcap or 0.0))
-    f = grad_filter
-    kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight)
-    call = Call(
-        Spec(logits, shard.vocab_size, ignore_index, kept, want, workspace_bytes),
-        Layout.of(shard, sequence_parallel, input_grad, reduce_dtype),
-        _choose_backend(backend, forced_backend, input),
-        debug,
-    )
     # Kernels take addresses, not strides: everything that enters one is made contiguous here.
-    hidden = input.reshape(-1, input.shape[-1]).contiguous()
-    labels = target.reshape(-1).long().contiguous()
-    bias = None if linear_bias is None else linear_bias.contiguous()
+    x = Operands(
+        input.reshape(-1, input.shape[-1]).contiguous(), linear_weight.contiguous(),
+        None if linear_bias is None else linear_bias.contiguous(), target.reshape(-1).long().contiguous(),
+        ShardLogits(shard.start, shard.num_valid, options.logit_scale, options.softcap or 0.0),
+    )  # fmt: skip
+    if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
+        part = sequence_parallel or input_grad == "partial"
+        hidden, bias = terms.learn_scale(logit_scale, options.logit_scale, x.hidden, x.bias, shard.group, part)
+        x = x._replace(hidden=hidden, bias=bias)
+    call = Call(
+        _spec(x, weight, shard, options), Layout.of(shard, options),
+        _choose_backend(options.backend, forced_backend, input), debug,
+    )  # fmt: skip
+    if debug and shard.group is not None and not torch.compiler.is_compiling():
+        agree.check_ranks(x, weight, shard, options, call.backend)
     nll, lse, target_logit, uniform_nll, entropy, filter_stats, *_ = op.forward(
-        hidden, linear_weight.contiguous(), bias, labels, grad_weight_out, call
+        x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call
     )
-
-    loss = nll if label_smoothing == 0 else (1 - label_smoothing) * nll + label_smoothing * uniform_nll
-    if z_loss_weight != 0:
-        loss = loss + z_loss_weight * lse.square()
+    loss = nll if options.label_smoothing == 0 else (1 - options.label_smoothing) * nll
+    if call.spec.want.uniform:
+        loss = loss + options.label_smoothing * uniform_nll
+    if options.z_loss_weight != 0:
+        loss = loss + options.z_loss_weight * lse.square()
+    class_weights = None
+    if weight is not None:
+        class_weights = terms.ClassWeights(weight, x, shard, options.ignore_index)
+        loss = class_weights.weigh(loss, lse, options.label_smoothing)
     if reduction == "none":
         loss = loss.view(target.shape)
     else:
         loss = loss.sum()
         if reduction == "mean":
-            if num_tokens is None:
-                num_tokens = (labels != ignore_index).sum().clamp(min=1)
-            loss = loss / num_tokens
+            loss = loss / _divisor(x, options, class_weights)
     if not return_aux:
         return loss
-    z_loss = z_loss_weight * lse.square()
+    z_loss = options.z_loss_weight * lse.square()
     nll, lse, target_logit, entropy, z_loss = (x.view(target.shape) for x in (nll, lse, target_logit, entropy, z_loss))
     stats = FilterStats(*filter_stats.unbind()) if grad_filter is not None else None
     return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, stats)
+
+
+def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options) -> Spec:
+    want = Want(
+        grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.bias)),
+        uniform=options.label_smoothing > 0 and class_weights is None, entropy=options.return_aux,
+        filter_stats=options.return_aux and options.grad_filter is not None,
+    )  # fmt: skip
+    f = options.grad_filter
+    kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight)
+    return Spec(x.logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
+
+
+def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | None) -> float | Tensor:
+    """What "mean" divides by: a tensor of 0 counts as 1, so that the mean of nothing is 0."""
+    divisor = options.num_tokens
+    if divisor is None and class_weights is None:
+        return (x.ids != options.ignore_index).sum().clamp(min=1)
+    if divisor is None and class_weights is not None:
+        divisor = class_weights.of_labels.sum()
+    if not isinstance(divisor, Tensor):
+        assert divisor is not None
+        return divisor
+    return (divisor + (divisor == 0)).float()
 
 
 @torch.compiler.assume_constant_result
@@ -206,8 +253,7 @@ def _environment() -> tuple[str, bool]:
 
 def _choose_backend(backend: str, forced: str, input: Tensor) -> str:
     """Return the backend that will run, "triton" or "torch"."""
-    _check_choice("backend", backend, BACKENDS)
-    _check_choice("CCE_DIST_BACKEND", forced, BACKENDS)
+    checks.choice("CCE_DIST_BACKEND", forced, BACKENDS)
     if backend == "auto":
         backend = forced
     if backend == "auto":
@@ -216,18 +262,15 @@ def _choose_backend(backend: str, forced: str, input: Tensor) -> str:
         raise ValueError(
             f"backend='triton' needs a GPU (or Triton's interpreter, TRITON_INTERPRET=1), input is on {input.device}"
         )
+    if backend == "triton" and not input.is_cuda and input.dtype == torch.bfloat16:
+        raise TypeError("input is bfloat16, which Triton's interpreter misreads: use float32, float16, or a GPU")
     return backend
 
 
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-
-
-def _check_tensors(
-    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, shard: VocabShard, sequence_parallel: bool
-) -> None:
-    """Raise unless shapes, dtypes and devices fit each other and the shard."""
+def _check_operands(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, shard: VocabShard
+) -> None:  # fmt: skip
+    """Raise unless dtypes, devices and sizes fit each other and the shard."""
     for name, tensor in (("input", input), ("target", target)):
         if isinstance(tensor, DTensor):
             raise TypeError(
@@ -237,16 +280,24 @@ def _check_tensors(
         raise ValueError("input must be [..., D], got a number")
     if input.shape[-1] != weight.shape[1]:
         raise ValueError(f"input has hidden size {input.shape[-1]}, linear_weight {weight.shape[1]}")
+    if input.shape[-1] == 0:
+        raise ValueError(f"input has hidden size 0, got {tuple(input.shape)}")
     if input.dtype != weight.dtype:
         raise TypeError(f"input is {input.dtype}, linear_weight {weight.dtype}: cast one, or use autocast")
     if input.dtype not in DTYPES:
         raise TypeError(f"input must be float32, bfloat16 or float16, got {input.dtype}")
     if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"target must be int64 or int32, got {target.dtype}")
+        hint = " (class probabilities are not supported)" if target.is_floating_point() else ""
+        raise TypeError(f"target must be int64 or int32 ids{hint}, got {target.dtype}")
+    if bias is not None and bias.dtype not in DTYPES:
+        raise TypeError(f"linear_bias must be float32, bfloat16 or float16, got {bias.dtype}")
     for name, tensor in (("linear_weight", weight), ("target", target), ("linear_bias", bias)):
         if tensor is not None and tensor.device != input.device:
             raise ValueError(f"input is on {input.device}, {name} on {tensor.device}")
     shard.check(weight, bias)
+
+
+def _check_target_shape(input: Tensor, target: Tensor, shard: VocabShard, sequence_parallel: bool) -> None:
     expected = tuple(input.shape[:-1])
     if sequence_parallel:
         if not expected:
@@ -257,30 +308,24 @@ def _check_tensors(
         raise ValueError(f"target must be {expected} for input {tuple(input.shape)}{whole}, got {tuple(target.shape)}")
 
 
-def _check_numbers(
-    label_smoothing: float, logit_scale: float, softcap: float | None, z_loss_weight: float, workspace_bytes: int
-) -> None:
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive or None, got {softcap}")
-    for name, value in (("logit_scale", logit_scale), ("z_loss_weight", z_loss_weight)):
-        if not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value}")
-    if workspace_bytes <= 0:
-        raise ValueError(f"workspace_bytes must be positive, got {workspace_bytes}")
-
-
-def _check_reduction(reduction: str, num_tokens: int | Tensor | None) -> None:
-    _check_choice("reduction", reduction, ("none", "mean", "sum"))
-    if num_tokens is None:
-        return
-    if reduction != "mean":
-        raise ValueError(f'num_tokens divides the mean; reduction is "{reduction}"')
-    if isinstance(num_tokens, Tensor) and num_tokens.dim() != 0:
-        raise ValueError(f"num_tokens must be a number or a 0-d tensor, got shape {tuple(num_tokens.shape)}")
-    if not isinstance(num_tokens, Tensor) and num_tokens <= 0:
-        raise ValueError(f"num_tokens must be positive, got {num_tokens}")
+def _check_class_weights(
+    weight: Tensor, input: Tensor, shard: VocabShard, options: Options, buffer: Tensor | None
+) -> None:  # fmt: skip
+    if weight.requires_grad:
+        raise TypeError("weight has no gradient here: pass class weights that require none")
+    if weight.dtype not in DTYPES:
+        raise TypeError(f"weight must be float32, bfloat16 or float16, got {weight.dtype}")
+    if weight.shape != (shard.vocab_size,):
+        raise ValueError(f"weight must be [{shard.vocab_size}], one for each class, got {tuple(weight.shape)}")
+    if weight.device != input.device:
+        raise ValueError(f"input is on {input.device}, weight on {weight.device}")
+    others = {
+        "softcap": options.softcap is not None, "sequence_parallel": options.sequence_parallel,
+        'input_grad="partial"': options.input_grad == "partial", "grad_weight_out": buffer is not None,
+    }  # fmt: skip
+    refused = [name for name, given in others.items() if given and options.label_smoothing != 0]
+    if refused:
+        raise ValueError(f"weight with label_smoothing does not go with {', '.join(refused)}")
 
 
 def _check_buffer(buffer: Tensor, weight: Tensor) -> None:
@@ -295,3 +340,5 @@ def _check_buffer(buffer: Tensor, weight: Tensor) -> None:
             f"grad_weight_out must be {tuple(weight.shape)} on {weight.device}, float32 or {weight.dtype}, "
             f"got {tuple(buffer.shape)} on {buffer.device}, {buffer.dtype}"
         )
+    if not buffer.is_contiguous():
+        raise ValueError(f"grad_weight_out must be contiguous, got strides {buffer.stride()}")

@@ -138,22 +138,46 @@ class HiddenGradSum:
         return self.result
 
 
-def assert_ranks_agree(description: dict, start: int, stop: int, group: dist.ProcessGroup, vocab_size: int) -> None:
-    """Raise on every rank if the ranks were called differently or their shards do not tile the vocabulary.
+class SumOverRanks(torch.autograd.Function):
+    """All-reduce of what each rank adds to a result that all ranks then use alike: its gradient is the same on each."""
+
+    @staticmethod
+    def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return sum_over_ranks(part.clone(), group)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-reduce a few numbers, in place."""
+    dist.all_reduce(part, group=group)
+    return part
+
+
+def assert_ranks_agree(
+    facts: dict[str, Any], rows: tuple[int, int], group: dist.ProcessGroup, vocab_size: int, error: str = ""
+) -> None:
+    """Raise on every rank if a rank has an error, if their facts differ, or if their rows do not tile the vocabulary.
 
     A collective of its own, made only under CCE_DIST_DEBUG=1.
 
     Raises:
-        RuntimeError: Names the first argument that differs and each rank's value of it.
+        IndexError: A rank's error.
+        RuntimeError: Names the first fact that differs and each rank's value of it, or the gap.
     """
     calls: list = [None] * group.size()
-    dist.all_gather_object(calls, (description, start, stop), group=group)
-    for name in description:
+    dist.all_gather_object(calls, (facts, rows, error), group=group)
+    for rank, (_, _, error) in enumerate(calls):
+        if error:
+            raise IndexError(f"linear_cross_entropy: rank {rank} of the group: {error}")
+    for name in facts:
         values = [call[0].get(name) for call in calls]
         if any(value != values[0] for value in values):
             raise RuntimeError(f"linear_cross_entropy: the ranks of the group disagree on {name}: by rank {values}")
     covered = 0
-    for start, stop in sorted(call[1:] for call in calls if call[2] > call[1]):
+    for start, stop in sorted(rows for _, rows, _ in calls if rows[1] > rows[0]):
         if start != covered:
             raise RuntimeError(
                 f"linear_cross_entropy: shards do not tile the vocabulary: {covered} is followed by {start}"

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
+from torch.autograd import forward_ad
 
 from cce_dist import merge
+from cce_dist.agree import label_error
 from cce_dist.call import SCHEMA, Call
-from cce_dist.kernels import OUTSIDE, Grads, Operands, Softmax, Spec
+from cce_dist.kernels import Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, choose
 from cce_dist.shard import even_rows
 
@@ -38,8 +40,6 @@ def _forward(
     call = Call.of(flat)
     spec, layout = call.spec, call.layout
     backend, group = choose(call.backend, spec), merge.resolve(layout.group_name)
-    if call.debug and group is not None:
-        _assert_ranks_agree(hidden, weight, bias, labels, call, group)
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
         return backend.merged_lse(merge.gather_stats(stats_3N, group))
@@ -48,7 +48,9 @@ def _forward(
         arriving = merge.SequenceGather(hidden, group) if layout.sequence_parallel and group is not None else None
         ids = backend.label_ids(labels, spec.ignore_index, spec.vocab_size)
         if call.debug or not labels.is_cuda:  # reading labels waits for a GPU; there the token's loss is NaN instead
-            _check_labels(labels, ids, spec)
+            error = label_error(labels, ids, spec.vocab_size, spec.ignore_index)
+            if error:
+                raise IndexError(error)
         x = Operands(hidden, weight, bias, ids, spec.logits)
         if arriving is None:
             stats_KN, saved = backend.statistics(x, spec, merge_bound)
@@ -127,29 +129,6 @@ def _rows_at_once(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> 
     return backend.rows_at_once(x._replace(logits=even), spec)
 
 
-def _assert_ranks_agree(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: Call, group: dist.ProcessGroup
-) -> None:
-    logits = call.spec.logits
-    alike = call._replace(spec=call.spec._replace(logits=logits._replace(start=0, num_valid=0)))
-    facts = dict(zip((field.split()[1] for field in SCHEMA.split(", ")), alike.flat(), strict=True))
-    facts |= {"hidden": (tuple(hidden.shape), str(hidden.dtype)), "weight": (weight.shape[1], str(weight.dtype))}
-    facts |= {"number of tokens": labels.numel(), "bias": bias is not None}
-    place = torch.arange(1, labels.numel() + 1, device=labels.device)
-    facts |= {"the labels (a checksum)": int((labels * place).sum())}
-    merge.assert_ranks_agree(facts, logits.start, logits.start + weight.shape[0], group, call.spec.vocab_size)
-
-
-def _check_labels(labels: Tensor, ids: Tensor, spec: Spec) -> None:
-    outside = ids == OUTSIDE
-    if outside.any():
-        position = int(outside.nonzero()[0])
-        raise IndexError(
-            f"target[{position}] (flattened) is {int(labels[position])}: neither in [0, {spec.vocab_size}) "
-            f"nor ignore_index {spec.ignore_index}"
-        )
-
-
 def _forward_fake(hidden, weight, bias, labels, grad_weight_out, *flat):
     call = Call.of(flat)
     want, num_tokens = call.spec.want, labels.shape[0]
@@ -189,6 +168,7 @@ def _differentiate(ctx, *grads):
     nothing = (None,) * (5 + len(ctx.flat))
     if all(d is None for d in d_losses):
         return nothing
+    refuse_transforms(*d_losses)
     hidden, weight, bias, *saved = ctx.saved_tensors
     want = list(ctx.needs_input_grad[:3])
     twice = torch.is_grad_enabled()
@@ -197,7 +177,8 @@ def _differentiate(ctx, *grads):
             d_losses, hidden, weight, bias, saved, ctx.grad_weight_out, want, *ctx.flat
         )  # fmt: skip
     if twice:
-        grads = _Once.apply(torch.ones((), requires_grad=True), *grads)
+        depends_on = (x for x in (hidden, weight, bias, *d_losses) if x is not None and x.requires_grad)
+        grads = _Once.apply(*grads, *depends_on)
     want[1] = want[1] and ctx.grad_weight_out is None
     chosen = (grad if wanted else None for grad, wanted in zip(grads, want, strict=True))
     return *chosen, *nothing[3:]
@@ -216,21 +197,40 @@ class _Eager(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Gradients that were asked for with create_graph=True: usable, but not differentiable."""
+    """Gradients that were asked for with create_graph=True: usable, but not differentiable.
+
+    The tensors that they depend on come along, so that whoever differentiates with respect to those arrives here.
+    """
 
     @staticmethod
-    def forward(ctx, anchor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(grad.clone() for grad in grads)
+    def forward(ctx, d_hidden: Tensor, d_weight: Tensor, d_bias: Tensor, *depends_on: Tensor) -> tuple[Tensor, ...]:
+        return d_hidden.clone(), d_weight.clone(), d_bias.clone()
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         raise RuntimeError("linear_cross_entropy is differentiable once: double backward is not supported")
 
 
+def refuse_transforms(*tensors: Tensor | None) -> None:
+    """Raise RuntimeError inside a transform of torch.func, for batched gradients, and for dual numbers of forward mode."""
+    if torch.compiler.is_compiling():
+        return
+    batched = any(tensor is not None and is_legacy_batchedtensor(tensor) for tensor in tensors)
+    if batched or maybe_current_level() is not None:
+        raise RuntimeError(
+            "linear_cross_entropy works with backward() and torch.autograd.grad, not with torch.func or vmap"
+        )
+    if forward_ad._current_level >= 0:
+        for tensor in tensors:
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise RuntimeError("linear_cross_entropy has no forward-mode derivative: use backward()")
+
+
 def forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None, call: Call
 ) -> tuple[Any, ...]:
     """The operator as the loss calls it; see ``_forward``. The first NUM_LOSSES results are differentiable."""
+    refuse_transforms(hidden, weight, bias)
     inputs = (hidden, weight, bias, labels, grad_weight_out, *call.flat())
     if torch.compiler.is_compiling() or not call.spec.want.grad:
         return torch.ops.cce_dist.forward(*inputs)

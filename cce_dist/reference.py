@@ -14,7 +14,7 @@ from cce_dist.loss import LinearCrossEntropyOutput
 
 
 def logits(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None, logit_scale: float = 1.0,
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None, logit_scale: float | Tensor = 1.0,
     softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """[..., V] logits in at least fp32; the product itself is rounded to input's dtype, as an eager model does it."""
@@ -25,17 +25,17 @@ def logits(
 
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, ignore_index: int = -100,
-    reduction: str = "mean", label_smoothing: float = 0.0, logit_scale: float = 1.0, softcap: float | None = None,
-    z_loss_weight: float = 0.0, num_tokens: int | Tensor | None = None,
+    reduction: str = "mean", label_smoothing: float = 0.0, logit_scale: float | Tensor = 1.0, softcap: float | None = None,
+    z_loss_weight: float = 0.0, num_tokens: float | Tensor | None = None, weight: Tensor | None = None,
 ) -> LinearCrossEntropyOutput:  # fmt: skip
     """``cce_dist.linear_cross_entropy`` with the whole weight [V, D] and all logits in memory; always the aux outputs."""
     z = logits(input, linear_weight, linear_bias, logit_scale, softcap)
-    return _loss_of(z, target, ignore_index, reduction, label_smoothing, z_loss_weight, num_tokens)
+    return _loss_of(z, target, ignore_index, reduction, label_smoothing, z_loss_weight, num_tokens, weight)
 
 
 def _loss_of(
     z: Tensor, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float, z_loss_weight: float,
-    num_tokens: int | Tensor | None = None,
+    num_tokens: float | Tensor | None = None, weight: Tensor | None = None,
 ) -> LinearCrossEntropyOutput:  # fmt: skip
     valid = target != ignore_index
     log_p = z.log_softmax(-1)
@@ -44,9 +44,13 @@ def _loss_of(
     nll = -log_p.gather(-1, at_label).squeeze(-1)
     entropy = -(log_p.exp() * log_p).nan_to_num(0.0, 0.0, 0.0).sum(-1)
     z_loss = z_loss_weight * lse.square()
-    loss = (1 - label_smoothing) * nll + z_loss
+    loss, divisor = (1 - label_smoothing) * nll + z_loss, valid.sum().clamp(min=1)
+    if weight is not None:
+        of_label = weight.to(z.dtype)[at_label.squeeze(-1)]
+        loss, divisor = loss * of_label, (of_label * valid).sum()
+        divisor = divisor + (divisor == 0)
     if label_smoothing > 0:
-        loss = loss - label_smoothing * log_p.mean(-1)
+        loss = loss - label_smoothing * (log_p if weight is None else log_p * weight.to(z.dtype)).mean(-1)
     target_logit = z.gather(-1, at_label).squeeze(-1)
     loss, nll, lse, target_logit, entropy, z_loss = (
         torch.where(valid, x, 0.0) for x in (loss, nll, lse, target_logit, entropy, z_loss)
@@ -54,7 +58,7 @@ def _loss_of(
     if reduction != "none":
         loss = loss.sum()
     if reduction == "mean":
-        loss = loss / (valid.sum().clamp(min=1) if num_tokens is None else num_tokens)
+        loss = loss / (divisor if num_tokens is None else num_tokens)
     return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, None)
 
 
@@ -82,7 +86,11 @@ def filtered_gradients(
     is_label = (F.one_hot(target.clamp(min=0), z.shape[1]) * valid).bool()
     rest = -(1 - label_smoothing) * upstream * is_label - label_smoothing / z.shape[1] * upstream
     softmax_part = d_logits - rest
-    kept = (softmax_part.abs() >= grad_filter.eps * (1 - label_smoothing) * upstream.abs()) | is_label
+    at_label = (
+        1 - label_smoothing
+    ) * upstream  # 0: the coefficient of the softmax instead, its sum over the vocabulary
+    size = torch.where(at_label != 0, at_label, softmax_part.sum(1, keepdim=True)).abs()
+    kept = (softmax_part.abs() >= grad_filter.eps * size) | is_label
     dropped = softmax_part.masked_fill(kept, 0.0) * slope
     filtered = d_logits * slope - dropped
     if grad_filter.compensate:

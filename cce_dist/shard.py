@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cce_dist.checks import integer
 
 
 def even_rows(vocab_size: int, rank: int, size: int, multiple_of: int = 1) -> tuple[int, int]:
@@ -25,6 +28,9 @@ class VocabShard:
     The shards of a group's ranks tile the vocabulary; they may differ in size, and be empty. Rows at or past
     ``vocab_size`` are padding: their logits count as -inf and their gradient is exactly 0.
 
+    A copy keeps the group. A file keeps the numbers: a shard of several ranks that was loaded from one has to be given a group
+    (``with_group``) before its first use.
+
     Args:
         start: First id of this rank's rows.
         stop: One past the last id; the local weight has ``stop - start`` rows.
@@ -33,6 +39,7 @@ class VocabShard:
 
     Raises:
         ValueError: The range is no range, rows of an unsplit vocabulary are missing, or this rank is not in the group.
+        TypeError: No integer, or no process group.
     """
 
     start: int
@@ -44,8 +51,8 @@ class VocabShard:
     group_size: int = field(default=1, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 1:
-            raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
+        for name, least in (("start", -(2**63)), ("stop", -(2**63)), ("vocab_size", 1)):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least))
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"a shard needs 0 <= start <= stop, got start {self.start}, stop {self.stop}")
         if self.group is None:
@@ -55,10 +62,26 @@ class VocabShard:
                     "the other rows are nowhere; pass the process group that holds them"
                 )
             return
-        if self.group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_group_rank(self.group, dist.get_rank()) < 0:
+        outside = self.group is dist.GroupMember.NON_GROUP_MEMBER
+        if not outside and not isinstance(self.group, dist.ProcessGroup):
+            raise TypeError(f"group must be a ProcessGroup or None, got {type(self.group).__name__}")
+        if outside or dist.get_group_rank(self.group, dist.get_rank()) < 0:
             raise ValueError("this rank is not a member of the shard's process group")
         object.__setattr__(self, "group_name", self.group.group_name)
         object.__setattr__(self, "group_size", self.group.size())
+
+    def __copy__(self) -> VocabShard:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> VocabShard:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _without_group, (self.start, self.stop, self.vocab_size, self.group_size)
+
+    def with_group(self, group: dist.ProcessGroup | None) -> VocabShard:
+        """Return the same rows in another group."""
+        return VocabShard(self.start, self.stop, self.vocab_size, group)
 
     @property
     def num_rows(self) -> int:
@@ -70,8 +93,17 @@ class VocabShard:
         """Rows of the local weight that are part of the vocabulary."""
         return max(0, min(self.stop, self.vocab_size) - self.start)
 
+    def check_group(self) -> None:
+        """Raise RuntimeError if the group was left behind in another process."""
+        if self.group is None and self.group_size > 1:
+            raise RuntimeError(
+                f"this VocabShard, one of {self.group_size}, was loaded without its process group: "
+                "give it one, shard = shard.with_group(group)"
+            )
+
     def check(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Raise ValueError unless weight [V_r, D] and bias [V_r] have this shard's rows."""
+        """Raise ValueError unless weight [V_r, D] and bias [V_r] have this shard's rows; see ``check_group``."""
+        self.check_group()
         rows = weight.shape[0]
         if self.num_rows != rows:
             raise ValueError(f"shard holds {self.num_rows} rows [{self.start}, {self.stop}), linear_weight has {rows}")
@@ -91,8 +123,8 @@ class VocabShard:
             group: The vocabulary-parallel group, or None for a vocabulary that is not split.
             multiple_of: Every shard's rows are a multiple of this.
         """
-        if multiple_of < 1:
-            raise ValueError(f"multiple_of must be at least 1, got {multiple_of}")
+        integer("vocab_size", vocab_size, 1)
+        integer("multiple_of", multiple_of, 1)
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         return cls(*even_rows(vocab_size, rank, size, multiple_of), vocab_size, group)
 
@@ -124,6 +156,17 @@ class VocabShard:
         return cls.even(weight.shape[0], weight.device_mesh.get_group(sharded[0]))
 
 
+def _without_group(start: int, stop: int, vocab_size: int, group_size: int) -> VocabShard:
+    """A shard as a file holds it."""
+    if group_size == 1:
+        return VocabShard(start, stop, vocab_size)
+    shard = object.__new__(VocabShard)
+    numbers = {"start": start, "stop": stop, "vocab_size": vocab_size, "group_size": group_size}
+    for name, value in {**numbers, "group": None, "group_name": ""}.items():
+        object.__setattr__(shard, name, value)
+    return shard
+
+
 def local_rows(
     weight: torch.Tensor, bias: torch.Tensor | None, shard: VocabShard | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, VocabShard]:
@@ -134,6 +177,8 @@ def local_rows(
             "(VocabParallelHead, say)"
         )
         raise ValueError(f"linear_weight must be [V, D], got {tuple(weight.shape)}{flat if weight.dim() == 1 else ''}")
+    if shard is not None and not isinstance(shard, VocabShard):
+        raise TypeError(f"shard must be a VocabShard or None, got {type(shard).__name__}")
     if isinstance(bias, DTensor):
         theirs = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else "a plain tensor"
         if (bias.device_mesh, bias.placements) != theirs:
@@ -143,4 +188,8 @@ def local_rows(
         if shard is not None:
             raise ValueError("linear_weight is a DTensor, which says itself how it is sharded: leave shard out")
         return weight.to_local(), bias, VocabShard.from_dtensor(weight)
-    return weight, bias, VocabShard(0, weight.shape[0], weight.shape[0]) if shard is None else shard
+    if shard is None:
+        if weight.shape[0] == 0:
+            raise ValueError(f"linear_weight has no rows, got {tuple(weight.shape)}")
+        shard = VocabShard(0, weight.shape[0], weight.shape[0])
+    return weight, bias, shard

@@ -145,7 +145,7 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec)
                 .sub_(softmax.log_sum[block.rows, None])
                 .exp_()
             )
-            kept = _with_label(p >= spec.filter.eps, block)
+            kept = _with_label(~(p < spec.filter.eps), block)  # NaN is kept
             num_kept += (kept & labelled_R1).sum()
             dropped_N[block.rows] += p.masked_fill_(kept | ~labelled_R1, 0.0).sum(1)
     num_labelled = (x.ids >= 0).sum().clamp(min=1)
@@ -185,7 +185,7 @@ def gradients(
         coef_4N = coef_4N / gain
     num_rows, own = x.weight.shape[0], grads.weight_out is None
     sums = _Sums(
-        _zeros(*x.hidden.shape, like=x.hidden), torch.zeros_like(x.weight) if own else grads.weight_out,
+        _zeros(*x.hidden.shape, like=x.hidden), torch.zeros_like(x.weight) if grads.weight_out is None else grads.weight_out,
         _zeros(num_rows, like=x.hidden), _zeros(x.num_tokens, like=x.hidden), _zeros(num_rows, like=x.hidden),
     )  # fmt: skip
     for cols, blocks in _blocks(x, spec):
@@ -243,15 +243,19 @@ def _block_gradients(
 
 
 def _add_stand_in(sums: _Sums, x: Operands, grads: Grads, spec: Spec, gain: Tensor) -> None:
-    """Add the rank-1 matrix that stands for all that was dropped: row sums times shares of the columns."""
-    total = sums.dropped_V.sum()
-    share_V = torch.where(total > 0, sums.dropped_V / total, 0.0)
+    """Add the rank-1 matrix that stands for all that was dropped: row sums times shares of the columns.
+
+    Padding rows are left out: they may hold anything, and 0 times infinity is not 0.
+    """
+    dropped_V = sums.dropped_V[: x.logits.num_valid]
+    total = dropped_V.sum()
+    share_V = torch.where(total > 0, dropped_V / total, 0.0)
     if grads.want_hidden and spec.filter.hidden:
-        sums.hidden_ND.addcmul_(sums.dropped_N[:, None], share_V @ x.weight.float())
+        sums.hidden_ND.addcmul_(sums.dropped_N[:, None], share_V @ x.weight[: x.logits.num_valid].float())
     if grads.want_weight and spec.filter.weight:
         hidden_ND = x.hidden.float().masked_fill(x.ids[:, None] < 0, 0.0)
         stand_in = share_V[:, None] * (sums.dropped_N @ hidden_ND)
-        sums.weight_VD.add_((stand_in * gain).to(sums.weight_VD.dtype))
+        sums.weight_VD[: x.logits.num_valid].add_((stand_in * gain).to(sums.weight_VD.dtype))
 
 
 class Merged(NamedTuple):

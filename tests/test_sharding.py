@@ -193,7 +193,7 @@ def _check_labels_tell_data_parallel_ranks() -> None:
     head = VocabParallelHead(D, 33)
     fully_shard(head, mesh=line)
     hidden, _, labels = data(33, seed=dist.get_rank())
-    with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"), pytest.raises(RuntimeError, match="disagree on the labels"):
+    with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"), pytest.raises(RuntimeError, match="disagree on target"):
         linear_cross_entropy(hidden, head.weight, labels)
 
 

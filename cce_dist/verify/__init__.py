@@ -1,6 +1,7 @@
 """``cce-dist verify``: the whole matrix of cases on your own ranks and devices, before a long run.
 
-Reading order: ``cases`` (the matrix), ``check`` (one case against the dense reference).
+Reading order: ``cases`` (the matrix), ``check`` (one case against the dense reference), ``fuzz`` (random cases, against
+``oracle``, with arguments in every layout of ``views``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--backend", choices=("auto", "triton", "torch"), default="auto", help="backend of the loss")
     parser.add_argument("--only", metavar="TEXT", default="", help="run the cases whose name contains TEXT")
+    parser.add_argument("--fuzz", type=int, metavar="COUNT", default=0, help="run COUNT random cases instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the random cases")
+    parser.add_argument("--case", type=int, default=0, help="number of the first random case")
     parser.add_argument("--timeout", type=float, default=120, help="seconds before a waiting collective is an error")
 
 
@@ -36,11 +40,29 @@ def run(args: argparse.Namespace) -> int:
         if device == "cpu":
             torch.set_num_threads(1)
     try:
-        failures = run_matrix(device, args.backend, args.only)
+        failures = run_fuzz(args, device) if args.fuzz else run_matrix(device, args.backend, args.only)
     finally:
         if world > 1:
             dist.destroy_process_group()
     return 1 if failures else 0
+
+
+def run_fuzz(args: argparse.Namespace, device: str) -> list[str]:
+    """Run random cases on the default process group (or alone), what fails printed on rank 0.
+
+    Returns:
+        One line for each failure, the same on every rank.
+    """
+    import torch.distributed as dist
+
+    from cce_dist.verify.fuzz import Setting, run_many
+
+    group = dist.group.WORLD if dist.is_initialized() else None
+    report = print if group is None or group.rank() == 0 else _silent
+    return run_many(Setting(args.seed, device, args.backend, group), args.case, args.fuzz, report)
+
+
+def _silent(line: str) -> None: ...
 
 
 def layouts(world: int) -> list[tuple[int, list[list[int]]]]:

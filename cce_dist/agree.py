@@ -1,0 +1,57 @@
+"""CCE_DIST_DEBUG=1: were the ranks of a group called alike? The facts that each rank tells the others, under public names."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cce_dist import merge
+from cce_dist.call import Options
+from cce_dist.kernels import OUTSIDE, Operands
+from cce_dist.kernels.dense import label_ids
+from cce_dist.shard import VocabShard
+
+
+def label_error(labels: Tensor, ids: Tensor, vocab_size: int, ignore_index: int) -> str:
+    """Name the first label that is outside the vocabulary; empty: there is none. Waits for the labels' device."""
+    outside = ids == OUTSIDE
+    if not outside.any():
+        return ""
+    position = int(outside.nonzero()[0])
+    return (
+        f"target[{position}] (flattened) is {int(labels[position])}: neither in [0, {vocab_size}) "
+        f"nor ignore_index {ignore_index}"
+    )
+
+
+def check_ranks(x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options, backend: str) -> None:
+    """Raise on every rank if the ranks were called differently, if a label is bad on any, or if shards leave a gap.
+
+    ``x.ids`` are the labels as they were passed.
+
+    Raises:
+        IndexError: A label outside the vocabulary; names the rank.
+        RuntimeError: Names the first argument that differs and each rank's value of it, or the gap.
+    """
+    assert shard.group is not None
+    facts: dict[str, Any] = {"input": (tuple(x.hidden.shape), str(x.hidden.dtype))}
+    facts |= {"input (needs a gradient)": torch.is_grad_enabled() and x.hidden.requires_grad}
+    facts |= {"linear_weight": (x.weight.shape[1], str(x.weight.dtype)), "linear_bias": x.bias is not None}
+    facts |= {"number of tokens": x.num_tokens, "vocab_size": shard.vocab_size} | options._asdict()
+    if isinstance(options.num_tokens, Tensor):
+        facts["num_tokens"] = options.num_tokens.item()
+    facts |= {"backend": backend, "target": _digest(x.ids)}
+    facts |= {"weight": None if class_weights is None else _digest(class_weights)}
+    ids = label_ids(x.ids, options.ignore_index, shard.vocab_size)
+    error = label_error(x.ids, ids, shard.vocab_size, options.ignore_index)
+    merge.assert_ranks_agree(facts, (shard.start, shard.stop), shard.group, shard.vocab_size, error)
+
+
+def _digest(values: Tensor) -> str:
+    """A hash of a tensor's bytes."""
+    values = values.detach().cpu().contiguous()
+    return hashlib.blake2b(ctypes.string_at(values.data_ptr(), values.nbytes), digest_size=8).hexdigest()

@@ -1,0 +1,68 @@
+"""Whether an argument is of its kind: each check raises one line that names the argument, before any kernel or collective.
+
+The checks run at every call, and torch.compile traces them: they ask no symbolic number for its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+LARGEST = torch.finfo(torch.float32).max
+# The abstract ones come last: they are slow to ask, and numpy's numbers alone need them.
+_INTEGERS: tuple[type, ...] = (int, torch.SymInt, Integral)
+_NUMBERS: tuple[type, ...] = (float, int, torch.SymFloat, torch.SymInt, Real)
+
+
+def number(name: str, value: Any) -> float:
+    """Return a number that is finite in fp32.
+
+    Raises:
+        TypeError: No number; a tensor is none either, nor is a bool.
+        ValueError: NaN, or past the range of fp32.
+    """
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not -LARGEST <= value <= LARGEST:  # math.isfinite would ask a symbolic number for its value
+        raise ValueError(f"{name} must be finite in fp32, got {value}")
+    return float(value)
+
+
+def integer(name: str, value: Any, least: int = -(2**63)) -> int:
+    """Return an integer of 64 bits.
+
+    Raises:
+        TypeError: No integer; a bool is none.
+        ValueError: Below ``least``, or past 64 bits.
+    """
+    if isinstance(value, bool) or not isinstance(value, _INTEGERS):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    if value < least or value >= 2**63:
+        wanted = f"at least {least}" if -(2**63) < least > value else "an integer of 64 bits"
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+    return value if isinstance(value, int) else int(value)
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Return a bool, or raise TypeError."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return value
+
+
+def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
+    """Return one of the allowed values, or raise ValueError."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+    return value
+
+
+def tensor(name: str, value: Any) -> None:
+    """Raise TypeError unless a value is a dense tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.is_nested or value.layout != torch.strided:
+        raise TypeError(f"{name} is {'nested' if value.is_nested else 'sparse'} ({value.layout}): pass a dense tensor")

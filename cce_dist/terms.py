@@ -1,0 +1,99 @@
+"""What plain autograd adds around the operator: the gradient of a learnable scale, and the weights of classes.
+
+Both are differentiable functions of numbers that are at hand anyway, so that the kernels know nothing of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist import merge
+from cce_dist.kernels import Operands
+from cce_dist.shard import VocabShard
+
+
+def learn_scale(
+    scale: Tensor, value: float, hidden: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None, hidden_is_part: bool
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return hidden states and bias as they are, but such that backward gives ``scale`` its gradient.
+
+    The logits depend on scale times (hidden @ weight.T + bias), so that scale times its gradient is the sum over tokens of
+    hidden . d_hidden, plus bias . d_bias: no pass over the vocabulary, and d_hidden is computed anyway. It is as exact as
+    d_hidden, which is rounded to hidden's dtype.
+
+    Args:
+        value: What scale holds; not 0.
+        hidden_is_part: d_hidden is this rank's part of the sum, or its slice, so that the ranks' products are summed.
+    """
+    if value == 0.0:
+        raise ValueError("logit_scale is 0 and learnable: its gradient is taken from dE, which is 0 then")
+    hidden, bias = _LearnScale.apply(scale, hidden, bias, value, group, hidden_is_part)  # type: ignore[misc]
+    return hidden, bias
+
+
+class _LearnScale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scale, hidden, bias, value, group, hidden_is_part):
+        ctx.save_for_backward(hidden, bias)
+        ctx.dtype, ctx.value, ctx.group, ctx.hidden_is_part = scale.dtype, value, group, hidden_is_part
+        ctx.set_materialize_grads(False)
+        return hidden.view_as(hidden), None if bias is None else bias.view_as(bias)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        d_hidden, d_bias = grads
+        hidden, bias = ctx.saved_tensors
+        alike, part = (0.0, _dot(hidden, d_hidden)) if ctx.hidden_is_part else (_dot(hidden, d_hidden), 0.0)
+        part = part + (0.0 if bias is None else _dot(bias, d_bias))
+        if ctx.group is not None and isinstance(part, Tensor):
+            part = merge.sum_over_ranks(part, ctx.group)
+        d_scale = (alike + part) / ctx.value
+        return d_scale.to(ctx.dtype), d_hidden, d_bias, None, None, None
+
+
+def _dot(x: Tensor, d_x: Tensor | None) -> Tensor:
+    """Sum of x times its gradient; where the gradient is 0, x may hold anything."""
+    if d_x is None:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return torch.where(d_x == 0, 0.0, x.float() * d_x.float()).sum()
+
+
+class ClassWeights:
+    """Weights of the classes, for one call.
+
+    Attributes:
+        of_labels: [N] fp32 weight of each token's label; 0 where the label is ignored.
+    """
+
+    def __init__(self, weight: Tensor, x: Operands, shard: VocabShard, ignore_index: int) -> None:
+        self.weight, self.x, self.shard = weight.float(), x, shard
+        self.counted = x.ids != ignore_index
+        self.of_labels = torch.where(self.counted, self.weight[x.ids.clamp(0, shard.vocab_size - 1)], 0.0)
+
+    def weigh(self, loss: Tensor, lse: Tensor, smoothing: float) -> Tensor:
+        """Return the losses times ``of_labels``, and the uniform term of label smoothing: each class by its own weight. [N]."""
+        loss = loss * self.of_labels
+        if smoothing == 0:
+            return loss
+        uniform_nll = (self.weight.sum() * lse - self._sum_of_logits()) / self.shard.vocab_size
+        return loss + smoothing * torch.where(self.counted, uniform_nll, 0.0)
+
+    def _sum_of_logits(self) -> Tensor:
+        """Sum each token's logits, which have no softcap, times the weights of their classes. -> [N] fp32.
+
+        sum_j w_j (weight_j . hidden + bias_j) = (sum_j w_j weight_j) . hidden + sum_j w_j bias_j: one vector for all tokens.
+        Its D + 1 numbers are summed over the group.
+        """
+        x, here = self.x, slice(0, self.shard.num_valid)
+        with torch.autocast(x.hidden.device.type, enabled=False):
+            w_V = self.weight[self.shard.start : self.shard.start + self.shard.num_valid]
+            of_bias = torch.zeros_like(w_V) if x.bias is None else x.bias[here].float()
+            vector = torch.cat((w_V @ x.weight[here].float(), (w_V @ of_bias)[None]))
+            if self.shard.group is not None:
+                vector = merge.SumOverRanks.apply(vector, self.shard.group)
+            assert isinstance(vector, Tensor)
+            # Hidden states of tokens that do not count may hold anything, and 0 times infinity is not 0.
+            hidden = x.hidden.float().masked_fill(~self.counted[:, None], 0.0)
+            return x.logits.logit_scale * (hidden @ vector[:-1] + vector[-1])

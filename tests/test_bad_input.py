@@ -1,0 +1,271 @@
+"""What a stranger passes by mistake: one line that names the argument, before any kernel or collective. One table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cce_dist import GradFilter, VocabParallelHead, VocabShard, linear_cross_entropy
+
+N, D, V = 6, 8, 20
+NAN, INF = float("nan"), float("inf")
+
+
+class NoOperator(TorchDispatchMode):
+    """Fails where an operator of the loss runs, and so where a kernel or a collective would."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.namespace != "cce_dist", f"{func} ran before the arguments were checked"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def data() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "input": torch.randn(N, D, generator=generator, requires_grad=True),
+        "linear_weight": torch.randn(V, D, generator=generator, requires_grad=True),
+        "target": torch.randint(V, (N,), generator=generator),
+    }
+
+
+def jagged() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.randn(2, D), torch.randn(4, D)], layout=torch.jagged)
+
+
+def meta() -> dict[str, torch.Tensor]:
+    return {
+        "input": torch.empty(N, D, device="meta"),
+        "linear_weight": torch.empty(V, D, device="meta"),
+        "target": torch.empty(N, device="meta", dtype=torch.int64),
+    }
+
+
+def empty(num_rows: int, hidden_size: int) -> dict[str, torch.Tensor]:
+    return {"input": torch.zeros(N, hidden_size), "linear_weight": torch.zeros(num_rows, hidden_size)}
+
+
+def bad(id: str, error: type[Exception], says: str, **change) -> Any:
+    """A row: the arguments that change (a callable is called), the error, and what its line says."""
+    return pytest.param(change, error, says, id=id)
+
+
+TENSORS = [
+    bad("input-none", TypeError, "input must be a tensor.*NoneType", input=None),
+    bad("input-list", TypeError, "input must be a tensor.*list", input=[[1.0] * D]),
+    bad("input-numpy", TypeError, "input must be a tensor.*ndarray", input=np.zeros((N, D), np.float32)),
+    bad("weight-none", TypeError, "linear_weight must be a tensor.*NoneType", linear_weight=None),
+    bad(
+        "weight-numpy", TypeError, "linear_weight must be a tensor.*ndarray", linear_weight=np.zeros((V, D), np.float32)
+    ),
+    bad("target-none", TypeError, "target must be a tensor.*NoneType", target=None),
+    bad("target-list", TypeError, "target must be a tensor.*list", target=[0] * N),
+    bad("target-numpy", TypeError, "target must be a tensor.*ndarray", target=np.zeros(N, np.int64)),
+    bad("bias-list", TypeError, "linear_bias must be a tensor.*list", linear_bias=[0.0] * V),
+    bad("bias-numpy", TypeError, "linear_bias must be a tensor.*ndarray", linear_bias=np.zeros(V, np.float32)),
+    bad("buffer-list", TypeError, "grad_weight_out must be a tensor.*list", grad_weight_out=[0.0]),
+    bad("input-sparse", TypeError, "input.*sparse", input=lambda: torch.zeros(N, D).to_sparse()),
+    bad("weight-sparse", TypeError, "linear_weight.*sparse", linear_weight=lambda: torch.zeros(V, D).to_sparse()),
+    bad("weight-csr", TypeError, "linear_weight.*sparse", linear_weight=lambda: torch.zeros(V, D).to_sparse_csr()),
+    bad("target-sparse", TypeError, "target.*sparse", target=lambda: torch.zeros(N).long().to_sparse()),
+    bad("bias-sparse", TypeError, "linear_bias.*sparse", linear_bias=lambda: torch.zeros(V).to_sparse()),
+    bad("buffer-sparse", TypeError, "grad_weight_out.*sparse", grad_weight_out=lambda: torch.zeros(V, D).to_sparse()),
+    bad("input-nested", TypeError, "input.*nested", input=lambda: torch.nested.nested_tensor([torch.zeros(N, D)])),
+    bad("input-jagged", TypeError, "input.*(nested|jagged)", input=jagged),
+    bad("all-meta", ValueError, "input is on meta", _all=meta),
+    bad("no-columns", ValueError, "input.*hidden size 0", _all=lambda: empty(V, 0)),
+    bad("no-rows", ValueError, "linear_weight has no rows", _all=lambda: empty(0, D)),
+    bad(
+        "bias-complex", TypeError, "linear_bias must be .*complex64", linear_bias=torch.zeros(V, dtype=torch.complex64)
+    ),
+    bad("bias-int", TypeError, "linear_bias must be .*int64", linear_bias=torch.zeros(V).long()),
+    bad("bias-bool", TypeError, "linear_bias must be .*bool", linear_bias=torch.zeros(V).bool()),
+    bad("bias-fp64", TypeError, "linear_bias must be .*float64", linear_bias=torch.zeros(V).double()),
+    bad("hidden-size", ValueError, "hidden size 9, linear_weight 8", input=torch.zeros(N, D + 1)),
+    bad("dtypes-differ", TypeError, "float16.*float32", input=torch.zeros(N, D).half()),
+    bad("weight-not-2d", ValueError, r"\[V, D\]", linear_weight=torch.zeros(V)),
+    bad("weight-emptied-by-zero-3", ValueError, r"\[V, D\]", linear_weight=torch.zeros(0)),
+    bad("target-shape", ValueError, r"\(6,\).*\(7,\)", target=torch.zeros(N + 1).long()),
+    bad("target-dtype", TypeError, "int64", target=torch.zeros(N)),
+    bad("devices", ValueError, "cpu.*meta", target=torch.zeros(N, device="meta").long()),
+    bad("bias-shape", ValueError, r"\[20\]", linear_bias=torch.zeros(V + 1)),
+    bad("buffer-shape", ValueError, "grad_weight_out", grad_weight_out=torch.zeros(V, D + 1)),
+    bad("target-probabilities", TypeError, "target.*probabilities", target=torch.full((N, V), 1 / V)),
+    bad("target-uint64", TypeError, "target.*uint64", target=torch.tensor([2**63] * N, dtype=torch.uint64)),
+]
+SMOOTHED_CLASSES: dict[str, Any] = dict(weight=torch.ones(V), label_smoothing=0.1)
+OPTIONS = [
+    bad("shard-of-another-weight", ValueError, "23 rows.*20", shard=VocabShard(0, V + 3, V)),
+    bad("reduction", ValueError, "reduction.*avg", reduction="avg"),
+    bad("input-grad", ValueError, "input_grad", input_grad="sum"),
+    bad("reduce-dtype", TypeError, "reduce_dtype.*int8", reduce_dtype=torch.int8),
+    bad("backend", ValueError, "backend", backend="cuda"),
+    bad("smoothing", ValueError, "label_smoothing", label_smoothing=1.5),
+    bad("softcap-zero", ValueError, "softcap", softcap=0.0),
+    bad("scale-nan", ValueError, "logit_scale", logit_scale=NAN),
+    bad("num-tokens-zero", ValueError, "num_tokens", num_tokens=0),
+    bad("num-tokens-of-a-sum", ValueError, "num_tokens", num_tokens=5, reduction="sum"),
+    bad("filter-a-number", TypeError, "GradFilter", grad_filter=1e-4),
+    bad("workspace-zero", ValueError, "workspace_bytes", workspace_bytes=0),
+    bad("partial-slices", ValueError, "partial", sequence_parallel=True, input_grad="partial"),
+    bad("sequence-parallel-number", TypeError, "sequence_parallel must be a bool.*int", sequence_parallel=1),
+    bad("scale-zero-learnable", ValueError, "logit_scale is 0", logit_scale=torch.zeros((), requires_grad=True)),
+    bad("num-tokens-of-each-token", ValueError, "num_tokens.*0-d", num_tokens=torch.ones(2)),
+    bad("shard-tuple", TypeError, "shard must be a VocabShard.*tuple", shard=(0, V, V)),
+    bad("shard-string", TypeError, "shard must be a VocabShard.*str", shard="even"),
+    bad("ignore-index-bool", TypeError, "ignore_index must be an integer.*bool", ignore_index=True),
+    bad("ignore-index-float", TypeError, "ignore_index must be an integer.*float", ignore_index=-100.0),
+    bad("ignore-index-string", TypeError, "ignore_index must be an integer.*str", ignore_index="x"),
+    bad("ignore-index-past-int64", ValueError, "ignore_index", ignore_index=2**63),
+    bad("ignore-index-below-int64", ValueError, "ignore_index", ignore_index=-(2**63) - 1),
+    bad("workspace-float", TypeError, "workspace_bytes must be an integer.*float", workspace_bytes=1e8),
+    bad("workspace-nan", TypeError, "workspace_bytes must be an integer.*float", workspace_bytes=NAN),
+    bad("workspace-bool", TypeError, "workspace_bytes must be an integer.*bool", workspace_bytes=True),
+    bad("workspace-none", TypeError, "workspace_bytes must be an integer.*NoneType", workspace_bytes=None),
+    bad("workspace-past-int64", ValueError, "workspace_bytes", workspace_bytes=2**63),
+    bad("num-tokens-nan", ValueError, "num_tokens.*nan", num_tokens=NAN),
+    bad("num-tokens-inf", ValueError, "num_tokens.*inf", num_tokens=INF),
+    bad("num-tokens-negative", ValueError, "num_tokens.*-5", num_tokens=-5.0),
+    bad("num-tokens-bool", TypeError, "num_tokens.*bool", num_tokens=True),
+    bad("num-tokens-string", TypeError, "num_tokens.*str", num_tokens="3"),
+    bad("num-tokens-tensor-nan", ValueError, "num_tokens.*nan", num_tokens=torch.tensor(NAN)),
+    bad("num-tokens-tensor-negative", ValueError, "num_tokens.*-3", num_tokens=torch.tensor(-3)),
+    bad("num-tokens-tensor-bool", TypeError, "num_tokens.*bool", num_tokens=torch.tensor(True)),
+    bad("num-tokens-tensor-complex", TypeError, "num_tokens.*complex", num_tokens=torch.tensor(1j)),
+    bad("num-tokens-tensor-meta", ValueError, "num_tokens is on meta", num_tokens=torch.tensor(3, device="meta")),
+    bad("softcap-inf", ValueError, "softcap.*inf", softcap=INF),
+    bad("softcap-past-fp32", ValueError, "softcap.*1e\\+300", softcap=1e300),
+    bad("softcap-below-fp32", ValueError, "softcap.*1e-300", softcap=1e-300),
+    bad("softcap-huge-int", ValueError, "softcap", softcap=10**400),
+    bad("softcap-bool", TypeError, "softcap must be a number.*bool", softcap=True),
+    bad("softcap-string", TypeError, "softcap must be a number.*str", softcap="a"),
+    bad("softcap-learnable", TypeError, "softcap.*gradient", softcap=torch.tensor(3.0, requires_grad=True)),
+    bad("scale-string", TypeError, "logit_scale must be a number.*str", logit_scale="a"),
+    bad("scale-none", TypeError, "logit_scale must be a number.*NoneType", logit_scale=None),
+    bad("scale-complex", TypeError, "logit_scale must be a number.*complex", logit_scale=1j),
+    bad("scale-past-fp32", ValueError, "logit_scale.*1e\\+300", logit_scale=1e300),
+    bad("scale-huge-int", ValueError, "logit_scale", logit_scale=10**400),
+    bad("scale-of-each-token", ValueError, "logit_scale.*0-d", logit_scale=torch.ones(N)),
+    bad("z-loss-string", TypeError, "z_loss_weight must be a number.*str", z_loss_weight="a"),
+    bad("z-loss-none", TypeError, "z_loss_weight must be a number.*NoneType", z_loss_weight=None),
+    bad("z-loss-past-fp32", ValueError, "z_loss_weight.*1e\\+300", z_loss_weight=1e300),
+    bad("smoothing-string", TypeError, "label_smoothing must be a number.*str", label_smoothing="a"),
+    bad("smoothing-none", TypeError, "label_smoothing must be a number.*NoneType", label_smoothing=None),
+    bad("return-aux-string", TypeError, "return_aux must be a bool.*str", return_aux="yes"),
+    bad("class-weights-shape", ValueError, r"weight must be \[20\].*\(21,\)", weight=torch.ones(V + 1)),
+    bad("class-weights-int", TypeError, "weight must be .*int64", weight=torch.ones(V).long()),
+    bad("class-weights-list", TypeError, "weight must be a tensor.*list", weight=[1.0] * V),
+    bad("class-weights-learnable", TypeError, "weight.*gradient", weight=torch.ones(V, requires_grad=True)),
+    bad(
+        "class-weights-softcap",
+        ValueError,
+        "weight with label_smoothing.*softcap",
+        weight=torch.ones(V),
+        label_smoothing=0.1,
+        softcap=3.0,
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "says"), TENSORS + OPTIONS)
+def test_a_bad_argument_is_named(data, change, error, says):
+    change = {name: value() if isinstance(value, Callable) else value for name, value in change.items()}
+    change |= change.pop("_all", {})
+    with NoOperator(), pytest.raises(error) as caught:
+        linear_cross_entropy(**(data | change))
+    assert re.search(says, str(caught.value)) and "\n" not in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        pytest.param(lambda: GradFilter(eps="a"), TypeError, "eps", id="eps-string"),  # type: ignore[arg-type]
+        pytest.param(lambda: GradFilter(eps=None), TypeError, "eps", id="eps-none"),  # type: ignore[arg-type]
+        pytest.param(lambda: GradFilter(eps=torch.tensor(0.1)), TypeError, "eps", id="eps-tensor"),  # type: ignore[arg-type]
+        pytest.param(lambda: GradFilter(hidden="no"), TypeError, "hidden", id="filter-flag"),  # type: ignore[arg-type]
+        pytest.param(lambda: GradFilter(eps=1.0), ValueError, "eps", id="eps-one"),
+        pytest.param(lambda: VocabShard(0, 5, 10), ValueError, "without a group", id="rows-missing-without-group"),
+        pytest.param(lambda: VocabShard(5, 3, 10), ValueError, "start <= stop", id="backwards"),
+        pytest.param(lambda: VocabShard(0, 5, 0), ValueError, "vocab_size", id="no-vocabulary"),
+        pytest.param(
+            lambda: VocabShard.even(10, None, multiple_of=0), ValueError, "multiple_of", id="multiple-of-zero"
+        ),
+        pytest.param(lambda: VocabShard(0, 5.0, 5), TypeError, "stop", id="shard-float"),  # type: ignore[arg-type]
+        pytest.param(lambda: VocabShard("0", 5, 5), TypeError, "start", id="shard-string"),  # type: ignore[arg-type]
+        pytest.param(lambda: VocabShard(0, 5, None), TypeError, "vocab_size", id="shard-none"),  # type: ignore[arg-type]
+        pytest.param(lambda: VocabShard(0, 5, 5, "tp"), TypeError, "group", id="shard-group"),  # type: ignore[arg-type]
+        pytest.param(lambda: VocabParallelHead(0, V), ValueError, "hidden_size", id="head-no-columns"),
+        pytest.param(lambda: VocabParallelHead(-1, V), ValueError, "hidden_size", id="head-negative"),
+        pytest.param(lambda: VocabParallelHead(8.0, V), TypeError, "hidden_size", id="head-float"),  # type: ignore[arg-type]
+        pytest.param(lambda: VocabParallelHead(D, 0), ValueError, "vocab_size", id="head-no-rows"),
+        pytest.param(lambda: VocabParallelHead(D, "a"), TypeError, "vocab_size", id="head-string"),  # type: ignore[arg-type]
+        pytest.param(lambda: VocabParallelHead(D, V, soft_cap=3.0), TypeError, "soft_cap", id="head-misspelt"),
+        pytest.param(
+            lambda: VocabParallelHead(D, V, reduction="avg"), ValueError, "reduction.*avg", id="head-reduction"
+        ),
+        pytest.param(lambda: VocabParallelHead(D, V, softcap=-1.0), ValueError, "softcap", id="head-softcap"),
+        pytest.param(lambda: VocabParallelHead(D, V, grad_filter=True), TypeError, "grad_filter", id="head-filter"),
+        pytest.param(lambda: VocabParallelHead(D, V, backend="cuda"), ValueError, "backend", id="head-backend"),
+        pytest.param(lambda: VocabParallelHead(D, V, shard=VocabShard(0, V, V)), TypeError, "shard", id="head-shard"),
+        pytest.param(lambda: VocabParallelHead(D, V, num_tokens=3), TypeError, "num_tokens", id="head-num-tokens"),
+        pytest.param(lambda: VocabParallelHead(D, V, input=torch.zeros(N, D)), TypeError, "input", id="head-input"),
+    ],
+)
+def test_an_impossible_object_is_named(make, error, says):
+    with pytest.raises(error) as caught:
+        make()
+    assert re.search(says, str(caught.value)) and "\n" not in str(caught.value), str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles on this machine, it does not interpret")
+def test_bf16_is_refused_by_the_interpreter(data):
+    """The interpreter misreads bf16: a loss of 4e10, without a word."""
+    low = {name: x.bfloat16() if x.is_floating_point() else x for name, x in data.items()}
+    with NoOperator(), pytest.raises(TypeError, match=r"bfloat16.*interpreter"):
+        linear_cross_entropy(**low, backend="triton")
+
+
+def test_labels_at_the_ends_of_int64(data):
+    for label in (2**63 - 1, -(2**63)):
+        with pytest.raises(IndexError, match=rf"target\[0\].* is {label}"):
+            linear_cross_entropy(**(data | {"target": torch.full((N,), label)}))
+    for ignored in (2**63 - 1, -(2**63)):
+        labels = data["target"].clone()
+        labels[::2] = ignored
+        ours = linear_cross_entropy(**(data | {"target": labels}), ignore_index=ignored)
+        torch.testing.assert_close(
+            ours, linear_cross_entropy(**(data | {"target": labels.masked_fill(labels == ignored, -100)}))
+        )
+
+
+def test_ignore_index_none_is_torchs(data):
+    """``F.linear_cross_entropy`` maps None, its default, to -100."""
+    data["target"][1] = -100
+    ours = linear_cross_entropy(**data, ignore_index=None)  # type: ignore[call-overload]
+    if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
+        torch.testing.assert_close(ours, F.linear_cross_entropy(**data, ignore_index=None))
+    torch.testing.assert_close(ours, linear_cross_entropy(**data, ignore_index=-100))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_no_tokens_at_all_is_no_nan(data, dtype):
+    """A batch of which this rank has nothing to learn, and a global count of 0: loss 0, gradients 0."""
+    data["target"].fill_(-100)
+    loss = linear_cross_entropy(**data, num_tokens=torch.tensor(0, dtype=dtype))
+    gradients = torch.autograd.grad(loss, (data["input"], data["linear_weight"]))
+    assert loss == 0 and not any(gradient.any() for gradient in gradients)
+
+
+def test_integers_of_numpy_are_integers(data):
+    options: dict[str, Any] = dict(
+        ignore_index=np.int64(-100), num_tokens=np.int64(5), workspace_bytes=np.int64(1 << 20)
+    )
+    ours = linear_cross_entropy(**data, **options)
+    torch.testing.assert_close(ours, linear_cross_entropy(**data, num_tokens=5))

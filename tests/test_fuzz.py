@@ -1,0 +1,125 @@
+"""The fuzzer: some hundred random calls on each backend and on two ranks, and that it sees what is wrong."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cce_dist import cli, reference
+from cce_dist.kernels import dense
+from cce_dist.ranks import run_ranks
+from cce_dist.verify.cases import random_problem
+from cce_dist.verify.check import assert_no_worse
+from cce_dist.verify.fuzz import Setting, draw, run_many
+from cce_dist.verify.oracle import PER_TOKEN, truth
+from cce_dist.verify.views import LAYOUTS, constant, view_of
+
+GPU = torch.cuda.is_available()
+
+
+def failures(setting: Setting, count: int, first: int = 0) -> str:
+    return "\n".join(run_many(setting, first, count, report=lambda line: None))
+
+
+def test_torch():
+    assert failures(Setting(seed=1, backend="torch"), 500) == ""
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
+def test_triton():
+    setting = Setting(seed=1, backend="triton", device="cuda" if GPU else "cpu")
+    assert failures(setting, 300 if GPU else 50) == ""
+
+
+def test_two_ranks():
+    run_ranks(_on_ranks, 2, 200)
+
+
+def _on_ranks(count: int) -> None:
+    assert failures(Setting(seed=1, backend="torch", group=dist.group.WORLD), count) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        pytest.param(lambda merged: merged._replace(target=merged.target + 1e-3), "nll: error", id="target-logit-off"),
+        pytest.param(lambda merged: merged._replace(mean_below=merged.mean_below * 1.01), "loss: error", id="mean-off"),
+        pytest.param(lambda merged: merged._replace(entropy=merged.entropy + 1e-2), "entropy: error", id="entropy-off"),
+        pytest.param(
+            lambda merged: merged._replace(log_sum=merged.log_sum * (1 + 1e-4)), "lse: error", id="log-sum-off"
+        ),
+        pytest.param(lambda merged: merged._replace(max=merged.max.clamp(min=0)), "lse: error", id="maximum-floored"),
+    ],
+)
+def test_a_mutation_of_the_loss_is_seen(change, says, monkeypatch):
+    """Catches a bound so wide that nothing fails, and options that are never drawn."""
+    monkeypatch.setattr(dense, "merge", lambda *args, merge=dense.merge: change(merge(*args)))
+    found = failures(Setting(seed=1, backend="torch"), 60)
+    assert "cce-dist verify --fuzz 1 --seed 1 --case" in found and says in found
+
+
+def test_a_mutation_of_the_reference_is_seen(monkeypatch):
+    """Catches a baseline that is wrong, and so makes every bound wide."""
+
+    def off(*args, loss_of=reference._loss_of, **options):
+        out = loss_of(*args, **options)
+        return out._replace(loss=1.01 * out.loss)
+
+    monkeypatch.setattr(reference, "_loss_of", off)
+    assert "the reference's own loss" in failures(Setting(seed=1, backend="torch"), 60)
+
+
+def test_a_case_is_a_function_of_its_number():
+    setting = Setting(seed=3, backend="torch")
+    assert str(draw(setting, 17)) == str(draw(setting, 17)) != str(draw(setting, 18))
+    assert str(draw(setting._replace(seed=4), 17)) != str(draw(setting, 17))
+
+
+def test_command_line(capsys):
+    argv = ["verify", "--fuzz", "3", "--seed", "1", "--case", "5", "--backend", "torch", "--device", "cpu"]
+    assert cli.main(argv) == 0
+    assert "3 of 3 random cases hold, seed 1" in capsys.readouterr().out
+
+
+def test_oracle_is_torchs_cross_entropy():
+    """The oracle against an independent one; the reference against the oracle."""
+    problem = random_problem(bias=True)(torch.Generator().manual_seed(0))
+    problem.labels[::4] = -100
+    hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
+    logits = torch.nn.functional.linear(hidden, weight, problem.bias)
+    loss = torch.nn.functional.cross_entropy(logits, problem.labels, label_smoothing=0.1)
+    values = truth(problem, {"label_smoothing": 0.1}, {"loss": torch.ones((), dtype=torch.float64)}).values
+    expected = (loss, *torch.autograd.grad(loss, (hidden, weight)))
+    for name, right in zip(("loss", "dE", "dC"), expected, strict=True):
+        torch.testing.assert_close(values[name], right)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_oracle_agrees_with_the_reference(softcap):
+    """Two derivations of the same loss: formulas by hand, and autograd of the definition; the scale's gradient too."""
+    problem = random_problem(bias=True)(torch.Generator().manual_seed(1))
+    problem.labels[::4] = -100
+    scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    options = {"label_smoothing": 0.1, "softcap": softcap, "z_loss_weight": 0.02, "reduction": "none"}
+    assert problem.bias is not None
+    inputs = [x.clone().requires_grad_() for x in (problem.hidden, problem.weight, problem.bias)]
+    out = reference.linear_cross_entropy(
+        inputs[0], inputs[1], problem.labels, linear_bias=inputs[2], logit_scale=scale, **options  # type: ignore[arg-type]
+    )  # fmt: skip
+    outputs = {name: getattr(out, name) for name in ("loss", *PER_TOKEN)}
+    upstream = {name: torch.randn(x.shape, dtype=torch.float64) for name, x in outputs.items()}
+    gradients = torch.autograd.grad(list(outputs.values()), [*inputs, scale], list(upstream.values()))
+    values = truth(problem, options | {"logit_scale": 0.7}, upstream).values
+    for name, right in [*outputs.items(), *zip(("dE", "dC", "dbias", "dscale"), gradients, strict=True)]:
+        assert_no_worse(values[name].float(), right.float(), right.detach(), quantity=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(), (5,), (5, 4), (2, 3, 4), (0, 4)], ids=str)
+def test_a_view_holds_the_values(layout, shape):
+    values = constant(torch.randn(shape))
+    view = view_of(values, layout)
+    assert torch.equal(view, values)
+    if layout == "unaligned" and values.numel():
+        assert view.data_ptr() % 16 != 0 and view.is_contiguous()
+    elif layout == "strided" and len(shape) > 0 and values.numel():
+        assert not view.is_contiguous()
