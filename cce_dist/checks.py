@@ -60,9 +60,13 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     return value
 
 
-def tensor(name: str, value: Any) -> None:
-    """Raise TypeError unless a value is a dense tensor."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if value.is_nested or value.layout != torch.strided:
-        raise TypeError(f"{name} is {'nested' if value.is_nested else 'sparse'} ({value.layout}): pass a dense tensor")
+def tensors(**values: Any) -> None:
+    """Raise TypeError unless every value is a dense tensor, ValueError if none of them has values."""
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+        if value.is_nested or value.layout != torch.strided:
+            kind = "nested" if value.is_nested else "sparse"
+            raise TypeError(f"{name} is {kind} ({value.layout}): pass a dense tensor")
+    if all(value.is_meta for value in values.values()):
+        raise ValueError(f"{next(iter(values))} is on meta: it has no values")

@@ -159,13 +159,9 @@ def linear_cross_entropy(
         input_grad=input_grad, reduce_dtype=reduce_dtype, grad_filter=grad_filter, return_aux=return_aux, backend=backend,
         workspace_bytes=workspace_bytes,
     )  # fmt: skip
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-        checks.tensor(name, tensor)
-    for name, tensor in (("linear_bias", linear_bias), ("weight", weight), ("grad_weight_out", grad_weight_out)):
-        if tensor is not None:
-            checks.tensor(name, tensor)
-    if input.is_meta:
-        raise ValueError("input is on meta: it has no values")
+    given = {"linear_bias": linear_bias, "weight": weight, "grad_weight_out": grad_weight_out}
+    given = {name: tensor for name, tensor in given.items() if tensor is not None}
+    checks.tensors(input=input, linear_weight=linear_weight, target=target, **given)
     linear_weight, linear_bias, shard = local_rows(linear_weight, linear_bias, shard)
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)

@@ -12,6 +12,8 @@ from torch import Tensor
 from cce_dist.filter import GradFilter
 from cce_dist.loss import LinearCrossEntropyOutput
 
+IGNORE_INDEX = -100  # of the filtered gradients
+
 
 def logits(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None, logit_scale: float | Tensor = 1.0,
@@ -64,8 +66,8 @@ def _loss_of(
 
 def filtered_gradients(
     input: Tensor, linear_weight: Tensor, target: Tensor, upstream: Tensor, grad_filter: GradFilter, starts: list[int],
-    *, linear_bias: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0, logit_scale: float = 1.0,
-    softcap: float | None = None, z_loss_weight: float = 0.0,
+    *, linear_bias: Tensor | None = None, label_smoothing: float = 0.0, softcap: float | None = None,
+    z_loss_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dE [N, D] and dC [V, D] as ``GradFilter`` defines them, from the dense gradient of every logit; its column sums [V].
 
@@ -77,18 +79,17 @@ def filtered_gradients(
     with torch.enable_grad():
         bias = None if linear_bias is None else linear_bias.detach()
         u = F.linear(input.detach(), linear_weight.detach(), bias).requires_grad_()
-        z = u * logit_scale if softcap is None else softcap * torch.tanh(u * logit_scale / softcap)
+        z = u if softcap is None else softcap * torch.tanh(u / softcap)
         slope = torch.autograd.grad(z.sum(), u, retain_graph=True)[0]
-        loss = _loss_of(z, target, ignore_index, "none", label_smoothing, z_loss_weight).loss
+        loss = _loss_of(z, target, IGNORE_INDEX, "none", label_smoothing, z_loss_weight).loss
         d_logits = torch.autograd.grad((loss * upstream).sum(), z)[0]
-    valid = (target != ignore_index)[:, None]
+    valid = (target != IGNORE_INDEX)[:, None]
     upstream = torch.where(valid, upstream[:, None], 0.0)
     is_label = (F.one_hot(target.clamp(min=0), z.shape[1]) * valid).bool()
     rest = -(1 - label_smoothing) * upstream * is_label - label_smoothing / z.shape[1] * upstream
     softmax_part = d_logits - rest
-    at_label = (
-        1 - label_smoothing
-    ) * upstream  # 0: the coefficient of the softmax instead, its sum over the vocabulary
+    # Where the label's coefficient is 0, that of the softmax takes its place: its sum over the vocabulary.
+    at_label = (1 - label_smoothing) * upstream
     size = torch.where(at_label != 0, at_label, softmax_part.sum(1, keepdim=True)).abs()
     kept = (softmax_part.abs() >= grad_filter.eps * size) | is_label
     dropped = softmax_part.masked_fill(kept, 0.0) * slope

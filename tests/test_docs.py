@@ -14,7 +14,11 @@ import cce_dist
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
+# Sorted: test processes that run side by side must agree on the order of tests.
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+}
 CODE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 MOST_LINES, MOST_WORDS = 150, 1200
 
@@ -58,7 +62,7 @@ def test_the_readme_leads_to_every_page() -> None:
     assert {page for page in PAGES if page != "README.md"} <= linked
 
 
-@pytest.mark.parametrize("page", PAGES.keys() - {"CHANGELOG.md"})
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))
 def test_files_that_pages_name_are_there(page: str) -> None:
     """Catches a source file that moved."""
     for name in re.findall(r"`((?:cce_dist|kernels|integrations|launch|tests|docs)/[\w./]*)`", PAGES[page]):

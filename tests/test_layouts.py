@@ -94,8 +94,16 @@ def contiguous(option: str, backend: str, *alike: str, with_buffer: bool = False
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert_close_to(one, other, 0.0)
+
+
+def assert_close_to(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> None:
+    """Raise unless every value differs by no more than ``tolerance`` of the largest one."""
     differ = {
-        name: (one[name] - other[name]).abs().max().item() for name in one if not torch.equal(one[name], other[name])
+        name: (one[name] - other[name]).abs().max().item()
+        for name in one
+        if not torch.equal(one[name], other[name])
+        and (one[name] - other[name]).abs().max() > tolerance * other[name].abs().max()
     }
     assert not differ, f"differ from the contiguous call: {differ}"
 
@@ -120,7 +128,10 @@ def test_all_arguments(option, layout, backend):
     alike = ARGUMENTS if layout == "expanded" else ()
     expected = contiguous(option, backend, *alike, with_buffer=layout in WRITABLE)
     views = {name: view_of(x, layout) for name, x in arguments(*alike).items()}
-    assert_same_bits(run(views, OPTIONS[option], backend, layout in WRITABLE), expected)
+    # An unaligned matrix reaches a GPU's kernels by pointers, not by descriptors, and some sums then take another order.
+    other_order = backend == "triton" and torch.cuda.is_available() and layout == "unaligned"
+    tolerance = 1e-4 if other_order else 0.0
+    assert_close_to(run(views, OPTIONS[option], backend, layout in WRITABLE), expected, tolerance)
 
 
 @pytest.mark.parametrize(
