@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.filter import GradFilter
+from cce_dist.shard import even_rows
 
 Bounds = list[tuple[int, int]]
 
@@ -55,8 +56,7 @@ class Case:
 
 
 def even(vocab_size: int, ranks: int) -> Bounds:
-    rows = -(-vocab_size // ranks)
-    return [(min(r * rows, vocab_size), min((r + 1) * rows, vocab_size)) for r in range(ranks)]
+    return [even_rows(vocab_size, rank, ranks) for rank in range(ranks)]
 
 
 def uneven(vocab_size: int, ranks: int) -> Bounds:
