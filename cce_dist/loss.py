@@ -244,7 +244,9 @@ def _output(
     loss: Tensor, per_token: list[Tensor], filter_stats: Tensor, target: Tensor, spec: Spec
 ) -> LinearCrossEntropyOutput:  # fmt: skip
     """Give the outputs target's shape, leave out those that are not wanted, and compare the label's logit with the largest."""
-    nll, lse, target_logit, entropy, z_loss, largest = (x.view(target.shape) if x.numel() == target.numel() else x for x in per_token)
+    nll, lse, target_logit, entropy, z_loss, largest = (
+        x.view(target.shape) if x.numel() == target.numel() else x for x in per_token
+    )
     want = spec.want
     stats = FilterStats(*filter_stats.unbind()) if want.filter_stats else None
     output = LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy if want.entropy else None, z_loss, stats)
