@@ -247,13 +247,15 @@ def _output(
     nll, lse, target_logit, entropy, z_loss, largest = (
         x.view(target.shape) if x.numel() == target.numel() else x for x in per_token
     )
-    want = spec.want
+    want, label_is_max = spec.want, None
     stats = FilterStats(*filter_stats.unbind()) if want.filter_stats else None
-    output = LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy if want.entropy else None, z_loss, stats)
-    if not want.largest:
-        return output
-    reached = target_logit.detach() + TIE * largest.abs().clamp(min=1) >= largest
-    return output._replace(max_logit=largest, label_is_max=(reached & (target != spec.ignore_index)).float())
+    if want.largest:
+        reached = target_logit.detach() + TIE * largest.abs().clamp(min=1) >= largest
+        label_is_max = (reached & (target != spec.ignore_index)).float()
+    return LinearCrossEntropyOutput(
+        loss, nll, lse, target_logit, entropy if want.entropy else None, z_loss, stats,
+        largest if want.largest else None, label_is_max,
+    )  # fmt: skip
 
 
 def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | None) -> float | Tensor:

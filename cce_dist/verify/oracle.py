@@ -173,8 +173,11 @@ def _backward(
     of_scale = [exact["dE"][tokens.rows] * hidden]
     if problem.bias is not None:
         of_scale.append(exact["dbias"] * torch.where(problem.bias.isfinite(), problem.bias, 0.0))
+    products = torch.where(tokens.product.isfinite(), tokens.product, 0.0)
+    # Each logit's gradient is rounded before its product with the weight, and in dE they may cancel.
+    of_scale.append(size * bend * products * scale)
     sizes["dscale"] = math.hypot(*(x.norm().item() for x in of_scale)) / abs(scale) if scale else 0.0
-    sizes["dscale unbent"] = (size * torch.where(tokens.product.isfinite(), tokens.product, 0.0)).abs().sum().item()
+    sizes["dscale unbent"] = (size * products).abs().sum().item()
     return exact, plain, sizes | _root_of_squares(size * scale, hidden, weight, " unbent")
 
 
