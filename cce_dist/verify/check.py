@@ -213,7 +213,9 @@ def _ours(
     if case.noncontiguous:
         hidden = hidden.t().contiguous().t()
     hidden.requires_grad_()
-    out_buffer = torch.ones(weight.shape, device=device) if case.accumulate else None
+    # What the buffer holds before is of dC's own size, so that adding to it rounds no more than dC is rounded.
+    before = 2.0**-12
+    out_buffer = torch.full(weight.shape, before, device=device) if case.accumulate else None
     with torch.autocast(device, torch.bfloat16) if case.autocast else nullcontext():
         out = linear_cross_entropy(
             hidden, weight, labels, linear_bias=bias, shard=shard, return_aux=True, backend=backend,
@@ -226,7 +228,7 @@ def _ours(
     grads = torch.autograd.grad(objective, inputs, retain_graph=True, allow_unused=case.accumulate)
     if case.accumulate:
         assert grads[1] is None and out_buffer is not None, "a gradient was returned beside grad_weight_out"
-        grads = (grads[0], out_buffer - 1, *grads[2:])
+        grads = (grads[0], out_buffer - before, *grads[2:])
     else:
         second = torch.autograd.grad(objective, inputs)
         assert all(torch.equal(_bits(a), _bits(b)) for a, b in zip(grads, second, strict=True)), (

@@ -523,6 +523,8 @@ def _errors(
     floor = EPS[dtype] * torch.finfo(dtype).smallest_normal
     if name in GRADIENTS:
         floor += EPS[dtype] * expected.noise[name]
+        if name == "dscale" and (call.logits == "equal" or "expanded" in call.layouts.values()):
+            floor += EPS[dtype] * expected.noise["dscale alike"]
         if name in ("dE", "dscale"):
             floor += EPS[dtype] * expected.noise["parts of dE"]
         floor += EPS[FP32] * (logit_noise * expected.noise[name] + expected.noise[name + " unbent"])

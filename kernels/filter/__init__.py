@@ -187,7 +187,7 @@ def gradients(
         d_hidden = exactly(grads._replace(want_weight=False, want_bias=False, weight_out=None))[0]
     here = grads._replace(
         want_hidden=grads.want_hidden and sides.hidden, want_weight=grads.want_weight and sides.weight,
-        want_bias=grads.want_bias and sides.weight,
+        want_bias=grads.want_bias and sides.weight, weight_out=grads.weight_out if sides.weight else None,
     )  # fmt: skip
     if here.want_hidden or here.want_weight or here.want_bias:
         filtered = _filtered_gradients(x, softmax, coef_4N, Lists(*saved), here, spec)
