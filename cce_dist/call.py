@@ -40,7 +40,7 @@ class LossOptions(TypedDict, total=False):
     reduce_dtype: torch.dtype | None
     grad_filter: GradFilter | None
     backend: str
-    workspace_bytes: int
+    workspace_bytes: int | None
     grad_weight_out: Tensor | None
 
 
@@ -137,7 +137,7 @@ class Options(NamedTuple):
     grad_filter: GradFilter | None = None
     return_aux: tuple[str, ...] = ()
     backend: str = "auto"
-    workspace_bytes: int = 256 << 20
+    workspace_bytes: int = 0  # 0: chosen from the shapes
 
     @classmethod
     def of(cls, **given: Any) -> Options:
@@ -168,7 +168,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "grad_filter": _grad_filter,
     "return_aux": _return_aux,
     "backend": lambda name, value: choice(name, value, BACKENDS),
-    "workspace_bytes": lambda name, value: integer(name, value, 1),
+    "workspace_bytes": lambda name, value: 0 if value is None else integer(name, value, 1),
 }
 
 
