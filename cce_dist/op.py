@@ -37,7 +37,12 @@ def _forward(
         Then the filter's statistics, [3], and the largest logit, [N], both empty unless wanted. Then what backward needs: the
         merged maximum, logarithm of the sum and entropy, [2 or 3, N]; the label ids; what the backend saves.
     """
-    call = Call.of(flat)
+    return _run_forward(hidden, weight, bias, labels, Call.of(flat))
+
+
+def _run_forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: Call
+) -> tuple[Any, ...]:  # fmt: skip
     spec, layout = call.spec, call.layout
     backend, group = choose(call.backend, spec), merge.resolve(layout.group_name)
 
@@ -97,7 +102,13 @@ def _backward(
     grad_weight_out: Tensor | None, want: list[bool], *flat,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
-    call = Call.of(flat)
+    return _run_backward(d_losses, hidden, weight, bias, saved, grad_weight_out, want, Call.of(flat))
+
+
+def _run_backward(
+    d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, bias: Tensor | None, saved: list[Tensor],
+    grad_weight_out: Tensor | None, want: list[bool], call: Call,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     spec, layout = call.spec, call.layout
     backend, group = choose(call.backend, spec), merge.resolve(layout.group_name)
     merged, ids, *saved = saved
@@ -172,6 +183,7 @@ def _backward_fake(d_losses, hidden, weight, bias, saved, grad_weight_out, want,
 
 def _save(ctx, inputs, output) -> None:
     hidden, weight, bias, _, grad_weight_out, *ctx.flat = inputs
+    ctx.call = ctx.flat[0] if isinstance(ctx.flat[0], Call) else None
     filter_stats, largest, saved = output[NUM_LOSSES:]
     ctx.save_for_backward(hidden, weight, bias, *saved)
     ctx.grad_weight_out = grad_weight_out
@@ -181,7 +193,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, *grads):
     d_losses = list(grads[:NUM_LOSSES])
-    nothing = (None,) * (5 + len(ctx.flat))
+    nothing = (None,) * (5 + (len(ctx.flat) if ctx.call is None else 1))
     if all(d is None for d in d_losses):
         return nothing
     refuse_transforms(*d_losses)
@@ -189,9 +201,11 @@ def _differentiate(ctx, *grads):
     want = list(ctx.needs_input_grad[:3])
     twice = torch.is_grad_enabled()
     with torch.no_grad():
-        grads = torch.ops.cce_dist.backward(
-            d_losses, hidden, weight, bias, saved, ctx.grad_weight_out, want, *ctx.flat
-        )  # fmt: skip
+        given = (d_losses, hidden, weight, bias, saved, ctx.grad_weight_out, want)
+        if _nobody_listens(hidden, weight):
+            grads = _run_backward(*given, Call.of(ctx.flat) if ctx.call is None else ctx.call)
+        else:
+            grads = torch.ops.cce_dist.backward(*given, *(ctx.flat if ctx.call is None else ctx.call.flat()))
     if twice:
         depends_on = (x for x in (hidden, weight, bias, *d_losses) if x is not None and x.requires_grad)
         grads = _Once.apply(*grads, *depends_on)
@@ -205,11 +219,22 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        output = torch.ops.cce_dist.forward(*inputs)
+        *tensors, call = inputs
+        hidden, weight, bias, labels, _ = tensors
+        if _nobody_listens(hidden, weight):
+            output = _run_forward(hidden, weight, bias, labels, call)
+        else:
+            output = torch.ops.cce_dist.forward(*tensors, *call.flat())
         _save(ctx, inputs, output)
         return output[:-1]
 
     backward = staticmethod(_differentiate)
+
+
+def _nobody_listens(*tensors: Tensor) -> bool:
+    """Whether the operator may be called as a function: no dispatch mode is on, and no tensor is of a class of its own."""
+    plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    return plain and torch._C._len_torch_dispatch_stack() == 0
 
 
 class _Once(torch.autograd.Function):
@@ -247,10 +272,10 @@ def forward(
 ) -> tuple[Any, ...]:
     """The operator as the loss calls it; see ``_forward``. The first NUM_LOSSES results are differentiable."""
     refuse_transforms(hidden, weight, bias)
-    inputs = (hidden, weight, bias, labels, grad_weight_out, *call.flat())
+    tensors = (hidden, weight, bias, labels, grad_weight_out)
     if torch.compiler.is_compiling() or not call.spec.want.grad:
-        return torch.ops.cce_dist.forward(*inputs)
-    return _Eager.apply(*inputs)  # type: ignore[return-value]
+        return torch.ops.cce_dist.forward(*tensors, *call.flat())
+    return _Eager.apply(*tensors, call)  # type: ignore[return-value]
 
 
 _LIBRARY = torch.library.Library("cce_dist", "DEF")
