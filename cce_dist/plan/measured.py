@@ -1,0 +1,95 @@
+"""Predictions beside measurements: each row of a bench.json that a plan can say something of.
+
+Rows of other libraries, and of DeepSpeed's loss without logits, are not predicted: two measurements of the last differ by 15 %.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cce_dist.plan.devices import DEVICES, Device
+from cce_dist.plan.head import DEFAULT_WORKSPACE, DENSE, Cost, Head, cost
+
+OURS = re.compile(r"cce-dist(-cached|-filtered|-main-grad)?(-sp)?(-fp32-sum)?(?:@(\d+)MiB)?")
+
+
+class Pair(NamedTuple):
+    """A prediction and its measurement.
+
+    Attributes:
+        file: Name of the bench.json.
+        head: What was measured.
+        stage: The framework whose last stage it was, or nothing.
+        row: Name of the row.
+        said: The prediction.
+        seconds: Median of the rounds, forward and backward.
+        peak_bytes: Above inputs and gradients.
+    """
+
+    file: str
+    head: Head
+    stage: str
+    row: str
+    said: Cost
+    seconds: float
+    peak_bytes: int
+
+    @property
+    def time_error(self) -> float:
+        return self.said.seconds / self.seconds - 1
+
+    @property
+    def memory_error(self) -> int:
+        return self.said.workspace - self.peak_bytes
+
+
+def pairs(path: Path) -> Iterator[Pair]:
+    """Yield the rows of a bench.json that were measured and can be predicted."""
+    from cce_dist.bench.report import read_json
+
+    results = read_json(path)
+    device = device_of(results.environment["device"])
+    for case in results.cases:
+        # Filtered rows have the first of the budgets.
+        budgets = [int(found[4]) for found in map(OURS.fullmatch, [row.name for row in case.rows]) if found and found[4]]
+        head = Head(case.num_tokens, case.hidden_size, case.vocab_size, case.num_ranks)
+        for row in case.rows:
+            if row.problem or row.peak_bytes is None or not row.total.seconds:
+                continue
+            said = predict(head, row.name, case.stage, device, budgets[0] << 20 if budgets else DEFAULT_WORKSPACE)
+            if said is not None:
+                yield Pair(path.name, head, case.stage, row.name, said, row.total.median, row.peak_bytes)
+
+
+def device_of(name: str) -> Device:
+    """Return the table's GPU of a name as torch gives it. Raises ValueError."""
+    for device in DEVICES.values():
+        if device.name in name.lower():
+            return device
+    raise ValueError(f"the table of GPUs has no {name}; it has {', '.join(DEVICES)}")
+
+
+def predict(head: Head, row: str, stage: str, device: Device, filter_workspace: int = DEFAULT_WORKSPACE) -> Cost | None:
+    """Return the prediction for a row of ``cce-dist bench`` by its name; None for rows that no plan predicts."""
+    found = OURS.fullmatch(row)
+    if found is not None:
+        kind, sliced, wide, mib = found.groups()
+        loss = {"-cached": "kept", "-filtered": "filtered"}.get(kind, "budget")
+        options: dict[str, Any] = {"sequence_parallel": bool(sliced), "main_grad": kind == "-main-grad"}
+        head = dataclasses.replace(head, **options, sum_itemsize=4 if wide else 0)
+        workspace = filter_workspace if loss == "filtered" else int(mib) << 20 if mib else DEFAULT_WORKSPACE
+        return cost(head, loss, device, workspace)
+    name = row.removesuffix("-sp")
+    if name == "torch-compile" and head.is_split:
+        name = "torch-compile-tp"
+    if name == "deepspeed" and stage != "deepspeed":
+        return None  # DeepSpeed's loss without logits has that name there
+    if name == "deepspeed" and not head.is_split:
+        name = "torch"
+    if name not in DENSE:
+        return None
+    return cost(dataclasses.replace(head, sequence_parallel=row.endswith("-sp")), name, device)
