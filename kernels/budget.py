@@ -238,7 +238,10 @@ def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_
     several = kept > 0 if left <= cols else True
     backward = rows * (sizes.sum_bytes if several and left else sizes.hidden_bytes)
     backward += rows * cols * sizes.itemsize if left else 0
-    cut = _cut_tiles_bytes(rows, max(cols if left else 0, kept), sizes.hidden_size, tiles, at_once)
+    # The last group of tokens may be smaller, and then its last wave is cut into more parts.
+    groups = {rows, num_tokens % rows or rows} if rows else {0}
+    width = max(cols if left else 0, kept)
+    cut = max(_cut_tiles_bytes(group, width, sizes.hidden_size, tiles, at_once) for group in groups)
     return Peak(saved + forward, saved, saved + backward + cut + num_tokens * 16, cut)  # 16: the coefficients
 
 

@@ -41,8 +41,9 @@ _SHARE = "data sheet x the share of it that the H200 reaches"
 
 # The H200's rates: 3 plain products of 8,192 tokens of Llama-3-8B's and Gemma-2-2B's heads on one GPU (docs/results/h200.json);
 # bytes a second of F.cross_entropy's elementwise passes over their logits in the same file; one all-reduce of 64 MiB over
-# four GPUs in 0.33 ms (docs/results/h200-tp4.json). The others' are the data sheet's times the same shares: 0.71 of 989 Tflop/s,
-# 0.83 of 4.8 TB/s, 0.68 of 450 GB/s of NVLink in one direction, 0.8 of 400 Gb/s of InfiniBand, the last of no measurement here.
+# four GPUs in 0.33 ms (docs/results/h200-tp4.json). The others' are the data sheet's times the same shares: 0.71 of 989
+# Tflop/s, 0.83 of 4.8 TB/s, 0.68 of 450 GB/s of NVLink in one direction. InfiniBand counts 0.8 of 400 Gb/s (200 for the A100),
+# which nobody measured here.
 DEVICES = {
     device.name: device
     for device in (
@@ -70,19 +71,21 @@ class Costs(NamedTuple):
         filter_forward: More small kernels of a filter in forward.
         filter_backward: More small kernels of a filter in backward.
         token: Seconds that the lists of a token take, beyond launches and bytes.
+        unaligned: Share of the rate that plain products reach where a row of logits is no whole number of 16 bytes.
         latency: Seconds before a collective's first byte.
     """
 
-    slowest: float = 0.025
-    backward: float = 1.02
+    slowest: float = 0.022
+    backward: float = 1.045
     exponentials: float = 27e9
-    marks: float = 0.025
+    marks: float = 0.016
     launch: float = 8e-6
-    loss: int = 35
+    loss: int = 28
     chunk: int = 3
-    filter_forward: int = 18
-    filter_backward: int = 40
-    token: float = 85e-9
+    filter_forward: int = 22
+    filter_backward: int = 54
+    token: float = 76e-9
+    unaligned: float = 0.14
     latency: float = 10e-6
 
 

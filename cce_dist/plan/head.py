@@ -20,6 +20,7 @@ from cce_dist.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Device
 
 OURS = ("kept", "budget", "filtered")
 LOSSES = (*OURS, *DENSE)
+VECTOR_BYTES = 16  # rows of a whole number of them are read fastest
 SAMPLE = 512  # tokens that the filter's stand-in is taken from
 DEFAULT_EPS = 2**-12
 DEFAULT_WORKSPACE = 256 << 20
@@ -105,6 +106,7 @@ class Cost:
         items: The parts of the peak by name, in bytes; gradients that are not there yet at the peak are negative.
         forward: Seconds of forward.
         seconds: Seconds of forward and backward.
+        at_most: The same where a filter's lists can serve no token; ``seconds`` for the other losses.
         collectives: What is sent.
     """
 
@@ -113,6 +115,7 @@ class Cost:
     items: dict[str, int]
     forward: float
     seconds: float
+    at_most: float
     collectives: list[Collective]
 
 
@@ -134,8 +137,22 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int = DEFAULT_W
     seconds = _our_seconds if loss in OURS else _dense_seconds
     forward, backward, collectives = seconds(head, loss, device, workspace_bytes)
     forward, backward = forward * _slowest(head.tp), backward * _slowest(head.tp)
-    exposed = sum(each.exposed for each in collectives)
-    return Cost(loss, max(0, sum(items.values())), items, forward, forward + backward + exposed, collectives)
+    total = forward + backward + sum(each.exposed for each in collectives)
+    most = total
+    if loss == "filtered":
+        # Tokens that no list can serve go through the exact backward as well.
+        most += _exact_backward(head, device, workspace_bytes)[0] * _slowest(head.tp)
+    return Cost(loss, max(0, sum(items.values())), items, forward, total, most, collectives)
+
+
+def lists_have_room(head: Head, workspace_bytes: int = DEFAULT_WORKSPACE) -> bool:
+    """Return whether a filter's lists are as long as they can be, and the batch has labels enough to tell the hot columns.
+
+    On a trained softmax nearly all tokens are then served by their lists. Elsewhere the time is between ``Cost.seconds`` and
+    ``Cost.at_most``.
+    """
+    longest = budget.longest_list(head.num_tokens, workspace_bytes)
+    return longest == 1024 and head.num_tokens >= 4 * budget.hot_columns(head.sizes.num_columns, head.eps)
 
 
 def _peak(moments: list[dict[str, int]]) -> dict[str, int]:
@@ -187,24 +204,32 @@ def _slowest(num_ranks: int) -> float:
 
 def _our_seconds(head: Head, loss: str, device: Device, workspace_bytes: int) -> tuple[float, float, list[Collective]]:
     """Return seconds of forward and backward, and the collectives."""
-    product, fixed = head.product / device.flops, COSTS.loss * COSTS.launch
-    exponentials = head.num_tokens * head.sizes.num_columns / (COSTS.exponentials * device.multiprocessors)
-    passes = 5 * head.hidden_bytes / device.bandwidth  # rows gathered, target logits
-    forward = product + exponentials + fixed + passes
-    is_filtered = loss == "filtered"
-    if is_filtered:
+    forward = head.product / device.flops + _exponentials(head, device) + _small_kernels(head, device)
+    if loss == "filtered":
         backward, more = _filter_seconds(head, device, workspace_bytes)
-        forward += more
-        covering = 0.0
-    else:
-        kept = budget.columns_kept(head.sizes, workspace_bytes) if head.itemsize == 2 else 0
-        recomputed = max(0, head.sizes.num_columns - kept) / max(1, head.sizes.num_columns)
-        chunks, rows = _chunks(head, device, workspace_bytes, kept)
-        backward = COSTS.backward * (2 + recomputed) * product + recomputed * exponentials
-        backward += fixed + passes + chunks * _chunk_seconds(head, device, rows)
-        # The last chunk's share of the weight's gradient runs behind the sum of d_hidden.
-        covering = COSTS.backward * product / max(1, chunks)
-    return forward, backward, _our_collectives(head, device, covering, is_filtered)
+        return forward + more, backward, _our_collectives(head, device, 0.0, 2)
+    backward, covering = _exact_backward(head, device, workspace_bytes)
+    return forward, backward, _our_collectives(head, device, covering, 1)
+
+
+def _exponentials(head: Head, device: Device) -> float:
+    return head.num_tokens * head.sizes.num_columns / (COSTS.exponentials * device.multiprocessors)
+
+
+def _small_kernels(head: Head, device: Device) -> float:
+    """Return seconds of the launches of a pass that have no product; rows are gathered and target logits read."""
+    return COSTS.loss * COSTS.launch + 5 * head.hidden_bytes / device.bandwidth
+
+
+def _exact_backward(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
+    """Return seconds of the exact backward, and those of its last product, which runs behind the sum of d_hidden."""
+    product = head.product / device.flops
+    kept = budget.columns_kept(head.sizes, workspace_bytes) if head.itemsize == 2 else 0
+    recomputed = max(0, head.sizes.num_columns - kept) / max(1, head.sizes.num_columns)
+    chunks, rows = _chunks(head, device, workspace_bytes, kept)
+    seconds = COSTS.backward * (2 + recomputed) * product + recomputed * _exponentials(head, device)
+    seconds += _small_kernels(head, device) + chunks * _chunk_seconds(head, device, rows)
+    return seconds, COSTS.backward * product / max(1, chunks)
 
 
 def _chunks(head: Head, device: Device, workspace_bytes: int, kept: int) -> tuple[int, int]:
@@ -250,7 +275,10 @@ def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[f
 def _dense_seconds(head: Head, loss: str, device: Device, _: int) -> tuple[float, float, list[Collective]]:
     """Return seconds of forward and backward, and the collectives, of a loss that holds logits."""
     how = DENSE[loss]
-    product, fixed = head.product / device.flops, COSTS.loss * COSTS.launch / 2
+    # The plain products read rows of logits, which the library is slow with where they are not a whole number of vectors.
+    aligned = head.sizes.num_columns * head.itemsize % VECTOR_BYTES == 0
+    product = head.product / device.flops / (1.0 if aligned else COSTS.unaligned)
+    fixed = COSTS.loss * COSTS.launch / 2
     moved = how.bytes_moved * head.num_tokens * head.sizes.num_columns / device.bandwidth
     backward = 2 * product + moved / 2 + fixed
     collectives = []
@@ -261,10 +289,11 @@ def _dense_seconds(head: Head, loss: str, device: Device, _: int) -> tuple[float
     return product + moved / 2 + fixed, backward, collectives
 
 
-def _our_collectives(head: Head, device: Device, covering: float, is_filtered: bool) -> list[Collective]:
+def _our_collectives(head: Head, device: Device, covering: float, gathers: int) -> list[Collective]:
+    """Return all collectives of a step; ``gathers`` of statistics in forward."""
     if not head.is_split:
         return []
-    statistics = _of("all_gather", 1 + is_filtered, 12 * head.num_tokens * head.tp, head.tp, device)
+    statistics = _of("all_gather", gathers, 12 * head.num_tokens * head.tp, head.tp, device)
     return [statistics, *_hidden_sum(head, device, covering), *_gathers(head, device)]
 
 

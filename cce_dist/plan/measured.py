@@ -55,7 +55,9 @@ def pairs(path: Path) -> Iterator[Pair]:
     device = device_of(results.environment["device"])
     for case in results.cases:
         # Filtered rows have the first of the budgets.
-        budgets = [int(found[4]) for found in map(OURS.fullmatch, [row.name for row in case.rows]) if found and found[4]]
+        budgets = [
+            int(found[4]) for found in map(OURS.fullmatch, [row.name for row in case.rows]) if found and found[4]
+        ]
         head = Head(case.num_tokens, case.hidden_size, case.vocab_size, case.num_ranks)
         for row in case.rows:
             if row.problem or row.peak_bytes is None or not row.total.seconds:
