@@ -20,7 +20,7 @@ def layers_of_stages(recipe: Recipe) -> list[int] | None:
     on the GPU's name, so ranks agree.
 
     Raises:
-        UsageError: Not such numbers, or they do not add up to the model's layers.
+        UsageError: Not such numbers, or they do not add up to the model's layers. The last stage alone may have none.
     """
     said, num_layers, pp = recipe.layers_per_stage, recipe.shape.num_layers, recipe.pp
     if said == EVEN or pp == 1:
@@ -31,7 +31,7 @@ def layers_of_stages(recipe: Recipe) -> list[int] | None:
         layers = [int(count) for count in said.split(",")]
     except ValueError:
         raise UsageError(f"--layers-per-stage is even, auto or numbers such as 7,5; got {said}") from None
-    if len(layers) != pp or sum(layers) != num_layers or min(layers) < 0:
+    if len(layers) != pp or sum(layers) != num_layers or min(*layers[:-1], layers[-1] + 1) < 1:
         raise UsageError(f"--layers-per-stage {said} does not cut {num_layers} layers into --pp {pp} stages")
     return layers
 
