@@ -22,8 +22,8 @@ from cce_dist.kernels import Filter, ShardLogits, Spec, budget, tiles
 from cce_dist.plan import Layout, Model, paper, plan
 from cce_dist.plan.cut import best_cut, deepspeed_weights, last_stage_layers, megatron_layout, timed
 from cce_dist.plan.devices import DEVICES
-from cce_dist.plan.head import DEFAULT_EPS, lists_have_room
-from cce_dist.plan.measured import Pair, pairs
+from cce_dist.plan.head import DEFAULT_EPS
+from cce_dist.plan.measured import pairs
 from cce_dist.plan.planning import LOSSES, check_megatron_layout
 from cce_dist.plan.scale import grow
 from cce_dist.plan.sizes import MODELS, read_config
@@ -37,24 +37,18 @@ AFTER = "h200-plan-"  # files that were measured after the model was written
 GIB = 2**30
 
 
-def measured(path: Path) -> list[Pair]:
-    """The rows of a file; one file's filtered rows are of an older filter, as docs/results.md says."""
-    old = path.name == "h200-group-peers.json"
-    return [pair for pair in pairs(path) if not (old and "filtered" in pair.row)]
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_memory_is_what_was_measured(path: Path) -> None:
     """Within 3 % or 16 MiB. Catches a tensor that a prediction forgets, and a stored number that was changed."""
-    for pair in measured(path):
+    for pair in pairs(path):
         assert abs(pair.memory_error) <= max(0.03 * pair.peak_bytes, 16 << 20), pair
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_time_is_what_was_measured(path: Path) -> None:
     """Within 10 %. A filter whose lists have no room for the bench's softmax lies between its two predictions."""
-    for pair in measured(path):
-        if "filtered" in pair.row and not lists_have_room(pair.head):
+    for pair in pairs(path):
+        if pair.is_bounded:
             assert 0.9 * pair.said.seconds <= pair.seconds <= 1.1 * pair.said.at_most, pair
         else:
             assert abs(pair.time_error) <= 0.10, pair
@@ -62,15 +56,14 @@ def test_time_is_what_was_measured(path: Path) -> None:
 
 def test_a_third_was_measured_after_the_model_was_written() -> None:
     """And the predictions of those rows, stored before they were measured, are as good as the page says."""
-    rows = [pair for path in FILES for pair in measured(path)]
-    later = {(p.head.num_tokens, p.head.hidden_size, p.row): p for p in rows if p.file.startswith(AFTER)}
+    rows = [pair for path in FILES for pair in pairs(path)]
+    later = {(p.head.num_tokens, p.head.vocab_size, p.row): p for p in rows if p.file.startswith(AFTER)}
     assert len(later) >= len(rows) / 3
     said = json.loads((ROOT / "docs/plan-predicted.json").read_text())
     assert len(said) == len(later)
     good_memory = good_time = 0
     for one in said:
-        model = MODELS[one["shape"]]
-        pair = later[one["num_tokens"], model.hidden_size, one["row"]]
+        pair = later[one["num_tokens"], MODELS[one["shape"]].vocab_size, one["row"]]
         good_memory += abs(one["mib"] * 2**20 - pair.peak_bytes) <= max(0.03 * pair.peak_bytes, 16 << 20)
         good_time += abs(one["ms"] / 1e3 / pair.seconds - 1) <= 0.10
     told = re.search(r"memory of (\d+) and the time of (\d+) of\s+(\d+) rows", (ROOT / "docs/plan.md").read_text())

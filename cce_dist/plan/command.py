@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import statistics
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from cce_dist.plan import measured, paper
 from cce_dist.plan.devices import DEVICES, Device, measure
 from cce_dist.plan.layers import RECOMPUTE, Layout
-from cce_dist.plan.planning import METHODS, MIB, Plan, named, plan
+from cce_dist.plan.planning import LOSSES, METHODS, MIB, Plan, named, plan
 from cce_dist.plan.scale import GLOBAL_TOKENS, Step, grow
 from cce_dist.plan.sizes import MODELS, Config, Model, read_config
 from cce_dist.report import table
@@ -57,11 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--scale", type=_counts, metavar="G,G", help="a step on each of these numbers of GPUs")
+    shown.add_argument("--loss", choices=LOSSES, help="with --scale: rows of this loss alone")
     shown.add_argument("--global-tokens", type=int, default=GLOBAL_TOKENS, metavar="N", help="of a step, with --scale")
     shown.add_argument("--paper", action="store_true", help="only table A4 of the paper, computed beside its numbers")
     shown.add_argument(
         "--against", type=Path, nargs="+", metavar="JSON", help="only predictions beside a bench.json's rows"
     )
+    shown.add_argument("--summary", action="store_true", help="with --against: a line for each file")
     shown.add_argument("--json", action="store_true", help="print JSON")
     shown.add_argument("--picture", type=Path, metavar="PNG", help="draw the last stage's memory and the cut")
 
@@ -73,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(table(paper.table())))
             return 0
         if args.against:
-            print("\n".join(_against(args.against)))
+            show = _summary if args.summary else _against
+            print("\n".join(table([row for path in args.against for row in show(path)])))
             return 0
         device = measure() if args.measure else named(DEVICES, args.gpu, "GPU")
         if args.workspace < 1:
@@ -82,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         steps = []
         if args.scale:
             steps = grow(found.model, found.layout, device, args.scale, args.workspace << 20, args.global_tokens)
+            steps = [step for step in steps if args.loss in (None, step.loss)]
     except (OSError, ValueError) as error:
         raise SystemExit(f"cce-dist plan: {' '.join(str(error).split())}") from error
     title = args.model or (args.config and args.config.name) or "sizes by hand"
@@ -229,18 +234,29 @@ def _scale(steps: list[Step]) -> list[str]:
     return ["The same batch on more GPUs; exposed: ms of communication that nothing covers:\n" + "\n".join(table(rows))]
 
 
-def _against(paths: list[Path]) -> list[str]:
-    """Return predictions beside the rows of bench.json files."""
+def _against(path: Path) -> list[dict[str, str]]:
+    """Return predictions beside the rows of a bench.json."""
     rows = []
-    for path in paths:
-        for pair in measured.pairs(path):
-            head = pair.head
-            rows.append({
-                "row": f"{pair.stage} {pair.row}".strip(), "N": f"{head.num_tokens:,}", "D": f"{head.hidden_size:,}",
-                "V": f"{head.vocab_size:,} / {head.tp}", "MiB said": f"{pair.said.workspace / MIB:,.0f}",
-                "measured": f"{pair.peak_bytes / MIB:,.0f}", "ms said": f"{pair.said.seconds * 1e3:.2f}",
-                "was": f"{pair.seconds * 1e3:.2f}", "off": f"{pair.time_error:+.1%}",
-            })  # fmt: skip
-    if not rows:
-        raise ValueError(f"no row of {', '.join(map(str, paths))} can be predicted")
-    return table(rows)
+    for pair in measured.pairs(path):
+        head = pair.head
+        rows.append({
+            "row": f"{pair.stage} {pair.row}".strip(), "N": f"{head.num_tokens:,}", "D": f"{head.hidden_size:,}",
+            "V": f"{head.vocab_size:,} / {head.tp}", "MiB said": f"{pair.said.workspace / MIB:,.0f}",
+            "measured": f"{pair.peak_bytes / MIB:,.0f}", "ms said": f"{pair.said.seconds * 1e3:.2f}",
+            "was": f"{pair.seconds * 1e3:.2f}", "off": f"{pair.time_error:+.1%}",
+        })  # fmt: skip
+    return rows
+
+
+def _summary(path: Path) -> list[dict[str, str]]:
+    """Return how far predictions are from the rows of a bench.json, in a line."""
+    found = list(measured.pairs(path))
+    memory = [pair.memory_error / MIB for pair in found]
+    times = [pair.time_error for pair in found if not pair.is_bounded]
+    if not times:
+        return []
+    return [{
+        "file": path.name, "rows": str(len(found)), "MiB off": f"{min(memory):+.1f} to {max(memory):+.1f}",
+        "time off": f"{min(times):+.1%} to {max(times):+.1%}", "median": f"{statistics.median(times):+.1%}",
+        "between two bounds": str(len(found) - len(times)),
+    }]  # fmt: skip

@@ -27,7 +27,7 @@ class Cut:
 
     @property
     def imbalance(self) -> float:
-        """The slowest rank's time over the mean, less 1: the share of the GPUs' time that waits in the steady state."""
+        """The slowest rank's time over the mean, less 1: what a step takes longer than balanced stages would."""
         return max(self.seconds) / (sum(self.seconds) / len(self.seconds)) - 1
 
 

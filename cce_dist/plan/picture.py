@@ -76,7 +76,7 @@ def _stages(axis: Any, plan: Plan) -> None:
         for rank in range(pp):
             end = rank * slot + max(cut.seconds)
             axis.plot([end, end], [position - 0.4, position + 0.4], color="black", linewidth=0.8)
-        axis.text(pp * slot, position, f" waits {cut.imbalance:.0%}", va="center", fontsize=7)
+        axis.text(pp * slot, position, f" mean + {cut.imbalance:.0%}", va="center", fontsize=7)
     axis.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axis.set_xticks([(rank + 0.5) * slot for rank in range(pp)], [f"stage {rank + 1}" for rank in range(pp)])
     axis.set_xlim(0, (pp + 0.35) * slot)
