@@ -27,6 +27,7 @@ from cce_dist.plan.measured import pairs
 from cce_dist.plan.planning import LOSSES, check_megatron_layout
 from cce_dist.plan.scale import grow
 from cce_dist.plan.sizes import MODELS, read_config
+from cce_dist.plan.steps import step
 from cce_dist.pretrain import Recipe
 from cce_dist.pretrain.recipe import PRESETS, UsageError
 from cce_dist.pretrain.stages import layers_of_stages
@@ -335,3 +336,24 @@ def test_wrong_sizes_of_a_model() -> None:
         Model(64, 0, 2, 2, 128)
     with pytest.raises(ValueError, match="share"):
         Model(64, 100, 2, 4, 128, num_kv_heads=3)
+
+
+def test_a_step_of_the_training_job() -> None:
+    """Within 8 % of the memory and 12 % of the rate that docs/results.md has of one GPU.
+
+    Catches an activation or a state that is forgotten.
+    """
+    shape = PRESETS["base"]
+    model = Model(shape.hidden_size, shape.vocab_size, shape.num_layers, shape.num_heads, shape.num_ffn)
+    text = " ".join((ROOT / "docs/results.md").read_text().split())
+    deepspeed = re.findall(r"\| one GPU \| ([\d,]+); ([\d,]+) \| ([\d,]+); ([\d,]+) \|", text)[0]
+    rates = re.findall(r"`--engine torch` on one GPU the rates are ([\d,]+), ([\d,]+) and", text)[0]
+    peaks = re.findall(r"tokens/s, the peaks ([\d,]+), ([\d,]+) and", text)[0]
+    told = {"deepspeed": deepspeed, "torch": (rates[0], peaks[0], rates[1], peaks[1])}
+    layout = Layout(num_tokens=16 * shape.seq_len, seq_len=shape.seq_len)
+    for engine, cells in told.items():
+        rate, peak, exact_rate, exact_peak = (int(cell.replace(",", "")) for cell in cells)
+        for loss, seen_rate, seen_peak in (("dense", rate, peak), ("budget", exact_rate, exact_peak)):
+            said = step(model, engine, loss, layout, 1, DEVICES["h200"])
+            assert said.peak_bytes[0] / 2**20 == pytest.approx(seen_peak, rel=0.08)
+            assert layout.num_tokens / said.seconds == pytest.approx(seen_rate, rel=0.12)

@@ -139,7 +139,7 @@ def _model_and_layout(args: argparse.Namespace) -> tuple[Model, Layout]:
         tp=options["tp"], pp=options["pp"], dp=args.dp, cp=cp, vpp=args.vpp, zero_stage=args.zero_stage,
         num_tokens=options["tokens"] // cp * options["micro_batch"],
         seq_len=options["tokens"] if args.attention else 0, recompute=args.recompute,
-        sequence_parallel=not args.no_sequence_parallel, framework=args.framework, is_eager=args.eager,
+        sequence_parallel=not args.no_sequence_parallel, framework=args.framework, elementwise=1.0 if args.eager else 0.0,
     )  # fmt: skip
     return model, layout
 

@@ -18,6 +18,9 @@ RECOMPUTE = ("none", "full")
 # are counted from its operations. Each hidden element has 20 of norms, 246 of the rotation of queries and keys in fp32, 36 of
 # attention and its transposes, 24 of residual sums; each element of the inner layer has 58 of gate and product.
 EAGER_HIDDEN_BYTES, EAGER_INNER_BYTES = 326, 58
+# Plain torch takes so much longer than those bytes: strided reads, deterministic backwards. The factor is from the rates of
+# ``--engine torch`` and ``deepspeed`` on one GPU in docs/results.md#whole-training-steps.
+STRIDED = 1.85
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Layout:
         seq_len: Tokens that attention looks over; 0: its products of queries and keys are left out.
         recompute: "none", or "full": a layer keeps its input alone.
         sequence_parallel: Activations between tensor-parallel products are slices.
-        is_eager: Elementwise kernels of layers are torch's, one after the other, as in ``cce-dist pretrain``.
+        elementwise: Bytes that elementwise kernels of a layer move, over those of plain torch; 0: they are fused, and hidden.
         framework: "megatron", "deepspeed", "torchtitan" or "torch": who keeps gradients in which dtype, and which losses.
     """
 
@@ -47,7 +50,7 @@ class Layout:
     recompute: str = "none"
     sequence_parallel: bool = True
     framework: str = "megatron"
-    is_eager: bool = False
+    elementwise: float = 0.0
 
     @property
     def num_gpus(self) -> int:
@@ -79,11 +82,8 @@ def layer_time(model: Model, layout: Layout, device: Device) -> LayerTime:
     attention = 2.0 * layout.num_tokens * layout.seq_len * model.query_size
     slowest = 1.0 + COSTS.slowest * (layout.tp.bit_length() - 1)
     products = (num_passes * operations + (num_passes + 0.5) * attention) / layout.tp / device.flops * slowest
-    if layout.is_eager:
-        moved = (
-            EAGER_HIDDEN_BYTES * model.hidden_size / layout.in_slices + EAGER_INNER_BYTES * model.ffn_size / layout.tp
-        )
-        products += moved * layout.num_tokens / device.bandwidth
+    moved = EAGER_HIDDEN_BYTES * model.hidden_size / layout.in_slices + EAGER_INNER_BYTES * model.ffn_size / layout.tp
+    products += layout.elementwise * STRIDED * moved * layout.num_tokens / device.bandwidth
     whole = 2 * layout.num_tokens * model.hidden_size
     name, count = ("all_gather", 8) if layout.sequence_parallel else ("all_reduce", 4)
     return LayerTime(products, count * collective_seconds(name, whole, layout.tp, device))

@@ -1,7 +1,7 @@
 """A whole step of ``cce-dist pretrain``: the peak of each pipeline rank, and the time, on each engine.
 
-Memory counts what each engine keeps: bytes of a parameter, of a layer's activations, of the head. Time adds the slowest stage of
-each microbatch, the pipeline's filling, and passes of the optimizer over its state.
+Memory counts what each engine keeps: bytes of a parameter, of a layer's activations, of the head. Time adds the slowest stage
+of each microbatch, the pipeline's filling, and passes of the optimizer over its state.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from cce_dist.plan.cut import even_cut
 from cce_dist.plan.devices import COSTS, Device
 from cce_dist.plan.head import DEFAULT_WORKSPACE, Cost, Head, cost
-from cce_dist.plan.layers import EAGER_HIDDEN_BYTES, EAGER_INNER_BYTES, LayerTime, Layout, layer_time
+from cce_dist.plan.layers import LayerTime, Layout, layer_time
 from cce_dist.plan.sizes import Model
 
 
@@ -49,10 +49,8 @@ ENGINES = {
     "megatron": Engine(18, 0, 22, 6, 2, 0, 0.65, "megatron"),
 }
 OPTIMIZER_TEMPORARY = 4  # bytes of a parameter that AdamW's step takes for a square root of all
+LAYER_LAUNCHES = 20  # gaps between a layer's kernels, beyond their bytes
 OPTIMIZER_PASSES = 100  # bytes of a parameter that norm, clipping, AdamW and copies move
-# Plain torch moves so much more than its operations name: strided reads, deterministic backwards. From the rates of
-# ``--engine torch`` and ``deepspeed`` in docs/results.md, whole training steps on one GPU.
-STRIDED = 1.85
 
 
 class Step(NamedTuple):
@@ -63,7 +61,13 @@ class Step(NamedTuple):
 
 
 def step(
-    model: Model, engine: str, loss: str, layout: Layout, microbatches: int, device: Device, layers: list[int] | None = None
+    model: Model,
+    engine: str,
+    loss: str,
+    layout: Layout,
+    microbatches: int,
+    device: Device,
+    layers: list[int] | None = None,
 ) -> Step:
     """Predict a step.
 
@@ -99,11 +103,9 @@ def head_of(model: Model, how: Engine, loss: str, layout: Layout, device: Device
 
 def layer_of(model: Model, how: Engine, layout: Layout, device: Device) -> LayerTime:
     """Predict a layer of an engine, its elementwise kernels counted."""
-    plain = layer_time(model, dataclasses.replace(layout, is_eager=False), device)
-    moved = EAGER_HIDDEN_BYTES * model.hidden_size + EAGER_INNER_BYTES * model.ffn_size
-    elementwise = STRIDED * how.elementwise * moved * layout.num_tokens / device.bandwidth
-    casts = 6 * how.casts * model.layer_params / device.bandwidth
-    return dataclasses.replace(plain, products=plain.products + elementwise + casts + 20 * COSTS.launch)
+    plain = layer_time(model, dataclasses.replace(layout, elementwise=how.elementwise), device)
+    more = 6 * how.casts * model.layer_params / device.bandwidth + LAYER_LAUNCHES * COSTS.launch
+    return dataclasses.replace(plain, products=plain.products + more)
 
 
 def _stage_params(model: Model, layers: int, rank: int, last: int) -> int:

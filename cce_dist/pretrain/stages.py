@@ -7,6 +7,7 @@ import torch
 from cce_dist.plan import Layout, Model, plan
 from cce_dist.plan.devices import DEVICES, Device
 from cce_dist.plan.measured import device_of
+from cce_dist.plan.steps import ENGINES
 from cce_dist.pretrain.recipe import MEGATRON_FUSED, Recipe, UsageError
 
 EVEN, AUTO = "even", "auto"
@@ -48,7 +49,7 @@ def planned_layers(recipe: Recipe) -> list[int]:
     layout = Layout(
         tp=recipe.tp, pp=recipe.pp, dp=recipe.dp, seq_len=shape.seq_len, sequence_parallel=recipe.sequence_parallel,
         num_tokens=recipe.batch_size // (recipe.dp * recipe.accumulate) * shape.seq_len, framework=recipe.engine,
-        is_eager=True,
+        elementwise=ENGINES[recipe.engine].elementwise,
     )  # fmt: skip
     loss = PLANNED.get(recipe.loss, "filtered")
     try:
