@@ -36,8 +36,9 @@ SIZES = {
     "base": (PRESETS["base"], 16),
     "base-64k": (dataclasses.replace(PRESETS["base"], num_layers=6, vocab_size=65536), 8),
 }
-CUT_OF = dataclasses.replace(PRESETS["wide"], num_layers=8)
-CUT_BATCH, CUT_ACCUMULATE = 128, 8
+# Wide enough that the GPU is waited for, and not the host.
+CUT_OF = Shape(hidden_size=2048, num_layers=6, num_heads=16, num_ffn=5632, seq_len=1024, vocab_size=65536)
+CUT_BATCH, CUT_ACCUMULATE = 64, 4
 
 
 def recipes(engine: str, kind: str, pp: int) -> Iterator[tuple[str, Recipe]]:
@@ -51,7 +52,7 @@ def recipes(engine: str, kind: str, pp: int) -> Iterator[tuple[str, Recipe]]:
     for loss in ("exact", "dense") if engine == "megatron" else ("exact",):
         for first in range(2, CUT_OF.num_layers + 1):
             layers = f"{first},{CUT_OF.num_layers - first}"
-            yield "cut", Recipe(loss=loss, layers_per_stage=layers, **cut, **common)
+            yield "cut-2048", Recipe(loss=loss, layers_per_stage=layers, **cut, **common)
 
 
 def draw(shape: Shape, batch: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -87,7 +88,25 @@ def forget(engine: str) -> None:
 
         groups._release_process_group_references()
     gc.collect()
+    # Hooks of a framework's models outlive them in circles that pass through C++.
+    for each in gc.get_objects():
+        if isinstance(each, torch.Tensor) and each.is_cuda:
+            each.untyped_storage().resize_(0)
     torch.cuda.empty_cache()
+
+
+def keep_weights() -> None:
+    """Draw the weights of each model once; Megatron's engine copies from them."""
+    from cce_dist.pretrain.engines import megatron
+
+    drawn, draw_weights = {}, megatron.build_whole
+
+    def once(recipe: Recipe) -> Any:
+        if recipe.shape not in drawn:
+            drawn[recipe.shape] = draw_weights(recipe)
+        return drawn[recipe.shape]
+
+    megatron.build_whole = once
 
 
 def main(engine: str, kind: str, out: str) -> None:
@@ -96,6 +115,8 @@ def main(engine: str, kind: str, out: str) -> None:
     if in_torchrun():
         join(device, 120.0, bind=True)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if engine == "megatron":
+        keep_weights()
     found = []
     for name, recipe in recipes(engine, kind, world):
         run = {

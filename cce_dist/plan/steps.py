@@ -21,6 +21,7 @@ class Engine(NamedTuple):
 
     Attributes:
         states: Of a parameter in a step: weight, fp32 copy, the optimizer's moments, fp32 gradients that are always there.
+        more: Of a parameter with several microbatches: gradients of the one before, in the weight's dtype.
         casts: Of a parameter of a layer or of the head: its bf16 copy under autocast.
         hidden: Of each hidden element of a token, kept by a layer for backward.
         inner: Of each element of the inner layer, likewise.
@@ -31,6 +32,7 @@ class Engine(NamedTuple):
     """
 
     states: int
+    more: int
     casts: int
     hidden: int
     inner: int
@@ -40,13 +42,12 @@ class Engine(NamedTuple):
     dense: str
 
 
-# torch: fp32 weights and residuals under autocast. DeepSpeed and Megatron: bf16 weights, fp32 gradients, copies and moments;
-# Megatron's swiglu is fused, and keeps its input alone. A layer keeps the inputs of its norms and products, queries and keys
-# turned, attention's output and its transpose.
+# torch: fp32 weights and residuals under autocast. DeepSpeed and Megatron: bf16 weights, fp32 gradients, copies and moments. A
+# layer keeps the inputs of its norms and products, queries and keys turned, attention's output and its transpose.
 ENGINES = {
-    "torch": Engine(12, 2, 26, 8, 4, 0, 1.0, "torch"),
-    "deepspeed": Engine(18, 0, 22, 8, 2, 2, 1.0, "torch"),
-    "megatron": Engine(18, 0, 22, 6, 2, 0, 0.65, "megatron"),
+    "torch": Engine(12, 4, 2, 26, 8, 4, 0, 1.0, "torch"),
+    "deepspeed": Engine(18, 2, 0, 22, 8, 2, 2, 1.0, "torch"),
+    "megatron": Engine(18, 2, 0, 22, 8, 2, 0, 0.65, "megatron"),
 }
 OPTIMIZER_TEMPORARY = 4  # bytes of a parameter that AdamW's step takes for a square root of all
 LAYER_LAUNCHES = 20  # gaps between a layer's kernels, beyond their bytes
@@ -89,8 +90,8 @@ def step(
     params = [_stage_params(model, count, rank, last) for rank, count in enumerate(counts)]
     slowest = max(stages)
     seconds = (microbatches - 1) * slowest + sum(stages) + OPTIMIZER_PASSES * max(params) / device.bandwidth
-    if engine == "torch" and microbatches > 1:
-        how = how._replace(states=how.states + 4)  # gradients of the microbatch before
+    if microbatches > 1:
+        how = how._replace(states=how.states + how.more)
     peaks = [_peak(model, how, head, layout, count, rank, loss) for rank, count in enumerate(counts)]
     return Step(seconds, peaks)
 
