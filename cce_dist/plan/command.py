@@ -235,7 +235,9 @@ def _scale(steps: list[Step]) -> list[str]:
 
 
 def _against(path: Path) -> list[dict[str, str]]:
-    """Return predictions beside the rows of a bench.json."""
+    """Return predictions beside the rows of a bench.json, or of a file of ``tests/steps_for_plan.py``."""
+    if measured.is_steps(path):
+        return [_step_row(pair) for pair in measured.step_pairs(path)]
     rows = []
     for pair in measured.pairs(path):
         head = pair.head
@@ -246,6 +248,16 @@ def _against(path: Path) -> list[dict[str, str]]:
             "was": f"{pair.seconds * 1e3:.2f}", "off": f"{pair.time_error:+.1%}",
         })  # fmt: skip
     return rows
+
+
+def _step_row(pair: measured.StepPair) -> dict[str, str]:
+    def mib(sizes: list[int]) -> str:
+        return "; ".join(f"{size / MIB:,.0f}" for size in sizes) or "-"
+
+    return {
+        "step": pair.row, "MiB said": mib(pair.said.peak_bytes), "measured": mib(pair.peak_bytes),
+        "ms said": f"{pair.said.seconds * 1e3:.0f}", "was": f"{pair.seconds * 1e3:.0f}",
+    }  # fmt: skip
 
 
 def _summary(path: Path) -> list[dict[str, str]]:

@@ -6,13 +6,18 @@ Rows of other libraries, and of DeepSpeed's loss without logits, are not predict
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cce_dist.plan.devices import DEVICES, Device
 from cce_dist.plan.head import DEFAULT_WORKSPACE, DENSE, Cost, Head, cost, lists_have_room
+from cce_dist.plan.layers import Layout
+from cce_dist.plan.sizes import Model
+from cce_dist.plan.steps import Step, step
 
 OURS = re.compile(r"cce-dist(-cached|-filtered|-main-grad)?(-sp)?(-fp32-sum)?(?:@(\d+)MiB)?")
 
@@ -105,3 +110,43 @@ def predict(head: Head, row: str, stage: str, device: Device, filter_workspace: 
     if name not in DENSE:
         return None
     return cost(dataclasses.replace(head, sequence_parallel=row.endswith("-sp")), name, device)
+
+
+class StepPair(NamedTuple):
+    """A step of the training job: its prediction, and its measurement.
+
+    Attributes:
+        row: Engine, model, loss, and layers of each stage.
+        said: The prediction.
+        seconds: Median of the steps.
+        peak_bytes: Of each rank; empty where other models were still in memory.
+    """
+
+    row: str
+    said: Step
+    seconds: float
+    peak_bytes: list[int]
+
+
+def is_steps(path: Path) -> bool:
+    """Whether a file is one of ``tests/steps_for_plan.py``."""
+    return path.read_text(errors="ignore").lstrip().startswith("[")
+
+
+def step_pairs(path: Path) -> Iterator[StepPair]:
+    """Yield the runs of a file of ``tests/steps_for_plan.py``."""
+    for run in json.loads(path.read_text()):
+        shape = run["shape"]
+        names = ("hidden_size", "vocab_size", "num_layers", "num_heads", "num_ffn")
+        tokens = run["batch_size"] // run["accumulate"] * shape["seq_len"]
+        layout = Layout(num_tokens=tokens, seq_len=shape["seq_len"], pp=run["pp"])
+        cut = run["layers_per_stage"]
+        layers = None if cut == "even" else [int(count) for count in cut.split(",")]
+        loss = "budget" if run["loss"] == "exact" else run["loss"]
+        device = device_of(run["device"])
+        said = step(
+            Model(*(shape[name] for name in names)), run["engine"], loss, layout, run["accumulate"], device, layers
+        )  # fmt: skip
+        stages = cut if layers else f"pp {run['pp']}"
+        row = f"{run['engine']} {run['model']}, {run['loss']}, {stages}"
+        yield StepPair(row, said, statistics.median(run["seconds"]), run["peak_bytes"])
