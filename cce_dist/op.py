@@ -34,8 +34,8 @@ def _forward(
 
     Returns:
         nll, lse, target logit, nll of the uniform distribution, entropy: [N] fp32 each, the last two empty unless wanted.
-        Then the filter's statistics, [3] or empty. Then what backward needs: the merged maximum, logarithm of the sum and
-        entropy, [2 or 3, N]; the label ids; what the backend saves.
+        Then the filter's statistics, [3], and the largest logit, [N], both empty unless wanted. Then what backward needs: the
+        merged maximum, logarithm of the sum and entropy, [2 or 3, N]; the label ids; what the backend saves.
     """
     call = Call.of(flat)
     spec, layout = call.spec, call.layout
@@ -52,6 +52,7 @@ def _forward(
             if error:
                 raise IndexError(error)
         x = Operands(hidden, weight, bias, ids, spec.logits)
+        spec = _with_workspace(backend, x, spec, 1 if group is None else group.size())
         if arriving is None:
             stats_KN, saved = backend.statistics(x, spec, merge_bound)
         else:
@@ -61,7 +62,10 @@ def _forward(
         filter_stats = merged.new_empty(0)
         if spec.want.filter_stats:
             filter_stats = backend.filter_stats(x, Softmax(merged[0], merged[1]), saved, spec)
-        return *losses, filter_stats, [merged, ids, *saved]
+        largest = merged.new_empty(0)
+        if spec.want.largest:  # 0 or NaN where there is no label, as in the log-sum-exp
+            largest = torch.where(ids >= 0, merged[0], losses[1])
+        return *losses, filter_stats, largest, [merged, ids, *saved]
 
 
 def _statistics_on_arrival(
@@ -102,6 +106,7 @@ def _backward(
         arriving = merge.SequenceGather(hidden, group) if layout.sequence_parallel and group is not None else None
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size)
         x = Operands(hidden, weight, bias, ids, spec.logits)
+        spec = _with_workspace(backend, x, spec, 1 if group is None else group.size())
         sum_group = None if layout.partial else group
         rows = None if sum_group is None else _rows_at_once(backend, x, spec, sum_group.size())
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
@@ -125,8 +130,18 @@ def _rows_at_once(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> 
 
     Every rank gets the same answer, right for even shards: what a rank really does depends on its own.
     """
-    even = spec.logits._replace(num_valid=even_rows(spec.vocab_size, 0, num_ranks)[1])
-    return backend.rows_at_once(x._replace(logits=even), spec)
+    return backend.rows_at_once(_of_even_shard(x, spec, num_ranks), spec)
+
+
+def _with_workspace(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> Spec:
+    """Choose the budget if none was given: the same on every rank."""
+    if spec.workspace_bytes > 0:
+        return spec
+    return spec._replace(workspace_bytes=backend.default_workspace(_of_even_shard(x, spec, num_ranks), spec))
+
+
+def _of_even_shard(x: Operands, spec: Spec, num_ranks: int) -> Operands:
+    return x._replace(logits=spec.logits._replace(num_valid=even_rows(spec.vocab_size, 0, num_ranks)[1]))
 
 
 def _forward_fake(hidden, weight, bias, labels, grad_weight_out, *flat):
@@ -138,11 +153,12 @@ def _forward_fake(hidden, weight, bias, labels, grad_weight_out, *flat):
 
     losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, True, want.uniform, want.entropy))
     ids = torch.empty_like(labels)
-    saved = choose(call.backend, call.spec).saved_like(
-        Operands(hidden, weight, bias, ids, call.spec.logits), call.spec
-    )  # fmt: skip
+    backend, group = choose(call.backend, call.spec), merge.resolve(call.layout.group_name)
+    x = Operands(hidden, weight, bias, ids, call.spec.logits)
+    saved = backend.saved_like(x, _with_workspace(backend, x, call.spec, 1 if group is None else group.size()))
     filter_stats = empty(3 if want.filter_stats else 0)
-    return *losses, filter_stats, [empty(2 + want.entropy, num_tokens), ids, *saved]
+    largest = empty(num_tokens if want.largest else 0)
+    return *losses, filter_stats, largest, [empty(2 + want.entropy, num_tokens), ids, *saved]
 
 
 def _backward_fake(d_losses, hidden, weight, bias, saved, grad_weight_out, want, *flat):
@@ -156,10 +172,10 @@ def _backward_fake(d_losses, hidden, weight, bias, saved, grad_weight_out, want,
 
 def _save(ctx, inputs, output) -> None:
     hidden, weight, bias, _, grad_weight_out, *ctx.flat = inputs
-    filter_stats, saved = output[NUM_LOSSES:]
+    filter_stats, largest, saved = output[NUM_LOSSES:]
     ctx.save_for_backward(hidden, weight, bias, *saved)
     ctx.grad_weight_out = grad_weight_out
-    ctx.mark_non_differentiable(filter_stats, *saved)
+    ctx.mark_non_differentiable(filter_stats, largest, *saved)
     ctx.set_materialize_grads(False)
 
 
@@ -240,7 +256,7 @@ def forward(
 _LIBRARY = torch.library.Library("cce_dist", "DEF")
 _LIBRARY.define(
     f"forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? grad_weight_out, {SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])"
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])"
 )
 _LIBRARY.define(
     "backward(Tensor?[] d_losses, Tensor hidden, Tensor weight, Tensor? bias, Tensor[] saved, "

@@ -42,6 +42,10 @@ class Backend(Protocol):
 
     # The passes over the vocabulary.
 
+    def default_workspace(self, x: Operands, spec: Spec) -> int:
+        """Return the budget, in bytes, of a call that gives none: from sizes, dtype and what is wanted alone."""
+        ...
+
     def saved_like(self, x: Operands, spec: Spec) -> list[Tensor]:
         """Return tensors of the shapes and dtypes of what ``statistics`` saves."""
         ...

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LEAST_BYTES = 32 << 20  # below this budget the rows of a chunk would no longer fill a device
 CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
+LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2 << 30  # of the budget that is chosen where none is given
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
 
@@ -70,6 +71,17 @@ class Chunks(NamedTuple):
     cols: int
 
 
+def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
+    """Return the least budget that keeps the exponentials of all columns."""
+    tile_bytes = tile_cols * sizes.itemsize + REFERENCE_BYTES
+    return sizes.num_tokens * (sizes.hidden_bytes + cdiv(sizes.num_columns, tile_cols) * tile_bytes)
+
+
+def default_workspace(sizes: Sizes, keeps: bool) -> int:
+    """Return the budget where none is given: enough for all exponentials if they can be kept at all, within the two limits."""
+    return max(LEAST_DEFAULT, min(bytes_of_all(sizes), MOST_DEFAULT)) if keeps else LEAST_DEFAULT
+
+
 def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int:
     """Return how many of the first columns keep their exponentials within the budget: a multiple of ``tile_cols``."""
     num_tokens = sizes.num_tokens
@@ -78,7 +90,7 @@ def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> in
     num_tiles = cdiv(sizes.num_columns, tile_cols)
     tile_bytes = num_tokens * (tile_cols * sizes.itemsize + REFERENCE_BYTES)
     gathered = num_tokens * sizes.hidden_bytes
-    if gathered + num_tiles * tile_bytes <= workspace_bytes:
+    if bytes_of_all(sizes, tile_cols) <= workspace_bytes:
         return num_tiles * tile_cols
     # Columns that are not kept are recomputed in chunks. A chunk of ``width`` columns costs CHUNK_COST, so the chunk is widened
     # until the next column would save more as a kept one. Hidden states and remainder of every token stand beside it.

@@ -29,6 +29,10 @@ def rows_at_once(x: Operands, spec: Spec) -> int | None:
     return None  # the outer loop is over the vocabulary
 
 
+def default_workspace(x: Operands, spec: Spec) -> int:
+    return budget.LEAST_DEFAULT
+
+
 def saved_like(x: Operands, spec: Spec) -> list[Tensor]:
     return []
 

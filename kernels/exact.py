@@ -32,21 +32,28 @@ from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import coefficients, compact, gather_rows, gathered, label_ids, merged_lse, token_losses
 
 __all__ = [
-    "coefficients", "filter_stats", "gradients", "label_ids", "merged_lse", "rows_at_once", "saved_like", "saved_of_slices",
-    "statistics", "token_losses",
+    "coefficients", "default_workspace", "filter_stats", "gradients", "label_ids", "merged_lse", "rows_at_once",
+    "saved_like", "saved_of_slices", "statistics", "token_losses",
 ]  # fmt: skip
 
 
 def columns_kept(x: Operands, spec: Spec) -> int:
-    """Return how many of the shard's first columns keep their exponentials within the budget.
+    """Return how many of the shard's first columns keep their exponentials within the budget."""
+    return budget.columns_kept(sizes_of(x), spec.workspace_bytes) if _keeps(x, spec) else 0
 
-    0 where the gradient is not a multiple of them (label smoothing, entropy), in fp16, whose exponent is too short, and in
-    fp32, whose precision 16-bit exponentials would cost.
+
+def default_workspace(x: Operands, spec: Spec) -> int:
+    return budget.default_workspace(sizes_of(x), _keeps(x, spec))
+
+
+def _keeps(x: Operands, spec: Spec) -> bool:
+    """Whether exponentials can be kept.
+
+    They cannot where the gradient is not a multiple of them (label smoothing, entropy), in fp16, whose exponent is too short,
+    and in fp32, whose precision 16-bit exponentials would cost.
     """
     want = spec.want
-    if not want.grad or x.hidden.dtype != torch.bfloat16 or want.uniform or want.entropy:
-        return 0
-    return budget.columns_kept(sizes_of(x), spec.workspace_bytes)
+    return want.grad and x.hidden.dtype == torch.bfloat16 and not want.uniform and not want.entropy
 
 
 def sizes_of(x: Operands) -> Sizes:

@@ -236,15 +236,16 @@ CLASS_OPTIONS = [
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_class_weights_are_torchs(data, options, backend):
     """Catches a mean over tokens instead of weights, and smoothing that forgets the weights of the other classes."""
-    hidden, weight, target = data
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    hidden, weight, target = (x.detach().to(device) for x in data)
     target[2] = -100
-    _check_class_weights(hidden, weight, target, options, backend, None)
+    _check_class_weights(hidden.requires_grad_(), weight, target, options, backend, None)
 
 
 def _check_class_weights(
     hidden: Tensor, weight: Tensor, target: Tensor, options: dict, backend: str, group: dist.ProcessGroup | None
 ) -> None:
-    class_weights = torch.rand(V, generator=torch.Generator().manual_seed(5))
+    class_weights = torch.rand(V, generator=torch.Generator().manual_seed(5)).to(hidden.device)
     class_weights[3] = 0.0
     shard = VocabShard.even(V, group)
     rows = weight.detach()[shard.start : shard.stop].clone().requires_grad_()

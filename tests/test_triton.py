@@ -417,6 +417,20 @@ def test_plan_keeps_the_budget(shape: tuple[int, int], num_tokens: int, mib: int
     assert budget.columns_kept(sizes, 2 * workspace) >= kept
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 2048, 8192, 65536])
+@pytest.mark.parametrize("num_columns", [0, 1, 16384, 32064, 128256, 256000])
+def test_the_budget_that_is_chosen(num_tokens, num_columns):
+    """Catches a default that keeps less than it could, one that grows without bound, and one that a dtype cannot use."""
+    sizes = budget.Sizes(num_tokens, 4096, num_columns, 2)
+    chosen = budget.default_workspace(sizes, True)
+    assert 256 << 20 <= chosen <= 2 << 30 and budget.default_workspace(sizes, False) == 256 << 20
+    if budget.bytes_of_all(sizes) <= 2 << 30:
+        assert budget.columns_kept(sizes, chosen) >= num_columns * (num_tokens > 0)
+    else:
+        assert chosen == 2 << 30
+    assert budget.columns_kept(sizes, chosen) >= budget.columns_kept(sizes, 256 << 20)
+
+
 def test_where_exponentials_are_kept() -> None:
     """Catches: kept where the gradient is not a multiple of them, or where 16 bits are too few."""
     rows = torch.zeros(8, 16, dtype=torch.bfloat16)
@@ -424,6 +438,7 @@ def test_where_exponentials_are_kept() -> None:
     spec = Spec(x.logits, 8)
     assert exact.columns_kept(x, spec) == 256
     assert exact.columns_kept(x._replace(hidden=x.hidden.half()), spec) == 0
+    assert exact.default_workspace(x._replace(hidden=x.hidden.half()), spec) == 256 << 20
     for want in (Want(grad=False), Want(uniform=True), Want(entropy=True)):
         assert exact.columns_kept(x, spec._replace(want=want)) == 0
 

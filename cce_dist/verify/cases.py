@@ -195,6 +195,10 @@ CASES = [
     Case("filter", "a listed column lost, a stand-in of the wrong mass", {"grad_filter": GradFilter()}, ZIPF),
     Case("filter-plain", "an element that matters dropped", {"grad_filter": GradFilter(compensate=False)}, ZIPF),
     Case("filter-full-c", "dC filtered all the same", {"grad_filter": GradFilter(weight=False)}, ZIPF),
+    Case(
+        "filter-full-c-main-grad", "dC added by the exact and by the filtered path", {"grad_filter": GradFilter(weight=False)},
+        ZIPF, accumulate=True,
+    ),  # fmt: skip
     Case("filter-full-e", "dE filtered all the same", {"grad_filter": GradFilter(hidden=False)}, ZIPF),
     Case("filter-all-kept", "room for lists that run out", {"grad_filter": GradFilter(eps=1e-30)}, ZIPF),
     Case("filter-z-loss", "the filter's test before the z-loss", {"grad_filter": GradFilter(), "z_loss_weight": 0.05}, ZIPF),

@@ -37,6 +37,7 @@ class Truth(NamedTuple):
         noise: Size of the rounding errors that no order of fp32 operations can avoid, of each value, in units of the
             value: products of the logits, and terms that cancel. Gradients: the root of the summed squares of their terms;
             "dE unbent" and so on: the same without the softcap's slope, which is itself a difference of two near numbers.
+            "dscale alike": the sum of its terms' sizes, where terms are equal and so are rounded alike.
         logit_noise: Largest root of the summed squares of a logit's terms: a relative error of fp32 moves a logit by that much.
     """
 
@@ -173,8 +174,12 @@ def _backward(
     of_scale = [exact["dE"][tokens.rows] * hidden]
     if problem.bias is not None:
         of_scale.append(exact["dbias"] * torch.where(problem.bias.isfinite(), problem.bias, 0.0))
+    products = torch.where(tokens.product.isfinite(), tokens.product, 0.0)
+    # Each logit's gradient is rounded before its product with the weight, and in dE they may cancel.
+    of_scale.append(size * bend * products * scale)
     sizes["dscale"] = math.hypot(*(x.norm().item() for x in of_scale)) / abs(scale) if scale else 0.0
-    sizes["dscale unbent"] = (size * torch.where(tokens.product.isfinite(), tokens.product, 0.0)).abs().sum().item()
+    sizes["dscale alike"] = sum(x.abs().sum().item() for x in of_scale) / abs(scale) if scale else 0.0
+    sizes["dscale unbent"] = (size * products).abs().sum().item()
     return exact, plain, sizes | _root_of_squares(size * scale, hidden, weight, " unbent")
 
 

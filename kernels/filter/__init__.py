@@ -62,11 +62,15 @@ from cce_dist.kernels.tokens import (
 )
 
 __all__ = [
-    "coefficients", "filter_stats", "gradients", "label_ids", "merged_lse", "rows_at_once", "saved_like", "saved_of_slices",
-    "statistics", "token_losses",
+    "coefficients", "default_workspace", "filter_stats", "gradients", "label_ids", "merged_lse", "rows_at_once",
+    "saved_like", "saved_of_slices", "statistics", "token_losses",
 ]  # fmt: skip
 
 SAMPLE = 512  # tokens that the shares are taken from; a power of 2
+
+
+def default_workspace(x: Operands, spec: Spec) -> int:
+    return budget.LEAST_DEFAULT  # lists take the place of exponentials
 
 
 def rows_at_once(x: Operands, spec: Spec) -> int | None:
@@ -187,7 +191,7 @@ def gradients(
         d_hidden = exactly(grads._replace(want_weight=False, want_bias=False, weight_out=None))[0]
     here = grads._replace(
         want_hidden=grads.want_hidden and sides.hidden, want_weight=grads.want_weight and sides.weight,
-        want_bias=grads.want_bias and sides.weight,
+        want_bias=grads.want_bias and sides.weight, weight_out=grads.weight_out if sides.weight else None,
     )  # fmt: skip
     if here.want_hidden or here.want_weight or here.want_bias:
         filtered = _filtered_gradients(x, softmax, coef_4N, Lists(*saved), here, spec)
