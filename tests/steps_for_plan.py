@@ -122,6 +122,7 @@ def main(engine: str, kind: str, out: str) -> None:
         run = {
             "model": name, "engine": engine, "loss": recipe.loss, "pp": world, "batch_size": recipe.batch_size,
             "accumulate": recipe.accumulate, "layers_per_stage": recipe.layers_per_stage,
+            "workspace_bytes": 0,
             "shape": dataclasses.asdict(recipe.shape), "device": torch.cuda.get_device_name(),
         }  # fmt: skip
         mine = measure(recipe, Ranks(device, rank, world, pp=world))

@@ -119,6 +119,11 @@ class Cost:
     collectives: list[Collective]
 
 
+def default_workspace(head: Head) -> int:
+    """Return the budget of an exact loss that is given none."""
+    return budget.default_workspace(head.sizes, head.itemsize == 2)
+
+
 def cost(head: Head, loss: str, device: Device, workspace_bytes: int = DEFAULT_WORKSPACE) -> Cost:
     """Predict one loss.
 

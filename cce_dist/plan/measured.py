@@ -144,9 +144,10 @@ def step_pairs(path: Path) -> Iterator[StepPair]:
         layers = None if cut == "even" else [int(count) for count in cut.split(",")]
         loss = "budget" if run["loss"] == "exact" else run["loss"]
         device = device_of(run["device"])
-        said = step(
-            Model(*(shape[name] for name in names)), run["engine"], loss, layout, run["accumulate"], device, layers
-        )  # fmt: skip
+        model = Model(*(shape[name] for name in names))
+        # Runs that do not say had 256 MiB, which was the default then.
+        workspace = run.get("workspace_bytes", DEFAULT_WORKSPACE)
+        said = step(model, run["engine"], loss, layout, run["accumulate"], device, layers, workspace)
         stages = cut if layers else f"pp {run['pp']}"
         row = f"{run['engine']} {run['model']}, {run['loss']}, {stages}"
         yield StepPair(row, said, statistics.median(run["seconds"]), run["peak_bytes"])

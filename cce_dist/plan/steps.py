@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from cce_dist.plan.cut import even_cut
 from cce_dist.plan.devices import COSTS, Device
-from cce_dist.plan.head import DEFAULT_WORKSPACE, Cost, Head, cost
+from cce_dist.plan.head import DEFAULT_WORKSPACE, Cost, Head, cost, default_workspace
 from cce_dist.plan.layers import LayerTime, Layout, layer_time
 from cce_dist.plan.sizes import Model
 
@@ -29,6 +29,7 @@ class Engine(NamedTuple):
         logits: More for each logit of a dense loss, which somebody holds on to.
         elementwise: Share of the elementwise bytes that plain torch moves.
         dense: The dense loss, by ``head``'s name.
+        chooses_budget: Whether the exact loss is given no budget.
     """
 
     states: int
@@ -40,12 +41,13 @@ class Engine(NamedTuple):
     logits: int
     elementwise: float
     dense: str
+    chooses_budget: bool = False
 
 
 # torch: fp32 weights and residuals under autocast. DeepSpeed and Megatron: bf16 weights, fp32 gradients, copies and moments. A
 # layer keeps the inputs of its norms and products, queries and keys turned, attention's output and its transpose.
 ENGINES = {
-    "torch": Engine(12, 4, 2, 26, 8, 4, 0, 1.0, "torch"),
+    "torch": Engine(12, 4, 2, 26, 8, 4, 0, 1.0, "torch", True),
     "deepspeed": Engine(18, 2, 0, 22, 8, 2, 2, 1.0, "torch"),
     "megatron": Engine(18, 2, 0, 22, 8, 2, 0, 0.65, "megatron"),
 }
@@ -69,6 +71,7 @@ def step(
     microbatches: int,
     device: Device,
     layers: list[int] | None = None,
+    workspace_bytes: int = 0,
 ) -> Step:
     """Predict a step.
 
@@ -80,9 +83,10 @@ def step(
         microbatches: Of a step.
         device: The GPU.
         layers: Of each stage; None: an even cut.
+        workspace_bytes: The budget of "budget"; 0: the one that the loss chooses.
     """
     how = ENGINES[engine]
-    head = head_of(model, how, loss, layout, device)
+    head = head_of(model, how, loss, layout, device, workspace_bytes)
     layer = layer_of(model, how, layout, device).seconds
     counts = layers or even_cut(model.num_layers, layer, head.seconds, layout).layers
     last = layout.pp - 1
@@ -96,10 +100,15 @@ def step(
     return Step(seconds, peaks)
 
 
-def head_of(model: Model, how: Engine, loss: str, layout: Layout, device: Device) -> Cost:
+def head_of(model: Model, how: Engine, loss: str, layout: Layout, device: Device, workspace_bytes: int) -> Cost:
     """Predict the head of an engine."""
     head = Head(layout.num_tokens, model.hidden_size, model.vocab_size)
-    return cost(head, how.dense if loss == "dense" else loss, device, DEFAULT_WORKSPACE)
+    return cost(head, how.dense if loss == "dense" else loss, device, workspace_bytes or workspace_of(head, how, loss))
+
+
+def workspace_of(head: Head, how: Engine, loss: str) -> int:
+    """Return the budget of a loss that is given none: plain torch's chooses one, an adapter's options have one."""
+    return default_workspace(head) if loss == "budget" and how.chooses_budget else DEFAULT_WORKSPACE
 
 
 def layer_of(model: Model, how: Engine, layout: Layout, device: Device) -> LayerTime:

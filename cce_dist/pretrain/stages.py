@@ -6,8 +6,9 @@ import torch
 
 from cce_dist.plan import Layout, Model, plan
 from cce_dist.plan.devices import DEVICES, Device
+from cce_dist.plan.head import Head
 from cce_dist.plan.measured import device_of
-from cce_dist.plan.steps import ENGINES
+from cce_dist.plan.steps import ENGINES, workspace_of
 from cce_dist.pretrain.recipe import MEGATRON_FUSED, Recipe, UsageError
 
 EVEN, AUTO = "even", "auto"
@@ -52,8 +53,9 @@ def planned_layers(recipe: Recipe) -> list[int]:
         elementwise=ENGINES[recipe.engine].elementwise,
     )  # fmt: skip
     loss = PLANNED.get(recipe.loss, "filtered")
+    head = Head(layout.num_tokens, shape.hidden_size, shape.vocab_size, recipe.tp)
     try:
-        found = plan(model, layout, _device())
+        found = plan(model, layout, _device(), workspace_of(head, ENGINES[recipe.engine], loss))
     except ValueError as error:
         raise UsageError(f"--layers-per-stage auto: {error}") from error
     return next(each.cut.layers for each in found.losses if each.loss == loss)
