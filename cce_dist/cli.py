@@ -46,6 +46,11 @@ COMMANDS = {
         "time loss and gradient against other libraries and plain matrix products",
         "cce-dist bench --shapes llama-3-8b gemma-2-2b --tokens 8192",
     ),
+    "plan": Command(
+        "cce_dist.plan",
+        "predict what the head costs, what fits, and how to cut the pipeline, without a GPU",
+        "cce-dist plan --model llama-3-8b --tokens 8192 --tp 8 --pp 4",
+    ),
     "tune": Command(
         "cce_dist.bench.tune",
         "measure tile sizes on your GPU and keep the best",

@@ -221,11 +221,13 @@ class Peak(NamedTuple):
         forward: In the forward pass, what is saved counted.
         saved: Between the passes: exponentials or lists, and a few numbers for each token.
         backward: In the backward pass, what is saved counted.
+        parts: The part of ``backward`` that is gone before d_hidden is summed over ranks: parts of its last wave's tiles.
     """
 
     forward: int
     saved: int
     backward: int
+    parts: int = 0
 
 
 def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_once: int) -> Peak:
@@ -248,8 +250,49 @@ def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_
     several = kept > 0 if left <= cols else True
     backward = rows * (sizes.sum_bytes if several and left else sizes.hidden_bytes)
     backward += rows * cols * sizes.itemsize if left else 0
-    backward += _cut_tiles_bytes(rows, max(cols if left else 0, kept), sizes.hidden_size, tiles, at_once)
-    return Peak(saved + forward, saved, saved + backward + num_tokens * 16)  # the coefficients
+    # The last group of tokens may be smaller, and then its last wave is cut into more parts.
+    groups = {rows, num_tokens % rows or rows} if rows else {0}
+    width = max(cols if left else 0, kept)
+    cut = max(_cut_tiles_bytes(group, width, sizes.hidden_size, tiles, at_once) for group in groups)
+    return Peak(saved + forward, saved, saved + backward + cut + num_tokens * 16, cut)  # 16: the coefficients
+
+
+def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: Tiles, at_once: int) -> Peak:
+    """Predict what the kernels with a filter take.
+
+    Args:
+        sizes: Of the shard.
+        workspace_bytes: The budget.
+        hot_columns: H, from ``hot_columns``.
+        tiles: Tiles of the device.
+        at_once: Programs that the device runs at a time.
+    """
+    num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
+    longest = longest_list(num_tokens, workspace_bytes)
+    saved = num_tokens * (4 * longest + 4 + 12 + 8 + 8 + 12) + 8 * hot_columns  # lists, bound, ids, merged, statistics
+    num_words = cdiv(num_columns, tiles.lse.cols) * tiles.lse.cols // 32
+    hot = hot_columns * sizes.hidden_bytes + 4 * 33 * num_words
+
+    rows, first_rows = filter_forward_rows(sizes, num_words, workspace_bytes, tiles.lse.rows, tiles.group)
+    rows, first_rows = min(rows, num_tokens), min(first_rows, num_tokens)
+    parts = num_parts(rows, cdiv(num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
+    forward = hot + first_rows * sizes.hidden_bytes + rows * 4 * (num_words + NUM_PLANES * parts)
+
+    # The tokens that lists cannot serve come first, by the exact kernels, whose room is taken although they may be none.
+    exact = exact_peak(sizes, workspace_bytes, False, tiles, at_once)
+    plan = num_tokens * (3 * 8 + 2 * 4 + 3 * 4)
+    densely = exact.backward - exact.saved + num_tokens * 4  # the compact order
+    # Then the entries of all lists and their sort, and groups of tokens with the hot columns' gradients.
+    cols = cdiv(hot_columns, tiles.dlogits.cols) * tiles.dlogits.cols
+    at_a_time = filter_backward_rows(sizes, cols, workspace_bytes)
+    listed = ENTRY_BYTES * list_capacity(num_tokens, workspace_bytes) + hot_columns * sizes.hidden_bytes
+    listed += at_a_time * (sizes.sum_bytes + cols * sizes.itemsize)
+    return Peak(saved + forward, saved, saved + hot + plan + max(densely, listed), max(0, densely - listed))
+
+
+def hot_columns(num_columns: int, eps: float, unit: int = 256) -> int:
+    """Return H, the columns that the filter keeps for every token: 1/4 eps, or 1/16 of the shard if less, in whole ``unit``."""
+    return min(num_columns, max(1, round(min(0.25 / eps, num_columns / 16) / unit)) * unit)
 
 
 def _cut_tiles_bytes(rows: int, cols: int, hidden_size: int, tiles: Tiles, at_once: int) -> int:

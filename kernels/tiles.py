@@ -67,7 +67,12 @@ def _chosen(dtype: torch.dtype, device: torch.device, path: str | None, dot_prec
         if tuned is not None:
             return tuned
     bits = 0 if dtype == torch.float32 and dot_precision == "ieee" else dtype.itemsize * 8
-    return _TABLE.get((torch.cuda.get_device_capability(device)[0], bits), _FALLBACK)
+    return table_tiles(torch.cuda.get_device_capability(device)[0], bits)
+
+
+def table_tiles(major: int, bits: int) -> Tiles:
+    """Return the table's tiles for a compute capability's major number and a dtype's bits, 0 for ieee fp32."""
+    return _TABLE.get((major, bits), _FALLBACK)
 
 
 @lru_cache(maxsize=8)

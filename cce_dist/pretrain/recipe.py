@@ -121,6 +121,10 @@ class Recipe:
     tp: int = flag("ranks", 1, "tensor-parallel size (default: all ranks; alone, up to 2)", default=None)
     dp: int = flag("ranks", 1, "data-parallel size (FSDP2, or the engine's)")
     pp: int = flag("ranks", 1, "pipeline stages, with --engine megatron or deepspeed")
+    layers_per_stage: str = flag(
+        "ranks", "even", "layers of each pipeline stage: even, auto (as cce-dist plan cuts them), or numbers such as 7,5",
+        metavar="LAYERS",
+    )  # fmt: skip
     zero_stage: int = flag(
         "ranks", 1, "with --engine deepspeed: 1 trains a pipeline of --pp stages, also of one; 2 and 3 a plain model",
         type=int, choices=(1, 2, 3),

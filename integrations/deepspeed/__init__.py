@@ -26,10 +26,11 @@ from cce_dist.integrations.deepspeed.layers import (
     sum_over_shards,
 )
 from cce_dist.integrations.deepspeed.loss import SECTION, Options
+from cce_dist.integrations.deepspeed.pipeline import layer_weights
 from cce_dist.integrations.deferred import TensorLogits as DeferredLogits
 from cce_dist.integrations.options import FILTERS
 
 __all__ = [
     "FILTERS", "SECTION", "CCEEmbedding", "CCEEmbeddingSpec", "CCEHead", "CCEHeadSpec", "DeferredLogits", "Options",
-    "convert", "initialize", "loss_fn", "require", "sum_over_shards",
+    "convert", "initialize", "layer_weights", "loss_fn", "require", "sum_over_shards",
 ]  # fmt: skip

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,35 @@ from torch import Tensor, nn
 from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of
 from cce_dist.integrations.deepspeed.loss import SECTION, Options, Task
 from cce_dist.integrations.deferred import TensorLogits, check_class, take
+
+
+@contextlib.contextmanager
+def layer_weights(weights: Sequence[float]) -> Iterator[None]:
+    """Have a PipelineModule that is made inside, with ``partition_method="parameters"``, balance these weights of its layers.
+
+    DeepSpeed counts parameters, and so weighs an embedding like the head, and a head whose loss filters like one that does not.
+    ``cce-dist plan`` prints weights. The module itself is as DeepSpeed makes it.
+
+    Args:
+        weights: One for each layer of the module, in order; not negative.
+
+    Raises:
+        ValueError: The module made inside has another number of layers.
+    """
+    from deepspeed.pipe import PipelineModule
+
+    counted = PipelineModule._count_layer_params
+
+    def weighed(module: Any) -> list[float]:
+        if len(weights) != len(module._layer_specs):
+            raise ValueError(f"{len(weights)} weights for the {len(module._layer_specs)} layers of a PipelineModule")
+        return list(weights)
+
+    PipelineModule._count_layer_params = weighed
+    try:
+        yield
+    finally:
+        PipelineModule._count_layer_params = counted
 
 
 def is_pipeline(module: Any) -> bool:

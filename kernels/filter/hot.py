@@ -17,7 +17,7 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import kernel
-from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.budget import cdiv, hot_columns
 from cce_dist.kernels.tiles import interpreted
 
 
@@ -44,8 +44,7 @@ def num_hot(num_valid: int, eps: float) -> int:
     fewer hot columns leave many to the lists (H200, eps 2**-12, V 32,000 to 256,000, 2026-11: 1,024 is best, 2,048 costs 0.04
     to 0.09 of a GEMM more, 512 costs 0.1 to 0.4, and 256 at V 32,000 more than two).
     """
-    unit = 32 if interpreted() else 256
-    return min(num_valid, max(1, round(min(0.25 / eps, num_valid / 16) / unit)) * unit)
+    return hot_columns(num_valid, eps, 32 if interpreted() else 256)
 
 
 def most_labelled(x: Operands, size: int) -> torch.Tensor:

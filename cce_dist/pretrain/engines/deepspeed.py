@@ -8,6 +8,7 @@ DeepSpeed's users, with all logits; the others are this library's, by the sectio
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from torch import Tensor, nn
 
 from cce_dist import FilterStats
 from cce_dist.integrations import deepspeed as cce
+from cce_dist.plan.cut import deepspeed_weights
 from cce_dist.pretrain.build import build_whole, make_optimizer
 from cce_dist.pretrain.data import IGNORED, Batches, num_valid
 from cce_dist.pretrain.engines import Engine, Step, set_learning_rate
 from cce_dist.pretrain.model import GPT, Block
 from cce_dist.pretrain.ranks import Ranks, start_deepspeed
 from cce_dist.pretrain.recipe import Recipe, Shape, UsageError
+from cce_dist.pretrain.stages import layers_of_stages, named_stages
 from cce_dist.ranks import join_alone
 
 TAG = "deepspeed"  # the name of its checkpoint in a folder
@@ -41,6 +44,7 @@ class DeepSpeedEngine(Engine):
         start_deepspeed(ranks.device)
         self.recipe, self.ranks = recipe, ranks
         self.layout = {"tp": ranks.tp, "dp": ranks.dp, "pp": ranks.pp, "zero_stage": recipe.zero_stage}
+        self.layout |= named_stages(layers_of_stages(recipe))
         self.in_stages = recipe.zero_stage == 1
         whole = build_whole(recipe)
         model: Any = _pipeline(whole, recipe, ranks) if self.in_stages else _Model(whole, recipe.shape)
@@ -181,17 +185,16 @@ def _pipeline(whole: GPT, recipe: Recipe, ranks: Ranks) -> Any:
 
     sizes = recipe.shape.hidden_size, recipe.shape.vocab_size
     topology = PipeModelDataParallelTopology(num_pp=ranks.pp, num_mp=ranks.tp, num_dp=ranks.dp)
-    module: Any = PipelineModule(
-        [
-            cce.CCEEmbedding(*sizes, tp_rank=ranks.rank % ranks.tp, tp_size=ranks.tp),
-            *whole.blocks,
-            whole.norm,
-            cce.CCEHeadSpec(*sizes, topology=topology),
-        ],
-        topology=topology,
-        partition_method="type:Block",
-        loss_fn=_loss,
-    )
+    layers = [
+        cce.CCEEmbedding(*sizes, tp_rank=ranks.rank % ranks.tp, tp_size=ranks.tp),
+        *whole.blocks,
+        whole.norm,
+        cce.CCEHeadSpec(*sizes, topology=topology),
+    ]
+    cut = layers_of_stages(recipe)
+    with contextlib.nullcontext() if cut is None else cce.layer_weights(deepspeed_weights(cut, before=1, after=2)):
+        method = "type:Block" if cut is None else "parameters"
+        module: Any = PipelineModule(layers, topology=topology, partition_method=method, loss_fn=_loss)
     group = module.mpu().get_slice_parallel_group()
     for layer in module.forward_funcs:
         if isinstance(layer, Block) and ranks.tp > 1:

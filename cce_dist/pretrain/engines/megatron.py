@@ -19,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cce_dist.integrations import megatron as cce
+from cce_dist.plan.cut import megatron_layout
 from cce_dist.pretrain import checkpoint
 from cce_dist.pretrain.build import build_whole
 from cce_dist.pretrain.data import IGNORED, Batches, num_valid
 from cce_dist.pretrain.engines import Engine, Step, set_learning_rate
 from cce_dist.pretrain.ranks import Ranks, check_split
 from cce_dist.pretrain.recipe import MEGATRON_FUSED, Recipe
+from cce_dist.pretrain.stages import layers_of_stages, named_stages
 from cce_dist.ranks import join_alone
 
 
@@ -38,9 +40,12 @@ class MegatronEngine(Engine):
 
         # Megatron would pad a vocabulary that it cannot split, and its loss would not be the other engines'.
         shape = recipe.shape
-        check_split({"layers": (shape.num_layers, ranks.pp), "vocabulary": (shape.vocab_size, ranks.tp)})
+        layers = layers_of_stages(recipe)
+        check_split(
+            {"layers": (0 if layers else shape.num_layers, ranks.pp), "vocabulary": (shape.vocab_size, ranks.tp)}
+        )
         self.recipe, self.ranks = recipe, ranks
-        self.layout = {"tp": ranks.tp, "dp": ranks.dp, "pp": ranks.pp}
+        self.layout = {"tp": ranks.tp, "dp": ranks.dp, "pp": ranks.pp, **named_stages(layers)}
         join_alone(ranks.device)
         parallel_state.initialize_model_parallel(ranks.tp, ranks.pp, distributed_timeout_minutes=recipe.timeout / 60)  # pyright: ignore[reportArgumentType]
         if ranks.device.type == "cuda":
@@ -146,6 +151,7 @@ def _sum_losses(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str,
 
 def _build(recipe: Recipe, ranks: Ranks, is_first: bool, is_last: bool) -> Any:
     """Return this stage on its device: Megatron's layers, our weights, and the loss that the recipe names."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -154,6 +160,10 @@ def _build(recipe: Recipe, ranks: Ranks, is_first: bool, is_last: bool) -> Any:
     def leave_empty(weight: Tensor) -> None: ...
 
     shape, dtype = recipe.shape, getattr(torch, recipe.dtype)
+    layers = layers_of_stages(recipe)
+    num_layers = layers[parallel_state.get_pipeline_model_parallel_rank()] if layers else shape.num_layers // ranks.pp
+    # An even cut needs no word, and older versions know none.
+    cut: dict[str, Any] = {"pipeline_model_parallel_layout": megatron_layout(layers)} if layers else {}
     config = TransformerConfig(
         num_layers=shape.num_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_heads,
         ffn_hidden_size=shape.num_ffn, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
@@ -163,13 +173,13 @@ def _build(recipe: Recipe, ranks: Ranks, is_first: bool, is_last: bool) -> Any:
         calculate_per_token_loss=True, use_cpu_initialization=True, init_method=leave_empty,
         output_layer_init_method=leave_empty, cross_entropy_loss_fusion=recipe.loss == MEGATRON_FUSED,
         # These kernels are those of Apex and Transformer Engine, which need not be installed.
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False, **cut,
     )  # fmt: skip
     layer: Any = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
     layer.submodules.self_attention.submodules.core_attention = _Attention
     norm: Any = _Norm
-    block: Any = TransformerBlockSubmodules([layer] * (shape.num_layers // ranks.pp), layer_norm=norm)
+    block: Any = TransformerBlockSubmodules([layer] * num_layers, layer_norm=norm)
     model = GPTModel(
         config, block, shape.vocab_size, shape.seq_len, pre_process=is_first, post_process=is_last,
         position_embedding_type="rope",

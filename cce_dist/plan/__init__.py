@@ -1,0 +1,31 @@
+"""``cce-dist plan``: what the head costs, what fits, and how to cut the pipeline, before a GPU is rented.
+
+Reading order: ``sizes`` (models, and the files that hold their sizes), ``devices`` (every constant, with its provenance),
+``head`` (bytes and seconds of a loss), ``layers`` (of a layer), ``cut`` (layers of each stage, and how frameworks are told),
+``planning`` (all of it for a layout), ``steps`` (of the training job), ``scale`` (more GPUs), ``paper`` (a table of the
+paper's), ``measured`` (predictions beside measurements), ``picture``, ``command``.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from cce_dist.plan.layers import Layout
+from cce_dist.plan.planning import Plan, plan
+from cce_dist.plan.sizes import Model
+
+__all__ = ["Layout", "Model", "Plan", "add_arguments", "plan", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``cce-dist plan``."""
+    from cce_dist.plan import command
+
+    command.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a plan. Returns the exit code."""
+    from cce_dist.plan import command
+
+    return command.run(args)

@@ -1,0 +1,274 @@
+"""The command line of ``cce-dist plan``: from flags to a plan, and a plan as tables, JSON and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from cce_dist.plan import measured, paper
+from cce_dist.plan.devices import DEVICES, Device, measure
+from cce_dist.plan.layers import RECOMPUTE, Layout
+from cce_dist.plan.planning import LOSSES, METHODS, MIB, Plan, named, plan
+from cce_dist.plan.scale import GLOBAL_TOKENS, Step, grow
+from cce_dist.plan.sizes import MODELS, Config, Model, read_config
+from cce_dist.report import table
+
+BY_HAND = ("hidden_size", "vocab_size", "num_layers", "num_heads", "ffn_size")
+DEFAULTS = {"tokens": 8192, "micro_batch": 1, "tp": 1, "pp": 1, "cp": 1}  # which a config's own sizes go before
+ITEMS = (
+    "weights", "main_grad", "gradients", "optimizer", "activations", "hidden states", "head's gradient", "statistics",
+    "lists", "workspace",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``cce-dist plan``."""
+    model = parser.add_argument_group("model: a name, a file, or sizes by hand; sizes change those of a name or a file")
+    model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
+    model.add_argument(
+        "--config", type=Path, metavar="FILE", help="Hugging Face config.json, Megatron's arguments, torchtitan's TOML"
+    )
+    for name in (*BY_HAND, "num_kv_heads", "head_size"):
+        model.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+
+    layout = parser.add_argument_group("layout")
+    layout.add_argument("--tokens", type=int, metavar="N", help="tokens of a sequence (default: the file's, or 8192)")
+    layout.add_argument("--micro-batch", type=int, metavar="B", help="sequences of a microbatch (default: 1)")
+    layout.add_argument("--tp", type=int, help="tensor-parallel ranks (default: 1)")
+    layout.add_argument("--pp", type=int, help="pipeline ranks (default: 1)")
+    layout.add_argument("--cp", type=int, help="context-parallel ranks (default: 1)")
+    layout.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
+    layout.add_argument("--vpp", type=int, default=1, help="chunks of layers of a pipeline rank")
+    layout.add_argument("--zero-stage", type=int, default=1, choices=range(4), help="what data-parallel ranks split")
+    layout.add_argument("--no-sequence-parallel", action="store_true", help="activations are whole on every rank")
+    layout.add_argument("--recompute", choices=RECOMPUTE, default="none", help="of layers' activations")
+    layout.add_argument("--eager", action="store_true", help="count elementwise kernels of layers as torch runs them")
+    layout.add_argument("--attention", action="store_true", help="count attention's products of --tokens squared, too")
+    layout.add_argument("--framework", choices=METHODS, default="megatron", help="whose losses ours are compared with")
+    layout.add_argument("--workspace", type=int, default=256, metavar="MIB", help="budget of our losses")
+
+    where = parser.add_argument_group("device")
+    where.add_argument("--gpu", default="h200", metavar="GPU", help=f"one of {', '.join(DEVICES)}")
+    where.add_argument("--measure", action="store_true", help="take rates and memory of the GPU that is here")
+
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--scale", type=_counts, metavar="G,G", help="a step on each of these numbers of GPUs")
+    shown.add_argument("--loss", choices=LOSSES, help="with --scale: rows of this loss alone")
+    shown.add_argument("--global-tokens", type=int, default=GLOBAL_TOKENS, metavar="N", help="of a step, with --scale")
+    shown.add_argument("--paper", action="store_true", help="only table A4 of the paper, computed beside its numbers")
+    shown.add_argument(
+        "--against", type=Path, nargs="+", metavar="JSON", help="only predictions beside a bench.json's rows"
+    )
+    shown.add_argument("--summary", action="store_true", help="with --against: a line for each file")
+    shown.add_argument("--json", action="store_true", help="print JSON")
+    shown.add_argument("--picture", type=Path, metavar="PNG", help="draw the last stage's memory and the cut")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a plan. Returns the exit code; a user's mistake is one line."""
+    try:
+        if args.paper:
+            print("\n".join(table(paper.table())))
+            return 0
+        if args.against:
+            show = _summary if args.summary else _against
+            print("\n".join(table([row for path in args.against for row in show(path)])))
+            return 0
+        device = measure() if args.measure else named(DEVICES, args.gpu, "GPU")
+        if args.workspace < 1:
+            raise ValueError(f"--workspace must be at least 1 MiB, got {args.workspace}")
+        found = plan(*_model_and_layout(args), device, args.workspace << 20)
+        steps = []
+        if args.scale:
+            steps = grow(found.model, found.layout, device, args.scale, args.workspace << 20, args.global_tokens)
+            steps = [step for step in steps if args.loss in (None, step.loss)]
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"cce-dist plan: {' '.join(str(error).split())}") from error
+    title = args.model or (args.config and args.config.name) or "sizes by hand"
+    if args.json:
+        print(json.dumps(found.record() | {"scale": [dataclasses.asdict(step) for step in steps]}, indent=1))
+    else:
+        print("\n\n".join(_text(found, title, args.workspace) + _scale(steps)))
+    if args.picture:
+        from cce_dist.plan.picture import draw
+
+        draw(args.picture, found, title)
+    return 0
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(count) for count in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"numbers of GPUs with commas between, got {text}") from None
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"numbers of GPUs are positive, got {text}")
+    return counts
+
+
+def _model_and_layout(args: argparse.Namespace) -> tuple[Model, Layout]:
+    if args.model and args.config:
+        raise ValueError("--model and --config are two models; give one")
+    sizes = {name: getattr(args, name) for name in (*BY_HAND, "num_kv_heads", "head_size")}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if args.config:
+        config = read_config(args.config)
+    elif args.model:
+        config = Config(named(MODELS, args.model, "model"), {})
+    else:
+        missing = [f"--{name.replace('_', '-')}" for name in BY_HAND if name not in given]
+        if missing:
+            raise ValueError(f"no model: --model, --config, or sizes by hand; missing {', '.join(missing)}")
+        config = Config(Model(**given), {})
+    model = dataclasses.replace(config.model, **given)
+    said = {name: getattr(args, name) for name in DEFAULTS}
+    options = DEFAULTS | config.options | {name: value for name, value in said.items() if value is not None}
+    if options["tokens"] < 1 or options["micro_batch"] < 1:
+        raise ValueError(
+            f"--tokens and --micro-batch must be at least 1, got {options['tokens']}, {options['micro_batch']}"
+        )
+    cp = options["cp"]
+    if cp < 1 or options["tokens"] % cp:
+        raise ValueError(f"--tokens {options['tokens']} cannot be split over --cp {cp} ranks")
+    layout = Layout(
+        tp=options["tp"], pp=options["pp"], dp=args.dp, cp=cp, vpp=args.vpp, zero_stage=args.zero_stage,
+        num_tokens=options["tokens"] // cp * options["micro_batch"],
+        seq_len=options["tokens"] if args.attention else 0, recompute=args.recompute,
+        sequence_parallel=not args.no_sequence_parallel, framework=args.framework, elementwise=1.0 if args.eager else 0.0,
+    )  # fmt: skip
+    return model, layout
+
+
+def _text(found: Plan, title: str, workspace: int) -> list[str]:
+    """Return the plan as paragraphs."""
+    layout, layer = found.layout, found.layer
+    splits = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "dp", "cp", "vpp"))
+    parts = [
+        f"{title}: {found.model.params / 1e9:.2f} B parameters; {layout.num_tokens:,} tokens a microbatch; {splits}; ZeRO "
+        f"{layout.zero_stage}; {layout.num_gpus} GPUs\n{_device(found.device)}\n"
+        f"a layer: {found.model.layer_params / 1e6:.1f} M parameters, {layer.seconds * 1e3:.2f} ms, "
+        f"{layer.collectives * 1e3:.2f} of them collectives",
+        "\n".join(table([_row(found, each, workspace) for each in found.losses])),
+        "Last stage at its peak, MiB:\n" + "\n".join(table(_memory(found))),
+    ]
+    if layout.pp > 1:
+        parts.append("Cut to use:\n" + "\n".join(_cuts(found)))
+    return parts
+
+
+def _device(device: Device) -> str:
+    return (
+        f"{device.name}: {device.flops / 1e12:.0f} Tflop/s, {device.bandwidth / 1e12:.1f} TB/s, "
+        f"{device.memory / 2**30:.0f} GiB; {device.bus / 1e9:.0f} GB/s in a node, {device.network / 1e9:.0f} GB/s between "
+        f"nodes ({device.provenance})"
+    )
+
+
+def _row(found: Plan, each: Any, workspace: int) -> dict[str, str]:
+    cost = each.cost
+    exposed = sum(one.exposed for one in cost.collectives)
+    row = {
+        "loss": f"{each.loss} ({cost.loss})" if each.loss in ("dense", "fused") else each.loss,
+        "ms": f"{cost.seconds * 1e3:.2f}" + (f" to {cost.at_most * 1e3:.2f}" if cost.at_most > cost.seconds else ""),
+        "exposed ms": f"{exposed * 1e3:.2f}", "layers": f"{each.layers:.2f}",
+        "MiB": f"{cost.workspace / MIB:,.0f}",
+    }  # fmt: skip
+    if each.loss == "budget":
+        row["loss"] = f"budget ({workspace} MiB)"
+    if found.layout.pp > 1:
+        row["imbalance, even cut"] = f"{each.default_cut.imbalance:.1%}"
+        row["best cut"] = f"{each.cut.imbalance:.1%}"
+    return row | {"largest microbatch": f"{each.largest_tokens:,}" if each.largest_tokens else "none fits"}
+
+
+def _memory(found: Plan) -> list[dict[str, str]]:
+    rows = []
+    present = [item for item in ITEMS if any(each.last_stage.get(item) for each in found.losses)]
+    for item in present:
+        sizes = {each.loss: f"{each.last_stage.get(item, 0) / MIB:,.0f}" for each in found.losses}
+        rows.append({"item": item, **sizes})
+    for name, stage in (("sum", "last_stage"), ("first stage, sum", "first_stage")):
+        if name == "sum" or found.layout.pp > 1:
+            sums = {each.loss: f"{sum(getattr(each, stage).values()) / MIB:,.0f}" for each in found.losses}
+            rows.append({"item": name, **sums})
+    return rows
+
+
+def _cuts(found: Plan) -> list[str]:
+    lines = []
+    for each in found.losses:
+        advice = each.advice(found.layout, found.model.num_layers)
+        last = advice["decoder_last_pipeline_num_layers"]
+        lines.append(f"  {each.loss}: {', '.join(map(str, each.cut.layers))} layers")
+        lines.append(f"    Megatron    --pipeline-model-parallel-layout '{advice['pipeline_model_parallel_layout']}'")
+        lines[-1] += f" ({advice['layout']})"
+        if last is not None:
+            lines.append(f"    or          --decoder-last-pipeline-num-layers {last}")
+        if "deepspeed_weights" in advice:
+            runs = [(weight, len(list(same))) for weight, same in groupby(advice["deepspeed_weights"])]
+            weights = " + ".join(f"[{weight}] * {count}" for weight, count in runs)
+            lines.append(f"    DeepSpeed   layer_weights({weights}): embedding, layers, head")
+        titan = {name: value for name, value in advice.items() if name.startswith("pipeline_parallel_")}
+        lines.append("    torchtitan  " + ", ".join(f"{name} = {value}" for name, value in titan.items()))
+    return lines
+
+
+def _scale(steps: list[Step]) -> list[str]:
+    if not steps:
+        return []
+    rows = [
+        {
+            "GPUs": f"{step.gpus:,}", "tp x pp x dp": f"{step.tp} x {step.pp} x {step.dp}",
+            "microbatches": str(step.microbatches), "loss": step.loss, "head ms": f"{step.head_ms:.2f}",
+            "head exposed": f"{step.head_exposed_ms:.2f}", "layers exposed": f"{step.layers_exposed_ms:.2f}",
+            "gradients exposed": f"{step.gradients_exposed_ms:.1f}", "bubble": f"{step.bubble:.1%}",
+            "step ms": f"{step.step_ms:,.0f}", "tokens/s": f"{step.tokens_per_second:,.0f}",
+        }
+        for step in steps
+    ]  # fmt: skip
+    return ["The same batch on more GPUs; exposed: ms of communication that nothing covers:\n" + "\n".join(table(rows))]
+
+
+def _against(path: Path) -> list[dict[str, str]]:
+    """Return predictions beside the rows of a bench.json, or of a file of ``tests/steps_for_plan.py``."""
+    if measured.is_steps(path):
+        return [_step_row(pair) for pair in measured.step_pairs(path)]
+    rows = []
+    for pair in measured.pairs(path):
+        head = pair.head
+        rows.append({
+            "row": f"{pair.stage} {pair.row}".strip(), "N": f"{head.num_tokens:,}", "D": f"{head.hidden_size:,}",
+            "V": f"{head.vocab_size:,} / {head.tp}", "MiB said": f"{pair.said.workspace / MIB:,.0f}",
+            "measured": f"{pair.peak_bytes / MIB:,.0f}", "ms said": f"{pair.said.seconds * 1e3:.2f}",
+            "was": f"{pair.seconds * 1e3:.2f}", "off": f"{pair.time_error:+.1%}",
+        })  # fmt: skip
+    return rows
+
+
+def _step_row(pair: measured.StepPair) -> dict[str, str]:
+    def mib(sizes: list[int]) -> str:
+        return "; ".join(f"{size / MIB:,.0f}" for size in sizes) or "-"
+
+    return {
+        "step": pair.row, "MiB said": mib(pair.said.peak_bytes), "measured": mib(pair.peak_bytes),
+        "ms said": f"{pair.said.seconds * 1e3:.0f}", "was": f"{pair.seconds * 1e3:.0f}",
+    }  # fmt: skip
+
+
+def _summary(path: Path) -> list[dict[str, str]]:
+    """Return how far predictions are from the rows of a bench.json, in a line."""
+    found = list(measured.pairs(path))
+    memory = [pair.memory_error / MIB for pair in found]
+    times = [pair.time_error for pair in found if not pair.is_bounded]
+    if not times:
+        return []
+    return [{
+        "file": path.name, "rows": str(len(found)), "MiB off": f"{min(memory):+.1f} to {max(memory):+.1f}",
+        "time off": f"{min(times):+.1%} to {max(times):+.1%}", "median": f"{statistics.median(times):+.1%}",
+        "between two bounds": str(len(found) - len(times)),
+    }]  # fmt: skip

@@ -1,0 +1,167 @@
+"""The constants of a plan, each with its provenance: GPUs, the links between them, and the costs of the head's kernels.
+
+A rate is one that is reached in practice, under the power limit, not the data sheet's. ``measure`` takes a GPU's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A GPU.
+
+    Attributes:
+        name: As on the command line.
+        flops: Operations per second of large bf16 matrix products.
+        bandwidth: Bytes per second of passes over memory that is larger than the cache.
+        memory: Bytes.
+        major: Compute capability's major number, which chooses the tiles.
+        multiprocessors: Programs that run at once.
+        bus: Bytes per second of a collective within a node: of its bus, as nccl-tests counts.
+        network: The same between nodes, for each GPU.
+        provenance: Source of the rates.
+    """
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: int
+    major: int
+    multiprocessors: int
+    bus: float
+    network: float
+    provenance: str
+
+
+_GIB = 2**30
+_SHARE = "data sheet x the share of it that the H200 reaches"
+
+# The H200's rates: 3 plain products of 8,192 tokens of Llama-3-8B's and Gemma-2-2B's heads on one GPU (docs/results/h200.json);
+# bytes a second of F.cross_entropy's elementwise passes over their logits in the same file; one all-reduce of 64 MiB over
+# four GPUs in 0.33 ms (docs/results/h200-tp4.json). The others' are the data sheet's times the same shares: 0.71 of 989
+# Tflop/s, 0.83 of 4.8 TB/s, 0.68 of 450 GB/s of NVLink in one direction. InfiniBand counts 0.8 of 400 Gb/s (200 for the A100),
+# which nobody measured here.
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("h200", 700e12, 4.0e12, 140 * _GIB, 9, 132, 305e9, 40e9, "measured, November 2026"),
+        Device("h100", 700e12, 2.8e12, 79 * _GIB, 9, 132, 305e9, 40e9, _SHARE),
+        Device("a100", 240e12, 1.7e12, 79 * _GIB, 8, 108, 200e9, 20e9, _SHARE),
+        Device("b200", 1600e12, 6.6e12, 178 * _GIB, 10, 148, 610e9, 40e9, _SHARE),
+    )
+}
+
+GPUS_PER_NODE = 8
+
+
+class Costs(NamedTuple):
+    """The costs of kernels that the rates of a GPU do not say.
+
+    Attributes:
+        slowest: Time that each doubling of the ranks adds, as a share: the slowest of more GPUs, on smaller products.
+        backward: Time of a product of backward over a plain product's.
+        exponentials: Exponentials that a multiprocessor takes in a second, 16 a clock at 1.7 GHz; no product hides them.
+        marks: Time that marking adds to the log-sum-exp, over a plain product's.
+        launch: Seconds that a small kernel takes on the GPU with the gap before it.
+        loss: Small kernels of forward and of backward each, the algebra of the loss included.
+        chunk: Launches of a chunk.
+        filter_forward: More small kernels of a filter in forward.
+        filter_backward: More small kernels of a filter in backward.
+        token: Seconds that the lists of a token take, beyond launches and bytes.
+        unaligned: Share of the rate that plain products reach where a row of logits is no whole number of 16 bytes.
+        latency: Seconds before a collective's first byte.
+    """
+
+    slowest: float = 0.022
+    backward: float = 1.045
+    exponentials: float = 27e9
+    marks: float = 0.016
+    launch: float = 8e-6
+    loss: int = 28
+    chunk: int = 3
+    filter_forward: int = 22
+    filter_backward: int = 54
+    token: float = 76e-9
+    unaligned: float = 0.14
+    latency: float = 10e-6
+
+
+# docs/results/h200.json, h200-tp2.json, h200-tp4.json, h200-stage-*.json, read before November 22, 2026: ``slowest`` from the
+# plain products at T = 1, 2 and 4; ``backward`` from the rows of cce-dist-cached less those products; the filter's from its
+# rows less the products and bytes that it needs. Our launches are those of docs/results.md#small-shards.
+COSTS = Costs()
+
+
+class Dense(NamedTuple):
+    """A loss that holds logits.
+
+    Attributes:
+        bytes_alive: Bytes of each logit of the shard that are alive at the peak, which is before gradients of weight and hidden
+            states are there.
+        bytes_moved: Bytes read and written for each logit, forward and backward.
+        sums_exposed: Whether the sum of dE over the ranks is waited for.
+        small_sums: All-reduces of a number or two for each token, in forward.
+    """
+
+    bytes_alive: int
+    bytes_moved: float
+    sums_exposed: bool = True
+    small_sums: int = 2
+
+
+# ``bytes_alive`` is read off the code: bf16 logits count 2, an fp32 copy, exponentials, their gradient 4 each. torch: logits,
+# log-softmax and gradient in fp32. Megatron: bf16 logits and one fp32 buffer; fused: that and another fp32 one. DeepSpeed: bf16
+# logits and three fp32 buffers. loss_parallel: four fp32 buffers. ``bytes_moved`` is from the time of the rows of the files
+# above less three products, at the bandwidth above.
+DENSE = {
+    "torch": Dense(12, 50),
+    "torch-compile": Dense(2, 14),
+    "torch-compile-tp": Dense(6, 18),
+    "torch-loss-parallel": Dense(16, 97, small_sums=3),
+    "megatron": Dense(6, 76, sums_exposed=False, small_sums=3),
+    "megatron-fused": Dense(10, 49, sums_exposed=False),
+    "deepspeed": Dense(14, 85, small_sums=3),
+    "deepspeed-liger": Dense(6, 34, small_sums=3),
+}
+
+
+def measure() -> Device:
+    """Measure this machine's GPU: bf16 products of a side of 8,192 at the power limit, and a copy of 1 GiB.
+
+    The links are those of the table's GPU of the same compute capability.
+
+    Raises:
+        ValueError: There is no GPU.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("--measure needs a GPU, and torch sees none; --gpu names one of the table")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    side, count = 8192, 32
+    left = torch.randn(side, side, dtype=torch.bfloat16, device="cuda")
+    right, product = torch.randn_like(left), torch.empty_like(left)
+    source = torch.empty(_GIB, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+
+    def seconds(call) -> float:
+        call()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3 / count
+
+    product_seconds = seconds(lambda: torch.mm(left, right, out=product))
+    copy_seconds = seconds(lambda: target.copy_(source))
+    like = next((device for device in DEVICES.values() if device.major == properties.major), DEVICES["h100"])
+    return dataclasses.replace(
+        like, name=properties.name, flops=2 * side**3 / product_seconds, bandwidth=2 * _GIB / copy_seconds,
+        memory=properties.total_memory, major=properties.major, multiprocessors=properties.multi_processor_count,
+        provenance="measured here",
+    )  # fmt: skip

@@ -1,0 +1,336 @@
+"""The head: what a loss adds to a step, in bytes and in seconds, from sizes alone.
+
+Bytes are those of ``cce_dist.kernels.budget``, which the kernels themselves ask, and of the tensors around them. A peak is the
+largest of a few moments of a step. Seconds are the sum of matrix products at the GPU's rate, bytes over its bandwidth, launches
+and collectives; ``devices`` holds every constant.
+
+The filter's time is that of a trained model's softmax, with few logits above the threshold outside the frequent ids. On other
+softmaxes the filter takes up to three times as long (docs/results.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from cce_dist.kernels import budget
+from cce_dist.kernels.budget import Sizes, cdiv
+from cce_dist.kernels.tiles import Tiles, table_tiles
+from cce_dist.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Device
+
+OURS = ("kept", "budget", "filtered")
+LOSSES = (*OURS, *DENSE)
+VECTOR_BYTES = 16  # rows of a whole number of them are read fastest
+SAMPLE = 512  # tokens that the filter's stand-in is taken from
+DEFAULT_EPS = 2**-12
+DEFAULT_WORKSPACE = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A head on one rank.
+
+    Attributes:
+        num_tokens: N, of one microbatch, over all ranks of the tensor-parallel group.
+        hidden_size: D.
+        vocab_size: V, of all ranks.
+        tp: T, ranks that the vocabulary is split over.
+        itemsize: Bytes of an element of hidden states and weight.
+        sequence_parallel: Hidden states and their gradient are this rank's slices.
+        main_grad: The weight's gradient is added to a buffer that is there already; a dummy is returned.
+        sum_itemsize: Bytes of an element while d_hidden is summed; 0: those of an element.
+        eps: The filter's threshold.
+    """
+
+    num_tokens: int
+    hidden_size: int
+    vocab_size: int
+    tp: int = 1
+    itemsize: int = 2
+    sequence_parallel: bool = False
+    main_grad: bool = False
+    sum_itemsize: int = 0
+    eps: float = DEFAULT_EPS
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of the largest shard."""
+        return Sizes(self.num_tokens, self.hidden_size, cdiv(self.vocab_size, self.tp), self.itemsize)
+
+    @property
+    def is_split(self) -> bool:
+        return self.tp > 1
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of all tokens' hidden states."""
+        return self.num_tokens * self.sizes.hidden_bytes
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of those hidden states that are this rank's."""
+        return self.hidden_bytes // self.tp if self.sequence_parallel else self.hidden_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.sizes.num_columns * self.sizes.hidden_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that a step returns."""
+        return self.slice_bytes + self.weight_bytes
+
+    @property
+    def product(self) -> float:
+        """Operations of one matrix product of the logits' size."""
+        return 2.0 * self.num_tokens * self.hidden_size * self.sizes.num_columns
+
+
+class Collective(NamedTuple):
+    """Collectives of one kind in a step: their bytes, whole; their seconds, and those that nothing covers."""
+
+    name: str
+    count: int
+    num_bytes: int
+    seconds: float
+    exposed: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a loss adds to a step beside inputs and gradients.
+
+    Attributes:
+        loss: Its name.
+        workspace: Bytes at the peak, above inputs and gradients.
+        items: The parts of the peak by name, in bytes; gradients that are not there yet at the peak are negative.
+        forward: Seconds of forward.
+        seconds: Seconds of forward and backward.
+        at_most: The same where a filter's lists can serve no token; ``seconds`` for the other losses.
+        collectives: What is sent.
+    """
+
+    loss: str
+    workspace: int
+    items: dict[str, int]
+    forward: float
+    seconds: float
+    at_most: float
+    collectives: list[Collective]
+
+
+def default_workspace(head: Head) -> int:
+    """Return the budget of an exact loss that is given none."""
+    return budget.default_workspace(head.sizes, head.itemsize == 2)
+
+
+def cost(head: Head, loss: str, device: Device, workspace_bytes: int = DEFAULT_WORKSPACE) -> Cost:
+    """Predict one loss.
+
+    Args:
+        head: The head.
+        loss: One of ``LOSSES``: "kept" keeps all exponentials whatever the budget, "budget" is exact within it, "filtered"
+            filters within it; the others hold logits.
+        device: The GPU.
+        workspace_bytes: The budget of "budget" and "filtered".
+    """
+    if loss == "kept":
+        workspace_bytes = 2 * head.num_tokens * head.vocab_size * head.itemsize + (1 << 30)
+    items = _peak(_our_moments(head, loss, device, workspace_bytes) if loss in OURS else _dense_moments(head, loss))
+    items["gradients"] = items.get("gradients", 0) - head.gradient_bytes
+    items = {name: size for name, size in items.items() if size}
+    seconds = _our_seconds if loss in OURS else _dense_seconds
+    forward, backward, collectives = seconds(head, loss, device, workspace_bytes)
+    forward, backward = forward * _slowest(head.tp), backward * _slowest(head.tp)
+    total = forward + backward + sum(each.exposed for each in collectives)
+    most = total
+    if loss == "filtered":
+        # Tokens that no list can serve go through the exact backward as well.
+        most += _exact_backward(head, device, workspace_bytes)[0] * _slowest(head.tp)
+    return Cost(loss, max(0, sum(items.values())), items, forward, total, most, collectives)
+
+
+def lists_have_room(head: Head, workspace_bytes: int = DEFAULT_WORKSPACE) -> bool:
+    """Return whether a filter's lists are as long as they can be, and the batch has labels enough to tell the hot columns.
+
+    On a trained softmax nearly all tokens are then served by their lists. Elsewhere the time is between ``Cost.seconds`` and
+    ``Cost.at_most``.
+    """
+    longest = budget.longest_list(head.num_tokens, workspace_bytes)
+    return longest == 1024 and head.num_tokens >= 4 * budget.hot_columns(head.sizes.num_columns, head.eps)
+
+
+def _peak(moments: list[dict[str, int]]) -> dict[str, int]:
+    return dict(max(moments, key=lambda items: sum(items.values())))
+
+
+def _our_moments(head: Head, loss: str, device: Device, workspace_bytes: int) -> list[dict[str, int]]:
+    """Return what is alive in forward, while backward's products run, while d_hidden is summed, and at the end."""
+    sizes, tiles = head.sizes, _tiles(head, device)
+    if loss == "filtered":
+        hot = budget.hot_columns(sizes.num_columns, head.eps)
+        peak = budget.filtered_peak(sizes, workspace_bytes, hot, tiles, device.multiprocessors)
+    else:
+        peak = budget.exact_peak(sizes, workspace_bytes, head.itemsize == 2, tiles, device.multiprocessors)
+    saved = {"lists" if loss == "filtered" else "saved": peak.saved}
+    in_slices = head.sequence_parallel and head.is_split
+    gathered = {"gathered hidden": head.hidden_bytes if in_slices else 0}
+    d_weight = 0 if head.main_grad else head.weight_bytes
+    summed = head.slice_bytes if in_slices else 0
+    if head.is_split and head.sum_itemsize not in (0, head.itemsize):
+        summed += head.hidden_bytes * head.sum_itemsize // head.itemsize
+    return [
+        saved | gathered | {"workspace": peak.forward - peak.saved},
+        saved | gathered | {"workspace": peak.backward - peak.saved, "gradients": head.hidden_bytes + d_weight},
+        saved | gathered | {
+            "workspace": peak.backward - peak.saved - peak.parts, "gradients": head.hidden_bytes + d_weight, "sum": summed,
+        },
+        saved | {"gradients": head.slice_bytes + head.weight_bytes},
+    ]  # fmt: skip
+
+
+def _dense_moments(head: Head, loss: str) -> list[dict[str, int]]:
+    """Return what is alive when the loss's own backward ends, and while the two products of the gradients run."""
+    logits = head.num_tokens * head.sizes.num_columns
+    return [
+        {"logits": DENSE[loss].bytes_alive * logits},
+        {"logits": head.itemsize * logits, "gradients": head.gradient_bytes},
+    ]
+
+
+def _tiles(head: Head, device: Device) -> Tiles:
+    return table_tiles(device.major, 8 * head.itemsize)
+
+
+def _slowest(num_ranks: int) -> float:
+    """Return how much longer the slowest of so many ranks takes for its shard."""
+    return 1.0 + COSTS.slowest * (num_ranks.bit_length() - 1)
+
+
+def _our_seconds(head: Head, loss: str, device: Device, workspace_bytes: int) -> tuple[float, float, list[Collective]]:
+    """Return seconds of forward and backward, and the collectives."""
+    forward = head.product / device.flops + _exponentials(head, device) + _small_kernels(head, device)
+    if loss == "filtered":
+        backward, more = _filter_seconds(head, device, workspace_bytes)
+        return forward + more, backward, _our_collectives(head, device, 0.0, 2)
+    backward, covering = _exact_backward(head, device, workspace_bytes)
+    return forward, backward, _our_collectives(head, device, covering, 1)
+
+
+def _exponentials(head: Head, device: Device) -> float:
+    return head.num_tokens * head.sizes.num_columns / (COSTS.exponentials * device.multiprocessors)
+
+
+def _small_kernels(head: Head, device: Device) -> float:
+    """Return seconds of the launches of a pass that have no product; rows are gathered and target logits read."""
+    return COSTS.loss * COSTS.launch + 5 * head.hidden_bytes / device.bandwidth
+
+
+def _exact_backward(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
+    """Return seconds of the exact backward, and those of its last product, which runs behind the sum of d_hidden."""
+    product = head.product / device.flops
+    kept = budget.columns_kept(head.sizes, workspace_bytes) if head.itemsize == 2 else 0
+    recomputed = max(0, head.sizes.num_columns - kept) / max(1, head.sizes.num_columns)
+    chunks, rows = _chunks(head, device, workspace_bytes, kept)
+    seconds = COSTS.backward * (2 + recomputed) * product + recomputed * _exponentials(head, device)
+    seconds += _small_kernels(head, device) + chunks * _chunk_seconds(head, device, rows)
+    return seconds, COSTS.backward * product / max(1, chunks)
+
+
+def _chunks(head: Head, device: Device, workspace_bytes: int, kept: int) -> tuple[int, int]:
+    """Return how many chunks of columns are recomputed, over all groups of tokens, and the tokens of each."""
+    sizes = head.sizes
+    left = max(0, sizes.num_columns - kept)
+    if left == 0:
+        return 0, sizes.num_tokens
+    rows, cols = budget.exact_chunks(
+        sizes._replace(num_columns=left), workspace_bytes, kept * sizes.num_tokens * sizes.itemsize,
+        _tiles(head, device), device.multiprocessors,
+    )  # fmt: skip
+    return cdiv(sizes.num_tokens, rows) * cdiv(left, cols), rows
+
+
+def _chunk_seconds(head: Head, device: Device, rows: int) -> float:
+    """Return what a chunk of so many tokens costs beside its products.
+
+    The last wave of the logits' and of the weight's gradient is half empty on average. d_hidden and its remainder are read and
+    written.
+    """
+    tile = _tiles(head, device).dlogits
+    wave = device.multiprocessors * 2.0 * tile.rows * tile.cols * (head.hidden_size + rows) / device.flops
+    return wave / 2 + 2 * rows * head.sizes.sum_bytes / device.bandwidth + COSTS.chunk * COSTS.launch
+
+
+def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
+    """Return seconds of a filtered backward, and what a filter adds to forward."""
+    sizes = head.sizes
+    product = head.product / device.flops
+    hot = budget.hot_columns(sizes.num_columns, head.eps)
+    hot_product = product * hot / max(1, sizes.num_columns)
+    marks = head.num_tokens * sizes.num_columns / 8
+    forward = COSTS.marks * product + hot_product + 2 * marks / device.bandwidth + COSTS.filter_forward * COSTS.launch
+    chunks, _ = _chunks(head, device, workspace_bytes, 0)
+    launches = COSTS.loss + COSTS.filter_backward + COSTS.chunk * chunks
+    # The weight is read twice for the stand-in, and its gradient is written once; d_hidden is read and written.
+    num_bytes = 3 * head.weight_bytes + 6 * head.hidden_bytes
+    backward = 3 * hot_product + product * SAMPLE / max(SAMPLE, head.num_tokens) + num_bytes / device.bandwidth
+    return backward + launches * COSTS.launch + head.num_tokens * COSTS.token, forward
+
+
+def _dense_seconds(head: Head, loss: str, device: Device, _: int) -> tuple[float, float, list[Collective]]:
+    """Return seconds of forward and backward, and the collectives, of a loss that holds logits."""
+    how = DENSE[loss]
+    # The plain products read rows of logits, which the library is slow with where they are not a whole number of vectors.
+    aligned = head.sizes.num_columns * head.itemsize % VECTOR_BYTES == 0
+    product = head.product / device.flops / (1.0 if aligned else COSTS.unaligned)
+    fixed = COSTS.loss * COSTS.launch / 2
+    moved = how.bytes_moved * head.num_tokens * head.sizes.num_columns / device.bandwidth
+    backward = 2 * product + moved / 2 + fixed
+    collectives = []
+    if head.is_split:
+        collectives.append(_of("all_reduce", how.small_sums, 4 * head.num_tokens, head.tp, device))
+        collectives += _hidden_sum(head, device, 0.0 if how.sums_exposed else product / 4)
+        collectives += _gathers(head, device)
+    return product + moved / 2 + fixed, backward, collectives
+
+
+def _our_collectives(head: Head, device: Device, covering: float, gathers: int) -> list[Collective]:
+    """Return all collectives of a step; ``gathers`` of statistics in forward."""
+    if not head.is_split:
+        return []
+    statistics = _of("all_gather", gathers, 12 * head.num_tokens * head.tp, head.tp, device)
+    return [statistics, *_hidden_sum(head, device, covering), *_gathers(head, device)]
+
+
+def _hidden_sum(head: Head, device: Device, covering: float) -> list[Collective]:
+    """Return the sum of d_hidden over the ranks, of which ``covering`` seconds of products hide a part."""
+    name = "reduce_scatter" if head.sequence_parallel else "all_reduce"
+    size = head.hidden_bytes * (head.sum_itemsize or head.itemsize) // head.itemsize
+    whole = _of(name, 1, size, head.tp, device)
+    return [whole._replace(exposed=max(0.0, whole.seconds - covering))]
+
+
+def _gathers(head: Head, device: Device) -> list[Collective]:
+    """Return sequence parallelism's gathers of the hidden states, in forward and backward."""
+    return [_of("all_gather", 2, head.hidden_bytes, head.tp, device)] if head.sequence_parallel else []
+
+
+def _of(name: str, count: int, num_bytes: int, num_ranks: int, device: Device) -> Collective:
+    seconds = count * collective_seconds(name, num_bytes, num_ranks, device)
+    return Collective(name, count, num_bytes, seconds, seconds)
+
+
+def collective_seconds(name: str, num_bytes: int, num_ranks: int, device: Device) -> float:
+    """Return a collective's seconds: a latency for each doubling of the ranks, and the bytes over the slowest link.
+
+    Args:
+        name: all_reduce, all_gather, reduce_scatter, or send.
+        num_bytes: Bytes that one sums or gathers, whole.
+        num_ranks: Ranks of the group; up to ``GPUS_PER_NODE`` are in one node.
+        device: The GPU, with its links.
+    """
+    if num_ranks < 2:
+        return 0.0
+    rate = device.bus if num_ranks <= GPUS_PER_NODE else device.network
+    share = 1.0 if name == "send" else (2.0 if name == "all_reduce" else 1.0) * (num_ranks - 1) / num_ranks
+    return COSTS.latency * (num_ranks - 1).bit_length() + share * num_bytes / rate

@@ -1,0 +1,153 @@
+"""Predictions beside measurements: each row of a bench.json that a plan can say something of.
+
+Rows of other libraries, and of DeepSpeed's loss without logits, are not predicted: two measurements of the last differ by 15 %.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cce_dist.plan.devices import DEVICES, Device
+from cce_dist.plan.head import DEFAULT_WORKSPACE, DENSE, Cost, Head, cost, lists_have_room
+from cce_dist.plan.layers import Layout
+from cce_dist.plan.sizes import Model
+from cce_dist.plan.steps import Step, step
+
+OURS = re.compile(r"cce-dist(-cached|-filtered|-main-grad)?(-sp)?(-fp32-sum)?(?:@(\d+)MiB)?")
+
+
+OLD_FILTER = {"h200-group-peers.json"}  # measured before the filter had its present form, as docs/results.md says
+
+
+class Pair(NamedTuple):
+    """A prediction and its measurement.
+
+    Attributes:
+        file: Name of the bench.json.
+        head: What was measured.
+        stage: The framework whose last stage it was, or nothing.
+        row: Name of the row.
+        said: The prediction.
+        seconds: Median of the rounds, forward and backward.
+        peak_bytes: Above inputs and gradients.
+    """
+
+    file: str
+    head: Head
+    stage: str
+    row: str
+    said: Cost
+    seconds: float
+    peak_bytes: int
+
+    @property
+    def time_error(self) -> float:
+        return self.said.seconds / self.seconds - 1
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the time is known between two bounds alone: a filter's whose lists may overflow."""
+        return self.said.at_most > self.said.seconds and not lists_have_room(self.head)
+
+    @property
+    def memory_error(self) -> int:
+        return self.said.workspace - self.peak_bytes
+
+
+def pairs(path: Path) -> Iterator[Pair]:
+    """Yield the rows of a bench.json that were measured and can be predicted."""
+    from cce_dist.bench.report import read_json
+
+    results = read_json(path)
+    device = device_of(results.environment["device"])
+    for case in results.cases:
+        # Filtered rows have the first of the budgets.
+        budgets = [
+            int(found[4]) for found in map(OURS.fullmatch, [row.name for row in case.rows]) if found and found[4]
+        ]
+        head = Head(case.num_tokens, case.hidden_size, case.vocab_size, case.num_ranks)
+        for row in case.rows:
+            if row.problem or row.peak_bytes is None or not row.total.seconds:
+                continue
+            if path.name in OLD_FILTER and "filtered" in row.name:
+                continue
+            said = predict(head, row.name, case.stage, device, budgets[0] << 20 if budgets else DEFAULT_WORKSPACE)
+            if said is not None:
+                yield Pair(path.name, head, case.stage, row.name, said, row.total.median, row.peak_bytes)
+
+
+def device_of(name: str) -> Device:
+    """Return the table's GPU of a name as torch gives it. Raises ValueError."""
+    for device in DEVICES.values():
+        if device.name in name.lower():
+            return device
+    raise ValueError(f"the table of GPUs has no {name}; it has {', '.join(DEVICES)}")
+
+
+def predict(head: Head, row: str, stage: str, device: Device, filter_workspace: int = DEFAULT_WORKSPACE) -> Cost | None:
+    """Return the prediction for a row of ``cce-dist bench`` by its name; None for rows that no plan predicts."""
+    found = OURS.fullmatch(row)
+    if found is not None:
+        kind, sliced, wide, mib = found.groups()
+        loss = {"-cached": "kept", "-filtered": "filtered"}.get(kind, "budget")
+        options: dict[str, Any] = {"sequence_parallel": bool(sliced), "main_grad": kind == "-main-grad"}
+        head = dataclasses.replace(head, **options, sum_itemsize=4 if wide else 0)
+        workspace = filter_workspace if loss == "filtered" else int(mib) << 20 if mib else DEFAULT_WORKSPACE
+        return cost(head, loss, device, workspace)
+    name = row.removesuffix("-sp")
+    if name == "torch-compile" and head.is_split:
+        name = "torch-compile-tp"
+    if name == "deepspeed" and stage != "deepspeed":
+        return None  # DeepSpeed's loss without logits has that name there
+    if name == "deepspeed" and not head.is_split:
+        name = "torch"
+    if name not in DENSE:
+        return None
+    return cost(dataclasses.replace(head, sequence_parallel=row.endswith("-sp")), name, device)
+
+
+class StepPair(NamedTuple):
+    """A step of the training job: its prediction, and its measurement.
+
+    Attributes:
+        row: Engine, model, loss, and layers of each stage.
+        said: The prediction.
+        seconds: Median of the steps.
+        peak_bytes: Of each rank; empty where other models were still in memory.
+    """
+
+    row: str
+    said: Step
+    seconds: float
+    peak_bytes: list[int]
+
+
+def is_steps(path: Path) -> bool:
+    """Whether a file is one of ``tests/steps_for_plan.py``."""
+    return path.read_text(errors="ignore").lstrip().startswith("[")
+
+
+def step_pairs(path: Path) -> Iterator[StepPair]:
+    """Yield the runs of a file of ``tests/steps_for_plan.py``."""
+    for run in json.loads(path.read_text()):
+        shape = run["shape"]
+        names = ("hidden_size", "vocab_size", "num_layers", "num_heads", "num_ffn")
+        tokens = run["batch_size"] // run["accumulate"] * shape["seq_len"]
+        layout = Layout(num_tokens=tokens, seq_len=shape["seq_len"], pp=run["pp"])
+        cut = run["layers_per_stage"]
+        layers = None if cut == "even" else [int(count) for count in cut.split(",")]
+        loss = "budget" if run["loss"] == "exact" else run["loss"]
+        device = device_of(run["device"])
+        model = Model(*(shape[name] for name in names))
+        # Runs that do not say had 256 MiB, which was the default then.
+        workspace = run.get("workspace_bytes", DEFAULT_WORKSPACE)
+        said = step(model, run["engine"], loss, layout, run["accumulate"], device, layers, workspace)
+        stages = cut if layers else f"pp {run['pp']}"
+        row = f"{run['engine']} {run['model']}, {run['loss']}, {stages}"
+        yield StepPair(row, said, statistics.median(run["seconds"]), run["peak_bytes"])

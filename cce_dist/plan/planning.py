@@ -1,0 +1,261 @@
+"""A plan: for each loss the head's cost, the memory of the stages that hold most, the cut to use, the largest microbatch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar, cast
+
+from cce_dist.plan.cut import (
+    Cut,
+    best_cut,
+    check_megatron_layout,
+    deepspeed_weights,
+    even_cut,
+    last_stage_layers,
+    megatron_layout,
+    torchtitan_layers,
+)
+from cce_dist.plan.devices import DEVICES, Device
+from cce_dist.plan.head import DEFAULT_WORKSPACE, Cost, Head, cost
+from cce_dist.plan.layers import (
+    RECOMPUTE,
+    LayerTime,
+    Layout,
+    activation_bytes,
+    chunks_in_flight,
+    layer_time,
+    state_bytes,
+    working_bytes,
+)
+from cce_dist.plan.sizes import MODELS, Model
+
+T = TypeVar("T")
+
+MIB = 2**20
+USABLE = 0.94  # of a GPU's memory: the rest is the context's, NCCL's and lost between tensors
+
+# The framework's own losses, by what a plan calls them.
+METHODS = {
+    "megatron": {"dense": "megatron", "fused": "megatron-fused"},
+    "deepspeed": {"dense": "deepspeed", "fused": "deepspeed-liger"},
+    "torchtitan": {"dense": "torch", "fused": "torch-compile"},
+    "torch": {"dense": "torch", "fused": "torch-compile"},
+}
+LOSSES = ("dense", "fused", "kept", "budget", "filtered")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossPlan:
+    """A plan with one loss.
+
+    Attributes:
+        loss: "dense", "fused" (the framework's own), "kept", "budget" or "filtered".
+        cost: What the head adds.
+        layers: The head's seconds over a layer's.
+        cut: The best one.
+        default_cut: The even one, which frameworks take.
+        last_stage, first_stage: Bytes by item, with the best cut.
+        largest_tokens: Tokens of the largest microbatch on a rank whose stages fit; 0: none does.
+    """
+
+    loss: str
+    cost: Cost
+    layers: float
+    cut: Cut
+    default_cut: Cut
+    last_stage: dict[str, int]
+    first_stage: dict[str, int]
+    largest_tokens: int
+
+    def advice(self, layout: Layout, num_layers: int) -> dict[str, Any]:
+        """Return what to tell each framework, by the framework's own name of the option."""
+        text = megatron_layout(self.cut.layers)
+        advice: dict[str, Any] = {
+            "pipeline_model_parallel_layout": text,
+            "layout": check_megatron_layout(text, num_layers, layout.pp),
+            "decoder_last_pipeline_num_layers": last_stage_layers(self.cut.layers) if layout.vpp == 1 else None,
+        }
+        if layout.vpp == 1:
+            advice["deepspeed_weights"] = deepspeed_weights(self.cut.layers)
+        return advice | torchtitan_layers(self.layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A plan of a model on a layout: a ``LossPlan`` for each loss.
+
+    Attributes:
+        model, layout, device: What was asked for.
+        layer: Seconds of a layer.
+        losses: By loss, in the order of ``LOSSES``.
+    """
+
+    model: Model
+    layout: Layout
+    device: Device
+    layer: LayerTime
+    losses: list[LossPlan]
+
+    @property
+    def head(self) -> list[dict[str, Any]]:
+        """What the head adds beside inputs and gradients, and its loss and gradient: loss, workspace_mib, ms, layers."""
+        return [
+            {
+                "loss": each.loss, "workspace_mib": round(each.cost.workspace / MIB, 1),
+                "ms": round(each.cost.seconds * 1e3, 3), "layers": round(each.layers, 3),
+            }
+            for each in self.losses
+        ]  # fmt: skip
+
+    def record(self) -> dict[str, Any]:
+        """Return all of it as what JSON can hold; bytes in MiB, seconds in ms."""
+        return {
+            "model": dataclasses.asdict(self.model),
+            "layout": dataclasses.asdict(self.layout),
+            "device": dataclasses.asdict(self.device),
+            "layer": {
+                "params": self.model.layer_params, "ms": self.layer.seconds * 1e3,
+                "collectives_ms": self.layer.collectives * 1e3,
+                "activation_mib": activation_bytes(self.model, self.layout) / MIB,
+            },
+            "head": self.head,
+            "losses": [self._record(each) for each in self.losses],
+        }  # fmt: skip
+
+    def _record(self, each: LossPlan) -> dict[str, Any]:
+        return {
+            "loss": each.loss, "method": each.cost.loss, "forward_ms": each.cost.forward * 1e3,
+            "ms_at_most": each.cost.at_most * 1e3,
+            "peak_mib": _mib(each.cost.items), "collectives": [one._asdict() for one in each.cost.collectives],
+            "last_stage_mib": _mib(each.last_stage), "first_stage_mib": _mib(each.first_stage),
+            "largest_tokens": each.largest_tokens,
+            "layers_per_stage": each.cut.layers, "stage_ms": [seconds * 1e3 for seconds in each.cut.seconds],
+            "imbalance": each.cut.imbalance, "imbalance_of_default": each.default_cut.imbalance,
+            "advice": each.advice(self.layout, self.model.num_layers),
+        }  # fmt: skip
+
+
+def plan(
+    model: Model | str,
+    layout: Layout | None = None,
+    gpu: Device | str = "h200",
+    workspace_bytes: int = DEFAULT_WORKSPACE,
+) -> Plan:
+    """Predict what a model's head costs, what fits, and how to cut the pipeline, without a GPU.
+
+    Args:
+        model: Sizes, or a name of ``cce_dist.plan.sizes.MODELS``.
+        layout: How it is split over ranks; None: one GPU, a microbatch of 8,192 tokens.
+        gpu: A GPU, or a name of ``cce_dist.plan.devices.DEVICES``.
+        workspace_bytes: The budget of the losses "budget" and "filtered".
+
+    Raises:
+        ValueError: An unknown name, or sizes that cannot be split so; in one line.
+    """
+    model, device = cast(Model, named(MODELS, model, "model")), cast(Device, named(DEVICES, gpu, "GPU"))
+    layout = layout or Layout()
+    check(model, layout)
+    if workspace_bytes < 1:
+        raise ValueError(f"the workspace must be positive, got {workspace_bytes} bytes")
+    layer = layer_time(model, layout, device)
+    losses = []
+    for loss in LOSSES:
+        found = head_cost(model, layout, device, loss, workspace_bytes)
+        best = best_cut(model.num_layers, layer.seconds, found.seconds, layout)
+        even = even_cut(model.num_layers, layer.seconds, found.seconds, layout)
+        first, last = (stage_bytes(model, layout, best, found, rank) for rank in (0, layout.pp - 1))
+        largest = _largest_tokens(model, layout, device, loss, workspace_bytes)
+        losses.append(LossPlan(loss, found, found.seconds / layer.seconds, best, even, last, first, largest))
+    return Plan(model, layout, device, layer, losses)
+
+
+def named(table: dict[str, T], value: T | str, kind: str) -> T:
+    """Return what a name stands for, or the value itself if it is no name. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    if value not in table:
+        raise ValueError(f"unknown {kind} {value}; choose from {', '.join(table)}")
+    return table[value]
+
+
+def check(model: Model, layout: Layout) -> None:
+    """Raise ValueError where sizes are wrong or cannot be split."""
+    for name in ("tp", "pp", "dp", "cp", "vpp", "num_tokens"):
+        if getattr(layout, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(layout, name)}")
+    if layout.framework not in METHODS:
+        raise ValueError(f"unknown framework {layout.framework}; choose from {', '.join(METHODS)}")
+    if layout.recompute not in RECOMPUTE:
+        raise ValueError(f"unknown recomputation {layout.recompute}; choose from {', '.join(RECOMPUTE)}")
+    if layout.zero_stage not in range(4):
+        raise ValueError(f"zero_stage must be 0 to 3, got {layout.zero_stage}")
+    if layout.vpp > 1 and layout.pp == 1:
+        raise ValueError("vpp needs pp of at least 2")
+    for name, size in (("heads", model.num_heads), ("ffn_size", model.ffn_size), ("tokens", layout.num_tokens)):
+        if size % layout.tp:
+            raise ValueError(f"{name} {size} cannot be split over tp {layout.tp} ranks")
+    if model.num_layers < layout.pp * layout.vpp - 1:
+        raise ValueError(f"{model.num_layers} layers cannot be cut into {layout.pp} x {layout.vpp} stages")
+
+
+def head_cost(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int) -> Cost:
+    """Predict the head with a loss of ``LOSSES``."""
+    head = Head(
+        layout.num_tokens, model.hidden_size, model.vocab_size, layout.tp,
+        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+    )  # fmt: skip
+    method = METHODS[layout.framework].get(loss, loss)
+    if method == "torch-compile" and layout.tp > 1:
+        method = "torch-compile-tp"
+    if layout.framework == "deepspeed" and loss == "dense" and layout.tp == 1:
+        method = "torch"  # F.cross_entropy
+    return cost(head, method, device, workspace_bytes)
+
+
+def stage_bytes(model: Model, layout: Layout, cut: Cut, head: Cost, rank: int) -> dict[str, int]:
+    """Return what a pipeline rank holds at its peak, by item."""
+    layers = sum(cut.layers[rank :: layout.pp])
+    is_last = rank == layout.pp - 1
+    params = layers * model.layer_params + model.hidden_size * is_last
+    params += model.head_params * (is_last + (rank == 0 and not (is_last and model.is_tied)))
+    items = state_bytes(params // layout.tp, layout)
+    kept = activation_bytes(model, layout) * layers * chunks_in_flight(layout, rank) // layout.vpp
+    items["activations"] = kept + (working_bytes(model, layout) if layers else 0)
+    if not is_last:
+        return items
+    hidden = 2 * layout.num_tokens * model.hidden_size // layout.in_slices
+    items["hidden states"] = 2 * hidden
+    items["head's gradient"] = 2 * model.head_params // layout.tp
+    parts = {"lists": head.items.get("lists", 0), "statistics": 0}
+    if "saved" in head.items:
+        # Exponentials are the workspace's; a few numbers for each token are not.
+        parts["statistics"] = min(head.items["saved"], 40 * layout.num_tokens)
+    return items | parts | {"workspace": max(0, head.workspace - sum(parts.values()))}
+
+
+def _largest_tokens(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int) -> int:
+    """Return the largest microbatch whose first and last stage fit, in steps of 128 tokens of each tensor-parallel rank."""
+    step = 128 * layout.tp
+    room = USABLE * device.memory
+
+    def fits(steps: int) -> bool:
+        wider = dataclasses.replace(layout, num_tokens=steps * step)
+        found = head_cost(model, wider, device, loss, workspace_bytes)
+        seconds = layer_time(model, wider, device).seconds
+        best = best_cut(model.num_layers, seconds, found.seconds, wider)
+        stages = (stage_bytes(model, wider, best, found, rank) for rank in {0, layout.pp - 1})
+        return max(sum(items.values()) for items in stages) <= room
+
+    if not fits(1):
+        return 0
+    fitting, above = 1, 2
+    while fits(above):
+        fitting, above = above, 2 * above
+    while above - fitting > 1:
+        middle = (fitting + above) // 2
+        fitting, above = (middle, above) if fits(middle) else (fitting, middle)
+    return fitting * step
+
+
+def _mib(items: dict[str, int]) -> dict[str, float]:
+    return {name: round(size / MIB, 1) for name, size in items.items()}

@@ -1,0 +1,237 @@
+"""Sizes of models: a table by name, and the files of three frameworks that hold them.
+
+``read_config`` takes a Hugging Face config.json, the arguments of Megatron (a script, or YAML), or torchtitan's TOML.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Sizes of a decoder-only transformer.
+
+    Attributes:
+        hidden_size, vocab_size, num_layers, num_heads, ffn_size: As named; ``ffn_size`` is the inner width.
+        num_kv_heads: Heads of keys and values; 0: ``num_heads``.
+        head_size: Of a head; 0: ``hidden_size / num_heads``.
+        is_gated: The inner layer has a gate beside it, as SwiGLU.
+        is_tied: Embedding and head are one weight.
+        num_experts, experts_per_token: Of a mixture; 0: none.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    ffn_size: int
+    num_kv_heads: int = 0
+    head_size: int = 0
+    is_gated: bool = True
+    is_tied: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self)[:5]:
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"--{field.name.replace('_', '-')} must be a whole number of at least 1, got {value!r}"
+                )
+        if not self.head_size and self.hidden_size % self.num_heads:
+            raise ValueError(f"--hidden-size {self.hidden_size} is not --num-heads {self.num_heads} equal heads")
+        if self.num_heads % (self.num_kv_heads or self.num_heads):
+            raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} heads of keys and values")
+
+    @property
+    def size_of_head(self) -> int:
+        return self.head_size or self.hidden_size // self.num_heads
+
+    @property
+    def query_size(self) -> int:
+        """Width of all queries together."""
+        return self.num_heads * self.size_of_head
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all keys and values together."""
+        return 2 * (self.num_kv_heads or self.num_heads) * self.size_of_head
+
+    @property
+    def attention_params(self) -> int:
+        return self.hidden_size * (2 * self.query_size + self.key_value_size)
+
+    @property
+    def expert_params(self) -> int:
+        return (3 if self.is_gated else 2) * self.hidden_size * self.ffn_size
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of a layer, all experts counted."""
+        router = self.num_experts * self.hidden_size
+        return self.attention_params + max(1, self.num_experts) * self.expert_params + router + 2 * self.hidden_size
+
+    @property
+    def active_params(self) -> int:
+        """Elements of a layer's matrices that a token is multiplied with."""
+        router = self.num_experts * self.hidden_size
+        return self.attention_params + max(1, self.experts_per_token) * self.expert_params + router
+
+    @property
+    def head_params(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def params(self) -> int:
+        heads = 1 if self.is_tied else 2
+        return self.num_layers * self.layer_params + heads * self.head_params + self.hidden_size
+
+
+# Sizes as published in each model's config.json; the vocabulary is the number of rows of the weight.
+MODELS = {
+    "llama-3-8b": Model(4096, 128_256, 32, 32, 14336, 8),
+    "llama-3-70b": Model(8192, 128_256, 80, 64, 28672, 8),
+    "llama-2-7b": Model(4096, 32_000, 32, 32, 11008),
+    "llama-2-13b": Model(5120, 32_000, 40, 40, 13824),
+    "gemma-2b": Model(2048, 256_000, 18, 8, 16384, 1, 256, is_tied=True),
+    "gemma-2-2b": Model(2304, 256_000, 26, 8, 9216, 4, 256, is_tied=True),
+    "gemma-2-9b": Model(3584, 256_000, 42, 16, 14336, 8, 256, is_tied=True),
+    "gemma-2-27b": Model(4608, 256_000, 46, 32, 36864, 16, 128, is_tied=True),
+    "qwen-2.5-7b": Model(3584, 152_064, 28, 28, 18944, 4),
+    "qwen-2.5-32b": Model(5120, 152_064, 64, 40, 27648, 8),
+    "qwen-1.5-7b": Model(4096, 151_936, 32, 32, 11008),
+    "mistral-7b": Model(4096, 32_000, 32, 32, 14336, 8),
+    "mistral-nemo": Model(5120, 131_072, 40, 32, 14336, 8, 128),
+    "mixtral-8x7b": Model(4096, 32_000, 32, 32, 14336, 8, num_experts=8, experts_per_token=2),
+    "phi-1.5": Model(2048, 51_200, 24, 32, 8192, is_gated=False),
+    "phi-3.5": Model(3072, 32_064, 32, 32, 8192),
+    "phi-3-medium": Model(5120, 32_064, 40, 40, 17920, 10),
+    "gpt-2": Model(768, 50_257, 12, 12, 3072, is_gated=False, is_tied=True),
+    "gpt-neo-1.3b": Model(2048, 50_257, 24, 16, 8192, is_gated=False, is_tied=True),
+    "gpt-neo-2.7b": Model(2560, 50_257, 32, 20, 10240, is_gated=False, is_tied=True),
+}
+
+# By torchtitan's names of models and flavors.
+_FLAVORS = {
+    ("llama3", "8B"): "llama-3-8b",
+    ("llama3", "70B"): "llama-3-70b",
+    ("llama2", "7B"): "llama-2-7b",
+    ("llama2", "13B"): "llama-2-13b",
+}
+_WITHOUT_GATE = {"gpt2", "gpt_neo", "gptj", "gpt_neox", "phi", "opt", "bloom", "falcon", "gpt_bigcode"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a file says: the model, and such options of the plan as it has, by name."""
+
+    model: Model
+    options: dict[str, int]
+
+
+def read_config(path: Path) -> Config:
+    """Read a model's sizes from a file, by its suffix: .json, .toml, or Megatron's arguments.
+
+    Raises:
+        ValueError: The file cannot be read, or a size is not in it.
+    """
+    readers = {".json": _read_hugging_face, ".toml": _read_torchtitan}
+    try:
+        text = path.read_text()
+        return readers.get(path.suffix, _read_megatron)(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--config {path}: {error}") from error
+
+
+def _first(values: dict[str, Any], *names: str, default: int | None = None) -> int:
+    for name in names:
+        if values.get(name) is not None:
+            try:
+                return int(values[name])
+            except (TypeError, ValueError):
+                raise ValueError(f"{name} must be a whole number, got {values[name]!r}") from None
+    if default is None:
+        raise ValueError(f"has no {names[0]}")
+    return default
+
+
+def _read_hugging_face(text: str) -> Config:
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError("is not a config.json")
+    # Models of several kinds of input have their language model's sizes in a part.
+    outer, values = values, values.get("text_config") or values
+    hidden_size = _first(values, "hidden_size", "n_embd", "d_model")
+    num_heads = _first(values, "num_attention_heads", "n_head", "num_heads")
+    experts = _first(values, "num_local_experts", "num_experts", "n_routed_experts", default=0)
+    inner = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size", "n_inner", "ffn_dim")
+    kind = values.get("model_type", "")
+    model = Model(
+        hidden_size, _first(values, "vocab_size"), _first(values, "num_hidden_layers", "n_layer", "num_layers"), num_heads,
+        _first(values, *inner, default=4 * hidden_size if kind in _WITHOUT_GATE else None),
+        _first(values, "num_key_value_heads", default=0), _first(values, "head_dim", default=0),
+        is_gated=kind not in _WITHOUT_GATE,
+        # Transformers ties the two where a file does not say.
+        is_tied=bool(values.get("tie_word_embeddings", outer.get("tie_word_embeddings", kind != "llama"))),
+        num_experts=experts, experts_per_token=_first(values, "num_experts_per_tok", default=0),
+    )  # fmt: skip
+    return Config(model, {})
+
+
+def _read_megatron(text: str) -> Config:
+    """Read ``--name value``, ``--name=value`` or ``name: value``; a flag without a value is true."""
+    text = re.sub(r"(^|\s)#.*", "", text)
+    # A key is marked by its dashes, so that a flag's value is not taken for one.
+    text = re.sub(r"^\s*(?:--)?([a-z][\w-]*):(?=\s|$)", r" --\1 ", text, flags=re.MULTILINE)
+    words = re.sub(r"(--[\w-]+)=", r"\1 ", text).replace("\\\n", " ").split()
+    values: dict[str, Any] = {}
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        word = word.strip("\"'()")
+        if word.startswith("--"):
+            values.setdefault(word[2:].replace("_", "-"), "true" if after.startswith("--") else after.strip("\"'()"))
+
+    def is_on(name: str) -> bool:
+        return str(values.get(name, "false")).lower() not in ("false", "0", "no")
+
+    hidden_size, num_heads = _first(values, "hidden-size"), _first(values, "num-attention-heads")
+    is_gated = is_on("swiglu") or is_on("gated-linear-unit")
+    model = Model(
+        hidden_size, _first(values, "padded-vocab-size", "vocab-size"), _first(values, "num-layers"), num_heads,
+        _first(values, "ffn-hidden-size", default=int(4 * hidden_size * 2 / 3) // 64 * 64 if is_gated else 4 * hidden_size),
+        _first(values, "num-query-groups", default=0), _first(values, "kv-channels", default=0), is_gated=is_gated,
+        is_tied=not is_on("untie-embeddings-and-output-weights"),
+        num_experts=_first(values, "num-experts", default=0), experts_per_token=_first(values, "moe-router-topk", default=0),
+    )  # fmt: skip
+    names = {
+        "tensor-model-parallel-size": "tp", "pipeline-model-parallel-size": "pp", "context-parallel-size": "cp",
+        "micro-batch-size": "micro_batch", "seq-length": "tokens",
+    }  # fmt: skip
+    return Config(model, {ours: _first(values, name) for name, ours in names.items() if name in values})
+
+
+def _read_torchtitan(text: str) -> Config:
+    try:
+        import tomllib
+    except ModuleNotFoundError:
+        raise ValueError("reading TOML needs Python 3.11") from None
+    tables = tomllib.loads(text)
+    named = tables.get("model", {})
+    key = named.get("name"), named.get("flavor")
+    if key not in _FLAVORS:
+        known = ", ".join(f"{name} {flavor}" for name, flavor in _FLAVORS)
+        raise ValueError(f"knows no model {key[0]} {key[1]}; it knows {known}; give sizes by hand")
+    names = {
+        ("parallelism", "tensor_parallel_degree"): "tp", ("parallelism", "pipeline_parallel_degree"): "pp",
+        ("parallelism", "context_parallel_degree"): "cp", ("training", "local_batch_size"): "micro_batch",
+        ("training", "seq_len"): "tokens",
+    }  # fmt: skip
+    said = {ours: tables.get(table, {}).get(name) for (table, name), ours in names.items()}
+    return Config(MODELS[_FLAVORS[key]], {name: value for name, value in said.items() if value is not None})

@@ -1,0 +1,136 @@
+"""A whole step of ``cce-dist pretrain``: the peak of each pipeline rank, and the time, on each engine.
+
+Memory counts what each engine keeps: bytes of a parameter, of a layer's activations, of the head. Time adds the slowest stage
+of each microbatch, the pipeline's filling, and passes of the optimizer over its state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from cce_dist.plan.cut import even_cut
+from cce_dist.plan.devices import COSTS, Device
+from cce_dist.plan.head import DEFAULT_WORKSPACE, Cost, Head, cost, default_workspace
+from cce_dist.plan.layers import LayerTime, Layout, layer_time
+from cce_dist.plan.sizes import Model
+
+
+class Engine(NamedTuple):
+    """The habits of an engine of ``pretrain``, in bytes.
+
+    Attributes:
+        states: Of a parameter in a step: weight, fp32 copy, the optimizer's moments, fp32 gradients that are always there.
+        more: Of a parameter with several microbatches: gradients of the one before, in the weight's dtype.
+        casts: Of a parameter of a layer or of the head: its bf16 copy under autocast.
+        hidden: Of each hidden element of a token, kept by a layer for backward.
+        inner: Of each element of the inner layer, likewise.
+        residual: Of each hidden element between layers.
+        logits: More for each logit of a dense loss, which somebody holds on to.
+        elementwise: Share of the elementwise bytes that plain torch moves.
+        dense: The dense loss, by ``head``'s name.
+        chooses_budget: Whether the exact loss is given no budget.
+    """
+
+    states: int
+    more: int
+    casts: int
+    hidden: int
+    inner: int
+    residual: int
+    logits: int
+    elementwise: float
+    dense: str
+    chooses_budget: bool = False
+
+
+# torch: fp32 weights and residuals under autocast. DeepSpeed and Megatron: bf16 weights, fp32 gradients, copies and moments. A
+# layer keeps the inputs of its norms and products, queries and keys turned, attention's output and its transpose.
+ENGINES = {
+    "torch": Engine(12, 4, 2, 26, 8, 4, 0, 1.0, "torch", True),
+    "deepspeed": Engine(18, 2, 0, 22, 8, 2, 2, 1.0, "torch"),
+    "megatron": Engine(18, 2, 0, 22, 8, 2, 0, 0.65, "megatron"),
+}
+OPTIMIZER_TEMPORARY = 4  # bytes of a parameter that AdamW's step takes for a square root of all
+LAYER_LAUNCHES = 20  # gaps between a layer's kernels, beyond their bytes
+OPTIMIZER_PASSES = 100  # bytes of a parameter that norm, clipping, AdamW and copies move
+
+
+class Step(NamedTuple):
+    """A step: seconds, and the peak bytes of each pipeline rank."""
+
+    seconds: float
+    peak_bytes: list[int]
+
+
+def step(
+    model: Model,
+    engine: str,
+    loss: str,
+    layout: Layout,
+    microbatches: int,
+    device: Device,
+    layers: list[int] | None = None,
+    workspace_bytes: int = 0,
+) -> Step:
+    """Predict a step.
+
+    Args:
+        model: Sizes.
+        engine: One of ``ENGINES``.
+        loss: "dense", or one of this library's: "budget", "kept", "filtered".
+        layout: ``pp``, and the tokens and length of a microbatch's sequences; tensor-parallel size 1.
+        microbatches: Of a step.
+        device: The GPU.
+        layers: Of each stage; None: an even cut.
+        workspace_bytes: The budget of "budget"; 0: the one that the loss chooses.
+    """
+    how = ENGINES[engine]
+    head = head_of(model, how, loss, layout, device, workspace_bytes)
+    layer = layer_of(model, how, layout, device).seconds
+    counts = layers or even_cut(model.num_layers, layer, head.seconds, layout).layers
+    last = layout.pp - 1
+    stages = [count * layer + (head.seconds if rank == last else 0.0) for rank, count in enumerate(counts)]
+    params = [_stage_params(model, count, rank, last) for rank, count in enumerate(counts)]
+    slowest = max(stages)
+    seconds = (microbatches - 1) * slowest + sum(stages) + OPTIMIZER_PASSES * max(params) / device.bandwidth
+    if microbatches > 1:
+        how = how._replace(states=how.states + how.more)
+    peaks = [_peak(model, how, head, layout, count, rank, loss) for rank, count in enumerate(counts)]
+    return Step(seconds, peaks)
+
+
+def head_of(model: Model, how: Engine, loss: str, layout: Layout, device: Device, workspace_bytes: int) -> Cost:
+    """Predict the head of an engine."""
+    head = Head(layout.num_tokens, model.hidden_size, model.vocab_size)
+    return cost(head, how.dense if loss == "dense" else loss, device, workspace_bytes or workspace_of(head, how, loss))
+
+
+def workspace_of(head: Head, how: Engine, loss: str) -> int:
+    """Return the budget of a loss that is given none: plain torch's chooses one, an adapter's options have one."""
+    return default_workspace(head) if loss == "budget" and how.chooses_budget else DEFAULT_WORKSPACE
+
+
+def layer_of(model: Model, how: Engine, layout: Layout, device: Device) -> LayerTime:
+    """Predict a layer of an engine, its elementwise kernels counted."""
+    plain = layer_time(model, dataclasses.replace(layout, elementwise=how.elementwise), device)
+    more = 6 * how.casts * model.layer_params / device.bandwidth + LAYER_LAUNCHES * COSTS.launch
+    return dataclasses.replace(plain, products=plain.products + more)
+
+
+def _stage_params(model: Model, layers: int, rank: int, last: int) -> int:
+    return layers * model.layer_params + model.head_params * ((rank == 0) + (rank == last)) + model.hidden_size
+
+
+def _peak(model: Model, how: Engine, head: Cost, layout: Layout, layers: int, rank: int, loss: str) -> int:
+    last = layout.pp - 1
+    params = _stage_params(model, layers, rank, last)
+    states = how.states * params + how.casts * (layers * model.layer_params + model.head_params * (rank == last))
+    token = layers * (how.hidden * model.hidden_size + how.inner * model.ffn_size + 4 * model.num_heads)
+    token += how.residual * model.hidden_size
+    kept = layout.num_tokens * token * (layout.pp - rank)
+    if rank == last:
+        gradients = 2 * (layout.num_tokens * model.hidden_size + model.head_params)
+        kept += head.workspace + gradients + 2 * layout.num_tokens * model.hidden_size
+        kept += how.logits * layout.num_tokens * model.vocab_size * (loss == "dense")
+    return max(states + kept, states + OPTIMIZER_TEMPORARY * params)

@@ -1,0 +1,72 @@
+"""The cut of a run's pipeline: ``--layers-per-stage``."""
+
+from __future__ import annotations
+
+import torch
+
+from cce_dist.plan import Layout, Model, plan
+from cce_dist.plan.devices import DEVICES, Device
+from cce_dist.plan.head import Head
+from cce_dist.plan.measured import device_of
+from cce_dist.plan.steps import ENGINES, workspace_of
+from cce_dist.pretrain.recipe import MEGATRON_FUSED, Recipe, UsageError
+
+EVEN, AUTO = "even", "auto"
+PLANNED = {"dense": "dense", "exact": "budget", MEGATRON_FUSED: "fused"}  # by loss of a recipe; the others filter
+
+
+def layers_of_stages(recipe: Recipe) -> list[int] | None:
+    """Return the layers of each pipeline stage; None for the engine's own cut, an even one.
+
+    The numbers of "auto" are those of ``cce-dist plan`` for this model, loss and microbatch. They are arithmetic on sizes and
+    on the GPU's name, so ranks agree.
+
+    Raises:
+        UsageError: Not such numbers, or they do not add up to the model's layers. The last stage alone may have none.
+    """
+    said, num_layers, pp = recipe.layers_per_stage, recipe.shape.num_layers, recipe.pp
+    if said == EVEN or pp == 1:
+        return None
+    if said == AUTO:
+        return planned_layers(recipe)
+    try:
+        layers = [int(count) for count in said.split(",")]
+    except ValueError:
+        raise UsageError(f"--layers-per-stage is even, auto or numbers such as 7,5; got {said}") from None
+    if len(layers) != pp or sum(layers) != num_layers or min(*layers[:-1], layers[-1] + 1) < 1:
+        raise UsageError(f"--layers-per-stage {said} does not cut {num_layers} layers into --pp {pp} stages")
+    return layers
+
+
+def named_stages(layers: list[int] | None) -> dict[str, int]:
+    """Return an uneven cut by name, for what a checkpoint's ranks must have in common."""
+    return {f"layers of stage {stage}": count for stage, count in enumerate(layers or [])}
+
+
+def planned_layers(recipe: Recipe) -> list[int]:
+    """Return the cut that the plan of a recipe has for its loss."""
+    shape = recipe.shape
+    model = Model(shape.hidden_size, shape.vocab_size, shape.num_layers, shape.num_heads, shape.num_ffn)
+    layout = Layout(
+        tp=recipe.tp, pp=recipe.pp, dp=recipe.dp, seq_len=shape.seq_len, sequence_parallel=recipe.sequence_parallel,
+        num_tokens=recipe.batch_size // (recipe.dp * recipe.accumulate) * shape.seq_len, framework=recipe.engine,
+        elementwise=ENGINES[recipe.engine].elementwise,
+    )  # fmt: skip
+    loss = PLANNED.get(recipe.loss, "filtered")
+    head = Head(layout.num_tokens, shape.hidden_size, shape.vocab_size, recipe.tp)
+    try:
+        found = plan(model, layout, _device(), workspace_of(head, ENGINES[recipe.engine], loss))
+    except ValueError as error:
+        raise UsageError(f"--layers-per-stage auto: {error}") from error
+    return next(each.cut.layers for each in found.losses if each.loss == loss)
+
+
+def _device() -> Device:
+    """Return the table's GPU of this machine's name; the first one where the table lacks it."""
+    first = next(iter(DEVICES.values()))
+    if not torch.cuda.is_available():
+        return first
+    try:
+        return device_of(torch.cuda.get_device_name())
+    except ValueError:
+        return first

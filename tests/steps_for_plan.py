@@ -1,0 +1,146 @@
+"""Measure whole steps of ``cce-dist pretrain`` that a plan is compared with: no test, a program for one or two GPUs.
+
+    python tests/steps_for_plan.py torch sizes steps.json
+    torchrun --nproc-per-node 2 tests/steps_for_plan.py megatron cuts steps.json
+
+"sizes" are four models with each loss, on one GPU or as an even pipeline over two. "cuts" are all cuts of one model over two
+GPUs. Ids are drawn by Zipf's law. The file gets, for each run, the seconds of each timed step and the peak of each rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cce_dist.pretrain.ranks import Ranks
+from cce_dist.pretrain.recipe import ENGINES, PRESETS, Recipe, Shape
+from cce_dist.pretrain.train import make_deterministic
+from cce_dist.ranks import in_torchrun, join, own_device
+
+WARM, TIMED = 3, 4
+SIZES = {
+    "wide": (PRESETS["wide"], 16),
+    "wide-12": (dataclasses.replace(PRESETS["wide"], num_layers=12, seq_len=1024), 8),
+    "base": (PRESETS["base"], 16),
+    "base-64k": (dataclasses.replace(PRESETS["base"], num_layers=6, vocab_size=65536), 8),
+}
+# Wide enough that the GPU is waited for, and not the host.
+CUT_OF = Shape(hidden_size=2048, num_layers=6, num_heads=16, num_ffn=5632, seq_len=1024, vocab_size=65536)
+CUT_BATCH, CUT_ACCUMULATE = 64, 4
+
+
+def recipes(engine: str, kind: str, pp: int) -> Iterator[tuple[str, Recipe]]:
+    common = {"engine": engine, "device": "cuda", "dtype": "bfloat16", "pp": pp, "warmup": 4}
+    if kind == "sizes":
+        for loss in ("exact", "dense"):
+            for name, (shape, batch) in SIZES.items():
+                yield name, Recipe(shape=shape, loss=loss, batch_size=batch * pp, accumulate=2 * pp, **common)
+        return
+    cut = {"shape": CUT_OF, "batch_size": CUT_BATCH, "accumulate": CUT_ACCUMULATE}
+    for loss in ("exact", "dense") if engine == "megatron" else ("exact",):
+        for first in range(2, CUT_OF.num_layers + 1):
+            layers = f"{first},{CUT_OF.num_layers - first}"
+            yield "cut-2048", Recipe(loss=loss, layers_per_stage=layers, **cut, **common)
+
+
+def draw(shape: Shape, batch: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.minimum(generator.zipf(1.2, (batch, shape.seq_len + 1)), shape.vocab_size) - 1
+    return ids[:, :-1], ids[:, 1:]
+
+
+def measure(recipe: Recipe, ranks: Ranks) -> dict[str, Any]:
+    generator, seconds = np.random.default_rng(0), []
+    make_deterministic(recipe.seed)
+    engine = getattr(import_module(f"cce_dist.pretrain.engines.{recipe.engine}"), ENGINES[recipe.engine])(recipe, ranks)
+    for step in range(1, WARM + TIMED + 1):
+        batch = draw(recipe.shape, recipe.batch_size, generator)
+        if step == WARM:
+            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        engine.step(step, *batch).loss.item()
+        torch.cuda.synchronize()
+        if step > WARM:
+            seconds.append(time.perf_counter() - start)
+    return {"seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated()}
+
+
+def forget(engine: str) -> None:
+    """Take down what a framework keeps of a run."""
+    if engine == "megatron":
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+    elif engine == "deepspeed":
+        from deepspeed.utils import groups
+
+        groups._release_process_group_references()
+    gc.collect()
+    # Hooks of a framework's models outlive them in circles that pass through C++.
+    for each in gc.get_objects():
+        if isinstance(each, torch.Tensor) and each.is_cuda:
+            each.untyped_storage().resize_(0)
+    torch.cuda.empty_cache()
+
+
+def keep_weights() -> None:
+    """Draw the weights of each model once; Megatron's engine copies from them."""
+    from cce_dist.pretrain.engines import megatron
+
+    drawn, draw_weights = {}, megatron.build_whole
+
+    def once(recipe: Recipe) -> Any:
+        if recipe.shape not in drawn:
+            drawn[recipe.shape] = draw_weights(recipe)
+        return drawn[recipe.shape]
+
+    megatron.build_whole = once
+
+
+def main(engine: str, kind: str, out: str) -> None:
+    warnings.filterwarnings("ignore")
+    device = own_device("cuda")
+    if in_torchrun():
+        join(device, 120.0, bind=True)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if engine == "megatron":
+        keep_weights()
+    found = []
+    for name, recipe in recipes(engine, kind, world):
+        run = {
+            "model": name, "engine": engine, "loss": recipe.loss, "pp": world, "batch_size": recipe.batch_size,
+            "accumulate": recipe.accumulate, "layers_per_stage": recipe.layers_per_stage,
+            "workspace_bytes": 0,
+            "shape": dataclasses.asdict(recipe.shape), "device": torch.cuda.get_device_name(),
+        }  # fmt: skip
+        mine = measure(recipe, Ranks(device, rank, world, pp=world))
+        forget(engine)
+        ranks: list[Any] = [mine] * world
+        if world > 1:
+            dist.all_gather_object(ranks, mine)
+        steps = [max(times) for times in zip(*(each["seconds"] for each in ranks), strict=True)]
+        found.append(run | {"seconds": steps, "peak_bytes": [each["peak_bytes"] for each in ranks]})
+        if rank == 0:
+            peaks = [round(each["peak_bytes"] / 2**20) for each in ranks]
+            tokens = recipe.batch_size * recipe.shape.seq_len / sorted(steps)[len(steps) // 2]
+            print(
+                f"{engine} {name} {recipe.loss} {recipe.layers_per_stage}: {tokens:,.0f} tokens/s, {peaks} MiB",
+                flush=True,
+            )
+            Path(out).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
