@@ -67,7 +67,12 @@ def _our_options(workspace_mib: Sequence[int]) -> dict[str, dict[str, Any]]:
     first, *others = workspace_mib
     exact = {f"cce-dist@{mib}MiB" if others else "cce-dist": {"workspace_bytes": mib << 20} for mib in workspace_mib}
     filtered = {"grad_filter": GradFilter(), "workspace_bytes": first << 20}
-    return {**exact, "cce-dist-default": {}, "cce-dist-cached": {"workspace_bytes": None}, "cce-dist-filtered": filtered}
+    return {
+        **exact,
+        "cce-dist-default": {},
+        "cce-dist-cached": {"workspace_bytes": None},
+        "cce-dist-filtered": filtered,
+    }
 
 
 def _ours(build: Build, options: dict[str, Any], shard: VocabShard, hidden: Tensor, **more: Any) -> LossFn:
