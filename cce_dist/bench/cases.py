@@ -112,7 +112,7 @@ def _measure_all(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     # matplotlib is asked for before hours of measuring, not after.
     has_figure = find_spec("matplotlib") is not None
-    for case, ignored in product(_workloads(args), args.ignored):
+    for case, ignored in [(case, ignored) for case in _workloads(args) for ignored in args.ignored]:
         label = case.label
         try:
             show_progress(f"{label}: drawing the workload")
