@@ -23,12 +23,10 @@ CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
 
-ENTRY_BYTES = (
-    56  # of a listed column in backward: as forward left it, as it is made, as it is sorted, and the sort's own
-)
-# A listed column moves three rows of D numbers, an exact one takes three products of 2 D operations for each column of the shard.
-# A GPU does 60 to 110 operations while it moves a byte.
-COLUMNS_PER_ENTRY = 128  # columns of exact gradient, at least, that cost as much as a listed one
+ENTRY_BYTES = 56  # of a listed column in backward: forward's, as it is made, as it is sorted, and the sort's own
+# A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
+# does 60 to 110 operations while it moves a byte.
+COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed one
 
 NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the vocabulary (lse.py)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -133,7 +134,7 @@ def kept_of(saved: tuple[Tensor, ...], p: Problem) -> Tensor:
         assert listed == sorted(set(listed))
         kept[row, listed] = True
     taken = sorted(zip(begin.tolist(), (begin + count).tolist(), strict=True))
-    assert all(stop <= start for (_, stop), (start, _) in zip(taken, taken[1:], strict=False)), "lists overlap"
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(taken)), "lists overlap"
     assert not kept[:, ids].any()
     kept[:, ids] = True
     return kept

@@ -282,9 +282,10 @@ def _filtered_gradients(
 def _add_few(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, how: Plan, out: Gradients, grads: Grads, spec: Spec
 ) -> None:
-    """Set the exact gradients of the few tokens that lists cannot serve while they serve others; d_weight too, if there are any.
+    """Set the exact gradients of the few tokens that lists do not serve while they serve others.
 
-    They are one tile of rows, so chunks of the vocabulary are long. Where there are none, the launches return at once.
+    They are one tile of rows, so chunks of the vocabulary are long. Where there are none, the launches return at once, and
+    d_weight is not written.
     """
     d_hidden, d_weight, d_bias = out
     num_valid = x.logits.num_valid

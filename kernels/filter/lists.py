@@ -60,7 +60,7 @@ def list_columns(
 ) -> None:  # fmt: skip
     """Write the marked columns that are not hot, ascending, and the label's, to the lists of the group's tokens.
 
-    The count is 0 for tokens without a label. ``taken``, [1] int64, is how much room earlier groups took, and then this one too.
+    The count is 0 for tokens without a label. ``taken``, [1] int64, is how much room groups took so far.
     """
     num_rows, num_words = words_RW.shape
     _list_columns_kernel[(num_rows,)](
@@ -218,7 +218,7 @@ def plan(
 def _served(
     max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack
 ):  # fmt: skip
-    """Say which tokens hot columns and list serve; also the list's length, and log-sum-exp and threshold of the token."""
+    """Say which tokens hot columns and list serve; also the list's length, and the token's threshold, mass and reference."""
     stride = num_tokens.to(tl.int64)
     coef_p = tl.abs(tl.load(coef_ptr + offs_n, mask=in_n, other=0))
     coef_label = tl.abs(tl.load(coef_ptr + stride + offs_n, mask=in_n, other=0))
@@ -233,7 +233,7 @@ def _served(
     # NaN makes this false too. A sum is finite where all its terms are.
     served = (count <= longest) & (lse - bound < FARTHEST) & (bound - lse - log_ratio <= tl.log(slack))
     served &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label + coef_uniform) < float("inf")
-    return served, count, lse, lse + log_eps + log_ratio, outside * tl.exp(relative_to - lse), lse - tl.log(coef_p)
+    return served, count, lse + log_eps + log_ratio, outside * tl.exp(relative_to - lse), lse - tl.log(coef_p)
 
 
 @kernel("slot_ptr", "out_labels_ptr", "out_int_ptr", "out_ptr", "num_ptr", "few_ptr", "block_token_ptr")
@@ -271,7 +271,7 @@ def _plan_kernel(
         offs_n = first + tl.arange(0, BLOCK)
         in_n = offs_n < num_tokens
         live = tl.load(labels_ptr + offs_n, mask=in_n, other=-1) >= 0
-        served, count, _, _, _, _ = _served(
+        served, count, _, _, _ = _served(
             max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack
         )
         # Forward gave room to all lists in the order in which they came: it was enough for all or nobody knows for which.
@@ -289,7 +289,7 @@ def _plan_kernel(
         offs_n = first + tl.arange(0, BLOCK)
         in_n = offs_n < num_tokens
         label = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
-        served, count, lse, threshold, mass, reference = _served(
+        served, count, threshold, mass, reference = _served(
             max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack
         )
         tl.store(out_ptr + offs_n, threshold, mask=in_n)
