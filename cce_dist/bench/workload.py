@@ -56,7 +56,7 @@ class Rung(NamedTuple):
 
 
 RUNGS = {
-    "unigram": Rung(1, 0.0, (1e-6, 1e-6)),
+    "unigram": Rung(16, 0.5, (1e-3, 1e-2)),
     "early": Rung(256, 0.5, (0.02, 0.3)),
     "spread": Rung(256, 0.5, (0.1, 0.8)),
     "middle": Rung(128, 1.0, (0.4, 0.99)),
