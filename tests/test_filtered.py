@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cce_dist import GradFilter, linear_cross_entropy
 from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter
-from cce_dist.kernels.filter import hot, lists, shares
+from cce_dist.kernels.filter import bound, hot, lists, shares
 from cce_dist.verify import cases as verify_cases
 from cce_dist.verify.check import assert_no_worse, run_case
 
@@ -569,6 +569,81 @@ def test_peak_memory(mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     grads = gradients(p, case, Softmax(stats[0], stats[1].log()), saved)
     kept = sum(x.nbytes for x in (stats, *saved, *grads) if x is not None)
     assert torch.cuda.max_memory_allocated() - before - kept <= case.budget + (64 << 20)
+
+
+def drawn_bound(p: Problem, size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """The bound with so many columns drawn, and those columns."""
+    monkeypatch.setattr(bound, "num_drawn", lambda num_outside: min(size, num_outside))
+    ids: list[Tensor] = []
+    draw = bound.draw_outside
+
+    def spy(*args: Any) -> Any:
+        result = draw(*args)
+        ids.append(result[0])
+        return result
+
+    monkeypatch.setattr(filter, "draw_outside", spy)
+    _, *saved = local_stats(p, Case())
+    return saved[0][0].double(), ids[0].long()
+
+
+def test_drawn_columns_bound_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: hot columns drawn, columns that are not spread evenly, a label counted twice, the error left out or taken twice,
+    and an error where every column is drawn."""
+    p = problem(Case(start=20, num_rows=600, ids=700, ignored=0.0))
+    d = dense(p)
+    lse = d.maximum + d.log_sum
+    here = d.is_label.any(1)
+    every, ids = drawn_bound(p, 600, monkeypatch)
+    assert ids.unique().numel() == len(ids) == 600 - 13
+    torch.testing.assert_close(every, lse, rtol=0, atol=2e-2 if GPU else 1e-5)
+
+    some, ids = drawn_bound(p, 64, monkeypatch)
+    _, *saved = local_stats(p, Case())
+    assert not torch.isin(ids, saved[-1]).any()
+    gaps = ids.sort().values.diff()
+    assert len(ids) == 64 and gaps.min() > 0 and gaps.max() < 30
+    e = (d.z - lse[:, None]).exp()
+    outside = torch.ones(600, dtype=torch.bool, device=DEVICE)
+    outside[saved[-1]] = False
+    label = torch.where(here, (e * d.is_label).sum(1), 0.0) * torch.where(d.is_label[:, outside].any(1), 1.0, 0.0)
+    sample = torch.where(d.is_label, 0.0, e)[:, ids]
+    error = bound.ERRORS * ((1 - 64 / 587) / 63) ** 0.5 * sample.std(1, correction=0)
+    rest = 587 * (sample.mean(1) - error).clamp_min(0)
+    expected = lse + (e[:, ~outside].sum(1) + label + rest).log()
+    torch.testing.assert_close(some, expected, rtol=0, atol=2e-2 if GPU else 1e-4)
+    assert (rest > 0).any() and (rest == 0).any()
+
+
+def test_a_bound_that_is_too_high_loses_nothing(monkeypatch: pytest.MonkeyPatch, limits) -> None:
+    """Its tokens are exact, the others as ever. Catches: lists that are trusted, a few tokens forgotten or counted twice."""
+    case = Case(bias=True)
+    limits(case)
+    p = problem(case)
+    d = dense(p)
+    high = torch.zeros(case.num_tokens, device=DEVICE)
+    high[::4] = 1.0
+
+    def too_high(stats: Tensor) -> Tensor:
+        return torch.where(high > 0, d.maximum + d.log_sum + high, whole(stats).double()).float()
+
+    _, *saved = local_stats(p, case, merge_bound=too_high)
+    grad, _, exact = gradient_of_logits(tuple(saved), p, d, case)
+    assert torch.equal(exact, (p.labels >= 0) & (high > 0))
+    ours = gradients(p, case, d, saved)
+    rounded = grad.to(DTYPE)
+    assert_no_worse(ours[0], rounded @ p.weight, grad @ p.weight.double(), DTYPE, "d_hidden")
+    assert_no_worse(ours[1], rounded.T @ p.hidden, grad.T @ p.hidden.double(), DTYPE, "d_weight")
+    assert_no_worse(ours[2], grad.float().sum(0), grad.sum(0), DTYPE, "d_bias")
+
+
+def test_lists_have_room_as_the_budget_and_their_cost_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a share of the budget that sorting exceeds, and lists that cost more than the exact gradient."""
+    monkeypatch.undo()
+    assert budget.list_capacity(8192, 256_000, 256 << 20) * 56 <= 256 << 20
+    assert budget.list_capacity(8192, 256_000, 256 << 20) > 500 * 8192
+    assert budget.list_capacity(8192, 32_000, 256 << 20) == 250 * 8192
+    assert budget.list_capacity(0, 32_000, 256 << 20) == 1
 
 
 def test_hot_columns_are_those_labelled_most() -> None:
