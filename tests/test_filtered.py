@@ -19,6 +19,7 @@ from torch import Tensor
 from cce_dist import GradFilter, linear_cross_entropy
 from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter
 from cce_dist.kernels.filter import bound, hot, lists, shares
+from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.verify import cases as verify_cases
 from cce_dist.verify.check import assert_no_worse, run_case
 
@@ -353,6 +354,10 @@ def test_sample_stands_for_all_tokens() -> None:
     torch.testing.assert_close(weight.mean(), torch.ones((), dtype=torch.float64), rtol=1e-5, atol=0)
     assert (weight - 1).abs().max() < 0.9
 
+    ahead = ((weight[:, None] * rows.cpu().double()).sum(0) / weight.sum()) - mean
+    assert sample.ahead_D is not None and ahead.norm() > 0.03
+    torch.testing.assert_close(sample.ahead_D.cpu().double(), ahead, rtol=1e-4, atol=1e-5)
+
     none, _ = shares.sample_tokens(given[0], torch.zeros(num_tokens, device=DEVICE), *given[2:], most=size)
     assert none.size.item() == 0
     few, _ = shares.sample_tokens(*(each[:100] for each in given), most=size)
@@ -360,6 +365,31 @@ def test_sample_stands_for_all_tokens() -> None:
     used = few.reference_S < float("inf")
     assert used.nonzero()[:, 0].tolist() == dropped[:100].nonzero()[:, 0].tolist()
     torch.testing.assert_close(few.reference_S[used].cpu(), reference[:100][used[:100].cpu()])
+
+
+def test_shares_are_tilted_to_the_mean_of_all_tokens() -> None:
+    """Catches: a tilt the wrong way, without the logit scale, or taken as another column's, and a weight that is not finite."""
+    torch.manual_seed(0)
+    size, hidden_size, num_valid, scale = 32, 16, 90, 0.5
+    rows, weight = (torch.randn(n, hidden_size).to(DEVICE, DTYPE) for n in (size, num_valid))
+    weight[7] = float("nan")
+    ahead = (0.3 * torch.randn(hidden_size)).to(DEVICE, DTYPE)
+    slot = torch.zeros(num_valid, dtype=torch.int32, device=DEVICE)
+    slot[3] = 1
+    numbers = torch.zeros(2, size, device=DEVICE)
+    labels = torch.full((size,), -1, device=DEVICE)
+    labels[5] = 11
+    sample = shares.Sample(
+        labels.int(), numbers[0], numbers[1] + 0.4, labels, torch.full_like(labels[:1].int(), size), ahead
+    )
+    x = Operands(rows, weight, None, labels, ShardLogits(0, num_valid, scale))
+    ours = shares.dropped_shares(rows, x, sample, slot, choose_tiles(DTYPE, rows.device).lse)[0]
+    z = scale * rows.double() @ weight.double().T
+    e = torch.where(z < 0.4, z.exp(), 0.0)
+    e[5, 11] = 0.0
+    sums = e.sum(0) * (-shares.TILT * scale * (weight.double() @ ahead.double())).nan_to_num().exp()
+    sums[3] = 0.0
+    torch.testing.assert_close(ours.double(), sums / sums.sum(), rtol=2e-2 if GPU else 1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("side", ["hidden", "weight"])

@@ -249,7 +249,7 @@ def _filtered_gradients(
         how = plan(x, softmax, coef_4N, lists, hot.slot_V, spec.filter.eps)
         # The first gradients are those of tokens that are exact, all of them or a few; the others are added.
         d_hidden, d_weight, d_bias = exact.gradients(
-            x._replace(ids=how.dense_labels), softmax, coef_4N, [*compact(how.dense_labels), *exact.new_kept(x)],
+            x._replace(ids=how.dense_labels), softmax, coef_4N, [*how.dense_order, *exact.new_kept(x)],
             grads._replace(hidden_ready=None, ready_rows=None), spec, often_empty=True,
         )  # fmt: skip
         target = d_weight if grads.weight_out is None else grads.weight_out

@@ -21,7 +21,7 @@ from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter.hot import Hot
 from cce_dist.kernels.tiles import Tiles, interpreted, precision
 
-ERRORS = 3.0  # standard errors
+ERRORS = 2.0  # standard errors
 
 
 def num_drawn(num_outside: int) -> int:
@@ -39,27 +39,26 @@ def draw_outside(hot: Hot, x: Operands) -> tuple[torch.Tensor, Operands]:
     weight_SD = x.weight.new_empty(size, hidden_size)
     bias_S = None if x.bias is None else x.bias.new_empty(size)
     if size:
-        rank_V = (hot.slot_V[:num_valid] == 0).cumsum(0, dtype=torch.int32)
         _draw_outside_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
-            rank_V, x.weight, x.bias,
+            hot.ids_H, x.weight, x.bias,
             ids_S, weight_SD, bias_S,
-            size, num_valid, num_outside, hidden_size, num_valid.bit_length(),
+            size, num_outside, num_valid - num_outside, hidden_size, (num_valid - num_outside).bit_length(),
             HAS_BIAS=x.bias is not None, BLOCK_S=16, BLOCK_D=256,
         )  # fmt: skip
     return ids_S, x._replace(weight=weight_SD, bias=bias_S, logits=x.logits._replace(start=0, num_valid=size))
 
 
-@kernel("rank_ptr", "weight_ptr", "bias_ptr", "ids_ptr", "weight_out_ptr", "bias_out_ptr", "hidden_size")
+@kernel("hot_ptr", "weight_ptr", "bias_ptr", "ids_ptr", "weight_out_ptr", "bias_out_ptr", "hidden_size")
 def _draw_outside_kernel(
-    rank_ptr,  # in: [V] int32: how many columns up to this one are not hot
+    hot_ptr,  # in: [H] int64: the hot columns, ascending
     weight_ptr,  # in: [V, D]
     bias_ptr,  # in: [V]
     ids_ptr,  # out: [S] int32
     weight_out_ptr,  # out: [S, D]
     bias_out_ptr,  # out: [S]
     size,
-    num_valid,
     num_outside,
+    num_hot,
     hidden_size,
     num_steps,
     HAS_BIAS: tl.constexpr,
@@ -72,15 +71,17 @@ def _draw_outside_kernel(
     first = (offs_s.to(tl.int64) * num_outside // size).to(tl.int32)
     length = ((offs_s + 1).to(tl.int64) * num_outside // size).to(tl.int32) - first
     hashed = (offs_s.to(tl.uint32) * 2654435761) >> 16
-    wanted = first + (hashed.to(tl.int64) * length >> 16).to(tl.int32) + 1
-    # Bisection finds the first column whose rank is that.
-    column = tl.zeros((BLOCK_S,), tl.int32)
-    last = column + num_valid - 1
+    place = first + (hashed.to(tl.int64) * length >> 16).to(tl.int32)
+    # The column at this place among those that are not hot comes after as many hot ones as have fewer others before them.
+    num_before = tl.zeros((BLOCK_S,), tl.int32)
+    last = num_before + num_hot
     for _ in range(0, num_steps):
-        middle = (column + last) // 2
-        later = tl.load(rank_ptr + middle, mask=in_s, other=0) < wanted
-        column = tl.where(later, tl.minimum(middle + 1, last), column)
-        last = tl.where(later, last, middle)
+        middle = (num_before + last) // 2
+        hot = tl.load(hot_ptr + middle, mask=in_s & (num_before < last), other=0).to(tl.int32)
+        before = (hot - middle <= place) & (num_before < last)
+        num_before = tl.where(before, middle + 1, num_before)
+        last = tl.where(before, last, middle)
+    column = place + num_before
 
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = in_s[:, None] & (offs_d < hidden_size)[None, :]

@@ -32,6 +32,7 @@ from cce_dist.kernels.filter.hot import Hot
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
 LONGEST = 4096  # columns of a list; a longer one would keep a few programs busy while all others are done
 BLOCK = 256  # listed columns of a program
+BLOCK_K, BLOCK_D, WARPS = 8, 512, 4
 FEW = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
 FARTHEST = tl.constexpr(30.0)  # nats between bound and LSE; the marks of lse.py mean nothing beyond its HEADROOM
 
@@ -157,7 +158,7 @@ class Plan(NamedTuple):
         dense_labels: The label if all tokens take the exact path, else -1; int64.
         hot_labels: The label's place among the hot columns if it has one and the token is listed, else -1; int64.
         end: Where the token's entries end; int32.
-        index: The listed tokens, in order, then the others, as ``tokens.compact`` has them; int32.
+        index: The listed tokens, or all with a label if those are dense, in order, then the others; int32.
         last_block: The place after the token's blocks; int32.
         threshold: Logits below it are dropped, fp32.
         mass: Softmax mass of the shard's columns that are not hot, times the softcap's slopes, fp32.
@@ -191,6 +192,11 @@ class Plan(NamedTuple):
         """The listed tokens first, and their number."""
         return [self.index, self.num_listed]
 
+    @property
+    def dense_order(self) -> list[torch.Tensor]:
+        """Where all tokens are dense those with a label first, and their number."""
+        return [self.index, self.num_dense]
+
 
 def plan(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, slot_V: torch.Tensor | None, eps: float
@@ -209,7 +215,7 @@ def plan(
         int64_3N, int32_3N, fp32_3N, num_4, few, block_token,
         num_tokens, LONGEST, capacity, x.logits.start, x.logits.num_valid,
         math.log(eps), SLACK,
-        HAS_SLOT=slot_V is not None, FEW=FEW, ENTRIES=BLOCK, BLOCK=2048, num_warps=16,
+        HAS_SLOT=slot_V is not None, FEW=FEW, ENTRIES=BLOCK, BLOCK=4096, num_warps=32,
     )  # fmt: skip
     return Plan(*int64_3N.unbind(), *int32_3N.unbind(), *fp32_3N.unbind(), *num_4.unbind(), few, block_token)
 
@@ -281,8 +287,7 @@ def _plan_kernel(
 
     stride = num_tokens.to(tl.int64)
     room_taken = tl.zeros((), tl.int32)
-    num_dense = tl.zeros((), tl.int32)
-    num_listed = tl.zeros((), tl.int32)
+    num_chosen = tl.zeros((), tl.int32)
     num_few = tl.zeros((), tl.int32)
     num_blocks = tl.zeros((), tl.int32)
     for first in range(0, num_tokens, BLOCK):
@@ -300,7 +305,6 @@ def _plan_kernel(
         few = live & (served == 0) & (all_dense == 0)
         served &= all_dense == 0
         dense = live & all_dense
-        num_dense += tl.sum(dense.to(tl.int32), 0)
         length = tl.where(live & served, count, 0)
         tl.store(out_int_ptr + offs_n, room_taken + tl.cumsum(length, 0), mask=in_n)
         room_taken += tl.sum(length, 0)
@@ -312,10 +316,10 @@ def _plan_kernel(
             slot = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=0)
             tl.store(out_labels_ptr + 2 * stride + offs_n, slot.to(tl.int64) - 1, mask=in_n)
 
-        listed = (live & served).to(tl.int32)
-        listed_before = num_listed + tl.cumsum(listed, 0) - listed
-        place = tl.where(listed > 0, listed_before, num_tokens - 1 - (offs_n - listed_before))
-        num_listed += tl.sum(listed, 0)
+        chosen = (dense | (live & served)).to(tl.int32)
+        chosen_before = num_chosen + tl.cumsum(chosen, 0) - chosen
+        place = tl.where(chosen > 0, chosen_before, num_tokens - 1 - (offs_n - chosen_before))
+        num_chosen += tl.sum(chosen, 0)
         tl.store(out_int_ptr + stride + place, offs_n, mask=in_n)
 
         place = num_few + tl.cumsum(few.to(tl.int32), 0) - 1
@@ -329,8 +333,8 @@ def _plan_kernel(
         while tl.max(blocks, 0) > 0:
             tl.store(block_token_ptr + block - blocks, offs_n, mask=blocks > 0)
             blocks = tl.maximum(blocks - 1, 0)
-    tl.store(num_ptr, num_dense)
-    tl.store(num_ptr + 1, num_listed)
+    tl.store(num_ptr, tl.where(all_dense, num_chosen, 0))
+    tl.store(num_ptr + 1, tl.where(all_dense, 0, num_chosen))
     tl.store(num_ptr + 2, num_few)
     tl.store(num_ptr + 3, num_blocks)
 
@@ -390,7 +394,7 @@ def listed_gradients(
         x.logits.logit_scale, x.logits.softcap,
         HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0, WANT_ENTRIES=entries is not None,
         # tiles
-        ENTRIES=BLOCK, BLOCK_K=8, BLOCK_D=512, num_warps=4,
+        ENTRIES=BLOCK, BLOCK_K=BLOCK_K, BLOCK_D=BLOCK_D, num_warps=WARPS,
     )  # fmt: skip
     num_listed_N = torch.empty_like(lists.count_N)
     shape = (num_tokens,) if entries is None else (2, num_tokens)
