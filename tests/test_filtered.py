@@ -601,47 +601,40 @@ def test_peak_memory(mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.cuda.max_memory_allocated() - before - kept <= case.budget + (64 << 20)
 
 
-def drawn_bound(p: Problem, size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
-    """The bound with so many columns drawn, and those columns."""
-    monkeypatch.setattr(bound, "num_drawn", lambda num_outside: min(size, num_outside))
-    ids: list[Tensor] = []
+def test_drawn_columns_bound_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: hot columns drawn, columns that are not spread evenly, a label counted twice, the error left out or taken twice,
+    and an error where every column is drawn."""
+    num_hot, num_rows, size = 100 if GPU else 13, 600, 64
+    p = problem(Case(start=20, num_rows=num_rows, ids=700, ignored=0.0))
+    d = dense(p)
+    lse, num_outside = d.maximum + d.log_sum, num_rows - num_hot
+    drawn: list[Tensor] = []
     draw = bound.draw_outside
 
     def spy(*args: Any) -> Any:
         result = draw(*args)
-        ids.append(result[0])
+        drawn.append(result[0].long())
         return result
 
     monkeypatch.setattr(filter, "draw_outside", spy)
-    _, *saved = local_stats(p, Case())
-    return saved[0][0].double(), ids[0].long()
-
-
-def test_drawn_columns_bound_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: hot columns drawn, columns that are not spread evenly, a label counted twice, the error left out or taken twice,
-    and an error where every column is drawn."""
-    p = problem(Case(start=20, num_rows=600, ids=700, ignored=0.0))
-    d = dense(p)
-    lse = d.maximum + d.log_sum
-    here = d.is_label.any(1)
-    every, ids = drawn_bound(p, 600, monkeypatch)
-    assert ids.unique().numel() == len(ids) == 600 - 13
+    monkeypatch.setattr(bound, "num_drawn", lambda num_outside: num_outside)
+    every = local_stats(p, Case())[1][0].double()
+    assert len(drawn[0].unique()) == num_outside
     torch.testing.assert_close(every, lse, rtol=0, atol=2e-2 if GPU else 1e-5)
 
-    some, ids = drawn_bound(p, 64, monkeypatch)
+    monkeypatch.setattr(bound, "num_drawn", lambda _: size)
     _, *saved = local_stats(p, Case())
-    assert not torch.isin(ids, saved[-1]).any()
-    gaps = ids.sort().values.diff()
-    assert len(ids) == 64 and gaps.min() > 0 and gaps.max() < 30
+    ids, hot_ids = drawn[1], saved[-1]
+    assert not torch.isin(ids, hot_ids).any()
+    gaps = ids.diff()
+    assert len(ids) == size and gaps.min() > 0 and gaps.max() < 4 * num_rows / size
     e = (d.z - lse[:, None]).exp()
-    outside = torch.ones(600, dtype=torch.bool, device=DEVICE)
-    outside[saved[-1]] = False
-    label = torch.where(here, (e * d.is_label).sum(1), 0.0) * torch.where(d.is_label[:, outside].any(1), 1.0, 0.0)
+    is_hot = torch.zeros(num_rows, dtype=torch.bool, device=DEVICE).index_fill(0, hot_ids, True)
     sample = torch.where(d.is_label, 0.0, e)[:, ids]
-    error = bound.ERRORS * ((1 - 64 / 587) / 63) ** 0.5 * sample.std(1, correction=0)
-    rest = 587 * (sample.mean(1) - error).clamp_min(0)
-    expected = lse + (e[:, ~outside].sum(1) + label + rest).log()
-    torch.testing.assert_close(some, expected, rtol=0, atol=2e-2 if GPU else 1e-4)
+    error = bound.ERRORS * ((1 - size / num_outside) / (size - 1)) ** 0.5 * sample.std(1, correction=0)
+    rest = num_outside * (sample.mean(1) - error).clamp_min(0)
+    expected = lse + (torch.where(is_hot | d.is_label, e, 0.0).sum(1) + rest).log()
+    torch.testing.assert_close(saved[0][0].double(), expected, rtol=0, atol=2e-2 if GPU else 1e-4)
     assert (rest > 0).any() and (rest == 0).any()
 
 
