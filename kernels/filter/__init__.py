@@ -79,7 +79,7 @@ __all__ = [
     "statistics", "token_losses",
 ]  # fmt: skip
 
-SAMPLE = 512  # tokens that the shares are taken from; a power of 2
+SAMPLE = 256  # tokens that the shares are taken from; a power of 2
 
 
 def rows_at_once(x: Operands, spec: Spec) -> int | None:
