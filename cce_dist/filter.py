@@ -24,7 +24,7 @@ class GradFilter:
     tokens is wrong by tens of percent. With compensation a rank-1 matrix stands in for the dropped part: its row sums, times
     each column's share of the column sums (taken of absolute values). So the mean of dE is right, where upstream gradients have
     one sign, and every row of the weight gets its gradient. The torch backend takes the shares from all tokens; the Triton
-    backend takes them from a sample of 512, drawn in proportion to what a token drops, and moves them to the mean hidden state
+    backend takes them from a sample of 256, drawn in proportion to what a token drops, and moves them to the mean hidden state
     of all.
 
     Args:
