@@ -264,7 +264,12 @@ def dropped_shares(
         tile = tile._replace(cols=max(16, tile.cols // 2))  # the epilogue over a whole tile spills registers
     tma = has_tma(rows_SD, x.weight)
     num_blocks = cdiv(num_rows, tile.rows)
-    ahead_V = None if sample.ahead_D is None else torch.mv(x.weight[: logits.num_valid], sample.ahead_D)
+    ahead_V = None
+    if sample.ahead_D is not None:
+        ahead_V = torch.empty(logits.num_valid, dtype=torch.float32, device=rows_SD.device)
+        _along_ahead_kernel[(cdiv(logits.num_valid, 16),)](
+            x.weight, sample.ahead_D, ahead_V, logits.num_valid, hidden_size, BLOCK_V=16, BLOCK_D=512
+        )
     sums_BV = torch.empty(num_blocks, logits.num_valid, dtype=torch.float32, device=rows_SD.device)
     _dropped_sums_kernel[(cdiv(logits.num_valid, tile.cols) * num_blocks,)](
         # in
@@ -286,6 +291,28 @@ def dropped_shares(
     return shares_of(sums_BV, slot_V, logits.num_valid)
 
 
+@kernel("weight_ptr", "ahead_ptr", "along_ptr", "hidden_size")
+def _along_ahead_kernel(
+    weight_ptr,  # in: [V, D]
+    ahead_ptr,  # in: [D]
+    along_ptr,  # out: [V] fp32
+    num_valid,
+    hidden_size,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_v = offs_v < num_valid
+    products = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
+    for first in range(0, hidden_size, BLOCK_D):
+        offs_d = first + tl.arange(0, BLOCK_D)
+        in_d = offs_d < hidden_size
+        where = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        w = tl.load(where, mask=in_v[:, None] & in_d[None, :], other=0).to(tl.float32)
+        products += w * tl.load(ahead_ptr + offs_d, mask=in_d, other=0).to(tl.float32)[None, :]
+    tl.store(along_ptr + offs_v, tl.sum(products, 1), mask=in_v)
+
+
 @kernel("hidden", "weight", "bias_ptr", "slot_ptr", "ahead_ptr", "sums_ptr", "hidden_size")
 def _dropped_sums_kernel(
     hidden,  # in: [S, D] descriptor or pointer
@@ -296,7 +323,7 @@ def _dropped_sums_kernel(
     threshold_ptr,  # in: [S] fp32
     labels_ptr,  # in: [S] int64
     slot_ptr,  # in: [V] int32
-    ahead_ptr,  # in: [V]
+    ahead_ptr,  # in: [V] fp32
     sums_ptr,  # out: [B, V] fp32, a row for each block of rows
     num_rows,
     hidden_size,
@@ -341,7 +368,7 @@ def _dropped_sums_kernel(
         is_hot = tl.load(slot_ptr + offs_v, mask=in_v, other=0) > 0
         sums = tl.where(is_hot, 0.0, tl.sum(e, 0))
         if HAS_AHEAD:
-            ahead = tilt * tl.load(ahead_ptr + offs_v, mask=in_v, other=0).to(tl.float32)
+            ahead = tilt * tl.load(ahead_ptr + offs_v, mask=in_v, other=0)
             sums *= tl.exp(-tl.where(tl.abs(ahead) < FARTHEST, ahead, 0.0))
     where = sums_ptr + (tl.program_id(0) % num_blocks).to(tl.int64) * num_valid + offs_v
     tl.store(where, sums, mask=in_v)
