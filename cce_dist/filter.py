@@ -17,14 +17,15 @@ class GradFilter:
     Every element of the softmax's gradient that reaches ``eps`` times the gradient of its token's label is kept, and so is the
     label's own. The whole gradient is looked at: z-loss and upstream gradients included. Where the entropy is differentiated
     everything is kept. The uniform term of label smoothing is never dropped. The Triton backend keeps more than that: all
-    elements of the columns that are labels most often in the batch, and all of a token whose elements do not fit its lists.
+    elements of the columns that are labels most often in the batch, all of a token whose list would be very long, and all of
+    all tokens where the lists would cost more than the exact gradient.
 
     What is dropped is tiny, element by element, but it all pushes the same way: without compensation the mean of dE over
     tokens is wrong by tens of percent. With compensation a rank-1 matrix stands in for the dropped part: its row sums, times
     each column's share of the column sums (taken of absolute values). So the mean of dE is right, where upstream gradients have
     one sign, and every row of the weight gets its gradient. The torch backend takes the shares from all tokens; the Triton
-    backend takes them from a sample of 512, drawn in proportion to what a token drops and weighted to have the mean hidden
-    state's component along itself.
+    backend takes them from a sample of 256, drawn in proportion to what a token drops, and moves them to the mean hidden state
+    of all.
 
     Args:
         eps: Threshold, in the units of a probability. 0 keeps everything.

@@ -24,8 +24,10 @@ LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2 << 30  # of the budget that is chosen
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
 
-MEAN_LIST = 64  # columns listed per token, on average over the batch, that backward has room for
-ENTRY_BYTES = 48  # of one such column in backward: as it is made, as it is sorted, and the sort's own
+ENTRY_BYTES = 56  # of a listed column in backward: forward's, as it is made, as it is sorted, and the sort's own
+# A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
+# does 60 to 110 operations while it moves a byte.
+COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed one
 
 NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the vocabulary (lse.py)
 
@@ -179,14 +181,16 @@ def _fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_onc
     )
 
 
-def longest_list(num_tokens: int, workspace_bytes: int) -> int:
-    """Return L, the columns that a token's list has room for: four bytes each, an eighth of the budget in all."""
-    return max(64, min(1024, workspace_bytes // (32 * max(1, num_tokens)) // 32 * 32))
+def list_capacity(num_tokens: int, num_columns: int, workspace_bytes: int) -> int:
+    """Return M, the columns that all lists have room for: as many as the budget holds, and no more than pay."""
+    room = max(workspace_bytes, LEAST_BYTES) // ENTRY_BYTES
+    return max(1, min(room, num_tokens * num_columns // COLUMNS_PER_ENTRY))
 
 
-def list_capacity(num_tokens: int, workspace_bytes: int) -> int:
-    """Return M, the entries of all lists that backward has room for."""
-    return max(1, min(MEAN_LIST * num_tokens, max(workspace_bytes, LEAST_BYTES) // 4 // ENTRY_BYTES))
+def few_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
+    """Return the columns at a time of the exact gradient of a few tokens: a quarter of the budget."""
+    most = max(workspace_bytes, LEAST_BYTES) // 4 // (rows * itemsize) // tile_cols * tile_cols
+    return max(tile_cols, min(most, cdiv(num_columns, tile_cols) * tile_cols))
 
 
 def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int) -> Chunks:

@@ -16,7 +16,7 @@ from cce_dist.bench.loop import Clock, Job, Row, Timing, reference, relative_err
 from cce_dist.bench.methods import Method
 from cce_dist.bench.peers import dense
 from cce_dist.bench.shapes import SHAPES, HeadShape
-from cce_dist.bench.workload import IGNORE_INDEX, make_workload
+from cce_dist.bench.workload import IGNORE_INDEX, RUNGS, make_workload
 from cce_dist.report import write_json
 
 TINY = HeadShape(hidden_size=32, vocab_size=300)
@@ -37,6 +37,38 @@ def test_workload_has_the_statistics_of_a_trained_model():
     assert 0.4 < matters.float().mean() < 0.75
     # Zipf: the first eighth of the ids holds most of the labels, yet ids are not in exact order of frequency
     assert (workload.labels < 32_064 // 8).float().mean() > 0.7
+
+
+def test_the_ladder_goes_from_unigram_to_sharp():
+    """Catches a rung that is another's, candidates that keep no mass, and hot ids counted as outside."""
+    shape = HeadShape(256, 8192)
+    rungs = [make_workload(shape, 512, rung=rung, dtype=torch.float32) for rung in RUNGS]
+    losses = [rung.loss for rung in rungs]
+    assert losses[0] > 5.5 and losses[-1] < 2.0 and len(losses) >= 6
+    assert sorted(losses[:4], reverse=True) == losses[:4]
+    probability = F.linear(rungs[2].hidden, rungs[2].weight).softmax(1)
+    assert rungs[2].num_above == pytest.approx((probability >= 2**-12).sum(1).double().mean().item())
+    outside = [rung.num_outside for rung in rungs]
+    assert min(outside[1:4]) > 30 > outside[-1]
+    assert all(rung.num_outside < rung.num_above for rung in rungs)
+
+
+def test_bench_reads_captured_states(tmp_path, capsys, monkeypatch):
+    """Catches labels that are drawn anew, and a file's own sizes replaced by those of a shape."""
+    hidden, weight = torch.randn(40, 16), torch.randn(90, 16)
+    labels = torch.randint(90, (40,))
+    labels[::4] = -100
+    path = tmp_path / "step-7.pt"
+    torch.save({"hidden": hidden, "weight": weight, "labels": labels}, path)
+    monkeypatch.setattr(methods, "all_methods", lambda *choice: {"torch": Method(lambda *case: dense)})
+    command = ["bench", "--workload", str(path), "--repeats", "1", "--device", "cpu", "--dtype", "float32"]
+    assert cli.main([*command, "--out", str(tmp_path)]) == 0
+    assert "### captured, step-7, N 40, D 16, V 90, float32" in capsys.readouterr().out
+    (case,) = report.read_json(tmp_path / "bench.json").cases
+    assert case.loss == pytest.approx(F.cross_entropy(hidden @ weight.T, labels).item(), rel=1e-5)
+    assert case.rung == "step-7"
+    with pytest.raises(SystemExit, match="is neither a rung"):
+        cli.main(["bench", "--workload", "sharpest"])
 
 
 def test_workload_is_reproducible_and_ignores_the_share_asked_for():

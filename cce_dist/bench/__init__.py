@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", help=f"heads to time: {', '.join(SHAPES)}")
     add("--tokens", nargs="+", type=int, metavar="N", help="numbers of tokens (default: 8192; on a CPU 512)")
+    add(
+        "--workload", nargs="+", default=["trained"], metavar="RUNG",
+        help="how sure the softmax is: unigram, early, spread, middle, trained, sharp, or all of this 'ladder'; or files that "
+        "'cce-dist pretrain --capture' wrote, which have their own shape and tokens (default: trained)",
+    )  # fmt: skip
     add("--methods", nargs="+", metavar="METHOD", help="rows of the table; 'list' prints them (default: all)")
     add("--ignored", nargs="+", type=float, metavar="SHARE", help="shares of labels that are -100 (default: 0)")
     add("--tp", type=_sizes, metavar="T,T", help="split the vocabulary over so many ranks, under torchrun or alone")
@@ -55,10 +60,15 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from cce_dist.bench import cases
+    from cce_dist.bench.workload import RUNGS
 
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes, tokens = DEFAULTS[torch.device(args.device).type]
+    args.workload = [rung for name in args.workload for rung in (RUNGS if name == "ladder" else [name])]
+    missing = [name for name in args.workload if name not in RUNGS and not Path(name).is_file()]
+    if missing:
+        raise SystemExit(f"cce-dist bench: {missing[0]} is neither a rung ({', '.join(RUNGS)}) nor a file")
     args.shapes, args.tokens, args.ignored = args.shapes or shapes, args.tokens or tokens, args.ignored or [0.0]
     return cases.run(args)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from cce_dist import VocabShard
 from cce_dist.bench import methods, report
 from cce_dist.bench.loop import measure
 from cce_dist.bench.shapes import SHAPES
-from cce_dist.bench.workload import make_workload
+from cce_dist.bench.workload import RUNGS, Workload, make_workload, read_workload
 from cce_dist.ranks import in_torchrun, join, own_device, run_ranks
 from cce_dist.report import describe, describe_environment, write_json
 
@@ -111,21 +112,23 @@ def _measure_all(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     # matplotlib is asked for before hours of measuring, not after.
     has_figure = find_spec("matplotlib") is not None
-    for shape, num_tokens, ignored in product(args.shapes, args.tokens, args.ignored):
-        label = f"{shape}, N {num_tokens:,}"
+    for case, ignored in [(case, ignored) for case in _workloads(args) for ignored in args.ignored]:
+        label = case.label
         try:
             show_progress(f"{label}: drawing the workload")
             dtype = getattr(torch, args.dtype)
-            workload = make_workload(SHAPES[shape], num_tokens, ignored=ignored, dtype=dtype, device=device)
+            workload = case.make(ignored=ignored, dtype=dtype, device=device)
             for tensor in () if alone else workload[:3]:
                 dist.broadcast(tensor, src=0)
             for size, group in groups.items():
                 if rank < size:
-                    shard, head = VocabShard.even(SHAPES[shape].vocab_size, group), f"{label}, T {size}: "
+                    shard, head = VocabShard.even(len(workload.weight), group), f"{label}, T {size}: "
                     found = measure(
                         workload, shard, chosen, args.repeats, lambda line, head=head: show_progress(head + line)
                     )
-                    results.cases.append(report.Case.of(shape, ignored, workload, found, size, args.stage or ""))
+                    results.cases.append(
+                        report.Case.of(case.shape, ignored, workload, found, size, args.stage or "", case.rung)
+                    )
                 if rank == 0:
                     _report(results, args.out, has_figure)
                 if not alone:
@@ -142,6 +145,26 @@ def _measure_all(args: argparse.Namespace) -> int:
     picture = "bench.png" if has_figure else "no figure: matplotlib is not installed (pip install 'cce-dist[bench]')"
     print(f"{results.environment['device']}; {versions}\n{args.out}: bench.json, {picture}")
     return _exit_code(results.cases)
+
+
+class _Source(NamedTuple):
+    """A workload that is still to be made: of a shape at a rung of the ladder, or captured, which has its own shape."""
+
+    label: str
+    shape: str
+    rung: str
+    make: Callable[..., Workload]
+
+
+def _workloads(args: argparse.Namespace) -> Iterator[_Source]:
+    """Every rung at every shape and number of tokens, then the captured files."""
+    drawn = [name for name in args.workload if name in RUNGS]
+    for shape, num_tokens, rung in product(args.shapes, args.tokens, drawn):
+        make = partial(make_workload, SHAPES[shape], num_tokens, rung=rung)
+        yield _Source(f"{shape}, {rung}, N {num_tokens:,}", shape, rung, make)
+    for name in args.workload:
+        if name not in RUNGS:
+            yield _Source(name, "captured", Path(name).stem, partial(read_workload, Path(name)))
 
 
 def _report(results: report.Results, out: Path, has_figure: bool) -> None:

@@ -18,7 +18,8 @@ class Case:
     """One table: a shape, a number of tokens, a share of ignored labels, and what was measured there.
 
     ``on_gpu`` decides whether times are shown: on a CPU only ratios to the plain products of the same run are. ``stage`` is the
-    framework whose last stage was measured, or nothing.
+    framework whose last stage was measured, or nothing; ``rung`` is the workload's name. The last two fields are those of the
+    ``Workload``, and None in older files.
     """
 
     shape: str
@@ -36,16 +37,21 @@ class Case:
     num_ranks: int = 1
     collectives: dict[str, list[Collective]] = field(default_factory=dict)
     stage: str = ""
+    rung: str = "trained"
+    num_above: float | None = None
+    num_outside: float | None = None
 
     @classmethod
     def of(
-        cls, shape: str, ignored: float, workload: Workload, found: Measured, num_ranks: int = 1, stage: str = ""
-    ) -> Case:
+        cls, shape: str, ignored: float, workload: Workload, found: Measured, num_ranks: int = 1, stage: str = "",
+        rung: str = "trained",
+    ) -> Case:  # fmt: skip
         (num_tokens, hidden_size), vocab_size = workload.hidden.shape, workload.weight.shape[0]
-        dtype, drawn = str(workload.hidden.dtype).removeprefix("torch."), workload[3:]
+        dtype = str(workload.hidden.dtype).removeprefix("torch.")
         return cls(
-            shape, num_tokens, hidden_size, vocab_size, ignored, dtype, workload.hidden.is_cuda, *drawn, found.rows,
-            found.floor, num_ranks, found.collectives, stage,
+            shape, num_tokens, hidden_size, vocab_size, ignored, dtype, workload.hidden.is_cuda, workload.loss,
+            workload.top_probability, workload.probability_50, found.rows, found.floor, num_ranks, found.collectives, stage,
+            rung, workload.num_above, workload.num_outside,
         )  # fmt: skip
 
     @property
@@ -58,8 +64,9 @@ class Case:
         ignored = f", {self.ignored:.0%} ignored" if self.ignored else ""
         split = f" / {self.num_ranks}" if self.num_ranks > 1 else ""
         stage = f"end of {self.stage}'s last stage, " if self.stage else ""
+        rung = f", {self.rung}" if self.rung != "trained" else ""
         return (
-            f"{stage}{self.shape}, N {self.num_tokens:,}, D {self.hidden_size:,}, V {self.vocab_size:,}{split}, "
+            f"{stage}{self.shape}{rung}, N {self.num_tokens:,}, D {self.hidden_size:,}, V {self.vocab_size:,}{split}, "
             f"{self.dtype}{ignored}"
         )
 
@@ -92,8 +99,11 @@ def table(case: Case) -> str:
     """The case as Markdown."""
     drawn = (
         f"Workload: loss {case.loss:.2f} nats, top probability {case.top_probability:.2f}, "
-        f"50th {case.probability_50:.1e}. Floor: "
+        f"50th {case.probability_50:.1e}"
     )
+    if case.num_above is not None and case.num_outside is not None:
+        drawn += f", {case.num_above:.0f} a token above 2^-12, {case.num_outside:.1f} outside the frequent ids"
+    drawn += ". Floor: "
     if case.floor.problem:
         drawn += case.floor.problem + "."
     elif case.on_gpu:
@@ -140,6 +150,8 @@ def _column(case: Case, cases: Sequence[Case]) -> str:
     """The name of a case among others: its shape and vocabulary, and what else they differ in."""
     split = f" / {case.num_ranks}" if case.num_ranks > 1 else ""
     name = f"{case.shape}, V {case.vocab_size:,}{split}"
+    if len({other.rung for other in cases}) > 1:
+        name += f", {case.rung}"
     if len({other.num_tokens for other in cases}) > 1:
         name += f", N {case.num_tokens:,}"
     return name + (f", {case.ignored:.0%} ignored" if case.ignored else "")

@@ -14,24 +14,55 @@ Filtering and caching depend on how probability is spread over the vocabulary, s
 Over the shapes of ``shapes.py`` this gives a loss of 3.1 to 4.3 nats, a top probability of about 0.5 and a 50th of about
 6e-4, means over tokens; every run prints what it drew. Share of tiles of 128 tokens x 256 ids that hold a label or a
 probability of at least 2**-12 (N = 256, bf16, 2026-11): gemma-2-2b 0.16, llama-3-8b 0.28, phi-3.5 0.64.
+
+The cost of a filter follows from how many probabilities are above its threshold and on which ids, so one softmax measures
+little. ``RUNGS`` is a ladder of them, from the unigram distribution alone, as in a run's first steps, to one that is sure of
+its label. They differ in their candidates: how many, how alike, and what share they hold. A path in place of a rung's name is a
+file that ``cce-dist pretrain --capture`` wrote: hidden states, weight and labels of a model in training.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cce_dist import GradFilter
 from cce_dist.bench.shapes import HeadShape
+from cce_dist.kernels.filter.hot import num_hot
 
 IGNORE_INDEX = -100
-NUM_CANDIDATES = 4  # few: they decide how many gradient tiles hold anything
-CANDIDATE_DECAY = 2.5  # the k-th candidate's share falls as k^-2.5
-CANDIDATE_MASS = (0.3, 0.99)  # softmax mass of a token's candidates together, uniform over tokens
 ID_DISORDER = 0.5  # nats of noise on the log-frequency that ids are sorted by
 UNIGRAM_SCALE = 8.0  # length of the hidden states along the unigram direction
 LABEL_CHUNK_BYTES = 512 << 20
+CANDIDATE_CHUNK = 1024  # tokens whose candidates are compared with one another at a time
+
+
+class Rung(NamedTuple):
+    """The candidates of a token.
+
+    Attributes:
+        count: How many it has.
+        decay: The k-th one's share falls as k^-decay.
+        mass: Softmax mass of all together, uniform over tokens between these.
+    """
+
+    count: int
+    decay: float
+    mass: tuple[float, float]
+
+
+RUNGS = {
+    "unigram": Rung(16, 0.5, (1e-3, 1e-2)),
+    "early": Rung(256, 0.5, (0.02, 0.3)),
+    "spread": Rung(256, 0.5, (0.1, 0.8)),
+    "middle": Rung(128, 1.0, (0.4, 0.99)),
+    "trained": Rung(4, 2.5, (0.3, 0.99)),
+    "sharp": Rung(8, 2.0, (0.85, 0.999)),
+}
 
 
 class Workload(NamedTuple):
@@ -44,6 +75,8 @@ class Workload(NamedTuple):
         loss: Mean negative log-likelihood of the labels, nats.
         top_probability: Largest probability of a token, mean over tokens.
         probability_50: 50th largest probability of a token, mean over tokens.
+        num_above: Probabilities of a token that reach the default filter's threshold, mean over tokens.
+        num_outside: The same without the ids that are labels most often, which the filter keeps for every token.
     """
 
     hidden: Tensor
@@ -52,12 +85,15 @@ class Workload(NamedTuple):
     loss: float
     top_probability: float
     probability_50: float
+    num_above: float
+    num_outside: float
 
 
 def make_workload(
     shape: HeadShape,
     num_tokens: int,
     *,
+    rung: str = "trained",
     ignored: float = 0.0,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
@@ -68,6 +104,7 @@ def make_workload(
     Args:
         shape: D and V of the head.
         num_tokens: N.
+        rung: Key of ``RUNGS``.
         ignored: Expected share of labels that are -100, in [0, 1).
         dtype: Of hidden states and weight.
         device: Where everything is drawn and stays.
@@ -88,7 +125,7 @@ def make_workload(
     weight = torch.randn(shape.vocab_size, shape.hidden_size, generator=generator, device=device, dtype=dtype)
     weight *= shape.hidden_size**-0.5
     hidden = (UNIGRAM_SCALE * direction).repeat(num_tokens, 1)
-    candidates, boosts = _candidates(num_tokens, log_unigram, shape.hidden_size, generator)
+    candidates, boosts = _candidates(num_tokens, RUNGS[rung], log_unigram, shape.hidden_size, generator)
     for candidate, boost in zip(candidates.T, boosts.T, strict=True):
         hidden.addcmul_(weight[candidate].float(), boost[:, None])
     # Last, so that the candidates' boosts do not lean along the unigram direction. The mean is immaterial to a softmax.
@@ -96,10 +133,33 @@ def make_workload(
     weight.addr_(unigram_part.to(dtype), direction.to(dtype))
     hidden = hidden.to(dtype)
 
-    labels, loss, top_probability, probability_50 = _draw_labels(hidden, weight, generator)
+    labels = _draw_labels(hidden, weight, generator)
+    drawn = _describe(hidden, weight, labels)
     dropped = torch.rand(num_tokens, generator=generator, device=device) < ignored
     labels.masked_fill_(dropped, IGNORE_INDEX)
-    return Workload(hidden, weight, labels, loss, top_probability, probability_50)
+    return Workload(hidden, weight, labels, *drawn)
+
+
+def read_workload(
+    path: Path, *, ignored: float = 0.0, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+) -> Workload:
+    """Read hidden states, weight and labels that ``cce-dist pretrain --capture`` wrote; arguments as in ``make_workload``.
+
+    Raises:
+        ValueError: The file holds something else, or ``ignored`` is not in [0, 1).
+        OSError: There is no such file.
+    """
+    if not 0.0 <= ignored < 1.0:
+        raise ValueError(f"the share of ignored labels must be in [0, 1), got {ignored}")
+    captured = torch.load(path, map_location=device, weights_only=True)
+    if not isinstance(captured, dict) or not captured.keys() >= {"hidden", "weight", "labels"}:
+        raise ValueError(f"{path} was not written by 'cce-dist pretrain --capture'")
+    hidden, weight = captured["hidden"].to(dtype), captured["weight"].to(dtype)
+    labels = captured["labels"]
+    drawn = _describe(hidden, weight, labels)
+    generator = torch.Generator(device).manual_seed(0)
+    dropped = torch.rand(len(labels), generator=generator, device=device) < ignored
+    return Workload(hidden, weight, labels.masked_fill(dropped, IGNORE_INDEX), *drawn)
 
 
 def _log_unigram(vocab_size: int, generator: torch.Generator) -> Tensor:
@@ -113,34 +173,53 @@ def _log_unigram(vocab_size: int, generator: torch.Generator) -> Tensor:
 
 
 def _candidates(
-    num_tokens: int, log_unigram: Tensor, hidden_size: int, generator: torch.Generator
+    num_tokens: int, rung: Rung, log_unigram: Tensor, hidden_size: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """[N, K] ids of each token's candidates, and what their logits gain."""
     device = log_unigram.device
-    ids = torch.multinomial(log_unigram.exp(), num_tokens * NUM_CANDIDATES, replacement=True, generator=generator)
-    ids = ids.view(num_tokens, NUM_CANDIDATES)
-    share = torch.arange(1, NUM_CANDIDATES + 1, device=device, dtype=torch.float32) ** -CANDIDATE_DECAY
-    low, high = CANDIDATE_MASS
+    ids = torch.multinomial(log_unigram.exp(), num_tokens * rung.count, replacement=True, generator=generator)
+    ids = ids.view(num_tokens, rung.count)
+    share = torch.arange(1, rung.count + 1, device=device, dtype=torch.float32) ** -rung.decay
+    low, high = rung.mass
     mass = low + (high - low) * torch.rand(num_tokens, 1, generator=generator, device=device)
     # The unigram background weighs 1 before normalisation, so candidates that hold the mass m weigh m / (1 - m).
     boosts = (share / share.sum()).log() + mass.logit() - log_unigram[ids]
-    repeated = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(-1)
-    boosts = boosts.clamp_min(0.0).masked_fill(repeated, 0.0)
+    repeated = [(some[:, :, None] == some[:, None, :]).tril(-1).any(-1) for some in ids.split(CANDIDATE_CHUNK)]
+    boosts = boosts.clamp_min(0.0).masked_fill(torch.cat(repeated), 0.0)
     # The overlap noise of variance |boosts|^2 / D raises the background's weight by exp(variance / 2).
     noise_variance = boosts.square().sum(1, keepdim=True) / hidden_size
     return ids, torch.where(boosts > 0, boosts + noise_variance / 2, boosts)
 
 
-def _draw_labels(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> tuple[Tensor, float, float, float]:
-    """Draw a label for each token from its own softmax; also the loss and two points of the sorted probabilities."""
+def _probabilities(hidden: Tensor, weight: Tensor) -> Iterator[Tensor]:
+    """The softmax of a few tokens at a time, [n, V] fp32."""
     rows = max(1, LABEL_CHUNK_BYTES // (4 * weight.shape[0]))
-    labels, totals = [], torch.zeros(3, device=hidden.device, dtype=torch.float64)
     for chunk in hidden.split(rows):
-        probability = torch.mm(chunk, weight.T).float().softmax(1)
-        label = torch.multinomial(probability, 1, generator=generator)
-        top = probability.topk(min(50, weight.shape[0]), dim=1).values
-        loss = -probability.gather(1, label).log().sum()
+        yield torch.mm(chunk, weight.T).float().softmax(1)
+
+
+def _draw_labels(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a label for each token from its own softmax."""
+    drawn = [torch.multinomial(p, 1, generator=generator).squeeze(1) for p in _probabilities(hidden, weight)]
+    return torch.cat(drawn)
+
+
+def _describe(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[float, float, float, float, float]:
+    """Loss, two points of the sorted probabilities, and how many reach the threshold, over the tokens that have a label."""
+    vocab_size, eps = weight.shape[0], GradFilter().eps
+    totals = torch.zeros(3, device=hidden.device, dtype=torch.float64)
+    above = torch.zeros(vocab_size, device=hidden.device, dtype=torch.int64)
+    live = labels >= 0
+    start = 0
+    for probability in _probabilities(hidden, weight):
+        rows = slice(start, start := start + len(probability))
+        probability = probability[live[rows]]
+        top = probability.topk(min(50, vocab_size), dim=1).values
+        loss = -probability.gather(1, labels[rows][live[rows], None]).log().sum()
         totals += torch.stack([loss, top[:, 0].sum(), top[:, -1].sum()])
-        labels.append(label.squeeze(1))
-    loss, top_probability, probability_50 = (totals / hidden.shape[0]).tolist()
-    return torch.cat(labels), loss, top_probability, probability_50
+        above += (probability >= eps).sum(0)
+    num_tokens = max(1, int(live.sum()))
+    hot = torch.bincount(labels[live], minlength=vocab_size).topk(num_hot(vocab_size, eps)).indices
+    outside = above.index_fill(0, hot, 0)
+    loss, top_probability, probability_50 = (totals / num_tokens).tolist()
+    return loss, top_probability, probability_50, above.sum().item() / num_tokens, outside.sum().item() / num_tokens

@@ -145,6 +145,8 @@ def check_engine(recipe: Recipe) -> None:
         "--engine megatron needs GPUs: megatron-core's schedules and buffers are theirs": (
             engine == "megatron" and recipe.device == "cpu"
         ),
+        "--capture is for --engine torch on one rank (--tp 1)": bool(recipe.capture)
+        and (engine != "torch" or recipe.num_ranks > 1),
         "--sequence-parallel is not for --engine deepspeed": recipe.sequence_parallel and engine == "deepspeed",
         "--zero-stage 2 and 3 need --pp 1 and --tp 1": stage > 1 and (recipe.pp > 1 or recipe.tp > 1),
         "--engine megatron needs megatron-core: pip install 'cce-dist[megatron]'": (

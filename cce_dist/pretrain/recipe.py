@@ -91,6 +91,11 @@ class Recipe:
     checkpoint_every: int = flag("run", 100, "0: never", type=int, metavar="STEPS")
     keep: int = flag("run", 2, "how many of the newest stay on disk", metavar="CHECKPOINTS")
 
+    capture: tuple[int, ...] = flag(
+        "run", (), "steps at which to write what the head gets, for 'cce-dist bench --workload' (--engine torch, one rank)",
+        type=positive, nargs="+", metavar="STEP",
+    )  # fmt: skip
+
     loss: str = flag(
         "loss", "exact", f"dense and {MEGATRON_FUSED}, which is Megatron's own, hold all logits; the others never do",
         choices=(*LOSSES, MEGATRON_FUSED),

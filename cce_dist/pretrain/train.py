@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cce_dist.pretrain import checkpoint, plot
+from cce_dist.pretrain.capture import captured
 from cce_dist.pretrain.data import Batches
 from cce_dist.pretrain.engines import Engine, Step
 from cce_dist.pretrain.log import Log
@@ -41,7 +42,8 @@ def train(engine: Engine, corpus: str, batches: Batches, held_out: Batches) -> f
     for step in range(state["step"] + 1, recipe.steps + 1):
         ids, labels = batches.at(state["position"], recipe.batch_size)
         state["position"] += recipe.batch_size
-        done = engine.step(step, ids, labels)
+        with captured(engine, step):
+            done = engine.step(step, ids, labels)
         state["step"] = step
         tokens += labels.size
 

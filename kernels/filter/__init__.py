@@ -1,9 +1,10 @@
 """One shard's statistics and gradients with a filter: the kernels of this folder, in the order they run.
 
 forward                                             backward
-  logits of the hot columns and of the label bound    tokens that the lists cannot serve (lists.plan): the exact path
-    each token's log-sum-exp (hot)                    listed columns, and the stand-in for all that are dropped
-  log-sum-exp; each logit that reaches the              (lists.listed_gradients, shares)
+  logits of the hot columns, of the label and of      tokens that the lists cannot serve (lists.plan): the exact path
+    some others bound each token's log-sum-exp          listed columns, and the stand-in for all that are dropped
+    (hot, bound)                                        (lists.listed_gradients, shares)
+  log-sum-exp; each logit that reaches the
     threshold is marked (lse)                         hot columns: dlogits, d_hidden and d_weight as matrix products,
   marks become lists of columns (lists)                 to which the listed ones are added (d_rows)
 
@@ -15,9 +16,10 @@ A rank-1 matrix ``m_i share_j`` replaces what is dropped: m is the mass that tok
 share the columns' part of all dropped mass, taken from a sample of the tokens. Row sums of the softmax are then right to
 rounding, and column sums to the sample's error.
 
-Three kinds of token are not filtered here but go through the exact kernels: their list would be too long, or the coefficients
-that backward brings ask for more than forward kept, or something is not finite. There are none on most steps, and those
-launches return at once. Only the device knows which tokens they are: nothing here waits for it.
+Some tokens are not filtered here but go through the exact kernels: their list would be too long, or the coefficients that
+backward brings ask for more than forward kept, or the bound was too high, or something is not finite. There are few or none on
+most steps, and those launches return at once. Where lists would cost more than the exact path, all tokens go through it. Only
+the device knows which tokens they are: nothing here waits for it.
 
 Source: the filter of *Cut Your Losses* (Wijmans et al., 2024, section 4.3), there by tiles of a sorted vocabulary. Lists, hot
 columns and compensation are this project's.
@@ -37,9 +39,20 @@ from cce_dist.kernels.budget import NUM_PLANES, cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
+from cce_dist.kernels.filter.bound import bound_of_shard, draw_outside, drawn_sums
 from cce_dist.kernels.filter.d_rows import add_listed_hidden, by_column, listed_bias, listed_weight
-from cce_dist.kernels.filter.hot import Hot, add_label, gather_hot, most_labelled, num_hot, outside_hot
-from cce_dist.kernels.filter.lists import SLACK, Entries, Lists, Plan, list_columns, listed_gradients, new_entries, plan
+from cce_dist.kernels.filter.hot import Hot, gather_hot, most_labelled, num_hot, outside_hot
+from cce_dist.kernels.filter.lists import (
+    FEW,
+    SLACK,
+    Entries,
+    Lists,
+    Plan,
+    list_columns,
+    listed_gradients,
+    new_entries,
+    plan,
+)
 from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
@@ -66,7 +79,7 @@ __all__ = [
     "saved_like", "saved_of_slices", "statistics", "token_losses",
 ]  # fmt: skip
 
-SAMPLE = 512  # tokens that the shares are taken from; a power of 2
+SAMPLE = 256  # tokens that the shares are taken from; a power of 2
 
 
 def default_workspace(x: Operands, spec: Spec) -> int:
@@ -82,13 +95,13 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
 
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
-    num_tokens = x.num_tokens
+    num_tokens, num_valid = x.num_tokens, x.logits.num_valid
+    capacity = budget.list_capacity(num_tokens, num_valid, spec.workspace_bytes)
     return list(
         Lists(
             x.hidden.new_empty(3, num_tokens, dtype=torch.float32),
-            x.hidden.new_empty(num_tokens, budget.longest_list(num_tokens, spec.workspace_bytes), dtype=torch.int32),
-            x.hidden.new_empty(num_tokens, dtype=torch.int32),
-            x.hidden.new_empty(num_hot(x.logits.num_valid, spec.filter.eps), dtype=torch.int64),
+            *(x.hidden.new_empty(n, dtype=torch.int32) for n in (capacity, num_tokens, num_tokens)),
+            x.hidden.new_empty(num_hot(num_valid, spec.filter.eps), dtype=torch.int64),
         )
     )
 
@@ -118,13 +131,19 @@ def statistics(
         hot_sloped_N, sloped_N = (None, None) if sloped_2N is None else sloped_2N.unbind()
 
         hot_3N = stats_KN.new_empty(3, num_tokens)
+        drawn_ids_S, drawn = draw_outside(hot, x)
+        num_drawn = drawn_ids_S.shape[0]
+        sums_3PN = stats_KN.new_empty(3, cdiv(num_drawn, tiles.lse.cols), num_tokens)
         buffer_RD = x.hidden.new_empty(min(first_at_once, num_tokens), x.hidden.shape[1])
         for group in exact.token_groups(order, first_at_once):
             rows = gathered(x.hidden, group, buffer_RD)
             target_logits(x, rows, stats_KN[2])
             _log_sum_exp(hot.x, rows, tiles, hot_3N, hot_sloped_N)
-        bound_N = merge_bound(add_label(hot_3N, stats_KN[2], x, hot))
+            if num_drawn:
+                drawn_sums(drawn_ids_S, drawn, x.logits.start, rows, tiles, sums_3PN)
+        bound_N = merge_bound(bound_of_shard(hot_3N, stats_KN[2], sums_3PN, num_drawn, x, hot))
 
+        taken = torch.zeros(1, dtype=torch.int64, device=x.hidden.device)
         words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=x.hidden.device)
         for group in exact.token_groups(order, at_once):
             if at_once < num_tokens:  # else the first pass has gathered all
@@ -132,7 +151,7 @@ def statistics(
             words = words_RW[: group[0].shape[0]]
             marks = Marks(bound_N.index_select(0, group[0]), math.log(spec.filter.eps / SLACK), words)
             _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
-            list_columns(words, hot, x, rows, lists)
+            list_columns(words, hot, x, rows, lists, taken)
 
         hot_sum_N, sum_N = (hot_3N[1], stats_KN[1]) if sloped_2N is None else (hot_sloped_N, sloped_N)
         bound_3N = outside_hot(bound_N, hot_3N[0], hot_sum_N, stats_KN[0], sum_N)
@@ -163,11 +182,11 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec:
         # Coefficients of the plain loss, but for the sign, which decides nothing here.
         coef_4N = torch.zeros(4, num_tokens, dtype=torch.float32, device=x.hidden.device)
         coef_4N[:2] = 1.0
-        how = plan(x, softmax, coef_4N, lists, None, spec.filter.eps, 2**31 - 1)
+        how = plan(x, softmax, coef_4N, lists, None, spec.filter.eps)
         dropped_N, num_listed_N = listed_gradients(x, softmax, coef_4N, lists, how, True, None)
         num_labelled = (x.ids >= 0).sum().clamp(min=1)
         kept_N = torch.where(how.listed_labels >= 0, num_listed_N + lists.ids_H.shape[0], 0)
-        num_kept = kept_N.sum() + how.num_dense[0] * num_valid
+        num_kept = kept_N.sum() + (how.num_dense[0] + how.num_few[0]) * num_valid
         return torch.stack((num_kept / (num_labelled * num_valid), dropped_N.sum() / num_labelled, dropped_N.amax()))
 
 
@@ -230,15 +249,16 @@ def _filtered_gradients(
     num_valid, device = x.logits.num_valid, x.hidden.device
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, device)
-        capacity = budget.list_capacity(x.num_tokens, spec.workspace_bytes)
         hot = gather_hot(lists.ids_H, x, cdiv(num_valid, 32))
-        how = plan(x, softmax, coef_4N, lists, hot.slot_V, spec.filter.eps, capacity)
-        # The first gradients are those of the tokens that lists cannot serve; all others are added.
+        how = plan(x, softmax, coef_4N, lists, hot.slot_V, spec.filter.eps)
+        # The first gradients are those of tokens that are exact, all of them or a few; the others are added.
         d_hidden, d_weight, d_bias = exact.gradients(
-            x._replace(ids=how.dense_labels), softmax, coef_4N, [*compact(how.dense_labels), *exact.new_kept(x)],
+            x._replace(ids=how.dense_labels), softmax, coef_4N, [*how.dense_order, *exact.new_kept(x)],
             grads._replace(hidden_ready=None, ready_rows=None), spec, often_empty=True,
         )  # fmt: skip
-        entries = new_entries(capacity, num_valid, device)
+        target = d_weight if grads.weight_out is None else grads.weight_out
+        _add_few(x, softmax, coef_4N, how, (d_hidden, target, d_bias), grads, spec)
+        entries = new_entries(lists.columns_M.shape[0], num_valid, device)
         factor_2N, _ = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries)
         if spec.filter.compensate:
             sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
@@ -247,7 +267,6 @@ def _filtered_gradients(
             shares_2V = shares_of(None, hot.slot_V, num_valid)
         work = _Work(hot, how, lists, entries, factor_2N, shares_2V, tiles)
 
-        target = d_weight if grads.weight_out is None else grads.weight_out
         num_hot_columns = lists.ids_H.shape[0]
         hot_weight_HD = target.new_empty(num_hot_columns, x.hidden.shape[1]) if target is not None else None
         hot_bias_H = None if d_bias is None else torch.zeros(num_hot_columns, dtype=torch.float32, device=device)
@@ -257,11 +276,43 @@ def _filtered_gradients(
             if target is not None and hot_weight_HD is not None:
                 listed_weight(
                     target, x.hidden, columns, hot.slot_V, hot_weight_HD, shares_2V[0], sums_of_rows(factor_2N, x.hidden),
-                    how.num_dense, add=grads.weight_out is not None,
+                    how, add=grads.weight_out is not None,
                 )  # fmt: skip
             if d_bias is not None and hot_bias_H is not None:
                 listed_bias(d_bias, columns, hot.slot_V, hot_bias_H, shares_2V[0], factor_2N.sum(1))
     return d_hidden, d_weight, d_bias
+
+
+def _add_few(
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, how: Plan, out: Gradients, grads: Grads, spec: Spec
+) -> None:
+    """Set the exact gradients of the few tokens that lists do not serve while they serve others.
+
+    They are one tile of rows, so chunks of the vocabulary are long. Where there are none, the launches return at once, and
+    d_weight is not written.
+    """
+    d_hidden, d_weight, d_bias = out
+    num_valid = x.logits.num_valid
+    tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+    coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
+    rows = gathered(x.hidden, (how.few, how.num_few), x.hidden.new_empty(FEW, x.hidden.shape[1]))
+    cols = budget.few_columns(num_valid, FEW, x.hidden.itemsize, spec.workspace_bytes, tiles.dlogits.cols)
+    dlogits_RV = x.hidden.new_empty(FEW, cols)
+    total = None if d_hidden is None else Sum(d_hidden, exact.remainder(x.hidden, FEW))
+    for first in range(0, num_valid, cols):
+        columns = slice(first, min(first + cols, num_valid))
+        dlogits_chunk(x, rows, softmax, coef_4N, first, dlogits_RV, tiles)
+        if total is not None:
+            add_d_hidden(
+                total, dlogits_RV, x.weight[columns], rows, None, gain, tiles.grad_hidden, first=first == 0
+            )  # fmt: skip
+        if d_weight is not None:
+            add_d_weight(
+                d_weight[columns], dlogits_RV, rows, gain, tiles.grad_weight, add=grads.weight_out is not None,
+                skip_empty=True,
+            )  # fmt: skip
+        if d_bias is not None:
+            add_d_bias(d_bias[columns], dlogits_RV, rows, None, gain)
 
 
 def _add_rows(

@@ -154,7 +154,7 @@ def _by_column_kernel(
 
 def listed_weight(
     d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, hot_HD: torch.Tensor,
-    share_V: torch.Tensor, shared_2D: torch.Tensor, num_added: torch.Tensor, *, add: bool,
+    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Plan, *, add: bool,
 ) -> None:  # fmt: skip
     """Set the rows of d_weight_VD to the sum of all their parts, or add it.
 
@@ -164,14 +164,15 @@ def listed_weight(
         hot_HD: The hot columns' rows of the gradient.
         share_V: Each column's part of the dropped mass.
         shared_2D: sum_i scale P_i m_i hidden_i and sum_i scale UNIFORM_i hidden_i, fp32.
-        num_added: [1] int32: if not 0, d_weight_VD holds the gradient of other tokens, to add to.
+        how: Where tokens are exact, d_weight_VD holds their gradient, to add to; where all are, it is left alone.
         add: Add to d_weight_VD in any case.
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
     block_v, block_d = 8, 512
     _filtered_weight_kernel[(cdiv(num_cols, block_v) * cdiv(hidden_size, block_d),)](
         # in
-        hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, hot_HD, share_V, shared_2D, num_added,
+        hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, hot_HD, share_V, shared_2D,
+        how.num_dense, how.num_few,
         # in, out
         d_weight_VD,
         # sizes
@@ -191,7 +192,8 @@ def _filtered_weight_kernel(
     hot_ptr,  # in: [H, D]
     share_ptr,  # in: [V] fp32
     shared_ptr,  # in: [2, D] fp32
-    num_added_ptr,  # in: [1] int32
+    num_dense_ptr,  # in: [1] int32
+    num_few_ptr,  # in: [1] int32
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
     hidden_size,
@@ -200,6 +202,9 @@ def _filtered_weight_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    num_dense = tl.load(num_dense_ptr)
+    if num_dense > 0:
+        return
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     # A program's columns are far apart: neighbours are often frequent together, and entries are gone through one by one.
     offs_v = tl.program_id(0) // num_col_blocks + tl.arange(0, BLOCK_V) * tl.cdiv(num_cols, BLOCK_V)
@@ -210,7 +215,7 @@ def _filtered_weight_kernel(
     end = tl.load(first_ptr + offs_v + 1, mask=in_v, other=0)
     slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
     share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
-    adding = (add != 0) | (tl.load(num_added_ptr) > 0)
+    adding = (add != 0) | (tl.load(num_few_ptr) > 0)
     by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
     by_column = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
 

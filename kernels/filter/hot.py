@@ -1,11 +1,8 @@
-"""Hot columns: the few that the filter keeps for every token, and the bound that they give.
+"""Hot columns: the few that the filter keeps for every token.
 
 A trained softmax is above a useful threshold at some hundred logits a token. Nearly all of them are of the few hundred ids
 that are frequent anywhere: those columns are kept whole, as a matrix. The batch's own labels tell which they are, so the
 vocabulary's order does not matter.
-
-Hot columns also give the bound that the threshold is relative to: the log-sum-exp over them and the token's label is a true
-lower bound of the whole one, before the whole one is known.
 """
 
 from __future__ import annotations
@@ -165,45 +162,6 @@ def _gather_hot_kernel(
         tl.atomic_or(words_ptr + column // 32, bit, mask=in_h)  # Bits commute, so the result is deterministic.
         if HAS_BIAS:
             tl.store(bias_out_ptr + offs_h, tl.load(bias_ptr + column, mask=in_h, other=0), mask=in_h)
-
-
-def add_label(hot_3N: torch.Tensor, target_N: torch.Tensor, x: Operands, hot: Hot) -> torch.Tensor:
-    """Add each label's exponential to the hot columns' maximum and sum, where the label is another column of the shard."""
-    stats_3N = torch.empty_like(hot_3N)
-    _add_label_kernel[(cdiv(x.num_tokens, 256),)](
-        hot_3N, target_N, x.ids, hot.slot_V, stats_3N, x.num_tokens, x.logits.start, x.logits.num_valid, BLOCK_N=256
-    )
-    return stats_3N
-
-
-@kernel("hot_ptr", "slot_ptr", "stats_ptr")
-def _add_label_kernel(
-    hot_ptr,  # in: [3, N] fp32: maximum, sum, 0
-    target_ptr,  # in: [N] fp32
-    labels_ptr,  # in: [N] int64
-    slot_ptr,  # in: [V] int32
-    stats_ptr,  # out: [3, N] fp32
-    num_tokens,
-    start,
-    num_valid,
-    BLOCK_N: tl.constexpr,
-):
-    stride = num_tokens.to(tl.int64)
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = offs_n < num_tokens
-    label = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
-    here = (label >= 0) & (label >= start) & (label - start < num_valid)
-    beside = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=1) == 0
-    target = tl.where(beside, tl.load(target_ptr + offs_n, mask=in_n, other=0), float("-inf"))
-    hot_max = tl.load(hot_ptr + offs_n, mask=in_n, other=0)
-    hot_sum = tl.load(hot_ptr + stride + offs_n, mask=in_n, other=0)
-    maximum = tl.maximum(hot_max, target)
-    base = tl.where(maximum > float("-inf"), maximum, 0.0)
-    # NaN of a hot column must stay: the maximum may hide it, the sum does not.
-    total = hot_sum * tl.exp(hot_max - base) + tl.exp(target - base)
-    tl.store(stats_ptr + offs_n, maximum, mask=in_n)
-    tl.store(stats_ptr + stride + offs_n, total, mask=in_n)
-    tl.store(stats_ptr + 2 * stride + offs_n, tl.zeros((BLOCK_N,), tl.float32), mask=in_n)
 
 
 def outside_hot(

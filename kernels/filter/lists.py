@@ -6,12 +6,13 @@ coefficients, and ``plan`` decides for each token whether the lists can serve it
     kept: |P| p_j >= eps |LABEL|, that is z_j >= threshold = LSE + log(eps |LABEL| / |P|)     (eps alone where LABEL or P is 0)
 
 The lists hold what is ``SLACK`` below ``bound + log eps``, so they serve unless the threshold is lower than that. A token whose
-list is too long, or has no room, or that has anything that is not finite, is not served either. ``listed_gradients`` then
-computes, for the listed columns j of a token,
+list is too long, or that has anything that is not finite, is not served either. A few such tokens take the exact path while
+the lists serve the others. All tokens take the exact path where there are more, or where the lists had no room: they have as
+much as they may cost (``budget.list_capacity``). ``listed_gradients`` then computes, for the listed columns j of a token,
 
     z_j = hidden . weight_j        g_j = scale * slope * (P p_j + LABEL [j = label])
 
-The lists are a handful of columns long, so this is a matter of latency and bytes, not of arithmetic: a token is a program.
+This is a matter of latency and bytes, not of arithmetic: a program is a block of a token's columns.
 """
 
 from __future__ import annotations
@@ -25,9 +26,14 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel, softcap_slope, softcapped
+from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter.hot import Hot
 
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
+LONGEST = 4096  # columns of a list; a longer one would keep a few programs busy while all others are done
+BLOCK = 256  # listed columns of a program
+BLOCK_K, BLOCK_D, WARPS = 8, 512, 4
+FEW = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
 FARTHEST = tl.constexpr(30.0)  # nats between bound and LSE; the marks of lse.py mean nothing beyond its HEADROOM
 
 
@@ -37,27 +43,31 @@ class Lists(NamedTuple):
     Attributes:
         bound_3N: [3, N] fp32: the bound of the log-sum-exp; the sum of exp outside the hot columns, times the softcap's slopes,
             relative to the shard's maximum; that maximum.
-        columns_NL: [N, L] int32: each token's columns, ascending.
-        count_N: [N] int32: how many there are, also where that is more than L.
+        columns_M: [M] int32: room for the columns of all tokens. Those of a token stand together, ascending.
+        begin_N: [N] int32: where a token's columns begin. Tokens may stand in any order, which may differ from run to run.
+        count_N: [N] int32: how many there are, also where there was no room for them.
         ids_H: [H] int64: the hot columns.
     """
 
     bound_3N: torch.Tensor
-    columns_NL: torch.Tensor
+    columns_M: torch.Tensor
+    begin_N: torch.Tensor
     count_N: torch.Tensor
     ids_H: torch.Tensor
 
 
-def list_columns(words_RW: torch.Tensor, hot: Hot, x: Operands, rows: Rows, lists: Lists) -> None:
+def list_columns(
+    words_RW: torch.Tensor, hot: Hot, x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor
+) -> None:  # fmt: skip
     """Write the marked columns that are not hot, ascending, and the label's, to the lists of the group's tokens.
 
-    The count is 0 for tokens without a label.
+    The count is 0 for tokens without a label. ``taken``, [1] int64, is how much room groups took so far.
     """
     num_rows, num_words = words_RW.shape
     _list_columns_kernel[(num_rows,)](
-        words_RW, hot.words_W, x.ids, rows.index, rows.num_kept,
-        lists.columns_NL, lists.count_N,
-        num_words, lists.columns_NL.shape[1], x.logits.start, x.logits.num_valid,
+        words_RW, hot.words_W, x.ids, rows.index, rows.num_kept, taken,
+        lists.columns_M, lists.begin_N, lists.count_N,
+        num_words, lists.columns_M.shape[0], x.logits.start, x.logits.num_valid,
         BLOCK_W=512, num_warps=1,
     )  # fmt: skip
 
@@ -71,17 +81,30 @@ def _bits_set(word):
     return ((word * 0x01010101) >> 24).to(tl.int32)
 
 
-@kernel("words_ptr", "hot_words_ptr", "columns_ptr")
+@triton.jit
+def _listed_words(words_ptr, hot_words_ptr, label_word, label_bit, first, num_words, BLOCK_W: tl.constexpr):
+    """Read some words of a row's marks, with the label's bit and without those of hot columns."""
+    offs_w = first + tl.arange(0, BLOCK_W)
+    in_w = offs_w < num_words
+    word = tl.load(words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
+    hot = tl.load(hot_words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
+    word |= tl.where(offs_w == label_word, label_bit, 0)
+    return word ^ (word & hot)
+
+
+@kernel("words_ptr", "hot_words_ptr", "taken_ptr", "columns_ptr")
 def _list_columns_kernel(
     words_ptr,  # in: [R, W] int32
     hot_words_ptr,  # in: [W] int32
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    columns_ptr,  # out: [N, L] int32
+    taken_ptr,  # in, out: [1] int64
+    columns_ptr,  # out: [M] int32
+    begin_ptr,  # out: [N] int32
     count_ptr,  # out: [N] int32
     num_words,
-    max_columns,
+    capacity,
     start,
     num_valid,
     BLOCK_W: tl.constexpr,
@@ -89,35 +112,42 @@ def _list_columns_kernel(
     row = tl.program_id(0)
     token = tl.load(index_ptr + row).to(tl.int64)
     if row >= tl.load(num_kept_ptr):
+        tl.store(begin_ptr + token, 0)
         tl.store(count_ptr + token, 0)
         return
     label = tl.load(labels_ptr + token) - start
     here = (label >= 0) & (label < num_valid)
     label_word = tl.where(here, label // 32, -1)
     label_bit = tl.full((), 1, tl.uint32) << (tl.where(here, label, 0) % 32).to(tl.uint32)
+    words_ptr += row.to(tl.int64) * num_words
+
+    counts = tl.zeros((BLOCK_W,), tl.int32)
+    for first in range(0, num_words, BLOCK_W):
+        counts += _bits_set(_listed_words(words_ptr, hot_words_ptr, label_word, label_bit, first, num_words, BLOCK_W))
+    count = tl.sum(counts, 0)
+    # The place of a list depends on which program comes first. Nothing else does: backward takes lists in the tokens' order.
+    begin = tl.atomic_add(taken_ptr, count.to(tl.int64), sem="relaxed")
+    room = tl.minimum(tl.maximum(capacity - begin, 0), count).to(tl.int32)
+    tl.store(begin_ptr + token, tl.minimum(begin, capacity).to(tl.int32))
+    tl.store(count_ptr + token, count)
+    columns_ptr += tl.minimum(begin, capacity)
 
     total = tl.zeros((), tl.int32)
-    for first in range(0, num_words, BLOCK_W):
-        offs_w = first + tl.arange(0, BLOCK_W)
-        in_w = offs_w < num_words
-        word = tl.load(words_ptr + row.to(tl.int64) * num_words + offs_w, mask=in_w, other=0).to(
-            tl.uint32, bitcast=True
-        )
-        hot = tl.load(hot_words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
-        word |= tl.where(offs_w == label_word, label_bit, 0)
-        word ^= word & hot
+    first = tl.zeros((), tl.int32)
+    while total < room:  # All words are gone through, or fewer: those after the last column are not.
+        word = _listed_words(words_ptr, hot_words_ptr, label_word, label_bit, first, num_words, BLOCK_W)
         if tl.max(word, 0) > 0:
-            count = _bits_set(word)
-            place = total + tl.cumsum(count, 0) - count
-            total += tl.sum(count, 0)
+            counts = _bits_set(word)
+            place = total + tl.cumsum(counts, 0) - counts
+            total += tl.sum(counts, 0)
             # One bit of every word at a time, the lowest first: the columns of a row come out ascending.
             while tl.max(word, 0) > 0:
                 rest = word & (word - 1)
-                column = offs_w * 32 + _bits_set((word ^ rest) - 1)
-                tl.store(columns_ptr + token * max_columns + place, column, mask=(word > 0) & (place < max_columns))
+                column = (first + tl.arange(0, BLOCK_W)) * 32 + _bits_set((word ^ rest) - 1)
+                tl.store(columns_ptr + place, column, mask=(word > 0) & (place < room))
                 place += (word > 0).to(tl.int32)
                 word = rest
-    tl.store(count_ptr + token, total)
+        first += BLOCK_W
 
 
 class Plan(NamedTuple):
@@ -125,15 +155,20 @@ class Plan(NamedTuple):
 
     Attributes:
         listed_labels: The label if hot columns and list serve the token, else -1; int64.
-        dense_labels: The label if the exact path must, else -1; int64.
+        dense_labels: The label if all tokens take the exact path, else -1; int64.
         hot_labels: The label's place among the hot columns if it has one and the token is listed, else -1; int64.
         end: Where the token's entries end; int32.
-        index: The listed tokens, in order, then the others, as ``tokens.compact`` has them; int32.
+        index: The listed tokens, or all with a label if those are dense, in order, then the others; int32.
+        last_block: The place after the token's blocks; int32.
         threshold: Logits below it are dropped, fp32.
         mass: Softmax mass of the shard's columns that are not hot, times the softcap's slopes, fp32.
         reference: LSE less log |P|, fp32: exp(z - reference) = |P| p.
         num_dense: [1] int32.
         num_listed: [1] int32.
+        num_few: [1] int32: tokens that are exact while others are listed.
+        num_blocks: [1] int32.
+        few: [FEW] int32: those tokens.
+        block_token: int32: the token of each block; the entries of a token are cut into blocks of BLOCK.
     """
 
     listed_labels: torch.Tensor
@@ -141,40 +176,73 @@ class Plan(NamedTuple):
     hot_labels: torch.Tensor
     end: torch.Tensor
     index: torch.Tensor
+    last_block: torch.Tensor
     threshold: torch.Tensor
     mass: torch.Tensor
     reference: torch.Tensor
     num_dense: torch.Tensor
     num_listed: torch.Tensor
+    num_few: torch.Tensor
+    num_blocks: torch.Tensor
+    few: torch.Tensor
+    block_token: torch.Tensor
 
     @property
     def order(self) -> list[torch.Tensor]:
         """The listed tokens first, and their number."""
         return [self.index, self.num_listed]
 
+    @property
+    def dense_order(self) -> list[torch.Tensor]:
+        """Where all tokens are dense those with a label first, and their number."""
+        return [self.index, self.num_dense]
+
 
 def plan(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, slot_V: torch.Tensor | None, eps: float, capacity: int
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, slot_V: torch.Tensor | None, eps: float
 ) -> Plan:  # fmt: skip
-    """Decide for every token; ``capacity`` is the number of entries that all lists have room for.
+    """Decide for every token. Without ``slot_V`` there are no hot_labels.
 
-    Without ``slot_V`` there are no hot_labels.
+    All tokens are dense where the lists did not have room, or where more than FEW tokens are not served.
     """
-    num_tokens, device = x.num_tokens, x.ids.device
+    num_tokens, capacity, device = x.num_tokens, lists.columns_M.shape[0], x.ids.device
     fp32_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
     int64_3N = torch.empty(3, num_tokens, dtype=torch.int64, device=device)
-    int32_2N, num_2 = (torch.empty(2, n, dtype=torch.int32, device=device) for n in (num_tokens, 1))
+    int32_3N, num_4 = (torch.empty(size, dtype=torch.int32, device=device) for size in ((3, num_tokens), (4, 1)))
+    few, block_token = (torch.empty(n, dtype=torch.int32, device=device) for n in (FEW, num_tokens + capacity // BLOCK))
     _plan_kernel[(1,)](
         x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.count_N, slot_V,
-        int64_3N, int32_2N, fp32_3N, num_2,
-        num_tokens, lists.columns_NL.shape[1], capacity, x.logits.start, x.logits.num_valid,
+        int64_3N, int32_3N, fp32_3N, num_4, few, block_token,
+        num_tokens, LONGEST, capacity, x.logits.start, x.logits.num_valid,
         math.log(eps), SLACK,
-        HAS_SLOT=slot_V is not None, BLOCK=4096, num_warps=16,
+        HAS_SLOT=slot_V is not None, FEW=FEW, ENTRIES=BLOCK, BLOCK=4096, num_warps=32,
     )  # fmt: skip
-    return Plan(*int64_3N.unbind(), *int32_2N.unbind(), *fp32_3N.unbind(), *num_2.unbind())
+    return Plan(*int64_3N.unbind(), *int32_3N.unbind(), *fp32_3N.unbind(), *num_4.unbind(), few, block_token)
 
 
-@kernel("slot_ptr", "out_labels_ptr", "end_ptr", "out_ptr", "num_ptr")
+@triton.jit
+def _served(
+    max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack
+):  # fmt: skip
+    """Say which tokens hot columns and list serve; also the list's length, and the token's threshold, mass and reference."""
+    stride = num_tokens.to(tl.int64)
+    coef_p = tl.abs(tl.load(coef_ptr + offs_n, mask=in_n, other=0))
+    coef_label = tl.abs(tl.load(coef_ptr + stride + offs_n, mask=in_n, other=0))
+    coef_uniform = tl.load(coef_ptr + 2 * stride + offs_n, mask=in_n, other=0)
+    bound = tl.load(bound_ptr + offs_n, mask=in_n, other=0)
+    outside = tl.load(bound_ptr + stride + offs_n, mask=in_n, other=0)
+    relative_to = tl.load(bound_ptr + 2 * stride + offs_n, mask=in_n, other=0)
+    lse = tl.load(max_ptr + offs_n, mask=in_n, other=0) + tl.load(log_sum_ptr + offs_n, mask=in_n, other=0)
+    count = tl.load(count_ptr + offs_n, mask=in_n, other=0)
+    whole = (coef_p == 0) | (coef_label == 0)
+    log_ratio = tl.where(whole, 0.0, tl.log(coef_label) - tl.log(coef_p))
+    # NaN makes this false too. A sum is finite where all its terms are.
+    served = (count <= longest) & (lse - bound < FARTHEST) & (bound - lse - log_ratio <= tl.log(slack))
+    served &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label + coef_uniform) < float("inf")
+    return served, count, lse + log_eps + log_ratio, outside * tl.exp(relative_to - lse), lse - tl.log(coef_p)
+
+
+@kernel("slot_ptr", "out_labels_ptr", "out_int_ptr", "out_ptr", "num_ptr", "few_ptr", "block_token_ptr")
 def _plan_kernel(
     labels_ptr,  # in: [N] int64
     max_ptr,  # in: [N] fp32
@@ -184,9 +252,11 @@ def _plan_kernel(
     count_ptr,  # in: [N] int32
     slot_ptr,  # in: [V] int32
     out_labels_ptr,  # out: [3, N] int64
-    end_ptr,  # out: [2, N] int32: where the entries end; the compact order
+    out_int_ptr,  # out: [3, N] int32: where the entries end; the compact order; where the blocks end
     out_ptr,  # out: [3, N] fp32
-    num_ptr,  # out: [2] int32: tokens that are dense; that are listed
+    num_ptr,  # out: [4] int32: tokens that are dense, listed, few; blocks
+    few_ptr,  # out: [FEW] int32
+    block_token_ptr,  # out: [blocks] int32
     num_tokens,
     longest,
     capacity,
@@ -195,43 +265,49 @@ def _plan_kernel(
     log_eps,
     slack,
     HAS_SLOT: tl.constexpr,
+    FEW: tl.constexpr,
+    ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program, as in tokens.py: the places of the entries are a running sum.
+    # One program, as in tokens.py: the places of the entries are a running sum. It goes through the tokens twice, since one
+    # decision is for all.
+    room_needed = tl.zeros((), tl.int64)
+    num_unserved = tl.zeros((), tl.int32)
+    for first in range(0, num_tokens, BLOCK):
+        offs_n = first + tl.arange(0, BLOCK)
+        in_n = offs_n < num_tokens
+        live = tl.load(labels_ptr + offs_n, mask=in_n, other=-1) >= 0
+        served, count, _, _, _ = _served(
+            max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack
+        )
+        # Forward gave room to all lists in the order in which they came: it was enough for all or nobody knows for which.
+        room_needed += tl.sum(count.to(tl.int64), 0)
+        num_unserved += tl.sum((live & (served == 0)).to(tl.int32), 0)
+    all_dense = (room_needed > capacity) | (num_unserved > FEW)
+
     stride = num_tokens.to(tl.int64)
     room_taken = tl.zeros((), tl.int32)
-    num_dense = tl.zeros((), tl.int32)
-    num_listed = tl.zeros((), tl.int32)
+    num_chosen = tl.zeros((), tl.int32)
+    num_few = tl.zeros((), tl.int32)
+    num_blocks = tl.zeros((), tl.int32)
     for first in range(0, num_tokens, BLOCK):
         offs_n = first + tl.arange(0, BLOCK)
         in_n = offs_n < num_tokens
         label = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
-        coef_p = tl.abs(tl.load(coef_ptr + offs_n, mask=in_n, other=0))
-        coef_label = tl.abs(tl.load(coef_ptr + stride + offs_n, mask=in_n, other=0))
-        coef_uniform = tl.load(coef_ptr + 2 * stride + offs_n, mask=in_n, other=0)
-        bound = tl.load(bound_ptr + offs_n, mask=in_n, other=0)
-        outside = tl.load(bound_ptr + stride + offs_n, mask=in_n, other=0)
-        relative_to = tl.load(bound_ptr + 2 * stride + offs_n, mask=in_n, other=0)
-        lse = tl.load(max_ptr + offs_n, mask=in_n, other=0) + tl.load(log_sum_ptr + offs_n, mask=in_n, other=0)
-        count = tl.load(count_ptr + offs_n, mask=in_n, other=0)
-
-        whole = (coef_p == 0) | (coef_label == 0)
-        log_ratio = tl.where(whole, 0.0, tl.log(coef_label) - tl.log(coef_p))
-        # NaN makes this false too. A sum is finite where all its terms are.
-        served = (count <= longest) & (lse - bound < FARTHEST) & (whole | (bound - lse - log_ratio <= tl.log(slack)))
-        served &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label + coef_uniform) < float("inf")
-        tl.store(out_ptr + offs_n, lse + log_eps + log_ratio, mask=in_n)
-        tl.store(out_ptr + stride + offs_n, outside * tl.exp(relative_to - lse), mask=in_n)
-        tl.store(out_ptr + 2 * stride + offs_n, lse - tl.log(coef_p), mask=in_n)
+        served, count, threshold, mass, reference = _served(
+            max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack
+        )
+        tl.store(out_ptr + offs_n, threshold, mask=in_n)
+        tl.store(out_ptr + stride + offs_n, mass, mask=in_n)
+        tl.store(out_ptr + 2 * stride + offs_n, reference, mask=in_n)
 
         live = label >= 0
+        few = live & (served == 0) & (all_dense == 0)
+        served &= all_dense == 0
+        dense = live & all_dense
         length = tl.where(live & served, count, 0)
-        end = room_taken + tl.cumsum(length, 0)
+        tl.store(out_int_ptr + offs_n, room_taken + tl.cumsum(length, 0), mask=in_n)
         room_taken += tl.sum(length, 0)
-        served &= (length == 0) | (end <= capacity)
-        tl.store(end_ptr + offs_n, end, mask=in_n)
-        dense = live & (served == 0)
-        num_dense += tl.sum(dense.to(tl.int32), 0)
 
         tl.store(out_labels_ptr + offs_n, tl.where(served, label, -1), mask=in_n)
         tl.store(out_labels_ptr + stride + offs_n, tl.where(dense, label, -1), mask=in_n)
@@ -240,13 +316,27 @@ def _plan_kernel(
             slot = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=0)
             tl.store(out_labels_ptr + 2 * stride + offs_n, slot.to(tl.int64) - 1, mask=in_n)
 
-        listed = (live & served).to(tl.int32)
-        listed_before = num_listed + tl.cumsum(listed, 0) - listed
-        place = tl.where(listed > 0, listed_before, num_tokens - 1 - (offs_n - listed_before))
-        num_listed += tl.sum(listed, 0)
-        tl.store(end_ptr + stride + place, offs_n, mask=in_n)
-    tl.store(num_ptr, num_dense)
-    tl.store(num_ptr + 1, num_listed)
+        chosen = (dense | (live & served)).to(tl.int32)
+        chosen_before = num_chosen + tl.cumsum(chosen, 0) - chosen
+        place = tl.where(chosen > 0, chosen_before, num_tokens - 1 - (offs_n - chosen_before))
+        num_chosen += tl.sum(chosen, 0)
+        tl.store(out_int_ptr + stride + place, offs_n, mask=in_n)
+
+        place = num_few + tl.cumsum(few.to(tl.int32), 0) - 1
+        tl.store(few_ptr + place, offs_n, mask=few)
+        num_few += tl.sum(few.to(tl.int32), 0)
+
+        blocks = (length + ENTRIES - 1) // ENTRIES
+        block = num_blocks + tl.cumsum(blocks, 0)
+        num_blocks += tl.sum(blocks, 0)
+        tl.store(out_int_ptr + 2 * stride + offs_n, block, mask=in_n)
+        while tl.max(blocks, 0) > 0:
+            tl.store(block_token_ptr + block - blocks, offs_n, mask=blocks > 0)
+            blocks = tl.maximum(blocks - 1, 0)
+    tl.store(num_ptr, tl.where(all_dense, num_chosen, 0))
+    tl.store(num_ptr + 1, tl.where(all_dense, 0, num_chosen))
+    tl.store(num_ptr + 2, num_few)
+    tl.store(num_ptr + 3, num_blocks)
 
 
 class Entries(NamedTuple):
@@ -273,14 +363,8 @@ def new_entries(capacity: int, num_cols: int, device: torch.device) -> Entries:
 
 
 def listed_gradients(
-    x: Operands,
-    softmax: Softmax,
-    coef_4N: torch.Tensor,
-    lists: Lists,
-    how: Plan,
-    compensate: bool,
-    entries: Entries | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Plan, compensate: bool, entries: Entries | None
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute the listed gradients, and the mass that is dropped, of the listed tokens.
 
     A listed logit below the threshold that backward knows is dropped all the same; its entry is one of no column.
@@ -295,60 +379,62 @@ def listed_gradients(
         entries m alone, [N]. Then how many columns of the list are kept, [N] int32. All are 0 for the other tokens.
     """
     num_tokens, hidden_size = x.hidden.shape
-    num_listed_N = torch.empty_like(lists.count_N)
-    shape = (num_tokens,) if entries is None else (2, num_tokens)
-    factor = torch.empty(shape, dtype=torch.float32, device=num_listed_N.device)
-    _listed_gradients_kernel[(num_tokens,)](
+    most_blocks = how.block_token.shape[0]
+    mass_B = torch.empty(most_blocks, dtype=torch.float32, device=x.hidden.device)
+    kept_B = torch.empty(most_blocks, dtype=torch.int32, device=x.hidden.device)
+    _listed_gradients_kernel[(most_blocks,)](
         # in
-        x.hidden, x.weight, x.bias, x.ids, how.index, how.num_listed, lists.columns_NL, lists.count_N, how.end,
-        how.mass, how.threshold, softmax.max, softmax.log_sum, coef_4N,
+        x.hidden, x.weight, x.bias, x.ids, how.block_token, how.last_block, how.num_blocks,
+        lists.columns_M, lists.begin_N, lists.count_N, how.end, how.threshold, softmax.max, softmax.log_sum, coef_4N,
         # out
-        factor, num_listed_N, *(entries or (None, None, None)),
+        mass_B, kept_B, *(entries or (None, None, None)),
         # sizes
-        num_tokens, hidden_size, lists.columns_NL.shape[1], x.logits.start, x.logits.num_valid,
+        num_tokens, hidden_size, x.logits.start, x.logits.num_valid,
         # options
         x.logits.logit_scale, x.logits.softcap,
         HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0, WANT_ENTRIES=entries is not None,
-        COMPENSATE=compensate,
         # tiles
-        BLOCK_K=8, BLOCK_D=512, num_warps=4,
+        ENTRIES=BLOCK, BLOCK_K=BLOCK_K, BLOCK_D=BLOCK_D, num_warps=WARPS,
+    )  # fmt: skip
+    num_listed_N = torch.empty_like(lists.count_N)
+    shape = (num_tokens,) if entries is None else (2, num_tokens)
+    factor = torch.empty(shape, dtype=torch.float32, device=x.hidden.device)
+    _dropped_kernel[(cdiv(num_tokens, 128),)](
+        mass_B, kept_B, how.listed_labels, how.last_block, lists.count_N, how.mass, coef_4N,
+        factor, num_listed_N,
+        num_tokens, x.logits.logit_scale,
+        WANT_FACTORS=entries is not None, COMPENSATE=compensate, ENTRIES=BLOCK, BLOCK_N=128,
     )  # fmt: skip
     return factor, num_listed_N
 
 
 @kernel(
-    "hidden_ptr",
-    "weight_ptr",
-    "bias_ptr",
-    "columns_ptr",
-    "entry_column_ptr",
-    "entry_token_ptr",
-    "entry_grad_ptr",
+    "hidden_ptr", "weight_ptr", "bias_ptr", "columns_ptr", "entry_column_ptr", "entry_token_ptr", "entry_grad_ptr",
     "hidden_size",
-)
+)  # fmt: skip
 def _listed_gradients_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
     bias_ptr,  # in: [V]
     labels_ptr,  # in: [N] int64
-    index_ptr,  # in: [N] int32
-    num_kept_ptr,  # in: [1] int32
-    columns_ptr,  # in: [N, L] int32
+    block_token_ptr,  # in: [B] int32
+    last_block_ptr,  # in: [N] int32
+    num_blocks_ptr,  # in: [1] int32
+    columns_ptr,  # in: [M] int32
+    begin_ptr,  # in: [N] int32
     count_ptr,  # in: [N] int32
     end_ptr,  # in: [N] int32
-    mass_ptr,  # in: [N] fp32
     threshold_ptr,  # in: [N] fp32
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
-    factor_ptr,  # out: [2, N] fp32; without entries [N], the mass alone
-    num_listed_ptr,  # out: [N] int32
+    mass_ptr,  # out: [B] fp32: softmax mass of the block's columns that are kept
+    kept_ptr,  # out: [B] int32: how many these are
     entry_column_ptr,  # out: [M] int32
     entry_token_ptr,  # out: [M] int32
     entry_grad_ptr,  # out: [M] fp32
     num_tokens,
     hidden_size,
-    max_columns,
     start,
     num_valid,
     logit_scale,
@@ -356,34 +442,31 @@ def _listed_gradients_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WANT_ENTRIES: tl.constexpr,
-    COMPENSATE: tl.constexpr,
+    ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    stride = num_tokens.to(tl.int64)
-    token = tl.load(index_ptr + row).to(tl.int64)
-    if row >= tl.load(num_kept_ptr):
-        tl.store(factor_ptr + token, 0.0)
-        if WANT_ENTRIES:
-            tl.store(factor_ptr + stride + token, 0.0)
-        tl.store(num_listed_ptr + token, 0)
+    block = tl.program_id(0)
+    if block >= tl.load(num_blocks_ptr):
         return
+    token = tl.load(block_token_ptr + block).to(tl.int64)
+    count = tl.load(count_ptr + token)
+    number = tl.cdiv(count, ENTRIES) - (tl.load(last_block_ptr + token) - block)
+    columns_ptr += tl.load(begin_ptr + token)
+    begin = tl.load(end_ptr + token) - count
     coef_p = tl.load(coef_ptr + token) * logit_scale
-    coef_label = tl.load(coef_ptr + stride + token) * logit_scale
+    coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token) * logit_scale
     row_max = tl.load(max_ptr + token)
     log_sum = tl.load(log_sum_ptr + token)
     threshold = tl.load(threshold_ptr + token)
     label = tl.load(labels_ptr + token) - start
-    count = tl.load(count_ptr + token)
-    begin = tl.load(end_ptr + token) - count
 
     listed = tl.zeros((BLOCK_K,), tl.float32)
     num_listed = tl.zeros((BLOCK_K,), tl.int32)
-    for first in range(0, count, BLOCK_K):
+    for first in range(number * ENTRIES, tl.minimum(count, (number + 1) * ENTRIES), BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < count
-        column = tl.load(columns_ptr + token * max_columns + offs_k, mask=in_k, other=0)
+        column = tl.load(columns_ptr + offs_k, mask=in_k, other=0)
         products = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
         for inner in range(0, hidden_size, BLOCK_D):
             offs_d = inner + tl.arange(0, BLOCK_D)
@@ -409,9 +492,47 @@ def _listed_gradients_kernel(
             tl.store(entry_column_ptr + begin + offs_k, tl.where(kept, column, num_valid), mask=in_k)
             tl.store(entry_token_ptr + begin + offs_k, tl.zeros_like(column) + token.to(tl.int32), mask=in_k)
             tl.store(entry_grad_ptr + begin + offs_k, grad, mask=in_k)
-    dropped = tl.maximum(tl.load(mass_ptr + token) - tl.sum(listed, 0), 0.0)
-    if WANT_ENTRIES:
+    tl.store(mass_ptr + block, tl.sum(listed, 0))
+    tl.store(kept_ptr + block, tl.sum(num_listed, 0))
+
+
+@kernel("factor_ptr", "num_listed_ptr")
+def _dropped_kernel(
+    mass_ptr,  # in: [B] fp32
+    kept_ptr,  # in: [B] int32
+    labels_ptr,  # in: [N] int64: negative where the token is not listed
+    last_block_ptr,  # in: [N] int32
+    count_ptr,  # in: [N] int32
+    outside_ptr,  # in: [N] fp32: softmax mass outside the hot columns
+    coef_ptr,  # in: [4, N] fp32
+    factor_ptr,  # out: [2, N] fp32; without factors [N], the mass alone
+    num_listed_ptr,  # out: [N] int32
+    num_tokens,
+    logit_scale,
+    WANT_FACTORS: tl.constexpr,
+    COMPENSATE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_tokens
+    live = tl.load(labels_ptr + offs_n, mask=in_n, other=-1) >= 0
+    count = tl.load(count_ptr + offs_n, mask=live, other=0)
+    last = tl.load(last_block_ptr + offs_n, mask=live, other=0)
+    block = last - (count + ENTRIES - 1) // ENTRIES
+    dropped = tl.load(outside_ptr + offs_n, mask=live, other=0)
+    kept = tl.zeros((BLOCK_N,), tl.float32)
+    num_listed = tl.zeros((BLOCK_N,), tl.int32)
+    for _ in range(0, tl.max(last - block, 0)):
+        kept += tl.load(mass_ptr + block, mask=block < last, other=0)
+        num_listed += tl.load(kept_ptr + block, mask=block < last, other=0)
+        block += 1
+    dropped = tl.maximum(dropped - kept, 0.0)
+    stride = num_tokens.to(tl.int64)
+    if WANT_FACTORS:
+        coef_p = tl.load(coef_ptr + offs_n, mask=live, other=0) * logit_scale
+        uniform = tl.load(coef_ptr + 2 * stride + offs_n, mask=live, other=0) * logit_scale
         dropped *= coef_p if COMPENSATE else 0.0
-        tl.store(factor_ptr + stride + token, tl.load(coef_ptr + 2 * stride + token) * logit_scale)
-    tl.store(factor_ptr + token, dropped)
-    tl.store(num_listed_ptr + token, tl.sum(num_listed, 0))
+        tl.store(factor_ptr + stride + offs_n, uniform, mask=in_n)
+    tl.store(factor_ptr + offs_n, dropped, mask=in_n)
+    tl.store(num_listed_ptr + offs_n, num_listed, mask=in_n)

@@ -1,0 +1,265 @@
+"""A lower bound of each token's log-sum-exp, before that is known: what the marks of forward are relative to.
+
+    sum of exp over the hot columns, + exp of the label, + an estimate of all other columns less its error
+
+The lists hold whatever reaches eps of the bound, so they are as much too long as the bound is too low: with hot columns and
+label alone by two to three times. The estimate comes from columns drawn evenly among the others: one from each of equally many
+runs of neighbours, since ids that are near each other are about as frequent. ``ERRORS`` standard errors are taken off.
+
+A token for which the estimate is too high all the same shows it once the log-sum-exp is known, and then the lists do not serve
+it (``lists.plan``).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from cce_dist.kernels import Operands, Rows
+from cce_dist.kernels.blocks import has_tma, kernel, operand, tile_of_logits
+from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.filter.hot import Hot
+from cce_dist.kernels.tiles import Tiles, interpreted, precision
+
+ERRORS = 2.0  # standard errors
+
+
+def num_drawn(num_outside: int) -> int:
+    """Return how many columns are drawn of those that are not hot: whole tiles, 1,024 or a thirty-second if that is less."""
+    unit = 32 if interpreted() else 256
+    return min(num_outside, max(1, round(min(1024, num_outside / 32) / unit)) * unit)
+
+
+def draw_outside(hot: Hot, x: Operands) -> tuple[torch.Tensor, Operands]:
+    """Return columns of the shard that are not hot, [S] int32 ascending, and those columns as a shard of their own."""
+    num_valid, hidden_size = x.logits.num_valid, x.weight.shape[1]
+    num_outside = num_valid - hot.ids_H.shape[0]
+    size = num_drawn(num_outside)
+    ids_S = torch.empty(size, dtype=torch.int32, device=x.weight.device)
+    weight_SD = x.weight.new_empty(size, hidden_size)
+    bias_S = None if x.bias is None else x.bias.new_empty(size)
+    if size:
+        _draw_outside_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
+            hot.ids_H, x.weight, x.bias,
+            ids_S, weight_SD, bias_S,
+            size, num_outside, num_valid - num_outside, hidden_size, (num_valid - num_outside).bit_length(),
+            HAS_BIAS=x.bias is not None, BLOCK_S=16, BLOCK_D=256,
+        )  # fmt: skip
+    return ids_S, x._replace(weight=weight_SD, bias=bias_S, logits=x.logits._replace(start=0, num_valid=size))
+
+
+@kernel("hot_ptr", "weight_ptr", "bias_ptr", "ids_ptr", "weight_out_ptr", "bias_out_ptr", "hidden_size")
+def _draw_outside_kernel(
+    hot_ptr,  # in: [H] int64: the hot columns, ascending
+    weight_ptr,  # in: [V, D]
+    bias_ptr,  # in: [V]
+    ids_ptr,  # out: [S] int32
+    weight_out_ptr,  # out: [S, D]
+    bias_out_ptr,  # out: [S]
+    size,
+    num_outside,
+    num_hot,
+    hidden_size,
+    num_steps,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    offs_s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    in_s = offs_s < size
+    # A run's column is drawn by a hash of the run's number (Knuth's multiplicative one), the same in every step.
+    first = (offs_s.to(tl.int64) * num_outside // size).to(tl.int32)
+    length = ((offs_s + 1).to(tl.int64) * num_outside // size).to(tl.int32) - first
+    hashed = (offs_s.to(tl.uint32) * 2654435761) >> 16
+    place = first + (hashed.to(tl.int64) * length >> 16).to(tl.int32)
+    # The column at this place among those that are not hot comes after as many hot ones as have fewer others before them.
+    num_before = tl.zeros((BLOCK_S,), tl.int32)
+    last = num_before + num_hot
+    for _ in range(0, num_steps):
+        middle = (num_before + last) // 2
+        hot = tl.load(hot_ptr + middle, mask=in_s & (num_before < last), other=0).to(tl.int32)
+        before = (hot - middle <= place) & (num_before < last)
+        num_before = tl.where(before, middle + 1, num_before)
+        last = tl.where(before, last, middle)
+    column = place + num_before
+
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = in_s[:, None] & (offs_d < hidden_size)[None, :]
+    row = tl.load(weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], mask=mask, other=0)
+    tl.store(weight_out_ptr + offs_s.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], row, mask=mask)
+    if tl.program_id(1) == 0:
+        tl.store(ids_ptr + offs_s, column, mask=in_s)
+        if HAS_BIAS:
+            tl.store(bias_out_ptr + offs_s, tl.load(bias_ptr + column, mask=in_s, other=0), mask=in_s)
+
+
+def drawn_sums(
+    ids_S: torch.Tensor, drawn: Operands, start: int, rows: Rows, tiles: Tiles, sums_3PN: torch.Tensor
+) -> None:  # fmt: skip
+    """Write maximum, sum of exp and sum of their squares over the drawn columns, but for the label, in P parts.
+
+    Args:
+        ids_S: The columns, as ``draw_outside`` returns them.
+        drawn: They as a shard.
+        start: First id of the shard that they are from.
+        rows: Tokens.
+        tiles: Tiles of the device; a part is one tile of columns.
+        sums_3PN: out: at the tokens of the group.
+    """
+    tile, logits = tiles.lse, drawn.logits
+    num_rows, hidden_size = rows.hidden.shape
+    tma = has_tma(rows.hidden, drawn.weight)
+    _drawn_sums_kernel[(cdiv(num_rows, tile.rows) * sums_3PN.shape[1],)](
+        # in
+        operand(rows.hidden, tile.rows, tile.inner, tma), operand(drawn.weight, tile.cols, tile.inner, tma), drawn.bias,
+        ids_S, drawn.ids, rows.index, rows.num_kept,
+        # out
+        sums_3PN,
+        # sizes
+        num_rows, hidden_size, logits.num_valid, start, sums_3PN.shape[1], drawn.num_tokens,
+        # options
+        logits.logit_scale, logits.softcap,
+        HAS_BIAS=drawn.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
+        # tiles
+        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@kernel("hidden", "weight", "bias_ptr", "hidden_size")
+def _drawn_sums_kernel(
+    hidden,  # in: [R, D] descriptor or pointer
+    weight,  # in: [S, D] descriptor or pointer
+    bias_ptr,  # in: [S]
+    ids_ptr,  # in: [S] int32
+    labels_ptr,  # in: [N] int64
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    sums_ptr,  # out: [3, P, N] fp32
+    num_rows,
+    hidden_size,
+    size,
+    start,
+    num_parts,
+    num_tokens,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    part = tl.program_id(0) % num_parts
+    row = tl.program_id(0) // num_parts * BLOCK_N
+    num_kept = tl.load(num_kept_ptr)
+    if row >= num_kept:
+        return
+    z = tile_of_logits(
+        hidden, weight, bias_ptr, row, part * BLOCK_V, num_rows, size, hidden_size, logit_scale, softcap,
+        HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, True, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
+    )  # fmt: skip
+    offs_n = row + tl.arange(0, BLOCK_N)
+    live = offs_n < num_kept
+    token = tl.load(index_ptr + offs_n, mask=live, other=0).to(tl.int64)
+    label = (tl.load(labels_ptr + token, mask=live, other=-1) - start).to(tl.int32)
+    offs_s = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    column = tl.load(ids_ptr + offs_s, mask=offs_s < size, other=-1)
+    maximum = tl.max(z, 1)
+    base = tl.where(maximum > float("-inf"), maximum, 0.0)
+    # The label's exponential is added by itself.
+    e = tl.where(column[None, :] == label[:, None], 0.0, tl.exp(z - base[:, None]))
+    plane = num_parts.to(tl.int64) * num_tokens
+    where = sums_ptr + part.to(tl.int64) * num_tokens + token
+    tl.store(where, base, mask=live)
+    tl.store(where + plane, tl.sum(e, 1), mask=live)
+    tl.store(where + 2 * plane, tl.sum(e * e, 1), mask=live)
+
+
+def bound_of_shard(
+    hot_3N: torch.Tensor, target_N: torch.Tensor, sums_3PN: torch.Tensor, num_drawn: int, x: Operands, hot: Hot
+) -> torch.Tensor:  # fmt: skip
+    """Return the shard's part of the bound as a maximum, a sum relative to it, and zeros, [3, N] fp32.
+
+    Args:
+        hot_3N: Maximum and sum of exp over the hot columns.
+        target_N: The label's logit. It counts where it is another column of the shard.
+        sums_3PN: What ``drawn_sums`` writes.
+        num_drawn: How many columns were drawn.
+        x: The shard.
+        hot: Its hot columns.
+    """
+    stats_3N = torch.empty_like(hot_3N)
+    num_outside = x.logits.num_valid - hot.ids_H.shape[0]
+    # The error of a mean of ``num_drawn`` out of ``num_outside``; it is 0 where all of them are drawn.
+    left_out = 1.0 - num_drawn / num_outside if num_outside else 0.0
+    error = ERRORS * (left_out / max(1, num_drawn - 1)) ** 0.5
+    _bound_of_shard_kernel[(cdiv(x.num_tokens, 256),)](
+        hot_3N, target_N, sums_3PN, x.ids, hot.slot_V,
+        stats_3N,
+        x.num_tokens, x.logits.start, x.logits.num_valid, sums_3PN.shape[1], max(1, num_drawn), num_outside, error,
+        BLOCK_N=256,
+    )  # fmt: skip
+    return stats_3N
+
+
+@kernel("hot_ptr", "slot_ptr", "stats_ptr")
+def _bound_of_shard_kernel(
+    hot_ptr,  # in: [3, N] fp32: maximum, sum, anything
+    target_ptr,  # in: [N] fp32
+    sums_ptr,  # in: [3, P, N] fp32: reference, sum, sum of squares
+    labels_ptr,  # in: [N] int64
+    slot_ptr,  # in: [V] int32
+    stats_ptr,  # out: [3, N] fp32
+    num_tokens,
+    start,
+    num_valid,
+    num_parts,
+    num_drawn,
+    num_outside,
+    error,
+    BLOCK_N: tl.constexpr,
+):
+    stride = num_tokens.to(tl.int64)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_tokens
+    label = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
+    here = (label >= 0) & (label >= start) & (label - start < num_valid)
+    beside = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=1) == 0
+    target = tl.where(beside, tl.load(target_ptr + offs_n, mask=in_n, other=0), float("-inf"))
+    hot_max = tl.load(hot_ptr + offs_n, mask=in_n, other=0)
+    hot_sum = tl.load(hot_ptr + stride + offs_n, mask=in_n, other=0)
+
+    # Tokens without a label have no sums.
+    live = in_n & (label >= 0)
+    plane = num_parts * stride
+    reference = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    for part in range(0, num_parts):
+        where = sums_ptr + part * stride + offs_n
+        reference = tl.maximum(reference, tl.load(where, mask=live, other=0))
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    for part in range(0, num_parts):
+        where = sums_ptr + part * stride + offs_n
+        factor = tl.exp(tl.load(where, mask=live, other=0) - reference)
+        total += tl.load(where + plane, mask=live, other=0) * factor
+        squares += tl.load(where + 2 * plane, mask=live, other=0) * factor * factor
+    mean = total / num_drawn
+    deviation = tl.sqrt(tl.maximum(squares / num_drawn - mean * mean, 0.0))
+    rest = num_outside * tl.maximum(mean - error * deviation, 0.0)
+    reference = tl.where(rest > 0, reference, float("-inf"))
+
+    maximum = tl.maximum(tl.maximum(hot_max, target), reference)
+    base = tl.where(maximum > float("-inf"), maximum, 0.0)
+    # NaN of a hot column must stay: the maximum may hide it, the sum does not.
+    sum_exp = (
+        hot_sum * tl.exp(hot_max - base)
+        + tl.exp(target - base)
+        + tl.where(rest > 0, rest * tl.exp(reference - base), 0.0)
+    )
+    tl.store(stats_ptr + offs_n, maximum, mask=in_n)
+    tl.store(stats_ptr + stride + offs_n, sum_exp, mask=in_n)
+    tl.store(stats_ptr + 2 * stride + offs_n, tl.zeros((BLOCK_N,), tl.float32), mask=in_n)
