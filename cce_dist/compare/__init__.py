@@ -105,7 +105,7 @@ def _compare(args: argparse.Namespace) -> Any:
             setattr(args, name, value)
     recipe = pretrain.Recipe.of(args)  # on one rank; the model is built and judged with the exact loss
     here = ranks.join(recipe)
-    ranks.check_sizes(recipe, here)
+    recipe.check_sizes()
     chosen, missing = heads.choose(args.methods, recipe, here)
     folder = data.prepare(*recipe.text)
     args.out.mkdir(parents=True, exist_ok=True)

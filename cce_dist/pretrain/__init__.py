@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import argparse
 
-from cce_dist.pretrain.recipe import LOSSES, Recipe, UsageError, add_flags, positive
+from cce_dist.arguments import whole
+from cce_dist.pretrain.exits import UsageError
+from cce_dist.pretrain.recipe import LOSSES, Recipe, add_flags
+
+positive = whole(1)
 
 __all__ = ["LOSSES", "Recipe", "UsageError", "add_arguments", "add_flags", "positive", "run"]
 
