@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from cce_dist.pretrain.exits import AGAIN, HOPELESS, say
 from cce_dist.pretrain.stop import SAME_SECONDS, SIGNALS
 
+START_METHOD = "spawn"  # of the rank processes
 LEAVING = (HOPELESS, AGAIN)  # codes with which all ranks leave together
 
 
@@ -57,7 +58,7 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
             role="default", local_world_size=num_local, entrypoint=body, args=args, rdzv_handler=_rendezvous(meeting),
             max_restarts=max_restarts, monitor_interval=0.1,
         )  # fmt: skip
-        agent = _Agent(spec, DefaultLogsSpecs())
+        agent = _Agent(spec, DefaultLogsSpecs(), START_METHOD)
         with agent.hearing():
             result = agent.run()
     except _Asked as error:
