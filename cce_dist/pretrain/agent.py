@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from cce_dist.pretrain.exits import AGAIN, HOPELESS, say
+from cce_dist.pretrain.exits import AGAIN, BUG, HOPELESS, say
 from cce_dist.pretrain.stop import SAME_SECONDS, SIGNALS
 
 START_METHOD = "spawn"  # of the rank processes
@@ -74,7 +74,7 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
     if not result.is_failed():
         return 0
     rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
-    if agent.heard is not None or failure.exitcode == AGAIN:
+    if failure.exitcode == AGAIN or (agent.heard is not None and failure.exitcode not in (HOPELESS, BUG)):
         return AGAIN
     if failure.exitcode < 0:
         say(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")

@@ -160,6 +160,8 @@ class _Run:
 
     def _check_finite(self) -> None:
         """Raise ``UsageError``, on every rank, at the first step whose loss or gradient was not finite."""
+        if not self.unseen:
+            return
         device = self.ranks.device
         sums = torch.stack([each.to(device, torch.float32).reshape(()) for _, each in self.unseen]).tolist()
         for (step, _), value in zip(self.unseen, sums, strict=True):
