@@ -217,7 +217,6 @@ def test_the_learning_rate_warms_up_and_decays_to_a_tenth(tmp_path: Path) -> Non
         pytest.param(["--batch-size", "9", "--accumulate", "2"], "batch size 9 cannot be split 2 ways", id="batch"),
         pytest.param(["--seq-len", "1000000"], "one sequence needs 1000001", id="corpus-too-small"),
         pytest.param(["--vocab-size", "100"], "100 is too few", id="fewer-ids-than-bytes"),
-        pytest.param(["--filter-eps", "1"], "--filter-eps must be in [0, 1), got 1.0", id="filter-that-drops-labels"),
         pytest.param(["--pp", "2"], "--pp needs --engine megatron", id="pipeline-of-torch"),
         pytest.param(["--loss", "megatron-fused"], "needs --engine megatron", id="megatrons-loss-in-torch"),
         pytest.param(["--engine", "megatron"], "--engine megatron needs GPUs", id="megatron-on-cpu"),

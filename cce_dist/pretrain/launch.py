@@ -28,15 +28,25 @@ import torch.distributed as dist
 
 from cce_dist.pretrain import data
 from cce_dist.pretrain.engines import Engine
-from cce_dist.pretrain.exits import AGAIN, BUG, HOPELESS, LOST, CheckpointError, Stopped, UsageError, may_pass, say
+from cce_dist.pretrain.exits import (
+    AGAIN,
+    AGENT,
+    BUG,
+    HOPELESS,
+    LOST,
+    CheckpointError,
+    Stopped,
+    UsageError,
+    may_pass,
+    say,
+    tell_torchrun,
+)
 from cce_dist.pretrain.log import check_writers
 from cce_dist.pretrain.ranks import Ranks, check_gpus, join
 from cce_dist.pretrain.recipe import ENGINES, MEGATRON_FUSED, Recipe
 from cce_dist.pretrain.stop import Notice
 from cce_dist.pretrain.train import make_deterministic, train
 from cce_dist.ranks import in_torchrun
-
-AGENT = "CCE_DIST_AGENT"  # process id of this package's agent, for its ranks
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -48,11 +58,11 @@ def launch(args: argparse.Namespace) -> int:
         recipe.check_sizes()
     except UsageError as error:
         code = _report(error) if os.environ.get("RANK", "0") == "0" else HOPELESS
-        _tell_torchrun(code)
+        tell_torchrun(code)
         return code
     if in_torchrun() or (recipe.num_ranks == 1 and recipe.nodes == 1):
         code = run_rank(recipe)
-        _tell_torchrun(code)
+        tell_torchrun(code)
         return 1 if code == LOST else code
     try:
         check_gpus(recipe, num_local := recipe.ranks_per_node or recipe.num_ranks // recipe.nodes)
@@ -148,7 +158,7 @@ def _leave(code: int, everywhere: bool) -> int:
     if dist.is_initialized():
         if everywhere:
             dist.barrier()  # the agent ends all ranks once one has left: wait for the one that reports
-        _tell_torchrun(code)
+        tell_torchrun(code)
         os._exit(code)  # a group that lost a rank cannot be taken down in order
     return code
 
@@ -161,16 +171,6 @@ def _end_with_agent() -> None:
     ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
     if os.getppid() != parent or str(parent) != os.environ.get(AGENT, str(parent)):
         os._exit(LOST)  # it has ended meanwhile
-
-
-def _tell_torchrun(code: int) -> None:
-    """Have torchrun end. It knows no exit code of a rank after which it would not start all ranks again."""
-    ours = os.environ.get(AGENT) == str(os.getppid())
-    if code in (HOPELESS, AGAIN) and not ours and "TORCHELASTIC_RUN_ID" in os.environ:
-        if os.environ.get("LOCAL_RANK") == "0":
-            os.kill(os.getppid(), signal.SIGTERM)
-        else:
-            time.sleep(1)  # the first of a node's ranks that leaves would be the reason for a restart
 
 
 def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
