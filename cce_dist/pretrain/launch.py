@@ -71,7 +71,7 @@ def launch(args: argparse.Namespace) -> int:
     except (UsageError, data.CorpusError) as error:
         return _report(error)
     except Stopped as error:
-        say(f"{error} before the first step")
+        say(str(error))
         return AGAIN
     return _start_ranks(recipe, num_local)
 

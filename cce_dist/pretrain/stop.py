@@ -60,7 +60,7 @@ class Notice:
         if self.name is None:
             self.name, self._since = signal.Signals(number).name, time.monotonic()
             if not self.patient:
-                raise Stopped(f"stopped by {self.name}")
+                raise Stopped(f"stopped by {self.name} before the first step")
         elif time.monotonic() - self._since > SAME_SECONDS:
             os._exit(128 + number)
 

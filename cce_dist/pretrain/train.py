@@ -105,7 +105,6 @@ class _Run:
 
     def close(self) -> None:
         """Close the log, however the run has ended."""
-        self.notice.patient = False
         if self.log is not None:
             self.log.close()
 
