@@ -65,9 +65,8 @@ def go_on(run: list[str], out: Path) -> None:
     ("number", "whom"),
     [
         pytest.param(signal.SIGTERM, "agent", id="kubernetes"),
-        pytest.param(signal.SIGINT, "all", id="terminal"),
         pytest.param(signal.SIGUSR1, "all", id="slurm"),
-        pytest.param(signal.SIGUSR1, "last-rank", id="one-rank"),
+        pytest.param(signal.SIGINT, "last-rank", id="one-rank"),
     ],
 )
 def test_d5_a_signal_stores_the_step_and_costs_no_bit(
@@ -225,7 +224,7 @@ def test_d7_ranks_that_were_started_unlike_say_how(tmp_path: Path, two_ranks) ->
     [
         pytest.param(["--lr", "1e38"], None, "not finite", id="nan"),
         pytest.param(["--checkpoint-every", "2"], 300_000, "File too large", id="full-disk"),
-        pytest.param(["--corpus", "/dev"], None, "no regular file", id="corpus"),
+        pytest.param(["--corpus", "/dev", "--pattern", "null"], None, "no regular file", id="corpus"),
     ],
 )
 def test_d10_what_a_restart_cannot_mend_is_not_restarted(
