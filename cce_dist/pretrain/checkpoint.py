@@ -144,7 +144,7 @@ def read_tensors(folder: Path, tensors: dict[str, Any]) -> None:
             dcp.load(tensors, storage_reader=_Reader(folder), planner=_Planner())
         except dcp.CheckpointException as error:
             reason = next(iter(error.failures.values()))[0]
-            raise UsageError(f"cannot read checkpoint {folder}: {reason}") from error
+            raise _unreadable(folder, reason) from error
 
 
 class _Reader(dcp.FileSystemReader):
@@ -192,8 +192,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _load(path: Path, load_tensors: Callable[[Path], None], same: dict[str, Any]) -> dict[str, Any]:
-    state = torch.load(path / STATE, weights_only=True)
-    there = state["same"]
+    try:
+        state = torch.load(path / STATE, weights_only=True)
+        there = state["same"]
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(path, error) from error
     differing = []
     for name, ours in same.items():
         if there.get(name) not in (ours if isinstance(ours, set) else [ours]):
@@ -205,6 +208,11 @@ def _load(path: Path, load_tensors: Callable[[Path], None], same: dict[str, Any]
     load_tensors(path)
     _set_rng(state.pop("rng"))
     return state
+
+
+def _unreadable(path: Path, reason: BaseException) -> UsageError:
+    text = str(reason).strip() or type(reason).__name__
+    return UsageError(f"cannot read checkpoint {path}: {text.splitlines()[0]}")
 
 
 def _candidates(folder: Path) -> list[Path]:

@@ -24,6 +24,11 @@ from cce_dist.pretrain.exits import CheckpointError, Stopped, UsageError, may_pa
 from cce_dist.pretrain.log import Log
 from cce_dist.pretrain.stop import Agreement, Notice, Stop
 
+# Arguments that say where a run is, not what it is.
+PLACES = {
+    "out", "cache", "corpus", "resume", "nodes", "ranks_per_node", "meet", "meet_conf", "run_id", "max_restarts", "timeout",
+}  # fmt: skip
+
 
 def train(
     engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches, notice: Notice | None = None
@@ -136,10 +141,9 @@ class _Run:
                 ", which was the last: --steps N goes on, --no-resume starts anew" if step >= self.recipe.steps else ""
             )
             log.note(f"resumed after step {step}{done}")
-            ours = self.state["arguments"]
-            other = [
-                f"{name} {ours[name]} (was {was})" for name, was in self.former.items() if ours.get(name, was) != was
-            ]
+            ours, former = self.state["arguments"], self.former
+            names = sorted(name for name in former.keys() & ours.keys() if name not in PLACES)
+            other = [f"{name} {ours[name]} (was {former[name]})" for name in names if ours[name] != former[name]]
             if other:
                 log.note(f"resumed with other arguments: {', '.join(other)}")
         return log
