@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from cce_dist import cli
 from cce_dist.pretrain import agent, launch  # noqa: F401 - all that the command needs, imported once
@@ -34,7 +35,7 @@ class Command:
         self, argv: list[str], output: Path, *, start: str = "forkserver", file_limit: int | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
-        context = multiprocessing.get_context(start)
+        context: Any = multiprocessing.get_context(start)
         if start == "forkserver":
             context.set_forkserver_preload(["commands"])
         self.output = output

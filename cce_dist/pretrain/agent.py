@@ -60,7 +60,7 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
         )  # fmt: skip
         agent = _Agent(spec, DefaultLogsSpecs(), START_METHOD)
         with agent.hearing():
-            result = agent.run()
+            result: Any = agent.run()
     except _Asked as error:
         say(f"stopped by {error} before the ranks were started")
         return AGAIN
@@ -71,7 +71,7 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
             return AGAIN
         say(f"the nodes did not meet: {error}")
         return AGAIN
-    if not result.is_failed():
+    if result is None or not result.is_failed():  # None: the other nodes have finished without this one
         return 0
     rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
     if failure.exitcode == AGAIN or (agent.heard is not None and failure.exitcode not in (HOPELESS, BUG)):
@@ -123,7 +123,7 @@ class _Agent(LocalElasticAgent):
         # Ranks are born with these signals held back, until they can answer them.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            started = super()._start_workers(worker_group)
+            started: Any = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
             for number in SIGNALS:
                 signal.signal(number, self._hear)
         finally:
@@ -132,7 +132,7 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._end_the_left()
-        result = super()._monitor_workers(worker_group)
+        result: Any = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if result.state == WorkerState.FAILED:
             codes = {failure.exitcode for failure in result.failures.values()}
             if self.heard is not None or codes & set(LEAVING):
