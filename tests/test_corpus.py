@@ -103,7 +103,7 @@ def test_d4_tokenizing_can_be_stopped(tmp_path: Path) -> None:
         time.sleep(0.5)
         start = time.monotonic()
         kill(command.pid, signal.SIGINT)
-        assert command.wait() == 75 and time.monotonic() - start < 5, command.text
+        assert command.wait() == 75 and time.monotonic() - start < 15, command.text
     assert len(command.lines) == 1 and "stopped by SIGINT before the first step" in command.text
     assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
 
