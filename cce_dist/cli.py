@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 
 class Command(NamedTuple):
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     name = _top_level_parser().parse_args(argv[:1]).command
     command = COMMANDS[name]
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"cce-dist {name}",
         description=f"{command.summary[0].upper()}{command.summary[1:]}.",
         epilog=f"example:\n  {command.example}",
@@ -85,6 +86,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+    except KeyboardInterrupt:
+        print(f"cce-dist {name}: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with an argument."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists all options)\n")
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from cce_dist.pretrain import exits
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), ROOT / "launch" / "slurm.sbatch"])
 
@@ -29,7 +31,7 @@ def documents() -> list[dict[str, Any]]:
 
 def test_the_manifest_names_one_meeting_place_and_as_many_nodes_everywhere() -> None:
     """Catches a name or a number changed in one place alone."""
-    claim, jobset = documents()
+    claim, policy, jobset = documents()
     assert (claim["apiVersion"], claim["kind"]) == ("v1", "PersistentVolumeClaim")
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     name, [job] = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
@@ -37,7 +39,9 @@ def test_the_manifest_names_one_meeting_place_and_as_many_nodes_everywhere() -> 
     pod = spec["template"]["spec"]
     [container] = pod["containers"]
     environment = {variable["name"]: variable["value"] for variable in container["env"]}
-    assert (job["replicas"], spec["completionMode"], pod["restartPolicy"]) == (1, "Indexed", "OnFailure")
+    assert (job["replicas"], spec["completionMode"], pod["restartPolicy"]) == (1, "Indexed", "Never")
+    assert policy["spec"]["podSelector"]["matchLabels"] == {"jobset.sigs.k8s.io/jobset-name": name}
+    assert environment["RUN_ID"]
     assert spec["parallelism"] == spec["completions"] == int(environment["NNODES"])
     # A pod is called <jobset>-<job>-<replica>-<index>, under a service that has the jobset's name.
     host, port = environment["RDZV"].split(":")
@@ -52,13 +56,14 @@ def test_the_manifest_runs_a_command_that_exists_with_ranks_that_fit() -> None:
 
     from cce_dist.pretrain import add_arguments
 
-    [container] = documents()[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    [container] = documents()[-1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
     assert os.access(ROOT / container["command"][0], os.X_OK)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args(container["args"])
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-    assert args.tp * args.dp == gpus * int(container["env"][0]["value"])
+    assert args.tp * args.dp == gpus * int(environment["NNODES"])
 
 
 def executable(path: Path, text: str) -> None:
@@ -66,18 +71,50 @@ def executable(path: Path, text: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def test_slurm_starts_one_torchrun_a_node_where_all_meet(tmp_path: Path) -> None:
-    executable(tmp_path / "scontrol", '[ "$*" = "show hostnames gpu[7-9]" ] && printf "gpu7\\ngpu8\\ngpu9\\n"\n')
-    executable(tmp_path / "srun", 'while [[ $1 == --* ]]; do [[ $1 == *=* ]] && shift || shift 2; done\nexec "$@"\n')
-    executable(tmp_path / "torchrun", 'printf "%s\\n" "$@"\n')
-    job = {"SLURM_JOB_NODELIST": "gpu[7-9]", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "1234567"}
-    job |= {"SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+def test_kubernetes_gives_time_and_no_rights() -> None:
+    """D5, D10, S2. Catches a grace period that ends a checkpoint, a hopeless run that is restarted, root, an open network."""
+    _, policy, jobset = documents()
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = job["template"]["spec"]
+    [container] = pod["containers"]
+    assert pod["terminationGracePeriodSeconds"] >= 300
+    assert pod["securityContext"]["runAsNonRoot"] and pod["automountServiceAccountToken"] is False
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    codes = job["podFailurePolicy"]["rules"][0]
+    assert codes["action"] == "FailJob" and codes["onExitCodes"]["values"] == [exits.HOPELESS, 2]
+    assert exits.AGAIN not in codes["onExitCodes"]["values"]
+    assert jobset["spec"]["failurePolicy"]["rules"][0]["action"] == "FailJobSet"
+    [source] = policy["spec"]["ingress"][0]["from"]
+    assert source == {"podSelector": policy["spec"]["podSelector"]}
+
+
+def queue(folder: Path, **job: str) -> subprocess.CompletedProcess[str]:
+    """Run slurm.sbatch among stand-ins that print what they are asked; ``python3`` leaves with $CODE."""
+    asked = '[ "$1 $2" = "show hostnames" ] && printf "gpu7\\ngpu8\\ngpu9\\n" || echo "scontrol $*"\n'
+    executable(folder / "scontrol", asked)
+    executable(folder / "srun", 'while [[ $1 == --* ]]; do [[ $1 == *=* ]] && shift || shift 2; done\nexec "$@"\n')
+    executable(folder / "python3", 'printf "%s\\n" "$@"\nexit ${CODE:-0}\n')
+    job = {"SLURM_JOB_NODELIST": "gpu[7-9]", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "1234567"} | job
+    job |= {"SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{folder}:{os.environ['PATH']}"}
     script = ROOT / "launch" / "slurm.sbatch"
-    started = subprocess.run(["bash", script, "--tp", "8"], env=job, capture_output=True, text=True, check=True)
-    words = started.stdout.split("\n")
-    for option, value in (("--nnodes", "3"), ("--rdzv-endpoint", "gpu7:29967"), ("--rdzv-id", "1234567")):
+    return subprocess.run(["bash", script, "--tp", "8"], env=job, capture_output=True, text=True)
+
+
+def test_slurm_starts_one_agent_a_node_where_all_meet(tmp_path: Path) -> None:
+    words = queue(tmp_path).stdout.split("\n")
+    for option, value in (("--nodes", "3"), ("--meet", "gpu7:29967"), ("--run-id", "1234567")):
         assert words[words.index(option) + 1] == value
-    assert words[words.index("-m") :][:5] == ["-m", "cce_dist", "pretrain", "--tp", "8"]
+    assert words[:3] == ["-m", "cce_dist", "pretrain"] and words[-3:] == ["--tp", "8", ""]
+
+
+def test_slurm_queues_a_stopped_job_again_and_no_failed_one(tmp_path: Path) -> None:
+    """D5, D10."""
+    script = (ROOT / "launch" / "slurm.sbatch").read_text()
+    assert "#SBATCH --signal=USR1@300" in script
+    stopped, failed = queue(tmp_path, CODE="75"), queue(tmp_path, CODE="1")
+    assert stopped.returncode == 75 and stopped.stdout.endswith("scontrol requeue 1234567\n")
+    assert failed.returncode == 1 and "requeue" not in failed.stdout
+    assert "requeue" not in queue(tmp_path, CODE="75", SLURM_RESTART_COUNT="1000").stdout
 
 
 def test_several_nodes_need_a_place_to_meet() -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("tokenizers")
 from toy_runs import CORPUS, SHORT, TOY, largest_difference, losses, options, prepared, records
 
 from cce_dist import cli
-from cce_dist.pretrain import data
+from cce_dist.pretrain import corpus, data
 from cce_dist.pretrain.build import build_model
 from cce_dist.pretrain.engines.torch import clip_gradients
 from cce_dist.pretrain.launch import train_on
@@ -176,24 +176,24 @@ def test_an_epoch_holds_every_sequence_once_in_an_order_of_its_own() -> None:
 
 def test_a_corpus_is_tokenized_once_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    tokenize = data._tokenize
-    monkeypatch.setattr(data, "_tokenize", lambda *args: (calls.append(args), tokenize(*args)))
+    tokenize = corpus._tokenize
+    monkeypatch.setattr(corpus, "_tokenize", lambda *args: (calls.append(args), tokenize(*args)))
     with ThreadPoolExecutor(4) as pool:
         folders = list(pool.map(lambda _: data.prepare(CORPUS, "*.py", 300, tmp_path), range(4)))
     assert len(calls) == 1 and len(set(folders)) == 1
     assert data.prepare(CORPUS, "*.py", 301, tmp_path) != folders[0]
-    corpus = data.Corpus(folders[0])
-    assert len(corpus.held_out) == (len(corpus.train) + len(corpus.held_out)) // 20
-    assert int(corpus.train.max()) < 300
+    ids = data.Corpus(folders[0])
+    assert len(ids.held_out) == (len(ids.train) + len(ids.held_out)) // 20
+    assert int(ids.train.max()) < 300
 
 
 def test_a_corpus_is_cut_to_whole_files_of_a_size(tmp_path: Path) -> None:
     for name in "abcdef":
         (tmp_path / f"{name}.txt").write_text("x" * (400 << 10))
-    names = list(data._find(tmp_path, "*.txt", None))
-    assert list(data._find(tmp_path, "*.txt", 1)) == names[:2]  # two of 400 KiB are less than a MiB, three are more
+    names = list(corpus._find(tmp_path, "*.txt", None))
+    assert list(corpus._find(tmp_path, "*.txt", 1)) == names[:2]  # two of 400 KiB are less than a MiB, three are more
     (tmp_path / names[0]).write_text("x" * (2 << 20))
-    assert list(data._find(tmp_path, "*.txt", 1)) == names[:1]  # one file there is in any case
+    assert list(corpus._find(tmp_path, "*.txt", 1)) == names[:1]  # one file there is in any case
 
 
 def test_clipping_is_torchs() -> None:
@@ -217,7 +217,6 @@ def test_the_learning_rate_warms_up_and_decays_to_a_tenth(tmp_path: Path) -> Non
         pytest.param(["--batch-size", "9", "--accumulate", "2"], "batch size 9 cannot be split 2 ways", id="batch"),
         pytest.param(["--seq-len", "1000000"], "one sequence needs 1000001", id="corpus-too-small"),
         pytest.param(["--vocab-size", "100"], "100 is too few", id="fewer-ids-than-bytes"),
-        pytest.param(["--filter-eps", "1"], "--filter-eps must be in [0, 1), got 1.0", id="filter-that-drops-labels"),
         pytest.param(["--pp", "2"], "--pp needs --engine megatron", id="pipeline-of-torch"),
         pytest.param(["--loss", "megatron-fused"], "needs --engine megatron", id="megatrons-loss-in-torch"),
         pytest.param(["--engine", "megatron"], "--engine megatron needs GPUs", id="megatron-on-cpu"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from cce_dist.arguments import device, file, folder, number, whole
 from cce_dist.bench.shapes import SHAPES
 
 DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
@@ -27,23 +28,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cce-dist bench``."""
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", help=f"heads to time: {', '.join(SHAPES)}")
-    add("--tokens", nargs="+", type=int, metavar="N", help="numbers of tokens (default: 8192; on a CPU 512)")
+    add("--tokens", nargs="+", type=whole(1), metavar="N", help="numbers of tokens (default: 8192; on a CPU 512)")
     add(
         "--workload", nargs="+", default=["trained"], metavar="RUNG",
         help="how sure the softmax is: unigram, early, spread, middle, trained, sharp, or all of this 'ladder'; or files that "
         "'cce-dist pretrain --capture' wrote, which have their own shape and tokens (default: trained)",
     )  # fmt: skip
     add("--methods", nargs="+", metavar="METHOD", help="rows of the table; 'list' prints them (default: all)")
-    add("--ignored", nargs="+", type=float, metavar="SHARE", help="shares of labels that are -100 (default: 0)")
+    add(
+        "--ignored",
+        nargs="+",
+        type=number(0, below=1),
+        metavar="SHARE",
+        help="shares of labels that are -100 (default: 0)",
+    )
     add("--tp", type=_sizes, metavar="T,T", help="split the vocabulary over so many ranks, under torchrun or alone")
     add("--stage", choices=STAGES, help="time the end of its last pipeline stage by its means and ours, likewise")
-    add("--workspace", nargs="+", type=int, metavar="MIB", help="workspaces of cce-dist, a row each (default: 256)")
-    add("--repeats", type=int, default=20, help="rounds of timing, methods in turns")
-    add("--device", help="cuda, cuda:1, cpu (default: cuda if there is one)")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of hidden states and weight")
-    add("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="folder for bench.json and bench.png")
     add(
-        "--show", nargs="+", type=Path, metavar="JSON",
+        "--workspace", nargs="+", type=whole(1), metavar="MIB", help="workspaces of cce-dist, a row each (default: 256)"
+    )
+    add("--repeats", type=whole(1), default=20, help="rounds of timing, methods in turns")
+    add("--device", type=device, help="cuda, cuda:1, cpu (default: cuda if there is one)")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of hidden states and weight")
+    add("--out", type=folder, default=Path("runs/bench"), metavar="DIR", help="folder for bench.json and bench.png")
+    add(
+        "--show", nargs="+", type=file, metavar="JSON",
         help="measure nothing; print each bench.json again and draw its figure. With --shapes, --tokens, --methods, --ignored "
         "or --tp print a part, and draw nothing",
     )  # fmt: skip
@@ -97,7 +106,4 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _sizes(text: str) -> list[int]:
-    sizes = [int(size) for size in text.split(",")]
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"sizes of groups are positive, got {text}")
-    return sizes
+    return [whole(1)(size) for size in text.split(",")]

@@ -19,6 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cce_dist.arguments import whole
 from cce_dist.bench.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shapes", nargs="+", choices=SHAPES, default=["llama-3-8b"], metavar="SHAPE",
         help="heads to tune for (default: llama-3-8b)",
     )  # fmt: skip
-    add("--tokens", type=int, default=8192, metavar="N", help="number of tokens")
+    add("--tokens", type=whole(1), default=8192, metavar="N", help="number of tokens")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of hidden states and weight")
-    add("--repeats", type=int, default=7, help="steps of each candidate")
+    add("--repeats", type=whole(1), default=7, help="steps of each candidate")
     add("--out", type=Path, default=Path("tiles.json"), help="file to write; what it holds for other devices stays")
 
 

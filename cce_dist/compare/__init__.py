@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cce_dist import pretrain
+from cce_dist.arguments import file, folder, number, whole
 
 METHODS = (*pretrain.LOSSES, "cce", "cce-kahan-full-c")
 DEFAULTS: dict[str, dict[str, Any]] = {  # by device: minutes, not hours
@@ -38,19 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         + "\n".join(f"  {device:<5} {_as_options(values)}" for device, values in DEFAULTS.items())
     )
     run = parser.add_argument_group("run")
-    run.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder of compare.json and compare.png")
+    run.add_argument("--out", type=folder, default=Path("runs/compare"), help="folder of compare.json and compare.png")
     run.add_argument(
         "--methods", nargs="+", default=list(METHODS), metavar="METHOD",
         help="dense (all logits in memory), exact, filtered (and compensated), filtered-plain (not compensated), full-c (dC "
         "exact, dE filtered), full-c-plain, or another library's row of 'cce-dist bench' "
         f"(default: {' '.join(METHODS)})",
     )  # fmt: skip
-    run.add_argument("--seeds", type=pretrain.positive, metavar="N", help="runs of each method: seeds 0 to N - 1")
-    run.add_argument("--steps", type=pretrain.positive, help="optimizer steps of a run")
-    run.add_argument("--measure-every", type=pretrain.positive, metavar="STEPS", help="of loss and gradient")
-    run.add_argument("--eval-batches", type=pretrain.positive, default=8, metavar="BATCHES")
-    run.add_argument("--filter-eps", type=float, metavar="P", help="softmax below which the filter drops a gradient")
-    run.add_argument("--show", type=Path, metavar="JSON", help="train nothing; print and draw this compare.json again")
+    run.add_argument("--seeds", type=whole(1), metavar="N", help="runs of each method: seeds 0 to N - 1")
+    run.add_argument("--steps", type=whole(1), help="optimizer steps of a run")
+    run.add_argument("--measure-every", type=whole(1), metavar="STEPS", help="of loss and gradient")
+    run.add_argument("--eval-batches", type=whole(1), default=8, metavar="BATCHES")
+    run.add_argument(
+        "--filter-eps", type=number(0, below=1), metavar="P", help="softmax below which the filter drops a gradient"
+    )
+    run.add_argument("--show", type=file, metavar="JSON", help="train nothing; print and draw this compare.json again")
     run.add_argument(
         "--columns", nargs="+", metavar="COLUMN", help="with --show: print these columns, and draw nothing"
     )
@@ -105,7 +108,7 @@ def _compare(args: argparse.Namespace) -> Any:
             setattr(args, name, value)
     recipe = pretrain.Recipe.of(args)  # on one rank; the model is built and judged with the exact loss
     here = ranks.join(recipe)
-    ranks.check_sizes(recipe, here)
+    recipe.check_sizes()
     chosen, missing = heads.choose(args.methods, recipe, here)
     folder = data.prepare(*recipe.text)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,16 @@ text files to packed batches), ``ranks`` (device, mesh, microbatches), ``checkpo
 from __future__ import annotations
 
 import argparse
+import functools
+import os
+import sys
+from typing import NoReturn
 
-from cce_dist.pretrain.recipe import LOSSES, Recipe, UsageError, add_flags, positive
+from cce_dist.arguments import whole
+from cce_dist.pretrain.exits import HOPELESS, UsageError, tell_torchrun
+from cce_dist.pretrain.recipe import LOSSES, Recipe, add_flags
+
+positive = whole(1)
 
 __all__ = ["LOSSES", "Recipe", "UsageError", "add_arguments", "add_flags", "positive", "run"]
 
@@ -22,7 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "started alone it starts tp x dp ranks on this machine."
     )
     titles = {name: name for name in ("run", "loss", "model", "data", "optimization", "ranks", "device")}
+    parser.error = functools.partial(_refuse, parser)  # pyright: ignore[reportAttributeAccessIssue]
     add_flags(parser, titles | {"loss": "loss: changes nothing else, so that curves compare"})
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """End for a wrong argument, which one rank tells and no restart mends."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{parser.prog}: {message} (--help lists all options)", file=sys.stderr)
+    tell_torchrun(HOPELESS)
+    raise SystemExit(2)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,13 +1,21 @@
-"""Checkpoints that a crash cannot spoil, by ``torch.distributed.checkpoint``.
+"""Checkpoints that a crash, a full disk or a power failure cannot spoil, and whose damage is found.
 
-A checkpoint is written to ``step-00000100.tmp``, renamed to ``step-00000100``, and only then named in the file ``latest``: a
-crash at any moment loses the newest at most. Tensors are stored by their global shape, so a run goes on with any number of
-ranks.
+A checkpoint is written to ``step-00000100.tmp`` with a manifest of sizes and checksums, flushed, renamed to
+``step-00000100``, and only then named in the file ``latest``. Loading verifies the manifest and passes a damaged checkpoint
+over. Tensors are stored by their global shape (``torch.distributed.checkpoint``), so a run goes on with any number of ranks.
+
+Reading runs no code from the folder: pickles are read by loaders that know a few classes of torch and nothing else.
+DeepSpeed's own files are an exception, which only DeepSpeed reads.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import os
+import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -15,86 +23,110 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from cce_dist.pretrain.recipe import UsageError
+from cce_dist.pretrain import durable
+from cce_dist.pretrain.exits import CheckpointError, UsageError, may_pass, say
+from cce_dist.pretrain.ranks import Ranks
 
-
-class CheckpointError(Exception):
-    """A checkpoint could not be written. Every rank raises it, with the same message."""
-
-
-def latest(folder: Path) -> Path | None:
-    """Return the newest whole checkpoint in ``folder``."""
-    pointer = folder / "latest"
-    return folder / pointer.read_text().strip() if pointer.exists() else None
+MANIFEST, STATE, LATEST = "manifest.json", "state.pt", "latest"
+NAME = re.compile(r"step-\d{8,}")
 
 
-def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: dict[str, Any]) -> None:
+def save(
+    folder: Path, keep: int, save_tensors: Callable[[Path], None], state: dict[str, Any], ranks: Ranks
+) -> None:  # fmt: skip
     """Write model, optimizer, RNG and ``state`` (plain values; ``state["step"]`` names the checkpoint).
 
     ``save_tensors`` is the engine's. Only the ``keep`` newest checkpoints stay.
 
-    Sharding: every rank writes the shards that it holds; ``folder`` is one that all ranks share.
-    Communication: what ``torch.distributed.checkpoint`` needs to plan, and a barrier.
+    Sharding: every rank writes the shards that it holds; ``folder`` is one that all ranks share. Ranks share the reading of
+        all files for the manifest.
+    Communication: what ``torch.distributed.checkpoint`` needs to plan, and a few small objects.
 
     Raises:
         CheckpointError: On every rank, where any could not write. Older checkpoints are untouched.
     """
     final = folder / f"step-{state['step']:08d}"
     scratch = final.with_suffix(".tmp")
-    alone = not dist.is_initialized()
-    first = alone or dist.get_rank() == 0
-    failure: str | None = None
-    if first:
-        shutil.rmtree(scratch, ignore_errors=True)
-    if not alone:
-        dist.barrier()
-    try:
-        save_tensors(scratch)
-    except dcp.CheckpointException as error:
-        reason = next(iter(error.failures.values()))[0]
-        failure = f"cannot write checkpoint {final}: {reason}"
-    if first and failure is None:
+
+    def together(act: Callable[[], Any]) -> list[Any]:
+        """Have every rank act; return what each one got, or raise on every rank what the first to fail met."""
+        result = failure = None
         try:
-            with open(scratch / "state.pt", "wb") as file:
-                torch.save({**state, "rng": _rng()}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            _publish(scratch, final, keep)
-        except (OSError, RuntimeError) as error:
-            failure = f"cannot write checkpoint {final}: {error}"
-    if not alone:
-        box = [failure]
-        dist.broadcast_object_list(box, src=0)
-        [failure] = box
-    if failure is not None:
-        if first:
-            shutil.rmtree(scratch, ignore_errors=True)
-        raise CheckpointError(failure)
+            result = act()
+        except (OSError, dcp.CheckpointException) as error:
+            failure = _failure(error, final)
+        facts = ranks.gather((result, failure))
+        wrong = next((failure for _, failure in facts if failure is not None), None)
+        if wrong is not None:
+            if ranks.rank == 0:
+                shutil.rmtree(scratch, ignore_errors=True)
+            raise wrong
+        return [result for result, _ in facts]
+
+    def on_first(act: Callable[[], Any]) -> Any:
+        return together(lambda: act() if ranks.rank == 0 else None)[0]
+
+    on_first(lambda: shutil.rmtree(scratch) if scratch.exists() else None)
+    together(lambda: save_tensors(scratch))
+    files = on_first(lambda: _add_state(scratch, state))
+    sums = together(
+        lambda: {name: checksum(scratch / name, flush=True) for name in files[ranks.rank :: ranks.world_size]}
+    )
+    on_first(lambda: _publish(scratch, final, keep, {name: sum for each in sums for name, sum in each.items()}))
 
 
-def load(folder: Path, load_tensors: Callable[[Path], None], same: dict[str, Any]) -> dict[str, Any] | None:
-    """Restore model, optimizer and RNG from the newest checkpoint; return its state, or None where there is none.
+def load(
+    folder: Path, load_tensors: Callable[[Path], None], same: dict[str, Any], ranks: Ranks
+) -> dict[str, Any] | None:
+    """Restore model, optimizer and RNG from the newest whole checkpoint; return its state, or None where there is none.
+
+    ``same`` is what a run and its resumption must have in common. Where a value is a set, any of its elements will do.
 
     Raises:
-        UsageError: ``same``, what a run and its resumption must have in common, differs from ``state["same"]``.
+        UsageError: ``same`` differs from ``state["same"]``, or all checkpoints are damaged; on every rank.
     """
-    newest = latest(folder)
-    if newest is None:
-        return None
-    state = torch.load(newest / "state.pt", weights_only=True)
-    there = state["same"]
-    differing = [
-        f"{name} {there.get(name)} there, {ours} here" for name, ours in same.items() if ours != there.get(name)
-    ]
-    if differing:
-        reason = f"is of another run ({'; '.join(differing)})"
-        raise UsageError(f"checkpoint {newest} {reason}: use another --out or --no-resume")
-    load_tensors(newest)
-    _set_rng(state.pop("rng"))
-    return state
+    candidates = ranks.gather(_candidates(folder) if ranks.rank == 0 else None)[0]
+    for path in candidates:
+        damage = _damage(path, ranks)
+        if damage is None:
+            return _load(path, load_tensors, same)
+        if ranks.rank == 0:
+            say(f"checkpoint {path} is damaged and passed over: {damage}")
+    if candidates:
+        raise UsageError(f"no checkpoint in {folder} is whole: --no-resume starts anew")
+    return None
+
+
+def clear(folder: Path) -> None:
+    """Delete the checkpoints in ``folder``, and nothing else."""
+    (folder / LATEST).unlink(missing_ok=True)
+    for old in folder.glob("step-*"):
+        if _is_ours(old):
+            shutil.rmtree(old)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what a run that was killed left half written."""
+    for scratch in folder.glob("step-*.tmp"):
+        if NAME.fullmatch(scratch.stem) and scratch.is_dir():
+            shutil.rmtree(scratch, ignore_errors=True)
+    (folder / f"{LATEST}.tmp").unlink(missing_ok=True)
+
+
+def checksum(path: Path, *, flush: bool = False) -> list[Any]:
+    """Return a file's size and SHA-256; ``flush`` it to disk as well."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            size += len(block)
+        if flush:
+            os.fsync(file.fileno())
+    return [size, digest.hexdigest()]
 
 
 def write_tensors(folder: Path, tensors: dict[str, Any]) -> None:
@@ -108,29 +140,155 @@ def read_tensors(folder: Path, tensors: dict[str, Any]) -> None:
     """Read into the tensors, in place."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
+        try:
+            dcp.load(tensors, storage_reader=_Reader(folder), planner=_Planner())
+        except dcp.CheckpointException as error:
+            reason = next(iter(error.failures.values()))[0]
+            raise _unreadable(folder, reason) from error
 
 
-def clear(folder: Path) -> None:
-    """Delete the checkpoints in ``folder``."""
-    (folder / "latest").unlink(missing_ok=True)
-    for old in folder.glob("step-*"):
-        shutil.rmtree(old)
+class _Reader(dcp.FileSystemReader):
+    """Torch's reader, whose ``read_metadata`` would run what a pickle says."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
+        metadata = _Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = dcp_metadata.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
-def _publish(scratch: Path, final: Path, keep: int) -> None:
-    """Give a whole checkpoint its name, point ``latest`` at it, and drop the oldest."""
-    shutil.rmtree(final, ignore_errors=True)  # left by a crash between the two renames below
-    os.rename(scratch, final)
-    pointer = final.with_name("latest")
-    with open(pointer.with_suffix(".tmp"), "w") as file:
-        file.write(final.name + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(pointer.with_suffix(".tmp"), pointer)
-    finished = sorted(path for path in final.parent.glob("step-*") if path.suffix != ".tmp" and path.name <= final.name)
+class _Planner(DefaultLoadPlanner):
+    """Torch's planner, whose ``load_bytes`` would run what a pickle says."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+METADATA = {  # what the metadata of torch.distributed.checkpoint is made of: modules by class
+    **dict.fromkeys(
+        ("Metadata", "MetadataIndex", "TensorProperties", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
+         "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"), "torch.distributed.checkpoint.metadata",
+    ),
+    "_StorageInfo": "torch.distributed.checkpoint.filesystem", "Size": "torch", "_get_layout": "torch.serialization",
+    "OrderedDict": "collections", "PosixPath": "pathlib",
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes objects of torch's metadata and of nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        # Python 3.13 says pathlib._local.
+        if is_dtype or module.removesuffix("._local") == METADATA.get(name):
+            return super().find_class(module, name)
+        raise UsageError(
+            f"the metadata of a checkpoint names {module}.{name}, which is none of torch's: it is not read"
+        )
+
+
+def _load(path: Path, load_tensors: Callable[[Path], None], same: dict[str, Any]) -> dict[str, Any]:
+    try:
+        state = torch.load(path / STATE, weights_only=True)
+        there = state["same"]
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(path, error) from error
+    differing = []
+    for name, ours in same.items():
+        if there.get(name) not in (ours if isinstance(ours, set) else [ours]):
+            ours = ", ".join(sorted(map(str, ours))) if isinstance(ours, set) else ours
+            differing.append(f"{name} {there.get(name)} there, {ours} here")
+    if differing:
+        reason = f"is of another run ({'; '.join(differing)})"
+        raise UsageError(f"checkpoint {path} {reason}: use another --out or --no-resume")
+    load_tensors(path)
+    _set_rng(state.pop("rng"))
+    return state
+
+
+def _unreadable(path: Path, reason: BaseException) -> UsageError:
+    text = str(reason).strip() or type(reason).__name__
+    return UsageError(f"cannot read checkpoint {path}: {text.splitlines()[0]}")
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Return the checkpoints to try, the newest first: up to the one that ``latest`` names, if it names one."""
+    there = sorted((path for path in folder.glob("step-*") if _is_ours(path)), reverse=True)
+    whole = [path for path in there if NAME.fullmatch(path.name)]
+    try:
+        newest = (folder / LATEST).read_text(errors="replace").strip()
+    except OSError:
+        newest = ""
+    return [path for path in whole if path.name <= newest] if folder / newest in whole else whole
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder is a checkpoint of ours, whole, damaged or half written."""
+    if path.is_symlink() or not path.is_dir() or not NAME.fullmatch(path.name.removesuffix(".tmp")):
+        return False
+    files = {each.name for each in path.iterdir()}
+    return path.suffix == ".tmp" or not files or bool(files & {MANIFEST, STATE, ".metadata"})
+
+
+def _damage(path: Path, ranks: Ranks) -> str | None:
+    """Return what is wrong with a checkpoint, on every rank; the ranks share the reading."""
+    problem, files = None, {}
+    try:
+        files = json.loads((path / MANIFEST).read_text())["files"]
+        mine = list(files.items())[ranks.rank :: ranks.world_size]
+        wrong = [name for name, sum in mine if (path / name).stat().st_size != sum[0] or checksum(path / name) != sum]
+        problem = f"{wrong[0]} is not what was written" if wrong else None
+    except FileNotFoundError as error:
+        # Before there were manifests, a state told nothing of one.
+        if Path(error.filename).name != MANIFEST or not _is_of_old(path):
+            problem = f"{Path(error.filename).relative_to(path)} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        problem = f"{MANIFEST} cannot be read"
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+    return next((each for each in ranks.gather(problem) if each is not None), None)
+
+
+def _is_of_old(path: Path) -> bool:
+    try:
+        return not torch.load(path / STATE, weights_only=True).get("has_manifest", False)
+    except Exception:  # whatever torch raises for a file that is none of its own
+        return False
+
+
+def _add_state(scratch: Path, state: dict[str, Any]) -> list[str]:
+    """Write the state to a checkpoint, and return the names of all its files."""
+    buffer = io.BytesIO()
+    torch.save({**state, "rng": _rng(), "has_manifest": True}, buffer)
+    (scratch / STATE).write_bytes(buffer.getbuffer())
+    return sorted(path.relative_to(scratch).as_posix() for path in scratch.rglob("*") if path.is_file())
+
+
+def _publish(scratch: Path, final: Path, keep: int, sums: dict[str, list[Any]]) -> None:
+    """Give a whole checkpoint its manifest and its name, point ``latest`` at it, and drop the oldest."""
+    durable.write(scratch / MANIFEST, json.dumps({"files": sums}, indent=1) + "\n")
+    if _is_ours(final):
+        shutil.rmtree(final)  # damaged, or left by a crash between the two renames below
+    durable.publish(scratch, final)
+    durable.write(final.with_name(LATEST), final.name + "\n")
+    finished = sorted(path for path in final.parent.glob("step-*") if _is_ours(path) and path.name <= final.name)
+    finished = [path for path in finished if path.suffix != ".tmp"]
     for old in finished[: -max(keep, 1)]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _failure(error: BaseException, final: Path) -> CheckpointError:
+    """Return what is said of a checkpoint that could not be written."""
+    cause: BaseException = error
+    if isinstance(error, dcp.CheckpointException):
+        cause = next(iter(error.failures.values()))[0]
+    found = durable.why_not(cause, final.parent)
+    reason = str(cause) if found is None else found.strerror or str(found)
+    return CheckpointError(f"cannot write checkpoint {final}: {reason}", found is not None and may_pass(found))
 
 
 def _rng() -> dict[str, torch.Tensor]:

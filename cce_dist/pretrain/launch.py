@@ -1,17 +1,24 @@
 """From a command line to ranks: under torchrun this process is one, alone it starts them; and what a failure says.
 
-A user's mistake, a full disk or a lost rank is one line on stderr and exit code 1; CCE_DIST_DEBUG=1 adds the traceback.
-Anything else is a bug and keeps its traceback.
+A user's mistake, a full disk or a lost rank is one line on stderr; ``exits`` has the codes, and CCE_DIST_DEBUG=1 adds the
+traceback. Anything else is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import contextlib
+import ctypes
+import dataclasses
+import json
 import os
 import pickle
+import signal
+import socket
 import sys
+import time
 import traceback
+import uuid
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,10 +27,24 @@ import torch
 import torch.distributed as dist
 
 from cce_dist.pretrain import data
-from cce_dist.pretrain.checkpoint import CheckpointError
 from cce_dist.pretrain.engines import Engine
-from cce_dist.pretrain.ranks import Ranks, check_sizes, join
-from cce_dist.pretrain.recipe import ENGINES, MEGATRON_FUSED, Recipe, UsageError
+from cce_dist.pretrain.exits import (
+    AGAIN,
+    AGENT,
+    BUG,
+    HOPELESS,
+    LOST,
+    CheckpointError,
+    Stopped,
+    UsageError,
+    may_pass,
+    say,
+    tell_torchrun,
+)
+from cce_dist.pretrain.log import check_writers
+from cce_dist.pretrain.ranks import Ranks, check_gpus, join
+from cce_dist.pretrain.recipe import ENGINES, MEGATRON_FUSED, Recipe
+from cce_dist.pretrain.stop import Notice
 from cce_dist.pretrain.train import make_deterministic, train
 from cce_dist.ranks import in_torchrun
 
@@ -33,15 +54,26 @@ def launch(args: argparse.Namespace) -> int:
     try:
         recipe = read_recipe(args)
         check_engine(recipe)
+        check_writers(recipe)
+        recipe.check_sizes()
     except UsageError as error:
-        return _report(error) if os.environ.get("RANK", "0") == "0" else 1
-    if in_torchrun() or recipe.num_ranks == 1:
-        return run_rank(recipe)
+        code = _report(error) if os.environ.get("RANK", "0") == "0" else HOPELESS
+        tell_torchrun(code)
+        return code
+    if in_torchrun() or (recipe.num_ranks == 1 and recipe.nodes == 1):
+        code = run_rank(recipe)
+        tell_torchrun(code)
+        return 1 if code == LOST else code
     try:
-        data.prepare(*recipe.text)  # a bad corpus fails once here, not on every rank
-    except data.CorpusError as error:
+        check_gpus(recipe, num_local := recipe.ranks_per_node or recipe.num_ranks // recipe.nodes)
+        with Notice():
+            data.prepare(*recipe.text)  # a bad corpus fails once here, not on every rank
+    except (UsageError, data.CorpusError) as error:
         return _report(error)
-    return _start_ranks(recipe)
+    except Stopped as error:
+        say(str(error))
+        return AGAIN
+    return _start_ranks(recipe, num_local)
 
 
 def read_recipe(args: argparse.Namespace) -> Recipe:
@@ -49,81 +81,134 @@ def read_recipe(args: argparse.Namespace) -> Recipe:
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    num_local, world_size = args.ranks_per_node, None
+    if in_torchrun():
+        world_size = int(os.environ["WORLD_SIZE"])
+    elif num_local is None and args.nodes > 1 and device == "cuda":
+        num_local = max(1, torch.cuda.device_count())
+    if world_size is None and num_local is not None:
+        world_size = args.nodes * num_local
     tp = args.tp
     if tp is None and args.zero_stage > 1:
         tp = 1
-    elif tp is None and in_torchrun():
-        tp = max(1, int(os.environ["WORLD_SIZE"]) // (args.dp * args.pp))
+    elif tp is None and world_size is not None:
+        tp = max(1, world_size // (args.dp * args.pp))
     elif tp is None:
         tp = 2 if device == "cpu" else max(1, min(2, torch.cuda.device_count()))
     return Recipe.of(args, device=device, tp=tp)
 
 
-def _start_ranks(recipe: Recipe) -> int:
-    """Start all ranks on this machine under torchrun's own agent."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def _start_ranks(recipe: Recipe, num_local: int) -> int:
+    """Start this node's ranks, under this package's agent."""
+    from cce_dist.pretrain import agent
 
     # Torchrun sets this to 1; here the ranks share all cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // recipe.num_ranks)))
-    # The agent logs a report of a failed rank; the rank itself has said what happened.
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    config = LaunchConfig(
-        run_id="cce-dist-pretrain", min_nodes=1, max_nodes=1, nproc_per_node=recipe.num_ranks,
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=recipe.max_restarts,
-    )  # fmt: skip
-    try:
-        elastic_launch(config, _rank_process)(recipe)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:
-            print(f"cce-dist pretrain: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
-        return 1
-    except SignalException as error:
-        return 128 + error.sigval
-    return 0
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_local)))
+    if recipe.nodes == 1 and "lo" in dict(socket.if_nameindex()).values():
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    settings = dict(each.split("=", 1) for each in (recipe.meet_conf or "").split(",") if "=" in each)
+    run_id = recipe.run_id if recipe.nodes > 1 else uuid.uuid4().hex
+    meeting = agent.Meeting(recipe.nodes, recipe.meet if recipe.nodes > 1 else None, run_id, settings)
+    return agent.run(_rank_process, (recipe, os.getpid()), num_local, recipe.max_restarts, meeting)
 
 
-def _rank_process(recipe: Recipe) -> None:
+def _rank_process(recipe: Recipe, agent: int) -> None:
+    os.environ[AGENT] = str(agent)
     try:
         code = run_rank(recipe)
     except Exception:
         traceback.print_exc()
-        code = 1
+        code = BUG
     if code:
+        sys.stderr.flush()
         sys.exit(code)
 
 
 def run_rank(recipe: Recipe) -> int:
-    """Set this rank up, train, and return its exit code."""
+    """Set this rank up, train, and return its exit code, one of ``exits``."""
+    _end_with_agent()
     try:
-        ranks = join(recipe)
-        train_on(recipe, ranks, data.prepare(*recipe.text, here=os.environ.get("LOCAL_RANK", "0") == "0"))
-    except KeyboardInterrupt:
-        if dist.is_initialized():
-            os._exit(130)  # a group that lost a rank cannot be taken down in order
-        return 130
+        with Notice() as notice:
+            ranks = join(recipe)
+            train_on(recipe, ranks, _prepare(recipe, ranks), notice)
+    except Stopped as error:
+        if os.environ.get("RANK", "0") == "0":
+            say(str(error))
+        return _leave(AGAIN, error.everywhere)
     except (UsageError, CheckpointError, data.CorpusError, OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _is_lost_peer(error):
             raise
         everywhere = isinstance(error, (UsageError, CheckpointError))
-        code = _report(error) if not everywhere or os.environ.get("RANK", "0") == "0" else 1
-        if dist.is_initialized():
-            if everywhere:
-                dist.barrier()  # the agent ends all ranks once one has left: wait for the one that reports
-            os._exit(code)
-        return code
+        code = LOST if _is_lost_peer(error) or may_pass(error) else HOPELESS
+        if not everywhere or os.environ.get("RANK", "0") == "0":
+            _report(error)
+        return _leave(code, everywhere)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     return 0
 
 
-def train_on(recipe: Recipe, ranks: Ranks, folder: Path) -> float:
+def _leave(code: int, everywhere: bool) -> int:
+    """End this rank early; ``everywhere`` says that all ranks do."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        with contextlib.suppress(ValueError):  # not on the main thread
+            signal.signal(number, signal.SIG_IGN if dist.is_initialized() else signal.getsignal(number))
+    if dist.is_initialized():
+        if everywhere:
+            dist.barrier()  # the agent ends all ranks once one has left: wait for the one that reports
+        tell_torchrun(code)
+        os._exit(code)  # a group that lost a rank cannot be taken down in order
+    return code
+
+
+def _end_with_agent() -> None:
+    """Have this process end when its agent or torchrun does, so that it writes nothing into a run that goes on without it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    parent, set_signal_of_parents_death = os.getppid(), 1
+    ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
+    if os.getppid() != parent or str(parent) != os.environ.get(AGENT, str(parent)):
+        os._exit(LOST)  # it has ended meanwhile
+
+
+def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
+    """Have one rank of each node tokenize the corpus, and return its folder.
+
+    Raises:
+        UsageError: It failed on some node, or nodes have corpora that differ; on every rank.
+    """
+    if ranks.world_size == 1:
+        return data.prepare(*recipe.text)
+    node = os.environ.get("GROUP_RANK", socket.gethostname())
+    nodes = {node: rank for rank, (node, local) in reversed(list(enumerate(ranks.gather((node, _local_rank())))))}
+    store = dist.PrefixStore("corpus", dist.distributed_c10d._get_default_store())
+    if nodes[node] == ranks.rank:
+        try:
+            word = {"folder": str(data.prepare(*recipe.text))}
+        except data.CorpusError as error:
+            word = {"error": str(error)}
+        store.set(node, json.dumps(word))
+    # Nobody waits in a collective: tokenizing may take longer than its time-out.
+    while not store.check(list(nodes)):
+        time.sleep(0.2)
+    words = {name: json.loads(store.get(name)) for name in nodes}
+    for name, word in words.items():
+        if "error" in word:
+            raise UsageError(f"rank {nodes[name]}: {word['error']}" if len(nodes) > 1 else word["error"])
+    if len({Path(word["folder"]).name for word in words.values()}) > 1:
+        raise UsageError("the nodes have corpora that differ in names or content")
+    return Path(words[node]["folder"])
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def train_on(recipe: Recipe, ranks: Ranks, folder: Path, notice: Notice | None = None) -> float:
     """Train on the corpus in ``folder`` with the engine that the recipe names; see ``train``."""
-    check_sizes(recipe, ranks)
+    dataclasses.replace(recipe, tp=ranks.tp, dp=ranks.dp, pp=ranks.pp).check_sizes()
     corpus = data.Corpus(folder)
     batches, held_out = (
         data.Batches(ids, recipe.shape.seq_len, recipe.seed) for ids in (corpus.train, corpus.held_out)
@@ -131,7 +216,7 @@ def train_on(recipe: Recipe, ranks: Ranks, folder: Path) -> float:
     make_deterministic(recipe.seed)
     # Only the engine's own module imports its framework.
     engine: type[Engine] = getattr(import_module(f"cce_dist.pretrain.engines.{recipe.engine}"), ENGINES[recipe.engine])
-    return train(engine(recipe, ranks), corpus.key, batches, held_out)
+    return train(engine(recipe, ranks), corpus, batches, held_out, notice)
 
 
 def check_engine(recipe: Recipe) -> None:
@@ -147,6 +232,10 @@ def check_engine(recipe: Recipe) -> None:
         ),
         "--capture is for --engine torch on one rank (--tp 1)": bool(recipe.capture)
         and (engine != "torch" or recipe.num_ranks > 1),
+        "--meet HOST:PORT is needed for several nodes": recipe.nodes > 1 and recipe.meet is None,
+        f"--nodes {recipe.nodes} cannot share {recipe.num_ranks} ranks: --ranks-per-node says how many are here": (
+            recipe.num_ranks % recipe.nodes != 0 and recipe.ranks_per_node is None
+        ),
         "--sequence-parallel is not for --engine deepspeed": recipe.sequence_parallel and engine == "deepspeed",
         "--zero-stage 2 and 3 need --pp 1 and --tp 1": stage > 1 and (recipe.pp > 1 or recipe.tp > 1),
         "--engine megatron needs megatron-core: pip install 'cce-dist[megatron]'": (
@@ -164,11 +253,10 @@ def check_engine(recipe: Recipe) -> None:
 def _report(error: BaseException) -> int:
     """Print one line about ``error`` and return the exit code."""
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    text = _name_collective(error) if _is_lost_peer(error) else str(error)
-    print(f"cce-dist pretrain: {rank}{' '.join(text.split())}", file=sys.stderr, flush=True)
+    say(rank + (_name_collective(error) if _is_lost_peer(error) else str(error)))
     if os.environ.get("CCE_DIST_DEBUG") == "1":
         traceback.print_exception(error)
-    return 1
+    return HOPELESS
 
 
 def _is_lost_peer(error: BaseException) -> bool:

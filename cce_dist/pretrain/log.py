@@ -1,14 +1,20 @@
-"""The first rank's records of a run: metrics.jsonl, TensorBoard where it is installed, a progress bar."""
+"""The first rank's records of a run: metrics.jsonl, a progress bar, and TensorBoard and Weights & Biases where asked for."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from cce_dist.pretrain import durable
+from cce_dist.pretrain.exits import UsageError
+from cce_dist.pretrain.recipe import Recipe
 
 
 class Log:
@@ -18,22 +24,23 @@ class Log:
     in nats per token. Records past ``step``, left by a run that went on after its last checkpoint, are dropped.
 
     Args:
-        out: Folder of the run.
+        recipe: Of the run.
         step: Step from which the run goes on.
-        num_steps: Steps of the whole run.
+
+    Raises:
+        OSError: With the file's name, where it could not be written whole.
     """
 
-    def __init__(self, out: Path, step: int, num_steps: int) -> None:
-        path = out / "metrics.jsonl"
+    def __init__(self, recipe: Recipe, step: int) -> None:
+        path = recipe.out / "metrics.jsonl"
         kept = [record for record in read(path) if record["step"] <= step] if path.exists() and step else []
-        rewritten = path.with_suffix(".tmp")
-        rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(rewritten, path)
+        durable.write(path, "".join(json.dumps(record) + "\n" for record in kept))
         # The file has no buffer: a record is on disk or its write raised, and nothing is left to fail at exit.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
-        self._board = _tensorboard(out, step)
+        self._board: Any = _tensorboard(recipe.out, step) if recipe.tensorboard else None
+        self._wandb: Any = _wandb(recipe) if recipe.wandb else None
         # The bar keeps silent where nobody watches a terminal; ``note`` prints its lines everywhere.
-        self._bar = tqdm(total=num_steps, initial=step, unit="step", dynamic_ncols=True, disable=None)
+        self._bar = tqdm(total=recipe.steps, initial=step, unit="step", dynamic_ncols=True, disable=None)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record.
@@ -48,13 +55,17 @@ class Log:
             raise OSError(error.errno, error.strerror, str(self._file.name)) from error
         if written != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file.name))
+        numbers = {
+            f"{record['split']}/{name}": value for name, value in record.items() if name not in ("step", "split")
+        }
         if self._board is not None:
-            for name, value in record.items():
-                if isinstance(value, (int, float)) and name != "step":
-                    self._board.add_scalar(f"{record['split']}/{name}", value, record["step"])
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=record["step"])
         if record["split"] == "train":
-            numbers = {name: f"{record[name]:,.0f}" for name in ("tokens_per_s", "peak_mb")}
-            self._bar.set_postfix({"loss": f"{record['loss']:.3f}", **numbers})
+            shown = {name: f"{record[name]:,.0f}" for name in ("tokens_per_s", "peak_mb")}
+            self._bar.set_postfix({"loss": f"{record['loss']:.3f}", **shown})
 
     def advance(self) -> None:
         """Count one step."""
@@ -64,27 +75,53 @@ class Log:
         """Print a line above the bar."""
         tqdm.write(line)
 
+    def sync(self) -> None:
+        """Flush the records to disk: a checkpoint must not outlive those of its steps."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
+        """Close all writers. A second call does nothing."""
         self._bar.close()
         self._file.close()
         if self._board is not None:
             self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._board = self._wandb = None
+
+
+def check_writers(recipe: Recipe) -> None:
+    """Raise ``UsageError`` where a writer that is asked for is not installed."""
+    for name, asked in (("tensorboard", recipe.tensorboard), ("wandb", recipe.wandb is not None)):
+        if asked and find_spec(name) is None:
+            raise UsageError(f"--{name} needs {name}, which is not installed: pip install {name}")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file, up to the line that a crash or a full disk cut short."""
+    """Return the records of a metrics file. A line that is none, such as one that a crash cut short, is left out."""
     records = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            record = json.loads(line)
+        except ValueError:  # neither JSON nor UTF-8
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and {"split", "loss"} <= record.keys():
+            records.append(record)
     return records
 
 
 def _tensorboard(out: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+
+
+def _wandb(recipe: Recipe) -> Any:
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    # The folder names the run, so that a resumed one goes on there.
+    name = hashlib.sha256(os.fsencode(recipe.out.absolute())).hexdigest()[:16]
+    config = recipe.arguments()
+    return wandb.init(
+        project=recipe.wandb, id=name, name=recipe.out.name, resume="allow", dir=recipe.out, config=config
+    )

@@ -11,7 +11,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``cce-dist plot``."""
     parser.description = "Draw train and validation loss of one or more runs into one figure."
     parser.add_argument("metrics", nargs="+", type=Path, help="metrics.jsonl of a run, or its folder")
-    parser.add_argument("-o", "--out", type=Path, default=Path("curves.png"), help="figure to write")
+    parser.add_argument("-o", "--out", type=_figure, default=Path("curves.png"), help="figure to write")
+
+
+def _figure(text: str) -> Path:
+    path, kinds = Path(text), (".png", ".pdf", ".svg", ".jpg", ".jpeg")
+    if path.suffix.lower() not in kinds or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"must be in a folder that is there, and end in {', '.join(kinds)}; got {text!r}"
+        )
+    return path
 
 
 def run(args: argparse.Namespace) -> int:

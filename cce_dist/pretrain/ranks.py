@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
+import json
 import logging
 import os
 import resource
@@ -17,7 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cce_dist import ranks
-from cce_dist.pretrain.recipe import Recipe, UsageError
+from cce_dist.pretrain.exits import UsageError
+from cce_dist.pretrain.recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,13 @@ class Ranks:
             return torch.cuda.max_memory_allocated(self.device) / 2**20
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in their order. Every rank calls it."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def largest_peak_mb(self, counts: bool) -> float:
         """Return the largest ``peak_mb`` of the ranks that count, such as those of the last stage. Every rank calls it."""
         peak = torch.tensor(self.peak_mb() if counts else 0.0, device=self.device)
@@ -82,18 +92,14 @@ def join(recipe: Recipe) -> Ranks:
     No mesh is made for megatron and deepspeed, which make their own groups.
 
     Raises:
-        UsageError: Ranks and GPUs, or ranks and the sizes asked for, do not fit together.
+        UsageError: Ranks and GPUs, or ranks and the sizes asked for, do not fit together, or ranks were started with
+            different arguments.
     """
     # cuBLAS is deterministic with this workspace alone, and reads it when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The flight recorder remembers collectives, so that a time-out can name the one that hung.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    if recipe.device == "cuda":
-        if not torch.cuda.is_available():
-            raise UsageError("--device cuda, but torch sees no GPU")
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if num_local > torch.cuda.device_count():
-            raise UsageError(f"{num_local} ranks, but {torch.cuda.device_count()} GPUs on this machine")
+    check_gpus(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     device = ranks.own_device(recipe.device)
     if int(os.environ.get("WORLD_SIZE", "1")) == recipe.num_ranks == 1:
         return Ranks(device)
@@ -107,9 +113,42 @@ def join(recipe: Recipe) -> Ranks:
         stages = "" if has_mesh else f" x --pp {recipe.pp}"
         sizes = f"--tp {recipe.tp} x --dp {recipe.dp}{stages}"
         raise UsageError(f"{sizes} does not make the {world_size} ranks of torchrun")
+    place = Ranks(device, rank, world_size, recipe.tp, recipe.dp, recipe.pp)
+    check_alike(recipe, place)
     if has_mesh:
         return make_mesh(device, recipe.tp, recipe.dp, datetime.timedelta(seconds=recipe.timeout))
-    return Ranks(device, rank, world_size, recipe.tp, recipe.dp, recipe.pp)
+    return place
+
+
+def check_gpus(recipe: Recipe, num_local: int) -> None:
+    """Raise ``UsageError`` where this machine lacks a GPU for each of its ranks."""
+    if recipe.device != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise UsageError("--device cuda, but torch sees no GPU")
+    if num_local > torch.cuda.device_count():
+        raise UsageError(f"{num_local} ranks, but {torch.cuda.device_count()} GPUs on this machine")
+
+
+def check_alike(recipe: Recipe, place: Ranks) -> None:
+    """Raise ``UsageError``, on every rank, where ranks were started with arguments that differ.
+
+    Folders may differ: the corpus is compared by its content, and ``--out`` by what is in it.
+    """
+    ours = recipe.arguments()
+    for name in ("out", "cache", "corpus"):
+        ours.pop(name)
+    hashes = place.gather(hashlib.sha256(json.dumps(ours, sort_keys=True).encode()).hexdigest())
+    if len(set(hashes)) == 1:
+        return
+    everyone = place.gather(ours)
+    other = next(rank for rank, each in enumerate(hashes) if each != hashes[0])
+    wrong = [
+        f"{name} {everyone[other].get(name)} in place of {value}"
+        for name, value in everyone[0].items()
+        if everyone[other].get(name) != value
+    ]
+    raise UsageError(f"ranks were started with different arguments: rank {other} has {', '.join(wrong)}")
 
 
 def make_mesh(device: torch.device, tp: int, dp: int, timeout: datetime.timedelta) -> Ranks:
@@ -122,22 +161,6 @@ def make_mesh(device: torch.device, tp: int, dp: int, timeout: datetime.timedelt
     ]
     mesh = DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=("dp", "tp"))
     return Ranks(device, dist.get_rank(), dist.get_world_size(), tp, dp, mesh=mesh)
-
-
-def check_sizes(recipe: Recipe, ranks: Ranks) -> None:
-    """Raise ``UsageError`` where model and batch cannot be split over the ranks."""
-    shape = recipe.shape
-    parts = {"heads": (shape.num_heads, ranks.tp), "ffn width": (shape.num_ffn, ranks.tp)}
-    if recipe.sequence_parallel:
-        parts["sequence length"] = (shape.seq_len, ranks.tp)
-    check_split(parts | {"batch size": (recipe.batch_size, ranks.dp * recipe.accumulate)})
-
-
-def check_split(parts: dict[str, tuple[int, int]]) -> None:
-    """Raise ``UsageError`` for the first named size that the number beside it does not divide."""
-    for name, (size, ways) in parts.items():
-        if size % ways:
-            raise UsageError(f"{name} {size} cannot be split {ways} ways")
 
 
 def start_deepspeed(device: torch.device) -> None:

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 
 from cce_dist import GradFilter
+from cce_dist.arguments import folder, number, text, whole
+from cce_dist.arguments import pattern as file_pattern
+from cce_dist.pretrain.exits import UsageError
 
 FILTERS: dict[str, dict[str, bool]] = {  # arguments of GradFilter, beside eps, by name of the loss
     "filtered": {},
@@ -22,12 +25,14 @@ FILTERS: dict[str, dict[str, bool]] = {  # arguments of GradFilter, beside eps, 
 }
 LOSSES = ("dense", "exact", *FILTERS)
 MEGATRON_FUSED = "megatron-fused"
-SIZES = ("vocab_size", "num_layers", "seq_len")  # those of a preset that have flags
+MOST_OF = {
+    "vocab_size": 2**24,
+    "num_layers": 2**12,
+    "seq_len": 2**24,
+}  # largest values of the flags of a preset's sizes
+SIZES = tuple(MOST_OF)
+BYTES = 257  # the least vocabulary of a byte-level BPE: all bytes and an end of document
 ENGINES = {"torch": "TorchEngine", "megatron": "MegatronEngine", "deepspeed": "DeepSpeedEngine"}
-
-
-class UsageError(Exception):
-    """The run that was asked for cannot be done. Every rank raises it, with the same message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,20 +58,13 @@ PRESETS = {
 }
 
 
-def positive(text: str) -> int:
-    """Read a whole number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
 def flag(group: str, value: Any, help: str | None = None, **how: Any) -> Any:
     """Return a field that is also a flag of a group; ``how`` goes to ``add_argument``, and may name another default."""
     if isinstance(value, bool):
         how = {"action": "store_true", **how}
     else:
-        how = {"type": positive if isinstance(value, int) else type(value), **how}
+        kinds = {int: whole(1), float: number(positive=True), str: text}
+        how = {"type": kinds.get(type(value), text), **how}
     return dataclasses.field(default=value, metadata={"group": group, "add": {"default": value, "help": help, **how}})
 
 
@@ -78,48 +76,51 @@ class Recipe:
     or "cuda" and never "auto", and ``tp`` is always a number.
     """
 
-    out: Path = flag("run", Path("runs/pretrain"), "folder of metrics, figure, checkpoints", type=Path)
+    out: Path = flag("run", Path("runs/pretrain"), "folder of metrics, figure, checkpoints", type=folder)
     resume: bool = flag(
         "run", True, "go on from the last checkpoint in --out; --no-resume deletes the checkpoints there and starts anew",
         action=argparse.BooleanOptionalAction,
     )  # fmt: skip
     steps: int = flag("run", 300, "optimizer steps of the whole run")
-    seed: int = flag("run", 0, "of weights and of data order", type=int)
+    seed: int = flag("run", 0, "of weights and of data order", type=whole(0))
     log_every: int = flag("run", 1, metavar="STEPS")
     eval_every: int = flag("run", 50, metavar="STEPS")
     eval_batches: int = flag("run", 8, metavar="BATCHES")
-    checkpoint_every: int = flag("run", 100, "0: never", type=int, metavar="STEPS")
+    checkpoint_every: int = flag("run", 100, "0: never", type=whole(0), metavar="STEPS")
     keep: int = flag("run", 2, "how many of the newest stay on disk", metavar="CHECKPOINTS")
+    tensorboard: bool = flag("run", False, "write the records to --out/tensorboard too (needs tensorboard)")
+    wandb: str | None = flag("run", None, "write the records to this project of Weights & Biases too (needs wandb)",
+                             metavar="PROJECT")  # fmt: skip
 
     capture: tuple[int, ...] = flag(
         "run", (), "steps at which to write what the head gets, for 'cce-dist bench --workload' (--engine torch, one rank)",
-        type=positive, nargs="+", metavar="STEP",
+        type=whole(1), nargs="+", metavar="STEP",
     )  # fmt: skip
 
     loss: str = flag(
         "loss", "exact", f"dense and {MEGATRON_FUSED}, which is Megatron's own, hold all logits; the others never do",
         choices=(*LOSSES, MEGATRON_FUSED),
     )  # fmt: skip
-    filter_eps: float = flag("loss", 2**-12, "softmax below which the gradient is dropped")
+    filter_eps: float = flag("loss", 2**-12, "softmax below which the gradient is dropped", type=number(0, below=1))
 
     shape: Shape = PRESETS["small"]
 
     corpus: Path | None = flag(
-        "data", None, "folder of UTF-8 text files (default: Python's standard library)", type=Path
+        "data", None, "folder of UTF-8 text files (default: Python's standard library)", type=folder
     )
     pattern: str | None = flag(
-        "data", None, "file names to read, such as '*.txt' (default: '*', or '*.py' with no --corpus)", type=str
+        "data", None, "file names to read, such as '*.txt' (default: '*', or '*.py' with no --corpus)", type=file_pattern
     )  # fmt: skip
     corpus_mib: int | None = flag(
-        "data", None, "read files, in mixed order, up to this size", type=positive, metavar="MIB"
+        "data", None, "read files, in mixed order, up to this size", type=whole(1), metavar="MIB"
     )
-    cache: Path | None = flag("data", None, "folder of tokenized corpora (default: ~/.cache/cce-dist)", type=Path)
+    cache: Path | None = flag("data", None, "folder of tokenized corpora (default: ~/.cache/cce-dist)", type=folder)
 
     batch_size: int = flag("optimization", 16, "sequences per step, over all ranks")
     accumulate: int = flag("optimization", 1, "forward and backward passes per step")
     lr: float = flag("optimization", 3e-3, "peak of warm-up and cosine decay to a tenth")
-    warmup: int = flag("optimization", 20, type=int, metavar="STEPS")
-    weight_decay: float = flag("optimization", 0.1)
+    warmup: int = flag("optimization", 20, type=whole(0), metavar="STEPS")
+    weight_decay: float = flag("optimization", 0.1, type=number(0))
     clip: float = flag("optimization", 1.0, "largest norm of the gradient")
 
     engine: str = flag("ranks", "torch", "what trains: plain torch, megatron-core (GPUs), deepspeed", choices=ENGINES)
@@ -135,16 +136,23 @@ class Recipe:
         type=int, choices=(1, 2, 3),
     )  # fmt: skip
     sequence_parallel: bool = flag("ranks", False, "slice activations between tensor-parallel layers")
-    timeout: float = flag("ranks", 600.0, "of every collective", metavar="SECONDS")
-    max_restarts: int = flag("ranks", 0, "restarts after a lost rank, when started alone", type=int)
+    timeout: float = flag(
+        "ranks", 600.0, "of every collective", type=number(below=1e6, positive=True), metavar="SECONDS"
+    )
+    max_restarts: int = flag("ranks", 0, "restarts after a lost rank, when started alone", type=whole(0))
+    nodes: int = flag("ranks", 1, "nodes of the run; this command is then started on each, as launch/pretrain.sh does")
+    ranks_per_node: int | None = flag("ranks", None, "(default: the same on all nodes)", type=whole(1), metavar="RANKS")
+    meet: str | None = flag("ranks", None, "where nodes meet: a name of the first one, and a port", metavar="HOST:PORT")
+    meet_conf: str | None = flag("ranks", None, "further settings of torchrun's rendezvous", metavar="KEY=VALUE,...")
+    run_id: str = flag("ranks", "cce-dist", "tells runs apart that meet at the same place")
 
     device: str = flag("device", "cpu", choices=("auto", "cpu", "cuda"), default="auto")
     dtype: str = flag("device", "float32", "of arithmetic, by autocast", choices=("float32", "bfloat16"))
     compile: bool = flag("device", False, "torch.compile every block")
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.filter_eps < 1:
-            raise UsageError(f"--filter-eps must be in [0, 1), got {self.filter_eps}")
+    peak_tflops: float | None = flag(
+        "device", None, "of one GPU, for the records' mfu (default: known for A100, H100, H200, B200)",
+        type=number(positive=True), metavar="TFLOPS",
+    )  # fmt: skip
 
     @classmethod
     def of(cls, args: argparse.Namespace, **fields: Any) -> Recipe:
@@ -155,6 +163,32 @@ class Recipe:
         said: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
         said |= {"shape": shape, **fields}
         return cls(**said)
+
+    def check_sizes(self) -> None:
+        """Raise ``UsageError`` where the vocabulary is too small, or model and batch cannot be split over the ranks."""
+        shape = self.shape
+        if shape.vocab_size < BYTES:
+            least = "a byte-level vocabulary has 256 bytes and an end-of-document id"
+            raise UsageError(f"{least}; --vocab-size {shape.vocab_size} is too few")
+        parts = {"heads": (shape.num_heads, self.tp), "ffn width": (shape.num_ffn, self.tp)}
+        if self.sequence_parallel:
+            parts["sequence length"] = (shape.seq_len, self.tp)
+        if self.engine == "megatron":
+            # Megatron would pad a vocabulary that it cannot split, and its loss would not be the other engines'.
+            parts |= {"vocabulary": (shape.vocab_size, self.tp)}
+            parts |= {"layers": (shape.num_layers, self.pp)} if self.layers_per_stage == "even" else {}
+        parts["batch size"] = (self.batch_size, self.dp * self.accumulate)
+        for name, (size, ways) in parts.items():
+            if size % ways:
+                raise UsageError(f"{name} {size} cannot be split {ways} ways")
+        if shape.num_layers < self.pp and self.layers_per_stage == "even":
+            raise UsageError(f"{shape.num_layers} layers cannot be split into {self.pp} stages")
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what the run was asked for, as plain values by name."""
+        fields = dataclasses.asdict(self)
+        fields |= fields.pop("shape")
+        return {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
 
     @property
     def num_ranks(self) -> int:
@@ -188,7 +222,7 @@ def add_flags(parser: argparse.ArgumentParser, titles: dict[str, str]) -> None:
     if "model" in groups:
         groups["model"].add_argument("--preset", choices=PRESETS, default="small", help="sizes of the model")
         for name in SIZES:
-            groups["model"].add_argument(_dashed(name), type=positive, help="(default: the preset's)")
+            groups["model"].add_argument(_dashed(name), type=whole(1, MOST_OF[name]), help="(default: the preset's)")
     for field in dataclasses.fields(Recipe):
         if field.metadata.get("group") in groups:
             groups[field.metadata["group"]].add_argument(_dashed(field.name), **field.metadata["add"])

@@ -9,7 +9,8 @@ from cce_dist.plan.devices import DEVICES, Device
 from cce_dist.plan.head import Head
 from cce_dist.plan.measured import device_of
 from cce_dist.plan.steps import ENGINES, workspace_of
-from cce_dist.pretrain.recipe import MEGATRON_FUSED, Recipe, UsageError
+from cce_dist.pretrain.exits import UsageError
+from cce_dist.pretrain.recipe import MEGATRON_FUSED, Recipe
 
 EVEN, AUTO = "even", "auto"
 PLANNED = {"dense": "dense", "exact": "budget", MEGATRON_FUSED: "fused"}  # by loss of a recipe; the others filter

@@ -2,73 +2,54 @@
 
 Weights, data order and schedule are functions of seed and step alone. So runs that differ in ``--loss`` differ in nothing
 else, the number of ranks changes rounding alone, and a resumed run repeats the bits of one that never stopped.
+
+Nothing that is not finite is stored. Losses and gradient norms of all steps are looked at before a record or a checkpoint is
+written, and the very weights of a checkpoint have given a finite loss on held-out text.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from cce_dist.pretrain import checkpoint, plot
+from cce_dist.pretrain import checkpoint, flops, folder, plot
 from cce_dist.pretrain.capture import captured
-from cce_dist.pretrain.data import Batches
+from cce_dist.pretrain.data import Batches, Corpus
 from cce_dist.pretrain.engines import Engine, Step
+from cce_dist.pretrain.exits import CheckpointError, Stopped, UsageError, may_pass
 from cce_dist.pretrain.log import Log
-from cce_dist.pretrain.recipe import Recipe, UsageError
+from cce_dist.pretrain.stop import Agreement, Notice, Stop
+
+# Arguments that say where a run is, not what it is.
+PLACES = {
+    "out", "cache", "corpus", "resume", "nodes", "ranks_per_node", "meet", "meet_conf", "run_id", "max_restarts", "timeout",
+}  # fmt: skip
 
 
-def train(engine: Engine, corpus: str, batches: Batches, held_out: Batches) -> float:
-    """Train as the engine's recipe says. ``corpus`` is the key of the corpus that both batches are from.
+def train(
+    engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches, notice: Notice | None = None
+) -> float:  # fmt: skip
+    """Train as the engine's recipe says. Both batches are from ``corpus``; ``notice`` hears signals that ask to stop.
 
     Returns:
         The last validation loss, in nats per token; NaN if the run was finished already.
 
     Raises:
-        UsageError: A checkpoint of another run, or a loss that is not finite; on every rank.
-        CheckpointError: On every rank.
-        OSError: On the first rank, which writes the metrics.
+        UsageError: A folder or a checkpoint of another run, or a loss that is not finite; on every rank.
+        CheckpointError: Checkpoint or metrics could not be written; on every rank.
+        Stopped: After a checkpoint, because a signal asked for it; on every rank.
     """
-    recipe = engine.recipe
-    state = _resume(engine, corpus)
-    log = _open_log(recipe, state["step"]) if engine.ranks.rank == 0 else None
-    val_loss = math.nan
-    tokens, clock = 0, time.perf_counter()
-    for step in range(state["step"] + 1, recipe.steps + 1):
-        ids, labels = batches.at(state["position"], recipe.batch_size)
-        state["position"] += recipe.batch_size
-        with captured(engine, step):
-            done = engine.step(step, ids, labels)
-        state["step"] = step
-        tokens += labels.size
-
-        is_last, paused = step == recipe.steps, False
-        if step % recipe.log_every == 0 or is_last:
-            record = _record(engine, step, done, tokens, clock)
-            if log is not None:
-                log.write(record)
-            paused = True
-        if log is not None:
-            log.advance()
-        if step % recipe.eval_every == 0 or is_last:
-            val_loss = engine.validate(held_out)
-            if log is not None:
-                log.write({"step": step, "split": "val", "loss": val_loss})
-                log.note(f"step {step:>6}  val loss {val_loss:.4f}")
-            paused = True
-        if recipe.checkpoint_every and (step % recipe.checkpoint_every == 0 or is_last):
-            checkpoint.save(recipe.out / "checkpoints", recipe.keep, engine.save_tensors, state)
-            paused = True
-        if paused:  # tokens_per_s is of steps alone
-            tokens, clock = 0, time.perf_counter()
-    if log is not None:
-        _finish(log, recipe, val_loss)
-    return val_loss
+    with folder.hold(engine.recipe.out, engine.ranks) as restarted:
+        run = _Run(engine, corpus, held_out, notice or Notice(), restarted)
+        try:
+            return run.train(batches)
+        finally:
+            run.close()
 
 
 def make_deterministic(seed: int) -> None:
@@ -78,55 +59,194 @@ def make_deterministic(seed: int) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _resume(engine: Engine, corpus: str) -> dict[str, Any]:
-    """Return the state to go on from: of the newest checkpoint, or of a run that begins."""
-    recipe, ranks = engine.recipe, engine.ranks
-    # A run and its resumption must have all of these in common.
-    same = dataclasses.asdict(recipe.shape) | {"corpus": corpus, "seed": recipe.seed, "engine": recipe.engine}
-    same |= engine.layout
-    folder = recipe.out / "checkpoints"
-    if ranks.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        if not recipe.resume and not restarted:
-            checkpoint.clear(folder)
-    if ranks.world_size > 1:
-        dist.barrier()
-    state = checkpoint.load(folder, engine.load_tensors, same)
-    return {"step": 0, "position": 0, "same": same} if state is None else state
+class _Run:
+    """One run between two starts: its state, its log, and what it stores."""
+
+    def __init__(self, engine: Engine, corpus: Corpus, held_out: Batches, notice: Notice, restarted: bool) -> None:
+        self.engine, self.held_out, self.notice = engine, held_out, notice
+        self.recipe, self.ranks = engine.recipe, engine.ranks
+        self.agreement = Agreement(self.ranks, notice, self.recipe.timeout)
+        self.unseen: list[tuple[int, Tensor]] = []  # steps whose numbers nobody has looked at yet
+        self.state = self._resume(corpus, restarted)
+        self.stored = self.state["step"]
+        self.log = self._open_log() if self.ranks.rank == 0 else None
+
+    def train(self, batches: Batches) -> float:
+        """Take all steps that are left; see the module's ``train``."""
+        recipe, engine, state = self.recipe, self.engine, self.state
+        val_loss, tokens, clock = math.nan, 0, time.perf_counter()
+        self.notice.patient = True
+        for step in range(state["step"] + 1, recipe.steps + 1):
+            stop = self.agreement.before(step)
+            if stop is not None:
+                self._stop(stop)
+            ids, labels = batches.at(state["position"], recipe.batch_size)
+            state["position"] += recipe.batch_size
+            with captured(engine, step):
+                done = engine.step(step, ids, labels)
+            state["step"] = step
+            tokens += labels.size
+            self.unseen.append((step, done.loss + done.grad_norm))
+
+            is_last = step == recipe.steps
+            logged, judged = step % recipe.log_every == 0 or is_last, step % recipe.eval_every == 0 or is_last
+            stores = recipe.checkpoint_every and (step % recipe.checkpoint_every == 0 or is_last)
+            if logged or judged or stores or len(self.unseen) == 256:
+                self._check_finite()  # waits for the device, so the clock is right
+            if logged:
+                record = self._describe(step, done, tokens, time.perf_counter() - clock)
+                self._record(lambda log, record=record: log.write(record))
+            self._record(Log.advance)
+            if judged:
+                val_loss = self._judge()
+                self._record(lambda log, step=step, loss=val_loss: _write_validation(log, step, loss))
+            if stores:
+                self._store(is_judged=judged)
+            if logged or judged or stores:  # tokens_per_s is of steps alone
+                tokens, clock = 0, time.perf_counter()
+        failure = self.agreement.settle()
+        if failure is not None:
+            self._stop(failure)
+        self._finish(val_loss)
+        return val_loss
+
+    def close(self) -> None:
+        """Close the log, however the run has ended."""
+        if self.log is not None:
+            self.log.close()
+
+    def _resume(self, corpus: Corpus, restarted: bool) -> dict[str, Any]:
+        """Return the state to go on from: of the newest checkpoint, or of a run that begins."""
+        recipe, engine, ranks = self.recipe, self.engine, self.ranks
+        shape = {name: getattr(recipe.shape, name) for name in recipe.shape.__dataclass_fields__}
+        # A run and its resumption must have all of these in common.
+        same = shape | {"corpus": corpus.key, "seed": recipe.seed, "engine": recipe.engine} | engine.layout
+        path = recipe.out / "checkpoints"
+        if ranks.rank == 0:
+            checkpoint.sweep(path)
+            if not recipe.resume and not restarted:
+                checkpoint.clear(path)
+        ranks.gather(None)
+        state = checkpoint.load(path, engine.load_tensors, same | {"corpus": corpus.names}, ranks)
+        self.former = {} if state is None else state.get("arguments", {})
+        return {"step": 0, "position": 0} | (state or {}) | {"same": same, "arguments": recipe.arguments()}
+
+    def _open_log(self) -> Log | None:
+        step = self.state["step"]
+        try:
+            log = Log(self.recipe, step)
+        except OSError as error:
+            self._fail(error)
+            return None
+        if step:
+            done = (
+                ", which was the last: --steps N goes on, --no-resume starts anew" if step >= self.recipe.steps else ""
+            )
+            log.note(f"resumed after step {step}{done}")
+            ours, former = self.state["arguments"], self.former
+            names = sorted(name for name in former.keys() & ours.keys() if name not in PLACES)
+            other = [f"{name} {ours[name]} (was {former[name]})" for name in names if ours[name] != former[name]]
+            if other:
+                log.note(f"resumed with other arguments: {', '.join(other)}")
+        return log
+
+    def _record(self, act: Callable[[Log], Any]) -> None:
+        """Write to the log, on the first rank. Where that fails, all ranks stop together a little later."""
+        try:
+            if self.log is not None:
+                act(self.log)
+        except OSError as error:
+            self._fail(error)
+            self.log = None  # what stands in the file stays as it is
+
+    def _fail(self, error: OSError) -> None:
+        name = error.filename or self.recipe.out / "metrics.jsonl"
+        self.agreement.fail(f"cannot write {name}: {error.strerror or error}", may_pass(error))
+
+    def _check_finite(self) -> None:
+        """Raise ``UsageError``, on every rank, at the first step whose loss or gradient was not finite."""
+        if not self.unseen:
+            return
+        device = self.ranks.device
+        sums = torch.stack([each.to(device, torch.float32).reshape(()) for _, each in self.unseen]).tolist()
+        for (step, _), value in zip(self.unseen, sums, strict=True):
+            if not math.isfinite(value):
+                raise UsageError(
+                    f"the loss or its gradient is not finite at step {step}: nothing from this step on is stored, "
+                    f"{self._newest()}; lower --lr, or look at the data"
+                )
+        self.unseen.clear()
+
+    def _judge(self, num_batches: int | None = None) -> float:
+        """Return the loss of the weights on held-out text; raise ``UsageError``, on every rank, if it is not finite."""
+        loss = self.engine.validate(self.held_out, num_batches)
+        if not math.isfinite(loss):
+            raise UsageError(
+                f"the weights after step {self.state['step']} give a loss of {loss}: they are not stored, "
+                f"{self._newest()}; lower --lr, or look at the data"
+            )
+        return loss
+
+    def _newest(self) -> str:
+        return f"the newest checkpoint is of step {self.stored}" if self.stored else "there is no checkpoint"
+
+    def _store(self, *, is_judged: bool) -> None:
+        """Write a checkpoint of weights that give a finite loss."""
+        if not is_judged:
+            self._judge(num_batches=1)
+        self._record(Log.sync)
+        path = self.recipe.out / "checkpoints"
+        checkpoint.save(path, self.recipe.keep, self.engine.save_tensors, self.state, self.ranks)
+        self.stored = self.state["step"]
+
+    def _stop(self, stop: Stop) -> NoReturn:
+        """End the run between two steps."""
+        if stop.failed:
+            raise CheckpointError(stop.reason, stop.passing)
+        step, how = self.state["step"], "--checkpoint-every 0 keeps nothing"
+        if self.recipe.checkpoint_every:
+            if step > self.stored:
+                self._check_finite()
+                self._store(is_judged=False)
+            how = "its checkpoint is stored, and the same command goes on" if step else "nothing was done yet"
+        raise Stopped(f"stopped by {stop.reason} after step {step}: {how}", everywhere=True)
+
+    def _describe(self, step: int, done: Step, tokens: int, seconds: float) -> dict[str, Any]:
+        """Return the metrics of a step: ``tokens`` were seen in the last ``seconds``. Every rank calls it."""
+        engine, rate = self.engine, tokens / seconds
+        record = {
+            "step": step, "split": "train", "loss": done.loss.item(), "lr": self.recipe.learning_rate(step),
+            "grad_norm": done.grad_norm.item(), "tokens_per_s": rate, "peak_mb": engine.peak_mb(),
+        }  # fmt: skip
+        peak = flops.peak(self.recipe, self.ranks.device)
+        if peak is not None:
+            record["mfu"] = rate * flops.per_token(self.recipe.shape) / (peak * self.ranks.world_size)
+        if done.filter_stats is None:
+            return record
+        names = ("kept_tiles", "dropped_mass_mean", "dropped_mass_max_of_shards")
+        merged = engine.merge_stats(done.filter_stats)
+        return record | {name: value.item() for name, value in zip(names, merged, strict=True)}
+
+    def _finish(self, val_loss: float) -> None:
+        """Close the log, draw the curves if this machine can, and say where everything is."""
+        if self.log is None:
+            return
+        recipe = self.recipe
+        self.log.close()
+        if not math.isnan(val_loss):
+            print(f"val loss {val_loss:.4f}, where ln V = {math.log(recipe.shape.vocab_size):.4f}")
+        there = ["metrics.jsonl"]
+        try:
+            plot.draw([recipe.out], recipe.out / "curves.png")
+            there.append("curves.png")
+        except ModuleNotFoundError as error:
+            print(f"no figure, for lack of {error.name}; 'cce-dist plot {recipe.out}' draws it later")
+        except (OSError, ValueError) as error:
+            print(f"no figure: {error}; 'cce-dist plot {recipe.out}' draws it later")
+        there += [f"checkpoints/step-{self.stored:08d}"] * bool(self.stored) + ["tensorboard"] * recipe.tensorboard
+        print(f"finished: {recipe.out} holds {', '.join(there)}")
 
 
-def _record(engine: Engine, step: int, done: Step, tokens: int, clock: float) -> dict[str, Any]:
-    """Return the metrics of a step: ``tokens`` were seen since ``clock``. Every rank calls it."""
-    loss, grad_norm = done.loss.item(), done.grad_norm.item()  # waits for the device, so the clock is right
-    if not math.isfinite(loss):
-        raise UsageError(f"the loss is {loss} at step {step}: lower --lr, or look at the data")
-    record = {
-        "step": step, "split": "train", "loss": loss, "lr": engine.recipe.learning_rate(step), "grad_norm": grad_norm,
-        "tokens_per_s": tokens / (time.perf_counter() - clock), "peak_mb": engine.peak_mb(),
-    }  # fmt: skip
-    if done.filter_stats is None:
-        return record
-    names = ("kept_tiles", "dropped_mass_mean", "dropped_mass_max_of_shards")
-    merged = engine.merge_stats(done.filter_stats)
-    return record | {name: value.item() for name, value in zip(names, merged, strict=True)}
-
-
-def _open_log(recipe: Recipe, step: int) -> Log:
-    log = Log(recipe.out, step, recipe.steps)
-    if step:
-        done = ", which was the last: --steps N goes on, --no-resume starts anew" if step >= recipe.steps else ""
-        log.note(f"resumed after step {step}{done}")
-    return log
-
-
-def _finish(log: Log, recipe: Recipe, val_loss: float) -> None:
-    """Close the log and draw the curves, if this machine can."""
-    log.close()
-    if not math.isnan(val_loss):
-        print(f"val loss {val_loss:.4f}, where ln V = {math.log(recipe.shape.vocab_size):.4f}")
-    try:
-        plot.draw([recipe.out], recipe.out / "curves.png")
-        print(f"curves in {recipe.out / 'curves.png'}")
-    except ModuleNotFoundError as error:
-        print(f"no figure, for lack of {error.name}; 'cce-dist plot {recipe.out}' draws it later")
+def _write_validation(log: Log, step: int, loss: float) -> None:
+    log.write({"step": step, "split": "val", "loss": loss})
+    log.note(f"step {step:>6}  val loss {loss:.4f}")

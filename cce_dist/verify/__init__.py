@@ -10,24 +10,48 @@ import argparse
 import os
 from typing import Any
 
+from cce_dist import arguments
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is one"
+        "--device", choices=("auto", "cpu", "cuda"), type=_device, default="auto", help="default: cuda if there is one"
     )
     parser.add_argument("--backend", choices=("auto", "triton", "torch"), default="auto", help="backend of the loss")
-    parser.add_argument("--only", metavar="TEXT", default="", help="run the cases whose name contains TEXT")
-    parser.add_argument("--fuzz", type=int, metavar="COUNT", default=0, help="run COUNT random cases instead")
-    parser.add_argument("--seed", type=int, default=0, help="of the random cases")
-    parser.add_argument("--case", type=int, default=0, help="number of the first random case")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", type=_part_of_a_name, help="run the cases whose name contains TEXT"
+    )
+    parser.add_argument(
+        "--fuzz", type=arguments.whole(0), metavar="COUNT", default=0, help="run COUNT random cases instead"
+    )
+    parser.add_argument("--seed", type=arguments.whole(0), default=0, help="of the random cases")
+    parser.add_argument("--case", type=arguments.whole(0), default=0, help="number of the first random case")
     parser.add_argument(
         "--alike",
-        type=int,
+        type=arguments.whole(1),
         metavar="COUNT",
         default=1,
         help="random cases in a row that need the same kernels (default 1)",
     )
-    parser.add_argument("--timeout", type=float, default=120, help="seconds before a waiting collective is an error")
+    parser.add_argument(
+        "--timeout",
+        type=arguments.number(below=1e6, positive=True),
+        default=120.0,
+        help="seconds before a waiting collective is an error",
+    )
+
+
+def _device(text: str) -> str:
+    return arguments.device(text) if text == "cuda" else text
+
+
+def _part_of_a_name(text: str) -> str:
+    from cce_dist.verify.cases import CASES
+
+    if not any(text in case.name for case in CASES):
+        names = ", ".join(case.name for case in CASES)
+        raise argparse.ArgumentTypeError(f"no case's name contains {text!r}; there are {names}")
+    return text
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,7 +90,7 @@ def run_fuzz(args: argparse.Namespace, device: str) -> list[str]:
 
     group = dist.group.WORLD if dist.is_initialized() else None
     report = print if group is None or group.rank() == 0 else _silent
-    return run_many(Setting(args.seed, device, args.backend, group, max(1, args.alike)), args.case, args.fuzz, report)
+    return run_many(Setting(args.seed, device, args.backend, group, args.alike), args.case, args.fuzz, report)
 
 
 def _silent(line: str) -> None: ...

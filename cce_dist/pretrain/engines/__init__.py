@@ -59,8 +59,8 @@ class Engine(Protocol):
         """Return what the filter did over all ranks; ``dropped_mass_max`` is the largest of a token's part on one shard."""
         return stats
 
-    def validate(self, held_out: Batches) -> float:
-        """Return the mean loss of the first ``eval_batches`` batches, the same ones every time; on every rank."""
+    def validate(self, held_out: Batches, num_batches: int | None = None) -> float:
+        """Return the mean loss of the first batches, ``eval_batches`` unless said, the same ones every time; on every rank."""
         ...
 
     def peak_mb(self) -> float:
@@ -70,8 +70,10 @@ class Engine(Protocol):
     def save_tensors(self, folder: Path) -> None:
         """Write this rank's part of model and optimizer to a folder that all ranks share and that is not there yet.
 
+        A rank that cannot write takes part in all collectives nevertheless, and raises at the end.
+
         Raises:
-            torch.distributed.checkpoint.CheckpointException, OSError, RuntimeError: Some rank could not write.
+            torch.distributed.checkpoint.CheckpointException, OSError: Some rank could not write.
         """
         ...
 

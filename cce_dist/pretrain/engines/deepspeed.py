@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from cce_dist import FilterStats
 from cce_dist.integrations import deepspeed as cce
 from cce_dist.plan.cut import deepspeed_weights
+from cce_dist.pretrain import durable
 from cce_dist.pretrain.build import build_whole, make_optimizer
 from cce_dist.pretrain.data import IGNORED, Batches, num_valid
 from cce_dist.pretrain.engines import Engine, Step, set_learning_rate
 from cce_dist.pretrain.model import GPT, Block
 from cce_dist.pretrain.ranks import Ranks, start_deepspeed
-from cce_dist.pretrain.recipe import Recipe, Shape, UsageError
+from cce_dist.pretrain.recipe import Recipe, Shape
 from cce_dist.pretrain.stages import layers_of_stages, named_stages
 from cce_dist.ranks import join_alone
 
@@ -38,8 +39,6 @@ class DeepSpeedEngine(Engine):
     """See ``Engine``."""
 
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
-        if recipe.shape.num_layers < ranks.pp:
-            raise UsageError(f"{recipe.shape.num_layers} layers cannot be split into {ranks.pp} stages")
         join_alone(ranks.device)
         start_deepspeed(ranks.device)
         self.recipe, self.ranks = recipe, ranks
@@ -72,8 +71,8 @@ class DeepSpeedEngine(Engine):
             loss = self._mean(loss)
         return Step(loss, torch.as_tensor(self.engine.get_global_grad_norm()), self._filter_stats())
 
-    def validate(self, held_out: Batches) -> float:
-        batches = held_out.first(self.recipe.eval_batches, self.recipe.batch_size)
+    def validate(self, held_out: Batches, num_batches: int | None = None) -> float:
+        batches = held_out.first(num_batches or self.recipe.eval_batches, self.recipe.batch_size)
         num_tokens = num_valid(*(labels for _, labels in batches))
         total = torch.zeros((), device=self.ranks.device)
         self.engine.eval()
@@ -91,12 +90,13 @@ class DeepSpeedEngine(Engine):
         return self.ranks.largest_peak_mb(not self.in_stages or self.engine.is_last_stage())
 
     def save_tensors(self, folder: Path) -> None:
-        try:
-            self.engine.save_checkpoint(str(folder), tag=TAG, client_state=self._client_state())
-        except RuntimeError as error:  # torch's writer raised it, or a lost peer did
-            if "inline_container" not in str(error):
-                raise
-            raise OSError(f"cannot write checkpoint {folder}: {error}") from error
+        with _failing_late(self.engine.checkpoint_engine) as failures:
+            self.engine.save_checkpoint(str(folder), tag=TAG, client_state=self._client_state(), save_latest=False)
+        if self.ranks.rank == 0 and not failures:
+            durable.write(folder / "latest", TAG)
+        if failures:
+            reason = durable.why_not(failures[0], folder) or failures[0]
+            raise OSError(getattr(reason, "errno", None), getattr(reason, "strerror", str(reason))) from failures[0]
 
     def load_tensors(self, folder: Path) -> None:
         self.engine.load_checkpoint(str(folder), tag=TAG)
@@ -133,6 +133,30 @@ class DeepSpeedEngine(Engine):
     def _mean(self, loss: Tensor) -> Tensor:
         dist.all_reduce(loss)
         return loss / (self.ranks.dp * self.recipe.accumulate)
+
+
+@contextlib.contextmanager
+def _failing_late(writer: Any) -> Iterator[list[Exception]]:
+    """Have DeepSpeed's writer note its failures in place of raising them: the other ranks wait in a barrier behind it."""
+    failures: list[Exception] = []
+
+    def noting(act: Callable[..., Any]) -> Callable[..., Any]:
+        def try_to(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return act(*args, **kwargs)
+            except (OSError, RuntimeError) as error:  # torch's writer has no error of its own
+                failures.append(error)
+
+        return try_to
+
+    names = ("save", "makedirs")
+    for name in names:
+        setattr(writer, name, noting(getattr(writer, name)))
+    try:
+        yield failures
+    finally:
+        for name in names:
+            delattr(writer, name)
 
 
 def ds_config(recipe: Recipe, ranks: Ranks) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from cce_dist.pretrain import checkpoint
 from cce_dist.pretrain.build import build_whole
 from cce_dist.pretrain.data import IGNORED, Batches, num_valid
 from cce_dist.pretrain.engines import Engine, Step, set_learning_rate
-from cce_dist.pretrain.ranks import Ranks, check_split
+from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.recipe import MEGATRON_FUSED, Recipe
 from cce_dist.pretrain.stages import layers_of_stages, named_stages
 from cce_dist.ranks import join_alone
@@ -38,12 +38,7 @@ class MegatronEngine(Engine):
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
         from megatron.core.transformer.module import Float16Module
 
-        # Megatron would pad a vocabulary that it cannot split, and its loss would not be the other engines'.
-        shape = recipe.shape
         layers = layers_of_stages(recipe)
-        check_split(
-            {"layers": (0 if layers else shape.num_layers, ranks.pp), "vocabulary": (shape.vocab_size, ranks.tp)}
-        )
         self.recipe, self.ranks = recipe, ranks
         self.layout = {"tp": ranks.tp, "dp": ranks.dp, "pp": ranks.pp, **named_stages(layers)}
         join_alone(ranks.device)
@@ -81,9 +76,9 @@ class MegatronEngine(Engine):
         _, grad_norm, _ = self.optimizer.step()
         return Step(loss, torch.as_tensor(grad_norm), None)  # convert() keeps no statistics
 
-    def validate(self, held_out: Batches) -> float:
+    def validate(self, held_out: Batches, num_batches: int | None = None) -> float:
         self.chunk.eval()
-        batches = held_out.first(self.recipe.eval_batches, self.recipe.batch_size)
+        batches = held_out.first(num_batches or self.recipe.eval_batches, self.recipe.batch_size)
         total = torch.zeros((), device=self.ranks.device)
         for ids, labels in batches:
             total += self._run(ids, labels, forward_only=True)

@@ -50,8 +50,8 @@ class TorchEngine(Engine):
         return FilterStats(means[0] / self.ranks.world_size, means[1] / self.ranks.dp, largest)
 
     @torch.no_grad()
-    def validate(self, held_out: Batches) -> float:
-        batches = held_out.first(self.recipe.eval_batches, self.recipe.batch_size)
+    def validate(self, held_out: Batches, num_batches: int | None = None) -> float:
+        batches = held_out.first(num_batches or self.recipe.eval_batches, self.recipe.batch_size)
         num_tokens = num_valid(*(labels for _, labels in batches))
         total = torch.zeros((), device=self.ranks.device)
         for ids, labels in batches:

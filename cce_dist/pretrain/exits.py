@@ -1,0 +1,70 @@
+"""How a run ends: exit codes that say whether to start it again, and the errors behind them.
+
+| code | of the command | of a rank under this package's agent |
+|---|---|---|
+| 0 | finished | finished |
+| 2 | an argument that cannot be read | |
+| 1 | a restart does not help: usage, corpus, a loss that is not finite, a full disk; or a bug | the same, but for bugs |
+| 70, 76 | | a bug; a lost peer or a fault of the storage that may pass: the agent starts the ranks again |
+| 75 | stopped on request: the same command goes on | the same |
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import time
+
+AGENT = "CCE_DIST_AGENT"  # names the process id of this package's agent to its ranks
+HOPELESS, BUG, AGAIN, LOST = 1, 70, 75, 76  # the last three as BSD's sysexits.h has them
+PASSING = {
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENETDOWN, errno.ENETUNREACH,
+    errno.ECONNRESET, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO, errno.ENOLCK,
+}  # fmt: skip
+
+
+class UsageError(Exception):
+    """The run that was asked for cannot be done. Every rank raises it, with the same message."""
+
+
+class CheckpointError(Exception):
+    """Something of the run could not be stored. Every rank raises it, with the same message.
+
+    ``passing`` says that a restart may help.
+    """
+
+    def __init__(self, message: str, passing: bool = False) -> None:
+        super().__init__(message)
+        self.passing = passing
+
+
+class Stopped(Exception):
+    """The run was asked to stop. ``everywhere`` says that every rank raises it, after the same step."""
+
+    def __init__(self, message: str, everywhere: bool = False) -> None:
+        super().__init__(message)
+        self.everywhere = everywhere
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether what went wrong may have gone when the run is started again."""
+    if isinstance(error, CheckpointError):
+        return error.passing
+    return isinstance(error, OSError) and error.errno in PASSING
+
+
+def say(line: str) -> None:
+    """Print one line about the run on stderr."""
+    print(f"cce-dist pretrain: {' '.join(line.split())}", file=sys.stderr, flush=True)
+
+
+def tell_torchrun(code: int) -> None:
+    """Have torchrun end. It knows no exit code of a rank after which it would not start all ranks again."""
+    ours = os.environ.get(AGENT) == str(os.getppid())
+    if code in (HOPELESS, AGAIN) and not ours and "TORCHELASTIC_RUN_ID" in os.environ:
+        if os.environ.get("LOCAL_RANK") == "0":
+            os.kill(os.getppid(), signal.SIGTERM)
+        else:
+            time.sleep(1)  # the first of a node's ranks that leaves would be the reason for a restart

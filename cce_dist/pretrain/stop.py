@@ -1,0 +1,147 @@
+"""Signals that ask a run to stop, and how all ranks come to stop after the same step.
+
+The first rank grants steps: its host says, one step ahead, up to where all may go. The other hosts read that before each step.
+So a wish to stop, wherever it is heard, ends the grants, and every rank stops where they end. Only hosts wait, for one
+another and never for a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from cce_dist.pretrain.exits import Stopped
+from cce_dist.pretrain.ranks import Ranks
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAME_SECONDS = 2.0  # a terminal, a scheduler and an agent may each pass one wish on
+
+
+class Notice:
+    """As a context, hears SIGTERM, SIGINT and SIGUSR1.
+
+    Outside of the training loop, where nothing can be lost, the first one raises ``Stopped`` at once. In the loop, while
+    ``patient``, it is remembered. A second one that comes ``SAME_SECONDS`` later ends the process.
+
+    Attributes:
+        name: Of the first signal.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.patient = False
+        self._since = 0.0
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Notice:
+        if threading.current_thread() is threading.main_thread():
+            self._former = {number: signal.signal(number, self._hear) for number in SIGNALS}
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # an agent starts its ranks with signals held back
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def ignore(self) -> None:
+        """Hear nothing more: the process is about to end by itself."""
+        for number in self._former:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.name is None:
+            self.name, self._since = signal.Signals(number).name, time.monotonic()
+            if not self.patient:
+                raise Stopped(f"stopped by {self.name} before the first step")
+        elif time.monotonic() - self._since > SAME_SECONDS:
+            os._exit(128 + number)
+
+
+class Stop(NamedTuple):
+    """Why all ranks stop: a signal's name, or what went wrong on the first rank."""
+
+    reason: str
+    failed: bool = False
+    passing: bool = False
+
+
+class Agreement:
+    """Has all ranks stop after the same step.
+
+    Args:
+        ranks: This process's place.
+        notice: The signals of this process.
+        timeout_seconds: A rank that hears nothing of the first one for so long raises.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, ranks: Ranks, notice: Notice, timeout_seconds: float) -> None:
+        self._is_first, self._notice, self._timeout = ranks.rank == 0, notice, timeout_seconds
+        self._granted: int | None = None
+        self._stop: Stop | None = None
+        self._asked = False
+        number = next(self._numbers)  # ranks make the same ones in the same order
+        self._store: dist.Store | None = None
+        if ranks.world_size > 1:
+            self._store = dist.PrefixStore(f"stop-{number}", dist.distributed_c10d._get_default_store())
+
+    def fail(self, reason: str, passing: bool = False) -> None:
+        """Have all ranks stop because of what went wrong on this one, the first."""
+        self._stop = self._stop or Stop(reason, True, passing)
+
+    def before(self, step: int) -> Stop | None:
+        """Return None if all ranks take this step, else why none does. Every rank calls it, before each step."""
+        if self._is_first:
+            self._grant(step)
+        elif self._store is not None:
+            if self._notice.name is not None and not self._asked:
+                self._store.set("asked", self._notice.name)
+                self._asked = True
+            self._await(step, self._store)
+        assert self._granted is not None
+        return None if step <= self._granted else self._stop
+
+    def settle(self) -> Stop | None:
+        """Return what went wrong on the first rank after the last grant. Every rank calls it, at the end."""
+        stop = self._stop if self._stop is not None and self._stop.failed else None
+        if self._store is None:
+            return stop
+        box = [stop]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def _grant(self, step: int) -> None:
+        ahead = 0 if self._store is None else 1  # alone, nobody has to hear of it first
+        if self._granted is None:
+            self._granted = step - 1
+        if self._stop is None:
+            name = self._notice.name
+            if name is None and self._store is not None and self._store.check(["asked"]):
+                name = self._store.get("asked").decode()
+            self._stop = None if name is None else Stop(name)
+        if self._stop is None:
+            self._granted = step + ahead
+        if self._store is not None:
+            self._store.set("granted", json.dumps([self._granted, self._stop]))
+
+    def _await(self, step: int, store: dist.Store) -> None:
+        deadline, pause = time.monotonic() + self._timeout, 0.0002
+        while self._stop is None and (self._granted is None or self._granted < step):
+            if store.check(["granted"]):
+                granted, stop = json.loads(store.get("granted"))
+                self._granted, self._stop = granted, None if stop is None else Stop(*stop)
+                if granted >= step:
+                    return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Timed out: the first rank has not come to step {step} for {self._timeout:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)

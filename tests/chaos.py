@@ -1,0 +1,291 @@
+"""A run is killed, asked to stop, starved of disk and damaged, round after round, and ends in the bits of an undisturbed one.
+
+    python tests/chaos.py --rounds 200 --seed 0
+    python tests/chaos.py --rounds 10 --device cuda --start spawn
+
+A round disturbs the real command once, on two ranks unless told otherwise; the next one goes on with what is left. Whenever a
+run has finished, its losses and its last checkpoint are compared with those of a run that nothing happened to, and a new one
+begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from commands import Command, descendants, is_running, kill
+
+Act = Callable[[Command], None]
+STEPS, EVERY, KEEP = 30, 4, 3
+AGAIN = 75
+
+
+class Chaos:
+    """The disturbances, by name; each starts the command and returns when it has ended."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.random = random.Random(options.seed)
+        self.folder, self.cache = folder, folder / "cache"
+        self.ranks = options.ranks
+        self.device, self.start, self.log = options.device, options.start, folder / "log"
+        # A disk of our own can be full in truth; where none may be mounted, a limit on the size of files stands for it.
+        self.disk: Path | None = self.folder / "disk"
+        self.disk.mkdir()
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=32m", "none", self.disk], capture_output=True
+        ).returncode:
+            self.disk = None
+        self.out = (self.disk or self.folder) / "run-0"
+        self.count = Counter[str]()
+        self.finished = 0
+
+    def __enter__(self) -> Chaos:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.disk is not None:
+            subprocess.run(["umount", self.disk], check=True)
+
+    # The command ------------------------------------------------------------------------------------------------------
+
+    def argv(self, out: Path, *more: str) -> list[str]:
+        text = ["--corpus", str(Path(sysconfig.get_path("stdlib")) / "email"), "--pattern", "*.py"]
+        sizes = ["--preset", "toy", "--batch-size", "8", "--warmup", "4", "--steps", str(STEPS), "--eval-every", "10"]
+        keep = ["--eval-batches", "2", "--checkpoint-every", str(EVERY), "--keep", str(KEEP), "--timeout", "60"]
+        where = ["--tp", str(self.ranks), "--device", self.device, "--cache", str(self.cache), "--out", str(out)]
+        return ["pretrain", *text, *sizes, *keep, *where, *more]
+
+    def run(self, *more: str, out: Path | None = None, limit: int | None = None, act: Act | None = None) -> int:
+        """Start the command, let ``act`` happen to it, wait, and return its exit code; nobody is left behind."""
+        self.log.unlink(missing_ok=True)
+        with Command(self.argv(out or self.out, *more), self.log, start=self.start, file_limit=limit) as command:
+            if act is not None:
+                act(command)
+            return command.wait(200)
+
+    def tail(self) -> str:
+        """Return what the last command said."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    # When something happens -------------------------------------------------------------------------------------------
+
+    def some_time(self, command: Command) -> None:
+        """Wait until a step or a moment that chance chooses."""
+        goal = self.random.choice([None, self.newest() + self.random.randint(1, 8)])
+        wait = self.random.random() * (2.0 if self.start == "forkserver" else 15.0)
+        start = time.monotonic()
+        while is_running(command.pid) and time.monotonic() - start < 60:
+            if time.monotonic() - start > wait if goal is None else self.last_step() >= goal:
+                break
+            time.sleep(0.002)
+        time.sleep(self.random.random() * 0.05)
+        command.family |= set(descendants(command.pid))
+
+    def newest(self) -> int:
+        """Return the step of the newest checkpoint by the file ``latest``; 0 where there is none."""
+        try:
+            return int((self.out / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+        except (OSError, ValueError):
+            return 0
+
+    def last_step(self) -> int:
+        with contextlib.suppress(OSError):
+            return int(
+                (re.findall(rb'{"step": (\d+), "split": "train"', (self.out / "metrics.jsonl").read_bytes()) or [0])[-1]
+            )
+        return 0
+
+    # Disturbances -----------------------------------------------------------------------------------------------------
+
+    def kill_a_rank(self) -> int:
+        def act(command: Command) -> None:
+            self.some_time(command)
+            kill(self.random.choice(command.ranks() or [command.pid]), signal.SIGKILL)
+
+        return self.run("--max-restarts", self.random.choice("01"), act=act)
+
+    def kill_the_agent(self) -> int:
+        def act(command: Command) -> None:
+            self.some_time(command)
+            kill(command.pid, signal.SIGKILL)
+
+        return self.run(act=act)
+
+    def ask_to_stop(self) -> int:
+        asked = self.random.choice([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+        of_all = self.random.random() < 0.7
+
+        def act(command: Command) -> None:
+            self.some_time(command)
+            everyone = command.ranks()
+            kill(command.pid if of_all or not everyone else self.random.choice(everyone), asked)
+
+        code = self.run(act=act)
+        # A process that has not come to hear signals yet ends as the system has it.
+        assert code in (0, AGAIN, -asked) or not self.tail(), f"{asked.name}: exit code {code}\n{self.tail()}"
+        if "after step" in self.tail():
+            assert self.newest() == self.last_step(), "work was lost\n" + self.tail()
+        elif code == AGAIN:
+            assert " before the " in self.tail(), self.tail()
+        return code
+
+    def fill_the_disk(self) -> int:
+        room = self.random.choice([0, 4, 16, 64, 300, 400, 1000]) << 10
+        if self.disk is None:
+            code, reason = self.run(limit=room), "File too large"
+        else:
+            ballast, reason = self.disk / "ballast", "No space left on device"
+            with open(ballast, "wb") as file:
+                file.write(bytes(max(0, shutil.disk_usage(self.disk).free - room)))
+            code = self.run()
+            ballast.unlink()
+        assert code in (0, 1), f"full disk: exit code {code}\n{self.tail()}"
+        assert reason in self.tail() or code == 0, self.tail()
+        return code
+
+    def damage(self) -> int:
+        """Spoil what is on disk between two runs."""
+        checkpoints = self.out / "checkpoints"
+        there = sorted(checkpoints.glob("step-????????"))
+        kinds = ["latest", "garbage", "scratch", "metrics"] + ["flip", "cut", "drop"] * 2 * (len(there) > 1)
+        kind = self.random.choice(kinds)
+        self.count[f"damage: {kind}"] += 1
+        if not there:
+            return self.run(act=self.stop_soon)
+        files = sorted(path for path in there[-1].rglob("*") if path.is_file())
+        chosen = self.random.choice(files)
+        if kind == "latest":
+            (checkpoints / "latest").unlink(missing_ok=True)
+        elif kind == "garbage":
+            (checkpoints / "latest").write_bytes(self.random.randbytes(20))
+        elif kind == "scratch":
+            shutil.copytree(there[-1], checkpoints / f"step-{STEPS:08d}.tmp")
+        elif kind == "metrics":
+            with open(self.out / "metrics.jsonl", "ab") as file:
+                file.write(self.random.randbytes(30) + b'\n{"step": 5}\n[]\n{"ste')
+        elif kind == "flip":
+            content = bytearray(chosen.read_bytes())
+            content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
+            chosen.write_bytes(content)
+        elif kind == "cut":
+            os.truncate(chosen, self.random.randrange(chosen.stat().st_size))
+        else:
+            chosen.unlink()
+        return self.run(act=self.stop_soon)
+
+    def stop_soon(self, command: Command) -> None:
+        self.some_time(command)
+        if self.random.random() < 0.7:
+            kill(command.pid, signal.SIGTERM)
+
+    def play(self, rounds: int, seconds: float) -> int:
+        """Play rounds until there were enough, or the time is up; return how many."""
+        whole = self.folder / "whole"
+        assert self.run(out=whole) == 0, self.tail()
+        acts = [
+            self.kill_a_rank,
+            self.kill_the_agent,
+            self.ask_to_stop,
+            self.ask_to_stop,
+            self.fill_the_disk,
+            self.damage,
+        ]
+        start = time.monotonic()
+        for number in range(rounds):
+            if time.monotonic() - start > seconds:
+                return number
+            act = self.random.choice(acts)
+            code = act()
+            self.count[act.__name__] += 1
+            print(
+                f"round {number + 1:>4}: {act.__name__:<16} exit code {code:>4}, checkpoint of step {self.newest()}",
+                flush=True,
+            )
+            if self.newest() == STEPS:
+                self.finish(whole)
+        self.finish(whole)
+        return rounds
+
+    def finish(self, whole: Path) -> None:
+        """Finish the run, compare it with the undisturbed one, and begin another."""
+        code = self.run()
+        assert code == 0, f"a run that nothing disturbs any more: exit code {code}\n{self.tail()}"
+        assert history(self.out) == history(whole), f"{self.out} is not the run that it was\n{self.tail()}"
+        name = f"step-{STEPS:08d}"
+        assert_equal(self.out / "checkpoints" / name, whole / "checkpoints" / name)
+        self.finished += 1
+        shutil.rmtree(self.out)
+        self.out = self.out.with_name(f"run-{self.finished}")
+
+
+def history(out: Path) -> list[tuple[int, str, float, float | None]]:
+    """Return what a run's records say of its arithmetic."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(record["step"], record["split"], record["loss"], record.get("grad_norm")) for record in records]
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    """Compare checkpoints tensor by tensor; their files need not be laid out alike."""
+    left, right = (read_whole(each) for each in (one, other))
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        same = torch.equal(value, right[name]) if isinstance(value, torch.Tensor) else value == right[name]
+        assert same, f"{name} of {one} is not that of {other}"
+
+
+def read_whole(checkpoint: Path) -> dict[str, Any]:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with tempfile.TemporaryDirectory() as folder:
+        dcp_to_torch_save(checkpoint, f"{folder}/whole.pt")
+        tensors = torch.load(f"{folder}/whole.pt", weights_only=False)
+    return dict(_flat("", tensors))
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from _flat(f"{prefix}.{name}", each)
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            yield from _flat(f"{prefix}.{index}", each)
+    else:
+        yield prefix, value
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Disturb a run at random, and compare it with an undisturbed one.")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further round after this time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=2, help="that share the vocabulary")
+    parser.add_argument(
+        "--start", choices=("forkserver", "spawn"), default="forkserver", help="of processes; GPUs need spawn"
+    )
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder, Chaos(options, Path(folder)) as chaos:
+        count = chaos.play(options.rounds, options.seconds)
+    counts = ", ".join(f"{name.replace('_', ' ')} {number}" for name, number in sorted(chaos.count.items()))
+    print(f"{count} rounds ({counts}); {chaos.finished} finished runs, all bit for bit those of an undisturbed one")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The real command in processes of its own, for tests that send real signals: quick, because all of them are forked from one
+process that has imported what they need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cce_dist import cli
+from cce_dist.pretrain import agent, launch  # noqa: F401 - all that the command needs, imported once
+from cce_dist.pretrain.engines import torch as torch_engine  # noqa: F401
+
+
+class Command:
+    """``cce-dist`` with some arguments, its output in a file.
+
+    Args:
+        argv: Its arguments.
+        output: File that its output is added to.
+        start: How its processes start. A GPU needs "spawn", which takes seconds more.
+        file_limit: Bytes after which no file grows.
+        environment: What its environment has besides.
+    """
+
+    def __init__(
+        self, argv: list[str], output: Path, *, start: str = "forkserver", file_limit: int | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        context: Any = multiprocessing.get_context(start)
+        if start == "forkserver":
+            context.set_forkserver_preload(["commands"])
+        self.output = output
+        how = (argv, output, "fork" if start == "forkserver" else start, file_limit, environment or {})
+        self.process = context.Process(target=_run, args=how)
+        self.process.start()
+        self.pid: int = self.process.pid or 0
+        self.family: set[int] = set()
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in [*descendants(self.pid), *self.family, self.pid]:
+            kill(pid, signal.SIGKILL)
+        self.process.join(20)
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    def ranks(self) -> list[int]:
+        """Return the processes of the ranks."""
+        found = []
+        for child in descendants(self.pid):
+            with contextlib.suppress(OSError):
+                if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(child)
+        return sorted(found)
+
+    def wait_until(self, happened: Callable[[], bool], seconds: float = 60) -> None:
+        """Wait for something that the command does."""
+        deadline = time.monotonic() + seconds
+        while not happened():
+            assert is_running(self.pid) and time.monotonic() < deadline, self.text
+            time.sleep(0.002)
+        self.family |= set(descendants(self.pid))
+
+    def wait(self, seconds: float = 150) -> int:
+        """Wait for the end, and return the exit code; nobody may be left behind."""
+        deadline = time.monotonic() + seconds
+        while self.process.is_alive():
+            assert time.monotonic() < deadline, f"the command hangs\n{self.text}"
+            self.family |= set(descendants(self.pid))
+            self.process.join(0.02)
+        deadline = time.monotonic() + 20
+        while left := [pid for pid in self.family if is_running(pid)]:
+            assert time.monotonic() < deadline, f"left behind: {left}"
+            time.sleep(0.02)
+        return self.process.exitcode or 0
+
+
+def _run(argv: list[str], output: Path, start: str, file_limit: int | None, environment: dict[str, str]) -> None:
+    os.setsid()
+    handle = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.environ.update({"OMP_NUM_THREADS": "1"} | environment)
+    if file_limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
+    agent.START_METHOD = start
+    try:
+        code = cli.main(argv)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def has_taken(out: Path, step: int) -> Callable[[], bool]:
+    """Return whether a run has come to a step, as something to ask again and again."""
+    metrics = out / "metrics.jsonl"
+    return lambda: metrics.exists() and f'{{"step": {step},' in metrics.read_text(errors="replace")
+
+
+def descendants(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            yield int(child)
+            yield from descendants(int(child))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

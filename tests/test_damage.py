@@ -1,0 +1,453 @@
+"""What is stored is whole, finite and safe to read, by all three engines: NaN, full disks, damage, other people's files."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("tokenizers")
+
+from toy_runs import SHORT, TOY, losses, options, prepared, records
+
+from cce_dist import cli
+from cce_dist.pretrain import checkpoint, engines, launch, log
+from cce_dist.pretrain.exits import CheckpointError, Stopped, UsageError
+from cce_dist.pretrain.launch import train_on
+from cce_dist.pretrain.ranks import Ranks
+from cce_dist.pretrain.stop import Notice
+from cce_dist.ranks import run_ranks
+
+ALONE = Ranks(torch.device("cpu"))
+EIGHT = "step-00000008"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps with checkpoints after four and eight."""
+    out = tmp_path_factory.mktemp("finished")
+    train_on(options(cache, out), ALONE, prepared(cache))
+    return out
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of that run, to be spoiled."""
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def go_on(cache: Path, out: Path, *more: str) -> None:
+    train_on(options(cache, out, *more), ALONE, prepared(cache))
+
+
+# All engines, on two ranks -------------------------------------------------------------------------------------------------
+
+
+def _engine_loses_nothing(name: str, cache: Path, out: Path) -> None:
+    """The body of two ranks: D1, D5, D6 and D19 with one engine."""
+    ranks = Ranks(torch.device("cpu"), dist.get_rank(), 2, tp=2)
+    if name == "megatron":
+        from megatron_on_cpu import use_cpu
+
+        use_cpu()
+    engine = getattr(__import__(f"cce_dist.pretrain.engines.{name}", fromlist=["x"]), launch.ENGINES[name])
+
+    def train(folder: str, *more: str, notice: Notice | None = None) -> Path:
+        _forget_groups(name)
+        recipe = options(cache, out / folder, "--engine", name, "--log-every", "100", *more)
+        try:
+            train_on(recipe, ranks, prepared(cache), notice)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return out / folder
+
+    whole = train("whole", "--log-every", "1")
+
+    # D5: the last rank alone hears a signal in its third step.
+    signalled = _before_step(engine, 3, lambda: os.kill(os.getpid(), signal.SIGUSR1), only_rank=1)
+    with Notice() as notice, signalled, pytest.raises(Stopped, match=r"after step [45]:"):
+        train("stopped", "--log-every", "1", "--checkpoint-every", "100", notice=notice)
+    assert losses(train("stopped", "--log-every", "1")) == losses(whole)
+
+    # D1: not a number in the sixth step, between two records and two checkpoints.
+    with (
+        _not_finite(engine, 6),
+        pytest.raises(UsageError, match=r"not finite at step 6.*newest checkpoint is of step 4"),
+    ):
+        train("nan", "--eval-every", "100")
+    assert (out / "nan" / "checkpoints" / "latest").read_text() == "step-00000004\n"
+    assert not (out / "nan" / "checkpoints" / EIGHT).exists()
+
+    # D6: the newest checkpoint is damaged.
+    dist.barrier()
+    if ranks.rank == 0:
+        largest = max((whole / "checkpoints" / EIGHT).rglob("*"), key=lambda path: path.stat().st_size)
+        with open(largest, "r+b") as file:
+            file.seek(largest.stat().st_size // 2)
+            file.write(b"damage")
+    dist.barrier()
+    before = losses(whole)
+    assert losses(train("whole", "--log-every", "1")) == before
+
+    # D19: one rank's disk is full.
+    with _full_disk(only_rank=1), pytest.raises(CheckpointError, match="No space left on device"):
+        train("full")
+    dist.barrier()
+    assert not list((out / "full" / "checkpoints").glob("step-*"))
+
+
+class _before_step:
+    """Have something happen on one rank before a step of an engine."""
+
+    def __init__(self, engine: type, number: int, act: Callable[[], Any], only_rank: int) -> None:
+        self.engine, self.step = engine, engine.step
+        self.number, self.act, self.only_rank = number, act, only_rank
+
+    def __enter__(self) -> None:
+        def step(engine: Any, number: int, *batch: Any) -> engines.Step:
+            if number == self.number and engine.ranks.rank == self.only_rank:
+                self.act()
+            return self.step(engine, number, *batch)
+
+        self.engine.step = step
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.step = self.step
+
+
+class _not_finite(_before_step):
+    """Have the gradient of a step, on all ranks, not be a number."""
+
+    def __init__(self, engine: type, number: int) -> None:
+        super().__init__(engine, number, lambda: None, -1)
+
+    def __enter__(self) -> None:
+        def step(engine: Any, number: int, *batch: Any) -> engines.Step:
+            done = self.step(engine, number, *batch)
+            return done._replace(grad_norm=done.grad_norm * math.nan) if number == self.number else done
+
+        self.engine.step = step
+
+
+class _full_disk:
+    """Have torch's writers meet a full disk on one rank."""
+
+    def __init__(self, only_rank: int) -> None:
+        self.is_here, self.save = dist.get_rank() == only_rank, torch.save
+
+    def __enter__(self) -> None:
+        def save(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        if self.is_here:
+            torch.save = save
+            self.fsync, os.fsync = os.fsync, save
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_here:
+            torch.save, os.fsync = self.save, self.fsync
+
+
+def _forget_groups(name: str) -> None:
+    """Frameworks keep the groups of one model for the next."""
+    if name == "deepspeed":
+        from deepspeed.utils import groups
+
+        groups._release_process_group_references()
+    elif name == "megatron":
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("engine", ["torch", "deepspeed", "megatron"])
+@pytest.mark.timeout(280)
+def test_every_engine_loses_nothing(tmp_path: Path, cache: Path, engine: str) -> None:
+    """D1, D5, D6, D19."""
+    if engine != "torch" and importlib.util.find_spec(engine) is None:
+        pytest.skip(f"{engine} is not installed")
+    prepared(cache)
+    run_ranks(_engine_loses_nothing, 2, engine, cache, tmp_path)
+
+
+# One rank ------------------------------------------------------------------------------------------------------------------
+
+
+def test_d1_no_checkpoint_of_weights_that_are_not_finite(cache: Path, tmp_path: Path) -> None:
+    """Loss and gradient of the fourth step are finite; its update is not."""
+    recipe = options(cache, tmp_path, "--log-every", "100", "--eval-every", "100", "--keep", "9")
+
+    def spoil(engine: Any) -> None:
+        with torch.no_grad():
+            engine.model.embedding.weight.mul_(math.nan)
+
+    from cce_dist.pretrain.engines.torch import TorchEngine
+
+    class Spoiling(TorchEngine):
+        def step(self, step: int, *batch: Any) -> engines.Step:
+            done = super().step(step, *batch)
+            if step == 4:
+                spoil(self)
+            return done
+
+    from cce_dist.pretrain import data
+    from cce_dist.pretrain.train import train
+
+    corpus = data.Corpus(prepared(cache))
+    batches, held_out = (data.Batches(ids, recipe.shape.seq_len, 0) for ids in (corpus.train, corpus.held_out))
+    with pytest.raises(UsageError, match=r"weights after step 4 give a loss of nan.*there is no checkpoint"):
+        train(Spoiling(recipe, ALONE), corpus, batches, held_out)
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "state.pt", ".metadata", "manifest.json"])
+@pytest.mark.parametrize(
+    "spoil", [_flip, lambda path: os.truncate(path, 100), Path.unlink], ids=["flip", "cut", "drop"]
+)
+def test_d6_damage_is_one_line_and_the_older_checkpoint_is_taken(
+    cache: Path, run: Path, finished: Path, capsys: pytest.CaptureFixture[str], name: str, spoil: Callable[[Path], Any]
+) -> None:
+    spoil(run / "checkpoints" / EIGHT / name)
+    go_on(cache, run)
+    output = capsys.readouterr()
+    assert "resumed after step 4" in output.out
+    [line] = output.err.splitlines()
+    assert EIGHT in line and "is damaged and passed over" in line
+    assert losses(run) == losses(finished)
+
+
+def test_d6_checkpoints_without_latest_are_no_new_run(
+    cache: Path, run: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / "latest").unlink()
+    go_on(cache, run)
+    assert "resumed after step 8" in capsys.readouterr().out and losses(run) == losses(finished)
+
+
+def test_d6_if_none_is_whole_nothing_begins_anew(cache: Path, run: Path) -> None:
+    for step in (4, 8):
+        _flip(run / "checkpoints" / f"step-{step:08d}" / "__0_0.distcp")
+    with pytest.raises(UsageError, match=r"no checkpoint in .* is whole: --no-resume starts anew"):
+        go_on(cache, run)
+    assert len(records(run)) == 8
+
+
+def test_d6_a_checkpoint_of_before_there_were_manifests_is_read(
+    cache: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run / "checkpoints" / EIGHT
+    (folder / "manifest.json").unlink()
+    state = torch.load(folder / "state.pt", weights_only=True)
+    for name in ("has_manifest", "arguments"):
+        del state[name]
+    torch.save(state, folder / "state.pt")
+    go_on(cache, run)
+    assert "resumed after step 8" in capsys.readouterr().out
+
+
+def test_d14_metrics_survive_a_bad_line(cache: Path, run: Path, finished: Path) -> None:
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[3:3] = [
+        b'{"step": 3, "spl\n',
+        b"\xff\xfe\n",
+        b"[1]\n",
+        b'{"step": "four", "split": "train", "loss": 1}\n',
+        b"\n",
+    ]
+    (run / "metrics.jsonl").write_bytes(b"".join(lines))
+    assert len(log.read(run / "metrics.jsonl")) == 10
+    go_on(cache, run)
+    assert losses(run) == losses(finished)
+
+
+def test_d16_scratch_folders_of_a_killed_run_go(cache: Path, run: Path) -> None:
+    folder = run / "checkpoints"
+    shutil.copytree(folder / EIGHT, folder / "step-00000012.tmp")
+    (folder / "latest.tmp").touch()
+    go_on(cache, run)
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_d17_no_resume_deletes_its_own_and_nothing_else(cache: Path, run: Path) -> None:
+    folder = run / "checkpoints"
+    others = ["step-by-step.txt", "step-00000099/notes.txt", "step-1/weights.bin", "step-00000004.kept/state.pt"]
+    for name in others:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+    go_on(cache, run, "--no-resume", "--steps", "4")
+    assert [(folder / name).read_text() for name in others] == ["mine"] * 4
+    assert not (folder / EIGHT).exists() and (folder / "step-00000004").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for a run's records and less than a checkpoint."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", folder], capture_output=True).returncode:
+        pytest.skip("may not mount a tmpfs; test_faults has a limit in its place")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_d19_a_full_disk_is_called_that(cache: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["pretrain", *TOY, *SHORT, "--tp", "1", "--cache", str(cache), "--out", str(small_disk / "run")]
+    assert cli.main(argv) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "cannot write checkpoint" in line and "No space left on device" in line
+
+
+def test_d20_a_resumed_run_tells_which_arguments_differ(
+    cache: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go_on(cache, run, "--lr", "0.5", "--steps", "9")
+    assert "resumed with other arguments: lr 0.5 (was 0.003), steps 9 (was 8)" in capsys.readouterr().out
+
+
+class _Spy:
+    """A pickle that touches a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("name", [".metadata", "state.pt", "__0_0.distcp"])
+def test_s1_resuming_runs_no_code_from_the_folder(cache: Path, run: Path, tmp_path: Path, name: str) -> None:
+    """A folder whose manifest is that of the evil file: only the loaders can refuse it."""
+    folder = run / "checkpoints" / EIGHT
+    evil = pickle.dumps(_Spy(tmp_path / "ran"))
+    if name == "__0_0.distcp":
+        _replace_a_plain_value(folder, evil)
+    else:
+        (folder / name).write_bytes(evil)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"] = {each: checkpoint.checksum(folder / each) for each in manifest["files"]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UsageError, match="cannot read checkpoint"):
+        go_on(cache, run)
+    assert not (tmp_path / "ran").exists()
+
+
+def _replace_a_plain_value(folder: Path, evil: bytes) -> None:
+    """Put a pickle where torch stores a value of the optimizer that is no tensor."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn.endswith(".lr"))
+    content = bytearray((folder / place.relative_path).read_bytes())
+    place.offset, place.length = len(content), len(evil)
+    (folder / place.relative_path).write_bytes(content + evil)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_power_loss_finds_names_of_what_is_on_disk_alone(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a name given to what is not flushed, and a folder of names that is not flushed itself."""
+    events: list[tuple[str, str]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def note_fsync(handle: int) -> None:
+        events.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def note_rename(act: Callable[..., None]) -> Callable[..., None]:
+        return lambda old, new, **rest: (events.append(("name", f"{new}")), act(old, new, **rest))[1]
+
+    folder = prepared(tmp_path / "elsewhere")  # what is imported and made once happens here
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename(rename))
+    monkeypatch.setattr(os, "replace", note_rename(replace))
+    assert prepared(tmp_path / "cache").name == folder.name
+    train_on(options(cache, tmp_path / "run", "--steps", "4"), ALONE, folder)
+
+    checkpoints, scratch = str(tmp_path / "run" / "checkpoints"), "step-00000004.tmp"
+    named = events.index(("name", f"{checkpoints}/step-00000004"))
+    for file in ("__0_0.distcp", ".metadata", "state.pt", "manifest.json.tmp", ""):
+        assert ("sync", f"{checkpoints}/{scratch}/{file}".rstrip("/")) in events[:named], file
+    assert ("sync", str(tmp_path / "run" / "metrics.jsonl")) in events[:named]
+    latest = events.index(("name", f"{checkpoints}/latest"))
+    assert ("sync", checkpoints) in events[named:latest] and ("sync", checkpoints) in events[latest:]
+    corpus = events.index(("name", str(tmp_path / "cache" / folder.name)))
+    for file in ("ids.bin", "meta.json.tmp", "tokenizer.json.tmp"):
+        assert any(kind == "sync" and path.endswith(f"/{file}") for kind, path in events[:corpus]), file
+    assert ("sync", str(tmp_path / "cache")) in events[corpus:]
+
+
+def test_records_tell_the_share_of_the_peak_and_the_end_says_where_all_is(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go_on(cache, tmp_path, "--peak-tflops", "0.001", "--steps", "4")
+    [record] = records(tmp_path)[-1:]
+    # Weights of the toy's matrices: two layers of 4 x 32 x 32 and 3 x 32 x 96, and a head of 32 x 384.
+    flops = 6 * (2 * (4096 + 9216) + 12288) + 6 * 2 * 32 * 32
+    assert record["mfu"] == pytest.approx(record["tokens_per_s"] * flops / 1e9)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"finished: {tmp_path} holds metrics.jsonl, curves.png, checkpoints/step-00000004"
+
+
+@pytest.mark.parametrize("writer", [["--tensorboard"], ["--wandb", "project"]], ids=lambda writer: writer[0])
+def test_writers_are_off_by_default_and_said_to_be_missing(
+    cache: Path, tmp_path: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    writer: list[str],
+) -> None:  # fmt: skip
+    assert not (finished / "tensorboard").exists() and not (finished / "wandb").exists()
+    monkeypatch.setattr(log, "find_spec", lambda name: None)
+    argv = ["pretrain", *TOY, *SHORT, "--tp", "1", "--cache", str(cache), "--out", str(tmp_path / "run"), *writer]
+    assert cli.main(argv) == 1
+    assert "which is not installed: pip install" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_both_writers_get_every_record(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for both packages, which note what they are given."""
+    given: list[tuple[str, int]] = []
+
+    class Board:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            given.append((name, step))
+
+        def close(self) -> None:
+            given.append(("closed", 0))
+
+        def log(self, numbers: dict[str, float], step: int) -> None:
+            given.extend((f"wandb {name}", step) for name in numbers)
+
+        finish = close
+
+    fake: Any = type(sys)("wandb")
+    fake.init = lambda **said: Board()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(log, "_tensorboard", lambda out, step: Board())
+    go_on(cache, tmp_path, "--tensorboard", "--wandb", "project", "--steps", "2")
+    for name in ("train/loss", "wandb train/loss"):
+        assert [step for each, step in given if each == name] == [1, 2]
+    assert ("val/loss", 2) in given and given.count(("closed", 0)) == 2

@@ -1,0 +1,290 @@
+"""Two ranks that are asked to stop, killed with their launcher, started twice or unlike: nothing is lost, nobody is left.
+
+D-numbers name the points that a job which survives has to hold.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tokenizers")
+
+from commands import Command, descendants, has_taken, is_running, kill
+from test_faults import Torchrun
+from toy_runs import CORPUS
+
+from cce_dist import cli
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
+AGAIN, HOPELESS = 75, 1
+RUN = ["pretrain", "--preset", "toy", "--device", "cpu", "--corpus", str(CORPUS), "--pattern", "*.py", "--tp", "2"]
+RUN += ["--batch-size", "32", "--steps", "12", "--warmup", "4", "--eval-every", "6", "--eval-batches", "2"]
+RUN += ["--checkpoint-every", "5", "--timeout", "60"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The arguments of a run of two ranks, but for ``--out``."""
+    return [*RUN, "--cache", str(tmp_path_factory.mktemp("cache"))]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, run: list[str]) -> list[tuple]:
+    """The records of a run that nothing happens to."""
+    out = tmp_path_factory.mktemp("whole")
+    with Command([*run, "--out", str(out)], out / "log") as command:
+        assert command.wait() == 0, command.text
+    return history(out)
+
+
+def history(out: Path) -> list[tuple]:
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(record["step"], record["split"], record["loss"], record.get("grad_norm")) for record in records]
+
+
+def newest(out: Path) -> int:
+    return int((out / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+
+
+def go_on(run: list[str], out: Path) -> None:
+    with Command([*run, "--out", str(out)], out / "log") as command:
+        assert command.wait() == 0, command.text
+
+
+@pytest.mark.parametrize(
+    ("number", "whom"),
+    [
+        pytest.param(signal.SIGTERM, "agent", id="kubernetes"),
+        pytest.param(signal.SIGUSR1, "all", id="slurm"),
+        pytest.param(signal.SIGINT, "last-rank", id="one-rank"),
+    ],
+)
+def test_d5_a_signal_stores_the_step_and_costs_no_bit(
+    tmp_path: Path, run: list[str], whole: list[tuple], number: signal.Signals, whom: str
+) -> None:
+    """Catches ranks that stop after different steps, a checkpoint that is not written, and two signals where one was meant."""
+    with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 6))
+        everyone = [command.pid, *command.ranks()]
+        for pid in {"agent": everyone[:1], "all": everyone, "last-rank": everyone[-1:]}[whom]:
+            kill(pid, number)
+        assert command.wait() == AGAIN, command.text
+    said = [line for line in command.lines if "cce-dist pretrain" in line]
+    assert len(said) == 1 and "after step" in said[0] and "Traceback" not in command.text
+    assert newest(tmp_path) == history(tmp_path)[-1][0] >= 6 and newest(tmp_path) < 12
+    go_on(run, tmp_path)
+    assert history(tmp_path) == whole
+
+
+def test_d5_a_signal_before_the_first_step_ends_at_once(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+    with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
+        command.wait_until(lambda: len(command.ranks()) == 2)
+        kill(command.pid, signal.SIGTERM)
+        assert command.wait() == AGAIN
+    assert "Traceback" not in command.text and not (tmp_path / "checkpoints" / "latest").exists()
+
+
+def test_d5_a_second_signal_ends_at_once(tmp_path: Path, run: list[str]) -> None:
+    """A rank that hangs keeps the others from agreeing: the second signal does not wait for it."""
+    with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 2))
+        kill(command.ranks()[1], signal.SIGSTOP)
+        kill(command.pid, signal.SIGTERM)
+        time.sleep(2.5)
+        assert is_running(command.pid)
+        start = time.monotonic()
+        kill(command.pid, signal.SIGTERM)
+        assert command.wait(20) == 128 + signal.SIGTERM and time.monotonic() - start < 10
+
+
+def test_d5_one_rank_alone_stores_its_step(tmp_path: Path, run: list[str]) -> None:
+    alone = [*run, "--tp", "1", "--checkpoint-every", "100"]
+    with Command([*alone, "--out", str(tmp_path)], tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 3))
+        kill(command.pid, signal.SIGINT)
+        assert command.wait() == AGAIN, command.text
+    assert newest(tmp_path) == history(tmp_path)[-1][0] >= 3
+
+
+@pytest.mark.timeout(200)
+def test_d3_d5_torchrun_too_lets_the_ranks_store_their_step_and_takes_them_with_it(
+    tmp_path: Path, run: list[str], whole: list[tuple]
+) -> None:
+    """Under torchrun itself: SIGTERM loses nothing, and ranks die with a torchrun that is killed."""
+    argv = [*run, "--out", str(tmp_path)]
+    process = Torchrun(tmp_path / "log", 3, argv)
+    try:
+        process.wait_until(has_taken(tmp_path, 3))
+        os.kill(process.process.pid, signal.SIGTERM)
+        assert process.process.wait(60) != 0
+        stored = newest(tmp_path)
+        assert stored == history(tmp_path)[-1][0] >= 3
+    finally:
+        process.stop()
+    process = Torchrun(tmp_path / "log2", 3, argv)
+    try:
+        process.wait_until(has_taken(tmp_path, stored + 2))
+        ranks = list(descendants(process.process.pid))
+        os.kill(process.process.pid, signal.SIGKILL)
+        process.process.wait(10)
+        deadline = time.monotonic() + 5
+        while left := [pid for pid in ranks if is_running(pid)]:
+            assert time.monotonic() < deadline, f"left behind: {left}"
+            time.sleep(0.02)
+    finally:
+        process.stop()
+    go_on(run, tmp_path)
+    assert history(tmp_path) == whole
+
+
+@pytest.mark.timeout(120)
+def test_d10_torchrun_too_does_not_restart_what_cannot_be_mended(tmp_path: Path, run: list[str]) -> None:
+    process = Torchrun(tmp_path / "log", 3, [*run, "--out", str(tmp_path), "--batch-size", "9", "--accumulate", "2"])
+    try:
+        assert process.process.wait(100) != 0
+    finally:
+        process.stop()
+    assert process.output.read_text().count("batch size 9 cannot be split 2 ways") == 1
+
+
+def test_d3_a_folder_has_one_run_at_a_time(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+    argv = [*run, "--out", str(tmp_path)]
+    with ExitStack() as stack:
+        first = stack.enter_context(Command(argv, tmp_path / "log"))
+        first.wait_until(has_taken(tmp_path, 1))
+        holder = json.loads((tmp_path / "lock").read_text())["pid"]
+        for rank in first.ranks():
+            kill(rank, signal.SIGSTOP)  # so that it does not end before its time
+        second = stack.enter_context(Command([*argv, "--max-restarts", "3"], tmp_path / "second"))
+        assert second.wait() == HOPELESS
+        assert len(second.lines) == 1 and f"process {holder} on {socket.gethostname()}" in second.text
+        for rank in first.ranks():
+            kill(rank, signal.SIGCONT)
+        assert first.wait() == 0, first.text
+    assert history(tmp_path) == whole
+
+
+def test_d3_ranks_die_with_their_agent(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+    with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 6))
+        kill(command.pid, signal.SIGKILL)
+        command.wait()  # which looks for anybody left behind
+    go_on(run, tmp_path)
+    assert history(tmp_path) == whole
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path, run: list[str]) -> Iterator:
+    """Start two ranks as a launcher of another make does, each with arguments of its own; return what they said."""
+    with ExitStack() as stack:
+
+        def start(*more: list[str]) -> list[Command]:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            commands = []
+            for rank, each in enumerate(more):
+                place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                place |= {"LOCAL_RANK": str(rank)}
+                argv = [*run, "--out", str(tmp_path / "out"), *each]
+                command = Command(argv, tmp_path / f"log{rank}", environment=place)
+                commands.append(stack.enter_context(command))
+            for command in commands:
+                assert command.wait() == HOPELESS, command.text
+            return commands
+
+        yield start
+
+
+def test_d2_an_out_that_nodes_do_not_share_is_found_before_the_first_step(tmp_path: Path, two_ranks) -> None:
+    first, _ = two_ranks([], ["--out", str(tmp_path / "elsewhere")])
+    assert len(first.lines) == 1 and "elsewhere of rank 1" not in first.lines[0]
+    assert "is not that of rank 0" in first.lines[0] and "rank 1 on " in first.lines[0]
+    assert not list(tmp_path.rglob("metrics.jsonl")) and not list(tmp_path.rglob("step-*"))
+
+
+def test_d7_ranks_that_were_started_unlike_say_how(tmp_path: Path, two_ranks) -> None:
+    first, _ = two_ranks(["--lr", "0.5"], ["--lr", "0.25", "--seed", "3"])
+    assert len(first.lines) == 1
+    assert "rank 1 has seed 3 in place of 0, lr 0.25 in place of 0.5" in first.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "file_limit", "reason"),
+    [
+        pytest.param(["--lr", "1e38"], None, "not finite", id="nan"),
+        pytest.param(["--checkpoint-every", "2"], 300_000, "File too large", id="full-disk"),
+        pytest.param(["--corpus", "/dev", "--pattern", "null"], None, "no regular file", id="corpus"),
+    ],
+)
+def test_d10_what_a_restart_cannot_mend_is_not_restarted(
+    tmp_path: Path, run: list[str], whole: list[tuple], more: list[str], file_limit: int | None, reason: str
+) -> None:
+    argv = [*run, "--out", str(tmp_path / "out"), "--max-restarts", "5", *more]
+    with Command(argv, tmp_path / "log", file_limit=file_limit) as command:
+        assert command.wait() == HOPELESS, command.text
+    assert len([line for line in command.lines if "cce-dist pretrain" in line]) == 1 and reason in command.text
+
+
+def test_d10_a_lost_rank_is_restarted(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+    with Command([*run, "--out", str(tmp_path), "--max-restarts", "1"], tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 6))
+        kill(command.ranks()[1], signal.SIGKILL)
+        assert command.wait() == 0, command.text
+    assert "resumed after step 5" in command.text and history(tmp_path) == whole
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "goes_on"),
+    [
+        pytest.param({"RUN_ID": "a"}, {"RUN_ID": "a"}, True, id="same-run"),
+        pytest.param({"RUN_ID": "a"}, {"RUN_ID": "b"}, False, id="another-run"),
+        pytest.param({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True, id="requeued"),
+        pytest.param({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False, id="same-allocation"),
+        pytest.param({}, {}, False, id="by-hand"),
+    ],
+)
+def test_d11_a_requeued_run_goes_on_in_spite_of_no_resume(
+    tmp_path: Path, run: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    first: dict[str, str], second: dict[str, str], goes_on: bool,
+) -> None:  # fmt: skip
+    argv = [*run, "--tp", "1", "--batch-size", "2", "--out", str(tmp_path), "--no-resume", "--steps"]
+    for steps, environment in (("5", first), ("6", second)):
+        for name in ("RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert cli.main([*argv, steps]) == 0
+    assert ("resumed after step 5" in capsys.readouterr().out) is goes_on
+
+
+def test_s2_one_machine_listens_on_loopback_alone(tmp_path: Path, run: list[str]) -> None:
+    """Catches the rendezvous of torch, which listens on every address, and gloo on the address of the host's name."""
+    with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 1))
+        addresses = listening({command.pid, *descendants(command.pid)})
+        kill(command.pid, signal.SIGTERM)
+        assert command.wait() == AGAIN
+    assert addresses and addresses <= {"0100007F", "0" * 24 + "01000000"}, addresses
+
+
+def listening(pids: set[int]) -> set[str]:
+    """The addresses, in hexadecimal, at which processes listen."""
+    sockets = {os.readlink(f"/proc/{pid}/fd/{each}") for pid in pids for each in os.listdir(f"/proc/{pid}/fd")}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1].split(":")[0])
+    return found
