@@ -20,6 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fuzz", type=int, metavar="COUNT", default=0, help="run COUNT random cases instead")
     parser.add_argument("--seed", type=int, default=0, help="of the random cases")
     parser.add_argument("--case", type=int, default=0, help="number of the first random case")
+    parser.add_argument(
+        "--alike",
+        type=int,
+        metavar="COUNT",
+        default=1,
+        help="random cases in a row that need the same kernels (default 1)",
+    )
     parser.add_argument("--timeout", type=float, default=120, help="seconds before a waiting collective is an error")
 
 
@@ -59,7 +66,7 @@ def run_fuzz(args: argparse.Namespace, device: str) -> list[str]:
 
     group = dist.group.WORLD if dist.is_initialized() else None
     report = print if group is None or group.rank() == 0 else _silent
-    return run_many(Setting(args.seed, device, args.backend, group), args.case, args.fuzz, report)
+    return run_many(Setting(args.seed, device, args.backend, group, max(1, args.alike)), args.case, args.fuzz, report)
 
 
 def _silent(line: str) -> None: ...

@@ -34,12 +34,19 @@ UNSAFE = 1000.0  # a dense fp32 baseline whose error is that many times the rule
 
 
 class Setting(NamedTuple):
-    """Where cases run. ``group``: the ranks that share the vocabulary; None: this process alone."""
+    """Where cases run.
+
+    Attributes:
+        group: The ranks that share the vocabulary; None: this process alone.
+        alike: So many cases in a row have what kernels are compiled for in common: dtypes, options given or not, whether sizes
+            are multiples of 16. On a GPU compilation is nearly all of a case's time.
+    """
 
     seed: int = 0
     device: str = "cpu"
     backend: str = "auto"
     group: dist.ProcessGroup | None = None
+    alike: int = 1
 
     @property
     def interpreted(self) -> bool:
@@ -53,7 +60,9 @@ class Setting(NamedTuple):
         """The command line that repeats one case."""
         launcher = "cce-dist" if self.group is None else f"torchrun --nproc-per-node {self.ranks} -m cce_dist"
         interpreter = "TRITON_INTERPRET=1 " if self.interpreted else ""
-        where = f"--backend {self.backend} --device {self.device}"
+        where = f"--backend {self.backend} --device {self.device}" + (
+            f" --alike {self.alike}" if self.alike > 1 else ""
+        )
         return f"{interpreter}{launcher} verify --fuzz 1 --seed {self.seed} --case {number} {where}"
 
 
@@ -115,8 +124,10 @@ class Draw:
 
 def draw(setting: Setting, number: int) -> Draw:
     """Draw a call: the same on every rank, and on every machine."""
-    rng = random.Random(f"{setting.seed}/{number}/{setting.interpreted}/{setting.device}/{setting.ranks}")
-    filtered = rng.random() < 0.15
+    where = f"{setting.interpreted}/{setting.device}/{setting.ranks}"
+    rng = random.Random(f"{setting.seed}/{number}/{where}")
+    kind = random.Random(f"{setting.seed}/{number // setting.alike} of {setting.alike}/{where}")
+    filtered = kind.random() < 0.15
     most_n, most_d, most_v = (40, 33, 90) if setting.interpreted else (150, 70, 600)
     if filtered or (setting.device == "cuda" and rng.random() < 0.3):
         most_n, most_v = 2 * most_n, 3 * most_v
@@ -124,14 +135,16 @@ def draw(setting: Setting, number: int) -> Draw:
         shape=(_size(rng, most_n, 0.02),),
         hidden_size=max(2, _size(rng, most_d, 0.0)),
         vocab_size=_size(rng, most_v, 0.0),
-        dtype=rng.choice([FP32, FP16] if setting.interpreted else [FP32, FP32, BF16, FP16]),
+        dtype=kind.choice([FP32, FP16] if setting.interpreted else [FP32, FP32, BF16, BF16, FP16]),
     )
-    call.autocast = call.dtype != FP32 and rng.random() < 0.15
-    _draw_options(rng, call, setting)
-    _draw_data(rng, call, setting)
+    if kind.random() < 0.5:
+        call.hidden_size = -(-call.hidden_size // 16) * 16
+    call.autocast = call.dtype != FP32 and kind.random() < 0.15
+    _draw_options(rng, kind, call, setting)
+    _draw_data(rng, kind, call, setting)
     if filtered:
-        _draw_filter(rng, call)
-    _draw_terms(rng, call, learnable=not filtered)
+        _draw_filter(rng, kind, call)
+    _draw_terms(rng, kind, call, learnable=not filtered)
     return call
 
 
@@ -143,25 +156,25 @@ def _size(rng: random.Random, most: int, zero: float) -> int:
     return rng.choice(edges) if rng.random() < 0.4 else rng.randint(1, rng.choice([max(1, most // 8), most]))
 
 
-def _draw_options(rng: random.Random, call: Draw, setting: Setting) -> None:
-    def sometimes(name: str, probability: float, *values) -> None:
-        if rng.random() < probability:
+def _draw_options(rng: random.Random, kind: random.Random, call: Draw, setting: Setting) -> None:
+    def sometimes(which: random.Random, name: str, probability: float, *values) -> None:
+        if which.random() < probability:
             call.options[name] = rng.choice(values)
 
-    sometimes("reduction", 0.6, "none", "sum", "mean")
-    sometimes("ignore_index", 0.3, -1, rng.randrange(call.vocab_size), 2**31 - 1)
-    sometimes("label_smoothing", 0.35, 0.1, 1.0, 1e-3)
-    sometimes("logit_scale", 0.35, 0.7, 3.0, -0.5, 0.0, 1)
-    sometimes("softcap", 0.35, 0.5, 5.0, 30, 200.0)
-    sometimes("z_loss_weight", 0.35, 1e-4, 0.1, -0.01)
-    sometimes("workspace_bytes", 0.4, 1, 5000, 100_000, 1 << 20, 1 << 40)
-    sometimes("return_aux", 0.4, True)
+    sometimes(rng, "reduction", 0.6, "none", "sum", "mean")
+    sometimes(rng, "ignore_index", 0.3, -1, rng.randrange(call.vocab_size), 2**31 - 1)
+    sometimes(kind, "label_smoothing", 0.35, 0.1, 1.0, 1e-3)
+    sometimes(kind, "logit_scale", 0.35, 0.7, 3.0, -0.5, 0.0, 1)
+    sometimes(kind, "softcap", 0.35, 0.5, 5.0, 30, 200.0)
+    sometimes(rng, "z_loss_weight", 0.35, 1e-4, 0.1, -0.01)
+    sometimes(rng, "workspace_bytes", 0.4, 1, 5000, 100_000, 1 << 20, 1 << 40)
+    sometimes(kind, "return_aux", 0.4, True)
     if call.options.get("reduction", "mean") == "mean":
-        sometimes("num_tokens", 0.3, 1, 101, 1 << 20)
+        sometimes(rng, "num_tokens", 0.3, 1, 101, 1 << 20)
         if "num_tokens" in call.options and rng.random() < 0.5:
             call.num_tokens = rng.choice([torch.int64, torch.int32, FP32])
-    if rng.random() < 0.4:
-        call.bias = rng.choice([FP32, call.dtype])
+    if kind.random() < 0.4:
+        call.bias = kind.choice([FP32, call.dtype])
     call.ids = rng.choice([torch.int64, torch.int64, torch.int32])
     mode = rng.random()
     if mode < 0.2:
@@ -191,7 +204,7 @@ def _random_cuts(rng: random.Random) -> Callable[[int, int], Bounds]:
     return cut
 
 
-def _draw_data(rng: random.Random, call: Draw, setting: Setting) -> None:
+def _draw_data(rng: random.Random, kind: random.Random, call: Draw, setting: Setting) -> None:
     call.logits = rng.choice(["normal", "normal", "small", "wide", "up", "down", "gap", "equal"])
     call.ignored = rng.choice([0.0, 0.0, 0.3, 0.9, 1.0])
     call.hidden_of_ignored = rng.choice([None, None, float("nan"), float("inf")])
@@ -203,13 +216,13 @@ def _draw_data(rng: random.Random, call: Draw, setting: Setting) -> None:
     if not call.shape:  # no dim 0 to expand
         call.layouts |= {"input": "strided", "target": "strided"}
     if call.options.get("return_aux"):
-        call.upstream = ("loss", *(name for name in PER_TOKEN if rng.random() < 0.4))
+        call.upstream = ("loss", *(name for name in PER_TOKEN if kind.random() < 0.4))
     if rng.random() < 0.2:
         call.upstream_scale = rng.choice([1e-6, 1e-3, 100.0])
-    some = rng.random() < 0.3
-    call.wanted = tuple(not some or rng.random() < 0.5 for _ in range(3))
-    if call.wanted[1] and rng.random() < 0.25 and not call.autocast:
-        call.buffer = rng.choice([FP32, call.dtype])
+    some = kind.random() < 0.3
+    call.wanted = tuple(not some or kind.random() < 0.5 for _ in range(3))
+    if call.wanted[1] and kind.random() < 0.25 and not call.autocast:
+        call.buffer = kind.choice([FP32, call.dtype])
     call.twice = rng.random() < 0.15
     masked = rng.random() < 0.1 and call.options.get("label_smoothing", 0.0) == 0.0
     if masked and call.bias is not None and call.options.get("logit_scale", 1.0) > 0:
@@ -222,26 +235,26 @@ def _draw_data(rng: random.Random, call: Draw, setting: Setting) -> None:
         call.options.pop("ignore_index", None)
 
 
-def _draw_filter(rng: random.Random, call: Draw) -> None:
+def _draw_filter(rng: random.Random, kind: random.Random, call: Draw) -> None:
     """A filter, on logits that it can drop something of, with a gradient of the loss alone."""
     call.options["grad_filter"] = GradFilter(
         eps=rng.choice([2.0**-12, 2.0**-12, 1e-3, 1e-30, 0.0]),
-        compensate=rng.random() < 0.6,
-        hidden=rng.random() < 0.8,
-        weight=rng.random() < 0.8,
+        compensate=kind.random() < 0.6,
+        hidden=kind.random() < 0.8,
+        weight=kind.random() < 0.8,
     )
     call.logits, call.upstream = "zipf", ("loss",)
     call.layouts |= {name: "contiguous" for name, layout in call.layouts.items() if layout == "expanded"}
 
 
-def _draw_terms(rng: random.Random, call: Draw, learnable: bool) -> None:
+def _draw_terms(rng: random.Random, kind: random.Random, call: Draw, learnable: bool) -> None:
     """Weights of the classes, and a scale that is learned."""
     refused = bool({"softcap", "sequence_parallel", "input_grad"} & call.options.keys()) or call.buffer is not None
     two_roundings = call.dtype != FP32  # dE and dC are two terms where classes have weights and labels are smoothed
     alone = not call.options.get("label_smoothing") or not (refused or two_roundings)
     call.classes = rng.random() < 0.15 and alone and call.logits != "masked"
     learnable = learnable and call.dtype != FP16 and call.options.get("logit_scale", 1.0) != 0.0
-    call.learn_scale = rng.random() < 0.15 and learnable
+    call.learn_scale = kind.random() < 0.15 and learnable
 
 
 def _problem(call: Draw, generator: torch.Generator) -> Problem:
