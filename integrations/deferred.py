@@ -216,7 +216,7 @@ class TensorLogits(DeferredLogits):
         return function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if not hasattr(Tensor, name):
+        if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"logits have no attribute {name}")
         return getattr(self._computed(name), name)
 
@@ -233,7 +233,9 @@ class TensorLogits(DeferredLogits):
             advice = self.ADVICE.get(name or use)
             raise self._refused(use) if advice is None else NotComputedError(f"{self._refused(use)}; {advice}")
         if self._task.shard.group is not None:
-            raise NotComputedError(f"cce_dist: {use} of logits whose vocabulary is split over ranks, which has no answer here")
+            raise NotComputedError(
+                f"cce_dist: {use} of logits whose vocabulary is split over ranks, which has no answer here"
+            )
         if "_value" not in vars(self):
             logits = self._ask(_dense) * self._factor
             logits = logits if self._softcap is None else logits.tanh() * self._softcap
@@ -257,14 +259,16 @@ def _operator(name: str) -> Callable:
 
 
 # Python looks operators up on the class, never by ``__getattr__``.
-for _name in "add radd sub rsub neg pow matmul eq ne lt le gt ge len iter array".split():
+for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", "gt", "ge", "len", "iter", "array"):
     setattr(TensorLogits, f"__{_name}__", _operator(f"__{_name}__"))
-TensorLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _dense(head: Any, hidden: Tensor) -> Tensor:
     """Return the head's logits. Communication: outside of the forward in which FSDP2 gathers the weight, an all-gather."""
-    whole = [x.full_tensor().to(hidden.dtype) if isinstance(x, DTensor) else x for x in (head.weight, getattr(head, "bias", None))]
+    whole = [
+        x.full_tensor().to(hidden.dtype) if isinstance(x, DTensor) else x
+        for x in (head.weight, getattr(head, "bias", None))
+    ]
     return F.linear(hidden, *whole)
 
 
@@ -333,7 +337,9 @@ class Task:
             RuntimeError: A training forward with labels ended, and nobody asked the head: other code computed the loss.
         """
         self.calls.pop()
-        if self.calls or output is None or not (model.training and torch.is_grad_enabled()):  # None: an error is under way
+        if (
+            self.calls or output is None or not (model.training and torch.is_grad_enabled())
+        ):  # None: an error is under way
             return
         self.num_forwards += 1
         if has_labels(model, args, kwargs) and not self.num_asked:
@@ -360,12 +366,12 @@ class Task:
                 "give the model labels, in place of a compute_loss_func or a loss of the training loop"
             )
 
-    def wants_aux(self) -> bool:
-        """Return whether ``keep`` has a use for what the loss is made of."""
-        return False
+    def aux(self) -> tuple[str, ...]:
+        """Return which outputs of ``linear_cross_entropy`` besides the loss ``keep`` has a use for."""
+        return ()
 
-    def keep(self, output: LinearCrossEntropyOutput, target: Tensor, call: dict[str, Any]) -> None:
-        """Look at what a loss was made of, if ``wants_aux``."""
+    def keep(self, output: LinearCrossEntropyOutput, valid: Tensor) -> None:
+        """Look at what a loss was made of, where ``aux`` names something; ``valid`` says which labels are not ignored."""
 
     def loss(self, head: Any, hidden: Tensor, target: Tensor, *, label_smoothing: float, **call: Any) -> Any:
         """Return what ``linear_cross_entropy`` returns for this head and its options.
@@ -373,7 +379,7 @@ class Task:
         The label smoothing and the z-loss of the options are for training: where ``head.training`` is false, the loss has the
         caller's own ``label_smoothing`` alone, and is comparable with any other evaluation loss.
         """
-        options, aux = self.options, self.wants_aux()
+        options, aux = self.options, self.aux()
         if head.training:
             self.num_losses += 1
             label_smoothing = label_smoothing or options.label_smoothing
@@ -381,11 +387,11 @@ class Task:
         output = linear_cross_entropy(
             hidden, head.weight, target, linear_bias=getattr(head, "bias", None), shard=self.shard,
             label_smoothing=label_smoothing, reduce_dtype=options.reduce_dtype, grad_filter=options.grad_filter,
-            backend=options.backend, workspace_bytes=options.workspace_bytes, return_aux=aux, **call,
+            backend=options.backend, workspace_bytes=options.workspace_bytes, return_aux=aux or False, **call,
         )  # fmt: skip
         if not aux:
             return output
-        self.keep(output, target, call)
+        self.keep(output, target != call["ignore_index"])
         return output.loss
 
     def require(self, name: str) -> None:
@@ -459,6 +465,19 @@ def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[s
     return found[0], head
 
 
+def innermost(model: Any) -> Any:
+    """Return the model whose forward has the labels among its arguments, from inside of DDP, torch.compile and PEFT."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif type(model).__module__.startswith("peft.") and hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
+
+
 def is_plain(kind: type, own: tuple[type, ...] = ()) -> bool:
     """Return whether modules of this class are the plain product with their weight."""
     plain = getattr(kind, "forward", None) is nn.Linear.forward
@@ -468,10 +487,10 @@ def is_plain(kind: type, own: tuple[type, ...] = ()) -> bool:
 def check_class(kind: type, own: tuple[type, ...] = (), path: str = "") -> None:
     """Raise if modules of this class are not the plain product with their weight."""
     if not is_plain(kind, own):
-        which = f", {path}," if path else ""
+        which = f" ({path})" if path else ""
         advice = ": leave the head out of target_modules and modules_to_save" if "peft" in kind.__module__ else ""
         raise ValueError(
-            f"cce_dist cannot take over a head{which} that is a {kind.__name__} of {kind.__module__}: it must be nn.Linear or "
+            f"cce_dist cannot take over a head that is a {kind.__name__} of {kind.__module__}{which}: it must be nn.Linear or "
             f"CCEHead{advice}"
         )
 

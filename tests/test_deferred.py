@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cce_dist import GradFilter, VocabShard
-from cce_dist.integrations.deferred import Task, TensorLogits, find_head, give_back, take
+from cce_dist.integrations.deferred import NotComputedError, Task, TensorLogits, find_head, give_back, take
 from cce_dist.integrations.options import FILTERS, ModelOptions, Options, named_filter
 
 HIDDEN, VOCAB, SEQ, BATCH = 16, 37, 6, 2
