@@ -122,8 +122,9 @@ class DeferredLogits:
 class TensorLogits(DeferredLogits):
     """Logits [..., V] of the whole vocabulary, for code that takes them for a tensor and ends in ``F.cross_entropy``.
 
-    Code may also read shape, dtype and device, change the leading dimensions, and cast. Logits of evaluation, or made without
-    gradients, are for looking at, too: any other use of them computes them, once, and is answered by that tensor.
+    Code may also read shape, dtype and device, change the leading dimensions, cast, and cut off the last ids (``[..., :k]``).
+    Logits of evaluation, or made without gradients, are for looking at, too: any other use of them computes them, once, and is
+    answered by that tensor.
     """
 
     HINT = (
@@ -139,13 +140,16 @@ class TensorLogits(DeferredLogits):
     def __init__(self, head: Any, task: Any, hidden: Tensor, **given: Any) -> None:
         super().__init__(head, task, hidden, **given)
         self._cast: torch.dtype | None = None  # what the caller has cast the logits to
+        self._vocab_size = (
+            task.shard.vocab_size
+        )  # fewer where the caller has cut off the columns that pad the vocabulary
         self._training = head.training
         kind = hidden.device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self._hidden.shape[:-1], self._task.shard.vocab_size))
+        return torch.Size((*self._hidden.shape[:-1], self._vocab_size))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -196,6 +200,10 @@ class TensorLogits(DeferredLogits):
 
     def __getitem__(self, index: Any) -> Any:
         parts = index if isinstance(index, tuple) else (index,)
+        if len(parts) == 2 and parts[0] is Ellipsis and isinstance(parts[1], slice):
+            start, stop, step = parts[1].indices(self._vocab_size)
+            if (start, step) == (0, 1) and stop > 0:
+                return self._with(vocab_size=stop)
         sizes = [p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else 1 for p in parts if p is not Ellipsis]
         reaches_last = sum(sizes) >= self.ndim or any(p is Ellipsis for p in parts[:-1])
         if any(p is None for p in parts) or (
@@ -237,7 +245,7 @@ class TensorLogits(DeferredLogits):
                 f"cce_dist: {use} of logits whose vocabulary is split over ranks, which has no answer here"
             )
         if "_value" not in vars(self):
-            logits = self._ask(_dense) * self._factor
+            logits = self._ask(_dense)[..., : self._vocab_size] * self._factor
             logits = logits if self._softcap is None else logits.tanh() * self._softcap
             self._value = logits.to(self._cast or logits.dtype)
         return self._value
@@ -291,6 +299,8 @@ def _cross_entropy(
     task = input._task
     task.check_place(input._head)
     call = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, **input._scaling())
+    if input._vocab_size != task.shard.vocab_size:
+        call["shard"] = dataclasses.replace(task.shard, vocab_size=input._vocab_size)
     return input._ask(lambda head, hidden: task.loss(head, hidden, target, **call))
 
 
@@ -384,8 +394,9 @@ class Task:
             self.num_losses += 1
             label_smoothing = label_smoothing or options.label_smoothing
             call["z_loss_weight"] = options.z_loss_weight
+        call.setdefault("shard", self.shard)
         output = linear_cross_entropy(
-            hidden, head.weight, target, linear_bias=getattr(head, "bias", None), shard=self.shard,
+            hidden, head.weight, target, linear_bias=getattr(head, "bias", None),
             label_smoothing=label_smoothing, reduce_dtype=options.reduce_dtype, grad_filter=options.grad_filter,
             backend=options.backend, workspace_bytes=options.workspace_bytes, return_aux=aux or False, **call,
         )  # fmt: skip
