@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from cce_dist.integrations.on_demand import OnDemand
 from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
 
@@ -245,9 +246,10 @@ class TensorLogits(DeferredLogits):
                 f"cce_dist: {use} of logits whose vocabulary is split over ranks, which has no answer here"
             )
         if "_value" not in vars(self):
-            logits = self._ask(_dense)[..., : self._vocab_size] * self._factor
-            logits = logits if self._softcap is None else logits.tanh() * self._softcap
-            self._value = logits.to(self._cast or logits.dtype)
+            with torch.set_grad_enabled(self._made_with_grad):
+                logits = self._ask(_dense)[..., : self._vocab_size] * self._factor
+                logits = logits if self._softcap is None else logits.tanh() * self._softcap
+                self._value = logits.to(self._cast or logits.dtype)
         return self._value
 
     def _ask(self, compute: Callable) -> Any:
@@ -260,6 +262,19 @@ class TensorLogits(DeferredLogits):
         new = super()._with(**changes)
         vars(new).pop("_value", None)
         return new
+
+
+def _for_looking(output: Any) -> Any:
+    """Return a model's output with deferred logits as tensors that are computed at the first look."""
+    if isinstance(output, TensorLogits):
+        return OnDemand(output.shape, output.dtype, output.device, functools.partial(output._computed, "a look"))
+    if type(output) is tuple:
+        return tuple(_for_looking(part) for part in output)
+    if isinstance(output, dict):
+        for name, part in output.items():
+            if isinstance(part, TensorLogits):
+                output[name] = _for_looking(part)
+    return output
 
 
 def _operator(name: str) -> Callable:
@@ -347,17 +362,18 @@ class Task:
             RuntimeError: A training forward with labels ended, and nobody asked the head: other code computed the loss.
         """
         self.calls.pop()
-        if (
-            self.calls or output is None or not (model.training and torch.is_grad_enabled())
-        ):  # None: an error is under way
-            return
-        self.num_forwards += 1
+        if self.calls or output is None:  # None: an error is under way
+            return None
+        if not (model.training and torch.is_grad_enabled()):
+            return None if torch.is_grad_enabled() else _for_looking(output)
+        self.num_forwards = one_more(self.num_forwards)
         if has_labels(model, args, kwargs) and not self.num_asked:
             raise RuntimeError(
                 f"cce_dist: a forward of {type(model).__name__} in training ended without asking the head for its loss: other "
                 "code computed the loss, from the head's weight (Liger's forward, TRL's fused head), or the head was replaced "
                 "after the conversion (by PEFT, say); leave that out, or cce_dist.revert(model)"
             )
+        return None
 
     def deferring(self) -> bool:
         return bool(self.calls) and self.calls[-1]
@@ -391,7 +407,7 @@ class Task:
         """
         options, aux = self.options, self.aux()
         if head.training:
-            self.num_losses += 1
+            self.num_losses = one_more(self.num_losses)
             label_smoothing = label_smoothing or options.label_smoothing
             call["z_loss_weight"] = options.z_loss_weight
         call.setdefault("shard", self.shard)
@@ -428,6 +444,11 @@ class Task:
         new.calls, new.num_forwards, new.num_losses, new.num_asked = [], 0, 0, 0
         new.hooks = copy.deepcopy(self.hooks, memo)
         return new
+
+
+def one_more(count: int) -> int:
+    """Return the next count; compiled code, which would be compiled anew for each number that it reads, counts to 1."""
+    return 1 if torch.compiler.is_compiling() else count + 1
 
 
 def has_labels(model: nn.Module, args: tuple, kwargs: dict) -> bool:
@@ -517,7 +538,7 @@ class Head(nn.Module):
             return self.cce_task.defer(self, *args, **kwargs)
         if ask is None:
             return super().__call__(*args, **kwargs)
-        self.cce_task.num_asked += 1
+        self.cce_task.num_asked = one_more(self.cce_task.num_asked)
         return super().__call__(*args, ask=ask, **kwargs)
 
     def forward(self, *args: Any, ask: Callable | None = None, **kwargs: Any) -> Any:
@@ -559,6 +580,8 @@ def subclass(mixin: type, base: type) -> type:
 
 def argument(method: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     """Return the argument ``name`` of a call of a method, without its self; None where the call or the method has none."""
+    if name in kwargs or not args:
+        return kwargs.get(name)
     names = list(_signature(method).parameters)[1:]
     position = names.index(name) if name in names else len(args)
     return args[position] if position < len(args) else kwargs.get(name)

@@ -52,8 +52,8 @@ class Task(deferred.Task):
 
     def leave(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         parts, self.parts = self.parts, None
-        super().leave(model, args, kwargs, output)
-        return None if parts is None or output is None else _fused_output(parts, kwargs, output)
+        changed = super().leave(model, args, kwargs, output)
+        return changed if parts is None or output is None else _fused_output(parts, kwargs, output)
 
     def aux(self) -> tuple[str, ...]:
         return super().aux() if self.parts is None else (*super().aux(), "nll", "entropy", "label_is_max")
