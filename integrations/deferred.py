@@ -135,7 +135,7 @@ class TensorLogits(DeferredLogits):
     ADVICE = {  # noqa: RUF012, constant; by function, what a user who needs it can do
         "log_softmax": 'label smoothing is an option of the conversion (label_smoothing=0.1, "cce_dist.label_smoothing") in '
         "place of label_smoothing_factor",
-        "__add__": "a LoRA adapter on the head adds its own logits: leave the head out of target_modules",
+        "__add__": "leave the head out of the target_modules of a LoRA adapter, which adds logits to it",
     }
 
     def __init__(self, head: Any, task: Any, hidden: Tensor, **given: Any) -> None:

@@ -36,6 +36,7 @@ class Task(deferred.Task):
     parts: list[LinearCrossEntropyOutput] | None = None
 
     def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        super().enter(model, args, kwargs)
         if kwargs.get(FUSED) and _serves(model):
             options = self.options
             if model.training and (options.z_loss_weight or options.label_smoothing):
@@ -47,7 +48,6 @@ class Task(deferred.Task):
             if kwargs.get("labels") is None:  # sequence parallelism; the model's forward looks at labels alone
                 kwargs["labels"] = kwargs["shift_labels"]
             self.parts = []
-        super().enter(model, args, kwargs)
         return args, kwargs
 
     def leave(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
