@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cce_dist.integrations import transformers
-from cce_dist.integrations.deferred import Head, find_head, give_back, innermost, subclass, take
+from cce_dist.integrations.deferred import Head, find_head, give_back, innermost, take
 from cce_dist.integrations.options import SECTION, ModelOptions
 from cce_dist.shard import VocabShard
 
@@ -73,7 +73,7 @@ def revert(model: Any) -> Any:
         ValueError: The head's class was changed again since, by FSDP2 say.
     """
     for name, head in _heads(model).items():
-        if type(head) is not subclass(Head, type(head).__mro__[2]):
+        if type(head).__bases__[0] is not Head:
             raise ValueError(f"the class of {name} was changed again since convert(), by FSDP2 say: revert it before")
         for hook in head.cce_task.hooks:
             hook.remove()
