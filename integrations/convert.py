@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cce_dist.integrations import transformers
-from cce_dist.integrations.deferred import Head, find_head, give_back, innermost, take
+from cce_dist.integrations.deferred import Head, Task, find_head, give_back, innermost, take
 from cce_dist.integrations.options import SECTION, ModelOptions
 from cce_dist.shard import VocabShard
 
@@ -53,6 +53,7 @@ def convert(model: Any, **options: Any) -> Any:
         for head in heads.values():
             head.cce_task.options = chosen if options else head.cce_task.options
         return model
+    _unwatch(inner)
     transformers.refuse(inner)
     if type(inner).__module__.startswith("megatron."):
         raise ValueError(f"a {type(inner).__name__} is Megatron's: call cce_dist.integrations.megatron.convert")
@@ -75,9 +76,9 @@ def revert(model: Any) -> Any:
     for name, head in _heads(model).items():
         if type(head).__bases__[0] is not Head:
             raise ValueError(f"the class of {name} was changed again since convert(), by FSDP2 say: revert it before")
-        for hook in head.cce_task.hooks:
-            hook.remove()
         give_back(head)
+    for module in model.modules():
+        _unwatch(module)
     return model
 
 
@@ -101,6 +102,15 @@ def require(model: Any) -> None:
         raise RuntimeError(f"no head of this {type(model).__name__} was converted: {advice}")
     for name, head in heads.items():
         head.cce_task.require(name)
+
+
+def _unwatch(module: nn.Module) -> None:
+    """Remove the hooks of a conversion, also of one whose head was replaced since."""
+    for hook in list(module._forward_hooks.values()):
+        task = getattr(hook, "__self__", None)
+        if isinstance(task, Task):
+            for handle in task.hooks:
+                handle.remove()
 
 
 def _heads(model: nn.Module) -> dict[str, Any]:

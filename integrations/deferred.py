@@ -371,7 +371,7 @@ class Task:
             raise RuntimeError(
                 f"cce_dist: a forward of {type(model).__name__} in training ended without asking the head for its loss: other "
                 "code computed the loss, from the head's weight (Liger's forward, TRL's fused head), or the head was replaced "
-                "after the conversion (by PEFT, say); leave that out, or cce_dist.revert(model)"
+                "since (by PEFT, by resize_token_embeddings): leave that code out, or convert after the replacement"
             )
         return None
 

@@ -199,8 +199,8 @@ def table(results: Iterable[Result]) -> str:
     counts = collections.Counter(result.outcome for result in results)
     built = len(results) - counts["not built"]
     rows = [
-        f"transformers {transformers.__version__}: {built} of {len(results)} classes were built small and trained a step as they "
-        f"are. **{counts['equal']} of these {built} are equal**: the loss, and the gradient of every parameter.",
+        f"transformers {transformers.__version__}: {built} of {len(results)} classes were built small and trained a step as "
+        f"they are. **{counts['equal']} of these {built} are equal**: the loss, and the gradient of every parameter.",
         "",
         "| class | outcome | line |",
         "|---|---|---|",
