@@ -288,10 +288,8 @@ for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", 
 
 def _dense(head: Any, hidden: Tensor) -> Tensor:
     """Return the head's logits. Communication: outside of the forward in which FSDP2 gathers the weight, an all-gather."""
-    whole = [
-        x.full_tensor().to(hidden.dtype) if isinstance(x, DTensor) else x
-        for x in (head.weight, getattr(head, "bias", None))
-    ]
+    whole: list[Any] = [head.weight, getattr(head, "bias", None)]
+    whole = [x.full_tensor().to(hidden.dtype) if isinstance(x, DTensor) else x for x in whole]
     return F.linear(hidden, *whole)
 
 
@@ -316,7 +314,7 @@ def _cross_entropy(
     call = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, **input._scaling())
     if input._vocab_size != task.shard.vocab_size:
         call["shard"] = dataclasses.replace(task.shard, vocab_size=input._vocab_size)
-    return input._ask(lambda head, hidden: task.loss(head, hidden, target, **call))
+    return task.outside(input._ask(lambda head, hidden: task.inside(head, hidden, target, call)))
 
 
 @dataclasses.dataclass(eq=False)
@@ -392,6 +390,14 @@ class Task:
                 "give the model labels, in place of a compute_loss_func or a loss of the training loop"
             )
 
+    def inside(self, head: Any, hidden: Tensor, target: Tensor, call: dict[str, Any]) -> Any:
+        """Return what the head's forward returns for a loss. All that is differentiated goes through it, by FSDP's hooks."""
+        return self.loss(head, hidden, target, **call)
+
+    def outside(self, answer: Any) -> Tensor:
+        """Return the loss from what ``inside`` returned and the hooks of the head may have wrapped."""
+        return answer
+
     def aux(self) -> tuple[str, ...]:
         """Return which outputs of ``linear_cross_entropy`` besides the loss ``keep`` has a use for."""
         return ()
@@ -411,7 +417,7 @@ class Task:
             label_smoothing = label_smoothing or options.label_smoothing
             call["z_loss_weight"] = options.z_loss_weight
         call.setdefault("shard", self.shard)
-        output = linear_cross_entropy(
+        output: Any = linear_cross_entropy(
             hidden, head.weight, target, linear_bias=getattr(head, "bias", None),
             label_smoothing=label_smoothing, reduce_dtype=options.reduce_dtype, grad_filter=options.grad_filter,
             backend=options.backend, workspace_bytes=options.workspace_bytes, return_aux=aux or False, **call,
@@ -544,7 +550,7 @@ class Head(nn.Module):
     def forward(self, *args: Any, ask: Callable | None = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs) if ask is None else ask(self, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         """Name the class by its base, which has a name that a file can hold."""
         base = type(self).__mro__[2]
         if type(self).__bases__[0] is not Head:  # FSDP2 has put its own class before it, and refuses copies
@@ -553,7 +559,7 @@ class Head(nn.Module):
 
 
 def _new_head(base: type) -> Any:
-    kind = subclass(Head, base)
+    kind: Any = subclass(Head, base)
     return kind.__new__(kind)
 
 

@@ -55,6 +55,18 @@ class Task(deferred.Task):
         changed = super().leave(model, args, kwargs, output)
         return changed if parts is None or output is None else _fused_output(parts, kwargs, output)
 
+    def inside(self, head: Any, hidden: Tensor, target: Tensor, call: dict[str, Any]) -> Any:
+        # TRL differentiates the log-probabilities. ZeRO-3 gathers the weight for backward only of what the head returned.
+        loss = super().inside(head, hidden, target, call)
+        return loss if self.parts is None else (loss, self.parts[-1].nll)
+
+    def outside(self, answer: Any) -> Tensor:
+        if self.parts is None:
+            return answer
+        loss, nll = answer
+        self.parts[-1] = self.parts[-1]._replace(nll=nll)
+        return loss
+
     def aux(self) -> tuple[str, ...]:
         return super().aux() if self.parts is None else (*super().aux(), "nll", "entropy", "label_is_max")
 
@@ -82,7 +94,7 @@ def _serves(model: nn.Module) -> bool:
     return False
 
 
-def _fused_output(parts: list[LinearCrossEntropyOutput], kwargs: dict, output: Any) -> Any:
+def _fused_output(parts: list, kwargs: dict, output: Any) -> Any:
     """Return TRL's output of a call for log-probabilities, [b, s - 1] each, or [b, s] of labels that are shifted already."""
     from trl.trainer.utils import FusedCausalLMOutput
 

@@ -211,7 +211,7 @@ def table(results: Iterable[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="classes; none: all of the mapping")
     parser.add_argument("--mapping", default="causal_lm", help="causal_lm, image_text_to_text, masked_lm, ...")
     parser.add_argument("--limit-seconds", type=float, default=120, help="for one class")

@@ -95,7 +95,8 @@ def test_a_call_that_asks_for_more_is_left_to_trl() -> None:
     from trl.trainer.utils import add_fused_lm_head
 
     ids = torch.arange(1, 13).view(1, 12)
-    for more in ({"temperature": 0.5}, {"outputs": ("log_probs", "mean_logits")}):
+    others: list[dict[str, Any]] = [{"temperature": 0.5}, {"outputs": ("log_probs", "mean_logits")}]
+    for more in others:
         model = cce_dist.convert(tiny_model())
         add_fused_lm_head(model, **more)
         with torch.no_grad():

@@ -54,9 +54,8 @@ def prepare_rank() -> None:
     # accelerate runs FSDP2 and DeepSpeed on GPUs alone. These ranks say that they have some; their device is a CPU.
     gpus: Any = DistributedType.MULTI_GPU
     prepare_backend = PartialState._prepare_backend
-    PartialState._prepare_backend = lambda self, cpu=False, *args: (
-        prepare_backend(self, cpu, *args) if cpu else ("gloo", gpus)
-    )
+    state: Any = PartialState
+    state._prepare_backend = lambda self, cpu=False, *args: prepare_backend(self, cpu, *args) if cpu else ("gloo", gpus)
     with contextlib.suppress(ImportError):
         import deepspeed
 

@@ -89,7 +89,8 @@ def measure(head: str, way: str, batch: int, length: int, steps: int) -> dict[st
             max_grad_norm=0.0, logging_steps=steps, report_to=[], save_strategy="no", disable_tqdm=True,
             use_liger_kernel=way == "liger", liger_kernel_config=liger if way == "liger" else None, use_cpu=not on_gpu,
         )  # fmt: skip
-        trainer = Trainer(model, args, train_dataset=[{"input_ids": x, "labels": x} for x in ids], callbacks=[clock])
+        data: Any = [{"input_ids": x, "labels": x} for x in ids]
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[clock])
         trainer.train()
     if options is not None:
         cce_dist.require(model)
@@ -102,7 +103,7 @@ def measure(head: str, way: str, batch: int, length: int, steps: int) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=["Llama-3-8B", "Gemma-2-2B"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--batch", type=int, default=4)
@@ -112,7 +113,7 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, metavar=("HEAD", "WAY"), help="measure in this process and print JSON")
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(*args.one, args.batch, args.length, args.steps)))
+        print(json.dumps(measure(args.one[0], args.one[1], args.batch, args.length, args.steps)))
         return
     rows = []
     print(
