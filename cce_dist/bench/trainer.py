@@ -25,7 +25,7 @@ HEADS: dict[str, dict[str, Any]] = {
     ),
     "Gemma-2-2B": dict(
         kind="Gemma2", hidden_size=2304, vocab_size=256_000, intermediate_size=9216, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=256, final_logit_softcapping=30.0,
+        num_key_value_heads=4, head_dim=256, final_logit_softcapping=30.0, attn_implementation="eager",
     ),
     "tiny": dict(
         kind="Llama", hidden_size=32, vocab_size=512, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
@@ -45,7 +45,7 @@ def model_of(head: str, device: str) -> Any:
     """Return a model of two layers in bf16, drawn on the device."""
     import transformers
 
-    sizes = dict(HEADS[head], num_hidden_layers=2, attn_implementation="sdpa", use_cache=False)
+    sizes = {"attn_implementation": "sdpa", **HEADS[head], "num_hidden_layers": 2, "use_cache": False}
     kind = sizes.pop("kind")
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**sizes)
