@@ -2,13 +2,19 @@
 
 Reading order: ``loss`` (the call, and the way of the data), ``op`` (forward and backward), ``shard`` (who holds which
 rows), ``merge`` (the collectives), ``kernels`` (the arithmetic of one shard), ``filter``, ``head`` (the module), and
-``reference`` (the same loss, dense: the specification).
+``reference`` (the same loss, dense: the specification). ``convert``, ``require`` and ``revert`` take over the head of a model;
+they are imported at their first use.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.head import VocabParallelHead
 from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
+
+if TYPE_CHECKING:
+    from cce_dist.integrations.convert import convert, require, revert
 
 __all__ = [
     "FilterStats",
@@ -16,5 +22,16 @@ __all__ = [
     "LinearCrossEntropyOutput",
     "VocabParallelHead",
     "VocabShard",
+    "convert",
     "linear_cross_entropy",
+    "require",
+    "revert",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("convert", "require", "revert"):
+        from cce_dist.integrations import convert as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module 'cce_dist' has no attribute '{name}'")

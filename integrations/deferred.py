@@ -4,10 +4,16 @@
 returns ``DeferredLogits``: no numbers, but the hidden states that the head was called with. They go through the model's own
 code, which may scale them and, in the end, ask for their loss. That request calls the head again, through ``__call__`` and with
 ``ask=``, a function that runs inside of the head's ``forward``: the hooks of FSDP or ZeRO-3 gather the weight around its
-real use. All other uses of the logits raise an error that names the use, and nothing computes logits unseen.
+real use. In training all other uses of the logits raise an error that names the use. In evaluation another use computes them.
 
 A model that calls ``F.cross_entropy`` itself needs ``TensorLogits`` and ``Task``, whose hooks watch the model's forward; they
 need no framework but PyTorch. Other frameworks have a subclass of ``DeferredLogits`` and of ``Task``.
+
+When logits are deferred is decided once, by ``Task.enter``, in the forward of the model that runs:
+
+    labels given                       deferred: there will be a loss
+    none, but training and gradients   deferred: there will be a loss, or the model has no use for logits that are trained
+    none otherwise                     computed: ``generate``, and passes of a reference model under ``no_grad``
 
 Letters: D hidden size, V the vocabulary, V_r the rows of it that a rank holds.
 """
@@ -25,8 +31,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
-from cce_dist import VocabShard, linear_cross_entropy
+from cce_dist.integrations.on_demand import OnDemand
+from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
+from cce_dist.shard import VocabShard
 
 # A level below WARNING is dropped unless somebody configures logging, and the line is there to be seen.
 _log = logging.getLogger("cce_dist").warning
@@ -53,7 +63,7 @@ class DeferredLogits:
 
     def __mul__(self, factor: Any) -> Any:
         if not isinstance(factor, (int, float)):
-            raise self._refused(f"multiplication by a {type(factor).__name__}")
+            return self._other_use(f"multiplication by a {type(factor).__name__}", "__mul__", factor)
         if self._softcap is None:
             return self._with(factor=self._factor * factor)
         return self._with(softcap=self._softcap * factor)
@@ -65,7 +75,7 @@ class DeferredLogits:
 
     def tanh(self) -> Any:
         if self._softcap is not None:
-            raise self._refused("a second tanh")
+            return self._other_use("a second tanh", "tanh")
         return self._with(softcap=1.0)
 
     @classmethod
@@ -82,6 +92,10 @@ class DeferredLogits:
     @classmethod
     def _refused(cls, use: str) -> NotComputedError:
         return NotComputedError(f"cce_dist: {use} of logits that are not computed; {cls.HINT}")
+
+    def _other_use(self, use: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Answer a use that leads to no loss: ``name`` is the method of a tensor that was called, ``use`` what to call it."""
+        raise self._refused(use)
 
     def _with(self, **changes: Any) -> Any:
         new = copy.copy(self)
@@ -109,21 +123,38 @@ class DeferredLogits:
 class TensorLogits(DeferredLogits):
     """Logits [..., V] of the whole vocabulary, for code that takes them for a tensor and ends in ``F.cross_entropy``.
 
-    Code may also read shape, dtype and device, change the leading dimensions, and cast.
+    Code may also read shape, dtype and device, change the leading dimensions, cast, and cut off the last ids (``[..., :k]``).
+    Logits of evaluation, or made without gradients, are for looking at, too: any other use of them computes them, once, and is
+    answered by that tensor.
     """
 
     HINT = (
-        "in training, or where there are labels, the loss comes from hidden states, by F.cross_entropy of class ids; for "
-        "logits call the model in eval(), without labels"
+        "in training the loss comes from hidden states, by F.cross_entropy of class ids; call the model in eval() or under "
+        "no_grad to get logits"
     )
+    ADVICE = {  # noqa: RUF012, constant; by function, what a user who needs it can do
+        "log_softmax": 'label smoothing is an option of the conversion (label_smoothing=0.1, "cce_dist.label_smoothing") in '
+        "place of label_smoothing_factor",
+        "__add__": "leave the head out of the target_modules of a LoRA adapter, which adds logits to it",
+    }
+
+    def __init__(self, head: Any, task: Any, hidden: Tensor, **given: Any) -> None:
+        super().__init__(head, task, hidden, **given)
+        self._cast: torch.dtype | None = None  # what the caller has cast the logits to
+        self._vocab_size = (
+            task.shard.vocab_size
+        )  # fewer where the caller has cut off the columns that pad the vocabulary
+        self._training = head.training
+        kind = hidden.device.type
+        self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self._hidden.shape[:-1], self._task.shard.vocab_size))
+        return torch.Size((*self._hidden.shape[:-1], self._vocab_size))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._hidden.dtype
+        return self._cast or (self._autocast[1] if self._autocast[2] else self._hidden.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -140,12 +171,17 @@ class TensorLogits(DeferredLogits):
         return self.shape if dim is None else self.shape[dim]
 
     # The loss is computed in fp32 from what the products accumulate, whatever dtype the caller casts to.
-    def to(self, *_: Any, **__: Any) -> TensorLogits:
+    def to(self, *args: Any, **kwargs: Any) -> TensorLogits:
+        dtypes = [x.dtype if isinstance(x, Tensor) else x for x in (*args, *kwargs.values())]
+        return self._with(cast=next((x for x in dtypes if isinstance(x, torch.dtype)), self._cast))
+
+    def float(self) -> TensorLogits:
+        return self._with(cast=torch.float32)
+
+    def contiguous(self, **_: Any) -> TensorLogits:
         return self
 
-    float = contiguous = to
-
-    def view(self, *shape: Any) -> TensorLogits:
+    def view(self, *shape: Any) -> Any:
         """Change the leading dimensions; the last stays the vocabulary."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         vocab_size = self.shape[-1]
@@ -153,31 +189,108 @@ class TensorLogits(DeferredLogits):
             leading = torch.Size(sizes[:-1]).numel()
             sizes = (*sizes[:-1], vocab_size if leading * vocab_size == self.shape.numel() else -1)
         if sizes[-1] != vocab_size:
-            raise ValueError(f"these logits have {vocab_size} columns, of which view{sizes} would make {sizes[-1]}")
+            return self._other_use(f"view{sizes} over the vocabulary of {vocab_size}", "reshape", sizes)
         return self._with(hidden=self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]))
 
     reshape = view
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> TensorLogits:
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         if end_dim % self.ndim == self.ndim - 1:
-            raise self._refused("flatten over the vocabulary")
+            return self._other_use("flatten over the vocabulary", "flatten", start_dim, end_dim)
         return self._with(hidden=self._hidden.flatten(start_dim, end_dim))
 
-    def __getitem__(self, index: Any) -> TensorLogits:
+    def __getitem__(self, index: Any) -> Any:
         parts = index if isinstance(index, tuple) else (index,)
+        if len(parts) == 2 and parts[0] is Ellipsis and isinstance(parts[1], slice):
+            start, stop, step = parts[1].indices(self._vocab_size)
+            if (start, step) == (0, 1) and stop > 0:
+                return self._with(vocab_size=stop)
         sizes = [p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else 1 for p in parts if p is not Ellipsis]
         reaches_last = sum(sizes) >= self.ndim or any(p is Ellipsis for p in parts[:-1])
         if any(p is None for p in parts) or (
             reaches_last and not (isinstance(parts[-1], slice) and parts[-1] == slice(None))
         ):
-            raise self._refused("an index into the vocabulary, or None,")
+            return self._other_use("an index into the vocabulary, or None,", "__getitem__", index)
         return self._with(hidden=self._hidden[index])
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.cross_entropy:
             return _cross_entropy(*args, **(kwargs or {}))
-        return super().__torch_function__(function, types, args, kwargs)
+        first = args[0] if args else (kwargs or {}).get("input")
+        if function in cls.ANSWERED and isinstance(first, cls):
+            return super().__torch_function__(function, types, args, kwargs)
+        name = getattr(function, "__name__", str(function))
+        args, kwargs = pytree.tree_map_only(cls, lambda logits: logits._computed(name), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"logits have no attribute {name}")
+        return getattr(self._computed(name), name)
+
+    def _other_use(self, use: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._computed(use, name), name)(*args, **kwargs)
+
+    def _computed(self, use: str, name: str = "") -> Tensor:
+        """Return the logits [..., V] themselves, which evaluation may look at. Communication: that of the head's own call.
+
+        Raises:
+            NotComputedError: The logits are for training, where they would be held for backward, or a shard of the vocabulary.
+        """
+        if self._training and self._made_with_grad:
+            advice = self.ADVICE.get(name or use)
+            raise self._refused(use) if advice is None else NotComputedError(f"{self._refused(use)}; {advice}")
+        if self._task.shard.group is not None:
+            raise NotComputedError(
+                f"cce_dist: {use} of logits whose vocabulary is split over ranks, which has no answer here"
+            )
+        if "_value" not in vars(self):
+            with torch.set_grad_enabled(self._made_with_grad):
+                logits = self._ask(_dense)[..., : self._vocab_size] * self._factor
+                logits = logits if self._softcap is None else logits.tanh() * self._softcap
+                self._value = logits.to(self._cast or logits.dtype)
+        return self._value
+
+    def _ask(self, compute: Callable) -> Any:
+        # The head's product has the dtype of the place where the model called the head, wherever its loss is asked for.
+        kind, dtype, enabled = self._autocast
+        with torch.autocast(kind, dtype, enabled):
+            return super()._ask(compute)
+
+    def _with(self, **changes: Any) -> Any:
+        new = super()._with(**changes)
+        vars(new).pop("_value", None)
+        return new
+
+
+def _for_looking(output: Any) -> Any:
+    """Return a model's output with deferred logits as tensors that are computed at the first look."""
+    if isinstance(output, TensorLogits):
+        return OnDemand(output.shape, output.dtype, output.device, functools.partial(output._computed, "a look"))
+    if type(output) is tuple:
+        return tuple(_for_looking(part) for part in output)
+    if isinstance(output, dict):
+        for name, part in output.items():
+            if isinstance(part, TensorLogits):
+                output[name] = _for_looking(part)
+    return output
+
+
+def _operator(name: str) -> Callable:
+    return lambda self, *args: self._other_use(name, name, *args)
+
+
+# Python looks operators up on the class, never by ``__getattr__``.
+for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", "gt", "ge", "len", "iter", "array"):
+    setattr(TensorLogits, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _dense(head: Any, hidden: Tensor) -> Tensor:
+    """Return the head's logits. Communication: outside of the forward in which FSDP2 gathers the weight, an all-gather."""
+    whole: list[Any] = [head.weight, getattr(head, "bias", None)]
+    whole = [x.full_tensor().to(hidden.dtype) if isinstance(x, DTensor) else x for x in whole]
+    return F.linear(hidden, *whole)
 
 
 def _cross_entropy(
@@ -197,16 +310,16 @@ def _cross_entropy(
             f"{tuple(target.shape)} {target.dtype}; flatten them"
         )
     task = input._task
-    task.check_place()
+    task.check_place(input._head)
     call = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, **input._scaling())
-    return input._ask(lambda head, hidden: task.loss(head, hidden, target, **call))
+    if input._vocab_size != task.shard.vocab_size:
+        call["shard"] = dataclasses.replace(task.shard, vocab_size=input._vocab_size)
+    return task.outside(input._ask(lambda head, hidden: task.inside(head, hidden, target, call)))
 
 
 @dataclasses.dataclass(eq=False)
 class Task:
     """What a converted head has to know: its options and shard, whether logits are deferred now, and what was asked so far.
-
-    A model whose hooks are ``enter`` and ``leave`` defers logits in its forward, in training or where it is given labels.
 
     Args:
         options: ``ModelOptions`` for ``loss``; a subclass with a loss of its own takes any other.
@@ -214,6 +327,8 @@ class Task:
         calls: For each call of the model's forward that is under way, the outermost first, whether it defers.
         num_forwards: Training forwards that have ended.
         num_losses: Losses in training that the head was asked for.
+        num_asked: Requests to the head in the outermost forward that is under way, or was last.
+        hooks: Handles of the hooks of ``watch``.
     """
 
     options: Any
@@ -221,21 +336,42 @@ class Task:
     calls: list[bool] = dataclasses.field(default_factory=list)
     num_forwards: int = 0
     num_losses: int = 0
+    num_asked: int = 0
+    hooks: tuple = ()
 
-    def watch(self, model: nn.Module) -> tuple:
-        """Have a model whose forward computes the loss say when it runs; return the hooks' handles."""
-        return (
+    def watch(self, model: nn.Module) -> None:
+        """Have a model whose forward computes the loss say when it runs."""
+        self.hooks = (
             model.register_forward_pre_hook(self.enter, with_kwargs=True),
-            model.register_forward_hook(self.leave, always_call=True),
+            model.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
         )
 
-    def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        labels = argument(type(model).forward, "labels", args, kwargs)
-        self.calls.append(model.training or labels is not None)
+    def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Decide whether the head defers in this call of the model, from the very module that runs: a copy has its own mode."""
+        if not self.calls:
+            self.num_asked = 0
+        trains = model.training and torch.is_grad_enabled()
+        self.calls.append(trains or has_labels(model, args, kwargs))
 
-    def leave(self, model: nn.Module, *_: Any) -> None:
+    def leave(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        """End a call of the model.
+
+        Raises:
+            RuntimeError: A training forward with labels ended, and nobody asked the head: other code computed the loss.
+        """
         self.calls.pop()
-        self.num_forwards += not self.calls and model.training and torch.is_grad_enabled()
+        if self.calls or output is None:  # None: an error is under way
+            return None
+        if not (model.training and torch.is_grad_enabled()):
+            return None if torch.is_grad_enabled() else _for_looking(output)
+        self.num_forwards = one_more(self.num_forwards)
+        if has_labels(model, args, kwargs) and not self.num_asked:
+            raise RuntimeError(
+                f"cce_dist: a forward of {type(model).__name__} in training ended without asking the head for its loss: other "
+                "code computed the loss, from the head's weight (Liger's forward, TRL's fused head), or the head was replaced "
+                "since (by PEFT, by resize_token_embeddings): leave that code out, or convert after the replacement"
+            )
+        return None
 
     def deferring(self) -> bool:
         return bool(self.calls) and self.calls[-1]
@@ -244,13 +380,30 @@ class Task:
         """Return what the head returns instead of logits."""
         return TensorLogits(head, self, hidden)
 
-    def check_place(self) -> None:
-        """Raise where the loss may not be computed."""
-        if not self.calls:
+    def check_place(self, head: Any) -> None:
+        """Raise where the loss may not be computed: behind the model's forward a sharded weight is not whole."""
+        weight = head.weight
+        sharded = isinstance(weight, DTensor) or hasattr(weight, "ds_id") or weight.shape[:1] != (self.shard.num_rows,)
+        if not self.calls and sharded:
             raise RuntimeError(
-                "cce_dist: the loss must be computed in the model's forward, where FSDP and ZeRO-3 gather the head's weight, "
-                "and from whose output DeepSpeed sees backward begin; return the loss from there"
+                "cce_dist: the loss must be computed in the model's forward, where FSDP and ZeRO-3 gather the head's weight: "
+                "give the model labels, in place of a compute_loss_func or a loss of the training loop"
             )
+
+    def inside(self, head: Any, hidden: Tensor, target: Tensor, call: dict[str, Any]) -> Any:
+        """Return what the head's forward returns for a loss. All that is differentiated goes through it, by FSDP's hooks."""
+        return self.loss(head, hidden, target, **call)
+
+    def outside(self, answer: Any) -> Tensor:
+        """Return the loss from what ``inside`` returned and the hooks of the head may have wrapped."""
+        return answer
+
+    def aux(self) -> tuple[str, ...]:
+        """Return which outputs of ``linear_cross_entropy`` besides the loss ``keep`` has a use for."""
+        return ()
+
+    def keep(self, output: LinearCrossEntropyOutput, valid: Tensor) -> None:
+        """Look at what a loss was made of, where ``aux`` names something; ``valid`` says which labels are not ignored."""
 
     def loss(self, head: Any, hidden: Tensor, target: Tensor, *, label_smoothing: float, **call: Any) -> Any:
         """Return what ``linear_cross_entropy`` returns for this head and its options.
@@ -258,16 +411,21 @@ class Task:
         The label smoothing and the z-loss of the options are for training: where ``head.training`` is false, the loss has the
         caller's own ``label_smoothing`` alone, and is comparable with any other evaluation loss.
         """
-        options = self.options
+        options, aux = self.options, self.aux()
         if head.training:
-            self.num_losses += 1
+            self.num_losses = one_more(self.num_losses)
             label_smoothing = label_smoothing or options.label_smoothing
             call["z_loss_weight"] = options.z_loss_weight
-        return linear_cross_entropy(
-            hidden, head.weight, target, linear_bias=getattr(head, "bias", None), shard=self.shard,
+        call.setdefault("shard", self.shard)
+        output: Any = linear_cross_entropy(
+            hidden, head.weight, target, linear_bias=getattr(head, "bias", None),
             label_smoothing=label_smoothing, reduce_dtype=options.reduce_dtype, grad_filter=options.grad_filter,
-            backend=options.backend, workspace_bytes=options.workspace_bytes, **call,
+            backend=options.backend, workspace_bytes=options.workspace_bytes, return_aux=aux or False, **call,
         )  # fmt: skip
+        if not aux:
+            return output
+        self.keep(output, target != call["ignore_index"])
+        return output.loss
 
     def require(self, name: str) -> None:
         """Raise if forwards in training have ended, and none asked the head for its loss."""
@@ -287,49 +445,92 @@ class Task:
         )
 
     def __deepcopy__(self, memo: dict) -> Any:
-        """A copied model shares options and groups, which nothing can copy. Calls and counts are its own."""
-        new = copy.copy(self)
-        new.calls, new.num_forwards, new.num_losses = [], 0, 0
+        """A copied model shares options and groups, which nothing can copy. Calls, counts and hooks are its own."""
+        new = memo[id(self)] = copy.copy(self)  # noted first: the hooks lead back to the task
+        new.calls, new.num_forwards, new.num_losses, new.num_asked = [], 0, 0, 0
+        new.hooks = copy.deepcopy(self.hooks, memo)
         return new
+
+
+def one_more(count: int) -> int:
+    """Return the next count; compiled code, which would be compiled anew for each number that it reads, counts to 1."""
+    return 1 if torch.compiler.is_compiling() else count + 1
+
+
+def has_labels(model: nn.Module, args: tuple, kwargs: dict) -> bool:
+    """Return whether a call of a model is given labels, or labels that are shifted already."""
+    return any(argument(type(model).forward, name, args, kwargs) is not None for name in ("labels", "shift_labels"))
 
 
 def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[str, Any]:
     """Return the name of the module that makes a model's logits, and the module.
 
+    That is the module with the name ``name``; else the model's output embedding, where it is a plain product; else the one
+    module that is an adapter's own, or called lm_head or embed_out.
+
     Args:
         model: Any ``nn.Module``.
-        name: Name of the module, where it is not the output embedding and not called lm_head or embed_out.
+        name: Name of the module, where it is none of the above.
         own: Classes of an adapter whose modules are heads, whatever their name.
 
     Raises:
         ValueError: There is no such module, more than one, or it is not the plain product with its weight.
     """
     modules = dict(model.named_modules())
+    kind = type(model).__name__
     if name and name not in modules:
-        raise ValueError(f'"cce_dist.head" is "{name}", which {type(model).__name__} does not have')
+        raise ValueError(f'"cce_dist.head" is "{name}", which {kind} does not have')
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-
-    def is_head(path: str, module: nn.Module) -> bool:
-        return isinstance(module, own) or module is output or path.split(".")[-1] in ("lm_head", "embed_out")
-
-    found = [name] if name else [path for path, module in modules.items() if is_head(path, module)]
+    if name:
+        found = [name]
+    elif is_plain(type(output), own):
+        found = [path for path, module in modules.items() if module is output]
+    else:
+        names = ("lm_head", "embed_out")
+        found = [
+            path for path, module in modules.items()
+            if isinstance(module, own) or module is output or path.split(".")[-1] in names
+        ]  # fmt: skip
     if len(found) != 1:
-        names = ", ".join(found) or "none"
         raise ValueError(
-            f'cce_dist looked for the head of {type(model).__name__} and found {names}: name it in "cce_dist.head"'
+            f"cce_dist looked for the head of {kind}, whose logits are over the vocabulary, and found "
+            f'{", ".join(found) or "none"}: name it in "cce_dist.head", if there is one'
         )
     head = modules[found[0]]
-    check_class(type(head), own)
+    check_class(type(head), own, found[0])
     if "forward" in vars(head):
         raise ValueError(f"cce_dist cannot take over {found[0]}: somebody has replaced its forward")
     return found[0], head
 
 
-def check_class(kind: type, own: tuple[type, ...] = ()) -> None:
-    """Raise if modules of this class are not the plain product with their weight."""
+def innermost(model: Any) -> Any:
+    """Return the model whose forward has the labels among its arguments, from inside of DDP, torch.compile and PEFT."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif type(model).__module__.startswith("peft.") and hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def is_plain(kind: type, own: tuple[type, ...] = ()) -> bool:
+    """Return whether modules of this class are the plain product with their weight."""
     plain = getattr(kind, "forward", None) is nn.Linear.forward
-    if not (plain or issubclass(kind, own) or kind.__name__ == "VocabParallelLinear"):  # the last is AutoTP's
-        raise ValueError(f"cce_dist cannot take over a head that is a {kind.__name__}: it must be nn.Linear or CCEHead")
+    return plain or issubclass(kind, own) or kind.__name__ == "VocabParallelLinear"  # the last is AutoTP's
+
+
+def check_class(kind: type, own: tuple[type, ...] = (), path: str = "") -> None:
+    """Raise if modules of this class are not the plain product with their weight."""
+    if not is_plain(kind, own):
+        which = f" ({path})" if path else ""
+        advice = ": leave the head out of target_modules and modules_to_save" if "peft" in kind.__module__ else ""
+        raise ValueError(
+            f"cce_dist cannot take over a head that is a {kind.__name__} of {kind.__module__}{which}: it must be nn.Linear or "
+            f"CCEHead{advice}"
+        )
 
 
 class Head(nn.Module):
@@ -341,10 +542,25 @@ class Head(nn.Module):
         # A deferred call is answered before the module's hooks: none of them gathers a weight that is not used yet.
         if ask is None and self.cce_task.deferring():
             return self.cce_task.defer(self, *args, **kwargs)
-        return super().__call__(*args, **kwargs) if ask is None else super().__call__(*args, ask=ask, **kwargs)
+        if ask is None:
+            return super().__call__(*args, **kwargs)
+        self.cce_task.num_asked = one_more(self.cce_task.num_asked)
+        return super().__call__(*args, ask=ask, **kwargs)
 
     def forward(self, *args: Any, ask: Callable | None = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs) if ask is None else ask(self, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Name the class by its base, which has a name that a file can hold."""
+        base = type(self).__mro__[2]
+        if type(self).__bases__[0] is not Head:  # FSDP2 has put its own class before it, and refuses copies
+            return super().__reduce_ex__(protocol)
+        return _new_head, (base,), vars(self)
+
+
+def _new_head(base: type) -> Any:
+    kind: Any = subclass(Head, base)
+    return kind.__new__(kind)
 
 
 def take(head: Any, task: Any) -> None:
@@ -370,6 +586,8 @@ def subclass(mixin: type, base: type) -> type:
 
 def argument(method: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     """Return the argument ``name`` of a call of a method, without its self; None where the call or the method has none."""
+    if name in kwargs or not args:
+        return kwargs.get(name)
     names = list(_signature(method).parameters)[1:]
     position = names.index(name) if name in names else len(args)
     return args[position] if position < len(args) else kwargs.get(name)

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cce_dist import GradFilter
+from cce_dist.filter import GradFilter
 from cce_dist.loss import BACKENDS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+SECTION = "cce_dist"  # of ds_config
 FILTERS = ("off", "compensated", "plain")
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -101,7 +101,7 @@ def test_options_reach_the_loss() -> None:
     "use",
     [
         pytest.param(lambda x: x[..., 0], id="column"),
-        pytest.param(lambda x: x[..., :-1], id="columns"),
+        pytest.param(lambda x: x[..., 1:], id="columns"),
         pytest.param(lambda x: x[0, 0, 0], id="element"),
         pytest.param(lambda x: x[None], id="none"),
         pytest.param(lambda x: x.argmax(-1), id="argmax"),
@@ -145,8 +145,8 @@ def test_logits_are_deferred_in_training_or_with_labels() -> None:
     assert isinstance(model(ids)[1], TensorLogits)
     assert isinstance(model.eval()(ids, labels=ids)[1], TensorLogits)
     assert isinstance(model(ids)[1], Tensor) and isinstance(model.lm_head(torch.zeros(1, HIDDEN)), Tensor)
-    with pytest.raises(RuntimeError, match="must be computed in the model's forward"):
-        flat(model.train()(ids)[1], ids)
+    with torch.no_grad():
+        assert isinstance(model.train()(ids)[1], Tensor)  # ``generate``, and the passes of a reference model
 
 
 def test_a_copy_defers_by_its_own_mode() -> None:

@@ -1,8 +1,10 @@
-"""initialize, convert and require; and models that compute their loss in forward."""
+"""initialize, install, convert and require; and models that compute their loss in forward."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -10,8 +12,9 @@ from torch import nn
 
 from cce_dist.integrations.deepspeed import pipeline
 from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of, split_layers
-from cce_dist.integrations.deepspeed.loss import SECTION, Options, Task
-from cce_dist.integrations.deferred import DeferredLogits, find_head, take
+from cce_dist.integrations.deepspeed.loss import Options, Task
+from cce_dist.integrations.deferred import DeferredLogits, Head, find_head, innermost, take
+from cce_dist.integrations.options import SECTION
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple:
@@ -28,8 +31,59 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         ValueError: The section is wrong, or the model has no head that can be taken over; before anything is built.
         ImportError: deepspeed is missing.
     """
-    deepspeed = _deepspeed()
-    given = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
+    return _initialize(_original(), args, kwargs)
+
+
+def install() -> None:
+    """Have ``deepspeed.initialize`` itself read the section ``"cce_dist"`` of ds_config, as ``initialize`` does.
+
+    Frameworks that call ``deepspeed.initialize`` (Trainer, Accelerate, TRL, your own) then need no change. Call it anywhere
+    before they do; a second call changes nothing. Code that did ``from deepspeed import initialize`` before keeps the old one.
+
+    Raises:
+        ImportError: deepspeed is missing.
+    """
+    deepspeed: Any = _deepspeed()
+    original = deepspeed.initialize
+    if hasattr(original, "cce_original"):
+        return
+
+    @functools.wraps(original)
+    def reads_the_section(*args: Any, **kwargs: Any) -> tuple:
+        result = _initialize(original, args, kwargs)
+        installed.cce_converted += hasattr(result[0], "cce_heads")
+        return result
+
+    installed: Any = reads_the_section
+    installed.cce_original, installed.cce_converted = original, 0
+    deepspeed.initialize = installed
+
+
+def uninstall() -> None:
+    """Undo ``install``; models that are converted stay so."""
+    _deepspeed().initialize = _original()
+
+
+def num_converted() -> int:
+    """Return how many engines were converted through ``install``."""
+    return getattr(_deepspeed().initialize, "cce_converted", 0)
+
+
+def _original() -> Callable:
+    """Return DeepSpeed's own ``initialize``."""
+    found = _deepspeed().initialize
+    found = getattr(found, "cce_original", found)
+    if found is initialize:
+        raise RuntimeError(
+            "deepspeed.initialize was set to cce_dist's, which calls it: in place of the assignment call "
+            "cce_dist.integrations.deepspeed.install()"
+        )
+    return found
+
+
+def _initialize(original: Callable, args: tuple, kwargs: dict) -> tuple:
+    """Call DeepSpeed's own ``initialize``, and convert the engine if its ds_config says so."""
+    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     sources = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
     config: Any = next((source for source in sources if source is not None), {})
     if not isinstance(config, dict):
@@ -38,9 +92,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         config = load_ds_config(config)
     options = Options.from_config(config)
     if options is None:
-        return deepspeed.initialize(*args, **kwargs)
+        return original(*args, **kwargs)
     _check(given.get("model"), config, given.get("mpu"), options)
-    result = deepspeed.initialize(*args, **kwargs)
+    result = original(*args, **kwargs)
     convert(result[0], options)
     return result
 
@@ -55,6 +109,8 @@ def convert(engine: Any, options: Options | None = None) -> Any:
         ValueError: The model has no head that can be taken over.
     """
     options = options or Options()
+    if hasattr(engine, "cce_heads"):
+        return engine
     if pipeline.is_pipeline(engine.module):
         _join(engine, engine.mpu.get_slice_parallel_group())
         engine.cce_heads = pipeline.convert(engine, options)
@@ -90,7 +146,7 @@ def _convert_model(engine: Any, options: Options) -> dict[str, Task]:
     """Take over the head of a model that computes its loss in forward, and return its name and task."""
     from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
-    module = engine.module
+    module = innermost(engine.module)
     name, head = find_head(module, options.head, (CCEHead,))
     _join(engine, bwc_tensor_model_parallel_group(engine.mpu))
     task = Task(options, shard_of(head))
@@ -104,11 +160,12 @@ def _convert_model(engine: Any, options: Options) -> dict[str, Task]:
     if whole is not None:
         # AutoTP has put a loss of local logits there. Deferred logits are of the whole vocabulary, and so the model's own
         # loss fits them.
-        local = module.loss_function
-        module.loss_function = lambda logits, *args, **kwargs: (whole if isinstance(logits, DeferredLogits) else local)(
-            logits, *args, **kwargs
-        )
+        module.loss_function = functools.partial(_loss_of_either, whole, module.loss_function)
     return {name: task}
+
+
+def _loss_of_either(whole: Callable, local: Callable, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    return (whole if isinstance(logits, DeferredLogits) else local)(logits, *args, **kwargs)
 
 
 def _join(engine: Any, group: dist.ProcessGroup | None) -> None:
@@ -139,6 +196,8 @@ def _check(model: Any, config: dict, mpu: Any, options: Options) -> None:
     """Raise on what cannot be taken over, before DeepSpeed builds anything."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    if any(isinstance(module, Head) for module in model.modules()):
+        raise ValueError(f'the model is converted already: leave out cce_dist.convert, or "{SECTION}" of ds_config')
     if pipeline.is_pipeline(model):
         return pipeline.check(model, options)
     split = split_layers(model)
@@ -151,7 +210,7 @@ def _check(model: Any, config: dict, mpu: Any, options: Options) -> None:
                 "zero.Init has split a shard of the vocabulary over ranks of other shards: give it "
                 "data_parallel_group=mpu.get_data_parallel_group()"
             )
-    find_head(model, options.head, (CCEHead,))
+    find_head(innermost(model), options.head, (CCEHead,))
     tensor_parallel = config.get("tensor_parallel", {})
     if tensor_parallel.get("autotp_size", 0) > 1 and not tensor_parallel.get("vocab_parallel_lm_head"):
         raise ValueError('cce_dist with AutoTP needs "tensor_parallel": {"vocab_parallel_lm_head": true}')

@@ -10,9 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cce_dist import VocabShard
-from cce_dist.integrations.deepspeed.loss import SECTION
-from cce_dist.shard import even_rows
+from cce_dist.integrations.options import SECTION
+from cce_dist.shard import VocabShard, even_rows
 
 
 class CCEHead(nn.Linear):

@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist.integrations import deferred
-from cce_dist.integrations.options import ModelOptions
+from cce_dist.integrations import transformers
+from cce_dist.integrations.options import SECTION, ModelOptions
 from cce_dist.loss import LinearCrossEntropyOutput
-
-SECTION = "cce_dist"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Options(ModelOptions):
 
 
 @dataclasses.dataclass(eq=False)
-class Task(deferred.Task):
+class Task(transformers.Task):
     """What the head of an engine knows besides.
 
     Args:
@@ -76,26 +74,38 @@ class Task(deferred.Task):
     sequence_scale: int = 1
     reported: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
+    def check_place(self, head: Any) -> None:
+        """Raise behind the model's forward: DeepSpeed sees backward begin from what forward returns."""
+        if not self.calls:
+            raise RuntimeError(
+                "cce_dist: the loss must be computed in the model's forward, where ZeRO-3 gathers the head's weight, and from "
+                "whose output DeepSpeed sees backward begin: give the model labels, in place of a compute_loss_func or a loss "
+                "of the training loop"
+            )
+
     def loss(self, head: Any, hidden: Tensor, target: Tensor, **call: Any) -> Tensor:
-        valid, num_tokens = target != call["ignore_index"], None
-        if self.sequence_group is not None and call["reduction"] == "mean":
-            num_tokens = valid.sum()
-            dist.all_reduce(num_tokens, group=self.sequence_group)
-            num_tokens.clamp_(min=1)
-        report = self.options.report
-        output = super().loss(head, hidden, target, num_tokens=num_tokens, return_aux=report, **call)
-        if report:
-            self.report(output, valid)
-        loss = output.loss if report else output
-        if num_tokens is None:
-            return loss
+        if self.sequence_group is None or call["reduction"] != "mean":
+            return super().loss(head, hidden, target, **call)
+        num_tokens = (target != call["ignore_index"]).sum()
+        dist.all_reduce(num_tokens, group=self.sequence_group)
+        num_tokens.clamp_(min=1)
+        loss = super().loss(head, hidden, target, num_tokens=num_tokens, **call)
         whole = loss.detach().clone()
         dist.all_reduce(whole, group=self.sequence_group)
         part = self.sequence_scale * loss  # each rank differentiates its part of the mean
         return part + (whole - part.detach())
 
+    def aux(self) -> tuple[str, ...]:
+        stats = () if self.options.grad_filter is None else ("filter_stats",)
+        return (*super().aux(), *(("nll", "z_loss", "entropy", *stats) if self.options.report else ()))
+
+    def keep(self, output: LinearCrossEntropyOutput, valid: Tensor) -> None:
+        super().keep(output, valid)
+        if self.options.report:
+            self.report(output, valid)
+
     @torch.no_grad()
-    def report(self, output: LinearCrossEntropyOutput, valid: Tensor) -> None:
+    def report(self, output: Any, valid: Tensor) -> None:
         """Keep what a loss was made of. Communication: with a filter, an all-gather of three numbers."""
         means = torch.stack([output.nll.sum(), output.z_loss.sum(), output.entropy.sum()]) / valid.sum().clamp(min=1)
         numbers = [*means]

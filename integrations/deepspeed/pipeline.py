@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of
-from cce_dist.integrations.deepspeed.loss import SECTION, Options, Task
+from cce_dist.integrations.deepspeed.loss import Options, Task
 from cce_dist.integrations.deferred import TensorLogits, check_class, take
+from cce_dist.integrations.options import SECTION
 
 
 @contextlib.contextmanager
@@ -110,7 +111,7 @@ class _PipelineTask(Task):
     def defer(self, head: Any, hidden: Tensor) -> Tensor:
         return hidden
 
-    def check_place(self) -> None:
+    def check_place(self, head: Any) -> None:
         """The loss is computed in loss_fn, after the model's forward."""
 
 
@@ -119,6 +120,10 @@ class _TiedHead:
 
     def __init__(self, function: functools.partial, task: Task) -> None:
         self.function, self.module, self.task = function, function.args[0], task
+
+    @property
+    def training(self) -> bool:
+        return self.module.training
 
     def __call__(self, hidden: Tensor, ask: Callable | None = None) -> Tensor:
         if ask is not None:

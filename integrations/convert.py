@@ -1,0 +1,117 @@
+"""convert, revert and require: any PyTorch model that computes its loss in forward, or hands its logits to ``F.cross_entropy``.
+
+They are ``cce_dist.convert`` and so on, and need no framework but PyTorch. A converted model trains in a loop of its own, under
+DDP, FSDP2 and ZeRO, under Accelerate and Hugging Face's Trainer, and under TRL's SFTTrainer. The adapters of DeepSpeed and of
+Megatron have their own ``convert``, which also knows layers that are split over ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from cce_dist.integrations import transformers
+from cce_dist.integrations.deferred import Head, Task, find_head, give_back, innermost, take
+from cce_dist.integrations.options import SECTION, ModelOptions
+from cce_dist.shard import VocabShard
+
+
+def convert(model: Any, **options: Any) -> Any:
+    """Have a model compute its loss from hidden states, without logits, and return the model.
+
+    The model's own loss code finds deferred logits where it found logits. Its call of ``F.cross_entropy`` computes the loss.
+    Scale, softcap, ignored label, reduction and weights of tokens come from where the model has them. Parameters, their names
+    and checkpoints stay. Logits are deferred in training, and where the model is given labels. A model in evaluation computes
+    them as soon as somebody looks at them, and always without labels. One rank says in a line that the loss is in use.
+
+    Call it on every rank, before or after ``fully_shard``, and before DDP, ``Trainer(...)`` and ``accelerator.prepare``; after
+    PEFT. On a converted model it replaces the options, and without options it changes nothing.
+
+    Args:
+        model: Any ``nn.Module`` with one head that is an ``nn.Linear``: its output embedding, or a module called lm_head or
+            embed_out. DDP, ``torch.compile`` and PEFT's wrapper may be around it.
+        **options: ``filter`` ("off", "compensated" or "plain"), ``filter_eps``, ``filter_hidden``, ``filter_weight``,
+            ``label_smoothing``, ``z_loss_weight``, ``backend``, ``workspace_bytes``, ``reduce_dtype``, and ``head``, the name
+            of the module that makes the logits: the keys of DeepSpeed's section, with the same checks.
+
+    Sharding: The weight is whole where the head runs. FSDP2 and ZeRO-3 gather the weight around the loss, as around any layer.
+    Communication: None but theirs.
+
+    Raises:
+        ValueError: An option is unknown or out of range, or the model has no head that can be taken over; one line says which.
+        TypeError: It is no ``nn.Module``.
+    """
+    chosen = ModelOptions.read(options, lambda key: f"cce_dist.convert: {key}", "cce_dist.convert")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"cce_dist.convert needs an nn.Module, got {type(model).__name__}")
+    inner = innermost(model)
+    heads = _heads(inner)
+    if heads:
+        for head in heads.values():
+            head.cce_task.options = chosen if options else head.cce_task.options
+        return model
+    _unwatch(inner)
+    transformers.refuse(inner)
+    if type(inner).__module__.startswith("megatron."):
+        raise ValueError(f"a {type(inner).__name__} is Megatron's: call cce_dist.integrations.megatron.convert")
+    name, head = find_head(inner, chosen.head)
+    task = transformers.Task(chosen, VocabShard(0, head.out_features, head.out_features))
+    task.watch(inner)
+    take(head, task)
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        task.announce(name)
+    return model
+
+
+def revert(model: Any) -> Any:
+    """Undo ``convert``, and return the model.
+
+    Raises:
+        ValueError: The head's class was changed again since, by FSDP2 say.
+    """
+    for name, head in _heads(model).items():
+        if type(head).__bases__[0] is not Head:
+            raise ValueError(f"the class of {name} was changed again since convert(), by FSDP2 say: revert it before")
+        give_back(head)
+    for module in model.modules():
+        _unwatch(module)
+    return model
+
+
+def require(model: Any) -> None:
+    """Raise unless this model's loss comes from hidden states.
+
+    Before the first forward in training this can tell only whether a head was converted. After one it can tell whether the head
+    was asked for its loss, too. ``model`` may be wrapped, by DDP, FSDP, DeepSpeed or PEFT.
+
+    Raises:
+        RuntimeError: No head is converted; or forwards in training have ended, and other code computed the loss of all of them.
+    """
+    heads = _heads(model)
+    if not heads:
+        advice = "call cce_dist.convert(model), before Trainer, accelerator.prepare or DDP"
+        if transformers.section_of_trainer() is not None:
+            advice = (
+                f'nobody has read "{SECTION}" of ds_config: call cce_dist.integrations.deepspeed.install() before training, or '
+                "start the script by python -m cce_dist.integrations.deepspeed"
+            )
+        raise RuntimeError(f"no head of this {type(model).__name__} was converted: {advice}")
+    for name, head in heads.items():
+        head.cce_task.require(name)
+
+
+def _unwatch(module: nn.Module) -> None:
+    """Remove the hooks of a conversion, also of one whose head was replaced since."""
+    for hook in list(module._forward_hooks.values()):
+        task = getattr(hook, "__self__", None)
+        if isinstance(task, Task):
+            for handle in task.hooks:
+                handle.remove()
+
+
+def _heads(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Head)}

@@ -1,0 +1,191 @@
+"""transformers' own Trainer and Accelerate's own loop on one rank, beside a stock run; what they cannot have is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tiny_trainer import (
+    VOCAB,
+    Sentences,
+    arguments,
+    assert_same_log,
+    assert_same_parameters,
+    forget,
+    logged,
+    tiny_model,
+)
+
+import cce_dist
+from cce_dist.integrations import deferred
+
+TOLERANCE = 2e-5
+
+
+def metrics(prediction: Any) -> dict[str, float]:
+    right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
+    return {"accuracy": float(right.mean()), "size": float(abs(prediction.predictions).mean())}
+
+
+def loss_of_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits = outputs.logits[:, :-1].reshape(-1, VOCAB)
+    return F.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="sum") / (num_items_in_batch or 1)
+
+
+def trained(folder: Path, ours: bool, model: Any, more: dict, of_trainer: dict) -> Any:
+    from transformers import Trainer
+
+    forget()
+    if ours:
+        cce_dist.convert(model)
+    args = arguments(folder, **more)
+    trainer = Trainer(model, args, train_dataset=Sentences(), eval_dataset=Sentences(6), **of_trainer)
+    trainer.train()
+    trainer.evaluate()
+    return trainer
+
+
+CASES: dict[str, tuple[str, dict, dict]] = {
+    "loss alone": ("Llama", {}, {}),
+    "softcap, tied": ("Gemma2", {"gradient_checkpointing": True}, {}),
+    "compute_metrics": ("Llama", {}, {"compute_metrics": metrics}),
+    "preprocess_logits": (
+        "Llama",
+        {},
+        {
+            "compute_metrics": lambda prediction: {"sum": float(prediction.predictions.sum())},
+            "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+        },
+    ),
+    "compute_loss_func": ("Llama", {}, {"compute_loss_func": loss_of_logits}),
+    "compiled": ("Llama", {"torch_compile": True, "torch_compile_backend": "eager"}, {}),
+}
+
+
+@pytest.mark.parametrize(("name", "more", "of_trainer"), CASES.values(), ids=CASES)
+def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, more: dict, of_trainer: dict) -> None:
+    computed, compute = [0], deferred._dense
+
+    def counting(*args: Any) -> Any:
+        computed[0] += 1
+        return compute(*args)
+
+    monkeypatch.setattr(deferred, "_dense", counting)
+    stock, ours = (trained(tmp_path, ours, tiny_model(name), more, of_trainer) for ours in (False, True))
+    cce_dist.require(ours.model)
+    assert_same_log(logged(ours), logged(stock), TOLERANCE)
+    assert_same_parameters(dict(ours.model.named_parameters()), dict(stock.model.named_parameters()), TOLERANCE)
+    wanted = 3 if "compute_metrics" in of_trainer else 0  # batches of the evaluation
+    assert computed == [wanted]
+
+
+def test_bf16_is_no_worse_than_stock(tmp_path: Path) -> None:
+    """Under autocast both round; ours is no further than twice as far from fp32, as the rule of the tests has it."""
+    truth = trained(tmp_path, False, tiny_model(), {}, {})
+    stock, ours = (
+        trained(tmp_path, ours, tiny_model(), {"bf16": True}, {"compute_metrics": metrics}) for ours in (False, True)
+    )
+    losses = [torch.tensor([x["loss"] for x in logged(run) if "loss" in x]) for run in (truth, stock, ours)]
+    assert (losses[2] - losses[0]).abs().max() <= 2 * (losses[1] - losses[0]).abs().max() + 1e-3
+
+
+def test_label_smoothing_is_an_option_of_the_conversion(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError, match="label smoothing is an option of the conversion") as error:
+        trained(tmp_path, True, tiny_model(), {"label_smoothing_factor": 0.1}, {})
+    assert "\n" not in str(error.value)
+    forget()
+    model = cce_dist.convert(tiny_model(), label_smoothing=0.1)
+    ids = Sentences()[0]["input_ids"][None]
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    expected = LabelSmoother(0.1)(tiny_model()(input_ids=ids), ids, shift_labels=True)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
+
+
+def test_generate_in_training_mode_and_resized_embeddings() -> None:
+    stock, ours = tiny_model(), cce_dist.convert(tiny_model())
+    ids = Sentences()[0]["input_ids"][None]
+    answers = [model.train().generate(ids, max_new_tokens=4, do_sample=False) for model in (stock, ours)]
+    assert torch.equal(answers[0], answers[1])
+    for model in (stock, ours):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
+    with pytest.raises(RuntimeError, match="or convert after the replacement"):
+        ours(input_ids=ids, labels=ids)  # the head is another one
+    cce_dist.convert(ours)
+    losses = [model(input_ids=ids, labels=ids).loss for model in (stock, ours)]
+    torch.testing.assert_close(losses[1], losses[0])
+
+
+def with_accelerate(ours: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train in the loop of Accelerate's documentation, and evaluate with gathered predictions."""
+    from accelerate import Accelerator
+
+    forget()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model: Any = tiny_model()
+    if ours:
+        cce_dist.convert(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    loader = torch.utils.data.DataLoader(Sentences(8), batch_size=2)  # pyright: ignore[reportArgumentType]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    for batch in loader:
+        with torch.no_grad():
+            outputs = model(**batch)
+        gathered = accelerator.gather_for_metrics((outputs.logits, outputs.logits.argmax(-1)))
+        losses += [outputs.loss.item(), gathered[0].abs().mean().item(), float(gathered[1].sum())]
+    if ours:
+        cce_dist.require(model)
+    return losses, {name: value.detach() for name, value in model.named_parameters()}
+
+
+def test_accelerate() -> None:
+    stock, ours = with_accelerate(False), with_accelerate(True)
+    torch.testing.assert_close(ours[0], stock[0], rtol=TOLERANCE, atol=TOLERANCE)
+    assert_same_parameters(ours[1], stock[1], TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            lambda model: setattr(model, "_tp_size", 2), "transformers has split it over 2 ranks", id="tp_plan"
+        ),
+        pytest.param(
+            lambda model: setattr(model, "lm_head", torch.nn.Sequential(model.lm_head)),
+            "that is a Sequential",
+            id="class",
+        ),
+    ],
+)
+def test_refused_models(change: Callable, message: str) -> None:
+    model = tiny_model()
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        cce_dist.convert(model)
+
+
+def test_a_model_without_a_head_is_one_line() -> None:
+    import transformers
+
+    config = tiny_model().config
+    with pytest.raises(ValueError, match="looked for the head of LlamaForSequenceClassification") as error:
+        cce_dist.convert(transformers.LlamaForSequenceClassification(config))
+    assert "\n" not in str(error.value)

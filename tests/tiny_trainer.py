@@ -1,0 +1,132 @@
+"""Tiny models and data of Hugging Face, and a run of the real Trainer that returns all that it logged and saved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+VOCAB, LENGTH, STEPS = 64, 12, 4
+
+
+def tiny_model(name: str = "Llama", **more: Any) -> Any:
+    import transformers
+
+    sizes: dict[str, Any] = dict(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4, pad_token_id=0, initializer_range=0.3, attn_implementation="eager",
+    )  # fmt: skip
+    if name == "Gemma2":
+        sizes |= {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes | more))
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Random ids; of each sentence other labels are ignored."""
+
+    def __init__(self, count: int = 32) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index >= self.count:
+            raise IndexError(index)
+        ids = torch.randint(1, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(LENGTH) < index % 5, -100)}
+
+
+def prepare_rank() -> None:
+    """Make this process one that accelerate and DeepSpeed take for a launcher's."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    from accelerate.state import DistributedType, PartialState
+
+    # accelerate runs FSDP2 and DeepSpeed on GPUs alone. These ranks say that they have some; their device is a CPU.
+    gpus: Any = DistributedType.MULTI_GPU
+    prepare_backend = PartialState._prepare_backend
+    state: Any = PartialState
+    state._prepare_backend = lambda self, cpu=False, *args: prepare_backend(self, cpu, *args) if cpu else ("gloo", gpus)
+    with contextlib.suppress(ImportError):
+        import deepspeed
+
+        # On a CPU DeepSpeed compiles a collective of its own at start.
+        comm: Any = sys.modules["deepspeed.comm.torch"]
+        comm.build_shm_op = lambda: None
+        deepspeed.init_distributed("gloo")
+
+
+def forget() -> None:
+    """Have accelerate, transformers and DeepSpeed forget the run before: they hold its state in globals."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+    unset_hf_deepspeed_config()
+    for name in [
+        name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_")) and name != "ACCELERATE_USE_CPU"
+    ]:
+        del os.environ[name]
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # read where the ranks say that they have GPUs
+    if "deepspeed" in sys.modules:
+        from deepspeed.utils import groups
+
+        groups._release_process_group_references()
+
+
+def arguments(folder: Path, kind: Any = None, **more: Any) -> Any:
+    """Return ``TrainingArguments``, or those of another trainer, of a run of a few steps."""
+    import transformers
+
+    given: dict[str, Any] = dict(
+        per_device_train_batch_size=2, per_device_eval_batch_size=2, gradient_accumulation_steps=2, max_steps=STEPS,
+        logging_steps=1, optim="sgd", learning_rate=0.3, max_grad_norm=0.5, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True, ddp_find_unused_parameters=False,
+    )  # fmt: skip
+    if dist.is_initialized():
+        given |= {"ddp_backend": "gloo", "use_cpu": not more.keys() & {"fsdp", "deepspeed"}}
+    return (kind or transformers.TrainingArguments)(str(folder), **given | more)
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    """Return what a trainer logged, but for times."""
+    return [
+        {key: value for key, value in entry.items() if not any(word in key for word in ("second", "runtime", "flos"))}
+        for entry in trainer.state.log_history
+    ]
+
+
+def assert_same_log(ours: list[dict[str, float]], stock: list[dict[str, float]], tolerance: float) -> None:
+    assert len(ours) == len(stock) > 0
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            torch.testing.assert_close(
+                mine[key], value, rtol=tolerance, atol=tolerance, msg=lambda m, k=key: f"{k}: {m}"
+            )
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    """Return the parameters of a model that was saved."""
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    assert files, f"nothing was saved in {folder}"
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+def assert_same_parameters(ours: dict[str, Tensor], stock: dict[str, Tensor], tolerance: float) -> None:
+    assert ours.keys() == stock.keys()
+    for name, value in stock.items():
+        torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
