@@ -19,6 +19,7 @@ from cce_dist.shard import VocabShard
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("auto", "triton", "torch")
+AUX = ("nll", "lse", "target_logit", "entropy", "z_loss", "filter_stats", "max_logit", "label_is_max")
 
 
 class LossOptions(TypedDict, total=False):
@@ -97,6 +98,17 @@ def _num_tokens(name: str, value: Any) -> float | Tensor | None:
     return value
 
 
+def _return_aux(name: str, value: Any) -> tuple[str, ...]:
+    """The names of the outputs, in the order of ``AUX``."""
+    if isinstance(value, bool):
+        return AUX if value else ()
+    if not isinstance(value, (tuple, list, set, frozenset)) or not value:
+        raise TypeError(f"{name} must be a bool or a sequence of names, got {value!r}")
+    for wanted in value:
+        choice(name, wanted, AUX)
+    return tuple(known for known in AUX if known in value)
+
+
 def _reduce_dtype(name: str, value: Any) -> torch.dtype | None:
     if value is not None and value not in DTYPES:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or None, got {value}")
@@ -123,7 +135,7 @@ class Options(NamedTuple):
     input_grad: str = "summed"
     reduce_dtype: torch.dtype | None = None
     grad_filter: GradFilter | None = None
-    return_aux: bool = False
+    return_aux: tuple[str, ...] = ()
     backend: str = "auto"
     workspace_bytes: int = 256 << 20
 
@@ -154,7 +166,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "input_grad": lambda name, value: choice(name, value, ("summed", "partial")),
     "reduce_dtype": _reduce_dtype,
     "grad_filter": _grad_filter,
-    "return_aux": boolean,
+    "return_aux": _return_aux,
     "backend": lambda name, value: choice(name, value, BACKENDS),
     "workspace_bytes": lambda name, value: integer(name, value, 1),
 }

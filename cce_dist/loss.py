@@ -9,6 +9,7 @@ d_loss          ──► op.backward: gradients (kernels) ─► dC stays here,
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -26,25 +27,34 @@ from cce_dist.shard import VocabShard, local_rows
 class LinearCrossEntropyOutput(NamedTuple):
     """The loss and what it is made of; per-token tensors have target's shape, are fp32, and 0 where ignored.
 
-    All but ``filter_stats`` are differentiable.
+    The first six are differentiable.
 
     Attributes:
         loss: As ``linear_cross_entropy`` returns it.
         nll: Negative log-likelihood of the label, in nats; no smoothing, no z-loss.
         lse: Log-sum-exp of the logits over the whole vocabulary.
         target_logit: Logit of the label.
-        entropy: Entropy of the softmax, in nats.
+        entropy: Entropy of the softmax, in nats; None if others were named.
         z_loss: ``z_loss_weight * lse**2``.
-        filter_stats: What the filter dropped on this shard; None without a filter.
+        filter_stats: What the filter dropped on this shard; None without a filter, and if others were named.
+        max_logit: The largest logit; None if others were named.
+        label_is_max: 1 where the label's logit reaches the largest one, else 0: the token accuracy is its mean over tokens with
+            a label. Both logits are sums in fp32 in an order of their own, so they count as equal if they differ by less than
+            ``TIE`` of their size. None if others were named.
     """
 
     loss: Tensor
     nll: Tensor
     lse: Tensor
     target_logit: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
     z_loss: Tensor
     filter_stats: FilterStats | None
+    max_logit: Tensor | None = None
+    label_is_max: Tensor | None = None
+
+
+TIE = 2.0**-17  # see LinearCrossEntropyOutput.label_is_max; relative to the larger of 1 and the largest logit's size
 
 
 @overload
@@ -55,7 +65,8 @@ def linear_cross_entropy(
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_aux: Literal[True], **options: Unpack[LossOptions]
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_aux: Literal[True] | Collection[str],
+    **options: Unpack[LossOptions],
 ) -> LinearCrossEntropyOutput: ...  # fmt: skip
 
 
@@ -78,7 +89,7 @@ def linear_cross_entropy(
     input_grad: str = "summed",
     reduce_dtype: torch.dtype | None = None,
     grad_filter: GradFilter | None = None,
-    return_aux: bool = False,
+    return_aux: bool | Collection[str] = False,
     backend: str = "auto",
     workspace_bytes: int = 256 << 20,
     grad_weight_out: Tensor | None = None,
@@ -115,7 +126,9 @@ def linear_cross_entropy(
         reduce_dtype: What dE is summed over the group in: None for input's dtype, as Megatron does it, or torch.float32
             at twice the bytes of bf16 and without its roundings. Each rank's part is rounded to input's dtype in any case.
         grad_filter: None for exact gradients, or how to filter them.
-        return_aux: Return ``LinearCrossEntropyOutput`` instead of the loss alone.
+        return_aux: Return ``LinearCrossEntropyOutput`` instead of the loss alone, with all outputs or with those named, such as
+            ``("nll", "label_is_max")``. "entropy" and "filter_stats" cost time, and exponentials are not kept beside the
+            entropy; the others are nearly free.
         backend: "triton", "torch", or "auto": Triton on a GPU, else torch. The environment variable CCE_DIST_BACKEND
             overrides "auto".
         workspace_bytes: Bound of the temporary memory for logits, and of what forward may keep for backward; the same on every
@@ -191,7 +204,7 @@ def linear_cross_entropy(
     )  # fmt: skip
     if debug and shard.group is not None and not torch.compiler.is_compiling():
         agree.check_ranks(x, weight, shard, options, call.backend)
-    nll, lse, target_logit, uniform_nll, entropy, filter_stats, *_ = op.forward(
+    nll, lse, target_logit, uniform_nll, entropy, filter_stats, largest, *_ = op.forward(
         x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call
     )
     loss = nll if options.label_smoothing == 0 else (1 - options.label_smoothing) * nll
@@ -211,21 +224,34 @@ def linear_cross_entropy(
             loss = loss / _divisor(x, options, class_weights)
     if not return_aux:
         return loss
-    z_loss = options.z_loss_weight * lse.square()
-    nll, lse, target_logit, entropy, z_loss = (x.view(target.shape) for x in (nll, lse, target_logit, entropy, z_loss))
-    stats = FilterStats(*filter_stats.unbind()) if grad_filter is not None else None
-    return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, stats)
+    per_token = [nll, lse, target_logit, entropy, options.z_loss_weight * lse.square(), largest]
+    return _output(loss, per_token, filter_stats, target, call.spec)
 
 
 def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options) -> Spec:
     want = Want(
         grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.bias)),
-        uniform=options.label_smoothing > 0 and class_weights is None, entropy=options.return_aux,
-        filter_stats=options.return_aux and options.grad_filter is not None,
+        uniform=options.label_smoothing > 0 and class_weights is None, entropy="entropy" in options.return_aux,
+        filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
+        largest=not {"max_logit", "label_is_max"}.isdisjoint(options.return_aux),
     )  # fmt: skip
     f = options.grad_filter
     kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight)
     return Spec(x.logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
+
+
+def _output(
+    loss: Tensor, per_token: list[Tensor], filter_stats: Tensor, target: Tensor, spec: Spec
+) -> LinearCrossEntropyOutput:  # fmt: skip
+    """Give the outputs target's shape, leave out those that are not wanted, and compare the label's logit with the largest."""
+    nll, lse, target_logit, entropy, z_loss, largest = (x.view(target.shape) if x.numel() == target.numel() else x for x in per_token)
+    want = spec.want
+    stats = FilterStats(*filter_stats.unbind()) if want.filter_stats else None
+    output = LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy if want.entropy else None, z_loss, stats)
+    if not want.largest:
+        return output
+    reached = target_logit.detach() + TIE * largest.abs().clamp(min=1) >= largest
+    return output._replace(max_logit=largest, label_is_max=(reached & (target != spec.ignore_index)).float())
 
 
 def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | None) -> float | Tensor:

@@ -34,8 +34,8 @@ def _forward(
 
     Returns:
         nll, lse, target logit, nll of the uniform distribution, entropy: [N] fp32 each, the last two empty unless wanted.
-        Then the filter's statistics, [3] or empty. Then what backward needs: the merged maximum, logarithm of the sum and
-        entropy, [2 or 3, N]; the label ids; what the backend saves.
+        Then the filter's statistics, [3], and the largest logit, [N], both empty unless wanted. Then what backward needs: the
+        merged maximum, logarithm of the sum and entropy, [2 or 3, N]; the label ids; what the backend saves.
     """
     call = Call.of(flat)
     spec, layout = call.spec, call.layout
@@ -61,7 +61,10 @@ def _forward(
         filter_stats = merged.new_empty(0)
         if spec.want.filter_stats:
             filter_stats = backend.filter_stats(x, Softmax(merged[0], merged[1]), saved, spec)
-        return *losses, filter_stats, [merged, ids, *saved]
+        largest = merged.new_empty(0)
+        if spec.want.largest:  # 0 or NaN where there is no label, as in the log-sum-exp
+            largest = torch.where(ids >= 0, merged[0], losses[1])
+        return *losses, filter_stats, largest, [merged, ids, *saved]
 
 
 def _statistics_on_arrival(
@@ -142,7 +145,8 @@ def _forward_fake(hidden, weight, bias, labels, grad_weight_out, *flat):
         Operands(hidden, weight, bias, ids, call.spec.logits), call.spec
     )  # fmt: skip
     filter_stats = empty(3 if want.filter_stats else 0)
-    return *losses, filter_stats, [empty(2 + want.entropy, num_tokens), ids, *saved]
+    largest = empty(num_tokens if want.largest else 0)
+    return *losses, filter_stats, largest, [empty(2 + want.entropy, num_tokens), ids, *saved]
 
 
 def _backward_fake(d_losses, hidden, weight, bias, saved, grad_weight_out, want, *flat):
@@ -156,10 +160,10 @@ def _backward_fake(d_losses, hidden, weight, bias, saved, grad_weight_out, want,
 
 def _save(ctx, inputs, output) -> None:
     hidden, weight, bias, _, grad_weight_out, *ctx.flat = inputs
-    filter_stats, saved = output[NUM_LOSSES:]
+    filter_stats, largest, saved = output[NUM_LOSSES:]
     ctx.save_for_backward(hidden, weight, bias, *saved)
     ctx.grad_weight_out = grad_weight_out
-    ctx.mark_non_differentiable(filter_stats, *saved)
+    ctx.mark_non_differentiable(filter_stats, largest, *saved)
     ctx.set_materialize_grads(False)
 
 
@@ -240,7 +244,7 @@ def forward(
 _LIBRARY = torch.library.Library("cce_dist", "DEF")
 _LIBRARY.define(
     f"forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? grad_weight_out, {SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])"
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])"
 )
 _LIBRARY.define(
     "backward(Tensor?[] d_losses, Tensor hidden, Tensor weight, Tensor? bias, Tensor[] saved, "

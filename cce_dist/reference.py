@@ -61,7 +61,9 @@ def _loss_of(
         loss = loss.sum()
     if reduction == "mean":
         loss = loss / (divisor if num_tokens is None else num_tokens)
-    return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, None)
+    max_logit = torch.where(valid, z.amax(-1), 0.0).detach()
+    is_max = (valid & (target_logit == max_logit)).to(z.dtype)
+    return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, None, max_logit, is_max)
 
 
 def filtered_gradients(

@@ -94,12 +94,14 @@ class Want(NamedTuple):
         uniform: Nll of the uniform distribution, for label smoothing.
         entropy: Entropy of the softmax.
         filter_stats: Share of logits and mass of the softmax that the filter keeps and drops.
+        largest: Largest logit.
     """
 
     grad: bool = True
     uniform: bool = False
     entropy: bool = False
     filter_stats: bool = False
+    largest: bool = False
 
 
 class Spec(NamedTuple):

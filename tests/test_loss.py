@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cce_dist import GradFilter, VocabParallelHead, linear_cross_entropy, reference
-from cce_dist.call import Call
+from cce_dist import GradFilter, LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy, reference
+from cce_dist.call import AUX, Call
 from cce_dist.kernels import Filter, ShardLogits, Spec, Want, budget
 from cce_dist.verify.check import assert_no_worse
 
@@ -62,6 +62,10 @@ def test_double_backward_is_refused(data):
         grad.square().sum().backward()
 
 
+def test_names_of_aux_are_the_outputs():
+    assert LinearCrossEntropyOutput._fields[1:] == AUX
+
+
 def test_compiles_as_one_graph(data):
     """Catches a graph break, and a fake whose shapes are not the operator's."""
     hidden, _, target = data
@@ -89,7 +93,7 @@ def test_compiles_as_one_graph(data):
 
 def test_operators_pass_torchs_own_check(data):
     hidden, weight, target = data
-    want = Want(uniform=True, entropy=True, filter_stats=True)
+    want = Want(uniform=True, entropy=True, filter_stats=True, largest=True)
     call = Call(Spec(ShardLogits(0, V), V, filter=Filter(2.0**-12), want=want, workspace_bytes=1 << 20))
     assert Call.of(call.flat()) == call
     torch.library.opcheck(torch.ops.cce_dist.forward.default, (hidden, weight, None, target, None, *call.flat()))
@@ -102,6 +106,23 @@ def test_one_input_without_gradient(data):
     only_hidden = torch.autograd.grad(linear_cross_entropy(hidden, weight.detach(), target), hidden)[0]
     only_weight = torch.autograd.grad(linear_cross_entropy(hidden.detach(), weight, target), weight)[0]
     assert torch.equal(whole[0], only_hidden) and torch.equal(whole[1], only_weight)
+
+
+def test_named_outputs_alone_are_computed(data):
+    """Catches an entropy that is paid for unasked, and a token accuracy that is not that of the logits."""
+    hidden, weight, target = data
+    target = target.clone()
+    logits = hidden @ weight.T
+    target[:3] = logits[:3].argmax(1)
+    target[3:5] = -100
+    out = linear_cross_entropy(hidden, weight, target, return_aux=["label_is_max", "nll"])
+    assert out.entropy is None and out.filter_stats is None and out.label_is_max is not None
+    assert torch.equal(out.label_is_max, (target == logits.argmax(1)).float())
+    assert out.label_is_max[:3].all() and not out.label_is_max[3:5].any() and not out.label_is_max.requires_grad
+    assert out.max_logit is not None and not out.max_logit[3:5].any()
+    torch.testing.assert_close(out.max_logit[5:], logits.amax(1)[5:].detach())
+    only_nll = linear_cross_entropy(hidden, weight, target, return_aux=("nll",))
+    assert only_nll.max_logit is None and torch.equal(only_nll.loss, out.loss)
 
 
 def test_num_tokens_may_be_a_tensor(data):

@@ -56,7 +56,7 @@ def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndar
     kept_tiles = math.nan
     if isinstance(head, VocabParallelHead) and head.loss_options["grad_filter"] is not None:
         with torch.no_grad(), recipe.autocast():
-            options = {**head.loss_options, "return_aux": True}
+            options = {**head.loss_options, "return_aux": ("filter_stats",)}
             output = linear_cross_entropy(hidden, head.weight, part_labels, **options)
         assert isinstance(output, LinearCrossEntropyOutput) and output.filter_stats is not None
         kept_tiles = output.filter_stats.kept_tiles.item()

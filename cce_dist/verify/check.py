@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cce_dist import reference
 from cce_dist.filter import GradFilter
-from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
+from cce_dist.loss import TIE, LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
 from cce_dist.verify.cases import Case, Problem, even, random_problem
 
@@ -98,6 +98,9 @@ def run_case(
         if name == "dE" and case.options.get("input_grad") == "partial" and group is not None:
             ours = ours.float().clone()
             dist.all_reduce(ours, group=group)
+        if name == "label_is_max":
+            errors.append(_wrong_ties(ours, truth, baseline))
+            continue
         held_in = dtype if name in ("dE", "dC", "dbias") else torch.float32
         if filtered:
             errors += _filter_errors(name, ours, *expected[:3], case)
@@ -113,6 +116,15 @@ def run_case(
         differ = sum(not torch.equal(_bits(loss), _bits(first["loss"])) for loss in losses)
         errors.append(Error("bits over ranks", float(differ), 0.0))
     return errors
+
+
+def _wrong_ties(ours: Tensor, truth: dict[str, Tensor], baseline: dict[str, Tensor]) -> Error:
+    """Tokens that are wrongly said to have their label on top, or not, though the two logits differ by more than rounding."""
+    largest, at_label = truth["max_logit"], truth["target_logit"]
+    noise = (baseline["max_logit"] - largest).abs().nan_to_num(0.0, 0.0, 0.0).max() if largest.numel() else 0.0
+    close = (largest - at_label).abs() <= 2 * noise + 4 * TIE * largest.abs().clamp(min=1)
+    wrong = (ours != truth["label_is_max"]) & ~close & largest.isfinite() & at_label.isfinite()
+    return Error("label_is_max", float(wrong.sum()), 0.0)
 
 
 def _filter_errors(name: str, ours: Tensor, baseline: Tensor, truth: Tensor, plain: Tensor, case: Case) -> list[Error]:
@@ -148,6 +160,7 @@ def _objective(case: Case, out: LinearCrossEntropyOutput, upstream: Tensor | Non
     loss = out.loss if upstream is None else out.loss * upstream
     if case.objective == "loss":
         return loss.sum()
+    assert out.entropy is not None
     return (
         loss.sum()
         + (out.nll + 0.3 * out.lse.sin() + 0.5 * out.target_logit - 0.7 * out.entropy + 0.2 * out.z_loss).sum()
