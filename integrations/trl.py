@@ -30,12 +30,13 @@ from torch import Tensor, nn
 
 from cce_dist import VocabShard, linear_cross_entropy
 from cce_dist.integrations import peft
-from cce_dist.integrations.deferred import Head, TensorLogits, check_class, give_back, take
+from cce_dist.integrations.deferred import Head, Task, TensorLogits, check_class, give_back, take
 from cce_dist.integrations.options import Options
 
 PARAMETERS = ("model", "temperature", "cast_lm_head_to_fp32", "outputs")
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
 OUTPUTS = FIELDS[1:6]
+AUX = {"entropy": "entropy", "is_top1": "label_is_max"}  # outputs that the loss computes if they are named
 NAME = "add_fused_lm_head"
 
 
@@ -117,7 +118,7 @@ def _add_forward(model: Any, score: _Score) -> None:
         if not fused_lm_head:
             return original(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
         # PEFT and FSDP may have replaced the head since.
-        with _deferring(self.get_output_embeddings()):
+        with _deferring(self.get_output_embeddings(), score.options):
             out = original(*args, **{**kwargs, "use_cache": False})
             if not isinstance(out.logits, TensorLogits):
                 raise RuntimeError(f"cce_dist: {type(self).__name__} makes logits without its output embedding")
@@ -136,21 +137,15 @@ def _add_forward(model: Any, score: _Score) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-class _Deferring:
+class _Deferring(Task):
     """The task of a head that defers every call."""
-
-    def __init__(self, head: Any) -> None:
-        self.shard = VocabShard(0, head.out_features, head.out_features)
 
     def deferring(self) -> bool:
         return True
 
-    def defer(self, head: Any, hidden: Tensor) -> TensorLogits:
-        return TensorLogits(head, self, hidden)
-
 
 @contextlib.contextmanager
-def _deferring(output: Any) -> Iterator[None]:
+def _deferring(output: Any, options: Options) -> Iterator[None]:
     """Let the head of a model defer, and be as before afterwards."""
     head = peft.in_use(output)
     if isinstance(head, Head):
@@ -162,7 +157,7 @@ def _deferring(output: Any) -> Iterator[None]:
         check_class(type(head))
     if "forward" in vars(head):
         raise ValueError("cce_dist cannot take over the output embedding: somebody has replaced its forward")
-    take(head, _Deferring(head))
+    take(head, _Deferring(options, VocabShard(0, head.out_features, head.out_features)))
     try:
         yield
     finally:
@@ -195,22 +190,21 @@ class _Score:
         kind = hidden.device.type
         with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not self.in_fp32):
             hidden, weight, bias = peft.operands(head, hidden.float() if self.in_fp32 else hidden)
+            aux = {"nll", *(AUX[name] for name in self.outputs if name in AUX)}
             call = functools.partial(
-                linear_cross_entropy, hidden, weight.to(hidden.dtype), labels, reduction="none", return_aux=True,
+                linear_cross_entropy, hidden, weight.to(hidden.dtype), labels, reduction="none", return_aux=tuple(aux),
                 linear_bias=None if bias is None else bias.to(hidden.dtype), backend=self.options.backend,
                 workspace_bytes=self.options.workspace_bytes,
             )  # fmt: skip
             # A loss that is all smoothing is lse - mean_j z_j.
             smoothing = float("mean_logits" in self.outputs)
-            aux = call(logit_scale=logit_scale, softcap=softcap, label_smoothing=smoothing)
-            results = {"log_probs": -aux.nll, "entropy": aux.entropy, "mean_logits": (aux.lse - aux.loss).detach()}
+            found = call(logit_scale=logit_scale, softcap=softcap, label_smoothing=smoothing)
+            results = {"log_probs": -found.nll, "entropy": found.entropy, "mean_logits": (found.lse - found.loss).detach()}
             if "is_top1" in self.outputs:
-                results["is_top1"] = aux.label_is_max.bool()
+                results["is_top1"] = found.label_is_max.bool()
             if "log_sum_sq_probs" in self.outputs:
                 # sum_j p_j^2 = exp(lse(2 z) - 2 lse(z)), and the double of capped logits is one of twice the cap.
                 with torch.no_grad():
                     double = call(logit_scale=2 * logit_scale, softcap=None if softcap is None else 2 * softcap)
-                results["log_sum_sq_probs"] = double.lse - 2 * aux.lse.detach()
+                results["log_sum_sq_probs"] = double.lse - 2 * found.lse.detach()
         return tuple(results[name] for name in OUTPUTS if name in self.outputs)
-
-
