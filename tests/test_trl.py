@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("trl")
 
 import transformers
+from test_deepspeed import prepare
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from cce_dist.integrations import trl as cce_trl
+from cce_dist.integrations.deferred import Task, take
+from cce_dist.integrations.options import ModelOptions
+from cce_dist.ranks import run_ranks
+from cce_dist.shard import VocabShard
 from cce_dist.verify.check import assert_no_worse
 
-WORDS = "<pad> <eos> <unk> the a cat dog bird sat ran flew on over under mat log house and then it was red blue fast".split()
+WORDS = [
+    "<pad>", "<eos>", "<unk>", "the", "a", "cat", "dog", "bird", "sat", "ran", "flew", "on", "over", "under", "mat", "log",
+    "house", "and", "then", "it", "was", "red", "blue", "fast",
+]  # fmt: skip
 VOCAB, SEQ = 67, 12
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
@@ -122,7 +135,9 @@ def test_all_outputs_and_gradients_are_trls(name: str, temperature: float) -> No
             # The mean logit is a difference from the log-sum-exp, and has the rounding of its size.
             size = truth_lse if key == "mean_logits" else 0
             assert_no_worse(mine + size, theirs + size, true + size, mine.dtype, key)
-    for (where, mine), theirs, true in zip(ours.named_parameters(), stock.parameters(), truth.parameters(), strict=True):
+    for (where, mine), theirs, true in zip(
+        ours.named_parameters(), stock.parameters(), truth.parameters(), strict=True
+    ):
         assert mine.grad is not None and theirs.grad is not None and true.grad is not None
         assert_no_worse(mine.grad, theirs.grad, true.grad, quantity=where)
 
@@ -244,3 +259,180 @@ def test_trainers_log_and_learn_as_they_do(make: Callable, name: str, tmp_path: 
     for where, parameter in found.items():
         torch.testing.assert_close(parameter, expected[where], rtol=1e-5, atol=1e-6, msg=where)
     assert any(not torch.equal(start[where], parameter) for where, parameter in found.items())
+
+
+STEPS, RATE = 2, 0.5
+OUTPUTS = ("log_probs", "entropy", "is_top1")
+
+
+def loss_of(out: Any) -> Tensor:
+    return out.loss + 0.1 * out.entropy.mean()
+
+
+def one_rank(name: str) -> Any:
+    """Train with TRL's own function on the batches of both ranks, and return the model."""
+    model = model_of(name)
+    add(model, outputs=OUTPUTS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(STEPS):
+        for rank in range(2):
+            (loss_of(model(**batch(2 * step + rank), fused_lm_head=True)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def check_fsdp(name: str, head_alone: bool, expected: Any) -> None:
+    model = model_of(name)
+    add(model, outputs=OUTPUTS)
+    gathers = 0
+
+    def gathered(*_: Any) -> None:
+        nonlocal gathers
+        gathers += not isinstance(model.lm_head.weight, DTensor)
+
+    if head_alone:
+        fully_shard(model.lm_head)
+    fully_shard(model)
+    model.lm_head.register_forward_pre_hook(gathered)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(STEPS):
+        loss_of(model(**batch(2 * step + dist.get_rank()), fused_lm_head=True)).backward()
+        assert gathers == step + 1  # by the hooks of FSDP2 alone
+        assert not head_alone or isinstance(model.lm_head.weight, DTensor)
+        optimizer.step()
+        optimizer.zero_grad()
+    for (where, mine), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs, rtol=2e-5, atol=2e-5, msg=where)
+
+
+def check_zero3(name: str, expected: Any) -> None:
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    model = model_of(name)
+    add(model, outputs=OUTPUTS)
+    config = {
+        "train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+        },
+    }  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    for step in range(STEPS):
+        loss = loss_of(engine(**batch(2 * step + dist.get_rank()), fused_lm_head=True))
+        # A head that is not tied is a piece again until backward.
+        assert name == "gemma2" or model.lm_head.weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        engine.backward(loss)
+        engine.step()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        for (where, mine), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach(), theirs, rtol=2e-5, atol=2e-5, msg=where)
+
+
+def two_ranks() -> None:
+    prepare()
+    for name in ("llama", "gemma2"):  # the second is tied, and has a softcap
+        cce_trl.uninstall()
+        expected = one_rank(name)
+        cce_trl.install()
+        for head_alone in (False, True)[: 1 + (name == "llama")]:
+            check_fsdp(name, head_alone, expected)
+        check_zero3(name, expected)
+
+
+def test_fsdp2_and_zero3_gather_the_head_themselves() -> None:
+    """Catches a weight that is read outside of the head's hooks, and one that is kept whole from forward to backward."""
+    run_ranks(two_ranks, 2)
+
+
+def test_install_is_undone_and_done_again() -> None:
+    from trl.trainer import grpo_trainer, utils
+
+    theirs = utils.add_fused_lm_head
+    cce_trl.install()
+    ours = grpo_trainer.add_fused_lm_head
+    assert ours is utils.add_fused_lm_head is not theirs
+    cce_trl.install(backend="torch", workspace_bytes=1 << 20)
+    assert ours is not utils.add_fused_lm_head is grpo_trainer.add_fused_lm_head
+    assert utils.add_fused_lm_head.cce_original is theirs
+    cce_trl.uninstall()
+    cce_trl.uninstall()
+    assert theirs is utils.add_fused_lm_head is grpo_trainer.add_fused_lm_head
+
+
+def test_without_a_label_there_is_a_gradient_of_zero() -> None:
+    cce_trl.install()
+    model = model_of("llama")
+    add(model)
+    out = model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.full((1, 4), -100), fused_lm_head=True)
+    out.loss.backward()
+    assert out.loss == 0 and not model.lm_head.weight.grad.any() and not model.model.embed_tokens.weight.grad.any()
+
+
+def test_the_other_forward_stays() -> None:
+    """Catches a head that still defers: generate, and passes that look at logits."""
+    cce_trl.install()
+    model = model_of("llama")
+    expected = model(**batch())
+    add(model)
+    found = model(**batch())
+    assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
+    model(**batch(), fused_lm_head=True)
+    assert torch.equal(model(**batch()).logits, expected.logits)
+    assert model.generate(batch()["input_ids"], max_new_tokens=2, do_sample=False).shape == (3, SEQ + 2)
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_is_no_worse(in_fp32: bool, autocast: bool) -> None:
+    stock = model_of("llama")
+    truth = {**dense(copy.deepcopy(stock).double(), 1.0, **batch())}
+    stock = stock if autocast else stock.bfloat16()
+    ours = copy.deepcopy(stock)
+    add(stock, cast_lm_head_to_fp32=in_fp32, outputs=OUTPUTS)
+    cce_trl.install()
+    add(ours, cast_lm_head_to_fp32=in_fp32, outputs=OUTPUTS)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        theirs, mine = (model(**batch(), fused_lm_head=True) for model in (stock, ours))
+    for key in ("log_probs", "entropy"):
+        assert mine[key].dtype == torch.float32
+        assert_no_worse(mine[key], theirs[key], truth[key], quantity=key)
+
+
+def other_function(model: Any, temperature: float = 1.0, outputs: tuple[str, ...] = ()) -> None: ...
+
+
+def test_another_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl.trainer import utils
+
+    monkeypatch.setattr(utils, "add_fused_lm_head", other_function)
+    with pytest.raises(
+        RuntimeError, match=r"knows TRL 1\.16: there add_fused_lm_head takes .*; in .* model, temperature, o"
+    ):
+        cce_trl.install()
+    monkeypatch.delattr(utils, "add_fused_lm_head")
+    with pytest.raises(RuntimeError, match="add_fused_lm_head takes"):
+        cce_trl.install()
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
+    with pytest.raises(ImportError, match="needs TRL"):
+        cce_trl.install()
+
+
+def test_what_is_not_served_is_one_line() -> None:
+    with pytest.raises(ValueError, match="backend must be one of"):
+        cce_trl.install(backend="cuda")
+    cce_trl.install()
+    model = model_of("llama")
+    with pytest.raises(ValueError, match="top2_gap is none of them"):
+        add(model, outputs=("log_probs", "top2_gap"))
+    add(model)
+    model.lm_head.forward = types.MethodType(nn.Linear.forward, model.lm_head)
+    with pytest.raises(ValueError, match="somebody has replaced its forward"):
+        model(**batch(), fused_lm_head=True)
+    del model.lm_head.forward
+    take(model.lm_head, Task(ModelOptions(), VocabShard(0, VOCAB, VOCAB)))
+    with pytest.raises(ValueError, match="revert the model"):
+        model(**batch(), fused_lm_head=True)
