@@ -80,7 +80,9 @@ def operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 def _check(head: Any, base: nn.Module) -> None:
     """Raise unless the LoRA layer adds ``s B A`` to the weight of an ``nn.Linear`` that is whole here."""
     if type(base).forward is not nn.Linear.forward:
-        raise ValueError(f"cce_dist cannot take over LoRA on a head that is a {type(base).__name__}: it must be nn.Linear")
+        raise ValueError(
+            f"cce_dist cannot take over LoRA on a head that is a {type(base).__name__}: it must be nn.Linear"
+        )
     variants = [type(v).__name__ for name, v in head.lora_variant.items() if name in head.active_adapters]
     if variants:
         raise ValueError(f"cce_dist cannot take over a head with {variants[0]}: only plain LoRA is a sum of products")

@@ -59,7 +59,10 @@ def install(*, backend: str = "auto", workspace_bytes: int = 256 << 20) -> None:
 
     @functools.wraps(original)
     def ours(
-        model: Any, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False, outputs: tuple[str, ...] = ("log_probs",)
+        model: Any,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: tuple[str, ...] = ("log_probs",),
     ) -> None:
         unknown = [name for name in outputs if name not in OUTPUTS]
         if unknown:
@@ -89,7 +92,9 @@ def _known() -> Callable:
     for what, found, wanted in ((f"{NAME} takes", has, PARAMETERS), ("FusedCausalLMOutput has", fields, FIELDS)):
         if found != wanted:
             version = sys.modules["trl"].__version__
-            raise RuntimeError(f"cce_dist knows TRL 1.16: there {what} {', '.join(wanted)}; in {version} {', '.join(found)}")
+            raise RuntimeError(
+                f"cce_dist knows TRL 1.16: there {what} {', '.join(wanted)}; in {version} {', '.join(found)}"
+            )
     assert function is not None
     return function
 
@@ -128,7 +133,9 @@ def _add_forward(model: Any, score: _Score) -> None:
             found = score(logits[mask], target[mask])
         # masked_scatter keeps an output without any label a part of the graph, whose backward all ranks then run.
         found = {name: x.new_zeros(mask.shape).masked_scatter(mask, x) for name, x in found.items()}
-        loss = -found["log_probs"].sum() / (mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        loss = -found["log_probs"].sum() / (
+            mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        )
         aux_loss = getattr(out, "aux_loss", None)
         if aux_loss is not None:
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
@@ -199,7 +206,11 @@ class _Score:
             # A loss that is all smoothing is lse - mean_j z_j.
             smoothing = float("mean_logits" in self.outputs)
             found = call(logit_scale=logit_scale, softcap=softcap, label_smoothing=smoothing)
-            results = {"log_probs": -found.nll, "entropy": found.entropy, "mean_logits": (found.lse - found.loss).detach()}
+            results = {
+                "log_probs": -found.nll,
+                "entropy": found.entropy,
+                "mean_logits": (found.lse - found.loss).detach(),
+            }
             if "is_top1" in self.outputs:
                 results["is_top1"] = found.label_is_max.bool()
             if "log_sum_sq_probs" in self.outputs:
