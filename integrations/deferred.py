@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cce_dist import VocabShard, linear_cross_entropy
+from cce_dist.integrations import peft
 
 # A level below WARNING is dropped unless somebody configures logging, and the line is there to be seen.
 _log = logging.getLogger("cce_dist").warning
@@ -263,8 +264,9 @@ class Task:
             self.num_losses += 1
             label_smoothing = label_smoothing or options.label_smoothing
             call["z_loss_weight"] = options.z_loss_weight
+        hidden, weight, bias = peft.operands(head, hidden)
         return linear_cross_entropy(
-            hidden, head.weight, target, linear_bias=getattr(head, "bias", None), shard=self.shard,
+            hidden, weight, target, linear_bias=bias, shard=self.shard,
             label_smoothing=label_smoothing, reduce_dtype=options.reduce_dtype, grad_filter=options.grad_filter,
             backend=options.backend, workspace_bytes=options.workspace_bytes, **call,
         )  # fmt: skip
@@ -318,7 +320,7 @@ def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[s
         raise ValueError(
             f'cce_dist looked for the head of {type(model).__name__} and found {names}: name it in "cce_dist.head"'
         )
-    head = modules[found[0]]
+    head = peft.in_use(modules[found[0]])
     check_class(type(head), own)
     if "forward" in vars(head):
         raise ValueError(f"cce_dist cannot take over {found[0]}: somebody has replaced its forward")
@@ -327,7 +329,7 @@ def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[s
 
 def check_class(kind: type, own: tuple[type, ...] = ()) -> None:
     """Raise if modules of this class are not the plain product with their weight."""
-    plain = getattr(kind, "forward", None) is nn.Linear.forward
+    plain = getattr(kind, "forward", None) is nn.Linear.forward or peft.is_lora(kind)
     if not (plain or issubclass(kind, own) or kind.__name__ == "VocabParallelLinear"):  # the last is AutoTP's
         raise ValueError(f"cce_dist cannot take over a head that is a {kind.__name__}: it must be nn.Linear or CCEHead")
 

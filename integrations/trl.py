@@ -160,8 +160,7 @@ def _deferring(output: Any, options: Options) -> Iterator[None]:
             "cce_dist: this model is converted, and TRL's trainers compute the loss outside of it: revert the model, and "
             "call cce_dist.integrations.trl.install() alone"
         )
-    if not peft.is_lora(type(head)):
-        check_class(type(head))
+    check_class(type(head))
     if "forward" in vars(head):
         raise ValueError("cce_dist cannot take over the output embedding: somebody has replaced its forward")
     take(head, _Deferring(options, VocabShard(0, head.out_features, head.out_features)))
