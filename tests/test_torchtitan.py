@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 pytest.importorskip("torchtitan")
@@ -47,18 +48,18 @@ def on_cpu() -> None:
     device._get_available_device_type = lambda: "cpu"
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask
     from torchtitan.components import metrics
     from torchtitan.distributed import fsdp, utils
     from torchtitan.models.common import attention
 
     patches: Any = SimpleNamespace(metrics=metrics, fsdp=fsdp, utils=utils, attention=attention, schedule=Schedule1F1B)
-    # A CPU has no monitor of its memory, no barrier by device, and no compiler here.
+    # A CPU has no monitor of its memory, no barrier by device, no compiler here, and no backward of flex attention.
     stats = metrics.DeviceMemStats(*[0] * len(metrics.DeviceMemStats._fields))
     monitor = SimpleNamespace(device_name="cpu", reset_peak_stats=lambda: None, get_peak_stats=lambda: stats)
     patches.metrics.build_device_memory_monitor = lambda: monitor
     patches.utils.set_pg_timeouts = lambda **_: None
-    patches.attention.FlexAttention._compiled_flex_attn = staticmethod(flex_attention)
+    patches.attention.FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
     patches.attention._compiled_create_block_mask = create_block_mask
     # gloo cannot multiply while it sums.
     divide = fsdp.disable_fsdp_gradient_division
@@ -78,6 +79,15 @@ def on_cpu() -> None:
         self._step_microbatches(**microbatches)
 
     patches.schedule.step = step
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float | None, enable_gqa: bool, **_: Any
+) -> tuple[Tensor, None]:
+    from torch.nn.attention.flex_attention import create_mask
+
+    mask = create_mask(block_mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], device="cpu")
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), None
 
 
 @functools.cache
@@ -120,7 +130,7 @@ def config_of(out: Path, parallelism: dict[str, Any]) -> Any:
 
     config = llama3_debugmodel()
     model = config.model_spec.model
-    model.layers, model.vocab_size = model.layers[:2], VOCAB
+    model.layers, model.vocab_size = model.layers[: parallelism.get("pipeline_parallel_degree", 1)], VOCAB
     model.tok_embeddings.num_embeddings = model.lm_head.out_features = config.loss.loss_fn.global_vocab_size = VOCAB
     context = "context_parallel_degree" in parallelism
     for layer in () if context else model.layers:
@@ -174,10 +184,12 @@ def compare_trainers(out: Path, parallelism: dict[str, Any]) -> None:
         compute = torchtitan.linear_cross_entropy
         patch.setattr(torchtitan, "linear_cross_entropy", lambda *a, **k: losses.append(0) or compute(*a, **k))
         ours, found = trained(config)
-    is_last = "pipeline_parallel_degree" not in parallelism or dist.get_rank() == 1
-    per_step = 1 if "pipeline_parallel_degree" not in parallelism else BATCH
+    pipeline = "pipeline_parallel_degree" in parallelism
     validations = sum(log[0] == "validation" for log in ours)
-    assert len(losses) == is_last * (STEPS * per_step + validations)
+    if pipeline:  # each microbatch, and torch's first look at the shapes of the stages
+        assert len(losses) == (0 if dist.get_rank() == 0 else STEPS * BATCH + 1)
+    else:
+        assert len(losses) == STEPS + validations
     assert len(ours) == len(stock) == STEPS + validations
     for mine, theirs in zip(ours, stock, strict=True):
         torch.testing.assert_close(mine[1:], theirs[1:], rtol=1e-5, atol=1e-5)
@@ -254,3 +266,90 @@ def test_the_trainer_trains_as_with_its_own_loss(world: int, tmp_path: Path) -> 
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "a", "eos_token": "a"}))
     run_ranks(ranks_of, world, world, tmp_path)
+
+
+def load_config(name: str) -> Any:
+    from torchtitan.models.llama3 import config_registry
+
+    return getattr(config_registry, name)()
+
+
+def graph_config() -> Any:
+    from torchtitan.experiments.graph_trainer.llama3.config_registry import graph_trainer_llama3_debugmodel
+
+    return graph_trainer_llama3_debugmodel()
+
+
+def test_the_override_is_torchtitans_own() -> None:
+    """Catches a key that the config cannot hold, and a chunk number or another field that is lost."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
+
+    config = load_config("llama3_debugmodel")
+    config.loss.num_chunks = 3
+    imports = parse_cli_imports([OURS + '={"z_loss_weight": 1e-4, "filter": "compensated"}'])
+    (line,) = apply_overrides(OverrideConfig(imports=imports), config)
+    assert "loss ChunkedLossWrapper.Config -> CCELoss.Config with z_loss_weight=0.0001" in line
+    assert config.loss.num_chunks == 3 and config.loss.loss_fn.global_vocab_size == 2048
+    assert json.dumps(config.loss.to_dict())
+    options = config.loss.build().options
+    assert options.z_loss_weight == 1e-4 and options.grad_filter is not None
+
+
+@pytest.mark.parametrize(
+    ("make", "keys", "message"),
+    [
+        pytest.param(functools.partial(load_config, "llama3_debugmodel_ce_loss"), {}, "got CrossEntropyLoss", id="plain"),
+        pytest.param(graph_config, {}, "got ChunkedLossWrapperWithParamGrads.Config: .*graph_trainer has its own", id="graph"),
+        pytest.param(functools.partial(load_config, "llama3_debugmodel"), {"fliter": "plain"}, 'no key "fliter"', id="key"),
+        pytest.param(
+            functools.partial(load_config, "llama3_debugmodel"), {"z_loss_weight": -1}, '"z_loss_weight" of cce_', id="value"
+        ),
+    ],
+)  # fmt: skip
+def test_other_losses_and_keys_are_one_line(make: Any, keys: dict[str, Any], message: str) -> None:
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+
+    with pytest.raises(ValueError, match=message) as error:
+        apply_overrides(OverrideConfig(imports=[(OURS, keys)]), make())
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_not_served_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtitan.components import loss as losses
+    from torchtitan.distributed import utils
+
+    from cce_dist.integrations import torchtitan
+
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    chunked = losses.ChunkedLossWrapper.Config()
+    loss = torchtitan.cce_loss(chunked).build()
+    with pytest.raises(ValueError, match="a head that is a Scaled: it must be"):
+        loss.set_lm_head(Scaled(2, 3))
+    chunked.loss_fn = losses.MSELoss.Config()
+    with pytest.raises(ValueError, match="the chunked loss is a MSELoss"):
+        torchtitan.cce_loss(chunked)
+    monkeypatch.setattr(utils, "_spmd_backend", "full_dtensor")
+    with pytest.raises(ValueError, match="spmd_backend to be one of spmd_types, partial_dtensor"):
+        torchtitan.cce_loss(losses.ChunkedLossWrapper.Config()).build()
+
+
+def test_the_keys_are_for_training_alone() -> None:
+    """Catches a z-loss or smoothing in validation, whose losses are compared with others."""
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    from cce_dist.integrations import torchtitan
+
+    head, hidden, labels = nn.Linear(8, 11), torch.randn(1, 4, 8), torch.tensor([[1, 2, -100, 4]])
+    loss = torchtitan.cce_loss(ChunkedLossWrapper.Config(), z_loss_weight=0.5, label_smoothing=0.1).build()
+    loss.set_lm_head(head)
+    logits = head(hidden)
+    plain = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    lse = logits.logsumexp(-1)[labels != -100]
+    smooth = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(loss(hidden, labels)[0], smooth + 0.5 * lse.square().sum())
+    head.eval()
+    torch.testing.assert_close(loss(hidden, labels)[0], plain)
+    torch.testing.assert_close(loss(hidden, labels, torch.tensor(6), positions=None)[0], plain / 6)
