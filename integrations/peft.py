@@ -77,7 +77,7 @@ def operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     return torch.cat(rows, -1), torch.cat(columns, 1), None if bias is None else bias.to(base.weight.dtype)
 
 
-def _check(head: Any, base: nn.Module) -> None:
+def _check(head: Any, base: Any) -> None:
     """Raise unless the LoRA layer adds ``s B A`` to the weight of an ``nn.Linear`` that is whole here."""
     if type(base).forward is not nn.Linear.forward:
         raise ValueError(

@@ -75,7 +75,7 @@ def install(*, backend: str = "auto", workspace_bytes: int = 256 << 20) -> None:
 
 def uninstall() -> None:
     """Undo ``install``, for trainers that are made from now on."""
-    ours = getattr(sys.modules.get("trl.trainer.utils"), NAME, None)
+    ours: Any = getattr(sys.modules.get("trl.trainer.utils"), NAME, None)
     if hasattr(ours, "cce_original"):
         _replace(ours, ours.cce_original)
 
@@ -204,7 +204,7 @@ class _Score:
             )  # fmt: skip
             # A loss that is all smoothing is lse - mean_j z_j.
             smoothing = float("mean_logits" in self.outputs)
-            found = call(logit_scale=logit_scale, softcap=softcap, label_smoothing=smoothing)
+            found: Any = call(logit_scale=logit_scale, softcap=softcap, label_smoothing=smoothing)
             results = {
                 "log_probs": -found.nll,
                 "entropy": found.entropy,

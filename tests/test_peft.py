@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("peft")
 
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.profiler import profile
 
@@ -44,7 +44,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(name: str, **config: Any) -> PeftModel:
+def model_of(name: str, **config: Any) -> Any:
     torch.manual_seed(0)
     model = MODELS[name]().train()
     with torch.no_grad():
@@ -59,7 +59,7 @@ def model_of(name: str, **config: Any) -> PeftModel:
     return wrapped
 
 
-def convert(model: PeftModel) -> Task:
+def convert(model: Any) -> Task:
     """Let the head of a model defer, as an adapter for plain PyTorch does."""
     _, head = find_head(model)
     task = Task(ModelOptions(), VocabShard(0, VOCAB, VOCAB))
@@ -163,7 +163,10 @@ def test_a_frozen_head_saves_the_product_of_dc(trains: bool, products: int) -> N
     loss = linear_cross_entropy(hidden, weight, torch.randint(VOCAB, (40,)), backend="torch")
     with profile(with_flops=True) as run:
         loss.backward()
-    assert sum(event.flops for event in run.events() if event.name == "aten::mm") == products * 2 * 40 * HIDDEN * VOCAB
+    assert (
+        sum(event.flops for event in run.events() or () if event.name == "aten::mm")
+        == products * 2 * 40 * HIDDEN * VOCAB
+    )
     assert (weight.grad is not None) == trains
 
 
