@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from cce_dist.integrations import peft
 from cce_dist.integrations.on_demand import OnDemand
 from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
@@ -135,7 +136,6 @@ class TensorLogits(DeferredLogits):
     ADVICE = {  # noqa: RUF012, constant; by function, what a user who needs it can do
         "log_softmax": 'label smoothing is an option of the conversion (label_smoothing=0.1, "cce_dist.label_smoothing") in '
         "place of label_smoothing_factor",
-        "__add__": "leave the head out of the target_modules of a LoRA adapter, which adds logits to it",
     }
 
     def __init__(self, head: Any, task: Any, hidden: Tensor, **given: Any) -> None:
@@ -288,8 +288,8 @@ for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", 
 
 def _dense(head: Any, hidden: Tensor) -> Tensor:
     """Return the head's logits. Communication: outside of the forward in which FSDP2 gathers the weight, an all-gather."""
-    whole: list[Any] = [head.weight, getattr(head, "bias", None)]
-    whole = [x.full_tensor().to(hidden.dtype) if isinstance(x, DTensor) else x for x in whole]
+    hidden, *factors = peft.operands(head, hidden)
+    whole: list[Any] = [x.full_tensor().to(hidden.dtype) if isinstance(x, DTensor) else x for x in factors]
     return F.linear(hidden, *whole)
 
 
@@ -417,8 +417,9 @@ class Task:
             label_smoothing = label_smoothing or options.label_smoothing
             call["z_loss_weight"] = options.z_loss_weight
         call.setdefault("shard", self.shard)
+        hidden, weight, bias = peft.operands(head, hidden)
         output: Any = linear_cross_entropy(
-            hidden, head.weight, target, linear_bias=getattr(head, "bias", None),
+            hidden, weight, target, linear_bias=bias,
             label_smoothing=label_smoothing, reduce_dtype=options.reduce_dtype, grad_filter=options.grad_filter,
             backend=options.backend, workspace_bytes=options.workspace_bytes, return_aux=aux or False, **call,
         )  # fmt: skip
@@ -496,7 +497,7 @@ def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[s
             f"cce_dist looked for the head of {kind}, whose logits are over the vocabulary, and found "
             f'{", ".join(found) or "none"}: name it in "cce_dist.head", if there is one'
         )
-    head = modules[found[0]]
+    head = peft.in_use(modules[found[0]])
     check_class(type(head), own, found[0])
     if "forward" in vars(head):
         raise ValueError(f"cce_dist cannot take over {found[0]}: somebody has replaced its forward")
@@ -518,7 +519,7 @@ def innermost(model: Any) -> Any:
 
 def is_plain(kind: type, own: tuple[type, ...] = ()) -> bool:
     """Return whether modules of this class are the plain product with their weight."""
-    plain = getattr(kind, "forward", None) is nn.Linear.forward
+    plain = getattr(kind, "forward", None) is nn.Linear.forward or peft.is_lora(kind)
     return plain or issubclass(kind, own) or kind.__name__ == "VocabParallelLinear"  # the last is AutoTP's
 
 

@@ -1,0 +1,93 @@
+"""Heads that PEFT has wrapped: LoRA's ``W + s B A`` in one product, and the copies of ``modules_to_save``.
+
+LoRA adds ``s B A`` [V, D] to a frozen weight W [V, D], from A [r, D] and B [V, r]. Neither the sum nor the logits are made. The
+logits are one product of longer rows instead,
+
+    E W^T + (s E A^T) B^T  =  [E | s E A^T] [W | B]^T
+
+and ``linear_cross_entropy`` takes the two sides as they are: hidden states [N, D + r] and a weight [V, D + r]. Its gradients
+hold all that is needed. The last r columns of dC are dB. The last r columns of dE are the gradient of ``s E A^T``, from which
+autograd makes dA and the rest of dE. So every option of the loss holds for LoRA, and no kernel knows of it.
+
+The other ways are worse. A row block of W + s B A would be rounded to the weight's dtype, and in bf16 that rounding is larger
+than a young B A. dB and dA from a dC of W + s B A need the same dC, and two more products with it. The price of the longer rows
+is a copy of W while the loss is alive, and a dC [V, D + r] of which backward keeps r columns: as much as a head that trains.
+A head that is frozen without LoRA has no dC at all.
+
+Letters: D hidden size, V the vocabulary, r the rank of an adapter.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def in_use(head: Any) -> Any:
+    """Return the module that makes the logits: where PEFT trains a copy of the head, the copy, else the head itself."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(head, peft.utils.other.ModulesToSaveWrapper):
+        return head
+    if head.disable_adapters or not head.active_adapters:
+        return head.original_module
+    return head.modules_to_save[head.active_adapters[0]]
+
+
+def is_lora(kind: type) -> bool:
+    """Return whether modules of this class are ``nn.Linear`` with LoRA's adapters."""
+    peft = sys.modules.get("peft")
+    return peft is not None and issubclass(kind, peft.tuners.lora.Linear)
+
+
+def operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what the head's logits are the product of: hidden states, weight and bias of ``linear_cross_entropy``.
+
+    Args:
+        head: ``nn.Linear``, or the LoRA layer around one.
+        hidden: [..., D] what the head is called with.
+
+    Returns:
+        hidden [..., D + r], weight [V, D + r] in hidden's dtype, bias [V] or None; r is the sum of all active adapters' ranks.
+
+    Raises:
+        ValueError: The head is of a kind of LoRA that is no sum of products, or its weight is not whole here.
+    """
+    if not is_lora(type(head)):
+        return hidden, head.weight, getattr(head, "bias", None)
+    if head.disable_adapters and head.merged:
+        head.unmerge()
+    base = head.base_layer
+    _check(head, base)
+    adapters = () if head.disable_adapters or head.merged else head.active_adapters
+    rows, columns, bias = [hidden], [base.weight], base.bias
+    for name in adapters:
+        if name not in head.lora_A:
+            continue
+        down, up, scale = head.lora_A[name], head.lora_B[name], head.scaling[name]
+        low = scale * down(head.lora_dropout[name](hidden.to(down.weight.dtype)))
+        rows.append(low.to(hidden.dtype))
+        columns.append(up.weight.to(base.weight.dtype))
+        if up.bias is not None:
+            bias = scale * up.bias if bias is None else bias + scale * up.bias
+    if len(rows) == 1:
+        return hidden, base.weight, bias
+    return torch.cat(rows, -1), torch.cat(columns, 1), None if bias is None else bias.to(base.weight.dtype)
+
+
+def _check(head: Any, base: Any) -> None:
+    """Raise unless the LoRA layer adds ``s B A`` to the weight of an ``nn.Linear`` that is whole here."""
+    if type(base).forward is not nn.Linear.forward:
+        raise ValueError(
+            f"cce_dist cannot take over LoRA on a head that is a {type(base).__name__}: it must be nn.Linear"
+        )
+    variants = [type(v).__name__ for name, v in head.lora_variant.items() if name in head.active_adapters]
+    if variants:
+        raise ValueError(f"cce_dist cannot take over a head with {variants[0]}: only plain LoRA is a sum of products")
+    if base.weight.dim() != 2 or base.weight.numel() == 0:
+        raise ValueError(
+            f"cce_dist: the weight under LoRA on the head is a piece {tuple(base.weight.shape)} here: ZeRO-3 gathers it in "
+            "base_layer alone; leave lm_head out of target_modules, use modules_to_save, or ZeRO-2"
+        )

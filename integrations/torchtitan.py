@@ -1,0 +1,154 @@
+"""torchtitan's loss from hidden states, by its own mechanism for other implementations, ``--override.imports``.
+
+    --override.imports 'cce_dist.integrations.torchtitan.cce_loss={"z_loss_weight": 1e-4}'
+
+torchtitan's trainers give the head to a ``ChunkedLossWrapper`` and have the model stop before it. ``CCELoss`` is one. It asks
+the head once, through the head's own call, so that FSDP2's hooks gather the weight, and needs no chunks of the sequence.
+
+``pred`` [B, S, D] is replicated over tensor-parallel ranks, whatever sequence parallelism is on, and its gradient is left as
+this rank's part: the norm before the head sums it. Rows of the head are split over them as ``VocabShard.even`` splits. Labels
+[B, S] are this rank's of data and context parallelism, and ``global_valid_tokens`` counts those of all.
+
+Letters: B sequences, S tokens of a sequence on this rank, D hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import spmd_types as spmd
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.config.override import derive, override
+from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
+from torchtitan.distributed.utils import get_spmd_backend
+
+from cce_dist import VocabShard, linear_cross_entropy
+from cce_dist.integrations.options import Options
+
+BACKENDS = ("spmd_types", "partial_dtensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions(Options):
+    """The keys of the override.
+
+    Args:
+        z_loss_weight, label_smoothing: As in ``linear_cross_entropy``. Validation has neither z-loss nor smoothing.
+    """
+
+    z_loss_weight: float = 0.0
+    label_smoothing: float = 0.0
+
+
+def _read(keys: dict[str, Any]) -> TrainOptions:
+    return TrainOptions.read(keys, spell=lambda key: f'"{key}" of cce_loss', what="cce_loss")
+
+
+class CCELoss(ChunkedLossWrapper):
+    """The loss of a head that is asked for it; ``num_chunks`` of the config is not used."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(ChunkedLossWrapper.Config):
+        keys: dict[str, Any] = dataclasses.field(default_factory=dict)
+        """Keys of ``TrainOptions``."""
+
+    def __init__(self, config: Config, *, compile_config: Any = None) -> None:
+        super().__init__(config)  # compile_config is for a loss of logits
+        if get_spmd_backend() not in BACKENDS:
+            raise ValueError(f"cce_loss needs parallelism.spmd_backend to be one of {', '.join(BACKENDS)}")
+        self.options = _read(config.keys)
+
+    def set_lm_head(self, lm_head: nn.Module) -> None:
+        if type(lm_head).forward is not nn.Linear.forward:
+            raise ValueError(
+                f"cce_loss cannot take over a head that is a {type(lm_head).__name__}: it must be nn.Linear"
+            )
+        super().set_lm_head(lm_head)
+
+    def __call__(
+        self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return this rank's part of the loss, and no metrics.
+
+        Args:
+            pred: [B, S, D] what the head would have been called with.
+            labels: [B, S] ids in the whole vocabulary, -100 where there is none.
+            global_valid_tokens: What the sum of the tokens' losses is divided by; None: nothing.
+
+        Communication: that of ``linear_cross_entropy`` on the tensor-parallel group, without the sum of dE; and FSDP2's.
+        """
+        head: Any = self.lm_head
+        checking = spmd.is_type_checking()
+        with spmd.no_typecheck():
+            with _forward(head, lambda pred: self._loss(head, pred, labels, global_valid_tokens)):
+                loss = head(pred)
+            if checking:
+                spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
+        return loss, {}
+
+    def _loss(self, head: Any, pred: Tensor, labels: Tensor, count: Tensor | None) -> Tensor:
+        options, trains = self.options, head.training
+        return linear_cross_entropy(
+            _local(pred), head.weight, labels, linear_bias=head.bias, shard=_shard(head), input_grad="partial",
+            reduction="sum" if count is None else "mean", num_tokens=count, grad_filter=options.grad_filter,
+            z_loss_weight=options.z_loss_weight if trains else 0.0,
+            label_smoothing=options.label_smoothing if trains else 0.0,
+            backend=options.backend, workspace_bytes=options.workspace_bytes,
+        )  # fmt: skip
+
+
+def _local(pred: Tensor) -> Tensor:
+    """Return the hidden states as a plain tensor whose gradient is this rank's part."""
+    if not isinstance(pred, DTensor):
+        return pred
+    if any(not isinstance(placement, Replicate) for placement in pred.placements):
+        raise ValueError(
+            f"cce_loss needs hidden states that are replicated over tensor-parallel ranks, got {pred.placements}"
+        )
+    return pred.to_local(grad_placements=[Partial()] * pred.device_mesh.ndim)
+
+
+def _shard(head: Any) -> VocabShard | None:
+    """Return which rows the head's weight is; None where it is a DTensor, which says so itself, or whole."""
+    if isinstance(head.weight, DTensor) or spmd_mesh_size("tp") == 1:
+        return None
+    mesh = current_spmd_mesh()
+    assert mesh is not None
+    return VocabShard.even(head.out_features, mesh.get_group("tp"))
+
+
+@contextlib.contextmanager
+def _forward(head: Any, ask: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let a call of the head run ``ask`` between its hooks, in place of the forward that torchtitan has put there."""
+    theirs = vars(head).get("forward")
+    head.forward = ask
+    try:
+        yield
+    finally:
+        if theirs is None:
+            del head.forward
+        else:
+            head.forward = theirs
+
+
+@override(target=BaseLoss.Config, fqns=["loss", "*.loss"], description="the loss from hidden states, without logits")
+def cce_loss(config: BaseLoss.Config, **keys: Any) -> CCELoss.Config:
+    """Replace the config of a chunked cross-entropy. All other losses are matched too, so as to be refused.
+
+    Raises:
+        ValueError: The loss needs logits, or is graph_trainer's; or a key is unknown or its value not allowed.
+    """
+    if type(config) is not ChunkedLossWrapper.Config:
+        raise ValueError(
+            f"cce_loss replaces ChunkedLossWrapper.Config alone, got {type(config).__qualname__}: the trainer gives the head "
+            "to no other loss, and graph_trainer has its own"
+        )
+    if type(config.loss_fn) is not CrossEntropyLoss.Config:
+        raise ValueError(f"cce_loss is a cross-entropy; the chunked loss is a {type(config.loss_fn).__qualname__}")
+    _read(keys)
+    return derive(config, CCELoss.Config, keys=keys)

@@ -1,0 +1,220 @@
+"""TRL: the log-probabilities of SFT, DPO, KTO, GRPO and RLOO from hidden states.
+
+    from cce_dist.integrations import trl as cce_trl
+
+    cce_trl.install()  # before the trainer is made
+
+All of these trainers give their models a second forward by one public function of TRL, ``add_fused_lm_head``, and call it with
+``fused_lm_head=True``. ``install`` puts another in its place. TRL's reads the head's weight and a table of config keys that
+scale logits. Ours runs the model's own forward with a deferred head: its own code scales the logits that nobody computes, and
+FSDP2 and ZeRO-3 gather the weight by their hooks on the head.
+
+TRL divides by its temperature behind the softcap: ``softcap * tanh(u / softcap) / T``. That is a smaller cap behind the same
+tanh, so it is exact: deferred logits may be divided after their tanh.
+
+Letters: B sequences, S tokens of a sequence, N tokens that have a label, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cce_dist import VocabShard, linear_cross_entropy
+from cce_dist.integrations import peft
+from cce_dist.integrations.deferred import Head, Task, TensorLogits, check_class, give_back, take
+from cce_dist.integrations.options import Options
+
+PARAMETERS = ("model", "temperature", "cast_lm_head_to_fp32", "outputs")
+FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
+OUTPUTS = FIELDS[1:6]
+AUX = {"entropy": "entropy", "is_top1": "label_is_max"}  # outputs that the loss computes if they are named
+NAME = "add_fused_lm_head"
+
+
+def install(*, backend: str = "auto", workspace_bytes: int = 256 << 20) -> None:
+    """Have TRL's trainers take log-probabilities from hidden states. A second call changes the options of the first.
+
+    A trainer that was made before keeps what it has. A filter is not served: policies have upstream gradients of both signs.
+
+    Args:
+        backend, workspace_bytes: As in ``linear_cross_entropy``.
+
+    Raises:
+        ImportError: There is no TRL.
+        RuntimeError: This TRL's function is another than the one that is known here.
+        ValueError: A value is not allowed.
+    """
+    options = Options.read({"backend": backend, "workspace_bytes": workspace_bytes}, spell=str)
+    uninstall()
+    original = _known()
+
+    @functools.wraps(original)
+    def ours(
+        model: Any,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: tuple[str, ...] = ("log_probs",),
+    ) -> None:
+        unknown = [name for name in outputs if name not in OUTPUTS]
+        if unknown:
+            raise ValueError(f"cce_dist serves TRL's {', '.join(OUTPUTS)}; {', '.join(unknown)} is none of them")
+        _add_forward(model, _Score(temperature, cast_lm_head_to_fp32, ("log_probs", *outputs), options))
+
+    ours.cce_original = original  # type: ignore[attr-defined]
+    _replace(original, ours)
+
+
+def uninstall() -> None:
+    """Undo ``install``, for trainers that are made from now on."""
+    ours: Any = getattr(sys.modules.get("trl.trainer.utils"), NAME, None)
+    if hasattr(ours, "cce_original"):
+        _replace(ours, ours.cce_original)
+
+
+def _known() -> Callable:
+    """Return TRL's function if it and its result are what this module was written for."""
+    try:
+        import trl.trainer.utils as theirs
+    except ImportError as error:
+        raise ImportError(f"cce_dist needs TRL (pip install trl): {error}") from error
+    function = getattr(theirs, NAME, None)
+    has = tuple(inspect.signature(function).parameters) if function is not None else ()
+    fields = tuple(getattr(getattr(theirs, "FusedCausalLMOutput", None), "__dataclass_fields__", ()))
+    for what, found, wanted in ((f"{NAME} takes", has, PARAMETERS), ("FusedCausalLMOutput has", fields, FIELDS)):
+        if found != wanted:
+            version = sys.modules["trl"].__version__
+            raise RuntimeError(
+                f"cce_dist knows TRL 1.16: there {what} {', '.join(wanted)}; in {version} {', '.join(found)}"
+            )
+    assert function is not None
+    return function
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Put a function in another's place, wherever a module of TRL holds it by name. Later imports take it from the first."""
+    for path, module in list(sys.modules.items()):
+        if path.split(".")[0] == "trl" and vars(module).get(NAME) is old:
+            setattr(module, NAME, new)
+
+
+def _add_forward(model: Any, score: _Score) -> None:
+    """Give a model the forward that TRL's trainers call with ``fused_lm_head=True``; else it is the one that it had."""
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    original = model.forward
+    config = model.config.get_text_config()
+
+    # generate() reads the signature of forward
+    @functools.wraps(type(model).forward)
+    def forward(
+        self: Any, *args: Any, fused_lm_head: bool = False, labels: Tensor | None = None,
+        shift_labels: Tensor | None = None, num_items_in_batch: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        if not fused_lm_head:
+            return original(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
+        # PEFT and FSDP may have replaced the head since.
+        with _deferring(self.get_output_embeddings(), score.options):
+            out = original(*args, **{**kwargs, "use_cache": False})
+            if not isinstance(out.logits, TensorLogits):
+                raise RuntimeError(f"cce_dist: {type(self).__name__} makes logits without its output embedding")
+            logits = out.logits if shift_labels is not None else out.logits[:, :-1]
+            target = shift_labels if shift_labels is not None else labels[:, 1:]  # type: ignore[index]
+            mask = target != -100
+            found = score(logits[mask], target[mask])
+        # masked_scatter keeps an output without any label a part of the graph, whose backward all ranks then run.
+        found = {name: x.new_zeros(mask.shape).masked_scatter(mask, x) for name, x in found.items()}
+        loss = -found["log_probs"].sum() / (
+            mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        )
+        aux_loss = getattr(out, "aux_loss", None)
+        if aux_loss is not None:
+            loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
+
+    model.forward = types.MethodType(forward, model)
+
+
+class _Deferring(Task):
+    """The task of a head that defers every call."""
+
+    def deferring(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def _deferring(output: Any, options: Options) -> Iterator[None]:
+    """Let the head of a model defer, and be as before afterwards."""
+    head = peft.in_use(output)
+    if isinstance(head, Head):
+        raise ValueError(
+            "cce_dist: this model is converted, and TRL's trainers compute the loss outside of it: revert the model, and "
+            "call cce_dist.integrations.trl.install() alone"
+        )
+    check_class(type(head))
+    if "forward" in vars(head):
+        raise ValueError("cce_dist cannot take over the output embedding: somebody has replaced its forward")
+    take(head, _Deferring(options, VocabShard(0, head.out_features, head.out_features)))
+    try:
+        yield
+    finally:
+        give_back(head)
+
+
+class _Score:
+    """What a trainer wants to know of each label.
+
+    Args:
+        temperature: Divides the logits, behind the softcap.
+        in_fp32: Multiply in fp32, outside of autocast.
+        outputs: Names of ``OUTPUTS``.
+        options: Backend and memory.
+    """
+
+    def __init__(self, temperature: float, in_fp32: bool, outputs: tuple[str, ...], options: Options) -> None:
+        self.temperature, self.in_fp32, self.outputs, self.options = temperature, in_fp32, outputs, options
+
+    def __call__(self, logits: Any, labels: Tensor) -> dict[str, Tensor]:
+        """Return each output by its name, [N], of logits [N, V] and labels [N]."""
+        scaling = (logits / self.temperature)._scaling()
+        names = [name for name in OUTPUTS if name in self.outputs]
+        # A tuple of tensors is what the hooks of FSDP2 and ZeRO-3 look into.
+        return dict(zip(names, logits._ask(functools.partial(self._compute, labels=labels, **scaling)), strict=True))
+
+    def _compute(
+        self, head: nn.Module, hidden: Tensor, labels: Tensor, logit_scale: float, softcap: float | None
+    ) -> tuple[Tensor, ...]:
+        kind = hidden.device.type
+        with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not self.in_fp32):
+            hidden, weight, bias = peft.operands(head, hidden.float() if self.in_fp32 else hidden)
+            aux = {"nll", *(AUX[name] for name in self.outputs if name in AUX)}
+            call = functools.partial(
+                linear_cross_entropy, hidden, weight.to(hidden.dtype), labels, reduction="none", return_aux=tuple(aux),
+                linear_bias=None if bias is None else bias.to(hidden.dtype), backend=self.options.backend,
+                workspace_bytes=self.options.workspace_bytes,
+            )  # fmt: skip
+            # A loss that is all smoothing is lse - mean_j z_j.
+            smoothing = float("mean_logits" in self.outputs)
+            found: Any = call(logit_scale=logit_scale, softcap=softcap, label_smoothing=smoothing)
+            results = {
+                "log_probs": -found.nll,
+                "entropy": found.entropy,
+                "mean_logits": (found.lse - found.loss).detach(),
+            }
+            if "is_top1" in self.outputs:
+                results["is_top1"] = found.label_is_max.bool()
+            if "log_sum_sq_probs" in self.outputs:
+                # sum_j p_j^2 = exp(lse(2 z) - 2 lse(z)), and the double of capped logits is one of twice the cap.
+                with torch.no_grad():
+                    double = call(logit_scale=2 * logit_scale, softcap=None if softcap is None else 2 * softcap)
+                results["log_sum_sq_probs"] = double.lse - 2 * found.lse.detach()
+        return tuple(results[name] for name in OUTPUTS if name in self.outputs)

@@ -1,0 +1,251 @@
+"""PEFT's heads: LoRA, modules_to_save and frozen ones, stock beside ours; and the product that a frozen head saves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.profiler import profile
+
+from cce_dist import VocabShard, linear_cross_entropy
+from cce_dist.integrations import peft
+from cce_dist.integrations.deferred import Task, find_head, give_back, take
+from cce_dist.integrations.options import ModelOptions
+from cce_dist.verify.check import assert_no_worse
+
+HIDDEN, VOCAB, SEQ = 32, 67, 12
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=1,
+    tie_word_embeddings=False,
+)  # fmt: skip
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0)
+    ),
+    "phi": lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**SIZES)),  # a head with a bias
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ["q_proj", "lm_head"]},
+    "lora-rs-bias": {"target_modules": ["lm_head"], "use_rslora": True, "lora_bias": True, "r": 5},
+    "modules-to-save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "frozen": {"target_modules": ["q_proj"]},
+}
+
+
+def model_of(name: str, **config: Any) -> Any:
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4)
+    wrapped = get_peft_model(model, LoraConfig(**{"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM", **config}))
+    with torch.no_grad():  # LoRA starts at B = 0, where dA is 0
+        for where, parameter in wrapped.named_parameters():
+            if "lora_B" in where:
+                parameter.normal_(std=0.1)
+    return wrapped
+
+
+def convert(model: Any) -> Task:
+    """Let the head of a model defer, as an adapter for plain PyTorch does."""
+    _, head = find_head(model)
+    task = Task(ModelOptions(), VocabShard(0, VOCAB, VOCAB))
+    task.watch(model)
+    take(head, task)
+    return task
+
+
+def batch(seed: int = 1) -> dict[str, Tensor]:
+    ids = torch.randint(2, VOCAB, (3, SEQ), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, :4] = labels[1, 9:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_the_stocks(name: str, config: str) -> None:
+    """Catches an adapter that the loss leaves out, a scale on one side of the gradients, and a gradient that nobody wants."""
+    stock = model_of(name, **CONFIGS[config])
+    ours, truth = copy.deepcopy(stock), copy.deepcopy(stock).double()
+    task = convert(ours)
+    losses = [model(**batch()).loss for model in (stock, ours, truth)]
+    for loss in losses:
+        loss.backward()
+    assert task.num_losses == 1
+    assert_no_worse(losses[1], losses[0], losses[2])
+    changed = 0
+    for (where, mine), theirs, true in zip(
+        ours.named_parameters(), stock.parameters(), truth.parameters(), strict=True
+    ):
+        assert (mine.grad is None) == (theirs.grad is None) == (not mine.requires_grad), where
+        if mine.grad is not None and theirs.grad is not None and true.grad is not None:
+            changed += "lm_head" in where
+            assert_no_worse(mine.grad, theirs.grad, true.grad, quantity=where)
+    assert changed == {"lora": 2, "lora-rs-bias": 3, "modules-to-save": 1 + (name == "phi"), "frozen": 0}[config]
+
+
+def test_bfloat16_keeps_what_a_young_adapter_adds() -> None:
+    """Catches a sum W + s B A in the weight's dtype, whose rounding is larger than a B A of the first steps."""
+    stock = model_of("llama", **CONFIGS["lora"])
+    with torch.no_grad():
+        for where, parameter in stock.named_parameters():
+            if "lora_B" in where:
+                parameter.mul_(1e-2)
+            elif "lora" not in where:
+                parameter.copy_(parameter.bfloat16())
+    truth = copy.deepcopy(stock).double()
+    for where, parameter in stock.named_parameters():
+        if "lora" not in where:  # PEFT keeps adapters in fp32
+            parameter.data = parameter.data.bfloat16()
+    ours = copy.deepcopy(stock)
+    convert(ours)
+    losses = [model(**batch()).loss for model in (stock, ours, truth)]
+    for loss in losses:
+        loss.backward()
+    assert losses[1].dtype == torch.float32
+    for (where, mine), theirs, true in zip(
+        ours.named_parameters(), stock.parameters(), truth.parameters(), strict=True
+    ):
+        if mine.grad is not None and theirs.grad is not None and true.grad is not None:
+            assert_no_worse(mine.grad, theirs.grad, true.grad, torch.bfloat16, where)
+
+
+def test_two_adapters_add_up_and_switched_off_ones_do_not() -> None:
+    stock = model_of("llama", **CONFIGS["lora"])
+    stock.add_adapter("more", LoraConfig(r=4, lora_alpha=4, target_modules=["lm_head"], init_lora_weights=False))
+    stock.base_model.set_adapter(["default", "more"])
+    ours = copy.deepcopy(stock)
+    convert(ours)
+    plain = stock(**batch()).loss
+    torch.testing.assert_close(ours(**batch()).loss, plain)
+    with stock.disable_adapter(), ours.disable_adapter():
+        without = stock(**batch()).loss
+        torch.testing.assert_close(ours(**batch()).loss, without)
+    assert abs(without - plain) > 1e-3
+    stock.merge_adapter()
+    ours.merge_adapter()
+    torch.testing.assert_close(ours(**batch()).loss, stock(**batch()).loss)
+    torch.testing.assert_close(stock(**batch()).loss, plain)
+
+
+def test_dropout_of_an_adapter_is_drawn_once() -> None:
+    stock = model_of("llama", target_modules=["lm_head"], lora_dropout=0.5)
+    ours = copy.deepcopy(stock)
+    convert(ours)
+    grads = []
+    for model in (stock, ours):
+        torch.manual_seed(3)
+        loss = model(**batch()).loss
+        loss.backward()
+        grads.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for mine, theirs in zip(*reversed(grads), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("trains", "products"), [(True, 3), (False, 2)])
+def test_a_frozen_head_saves_the_product_of_dc(trains: bool, products: int) -> None:
+    """Catches a dC that is made and thrown away: backward makes the logits anew, dE, and dC."""
+    hidden, weight = torch.randn(40, HIDDEN, requires_grad=True), torch.randn(VOCAB, HIDDEN, requires_grad=trains)
+    loss = linear_cross_entropy(hidden, weight, torch.randint(VOCAB, (40,)), backend="torch")
+    with profile(with_flops=True) as run:
+        loss.backward()
+    assert (
+        sum(event.flops for event in run.events() or () if event.name == "aten::mm")
+        == products * 2 * 40 * HIDDEN * VOCAB
+    )
+    assert (weight.grad is not None) == trains
+
+
+@pytest.mark.parametrize("config", ["lora", "modules-to-save"])
+def test_the_trainer_of_transformers_trains_adapters(config: str, tmp_path: Path) -> None:
+    """A real Trainer on real adapters: what it logs, what it learns, and what save_pretrained writes."""
+    from safetensors.torch import load_file
+
+    runs = []
+    for ours in (False, True):
+        model, out = model_of("gemma2", **CONFIGS[config]), tmp_path / str(ours)
+        task = convert(model) if ours else None
+        args = transformers.TrainingArguments(
+            str(out), max_steps=4, per_device_train_batch_size=1, gradient_accumulation_steps=2, learning_rate=1e-2,
+            logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, optim="sgd",
+        )  # fmt: skip
+        rows = [{name: x[0] for name, x in batch(seed).items()} for seed in range(8)]
+        trainer = transformers.Trainer(model, args, train_dataset=rows)  # type: ignore[arg-type]
+        trainer.train()
+        if task is not None:
+            assert task.num_losses == 8
+            give_back(peft.in_use(model.get_output_embeddings()))
+        model.save_pretrained(out)
+        logs = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+        runs.append((logs, load_file(out / "adapter_model.safetensors")))
+    (stock, expected), (found, learned) = runs
+    assert len(stock) == 4 and stock == [pytest.approx(mine, rel=1e-5) for mine in found]
+    assert any("lm_head" in name for name in learned) and learned.keys() == expected.keys()
+    for name, parameter in learned.items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_trl_asks_a_lora_head() -> None:
+    trl = pytest.importorskip("trl")
+    from cce_dist.integrations import trl as cce_trl
+
+    stock = model_of("llama", **CONFIGS["lora"])
+    ours = copy.deepcopy(stock)
+    with torch.no_grad():  # TRL's own reads lm_head.weight, which has no adapters: merged, it has
+        stock.merge_adapter()
+    trl.trainer.utils.add_fused_lm_head(stock.get_base_model())
+    cce_trl.install()
+    trl.trainer.utils.add_fused_lm_head(ours.get_base_model())
+    cce_trl.uninstall()
+    found, expected = (model(**batch(), fused_lm_head=True) for model in (ours, stock))
+    torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
+    found.loss.backward()
+    assert ours.base_model.model.lm_head.lora_A["default"].weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(lambda head: setattr(head, "base_layer", Twice(HIDDEN, VOCAB)), "LoRA on a head .* Twice", id="base"),
+        pytest.param(lambda head: head.lora_variant.update(default=Twice(1, 1)), "a head with Twice: only plain", id="variant"),
+        pytest.param(lambda head: setattr(head.base_layer, "weight", nn.Parameter(torch.zeros(0))), "is a piece", id="zero3"),
+    ],
+)  # fmt: skip
+def test_what_is_no_sum_of_products_is_one_line(change: Callable, message: str) -> None:
+    model = model_of("llama", **CONFIGS["lora"])
+    convert(model)
+    change(model.base_model.model.lm_head)
+    with pytest.raises(ValueError, match=message) as error:
+        model(**batch())
+    assert "\n" not in str(error.value)
+
+
+def test_dora_is_refused() -> None:
+    model = model_of("llama", target_modules=["lm_head"], use_dora=True)
+    convert(model)
+    with pytest.raises(ValueError, match="a head with DoraLinearVariant"):
+        model(**batch())
+
+
+class Twice(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_a_head_without_peft_is_itself() -> None:
+    head, hidden = nn.Linear(3, 5, bias=False), torch.ones(1, 3)
+    assert peft.in_use(head) is head and peft.operands(head, hidden) == (hidden, head.weight, None)
