@@ -24,7 +24,12 @@ LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2 << 30  # of the budget that is chosen
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
 
-ENTRY_BYTES = 56  # of a listed column in backward: forward's, as it is made, as it is sorted, and the sort's own
+FEW = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
+SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a power of 2
+
+# Bytes of a listed column in backward: column, token and gradient as they are made; while they are sorted also column and
+# order, and the sort's own order and buffers; in all also forward's column, and token and gradient in their new order.
+MADE_BYTES, SORTED_BYTES, ENTRY_BYTES = 12, 32, 56
 # A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
 # does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed one
@@ -272,26 +277,43 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
         at_once: Programs that the device runs at a time.
     """
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
-    longest = longest_list(num_tokens, workspace_bytes)
-    saved = num_tokens * (4 * longest + 4 + 12 + 8 + 8 + 12) + 8 * hot_columns  # lists, bound, ids, merged, statistics
-    num_words = cdiv(num_columns, tiles.lse.cols) * tiles.lse.cols // 32
-    hot = hot_columns * sizes.hidden_bytes + 4 * 33 * num_words
+    capacity = list_capacity(num_tokens, num_columns, workspace_bytes)
+    hot_bytes = hot_columns * sizes.hidden_bytes
+    # The lists: bound, begin and count, columns, hot columns. Beside them ids, merged and statistics.
+    saved = num_tokens * (12 + 8) + 4 * capacity + 8 * hot_columns + num_tokens * (8 + 8 + 12)
 
+    num_words = cdiv(num_columns, tiles.lse.cols) * tiles.lse.cols // 32
     rows, first_rows = filter_forward_rows(sizes, num_words, workspace_bytes, tiles.lse.rows, tiles.group)
     rows, first_rows = min(rows, num_tokens), min(first_rows, num_tokens)
     parts = num_parts(rows, cdiv(num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
-    forward = hot + first_rows * sizes.hidden_bytes + rows * 4 * (num_words + NUM_PLANES * parts)
+    drawn = drawn_columns(num_columns - hot_columns, tiles.lse.cols)
+    forward = hot_bytes + 4 * 33 * num_words + drawn * (sizes.hidden_bytes + 4)
+    # The compact order, the hot columns' statistics, the sums of those drawn, the bound.
+    forward += num_tokens * (4 + 12 + 12 * cdiv(drawn, tiles.lse.cols) + 4)
+    forward += first_rows * sizes.hidden_bytes + rows * 4 * (num_words + NUM_PLANES * parts + 1)
 
-    # The tokens that lists cannot serve come first, by the exact kernels, whose room is taken although they may be none.
+    # The coefficients and the plan are there all the time. The exact kernels come first: for all tokens, whose room is taken
+    # although they may be none, then for a few.
+    through = hot_bytes + 4 * 33 * cdiv(num_columns, 32) + num_tokens * (16 + 3 * (8 + 4 + 4) + 4)
     exact = exact_peak(sizes, workspace_bytes, False, tiles, at_once)
-    plan = num_tokens * (3 * 8 + 2 * 4 + 3 * 4)
-    densely = exact.backward - exact.saved + num_tokens * 4  # the compact order
-    # Then the entries of all lists and their sort, and groups of tokens with the hot columns' gradients.
+    densely = exact.backward - exact.saved - num_tokens * 16
+    cols = few_columns(num_columns, FEW, sizes.itemsize, workspace_bytes, tiles.dlogits.cols)
+    few = FEW * (sizes.sum_bytes + cols * sizes.itemsize)
+    few += _cut_tiles_bytes(FEW, cols, sizes.hidden_size, tiles, at_once)
+    # Then entries, each token's factors, the sample, the columns' shares and the hot columns' gradients stay. Groups of tokens
+    # and the sort of the entries come one after the other.
+    listed = MADE_BYTES * capacity + num_tokens * 12 + SAMPLE * sizes.hidden_bytes + 8 * num_columns + hot_bytes
     cols = cdiv(hot_columns, tiles.dlogits.cols) * tiles.dlogits.cols
     at_a_time = filter_backward_rows(sizes, cols, workspace_bytes)
-    listed = ENTRY_BYTES * list_capacity(num_tokens, workspace_bytes) + hot_columns * sizes.hidden_bytes
-    listed += at_a_time * (sizes.sum_bytes + cols * sizes.itemsize)
-    return Peak(saved + forward, saved, saved + hot + plan + max(densely, listed), max(0, densely - listed))
+    groups = at_a_time * (sizes.sum_bytes + cols * sizes.itemsize)
+    groups += _cut_tiles_bytes(at_a_time, cols, sizes.hidden_size, tiles, at_once)
+    listed += max(groups, SORTED_BYTES * capacity)
+    return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
+
+
+def drawn_columns(num_outside: int, unit: int = 256) -> int:
+    """Return how many of the columns that are not hot bound the others: 1,024 or a thirty-second if less, in whole ``unit``."""
+    return min(num_outside, max(1, round(min(1024, num_outside / 32) / unit)) * unit)
 
 
 def hot_columns(num_columns: int, eps: float, unit: int = 256) -> int:

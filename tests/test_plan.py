@@ -22,7 +22,7 @@ from cce_dist.kernels import Filter, ShardLogits, Spec, budget, tiles
 from cce_dist.plan import Layout, Model, paper, plan
 from cce_dist.plan.cut import best_cut, deepspeed_weights, last_stage_layers, megatron_layout, timed
 from cce_dist.plan.devices import DEVICES
-from cce_dist.plan.head import DEFAULT_EPS
+from cce_dist.plan.head import DEFAULT_EPS, Head, cost
 from cce_dist.plan.measured import pairs, step_pairs
 from cce_dist.plan.planning import LOSSES, check_megatron_layout
 from cce_dist.plan.scale import grow
@@ -48,20 +48,21 @@ def test_memory_is_what_was_measured(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_time_is_what_was_measured(path: Path) -> None:
-    """Within 10 %. A filter whose lists have no room for the bench's softmax lies between its two predictions."""
+    """Within 10 %."""
     for pair in pairs(path):
-        if pair.is_bounded:
-            assert 0.9 * pair.said.seconds <= pair.seconds <= 1.1 * pair.said.at_most, pair
-        else:
-            assert abs(pair.time_error) <= 0.10, pair
+        assert abs(pair.time_error) <= 0.10, pair
 
 
 def test_a_third_was_measured_after_the_model_was_written() -> None:
-    """And the predictions of those rows, stored before they were measured, are as good as the page says."""
+    """And the predictions of those rows, stored before they were measured, are as good as the page says.
+
+    Those of the filter are of one that is no more.
+    """
     rows = [pair for path in FILES for pair in pairs(path)]
     later = {(p.head.num_tokens, p.head.vocab_size, p.row): p for p in rows if p.file.startswith(AFTER)}
     assert len(later) >= len(rows) / 3
-    said = json.loads((ROOT / "docs/plan-predicted.json").read_text())
+    stored = json.loads((ROOT / "docs/plan-predicted.json").read_text())
+    said = [one for one in stored if "filtered" not in one["row"]]
     assert len(said) == len(later)
     good_memory = good_time = 0
     for one in said:
@@ -70,6 +71,20 @@ def test_a_third_was_measured_after_the_model_was_written() -> None:
         good_time += abs(one["ms"] / 1e3 / pair.seconds - 1) <= 0.10
     told = re.search(r"memory of (\d+) and the time of (\d+) of\s+(\d+) rows", (ROOT / "docs/plan.md").read_text())
     assert told is not None and tuple(map(int, told.groups())) == (good_memory, good_time, len(said))
+
+
+def test_the_filters_two_times_are_those_of_the_page() -> None:
+    """In plain products. Catches a cost of the filter that moves, and a number changed by hand."""
+    text = " ".join((ROOT / "docs/plan.md").read_text().split())
+    for name, shape in (("Gemma-2-2B", (2304, 256_000)), ("Llama-3-8B", (4096, 128_256)), ("Phi-3.5", (3072, 32_064))):
+        head = Head(8192, *shape)
+        said = cost(head, "filtered", DEVICES["h200"])
+        product = head.product / DEVICES["h200"].flops
+        told = re.search(rf"(\d\.\d\d) and (\d\.\d\d)(?: plain products)? on {re.escape(name)}'s", text)
+        assert told is not None
+        assert told.groups() == (f"{said.seconds / product:.2f}", f"{said.at_most / product:.2f}")
+        tight = cost(head, "filtered", DEVICES["h200"], 32 << 20)  # lists that have no room
+        assert tight.at_most > tight.seconds + 2 * product
 
 
 def printed(argv: list[str], capsys: pytest.CaptureFixture) -> str:
@@ -115,7 +130,7 @@ def test_filtered_peak_is_what_is_alive(mib: int, monkeypatch: pytest.MonkeyPatc
 def test_the_head_in_layers() -> None:
     """The worth of a head that the issue of pipelines is about: measured times over a layer's products."""
     worth = {name: {row["loss"]: row["layers"] for row in plan(name).head} for name in ("llama-3-8b", "gemma-2-2b")}
-    expected = {"llama-3-8b": (2.53, 3.54, 1.11), "gemma-2-2b": (7.86, 11.1, 3.49)}
+    expected = {"llama-3-8b": (2.53, 3.54, 1.09), "gemma-2-2b": (7.86, 11.1, 3.41)}
     for name, numbers in expected.items():
         for loss, number in zip(("kept", "budget", "filtered"), numbers, strict=True):
             assert worth[name][loss] == pytest.approx(number, rel=0.03)

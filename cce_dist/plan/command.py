@@ -264,11 +264,10 @@ def _summary(path: Path) -> list[dict[str, str]]:
     """Return how far predictions are from the rows of a bench.json, in a line."""
     found = list(measured.pairs(path))
     memory = [pair.memory_error / MIB for pair in found]
-    times = [pair.time_error for pair in found if not pair.is_bounded]
+    times = [pair.time_error for pair in found]
     if not times:
         return []
     return [{
         "file": path.name, "rows": str(len(found)), "MiB off": f"{min(memory):+.1f} to {max(memory):+.1f}",
         "time off": f"{min(times):+.1%} to {max(times):+.1%}", "median": f"{statistics.median(times):+.1%}",
-        "between two bounds": str(len(found) - len(times)),
     }]  # fmt: skip

@@ -70,7 +70,8 @@ class Costs(NamedTuple):
         chunk: Launches of a chunk.
         filter_forward: More small kernels of a filter in forward.
         filter_backward: More small kernels of a filter in backward.
-        token: Seconds that the lists of a token take, beyond launches and bytes.
+        sorted: Seconds that the sort takes for each column that a filter's lists have room for.
+        listed: Seconds that a listed column takes, beyond bytes.
         unaligned: Share of the rate that plain products reach where a row of logits is no whole number of 16 bytes.
         latency: Seconds before a collective's first byte.
     """
@@ -84,14 +85,16 @@ class Costs(NamedTuple):
     chunk: int = 3
     filter_forward: int = 22
     filter_backward: int = 54
-    token: float = 76e-9
+    sorted: float = 0.1e-9
+    listed: float = 1.5e-9
     unaligned: float = 0.14
     latency: float = 10e-6
 
 
 # docs/results/h200.json, h200-tp2.json, h200-tp4.json, h200-stage-*.json, read before November 22, 2026: ``slowest`` from the
-# plain products at T = 1, 2 and 4; ``backward`` from the rows of cce-dist-cached less those products; the filter's from its
-# rows less the products and bytes that it needs. Our launches are those of docs/results.md#small-shards.
+# plain products at T = 1, 2 and 4; ``backward`` from the rows of cce-dist-cached less those products. ``sorted`` and ``listed``
+# are from docs/results.md#the-filter-on-other-softmaxes: what "trained" takes beyond products and bytes, and what "spread"
+# takes beyond that. Our launches are those of docs/results.md#small-shards.
 COSTS = Costs()
 
 

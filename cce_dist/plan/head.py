@@ -4,8 +4,8 @@ Bytes are those of ``cce_dist.kernels.budget``, which the kernels themselves ask
 largest of a few moments of a step. Seconds are the sum of matrix products at the GPU's rate, bytes over its bandwidth, launches
 and collectives; ``devices`` holds every constant.
 
-The filter's time is that of a trained model's softmax, with few logits above the threshold outside the frequent ids. On other
-softmaxes the filter takes up to three times as long (docs/results.md).
+The filter's time is a fixed part, and a part for each column that is listed: each logit above the threshold outside the
+frequent ids. A trained model's softmax has a few of a token, the early one of training a hundred (docs/results.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cce_dist.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Device
 OURS = ("kept", "budget", "filtered")
 LOSSES = (*OURS, *DENSE)
 VECTOR_BYTES = 16  # rows of a whole number of them are read fastest
-SAMPLE = 512  # tokens that the filter's stand-in is taken from
+FEW_LISTED, MANY_LISTED = 2, 109  # columns of a token: the bench's "trained" and "spread", Llama-3-8B's head
 DEFAULT_EPS = 2**-12
 DEFAULT_WORKSPACE = 256 << 20
 
@@ -106,7 +106,7 @@ class Cost:
         items: The parts of the peak by name, in bytes; gradients that are not there yet at the peak are negative.
         forward: Seconds of forward.
         seconds: Seconds of forward and backward.
-        at_most: The same where a filter's lists can serve no token; ``seconds`` for the other losses.
+        at_most: The same where a filter's lists are long, or serve no token; ``seconds`` for the other losses.
         collectives: What is sent.
     """
 
@@ -145,19 +145,19 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int = DEFAULT_W
     total = forward + backward + sum(each.exposed for each in collectives)
     most = total
     if loss == "filtered":
-        # Tokens that no list can serve go through the exact backward as well.
-        most += _exact_backward(head, device, workspace_bytes)[0] * _slowest(head.tp)
+        # Where the lists have no room all tokens go through the exact backward as well.
+        more = _listed_seconds(head, device, MANY_LISTED - FEW_LISTED)
+        if not lists_have_room(head, workspace_bytes):
+            more = _exact_backward(head, device, workspace_bytes)[0]
+        most += more * _slowest(head.tp)
     return Cost(loss, max(0, sum(items.values())), items, forward, total, most, collectives)
 
 
 def lists_have_room(head: Head, workspace_bytes: int = DEFAULT_WORKSPACE) -> bool:
-    """Return whether a filter's lists are as long as they can be, and the batch has labels enough to tell the hot columns.
-
-    On a trained softmax nearly all tokens are then served by their lists. Elsewhere the time is between ``Cost.seconds`` and
-    ``Cost.at_most``.
-    """
-    longest = budget.longest_list(head.num_tokens, workspace_bytes)
-    return longest == 1024 and head.num_tokens >= 4 * budget.hot_columns(head.sizes.num_columns, head.eps)
+    """Return whether lists hold ``MANY_LISTED`` columns of each token, and labels are enough to tell the hot columns."""
+    num_tokens, num_columns = head.num_tokens, head.sizes.num_columns
+    room = budget.list_capacity(num_tokens, num_columns, workspace_bytes) >= MANY_LISTED * num_tokens
+    return room and num_tokens >= 4 * budget.hot_columns(num_columns, head.eps)
 
 
 def _peak(moments: list[dict[str, int]]) -> dict[str, int]:
@@ -269,12 +269,20 @@ def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[f
     hot_product = product * hot / max(1, sizes.num_columns)
     marks = head.num_tokens * sizes.num_columns / 8
     forward = COSTS.marks * product + hot_product + 2 * marks / device.bandwidth + COSTS.filter_forward * COSTS.launch
+    forward += product * budget.drawn_columns(sizes.num_columns - hot) / max(1, sizes.num_columns)
     chunks, _ = _chunks(head, device, workspace_bytes, 0)
     launches = COSTS.loss + COSTS.filter_backward + COSTS.chunk * chunks
     # The weight is read twice for the stand-in, and its gradient is written once; d_hidden is read and written.
     num_bytes = 3 * head.weight_bytes + 6 * head.hidden_bytes
-    backward = 3 * hot_product + product * SAMPLE / max(SAMPLE, head.num_tokens) + num_bytes / device.bandwidth
-    return backward + launches * COSTS.launch + head.num_tokens * COSTS.token, forward
+    backward = 3 * hot_product + num_bytes / device.bandwidth
+    backward += product * budget.SAMPLE / max(budget.SAMPLE, head.num_tokens)
+    backward += COSTS.sorted * budget.list_capacity(head.num_tokens, sizes.num_columns, workspace_bytes)
+    return backward + launches * COSTS.launch + _listed_seconds(head, device, FEW_LISTED), forward
+
+
+def _listed_seconds(head: Head, device: Device, num_columns: int) -> float:
+    """Return seconds of so many listed columns of each token; each reads its row of the weight twice, and a hidden state."""
+    return head.num_tokens * num_columns * (3 * head.sizes.hidden_bytes / device.bandwidth + COSTS.listed)
 
 
 def _dense_seconds(head: Head, loss: str, device: Device, _: int) -> tuple[float, float, list[Collective]]:

@@ -1,6 +1,7 @@
 """Predictions beside measurements: each row of a bench.json that a plan can say something of.
 
 Rows of other libraries, and of DeepSpeed's loss without logits, are not predicted: two measurements of the last differ by 15 %.
+Rows of the filter are not either: the stored ones were measured before its lists were rewritten.
 """
 
 from __future__ import annotations
@@ -14,15 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cce_dist.plan.devices import DEVICES, Device
-from cce_dist.plan.head import DEFAULT_WORKSPACE, DENSE, Cost, Head, cost, lists_have_room
+from cce_dist.plan.head import DEFAULT_WORKSPACE, DENSE, Cost, Head, cost
 from cce_dist.plan.layers import Layout
 from cce_dist.plan.sizes import Model
 from cce_dist.plan.steps import Step, step
 
-OURS = re.compile(r"cce-dist(-cached|-filtered|-main-grad)?(-sp)?(-fp32-sum)?(?:@(\d+)MiB)?")
-
-
-OLD_FILTER = {"h200-group-peers.json"}  # measured before the filter had its present form, as docs/results.md says
+OURS = re.compile(r"cce-dist(-cached|-main-grad)?(-sp)?(-fp32-sum)?(?:@(\d+)MiB)?")
 
 
 class Pair(NamedTuple):
@@ -51,11 +49,6 @@ class Pair(NamedTuple):
         return self.said.seconds / self.seconds - 1
 
     @property
-    def is_bounded(self) -> bool:
-        """Whether the time is known between two bounds alone: a filter's whose lists may overflow."""
-        return self.said.at_most > self.said.seconds and not lists_have_room(self.head)
-
-    @property
     def memory_error(self) -> int:
         return self.said.workspace - self.peak_bytes
 
@@ -67,17 +60,11 @@ def pairs(path: Path) -> Iterator[Pair]:
     results = read_json(path)
     device = device_of(results.environment["device"])
     for case in results.cases:
-        # Filtered rows have the first of the budgets.
-        budgets = [
-            int(found[4]) for found in map(OURS.fullmatch, [row.name for row in case.rows]) if found and found[4]
-        ]
         head = Head(case.num_tokens, case.hidden_size, case.vocab_size, case.num_ranks)
         for row in case.rows:
             if row.problem or row.peak_bytes is None or not row.total.seconds:
                 continue
-            if path.name in OLD_FILTER and "filtered" in row.name:
-                continue
-            said = predict(head, row.name, case.stage, device, budgets[0] << 20 if budgets else DEFAULT_WORKSPACE)
+            said = predict(head, row.name, case.stage, device)
             if said is not None:
                 yield Pair(path.name, head, case.stage, row.name, said, row.total.median, row.peak_bytes)
 
@@ -90,15 +77,15 @@ def device_of(name: str) -> Device:
     raise ValueError(f"the table of GPUs has no {name}; it has {', '.join(DEVICES)}")
 
 
-def predict(head: Head, row: str, stage: str, device: Device, filter_workspace: int = DEFAULT_WORKSPACE) -> Cost | None:
+def predict(head: Head, row: str, stage: str, device: Device) -> Cost | None:
     """Return the prediction for a row of ``cce-dist bench`` by its name; None for rows that no plan predicts."""
     found = OURS.fullmatch(row)
     if found is not None:
         kind, sliced, wide, mib = found.groups()
-        loss = {"-cached": "kept", "-filtered": "filtered"}.get(kind, "budget")
+        loss = "kept" if kind == "-cached" else "budget"
         options: dict[str, Any] = {"sequence_parallel": bool(sliced), "main_grad": kind == "-main-grad"}
         head = dataclasses.replace(head, **options, sum_itemsize=4 if wide else 0)
-        workspace = filter_workspace if loss == "filtered" else int(mib) << 20 if mib else DEFAULT_WORKSPACE
+        workspace = int(mib) << 20 if mib else DEFAULT_WORKSPACE
         return cost(head, loss, device, workspace)
     name = row.removesuffix("-sp")
     if name == "torch-compile" and head.is_split:

@@ -35,7 +35,7 @@ import torch
 
 from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget, exact
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.budget import NUM_PLANES, cdiv
+from cce_dist.kernels.budget import FEW, NUM_PLANES, SAMPLE, cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
@@ -43,7 +43,6 @@ from cce_dist.kernels.filter.bound import bound_of_shard, draw_outside, drawn_su
 from cce_dist.kernels.filter.d_rows import add_listed_hidden, by_column, listed_bias, listed_weight
 from cce_dist.kernels.filter.hot import Hot, gather_hot, most_labelled, num_hot, outside_hot
 from cce_dist.kernels.filter.lists import (
-    FEW,
     SLACK,
     Entries,
     Lists,
@@ -78,8 +77,6 @@ __all__ = [
     "coefficients", "default_workspace", "filter_stats", "gradients", "label_ids", "merged_lse", "rows_at_once",
     "saved_like", "saved_of_slices", "statistics", "token_losses",
 ]  # fmt: skip
-
-SAMPLE = 256  # tokens that the shares are taken from; a power of 2
 
 
 def default_workspace(x: Operands, spec: Spec) -> int:

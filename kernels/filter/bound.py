@@ -17,7 +17,7 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import has_tma, kernel, operand, tile_of_logits
-from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.budget import cdiv, drawn_columns
 from cce_dist.kernels.filter.hot import Hot
 from cce_dist.kernels.tiles import Tiles, interpreted, precision
 
@@ -25,9 +25,8 @@ ERRORS = 2.0  # standard errors
 
 
 def num_drawn(num_outside: int) -> int:
-    """Return how many columns are drawn of those that are not hot: whole tiles, 1,024 or a thirty-second if that is less."""
-    unit = 32 if interpreted() else 256
-    return min(num_outside, max(1, round(min(1024, num_outside / 32) / unit)) * unit)
+    """Return how many columns are drawn of those that are not hot, in whole tiles."""
+    return drawn_columns(num_outside, 32 if interpreted() else 256)
 
 
 def draw_outside(hot: Hot, x: Operands) -> tuple[torch.Tensor, Operands]:

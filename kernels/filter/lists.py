@@ -26,14 +26,13 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel, softcap_slope, softcapped
-from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.budget import FEW, cdiv
 from cce_dist.kernels.filter.hot import Hot
 
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
 LONGEST = 4096  # columns of a list; a longer one would keep a few programs busy while all others are done
 BLOCK = 256  # listed columns of a program
 BLOCK_K, BLOCK_D, WARPS = 8, 512, 4
-FEW = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
 FARTHEST = tl.constexpr(30.0)  # nats between bound and LSE; the marks of lse.py mean nothing beyond its HEADROOM
 
 
