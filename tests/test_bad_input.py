@@ -128,7 +128,6 @@ OPTIONS = [
     bad("workspace-float", TypeError, "workspace_bytes must be an integer.*float", workspace_bytes=1e8),
     bad("workspace-nan", TypeError, "workspace_bytes must be an integer.*float", workspace_bytes=NAN),
     bad("workspace-bool", TypeError, "workspace_bytes must be an integer.*bool", workspace_bytes=True),
-    bad("workspace-none", TypeError, "workspace_bytes must be an integer.*NoneType", workspace_bytes=None),
     bad("workspace-past-int64", ValueError, "workspace_bytes", workspace_bytes=2**63),
     bad("num-tokens-nan", ValueError, "num_tokens.*nan", num_tokens=NAN),
     bad("num-tokens-inf", ValueError, "num_tokens.*inf", num_tokens=INF),
