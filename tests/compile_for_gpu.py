@@ -1,6 +1,7 @@
 """Compile every Triton kernel that a step of training launches, for a GPU that need not be here: a line each.
 
     python tests/compile_for_gpu.py 90      # compute capability 9.0: tensor descriptors, wgmma; 80 takes the pointer path
+    python tests/compile_for_gpu.py gfx942  # ROCm: what is spilled is not told
 
 The host code runs as it is, on CPU tensors of a model's width; every launch is compiled instead of made. What the kernels
 would have written is then zeros, so this says nothing of their arithmetic, which the interpreter tests, but does say whether
@@ -26,8 +27,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-CAPABILITY = int(sys.argv[1])
-PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+HIP = sys.argv[1].startswith("gfx")
+CAPABILITY = 94 if HIP else int(sys.argv[1])  # gfx942 calls itself 9.4
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas" if CAPABILITY < 100 else "ptxas-blackwell")
 SUFFIX = "a" if CAPABILITY >= 90 else ""
 
 
@@ -35,7 +37,7 @@ class Driver:
     """As much of a GPU's driver as compiling asks for."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", CAPABILITY, 32)
+        return GPUTarget("hip", sys.argv[1], 64) if HIP else GPUTarget("cuda", CAPABILITY, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -63,12 +65,15 @@ def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **options: 
     kernel: Any = run(function, *args, grid=grid, warmup=True, **options)
     if id(kernel) not in seen:
         seen[id(kernel)] = kernel  # held: an id is one of what lives
-        ptx = kernel.asm["ptx"]
-        print(f"{function.fn.__name__} spills {spilled_bytes(ptx)} wgmma {ptx.count('wgmma.mma_async')}", flush=True)
+        ptx = "" if HIP else kernel.asm["ptx"]
+        spilled = 0 if HIP else spilled_bytes(ptx)
+        said = f"spills {spilled} wgmma {ptx.count('wgmma.mma_async')} shared {kernel.metadata.shared}"
+        print(f"{function.fn.__name__} {said}", flush=True)
     return kernel
 
 
 run = JITFunction.run
+torch.version.hip = "7" if HIP else None
 for owner, name, stand_in in (
     (JITFunction, "run", compile_only),
     (torch.cuda, "get_device_capability", lambda device=None: divmod(CAPABILITY, 10)),

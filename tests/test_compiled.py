@@ -6,26 +6,41 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 EXACT = {"_lse_kernel", "_target_logit_kernel", "_dlogits_kernel", "_grad_hidden_kernel", "_grad_weight_kernel"}
 FILTERED = {"_list_columns_kernel", "_filtered_hidden_kernel", "_filtered_weight_kernel"}
+SHARED = {"80": 163, "90": 227, "100": 227, "120": 99, "gfx942": 64}  # KiB that a program of a device can have
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_every_kernel_compiles(capability: int) -> None:
-    """Catches what the interpreter lets pass: branches of different types, shapes without a layout, spilled registers."""
+@pytest.mark.parametrize("target", SHARED)
+def test_every_kernel_compiles(target: str) -> None:
+    """Catches what the interpreter lets pass (branches of different types, shapes without a layout, spilled registers), and
+    tiles that a device has no room for."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_for_gpu.py")
     said = subprocess.run(
-        [sys.executable, "-W", "ignore", script, str(capability)], env=environment, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", script, target], env=environment, capture_output=True, text=True
     )
     assert said.returncode == 0, said.stdout + said.stderr
     steps = {part.partition("\n")[0]: part.splitlines()[1:] for part in said.stdout.split("== ")[1:]}
     names = {line.split()[0] for lines in steps.values() for line in lines}
     assert names >= EXACT | FILTERED
-    if capability == 90:
-        for line in steps["exact"] + steps["kept"]:
-            name, _, spilled, _, wgmma = line.split()
-            assert int(spilled) == 0, line
-            assert (int(wgmma) > 0) == (name in EXACT - {"_target_logit_kernel"}), line
+    assert all(int(line.split()[-1]) <= SHARED[target] << 10 for lines in steps.values() for line in lines), said.stdout
+    for line in steps["exact"] + steps["kept"]:
+        name, _, spilled, _, wgmma, *_ = line.split()
+        assert int(spilled) == 0 or target not in ("90", "100"), line
+        assert (int(wgmma) > 0) == (name in EXACT - {"_target_logit_kernel"}) or target != "90", line
+
+
+def test_rocm_never_takes_hoppers_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a table that is read by the major number alone: ROCm says 9.4 for a device with 64 KiB of shared memory."""
+    from cce_dist.kernels import tiles
+
+    monkeypatch.setattr(tiles, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    chosen = tiles._chosen.__wrapped__
+    hopper = chosen(torch.bfloat16, torch.device("cuda"), None, "ieee")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert chosen(torch.bfloat16, torch.device("cuda"), None, "ieee") == tiles._FALLBACK != hopper
