@@ -10,6 +10,7 @@ DeepSpeed's own files are an exception, which only DeepSpeed reads.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import io
 import json
@@ -178,6 +179,13 @@ METADATA = {  # what the metadata of torch.distributed.checkpoint is made of: mo
 }  # fmt: skip
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """Return a member of an enumeration, and nothing of anything else."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)) or name not in kind.__members__:
+        raise UsageError(f"the metadata of a checkpoint asks for {name!r} of {kind!r}: it is not read")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     """Makes objects of torch's metadata and of nothing else."""
 
@@ -186,6 +194,8 @@ class _Unpickler(pickle.Unpickler):
         # Python 3.13 says pathlib._local.
         if is_dtype or module.removesuffix("._local") == METADATA.get(name):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # how some versions of Python 3.11 store a member of an enumeration
         raise UsageError(
             f"the metadata of a checkpoint names {module}.{name}, which is none of torch's: it is not read"
         )
