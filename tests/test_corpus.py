@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,10 +39,14 @@ def ids(folder: Path) -> list[int]:
     return [*whole.train.tolist(), *whole.held_out.tolist()]
 
 
-def decode(folder: Path, tokens: list[int]) -> str:
+def tokenizer_of(folder: Path) -> Any:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(folder / "tokenizer.json")).decode(tokens, skip_special_tokens=False)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def decode(folder: Path, tokens: list[int]) -> str:
+    return tokenizer_of(folder).decode(tokens, skip_special_tokens=False)
 
 
 def test_d4_a_line_without_spaces_takes_linear_time(tmp_path: Path, texts: Path) -> None:
@@ -53,6 +58,9 @@ def test_d4_a_line_without_spaces_takes_linear_time(tmp_path: Path, texts: Path)
     folder = prepare(texts, "*.txt", 384, tmp_path / "cache")
     assert time.monotonic() - start < 20
     assert line.decode() in decode(folder, ids(folder))
+    # The time for one word grows faster than its length.
+    words = tokenizer_of(folder).pre_tokenizer.pre_tokenize_str(line.decode())
+    assert max(len(word) for word, _ in words) <= corpus.WORD
 
 
 def test_d4_memory_does_not_grow_with_a_file(tmp_path: Path) -> None:
@@ -210,10 +218,12 @@ def test_d15_the_text_of_the_special_token_is_text(tmp_path: Path, texts: Path) 
     assert "before<eos>after" in decode(folder, ids(folder))
 
 
-def test_d15_a_file_that_changes_is_told(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("change", [4, -4], ids=["grows", "shrinks"])
+def test_d15_a_file_that_changes_is_told(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, change: int
+) -> None:
     found = corpus._find(texts, "*.txt", None)
-    with open(texts / "a.txt", "a") as file:
-        file.write("more")
+    os.truncate(texts / "a.txt", (texts / "a.txt").stat().st_size + change)
     monkeypatch.setattr(corpus, "_find", lambda *_: found)
     with pytest.raises(CorpusError, match=r"a\.txt changed while it was read"):
         prepare(texts, "*.txt", 300, tmp_path / "cache")

@@ -25,7 +25,7 @@ pytest.importorskip("tokenizers")
 from toy_runs import SHORT, TOY, losses, options, prepared, records
 
 from cce_dist import cli
-from cce_dist.pretrain import checkpoint, engines, launch, log
+from cce_dist.pretrain import checkpoint, engines, exits, launch, log
 from cce_dist.pretrain.exits import CheckpointError, Stopped, UsageError
 from cce_dist.pretrain.launch import train_on
 from cce_dist.pretrain.ranks import Ranks
@@ -220,6 +220,43 @@ def test_d1_no_checkpoint_of_weights_that_are_not_finite(cache: Path, tmp_path: 
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
+def test_d1_a_stop_stores_no_step_that_was_not_finite(cache: Path, tmp_path: Path) -> None:
+    """The third step is not finite, and a signal asks to stop before anybody has looked."""
+    from cce_dist.pretrain.engines.torch import TorchEngine
+
+    notice, recipe = Notice(), options(cache, tmp_path, "--log-every", "100", "--checkpoint-every", "100")
+
+    def ask() -> None:
+        notice.name = "SIGTERM"
+
+    spoiled, asked = (
+        _not_finite(TorchEngine, 3),
+        pytest.raises(UsageError, match=r"not finite at step 3: .*no checkpoint"),
+    )
+    with spoiled, _before_step(TorchEngine, 3, ask, only_rank=0), asked:
+        train_on(recipe, ALONE, prepared(cache), notice)
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_d2_a_rank_that_may_not_write_is_found(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everywhere, so the system's refusal is played."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UsageError, match=r"rank 0 on .* may not write to .*checkpoints"):
+        go_on(cache, tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, exits.LOST), (errno.ENOSPC, exits.HOPELESS)])
+def test_d10_a_fault_of_the_storage_that_may_pass_is_worth_a_restart(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(checkpoint, "_add_state", fail)
+    assert launch.run_rank(options(cache, tmp_path)) == code
+
+
 def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -357,6 +394,18 @@ def test_s1_resuming_runs_no_code_from_the_folder(cache: Path, run: Path, tmp_pa
     assert not (tmp_path / "ran").exists()
 
 
+def test_s1_a_state_without_a_manifest_runs_no_code(
+    cache: Path, run: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether a checkpoint is older than manifests stands in its state, which is read as carefully."""
+    folder = run / "checkpoints" / EIGHT
+    (folder / "manifest.json").unlink()
+    (folder / "state.pt").write_bytes(pickle.dumps(_Spy(tmp_path / "ran")))
+    go_on(cache, run)
+    assert "manifest.json is missing" in capsys.readouterr().err and losses(run) == losses(finished)
+    assert not (tmp_path / "ran").exists()
+
+
 def _replace_a_plain_value(folder: Path, evil: bytes) -> None:
     """Put a pickle where torch stores a value of the optimizer that is no tensor."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -451,3 +500,34 @@ def test_both_writers_get_every_record(cache: Path, tmp_path: Path, monkeypatch:
     for name in ("train/loss", "wandb train/loss"):
         assert [step for each, step in given if each == name] == [1, 2]
     assert ("val/loss", 2) in given and given.count(("closed", 0)) == 2
+
+
+def test_tensorboard_reads_one_clean_history(cache: Path, run: Path) -> None:
+    """The real package. Catches records past the checkpoint, of a run that was killed, that stand beside those that follow."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    (run / "checkpoints" / "latest").write_text("step-00000004\n")
+    board = log._tensorboard(run, 0)
+    for step in range(1, 7):
+        board.add_scalar("train/loss", 100.0 + step, step)
+    board.close()
+    go_on(cache, run, "--tensorboard")
+    events = reader.EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    history = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    ours = [(record["step"], pytest.approx(record["loss"])) for record in records(run)]
+    assert history == [(step, 100.0 + step) for step in range(1, 5)] + ours[4:]
+
+
+def test_a_refusal_of_weights_and_biases_is_one_line(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real package, without a key."""
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    argv = ["pretrain", *TOY, *SHORT, "--tp", "1", "--cache", str(cache), "--out", str(tmp_path / "run")]
+    assert cli.main([*argv, "--wandb", "project"]) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cce-dist")]
+    assert len(lines) == 1 and "cannot write to Weights & Biases: No API key" in lines[0]

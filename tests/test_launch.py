@@ -86,6 +86,9 @@ def test_kubernetes_gives_time_and_no_rights() -> None:
     assert jobset["spec"]["failurePolicy"]["rules"][0]["action"] == "FailJobSet"
     [source] = policy["spec"]["ingress"][0]["from"]
     assert source == {"podSelector": policy["spec"]["podSelector"]}
+    pods, names = policy["spec"]["egress"]
+    assert pods == {"to": [source]} and {each["port"] for each in names["ports"]} == {53}
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
 
 
 def queue(folder: Path, **job: str) -> subprocess.CompletedProcess[str]:

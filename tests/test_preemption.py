@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from test_faults import Torchrun
 from toy_runs import CORPUS
 
 from cce_dist import cli
+from cce_dist.pretrain import agent, exits, launch, stop
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
 AGAIN, HOPELESS = 75, 1
@@ -91,7 +92,8 @@ def test_d5_a_signal_before_the_first_step_ends_at_once(tmp_path: Path, run: lis
         command.wait_until(lambda: len(command.ranks()) == 2)
         kill(command.pid, signal.SIGTERM)
         assert command.wait() == AGAIN
-    assert "Traceback" not in command.text and not (tmp_path / "checkpoints" / "latest").exists()
+    assert "stopped by SIGTERM before the first step" in command.text and "Traceback" not in command.text
+    assert not (tmp_path / "checkpoints" / "latest").exists()
 
 
 def test_d5_a_second_signal_ends_at_once(tmp_path: Path, run: list[str]) -> None:
@@ -116,6 +118,41 @@ def test_d5_one_rank_alone_stores_its_step(tmp_path: Path, run: list[str]) -> No
     assert newest(tmp_path) == history(tmp_path)[-1][0] >= 3
 
 
+def test_d5_a_second_signal_ends_a_rank_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "SAME_SECONDS", 0.2)
+
+    def rank() -> None:
+        with stop.Notice() as notice:
+            notice.patient = True
+            for pause in (0.0, 0.0, 0.4):
+                time.sleep(pause)
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert notice.name == "SIGTERM"
+
+    assert in_child(rank) == 128 + signal.SIGTERM
+
+
+def test_d3_a_rank_whose_agent_has_ended_meanwhile_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an agent that dies before its rank has asked the system to die with it."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    monkeypatch.setenv(exits.AGENT, str(os.getpid()))
+    assert in_child(launch._end_with_agent) == 0
+    monkeypatch.setenv(exits.AGENT, "1")
+    assert in_child(launch._end_with_agent) == exits.LOST
+
+
+def in_child(act: Callable[[], None]) -> int:
+    """Do something in a forked process, and return its exit code."""
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+        except BaseException:
+            os._exit(99)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 @pytest.mark.timeout(200)
 def test_d3_d5_torchrun_too_lets_the_ranks_store_their_step_and_takes_them_with_it(
     tmp_path: Path, run: list[str], whole: list[tuple]
@@ -135,6 +172,8 @@ def test_d3_d5_torchrun_too_lets_the_ranks_store_their_step_and_takes_them_with_
     try:
         process.wait_until(has_taken(tmp_path, stored + 2))
         ranks = list(descendants(process.process.pid))
+        for rank in ranks:
+            kill(rank, signal.SIGSTOP)  # so that it cannot end by itself, because its store has gone
         os.kill(process.process.pid, signal.SIGKILL)
         process.process.wait(10)
         deadline = time.monotonic() + 5
@@ -163,6 +202,7 @@ def test_d3_a_folder_has_one_run_at_a_time(tmp_path: Path, run: list[str], whole
         first = stack.enter_context(Command(argv, tmp_path / "log"))
         first.wait_until(has_taken(tmp_path, 1))
         holder = json.loads((tmp_path / "lock").read_text())["pid"]
+        assert holder in first.ranks()
         for rank in first.ranks():
             kill(rank, signal.SIGSTOP)  # so that it does not end before its time
         second = stack.enter_context(Command([*argv, "--max-restarts", "3"], tmp_path / "second"))
@@ -177,6 +217,8 @@ def test_d3_a_folder_has_one_run_at_a_time(tmp_path: Path, run: list[str], whole
 def test_d3_ranks_die_with_their_agent(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
     with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
         command.wait_until(has_taken(tmp_path, 6))
+        for rank in command.ranks():
+            kill(rank, signal.SIGSTOP)  # so that it cannot end by itself, because its store has gone
         kill(command.pid, signal.SIGKILL)
         command.wait()  # which looks for anybody left behind
     go_on(run, tmp_path)
@@ -276,6 +318,17 @@ def test_s2_one_machine_listens_on_loopback_alone(tmp_path: Path, run: list[str]
         kill(command.pid, signal.SIGTERM)
         assert command.wait() == AGAIN
     assert addresses and addresses <= {"0100007F", "0" * 24 + "01000000"}, addresses
+
+
+def test_s2_ranks_of_one_machine_talk_over_loopback(
+    tmp_path: Path, run: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches gloo and NCCL at the address of the host's name, on a machine whose name is none of loopback too."""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(agent, "run", lambda *_: 0)
+    assert cli.main([*run, "--out", str(tmp_path)]) == 0
+    assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 def listening(pids: set[int]) -> set[str]:

@@ -28,7 +28,7 @@ class Log:
         step: Step from which the run goes on.
 
     Raises:
-        OSError: With the file's name, where it could not be written whole.
+        OSError: With the file's name, where it could not be written whole, or where Weights & Biases refused the run.
     """
 
     def __init__(self, recipe: Recipe, step: int) -> None:
@@ -122,6 +122,10 @@ def _wandb(recipe: Recipe) -> Any:
     # The folder names the run, so that a resumed one goes on there.
     name = hashlib.sha256(os.fsencode(recipe.out.absolute())).hexdigest()[:16]
     config = recipe.arguments()
-    return wandb.init(
-        project=recipe.wandb, id=name, name=recipe.out.name, resume="allow", dir=recipe.out, config=config
-    )
+    try:
+        return wandb.init(
+            project=recipe.wandb, id=name, name=recipe.out.name, resume="allow", dir=recipe.out, config=config
+        )
+    except wandb.Error as error:  # such as a key that is missing, or a server that does not answer
+        code = errno.ETIMEDOUT if isinstance(error, wandb.errors.CommError) else errno.EACCES
+        raise OSError(code, str(error), "to Weights & Biases") from error
