@@ -118,6 +118,7 @@ def _tensorboard(out: Path, step: int) -> Any:
 
 def _wandb(recipe: Recipe) -> Any:
     import wandb  # pyright: ignore[reportMissingImports]
+    import wandb.errors  # pyright: ignore[reportMissingImports]
 
     # The folder names the run, so that a resumed one goes on there.
     name = hashlib.sha256(os.fsencode(recipe.out.absolute())).hexdigest()[:16]
