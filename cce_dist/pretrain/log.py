@@ -118,7 +118,6 @@ def _tensorboard(out: Path, step: int) -> Any:
 
 def _wandb(recipe: Recipe) -> Any:
     import wandb  # pyright: ignore[reportMissingImports]
-    import wandb.errors  # pyright: ignore[reportMissingImports]
 
     # The folder names the run, so that a resumed one goes on there.
     name = hashlib.sha256(os.fsencode(recipe.out.absolute())).hexdigest()[:16]
@@ -128,5 +127,6 @@ def _wandb(recipe: Recipe) -> Any:
             project=recipe.wandb, id=name, name=recipe.out.name, resume="allow", dir=recipe.out, config=config
         )
     except wandb.Error as error:  # such as a key that is missing, or a server that does not answer
-        code = errno.ETIMEDOUT if isinstance(error, wandb.errors.CommError) else errno.EACCES
+        lost = isinstance(error, wandb.errors.CommError)  # pyright: ignore[reportAttributeAccessIssue]
+        code = errno.ETIMEDOUT if lost else errno.EACCES
         raise OSError(code, str(error), "to Weights & Biases") from error
