@@ -80,8 +80,13 @@ class Chunks(NamedTuple):
 
 def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
     """Return the least budget that keeps the exponentials of all columns."""
-    tile_bytes = tile_cols * sizes.itemsize + REFERENCE_BYTES
-    return sizes.num_tokens * (sizes.hidden_bytes + cdiv(sizes.num_columns, tile_cols) * tile_bytes)
+    num_tiles = cdiv(sizes.num_columns, tile_cols)
+    return sizes.num_tokens * (sizes.hidden_bytes + num_tiles * _kept_tile_bytes(sizes, tile_cols))
+
+
+def _kept_tile_bytes(sizes: Sizes, tile_cols: int) -> int:
+    """Bytes that a token's exponentials in one tile of columns take, their reference counted."""
+    return tile_cols * sizes.itemsize + REFERENCE_BYTES
 
 
 def default_workspace(sizes: Sizes, keeps: bool) -> int:
@@ -94,16 +99,13 @@ def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> in
     num_tokens = sizes.num_tokens
     if num_tokens == 0 or sizes.num_columns == 0:
         return 0
-    num_tiles = cdiv(sizes.num_columns, tile_cols)
-    tile_bytes = num_tokens * (tile_cols * sizes.itemsize + REFERENCE_BYTES)
-    gathered = num_tokens * sizes.hidden_bytes
     if bytes_of_all(sizes, tile_cols) <= workspace_bytes:
-        return num_tiles * tile_cols
+        return cdiv(sizes.num_columns, tile_cols) * tile_cols
     # Columns that are not kept are recomputed in chunks. A chunk of ``width`` columns costs CHUNK_COST, so the chunk is widened
     # until the next column would save more as a kept one. Hidden states and remainder of every token stand beside it.
     width = math.isqrt(CHUNK_COST * sizes.num_columns)
-    recompute = 2 * gathered + num_tokens * width * sizes.itemsize
-    tiles = (workspace_bytes - recompute) // tile_bytes
+    recompute = num_tokens * (2 * sizes.hidden_bytes + width * sizes.itemsize)
+    tiles = (workspace_bytes - recompute) // (num_tokens * _kept_tile_bytes(sizes, tile_cols))
     return tiles * tile_cols if tiles >= 16 else 0
 
 
