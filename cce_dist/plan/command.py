@@ -93,17 +93,17 @@ def run(args: argparse.Namespace) -> int:
         if args.scale:
             steps = grow(found.model, found.layout, device, args.scale, workspace, args.global_tokens)
             steps = [step for step in steps if args.loss in (None, step.loss)]
+        title = args.model or (args.config and args.config.name) or "sizes by hand"
+        if args.json:
+            print(json.dumps(found.record() | {"scale": [dataclasses.asdict(step) for step in steps]}, indent=1))
+        else:
+            print("\n\n".join(_text(found, title, args.workspace) + _scale(steps)))
+        if args.picture:
+            from cce_dist.plan.picture import draw
+
+            draw(args.picture, found, title)
     except (OSError, ValueError) as error:
         raise SystemExit(f"cce-dist plan: {' '.join(str(error).split())}") from error
-    title = args.model or (args.config and args.config.name) or "sizes by hand"
-    if args.json:
-        print(json.dumps(found.record() | {"scale": [dataclasses.asdict(step) for step in steps]}, indent=1))
-    else:
-        print("\n\n".join(_text(found, title, args.workspace) + _scale(steps)))
-    if args.picture:
-        from cce_dist.plan.picture import draw
-
-        draw(args.picture, found, title)
     return 0
 
 

@@ -3,8 +3,7 @@
 A row's name says its budget: "@64MiB", "-default" for the one that the loss chooses, and 256 MiB where it says nothing.
 
 Rows of other libraries, and of DeepSpeed's loss without logits, are not predicted: two measurements of the last differ by 15 %.
-Rows of the filter are not either: the stored ones were measured before its lists were rewritten. Its times on six softmaxes are
-in docs/results.md, and the tests hold the prediction to those.
+Rows of the filter have a range, and the tests hold them to it, and to its times on six softmaxes in docs/results.md.
 """
 
 from __future__ import annotations
@@ -129,20 +128,27 @@ def is_steps(path: Path) -> bool:
 
 
 def step_pairs(path: Path) -> Iterator[StepPair]:
-    """Yield the runs of a file of ``tests/steps_for_plan.py``."""
+    """Yield the runs of a file of ``tests/steps_for_plan.py``. Raises ValueError where a run lacks something."""
     for run in json.loads(path.read_text()):
-        shape = run["shape"]
-        names = ("hidden_size", "vocab_size", "num_layers", "num_heads", "num_ffn")
-        tokens = run["batch_size"] // run["accumulate"] * shape["seq_len"]
-        layout = Layout(num_tokens=tokens, seq_len=shape["seq_len"], pp=run["pp"])
-        cut = run["layers_per_stage"]
-        layers = None if cut == "even" else [int(count) for count in cut.split(",")]
-        loss = "budget" if run["loss"] == "exact" else run["loss"]
-        device = device_of(run["device"])
-        model = Model(*(shape[name] for name in names))
-        workspace = run.get("workspace_bytes", UNSAID) or None  # 0: chosen
-        said = step(model, run["engine"], loss, layout, run["accumulate"], device, layers, workspace)
-        stages = cut if layers else f"pp {run['pp']}"
-        given = "" if run["loss"] == "dense" else f" in {workspace >> 20} MiB" if workspace else " in a chosen budget"
-        row = f"{run['engine']} {run['model']}, {run['loss']}{given}, {stages}"
-        yield StepPair(row, said, statistics.median(run["seconds"]), run["peak_bytes"])
+        try:
+            yield _step_pair(run)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} has a run that is none of a step ({type(error).__name__}: {error})") from error
+
+
+def _step_pair(run: dict[str, Any]) -> StepPair:
+    shape = run["shape"]
+    names = ("hidden_size", "vocab_size", "num_layers", "num_heads", "num_ffn")
+    tokens = run["batch_size"] // run["accumulate"] * shape["seq_len"]
+    layout = Layout(num_tokens=tokens, seq_len=shape["seq_len"], pp=run["pp"])
+    cut = run["layers_per_stage"]
+    layers = None if cut == "even" else [int(count) for count in cut.split(",")]
+    loss = "budget" if run["loss"] == "exact" else run["loss"]
+    device = device_of(run["device"])
+    model = Model(*(shape[name] for name in names))
+    workspace = run.get("workspace_bytes", UNSAID) or None  # 0: chosen
+    said = step(model, run["engine"], loss, layout, run["accumulate"], device, layers, workspace)
+    stages = cut if layers else f"pp {run['pp']}"
+    given = "" if run["loss"] == "dense" else f" in {workspace >> 20} MiB" if workspace else " in a chosen budget"
+    row = f"{run['engine']} {run['model']}, {run['loss']}{given}, {stages}"
+    return StepPair(row, said, statistics.median(run["seconds"]), run["peak_bytes"])
