@@ -55,6 +55,23 @@ def test_time_is_what_was_measured(path: Path) -> None:
         assert abs(pair.time_error) <= 0.10, pair
 
 
+def test_the_default_on_shards() -> None:
+    """Within 10 %: the table of docs/results.md#small-shards, measured after the model was written, with the chosen budget."""
+    cell = r" ([\d.]+) \([\d.]+\) \|"
+    rows = re.findall(
+        rf"^\| ([\d,]+), ([\d,]+), ([\d,]+) \|{3 * cell}", (ROOT / "docs/results.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) == 2
+    for row in rows:
+        tokens, hidden_size, num_rows = (int(size.replace(",", "")) for size in row[:3])
+        head = Head(tokens, hidden_size, num_rows)
+        for loss, given, measured in zip(
+            ("torch-compile", "budget", "budget"), (None, None, 256 << 20), row[3:], strict=True
+        ):
+            said = cost(head, loss, DEVICES["h200"], given)
+            assert said.seconds * 1e3 == pytest.approx(float(measured), rel=0.10), (row, loss)
+
+
 def test_a_third_was_measured_after_the_model_was_written() -> None:
     """And the predictions of those rows, stored before they were measured, are as good as the page says.
 
