@@ -511,6 +511,51 @@ def test_a_host_counts_where_it_is_asked_for() -> None:
         plan(small, dataclasses.replace(layout, host="jax"))
 
 
+@pytest.mark.parametrize(("hip", "major"), [(None, 9), ("6.2", 0)])
+def test_measuring(hip: str | None, major: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is made up: 1 ms a product, 2 ms a copy. Catches a rate per call of all calls, and no warming up."""
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = -1
+
+        def record(self) -> None:
+            self.at = len(done)
+
+        def elapsed_time(self, end: Any) -> float:
+            return sum({"product": 1.0, "copy": 2.0}[call] for call in done[self.at : end.at])
+
+    class Tensor:
+        def copy_(self, source: Any) -> None:
+            done.append("copy")
+
+    found = SimpleNamespace(name="NVIDIA H20", major=9, multi_processor_count=78, total_memory=96 * GIB)
+    for name, value in (("randn", Tensor()), ("randn_like", Tensor()), ("empty", Tensor()), ("empty_like", Tensor())):
+        monkeypatch.setattr(torch, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(torch, "mm", lambda *_, out: done.append("product"))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    cuda = {
+        "is_available": lambda: True,
+        "current_device": int,
+        "get_device_properties": lambda _: found,
+        "Event": Event,
+    }
+    for name, value in (cuda | {"synchronize": lambda: None}).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    device = devices.measure()
+    assert device.flops == pytest.approx(2 * 8192**3 / 1e-3) and device.bandwidth == pytest.approx(2 * GIB / 2e-3)
+    assert (device.name, device.major, device.memory) == ("NVIDIA H20", major, 96 * GIB)
+    assert done.index("copy") >= 64  # as many products before the timed ones
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "randn", full)
+    with pytest.raises(ValueError, match="GiB of free memory"):
+        devices.measure()
+
+
 def test_a_measured_gpu_takes_links_from_the_table() -> None:
     """Catches a ROCm device that gets Hopper's tiles and links, and rates that are swapped."""
     device = devices.like_the_table("NVIDIA H20", 9, 78, 96 * GIB, 1e14, 3e12)
