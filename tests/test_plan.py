@@ -28,7 +28,7 @@ from cce_dist.plan.measured import pairs, predict, step_pairs
 from cce_dist.plan.planning import LOSSES, check_megatron_layout
 from cce_dist.plan.scale import grow
 from cce_dist.plan.sizes import MODELS, read_config
-from cce_dist.plan.steps import step
+from cce_dist.plan.steps import ENGINES, step
 from cce_dist.pretrain import Recipe
 from cce_dist.pretrain.recipe import PRESETS, Shape, UsageError
 from cce_dist.pretrain.stages import layers_of_stages
@@ -216,12 +216,14 @@ def test_the_best_cut_is_the_best_of_all() -> None:
     for _ in range(40):
         num_layers, pp = generator.randint(4, 14), generator.randint(2, 4)
         layer, head = 1.0, generator.uniform(0, 8)
+        launches = (generator.uniform(0, 2), generator.uniform(0, 8)) if generator.random() < 0.5 else (0.0, 0.0)
         layout = Layout(pp=pp)
-        best = best_cut(num_layers, layer, head, layout)
+        best = best_cut(num_layers, layer, head, layout, launches)
         assert sum(best.layers) == num_layers and min(best.layers) >= 0
         cuts = combinations(range(num_layers + pp - 1), pp - 1)  # bars among stars
         counts = [[b - a - 1 for a, b in zip((-1, *bars), (*bars, num_layers + pp - 1), strict=True)] for bars in cuts]
-        assert max(best.seconds) <= min(max(timed(count, layer, head, layout).seconds) for count in counts) + 1e-9
+        times = [max(timed(count, layer, head, layout, launches).seconds) for count in counts]
+        assert max(best.seconds) <= min(times) + 1e-9
 
 
 def test_layouts_pass_megatrons_parser() -> None:
@@ -500,6 +502,7 @@ def test_time_of_measured_steps() -> None:
 
 def test_a_host_counts_where_it_is_asked_for() -> None:
     """A stage takes the longer of GPU and host. Catches a host that is added to the GPU, or counted for all stages at once."""
+    assert set(HOSTS) == set(ENGINES)
     small = Model(1024, 32_768, 8, 16, 2816)
     layout = Layout(pp=2, num_tokens=2048, host="megatron")
     host, ours = HOSTS["megatron"], LOSSES.index("kept")
