@@ -123,9 +123,10 @@ class Host(NamedTuple):
         return self.exact + (FILTER_LAUNCHES if loss == "filtered" else 0.0)
 
 
-# A least-squares fit of the logarithms of step times in docs/results/h200-steps.json, which does not name its hosts. "torch": the
-# four exact rows and the first dense one; the other three dense rows and both of DeepSpeed, which has the same layers, were held
-# against it. "megatron": the first, third, ... of its rows; the others were held. Other hosts differ: one was faster than the GPU.
+# A least-squares fit of the logarithms of step times in docs/results/h200-steps.json, which does not name its hosts. "torch":
+# the four exact rows and the first dense one. The other three dense rows and both of DeepSpeed, which has the same layers, were
+# held against it. "megatron": the first, third, ... of its rows; the others were held. Other hosts differ: one was faster than
+# the GPU.
 _PLAIN = Host(3.4e-3, 5.9e-3, 4.3e-3)
 HOSTS = {"torch": _PLAIN, "deepspeed": _PLAIN, "megatron": Host(5.2e-3, 2.0e-3, 12.8e-3)}
 # docs/results.md#small-shards: a dense loss on the host, and what a filter takes there beyond the exact loss.
