@@ -132,9 +132,11 @@ def trl_log_probs(shard: VocabShard, hidden: Tensor) -> LossFn:
 
     function: Any = getattr(utils, "_ChunkedLogProbFunction", None)
     wanted = "hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
-    names = [] if function is None else list(inspect.signature(function.forward).parameters)[1:]
+    if function is None:
+        raise ImportError("this release of trl has no chunked log-probabilities")
+    names = list(inspect.signature(function.forward).parameters)[1:]
     if names != wanted.split():
-        raise ImportError(f"this release of trl takes {', '.join(names)}" if names else "this release of trl has none")
+        raise ImportError(f"this release of trl takes {', '.join(names)}")
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         log_probs, *_ = function.apply(hidden, weight, None, labels.clamp(min=0), 1.0, 8192, None, 1.0, ("entropy",))
