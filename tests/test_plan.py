@@ -188,7 +188,7 @@ def test_filtered_peak_is_what_is_alive(mib: int, monkeypatch: pytest.MonkeyPatc
     spec = Spec(ShardLogits(0, 3000), 3000, filter=Filter(DEFAULT_EPS), workspace_bytes=mib << 20)
     call = Call(spec, backend="triton").flat()
     with Live() as live:
-        losses = op._forward(hidden, weight, None, labels, None, *call)
+        losses = op._forward(hidden, weight, None, labels, None, None, *call)
         forward, live.peak = live.peak, 0
         grads = op._backward(
             [losses[0], *[None] * 4], hidden, weight, None, losses[-1], None, [True, True, False], *call

@@ -44,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shares of labels that are -100 (default: 0)",
     )
     add("--tp", type=_sizes, metavar="T,T", help="split the vocabulary over so many ranks, under torchrun or alone")
+    add(
+        "--log-probs", action="store_true",
+        help="time log-probabilities and entropies, as policies take them, in place of the loss; the entropy has no gradient",
+    )  # fmt: skip
     add("--stage", choices=STAGES, help="time the end of its last pipeline stage by its means and ours, likewise")
     add(
         "--workspace", nargs="+", type=whole(1), metavar="MIB", help="workspaces of cce-dist, a row each (default: 256)"

@@ -1,0 +1,390 @@
+"""linear_log_probs against the dense reference: outputs, gradients with weights of both signs, bad input; one process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from shards import DEVICE, GPU
+from torch import Tensor, nn
+
+from cce_dist import GradFilter, LogProbs, VocabShard, linear_cross_entropy, linear_log_probs, reference
+from cce_dist.bench import methods, peers
+from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Operands, ShardLogits, Spec, budget, exact, more
+from cce_dist.verify.cases import zipf_problem
+from cce_dist.verify.check import assert_no_worse
+from cce_dist.verify.log_probs import LOG_PROB_CASES, LogProbCase, run_case
+
+N, D, V = 11, 8, 37
+BACKENDS = ["torch", "triton"]
+CASES = {case.name.removeprefix("log-probs-"): case for case in LOG_PROB_CASES}
+
+
+def check(case: LogProbCase, device: str, backend: str) -> None:
+    for error in run_case(case, None, device, backend):
+        assert error.ok, f"{error}: {case.catches}?"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_dense(name: str) -> None:
+    check(CASES[name], "cpu", "torch")
+
+
+@pytest.mark.parametrize("name", CASES if GPU else ("64", "everything", "padded-shards", "gap-of-1e4", "fp16"))
+def test_kernels_match_dense(name: str) -> None:
+    """Catches: a cell at another chunk's column, factors left out of a slope or a gradient, a best id of another part."""
+    check(CASES[name], DEVICE, "triton")
+
+
+@pytest.mark.parametrize(("name", "columns"), [("everything", 96), ("repeated", 224)])
+def test_kept_exponentials_match_dense(name: str, columns: int) -> None:
+    """A part of the columns, and all. Catches: a cell left as an exponential, factors left out of the scale of a row."""
+    case = replace(CASES[name], differentiated=("log_probs", "lse"))
+    with mock.patch.object(exact, "columns_kept", lambda *_: columns):
+        check(case, DEVICE, "triton")
+
+
+def test_kept_cells_beside_no_probability() -> None:
+    """Two ids pushed apart: the softmax itself gets no gradient. Catches: a scale of 0 that no cell can be made with, and a
+    scale that is chosen for another id than those of the row."""
+    hidden, weight, ids = (x.to(DEVICE) for x in data())
+    ids = torch.stack((ids, (ids + 1) % V), 1)
+    upstream = torch.randn(N, 1, device=DEVICE) * torch.tensor([1.0, -1.0], device=DEVICE)
+    expected = torch.autograd.grad(
+        reference.linear_log_probs(hidden, weight, ids).log_probs, (hidden, weight), upstream
+    )
+    with mock.patch.object(exact, "columns_kept", lambda *_: 64):
+        out = linear_log_probs(hidden, weight, ids, backend="triton")
+        found = [torch.autograd.grad(out.log_probs, (hidden, weight), upstream, retain_graph=True) for _ in range(2)]
+    torch.testing.assert_close(found[0], expected)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_second_backward_has_the_same_bits() -> None:
+    """Also after one with another gradient, and with kept exponentials. Catches: saved numbers that were overwritten."""
+    hidden, weight, ids = (x.to(DEVICE) for x in data())
+    ids = torch.stack((ids, ids.flip(0), ids), 1)
+    for backend, columns in (("torch", 0), ("triton", 0), ("triton", 64)):
+        with mock.patch.object(exact, "columns_kept", lambda *_, columns=columns: columns):
+            out = linear_log_probs(hidden, weight, ids, backend=backend)
+            upstream = torch.randn(ids.shape, device=DEVICE)
+            grads = [
+                torch.autograd.grad(out.log_probs, (hidden, weight), factor * upstream, retain_graph=True)
+                for factor in (1, -3, 1)
+            ]
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], grads[2], strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_largest_logits_over_groups_of_tokens(backend: str) -> None:
+    """Catches: keys of one group that are left for the next, tokens put back in another order."""
+    hidden, weight = torch.randn(150, 16, device=DEVICE), torch.randn(300, 16, device=DEVICE)
+    ids = torch.randint(300, (150,), device=DEVICE)
+    ids[::7] = -100
+    with mock.patch.object(budget, "LEAST_BYTES", 1 << 10):
+        out = linear_log_probs(hidden, weight, ids, top_k=3, backend=backend, workspace_bytes=1)
+    expected = reference.linear_log_probs(hidden, weight, ids, top_k=3)
+    assert out.top_ids is not None and expected.top_ids is not None
+    assert torch.equal(out.top_ids, expected.top_ids)
+    torch.testing.assert_close(out.top_log_probs, expected.top_log_probs)
+
+
+def test_outputs_do_not_depend_on_other_tokens() -> None:
+    """With ``batch_invariant``, bit for bit. Catches: parts of the vocabulary chosen from the number of tokens."""
+    hidden, weight = torch.randn(70, D, device=DEVICE), torch.randn(400, D, device=DEVICE)
+    ids = torch.randint(400, (70, 2), device=DEVICE)
+    own = torch.rand(70, device=DEVICE) + 0.5
+
+    def run(rows: Tensor, batch_invariant: bool, grad: bool) -> list[Tensor]:
+        with torch.set_grad_enabled(grad):
+            out = linear_log_probs(
+                hidden[rows].requires_grad_(grad), weight, ids[rows], temperature=own[rows], entropy=True, sum_p_squared=True,
+                argmax=True, top_k=4, backend="triton", batch_invariant=batch_invariant,
+            )  # fmt: skip
+        return [x.detach()[-1] for x in outputs(out)]
+
+    last = torch.tensor([69], device=DEVICE)
+    batches = [torch.cat((torch.randperm(69, device=DEVICE)[:count], last)) for count in (0, 4, 36, 36, 69)]
+    alone, *others = [run(rows, True, count % 2 == 0) for count, rows in enumerate(batches)]
+    for found in others:
+        assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+    freely = [run(rows, False, False) for rows in (batches[0], batches[-1])]
+    assert not all(torch.equal(a, b) for a, b in zip(*freely, strict=True)), "the test would see no difference"
+
+
+def test_nothing_that_depends_on_other_tokens_is_kept() -> None:
+    operands = torch.empty(64, 64, dtype=torch.bfloat16)
+    x = Operands(operands, operands, None, torch.zeros(64), ShardLogits(0, 64))
+    spec = Spec(x.logits, 64, workspace_bytes=1 << 30)
+    assert exact.columns_kept(x, spec) > 0 == exact.columns_kept(x, spec._replace(invariant=True))
+
+
+def test_an_id_outside_is_nan_alone() -> None:
+    """As on a GPU, where ids are not read. Catches: a gradient that goes to another id, a row that is lost with its entry."""
+    ids = torch.tensor([[3, OUTSIDE, 3], [IGNORED, OUTSIDE, IGNORED], [IGNORED, IGNORED, IGNORED]])
+    of_tokens = more.any_id(ids)
+    assert of_tokens.tolist() == [3, OUTSIDE, IGNORED]
+    spec = Spec(ShardLogits(0, V), V, num_ids=3)
+    nll = more.merge_more(torch.ones(1, 6, 3), torch.zeros(2, 3), of_tokens, Cells(ids), spec).nll_NI
+    assert nll.tolist()[0][::2] == [-1, -1] and nll.isnan().tolist() == [
+        [False, True, False],
+        [False, True, False],
+        [False] * 3,
+    ]
+    cells, total = more.cell_gradients(torch.ones(3, 3), torch.zeros(3, 3), ids)
+    assert total.tolist() == [2, 0, 0]
+    assert cells.grad_NI is not None and cells.grad_NI[cells.ids_NI >= 0].tolist() == [-2]
+
+
+def test_a_step_of_policy_gradients_is_that_of_its_dense_twin() -> None:
+    """100 steps as in GRPO: clipped ratios with advantages of both signs, a KL term, an entropy bonus, own temperatures."""
+    tokens, temperature = torch.randint(V, (6, 9)), 0.5 + torch.rand(6, 8)
+    advantages = torch.randn(6, 1)
+
+    def train(function: Callable[..., LogProbs], **options: Any) -> Tensor:
+        torch.manual_seed(1)
+        body, head = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, D), nn.Tanh()), nn.Linear(D, V)
+        optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()], 1e-2)
+        curve, old = [], torch.zeros(())
+        for step in range(100):
+            out = function(
+                body(tokens[:, :-1]),
+                head.weight,
+                tokens[:, 1:],
+                linear_bias=head.bias,
+                temperature=temperature,
+                **options,
+            )
+            if step % 10 == 0:
+                old = out.log_probs.detach()
+            ratio = (out.log_probs - old).exp()
+            gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+            assert out.entropy is not None
+            loss = (-gain + 0.02 * (old - out.log_probs).exp() - 0.01 * out.entropy).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            curve.append(torch.stack((loss.detach(), out.log_probs.detach().mean(), out.entropy.detach().mean())))
+        return torch.stack(curve)
+
+    ours, dense = train(linear_log_probs, entropy=True), train(reference.linear_log_probs)
+    torch.testing.assert_close(ours, dense, rtol=1e-3, atol=1e-4)
+    assert (dense[-1] - dense[0]).abs().max() > 0.1, "nothing was learned"
+
+
+def data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight = torch.randn(N, D, dtype=dtype), torch.randn(V, D, dtype=dtype)
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(V, (N,))
+
+
+def outputs(out: LogProbs) -> list[Tensor]:
+    return [x for x in out if x is not None]
+
+
+def test_outputs_that_nobody_asked_for_are_none() -> None:
+    assert [name for name, x in linear_log_probs(*data())._asdict().items() if x is not None] == ["log_probs", "lse"]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize("num_ids", [None, 1, 2])
+def test_outputs_have_the_shape_of_the_tokens(shape: tuple[int, ...], num_ids: int | None) -> None:
+    hidden, weight = torch.randn(*shape, D), torch.randn(V, D)
+    ids = torch.randint(V, shape if num_ids is None else (*shape, num_ids))
+    own = torch.rand(shape) + 0.5
+    out = linear_log_probs(hidden, weight, ids, temperature=own, entropy=True, sum_p_squared=True, argmax=True, top_k=4)
+    assert out.log_probs.shape == ids.shape
+    assert out.top_log_probs is not None and out.top_ids is not None
+    assert out.top_log_probs.shape == out.top_ids.shape == (*shape, 4)
+    of_tokens = (out.lse, out.entropy, out.sum_p_squared, out.max_logit, out.argmax)
+    assert all(x is not None and x.shape == shape for x in of_tokens)
+    expected = reference.linear_log_probs(hidden, weight, ids, temperature=own, top_k=4)
+    for ours, theirs in zip(out, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_one_id_is_the_loss_of_it() -> None:
+    """The same bits as one of several, too: catches a logit in another order of summation."""
+    hidden, weight, ids = data()
+    alone = linear_log_probs(hidden, weight, ids)
+    assert torch.equal(alone.log_probs, linear_log_probs(hidden, weight, ids[:, None]).log_probs[:, 0])
+    several = linear_log_probs(hidden, weight, torch.stack((ids, ids.flip(0)), 1))
+    assert torch.equal(alone.log_probs, several.log_probs[:, 0])
+    assert torch.equal(alone.lse, several.lse)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_logits_are_ordered_by_id(backend: str) -> None:
+    """Catches an order that is that of blocks, or of a sort that is not stable."""
+    hidden, rows = torch.randn(3, D), torch.randn(40, D)
+    weight = rows.repeat(8, 1)
+    out = linear_log_probs(hidden, weight, torch.zeros(3, dtype=torch.int64), argmax=True, top_k=20, backend=backend)
+    best = (hidden @ rows.t()).sort(1, descending=True).indices[:, :3]
+    expected = (best[:, :, None] + 40 * torch.arange(8)).view(3, -1)[:, :20]
+    assert out.argmax is not None and out.top_ids is not None
+    assert torch.equal(out.argmax, expected[:, 0])
+    assert torch.equal(out.top_ids, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_without_an_id_may_hold_anything(backend: str) -> None:
+    hidden, weight, ids = data()
+    ids = torch.stack((ids, ids.flip(0)), 1)
+    ids[3] = -100
+    ids[5, 0] = -100
+    temperature = torch.rand(N) + 0.5
+    broken, cold = hidden.detach().clone().requires_grad_(), temperature.clone()
+    with torch.no_grad():
+        broken[3] = torch.nan
+    cold[3] = 0.0
+    results = []
+    for h, own in ((hidden, temperature), (broken, cold)):
+        out = linear_log_probs(
+            h, weight, ids, temperature=own, entropy=True, sum_p_squared=True, argmax=True, top_k=2, backend=backend
+        )
+        assert out.entropy is not None
+        objective = out.log_probs.sum() + out.lse.sum() + out.entropy.sum()
+        results.append((*outputs(out), *torch.autograd.grad(objective, (h, weight))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    *values, best, _, top_ids, d_hidden, _ = results[1]
+    assert all((x[3] == 0).all() for x in (*values, d_hidden))
+    assert best[3] == -1 and (top_ids[3] == -1).all()
+    assert values[0][5, 0] == 0 != values[0][5, 1]
+
+
+def test_a_filter_would_keep_the_mean_of_one_sign_alone() -> None:
+    """Why there is none: upstream gradients of both signs, as advantages are, lose what the compensation promises."""
+    problem = zipf_problem(512)(torch.Generator().manual_seed(0))
+    hidden, weight = problem.hidden.float().requires_grad_(), problem.weight.float()
+
+    def sum_of_d_hidden(grad_filter: GradFilter | None, upstream: Tensor) -> Tensor:
+        nll = linear_cross_entropy(hidden, weight, problem.labels, reduction="none", grad_filter=grad_filter)
+        return torch.autograd.grad(nll, hidden, upstream)[0].sum(0)
+
+    advantages = torch.randn(512)
+    of_one_sign, of_both = (
+        (sum_of_d_hidden(GradFilter(), x) - sum_of_d_hidden(None, x)).norm() / sum_of_d_hidden(None, x).norm()
+        for x in (advantages.exp(), advantages)
+    )
+    assert of_one_sign < 1e-5 and of_both > 1e-3
+
+
+def test_rows_of_the_bench_are_of_one_loss() -> None:
+    """Catches a mean over ignored tokens, a sign, a column that TRL's release takes otherwise."""
+    hidden, weight, ids = data()
+    ids[::4] = -100
+    expected = peers.dense(hidden, weight, ids)
+    gradients = torch.autograd.grad(expected, (hidden, weight))
+    rows = methods.all_methods("log-probs")
+    assert {"cce-dist", "cce-dist-alone", "torch", "torch-compile", "trl-chunked"} <= rows.keys()
+    for name, method in rows.items():
+        if name == "torch-compile":  # "torch", compiled
+            continue
+        try:
+            loss = method.build(VocabShard(0, V, V), hidden)(hidden, weight, ids)
+        except ImportError:
+            assert not method.ours
+            continue
+        torch.testing.assert_close(loss, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(torch.autograd.grad(loss, (hidden, weight)), gradients, atol=1e-4, rtol=1e-3)
+
+
+def test_the_page_tells_the_defaults() -> None:
+    """Catches an argument that docs/api.md lacks, or gives another default."""
+    page = (Path(__file__).parent.parent / "docs/api.md").read_text()
+    section = page.partition("## `linear_log_probs`")[2].partition("\n## ")[0]
+    for name, parameter in inspect.signature(linear_log_probs).parameters.items():
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}".replace("'", '"')
+        assert f"`{name}{default}`" in section
+    assert all(f"`{name}`" in section for name in LogProbs._fields)
+
+
+BAD: list[Any] = [
+    pytest.param(dict(ids=torch.zeros(N, 2, 2).long()), ValueError, "ids must be", id="shape"),
+    pytest.param(dict(ids=torch.zeros(N, 0).long()), ValueError, "ids must be", id="no-ids"),
+    pytest.param(dict(ids=torch.zeros(N)), TypeError, "ids must be int64", id="dtype"),
+    pytest.param(dict(ids=torch.full((N, 2), V)), IndexError, r"ids\[0\] .* is 37", id="outside"),
+    pytest.param(dict(temperature=0.0), ValueError, "temperature must be positive", id="temperature-0"),
+    pytest.param(dict(temperature="1"), TypeError, "temperature must be a number", id="temperature-text"),
+    pytest.param(dict(temperature=torch.zeros(N)), ValueError, r"temperature\[0\] .* positive", id="temperatures-0"),
+    pytest.param(
+        dict(logit_scale=torch.full((N,), torch.inf)), ValueError, r"logit_scale\[0\] .* finite", id="scales-inf"
+    ),
+    pytest.param(dict(temperature=torch.ones(N + 1)), ValueError, "temperature must be", id="temperatures-shape"),
+    pytest.param(dict(temperature=torch.ones(N).long()), TypeError, "temperature must be", id="temperatures-dtype"),
+    pytest.param(
+        dict(temperature=torch.ones(N, requires_grad=True)), TypeError, "temperature has no gradient", id="learnt"
+    ),
+    pytest.param(
+        dict(logit_scale=torch.ones((), requires_grad=True)), TypeError, "logit_scale has no grad", id="learnt-0d"
+    ),
+    pytest.param(dict(top_k=-1), ValueError, "top_k must be", id="top-k-negative"),
+    pytest.param(dict(top_k=1025), ValueError, "top_k must be at most 1024", id="top-k-large"),
+    pytest.param(dict(top_k=V + 1), ValueError, "the vocabulary has 37", id="top-k-more-than-ids"),
+    pytest.param(dict(entropy=1), TypeError, "entropy must be a bool", id="flag"),
+    pytest.param(dict(sequence_parallel=True, input_grad="partial"), ValueError, "input_grad", id="partial-sp"),
+    pytest.param(dict(grad_filter=None), TypeError, "grad_filter", id="filter"),
+]
+
+
+@pytest.mark.parametrize(("bad", "error", "message"), BAD)
+def test_bad_input_is_one_line(bad: dict[str, Any], error: type[Exception], message: str) -> None:
+    hidden, weight, ids = data()
+    ids = bad.pop("ids", ids)
+    with pytest.raises(error, match=message) as raised:
+        linear_log_probs(hidden, weight, ids, **bad)
+    assert "\n" not in str(raised.value)
+
+
+def test_double_backward_is_refused() -> None:
+    hidden, weight, ids = data()
+    out = linear_log_probs(hidden, weight, ids.repeat(2, 1).t(), entropy=True)
+    (first,) = torch.autograd.grad(out.log_probs.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        first.sum().backward()
+
+
+def test_compiles_as_one_graph() -> None:
+    hidden, weight, ids = data()
+    ids = torch.stack((ids, ids.flip(0), ids), 1)
+    own = torch.rand(N) + 0.5
+
+    def step(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        out = linear_log_probs(
+            hidden, weight, ids, temperature=own, entropy=True, sum_p_squared=True, argmax=True, top_k=3, softcap=5.0
+        )
+        assert out.entropy is not None
+        return (out.log_probs.sum() + out.entropy.sum(), *outputs(out))
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        objective, *values = function(hidden, weight)
+        results.append((*values, *torch.autograd.grad(objective, (hidden, weight))))
+    for ours, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(ours, compiled)
+
+
+def test_adds_into_given_buffer() -> None:
+    hidden, weight, ids = data()
+    ids = ids.repeat(2, 1).t()
+    (expected,) = torch.autograd.grad(linear_log_probs(hidden, weight, ids).log_probs.sum(), weight)
+    buffer = torch.ones(V, D)
+    linear_log_probs(hidden, weight, ids, grad_weight_out=buffer).log_probs.sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(buffer, 1 + expected)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_autocast_casts_as_linear_does(softcap: float | None) -> None:
+    hidden, weight, ids = data()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = linear_log_probs(hidden, weight, ids, softcap=softcap)
+    hidden, weight = hidden.detach().bfloat16(), weight.detach().bfloat16()
+    truth = reference.linear_log_probs(hidden.double(), weight.double(), ids, softcap=softcap)
+    baseline = reference.linear_log_probs(hidden, weight, ids, softcap=softcap)
+    assert_no_worse(out.log_probs, baseline.log_probs, truth.log_probs)
