@@ -191,11 +191,11 @@ class _Score:
         return dict(zip(names, logits._ask(functools.partial(self._compute, labels=labels, **scaling)), strict=True))
 
     def _compute(
-        self, head: nn.Module, hidden: Tensor, labels: Tensor, logit_scale: float, softcap: float | None
+        self, head: nn.Module, hidden: Tensor, labels: Tensor, logit_scale: float, softcap: float | None, added: Any
     ) -> tuple[Tensor, ...]:
         kind = hidden.device.type
         with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not self.in_fp32):
-            hidden, weight, bias = peft.operands(head, hidden.float() if self.in_fp32 else hidden)
+            hidden, weight, bias = peft.operands(head, hidden.float() if self.in_fp32 else hidden, added)
             aux = {"nll", *(AUX[name] for name in self.outputs if name in AUX)}
             call = functools.partial(
                 linear_cross_entropy, hidden, weight.to(hidden.dtype), labels, reduction="none", return_aux=tuple(aux),
