@@ -4,10 +4,10 @@
 
     cce_nemo_rl.install()  # in every worker, before training
 
-With that switch NeMo-RL's ``GPTModel.forward`` ends in one function, ``from_parallel_hidden_states_to_logprobs``, which computes
-chunks of fp32 logits twice, with two collectives each. ``install`` puts another in its place, with one collective forward and
-one backward. Without sequence parallelism NeMo-RL's function gathers hidden states that are whole already; ours tells by the
-shapes.
+With that switch NeMo-RL's ``GPTModel.forward`` ends in one function, ``from_parallel_hidden_states_to_logprobs``. NeMo-RL's
+computes chunks of fp32 logits twice, with two collectives each. ``install`` puts another in its place, with the collectives of
+``linear_log_probs``. Without sequence parallelism NeMo-RL's function gathers hidden states that are whole already; ours tells
+by the shapes.
 
 Letters: B sequences, S tokens of a sequence, D hidden size, V_r the rows of the vocabulary on this rank.
 """
@@ -64,8 +64,9 @@ def install(*, backend: str = "auto", workspace_bytes: int | None = None) -> Non
         say_once("NeMo-RL's log-probabilities come from hidden states (linear_log_probs)")
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
             found = linear_log_probs(
-                hidden.to(weight.dtype), weight, target.roll(-1, dims=-1).t(), shard=shard, sequence_parallel=slices, **options
-            )
+                hidden.to(weight.dtype), weight, target.roll(-1, dims=-1).t(),
+                shard=shard, sequence_parallel=slices, **options,
+            )  # fmt: skip
         return found.log_probs.t()[:, :-1]
 
     FUNCTION.replace(from_parallel_hidden_states_to_logprobs)

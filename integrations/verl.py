@@ -84,8 +84,10 @@ def _refuse(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str) -> N
     if reduction.lower() != "none":
         raise ValueError(f"cce_dist serves verl's reduction 'none', got {reduction!r}")
     if isinstance(weight, DTensor):
-        raise ValueError("cce_dist: the head's weight is a DTensor: FSDP2 has not gathered it; wrap the head with the model")
+        raise ValueError(
+            "cce_dist: the head's weight is a DTensor: FSDP2 has not gathered it; wrap the head with the model"
+        )
     if hidden.shape[:-1] != labels.shape and 1 not in (*hidden.shape[:-1], *labels.shape) and hidden.dim() > 2:
         raise ValueError(
-            f"cce_dist: hidden states {tuple(hidden.shape)} and labels {tuple(labels.shape)} are not of the same order of tokens"
+            f"cce_dist: hidden states {tuple(hidden.shape)} and labels {tuple(labels.shape)} do not have one order of tokens"
         )

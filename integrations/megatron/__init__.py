@@ -37,7 +37,12 @@ V the vocabulary with its padding.
 """
 
 from cce_dist.integrations.megatron.flags import add_arguments, install, options_from_args, uninstall
-from cce_dist.integrations.megatron.loss import Options, vocab_parallel_log_probs, vocab_parallel_loss, vocab_parallel_max
+from cce_dist.integrations.megatron.loss import (
+    Options,
+    vocab_parallel_log_probs,
+    vocab_parallel_loss,
+    vocab_parallel_max,
+)
 from cce_dist.integrations.megatron.scores import log_probs_processor
 from cce_dist.integrations.megatron.swap import convert, require, revert
 

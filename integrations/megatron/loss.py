@@ -111,7 +111,7 @@ def vocab_parallel_log_probs(
     found = linear_log_probs(
         *operands, logit_scale=logit_scale, temperature=temperature, input_grad=input_grad, **wanted, **call
     )
-    return LogProbs(*(None if x is None else x.transpose(0, 1).contiguous() for x in found))
+    return LogProbs._make(None if x is None else x.transpose(0, 1).contiguous() for x in found)
 
 
 def _prepared(

@@ -52,8 +52,8 @@ def log_probs_processor(*, temperature: float = 1.0, options: Options | None = N
         raise TypeError(f"log_probs_processor got an unexpected argument {min(unknown)!r}")
     if not set(ARGUMENTS) <= inspect.signature(GPTModel.forward).parameters.keys():
         raise RuntimeError(
-            f"cce_dist: log_probs_processor needs megatron-core >= 0.18, whose GPTModel.forward takes {' and '.join(ARGUMENTS)}; "
-            f"this is {megatron.core.__version__}. vocab_parallel_log_probs takes hidden states of any version"
+            f"cce_dist: log_probs_processor needs megatron-core >= 0.18, whose GPTModel.forward takes {ARGUMENTS[0]}; "
+            f"{megatron.core.__version__} has none. vocab_parallel_log_probs takes hidden states of any version"
         )
     return _Processor(temperature, options, wanted)
 

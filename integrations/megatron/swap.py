@@ -279,12 +279,12 @@ def language_module() -> Any:
 
 def call_of(head: Any, weight: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
     """Return the weight of a ``ColumnParallelLinear``, and how its functions of hidden states are called."""
-    weight = head.weight if weight is None else weight
+    whole: Tensor = head.weight if weight is None else weight
     main_grad = None
-    if torch.is_grad_enabled() and weight.requires_grad and head.gradient_accumulation_fusion:
+    if torch.is_grad_enabled() and whole.requires_grad and head.gradient_accumulation_fusion:
         # Megatron-FSDP lays its buffer out during backward, and copies an ordinary gradient there.
-        main_grad = None if hasattr(weight, "__fsdp_param__") else getattr(weight, "main_grad", None)
-    return weight, {
+        main_grad = None if hasattr(whole, "__fsdp_param__") else getattr(whole, "main_grad", None)
+    return whole, {
         "tp_group": _tp_group(head), "sequence_parallel": head.sequence_parallel, "main_grad": main_grad,
         "input_grad": "summed" if head.sequence_parallel or head.allreduce_dgrad else "partial",
     }  # fmt: skip

@@ -1,0 +1,161 @@
+"""NeMo-RL's function with ours inside, beside dense arithmetic: NeMo-RL itself where there is one, else a stand-in.
+
+NeMo-RL is on GitHub alone and needs Python 3.13. ``launch/rl_packages.sh`` runs this file with its source.
+``test_rl_ranks.py`` runs what needs ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense_scores import TOKENS, VOCAB, compare, dense_scores, operands
+from torch import Tensor
+
+from cce_dist.integrations import nemo_rl as cce_nemo_rl
+from cce_dist.integrations import stand_in
+
+
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states, output_weight_layer, runtime_gather_output, target, vocab_start_index, vocab_end_index,
+    tp_group, inference_only=False, cp_group=None, chunk_size=None,
+):  # fmt: skip
+    """Has the parameters of NeMo-RL's, as of 0.7."""
+    raise AssertionError("this is NeMo-RL's own")
+
+
+def of_0_6(tensor_parallel_hidden_states, output_weight_layer, output_weight, runtime_gather_output, target): ...
+
+
+class Alone:
+    """A tensor-parallel group of one."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def nemo() -> Any:
+    """Return NeMo-RL's module, its own or the stand-in's."""
+    try:
+        import nemo_rl.distributed.model_utils as theirs
+    except ImportError:
+        sys.modules.update({name: types.ModuleType(name) for name in ("nemo_rl", "nemo_rl.distributed")})
+        theirs: Any = types.ModuleType("nemo_rl.distributed.model_utils")
+        theirs.from_parallel_hidden_states_to_logprobs = from_parallel_hidden_states_to_logprobs
+        sys.modules[theirs.__name__] = theirs
+    return theirs
+
+
+@pytest.fixture(autouse=True)
+def _nemos_own_again() -> Iterator[None]:
+    nemo()
+    stand_in.say_once.cache_clear()
+    yield
+    cce_nemo_rl.uninstall()
+
+
+def scores(
+    hidden: Tensor, weight: Tensor, labels: Tensor, group: Any, rank: int = 0, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """Return what NeMo-RL's function returns, called as its ``GPTModel.forward`` does, and no entropy."""
+    rows = len(weight)
+    log_probs = nemo().from_parallel_hidden_states_to_logprobs(
+        hidden, weight, None, labels, vocab_start_index=rank * rows, vocab_end_index=(rank + 1) * rows, tp_group=group,
+        chunk_size=4, **more,
+    )  # fmt: skip
+    return log_probs, log_probs.new_zeros(())
+
+
+def dense(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities [B, S - 1] of the next ids, of hidden states [S, B, D]."""
+    log_probs, _ = dense_scores((hidden @ weight.t()).transpose(0, 1)[:, :-1], labels[:, 1:])
+    return log_probs, log_probs.new_zeros(())
+
+
+def test_one_rank() -> None:
+    """Catches log-probabilities of a token itself in place of the next, and of another order of tokens."""
+    cce_nemo_rl.install()
+    hidden, weight, labels = operands(2)
+    hidden = hidden.transpose(0, 1)
+    compare(lambda *x: scores(*x, labels, Alone()), lambda *x: dense(*x, labels), hidden, weight)
+    log_probs, _ = scores(hidden, weight.requires_grad_(), labels, Alone(), inference_only=True)
+    assert not log_probs.requires_grad and log_probs.shape == (2, TOKENS - 1)
+
+
+def over_two_ranks(sequence_parallel: bool) -> None:
+    """Catches hidden states that are gathered though they are whole, and a gradient that is summed twice or never."""
+    nemo()
+    cce_nemo_rl.install()
+    rank, group = dist.get_rank(), dist.group.WORLD
+    hidden, weight, labels = operands(2)
+    mine, rows = (slice(rank * size // 2, (rank + 1) * size // 2) for size in (TOKENS, VOCAB))
+    try:
+        compare(
+            lambda *x: scores(*x, labels, group, rank), lambda *x: dense(*x, labels), hidden.transpose(0, 1), weight,
+            mine if sequence_parallel else slice(None), rows,
+        )  # fmt: skip
+    finally:
+        cce_nemo_rl.uninstall()
+
+
+def test_install_is_undone_and_done_again(caplog: pytest.LogCaptureFixture) -> None:
+    module = nemo()
+    theirs = module.from_parallel_hidden_states_to_logprobs
+    cce_nemo_rl.install()
+    ours = module.from_parallel_hidden_states_to_logprobs
+    cce_nemo_rl.install(workspace_bytes=1 << 20)
+    assert theirs is not module.from_parallel_hidden_states_to_logprobs is not ours
+    for _ in range(2):
+        hidden, weight, labels = operands(2)
+        scores(hidden.transpose(0, 1), weight, labels, Alone())
+    lines = [record.getMessage() for record in caplog.records if record.name == "cce_dist"]
+    assert lines == ["cce_dist: NeMo-RL's log-probabilities come from hidden states (linear_log_probs)"]
+    cce_nemo_rl.uninstall()
+    cce_nemo_rl.uninstall()
+    assert module.from_parallel_hidden_states_to_logprobs is theirs
+
+
+class Pair(Alone):
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        pytest.param(
+            lambda h, w, y: scores(h, w, y, Alone(), cp_group=Pair()), "do not know context parallelism", id="context"
+        ),
+        pytest.param(
+            lambda h, w, y: scores(h, w, y, Alone(), rank=1), r"has the rows \[0, 64\], NeMo-RL says", id="rows"
+        ),
+        pytest.param(lambda h, w, y: scores(h[1:], w, y, Alone()), "neither whole nor slices", id="length"),
+    ],
+)
+def test_a_call_that_is_not_served_is_one_line(call: Callable, message: str) -> None:
+    cce_nemo_rl.install()
+    hidden, weight, labels = operands(2)
+    with pytest.raises(ValueError, match=message) as error:
+        call(hidden.transpose(0, 1), weight, labels)
+    assert "\n" not in str(error.value)
+
+
+def test_another_nemo_rl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nemo(), cce_nemo_rl.FUNCTION.name, of_0_6)
+    with pytest.raises(
+        RuntimeError, match=r"knows NeMo-RL 0.7 .*: there from_parallel_.* takes .*; in .* output_weight, "
+    ):
+        cce_nemo_rl.install()
+    monkeypatch.setitem(sys.modules, cce_nemo_rl.FUNCTION.module, None)
+    with pytest.raises(ImportError, match="needs NeMo-RL"):
+        cce_nemo_rl.install()
+    with pytest.raises(ValueError, match="backend must be one of"):
+        cce_nemo_rl.install(backend="cuda")
