@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from dense_scores import TOKENS, VOCAB, compare, dense_scores, operands
 from torch import Tensor
