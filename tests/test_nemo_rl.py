@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from dense_scores import TOKENS, VOCAB, compare, dense_scores, operands
+from dense_scores import TOKENS, VOCAB, compare, dense_scores, operands, policy_loss
 from torch import Tensor
 
 from cce_dist.integrations import nemo_rl as cce_nemo_rl
 from cce_dist.integrations import stand_in
+from cce_dist.verify.check import assert_no_worse
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -101,8 +103,39 @@ def over_two_ranks(sequence_parallel: bool) -> None:
             lambda *x: scores(*x, labels, group, rank), lambda *x: dense(*x, labels), hidden.transpose(0, 1), weight,
             mine if sequence_parallel else slice(None), rows,
         )  # fmt: skip
+        if hasattr(nemo(), "patch_gpt_model_forward_for_linear_ce_fusion"):  # NeMo-RL itself
+            from test_megatron import Case, on_layout
+
+            on_layout(Case(tp=2, sequence_parallel=sequence_parallel), through_nemos_forward)
     finally:
         cce_nemo_rl.uninstall()
+
+
+def through_nemos_forward(case: Any) -> None:
+    """NeMo-RL's own ``GPTModel.forward`` on a real model, beside the model's logits."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+    from test_megatron import batch, build
+
+    kind: Any = GPTModel
+    results, forward = [], kind.forward
+    for dtype, ours in ((torch.float32, True), (torch.float32, False), (torch.float64, False)):
+        model = build(case)[0].to(dtype)
+        inputs, _ = batch(model)
+        ids = inputs["input_ids"]
+        if ours:
+            nemo().patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=4)
+            model.cp_group = None  # the group of one rank
+            log_probs = model(**inputs, labels=ids, return_logprobs_for_linear_ce_fusion=True)
+            kind.forward, kind._linear_ce_fusion_forward_patched = forward, False
+        else:
+            logits = gather_from_tensor_model_parallel_region(model(**inputs))
+            log_probs, _ = dense_scores(logits[:, :-1], ids[:, 1:])
+        policy_loss(log_probs, log_probs.new_zeros(())).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append({"log_probs": log_probs, **gradients})
+    for name in results[0]:
+        assert_no_worse(*(result[name] for result in results), quantity=f"through NeMo-RL's forward: {name}")
 
 
 def test_install_is_undone_and_done_again(caplog: pytest.LogCaptureFixture) -> None:
