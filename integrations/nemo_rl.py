@@ -22,8 +22,7 @@ from torch import Tensor
 
 from cce_dist import linear_log_probs
 from cce_dist.integrations.megatron.loss import shard_of
-from cce_dist.integrations.options import Options
-from cce_dist.integrations.stand_in import Function, parameters_of, say_once
+from cce_dist.integrations.stand_in import Function, call_options, parameters_of, say_once
 
 FUNCTION = Function(
     "nemo_rl.distributed.model_utils", "from_parallel_hidden_states_to_logprobs", "NeMo-RL 0.7 and main of 2026-08"
@@ -47,8 +46,7 @@ def install(*, backend: str = "auto", workspace_bytes: int | None = None) -> Non
         RuntimeError: This NeMo-RL's function is another than the one that is known here.
         ValueError: A value is not allowed.
     """
-    options: dict[str, Any] = {"backend": backend} | ({"workspace_bytes": workspace_bytes} if workspace_bytes else {})
-    Options.read(options, spell=str)
+    options = call_options(backend, workspace_bytes)
     uninstall()
     theirs = getattr(FUNCTION.home(), FUNCTION.name, None)
     FUNCTION.require(f"{FUNCTION.name} takes", parameters_of(theirs), PARAMETERS)

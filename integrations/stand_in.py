@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from cce_dist.integrations.options import Options
+
 _log = logging.getLogger("cce_dist").warning
 
 
@@ -74,6 +76,13 @@ def say_once(line: str) -> None:
     """Say once, on the first rank, that a function of ours is in use."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         _log(f"cce_dist: {line}")
+
+
+def call_options(backend: str, workspace_bytes: int | None) -> dict[str, Any]:
+    """Return the options of ``install`` as arguments of ``linear_log_probs``. Raises ValueError on a value out of range."""
+    given = {"backend": backend} | ({} if workspace_bytes is None else {"workspace_bytes": workspace_bytes})
+    Options.read(given, spell=str)
+    return given
 
 
 def parameters_of(function: Callable | None) -> tuple[str, ...]:

@@ -16,16 +16,13 @@ Letters: N tokens, D hidden size, V_r the rows of the vocabulary on this rank.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import linear_log_probs
 from cce_dist.integrations.megatron.loss import shard_of
-from cce_dist.integrations.options import Options
-from cce_dist.integrations.stand_in import Function, parameters_of, say_once
+from cce_dist.integrations.stand_in import Function, call_options, parameters_of, say_once
 
 FUNCTION = Function("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy", "verl 0.5 to 0.9")
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
@@ -42,8 +39,7 @@ def install(*, backend: str = "auto", workspace_bytes: int | None = None) -> Non
         RuntimeError: This verl's function is another than the one that is known here.
         ValueError: A value is not allowed.
     """
-    options: dict[str, Any] = {"backend": backend} | ({"workspace_bytes": workspace_bytes} if workspace_bytes else {})
-    Options.read(options, spell=str)
+    options = call_options(backend, workspace_bytes)
     uninstall()
     theirs = getattr(FUNCTION.home(), "LinearCrossEntropy", None)
     FUNCTION.require("LinearCrossEntropy.forward takes", parameters_of(getattr(theirs, "forward", None)), PARAMETERS)

@@ -92,7 +92,8 @@ def on_one_layout(case: Case) -> None:
         ]  # fmt: skip
         assert results[0].keys() == results[1].keys() == results[2].keys() and len(results[0]) > 10
         for name in results[0]:
-            assert_no_worse(*(result[name] for result in results), quantity=f"{name}, converted: {convert}")
+            ours, baseline, truth = (result[name] for result in results)
+            assert_no_worse(ours, baseline, truth, quantity=f"{name}, converted: {convert}")
 
 
 def over_two_ranks(sequence_parallel: bool) -> None:

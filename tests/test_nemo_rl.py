@@ -6,6 +6,7 @@ NeMo-RL is on GitHub alone and needs Python 3.13. ``launch/rl_packages.sh`` runs
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -46,10 +47,10 @@ class Alone:
 def nemo() -> Any:
     """Return NeMo-RL's module, its own or the stand-in's."""
     try:
-        import nemo_rl.distributed.model_utils as theirs
+        theirs: Any = importlib.import_module("nemo_rl.distributed.model_utils")
     except ImportError:
         sys.modules.update({name: types.ModuleType(name) for name in ("nemo_rl", "nemo_rl.distributed")})
-        theirs: Any = types.ModuleType("nemo_rl.distributed.model_utils")
+        theirs = types.ModuleType("nemo_rl.distributed.model_utils")
         theirs.from_parallel_hidden_states_to_logprobs = from_parallel_hidden_states_to_logprobs
         sys.modules[theirs.__name__] = theirs
     return theirs
@@ -86,7 +87,7 @@ def test_one_rank() -> None:
     cce_nemo_rl.install()
     hidden, weight, labels = operands(2)
     hidden = hidden.transpose(0, 1)
-    compare(lambda *x: scores(*x, labels, Alone()), lambda *x: dense(*x, labels), hidden, weight)
+    compare(lambda h, w: scores(h, w, labels, Alone()), lambda h, w: dense(h, w, labels), hidden, weight)
     log_probs, _ = scores(hidden, weight.requires_grad_(), labels, Alone(), inference_only=True)
     assert not log_probs.requires_grad and log_probs.shape == (2, TOKENS - 1)
 
@@ -100,7 +101,7 @@ def over_two_ranks(sequence_parallel: bool) -> None:
     mine, rows = (slice(rank * size // 2, (rank + 1) * size // 2) for size in (TOKENS, VOCAB))
     try:
         compare(
-            lambda *x: scores(*x, labels, group, rank), lambda *x: dense(*x, labels), hidden.transpose(0, 1), weight,
+            lambda h, w: scores(h, w, labels, group, rank), lambda h, w: dense(h, w, labels), hidden.transpose(0, 1), weight,
             mine if sequence_parallel else slice(None), rows,
         )  # fmt: skip
         if hasattr(nemo(), "patch_gpt_model_forward_for_linear_ce_fusion"):  # NeMo-RL itself
@@ -135,7 +136,8 @@ def through_nemos_forward(case: Any) -> None:
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         results.append({"log_probs": log_probs, **gradients})
     for name in results[0]:
-        assert_no_worse(*(result[name] for result in results), quantity=f"through NeMo-RL's forward: {name}")
+        ours, baseline, truth = (result[name] for result in results)
+        assert_no_worse(ours, baseline, truth, quantity=f"through NeMo-RL's forward: {name}")
 
 
 def test_install_is_undone_and_done_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ verl 0.9 needs an older transformers than the other tests. ``launch/rl_packages.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -62,12 +63,12 @@ def fused_output_processor(
 def verl() -> Any:
     """Return verl's module of models, its own or the stand-in's."""
     try:
-        import verl.models.mcore.model_forward_fused as fused
+        fused: Any = importlib.import_module("verl.models.mcore.model_forward_fused")
     except ImportError:
         names = "verl", "verl.utils", "verl.utils.kernel", "verl.models", "verl.models.mcore"
         sys.modules.update({name: types.ModuleType(name) for name in names})
         kernel: Any = types.ModuleType("verl.utils.kernel.linear_cross_entropy")
-        fused: Any = types.ModuleType("verl.models.mcore.model_forward_fused")
+        fused = types.ModuleType("verl.models.mcore.model_forward_fused")
         kernel.LinearCrossEntropy, kernel.linear_cross_entropy = LinearCrossEntropy, LinearCrossEntropy.apply
         fused.linear_cross_entropy, fused.fused_output_processor = kernel.linear_cross_entropy, fused_output_processor
         sys.modules |= {kernel.__name__: kernel, fused.__name__: fused}
@@ -146,7 +147,8 @@ def test_transformers_forward_of_verl() -> None:
         policy_loss(log_probs, entropy).backward()
         results.append({"log_probs": log_probs, "entropy": entropy} | {n: p.grad for n, p in model.named_parameters()})
     for name in results[0]:
-        assert_no_worse(*(result[name] for result in results), quantity=name)
+        ours, baseline, truth = (result[name] for result in results)
+        assert_no_worse(ours, baseline, truth, quantity=name)
 
 
 def test_install_is_undone_and_done_again(caplog: pytest.LogCaptureFixture) -> None:
