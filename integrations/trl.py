@@ -39,7 +39,7 @@ AUX = {"entropy": "entropy", "is_top1": "label_is_max"}  # outputs that the loss
 FUNCTION = Function("trl.trainer.utils", "add_fused_lm_head", "TRL 1.16")
 
 
-def install(*, backend: str = "auto", workspace_bytes: int = 256 << 20) -> None:
+def install(*, backend: str = "auto", workspace_bytes: int | None = None) -> None:
     """Have TRL's trainers take log-probabilities from hidden states. A second call changes the options of the first.
 
     A trainer that was made before keeps what it has. A filter is not served: policies have upstream gradients of both signs.

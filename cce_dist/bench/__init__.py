@@ -20,7 +20,8 @@ DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
 STAGES = ("megatron", "deepspeed")
 COLUMNS = {  # what --columns calls the columns of a case's table
     "fwd": "fwd ms (IQR)", "fwd/1": "/1 GEMM", "total": "fwd+bwd ms (IQR)", "total/3": "/3 GEMMs", "total/4": "/4 GEMMs",
-    "MiB": "MiB", "dE": "err dE", "dC": "err dC", "mean-dE": "err mean dE", "loss": "err loss", "sends": "sends",
+    "host": "host ms", "first": "first s", "MiB": "MiB", "dE": "err dE", "dC": "err dC", "mean-dE": "err mean dE",
+    "loss": "err loss", "sends": "sends",
 }  # fmt: skip
 
 

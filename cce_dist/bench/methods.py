@@ -48,7 +48,10 @@ class Method(NamedTuple):
         return not (self.needs_group if num_ranks == 1 else self.needs_whole)
 
 
-def all_methods(last_stage: str = "", workspace_mib: Sequence[int] = (256,)) -> dict[str, Method]:
+UNNAMED_MIB = 256  # the budget of a row of ours whose name says none
+
+
+def all_methods(last_stage: str = "", workspace_mib: Sequence[int] = (UNNAMED_MIB,)) -> dict[str, Method]:
     """Every method by name, in the order of the table; "-sp" is with sequence parallelism.
 
     Args:
@@ -62,17 +65,29 @@ def all_methods(last_stage: str = "", workspace_mib: Sequence[int] = (256,)) -> 
 def _our_options(workspace_mib: Sequence[int]) -> dict[str, dict[str, Any]]:
     """This library's rows in every table, with the options of each; a budget of None is one for all exponentials.
 
-    ``cce-dist-default`` is what a user gets who gives no budget.
+    A name without a budget has ``UNNAMED_MIB``, which a stored row is predicted with. ``cce-dist-default`` is what a user gets
+    who gives no budget.
     """
     first, *others = workspace_mib
-    exact = {f"cce-dist@{mib}MiB" if others else "cce-dist": {"workspace_bytes": mib << 20} for mib in workspace_mib}
-    filtered = {"grad_filter": GradFilter(), "workspace_bytes": first << 20}
+    exact = {
+        f"cce-dist@{mib}MiB" if others or mib != UNNAMED_MIB else "cce-dist": {"workspace_bytes": mib << 20}
+        for mib in workspace_mib
+    }
+    filtered = "cce-dist-filtered" if first == UNNAMED_MIB else f"cce-dist-filtered@{first}MiB"
     return {
         **exact,
         "cce-dist-default": {},
         "cce-dist-cached": {"workspace_bytes": None},
-        "cce-dist-filtered": filtered,
+        filtered: {"grad_filter": GradFilter(), "workspace_bytes": first << 20},
     }
+
+
+def _beside(ours: dict[str, dict[str, Any]], suffix: str, **more: Any) -> dict[str, dict[str, Any]]:
+    """A row of the first budget with other options; its name says the budget where that is not the unnamed one."""
+    options = next(iter(ours.values()))
+    mib = options["workspace_bytes"] >> 20
+    name = "cce-dist" if mib == UNNAMED_MIB else f"cce-dist@{mib}MiB"
+    return {_named(name, suffix): options | more}
 
 
 def _ours(build: Build, options: dict[str, Any], shard: VocabShard, hidden: Tensor, **more: Any) -> LossFn:
@@ -105,15 +120,22 @@ def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
     for name, options in ours.items():
         build = partial(_ours, _our_loss, options | {"sequence_parallel": True})
         table[_named(name, "-sp")] = Method(build, ours=True, sequence_parallel=True, needs_group=True)
-    first = next(iter(ours.values()))
-    wide, plain = first | {"reduce_dtype": torch.float32}, first | {"backend": "torch"}
-    table["cce-dist-fp32-sum"] = Method(partial(_ours, _our_loss, wide), ours=True, needs_group=True)
-    table["cce-dist-torch"] = Method(partial(_ours, _our_loss, plain), ours=True, needs_whole=True)
+    for name, options in _beside(ours, "-fp32-sum", reduce_dtype=torch.float32).items():
+        table[name] = Method(partial(_ours, _our_loss, options), ours=True, needs_group=True)
+    for name, options in _beside(ours, "-torch", backend="torch").items():
+        table[name] = Method(partial(_ours, _our_loss, options), ours=True, needs_whole=True)
 
     table["torch"] = Method(peers.torch_eager, needs_whole=True)
     table["torch-compile"] = Method(peers.torch_compile)
     table["torch-lce"] = Method(peers.torch_linear_cross_entropy, needs_whole=True)
-    table["torch-lce-chunked"] = Method(partial(peers.torch_linear_cross_entropy, chunked=True), needs_whole=True)
+    for name, policy in (
+        ("chunked", "auto"),
+        ("compact", "compact"),
+        ("balanced", "balanced"),
+        ("accurate", "accurate"),
+    ):
+        build = partial(peers.torch_linear_cross_entropy, policy=policy)
+        table[f"torch-lce-{name}"] = Method(build, needs_whole=True)
     table["torch-loss-parallel"] = Method(peers.torch_loss_parallel, needs_group=True)
     for sequence_parallel in (False, True):
         table |= _megatrons(peers.megatron, sequence_parallel, needs_group=True)
@@ -146,8 +168,8 @@ def _megatron_stages(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
     table = {}
     for sequence_parallel in (False, True):
         table |= _megatrons(stage.megatron, sequence_parallel, needs_group=sequence_parallel)
-        for name, options in (ours | {"cce-dist-main-grad": {}}).items():
-            main_grad = name == "cce-dist-main-grad"
+        for name, options in (ours | _beside(ours, "-main-grad")).items():
+            main_grad = "-main-grad" in name
             build = partial(stage.megatron, sequence_parallel=sequence_parallel, main_grad=main_grad)
             table[_named(name, "-sp" * sequence_parallel)] = Method(
                 partial(_ours, build, options), True, sequence_parallel, needs_group=sequence_parallel

@@ -39,10 +39,17 @@ def torch_eager(shard: VocabShard, hidden: Tensor) -> LossFn:
     return dense
 
 
-def torch_linear_cross_entropy(shard: VocabShard, hidden: Tensor, chunked: bool = False) -> LossFn:
+def torch_linear_cross_entropy(shard: VocabShard, hidden: Tensor, policy: str = "") -> LossFn:
+    """torch's own; with a policy in chunks of tokens: "compact", "balanced", "accurate", or "auto", torch's choice of them."""
     if not hasattr(F, "linear_cross_entropy"):
         raise ImportError(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
-    return partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions() if chunked else None)
+    if not policy:
+        return F.linear_cross_entropy
+    try:
+        options = torch.nn.LinearCrossEntropyOptions(acc_policy=cast(Any, policy))
+    except (AttributeError, TypeError, ValueError):
+        raise ImportError(f"torch {torch.__version__} has no chunks with acc_policy={policy}") from None
+    return partial(F.linear_cross_entropy, options=options)
 
 
 def torch_compile(shard: VocabShard, hidden: Tensor) -> LossFn:
