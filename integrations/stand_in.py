@@ -80,7 +80,7 @@ def say_once(line: str) -> None:
 
 def call_options(backend: str, workspace_bytes: int | None) -> dict[str, Any]:
     """Return the options of ``install`` as arguments of ``linear_log_probs``. Raises ValueError on a value out of range."""
-    given = {"backend": backend} | ({} if workspace_bytes is None else {"workspace_bytes": workspace_bytes})
+    given = {"backend": backend, "workspace_bytes": workspace_bytes}
     Options.read(given, spell=str)
     return given
 
