@@ -124,9 +124,9 @@ class DeferredLogits:
 class TensorLogits(DeferredLogits):
     """Logits [..., V] of the whole vocabulary, for code that takes them for a tensor and ends in ``F.cross_entropy``.
 
-    Code may also read shape, dtype and device, change the leading dimensions, cast, and cut off the last ids (``[..., :k]``).
-    Logits of evaluation, or made without gradients, are for looking at, too: any other use of them computes them, once, and is
-    answered by that tensor.
+    Code may also read shape, dtype and device, change the leading dimensions, cast, cut off the last ids (``[..., :k]``), and
+    add one tensor [V], a bias that the model keeps outside of its head. Logits of evaluation, or made without gradients, are
+    for looking at, too: any other use of them computes them, once, and is answered by that tensor.
     """
 
     HINT = (
@@ -144,6 +144,7 @@ class TensorLogits(DeferredLogits):
         self._vocab_size = (
             task.shard.vocab_size
         )  # fewer where the caller has cut off the columns that pad the vocabulary
+        self._added: Tensor | None = None  # a bias [V]
         self._training = head.training
         kind = hidden.device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -169,6 +170,15 @@ class TensorLogits(DeferredLogits):
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
+
+    def __add__(self, other: Any) -> Any:
+        rows = self._task.shard.num_rows
+        bare = self._added is None and (self._factor, self._softcap, self._vocab_size) == (1, None, rows)
+        if not bare or not isinstance(other, Tensor) or other.dim() > self.ndim or other.shape[-1:].numel() != rows:
+            return self._other_use("__add__", "__add__", other)
+        if other.numel() != rows:
+            return self._other_use("a sum with other numbers for each token", "__add__", other)
+        return self._with(added=other.reshape(rows), cast=torch.promote_types(self.dtype, other.dtype))
 
     # The loss is computed in fp32 from what the products accumulate, whatever dtype the caller casts to.
     def to(self, *args: Any, **kwargs: Any) -> TensorLogits:
@@ -247,10 +257,14 @@ class TensorLogits(DeferredLogits):
             )
         if "_value" not in vars(self):
             with torch.set_grad_enabled(self._made_with_grad):
-                logits = self._ask(_dense)[..., : self._vocab_size] * self._factor
+                logits = self._ask(lambda head, hidden: _dense(head, hidden, self._added))
+                logits = logits[..., : self._vocab_size] * self._factor
                 logits = logits if self._softcap is None else logits.tanh() * self._softcap
                 self._value = logits.to(self._cast or logits.dtype)
         return self._value
+
+    def _scaling(self) -> dict[str, Any]:
+        return {**super()._scaling(), "added": self._added}
 
     def _ask(self, compute: Callable) -> Any:
         # The head's product has the dtype of the place where the model called the head, wherever its loss is asked for.
@@ -282,13 +296,13 @@ def _operator(name: str) -> Callable:
 
 
 # Python looks operators up on the class, never by ``__getattr__``.
-for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", "gt", "ge", "len", "iter", "array"):
+for _name in ("radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", "gt", "ge", "len", "iter", "array"):
     setattr(TensorLogits, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def _dense(head: Any, hidden: Tensor) -> Tensor:
+def _dense(head: Any, hidden: Tensor, added: Tensor | None = None) -> Tensor:
     """Return the head's logits. Communication: outside of the forward in which FSDP2 gathers the weight, an all-gather."""
-    hidden, *factors = peft.operands(head, hidden)
+    hidden, *factors = peft.operands(head, hidden, added)
     whole: list[Any] = [x.full_tensor().to(hidden.dtype) if isinstance(x, DTensor) else x for x in factors]
     return F.linear(hidden, *whole)
 
@@ -405,7 +419,9 @@ class Task:
     def keep(self, output: LinearCrossEntropyOutput, valid: Tensor) -> None:
         """Look at what a loss was made of, where ``aux`` names something; ``valid`` says which labels are not ignored."""
 
-    def loss(self, head: Any, hidden: Tensor, target: Tensor, *, label_smoothing: float, **call: Any) -> Any:
+    def loss(
+        self, head: Any, hidden: Tensor, target: Tensor, *, label_smoothing: float, added: Tensor | None = None, **call: Any
+    ) -> Any:  # fmt: skip
         """Return what ``linear_cross_entropy`` returns for this head and its options.
 
         The label smoothing and the z-loss of the options are for training: where ``head.training`` is false, the loss has the
@@ -417,7 +433,7 @@ class Task:
             label_smoothing = label_smoothing or options.label_smoothing
             call["z_loss_weight"] = options.z_loss_weight
         call.setdefault("shard", self.shard)
-        hidden, weight, bias = peft.operands(head, hidden)
+        hidden, weight, bias = peft.operands(head, hidden, added)
         output: Any = linear_cross_entropy(
             hidden, weight, target, linear_bias=bias,
             label_smoothing=label_smoothing, reduce_dtype=options.reduce_dtype, grad_filter=options.grad_filter,

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,12 +30,13 @@ from cce_dist import VocabShard, linear_cross_entropy
 from cce_dist.integrations import peft
 from cce_dist.integrations.deferred import Head, Task, TensorLogits, check_class, give_back, take
 from cce_dist.integrations.options import Options
+from cce_dist.integrations.stand_in import Function, parameters_of
 
 PARAMETERS = ("model", "temperature", "cast_lm_head_to_fp32", "outputs")
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
 OUTPUTS = FIELDS[1:6]
 AUX = {"entropy": "entropy", "is_top1": "label_is_max"}  # outputs that the loss computes if they are named
-NAME = "add_fused_lm_head"
+FUNCTION = Function("trl.trainer.utils", "add_fused_lm_head", "TRL 1.16")
 
 
 def install(*, backend: str = "auto", workspace_bytes: int | None = None) -> None:
@@ -69,41 +68,23 @@ def install(*, backend: str = "auto", workspace_bytes: int | None = None) -> Non
             raise ValueError(f"cce_dist serves TRL's {', '.join(OUTPUTS)}; {', '.join(unknown)} is none of them")
         _add_forward(model, _Score(temperature, cast_lm_head_to_fp32, ("log_probs", *outputs), options))
 
-    ours.cce_original = original  # type: ignore[attr-defined]
-    _replace(original, ours)
+    FUNCTION.replace(ours)
 
 
 def uninstall() -> None:
     """Undo ``install``, for trainers that are made from now on."""
-    ours: Any = getattr(sys.modules.get("trl.trainer.utils"), NAME, None)
-    if hasattr(ours, "cce_original"):
-        _replace(ours, ours.cce_original)
+    FUNCTION.restore()
 
 
 def _known() -> Callable:
     """Return TRL's function if it and its result are what this module was written for."""
-    try:
-        import trl.trainer.utils as theirs
-    except ImportError as error:
-        raise ImportError(f"cce_dist needs TRL (pip install trl): {error}") from error
-    function = getattr(theirs, NAME, None)
-    has = tuple(inspect.signature(function).parameters) if function is not None else ()
-    fields = tuple(getattr(getattr(theirs, "FusedCausalLMOutput", None), "__dataclass_fields__", ()))
-    for what, found, wanted in ((f"{NAME} takes", has, PARAMETERS), ("FusedCausalLMOutput has", fields, FIELDS)):
-        if found != wanted:
-            version = sys.modules["trl"].__version__
-            raise RuntimeError(
-                f"cce_dist knows TRL 1.16: there {what} {', '.join(wanted)}; in {version} {', '.join(found)}"
-            )
+    theirs = FUNCTION.home()
+    function = getattr(theirs, FUNCTION.name, None)
+    FUNCTION.require(f"{FUNCTION.name} takes", parameters_of(function), PARAMETERS)
+    fields = getattr(getattr(theirs, "FusedCausalLMOutput", None), "__dataclass_fields__", ())
+    FUNCTION.require("FusedCausalLMOutput has", fields, FIELDS)
     assert function is not None
     return function
-
-
-def _replace(old: Any, new: Any) -> None:
-    """Put a function in another's place, wherever a module of TRL holds it by name. Later imports take it from the first."""
-    for path, module in list(sys.modules.items()):
-        if path.split(".")[0] == "trl" and vars(module).get(NAME) is old:
-            setattr(module, NAME, new)
 
 
 def _add_forward(model: Any, score: _Score) -> None:
@@ -191,11 +172,11 @@ class _Score:
         return dict(zip(names, logits._ask(functools.partial(self._compute, labels=labels, **scaling)), strict=True))
 
     def _compute(
-        self, head: nn.Module, hidden: Tensor, labels: Tensor, logit_scale: float, softcap: float | None
+        self, head: nn.Module, hidden: Tensor, labels: Tensor, logit_scale: float, softcap: float | None, added: Any
     ) -> tuple[Tensor, ...]:
         kind = hidden.device.type
         with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not self.in_fp32):
-            hidden, weight, bias = peft.operands(head, hidden.float() if self.in_fp32 else hidden)
+            hidden, weight, bias = peft.operands(head, hidden.float() if self.in_fp32 else hidden, added)
             aux = {"nll", *(AUX[name] for name in self.outputs if name in AUX)}
             call = functools.partial(
                 linear_cross_entropy, hidden, weight.to(hidden.dtype), labels, reduction="none", return_aux=tuple(aux),

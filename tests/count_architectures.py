@@ -99,6 +99,9 @@ def build(name: str, fitted: dict[str, Any]) -> nn.Module:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("final_logits_bias"):
+                buffer.normal_()
     return model.train()
 
 

@@ -9,7 +9,8 @@ pytest.importorskip("transformers")
 from count_architectures import compare, difference, quiet
 
 NAMES = ["LlamaForCausalLM", "RobertaForCausalLM", "CohereForCausalLM", "MixtralForCausalLM", "Inkling2ForCausalLM",
-         "MambaForCausalLM", "UMT5ForConditionalGeneration", "Gemma3ForConditionalGeneration"]  # fmt: skip
+         "MambaForCausalLM", "BartForConditionalGeneration", "UMT5ForConditionalGeneration",
+         "Gemma3ForConditionalGeneration"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

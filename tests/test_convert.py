@@ -35,6 +35,18 @@ class Model(nn.Module):
         return {"loss": None if labels is None else loss_of(logits, labels), "logits": logits}
 
 
+class BiasOutside(Model):
+    """Adds a bias to its logits that the head does not know, as BART does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.final_logits_bias = nn.Buffer(torch.randn(1, VOCAB))
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        logits = self.lm_head(self.embed(ids)) + self.final_logits_bias
+        return {"loss": None if labels is None else loss_of(logits, labels), "logits": logits}
+
+
 class ReadsTheWeight(Model):
     """Computes its loss from the head's weight, as Liger's forward does."""
 
@@ -100,6 +112,16 @@ def test_a_loss_of_the_training_loop() -> None:
     for model in (stock, ours):
         loss_of(model(batch())["logits"], batch()).backward()
     torch.testing.assert_close(ours.lm_head.weight.grad, stock.lm_head.weight.grad)
+
+
+def test_a_bias_that_is_added_to_the_logits(dense: list[int]) -> None:
+    stock, ours = pair(BiasOutside)
+    assert_same_step(stock, ours)
+    with torch.no_grad():
+        expected, got = (model.eval()(batch(), labels=batch()) for model in (stock, ours))
+    torch.testing.assert_close(got["loss"], expected["loss"])
+    assert dense == [0]
+    torch.testing.assert_close(got["logits"] + 0, expected["logits"])
 
 
 @pytest.mark.parametrize("through", ["deepcopy", "file"])

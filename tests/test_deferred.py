@@ -69,13 +69,18 @@ def picked(logits: Any, labels: Tensor) -> Tensor:
     )
 
 
+def biased(logits: Any, labels: Tensor) -> Tensor:
+    """As BART's family does: the bias is a buffer of the model, [1, V]."""
+    return flat(torch.tanh((logits + torch.arange(VOCAB).sin()[None]) * 0.5) * 3, labels)
+
+
 def some_labels() -> Tensor:
     labels = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
     labels[0, 2] = labels[1, 4] = IGNORED
     return labels
 
 
-@pytest.mark.parametrize("loss", [flat, causal, capped, picked])
+@pytest.mark.parametrize("loss", [flat, causal, capped, picked, biased])
 def test_deferred_logits_meet_the_users_own_loss(loss: Callable) -> None:
     hidden, labels = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True), some_labels()
     head, task = deferring_head(ModelOptions())
@@ -109,6 +114,10 @@ def test_options_reach_the_loss() -> None:
         pytest.param(lambda x: x * torch.ones(()), id="tensor-factor"),
         pytest.param(lambda x: torch.ones(()) * x, id="factor-tensor"),
         pytest.param(lambda x: x + 1, id="sum"),
+        pytest.param(lambda x: x + torch.ones(SEQ, 1), id="sum-of-tokens"),
+        pytest.param(lambda x: 2 * x + torch.ones(VOCAB), id="bias-behind-a-factor"),
+        pytest.param(lambda x: x[..., :5] + torch.ones(VOCAB), id="bias-of-more-ids"),
+        pytest.param(lambda x: x + torch.ones(VOCAB) + torch.ones(VOCAB), id="two-biases"),
         pytest.param(lambda x: x.tanh().tanh(), id="two-tanh"),
         pytest.param(lambda x: x.flatten(), id="flatten"),
         pytest.param(lambda x: x.view(-1, VOCAB + 1), id="view"),

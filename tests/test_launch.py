@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,25 @@ def test_slurm_queues_a_stopped_job_again_and_no_failed_one(tmp_path: Path) -> N
     assert stopped.returncode == 75 and stopped.stdout.endswith("scontrol requeue 1234567\n")
     assert failed.returncode == 1 and "requeue" not in failed.stdout
     assert "requeue" not in queue(tmp_path, CODE="75", SLURM_RESTART_COUNT="1000").stdout
+
+
+def test_a_group_is_measured_as_far_as_cpus_can(tmp_path: Path) -> None:
+    """Catches a step that no longer starts, a result that is not kept, a failed step that is called none."""
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text((ROOT / "README.md").read_text())
+    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "DEVICE": "cpu", "PRESET": "toy", "STEPS": "2"}
+    environment |= {"ONLY": "label-smoothing-one", "CORPUS": str(tmp_path / "corpus"), "OUT": str(tmp_path / "out")}
+    command = [ROOT / "launch" / "measure_group.sh", "2"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][1:]
+    outcome = {row[0][2:]: row[1] for row in rows}
+    others = ("bench", "stage-megatron", "stage-deepspeed", "pretrain-megatron", "pretrain-deepspeed")
+    assert outcome == {"verify": "ok", "pretrain-torch": "ok", **dict.fromkeys(others, "not run: it needs GPUs")}
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["log.txt", "pretrain-torch.jsonl", "table.md"]
+    assert '"step": 2' in (tmp_path / "out" / "pretrain-torch.jsonl").read_text()
+    failed = subprocess.run(command, env=environment | {"PYTHON": "false"}, capture_output=True, text=True)
+    assert failed.returncode == 1 and "| verify | failed, exit code 1 |" in failed.stdout
 
 
 def test_several_nodes_need_a_place_to_meet() -> None:

@@ -22,6 +22,7 @@ from tiny_trainer import (
     forget,
     logged,
     tiny_model,
+    with_accelerate,
 )
 
 import cce_dist
@@ -125,39 +126,8 @@ def test_generate_in_training_mode_and_resized_embeddings() -> None:
     torch.testing.assert_close(losses[1], losses[0])
 
 
-def with_accelerate(ours: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train in the loop of Accelerate's documentation, and evaluate with gathered predictions."""
-    from accelerate import Accelerator
-
-    forget()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model: Any = tiny_model()
-    if ours:
-        cce_dist.convert(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    loader = torch.utils.data.DataLoader(Sentences(8), batch_size=2)  # pyright: ignore[reportArgumentType]
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses = []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    model.eval()
-    for batch in loader:
-        with torch.no_grad():
-            outputs = model(**batch)
-        gathered = accelerator.gather_for_metrics((outputs.logits, outputs.logits.argmax(-1)))
-        losses += [outputs.loss.item(), gathered[0].abs().mean().item(), float(gathered[1].sum())]
-    if ours:
-        cce_dist.require(model)
-    return losses, {name: value.detach() for name, value in model.named_parameters()}
-
-
 def test_accelerate() -> None:
-    stock, ours = with_accelerate(False), with_accelerate(True)
+    stock, ours = (with_accelerate(ours, "LlamaForCausalLM") for ours in (False, True))
     torch.testing.assert_close(ours[0], stock[0], rtol=TOLERANCE, atol=TOLERANCE)
     assert_same_parameters(ours[1], stock[1], TOLERANCE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from tiny_trainer import (
     prepare_rank,
     saved,
     tiny_model,
+    with_accelerate,
 )
 
 import cce_dist
 from cce_dist.integrations import deepspeed as cce
-from cce_dist.ranks import run_ranks
+from cce_dist.ranks import Pool
 
 TOLERANCE = 2e-5
 WRAP = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
@@ -140,5 +142,29 @@ def two_ranks(folder: Path, names: list[str]) -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def test_ddp_and_fsdp2(tmp_path: Path) -> None:
-    run_ranks(two_ranks, 2, tmp_path, [case.name for case in CASES if case.zero is None], timeout_seconds=240)
+def accelerated(wrapper: str) -> None:
+    """Accelerate's own loop, without Trainer: its DDP on CPUs, and FSDP2."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    prepare_rank()
+    given: dict[str, Any] = {}
+    if wrapper.startswith("FSDP"):
+        given["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    stock, ours = (with_accelerate(ours, wrapper, **given) for ours in (False, True))
+    torch.testing.assert_close(ours[0], stock[0], rtol=TOLERANCE, atol=TOLERANCE)
+    assert_same_parameters(ours[1], stock[1], TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(2, timeout_seconds=240) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "FSDPLlamaForCausalLM"])
+def test_accelerate(pool: Pool, wrapper: str) -> None:
+    pool.run(accelerated, wrapper)
+
+
+def test_ddp_and_fsdp2(pool: Pool, tmp_path: Path) -> None:
+    pool.run(two_ranks, tmp_path, [case.name for case in CASES if case.zero is None])

@@ -27,17 +27,26 @@ model with a ``compute_language_model_loss`` of its own, and ``defer_embedding_w
 Logits are computed as ever where somebody else wants them: in a call without labels, in an ``output_processor`` (0.18 on),
 by a ``compute_language_model_loss`` that was set on the instance, and for the log of ``config_logger_dir``.
 
-Reading order: ``loss`` (plain functions), ``swap`` (convert and revert), ``flags`` (configuration, command lines, launcher).
+``log_probs_processor`` is an ``output_processor`` that returns log-probabilities and entropies, for reinforcement learning.
+
+Reading order: ``loss`` (plain functions), ``swap`` (convert and revert), ``flags`` (configuration, command lines, launcher),
+``scores`` (log-probabilities).
 
 Letters: s sequence (of this context-parallel rank), b sequences of a microbatch, h hidden size, tp the tensor-parallel size,
 V the vocabulary with its padding.
 """
 
 from cce_dist.integrations.megatron.flags import add_arguments, install, options_from_args, uninstall
-from cce_dist.integrations.megatron.loss import Options, vocab_parallel_loss, vocab_parallel_max
+from cce_dist.integrations.megatron.loss import (
+    Options,
+    vocab_parallel_log_probs,
+    vocab_parallel_loss,
+    vocab_parallel_max,
+)
+from cce_dist.integrations.megatron.scores import log_probs_processor
 from cce_dist.integrations.megatron.swap import convert, require, revert
 
 __all__ = [
-    "Options", "add_arguments", "convert", "install", "options_from_args", "require", "revert", "uninstall",
-    "vocab_parallel_loss", "vocab_parallel_max",
+    "Options", "add_arguments", "convert", "install", "log_probs_processor", "options_from_args", "require", "revert",
+    "uninstall", "vocab_parallel_log_probs", "vocab_parallel_loss", "vocab_parallel_max",
 ]  # fmt: skip

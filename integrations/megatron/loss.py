@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce_dist import VocabShard, linear_cross_entropy, merge
+from cce_dist import LogProbs, VocabShard, linear_cross_entropy, linear_log_probs, merge
 from cce_dist.integrations import options as shared
 from cce_dist.kernels import budget
 
@@ -67,19 +67,68 @@ def vocab_parallel_loss(
         ValueError: ``options.vocab_size`` is more than the rows there are; and what ``linear_cross_entropy`` raises.
     """
     options = options or Options()
+    operands, call = _prepared(hidden, weight, labels, tp_group, sequence_parallel, main_grad, options)
+    loss = linear_cross_entropy(
+        *operands, reduction="none", logit_scale=logit_scale, softcap=softcap, input_grad=input_grad,
+        grad_filter=options.grad_filter, **call,
+    )  # fmt: skip
+    return loss.t().contiguous()
+
+
+def vocab_parallel_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    *,
+    sequence_parallel: bool = False,
+    input_grad: str = "summed",
+    main_grad: Tensor | None = None,
+    logit_scale: float = 1.0,
+    temperature: float | Tensor = 1.0,
+    options: Options | None = None,
+    **wanted: Any,
+) -> LogProbs:
+    """Log-probabilities of every token's label, and statistics of its softmax, in Megatron's layout.
+
+    Args:
+        hidden, weight, labels, tp_group, sequence_parallel, input_grad, main_grad, logit_scale: As in ``vocab_parallel_loss``.
+            A label outside the vocabulary has log-probability 0, and the other numbers of its token are 0.
+        temperature: Divides the logits: a number, or a [b, s] tensor.
+        options: Backend, memory and vocabulary. Its filter is not used: upstream gradients have both signs.
+        **wanted: ``entropy``, ``sum_p_squared``, ``argmax``, ``top_k`` of ``linear_log_probs``.
+
+    Returns:
+        ``LogProbs`` of [b, s] tensors ([b, s, top_k] for the last two).
+
+    Sharding, Communication: As ``linear_log_probs``: one all-gather in forward, one reduction of d_hidden in backward.
+
+    Raises:
+        ValueError: ``options.vocab_size`` is more than the rows there are; and what ``linear_log_probs`` raises.
+    """
+    operands, call = _prepared(hidden, weight, labels, tp_group, sequence_parallel, main_grad, options or Options())
+    if isinstance(temperature, Tensor):
+        temperature = temperature.expand_as(labels).t()
+    found = linear_log_probs(
+        *operands, logit_scale=logit_scale, temperature=temperature, input_grad=input_grad, **wanted, **call
+    )
+    return LogProbs._make(None if x is None else x.transpose(0, 1).contiguous() for x in found)
+
+
+def _prepared(
+    hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: Any, sequence_parallel: bool, main_grad: Any, options: Options
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:  # fmt: skip
+    """Return hidden states, weight and labels [s, b], and the arguments that every function of hidden states takes."""
     shard = shard_of(weight.shape[0], tp_group, options.vocab_size)
     labels = labels.t()
     labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), IGNORED)
-    hidden = hidden.to(weight.dtype)
     if main_grad is not None:
         weight = _GradientInMainGrad.apply(weight)
-    loss = linear_cross_entropy(
-        hidden, weight, labels, ignore_index=IGNORED, reduction="none", logit_scale=logit_scale, softcap=softcap,
-        shard=shard, sequence_parallel=sequence_parallel and shard.group is not None, input_grad=input_grad,
-        grad_filter=options.grad_filter, backend=options.backend, workspace_bytes=options.workspace_bytes,
-        grad_weight_out=main_grad,
-    )  # fmt: skip
-    return loss.t().contiguous()
+    call = {
+        "ignore_index": IGNORED, "shard": shard, "sequence_parallel": sequence_parallel and shard.group is not None,
+        "backend": options.backend, "workspace_bytes": options.workspace_bytes, "grad_weight_out": main_grad,
+    }  # fmt: skip
+    return (hidden.to(weight.dtype), weight, labels), call
 
 
 def vocab_parallel_max(

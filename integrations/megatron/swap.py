@@ -105,16 +105,8 @@ class MegatronLogits(deferred.DeferredLogits):
         """Return the loss [b, s] of labels [b, s]."""
 
         def loss(head: Any, hidden: Tensor, weight: Any, **_: Any) -> Tensor:
-            weight = head.weight if weight is None else weight
-            main_grad = None
-            if torch.is_grad_enabled() and weight.requires_grad and head.gradient_accumulation_fusion:
-                # Megatron-FSDP lays its buffer out during backward, and copies an ordinary gradient there.
-                main_grad = None if hasattr(weight, "__fsdp_param__") else getattr(weight, "main_grad", None)
-            return vocab_parallel_loss(
-                hidden, weight, labels, _tp_group(head), sequence_parallel=head.sequence_parallel,
-                input_grad="summed" if head.sequence_parallel or head.allreduce_dgrad else "partial",
-                main_grad=main_grad, options=self._task.options, **self._scaling(),
-            )  # fmt: skip
+            weight, call = call_of(head, weight)
+            return vocab_parallel_loss(hidden, weight, labels, **call, options=self._task.options, **self._scaling())
 
         self._task.num_losses += self._head.training
         return self._ask(loss)
@@ -225,29 +217,36 @@ def _deferring(model_class: type, name: str, function: Callable) -> Callable:
 
 def _refuse(model: Any, head: Any) -> None:
     """Raise if this model's head cannot be taken over."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
     reason = None
     if getattr(model, "lm_head", None) is not None:
         reason = "its head is an lm_head with a bias or layers of its own; GPT, Mamba and Hybrid models are supported"
     elif head is None:
         return
-    elif not isinstance(head, ColumnParallelLinear):
-        reason = f"its output_layer is a {type(head).__name__}, not tensor_parallel.ColumnParallelLinear"
-    elif "forward" in vars(head) or type(head).forward is not ColumnParallelLinear.forward:
-        reason = "its output_layer has a forward of its own, whose effect on the logits would be lost"
     elif type(model).compute_language_model_loss is not language_module().compute_language_model_loss:
         reason = "its class has a compute_language_model_loss of its own, which would not be called"
-    elif head.bias is not None:
-        reason = "its output_layer has a bias"
     elif "labels" not in inspect.signature(type(model).forward).parameters:
         reason = "its forward has no argument 'labels'"
-    elif model.config.defer_embedding_wgrad_compute:
-        reason = "defer_embedding_wgrad_compute keeps the logits' gradients of all microbatches, which are never there"
-    elif getattr(head, "gtp_remat_size", 1) > 1:
-        reason = "its output_layer's weight is split over a gtp_remat group besides the tensor-parallel one"
+    reason = reason or reason_against(head, model.config)
     if reason is not None:
         raise ValueError(f"cce_dist cannot compute the loss of {type(model).__name__}: {reason}")
+
+
+def reason_against(head: Any, config: Any) -> str | None:
+    """Return why a model's ``output_layer`` cannot be taken over, or None."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    if not isinstance(head, ColumnParallelLinear):
+        return f"its output_layer is a {type(head).__name__}, not tensor_parallel.ColumnParallelLinear"
+    plain = ColumnParallelLinear.forward, Head.forward
+    if "forward" in vars(head) or type(head).forward not in plain:
+        return "its output_layer has a forward of its own, whose effect on the logits would be lost"
+    if head.bias is not None:
+        return "its output_layer has a bias"
+    if config.defer_embedding_wgrad_compute:
+        return "defer_embedding_wgrad_compute keeps the logits' gradients of all microbatches, which are never there"
+    if getattr(head, "gtp_remat_size", 1) > 1:
+        return "its output_layer's weight is split over a gtp_remat group besides the tensor-parallel one"
+    return None
 
 
 def _language_models(model: Any) -> Iterator[Any]:
@@ -276,6 +275,19 @@ def language_module() -> Any:
             version = getattr(megatron.core, "__version__", "of unknown version")
             raise ImportError(f"cce_dist looked for LanguageModule.{name}, which megatron-core {version} does not have")
     return LanguageModule
+
+
+def call_of(head: Any, weight: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
+    """Return the weight of a ``ColumnParallelLinear``, and how its functions of hidden states are called."""
+    whole: Tensor = head.weight if weight is None else weight
+    main_grad = None
+    if torch.is_grad_enabled() and whole.requires_grad and head.gradient_accumulation_fusion:
+        # Megatron-FSDP lays its buffer out during backward, and copies an ordinary gradient there.
+        main_grad = None if hasattr(whole, "__fsdp_param__") else getattr(whole, "main_grad", None)
+    return whole, {
+        "tp_group": _tp_group(head), "sequence_parallel": head.sequence_parallel, "main_grad": main_grad,
+        "input_grad": "summed" if head.sequence_parallel or head.allreduce_dgrad else "partial",
+    }  # fmt: skip
 
 
 def _tp_group(head: Any) -> dist.ProcessGroup:

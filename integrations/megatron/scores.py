@@ -1,0 +1,91 @@
+"""Log-probabilities at the end of ``GPTModel.forward``, by Megatron's own hook for them (megatron-core 0.18 and newer).
+
+    score = log_probs_processor(entropy=True)
+    found = model(ids, positions, mask, labels=labels, output_processor=score)  # LogProbs, [b, s] each
+
+``GPTModel.forward`` calls its ``output_processor`` in place of the head and the loss, and returns what the processor returns.
+It gives the processor hidden states as the head would get them: [s, b, h], or this rank's slice [s/tp, b, h] under sequence
+parallelism. The head says which, and whether the gradient of hidden states is summed here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cce_dist import LogProbs
+from cce_dist.integrations.deferred import Head
+from cce_dist.integrations.megatron.loss import Options, vocab_parallel_log_probs
+from cce_dist.integrations.megatron.swap import call_of, reason_against
+from cce_dist.integrations.stand_in import say_once
+
+ARGUMENTS = ("output_processor", "output_processor_context")
+
+
+def log_probs_processor(*, temperature: float = 1.0, options: Options | None = None, **wanted: Any) -> Callable:
+    """Return an ``output_processor`` of ``GPTModel.forward`` that gives ``LogProbs`` of the labels, [b, s] each.
+
+    The model may be converted or not. Losses of multi-token prediction come before the processor, and stay what they were.
+
+    Args:
+        temperature: Divides the logits. A call of the model may name another, a number or a [b, s] tensor:
+            ``output_processor_context={"temperature": ...}``.
+        options: Backend, memory and true size of the vocabulary; None: those of a converted model, or the defaults.
+        **wanted: ``entropy``, ``sum_p_squared``, ``argmax``, ``top_k`` of ``linear_log_probs``.
+
+    Returns:
+        A function of the keywords that Megatron gives it. ``Float16Module`` makes a plain tuple of its ``LogProbs``.
+
+    Raises:
+        RuntimeError: This megatron-core's ``GPTModel.forward`` takes no ``output_processor``.
+        TypeError: ``wanted`` names something else.
+    """
+    import megatron.core
+    from megatron.core.models.gpt import GPTModel
+
+    unknown = wanted.keys() - {"entropy", "sum_p_squared", "argmax", "top_k"}
+    if unknown:
+        raise TypeError(f"log_probs_processor got an unexpected argument {min(unknown)!r}")
+    if not set(ARGUMENTS) <= inspect.signature(GPTModel.forward).parameters.keys():
+        raise RuntimeError(
+            f"cce_dist: log_probs_processor needs megatron-core >= 0.18, whose GPTModel.forward takes {ARGUMENTS[0]}; "
+            f"{megatron.core.__version__} has none. vocab_parallel_log_probs takes hidden states of any version"
+        )
+    return _Processor(temperature, options, wanted)
+
+
+class _Processor:
+    """The processor: its arguments are those of ``log_probs_processor``."""
+
+    def __init__(self, temperature: float, options: Options | None, wanted: dict[str, Any]) -> None:
+        self.temperature, self.options, self.wanted = temperature, options, wanted
+
+    def __call__(
+        self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, labels: Tensor | None,
+        context: dict[str, Any] | None, scale_logits: Callable, config: Any, **_: Any,
+    ) -> LogProbs:  # fmt: skip
+        context = {"temperature": self.temperature} | (context or {})
+        reason = "the call has no labels" if labels is None else reason_against(output_layer, config)
+        if context.keys() != {"temperature"}:
+            reason = f"output_processor_context has {', '.join(context)}, and only temperature is known"
+        if reason is not None:
+            raise ValueError(f"cce_dist cannot compute log-probabilities of this model: {reason}")
+        converted = isinstance(output_layer, Head)
+        options = self.options or (output_layer.cce_task.options if converted else Options())
+        say_once("log-probabilities of Megatron's models come from hidden states (linear_log_probs)")
+
+        def compute(head: Any, hidden: Tensor, weight: Tensor | None) -> LogProbs:
+            whole, call = call_of(head, weight)
+            return vocab_parallel_log_probs(
+                hidden, whole, labels, **call, **context, **self.wanted, options=options,  # type: ignore[arg-type]
+                logit_scale=float(scale_logits(torch.ones(()))),
+            )  # fmt: skip
+
+        # Through the call of a converted head, whose hooks gather parameters just in time.
+        if converted:
+            return output_layer(hidden_states, ask=compute, weight=output_weight)
+        return compute(output_layer, hidden_states, output_weight)
