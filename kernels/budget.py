@@ -318,6 +318,11 @@ def drawn_columns(num_outside: int, unit: int = 256) -> int:
     return min(num_outside, max(1, round(min(1024, num_outside / 32) / unit)) * unit)
 
 
+def stand_in_columns(num_columns: int) -> int:
+    """Return K, the columns that the stand-in for what is dropped of d_hidden is taken from: 32 of 1,024, at most 1,024."""
+    return min(1024, num_columns // 1024 * 32)
+
+
 def hot_columns(num_columns: int, eps: float, unit: int = 256) -> int:
     """Return H, the columns that the filter keeps for every token: 1/4 eps, or 1/16 of the shard if less, in whole ``unit``."""
     return min(num_columns, max(1, round(min(0.25 / eps, num_columns / 16) / unit)) * unit)

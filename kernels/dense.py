@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import IGNORED, OUTSIDE, Gradients, Grads, Operands, ShardLogits, Softmax, Spec, budget
+from cce_dist.kernels import IGNORED, OUTSIDE, Gradients, Grads, Operands, ShardLogits, Softmax, Spec, budget, stand_in
 
 FLOOR = torch.finfo(torch.float32).min  # stands for a maximum of -inf where a difference of infinities would be NaN
 
@@ -179,7 +179,8 @@ def gradients(
     With a filter an element is kept where it holds the label or where ``|P p| >= eps |LABEL|`` (``eps |P|`` where LABEL is 0).
     Elsewhere that part of the gradient is dropped; the LABEL and UNIFORM terms never are. Compensated, the dropped R [N, V]
     (gradients with respect to ``hidden @ weight.T``) is replaced by ``r_i q_j``: r are its row sums, q the column sums of |R|
-    over their total. dbias is exact. Where the entropy is differentiated nothing is dropped.
+    over their total; for d_hidden, some columns of R correct that (``stand_in.py``). dbias is exact. Where the entropy is
+    differentiated nothing is dropped.
     """
     gain = torch.ones((), dtype=torch.float32, device=x.hidden.device)
     if x.hidden.dtype == torch.float16 and x.num_tokens:
@@ -205,7 +206,7 @@ def gradients(
         if grads.want_weight:
             sums.weight_VD[cols] += (d_weight_CD * gain).to(sums.weight_VD.dtype)
     if spec.filter.eps > 0 and spec.filter.compensate:
-        _add_stand_in(sums, x, grads, spec, gain)
+        _add_stand_in(sums, x, softmax, coef_4N, grads, spec, gain)
     d_hidden = (sums.hidden_ND * gain).to(x.hidden.dtype)
     if grads.want_hidden and grads.hidden_ready is not None:
         grads.hidden_ready(d_hidden)
@@ -223,20 +224,11 @@ def _block_gradients(
 
     The sums of the dropped ones are added to ``sums``.
     """
-    p_coef, label_coef, uniform_coef, entropy_coef = coef_4N[:, block.rows, None].unbind()
-    z, logits = block.logits(spec.logits), spec.logits
-    slope = logits.logit_scale * (1 - (z / logits.softcap).square()) if logits.softcap else logits.logit_scale
-    log_p = z.sub_(softmax.max[block.rows, None]).sub_(softmax.log_sum[block.rows, None])
-    if softmax.entropy is None:
-        grad = log_p.exp_().mul_(p_coef)
-    else:
-        p = log_p.exp()
-        surprise = torch.where(p == 0, 0.0, p * (log_p + softmax.entropy[block.rows, None]))
-        grad = p_coef * p - entropy_coef * surprise
+    _, label_coef, uniform_coef, _ = coef_4N[:, block.rows, None].unbind()
+    grad, slope = _softmax_part(block, softmax, coef_4N, spec)
     dropped = None
     if spec.filter.eps > 0 and softmax.entropy is None:
-        size = torch.where(label_coef != 0, label_coef, p_coef).abs()
-        kept = _with_label(~(grad.abs() < spec.filter.eps * size), block)  # NaN is kept
+        kept = _with_label(_reaches(grad, coef_4N[:, block.rows, None], spec), block)
         dropped = (grad * slope).masked_fill_(kept, 0.0)
         sums.dropped_N[block.rows] += dropped.sum(1)
         sums.dropped_V[block.cols] += dropped.abs().sum(0)
@@ -246,8 +238,29 @@ def _block_gradients(
     return whole, whole if dropped is None else whole - dropped
 
 
-def _add_stand_in(sums: _Sums, x: Operands, grads: Grads, spec: Spec, gain: Tensor) -> None:
-    """Add the rank-1 matrix that stands for all that was dropped: row sums times shares of the columns.
+def _softmax_part(block: _Block, softmax: Softmax, coef_4N: Tensor, spec: Spec) -> tuple[Tensor, Tensor | float]:
+    """Return the part of a block's gradient that the softmax makes, with respect to the logits, and the logits' slope."""
+    p_coef, _, _, entropy_coef = coef_4N[:, block.rows, None].unbind()
+    z, logits = block.logits(spec.logits), spec.logits
+    slope = logits.logit_scale * (1 - (z / logits.softcap).square()) if logits.softcap else logits.logit_scale
+    log_p = z.sub_(softmax.max[block.rows, None]).sub_(softmax.log_sum[block.rows, None])
+    if softmax.entropy is None:
+        return log_p.exp_().mul_(p_coef), slope
+    p = log_p.exp()
+    surprise = torch.where(p == 0, 0.0, p * (log_p + softmax.entropy[block.rows, None]))
+    return p_coef * p - entropy_coef * surprise, slope
+
+
+def _reaches(grad: Tensor, coef_4R1: Tensor, spec: Spec) -> Tensor:
+    """Return where the softmax's part of a gradient reaches the threshold; NaN does."""
+    p_coef, label_coef, _, _ = coef_4R1
+    return ~(grad.abs() < spec.filter.eps * torch.where(label_coef != 0, label_coef, p_coef).abs())
+
+
+def _add_stand_in(
+    sums: _Sums, x: Operands, softmax: Softmax, coef_4N: Tensor, grads: Grads, spec: Spec, gain: Tensor
+) -> None:
+    """Add what stands for all that was dropped; see ``stand_in.py``.
 
     Padding rows are left out: they may hold anything, and 0 times infinity is not 0.
     """
@@ -255,11 +268,41 @@ def _add_stand_in(sums: _Sums, x: Operands, grads: Grads, spec: Spec, gain: Tens
     total = dropped_V.sum()
     share_V = torch.where(total > 0, dropped_V / total, 0.0)
     if grads.want_hidden and spec.filter.hidden:
-        sums.hidden_ND.addcmul_(sums.dropped_N[:, None], share_V @ x.weight[: x.logits.num_valid].float())
+        center_D = share_V @ x.weight[: x.logits.num_valid].float()
+        sums.hidden_ND.addcmul_(sums.dropped_N[:, None], center_D)
+        if budget.stand_in_columns(x.logits.num_valid) and softmax.entropy is None:
+            _add_drawn(sums, x, softmax, coef_4N, spec, share_V, center_D)
     if grads.want_weight and spec.filter.weight:
         hidden_ND = x.hidden.float().masked_fill(x.ids[:, None] < 0, 0.0)
-        stand_in = share_V[:, None] * (sums.dropped_N @ hidden_ND)
-        sums.weight_VD[: x.logits.num_valid].add_((stand_in * gain).to(sums.weight_VD.dtype))
+        stand_in_VD = share_V[:, None] * (sums.dropped_N @ hidden_ND)
+        sums.weight_VD[: x.logits.num_valid].add_((stand_in_VD * gain).to(sums.weight_VD.dtype))
+
+
+def _add_drawn(
+    sums: _Sums, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, center_D: Tensor
+) -> None:
+    """Add to d_hidden what the drawn columns of the dropped part differ by from the rank-1 matrix."""
+    drawn = stand_in.draw(share_V)
+    weight_KD = x.weight[drawn.column]
+    away_KD = weight_KD.float() - center_D
+    squares_K = away_KD.square().sum(1)
+    bias_K = None if x.bias is None else x.bias[drawn.column]
+    # The columns as a shard of their own. A label may be there more than once, or not at all.
+    columns = x._replace(
+        weight=weight_KD, bias=bias_K, logits=x.logits._replace(num_valid=len(weight_KD)), ids=x.ids.clamp(max=0)
+    )
+    estimate_ND, noise = torch.empty_like(sums.hidden_ND), _zeros(like=x.hidden)
+    for cols, blocks in _blocks(columns, spec):
+        for block in blocks:
+            grad, slope = _softmax_part(block, softmax, coef_4N, spec)
+            kept = _reaches(grad, coef_4N[:, block.rows, None], spec)
+            kept |= x.ids[block.rows, None] == drawn.column[cols] + x.logits.start
+            dropped = (grad * slope).masked_fill_(kept, 0.0) * drawn.worth[cols]
+            terms = dropped - sums.dropped_N[block.rows, None] / len(weight_KD)
+            noise += terms.square().sum(0) @ squares_K[cols]
+            part = terms @ away_KD[cols]
+            estimate_ND[block.rows] = part if cols.start == 0 else estimate_ND[block.rows] + part
+    sums.hidden_ND.add_(estimate_ND * stand_in.shrink(estimate_ND.square().sum(), noise))
 
 
 class Merged(NamedTuple):
