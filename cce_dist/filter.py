@@ -25,7 +25,8 @@ class GradFilter:
     each column's share of the column sums (taken of absolute values). So the mean of dE is right, where upstream gradients have
     one sign, and every row of the weight gets its gradient. The torch backend takes the shares from all tokens; the Triton
     backend takes them from a sample of 256, drawn in proportion to what a token drops, and moves them to the mean hidden state
-    of all.
+    of all. The rank-1 matrix gives all tokens the same mix of columns, and tokens of a trained model differ in it. So for dE what
+    is dropped of up to 1,024 columns, drawn by their shares, corrects it (on shards of 1,024 columns or more).
 
     Args:
         eps: Threshold, in the units of a probability. 0 keeps everything.

@@ -113,14 +113,14 @@ def filtered_gradients(
 
 
 def _correction(dropped: Tensor, rank_1: Tensor, share: Tensor, weight: Tensor) -> Tensor:
-    """Add to the stand-in of a shard's d_hidden, [N, V_r]: what ``dropped`` differs by from it at columns drawn by ``share`` [V_r].
+    """Return what corrects the rank-1 stand-in of a shard's dE, [N, V_r]: by what ``dropped`` differs from it at some columns.
 
-    There are 32 columns of every 1,024, at most 1,024. Row sums stay as they are.
+    They are 32 of every 1,024, at most 1,024, drawn by ``share`` [V_r]. Row sums stay as they are.
     """
     size = min(1024, len(share) // 1024 * 32)
     if size == 0:
         return torch.zeros_like(dropped)
-    end = (share.double() * 2**40).round().long().cumsum(0)
+    end = (share * 2**40).long().cumsum(0)
     places = (2 * torch.arange(size, device=share.device) + 1) * (end[-1] // (2 * size))
     columns = torch.searchsorted(end, places, right=True).clamp(max=len(share) - 1)
     terms = (dropped - rank_1)[:, columns] / (size * share[columns])

@@ -212,9 +212,9 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
     return Chunks(rows, max(rows, budget // 2 // sizes.hidden_bytes // ROWS * ROWS))
 
 
-def filter_backward_rows(sizes: Sizes, hot_columns: int, workspace_bytes: int) -> int:
-    """Return the tokens at a time of the filter's backward: hidden states, remainder and the hot columns' gradients."""
-    row_bytes = sizes.sum_bytes + hot_columns * sizes.itemsize
+def filter_backward_rows(sizes: Sizes, columns: int, workspace_bytes: int) -> int:
+    """Return the tokens at a time of the filter's backward: hidden states, remainder, gradients of hot and of drawn columns."""
+    row_bytes = sizes.sum_bytes + columns * sizes.itemsize
     return min(sizes.num_tokens, max(ROWS, max(workspace_bytes, LEAST_BYTES) // 2 // row_bytes // ROWS * ROWS))
 
 
@@ -302,14 +302,17 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
     cols = few_columns(num_columns, FEW, sizes.itemsize, workspace_bytes, tiles.dlogits.cols)
     few = FEW * (sizes.sum_bytes + cols * sizes.itemsize)
     few += _cut_tiles_bytes(FEW, cols, sizes.hidden_size, tiles, at_once)
-    # Then entries, each token's factors, the sample, the columns' shares and the hot columns' gradients stay. Groups of tokens
-    # and the sort of the entries come one after the other.
+    # Then entries, each token's factors, the sample, the columns' shares, the hot columns' gradients and the drawn columns stay.
+    # The latter are made in fp32. Groups of tokens and the sort of the entries come one after the other.
+    drawn = stand_in_columns(num_columns)
     listed = MADE_BYTES * capacity + num_tokens * 12 + SAMPLE * sizes.hidden_bytes + 8 * num_columns + hot_bytes
+    listed += drawn * (2 * sizes.hidden_bytes + 12)
+    making = drawn * 8 * sizes.hidden_size + SAMPLE * (sizes.hidden_bytes + 12 * drawn)
     cols = cdiv(hot_columns, tiles.dlogits.cols) * tiles.dlogits.cols
-    at_a_time = filter_backward_rows(sizes, cols, workspace_bytes)
-    groups = at_a_time * (sizes.sum_bytes + cols * sizes.itemsize)
-    groups += _cut_tiles_bytes(at_a_time, cols, sizes.hidden_size, tiles, at_once)
-    listed += max(groups, SORTED_BYTES * capacity)
+    at_a_time = filter_backward_rows(sizes, cols + drawn, workspace_bytes)
+    groups = at_a_time * (sizes.sum_bytes + (cols + drawn) * sizes.itemsize)
+    groups += max(_cut_tiles_bytes(at_a_time, n, sizes.hidden_size, tiles, at_once) for n in (cols, drawn))
+    listed += max(making, groups, SORTED_BYTES * capacity)
     return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
 
 

@@ -46,22 +46,27 @@ class Case(NamedTuple):
     longest: int = 8192  # more than there are columns
     capacity: int = 8192
     few: int = 128
+    drawn: int = 0
 
 
 CASES = [
     pytest.param(Case(), id="tails-of-all-axes"),
-    pytest.param(Case(hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0), id="bias-scale-softcap"),
+    pytest.param(Case(hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, drawn=32), id="bias-scale-softcap"),
     pytest.param(
         Case(hidden_size=19, coefs="smoothing", bias=True), id="smoothing-and-rows-no-descriptor-can-describe"
     ),
-    pytest.param(Case(coefs="signed"), id="upstream-of-both-signs-and-zero"),
+    pytest.param(Case(coefs="signed", drawn=64), id="upstream-of-both-signs-and-zero"),
     pytest.param(
-        Case(start=50, num_valid=77, ids=300) if not GPU else Case(start=3000, num_valid=4100, ids=9000),
+        Case(start=50, num_valid=77, ids=300, drawn=32)
+        if not GPU
+        else Case(start=3000, num_valid=4100, ids=9000, drawn=96),
         id="padded-shard",
     ),
     pytest.param(Case(grad_filter=Case().grad_filter._replace(compensate=False), coefs="smoothing"), id="plain"),
-    pytest.param(Case(coefs="large", longest=3 if not GPU else 20, bias=True), id="tokens-that-lists-cannot-serve"),
-    pytest.param(Case(num_tokens=150 if not GPU else 3000, budget=1000), id="groups-of-tokens"),
+    pytest.param(
+        Case(coefs="large", longest=3 if not GPU else 20, bias=True, drawn=32), id="tokens-that-lists-cannot-serve"
+    ),
+    pytest.param(Case(num_tokens=150 if not GPU else 3000, budget=1000, drawn=32), id="groups-of-tokens"),
     pytest.param(Case(capacity=50 if not GPU else 400, bias=True), id="lists-without-room-so-all-is-exact"),
     pytest.param(Case(coefs="large", few=2), id="more-than-a-few-are-not-served-so-all-is-exact"),
 ]
@@ -162,7 +167,10 @@ def dense_tokens(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) ->
 
 
 def gradient_of_logits(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """The [N, V] matrix that stands for the filtered gradient, the exact one, and the tokens that are exact."""
+    """The [N, V] matrix that stands for the filtered gradient, the exact one, and the tokens that are exact.
+
+    Drawn columns correct the first for d_hidden: see ``correction``.
+    """
     kept = kept_by(saved, p, d, case.grad_filter.eps)
     coef_p, coef_label, coef_uniform, _ = p.coef.double()[:, :, None].unbind()
     softmax_part = coef_p * d.p * d.slope
@@ -178,6 +186,22 @@ def gradient_of_logits(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Ca
     filtered_part = torch.where(kept | exact[:, None], softmax_part, 0.0) + torch.where(exact[:, None], 0.0, stand_in)
     valid = (p.labels >= 0)[:, None] * p.logits.logit_scale
     return (filtered_part + rest) * valid, (softmax_part + rest) * valid, exact
+
+
+def correction(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case, column: Tensor) -> tuple[Tensor, Tensor]:
+    """What the drawn columns add to the matrix of d_hidden, [N, V], and the factor on it that is in it."""
+    weight = p.weight[: p.logits.num_valid].double()
+    kept = kept_by(saved, p, d, case.grad_filter.eps)
+    served = (p.labels >= 0) & ~dense_tokens(saved, p, d, case)
+    part = p.coef[0, :, None].double() * torch.where(kept | ~served[:, None], 0.0, d.p * d.slope) * p.logits.logit_scale
+    share = part.abs().sum(0) / part.abs().sum()
+    terms = (part - part.sum(1, keepdim=True) * share)[:, column] / (len(column) * share[column])
+    away = weight[column] - share @ weight
+    by_mass = terms.square() / part.sum(1, keepdim=True).abs().clamp_min(1e-300)
+    signal = ((terms @ away).square() / part.sum(1, keepdim=True).abs().clamp_min(1e-300)).sum()
+    shrink = (1 - (by_mass * away.square().sum(1)).sum() / signal).clamp_min(0)
+    whole = torch.zeros_like(part).index_add_(1, column, terms) - terms.sum(1, keepdim=True) * share
+    return shrink * whole, shrink
 
 
 def operands(p: Problem) -> Operands:
@@ -210,6 +234,7 @@ def gradients(p: Problem, case: Case, merged: Dense | Softmax, saved, **how) -> 
 def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(budget, "LEAST_BYTES", 1 << 10)
     monkeypatch.setattr(budget, "list_capacity", lambda *_: 8192)
+    monkeypatch.setattr(budget, "stand_in_columns", lambda _: 0)
     monkeypatch.setattr(lists, "BLOCK", 16)  # lists of several blocks
     monkeypatch.setattr(filter, "SAMPLE", 1024 if not GPU else 4096)  # all tokens: then the column sums are exact
     # fewer than the labels
@@ -225,14 +250,39 @@ def limits(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(lists, "FEW", case.few)
         monkeypatch.setattr(filter, "FEW", case.few)
         monkeypatch.setattr(budget, "list_capacity", lambda *_: case.capacity)
+        monkeypatch.setattr(budget, "stand_in_columns", lambda _: case.drawn)
 
     return set_limits
 
 
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """The columns that a backward draws, and the factor on what they add."""
+    seen: dict[str, Tensor] = {}
+    draw, shrinkage = filter.draw_columns, filter.shrinkage
+
+    def spy_on_draw(*args: Any) -> Any:
+        result = draw(*args)
+        if result is not None:
+            seen["column"] = result.column_K
+        return result
+
+    def spy_on_shrinkage(*args: Any) -> Tensor:
+        seen["shrink"] = shrinkage(*args)
+        return seen["shrink"]
+
+    monkeypatch.setattr(filter, "draw_columns", spy_on_draw)
+    monkeypatch.setattr(filter, "shrinkage", spy_on_shrinkage)
+    return seen
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_matches_dense(case: Case, limits) -> None:
+def test_matches_dense(case: Case, limits, drawn: dict[str, Tensor]) -> None:
     """Catches: a hit left out of the list, a label that is not hot lost, hot columns twice, the slope or the bias left
-    out, a stand-in for kept columns, coefficients that ask for more served all the same, padding with gradient."""
+    out, a stand-in for kept columns, coefficients that ask for more served all the same, padding with gradient.
+
+    Of drawn columns: what is kept counted as dropped, a label or a mean not taken off, the shrinkage left out.
+    """
     limits(case)
     p = problem(case)
     d = dense(p)
@@ -252,8 +302,14 @@ def test_matches_dense(case: Case, limits) -> None:
     grad, exact_grad, exact = gradient_of_logits(tuple(saved), p, d, case)
     d_hidden, d_weight, d_bias = gradients(p, case, d, saved)
     weight, hidden = p.weight[: p.logits.num_valid], p.hidden
-    rounded = grad.to(DTYPE)
-    assert_no_worse(d_hidden, rounded @ weight, grad @ weight.double(), DTYPE, "d_hidden")
+    rounded, of_hidden = grad.to(DTYPE), grad
+    assert ("column" in drawn) == (case.drawn > 0)
+    if case.drawn and not exact[labelled].all():
+        added, shrink = correction(tuple(saved), p, d, case, drawn["column"])
+        torch.testing.assert_close(drawn["shrink"].double(), shrink, rtol=0.05 if GPU else 1e-3, atol=0)
+        assert 0.01 < shrink < 0.99
+        of_hidden = grad + added
+    assert_no_worse(d_hidden, of_hidden.to(DTYPE) @ weight, of_hidden @ weight.double(), DTYPE, "d_hidden")
     assert_no_worse(d_weight[: p.logits.num_valid], rounded.T @ hidden, grad.T @ hidden.double(), DTYPE, "d_weight")
     if d_bias is not None:
         assert_no_worse(d_bias[: p.logits.num_valid], grad.float().sum(0), grad.sum(0), DTYPE, "d_bias")
@@ -269,12 +325,13 @@ def test_matches_dense(case: Case, limits) -> None:
     assert all_exact or exact.any() == (case.coefs == "large")
 
 
-def test_two_shards() -> None:
-    """Their d_hidden add up, each with its own hot columns, lists and shares, under one bound.
+def test_two_shards(limits, drawn: dict[str, Tensor]) -> None:
+    """Their d_hidden add up, each with its own hot columns, lists, shares and draws, under one bound.
 
     Catches: a bound or a threshold of the shard's own, a label of the other shard listed, mass relative to the shard's LSE.
     """
-    case = Case(bias=True)
+    case = Case(bias=True, drawn=32)
+    limits(case)
     whole = problem(case)
     d = dense(whole)
     cut = case.num_rows // 3
@@ -296,9 +353,10 @@ def test_two_shards() -> None:
         part = d._replace(z=d.z[:, rows], p=d.p[:, rows], slope=d.slope[:, rows], is_label=d.is_label[:, rows])
         grad = gradient_of_logits(tuple(saved), half, part, case)[0]
         ours = gradients(half, case, part, saved)
+        of_hidden = grad + correction(tuple(saved), half, part, case, drawn["column"])[0]
         d_hidden += ours[0].double()
-        expected += grad @ half.weight.double()
-        rounded += grad.to(DTYPE) @ half.weight
+        expected += of_hidden @ half.weight.double()
+        rounded += of_hidden.to(DTYPE) @ half.weight
         assert_no_worse(ours[1], grad.to(DTYPE).T @ half.hidden, grad.T @ half.hidden.double(), DTYPE, "d_weight")
     assert_no_worse(d_hidden, rounded, expected, DTYPE, "d_hidden")
 

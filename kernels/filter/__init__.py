@@ -14,7 +14,7 @@ kept whole, as a matrix. The rest are kept in lists and gathered.
 
 A rank-1 matrix ``m_i share_j`` replaces what is dropped: m is the mass that token i has outside hot and listed columns, and
 share the columns' part of all dropped mass, taken from a sample of the tokens. Row sums of the softmax are then right to
-rounding, and column sums to the sample's error.
+rounding, and column sums to the sample's error. A sample of the columns corrects it for d_hidden (drawn).
 
 Some tokens are not filtered here but go through the exact kernels: their list would be too long, or the coefficients that
 backward brings ask for more than forward kept, or the bound was too high, or something is not finite. There are few or none on
@@ -41,6 +41,7 @@ from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.filter.bound import bound_of_shard, draw_outside, drawn_sums
 from cce_dist.kernels.filter.d_rows import add_listed_hidden, by_column, listed_bias, listed_weight
+from cce_dist.kernels.filter.drawn import Drawn, draw_columns, drawn_gradients, shrinkage
 from cce_dist.kernels.filter.hot import Hot, gather_hot, most_labelled, num_hot, outside_hot
 from cce_dist.kernels.filter.lists import (
     SLACK,
@@ -228,6 +229,9 @@ class _Work(NamedTuple):
         entries: The listed gradients.
         factor_2N: What each token multiplies the stand-in by; see ``listed_gradients``.
         shares_2V: What each column multiplies it by; see ``shares_of``.
+        shared_2D: What the factors multiply in d_hidden; None where d_hidden is not wanted.
+        drawn: The columns that correct the stand-in of d_hidden, or None.
+        shrink: The factor on the correction, or None.
         tiles: Tiles of the device.
     """
 
@@ -237,6 +241,9 @@ class _Work(NamedTuple):
     entries: Entries
     factor_2N: torch.Tensor
     shares_2V: torch.Tensor
+    shared_2D: torch.Tensor | None
+    drawn: Drawn | None
+    shrink: torch.Tensor | None
     tiles: Tiles
 
 
@@ -257,12 +264,8 @@ def _filtered_gradients(
         _add_few(x, softmax, coef_4N, how, (d_hidden, target, d_bias), grads, spec)
         entries = new_entries(lists.columns_M.shape[0], num_valid, device)
         factor_2N, _ = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries)
-        if spec.filter.compensate:
-            sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
-            shares_2V = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse)
-        else:
-            shares_2V = shares_of(None, hot.slot_V, num_valid)
-        work = _Work(hot, how, lists, entries, factor_2N, shares_2V, tiles)
+        shares_2V, *for_hidden = _stand_in(x, softmax, coef_4N, hot, how, factor_2N, tiles, grads, spec)
+        work = _Work(hot, how, lists, entries, factor_2N, shares_2V, *for_hidden, tiles)
 
         num_hot_columns = lists.ids_H.shape[0]
         hot_weight_HD = target.new_empty(num_hot_columns, x.hidden.shape[1]) if target is not None else None
@@ -278,6 +281,31 @@ def _filtered_gradients(
             if d_bias is not None and hot_bias_H is not None:
                 listed_bias(d_bias, columns, hot.slot_V, hot_bias_H, shares_2V[0], factor_2N.sum(1))
     return d_hidden, d_weight, d_bias
+
+
+def _stand_in(
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, hot: Hot, how: Plan, factor_2N: torch.Tensor, tiles: Tiles,
+    grads: Grads, spec: Spec,
+) -> tuple[torch.Tensor, torch.Tensor | None, Drawn | None, torch.Tensor | None]:  # fmt: skip
+    """Return shares_2V, shared_2D, the drawn columns and the factor on what they correct, as ``_Work`` has them."""
+    num_valid = x.logits.num_valid
+    if spec.filter.compensate:
+        sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
+        shares_2V = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse)
+    else:
+        sample = rows_SD = None
+        shares_2V = shares_of(None, hot.slot_V, num_valid)
+    if not grads.want_hidden:
+        return shares_2V, None, None, None
+    shared_2D = sums_of_rows(shares_2V, x.weight[:num_valid])
+    drawn = None if sample is None else draw_columns(shares_2V[0], shared_2D[0], x)
+    if drawn is None or sample is None or rows_SD is None:
+        return shares_2V, shared_2D, None, None
+    coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
+    mass_N = factor_2N[0] if gain is None else factor_2N[0] / gain
+    shrink = shrinkage(drawn, sample, rows_SD, mass_N, softmax, coef_4N, how.threshold, tiles)
+    shared_2D[0] -= shrink * drawn.away_KD.float().mean(0)
+    return shares_2V, shared_2D, drawn, shrink if gain is None else shrink * gain
 
 
 def _add_few(
@@ -320,20 +348,23 @@ def _add_rows(
     hot, tiles = work.hot.x._replace(ids=work.how.hot_labels), work.tiles
     coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
     cols = cdiv(hot.logits.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
-    at_once = budget.filter_backward_rows(exact.sizes_of(x), cols, spec.workspace_bytes)
+    num_drawn = 0 if work.drawn is None else work.drawn.column_K.shape[0]
+    at_once = budget.filter_backward_rows(exact.sizes_of(x), cols + num_drawn, spec.workspace_bytes)
     buffer_RD, dlogits_RH = x.hidden.new_empty(at_once, x.hidden.shape[1]), x.hidden.new_empty(at_once, cols)
-    total = shared_2D = None
-    if d_hidden is not None:
-        total = Sum(d_hidden, exact.remainder(x.hidden, at_once))
-        shared_2D = sums_of_rows(work.shares_2V, x.weight[: x.logits.num_valid])
+    total = None if d_hidden is None else Sum(d_hidden, exact.remainder(x.hidden, at_once))
+    drawn_RK = None if work.drawn is None else x.hidden.new_empty(at_once, num_drawn)
     groups = exact.finished_groups(work.how.listed_labels, work.how.order, at_once, grads.ready_rows)
     for number, (*group, num_final) in enumerate(groups):
         rows = gathered(x.hidden, group, buffer_RD)
         grads_RH = dlogits_RH[: rows.index.shape[0]]
         dlogits_chunk(hot, rows, softmax, coef_4N, 0, grads_RH, tiles)
-        if total is not None and shared_2D is not None:
+        if total is not None and work.shared_2D is not None:
             add_d_hidden(total, grads_RH, hot.weight, rows, None, gain, tiles.grad_hidden, first=True)
-            add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, work.factor_2N, shared_2D)
+            if work.drawn is not None and drawn_RK is not None:
+                away_KD, grads_RK = work.drawn.away_KD, drawn_RK[: rows.index.shape[0]]
+                drawn_gradients(work.drawn, rows, softmax, coef_4N, work.how.threshold, grads_RK, tiles)
+                add_d_hidden(total, grads_RK, away_KD, rows, None, work.shrink, tiles.grad_hidden, first=False)
+            add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, work.factor_2N, work.shared_2D)
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])
         if hot_weight_HD is not None:
