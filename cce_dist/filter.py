@@ -25,8 +25,12 @@ class GradFilter:
     each column's share of the column sums (taken of absolute values). So the mean of dE is right, where upstream gradients have
     one sign, and every row of the weight gets its gradient. The torch backend takes the shares from all tokens; the Triton
     backend takes them from a sample of 256, drawn in proportion to what a token drops, and moves them to the mean hidden state
-    of all. The rank-1 matrix gives all tokens the same mix of columns, and tokens of a trained model differ in it. So for dE what
-    is dropped of up to 1,024 columns, drawn by their shares, corrects it (on shards of 1,024 columns or more).
+    of all.
+
+    The rank-1 matrix gives all tokens the same mix of columns, and the tokens of a trained model differ in it. So what is
+    dropped of some columns corrects it for dE (32 of every 1,024 on the shard, at most 1,024, drawn by their shares), and what
+    256 tokens drop corrects it for dC, both as far as that is more than noise. Smaller shards, and for dC smaller batches, have
+    the rank-1 matrix alone. So has dC on Triton where half of ``workspace_bytes`` does not hold 256 numbers for each column.
 
     Args:
         eps: Threshold, in the units of a probability. 0 keeps everything.

@@ -96,36 +96,40 @@ def filtered_gradients(
     kept = (softmax_part.abs() >= grad_filter.eps * size) | is_label
     dropped = softmax_part.masked_fill(kept, 0.0) * slope
     filtered = d_logits * slope - dropped
-    for_hidden = filtered.clone()
+    for_hidden, for_weight = filtered.clone(), filtered.clone()
     if grad_filter.compensate:
+        hidden, weight = (x.detach().to(dropped.dtype) for x in (input.masked_fill(~valid, 0.0), linear_weight))
         for start, stop in zip(starts, [*starts[1:], z.shape[1]], strict=True):
-            part = dropped[:, start:stop]
-            share = part.abs().sum(0)
-            if share.sum() > 0:
-                share /= share.sum()
-                rank_1 = part.sum(1, keepdim=True) * share
-                filtered[:, start:stop] += rank_1
-                for_hidden[:, start:stop] += rank_1 + _correction(part, rank_1, share, linear_weight[start:stop])
+            part, row_sums = dropped[:, start:stop], dropped[:, start:stop].sum(1)
+            if not part.any():
+                continue
+            share, row_share = part.abs().sum(0) / part.abs().sum(), row_sums.abs() / row_sums.abs().sum()
+            rank_1 = row_sums[:, None] * share
+            num_columns = min(1024, (stop - start) // 1024 * 32)
+            num_tokens = 256 if num_columns and len(input) > 256 else 0
+            filtered[:, start:stop] += rank_1
+            by_columns = _correction(part - rank_1, share, weight[start:stop], num_columns)
+            for_hidden[:, start:stop] += rank_1 + by_columns
+            for_weight[:, start:stop] += rank_1 + _correction((part - rank_1).t(), row_share, hidden, num_tokens).t()
     exact = d_logits * slope
     d_hidden = (for_hidden if grad_filter.hidden else exact).to(linear_weight.dtype) @ linear_weight
-    d_weight = (filtered if grad_filter.weight else exact).to(input.dtype).t() @ input
+    d_weight = (for_weight if grad_filter.weight else exact).to(input.dtype).t() @ input
     return d_hidden, d_weight, filtered.sum(0)
 
 
-def _correction(dropped: Tensor, rank_1: Tensor, share: Tensor, weight: Tensor) -> Tensor:
-    """Return what corrects the rank-1 stand-in of a shard's dE, [N, V_r]: by what ``dropped`` differs from it at some columns.
+def _correction(difference: Tensor, share: Tensor, operand: Tensor, size: int) -> Tensor:
+    """Return a matrix whose product with ``operand`` estimates that of ``difference``, from ``size`` of its columns.
 
-    They are 32 of every 1,024, at most 1,024, drawn by ``share`` [V_r]. Row sums stay as they are.
+    The columns are drawn by ``share``. Row sums stay 0, and the estimate is shrunk by the part of its square that is noise.
     """
-    size = min(1024, len(share) // 1024 * 32)
+    estimate = torch.zeros_like(difference)
     if size == 0:
-        return torch.zeros_like(dropped)
+        return estimate
     end = (share * 2**40).long().cumsum(0)
     places = (2 * torch.arange(size, device=share.device) + 1) * (end[-1] // (2 * size))
     columns = torch.searchsorted(end, places, right=True).clamp(max=len(share) - 1)
-    terms = (dropped - rank_1)[:, columns] / (size * share[columns])
-    away = weight[columns].to(share.dtype) - share @ weight.to(share.dtype)
-    signal = (terms @ away).square().sum()
-    noise = (terms.square() * away.square().sum(1)).sum()
+    terms = difference[:, columns] / (size * share[columns])
+    away = operand[columns] - share @ operand
+    signal, noise = (terms @ away).square().sum(), (terms.square() * away.square().sum(1)).sum()
     terms *= (1 - noise / signal).clamp(min=0) if signal > 0 else 0.0
-    return torch.zeros_like(dropped).index_add_(1, columns, terms) - terms.sum(1, keepdim=True) * share
+    return estimate.index_add_(1, columns, terms) - terms.sum(1, keepdim=True) * share

@@ -179,8 +179,8 @@ def gradients(
     With a filter an element is kept where it holds the label or where ``|P p| >= eps |LABEL|`` (``eps |P|`` where LABEL is 0).
     Elsewhere that part of the gradient is dropped; the LABEL and UNIFORM terms never are. Compensated, the dropped R [N, V]
     (gradients with respect to ``hidden @ weight.T``) is replaced by ``r_i q_j``: r are its row sums, q the column sums of |R|
-    over their total; for d_hidden, some columns of R correct that (``stand_in.py``). dbias is exact. Where the entropy is
-    differentiated nothing is dropped.
+    over their total; some columns of R correct that for d_hidden, some rows for d_weight (``stand_in.py``). dbias is exact.
+    Where the entropy is differentiated nothing is dropped.
     """
     gain = torch.ones((), dtype=torch.float32, device=x.hidden.device)
     if x.hidden.dtype == torch.float16 and x.num_tokens:
@@ -267,42 +267,69 @@ def _add_stand_in(
     dropped_V = sums.dropped_V[: x.logits.num_valid]
     total = dropped_V.sum()
     share_V = torch.where(total > 0, dropped_V / total, 0.0)
+    own = softmax.entropy is None
     if grads.want_hidden and spec.filter.hidden:
         center_D = share_V @ x.weight[: x.logits.num_valid].float()
         sums.hidden_ND.addcmul_(sums.dropped_N[:, None], center_D)
-        if budget.stand_in_columns(x.logits.num_valid) and softmax.entropy is None:
-            _add_drawn(sums, x, softmax, coef_4N, spec, share_V, center_D)
+        if own and budget.stand_in_columns(x.logits.num_valid):
+            sums.hidden_ND.add_(_from_columns(sums.dropped_N, x, softmax, coef_4N, spec, share_V, center_D))
     if grads.want_weight and spec.filter.weight:
         hidden_ND = x.hidden.float().masked_fill(x.ids[:, None] < 0, 0.0)
         stand_in_VD = share_V[:, None] * (sums.dropped_N @ hidden_ND)
+        if own and x.num_tokens > budget.SAMPLE and budget.stand_in_columns(x.logits.num_valid):
+            stand_in_VD += _from_tokens(sums.dropped_N, x, softmax, coef_4N, spec, share_V, hidden_ND)
         sums.weight_VD[: x.logits.num_valid].add_((stand_in_VD * gain).to(sums.weight_VD.dtype))
 
 
-def _add_drawn(
-    sums: _Sums, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, center_D: Tensor
-) -> None:
-    """Add to d_hidden what the drawn columns of the dropped part differ by from the rank-1 matrix."""
-    drawn = stand_in.draw(share_V)
-    weight_KD = x.weight[drawn.column]
-    away_KD = weight_KD.float() - center_D
+def _from_columns(
+    dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, center_D: Tensor
+) -> Tensor:
+    """Return what drawn columns add to d_hidden, [N, D]."""
+    column_K, worth_K = stand_in.draw(share_V, budget.stand_in_columns(x.logits.num_valid))
+    bias_K = None if x.bias is None else x.bias[column_K]
+    columns = x._replace(weight=x.weight[column_K], bias=bias_K, logits=x.logits._replace(num_valid=len(column_K)))
+    away_KD = columns.weight.float() - center_D
     squares_K = away_KD.square().sum(1)
-    bias_K = None if x.bias is None else x.bias[drawn.column]
-    # The columns as a shard of their own. A label may be there more than once, or not at all.
-    columns = x._replace(
-        weight=weight_KD, bias=bias_K, logits=x.logits._replace(num_valid=len(weight_KD)), ids=x.ids.clamp(max=0)
-    )
-    estimate_ND, noise = torch.empty_like(sums.hidden_ND), _zeros(like=x.hidden)
+    estimate_ND, noise = _zeros(*x.hidden.shape, like=x.hidden), _zeros(like=x.hidden)
     for cols, blocks in _blocks(columns, spec):
         for block in blocks:
-            grad, slope = _softmax_part(block, softmax, coef_4N, spec)
-            kept = _reaches(grad, coef_4N[:, block.rows, None], spec)
-            kept |= x.ids[block.rows, None] == drawn.column[cols] + x.logits.start
-            dropped = (grad * slope).masked_fill_(kept, 0.0) * drawn.worth[cols]
-            terms = dropped - sums.dropped_N[block.rows, None] / len(weight_KD)
+            is_label = x.ids[block.rows, None] == column_K[cols] + x.logits.start
+            terms = _dropped(block, softmax, coef_4N, spec, is_label) * worth_K[cols]
+            terms -= dropped_N[block.rows, None] / len(column_K)
             noise += terms.square().sum(0) @ squares_K[cols]
-            part = terms @ away_KD[cols]
-            estimate_ND[block.rows] = part if cols.start == 0 else estimate_ND[block.rows] + part
-    sums.hidden_ND.add_(estimate_ND * stand_in.shrink(estimate_ND.square().sum(), noise))
+            estimate_ND[block.rows] += terms @ away_KD[cols]
+    return estimate_ND * stand_in.shrink(estimate_ND.square().sum(), noise)
+
+
+def _from_tokens(
+    dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, hidden_ND: Tensor
+) -> Tensor:
+    """Return what drawn tokens add to d_weight, [V, D]."""
+    total = dropped_N.abs().sum()
+    share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
+    token_S, worth_S = stand_in.draw(share_N, budget.SAMPLE)
+    away_SD = hidden_ND[token_S] - share_N @ hidden_ND
+    squares_S = away_SD.square().sum(1)
+    tokens = x._replace(hidden=x.hidden[token_S], ids=x.ids[token_S])
+    of_tokens = Softmax(softmax.max[token_S], softmax.log_sum[token_S])
+    estimate_VD, noise = _zeros(len(share_V), x.hidden.shape[1], like=x.hidden), _zeros(like=x.hidden)
+    for cols, blocks in _blocks(tokens, spec):
+        for block in blocks:
+            is_label = (
+                block.column_R1 == torch.arange(block.weight_CD.shape[0], device=token_S.device)
+            ) & block.label_R1
+            terms = _dropped(block, of_tokens, coef_4N[:, token_S], spec, is_label)
+            terms -= dropped_N[token_S[block.rows], None] * share_V[cols]
+            terms *= worth_S[block.rows, None]
+            noise += terms.square().sum(1) @ squares_S[block.rows]
+            estimate_VD[cols] += terms.t() @ away_SD[block.rows]
+    return estimate_VD * stand_in.shrink(estimate_VD.square().sum(), noise)
+
+
+def _dropped(block: _Block, softmax: Softmax, coef_4N: Tensor, spec: Spec, is_label: Tensor) -> Tensor:
+    """Return what is dropped of a block, with respect to ``hidden @ weight.T``."""
+    grad, slope = _softmax_part(block, softmax, coef_4N, spec)
+    return (grad * slope).masked_fill_(_reaches(grad, coef_4N[:, block.rows, None], spec) | is_label, 0.0)
 
 
 class Merged(NamedTuple):

@@ -1,10 +1,13 @@
-"""The part of the stand-in that is d_hidden's alone: what is dropped of some columns, computed for every token.
+"""What corrects the rank-1 stand-in: for d_hidden some columns, for d_weight the sampled tokens of ``shares.py``.
 
-    stand-in of d_hidden_i  =  r_i c + shrink * (sum_k g_ik away_k  -  r_i / K sum_k away_k)
-    g_ik = scale * P p_ik slope_ik / (K share_k)   where column k is dropped,       away_k = weight_k - c
+    d_hidden_i  =  r_i c              + shrink * (sum_k g_ik away_k  -  r_i / K sum_k away_k)          away_k = weight_k - c
+    d_weight_j  =  share_j sum_i r_i e_i  + shrink * (sum_s a_sj away_s  -  share_j sum_s a_s away_s)  away_s = hidden_s - e
 
-``stand_in.py`` says where that comes from. The K columns are drawn by the shares of ``shares.py``, so no hot column is drawn.
-The sampled tokens of ``shares.py`` decide on ``shrink``: they stand for all, each for as many as have its mass together.
+    g_ik = scale * P p_ik slope_ik / (K share_k)   where column k is dropped
+    a_sj: token s's part of share_j, times what all tokens drop, with the sign of P;    a_s its sum over j
+
+``stand_in.py`` says where that comes from. The K columns are drawn by the shares, so no hot column is drawn. The sampled tokens
+decide on the shrinkage of the first, the drawn columns on that of the second.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from cce_dist.kernels import Operands, Rows, Softmax, budget, stand_in
+from cce_dist.kernels import Operands, Rows, Softmax, stand_in
 from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
-from cce_dist.kernels.filter.shares import Sample
+from cce_dist.kernels.d_weight import add_d_weight
+from cce_dist.kernels.filter.shares import PART, Dropped, Sample
 from cce_dist.kernels.tiles import Tiles, precision
 
 
@@ -38,22 +42,35 @@ class Drawn(NamedTuple):
     away_KD: torch.Tensor
 
 
-def draw_columns(share_V: torch.Tensor, center_D: torch.Tensor, x: Operands) -> Drawn | None:
-    """Draw columns by their share, whose mean weight is ``center_D``; None where the shard has too few."""
-    if budget.stand_in_columns(x.logits.num_valid) == 0:
-        return None
-    column_K, worth_K = stand_in.draw(share_V)
-    weight_KD = x.weight.index_select(0, column_K)
-    bias_K = None if x.bias is None else x.bias.index_select(0, column_K)
-    columns = x._replace(weight=weight_KD, bias=bias_K, logits=x.logits._replace(num_valid=column_K.shape[0]))
-    return Drawn(column_K, worth_K, columns, (weight_KD.float() - center_D).to(weight_KD.dtype))
+class Tokens(NamedTuple):
+    """What the sampled tokens add to d_weight.
+
+    Attributes:
+        parts_SV: As in ``shares.Dropped``.
+        rows: The tokens; their hidden states are away_s, in the hidden states' dtype.
+        gain: The factor on the product, a 0-d fp32 tensor.
+        less_D: [D] fp32: what share_j multiplies with the other sign.
+    """
+
+    parts_SV: torch.Tensor
+    rows: Rows
+    gain: torch.Tensor
+    less_D: torch.Tensor
 
 
-def shrinkage(
+def gather_columns(columns: stand_in.Drawn, center_D: torch.Tensor, x: Operands) -> Drawn:
+    """Copy the columns' rows out of the weight; ``center_D`` is the mean of all rows by share."""
+    weight_KD = x.weight.index_select(0, columns.place)
+    bias_K = None if x.bias is None else x.bias.index_select(0, columns.place)
+    of_columns = x._replace(weight=weight_KD, bias=bias_K, logits=x.logits._replace(num_valid=weight_KD.shape[0]))
+    return Drawn(*columns, of_columns, (weight_KD.float() - center_D).to(weight_KD.dtype))
+
+
+def shrink_columns(
     drawn: Drawn, sample: Sample, rows_SD: torch.Tensor, mass_N: torch.Tensor, softmax: Softmax, coef_4N: torch.Tensor,
     threshold_N: torch.Tensor, tiles: Tiles,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the factor on the estimate, a 0-d fp32 tensor.
+    """Return the factor on what the columns add, a 0-d fp32 tensor.
 
     Args:
         drawn: The columns.
@@ -68,17 +85,56 @@ def shrinkage(
     size, num_columns = rows_SD.shape[0], drawn.column_K.shape[0]
     grads_SK = rows_SD.new_empty(size, num_columns)
     drawn_gradients(drawn, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, threshold_N, grads_SK, tiles)
-    place_S = torch.arange(size, dtype=torch.int32, device=rows_SD.device)
-    mass_S = torch.where(place_S < sample.size, mass_N.index_select(0, sample.token_S), 0.0)
-    # Any common factor will do. This one keeps fp16 away from its ends.
+    in_sample = torch.arange(size, device=rows_SD.device) < sample.size
+    mass_S = torch.where(in_sample, mass_N.index_select(0, sample.token_S), 0.0)
+    # A token stands for as many as have its mass together. K keeps fp16 away from its ends.
     terms_SK = (grads_SK.float() * num_columns - mass_S[:, None]) * mass_S.abs().rsqrt()[:, None]
-    terms_SK = torch.where(mass_S[:, None] != 0, terms_SK, 0.0).to(rows_SD.dtype)
-    estimate = Sum(torch.zeros_like(rows_SD), None)
-    add_d_hidden(
-        estimate, terms_SK, drawn.away_KD, Rows(place_S, sample.size, rows_SD), None, None, tiles.grad_hidden, first=True
-    )  # fmt: skip
-    noise_K = terms_SK.float().square().sum(0) * drawn.away_KD.float().square().sum(1)
-    return stand_in.shrink(estimate.high_ND.float().square().sum(), noise_K.sum())
+    return _shrinkage(torch.where(mass_S[:, None] != 0, terms_SK, 0.0).to(rows_SD.dtype), drawn.away_KD, tiles)
+
+
+def weigh_tokens(
+    dropped: Dropped, columns: stand_in.Drawn, sample: Sample, rows_SD: torch.Tensor, mass_N: torch.Tensor, tiles: Tiles
+) -> Tokens | None:
+    """Return what the sample adds to d_weight; None where nothing was kept of it, or where it is all tokens.
+
+    Args:
+        dropped: What the sample drops.
+        columns: The drawn columns.
+        sample: Tokens.
+        rows_SD: Their hidden states.
+        mass_N: r: what every token drops.
+        tiles: Tiles of the device.
+    """
+    if dropped.parts_SV is None or sample.mean_D is None or sample.share_S is None:
+        return None
+    sign_S = mass_N.index_select(0, sample.token_S).sign()
+    away_SD = ((rows_SD.float() - sample.mean_D) * sign_S[:, None]).to(rows_SD.dtype)
+    per_part = 1 / (PART.value * torch.where(dropped.total > 0, dropped.total, torch.inf))
+    # A column stands for as many as have its share together. S and V keep fp16 away from its ends.
+    share_K = dropped.shares_2V[0].index_select(0, columns.place)
+    parts_KS = dropped.parts_SV.index_select(1, columns.place).t().contiguous().float() * per_part
+    terms_KS = (parts_KS - share_K[:, None] * sample.share_S) * share_K.rsqrt()[:, None]
+    terms_KS = terms_KS * (rows_SD.shape[0] * dropped.shares_2V.shape[1] ** 0.5)
+    shrink = _shrinkage(torch.where(share_K[:, None] > 0, terms_KS, 0.0).to(rows_SD.dtype), away_SD, tiles)
+    mass = shrink * mass_N.abs().sum()
+    less_D = mass * (sample.share_S[:, None] * away_SD.float()).sum(0)
+    return Tokens(dropped.parts_SV, Rows(sample.token_S, sample.size, away_SD), mass * per_part, less_D)
+
+
+def add_tokens(d_weight_VD: torch.Tensor, tokens: Tokens, tiles: Tiles) -> None:
+    """Add what the sample adds to rows of d_weight that are whole but for that; nothing where no token is sampled."""
+    add_d_weight(d_weight_VD, tokens.parts_SV, tokens.rows, tokens.gain, tiles.grad_weight, add=True, skip_empty=True)
+
+
+def _shrinkage(terms_RK: torch.Tensor, away_KD: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+    """Return the factor on ``terms_RK @ away_KD``, a 0-d fp32 tensor."""
+    num_rows = terms_RK.shape[0]
+    index = torch.arange(num_rows, dtype=torch.int32, device=terms_RK.device)
+    estimate_RD = terms_RK.new_zeros(num_rows, away_KD.shape[1])
+    rows = Rows(index, torch.full((1,), num_rows, dtype=torch.int32, device=index.device), estimate_RD)
+    add_d_hidden(Sum(estimate_RD, None), terms_RK, away_KD, rows, None, None, tiles.grad_hidden, first=True)
+    noise_K = terms_RK.float().square().sum(0) * away_KD.float().square().sum(1)
+    return stand_in.shrink(estimate_RD.float().square().sum(), noise_K.sum())
 
 
 def drawn_gradients(
