@@ -685,7 +685,7 @@ def test_errors_on_a_trained_model(trained, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(budget, "stand_in_columns", lambda num_columns: num_columns // 8)  # 256: as many as of 8,192
     ours = errors_of(trained)
     print(rank_1, ours)
-    assert ours["dE"] < 0.5 * rank_1["dE"] and ours["dC"] < 0.5 * rank_1["dC"] and ours["rare"] < 0.5 * rank_1["rare"]
+    assert all(ours[name] < 0.65 * rank_1[name] for name in ("dE", "dC", "rare"))
     assert ours["mean dE"] < 1e-5
 
 
@@ -873,8 +873,8 @@ def test_a_bound_that_is_too_high_loses_nothing(monkeypatch: pytest.MonkeyPatch,
 def test_lists_have_room_as_the_budget_and_their_cost_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a share of the budget that sorting exceeds, and lists that cost more than the exact gradient."""
     monkeypatch.undo()
-    assert budget.list_capacity(8192, 256_000, 256 << 20) * 56 <= 256 << 20
-    assert budget.list_capacity(8192, 256_000, 256 << 20) > 500 * 8192
+    assert budget.list_capacity(8192, 256_000, 256 << 20) * 56 + 256 * 256_000 * 2 <= 256 << 20
+    assert budget.list_capacity(8192, 256_000, 256 << 20) > 290 * 8192  # half of the budget holds the sampled tokens
     assert budget.list_capacity(8192, 32_000, 256 << 20) == 250 * 8192
     assert budget.list_capacity(0, 32_000, 256 << 20) == 1
 
