@@ -663,9 +663,9 @@ def errors_of(state: tuple[Tensor, Tensor, Tensor], eps: float = 2.0**-10) -> di
     hidden, weight, labels = (x.to(DEVICE) for x in state)
 
     def grads(grad_filter: GradFilter | None) -> tuple[Tensor, ...]:
-        inputs = [x.double().float().requires_grad_() for x in (hidden, weight)]
+        inputs = (hidden.clone().requires_grad_(), weight.clone().requires_grad_())
         return torch.autograd.grad(
-            linear_cross_entropy(*inputs, labels, grad_filter=grad_filter, backend="torch"), inputs
+            linear_cross_entropy(inputs[0], inputs[1], labels, grad_filter=grad_filter, backend="torch"), inputs
         )
 
     never = torch.ones(len(weight), dtype=torch.bool, device=DEVICE).index_fill(0, labels, False)
@@ -684,7 +684,6 @@ def test_errors_on_a_trained_model(trained, monkeypatch: pytest.MonkeyPatch) -> 
     rank_1 = errors_of(trained)
     monkeypatch.setattr(budget, "stand_in_columns", lambda num_columns: num_columns // 8)  # 256: as many as of 8,192
     ours = errors_of(trained)
-    print(rank_1, ours)
     assert all(ours[name] < 0.65 * rank_1[name] for name in ("dE", "dC", "rare"))
     assert ours["mean dE"] < 1e-5
 
@@ -697,7 +696,6 @@ def test_noise_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
     rank_1 = errors_of((hidden, weight, labels), 2.0**-9)
     monkeypatch.setattr(budget, "stand_in_columns", lambda num_columns: num_columns // 32)
     ours = errors_of((hidden, weight, labels), 2.0**-9)
-    print(rank_1, ours)
     assert ours["dE"] <= 1.01 * rank_1["dE"] and ours["dC"] <= 1.01 * rank_1["dC"]
 
 
@@ -726,10 +724,16 @@ def test_definition_over_shards(num_shards: int, monkeypatch: pytest.MonkeyPatch
         part: Any = backend.gradients(x, softmax, coef, [], Grads(want_bias=False), spec)
         d_hidden += part[0]
         d_weight.append(part[1])
-    inputs = (p.hidden, p.weight, torch.where(labels < 0, -100, labels), coef[0], GradFilter(eps), starts)
-    truth = reference.filtered_gradients(*(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs),
-                                         linear_bias=p.bias.double())  # fmt: skip
-    baseline = reference.filtered_gradients(*inputs, linear_bias=p.bias)
+    bias, targets = p.bias, torch.where(labels < 0, -100, labels)
+    assert bias is not None
+
+    def defined(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        hidden, weight, upstream = (x.to(dtype) for x in (p.hidden, p.weight, coef[0]))
+        return reference.filtered_gradients(
+            hidden, weight, targets, upstream, GradFilter(eps), starts, linear_bias=bias.to(dtype)
+        )
+
+    truth, baseline = defined(torch.float64), defined(torch.float32)
     assert_no_worse(d_hidden, baseline[0], truth[0], torch.float32, "d_hidden")
     assert_no_worse(torch.cat(d_weight), baseline[1], truth[1], torch.float32, "d_weight")
 
