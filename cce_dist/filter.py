@@ -27,6 +27,11 @@ class GradFilter:
     backend takes them from a sample of 256, drawn in proportion to what a token drops, and moves them to the mean hidden state
     of all.
 
+    The rank-1 matrix gives all tokens the same mix of columns, and the tokens of a trained model differ in it. So what is
+    dropped of some columns corrects it for dE (32 of every 1,024 on the shard, at most 1,024, drawn by their shares), and what
+    256 tokens drop corrects it for dC, both as far as that is more than noise. Smaller shards, and for dC smaller batches, have
+    the rank-1 matrix alone. So has dC on Triton where half of ``workspace_bytes`` does not hold 256 numbers for each column.
+
     Args:
         eps: Threshold, in the units of a probability. 0 keeps everything.
         compensate: False is the plain filter of the paper.

@@ -96,7 +96,7 @@ def filtered_gradients(
     *, linear_bias: Tensor | None = None, label_smoothing: float = 0.0, softcap: float | None = None,
     z_loss_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dE [N, D] and dC [V, D] as ``GradFilter`` defines them, from the dense gradient of every logit; its column sums [V].
+    """dE [N, D] and dC [V, D] as ``GradFilter`` defines them, from the dense gradient of every logit; dC's column sums [V].
 
     Args:
         input: [N, D].
@@ -121,13 +121,40 @@ def filtered_gradients(
     kept = (softmax_part.abs() >= grad_filter.eps * size) | is_label
     dropped = softmax_part.masked_fill(kept, 0.0) * slope
     filtered = d_logits * slope - dropped
+    for_hidden, for_weight = filtered.clone(), filtered.clone()
     if grad_filter.compensate:
+        hidden, weight = (x.detach().to(dropped.dtype) for x in (input.masked_fill(~valid, 0.0), linear_weight))
         for start, stop in zip(starts, [*starts[1:], z.shape[1]], strict=True):
-            part = dropped[:, start:stop]
-            share = part.abs().sum(0)
-            if share.sum() > 0:
-                filtered[:, start:stop] += part.sum(1, keepdim=True) * share / share.sum()
+            part, row_sums = dropped[:, start:stop], dropped[:, start:stop].sum(1)
+            if not part.any():
+                continue
+            share, row_share = part.abs().sum(0) / part.abs().sum(), row_sums.abs() / row_sums.abs().sum()
+            rank_1 = row_sums[:, None] * share
+            num_columns = min(1024, (stop - start) // 1024 * 32)
+            num_tokens = 256 if num_columns and len(input) > 256 else 0
+            filtered[:, start:stop] += rank_1
+            by_columns = _correction(part - rank_1, share, weight[start:stop], num_columns)
+            for_hidden[:, start:stop] += rank_1 + by_columns
+            for_weight[:, start:stop] += rank_1 + _correction((part - rank_1).t(), row_share, hidden, num_tokens).t()
     exact = d_logits * slope
-    d_hidden = (filtered if grad_filter.hidden else exact).to(linear_weight.dtype) @ linear_weight
-    d_weight = (filtered if grad_filter.weight else exact).to(input.dtype).t() @ input
+    d_hidden = (for_hidden if grad_filter.hidden else exact).to(linear_weight.dtype) @ linear_weight
+    d_weight = (for_weight if grad_filter.weight else exact).to(input.dtype).t() @ input
     return d_hidden, d_weight, filtered.sum(0)
+
+
+def _correction(difference: Tensor, share: Tensor, operand: Tensor, size: int) -> Tensor:
+    """Return a matrix whose product with ``operand`` estimates that of ``difference``, from ``size`` of its columns.
+
+    The columns are drawn by ``share``. Row sums stay 0, and the estimate is shrunk by the part of its square that is noise.
+    """
+    estimate = torch.zeros_like(difference)
+    if size == 0:
+        return estimate
+    end = (share * 2**40).long().cumsum(0)
+    places = (2 * torch.arange(size, device=share.device) + 1) * (end[-1] // (2 * size))
+    columns = torch.searchsorted(end, places, right=True).clamp(max=len(share) - 1)
+    terms = difference[:, columns] / (size * share[columns])
+    away = operand[columns] - share @ operand
+    signal, noise = (terms @ away).square().sum(), (terms.square() * away.square().sum(1)).sum()
+    terms *= (1 - noise / signal).clamp(min=0) if signal > 0 else 0.0
+    return estimate.index_add_(1, columns, terms) - terms.sum(1, keepdim=True) * share

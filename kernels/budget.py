@@ -188,10 +188,22 @@ def _fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_onc
     )
 
 
-def list_capacity(num_tokens: int, num_columns: int, workspace_bytes: int) -> int:
+def keeps_sample(num_tokens: int, num_columns: int, itemsize: int, workspace_bytes: int) -> bool:
+    """Return whether what the sampled tokens drop of every column is kept for d_weight: where half of the budget holds it."""
+    drawn = num_tokens > SAMPLE and stand_in_columns(num_columns) > 0
+    return drawn and _sample_bytes(num_columns, itemsize) <= max(workspace_bytes, LEAST_BYTES) // 2
+
+
+def _sample_bytes(num_columns: int, itemsize: int) -> int:
+    return SAMPLE * cdiv(num_columns, ROWS) * ROWS * itemsize
+
+
+def list_capacity(num_tokens: int, num_columns: int, workspace_bytes: int, itemsize: int = 2) -> int:
     """Return M, the columns that all lists have room for: as many as the budget holds, and no more than pay."""
-    room = max(workspace_bytes, LEAST_BYTES) // ENTRY_BYTES
-    return max(1, min(room, num_tokens * num_columns // COLUMNS_PER_ENTRY))
+    room = max(workspace_bytes, LEAST_BYTES)
+    if keeps_sample(num_tokens, num_columns, itemsize, workspace_bytes):
+        room -= _sample_bytes(num_columns, itemsize)
+    return max(1, min(room // ENTRY_BYTES, num_tokens * num_columns // COLUMNS_PER_ENTRY))
 
 
 def few_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
@@ -212,9 +224,9 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
     return Chunks(rows, max(rows, budget // 2 // sizes.hidden_bytes // ROWS * ROWS))
 
 
-def filter_backward_rows(sizes: Sizes, hot_columns: int, workspace_bytes: int) -> int:
-    """Return the tokens at a time of the filter's backward: hidden states, remainder and the hot columns' gradients."""
-    row_bytes = sizes.sum_bytes + hot_columns * sizes.itemsize
+def filter_backward_rows(sizes: Sizes, columns: int, workspace_bytes: int) -> int:
+    """Return the tokens at a time of the filter's backward: hidden states, remainder, gradients of hot and of drawn columns."""
+    row_bytes = sizes.sum_bytes + columns * sizes.itemsize
     return min(sizes.num_tokens, max(ROWS, max(workspace_bytes, LEAST_BYTES) // 2 // row_bytes // ROWS * ROWS))
 
 
@@ -279,7 +291,7 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
         at_once: Programs that the device runs at a time.
     """
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
-    capacity = list_capacity(num_tokens, num_columns, workspace_bytes)
+    capacity = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
     hot_bytes = hot_columns * sizes.hidden_bytes
     # The lists: bound, begin and count, columns, hot columns. Beside them ids, merged and statistics.
     saved = num_tokens * (12 + 8) + 4 * capacity + 8 * hot_columns + num_tokens * (8 + 8 + 12)
@@ -302,20 +314,30 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
     cols = few_columns(num_columns, FEW, sizes.itemsize, workspace_bytes, tiles.dlogits.cols)
     few = FEW * (sizes.sum_bytes + cols * sizes.itemsize)
     few += _cut_tiles_bytes(FEW, cols, sizes.hidden_size, tiles, at_once)
-    # Then entries, each token's factors, the sample, the columns' shares and the hot columns' gradients stay. Groups of tokens
-    # and the sort of the entries come one after the other.
+    # Then entries, each token's factors, the sample, the columns' shares, the hot columns' gradients and the drawn columns
+    # stay. The latter are made in fp32. Groups of tokens and the sort of the entries come one after the other.
+    drawn = stand_in_columns(num_columns)
     listed = MADE_BYTES * capacity + num_tokens * 12 + SAMPLE * sizes.hidden_bytes + 8 * num_columns + hot_bytes
+    listed += drawn * (2 * sizes.hidden_bytes + 12)
+    if keeps_sample(num_tokens, num_columns, sizes.itemsize, workspace_bytes):
+        listed += _sample_bytes(num_columns, sizes.itemsize) + SAMPLE * sizes.hidden_bytes
+    making = drawn * 8 * sizes.hidden_size + SAMPLE * (sizes.hidden_bytes + 12 * drawn)
     cols = cdiv(hot_columns, tiles.dlogits.cols) * tiles.dlogits.cols
-    at_a_time = filter_backward_rows(sizes, cols, workspace_bytes)
-    groups = at_a_time * (sizes.sum_bytes + cols * sizes.itemsize)
-    groups += _cut_tiles_bytes(at_a_time, cols, sizes.hidden_size, tiles, at_once)
-    listed += max(groups, SORTED_BYTES * capacity)
+    at_a_time = filter_backward_rows(sizes, cols + drawn, workspace_bytes)
+    groups = at_a_time * (sizes.sum_bytes + (cols + drawn) * sizes.itemsize)
+    groups += max(_cut_tiles_bytes(at_a_time, n, sizes.hidden_size, tiles, at_once) for n in (cols, drawn))
+    listed += max(making, groups, SORTED_BYTES * capacity)
     return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
 
 
 def drawn_columns(num_outside: int, unit: int = 256) -> int:
     """Return how many of the columns that are not hot bound the others: 1,024 or a thirty-second if less, in whole ``unit``."""
     return min(num_outside, max(1, round(min(1024, num_outside / 32) / unit)) * unit)
+
+
+def stand_in_columns(num_columns: int) -> int:
+    """Return K, the columns that the stand-in for what is dropped of d_hidden is taken from: 32 of 1,024, at most 1,024."""
+    return min(1024, num_columns // 1024 * 32)
 
 
 def hot_columns(num_columns: int, eps: float, unit: int = 256) -> int:

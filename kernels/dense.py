@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import IGNORED, OUTSIDE, Gradients, Grads, Operands, ShardLogits, Softmax, Spec, budget
+from cce_dist.kernels import IGNORED, OUTSIDE, Gradients, Grads, Operands, ShardLogits, Softmax, Spec, budget, stand_in
 from cce_dist.kernels.more import LEAST_KEY, keys_of, largest_keys
 
 FLOOR = torch.finfo(torch.float32).min  # stands for a maximum of -inf where a difference of infinities would be NaN
@@ -228,7 +228,8 @@ def gradients(
     With a filter an element is kept where it holds the label or where ``|P p| >= eps |LABEL|`` (``eps |P|`` where LABEL is 0).
     Elsewhere that part of the gradient is dropped; the LABEL and UNIFORM terms never are. Compensated, the dropped R [N, V]
     (gradients with respect to ``hidden @ weight.T``) is replaced by ``r_i q_j``: r are its row sums, q the column sums of |R|
-    over their total. dbias is exact. Where the entropy is differentiated nothing is dropped.
+    over their total; some columns of R correct that for d_hidden, some rows for d_weight (``stand_in.py``). dbias is exact.
+    Where the entropy is differentiated nothing is dropped.
     """
     gain = torch.ones((), dtype=torch.float32, device=x.hidden.device)
     if x.hidden.dtype == torch.float16 and x.num_tokens:
@@ -258,7 +259,7 @@ def gradients(
         if grads.want_weight:
             sums.weight_VD[cols] += (d_weight_CD * gain).to(sums.weight_VD.dtype)
     if spec.filter.eps > 0 and spec.filter.compensate:
-        _add_stand_in(sums, x, grads, spec, gain)
+        _add_stand_in(sums, x, softmax, coef_4N, grads, spec, gain)
     d_hidden = (sums.hidden_ND * gain).to(x.hidden.dtype)
     if grads.want_hidden and grads.hidden_ready is not None:
         grads.hidden_ready(d_hidden)
@@ -276,20 +277,11 @@ def _block_gradients(
 
     The sums of the dropped ones are added to ``sums``. ``of_ids_RI`` are the gradients of several ids, each id once.
     """
-    p_coef, label_coef, uniform_coef, entropy_coef = coef_4N[:, block.rows, None].unbind()
-    z, logits = block.logits(spec.logits), spec.logits
-    slope = block.slope(z, logits)
-    log_p = z.sub_(softmax.max[block.rows, None]).sub_(softmax.log_sum[block.rows, None])
-    if softmax.entropy is None:
-        grad = log_p.exp_().mul_(p_coef)
-    else:
-        p = log_p.exp()
-        surprise = torch.where(p == 0, 0.0, p * (log_p + softmax.entropy[block.rows, None]))
-        grad = p_coef * p - entropy_coef * surprise
+    _, label_coef, uniform_coef, _ = coef_4N[:, block.rows, None].unbind()
+    grad, slope = _softmax_part(block, softmax, coef_4N, spec)
     dropped = None
     if spec.filter.eps > 0 and softmax.entropy is None:
-        size = torch.where(label_coef != 0, label_coef, p_coef).abs()
-        kept = _with_label(~(grad.abs() < spec.filter.eps * size), block)  # NaN is kept
+        kept = _with_label(_reaches(grad, coef_4N[:, block.rows, None], spec), block)
         dropped = (grad * slope).masked_fill_(kept, 0.0)
         sums.dropped_N[block.rows] += dropped.sum(1)
         sums.dropped_V[block.cols] += dropped.abs().sum(0)
@@ -301,20 +293,98 @@ def _block_gradients(
     return whole, whole if dropped is None else whole - dropped
 
 
-def _add_stand_in(sums: _Sums, x: Operands, grads: Grads, spec: Spec, gain: Tensor) -> None:
-    """Add the rank-1 matrix that stands for all that was dropped: row sums times shares of the columns.
+def _softmax_part(block: _Block, softmax: Softmax, coef_4N: Tensor, spec: Spec) -> tuple[Tensor, Tensor | float]:
+    """Return the part of a block's gradient that the softmax makes, with respect to the logits, and the logits' slope."""
+    p_coef, _, _, entropy_coef = coef_4N[:, block.rows, None].unbind()
+    z = block.logits(spec.logits)
+    slope = block.slope(z, spec.logits)
+    log_p = z.sub_(softmax.max[block.rows, None]).sub_(softmax.log_sum[block.rows, None])
+    if softmax.entropy is None:
+        return log_p.exp_().mul_(p_coef), slope
+    p = log_p.exp()
+    surprise = torch.where(p == 0, 0.0, p * (log_p + softmax.entropy[block.rows, None]))
+    return p_coef * p - entropy_coef * surprise, slope
+
+
+def _reaches(grad: Tensor, coef_4R1: Tensor, spec: Spec) -> Tensor:
+    """Return where the softmax's part of a gradient reaches the threshold; NaN does."""
+    p_coef, label_coef, _, _ = coef_4R1
+    return ~(grad.abs() < spec.filter.eps * torch.where(label_coef != 0, label_coef, p_coef).abs())
+
+
+def _add_stand_in(
+    sums: _Sums, x: Operands, softmax: Softmax, coef_4N: Tensor, grads: Grads, spec: Spec, gain: Tensor
+) -> None:
+    """Add what stands for all that was dropped; see ``stand_in.py``.
 
     Padding rows are left out: they may hold anything, and 0 times infinity is not 0.
     """
     dropped_V = sums.dropped_V[: x.logits.num_valid]
     total = dropped_V.sum()
     share_V = torch.where(total > 0, dropped_V / total, 0.0)
+    own = softmax.entropy is None
     if grads.want_hidden and spec.filter.hidden:
-        sums.hidden_ND.addcmul_(sums.dropped_N[:, None], share_V @ x.weight[: x.logits.num_valid].float())
+        center_D = share_V @ x.weight[: x.logits.num_valid].float()
+        sums.hidden_ND.addcmul_(sums.dropped_N[:, None], center_D)
+        if own and budget.stand_in_columns(x.logits.num_valid):
+            sums.hidden_ND.add_(_from_columns(sums.dropped_N, x, softmax, coef_4N, spec, share_V, center_D))
     if grads.want_weight and spec.filter.weight:
         hidden_ND = x.hidden.float().masked_fill(x.ids[:, None] < 0, 0.0)
-        stand_in = share_V[:, None] * (sums.dropped_N @ hidden_ND)
-        sums.weight_VD[: x.logits.num_valid].add_((stand_in * gain).to(sums.weight_VD.dtype))
+        stand_in_VD = share_V[:, None] * (sums.dropped_N @ hidden_ND)
+        if own and x.num_tokens > budget.SAMPLE and budget.stand_in_columns(x.logits.num_valid):
+            stand_in_VD += _from_tokens(sums.dropped_N, x, softmax, coef_4N, spec, share_V, hidden_ND)
+        sums.weight_VD[: x.logits.num_valid].add_((stand_in_VD * gain).to(sums.weight_VD.dtype))
+
+
+def _from_columns(
+    dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, center_D: Tensor
+) -> Tensor:
+    """Return what drawn columns add to d_hidden, [N, D]."""
+    column_K, worth_K = stand_in.draw(share_V, budget.stand_in_columns(x.logits.num_valid))
+    bias_K = None if x.bias is None else x.bias[column_K]
+    columns = x._replace(weight=x.weight[column_K], bias=bias_K, logits=x.logits._replace(num_valid=len(column_K)))
+    away_KD = columns.weight.float() - center_D
+    squares_K = away_KD.square().sum(1)
+    estimate_ND, noise = _zeros(*x.hidden.shape, like=x.hidden), _zeros(like=x.hidden)
+    for cols, blocks in _blocks(columns, spec):
+        for block in blocks:
+            is_label = x.ids[block.rows, None] == column_K[cols] + x.logits.start
+            terms = _dropped(block, softmax, coef_4N, spec, is_label) * worth_K[cols]
+            terms -= dropped_N[block.rows, None] / len(column_K)
+            noise += terms.square().sum(0) @ squares_K[cols]
+            estimate_ND[block.rows] += terms @ away_KD[cols]
+    return estimate_ND * stand_in.shrink(estimate_ND.square().sum(), noise)
+
+
+def _from_tokens(
+    dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, hidden_ND: Tensor
+) -> Tensor:
+    """Return what drawn tokens add to d_weight, [V, D]."""
+    total = dropped_N.abs().sum()
+    share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
+    token_S, worth_S = stand_in.draw(share_N, budget.SAMPLE)
+    away_SD = hidden_ND[token_S] - share_N @ hidden_ND
+    squares_S = away_SD.square().sum(1)
+    tokens = x._replace(hidden=x.hidden[token_S], ids=x.ids[token_S])
+    of_tokens = Softmax(softmax.max[token_S], softmax.log_sum[token_S])
+    estimate_VD, noise = _zeros(len(share_V), x.hidden.shape[1], like=x.hidden), _zeros(like=x.hidden)
+    for cols, blocks in _blocks(tokens, spec):
+        for block in blocks:
+            is_label = (
+                block.column_R1 == torch.arange(block.weight_CD.shape[0], device=token_S.device)
+            ) & block.label_R1
+            terms = _dropped(block, of_tokens, coef_4N[:, token_S], spec, is_label)
+            terms -= dropped_N[token_S[block.rows], None] * share_V[cols]
+            terms *= worth_S[block.rows, None]
+            noise += terms.square().sum(1) @ squares_S[block.rows]
+            estimate_VD[cols] += terms.t() @ away_SD[block.rows]
+    return estimate_VD * stand_in.shrink(estimate_VD.square().sum(), noise)
+
+
+def _dropped(block: _Block, softmax: Softmax, coef_4N: Tensor, spec: Spec, is_label: Tensor) -> Tensor:
+    """Return what is dropped of a block, with respect to ``hidden @ weight.T``."""
+    grad, slope = _softmax_part(block, softmax, coef_4N, spec)
+    return (grad * slope).masked_fill_(_reaches(grad, coef_4N[:, block.rows, None], spec) | is_label, 0.0)
 
 
 class Merged(NamedTuple):

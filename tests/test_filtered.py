@@ -6,13 +6,18 @@ the kernels that it catches.
 
 from __future__ import annotations
 
+import re
+import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
 from torch import Tensor
 
@@ -46,22 +51,27 @@ class Case(NamedTuple):
     longest: int = 8192  # more than there are columns
     capacity: int = 8192
     few: int = 128
+    drawn: int = 0
 
 
 CASES = [
     pytest.param(Case(), id="tails-of-all-axes"),
-    pytest.param(Case(hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0), id="bias-scale-softcap"),
+    pytest.param(Case(hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, drawn=32), id="bias-scale-softcap"),
     pytest.param(
         Case(hidden_size=19, coefs="smoothing", bias=True), id="smoothing-and-rows-no-descriptor-can-describe"
     ),
-    pytest.param(Case(coefs="signed"), id="upstream-of-both-signs-and-zero"),
+    pytest.param(Case(coefs="signed", drawn=64), id="upstream-of-both-signs-and-zero"),
     pytest.param(
-        Case(start=50, num_valid=77, ids=300) if not GPU else Case(start=3000, num_valid=4100, ids=9000),
+        Case(start=50, num_valid=77, ids=300, drawn=32)
+        if not GPU
+        else Case(start=3000, num_valid=4100, ids=9000, drawn=96),
         id="padded-shard",
     ),
     pytest.param(Case(grad_filter=Case().grad_filter._replace(compensate=False), coefs="smoothing"), id="plain"),
-    pytest.param(Case(coefs="large", longest=3 if not GPU else 20, bias=True), id="tokens-that-lists-cannot-serve"),
-    pytest.param(Case(num_tokens=150 if not GPU else 3000, budget=1000), id="groups-of-tokens"),
+    pytest.param(
+        Case(coefs="large", longest=3 if not GPU else 20, bias=True, drawn=32), id="tokens-that-lists-cannot-serve"
+    ),
+    pytest.param(Case(num_tokens=150 if not GPU else 3000, budget=1000, drawn=32), id="groups-of-tokens"),
     pytest.param(Case(capacity=50 if not GPU else 400, bias=True), id="lists-without-room-so-all-is-exact"),
     pytest.param(Case(coefs="large", few=2), id="more-than-a-few-are-not-served-so-all-is-exact"),
 ]
@@ -162,7 +172,10 @@ def dense_tokens(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) ->
 
 
 def gradient_of_logits(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """The [N, V] matrix that stands for the filtered gradient, the exact one, and the tokens that are exact."""
+    """The [N, V] matrix that stands for the filtered gradient, the exact one, and the tokens that are exact.
+
+    Drawn columns correct the first for d_hidden: see ``correction``.
+    """
     kept = kept_by(saved, p, d, case.grad_filter.eps)
     coef_p, coef_label, coef_uniform, _ = p.coef.double()[:, :, None].unbind()
     softmax_part = coef_p * d.p * d.slope
@@ -178,6 +191,22 @@ def gradient_of_logits(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Ca
     filtered_part = torch.where(kept | exact[:, None], softmax_part, 0.0) + torch.where(exact[:, None], 0.0, stand_in)
     valid = (p.labels >= 0)[:, None] * p.logits.logit_scale
     return (filtered_part + rest) * valid, (softmax_part + rest) * valid, exact
+
+
+def correction(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case, column: Tensor) -> tuple[Tensor, Tensor]:
+    """What the drawn columns add to the matrix of d_hidden, [N, V], and the factor on it that is in it."""
+    weight = p.weight[: p.logits.num_valid].double()
+    kept = kept_by(saved, p, d, case.grad_filter.eps)
+    served = (p.labels >= 0) & ~dense_tokens(saved, p, d, case)
+    part = p.coef[0, :, None].double() * torch.where(kept | ~served[:, None], 0.0, d.p * d.slope) * p.logits.logit_scale
+    share = part.abs().sum(0) / part.abs().sum()
+    terms = (part - part.sum(1, keepdim=True) * share)[:, column] / (len(column) * share[column])
+    away = weight[column] - share @ weight
+    by_mass = terms.square() / part.sum(1, keepdim=True).abs().clamp_min(1e-300)
+    signal = ((terms @ away).square() / part.sum(1, keepdim=True).abs().clamp_min(1e-300)).sum()
+    shrink = (1 - (by_mass * away.square().sum(1)).sum() / signal).clamp_min(0)
+    whole = torch.zeros_like(part).index_add_(1, column, terms) - terms.sum(1, keepdim=True) * share
+    return shrink * whole, shrink
 
 
 def operands(p: Problem) -> Operands:
@@ -210,6 +239,7 @@ def gradients(p: Problem, case: Case, merged: Dense | Softmax, saved, **how) -> 
 def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(budget, "LEAST_BYTES", 1 << 10)
     monkeypatch.setattr(budget, "list_capacity", lambda *_: 8192)
+    monkeypatch.setattr(budget, "stand_in_columns", lambda _: 0)
     monkeypatch.setattr(lists, "BLOCK", 16)  # lists of several blocks
     monkeypatch.setattr(filter, "SAMPLE", 1024 if not GPU else 4096)  # all tokens: then the column sums are exact
     # fewer than the labels
@@ -225,14 +255,38 @@ def limits(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(lists, "FEW", case.few)
         monkeypatch.setattr(filter, "FEW", case.few)
         monkeypatch.setattr(budget, "list_capacity", lambda *_: case.capacity)
+        monkeypatch.setattr(budget, "stand_in_columns", lambda _: case.drawn)
 
     return set_limits
 
 
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """The columns that a backward draws, and the factor on what they add."""
+    seen: dict[str, Tensor] = {}
+    gather, shrink_columns = filter.gather_columns, filter.shrink_columns
+
+    def spy_on_columns(*args: Any) -> Any:
+        result = gather(*args)
+        seen["column"] = result.column_K
+        return result
+
+    def spy_on_shrinkage(*args: Any) -> Tensor:
+        seen["shrink"] = shrink_columns(*args)
+        return seen["shrink"]
+
+    monkeypatch.setattr(filter, "gather_columns", spy_on_columns)
+    monkeypatch.setattr(filter, "shrink_columns", spy_on_shrinkage)
+    return seen
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_matches_dense(case: Case, limits) -> None:
+def test_matches_dense(case: Case, limits, drawn: dict[str, Tensor]) -> None:
     """Catches: a hit left out of the list, a label that is not hot lost, hot columns twice, the slope or the bias left
-    out, a stand-in for kept columns, coefficients that ask for more served all the same, padding with gradient."""
+    out, a stand-in for kept columns, coefficients that ask for more served all the same, padding with gradient.
+
+    Of drawn columns: what is kept counted as dropped, a label or a mean not taken off, the shrinkage left out.
+    """
     limits(case)
     p = problem(case)
     d = dense(p)
@@ -252,8 +306,14 @@ def test_matches_dense(case: Case, limits) -> None:
     grad, exact_grad, exact = gradient_of_logits(tuple(saved), p, d, case)
     d_hidden, d_weight, d_bias = gradients(p, case, d, saved)
     weight, hidden = p.weight[: p.logits.num_valid], p.hidden
-    rounded = grad.to(DTYPE)
-    assert_no_worse(d_hidden, rounded @ weight, grad @ weight.double(), DTYPE, "d_hidden")
+    rounded, of_hidden = grad.to(DTYPE), grad
+    assert ("column" in drawn) == (case.drawn > 0)
+    if case.drawn and not exact[labelled].all():
+        added, shrink = correction(tuple(saved), p, d, case, drawn["column"])
+        torch.testing.assert_close(drawn["shrink"].double(), shrink, rtol=0.05 if GPU else 1e-3, atol=0)
+        assert 0.01 < shrink < 0.99
+        of_hidden = grad + added
+    assert_no_worse(d_hidden, of_hidden.to(DTYPE) @ weight, of_hidden @ weight.double(), DTYPE, "d_hidden")
     assert_no_worse(d_weight[: p.logits.num_valid], rounded.T @ hidden, grad.T @ hidden.double(), DTYPE, "d_weight")
     if d_bias is not None:
         assert_no_worse(d_bias[: p.logits.num_valid], grad.float().sum(0), grad.sum(0), DTYPE, "d_bias")
@@ -269,12 +329,13 @@ def test_matches_dense(case: Case, limits) -> None:
     assert all_exact or exact.any() == (case.coefs == "large")
 
 
-def test_two_shards() -> None:
-    """Their d_hidden add up, each with its own hot columns, lists and shares, under one bound.
+def test_two_shards(limits, drawn: dict[str, Tensor]) -> None:
+    """Their d_hidden add up, each with its own hot columns, lists, shares and draws, under one bound.
 
     Catches: a bound or a threshold of the shard's own, a label of the other shard listed, mass relative to the shard's LSE.
     """
-    case = Case(bias=True)
+    case = Case(bias=True, drawn=32)
+    limits(case)
     whole = problem(case)
     d = dense(whole)
     cut = case.num_rows // 3
@@ -296,9 +357,10 @@ def test_two_shards() -> None:
         part = d._replace(z=d.z[:, rows], p=d.p[:, rows], slope=d.slope[:, rows], is_label=d.is_label[:, rows])
         grad = gradient_of_logits(tuple(saved), half, part, case)[0]
         ours = gradients(half, case, part, saved)
+        of_hidden = grad + correction(tuple(saved), half, part, case, drawn["column"])[0]
         d_hidden += ours[0].double()
-        expected += grad @ half.weight.double()
-        rounded += grad.to(DTYPE) @ half.weight
+        expected += of_hidden @ half.weight.double()
+        rounded += of_hidden.to(DTYPE) @ half.weight
         assert_no_worse(ours[1], grad.to(DTYPE).T @ half.hidden, grad.T @ half.hidden.double(), DTYPE, "d_weight")
     assert_no_worse(d_hidden, rounded, expected, DTYPE, "d_hidden")
 
@@ -383,13 +445,59 @@ def test_shares_are_tilted_to_the_mean_of_all_tokens() -> None:
         labels.int(), numbers[0], numbers[1] + 0.4, labels, torch.full_like(labels[:1].int(), size), ahead
     )
     x = Operands(rows, weight, None, labels, ShardLogits(0, num_valid, scale))
-    ours = shares.dropped_shares(rows, x, sample, slot, choose_tiles(DTYPE, rows.device).lse)[0]
+    ours = shares.dropped_shares(rows, x, sample, slot, choose_tiles(DTYPE, rows.device).lse).shares_2V[0]
     z = scale * rows.double() @ weight.double().T
     e = torch.where(z < 0.4, z.exp(), 0.0)
     e[5, 11] = 0.0
     sums = e.sum(0) * (-shares.TILT * scale * (weight.double() @ ahead.double())).nan_to_num().exp()
     sums[3] = 0.0
     torch.testing.assert_close(ours.double(), sums / sums.sum(), rtol=2e-2 if GPU else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("coefs", ["mean", "signed"])
+def test_sampled_tokens_correct_d_weight(coefs: str, limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a part of a hot, kept or label's column, a part without slope or tilt, the mean hidden state left in or taken
+    off twice, a sign lost, the shrinkage left out, a sum that is written over."""
+    case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs=coefs, drawn=32)
+    limits(case)
+    size = 32
+    monkeypatch.setattr(filter, "SAMPLE", size)
+    monkeypatch.setattr(budget, "SAMPLE", size)
+    p = problem(case)
+    d = dense(p)
+    _, *saved = local_stats(p, case)
+    seen: list[Any] = []
+    weigh = filter.weigh_tokens
+
+    def spy(*args: Any) -> Any:
+        seen.extend((*args, weigh(*args)))
+        return seen[-1]
+
+    monkeypatch.setattr(filter, "weigh_tokens", spy)
+    ours = gradients(p, case, d, saved)[1]
+    monkeypatch.setattr(filter, "weigh_tokens", lambda *_: None)
+    alone = gradients(p, case, d, saved)[1]
+
+    dropped, columns, sample, _, mass, _, tokens = seen
+    token, share = sample.token_S.long(), dropped.shares_2V[0].double()
+    part = p.coef[0, :, None].double() * torch.where(
+        kept_by(tuple(saved), p, d, case.grad_filter.eps), 0.0, d.p * d.slope
+    )
+    part = part.masked_fill(p.labels[:, None] < 0, 0.0) * p.logits.logit_scale
+    moved = (-shares.TILT * p.logits.logit_scale * (p.weight.double() @ sample.ahead_D.double())).exp()
+    parts = (part[token] / part[token].sum(1, keepdim=True)) * sample.share_S.double()[:, None] * moved
+    torch.testing.assert_close(parts.sum(0) / parts.sum(), share, rtol=2e-2 if GPU else 1e-4, atol=1e-7)
+    away = (p.hidden[token].double() - sample.mean_D.double()) * part[token].sum(1, keepdim=True).sign()
+    terms = (parts / parts.sum()).T - share[:, None] * sample.share_S.double()
+    some = terms[columns.place] * share[columns.place, None].rsqrt()
+    shrink = 1 - (some.square().sum(0) * away.square().sum(1)).sum() / (some @ away).square().sum()
+    assert 0.05 < shrink < 0.99
+    torch.testing.assert_close(part.sum(1), mass.double(), rtol=1e-2 if GPU else 1e-4, atol=1e-9)
+    expected = shrink * part.sum(1).abs().sum() * terms @ away
+    rounding = 2**-7 if GPU else 1e-4
+    assert (ours.double() - alone.double() - expected).abs().max() < rounding * alone.abs().max()
+    assert expected.abs().max() > 20 * rounding * alone.abs().max()
+    assert tokens.rows.num_kept.item() == size
 
 
 @pytest.mark.parametrize("side", ["hidden", "weight"])
@@ -522,6 +630,112 @@ def test_linear_cross_entropy(case: verify_cases.Case) -> None:
     case = replace(case, options={**case.options, "grad_filter": grad_filter}, problem=draw)
     for result in run_case(case, None, DEVICE, backend="triton"):
         assert result.ok, result
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [N, D], weight [V, D] and labels of a small model that says the next word of Python's library after two."""
+    text = "".join(path.read_text() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py")))
+    words = re.findall(r"\w+|[^\w\s]|\n +", text)
+    common = {word: number for number, (word, _) in enumerate(Counter(words).most_common(2048))}
+    ids = torch.tensor([common[word] for word in words if word in common])
+    generator = torch.Generator().manual_seed(0)
+    embedding, weight = (0.3 * torch.randn(n, 2048, 48, generator=generator) for n in (2, 1))
+    leaves = [embedding.requires_grad_(), weight.requires_grad_()]
+    optimizer = torch.optim.Adam(leaves, 0.02)
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        first = torch.randint(len(ids) - 2, (size,), generator=generator)
+        hidden = F.gelu(embedding[0, ids[first]] + embedding[1, ids[first + 1]])
+        return hidden, ids[first + 2]
+
+    for _ in range(300):
+        hidden, labels = batch(512)
+        optimizer.zero_grad()
+        F.cross_entropy(hidden @ weight[0].T, labels).backward()
+        optimizer.step()
+    hidden, labels = batch(1024)
+    return hidden.detach(), weight[0].detach(), labels
+
+
+def errors_of(state: tuple[Tensor, Tensor, Tensor], eps: float = 2.0**-10) -> dict[str, float]:
+    """Relative errors of dE, its mean, dC and its rows of no label; the torch backend, which is the definition."""
+    hidden, weight, labels = (x.to(DEVICE) for x in state)
+
+    def grads(grad_filter: GradFilter | None) -> tuple[Tensor, ...]:
+        inputs = (hidden.clone().requires_grad_(), weight.clone().requires_grad_())
+        return torch.autograd.grad(
+            linear_cross_entropy(inputs[0], inputs[1], labels, grad_filter=grad_filter, backend="torch"), inputs
+        )
+
+    never = torch.ones(len(weight), dtype=torch.bool, device=DEVICE).index_fill(0, labels, False)
+    exact, ours = grads(None), grads(GradFilter(eps))
+    parts = {
+        "dE": lambda g: g[0],
+        "mean dE": lambda g: g[0].mean(0),
+        "dC": lambda g: g[1],
+        "rare": lambda g: g[1][never],
+    }
+    return {name: ((of(ours) - of(exact)).norm() / of(exact).norm()).item() for name, of in parts.items()}
+
+
+def test_errors_on_a_trained_model(trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a stand-in that does not know what tokens differ in: rank 1 alone is several times as wrong."""
+    rank_1 = errors_of(trained)
+    monkeypatch.setattr(budget, "stand_in_columns", lambda num_columns: num_columns // 8)  # 256: as many as of 8,192
+    ours = errors_of(trained)
+    assert all(ours[name] < 0.65 * rank_1[name] for name in ("dE", "dC", "rare"))
+    assert ours["mean dE"] < 1e-5
+
+
+def test_noise_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a tail that is noise the correction is no worse than rank 1. Catches: the shrinkage left out."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(600, 64), torch.randn(2048, 64) * 0.3
+    labels = torch.randint(2048, (600,))
+    rank_1 = errors_of((hidden, weight, labels), 2.0**-9)
+    monkeypatch.setattr(budget, "stand_in_columns", lambda num_columns: num_columns // 32)
+    ours = errors_of((hidden, weight, labels), 2.0**-9)
+    assert ours["dE"] <= 1.01 * rank_1["dE"] and ours["dC"] <= 1.01 * rank_1["dC"]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_definition_over_shards(num_shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch backend's shards, each with draws of its own, against the reference. Catches: a label of another shard dropped,
+    shares over all shards, a mass of the whole row."""
+    from cce_dist import reference
+    from cce_dist.kernels import dense as backend
+
+    torch.manual_seed(0)
+    num_rows, eps = 5000, 2.0**-9
+    p = problem(Case(num_tokens=300, num_rows=num_rows, bias=True, ignored=0.1), torch.float32)
+    labels = torch.where(p.labels < 0, -1, p.labels)
+    d = dense(p._replace(labels=labels))
+    coef = p.coef * (labels >= 0)
+    monkeypatch.undo()
+    starts = [num_rows * shard // num_shards for shard in range(num_shards)]
+    d_hidden, d_weight = torch.zeros_like(p.hidden), []
+    for start, stop in zip(starts, [*starts[1:], num_rows], strict=True):
+        mine, logits = slice(start, stop), ShardLogits(start, stop - start)
+        assert p.bias is not None
+        x = Operands(p.hidden, p.weight[mine], p.bias[mine], labels, logits)
+        spec = Spec(logits, num_rows, filter=Filter(eps), workspace_bytes=1 << 22)
+        softmax = Softmax(d.maximum.float(), d.log_sum.float())
+        part: Any = backend.gradients(x, softmax, coef, [], Grads(want_bias=False), spec)
+        d_hidden += part[0]
+        d_weight.append(part[1])
+    bias, targets = p.bias, torch.where(labels < 0, -100, labels)
+    assert bias is not None
+
+    def defined(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        hidden, weight, upstream = (x.to(dtype) for x in (p.hidden, p.weight, coef[0]))
+        return reference.filtered_gradients(
+            hidden, weight, targets, upstream, GradFilter(eps), starts, linear_bias=bias.to(dtype)
+        )
+
+    truth, baseline = defined(torch.float64), defined(torch.float32)
+    assert_no_worse(d_hidden, baseline[0], truth[0], torch.float32, "d_hidden")
+    assert_no_worse(torch.cat(d_weight), baseline[1], truth[1], torch.float32, "d_weight")
 
 
 BIG = Case(num_tokens=1000, hidden_size=512, num_rows=6000, grad_filter=Filter(2.0**-12), budget=64 << 20)
@@ -663,8 +877,8 @@ def test_a_bound_that_is_too_high_loses_nothing(monkeypatch: pytest.MonkeyPatch,
 def test_lists_have_room_as_the_budget_and_their_cost_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a share of the budget that sorting exceeds, and lists that cost more than the exact gradient."""
     monkeypatch.undo()
-    assert budget.list_capacity(8192, 256_000, 256 << 20) * 56 <= 256 << 20
-    assert budget.list_capacity(8192, 256_000, 256 << 20) > 500 * 8192
+    assert budget.list_capacity(8192, 256_000, 256 << 20) * 56 + 256 * 256_000 * 2 <= 256 << 20
+    assert budget.list_capacity(8192, 256_000, 256 << 20) > 290 * 8192  # half of the budget holds the sampled tokens
     assert budget.list_capacity(8192, 32_000, 256 << 20) == 250 * 8192
     assert budget.list_capacity(0, 32_000, 256 << 20) == 1
 

@@ -14,7 +14,8 @@ kept whole, as a matrix. The rest are kept in lists and gathered.
 
 A rank-1 matrix ``m_i share_j`` replaces what is dropped: m is the mass that token i has outside hot and listed columns, and
 share the columns' part of all dropped mass, taken from a sample of the tokens. Row sums of the softmax are then right to
-rounding, and column sums to the sample's error.
+rounding, and column sums to the sample's error. A sample of the columns corrects it for d_hidden, and that of the tokens for
+d_weight (drawn).
 
 Some tokens are not filtered here but go through the exact kernels: their list would be too long, or the coefficients that
 backward brings ask for more than forward kept, or the bound was too high, or something is not finite. There are few or none on
@@ -33,7 +34,7 @@ from typing import NamedTuple
 
 import torch
 
-from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget, exact
+from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget, exact, stand_in
 from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.budget import FEW, NUM_PLANES, SAMPLE, cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
@@ -41,6 +42,15 @@ from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.filter.bound import bound_of_shard, draw_outside, drawn_sums
 from cce_dist.kernels.filter.d_rows import add_listed_hidden, by_column, listed_bias, listed_weight
+from cce_dist.kernels.filter.drawn import (
+    Drawn,
+    Tokens,
+    add_tokens,
+    drawn_gradients,
+    gather_columns,
+    shrink_columns,
+    weigh_tokens,
+)
 from cce_dist.kernels.filter.hot import Hot, gather_hot, most_labelled, num_hot, outside_hot
 from cce_dist.kernels.filter.lists import (
     SLACK,
@@ -93,7 +103,7 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
     num_tokens, num_valid = x.num_tokens, x.logits.num_valid
-    capacity = budget.list_capacity(num_tokens, num_valid, spec.workspace_bytes)
+    capacity = budget.list_capacity(num_tokens, num_valid, spec.workspace_bytes, x.hidden.itemsize)
     return list(
         Lists(
             x.hidden.new_empty(3, num_tokens, dtype=torch.float32),
@@ -218,6 +228,24 @@ def gradients(
     return d_hidden, d_weight, d_bias
 
 
+class _StandIn(NamedTuple):
+    """The stand-in for what is dropped.
+
+    Attributes:
+        shares_2V: What each column multiplies it by; see ``shares_of``.
+        shared_2D: What the tokens' factors multiply in d_hidden; None where d_hidden is not wanted.
+        drawn: The columns that correct it for d_hidden, or None.
+        shrink: The factor on that, a 0-d fp32 tensor, or None.
+        tokens: The tokens that correct it for d_weight, or None.
+    """
+
+    shares_2V: torch.Tensor
+    shared_2D: torch.Tensor | None
+    drawn: Drawn | None = None
+    shrink: torch.Tensor | None = None
+    tokens: Tokens | None = None
+
+
 class _Work(NamedTuple):
     """The common ground of the gradients of rows and of columns.
 
@@ -227,7 +255,7 @@ class _Work(NamedTuple):
         lists: The lists of forward.
         entries: The listed gradients.
         factor_2N: What each token multiplies the stand-in by; see ``listed_gradients``.
-        shares_2V: What each column multiplies it by; see ``shares_of``.
+        stand_in: The stand-in for what is dropped.
         tiles: Tiles of the device.
     """
 
@@ -236,7 +264,7 @@ class _Work(NamedTuple):
     lists: Lists
     entries: Entries
     factor_2N: torch.Tensor
-    shares_2V: torch.Tensor
+    stand_in: _StandIn
     tiles: Tiles
 
 
@@ -257,12 +285,8 @@ def _filtered_gradients(
         _add_few(x, softmax, coef_4N, how, (d_hidden, target, d_bias), grads, spec)
         entries = new_entries(lists.columns_M.shape[0], num_valid, device)
         factor_2N, _ = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries)
-        if spec.filter.compensate:
-            sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
-            shares_2V = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse)
-        else:
-            shares_2V = shares_of(None, hot.slot_V, num_valid)
-        work = _Work(hot, how, lists, entries, factor_2N, shares_2V, tiles)
+        stand = _stand_in(x, softmax, coef_4N, hot, how, factor_2N, tiles, grads, spec)
+        work = _Work(hot, how, lists, entries, factor_2N, stand, tiles)
 
         num_hot_columns = lists.ids_H.shape[0]
         hot_weight_HD = target.new_empty(num_hot_columns, x.hidden.shape[1]) if target is not None else None
@@ -271,13 +295,48 @@ def _filtered_gradients(
         if target is not None or d_bias is not None:
             columns = by_column(entries, num_valid)
             if target is not None and hot_weight_HD is not None:
+                shared_2D = sums_of_rows(factor_2N, x.hidden)
+                if stand.tokens is not None:
+                    shared_2D[0] -= stand.tokens.less_D
                 listed_weight(
-                    target, x.hidden, columns, hot.slot_V, hot_weight_HD, shares_2V[0], sums_of_rows(factor_2N, x.hidden),
-                    how, add=grads.weight_out is not None,
+                    target, x.hidden, columns, hot.slot_V, hot_weight_HD, stand.shares_2V[0], shared_2D, how,
+                    add=grads.weight_out is not None,
                 )  # fmt: skip
+                if stand.tokens is not None:
+                    add_tokens(target[:num_valid], stand.tokens, tiles)
             if d_bias is not None and hot_bias_H is not None:
-                listed_bias(d_bias, columns, hot.slot_V, hot_bias_H, shares_2V[0], factor_2N.sum(1))
+                listed_bias(d_bias, columns, hot.slot_V, hot_bias_H, stand.shares_2V[0], factor_2N.sum(1))
     return d_hidden, d_weight, d_bias
+
+
+def _stand_in(
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, hot: Hot, how: Plan, factor_2N: torch.Tensor, tiles: Tiles,
+    grads: Grads, spec: Spec,
+) -> _StandIn:  # fmt: skip
+    num_valid, weight = x.logits.num_valid, x.weight[: x.logits.num_valid]
+    if not spec.filter.compensate:
+        shares_2V = shares_of(None, None, hot.slot_V, num_valid)
+        return _StandIn(shares_2V, sums_of_rows(shares_2V, weight) if grads.want_hidden else None)
+    sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
+    keep_parts = grads.want_weight and budget.keeps_sample(
+        x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes
+    )
+    dropped = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse, keep_parts)
+    shares_2V = dropped.shares_2V
+    num_columns = budget.stand_in_columns(num_valid)
+    shared_2D = sums_of_rows(shares_2V, weight) if grads.want_hidden else None
+    if num_columns == 0:
+        return _StandIn(shares_2V, shared_2D)
+    columns = stand_in.draw(shares_2V[0], num_columns)
+    tokens = weigh_tokens(dropped, columns, sample, rows_SD, factor_2N[0], tiles)
+    if shared_2D is None:
+        return _StandIn(shares_2V, None, tokens=tokens)
+    drawn = gather_columns(columns, shared_2D[0], x)
+    coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
+    mass_N = factor_2N[0] if gain is None else factor_2N[0] / gain
+    shrink = shrink_columns(drawn, sample, rows_SD, mass_N, softmax, coef_4N, how.threshold, tiles)
+    shared_2D[0] -= shrink * drawn.away_KD.float().mean(0)
+    return _StandIn(shares_2V, shared_2D, drawn, shrink if gain is None else shrink * gain, tokens)
 
 
 def _add_few(
@@ -320,12 +379,12 @@ def _add_rows(
     hot, tiles = work.hot.x._replace(ids=work.how.hot_labels), work.tiles
     coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
     cols = cdiv(hot.logits.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
-    at_once = budget.filter_backward_rows(exact.sizes_of(x), cols, spec.workspace_bytes)
+    drawn, shared_2D = work.stand_in.drawn, work.stand_in.shared_2D
+    num_drawn = 0 if drawn is None else drawn.column_K.shape[0]
+    at_once = budget.filter_backward_rows(exact.sizes_of(x), cols + num_drawn, spec.workspace_bytes)
     buffer_RD, dlogits_RH = x.hidden.new_empty(at_once, x.hidden.shape[1]), x.hidden.new_empty(at_once, cols)
-    total = shared_2D = None
-    if d_hidden is not None:
-        total = Sum(d_hidden, exact.remainder(x.hidden, at_once))
-        shared_2D = sums_of_rows(work.shares_2V, x.weight[: x.logits.num_valid])
+    total = None if d_hidden is None else Sum(d_hidden, exact.remainder(x.hidden, at_once))
+    drawn_RK = None if drawn is None else x.hidden.new_empty(at_once, num_drawn)
     groups = exact.finished_groups(work.how.listed_labels, work.how.order, at_once, grads.ready_rows)
     for number, (*group, num_final) in enumerate(groups):
         rows = gathered(x.hidden, group, buffer_RD)
@@ -333,6 +392,10 @@ def _add_rows(
         dlogits_chunk(hot, rows, softmax, coef_4N, 0, grads_RH, tiles)
         if total is not None and shared_2D is not None:
             add_d_hidden(total, grads_RH, hot.weight, rows, None, gain, tiles.grad_hidden, first=True)
+            if drawn is not None and drawn_RK is not None:
+                grads_RK, shrink = drawn_RK[: rows.index.shape[0]], work.stand_in.shrink
+                drawn_gradients(drawn, rows, softmax, coef_4N, work.how.threshold, grads_RK, tiles)
+                add_d_hidden(total, grads_RK, drawn.away_KD, rows, None, shrink, tiles.grad_hidden, first=False)
             add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, work.factor_2N, shared_2D)
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])

@@ -32,12 +32,13 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands
-from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, tile_of_logits
-from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
+from cce_dist.kernels.budget import ROWS, cdiv
 from cce_dist.kernels.tiles import Tile, precision
 from cce_dist.kernels.tokens import gathered, sums_of_rows
 
 TILT = 0.7
+PART = tl.constexpr(4096.0)  # factor on what a token drops of a column, in units of its mass, where fp16 must hold it
 FARTHEST = tl.constexpr(20.0)  # nats; a column that is moved farther is not finite, or nothing is known of it
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
@@ -52,7 +53,9 @@ class Sample(NamedTuple):
         label_S: int64.
         size: [1] int32: later places are not used.
         ahead_D: Mean hidden state of the sample, weighted, less that of all tokens by what they drop, in the hidden states'
-            dtype; None where the sample is all tokens.
+            dtype; None where the sample is all tokens, as are the next two.
+        mean_D: That of all tokens, fp32.
+        share_S: The weights of the sample, of 1 in all, fp32.
     """
 
     token_S: torch.Tensor
@@ -61,6 +64,23 @@ class Sample(NamedTuple):
     label_S: torch.Tensor
     size: torch.Tensor
     ahead_D: torch.Tensor | None = None
+    mean_D: torch.Tensor | None = None
+    share_S: torch.Tensor | None = None
+
+
+class Dropped(NamedTuple):
+    """What the sample drops.
+
+    Attributes:
+        shares_2V: As ``shares_of`` returns them.
+        parts_SV: [S, V or more]: ``PART`` times what each token drops of each column, in units of its own mass, tilted as the
+            shares are and 0 at hot columns, in the weight's dtype; None where it was not asked for.
+        total: Sum of all parts before that factor, a 0-d fp32 tensor.
+    """
+
+    shares_2V: torch.Tensor
+    parts_SV: torch.Tensor | None
+    total: torch.Tensor
 
 
 def sample_tokens(
@@ -106,7 +126,7 @@ def sample_tokens(
     _ahead_kernel[(cdiv(hidden_size, 64),)](
         rows_SD, share_S, mean_2D, size, ahead_D, hidden_size, SAMPLE=most, BLOCK_S=min(most, 64), BLOCK_D=64
     )
-    return sample._replace(ahead_D=ahead_D), rows_SD
+    return sample._replace(ahead_D=ahead_D, mean_D=mean_2D[0], share_S=share_S), rows_SD
 
 
 @kernel("size_ptr", "token_ptr", "logit_ptr", "label_ptr", "num_sampled_ptr")
@@ -251,9 +271,9 @@ def _ahead_kernel(
 
 
 def dropped_shares(
-    rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile
-) -> torch.Tensor:
-    """Return each column's share of what the sample drops, and which columns are not hot, [2, V] as ``shares_of`` does.
+    rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile, keep_parts: bool = False
+) -> Dropped:
+    """Return each column's share of what the sample drops, and which columns are not hot, and the parts they are made of.
 
     A column is dropped where z < threshold, but for labels and hot columns; it counts exp(z - reference) times the softcap's
     slope, and exp(-TILT * scale * (column . ahead_D)). ``rows_SD`` are the sample's hidden states.
@@ -262,7 +282,6 @@ def dropped_shares(
     logits = x.logits
     if logits.softcap > 0.0:
         tile = tile._replace(cols=max(16, tile.cols // 2))  # the epilogue over a whole tile spills registers
-    tma = has_tma(rows_SD, x.weight)
     num_blocks = cdiv(num_rows, tile.rows)
     ahead_V = None
     if sample.ahead_D is not None:
@@ -271,24 +290,27 @@ def dropped_shares(
             x.weight, sample.ahead_D, ahead_V, logits.num_valid, hidden_size, BLOCK_V=16, BLOCK_D=512
         )
     sums_BV = torch.empty(num_blocks, logits.num_valid, dtype=torch.float32, device=rows_SD.device)
+    parts_SV = rows_SD.new_empty(num_rows, cdiv(logits.num_valid, ROWS) * ROWS) if keep_parts else None
+    tma = has_tma(rows_SD, x.weight)
     _dropped_sums_kernel[(cdiv(logits.num_valid, tile.cols) * num_blocks,)](
         # in
         operand(rows_SD, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
         sample.size, sample.reference_S, sample.threshold_S, sample.label_S, slot_V, ahead_V,
         # out
-        sums_BV,
+        sums_BV, None if parts_SV is None else operand(parts_SV, tile.rows, tile.cols // 2, tma),
         # sizes
-        num_rows, hidden_size, logits.num_valid, logits.start,
+        num_rows, hidden_size, logits.num_valid, logits.start, 0 if parts_SV is None else parts_SV.shape[1],
         # options
         logits.logit_scale, logits.softcap, TILT * logits.logit_scale,
         HAS_BIAS=x.bias is not None, HAS_AHEAD=ahead_V is not None, HAS_SCALE=logits.logit_scale != 1.0,
-        HAS_SOFTCAP=logits.softcap > 0.0,
+        HAS_SOFTCAP=logits.softcap > 0.0, WANT_PARTS=keep_parts,
         MASK_V=logits.num_valid % tile.cols != 0,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return shares_of(sums_BV, slot_V, logits.num_valid)
+    total = sums_BV.sum()
+    return Dropped(shares_of(sums_BV, total, slot_V, logits.num_valid), parts_SV, total)
 
 
 @kernel("weight_ptr", "ahead_ptr", "along_ptr", "hidden_size")
@@ -313,7 +335,7 @@ def _along_ahead_kernel(
     tl.store(along_ptr + offs_v, tl.sum(products, 1), mask=in_v)
 
 
-@kernel("hidden", "weight", "bias_ptr", "slot_ptr", "ahead_ptr", "sums_ptr", "hidden_size")
+@kernel("hidden", "weight", "bias_ptr", "slot_ptr", "ahead_ptr", "sums_ptr", "parts", "hidden_size")
 def _dropped_sums_kernel(
     hidden,  # in: [S, D] descriptor or pointer
     weight,  # in: [V, D] descriptor or pointer
@@ -325,10 +347,12 @@ def _dropped_sums_kernel(
     slot_ptr,  # in: [V] int32
     ahead_ptr,  # in: [V] fp32
     sums_ptr,  # out: [B, V] fp32, a row for each block of rows
+    parts,  # out: [S, columns] descriptor or pointer, with WANT_PARTS
     num_rows,
     hidden_size,
     num_valid,
     start,
+    parts_cols,
     logit_scale,
     softcap,
     tilt,
@@ -336,6 +360,7 @@ def _dropped_sums_kernel(
     HAS_AHEAD: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    WANT_PARTS: tl.constexpr,
     MASK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -367,18 +392,27 @@ def _dropped_sums_kernel(
             e = sloped(e, z, softcap)
         is_hot = tl.load(slot_ptr + offs_v, mask=in_v, other=0) > 0
         sums = tl.where(is_hot, 0.0, tl.sum(e, 0))
+        factor = tl.where(is_hot, 0.0, PART)
         if HAS_AHEAD:
             ahead = tilt * tl.load(ahead_ptr + offs_v, mask=in_v, other=0)
-            sums *= tl.exp(-tl.where(tl.abs(ahead) < FARTHEST, ahead, 0.0))
+            moved = tl.exp(-tl.where(tl.abs(ahead) < FARTHEST, ahead, 0.0))
+            sums *= moved
+            factor *= moved
+        if WANT_PARTS:
+            store_tile(
+                parts, row, col, e * factor[None, :], num_rows, parts_cols, parts_cols, BLOCK_N, BLOCK_V, TMA
+            )  # fmt: skip
     where = sums_ptr + (tl.program_id(0) % num_blocks).to(tl.int64) * num_valid + offs_v
     tl.store(where, sums, mask=in_v)
 
 
-def shares_of(sums_BV: torch.Tensor | None, slot_V: torch.Tensor, num_valid: int) -> torch.Tensor:
+def shares_of(
+    sums_BV: torch.Tensor | None, total: torch.Tensor | None, slot_V: torch.Tensor, num_valid: int
+) -> torch.Tensor:
     """Return each column's share, of 1 in all (0 without sums), and 1 where it is not hot, else 0. -> [2, V]."""
     shares_2V = torch.empty(2, num_valid, dtype=torch.float32, device=slot_V.device)
     _shares_kernel[(cdiv(num_valid, 1024),)](
-        sums_BV, None if sums_BV is None else sums_BV.sum(), slot_V,
+        sums_BV, total, slot_V,
         shares_2V,
         0 if sums_BV is None else sums_BV.shape[0], num_valid,
         HAS_SUMS=sums_BV is not None, BLOCK_V=1024,
