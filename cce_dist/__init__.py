@@ -8,6 +8,7 @@ they are imported at their first use.
 
 from typing import TYPE_CHECKING, Any
 
+from cce_dist.divergence import linear_kl_divergence
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.head import VocabParallelHead
 from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
@@ -24,6 +25,7 @@ __all__ = [
     "VocabShard",
     "convert",
     "linear_cross_entropy",
+    "linear_kl_divergence",
     "require",
     "revert",
 ]

@@ -44,14 +44,14 @@ def check_ranks(x: Operands, class_weights: Tensor | None, shard: VocabShard, op
     facts |= {"number of tokens": x.num_tokens, "vocab_size": shard.vocab_size} | options._asdict()
     if isinstance(options.num_tokens, Tensor):
         facts["num_tokens"] = options.num_tokens.item()
-    facts |= {"backend": backend, "target": _digest(x.ids)}
-    facts |= {"weight": None if class_weights is None else _digest(class_weights)}
+    facts |= {"backend": backend, "target": digest(x.ids)}
+    facts |= {"weight": None if class_weights is None else digest(class_weights)}
     ids = label_ids(x.ids, options.ignore_index, shard.vocab_size)
     error = label_error(x.ids, ids, shard.vocab_size, options.ignore_index)
     merge.assert_ranks_agree(facts, (shard.start, shard.stop), shard.group, shard.vocab_size, error)
 
 
-def _digest(values: Tensor) -> str:
+def digest(values: Tensor) -> str:
     """A hash of a tensor's bytes."""
     values = values.detach().cpu().contiguous()
     return hashlib.blake2b(ctypes.string_at(values.data_ptr(), values.nbytes), digest_size=8).hexdigest()
