@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cce_dist.kernels import Gradients, Grads, Spec
 from cce_dist.kernels.dense import FLOOR, _Block as Block, _blocks as blocks_of
-from cce_dist.kernels.heads import Divergence, Heads, Pair, merge, mixture_parts
+from cce_dist.kernels.heads import Divergence, Heads, Pair, above_mixture, merge
 
 
 def rows_at_once(x: Heads, spec: Divergence) -> int | None:
@@ -67,10 +67,11 @@ def mixture_sums(x: Heads, pair: Pair, spec: Divergence) -> Tensor:
     for _, pairs in _pairs(x, spec):
         for student, teacher in pairs:
             log_p, log_t, _ = _log_softmaxes(student, teacher, x, pair)
-            parts = mixture_parts(log_p, log_t, spec.beta)
-            for sum_N, log_q, part in zip(sums_2N, (log_t, log_p), parts, strict=True):
+            for sum_N, log_q, log_other, share in (
+                (sums_2N[0], log_t, log_p, 1 - spec.beta), (sums_2N[1], log_p, log_t, spec.beta),
+            ):  # fmt: skip
                 q = log_q.exp()
-                sum_N[student.rows] += torch.where(q == 0, 0.0, q * part).sum(1)
+                sum_N[student.rows] += torch.where(q == 0, 0.0, q * above_mixture(log_q, log_other, share)).sum(1)
     return sums_2N
 
 
@@ -109,11 +110,10 @@ def _block_gradients(student: Block, teacher: Block, x: Heads, pair: Pair, spec:
     if spec.kind == "forward":
         grad = p - log_t.exp_()
     else:
-        offset = pair.offset[student.rows, None]
-        above = log_p - log_t if spec.kind == "reverse" else (1 - spec.beta) * mixture_parts(log_p, log_t, spec.beta)[1]
-        offset = offset if spec.kind == "reverse" else (1 - spec.beta) * offset
+        above = log_p - log_t if spec.kind == "reverse" else above_mixture(log_p, log_t, spec.beta)
+        factor = 1.0 if spec.kind == "reverse" else 1 - spec.beta
         # A probability that underflows would make 0 * -inf.
-        grad = torch.where(p == 0, 0.0, p * (above - offset))
+        grad = torch.where(p == 0, 0.0, factor * p * (above - pair.offset[student.rows, None]))
     if logits.softcap:
         grad *= 1 - (z / logits.softcap).square()
     return grad.mul_(logits.logit_scale)

@@ -119,13 +119,9 @@ def pair_of(merged_5N: Tensor, spec: Divergence) -> Pair:
     return Pair(max_s, log_sum_s, max_t, log_sum_t, value)
 
 
-def mixture_parts(log_p: Tensor, log_t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return log t - log m and log p - log m for m = beta t + (1 - beta) p, exact where both are equal or one is 0.
+FARTHEST = 80.0  # nats between log t and log p in what follows: past that the smaller of the two adds nothing
 
-    Whichever of the two is larger is taken out of the logarithm, so that no exponential overflows.
-    """
-    ratio = log_t - log_p
-    larger_t = ratio > 0
-    share = torch.where(larger_t, 1 - beta, beta)
-    rest = torch.log1p(share * torch.expm1(-ratio.abs()))  # log m less the larger of log t and log p
-    return torch.where(larger_t, 0.0, ratio) - rest, torch.where(larger_t, -ratio, 0.0) - rest
+
+def above_mixture(log_q: Tensor, log_other: Tensor, share: float) -> Tensor:
+    """Return log q - log m for m = (1 - share) q + share other: 0 where both are equal, and no exponential overflows."""
+    return -torch.log1p(share * torch.expm1((log_other - log_q).clamp(max=FARTHEST)))
