@@ -48,7 +48,9 @@ def check_ranks(x: Operands, class_weights: Tensor | None, shard: VocabShard, op
     facts |= {"weight": None if class_weights is None else digest(class_weights)}
     ids = label_ids(x.ids, options.ignore_index, shard.vocab_size)
     error = label_error(x.ids, ids, shard.vocab_size, options.ignore_index)
-    merge.assert_ranks_agree(facts, (shard.start, shard.stop), shard.group, shard.vocab_size, error)
+    merge.assert_ranks_agree(
+        "linear_cross_entropy", facts, (shard.start, shard.stop), shard.group, shard.vocab_size, error
+    )
 
 
 def digest(values: Tensor) -> str:

@@ -142,7 +142,9 @@ def linear_kl_divergence(
     )  # fmt: skip
     if debug and student.shard.group is not None and not torch.compiler.is_compiling():
         _check_ranks(student, teacher, mask, options, call)
-    value = divergence_op.forward(*student.operands(), mask.reshape(-1), *teacher.operands(), grad_weight_out, call=call)
+    value = divergence_op.forward(
+        *student.operands(), mask.reshape(-1), *teacher.operands(), grad_weight_out, call=call
+    )
     if reduction == "none":
         return value.view(mask.shape)
     return value.sum() if reduction == "sum" else value.sum() / mask.sum().clamp(min=1)
@@ -216,8 +218,9 @@ def _heads(
                 "says which of the teacher's are part of the vocabulary"
             )
         teacher_shard = student.shard
-    detached = (x if x is None else x.detach() for x in teacher[1:4])
-    teacher = _local(Head(teacher.names, *detached), teacher_shard)
+    bias = None if teacher.bias is None else teacher.bias.detach()
+    teacher = teacher._replace(input=teacher.input.detach(), weight=teacher.weight.detach(), bias=bias)
+    teacher = _local(teacher, teacher_shard)
     if torch.is_autocast_enabled(student.input.device.type):
         dtype = torch.get_autocast_dtype(student.input.device.type)
         student, teacher = (h._replace(input=h.input.to(dtype), weight=h.weight.to(dtype)) for h in (student, teacher))
@@ -279,7 +282,9 @@ def _check_head(head: Head, student: Head) -> None:
 def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:
     """Raise ValueError unless the rows that are part of the vocabulary cover the same ids, in the same group."""
     if shard.vocab_size != teacher.vocab_size:
-        raise ValueError(f"shard is of a vocabulary of {shard.vocab_size} ids, teacher_shard of one of {teacher.vocab_size}")
+        raise ValueError(
+            f"shard is of a vocabulary of {shard.vocab_size} ids, teacher_shard of one of {teacher.vocab_size}"
+        )
     if shard.group_name != teacher.group_name:
         raise ValueError("teacher_shard is not of shard's process group: both heads are split over the same ranks")
     ids, teachers = ((x.start, x.start + x.num_valid) if x.num_valid else (0, 0) for x in (shard, teacher))
@@ -306,7 +311,9 @@ def _mask(mask: Tensor | None, student: Head, options: Options) -> Tensor:
         )
     if tuple(mask.shape) != expected:
         whole = f" ({ranks} slices of dim 0)" if options.sequence_parallel else ""
-        raise ValueError(f"mask must be {expected} for input {tuple(student.input.shape)}{whole}, got {tuple(mask.shape)}")
+        raise ValueError(
+            f"mask must be {expected} for input {tuple(student.input.shape)}{whole}, got {tuple(mask.shape)}"
+        )
     if mask.device != student.input.device:
         raise ValueError(f"input is on {student.input.device}, mask on {mask.device}")
     return mask
@@ -319,10 +326,13 @@ def _check_ranks(student: Head, teacher: Head, mask: Tensor, options: Options, c
     facts: dict[str, Any] = {}
     for head in (student, teacher):
         facts |= {head.names.input: (tuple(head.input.shape), str(head.input.dtype))}
-        facts |= {head.names.weight: (head.weight.shape[1], str(head.weight.dtype)), head.names.bias: head.bias is not None}
+        facts |= {
+            head.names.weight: (head.weight.shape[1], str(head.weight.dtype)),
+            head.names.bias: head.bias is not None,
+        }
     facts |= {"input (needs a gradient)": torch.is_grad_enabled() and student.input.requires_grad}
     facts |= {"vocab_size": shard.vocab_size} | options._asdict()
     facts |= {"kind": call.spec.kind, "beta": call.spec.beta, "backend": call.backend}
     facts |= {"teacher_logit_scale": call.spec.teacher.logit_scale, "teacher_softcap": call.spec.teacher.softcap}
     facts |= {"mask": agree.digest(mask)}
-    merge.assert_ranks_agree(facts, (shard.start, shard.stop), shard.group, shard.vocab_size, caller=PUBLIC_NAME)
+    merge.assert_ranks_agree(PUBLIC_NAME, facts, (shard.start, shard.stop), shard.group, shard.vocab_size)

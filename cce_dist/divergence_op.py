@@ -113,6 +113,7 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *operands, saved, grad_weight_out, want, call = operands_and_more
     hidden, _, bias, *_ = operands
+    want_hidden, want_weight, want_bias = want
     layout, spec, group = call.layout, call.spec, merge.resolve(call.layout.group_name)
     backend, sum_group = _backend(call), None if call.layout.partial else group
     assert d_values[0] is not None
@@ -123,11 +124,11 @@ def _run_backward(
         num_tokens = x.student.num_tokens
         hidden_sum = merge.HiddenGradSum(sum_group, layout.sequence_parallel, reduce_dtype, num_tokens, rows)
         coef_N = d_values[0].masked_fill(x.student.ids < 0, 0.0)
-        grads = Grads(*want, grad_weight_out, hidden_sum.start, rows)
+        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, hidden_sum.start, rows)
         _, d_weight, d_bias = backend.gradients(x, Pair(*saved[0]), coef_N, grads, spec)
         nothing = hidden.new_empty(0)
         return (
-            hidden_sum.wait() if want[0] else nothing,
+            hidden_sum.wait() if want_hidden else nothing,
             nothing if d_weight is None else d_weight,
             nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
         )
@@ -144,7 +145,9 @@ def _forward_fake(hidden, weight, bias, mask, *others):
     return torch.empty_like(empty[0]), empty
 
 
-def _backward_fake(d_values, hidden, weight, bias, mask, teacher, teacher_weight, teacher_bias, saved, out, want, *flat):
+def _backward_fake(
+    d_values, hidden, weight, bias, mask, teacher, teacher_weight, teacher_bias, saved, out, want, *flat
+):
     nothing = hidden.new_empty(0)
     return (
         torch.empty_like(hidden) if want[0] else nothing,
@@ -168,12 +171,15 @@ def forward(*tensors: Tensor | None, call: DivergenceCall) -> Tensor:
 
 
 _SCHEMA = ", ".join(schema(DivergenceCall))
-_OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor mask, Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias"
+_OPERANDS = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor mask, "
+    "Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias"
+)
 _LIBRARY = torch.library.Library("cce_dist", "FRAGMENT")
 _LIBRARY.define(f"divergence({_OPERANDS}, Tensor? grad_weight_out, {_SCHEMA}) -> (Tensor, Tensor)")
 _LIBRARY.define(
-    f"divergence_backward(Tensor?[] d_values, {_OPERANDS}, Tensor[] saved, Tensor(a!)? grad_weight_out, bool[] want, {_SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor)"
+    f"divergence_backward(Tensor?[] d_values, {_OPERANDS}, Tensor[] saved, Tensor(a!)? grad_weight_out, bool[] want, "
+    f"{_SCHEMA}) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.impl("divergence", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("divergence_backward", _backward, "CompositeExplicitAutograd")

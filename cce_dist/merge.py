@@ -157,8 +157,7 @@ def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def assert_ranks_agree(
-    facts: dict[str, Any], rows: tuple[int, int], group: dist.ProcessGroup, vocab_size: int, error: str = "",
-    caller: str = "linear_cross_entropy",
+    function: str, facts: dict[str, Any], rows: tuple[int, int], group: dist.ProcessGroup, vocab_size: int, error: str = ""
 ) -> None:  # fmt: skip
     """Raise on every rank if a rank has an error, if their facts differ, or if their rows do not tile the vocabulary.
 
@@ -172,17 +171,15 @@ def assert_ranks_agree(
     dist.all_gather_object(calls, (facts, rows, error), group=group)
     for rank, (_, _, error) in enumerate(calls):
         if error:
-            raise IndexError(f"{caller}: rank {rank} of the group: {error}")
+            raise IndexError(f"{function}: rank {rank} of the group: {error}")
     for name in facts:
         values = [call[0].get(name) for call in calls]
         if any(value != values[0] for value in values):
-            raise RuntimeError(f"{caller}: the ranks of the group disagree on {name}: by rank {values}")
+            raise RuntimeError(f"{function}: the ranks of the group disagree on {name}: by rank {values}")
     covered = 0
     for start, stop in sorted(rows for _, rows, _ in calls if rows[1] > rows[0]):
         if start != covered:
-            raise RuntimeError(
-                f"{caller}: shards do not tile the vocabulary: {covered} is followed by {start}"
-            )
+            raise RuntimeError(f"{function}: shards do not tile the vocabulary: {covered} is followed by {start}")
         covered = stop
     if covered < vocab_size:
-        raise RuntimeError(f"{caller}: the shards end at {covered}, the vocabulary at {vocab_size}")
+        raise RuntimeError(f"{function}: the shards end at {covered}, the vocabulary at {vocab_size}")

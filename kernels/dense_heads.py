@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels import Gradients, Grads, Spec
-from cce_dist.kernels.dense import FLOOR, _Block as Block, _blocks as blocks_of
+from cce_dist.kernels.dense import FLOOR
+from cce_dist.kernels.dense import _Block as Block
+from cce_dist.kernels.dense import _blocks as blocks_of
 from cce_dist.kernels.heads import Divergence, Heads, Pair, above_mixture, merge
 
 

@@ -1,9 +1,10 @@
 """Divergence of two heads on Triton: each tile of the student's logits beside the teacher's, of the same tokens and columns.
 
-The frame is that of the exact kernels. Forward is ``lse.py``'s: a program goes over a block of rows and a part of the vocabulary,
-computes the two tiles after one another (the hidden sizes may differ), and writes fp32 partials that a second kernel merges in
-order. Backward is ``exact.py``'s: a chunk of the logits' gradient is filled from both tiles, and the two products of
-``d_hidden.py`` and ``d_weight.py`` take it from there. ``heads.py`` has the formulas.
+The frame is that of the exact kernels. Forward is ``lse.py``'s: a program goes over a block of rows and a part of the
+vocabulary, computes the two tiles after one another (the hidden sizes may differ), and writes fp32 partials that a second
+kernel merges in order. Backward is ``exact.py``'s: a chunk of the logits' gradient is filled from both tiles, and the two
+products of ``d_hidden.py`` and ``d_weight.py`` take it from there. ``heads.py`` has the formulas. Nothing here was timed on a
+GPU yet.
 
 Source: *Cut Your Losses* (Wijmans et al., 2024) and the online softmax (Milakov and Gimelshein, 2018) for one head. The moment
 that two running maxima share is this project's.
@@ -42,7 +43,7 @@ from cce_dist.kernels.exact import (
 from cce_dist.kernels.heads import FARTHEST, Divergence, Heads, Pair
 from cce_dist.kernels.lse import choose_splits
 from cce_dist.kernels.tiles import Tile, choose_tiles, num_programs, pair_tile, precision
-from cce_dist.kernels.tokens import compact, gather_rows, gathered
+from cce_dist.kernels.tokens import compact, gathered
 
 _FORWARD, _REVERSE, _JSD, _MIXTURE = (tl.constexpr(i) for i in range(4))  # tasks: the kinds, and jsd's second pass
 _FARTHEST = tl.constexpr(FARTHEST)

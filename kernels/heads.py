@@ -2,21 +2,20 @@
 
 p is the student's softmax and t the teacher's. One of them leads: the expectation of the divergence is taken in it.
 
-=========  ==================  =========================================================  =======================================
-kind       value of a token    as sums                                                    gradient of a student's logit
-=========  ==================  =========================================================  =======================================
-forward    KL(t || p)          E_t[z_t - z_s] - lse_t + lse_s                             p_j - t_j
-reverse    KL(p || t)          E_p[z_s - z_t] - lse_s + lse_t                             p_j (log p_j - log t_j - KL(p || t))
-jsd        b KL(t || m)        two sums over m, which needs both log-sum-exps first       (1 - b) p_j (log p_j - log m_j
-           + (1 - b) KL(p||m)                                                               - KL(p || m))
-=========  ==================  =========================================================  =======================================
+=========  ===================================  ===============================  ==========================================
+kind       value of a token                     as sums                          gradient of a student's logit
+=========  ===================================  ===============================  ==========================================
+forward    KL(t || p)                           E_t[z_t - z_s] - lse_t + lse_s   p_j - t_j
+reverse    KL(p || t)                           E_p[z_s - z_t] - lse_s + lse_t   p_j (log p_j - log t_j - KL(p || t))
+jsd        b KL(t || m) + (1 - b) KL(p || m)    two, once both lse are known     (1 - b) p_j (log p_j - log m_j - KL(p || m))
+=========  ===================================  ===============================  ==========================================
 
-with m = b t + (1 - b) p, as generalized knowledge distillation and TRL's GKDTrainer define it (Agarwal et al., 2023, equation 1).
-The teacher has no gradient.
+with m = b t + (1 - b) p, as generalized knowledge distillation (Agarwal et al., 2023, equation 1) and TRL's GKDTrainer define
+it. The teacher has no gradient.
 
 **Statistics of a shard** are the rows of ``stats_5N``. MOMENT is relative to the two maxima, so that no offset of either head's
-logits costs precision: with a the leading head and b the other, ``sum_j exp(a_j - max_a) ((a_j - max_a) - (b_j - max_b))``. Where
-a maximum grows by ``drop``, ``merge`` and the kernels move the sums to it:
+logits costs precision: with a the leading head and b the other, ``sum_j exp(a_j - max_a) ((a_j - max_a) - (b_j - max_b))``.
+Where maxima grow by ``drop``, ``merge`` and the kernels move the sums to them:
 
     MOMENT <- exp(-drop_a) (MOMENT - (drop_a - drop_b) SUM_a)
 
@@ -46,7 +45,7 @@ KINDS = ("forward", "reverse", "jsd")
 
 
 class Heads(NamedTuple):
-    """The operands of both heads. Their shards hold the same ids, ``ids`` is the same tensor: negative where a token is not counted."""
+    """The operands of both heads. Their shards hold the same ids; ``ids`` is the same tensor, negative where nothing counts."""
 
     student: Operands
     teacher: Operands
