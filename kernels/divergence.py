@@ -63,7 +63,7 @@ def rows_at_once(x: Heads, spec: Divergence) -> int | None:
 
 
 def statistics(x: Heads, spec: Divergence) -> torch.Tensor:
-    """Return stats_5N; tokens that are not counted hold two maxima of 0, sums of 1, and a moment of 0."""
+    """Return stats_5N; zeros where a token is not counted."""
     stats_5N = x.student.hidden.new_zeros(5, x.student.num_tokens, dtype=torch.float32)
     if x.student.num_tokens == 0 or x.student.logits.num_valid == 0:
         stats_5N[::2][:2].fill_(float("-inf"))
@@ -307,7 +307,7 @@ def _pair_sums_kernel(
 
 
 def _merge_pair_splits(partials_KPR: torch.Tensor, rows: Rows, sums_KN: torch.Tensor, task: tl.constexpr) -> None:
-    """Merge the partials of all parts, in order, into sums_KN at the tokens of the group."""
+    """Merge the partials of all parts, in order, into sums_KN at the tokens of the group that count."""
     num_rows = rows.index.shape[0]
     _merge_pair_splits_kernel[(cdiv(num_rows, 128),)](
         partials_KPR, rows.index, rows.num_kept,
@@ -330,7 +330,6 @@ def _merge_pair_splits_kernel(
     BLOCK_N: tl.constexpr,
 ):
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = offs_n < num_rows
     live = offs_n < tl.load(num_kept_ptr)
     row_stride = num_rows.to(tl.int64)
     plane = num_splits * row_stride
@@ -363,18 +362,17 @@ def _merge_pair_splits_kernel(
             sum_s += _moved(part_s, drop_s)
             sum_t += _moved(part_t, drop_t)
 
-    token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
-    sums = sums_ptr + token
+    sums = sums_ptr + tl.load(index_ptr + offs_n, mask=live, other=0)
     stride = num_tokens.to(tl.int64)
     if TASK == _MIXTURE:
-        tl.store(sums, tl.where(live, sum_s, 0.0), mask=in_n)
-        tl.store(sums + stride, tl.where(live, sum_t, 0.0), mask=in_n)
+        tl.store(sums, sum_s, mask=live)
+        tl.store(sums + stride, sum_t, mask=live)
     else:
-        tl.store(sums, tl.where(live, max_s, 0.0), mask=in_n)
-        tl.store(sums + stride, tl.where(live, sum_s, 1.0), mask=in_n)
-        tl.store(sums + 2 * stride, tl.where(live, max_t, 0.0), mask=in_n)
-        tl.store(sums + 3 * stride, tl.where(live, sum_t, 1.0), mask=in_n)
-        tl.store(sums + 4 * stride, tl.where(live, moment, 0.0), mask=in_n)
+        tl.store(sums, max_s, mask=live)
+        tl.store(sums + stride, sum_s, mask=live)
+        tl.store(sums + 2 * stride, max_t, mask=live)
+        tl.store(sums + 3 * stride, sum_t, mask=live)
+        tl.store(sums + 4 * stride, moment, mask=live)
 
 
 def gradients(x: Heads, pair: Pair, coef_N: torch.Tensor, grads: Grads, spec: Divergence) -> Gradients:
