@@ -1,9 +1,10 @@
 """Cross-entropy of a language-model head from hidden states and a vocabulary-sharded weight, without the logits.
 
-Reading order: ``loss`` (the call, and the way of the data), ``op`` (forward and backward), ``shard`` (who holds which
-rows), ``merge`` (the collectives), ``kernels`` (the arithmetic of one shard), ``filter``, ``head`` (the module), and
-``reference`` (the same loss, dense: the specification). ``convert``, ``require`` and ``revert`` take over the head of a model;
-they are imported at their first use.
+Reading order: ``loss`` (the call, and the way of the data), ``log_probs`` (log-probabilities of given ids, on the same
+operator), ``operands`` (the tensors of a call, checked), ``op`` (forward and backward), ``shard`` (who holds which rows),
+``merge`` (the collectives), ``kernels`` (the arithmetic of one shard), ``filter``, ``head`` (the module), and ``reference``
+(the same, dense: the specification). ``convert``, ``require`` and ``revert`` take over the head of a model; they are imported
+at their first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cce_dist.divergence import linear_kl_divergence
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.head import VocabParallelHead
+from cce_dist.log_probs import LogProbs, linear_log_probs
 from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
 
@@ -21,11 +23,13 @@ __all__ = [
     "FilterStats",
     "GradFilter",
     "LinearCrossEntropyOutput",
+    "LogProbs",
     "VocabParallelHead",
     "VocabShard",
     "convert",
     "linear_cross_entropy",
     "linear_kl_divergence",
+    "linear_log_probs",
     "require",
     "revert",
 ]

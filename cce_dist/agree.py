@@ -10,47 +10,58 @@ import torch
 from torch import Tensor
 
 from cce_dist import merge
-from cce_dist.call import Options
+from cce_dist.call import Call, LogProbOptions, Options
 from cce_dist.kernels import OUTSIDE, Operands
 from cce_dist.kernels.dense import label_ids
 from cce_dist.shard import VocabShard
 
 
-def label_error(labels: Tensor, ids: Tensor, vocab_size: int, ignore_index: int) -> str:
-    """Name the first label that is outside the vocabulary; empty: there is none. Waits for the labels' device."""
+def label_error(name: str, labels: Tensor, ids: Tensor, vocab_size: int, ignore_index: int) -> str:
+    """Name the first label that is outside the vocabulary; empty: there is none. Waits for the labels' device.
+
+    Args:
+        name: The argument that the labels are, "target" or "ids".
+    """
     outside = ids == OUTSIDE
     if not outside.any():
         return ""
     position = int(outside.nonzero()[0])
     return (
-        f"target[{position}] (flattened) is {int(labels[position])}: neither in [0, {vocab_size}) "
+        f"{name}[{position}] (flattened) is {int(labels[position])}: neither in [0, {vocab_size}) "
         f"nor ignore_index {ignore_index}"
     )
 
 
-def check_ranks(x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options, backend: str) -> None:
+def check_ranks(
+    x: Operands, others: dict[str, Any], shard: VocabShard, options: Options | LogProbOptions, call: Call
+) -> None:
     """Raise on every rank if the ranks were called differently, if a label is bad on any, or if shards leave a gap.
 
-    ``x.ids`` are the labels as they were passed.
+    Does nothing without CCE_DIST_DEBUG=1, without a group, and under torch.compile.
+
+    Args:
+        x: Its ``ids`` are the labels as they were passed.
+        others: Other arguments by name, numbers or tensors.
 
     Raises:
         IndexError: A label outside the vocabulary; names the rank.
         RuntimeError: Names the first argument that differs and each rank's value of it, or the gap.
     """
-    assert shard.group is not None
+    if not call.debug or shard.group is None or torch.compiler.is_compiling():
+        return
     facts: dict[str, Any] = {"input": (tuple(x.hidden.shape), str(x.hidden.dtype))}
     facts |= {"input (needs a gradient)": torch.is_grad_enabled() and x.hidden.requires_grad}
     facts |= {"linear_weight": (x.weight.shape[1], str(x.weight.dtype)), "linear_bias": x.bias is not None}
     facts |= {"number of tokens": x.num_tokens, "vocab_size": shard.vocab_size} | options._asdict()
-    if isinstance(options.num_tokens, Tensor):
+    if isinstance(options, Options) and isinstance(options.num_tokens, Tensor):
         facts["num_tokens"] = options.num_tokens.item()
-    facts |= {"backend": backend, "target": digest(x.ids)}
-    facts |= {"weight": None if class_weights is None else digest(class_weights)}
-    ids = label_ids(x.ids, options.ignore_index, shard.vocab_size)
-    error = label_error(x.ids, ids, shard.vocab_size, options.ignore_index)
-    merge.assert_ranks_agree(
-        "linear_cross_entropy", facts, (shard.start, shard.stop), shard.group, shard.vocab_size, error
-    )
+    facts |= {"backend": call.backend, options.labels: (tuple(x.ids.shape), digest(x.ids))}
+    facts |= {name: digest(value) if isinstance(value, Tensor) else value for name, value in others.items()}
+    labels = x.ids.view(-1)
+    ids = label_ids(labels, options.ignore_index, shard.vocab_size)
+    error = label_error(options.labels, labels, ids, shard.vocab_size, options.ignore_index)
+    rows = (shard.start, shard.stop)
+    merge.assert_ranks_agree(options.function, facts, rows, shard.group, shard.vocab_size, error)
 
 
 def digest(values: Tensor) -> str:

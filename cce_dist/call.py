@@ -1,4 +1,4 @@
-"""Options: the arguments of one loss that are no operands, checked. Call: what forward and backward are told beside tensors.
+"""Options: the arguments of one call that are no operands, checked. Call: what forward and backward are told beside tensors.
 
 A ``Call`` is made of plain values that an operator can take.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any, NamedTuple, TypedDict, get_type_hints
+from typing import Any, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from cce_dist.shard import VocabShard
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("auto", "triton", "torch")
+MOST_TOP = 1024  # of top_k
 AUX = ("nll", "lse", "target_logit", "entropy", "z_loss", "filter_stats", "max_logit", "label_is_max")
 
 
@@ -121,8 +122,16 @@ def _grad_filter(name: str, value: Any) -> GradFilter | None:
     return value
 
 
+def _top_k(name: str, value: Any) -> int:
+    if integer(name, value, 0) > MOST_TOP:
+        raise ValueError(f"{name} must be at most {MOST_TOP}, got {value}")
+    return int(value)
+
+
 class Options(NamedTuple):
     """The options of ``linear_cross_entropy`` that are neither operands nor a shard, under their public names."""
+
+    function, labels = "linear_cross_entropy", "target"  # what messages call the function, and its labels
 
     ignore_index: int = -100
     reduction: str = "mean"
@@ -149,9 +158,40 @@ class Options(NamedTuple):
         options = cls(**{name: _CHECKS[name](name, value) for name, value in given.items()})
         if options.num_tokens is not None and options.reduction != "mean":
             raise ValueError(f'num_tokens divides the mean; reduction is "{options.reduction}"')
-        if options.sequence_parallel and options.input_grad == "partial":
-            raise ValueError('input_grad="partial" has no meaning with sequence_parallel: dE comes back as the slice')
-        return options
+        return _laid_out(options)
+
+
+class LogProbOptions(NamedTuple):
+    """The options of ``linear_log_probs`` that are neither tensors nor a shard, under their public names."""
+
+    function, labels = "linear_log_probs", "ids"
+
+    ignore_index: int = -100
+    softcap: float | None = None
+    entropy: bool = False
+    sum_p_squared: bool = False
+    argmax: bool = False
+    top_k: int = 0
+    sequence_parallel: bool = False
+    input_grad: str = "summed"
+    reduce_dtype: torch.dtype | None = None
+    backend: str = "auto"
+    workspace_bytes: int = 0
+    batch_invariant: bool = False
+
+    @classmethod
+    def of(cls, **given: Any) -> LogProbOptions:
+        """Check the options given, as ``Options.of``."""
+        return _laid_out(cls(**{name: _CHECKS[name](name, value) for name, value in given.items()}))
+
+
+_Either = TypeVar("_Either", Options, LogProbOptions)
+
+
+def _laid_out(options: _Either) -> _Either:
+    if options.sequence_parallel and options.input_grad == "partial":
+        raise ValueError('input_grad="partial" has no meaning with sequence_parallel: dE comes back as the slice')
+    return options
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -167,6 +207,11 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "reduce_dtype": _reduce_dtype,
     "grad_filter": _grad_filter,
     "return_aux": _return_aux,
+    "entropy": boolean,
+    "sum_p_squared": boolean,
+    "argmax": boolean,
+    "top_k": _top_k,
+    "batch_invariant": boolean,
     "backend": lambda name, value: choice(name, value, BACKENDS),
     "workspace_bytes": lambda name, value: 0 if value is None else integer(name, value, 1),
 }
@@ -188,25 +233,27 @@ class Layout(NamedTuple):
     reduce_dtype: str = ""
 
     @classmethod
-    def of(cls, shard: VocabShard, options: Options) -> Layout:
+    def of(cls, shard: VocabShard, options: Options | LogProbOptions) -> Layout:
         name = "" if options.reduce_dtype is None else str(options.reduce_dtype).removeprefix("torch.")
         return cls(shard.group_name, options.sequence_parallel, options.input_grad == "partial", name)
 
 
 class Call(NamedTuple):
-    """One call of the loss.
+    """One call of the operator.
 
     Attributes:
         spec: What is computed on this shard.
         layout: How the tensors lie over ranks.
         backend: "torch" or "triton".
         debug: Check the labels on a GPU, too, which waits for it.
+        argument: The public name of the labels.
     """
 
     spec: Spec
     layout: Layout = Layout()
     backend: str = "torch"
     debug: bool = False
+    argument: str = "target"
 
     def flat(self) -> tuple:
         """The values of all fields in order, nested records flattened."""

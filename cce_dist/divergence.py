@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import agree, checks, divergence_op, merge
-from cce_dist.call import DTYPES, Layout, Options
+from cce_dist.call import Layout, Options
 from cce_dist.divergence_op import PUBLIC_NAME, DivergenceCall
 from cce_dist.kernels import ShardLogits
 from cce_dist.kernels.heads import KINDS, Divergence
-from cce_dist.loss import _check_buffer, _choose_backend, _environment
+from cce_dist.operands import NAMES, Names, check_buffer, check_head, choose_backend, environment, shape_of_tokens
 from cce_dist.shard import VocabShard, local_rows
 
 DEFAULT_WORKSPACE = 512 << 20  # twice the loss's least: two heads' hidden states stand in it
@@ -129,8 +129,8 @@ def linear_kl_divergence(
     mask = _mask(mask, student, options)
     if grad_weight_out is not None:
         checks.tensors(grad_weight_out=grad_weight_out)
-        _check_buffer(grad_weight_out, student.weight)
-    forced_backend, debug = _environment()
+        check_buffer(grad_weight_out, student.weight)
+    forced_backend, debug = environment()
     spec = Divergence(
         student.logits(options.logit_scale, options.softcap),
         teacher.logits(*_teacher_options(teacher_logit_scale, teacher_softcap)),
@@ -138,7 +138,7 @@ def linear_kl_divergence(
     )  # fmt: skip
     call = DivergenceCall(
         spec, student.shard.vocab_size, Layout.of(student.shard, options),
-        _choose_backend(options.backend, forced_backend, student.input),
+        choose_backend(options.backend, forced_backend, student.input),
     )  # fmt: skip
     if debug and student.shard.group is not None and not torch.compiler.is_compiling():
         _check_ranks(student, teacher, mask, options, call)
@@ -150,16 +150,6 @@ def linear_kl_divergence(
     return value.sum() if reduction == "sum" else value.sum() / mask.sum().clamp(min=1)
 
 
-class Names(NamedTuple):
-    """What the arguments of a head are called."""
-
-    input: str
-    weight: str
-    bias: str
-    shard: str
-
-
-NAMES = Names("input", "linear_weight", "linear_bias", "shard")
 TEACHER_NAMES = Names("teacher_input", "teacher_weight", "teacher_bias", "teacher_shard")
 
 
@@ -225,7 +215,13 @@ def _heads(
         dtype = torch.get_autocast_dtype(student.input.device.type)
         student, teacher = (h._replace(input=h.input.to(dtype), weight=h.weight.to(dtype)) for h in (student, teacher))
     for head in (student, teacher):
-        _check_head(head, student)
+        check_head(head.input, head.weight, head.bias, head.names)
+    if teacher.input.dtype != student.input.dtype:
+        raise TypeError(
+            f"input is {student.input.dtype}, teacher_input {teacher.input.dtype}: cast one, or use autocast"
+        )
+    if teacher.input.device != student.input.device:
+        raise ValueError(f"input is on {student.input.device}, teacher_input on {teacher.input.device}")
     if teacher.input.shape[:-1] != student.input.shape[:-1]:
         raise ValueError(
             f"teacher_input must be [{', '.join(map(str, student.input.shape[:-1]))}, D_t] like input's tokens, "
@@ -254,31 +250,6 @@ def _of_teacher(message: str) -> str:
     return message
 
 
-def _check_head(head: Head, student: Head) -> None:
-    """Raise unless dtypes, devices and sizes of a head fit each other and the student's."""
-    names, input, weight = head.names, head.input, head.weight
-    if isinstance(input, DTensor):
-        raise TypeError(
-            f"{names.input} is a DTensor: pass its local tensor (to_local()); sequence_parallel says if it is a slice"
-        )
-    if input.dim() < 1:
-        raise ValueError(f"{names.input} must be [..., D], got a number")
-    if input.shape[-1] != weight.shape[1]:
-        raise ValueError(f"{names.input} has hidden size {input.shape[-1]}, {names.weight} {weight.shape[1]}")
-    if input.shape[-1] == 0:
-        raise ValueError(f"{names.input} has hidden size 0, got {tuple(input.shape)}")
-    if student.input.dtype not in DTYPES:
-        raise TypeError(f"input must be float32, bfloat16 or float16, got {student.input.dtype}")
-    if head.bias is not None and head.bias.dtype not in DTYPES:
-        raise TypeError(f"{names.bias} must be float32, bfloat16 or float16, got {head.bias.dtype}")
-    for name, tensor in ((names.input, input), (names.weight, weight)):
-        if tensor.dtype != student.input.dtype:
-            raise TypeError(f"input is {student.input.dtype}, {name} {tensor.dtype}: cast one, or use autocast")
-    for name, tensor in ((names.input, input), (names.weight, weight), (names.bias, head.bias)):
-        if tensor is not None and tensor.device != student.input.device:
-            raise ValueError(f"input is on {student.input.device}, {name} on {tensor.device}")
-
-
 def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:
     """Raise ValueError unless the rows that are part of the vocabulary cover the same ids, in the same group."""
     if shard.vocab_size != teacher.vocab_size:
@@ -297,11 +268,7 @@ def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:
 
 def _mask(mask: Tensor | None, student: Head, options: Options) -> Tensor:
     """Check the mask, or make the one that counts every token. -> the whole's shape, bool."""
-    expected, ranks = tuple(student.input.shape[:-1]), student.shard.group_size
-    if options.sequence_parallel:
-        if not expected:
-            raise ValueError("sequence_parallel needs an input with a dim 0 to split, got one vector")
-        expected = (expected[0] * ranks, *expected[1:])
+    expected = shape_of_tokens(student.input, student.shard, options.sequence_parallel)
     if mask is None:
         return torch.ones(expected, dtype=torch.bool, device=student.input.device)
     checks.tensors(mask=mask)
@@ -310,7 +277,7 @@ def _mask(mask: Tensor | None, student: Head, options: Options) -> Tensor:
             f'mask must be bool, the tokens that count, got {mask.dtype}; weights multiply what reduction="none" returns'
         )
     if tuple(mask.shape) != expected:
-        whole = f" ({ranks} slices of dim 0)" if options.sequence_parallel else ""
+        whole = f" ({student.shard.group_size} slices of dim 0)" if options.sequence_parallel else ""
         raise ValueError(
             f"mask must be {expected} for input {tuple(student.input.shape)}{whole}, got {tuple(mask.shape)}"
         )

@@ -145,17 +145,6 @@ def _forward_fake(hidden, weight, bias, mask, *others):
     return torch.empty_like(empty[0]), empty
 
 
-def _backward_fake(
-    d_values, hidden, weight, bias, mask, teacher, teacher_weight, teacher_bias, saved, out, want, *flat
-):
-    nothing = hidden.new_empty(0)
-    return (
-        torch.empty_like(hidden) if want[0] else nothing,
-        torch.empty_like(weight) if want[1] and out is None else nothing,
-        torch.empty_like(bias) if want[2] else nothing,
-    )
-
-
 _OPERATOR = Operator(
     PUBLIC_NAME, _run_forward, _run_backward, "divergence", "divergence_backward", DivergenceCall.of, 1, 7
 )
@@ -184,7 +173,7 @@ _LIBRARY.define(
 _LIBRARY.impl("divergence", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("divergence_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("cce_dist::divergence", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("cce_dist::divergence_backward", _backward_fake, lib=_LIBRARY)
+torch.library.register_fake("cce_dist::divergence_backward", _OPERATOR.backward_fake, lib=_LIBRARY)
 torch.library.register_autograd(
     "cce_dist::divergence", _OPERATOR.differentiate, setup_context=_OPERATOR.save, lib=_LIBRARY
 )

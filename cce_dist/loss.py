@@ -8,20 +8,18 @@ d_loss          ──► op.backward: gradients (kernels) ─► dC stays here,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
-from cce_dist import agree, checks, op, terms
-from cce_dist.call import BACKENDS, DTYPES, Call, Layout, LossOptions, Options
+from cce_dist import agree, checks, op, operands, terms
+from cce_dist.call import DTYPES, LossOptions, Options
 from cce_dist.filter import FilterStats, GradFilter
-from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, Want
-from cce_dist.shard import VocabShard, local_rows
+from cce_dist.kernels import Filter, Operands, Spec, Want
+from cce_dist.shard import VocabShard
 
 
 class LinearCrossEntropyOutput(NamedTuple):
@@ -173,38 +171,21 @@ def linear_cross_entropy(
         input_grad=input_grad, reduce_dtype=reduce_dtype, grad_filter=grad_filter, return_aux=return_aux, backend=backend,
         workspace_bytes=workspace_bytes,
     )  # fmt: skip
-    given = {"linear_bias": linear_bias, "weight": weight, "grad_weight_out": grad_weight_out}
-    given = {name: tensor for name, tensor in given.items() if tensor is not None}
-    checks.tensors(input=input, linear_weight=linear_weight, target=target, **given)
-    linear_weight, linear_bias, shard = local_rows(linear_weight, linear_bias, shard)
-    if torch.is_autocast_enabled(input.device.type):
-        dtype = torch.get_autocast_dtype(input.device.type)
-        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
-    _check_operands(input, linear_weight, target, linear_bias, shard)
-    _check_target_shape(input, target, shard, sequence_parallel)
+    if weight is not None:
+        checks.tensors(weight=weight)
+    x, shard = operands.prepare(
+        input, linear_weight, target, linear_bias, grad_weight_out, shard, options.logit_scale, options
+    )  # fmt: skip
     if weight is not None:
         _check_class_weights(weight, input, shard, options, grad_weight_out)
-    if grad_weight_out is not None:
-        _check_buffer(grad_weight_out, linear_weight)
     if isinstance(options.num_tokens, Tensor) and options.num_tokens.device not in (input.device, torch.device("cpu")):
         raise ValueError(f"input is on {input.device}, num_tokens on {options.num_tokens.device}")
-    forced_backend, debug = _environment()
-    # Kernels take addresses, not strides: everything that enters one is made contiguous here.
-    x = Operands(
-        input.reshape(-1, input.shape[-1]).contiguous(), linear_weight.contiguous(),
-        None if linear_bias is None else linear_bias.contiguous(), target.reshape(-1).long().contiguous(),
-        ShardLogits(shard.start, shard.num_valid, options.logit_scale, options.softcap or 0.0),
-    )  # fmt: skip
     if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
         part = sequence_parallel or input_grad == "partial"
         hidden, bias = terms.learn_scale(logit_scale, options.logit_scale, x.hidden, x.bias, shard.group, part)
         x = x._replace(hidden=hidden, bias=bias)
-    call = Call(
-        _spec(x, weight, shard, options), Layout.of(shard, options),
-        _choose_backend(options.backend, forced_backend, input), debug,
-    )  # fmt: skip
-    if debug and shard.group is not None and not torch.compiler.is_compiling():
-        agree.check_ranks(x, weight, shard, options, call.backend)
+    call = operands.call_of(x, _spec(x, weight, shard, options), shard, options)
+    agree.check_ranks(x, {"weight": weight}, shard, options, call)
     nll, lse, target_logit, uniform_nll, entropy, filter_stats, largest, *_ = op.forward(
         x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call
     )
@@ -272,69 +253,6 @@ def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | 
     return (divisor + (divisor == 0)).float()
 
 
-@torch.compiler.assume_constant_result
-def _environment() -> tuple[str, bool]:
-    """CCE_DIST_BACKEND and CCE_DIST_DEBUG."""
-    return os.environ.get("CCE_DIST_BACKEND", "auto"), os.environ.get("CCE_DIST_DEBUG", "0") not in ("", "0")
-
-
-def _choose_backend(backend: str, forced: str, input: Tensor) -> str:
-    """Return the backend that will run, "triton" or "torch"."""
-    checks.choice("CCE_DIST_BACKEND", forced, BACKENDS)
-    if backend == "auto":
-        backend = forced
-    if backend == "auto":
-        return "triton" if input.is_cuda and torch.version.cuda is not None else "torch"
-    if backend == "triton" and not input.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"backend='triton' needs a GPU (or Triton's interpreter, TRITON_INTERPRET=1), input is on {input.device}"
-        )
-    if backend == "triton" and not input.is_cuda and input.dtype == torch.bfloat16:
-        raise TypeError("input is bfloat16, which Triton's interpreter misreads: use float32, float16, or a GPU")
-    return backend
-
-
-def _check_operands(
-    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, shard: VocabShard
-) -> None:  # fmt: skip
-    """Raise unless dtypes, devices and sizes fit each other and the shard."""
-    for name, tensor in (("input", input), ("target", target)):
-        if isinstance(tensor, DTensor):
-            raise TypeError(
-                f"{name} is a DTensor: pass its local tensor (to_local()); sequence_parallel says if it is a slice"
-            )
-    if input.dim() < 1:
-        raise ValueError("input must be [..., D], got a number")
-    if input.shape[-1] != weight.shape[1]:
-        raise ValueError(f"input has hidden size {input.shape[-1]}, linear_weight {weight.shape[1]}")
-    if input.shape[-1] == 0:
-        raise ValueError(f"input has hidden size 0, got {tuple(input.shape)}")
-    if input.dtype != weight.dtype:
-        raise TypeError(f"input is {input.dtype}, linear_weight {weight.dtype}: cast one, or use autocast")
-    if input.dtype not in DTYPES:
-        raise TypeError(f"input must be float32, bfloat16 or float16, got {input.dtype}")
-    if target.dtype not in (torch.int64, torch.int32):
-        hint = " (class probabilities are not supported)" if target.is_floating_point() else ""
-        raise TypeError(f"target must be int64 or int32 ids{hint}, got {target.dtype}")
-    if bias is not None and bias.dtype not in DTYPES:
-        raise TypeError(f"linear_bias must be float32, bfloat16 or float16, got {bias.dtype}")
-    for name, tensor in (("linear_weight", weight), ("target", target), ("linear_bias", bias)):
-        if tensor is not None and tensor.device != input.device:
-            raise ValueError(f"input is on {input.device}, {name} on {tensor.device}")
-    shard.check(weight, bias)
-
-
-def _check_target_shape(input: Tensor, target: Tensor, shard: VocabShard, sequence_parallel: bool) -> None:
-    expected = tuple(input.shape[:-1])
-    if sequence_parallel:
-        if not expected:
-            raise ValueError("sequence_parallel needs an input with a dim 0 to split, got one vector")
-        expected = (expected[0] * shard.group_size, *expected[1:])
-    if tuple(target.shape) != expected:
-        whole = f" ({shard.group_size} slices of dim 0)" if sequence_parallel else ""
-        raise ValueError(f"target must be {expected} for input {tuple(input.shape)}{whole}, got {tuple(target.shape)}")
-
-
 def _check_class_weights(
     weight: Tensor, input: Tensor, shard: VocabShard, options: Options, buffer: Tensor | None
 ) -> None:  # fmt: skip
@@ -353,19 +271,3 @@ def _check_class_weights(
     refused = [name for name, given in others.items() if given and options.label_smoothing != 0]
     if refused:
         raise ValueError(f"weight with label_smoothing does not go with {', '.join(refused)}")
-
-
-def _check_buffer(buffer: Tensor, weight: Tensor) -> None:
-    if isinstance(buffer, DTensor):
-        raise TypeError("grad_weight_out is a DTensor: pass its local tensor (to_local())")
-    if (
-        buffer.shape != weight.shape
-        or buffer.device != weight.device
-        or buffer.dtype not in (torch.float32, weight.dtype)
-    ):
-        raise ValueError(
-            f"grad_weight_out must be {tuple(weight.shape)} on {weight.device}, float32 or {weight.dtype}, "
-            f"got {tuple(buffer.shape)} on {buffer.device}, {buffer.dtype}"
-        )
-    if not buffer.is_contiguous():
-        raise ValueError(f"grad_weight_out must be contiguous, got strides {buffer.stride()}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 
 class Operator(NamedTuple):
@@ -56,7 +57,7 @@ class Operator(NamedTuple):
         ctx.save_for_backward(*inputs[: self.num_kept], *saved)
         ctx.grad_weight_out = inputs[num_tensors - 1]
         ctx.num_inputs = len(inputs)
-        ctx.mark_non_differentiable(*others, *saved)
+        ctx.mark_non_differentiable(*tree_leaves((others, saved)))
         ctx.set_materialize_grads(False)
 
     def differentiate(self, ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -82,6 +83,18 @@ class Operator(NamedTuple):
         want[1] = want[1] and ctx.grad_weight_out is None
         chosen = [grad if wanted else None for grad, wanted in zip(found, want, strict=True)]
         return *chosen, *(None,) * (ctx.num_inputs - 3)
+
+
+    def backward_fake(self, d_outputs: list[Tensor | None], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Shapes and dtypes of the operator's three gradients, for torch.compile."""
+        hidden, weight, bias = others[:3]
+        _, grad_weight_out, want = others[self.num_kept :][:3]
+        nothing = hidden.new_empty(0)
+        return (
+            torch.empty_like(hidden) if want[0] else nothing,
+            torch.empty_like(weight) if want[1] and grad_weight_out is None else nothing.to(weight.dtype),
+            torch.empty_like(bias) if want[2] else nothing,
+        )
 
 
 class _Eager(torch.autograd.Function):

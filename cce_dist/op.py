@@ -1,4 +1,4 @@
-"""The two torch.library operators behind the loss, forward and backward: one shard's arithmetic, merged over the group.
+"""The two torch.library operators behind loss and log-probabilities: one shard's arithmetic, merged over the group.
 
 They are opaque to torch.compile (fakes give the shapes) and differentiable once. All options travel as the plain values of a
 ``Call``. ``_forward`` and ``_backward`` are the algorithm, step by step: a backend (``kernels/backends.py``) does the shard's
@@ -12,36 +12,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
-from torch.autograd import forward_ad
 
 from cce_dist import merge
 from cce_dist.agree import label_error
 from cce_dist.call import SCHEMA, Call
-from cce_dist.kernels import Grads, Operands, Softmax, Spec
+from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec, dense
 from cce_dist.kernels.backends import Backend, choose
+from cce_dist.kernels.more import any_id, cell_gradients, largest_keys, masked, merge_more, of_keys
+from cce_dist.once import Operator, refuse_transforms
 from cce_dist.shard import even_rows
 
+_US = "linear_cross_entropy (or linear_log_probs)"  # in messages of what both have
 NUM_LOSSES = (
     5  # results of forward that are differentiable: nll, lse, target logit, nll of the uniform distribution, entropy
 )
 
 
 def _forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None, *flat
-) -> tuple[Any, ...]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor | None,
+    grad_weight_out: Tensor | None, *flat,
+) -> tuple[Any, ...]:  # fmt: skip
     """Per-token statistics of the whole vocabulary, 0 where the label is ignored, NaN where it is outside the vocabulary.
 
+    ``labels`` are [N], or [N, I]: several ids of each token. ``factors`` are [2, N] fp32, see ``Operands``.
+
     Returns:
-        nll, lse, target logit, nll of the uniform distribution, entropy: [N] fp32 each, the last two empty unless wanted.
-        Then the filter's statistics, [3], and the largest logit, [N], both empty unless wanted. Then what backward needs: the
-        merged maximum, logarithm of the sum and entropy, [2 or 3, N]; the label ids; what the backend saves.
+        nll, lse, target logit, nll of the uniform distribution, entropy: [N] fp32 each, the last two empty unless wanted; of
+        several ids nll is [N, I]. Then the filter's statistics, [3], and the largest logit, [N], both empty unless wanted.
+        Then a list of what else is wanted: sum of squared probabilities [N], id of the largest logit [N], log-probabilities and
+        ids of the largest logits [N, k]. Then what backward needs: the merged maximum, logarithm of the sum and entropy,
+        [2 or 3, N]; the label ids; several ids and their logits; factors; what the backend saves.
     """
-    return _run_forward(hidden, weight, bias, labels, Call.of(flat))
+    return _run_forward(hidden, weight, bias, labels, factors, grad_weight_out, Call.of(flat))
 
 
 def _run_forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: Call
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor | None,
+    grad_weight_out: Tensor | None, call: Call,
 ) -> tuple[Any, ...]:  # fmt: skip
     spec, layout = call.spec, call.layout
     backend, group = choose(call.backend, spec), merge.resolve(layout.group_name)
@@ -51,26 +58,62 @@ def _run_forward(
 
     with torch.autocast(hidden.device.type, enabled=False):
         arriving = merge.SequenceGather(hidden, group) if layout.sequence_parallel and group is not None else None
-        ids = backend.label_ids(labels, spec.ignore_index, spec.vocab_size)
+        ids = backend.label_ids(labels.view(-1), spec.ignore_index, spec.vocab_size)
         if call.debug or not labels.is_cuda:  # reading labels waits for a GPU; there the token's loss is NaN instead
-            error = label_error(labels, ids, spec.vocab_size, spec.ignore_index)
+            error = label_error(call.argument, labels.view(-1), ids, spec.vocab_size, spec.ignore_index)
             if error:
                 raise IndexError(error)
-        x = Operands(hidden, weight, bias, ids, spec.logits)
+        x = _operands(hidden, weight, bias, ids, factors, spec)
         spec = _with_workspace(backend, x, spec, 1 if group is None else group.size())
         if arriving is None:
             stats_KN, saved = backend.statistics(x, spec, merge_bound)
         else:
             x, stats_KN, saved = _statistics_on_arrival(arriving, backend, x, spec, merge_bound)
-        *losses, merged = backend.token_losses(merge.gather_stats(stats_KN, group), ids, spec)
+        stats_TKN = merge.gather_stats(stats_KN, group)
+        *losses, merged = backend.token_losses(stats_TKN, x.ids, spec)
+        measured, of_ids = _measure_more(stats_TKN, merged, losses, x, spec, group)
 
         filter_stats = merged.new_empty(0)
         if spec.want.filter_stats:
             filter_stats = backend.filter_stats(x, Softmax(merged[0], merged[1]), saved, spec)
         largest = merged.new_empty(0)
         if spec.want.largest:  # 0 or NaN where there is no label, as in the log-sum-exp
-            largest = torch.where(ids >= 0, merged[0], losses[1])
-        return *losses, filter_stats, largest, [merged, ids, *saved]
+            largest = torch.where(x.ids >= 0, merged[0], losses[1])
+        own = [] if x.factors_2N is None else [x.factors_2N]
+        return *losses, filter_stats, largest, measured, [merged, x.ids, *of_ids, *own, *saved]
+
+
+def _operands(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, factors: Tensor | None, spec: Spec
+) -> Operands:
+    """The tensors of a shard, from the ids of all tokens one after another."""
+    cells = None
+    if spec.several:
+        cells = Cells(ids.view(-1, spec.num_ids))
+        ids = any_id(cells.ids_NI)
+    if factors is not None:
+        factors = torch.where(ids >= 0, factors, 1.0)  # what an ignored token has may be anything
+    return Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
+
+
+def _measure_more(
+    stats_TKN: Tensor, merged: Tensor, losses: list[Tensor], x: Operands, spec: Spec, group: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What is wanted beside the losses, and what backward needs of several ids, whose nll takes the place of the label's."""
+    want = spec.want
+    measured, of_ids = [], []
+    if want.sum_p_squared or want.best or x.cells is not None:
+        more = merge_more(stats_TKN, merged, x.ids, x.cells, spec)
+        measured += [more.sum_p_squared_N] * want.sum_p_squared + [more.best_N] * want.best
+        if x.cells is not None:
+            losses[0] = more.nll_NI
+            of_ids = [x.cells.ids_NI, more.target_NI]
+    if want.top_k:
+        keys_TNC = merge.gather_stats(dense.top_keys(x, spec), group)
+        z_NC, ids_NC = of_keys(largest_keys(list(keys_TNC), want.top_k))
+        log_p_NC = (z_NC - merged[0][:, None]) - merged[1][:, None]
+        measured += [masked(log_p_NC, x.ids[:, None]), ids_NC.masked_fill(x.ids[:, None] < 0, -1)]
+    return measured, of_ids
 
 
 def _statistics_on_arrival(
@@ -87,7 +130,7 @@ def _statistics_on_arrival(
     keep_nothing = spec._replace(want=spec.want._replace(grad=False))
 
     def of(rows: slice, hidden: Tensor) -> Tensor:
-        return backend.statistics(x._replace(hidden=hidden, ids=x.ids[rows]), keep_nothing, merge_bound)[0]
+        return backend.statistics(x.of_tokens(rows, hidden), keep_nothing, merge_bound)[0]
 
     here = arriving.here
     before, after = slice(0, here.start), slice(here.stop, x.num_tokens)
@@ -112,11 +155,19 @@ def _run_backward(
     spec, layout = call.spec, call.layout
     backend, group = choose(call.backend, spec), merge.resolve(layout.group_name)
     merged, ids, *saved = saved
+    cells = factors = None
+    if spec.several:
+        ids_NI, target_NI, *saved = saved
+        # The gradient of a log-sum-exp is that of all ids together; cells hold each id's own.
+        cells, d_sum = cell_gradients(d_losses[0], target_NI, ids_NI)
+        d_losses = [None, d_sum if d_losses[1] is None else d_sum + d_losses[1], *d_losses[2:]]
+    if spec.factors:
+        factors, *saved = saved
     want_hidden, want_weight, want_bias = want
     with torch.autocast(hidden.device.type, enabled=False):
         arriving = merge.SequenceGather(hidden, group) if layout.sequence_parallel and group is not None else None
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size)
-        x = Operands(hidden, weight, bias, ids, spec.logits)
+        x = Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
         spec = _with_workspace(backend, x, spec, 1 if group is None else group.size())
         sum_group = None if layout.partial else group
         rows = None if sum_group is None else _rows_at_once(backend, x, spec, sum_group.size())
@@ -155,133 +206,49 @@ def _of_even_shard(x: Operands, spec: Spec, num_ranks: int) -> Operands:
     return x._replace(logits=spec.logits._replace(num_valid=even_rows(spec.vocab_size, 0, num_ranks)[1]))
 
 
-def _forward_fake(hidden, weight, bias, labels, grad_weight_out, *flat):
+def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat):
     call = Call.of(flat)
-    want, num_tokens = call.spec.want, labels.shape[0]
+    spec, want, num_tokens = call.spec, call.spec.want, labels.shape[0]
 
     def empty(*shape: int) -> Tensor:
         return hidden.new_empty(shape, dtype=torch.float32)
 
-    losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, True, want.uniform, want.entropy))
-    ids = torch.empty_like(labels)
-    backend, group = choose(call.backend, call.spec), merge.resolve(call.layout.group_name)
-    x = Operands(hidden, weight, bias, ids, call.spec.logits)
-    saved = backend.saved_like(x, _with_workspace(backend, x, call.spec, 1 if group is None else group.size()))
+    nll = empty(*labels.shape)
+    losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, want.uniform, want.entropy))
+    ids = labels.new_empty(num_tokens)
+    backend, group = choose(call.backend, spec), merge.resolve(call.layout.group_name)
+    x = Operands(hidden, weight, bias, ids, spec.logits)
+    saved = backend.saved_like(x, _with_workspace(backend, x, spec, 1 if group is None else group.size()))
+    of_ids = [torch.empty_like(labels), empty(*labels.shape)] if spec.several else []
+    own = [torch.empty_like(factors)] if factors is not None else []
     filter_stats = empty(3 if want.filter_stats else 0)
     largest = empty(num_tokens if want.largest else 0)
-    return *losses, filter_stats, largest, [empty(2 + want.entropy, num_tokens), ids, *saved]
+    measured = [empty(num_tokens)] * want.sum_p_squared + [torch.empty_like(ids)] * want.best
+    if want.top_k:
+        measured += [empty(num_tokens, want.top_k), ids.new_empty(num_tokens, want.top_k)]
+    saved = [empty(2 + want.entropy, num_tokens), ids, *of_ids, *own, *saved]
+    return nll, *losses, filter_stats, largest, measured, saved
 
 
-def _backward_fake(d_losses, hidden, weight, bias, saved, grad_weight_out, want, *flat):
-    nothing = hidden.new_empty(0)
-    return (
-        torch.empty_like(hidden) if want[0] else nothing,
-        torch.empty_like(weight) if want[1] and grad_weight_out is None else nothing.to(weight.dtype),
-        torch.empty_like(bias) if want[2] else nothing,
-    )
-
-
-def _save(ctx, inputs, output) -> None:
-    hidden, weight, bias, _, grad_weight_out, *ctx.flat = inputs
-    ctx.call = ctx.flat[0] if isinstance(ctx.flat[0], Call) else None
-    filter_stats, largest, saved = output[NUM_LOSSES:]
-    ctx.save_for_backward(hidden, weight, bias, *saved)
-    ctx.grad_weight_out = grad_weight_out
-    ctx.mark_non_differentiable(filter_stats, largest, *saved)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, *grads):
-    d_losses = list(grads[:NUM_LOSSES])
-    nothing = (None,) * (5 + (len(ctx.flat) if ctx.call is None else 1))
-    if all(d is None for d in d_losses):
-        return nothing
-    refuse_transforms(*d_losses)
-    hidden, weight, bias, *saved = ctx.saved_tensors
-    want = list(ctx.needs_input_grad[:3])
-    twice = torch.is_grad_enabled()
-    with torch.no_grad():
-        given = (d_losses, hidden, weight, bias, saved, ctx.grad_weight_out, want)
-        if _nobody_listens(hidden, weight):
-            grads = _run_backward(*given, Call.of(ctx.flat) if ctx.call is None else ctx.call)
-        else:
-            grads = torch.ops.cce_dist.backward(*given, *(ctx.flat if ctx.call is None else ctx.call.flat()))
-    if twice:
-        depends_on = (x for x in (hidden, weight, bias, *d_losses) if x is not None and x.requires_grad)
-        grads = _Once.apply(*grads, *depends_on)
-    want[1] = want[1] and ctx.grad_weight_out is None
-    chosen = (grad if wanted else None for grad, wanted in zip(grads, want, strict=True))
-    return *chosen, *nothing[3:]
-
-
-class _Eager(torch.autograd.Function):
-    """The differentiable operator without what torch.library does about it on the host, half a millisecond a step."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        *tensors, call = inputs
-        hidden, weight, bias, labels, _ = tensors
-        if _nobody_listens(hidden, weight):
-            output = _run_forward(hidden, weight, bias, labels, call)
-        else:
-            output = torch.ops.cce_dist.forward(*tensors, *call.flat())
-        _save(ctx, inputs, output)
-        return output[:-1]
-
-    backward = staticmethod(_differentiate)
-
-
-def _nobody_listens(*tensors: Tensor) -> bool:
-    """Whether the operator may be called as a function: no dispatch mode is on, and no tensor is of a class of its own."""
-    plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
-    return plain and torch._C._len_torch_dispatch_stack() == 0
-
-
-class _Once(torch.autograd.Function):
-    """Gradients that were asked for with create_graph=True: usable, but not differentiable.
-
-    The tensors that they depend on come along, so that whoever differentiates with respect to those arrives here.
-    """
-
-    @staticmethod
-    def forward(ctx, d_hidden: Tensor, d_weight: Tensor, d_bias: Tensor, *depends_on: Tensor) -> tuple[Tensor, ...]:
-        return d_hidden.clone(), d_weight.clone(), d_bias.clone()
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        raise RuntimeError("linear_cross_entropy is differentiable once: double backward is not supported")
-
-
-def refuse_transforms(*tensors: Tensor | None) -> None:
-    """Raise RuntimeError inside a transform of torch.func, for batched gradients, and for dual numbers of forward mode."""
-    if torch.compiler.is_compiling():
-        return
-    batched = any(tensor is not None and is_legacy_batchedtensor(tensor) for tensor in tensors)
-    if batched or maybe_current_level() is not None:
-        raise RuntimeError(
-            "linear_cross_entropy works with backward() and torch.autograd.grad, not with torch.func or vmap"
-        )
-    if forward_ad._current_level >= 0:
-        for tensor in tensors:
-            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-                raise RuntimeError("linear_cross_entropy has no forward-mode derivative: use backward()")
+_OPERATOR = Operator(_US, _run_forward, _run_backward, "forward", "backward", Call.of, NUM_LOSSES, 3)
 
 
 def forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None, call: Call
-) -> tuple[Any, ...]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None, call: Call,
+    factors: Tensor | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """The operator as the loss calls it; see ``_forward``. The first NUM_LOSSES results are differentiable."""
-    refuse_transforms(hidden, weight, bias)
-    tensors = (hidden, weight, bias, labels, grad_weight_out)
+    refuse_transforms(_US, hidden, weight, bias)
+    tensors = (hidden, weight, bias, labels, factors, grad_weight_out)
     if torch.compiler.is_compiling() or not call.spec.want.grad:
         return torch.ops.cce_dist.forward(*tensors, *call.flat())
-    return _Eager.apply(*tensors, call)  # type: ignore[return-value]
+    return _OPERATOR.eager(*tensors, call)
 
 
 _LIBRARY = torch.library.Library("cce_dist", "DEF")
 _LIBRARY.define(
-    f"forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? grad_weight_out, {SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])"
+    "forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? factors, Tensor? grad_weight_out, "
+    f"{SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[], Tensor[])"
 )
 _LIBRARY.define(
     "backward(Tensor?[] d_losses, Tensor hidden, Tensor weight, Tensor? bias, Tensor[] saved, "
@@ -290,5 +257,7 @@ _LIBRARY.define(
 _LIBRARY.impl("forward", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("cce_dist::forward", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("cce_dist::backward", _backward_fake, lib=_LIBRARY)
-torch.library.register_autograd("cce_dist::forward", _differentiate, setup_context=_save, lib=_LIBRARY)
+torch.library.register_fake("cce_dist::backward", _OPERATOR.backward_fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "cce_dist::forward", _OPERATOR.differentiate, setup_context=_OPERATOR.save, lib=_LIBRARY
+)

@@ -1,15 +1,18 @@
-"""The loss and its filter, dense: the specification, and the oracle of every test. Any dtype, float64 included.
+"""The loss, its filter, log-probabilities and divergences, dense: the specification, and the oracle of every test. Any dtype.
 
 Everything is written for clarity on the whole vocabulary of one process; nothing is shared with the code it checks.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cce_dist.filter import GradFilter
+from cce_dist.log_probs import LogProbs
 from cce_dist.loss import LinearCrossEntropyOutput
 
 IGNORE_INDEX = -100  # of the filtered gradients
@@ -64,6 +67,51 @@ def _loss_of(
     max_logit = torch.where(valid, z.amax(-1), 0.0).detach()
     is_max = (valid & (target_logit == max_logit)).to(z.dtype)
     return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, None, max_logit, is_max)
+
+
+def linear_log_probs(
+    input: Tensor, linear_weight: Tensor, ids: Tensor, *, linear_bias: Tensor | None = None, ignore_index: int = -100,
+    logit_scale: float | Tensor = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, top_k: int = 1,
+) -> LogProbs:  # fmt: skip
+    """``cce_dist.linear_log_probs`` with the whole weight [V, D] and all logits in memory; always all outputs."""
+    scale, temperature = (x.unsqueeze(-1) if isinstance(x, Tensor) else x for x in (logit_scale, temperature))
+    z = logits(input, linear_weight, linear_bias, scale, softcap) / temperature
+    several = ids if ids.dim() == input.dim() else ids.unsqueeze(-1)
+    counts = several != ignore_index
+    log_p = z.log_softmax(-1)
+    of_ids = torch.where(counts, log_p.gather(-1, several.long().clamp(min=0)), 0.0).view(ids.shape)
+    entropy = -(log_p.exp() * log_p).nan_to_num(0.0, 0.0, 0.0).sum(-1)
+    max_logit, argmax = z.detach().max(-1)
+    top_log_probs, top_ids = (x[..., :top_k] for x in log_p.detach().sort(dim=-1, descending=True, stable=True))
+    lse, entropy, squares, max_logit = (
+        torch.where(counts.any(-1), x, 0.0)
+        for x in (z.logsumexp(-1), entropy, (2 * log_p.detach()).exp().sum(-1), max_logit)
+    )
+    argmax = torch.where(counts.any(-1), argmax, -1)
+    top_log_probs = torch.where(counts.any(-1, keepdim=True), top_log_probs, 0.0)
+    top_ids = torch.where(counts.any(-1, keepdim=True), top_ids, -1)
+    return LogProbs(of_ids, lse, entropy, squares, max_logit, argmax, top_log_probs, top_ids)
+
+
+def linear_kl_divergence(
+    input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, *, kind: str = "forward",
+    beta: float = 0.5, logit_scale: float = 1.0, teacher_logit_scale: float = 1.0, softcap: float | None = None,
+    teacher_softcap: float | None = None, linear_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``cce_dist.linear_kl_divergence`` with whole weights and all logits of both heads in memory, [...]."""
+    log_p = logits(input, linear_weight, linear_bias, logit_scale, softcap).log_softmax(-1)
+    log_t = logits(teacher_input, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap).log_softmax(-1)
+
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        return (log_a.exp() * (log_a - log_b)).sum(-1)
+
+    if kind == "jsd":
+        log_m = torch.logaddexp(log_t + math.log(beta), log_p + math.log1p(-beta))
+        value = beta * kl(log_t, log_m) + (1 - beta) * kl(log_p, log_m)
+    else:
+        value = kl(log_t, log_p) if kind == "forward" else kl(log_p, log_t)
+    return value if mask is None else torch.where(mask, value, 0.0)
 
 
 def filtered_gradients(

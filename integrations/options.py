@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cce_dist.call import BACKENDS
 from cce_dist.filter import GradFilter
-from cce_dist.loss import BACKENDS
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -23,6 +23,7 @@ W       words of 32 columns, a bit each
 L       columns that a token's list has room for
 M       entries: listed columns of all tokens together
 K       numbers kept for a token: statistics, coefficients, planes of partial sums
+I       ids of a token whose log-probabilities are asked for
 P       parts that a sum is cut into
 C       columns of a tile
 T       shards of the group
@@ -42,6 +43,10 @@ row   name         value
 last  SUM_MOMENT   sum_j exp(z_j - m) (z_j - m); only where the entropy is wanted
 ====  ===========  ====================================================================================
 
+``linear_log_probs`` has up to three more kinds of rows behind these (``more.py`` merges them), in this order: SUM_SQUARE, the
+sum of exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; and I rows of logits, those of each
+token's ids, 0 where the id is no valid row of this shard. TARGET is of no use then.
+
 **Gradient of a logit** comes from four coefficients per token (rows of ``coef_4N``: ``P``, ``LABEL``, ``UNIFORM``,
 ``ENTROPY``) and from the merged maximum M and logarithm of the sum L, so that p_j = exp(z_j - M - L) is exact next to any
 offset:
@@ -49,6 +54,12 @@ offset:
     dL/dz_j = P * p_j + LABEL * [j = label] + UNIFORM - ENTROPY * p_j * (log p_j + H)
 
 and dL/du_j is that times 1 - (z_j / softcap)^2.
+
+**Several ids a token.** Then LABEL is 0, and the cells of the ids are overwritten with their whole gradient (``cells.py``),
+which comes from the logit that forward saved: no cell is added to.
+
+**Factors of a token** are two numbers, ``a`` and ``b``: ``u = a * (hidden @ weight.T + bias)`` and
+``z = b * softcap * tanh(u / softcap)`` (``z = u`` without a softcap). ``logit_scale`` is 1 then.
 """
 
 from __future__ import annotations
@@ -95,6 +106,9 @@ class Want(NamedTuple):
         entropy: Entropy of the softmax.
         filter_stats: Share of logits and mass of the softmax that the filter keeps and drops.
         largest: Largest logit.
+        sum_p_squared: Sum of the squared probabilities.
+        best: Id of the largest logit.
+        top_k: How many of the largest logits, with their ids.
     """
 
     grad: bool = True
@@ -102,10 +116,19 @@ class Want(NamedTuple):
     entropy: bool = False
     filter_stats: bool = False
     largest: bool = False
+    sum_p_squared: bool = False
+    best: bool = False
+    top_k: int = 0
 
 
 class Spec(NamedTuple):
-    """The task of a shard: plain numbers, the same in forward and backward."""
+    """The task of a shard: plain numbers, the same in forward and backward.
+
+    Attributes:
+        num_ids: I, the ids of a token; 1: its label.
+        factors: Whether each token has factors of its own.
+        invariant: A token's outputs have the same bits whichever other tokens are in the call.
+    """
 
     logits: ShardLogits
     vocab_size: int
@@ -113,11 +136,29 @@ class Spec(NamedTuple):
     filter: Filter = Filter()
     want: Want = Want()
     workspace_bytes: int = 256 << 20
+    num_ids: int = 1
+    factors: bool = False
+    invariant: bool = False
 
     @property
     def num_stats(self) -> int:
-        """K, the number of statistics of a token."""
+        """The number of statistics of a token that the loss has."""
         return 3 + 2 * self.want.uniform + self.want.entropy
+
+    @property
+    def several(self) -> bool:
+        """Whether a token has more ids than its label."""
+        return self.num_ids > 1
+
+    @property
+    def first_target(self) -> int:
+        """The row of the statistics where the logits of several ids begin."""
+        return self.num_stats + self.want.sum_p_squared + self.want.best
+
+    @property
+    def num_rows(self) -> int:
+        """K, the number of statistics of a token, those of ``linear_log_probs`` counted."""
+        return self.first_target + (self.num_ids if self.several else 0)
 
 
 class Rows(NamedTuple):
@@ -134,6 +175,20 @@ class Rows(NamedTuple):
     hidden: torch.Tensor
 
 
+class Cells(NamedTuple):
+    """The logits of several ids of each token.
+
+    Attributes:
+        ids_NI: int64, in the whole vocabulary; negative: none. In backward an id stands once in a row.
+        target_NI: In backward: their logits, fp32.
+        grad_NI: In backward: the gradients of their log-probabilities, fp32.
+    """
+
+    ids_NI: torch.Tensor
+    target_NI: torch.Tensor | None = None
+    grad_NI: torch.Tensor | None = None
+
+
 class Operands(NamedTuple):
     """The tensors that logits are made of, and the labels.
 
@@ -141,8 +196,10 @@ class Operands(NamedTuple):
         hidden: [N, D] contiguous; fp32, bf16 or fp16.
         weight: [V, D] contiguous, the same dtype.
         bias: [V] contiguous, or None.
-        ids: [N] int64, label ids in the whole vocabulary; IGNORED and OUTSIDE are negative.
+        ids: [N] int64, label ids in the whole vocabulary; IGNORED and OUTSIDE are negative. Of several ids, any that is in it.
         logits: The shard.
+        cells: Several ids of each token, or None.
+        factors_2N: [2, N] fp32 contiguous, what each token's logits are multiplied by: before and after the softcap; or None.
     """
 
     hidden: torch.Tensor
@@ -150,10 +207,20 @@ class Operands(NamedTuple):
     bias: torch.Tensor | None
     ids: torch.Tensor
     logits: ShardLogits
+    cells: Cells | None = None
+    factors_2N: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.ids.shape[0]
+
+    def of_tokens(self, rows: slice, hidden: torch.Tensor) -> Operands:
+        """Return those of some of the tokens, whose hidden states are given."""
+        cells, factors = self.cells, self.factors_2N
+        return self._replace(
+            hidden=hidden, ids=self.ids[rows], cells=None if cells is None else Cells(cells.ids_NI[rows]),
+            factors_2N=None if factors is None else factors[:, rows].contiguous(),
+        )  # fmt: skip
 
 
 class Softmax(NamedTuple):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels import IGNORED, OUTSIDE, Gradients, Grads, Operands, ShardLogits, Softmax, Spec, budget
+from cce_dist.kernels.more import LEAST_KEY, keys_of, largest_keys
 
 FLOOR = torch.finfo(torch.float32).min  # stands for a maximum of -inf where a difference of infinities would be NaN
 
@@ -47,6 +48,9 @@ class _Block(NamedTuple):
     Attributes:
         column_R1: The label's column, [R, 1]; any column where the label is not in the block.
         label_R1: Whether the label is in the block.
+        columns_RI: The same of several ids, or None, as are the next.
+        ids_RI: Whether each of these ids is in the block.
+        factors_2R1: Each token's factors, or None.
     """
 
     rows: slice
@@ -56,14 +60,33 @@ class _Block(NamedTuple):
     bias_C: Tensor | None
     column_R1: Tensor
     label_R1: Tensor
+    columns_RI: Tensor | None = None
+    ids_RI: Tensor | None = None
+    factors_2R1: Tensor | None = None
 
     def logits(self, logits: ShardLogits) -> Tensor:
         z = _matmul(self.hidden_RD, self.weight_CD.t())
         if self.bias_C is not None:
             z += self.bias_C.float()
-        if logits.logit_scale != 1.0:
+        if self.factors_2R1 is not None:
+            z *= self.factors_2R1[0]
+        elif logits.logit_scale != 1.0:
             z *= logits.logit_scale
-        return z.div_(logits.softcap).tanh_().mul_(logits.softcap) if logits.softcap else z
+        if logits.softcap:
+            z = z.div_(logits.softcap).tanh_().mul_(logits.softcap)
+            if self.factors_2R1 is not None:
+                z *= self.factors_2R1[1]
+        return z
+
+    def slope(self, z: Tensor, logits: ShardLogits) -> Tensor | float:
+        """Derivative of the logits z with respect to ``hidden @ weight.T + bias``."""
+        if self.factors_2R1 is None:
+            scale, bound = logits.logit_scale, logits.softcap
+        elif logits.softcap:
+            scale, bound = self.factors_2R1.prod(0), self.factors_2R1[1] * logits.softcap
+        else:
+            scale, bound = self.factors_2R1[0], 0.0
+        return scale * (1 - (z / bound).square()) if logits.softcap else scale
 
 
 def _blocks(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[_Block]]]:
@@ -78,9 +101,16 @@ def _blocks(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[_Block]]]
             width = cols.stop - cols.start
             # Hidden states without a label may hold anything, and 0 times infinity is not 0.
             hidden_RD = x.hidden[rows].masked_fill(x.ids[rows, None] < 0, 0.0)
+            columns_RI = ids_RI = None
+            if x.cells is not None:
+                columns_RI = torch.where(
+                    x.cells.ids_NI[rows] >= 0, x.cells.ids_NI[rows] - logits.start - cols.start, -1
+                )
+                columns_RI, ids_RI = columns_RI.clamp(0, width - 1), (columns_RI >= 0) & (columns_RI < width)
             yield _Block(
                 rows, cols, hidden_RD, x.weight[cols], None if x.bias is None else x.bias[cols],
-                column_R1.clamp(0, width - 1), (column_R1 >= 0) & (column_R1 < width),
+                column_R1.clamp(0, width - 1), (column_R1 >= 0) & (column_R1 < width), columns_RI, ids_RI,
+                None if x.factors_2N is None else x.factors_2N[:, rows, None],
             )  # fmt: skip
 
     for start in range(0, logits.num_valid, num_cols):
@@ -104,7 +134,7 @@ def _zeros(*shape: int, like: Tensor) -> Tensor:
 def statistics(
     x: Operands, spec: Spec, merge_bound: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    stats_KN = _zeros(spec.num_stats, x.num_tokens, like=x.hidden)
+    stats_KN = _zeros(spec.num_rows, x.num_tokens, like=x.hidden)
     stats_KN[0] = -torch.inf
     if spec.want.uniform:
         stats_KN[4] = x.logits.num_valid
@@ -114,10 +144,23 @@ def statistics(
     return stats_KN, []
 
 
+def top_keys(x: Operands, spec: Spec) -> Tensor:
+    """Return the keys (``more.keys_of``) of the ``spec.want.top_k`` largest logits, filled up with LEAST_KEY. -> [N, k]."""
+    keys_NC = torch.full((x.num_tokens, spec.want.top_k), LEAST_KEY, dtype=torch.int64, device=x.hidden.device)
+    # Keys take twice the bytes of logits, and the largest of them are copies.
+    for _, blocks in _blocks(x, spec._replace(workspace_bytes=spec.workspace_bytes // 2)):
+        for block in blocks:
+            keys = keys_of(block.logits(x.logits), x.logits.start + block.cols.start)
+            keys_NC[block.rows] = largest_keys([keys_NC[block.rows], keys], spec.want.top_k)
+    return keys_NC
+
+
 def _add_block(stats_KR: Tensor, z: Tensor, block: _Block, spec: Spec) -> None:
     """Add a block of logits to the statistics of its rows, as the online softmax does. Overwrites z."""
-    max_R, sum_R, target_R, *more = stats_KR
+    max_R, sum_R, target_R, *more = stats_KR[: spec.num_stats]
     target_R += torch.where(block.label_R1, z.gather(1, block.column_R1), 0.0)[:, 0]
+    if block.columns_RI is not None:
+        stats_KR[spec.first_target :] += torch.where(block.ids_RI, z.gather(1, block.columns_RI), 0.0).t()
     new_max = torch.maximum(max_R, z.amax(1))
     # The step is the old maximum less the new one. Where both are -inf (no finite logit yet) it is 0, not NaN.
     step = torch.where(max_R == new_max, 0.0, max_R - new_max)
@@ -127,6 +170,9 @@ def _add_block(stats_KR: Tensor, z: Tensor, block: _Block, spec: Spec) -> None:
             below_R += torch.where(step == 0, 0.0, -step * first)
         below_R += (new_max[:, None] - z).sum(1)
     scale = step.exp()
+    if spec.want.best:
+        best_R = stats_KR[spec.num_stats + spec.want.sum_p_squared].view(torch.int32)
+        best_R.copy_(torch.where(new_max > max_R, z.argmax(1) + spec.logits.start + block.cols.start, best_R))
     z -= new_max.clamp(min=FLOOR)[:, None]
     if spec.want.entropy:
         moment_R = more[-1]
@@ -134,6 +180,9 @@ def _add_block(stats_KR: Tensor, z: Tensor, block: _Block, spec: Spec) -> None:
         moment_R.copy_(torch.where(scale == 0, 0.0, scale * (moment_R + shifted)))
         moment_R += torch.where(z == -torch.inf, 0.0, z.exp() * z).sum(1)
     sum_R.copy_(sum_R * scale + z.exp_().sum(1))
+    if spec.want.sum_p_squared:
+        squares_R = stats_KR[spec.num_stats]
+        squares_R.copy_(squares_R * scale.square() + z.square_().sum(1))
     max_R.copy_(new_max)
 
 
@@ -184,9 +233,12 @@ def gradients(
     gain = torch.ones((), dtype=torch.float32, device=x.hidden.device)
     if x.hidden.dtype == torch.float16 and x.num_tokens:
         # fp16 cannot hold 1/N times a small probability: gradients are computed for a largest coefficient of 1.
-        largest = coef_4N.abs().nan_to_num(0.0, 0.0, 0.0).amax()
+        given = [coef_4N] if x.cells is None else [coef_4N, x.cells.grad_NI]
+        largest = torch.stack([g.abs().nan_to_num(0.0, 0.0, 0.0).amax() for g in given]).amax()
         gain = torch.where(largest > 0, largest, gain)
         coef_4N = coef_4N / gain
+        if x.cells is not None:
+            x = x._replace(cells=x.cells._replace(grad_NI=x.cells.grad_NI / gain))
     num_rows, own = x.weight.shape[0], grads.weight_out is None
     sums = _Sums(
         _zeros(*x.hidden.shape, like=x.hidden), torch.zeros_like(x.weight) if grads.weight_out is None else grads.weight_out,
@@ -195,7 +247,8 @@ def gradients(
     for cols, blocks in _blocks(x, spec):
         d_weight_CD = _zeros(*x.weight[cols].shape, like=x.hidden)
         for block in blocks:
-            whole, kept = _block_gradients(block, softmax, coef_4N, spec, sums)
+            of_ids = None if x.cells is None else x.cells.grad_NI[block.rows]
+            whole, kept = _block_gradients(block, softmax, coef_4N, of_ids, spec, sums)
             if grads.want_bias:
                 sums.bias_V[cols] += whole.sum(0)
             if grads.want_hidden:
@@ -217,15 +270,15 @@ def gradients(
 
 
 def _block_gradients(
-    block: _Block, softmax: Softmax, coef_4N: Tensor, spec: Spec, sums: _Sums
+    block: _Block, softmax: Softmax, coef_4N: Tensor, of_ids_RI: Tensor | None, spec: Spec, sums: _Sums
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients with respect to ``hidden @ weight.T + bias`` of a block: all of them, and those that are kept.
 
-    The sums of the dropped ones are added to ``sums``.
+    The sums of the dropped ones are added to ``sums``. ``of_ids_RI`` are the gradients of several ids, each id once.
     """
     p_coef, label_coef, uniform_coef, entropy_coef = coef_4N[:, block.rows, None].unbind()
     z, logits = block.logits(spec.logits), spec.logits
-    slope = logits.logit_scale * (1 - (z / logits.softcap).square()) if logits.softcap else logits.logit_scale
+    slope = block.slope(z, logits)
     log_p = z.sub_(softmax.max[block.rows, None]).sub_(softmax.log_sum[block.rows, None])
     if softmax.entropy is None:
         grad = log_p.exp_().mul_(p_coef)
@@ -242,6 +295,8 @@ def _block_gradients(
         sums.dropped_V[block.cols] += dropped.abs().sum(0)
     grad += uniform_coef
     grad.scatter_(1, block.column_R1, grad.gather(1, block.column_R1) + torch.where(block.label_R1, label_coef, 0.0))
+    if of_ids_RI is not None:
+        grad.scatter_add_(1, block.columns_RI, torch.where(block.ids_RI, of_ids_RI, 0.0))
     whole = grad.mul_(slope)
     return whole, whole if dropped is None else whole - dropped
 
@@ -294,7 +349,7 @@ def merge(stats_TKN: Tensor, spec: Spec) -> Merged:
 
 def token_losses(stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Tensor, ...]:
     want = spec.want
-    merged = merge(stats_TKN, spec)
+    merged = merge(stats_TKN[:, : spec.num_stats], spec)
     nll, lse = merged.max - merged.target + merged.log_sum, merged.max + merged.log_sum
     losses = torch.stack((nll, lse, merged.target, merged.mean_below + merged.log_sum, merged.entropy))
     losses = losses.masked_fill_(ids_N == IGNORED, 0.0).masked_fill_(ids_N == OUTSIDE, torch.nan)

@@ -96,7 +96,7 @@ def test_operators_pass_torchs_own_check(data):
     want = Want(uniform=True, entropy=True, filter_stats=True, largest=True)
     call = Call(Spec(ShardLogits(0, V), V, filter=Filter(2.0**-12), want=want, workspace_bytes=1 << 20))
     assert Call.of(call.flat()) == call
-    torch.library.opcheck(torch.ops.cce_dist.forward.default, (hidden, weight, None, target, None, *call.flat()))
+    torch.library.opcheck(torch.ops.cce_dist.forward.default, (hidden, weight, None, target, None, None, *call.flat()))
 
 
 def test_one_input_without_gradient(data):

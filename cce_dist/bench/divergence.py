@@ -108,7 +108,8 @@ def step(function: Mean, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """Mean divergence and both gradients."""
     hidden, weight = heads.hidden.detach().requires_grad_(), heads.weight.detach().requires_grad_()
     value = function(hidden, weight, heads.teacher, heads.teacher_weight)
-    return value.detach(), *torch.autograd.grad(value, (hidden, weight))
+    d_hidden, d_weight = torch.autograd.grad(value, (hidden, weight))
+    return value.detach(), d_hidden, d_weight
 
 
 def truth(kind: str, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """``cce-dist verify``: the whole matrix of cases on your own ranks and devices, before a long run.
 
-Reading order: ``cases`` (the matrix), ``check`` (one case against the dense reference), ``fuzz`` (random cases, against
+Reading order: ``cases`` (the matrix), ``check`` (one case against the dense reference), ``log_probs`` (the same of
+``linear_log_probs``), ``divergence`` (of ``linear_kl_divergence``), ``fuzz`` (random cases, against
 ``oracle``, with arguments in every layout of ``views``).
 """
 
@@ -46,10 +47,9 @@ def _device(text: str) -> str:
 
 
 def _part_of_a_name(text: str) -> str:
-    from cce_dist.verify.cases import CASES
-
-    if not any(text in case.name for case in CASES):
-        names = ", ".join(case.name for case in CASES)
+    cases = [case for case, _ in _matrix()]
+    if not any(text in case.name for case in cases):
+        names = ", ".join(case.name for case in cases)
         raise argparse.ArgumentTypeError(f"no case's name contains {text!r}; there are {names}")
     return text
 
@@ -108,6 +108,16 @@ def layouts(world: int) -> list[tuple[int, list[list[int]]]]:
     ]
 
 
+def _matrix() -> list[tuple[Any, Any]]:
+    """Every case, and the function that runs it."""
+    from cce_dist.verify import check, divergence, log_probs
+    from cce_dist.verify.cases import CASES
+
+    of_log_probs = [(case, log_probs.run_case) for case in log_probs.LOG_PROB_CASES]
+    of_divergence = [(case, divergence.run_case) for case in divergence.DIVERGENCE_CASES]
+    return [*((case, check.run_case) for case in CASES), *of_log_probs, *of_divergence]
+
+
 def run_matrix(device: str, backend: str = "auto", only: str = "", report: bool = True) -> list[str]:
     """Run every case on every layout of the default process group (or alone), one printed line each on rank 0.
 
@@ -116,9 +126,6 @@ def run_matrix(device: str, backend: str = "auto", only: str = "", report: bool 
     """
     import torch
     import torch.distributed as dist
-
-    from cce_dist.verify.cases import CASES
-    from cce_dist.verify.check import run_case
 
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     failures, count = [], 0
@@ -129,7 +136,7 @@ def run_matrix(device: str, backend: str = "auto", only: str = "", report: bool 
             if rank in ranks:
                 group, salt = made, number
         taking_part = any(rank in ranks for ranks in members)
-        for case in CASES:
+        for case, run_case in _matrix():
             if only not in case.name or (case.options.get("sequence_parallel") and 24 % size):
                 continue
             worst = None

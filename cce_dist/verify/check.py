@@ -72,7 +72,7 @@ def run_case(
     backend = ("torch" if device == "cpu" else "triton") if backend == "auto" else backend
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()) + salt)
-    problem = _rounded((case.problem or random_problem())(generator), case.dtype)
+    problem = rounded((case.problem or random_problem())(generator), case.dtype)
     num_tokens, vocab_size = len(problem.labels), problem.weight.shape[0]
     upstream = None if case.upstream is None else case.upstream(generator, num_tokens)
     bounds = (case.shards or even)(vocab_size, ranks)
@@ -108,12 +108,12 @@ def run_case(
                 errors.append(compare(f"{name} as defined", ours, expected[3], expected[4], held_in))
             continue
         errors.append(compare(name, ours, expected[0], expected[1], held_in))
-    differ = sum(not torch.equal(_bits(first[name]), _bits(again[name])) for name in first)
+    differ = sum(not torch.equal(bits(first[name]), bits(again[name])) for name in first)
     errors.append(Error("bits of a second run", float(differ), 0.0))
     if group is not None:
         losses = [torch.empty_like(first["loss"]) for _ in range(ranks)]
         dist.all_gather(losses, first["loss"], group=group)
-        differ = sum(not torch.equal(_bits(loss), _bits(first["loss"])) for loss in losses)
+        differ = sum(not torch.equal(bits(loss), bits(first["loss"])) for loss in losses)
         errors.append(Error("bits over ranks", float(differ), 0.0))
     return errors
 
@@ -150,7 +150,7 @@ def _filter_errors(name: str, ours: Tensor, baseline: Tensor, truth: Tensor, pla
     return errors
 
 
-def _rounded(problem: Problem, dtype: torch.dtype) -> Problem:
+def rounded(problem: Problem, dtype: torch.dtype) -> Problem:
     """The data as the tested dtype holds it, so that the truth is the truth of the same numbers."""
     bias = None if problem.bias is None else problem.bias.to(dtype).double()
     return Problem(problem.hidden.to(dtype).double(), problem.weight.to(dtype).double(), problem.labels, bias)
@@ -200,14 +200,7 @@ def _ours(
 ) -> dict[str, Tensor]:
     """The same from ``linear_cross_entropy`` on this rank's shard, after checking a second backward."""
     hidden, weight, labels, bias = _tensors(case, problem, case.dtype, device)
-    mine = slice(shard.start, min(shard.stop, shard.vocab_size))
-
-    def local(whole: Tensor) -> Tensor:
-        rows = whole.new_full((shard.num_rows, *whole.shape[1:]), 3.0)  # padding rows hold something
-        rows[: shard.num_valid] = whole[mine]
-        return rows.requires_grad_()
-
-    weight, bias = local(weight), None if bias is None else local(bias)
+    weight, bias = local_rows(weight, shard), None if bias is None else local_rows(bias, shard)
     if case.options.get("sequence_parallel"):
         hidden = hidden.chunk(shard.group_size)[rank].contiguous()
     if case.noncontiguous:
@@ -231,9 +224,7 @@ def _ours(
         grads = (grads[0], out_buffer - before, *grads[2:])
     else:
         second = torch.autograd.grad(objective, inputs)
-        assert all(torch.equal(_bits(a), _bits(b)) for a, b in zip(grads, second, strict=True)), (
-            "second backward differs"
-        )
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(grads, second, strict=True)), "second backward differs"
     values = {name: value.detach() for name, value in out._asdict().items() if isinstance(value, Tensor)}
     return values | dict(zip(("dE", "dC", "dbias"), grads, strict=False))
 
@@ -248,6 +239,13 @@ def _tensors(case: Case, problem: Problem, dtype: torch.dtype, device: str) -> t
     return hidden, weight, labels, bias
 
 
-def _bits(x: Tensor) -> Tensor:
+def local_rows(whole: Tensor, shard: VocabShard) -> Tensor:
+    """This rank's rows of a weight or bias, to be differentiated; padding rows hold something."""
+    rows = whole.new_full((shard.num_rows, *whole.shape[1:]), 3.0)
+    rows[: shard.num_valid] = whole[shard.start : min(shard.stop, shard.vocab_size)]
+    return rows.requires_grad_()
+
+
+def bits(x: Tensor) -> Tensor:
     """Comparable where NaN is."""
     return x.detach().contiguous().view(torch.uint8) if x.dim() else x.detach().view(1).view(torch.uint8)

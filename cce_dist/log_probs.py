@@ -1,0 +1,217 @@
+"""linear_log_probs: log-probabilities of given ids and statistics of the softmax, with gradients, without the logits.
+
+The operator is that of the loss (``op``): several ids a token, factors of each token, and more statistics are options of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cce_dist import agree, checks, op, operands
+from cce_dist.call import Call, LogProbOptions
+from cce_dist.kernels import Operands, Spec, Want
+from cce_dist.shard import VocabShard
+
+
+class LogProbs(NamedTuple):
+    """What ``linear_log_probs`` returns: fp32 tensors, and int64 ids, of the tokens' shape [...] unless another is named.
+
+    The first three are differentiable. A token without an id has 0 everywhere, and -1 for an id.
+
+    Attributes:
+        log_probs: Log-probabilities of ``ids``, in nats, of ids' shape; 0 where an id is ignored.
+        lse: Log-sum-exp of the logits over the whole vocabulary.
+        entropy: Entropy of the softmax, in nats; None unless asked for.
+        sum_p_squared: Sum of the squared probabilities; None unless asked for.
+        max_logit: The largest logit; None without ``argmax``.
+        argmax: Its id, int64, the smallest of equal ones; None unless asked for.
+        top_log_probs: [..., top_k] log-probabilities of the largest logits, in falling order; None without ``top_k``.
+        top_ids: [..., top_k] int64: their ids, of equal logits the smaller id first; None without ``top_k``.
+    """
+
+    log_probs: Tensor
+    lse: Tensor
+    entropy: Tensor | None = None
+    sum_p_squared: Tensor | None = None
+    max_logit: Tensor | None = None
+    argmax: Tensor | None = None
+    top_log_probs: Tensor | None = None
+    top_ids: Tensor | None = None
+
+
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    ids: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    ignore_index: int | None = -100,
+    logit_scale: float | Tensor = 1.0,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    sum_p_squared: bool = False,
+    argmax: bool = False,
+    top_k: int = 0,
+    shard: VocabShard | None = None,
+    sequence_parallel: bool = False,
+    input_grad: str = "summed",
+    reduce_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    workspace_bytes: int | None = None,
+    grad_weight_out: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> LogProbs:
+    """Log-probabilities of given ids, from hidden states, without ever holding the logits: for RL and distillation.
+
+    The logits are ``softcap * tanh(u / softcap) / temperature`` (``u / temperature`` without a softcap) with
+    ``u = logit_scale * (input @ linear_weight.T + linear_bias)``. Kernels, shards, budgets and checks are those of
+    ``linear_cross_entropy``; all sums are in fp32, as with an "fp32 head". A policy takes the gradient of one id a token,
+    distillation that of some hundred.
+
+    There is no gradient filter. The filter promises an error relative to weights of one sign, and upstream gradients of a
+    policy have both signs and very different sizes.
+
+    Args:
+        input: [..., D] hidden states, fp32, bf16 or fp16 (under autocast: cast as ``F.linear`` would).
+        linear_weight: [V_r, D] this rank's rows of the head weight, input's dtype; or a DTensor sharded on dim 0.
+        ids: [...] or [..., K] int64 or int32 ids in the whole vocabulary; the same on every rank of the group. An id may stand
+            in a token's row more than once.
+        linear_bias: [V_r] bias of this rank's rows, or a DTensor split as linear_weight is.
+        ignore_index: Entries of ids with this value have log-probability 0 and gradient 0. A token all of whose entries have it
+            is not computed: all of its outputs are 0 (its ids -1), and it gives no gradient. None means -100.
+        logit_scale: Multiplies the products: a number, or a [...] tensor with one for each token. No gradient.
+        softcap: Positive bound of the logits before the temperature, or None.
+        temperature: Divides the logits: a positive number, or a [...] tensor with one for each token. No gradient. Without a
+            softcap it is the same as ``logit_scale=1 / temperature``.
+        entropy: Return the entropy.
+        sum_p_squared: Return the sum of the squared probabilities. No gradient.
+        argmax: Return the largest logit and its id. A greedy match is ``argmax == ids``. No gradient.
+        top_k: Return the log-probabilities and ids of so many of the largest logits, at most 1,024. No gradient. The logits are
+            computed once more for them, a block at a time.
+        shard, sequence_parallel, input_grad, reduce_dtype, backend, workspace_bytes, grad_weight_out: As in
+            ``linear_cross_entropy``. With sequence_parallel ids and tensors of a number for each token are whole.
+        batch_invariant: A token's outputs have the same bits whatever other tokens are in the call, on one device with the same
+            options. Gradients are not promised to. No exponentials are kept for backward then, and calls of few tokens use a
+            part of the GPU. The torch backend promises nothing.
+
+    Returns:
+        ``LogProbs``. The same bits on every rank of the group, and in every run.
+
+    Sharding:
+        input, ids and tensors of numbers for each token replicated over the group (or, with sequence_parallel, input split on
+        dim 0); weight and bias split on dim 0. Outputs are replicated; dC and dbias stay with their rows; dE is replicated (or
+        its slice), or partial with ``input_grad="partial"``.
+
+    Communication:
+        Forward: one all-gather, of 3 fp32 numbers per token, one more for each of entropy, sum_p_squared and argmax, and K more
+        if K > 1; with top_k one more, of k int64 numbers. Backward: as ``linear_cross_entropy``.
+
+    Raises:
+        ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit; before any kernel or collective. A
+            number of a token that has ids is not finite, or its temperature not positive (CPU, or CCE_DIST_DEBUG=1; on a
+            GPU that token's outputs are NaN instead).
+        IndexError: An id outside the vocabulary (CPU, or CCE_DIST_DEBUG=1). On a GPU its log-probability is NaN instead, and
+            it gives no gradient.
+        RuntimeError: Double backward, forward mode, torch.func, vmap; ranks that disagree (CCE_DIST_DEBUG=1).
+    """
+    options = LogProbOptions.of(
+        ignore_index=ignore_index, softcap=softcap, entropy=entropy, sum_p_squared=sum_p_squared, argmax=argmax, top_k=top_k,
+        sequence_parallel=sequence_parallel, input_grad=input_grad, reduce_dtype=reduce_dtype, backend=backend,
+        workspace_bytes=workspace_bytes, batch_invariant=batch_invariant,
+    )  # fmt: skip
+    scale = _one_scale(logit_scale, temperature, options.softcap)
+    x, shard = operands.prepare(
+        input, linear_weight, ids, linear_bias, grad_weight_out, shard, 1.0 if scale is None else scale, options
+    )
+    if options.top_k > shard.vocab_size:
+        raise ValueError(f"top_k is {options.top_k}, the vocabulary has {shard.vocab_size} ids")
+    tokens = ids.shape[: input.dim() - 1]
+    call = operands.call_of(x, _spec(x, scale is None, shard, options), shard, options)
+    factors = _factors(logit_scale, temperature, x, tokens, call) if scale is None else None
+    agree.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature}, shard, options, call)
+    nll, lse, _, _, entropies, _, largest, measured, *_ = op.forward(
+        x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors
+    )
+    squares = measured[0].view(tokens) if sum_p_squared else None
+    best = measured[int(sum_p_squared)].view(tokens) if argmax else None
+    top_log_probs, top_ids = (values.view(*tokens, top_k) for values in measured[-2:]) if top_k else (None, None)
+    return LogProbs(
+        (0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None, squares,
+        largest.view(tokens) if argmax else None, best, top_log_probs, top_ids,
+    )  # fmt: skip
+
+
+def _spec(x: Operands, factors: bool, shard: VocabShard, options: LogProbOptions) -> Spec:
+    want = Want(
+        grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.bias)),
+        entropy=options.entropy, largest=options.argmax, sum_p_squared=options.sum_p_squared, best=options.argmax,
+        top_k=options.top_k,
+    )  # fmt: skip
+    return Spec(
+        x.logits, shard.vocab_size, options.ignore_index, want=want, workspace_bytes=options.workspace_bytes,
+        num_ids=x.ids.shape[1] if x.ids.dim() == 2 else 1, factors=factors, invariant=options.batch_invariant,
+    )  # fmt: skip
+
+
+def _one_scale(logit_scale: float | Tensor, temperature: float | Tensor, softcap: float | None) -> float | None:
+    """The one number that all products are multiplied by; None: it takes factors of each token."""
+    for name, value in (("logit_scale", logit_scale), ("temperature", temperature)):
+        if isinstance(value, Tensor):
+            _check_kind(name, value)
+        elif checks.number(name, value) <= 0 and name == "temperature":
+            raise ValueError(f"temperature must be positive, got {value}")
+    if isinstance(logit_scale, Tensor) or isinstance(temperature, Tensor):
+        return None
+    if softcap is None:
+        return checks.number("logit_scale / temperature", logit_scale / temperature)
+    return float(logit_scale) if temperature == 1 else None
+
+
+def _check_kind(name: str, value: Tensor) -> None:
+    checks.tensors(**{name: value})
+    if isinstance(value, DTensor):
+        raise TypeError(f"{name} is a DTensor: pass its local tensor (to_local())")
+    if value.requires_grad:
+        raise TypeError(f"{name} has no gradient here: pass a number, or a tensor that requires none")
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be a number or a tensor of floating-point numbers, got {value.dtype}")
+
+
+def _factors(
+    logit_scale: float | Tensor, temperature: float | Tensor, x: Operands, tokens: torch.Size, call: Call
+) -> Tensor:
+    """What each token's products are multiplied by, and what its bounded logits are; NaN where that is no number. -> [2, N]."""
+    counts = x.ids != call.spec.ignore_index
+    counts = counts.any(1) if counts.dim() == 2 else counts
+    readable = not torch.compiler.is_compiling() and (call.debug or not x.ids.is_cuda)  # reading waits for a GPU
+    numbers = []
+    for name, value in (("logit_scale", logit_scale), ("temperature", temperature)):
+        wide = _of_tokens(name, value, x, tokens)
+        good = wide.isfinite() & ((wide > 0) | (name == "logit_scale"))
+        bad = (~good & counts).nonzero() if readable else []
+        if len(bad):
+            positive = "positive and " if name == "temperature" else ""
+            position = int(bad[0])
+            raise ValueError(f"{name}[{position}] (flattened) must be {positive}finite, got {wide[position].item():g}")
+        numbers.append(torch.where(good, wide, torch.nan))
+    scale_N, temperature_N = numbers
+    if not call.spec.logits.softcap:
+        return torch.stack((scale_N / temperature_N, torch.ones_like(scale_N))).float()
+    return torch.stack((scale_N, 1.0 / temperature_N)).float()
+
+
+def _of_tokens(name: str, value: float | Tensor, x: Operands, tokens: torch.Size) -> Tensor:
+    """One float64 number for each token. [...] or [] -> [N]."""
+    like = torch.empty(0, dtype=torch.float64, device=x.ids.device)
+    if not isinstance(value, Tensor):
+        return like.new_full((x.num_tokens,), value)
+    if value.dim() and value.device != x.ids.device:
+        raise ValueError(f"input is on {x.ids.device}, {name} on {value.device}")
+    if value.dim() and value.shape != tokens:
+        raise ValueError(f"{name} must be a number or {tuple(tokens)}, one for each token, got {tuple(value.shape)}")
+    return value.to(like).reshape(-1).expand(x.num_tokens)

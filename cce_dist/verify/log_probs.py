@@ -1,0 +1,238 @@
+"""``linear_log_probs`` in the matrix: named traps, and one case on one group of ranks against the dense reference.
+
+The rule is that of ``check``; gradients are those of a sum with weights of both signs over log-probabilities, log-sum-exp and
+entropy.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist import reference
+from cce_dist.log_probs import LogProbs, linear_log_probs
+from cce_dist.shard import VocabShard
+from cce_dist.verify.cases import BF16, FP16, Bounds, Problem, even, padded, random_problem, uneven, with_empty
+from cce_dist.verify.check import EPS, Error, bits, compare, local_rows, rounded
+
+TOP = 5
+
+
+@dataclass(frozen=True)
+class LogProbCase:
+    """One line of the matrix.
+
+    Attributes:
+        name: What the line is called.
+        catches: The mistake that would fail it.
+        num_ids: K; 0: ids have no such dimension.
+        options: Arguments of ``linear_log_probs``.
+        problem: Draws the data from a generator.
+        ids: Changes ids [N, K] that were drawn evenly.
+        own: Names of arguments that are a number for each token, drawn from 0.5 to 1.5.
+        shards: Rows (start, stop) of each rank, from the vocabulary size and the number of ranks.
+        dtype: Of hidden states and weight.
+        differentiated: The outputs that have an upstream gradient.
+    """
+
+    name: str
+    catches: str
+    num_ids: int = 0
+    options: dict = field(default_factory=dict)
+    problem: Callable[[torch.Generator], Problem] | None = None
+    ids: Callable[[Tensor], Tensor] | None = None
+    own: tuple[str, ...] = ()
+    shards: Callable[[int, int], Bounds] | None = None
+    dtype: torch.dtype = torch.float32
+    differentiated: tuple[str, ...] = ("log_probs", "lse", "entropy")
+
+
+def ignored(ids: Tensor) -> Tensor:
+    """All ids of some tokens, and some ids of others."""
+    ids = ids.clone()
+    ids[::4] = -100
+    ids[1::3, ::2] = -100
+    return ids
+
+
+def repeated(ids: Tensor) -> Tensor:
+    """Equal ids side by side, apart, and in all of a row."""
+    ids = ids.clone()
+    ids[:, -1] = ids[:, 0]
+    ids[::3] = ids[::3, :1]
+    return ids
+
+
+POLICY = ("log_probs", "entropy")
+SOFTCAP = {"softcap": 5.0}
+OWN = ("logit_scale", "temperature")
+
+# fmt: off
+LOG_PROB_CASES = [
+    LogProbCase("log-probs", "a gradient of one sign assumed"),
+    LogProbCase("log-probs-alone", "an entropy that was not asked for", differentiated=("log_probs",)),
+    LogProbCase("log-probs-3", "the target of another rank's shard", 3, differentiated=("log_probs",)),
+    LogProbCase("log-probs-64", "a sum of ids in another order", 64, problem=random_problem(bias=True)),
+    LogProbCase("log-probs-repeated", "a cell that is overwritten twice", 7, ids=repeated),
+    LogProbCase("log-probs-ignored", "an ignored id with a gradient", 5, ids=ignored),
+    LogProbCase("log-probs-own-factors", "one token's temperature for another", own=OWN, problem=random_problem(bias=True)),
+    LogProbCase("log-probs-softcap", "a temperature before the softcap", 3, {**SOFTCAP, "temperature": 0.7},
+                problem=random_problem(bias=True)),
+    LogProbCase("log-probs-everything", "options that only work alone", 4, SOFTCAP, random_problem(bias=True), ignored, OWN),
+    LogProbCase("log-probs-uneven-shards", "the column of another shard", 3, SOFTCAP, own=OWN, shards=uneven),
+    LogProbCase("log-probs-empty-shards", "a maximum over nothing", 3, shards=with_empty),
+    LogProbCase("log-probs-padded-shards", "padding in the largest logits", 3, problem=random_problem(shift=-30.0, grid=True),
+                shards=padded),
+    LogProbCase("log-probs-sequence-parallel", "ids or temperatures of the slice", 3, {"sequence_parallel": True},
+                random_problem(24), own=OWN),
+    LogProbCase("log-probs-gap-of-1e4", "0 times infinity", 3, problem=random_problem(spike=1e4, grid=True)),
+    LogProbCase("log-probs-many-blocks", "state carried between blocks of logits", 3, {"workspace_bytes": 1},
+                random_problem(300, 16, 1200, bias=True), own=OWN),
+    LogProbCase("log-probs-bf16", "logits rounded before the log-sum-exp", 3, problem=random_problem(scale=0.2), dtype=BF16),
+    LogProbCase("log-probs-fp16", "gradients of ids that underflow", 3, problem=random_problem(scale=0.2), dtype=FP16),
+]
+# fmt: on
+
+
+def run_case(
+    case: LogProbCase, group: dist.ProcessGroup | None, device: str, backend: str = "auto", salt: int = 0
+) -> list[Error]:
+    """Run a case on the ranks of ``group``, as ``check.run_case``."""
+    backend = ("torch" if device == "cpu" else "triton") if backend == "auto" else backend
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    drawn = _draw(case, torch.Generator().manual_seed(zlib.crc32(case.name.encode()) + salt), device)
+    truth, baseline = (_expected(drawn, dtype) for dtype in (torch.float64, case.dtype))
+    vocab_size = drawn.problem.weight.shape[0]
+
+    start, stop = (case.shards or even)(vocab_size, ranks)[rank]
+    shard = VocabShard(start, stop, vocab_size, group)
+    first, again = (_ours(drawn, case.dtype, shard, rank, backend) for _ in range(2))
+    errors = [
+        error for name, ours in first.items() for error in _errors(name, ours, baseline, truth, case, shard, rank)
+    ]
+    differ = sum(not torch.equal(bits(first[name]), bits(again[name])) for name in first)
+    errors.append(Error("bits of a second run", float(differ), 0.0))
+    if group is not None:
+        everyone: list[Any] = [None] * ranks
+        outputs = [first[name].cpu() for name in LogProbs._fields]
+        dist.all_gather_object(everyone, outputs, group=group)
+        differ = sum(
+            not torch.equal(bits(a), bits(b)) for theirs in everyone for a, b in zip(theirs, outputs, strict=True)
+        )
+        errors.append(Error("bits over ranks", float(differ), 0.0))
+    return errors
+
+
+class _Drawn(NamedTuple):
+    """The data of a case. ``options`` hold tensors, too; ``upstream`` are gradients of outputs."""
+
+    problem: Problem
+    ids: Tensor
+    options: dict[str, Any]
+    upstream: dict[str, Tensor]
+    device: str
+
+
+def _draw(case: LogProbCase, generator: torch.Generator, device: str) -> _Drawn:
+    problem = rounded((case.problem or random_problem())(generator), case.dtype)
+    num_tokens, vocab_size = len(problem.labels), problem.weight.shape[0]
+    ids = torch.randint(vocab_size, (num_tokens, max(1, case.num_ids)), generator=generator)
+    ids = ids if case.ids is None else case.ids(ids)
+    ids = (ids if case.num_ids else ids[:, 0]).to(device)
+    own = {name: 0.5 + torch.rand(num_tokens, generator=generator) for name in case.own}
+    upstream = {
+        name: torch.randn(ids.shape if name == "log_probs" else ids.shape[:1], generator=generator).to(device)
+        for name in case.differentiated
+    }
+    options = dict(case.options) | {name: value.to(device) for name, value in own.items()}
+    return _Drawn(problem, ids, options, upstream, device)
+
+
+def _errors(
+    name: str, ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor], case: LogProbCase, shard: VocabShard,
+    rank: int,
+) -> list[Error]:  # fmt: skip
+    if name in ("argmax", "top_ids"):
+        return [_wrong_ids(name, ours, baseline, truth)]
+    of_rank, of_truth, held_in = (
+        baseline[name],
+        truth[name],
+        case.dtype if name in ("dE", "dC", "dbias") else torch.float32,
+    )
+    padding = []
+    if name in ("dC", "dbias"):
+        mine = slice(shard.start, min(shard.stop, shard.vocab_size))
+        padding = [Error(f"{name} of padding", ours[shard.num_valid :].abs().sum().item(), 0.0)]
+        ours, of_rank, of_truth = ours[: shard.num_valid], of_rank[mine], of_truth[mine]
+    if name == "dE" and case.options.get("sequence_parallel"):
+        of_rank, of_truth = (value.chunk(shard.group_size)[rank] for value in (of_rank, of_truth))
+    return [*padding, compare(name, ours, of_rank, of_truth, held_in)]
+
+
+def _wrong_ids(name: str, ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor]) -> Error:
+    """How far the log-probabilities of our ids are below those of the largest logits, place by place."""
+    ours, log_p = ours.cpu(), truth["log_p"].cpu()
+    ours = ours.unsqueeze(-1) if name == "argmax" else ours
+    live = truth["top_ids"].cpu()[:, :1] >= 0
+    best = truth["top_log_probs"].cpu()[:, : ours.shape[1]]
+    gap = torch.where(live, (best - log_p.gather(1, ours.clamp(min=0))).abs(), (ours != -1).double())
+    noise = (baseline["top_log_probs"].cpu() - truth["top_log_probs"].cpu()).abs().amax().item()
+    twice = sum(len(row) - len(set(row)) for row in ours[live[:, 0]].tolist())
+    return Error(name, gap.amax().item() + twice, 4 * noise + EPS[torch.float32] * best.abs().amax().item())
+
+
+def _objective(out: LogProbs, upstream: dict[str, Tensor]) -> Tensor:
+    return sum(
+        ((getattr(out, name) * g.to(out.lse)).sum() for name, g in upstream.items()), start=out.lse.new_zeros(())
+    )
+
+
+def _tensors(drawn: _Drawn, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    hidden, weight, bias = (
+        None if x is None else x.to(drawn.device, dtype).detach()
+        for x in (drawn.problem.hidden, drawn.problem.weight, drawn.problem.bias)
+    )
+    assert hidden is not None and weight is not None
+    return hidden, weight, bias
+
+
+def _expected(drawn: _Drawn, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Outputs and gradients of the dense reference in a dtype, and all log-probabilities."""
+    hidden, weight, bias = _tensors(drawn, dtype)
+    inputs = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    known = ("softcap", "temperature", "logit_scale")
+    wide = torch.promote_types(dtype, torch.float32)
+    how: dict[str, Any] = {name: value for name, value in drawn.options.items() if name in known}
+    how |= {name: value.to(wide) for name, value in how.items() if isinstance(value, Tensor)}
+    out = reference.linear_log_probs(hidden, weight, drawn.ids, linear_bias=bias, top_k=TOP, **how)
+    grads = torch.autograd.grad(_objective(out, drawn.upstream), inputs)
+    all_ids = torch.arange(weight.shape[0], device=drawn.device).expand(len(hidden), -1)
+    log_p = reference.linear_log_probs(hidden, weight, all_ids, linear_bias=bias, **how).log_probs
+    values = {name: x.detach() for name, x in out._asdict().items()} | {"log_p": log_p.detach()}
+    return values | dict(zip(("dE", "dC", "dbias"), grads, strict=False))
+
+
+def _ours(drawn: _Drawn, dtype: torch.dtype, shard: VocabShard, rank: int, backend: str) -> dict[str, Tensor]:
+    """The same from ``linear_log_probs`` on this rank's shard, after checking a second backward."""
+    hidden, weight, bias = _tensors(drawn, dtype)
+    weight, bias = local_rows(weight, shard), None if bias is None else local_rows(bias, shard)
+    if drawn.options.get("sequence_parallel"):
+        hidden = hidden.chunk(shard.group_size)[rank].contiguous()
+    hidden.requires_grad_()
+    out = linear_log_probs(
+        hidden, weight, drawn.ids, linear_bias=bias, shard=shard, backend=backend, entropy=True, sum_p_squared=True,
+        argmax=True, top_k=TOP, **drawn.options,
+    )  # fmt: skip
+    inputs = [x for x in (hidden, weight, bias) if x is not None]
+    objective = _objective(out, drawn.upstream)
+    grads = torch.autograd.grad(objective, inputs, retain_graph=True)
+    second = torch.autograd.grad(objective, inputs)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(grads, second, strict=True)), "second backward differs"
+    values = {name: x.detach() for name, x in out._asdict().items()}
+    return values | dict(zip(("dE", "dC", "dbias"), grads, strict=False))

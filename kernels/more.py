@@ -1,0 +1,115 @@
+"""What ``linear_log_probs`` has beside the loss: several ids a token, more statistics, the largest logits. Plain torch.
+
+These are numbers of tokens and of their ids, none of the vocabulary's size, so every backend shares them. Each function's order
+of operations is fixed: the bits are the same in every run and on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Spec
+
+LEAST_KEY = torch.iinfo(torch.int64).min  # of no column
+_LOW_BITS = (1 << 32) - 1
+
+
+def any_id(ids_NI: Tensor) -> Tensor:
+    """Return one id of each token that is in the vocabulary; of a token without one OUTSIDE if it has such an id. -> [N]."""
+    largest = ids_NI.amax(1)
+    return torch.where(largest >= 0, largest, ids_NI.amin(1))
+
+
+class More(NamedTuple):
+    """Outputs from the statistics of all shards; empty where not asked for.
+
+    Attributes:
+        nll_NI: Negative log-probabilities of several ids; 0 where an id is IGNORED, NaN where it is OUTSIDE.
+        target_NI: Their logits.
+        sum_p_squared_N: 0 or NaN where there is no id, as in the next.
+        best_N: Id of the largest logit, the smallest of equal ones; -1 where there is no id.
+    """
+
+    nll_NI: Tensor
+    target_NI: Tensor
+    sum_p_squared_N: Tensor
+    best_N: Tensor
+
+
+def merge_more(stats_TKN: Tensor, merged_KN: Tensor, ids_N: Tensor, cells: Cells | None, spec: Spec) -> More:
+    """Merge what the shards' statistics have beside those of the loss; ``merged_KN`` holds the maximum and log of the sum."""
+    max_N, log_sum_N = merged_KN[0], merged_KN[1]
+    nothing = merged_KN.new_empty(0)
+    nll_NI = target_NI = sum_p_squared_N = best_N = nothing
+    row = spec.num_stats
+    if spec.want.sum_p_squared:
+        # An empty shard and a row of -inf logits have a maximum of -inf, whose difference to itself would be NaN.
+        below_TN = torch.where(stats_TKN[:, 0] == max_N, 0.0, stats_TKN[:, 0] - max_N)
+        squares_N = (stats_TKN[:, row] * (2 * below_TN).exp()).sum(0)
+        sum_p_squared_N = masked(squares_N * (-2 * log_sum_N).exp(), ids_N)
+        row += 1
+    if spec.want.best:
+        ids_TN = stats_TKN[:, row].contiguous().view(torch.int32)
+        here = stats_TKN[:, 0] == max_N
+        best_N = torch.where(here, ids_TN, torch.iinfo(torch.int32).max).amin(0).long()
+        best_N = best_N.masked_fill((ids_N < 0) | ~here.any(0), -1)  # a maximum of NaN is nobody's
+    if cells is not None:
+        target_NI = stats_TKN[:, spec.first_target :].sum(0).t().contiguous()  # 0 on all shards but one
+        nll_NI = masked(max_N[:, None] - target_NI + log_sum_N[:, None], cells.ids_NI)
+    return More(nll_NI, target_NI, sum_p_squared_N, best_N)
+
+
+def masked(values: Tensor, ids: Tensor) -> Tensor:
+    """0 where an id is IGNORED, NaN where it is OUTSIDE."""
+    return values.masked_fill(ids == IGNORED, 0.0).masked_fill(ids == OUTSIDE, torch.nan)
+
+
+def distinct(ids_NI: Tensor, target_NI: Tensor, grad_NI: Tensor) -> Cells:
+    """Sort each token's ids and give all of the gradient of equal ids to one of them; the others become IGNORED.
+
+    The sums are those of a segmented scan (Hillis and Steele, 1986): as many steps as I has bits.
+    """
+    ids, order = ids_NI.sort(dim=1, stable=True)
+    target, grad = target_NI.gather(1, order), grad_NI.gather(1, order)
+    step = 1
+    while step < ids.shape[1]:
+        # Equal at a distance, so all between them are equal too.
+        before = torch.where(ids[:, step:] == ids[:, :-step], grad[:, :-step], 0.0)
+        grad = torch.cat((grad[:, :step], grad[:, step:] + before), 1)
+        step *= 2
+    repeated = torch.zeros_like(ids, dtype=torch.bool)
+    repeated[:, :-1] = ids[:, :-1] == ids[:, 1:]
+    return Cells(ids.masked_fill_(repeated, IGNORED), target, grad)
+
+
+def cell_gradients(d_nll_NI: Tensor | None, target_NI: Tensor, ids_NI: Tensor) -> tuple[Cells, Tensor]:
+    """Return the cells of backward, and what the gradients of all ids of a token add to that of its log-sum-exp, [N]."""
+    grad_NI = torch.zeros_like(target_NI) if d_nll_NI is None else d_nll_NI.masked_fill(ids_NI < 0, 0.0)
+    return distinct(ids_NI, target_NI, -grad_NI), grad_NI.sum(1)
+
+
+# The largest logits. A key is an int64 that orders columns by logit and then by id, the smaller id first: no two are equal, so
+# the largest keys are the same whatever order they are looked at in.
+
+
+def keys_of(z_RC: Tensor, first_id: int) -> Tensor:
+    """Return the keys of a block of logits, whose first column has the id ``first_id``."""
+    bits = (z_RC + 0.0).view(torch.int32)  # -0 becomes 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # an order of integers that is the order of the floats
+    ids_C = torch.arange(first_id, first_id + z_RC.shape[1], device=z_RC.device)
+    return (ordered.long() << 32) | (_LOW_BITS - ids_C)
+
+
+def largest_keys(keys: list[Tensor], top_k: int) -> Tensor:
+    """Return the largest keys of each row over blocks side by side, in falling order. -> [R, top_k]."""
+    return torch.cat(keys, 1).topk(top_k, 1).values
+
+
+def of_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits and the ids of keys."""
+    ordered = (keys >> 32).int()
+    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+    return bits.view(torch.float32), _LOW_BITS - (keys & _LOW_BITS)
