@@ -55,17 +55,22 @@ def _backend(call: DivergenceCall) -> ModuleType:
     return divergence
 
 
-def _forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
-    teacher_bias: Tensor | None, grad_weight_out: Tensor | None, *flat,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The divergence of each token, [N] fp32, 0 where it is not counted; then the rows of ``Pair``, [5, N]."""
-    tensors = (hidden, weight, bias, mask, teacher_hidden, teacher_weight, teacher_bias, grad_weight_out)
-    return _run_forward(*tensors, DivergenceCall.of(flat))
+NUM_OPERANDS = 7  # both heads' hidden states, weight and bias, and the mask
 
 
-def _run_forward(*tensors_and_call: Any) -> tuple[Tensor, Tensor]:
-    *operands, _, call = tensors_and_call
+def _forward(*given: Any) -> tuple[Tensor, Tensor]:
+    """``_run_forward``, the call given by its flat values."""
+    return _run_forward(*given[: NUM_OPERANDS + 1], DivergenceCall.of(given[NUM_OPERANDS + 1 :]))
+
+
+def _run_forward(*given: Any) -> tuple[Tensor, Tensor]:
+    """The divergence of each token, [N] fp32, 0 where it is not counted; then the rows of ``Pair``, [5, N].
+
+    Args:
+        given: hidden, weight and bias of the student; mask, [N] bool; hidden, weight and bias of the teacher; then
+            ``grad_weight_out``, which backward alone needs, and the call.
+    """
+    *operands, _, call = given
     spec, group = call.spec, merge.resolve(call.layout.group_name)
     backend = _backend(call)
     with torch.autocast(operands[0].device.type, enabled=False):
@@ -98,20 +103,19 @@ def _gathered(
     )
 
 
-def _backward(
-    d_values: list[Tensor | None], hidden: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, teacher_hidden: Tensor,
-    teacher_weight: Tensor, teacher_bias: Tensor | None, saved: list[Tensor], grad_weight_out: Tensor | None,
-    want: list[bool], *flat,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dE, dC and dbias of the student; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
-    operands = (hidden, weight, bias, mask, teacher_hidden, teacher_weight, teacher_bias)
-    return _run_backward(d_values, *operands, saved, grad_weight_out, want, DivergenceCall.of(flat))
+def _backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``_run_backward``, the call given by its flat values."""
+    return _run_backward(*given[: NUM_OPERANDS + 4], DivergenceCall.of(given[NUM_OPERANDS + 4 :]))
 
 
-def _run_backward(
-    d_values: list[Tensor | None], *operands_and_more: Any
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    *operands, saved, grad_weight_out, want, call = operands_and_more
+def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """dE, dC and dbias of the student; an empty tensor for what is not wanted (or went into ``grad_weight_out``).
+
+    Args:
+        d_values: The gradient of each token's divergence.
+        given: The operands of forward; what it saved; ``grad_weight_out``; which of the three are wanted; the call.
+    """
+    *operands, saved, grad_weight_out, want, call = given
     hidden, _, bias, *_ = operands
     want_hidden, want_weight, want_bias = want
     layout, spec, group = call.layout, call.spec, merge.resolve(call.layout.group_name)
@@ -146,7 +150,7 @@ def _forward_fake(hidden, weight, bias, mask, *others):
 
 
 _OPERATOR = Operator(
-    PUBLIC_NAME, _run_forward, _run_backward, "divergence", "divergence_backward", DivergenceCall.of, 1, 7
+    PUBLIC_NAME, _run_forward, _run_backward, "divergence", "divergence_backward", DivergenceCall.of, 1, NUM_OPERANDS
 )
 
 

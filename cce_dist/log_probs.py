@@ -185,7 +185,7 @@ def _check_kind(name: str, value: Tensor) -> None:
 def _factors(
     logit_scale: float | Tensor, temperature: float | Tensor, x: Operands, tokens: torch.Size, call: Call
 ) -> Tensor:
-    """What each token's products are multiplied by, and what its bounded logits are; NaN where that is no number. -> [2, N]."""
+    """What each token's products are multiplied by, and what its bounded logits are; NaN where that is no number. -> [N, 2]."""
     counts = x.ids != call.spec.ignore_index
     counts = counts.any(1) if counts.dim() == 2 else counts
     readable = not torch.compiler.is_compiling() and (call.debug or not x.ids.is_cuda)  # reading waits for a GPU
@@ -201,8 +201,8 @@ def _factors(
         numbers.append(torch.where(good, wide, torch.nan))
     scale_N, temperature_N = numbers
     if not call.spec.logits.softcap:
-        return torch.stack((scale_N / temperature_N, torch.ones_like(scale_N))).float()
-    return torch.stack((scale_N, 1.0 / temperature_N)).float()
+        return torch.stack((scale_N / temperature_N, torch.ones_like(scale_N)), 1).float()
+    return torch.stack((scale_N, 1.0 / temperature_N), 1).float()
 
 
 def _of_tokens(name: str, value: float | Tensor, x: Operands, tokens: torch.Size) -> Tensor:

@@ -84,7 +84,6 @@ class Operator(NamedTuple):
         chosen = [grad if wanted else None for grad, wanted in zip(found, want, strict=True)]
         return *chosen, *(None,) * (ctx.num_inputs - 3)
 
-
     def backward_fake(self, d_outputs: list[Tensor | None], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Shapes and dtypes of the operator's three gradients, for torch.compile."""
         hidden, weight, bias = others[:3]

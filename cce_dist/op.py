@@ -34,7 +34,7 @@ def _forward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Per-token statistics of the whole vocabulary, 0 where the label is ignored, NaN where it is outside the vocabulary.
 
-    ``labels`` are [N], or [N, I]: several ids of each token. ``factors`` are [2, N] fp32, see ``Operands``.
+    ``labels`` are [N], or [N, I]: several ids of each token. ``factors`` are [N, 2] fp32, see ``Operands``.
 
     Returns:
         nll, lse, target logit, nll of the uniform distribution, entropy: [N] fp32 each, the last two empty unless wanted; of
@@ -79,7 +79,7 @@ def _run_forward(
         largest = merged.new_empty(0)
         if spec.want.largest:  # 0 or NaN where there is no label, as in the log-sum-exp
             largest = torch.where(x.ids >= 0, merged[0], losses[1])
-        own = [] if x.factors_2N is None else [x.factors_2N]
+        own = [] if x.factors_N2 is None else [x.factors_N2]
         return *losses, filter_stats, largest, measured, [merged, x.ids, *of_ids, *own, *saved]
 
 
@@ -92,7 +92,7 @@ def _operands(
         cells = Cells(ids.view(-1, spec.num_ids))
         ids = any_id(cells.ids_NI)
     if factors is not None:
-        factors = torch.where(ids >= 0, factors, 1.0)  # what an ignored token has may be anything
+        factors = torch.where(ids[:, None] >= 0, factors, 1.0)  # what an ignored token has may be anything
     return Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
 
 

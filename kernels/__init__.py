@@ -199,7 +199,7 @@ class Operands(NamedTuple):
         ids: [N] int64, label ids in the whole vocabulary; IGNORED and OUTSIDE are negative. Of several ids, any that is in it.
         logits: The shard.
         cells: Several ids of each token, or None.
-        factors_2N: [2, N] fp32 contiguous, what each token's logits are multiplied by: before and after the softcap; or None.
+        factors_N2: [N, 2] fp32 contiguous, what each token's logits are multiplied by: before and after the softcap; or None.
     """
 
     hidden: torch.Tensor
@@ -208,7 +208,7 @@ class Operands(NamedTuple):
     ids: torch.Tensor
     logits: ShardLogits
     cells: Cells | None = None
-    factors_2N: torch.Tensor | None = None
+    factors_N2: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -216,10 +216,10 @@ class Operands(NamedTuple):
 
     def of_tokens(self, rows: slice, hidden: torch.Tensor) -> Operands:
         """Return those of some of the tokens, whose hidden states are given."""
-        cells, factors = self.cells, self.factors_2N
+        cells, factors = self.cells, self.factors_N2
         return self._replace(
             hidden=hidden, ids=self.ids[rows], cells=None if cells is None else Cells(cells.ids_NI[rows]),
-            factors_2N=None if factors is None else factors[:, rows].contiguous(),
+            factors_N2=None if factors is None else factors[rows],
         )  # fmt: skip
 
 

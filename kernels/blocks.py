@@ -113,7 +113,7 @@ def store_tile(
 @triton.jit
 def softcapped(u, softcap):
     """softcap * tanh(u / softcap), by one exponential that cannot overflow."""
-    t = tl.exp(-2.0 * tl.abs(u) / softcap)
+    t = tl.exp(tl.abs(u) * (-2.0 / softcap))
     bounded = softcap * (1.0 - t) / (1.0 + t)
     return tl.where(u < 0, -bounded, bounded)
 
@@ -121,7 +121,7 @@ def softcapped(u, softcap):
 @triton.jit
 def softcap_slope(z, softcap):
     """Derivative of ``softcapped`` with respect to u, from its value z."""
-    capped = z / softcap
+    capped = z * (1.0 / softcap)
     return 1.0 - capped * capped
 
 

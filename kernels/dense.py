@@ -110,7 +110,7 @@ def _blocks(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[_Block]]]
             yield _Block(
                 rows, cols, hidden_RD, x.weight[cols], None if x.bias is None else x.bias[cols],
                 column_R1.clamp(0, width - 1), (column_R1 >= 0) & (column_R1 < width), columns_RI, ids_RI,
-                None if x.factors_2N is None else x.factors_2N[:, rows, None],
+                None if x.factors_N2 is None else x.factors_N2[rows].t()[:, :, None],
             )  # fmt: skip
 
     for start in range(0, logits.num_valid, num_cols):

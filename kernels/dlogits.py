@@ -53,7 +53,7 @@ def dlogits_chunk(
     _dlogits_kernel[grid](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
-        x.ids, rows.index, rows.num_kept, softmax.max, softmax.log_sum, softmax.entropy, coef_4N,
+        x.ids, rows.index, rows.num_kept, softmax.max, softmax.log_sum, softmax.entropy, coef_4N, x.factors_N2,
         # out
         operand(dlogits_RV, tile.rows, tile.cols // 2, tma),
         # sizes
@@ -61,8 +61,8 @@ def dlogits_chunk(
         splits,
         # options
         logits.logit_scale, logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
-        HAS_ENTROPY=softmax.entropy is not None, MASK_V=logits.num_valid % tile.cols != 0,
+        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0 or x.factors_N2 is not None, HAS_SOFTCAP=logits.softcap > 0.0,
+        HAS_ENTROPY=softmax.entropy is not None, HAS_FACTORS=x.factors_N2 is not None, MASK_V=logits.num_valid % tile.cols != 0,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
@@ -81,6 +81,7 @@ def _dlogits_kernel(
     log_sum_ptr,  # in: [N] fp32
     entropy_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
+    factor_ptr,  # in: [N, 2] fp32
     dlogits,  # out: [R, columns of the chunk] descriptor or pointer
     num_rows,
     hidden_size,
@@ -97,6 +98,7 @@ def _dlogits_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
     MASK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -121,9 +123,19 @@ def _dlogits_kernel(
     label = (tl.load(labels_ptr + token, mask=live, other=-1) - start - first_col).to(tl.int32)
     coef = coef_ptr + token
     stride = num_tokens.to(tl.int64)
-    coef_p = tl.load(coef, mask=live, other=0) * logit_scale
-    coef_label = tl.load(coef + stride, mask=live, other=0) * logit_scale
-    coef_uniform = tl.load(coef + 2 * stride, mask=live, other=0) * logit_scale
+    scale = logit_scale
+    bound = softcap
+    if HAS_FACTORS:
+        factor = factor_ptr + 2 * token.to(tl.int64)
+        scale = tl.load(factor, mask=live, other=1)
+        logit_scale = scale[:, None]
+        if HAS_SOFTCAP:
+            after = tl.load(factor + 1, mask=live, other=1)
+            scale *= after
+            bound = softcap * after[:, None]
+    coef_p = tl.load(coef, mask=live, other=0) * scale
+    coef_label = tl.load(coef + stride, mask=live, other=0) * scale
+    coef_uniform = tl.load(coef + 2 * stride, mask=live, other=0) * scale
 
     for tile in tl.range(split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits, flatten=True):
         col = tile * BLOCK_V
@@ -131,18 +143,20 @@ def _dlogits_kernel(
             hidden, weight, bias_ptr, row, first_col + col, num_rows, num_valid, hidden_size, logit_scale, softcap,
             HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
         )  # fmt: skip
+        if HAS_FACTORS and HAS_SOFTCAP:
+            z *= after[:, None]
         offs_v = col + tl.arange(0, BLOCK_V)
         log_p = (z - row_max[:, None]) - log_sum[:, None]
         p = tl.exp(log_p)
         grad = coef_p[:, None] * p + coef_uniform[:, None]
         if HAS_ENTROPY:
             entropy = tl.load(entropy_ptr + token, mask=live, other=0)
-            coef_entropy = tl.load(coef + 3 * stride, mask=live, other=0) * logit_scale
+            coef_entropy = tl.load(coef + 3 * stride, mask=live, other=0) * scale
             # A probability that underflows would make 0 * -inf.
             grad -= coef_entropy[:, None] * tl.where(p > 0, p * (log_p + entropy[:, None]), 0.0)
         grad = tl.where(offs_v[None, :] == label[:, None], grad + coef_label[:, None], grad)
         if HAS_SOFTCAP:
-            grad *= softcap_slope(z, softcap)
+            grad *= softcap_slope(z, bound)
         if MASK_V:
             grad = tl.where((first_col + offs_v < num_valid)[None, :], grad, 0.0)
         store_tile(dlogits, row, col, grad, num_rows, dlogits_cols, dlogits_cols, BLOCK_N, BLOCK_V, TMA)

@@ -21,14 +21,25 @@ from typing import NamedTuple
 
 import torch
 
-from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, budget
+from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.budget import NUM_PLANES, Sizes, cdiv
+from cce_dist.kernels.budget import Sizes, cdiv
+from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.kept import Kept, level, row_scales
-from cce_dist.kernels.lse import MAX, Keep, Span, choose_splits, lse_partials, merge_splits, target_logits
+from cce_dist.kernels.lse import (
+    MAX,
+    NOTHING_MORE,
+    Keep,
+    Span,
+    choose_splits,
+    lse_partials,
+    merge_splits,
+    new_partials,
+    target_logits,
+)
 from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import coefficients, compact, gather_rows, gathered, label_ids, merged_lse, token_losses
 
@@ -51,10 +62,12 @@ def _keeps(x: Operands, spec: Spec) -> bool:
     """Whether exponentials can be kept.
 
     They cannot where the gradient is not a multiple of them (label smoothing, entropy), in fp16, whose exponent is too short,
-    and in fp32, whose precision 16-bit exponentials would cost.
+    and in fp32, whose precision 16-bit exponentials would cost. A budget for them depends on the number of tokens, and sums
+    beside them have another reference: a token's bits would depend on the others.
     """
     want = spec.want
-    return want.grad and x.hidden.dtype == torch.bfloat16 and not want.uniform and not want.entropy
+    multiple = not want.uniform and not want.entropy and not spec.invariant
+    return want.grad and x.hidden.dtype == torch.bfloat16 and multiple
 
 
 def sizes_of(x: Operands) -> Sizes:
@@ -91,43 +104,55 @@ def statistics(
     order, kept = compact(x.ids), new_kept(x, columns_kept(x, spec))
     saved = [*order, *kept]
     if num_tokens == 0 or x.logits.num_valid == 0:
-        stats_KN = torch.zeros(spec.num_stats, num_tokens, **fp32)
+        stats_KN = torch.zeros(spec.num_rows, num_tokens, **fp32)
         stats_KN[0] = float("-inf")
         return stats_KN, saved
-    stats_KN = torch.empty(spec.num_stats, num_tokens, **fp32)
+    stats_KN = torch.empty(spec.num_rows, num_tokens, **fp32)
+    target = stats_KN[spec.first_target :] if spec.several else stats_KN[2]
+    if spec.several:
+        stats_KN[2].zero_()
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
         at_once = min(num_tokens, budget.forward_rows(sizes_of(x), spec.workspace_bytes, kept.exp_NV.shape[1] > 0))
         num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
         kept_tiles = min(kept.exp_NV.shape[1] // tiles.lse.cols, num_tiles)
         parts, kept_parts = (
-            choose_splits(at_once, n, tiles.lse, x.hidden.device) if n > 0 else 0
+            choose_splits(_some_rows(tiles) if spec.invariant else at_once, n, tiles.lse, x.hidden.device)
+            if n > 0
+            else 0
             for n in (num_tiles - kept_tiles, kept_tiles)
         )
         buffer_RD = x.hidden.new_empty(at_once, hidden_size)
         for group in token_groups(order, at_once):
             rows = gathered(x.hidden, group, buffer_RD)
-            target_logits(x, rows, stats_KN[2])
-            partials_KPR = torch.empty(NUM_PLANES, kept_parts + parts, rows.index.shape[0], **fp32)
+            target_logits(x, rows, target)
+            partials_KPR = new_partials(kept_parts + parts, rows.index.shape[0], spec.want, x.hidden)
             if kept_tiles:
-                _keep_exponentials(x, rows, tiles, Span(0, kept_tiles, kept_parts), partials_KPR, kept)
+                _keep_exponentials(x, rows, tiles, Span(0, kept_tiles, kept_parts), partials_KPR, kept, spec.want)
                 kept.reference[1] = stats_KN[2]
             if parts:
                 span = Span(kept_tiles, num_tiles, parts, kept_parts)
                 lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want)
             merge_splits(partials_KPR, x, rows, stats_KN, want=spec.want)
+        if spec.want.best:  # columns become ids
+            stats_KN[spec.num_stats + spec.want.sum_p_squared].view(torch.int32).add_(x.logits.start)
     return stats_KN, saved
 
 
+def _some_rows(tiles: Tiles) -> int:
+    """Rows for which the vocabulary is cut, whatever the call has: as many parts as 400 to 8,192 tokens get on an H100."""
+    return 16 * tiles.lse.rows
+
+
 def _keep_exponentials(
-    x: Operands, rows: Rows, tiles: Tiles, span: Span, partials_KPR: torch.Tensor, kept: Kept
+    x: Operands, rows: Rows, tiles: Tiles, span: Span, partials_KPR: torch.Tensor, kept: Kept, want: Want
 ) -> None:
     """Run the log-sum-exp over a span, keeping its exponentials and each row's reference: the first tile's maximum."""
     num_rows = rows.index.shape[0]
-    first_KPR = partials_KPR.new_empty(NUM_PLANES, 1, num_rows)
+    first_KPR = new_partials(1, num_rows, NOTHING_MORE, partials_KPR)
     lse_partials(x, rows, tiles, Span(0, 1, 1), first_KPR)
     keep = Keep(first_KPR[MAX.value, 0], kept.exp_NV, partials_KPR.new_empty(span.last, num_rows))
-    lse_partials(x, rows, tiles, span, partials_KPR, keep=keep)
+    lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want)
     level(keep, rows, kept.reference[0], tiles.lse.cols)
 
 
@@ -197,7 +222,9 @@ def gradients(
         return returned
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        coef_4N, gain = normalised(coef_4N, x.hidden.dtype)
+        coef_4N, gain = normalised(coef_4N, x.hidden.dtype, x.cells)
+        if x.cells is not None and gain is not None:
+            x = x._replace(cells=x.cells._replace(grad_NI=x.cells.grad_NI / gain))
         order, kept, last = saved[:2], Kept(*saved[2:]), x.logits.num_valid
         num_kept = min(kept.exp_NV.shape[1], last)
         at_once, cols = budget.exact_chunks(
@@ -219,15 +246,27 @@ def gradients(
             add = grads.weight_out is not None or group > 0
             if chunks:
                 gather_rows(x.hidden, rows)
-            fill = partial(dlogits_chunk, x, rows, softmax, coef_4N, tiles=tiles, one_wave=often_empty)
+            fill = partial(_fill_chunk, x, rows, softmax, coef_4N, tiles, often_empty)
             final = 0 if num_kept else num_final
             add_chunks(out, x, rows, chunks, dlogits_RV, fill, tiles, add=add, num_final=final)
             if num_kept:
                 scale_R = row_scales(kept, x, rows, softmax, coef_4N)
+                if x.cells is not None:
+                    write_cells(x, rows, softmax, coef_4N, 0, kept.exp_NV, scale_R)
                 if d_weight is not None:
                     gather_rows(x.hidden, rows, scale_R)
                 _add_part(out, _Part(0, num_kept, kept.exp_NV, scale_R, not chunks, add, num_final), x, rows, tiles)
     return returned
+
+
+def _fill_chunk(
+    x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, tiles: Tiles, one_wave: bool, first: int,
+    grads_RV: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write the logits' gradient of the columns from ``first`` on, and each token's ids among them."""
+    dlogits_chunk(x, rows, softmax, coef_4N, first, grads_RV, tiles, one_wave=one_wave)
+    if x.cells is not None:
+        write_cells(x, rows, softmax, coef_4N, first, grads_RV)
 
 
 def add_chunks(
@@ -294,12 +333,17 @@ def remainder(hidden_ND: torch.Tensor, num_rows: int) -> torch.Tensor | None:
     return torch.empty(num_rows, hidden_ND.shape[1], dtype=torch.bfloat16, device=hidden_ND.device)
 
 
-def normalised(coef_4N: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """In fp16, where gradients of a mean would underflow, return coefficients over their largest finite magnitude, and that."""
+def normalised(
+    coef_4N: torch.Tensor, dtype: torch.dtype, cells: Cells | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """In fp16, where gradients of a mean would underflow, return coefficients over their largest finite magnitude, and that.
+
+    The gradients of ``cells`` are looked at too.
+    """
     if dtype != torch.float16:
         return coef_4N, None
-    size = coef_4N.abs()
-    gain = torch.where(size.isfinite(), size, 0.0).amax()
+    given = [coef_4N.abs()] if cells is None or cells.grad_NI is None else [coef_4N.abs(), cells.grad_NI.abs()]
+    gain = torch.stack([torch.where(size.isfinite(), size, 0.0).amax() for size in given]).amax()
     gain = torch.where(gain > 0, gain, 1.0)
     return coef_4N / gain, gain
 

@@ -103,16 +103,22 @@ def _level_kernel(
 
 
 def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor) -> torch.Tensor:
-    """Return scale_R, and write each label's cell of the exponentials so that scale * cell is the label's gradient."""
+    """Return scale_R, and write each label's cell of the exponentials so that scale * cell is the label's gradient.
+
+    Cells of several ids are written by ``cells.py``; their gradients decide on the scale here.
+    """
     num_rows = rows.index.shape[0]
-    logits = x.logits
+    logits, labels, grad_NI, num_ids = x.logits, x.ids, None, None
+    if x.cells is not None:
+        labels, grad_NI, num_ids = x.cells.ids_NI, x.cells.grad_NI, x.cells.ids_NI.shape[1]
     scale_R = torch.empty(num_rows, dtype=torch.float32, device=coef_4N.device)
     _row_scale_kernel[(cdiv(num_rows, 128),)](
-        kept.reference[0], kept.reference[1], x.ids, rows.index, rows.num_kept, softmax.max, softmax.log_sum, coef_4N,
+        kept.reference[0], kept.reference[1], labels, rows.index, rows.num_kept, softmax.max, softmax.log_sum, coef_4N,
+        x.factors_N2, grad_NI,
         kept.exp_NV, scale_R,
-        num_rows, x.num_tokens, kept.exp_NV.shape[1], logits.start, logits.num_valid,
+        num_rows, x.num_tokens, kept.exp_NV.shape[1], logits.start, logits.num_valid, num_ids,
         logits.logit_scale, logits.softcap,
-        HAS_SOFTCAP=logits.softcap > 0.0, BLOCK_N=128,
+        HAS_SOFTCAP=logits.softcap > 0.0, HAS_FACTORS=x.factors_N2 is not None, SEVERAL=num_ids is not None, BLOCK_N=128,
     )  # fmt: skip
     return scale_R
 
@@ -121,12 +127,14 @@ def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: t
 def _row_scale_kernel(
     reference_ptr,  # in: [R] fp32
     target_ptr,  # in: [N] fp32
-    labels_ptr,  # in: [N] int64
+    labels_ptr,  # in: [N] int64; [N, I] with SEVERAL
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
+    factor_ptr,  # in: [N, 2] fp32
+    grad_ptr,  # in: [N, I] fp32
     exp_ptr,  # out, one cell a row: [R, B * BLOCK_V]
     scale_ptr,  # out: [R] fp32
     num_rows,
@@ -134,9 +142,12 @@ def _row_scale_kernel(
     exp_cols,
     start,
     num_valid,
+    num_ids,
     logit_scale,
     softcap,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    SEVERAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -147,10 +158,27 @@ def _row_scale_kernel(
     target = tl.load(target_ptr + token, mask=live, other=0)
     row_max = tl.load(max_ptr + token, mask=live, other=0)
     log_sum = tl.load(log_sum_ptr + token, mask=live, other=0)
+    if HAS_FACTORS:
+        factor = factor_ptr + 2 * token.to(tl.int64)
+        logit_scale = tl.load(factor, mask=live, other=1)
+        if HAS_SOFTCAP:
+            after = tl.load(factor + 1, mask=live, other=1)
+            logit_scale *= after
+            softcap *= after
     coef_p = tl.load(coef_ptr + token, mask=live, other=0) * logit_scale
-    coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token, mask=live, other=0) * logit_scale
-    label = tl.load(labels_ptr + token, mask=live, other=-1) - start
-    here = live & (label >= 0) & (label < tl.minimum(num_valid, exp_cols))
+    if SEVERAL:
+        coef_label = tl.zeros((BLOCK_N,), tl.float32)
+        for which in range(0, num_ids):
+            where = token.to(tl.int64) * num_ids + which
+            label = tl.load(labels_ptr + where, mask=live, other=-1) - start
+            here = live & (label >= 0) & (label < tl.minimum(num_valid, exp_cols))
+            coef_label = tl.maximum(coef_label, tl.abs(tl.load(grad_ptr + where, mask=here, other=0)))
+        coef_label *= logit_scale
+        here = live
+    else:
+        coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token, mask=live, other=0) * logit_scale
+        label = tl.load(labels_ptr + token, mask=live, other=-1) - start
+        here = live & (label >= 0) & (label < tl.minimum(num_valid, exp_cols))
 
     scale = coef_p * tl.exp((reference - row_max) - log_sum)
     # A scale of nearly 0 beside a label's gradient (P = 0, or all of this shard far below another's maximum) could not carry
@@ -158,10 +186,11 @@ def _row_scale_kernel(
     least = 8.077935669463161e-28 * tl.abs(coef_label)
     small = here & (tl.abs(scale) < least)
     scale = tl.where(small, least, scale)
-    grad = coef_p * tl.exp((target - row_max) - log_sum) + coef_label
-    if HAS_SOFTCAP:
-        grad *= softcap_slope(target, softcap)
-    cell = tl.where(scale == 0, 0.0, grad / scale)
-    where = exp_ptr + offs_n.to(tl.int64) * exp_cols + tl.where(here, label, 0)
-    tl.store(where, cell.to(exp_ptr.dtype.element_ty), mask=here)
+    if not SEVERAL:
+        grad = coef_p * tl.exp((target - row_max) - log_sum) + coef_label
+        if HAS_SOFTCAP:
+            grad *= softcap_slope(target, softcap)
+        cell = tl.where(scale == 0, 0.0, grad / scale)
+        where = exp_ptr + offs_n.to(tl.int64) * exp_cols + tl.where(here, label, 0)
+        tl.store(where, cell.to(exp_ptr.dtype.element_ty), mask=here)
     tl.store(scale_ptr + offs_n, tl.where(live, scale, 0.0), mask=in_n)

@@ -36,13 +36,16 @@ from cce_dist.kernels.blocks import (
     store_tile,
     tile_of_logits,
 )
-from cce_dist.kernels.budget import cdiv, num_parts
+from cce_dist.kernels.budget import NUM_PLANES, cdiv, num_parts
 from cce_dist.kernels.tiles import Tile, Tiles, num_programs, precision
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
-# Planes of the partials: running maximum, what the sums are relative to, sum of exp, then the optional sums.
-MAX, SHIFT, SUM, MOMENT, BELOW, COUNT, SLOPED = (tl.constexpr(i) for i in range(7))
+# Planes of the partials: running maximum, what the sums are relative to, sum of exp, then the optional sums; the last two, sum
+# of squares and bits of the best column, are there where they are wanted.
+MAX, SHIFT, SUM, MOMENT, BELOW, COUNT, SLOPED, SQUARE, BEST = (tl.constexpr(i) for i in range(9))
+# Kept exponentials reach exp(40), and their squares exp(80): sums of 2^-64 of those stay in fp32, and so does that of 1.
+SMALLER = tl.constexpr(2.0**-32)
 NOTHING_MORE = Want()
 
 
@@ -83,6 +86,12 @@ class Marks(NamedTuple):
     words_RW: torch.Tensor
 
 
+def new_partials(parts: int, num_rows: int, want: Want, like: torch.Tensor) -> torch.Tensor:
+    """Return room for the partials of so many parts. -> [K, P, R] fp32."""
+    planes = NUM_PLANES + (2 if want.sum_p_squared or want.best else 0)
+    return torch.empty(planes, parts, num_rows, dtype=torch.float32, device=like.device)
+
+
 def lse_partials(
     x: Operands,
     rows: Rows,
@@ -108,7 +117,7 @@ def lse_partials(
     _lse_kernel[grid](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
-        rows.num_kept, bound_R,
+        rows.num_kept, bound_R, x.factors_N2, None if x.factors_N2 is None else rows.index,
         # out
         partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), tile_reference_BR,
         words_RW,
@@ -117,9 +126,10 @@ def lse_partials(
         span.first_part, 0 if exp_RV is None else exp_RV.shape[1], 0 if words_RW is None else words_RW.shape[1],
         # options
         logits.logit_scale, logits.softcap, log_eps,
-        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
+        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0 or x.factors_N2 is not None, HAS_SOFTCAP=logits.softcap > 0.0,
         MASK_V=logits.num_valid % tile.cols != 0, WANT_BELOW=want.uniform, WANT_MOMENT=want.entropy,
-        KEEP_EXP=exp_RV is not None, WANT_SLOPED=want_sloped, MARK=marks is not None,
+        WANT_SQUARE=want.sum_p_squared, WANT_BEST=want.best,
+        KEEP_EXP=exp_RV is not None, WANT_SLOPED=want_sloped, MARK=marks is not None, HAS_FACTORS=x.factors_N2 is not None,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
@@ -138,6 +148,8 @@ def _lse_kernel(
     bias_ptr,  # in: [V]
     num_kept_ptr,  # in: [1] int32
     reference_ptr,  # in: [R] fp32; the bound with MARK
+    factor_ptr,  # in: [N, 2] fp32
+    index_ptr,  # in: [R] int32; with HAS_FACTORS
     partial_ptr,  # out: [K, P, R] fp32
     exp,  # out: [R, B * BLOCK_V] descriptor or pointer
     tile_reference_ptr,  # out: [B, R] fp32
@@ -161,9 +173,12 @@ def _lse_kernel(
     MASK_V: tl.constexpr,
     WANT_BELOW: tl.constexpr,
     WANT_MOMENT: tl.constexpr,
+    WANT_SQUARE: tl.constexpr,
+    WANT_BEST: tl.constexpr,
     KEEP_EXP: tl.constexpr,
     WANT_SLOPED: tl.constexpr,
     MARK: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -190,6 +205,8 @@ def _lse_kernel(
     below = tl.zeros((BLOCK_N,), tl.float32)
     moment = tl.zeros((BLOCK_N,), tl.float32)
     sum_sloped = tl.zeros((BLOCK_N,), tl.float32)
+    square = tl.zeros((BLOCK_N,), tl.float32)
+    best = tl.zeros((BLOCK_N,), tl.int32)
     count = 0.0
     reference = tl.zeros((BLOCK_N,), tl.float32)
     threshold = tl.zeros((BLOCK_N,), tl.float32)
@@ -201,13 +218,26 @@ def _lse_kernel(
         reference = tl.load(reference_ptr + offs_n, mask=offs_n < num_kept, other=float("inf"))
         threshold = reference + log_eps
         reference = tl.where(reference > float("-inf"), reference, 0.0)
+    bound = softcap
+    if HAS_FACTORS:
+        factor = factor_ptr + 2 * tl.load(index_ptr + offs_n, mask=in_n, other=0).to(tl.int64)
+        logit_scale = tl.load(factor, mask=offs_n < num_kept, other=1)[:, None]
+        after = tl.load(factor + 1, mask=offs_n < num_kept, other=1)[:, None]
+        bound = softcap * after
 
     for tile in tl.range(start, stop, flatten=True):
         z = tile_of_logits(
             hidden, weight, bias_ptr, row, tile * BLOCK_V, num_rows, num_valid, hidden_size, logit_scale, softcap,
             HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
         )  # fmt: skip
-        new_max = tl.maximum(running_max, tl.max(z, 1))
+        if HAS_FACTORS and HAS_SOFTCAP:
+            z *= after
+        tile_max = tl.max(z, 1)
+        new_max = tl.maximum(running_max, tile_max)
+        if WANT_BEST:
+            offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+            column = tl.min(tl.where(z == tile_max[:, None], offs_v[None, :], 0x7FFFFFFF), 1)
+            best = tl.where(tile_max > running_max, column, best)
         if KEEP_EXP or MARK:
             new_shift = tl.where(new_max > reference + HEADROOM, new_max, reference)
         else:
@@ -221,16 +251,19 @@ def _lse_kernel(
         if WANT_MOMENT:
             moment = _moment(moment, sum_exp, e, z, new_shift, drop)
         sum_exp = tl.where(sum_exp > 0, sum_exp * tl.exp(-drop), sum_exp) + tl.sum(e, 1)
+        if WANT_SQUARE:
+            small = e * SMALLER
+            square = tl.where(square > 0, square * tl.exp(-2 * drop), square) + tl.sum(small * small, 1)
         if MARK:
             _mark(words_ptr, e, threshold - new_shift, tile, offs_n, in_n, num_words, BLOCK_N, BLOCK_V)
         if WANT_SLOPED:
-            e = sloped(e, z, softcap)
+            e = sloped(e, z, bound)
             sum_sloped = tl.where(sum_sloped > 0, sum_sloped * tl.exp(-drop), sum_sloped) + tl.sum(e, 1)
         running_max = new_max
         shift = new_shift
         if KEEP_EXP:
             if HAS_SOFTCAP:
-                e = sloped(e, z, softcap)
+                e = sloped(e, z, bound)
             store_tile(exp, row, tile * BLOCK_V, e, num_rows, exp_cols, exp_cols, BLOCK_N, BLOCK_V, TMA)
             tl.store(tile_reference_ptr + tile * num_rows.to(tl.int64) + offs_n, shift, mask=in_n)
 
@@ -246,6 +279,10 @@ def _lse_kernel(
         tl.store(where + MOMENT * plane, moment, mask=in_n)
     if WANT_SLOPED:
         tl.store(where + SLOPED * plane, sum_sloped, mask=in_n)
+    if WANT_SQUARE:
+        tl.store(where + SQUARE * plane, square, mask=in_n)
+    if WANT_BEST:
+        tl.store(where + BEST * plane, best.to(tl.float32, bitcast=True), mask=in_n)
 
 
 @triton.jit
@@ -288,7 +325,8 @@ def merge_splits(
         partials_KPR, rows.index, rows.num_kept,
         stats_KN, sloped_N,
         num_rows, stats_KN.shape[1], partials_KPR.shape[1], x.logits.num_valid,
-        WANT_BELOW=want.uniform, WANT_MOMENT=want.entropy, WANT_SLOPED=sloped_N is not None, BLOCK_N=128,
+        WANT_BELOW=want.uniform, WANT_MOMENT=want.entropy, WANT_SLOPED=sloped_N is not None,
+        WANT_SQUARE=want.sum_p_squared, WANT_BEST=want.best, BLOCK_N=128,
     )  # fmt: skip
 
 
@@ -306,6 +344,8 @@ def _merge_splits_kernel(
     WANT_BELOW: tl.constexpr,
     WANT_MOMENT: tl.constexpr,
     WANT_SLOPED: tl.constexpr,
+    WANT_SQUARE: tl.constexpr,
+    WANT_BEST: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -314,15 +354,21 @@ def _merge_splits_kernel(
     row_stride = num_rows.to(tl.int64)
     plane = num_splits * row_stride
     merged_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    best = tl.zeros((BLOCK_N,), tl.float32)
     for split in range(0, num_splits):
         where = partial_ptr + split * row_stride + offs_n
-        merged_max = tl.maximum(merged_max, tl.load(where + MAX * plane, mask=live, other=0))
+        part_max = tl.load(where + MAX * plane, mask=live, other=0)
+        if WANT_BEST:
+            # Parts are in the order of their columns: of equal maxima the first has the smallest.
+            best = tl.where(part_max > merged_max, tl.load(where + BEST * plane, mask=live, other=0), best)
+        merged_max = tl.maximum(merged_max, part_max)
     base = tl.where(merged_max > float("-inf"), merged_max, 0.0)
 
     sum_exp = tl.zeros((BLOCK_N,), tl.float32)
     below = tl.zeros((BLOCK_N,), tl.float32)
     moment = tl.zeros((BLOCK_N,), tl.float32)
     sloped = tl.zeros((BLOCK_N,), tl.float32)
+    square = tl.zeros((BLOCK_N,), tl.float32)
     for split in range(0, num_splits):
         where = partial_ptr + split * row_stride + offs_n
         drop = base - tl.load(where + SHIFT * plane, mask=live, other=0)
@@ -338,6 +384,8 @@ def _merge_splits_kernel(
             moment += tl.where(part == 0, 0.0, rescale * (part_moment - drop * part))
         if WANT_SLOPED:
             sloped += tl.load(where + SLOPED * plane, mask=live, other=0) * rescale
+        if WANT_SQUARE:
+            square += tl.load(where + SQUARE * plane, mask=live, other=0) * rescale * rescale
 
     token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
     stats = stats_ptr + token
@@ -351,18 +399,29 @@ def _merge_splits_kernel(
         tl.store(stats + (3 + 2 * WANT_BELOW) * stride, tl.where(live, moment, 0.0), mask=in_n)
     if WANT_SLOPED:
         tl.store(sloped_ptr + token, tl.where(live, sloped, 0.0), mask=in_n)
+    next_row = stats + (3 + 2 * WANT_BELOW + WANT_MOMENT) * stride
+    if WANT_SQUARE:
+        tl.store(next_row, tl.where(live, square / (SMALLER * SMALLER), 0.0), mask=in_n)
+    if WANT_BEST:
+        tl.store(next_row + WANT_SQUARE * stride, tl.where(live, best, 0.0), mask=in_n)
 
 
 def target_logits(x: Operands, rows: Rows, target_N: torch.Tensor) -> None:
-    """Write z at the label to target_N at the tokens of the group; 0 where the label is no valid row of this shard."""
+    """Write z at the label to target_N at the tokens of the group; 0 where the label is no valid row of this shard.
+
+    Of several ids a token target_N is [I, N].
+    """
     num_rows, hidden_size = rows.hidden.shape
-    logits = x.logits
-    _target_logit_kernel[(cdiv(num_rows, 4),)](
-        rows.hidden, x.weight, x.bias, x.ids, rows.index, rows.num_kept,
+    logits, ids, num_ids = x.logits, x.ids, None
+    if x.cells is not None:
+        ids, num_ids = x.cells.ids_NI, x.cells.ids_NI.shape[1]
+    _target_logit_kernel[(cdiv(num_rows, 4) * (num_ids or 1),)](
+        rows.hidden, x.weight, x.bias, ids, rows.index, rows.num_kept, x.factors_N2,
         target_N,
-        num_rows, hidden_size, logits.start, logits.num_valid,
+        num_rows, hidden_size, logits.start, logits.num_valid, num_ids, None if num_ids is None else x.num_tokens,
         logits.logit_scale, logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.softcap > 0.0, BLOCK_N=4, BLOCK_D=512,
+        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.softcap > 0.0, HAS_FACTORS=x.factors_N2 is not None,
+        SEVERAL=num_ids is not None, BLOCK_N=4, BLOCK_D=512,
     )  # fmt: skip
 
 
@@ -371,26 +430,42 @@ def _target_logit_kernel(
     rows_ptr,  # in: [R, D]
     weight_ptr,  # in: [V, D]
     bias_ptr,  # in: [V]
-    labels_ptr,  # in: [N] int64
+    labels_ptr,  # in: [N] int64; [N, I] with SEVERAL
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    target_ptr,  # out: [N] fp32
+    factor_ptr,  # in: [N, 2] fp32
+    target_ptr,  # out: [N] fp32; [I, N] with SEVERAL
     num_rows,
     hidden_size,
     start,
     num_valid,
+    num_ids,
+    num_tokens,
     logit_scale,
     softcap,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    SEVERAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(0)
+    if SEVERAL:
+        # Programs of the same rows run side by side: those stay in the cache.
+        which = block % num_ids
+        block = block // num_ids
+    offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = offs_n < num_rows
     token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
     live = in_n & (offs_n < tl.load(num_kept_ptr))
-    label = tl.load(labels_ptr + token, mask=live, other=-1) - start
+    if SEVERAL:
+        label = tl.load(labels_ptr + token.to(tl.int64) * num_ids + which, mask=live, other=-1)
+        live &= label >= 0
+        label -= start
+        target_ptr += which.to(tl.int64) * num_tokens
+    else:
+        label = tl.load(labels_ptr + token, mask=live, other=-1) - start
     live &= (label >= 0) & (label < num_valid)
     label = tl.where(live, label, 0)
 
@@ -404,7 +479,11 @@ def _target_logit_kernel(
     u = tl.sum(products, 1)
     if HAS_BIAS:
         u += tl.load(bias_ptr + label, mask=live, other=0).to(tl.float32)
+    if HAS_FACTORS:
+        logit_scale = tl.load(factor_ptr + 2 * token.to(tl.int64), mask=live, other=1)
     u *= logit_scale
     if HAS_SOFTCAP:
         u = softcapped(u, softcap)
+        if HAS_FACTORS:
+            u *= tl.load(factor_ptr + 2 * token.to(tl.int64) + 1, mask=live, other=1)
     tl.store(target_ptr + token, tl.where(live, u, 0.0), mask=in_n)
