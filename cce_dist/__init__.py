@@ -15,6 +15,7 @@ from cce_dist.head import VocabParallelHead
 from cce_dist.log_probs import LogProbs, linear_log_probs
 from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
+from cce_dist.topk_divergence import topk_kl_divergence
 
 if TYPE_CHECKING:
     from cce_dist.integrations.convert import convert, require, revert
@@ -32,6 +33,7 @@ __all__ = [
     "linear_log_probs",
     "require",
     "revert",
+    "topk_kl_divergence",
 ]
 
 

@@ -24,6 +24,7 @@ from cce_dist.kernels import budget
 from cce_dist.kernels.heads import KINDS
 from cce_dist.verify.cases import even, padded, uneven, with_empty
 from cce_dist.verify.check import assert_no_worse
+from cce_dist.verify.divergence import DIVERGENCE_CASES, DivergenceCase, run_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 any_call: Any = linear_kl_divergence  # options by name, and some that a type checker would refuse
@@ -370,6 +371,13 @@ def test_bad_input_is_one_line(change: dict, error: type, says: str) -> None:
     with pytest.raises(error, match=says) as caught:
         any_call(**arguments)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", DIVERGENCE_CASES, ids=lambda case: case.name)
+def test_one_process_of_the_matrix(case: DivergenceCase) -> None:
+    """What ``cce-dist verify`` runs; ``test_verify.py`` runs it on ranks."""
+    for result in run_case(case, None, "cpu"):
+        assert result.ok, f"{result} <- {case.catches}?"
 
 
 def padded_more(vocab_size: int, ranks: int) -> list[tuple[int, int]]:
