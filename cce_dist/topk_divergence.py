@@ -72,8 +72,8 @@ def topk_kl_divergence(
         kind: "forward", KL(t || p), or "reverse", KL(p || t).
         outside: "renormalise", "tail" or "drop".
         linear_bias, logit_scale, softcap, temperature: Of the student's logits, as in ``linear_log_probs``.
-        ignore_index: Entries of teacher_ids with this value are not in S: rows of fewer than K ids. A token without any does not
-            count. None means -100.
+        ignore_index: Entries of teacher_ids with this value are not in S: rows of fewer than K ids. A token without any does
+            not count. None means -100.
         mask: [...] bool: the tokens that count. None: all that have an id. Others have divergence 0 and gradient 0.
         reduction: "none" ([...]), "sum", or "mean" over the tokens that count. If none does, the mean is 0.
         shard, sequence_parallel, input_grad, reduce_dtype, backend, workspace_bytes, grad_weight_out: As in
