@@ -16,8 +16,8 @@ from torch import Tensor
 from cce_dist import merge
 from cce_dist.agree import label_error
 from cce_dist.call import SCHEMA, Call
-from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec, dense
-from cce_dist.kernels.backends import Backend, choose
+from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
+from cce_dist.kernels.backends import Backend, choose, top_keys
 from cce_dist.kernels.more import any_id, cell_gradients, largest_keys, masked, merge_more, of_keys
 from cce_dist.once import Operator, refuse_transforms
 from cce_dist.shard import even_rows
@@ -71,7 +71,7 @@ def _run_forward(
             x, stats_KN, saved = _statistics_on_arrival(arriving, backend, x, spec, merge_bound)
         stats_TKN = merge.gather_stats(stats_KN, group)
         *losses, merged = backend.token_losses(stats_TKN, x.ids, spec)
-        measured, of_ids = _measure_more(stats_TKN, merged, losses, x, spec, group)
+        measured, of_ids = _measure_more(stats_TKN, merged, losses, x, call._replace(spec=spec), group)
 
         filter_stats = merged.new_empty(0)
         if spec.want.filter_stats:
@@ -97,10 +97,10 @@ def _operands(
 
 
 def _measure_more(
-    stats_TKN: Tensor, merged: Tensor, losses: list[Tensor], x: Operands, spec: Spec, group: Any
+    stats_TKN: Tensor, merged: Tensor, losses: list[Tensor], x: Operands, call: Call, group: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What is wanted beside the losses, and what backward needs of several ids, whose nll takes the place of the label's."""
-    want = spec.want
+    spec, want = call.spec, call.spec.want
     measured, of_ids = [], []
     if want.sum_p_squared or want.best or x.cells is not None:
         more = merge_more(stats_TKN, merged, x.ids, x.cells, spec)
@@ -109,7 +109,7 @@ def _measure_more(
             losses[0] = more.nll_NI
             of_ids = [x.cells.ids_NI, more.target_NI]
     if want.top_k:
-        keys_TNC = merge.gather_stats(dense.top_keys(x, spec), group)
+        keys_TNC = merge.gather_stats(top_keys(call.backend, x, spec), group)
         z_NC, ids_NC = of_keys(largest_keys(list(keys_TNC), want.top_k))
         log_p_NC = (z_NC - merged[0][:, None]) - merged[1][:, None]
         measured += [masked(log_p_NC, x.ids[:, None]), ids_NC.masked_fill(x.ids[:, None] < 0, -1)]

@@ -84,6 +84,15 @@ class Backend(Protocol):
         ...
 
 
+def top_keys(name: str, x: Operands, spec: Spec) -> Tensor:
+    """Return the largest logits of each token with their ids, ``more.keys_of``; no filter changes them. -> [N, k]."""
+    if name == "torch":
+        return dense.top_keys(x, spec)
+    from cce_dist.kernels import exact
+
+    return exact.top_keys(x, spec)
+
+
 def choose(name: str, spec: Spec) -> Backend:
     """Return the backend of that name, "torch" or "triton", for a call; those of Triton are imported by their first use."""
     if name == "torch":

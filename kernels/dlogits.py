@@ -61,8 +61,9 @@ def dlogits_chunk(
         splits,
         # options
         logits.logit_scale, logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0 or x.factors_N2 is not None, HAS_SOFTCAP=logits.softcap > 0.0,
-        HAS_ENTROPY=softmax.entropy is not None, HAS_FACTORS=x.factors_N2 is not None, MASK_V=logits.num_valid % tile.cols != 0,
+        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.softcap > 0.0,
+        HAS_SCALE=logits.logit_scale != 1.0 or x.factors_N2 is not None, HAS_FACTORS=x.factors_N2 is not None,
+        HAS_ENTROPY=softmax.entropy is not None, MASK_V=logits.num_valid % tile.cols != 0,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,

@@ -29,6 +29,7 @@ from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.kept import Kept, level, row_scales
+from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.lse import (
     MAX,
     NOTHING_MORE,
@@ -40,6 +41,7 @@ from cce_dist.kernels.lse import (
     new_partials,
     target_logits,
 )
+from cce_dist.kernels.more import LEAST_KEY, keys_of, largest_keys
 from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import coefficients, compact, gather_rows, gathered, label_ids, merged_lse, token_losses
 
@@ -154,6 +156,33 @@ def _keep_exponentials(
     keep = Keep(first_KPR[MAX.value, 0], kept.exp_NV, partials_KPR.new_empty(span.last, num_rows))
     lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want)
     level(keep, rows, kept.reference[0], tiles.lse.cols)
+
+
+def top_keys(x: Operands, spec: Spec) -> torch.Tensor:
+    """Return the largest keys of each token, as ``dense.top_keys``; LEAST_KEY where there is no label."""
+    num_tokens, num_valid, top_k = x.num_tokens, x.logits.num_valid, spec.want.top_k
+    none_NC = torch.full((num_tokens, top_k), LEAST_KEY, dtype=torch.int64, device=x.hidden.device)
+    if num_tokens == 0 or num_valid == 0:
+        return none_NC
+    keys_NC = torch.empty_like(none_NC)
+    with on_device(x.hidden):
+        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+        # Keys take twice the bytes of logits, and the largest of them are copies.
+        at_once, cols = budget.dense_block(num_tokens, num_valid, spec.workspace_bytes // 2)
+        cols = cdiv(cols, tiles.lse.cols) * tiles.lse.cols
+        buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
+        z_RV = torch.empty(at_once, cols, dtype=torch.float32, device=x.hidden.device)
+        for index_R, num_kept in token_groups(compact(x.ids), at_once):
+            rows = gathered(x.hidden, (index_R, num_kept), buffer_RD)
+            num_rows = index_R.shape[0]
+            dead_R1 = torch.arange(num_rows, device=index_R.device)[:, None] >= num_kept
+            keys_RC = none_NC[:num_rows]
+            for first in range(0, num_valid, cols):
+                logits_chunk(x, rows, first, z_RV[:num_rows], tiles)
+                keys = keys_of(z_RV[:num_rows, : num_valid - first], x.logits.start + first)
+                keys_RC = largest_keys([keys_RC, keys.masked_fill_(dead_R1, LEAST_KEY)], top_k)
+            keys_NC[index_R.long()] = keys_RC
+    return keys_NC
 
 
 def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec: Spec) -> torch.Tensor:

@@ -126,10 +126,11 @@ def lse_partials(
         span.first_part, 0 if exp_RV is None else exp_RV.shape[1], 0 if words_RW is None else words_RW.shape[1],
         # options
         logits.logit_scale, logits.softcap, log_eps,
-        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0 or x.factors_N2 is not None, HAS_SOFTCAP=logits.softcap > 0.0,
+        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.softcap > 0.0,
+        HAS_SCALE=logits.logit_scale != 1.0 or x.factors_N2 is not None, HAS_FACTORS=x.factors_N2 is not None,
         MASK_V=logits.num_valid % tile.cols != 0, WANT_BELOW=want.uniform, WANT_MOMENT=want.entropy,
         WANT_SQUARE=want.sum_p_squared, WANT_BEST=want.best,
-        KEEP_EXP=exp_RV is not None, WANT_SLOPED=want_sloped, MARK=marks is not None, HAS_FACTORS=x.factors_N2 is not None,
+        KEEP_EXP=exp_RV is not None, WANT_SLOPED=want_sloped, MARK=marks is not None,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,

@@ -116,6 +116,22 @@ def divergence(kind: str, bias: bool = False, **options: Any) -> None:
     ).backward()  # fmt: skip
 
 
+def log_probs(name: str, num_ids: int = 1, workspace_bytes: int = 64 << 20, own: bool = False, **options: Any) -> None:
+    from cce_dist import linear_log_probs
+
+    print(f"== {name}", flush=True)
+    hidden = torch.randn(600, 640).bfloat16().requires_grad_()
+    weight = torch.randn(5000, 640).bfloat16().requires_grad_()
+    if own:
+        options["temperature"] = torch.ones(600)
+    out = linear_log_probs(
+        hidden, weight, torch.arange(600 * num_ids).view(600, num_ids), backend="triton", workspace_bytes=workspace_bytes,
+        **options,
+    )  # fmt: skip
+    objective = out.log_probs.sum()
+    (objective if out.entropy is None else objective + out.entropy.sum()).backward()
+
+
 def main() -> None:
     from cce_dist import GradFilter
 
@@ -126,6 +142,14 @@ def main() -> None:
     step("filtered with options", bias=True, softcap=30.0, grad_filter=GradFilter())
     divergence("forward")
     divergence("jsd", bias=True, softcap=30.0, teacher_softcap=20.0, logit_scale=0.5, teacher_logit_scale=0.7)
+    log_probs("log-probs", entropy=True, top_k=4)
+    log_probs("log-probs of several ids, kept", num_ids=3, workspace_bytes=1 << 30)
+    log_probs("log-probs of several ids", num_ids=3, own=True, entropy=True)
+    log_probs("log-probs with measures", sum_p_squared=True, argmax=True, entropy=True)
+    log_probs("log-probs with measures, kept", workspace_bytes=1 << 30, sum_p_squared=True, argmax=True, own=True)
+    log_probs(
+        "log-probs with options", num_ids=3, own=True, entropy=True, sum_p_squared=True, argmax=True, softcap=30.0
+    )
 
 
 if __name__ == "__main__":

@@ -2,30 +2,176 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from shards import DEVICE, GPU
+from torch import Tensor, nn
 
 from cce_dist import LogProbs, linear_log_probs, reference
+from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Operands, ShardLogits, Spec, budget, exact, more
 from cce_dist.verify.check import assert_no_worse
 from cce_dist.verify.log_probs import LOG_PROB_CASES, LogProbCase, run_case
 
 N, D, V = 11, 8, 37
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ["torch", "triton"]
+CASES = {case.name.removeprefix("log-probs-"): case for case in LOG_PROB_CASES}
 
 
-@pytest.mark.parametrize("case", LOG_PROB_CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_matches_dense(case: LogProbCase, backend: str) -> None:
-    if backend == "triton" and case.dtype == torch.bfloat16 and not torch.cuda.is_available():
-        pytest.skip("the interpreter misreads bf16")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def check(case: LogProbCase, device: str, backend: str) -> None:
     for error in run_case(case, None, device, backend):
         assert error.ok, f"{error}: {case.catches}?"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_dense(name: str) -> None:
+    check(CASES[name], "cpu", "torch")
+
+
+@pytest.mark.parametrize("name", CASES if GPU else ("64", "everything", "padded-shards", "gap-of-1e4", "fp16"))
+def test_kernels_match_dense(name: str) -> None:
+    """Catches: a cell at another chunk's column, factors left out of a slope or a gradient, a best id of another part."""
+    check(CASES[name], DEVICE, "triton")
+
+
+@pytest.mark.parametrize(("name", "columns"), [("everything", 96), ("repeated", 224)])
+def test_kept_exponentials_match_dense(name: str, columns: int) -> None:
+    """A part of the columns, and all. Catches: a cell left as an exponential, factors left out of the scale of a row."""
+    case = replace(CASES[name], differentiated=("log_probs", "lse"))
+    with mock.patch.object(exact, "columns_kept", lambda *_: columns):
+        check(case, DEVICE, "triton")
+
+
+def test_kept_cells_beside_no_probability() -> None:
+    """Two ids pushed apart: the softmax itself gets no gradient. Catches: a scale of 0 that no cell can be made with, and a
+    scale that is chosen for another id than those of the row."""
+    hidden, weight, ids = (x.to(DEVICE) for x in data())
+    ids = torch.stack((ids, (ids + 1) % V), 1)
+    upstream = torch.randn(N, 1, device=DEVICE) * torch.tensor([1.0, -1.0], device=DEVICE)
+    expected = torch.autograd.grad(
+        reference.linear_log_probs(hidden, weight, ids).log_probs, (hidden, weight), upstream
+    )
+    with mock.patch.object(exact, "columns_kept", lambda *_: 64):
+        out = linear_log_probs(hidden, weight, ids, backend="triton")
+        found = [torch.autograd.grad(out.log_probs, (hidden, weight), upstream, retain_graph=True) for _ in range(2)]
+    torch.testing.assert_close(found[0], expected)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_second_backward_has_the_same_bits() -> None:
+    """Also after one with another gradient, and with kept exponentials. Catches: saved numbers that were overwritten."""
+    hidden, weight, ids = (x.to(DEVICE) for x in data())
+    ids = torch.stack((ids, ids.flip(0), ids), 1)
+    for backend, columns in (("torch", 0), ("triton", 0), ("triton", 64)):
+        with mock.patch.object(exact, "columns_kept", lambda *_, columns=columns: columns):
+            out = linear_log_probs(hidden, weight, ids, backend=backend)
+            upstream = torch.randn(ids.shape, device=DEVICE)
+            grads = [
+                torch.autograd.grad(out.log_probs, (hidden, weight), factor * upstream, retain_graph=True)
+                for factor in (1, -3, 1)
+            ]
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], grads[2], strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_largest_logits_over_groups_of_tokens(backend: str) -> None:
+    """Catches: keys of one group that are left for the next, tokens put back in another order."""
+    hidden, weight = torch.randn(150, 16, device=DEVICE), torch.randn(300, 16, device=DEVICE)
+    ids = torch.randint(300, (150,), device=DEVICE)
+    ids[::7] = -100
+    with mock.patch.object(budget, "LEAST_BYTES", 1 << 10):
+        out = linear_log_probs(hidden, weight, ids, top_k=3, backend=backend, workspace_bytes=1)
+    expected = reference.linear_log_probs(hidden, weight, ids, top_k=3)
+    assert out.top_ids is not None and expected.top_ids is not None
+    assert torch.equal(out.top_ids, expected.top_ids)
+    torch.testing.assert_close(out.top_log_probs, expected.top_log_probs)
+
+
+def test_outputs_do_not_depend_on_other_tokens() -> None:
+    """With ``batch_invariant``, bit for bit. Catches: parts of the vocabulary chosen from the number of tokens."""
+    hidden, weight = torch.randn(70, D, device=DEVICE), torch.randn(400, D, device=DEVICE)
+    ids = torch.randint(400, (70, 2), device=DEVICE)
+    own = torch.rand(70, device=DEVICE) + 0.5
+
+    def run(rows: Tensor, batch_invariant: bool, grad: bool) -> list[Tensor]:
+        with torch.set_grad_enabled(grad):
+            out = linear_log_probs(
+                hidden[rows].requires_grad_(grad), weight, ids[rows], temperature=own[rows], entropy=True, sum_p_squared=True,
+                argmax=True, top_k=4, backend="triton", batch_invariant=batch_invariant,
+            )  # fmt: skip
+        return [x.detach()[-1] for x in outputs(out)]
+
+    last = torch.tensor([69], device=DEVICE)
+    batches = [torch.cat((torch.randperm(69, device=DEVICE)[:count], last)) for count in (0, 4, 36, 36, 69)]
+    alone, *others = [run(rows, True, count % 2 == 0) for count, rows in enumerate(batches)]
+    for found in others:
+        assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+    freely = [run(rows, False, False) for rows in (batches[0], batches[-1])]
+    assert not all(torch.equal(a, b) for a, b in zip(*freely, strict=True)), "the test would see no difference"
+
+
+def test_nothing_that_depends_on_other_tokens_is_kept() -> None:
+    operands = torch.empty(64, 64, dtype=torch.bfloat16)
+    x = Operands(operands, operands, None, torch.zeros(64), ShardLogits(0, 64))
+    spec = Spec(x.logits, 64, workspace_bytes=1 << 30)
+    assert exact.columns_kept(x, spec) > 0 == exact.columns_kept(x, spec._replace(invariant=True))
+
+
+def test_an_id_outside_is_nan_alone() -> None:
+    """As on a GPU, where ids are not read. Catches: a gradient that goes to another id, a row that is lost with its entry."""
+    ids = torch.tensor([[3, OUTSIDE, 3], [IGNORED, OUTSIDE, IGNORED], [IGNORED, IGNORED, IGNORED]])
+    of_tokens = more.any_id(ids)
+    assert of_tokens.tolist() == [3, OUTSIDE, IGNORED]
+    spec = Spec(ShardLogits(0, V), V, num_ids=3)
+    nll = more.merge_more(torch.ones(1, 6, 3), torch.zeros(2, 3), of_tokens, Cells(ids), spec).nll_NI
+    assert nll.tolist()[0][::2] == [-1, -1] and nll.isnan().tolist() == [
+        [False, True, False],
+        [False, True, False],
+        [False] * 3,
+    ]
+    cells, total = more.cell_gradients(torch.ones(3, 3), torch.zeros(3, 3), ids)
+    assert total.tolist() == [2, 0, 0]
+    assert cells.grad_NI is not None and cells.grad_NI[cells.ids_NI >= 0].tolist() == [-2]
+
+
+def test_a_step_of_policy_gradients_is_that_of_its_dense_twin() -> None:
+    """100 steps as in GRPO: clipped ratios with advantages of both signs, a KL term, an entropy bonus, own temperatures."""
+    tokens, temperature = torch.randint(V, (6, 9)), 0.5 + torch.rand(6, 8)
+    advantages = torch.randn(6, 1)
+
+    def train(function: Callable[..., LogProbs], **options: Any) -> Tensor:
+        torch.manual_seed(1)
+        body, head = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, D), nn.Tanh()), nn.Linear(D, V)
+        optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()], 1e-2)
+        curve, old = [], torch.zeros(())
+        for step in range(100):
+            out = function(
+                body(tokens[:, :-1]),
+                head.weight,
+                tokens[:, 1:],
+                linear_bias=head.bias,
+                temperature=temperature,
+                **options,
+            )
+            if step % 10 == 0:
+                old = out.log_probs.detach()
+            ratio = (out.log_probs - old).exp()
+            gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+            assert out.entropy is not None
+            loss = (-gain + 0.02 * (old - out.log_probs).exp() - 0.01 * out.entropy).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            curve.append(torch.stack((loss.detach(), out.log_probs.detach().mean(), out.entropy.detach().mean())))
+        return torch.stack(curve)
+
+    ours, dense = train(linear_log_probs, entropy=True), train(reference.linear_log_probs)
+    torch.testing.assert_close(ours, dense, rtol=1e-3, atol=1e-4)
+    assert (dense[-1] - dense[0]).abs().max() > 0.1, "nothing was learned"
 
 
 def data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
