@@ -106,9 +106,7 @@ def topk_kl_divergence(
     ).log_probs  # fmt: skip
     in_set = teacher_ids != ignored
     counts = in_set.any(-1)
-    student, teacher = (
-        _outcomes(log_q, in_set, counts, outside) for log_q in (log_p, teacher_log_probs.detach().float())
-    )
+    student, teacher = (_outcomes(log_q, in_set, outside) for log_q in (log_p, teacher_log_probs.detach().float()))
     value = torch.where(counts, _kl(teacher, student) if kind == "forward" else _kl(student, teacher), 0.0)
     if reduction == "none":
         return value
@@ -133,10 +131,9 @@ def _check(ids: Tensor, log_probs: Tensor, mask: Tensor | None) -> None:
         raise ValueError(f"mask must be {tuple(ids.shape[:-1])} like teacher_ids's tokens, got {tuple(mask.shape)}")
 
 
-def _outcomes(log_q: Tensor, in_set: Tensor, counts: Tensor, outside: str) -> Tensor:
+def _outcomes(log_q: Tensor, in_set: Tensor, outside: str) -> Tensor:
     """Log-probabilities of the outcomes that are compared, [..., K] or with a tail [..., K + 1]; -inf out of the set."""
-    # A token that does not count gets one id of probability 1: a sum of nothing has no gradient but NaN.
-    log_q = torch.where(in_set, log_q, -torch.inf).masked_fill(~counts.unsqueeze(-1), 0.0)
+    log_q = torch.where(in_set, log_q, -torch.inf)
     if outside == "drop":
         return log_q
     log_sum = log_q.logsumexp(-1, keepdim=True)

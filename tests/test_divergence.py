@@ -5,10 +5,12 @@ Each test names the mistake that it catches.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -394,7 +396,10 @@ def _on_ranks() -> None:
     ways = ((False, {}), (True, {}), (False, dict(input_grad="partial")))
     case = Case(num_tokens=12, bias=True, masked=0.3, options=BOTH | dict(beta=0.3))
     for (number, (split, teacher_split)), (shift, kind) in itertools.product(enumerate(splits), enumerate(KINDS)):
-        _check_split(case, kind, split, teacher_split, group, *ways[(number + shift) % 3])
+        # The second split takes the kernels, and dE is summed a few tokens at a time.
+        few = mock.patch.multiple(budget, most_rows=lambda *_: 4, LEAST_BYTES=8000, ROWS=4)
+        with few if number == 1 else contextlib.nullcontext():
+            _check_split(case, kind, split, teacher_split, group, *ways[(number + shift) % 3])
 
 
 def _check_split(
@@ -420,7 +425,8 @@ def _check_split(
     out = any_call(
         leaves[0], leaves[1], teacher, rows(p.teacher_weight, teacher_shard, torch.nan), linear_bias=leaves[2],
         teacher_bias=rows(p.teacher_bias, teacher_shard, 9.0), mask=p.mask, kind=kind, shard=shard,
-        teacher_shard=teacher_shard, sequence_parallel=sequence_parallel, backend="torch", **case.options, **more,
+        teacher_shard=teacher_shard, sequence_parallel=sequence_parallel, backend="triton" if split is uneven else "torch",
+        **case.options, **more,
     )  # fmt: skip
     d_hidden, d_weight, d_bias = torch.autograd.grad((out * p.upstream).sum(), leaves)
     if more:
