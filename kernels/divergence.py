@@ -159,7 +159,7 @@ def _add_up(
 
 @triton.jit
 def _above_mixture(log_q, log_other, share):
-    """log q - log m; see ``heads.above_mixture``."""
+    """log q - log m; see ``heads.above_mixture``. Its error is absolute, a rounding of 1, as that of any log-probability."""
     return -tl.log(1.0 + share * (tl.exp(tl.minimum(log_other - log_q, _FARTHEST)) - 1.0))
 
 
