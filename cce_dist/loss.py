@@ -131,7 +131,8 @@ def linear_cross_entropy(
             overrides "auto".
         workspace_bytes: Bound of the temporary memory for logits, and of what forward may keep for backward; the same on every
             rank of a group. None: as much as it takes to keep all exponentials, which saves a quarter of the time, but at most
-            2 GiB and at least 256 MiB; 256 MiB where none can be kept. The shapes alone decide it.
+            2 GiB and at least 256 MiB; 256 MiB where none can be kept. The shapes alone decide it. The extremes: 1 takes the
+            least memory, 1 << 40 keeps everything and is fastest.
         grad_weight_out: [V_r, D] contiguous buffer (fp32, say, as Megatron's main_grad) that backward adds dC into;
             linear_weight itself then gets no gradient.
 

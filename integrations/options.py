@@ -36,7 +36,8 @@ def _one_of(names: Iterable[str]) -> tuple[Callable[[Any], bool], str]:
 
 
 NUMBER, WHOLE, TEXT, SWITCH = "a number", "a whole number", "a string", "true or false"
-_TYPES: dict[str, Any] = {NUMBER: (int, float), WHOLE: int, TEXT: str, SWITCH: bool}
+MAYBE_WHOLE = "a whole number or none"
+_TYPES: dict[str, Any] = {NUMBER: (int, float), WHOLE: int, TEXT: str, SWITCH: bool, MAYBE_WHOLE: (int, type(None))}
 KEYS: dict[str, tuple] = {  # the kind of a key's values, then which of them are allowed, as a function and in words
     "enabled": (SWITCH,),
     "filter": (TEXT, *_one_of(FILTERS)),
@@ -46,7 +47,7 @@ KEYS: dict[str, tuple] = {  # the kind of a key's values, then which of them are
     "label_smoothing": (NUMBER, lambda x: 0 <= x <= 1, "in [0, 1]"),
     "z_loss_weight": (NUMBER, lambda x: 0 <= x < math.inf, "finite and not negative"),
     "backend": (TEXT, *_one_of(BACKENDS)),
-    "workspace_bytes": (WHOLE, lambda x: x > 0, "positive"),
+    "workspace_bytes": (MAYBE_WHOLE, lambda x: x is None or x > 0, "positive"),
     "reduce_dtype": (TEXT, *_one_of(REDUCE_DTYPES)),
     "head": (TEXT,),
     "sequence_mean": (SWITCH,),
@@ -62,12 +63,12 @@ class Options:
     Args:
         grad_filter: None for exact gradients, or how to filter them. Keys: ``filter`` (one of ``FILTERS``), ``filter_eps``,
             ``filter_hidden`` and ``filter_weight``.
-        backend, workspace_bytes: As in ``linear_cross_entropy``.
+        backend, workspace_bytes: As in ``linear_cross_entropy``; None: the shapes choose the budget.
     """
 
     grad_filter: GradFilter | None = None
     backend: str = dataclasses.field(default="auto", kw_only=True)
-    workspace_bytes: int = dataclasses.field(default=256 << 20, kw_only=True)
+    workspace_bytes: int | None = dataclasses.field(default=None, kw_only=True)
 
     @classmethod
     def known(cls) -> list[str]:
@@ -122,5 +123,5 @@ class ModelOptions(Options):
 
 
 def _is(kind: str, value: Any) -> bool:
-    """Return whether a value is of one of the four kinds; true and false are no numbers."""
+    """Return whether a value is of one of the five kinds; true and false are no numbers."""
     return isinstance(value, _TYPES[kind]) and (kind == SWITCH or not isinstance(value, bool))

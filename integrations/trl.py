@@ -40,7 +40,7 @@ AUX = {"entropy": "entropy", "is_top1": "label_is_max"}  # outputs that the loss
 NAME = "add_fused_lm_head"
 
 
-def install(*, backend: str = "auto", workspace_bytes: int = 256 << 20) -> None:
+def install(*, backend: str = "auto", workspace_bytes: int | None = None) -> None:
     """Have TRL's trainers take log-probabilities from hidden states. A second call changes the options of the first.
 
     A trainer that was made before keeps what it has. A filter is not served: policies have upstream gradients of both signs.

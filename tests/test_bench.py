@@ -2,7 +2,10 @@
 
 import json
 import math
+import sys
+import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from cce_dist import VocabShard, cli
 from cce_dist.bench import loop, methods, report
 from cce_dist.bench.cases import choose
 from cce_dist.bench.collectives import Collective
-from cce_dist.bench.loop import Clock, Job, Row, Timing, reference, relative_error, time_in_turns
+from cce_dist.bench.loop import Clock, Job, Row, Times, Timing, reference, relative_error, time_in_turns
 from cce_dist.bench.methods import Method
 from cce_dist.bench.peers import dense
 from cce_dist.bench.shapes import SHAPES, HeadShape
@@ -183,9 +186,13 @@ def test_every_method_that_needs_no_gpu_is_right_or_says_why(monkeypatch):
     chosen = {name: m for name, m in available.items() if "compile" not in name}  # compiling takes a minute
     rows, _, _ = measure(tiny_workload(), chosen, repeats=1)
     by_name = {row.name: row for row in rows}
-    for name in ("cce-dist", "cce-dist-cached", "cce-dist-filtered", "cce-dist-torch", "torch"):
+    ours = ("cce-dist@1MiB", "cce-dist-cached", "cce-dist-filtered@1MiB", "cce-dist-torch@1MiB")
+    for name in (*ours, "torch"):
         assert by_name[name].problem == ""
     assert by_name["quack"].missing
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        lce = [row for row in rows if row.name.startswith("torch-lce")]
+        assert len(lce) == 5 and not any(row.problem for row in lce), lce
 
 
 class CountingClock(Clock):
@@ -195,11 +202,11 @@ class CountingClock(Clock):
         super().__init__(torch.device("cpu"))
         self.order = []
 
-    def __call__(self, job):
+    def times(self, job):
         self.order.append(job())
         if self.order[-1] == "c" and self.order.count("c") == 3:
             raise RuntimeError("no more")
-        return float(len(self.order))
+        return Times(float(len(self.order)), len(self.order) / 2)
 
 
 def test_jobs_are_timed_in_turns_and_a_failure_ends_its_own_method_alone():
@@ -211,6 +218,7 @@ def test_jobs_are_timed_in_turns_and_a_failure_ends_its_own_method_alone():
     assert len(set(rounds)) == 4 and "abcdefgh" not in rounds
     assert {row.name: len(row.total.seconds) for row in rows} == dict.fromkeys("abcdefgh", 3) | {"c": 1}
     assert min(seconds for row in rows for seconds in row.total.seconds) == 9
+    assert all(row.total.host == [seconds / 2 for seconds in row.total.seconds] for row in rows)
     assert [row.problem for row in rows if row.problem] == ["RuntimeError: no more"]
 
 
@@ -289,7 +297,8 @@ def test_a_method_is_a_row_of_the_groups_that_it_can_run_in():
     """Catches a library without a vocabulary-parallel loss that is given a shard, and the reverse."""
     table = methods.all_methods(workspace_mib=[64, 128])
     alone, split = ({name for name, method in table.items() if method.is_for(size)} for size in (1, 2))
-    both = {"cce-dist@64MiB", "cce-dist@128MiB", "cce-dist-cached", "cce-dist-filtered", "torch-compile", "cce"}
+    ours = {"cce-dist@64MiB", "cce-dist@128MiB", "cce-dist-cached", "cce-dist-filtered@64MiB"}
+    both = ours | {"torch-compile", "cce"}
     assert both <= alone & split
     assert {"torch", "liger", "quack"} <= alone - split
     assert {"cce-dist-sp@64MiB", "cce-dist-cached-sp", "megatron", "deepspeed", "torch-loss-parallel"} <= split - alone
@@ -309,6 +318,107 @@ def test_table_on_a_gpu_shows_times_and_memory():
     assert " 44.50 (1.00) |" in right
     assert "| 256 |" in right
     assert "wrong gradient" in wrong
+
+
+def test_the_hosts_time_and_the_first_call_are_shown_where_they_are(tmp_path):
+    """Catches a column of an old file that has none, a number that the file loses, and a first call that is not the first."""
+    slept = iter([0.05, 0, 0, 0, 0, 0])
+
+    def slow_at_first(hidden, weight, labels):
+        time.sleep(next(slept, 0))
+        return dense(hidden, weight, labels)
+
+    workload = tiny_workload()
+    found = measure(workload, {"right": Method(lambda *case: slow_at_first), "wrong": planted("dE", 2.0)}, repeats=1)
+    right, wrong = found.rows
+    assert right.first is not None and right.first >= 0.05 and wrong.first is not None
+    assert right.total.host == [] and right.total.host_median is None  # a CPU's host computes
+    case = report.Case.of("tiny", 0.25, workload, found)
+    assert "first s" not in report.table(case)  # a CPU's times are not printed
+    case.on_gpu = True
+    assert "first s" in report.table(case) and "host ms" not in report.table(case)
+    right.total.host = [1e-3, 3e-3, 2e-3]
+    right.first = wrong.first = 11.04
+    write_json(tmp_path / "bench.json", report.Results({"device": "H200"}, [case]))
+    (again,) = report.read_json(tmp_path / "bench.json").cases
+    lines = report.summary([again], ["host ms", "first s"])
+    assert [line.replace(" ", "") for line in lines[-2:]] == ["|right|2.00;11.0|", "|wrong|-;11.0|"]
+    stored = json.loads((tmp_path / "bench.json").read_text())
+    for row in stored["cases"][0]["rows"]:
+        del row["first"], row["total"]["host"]
+    (tmp_path / "bench.json").write_text(json.dumps(stored))
+    (old,) = report.read_json(tmp_path / "bench.json").cases
+    assert "host ms" not in report.table(old) and "first s" not in report.table(old)
+
+
+def test_the_hosts_time_is_that_of_the_call(monkeypatch):
+    """Catches a time that has the products before the job in it, or the wait for the device."""
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append("event")
+
+        def elapsed_time(self, end):
+            return 7.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.2))
+    monkeypatch.setattr(torch, "mm", lambda *operands, out: time.sleep(0.01))
+    clock = Clock(torch.device("cpu"))
+    clock.meeting, clock.heat, clock.heated = SimpleNamespace(is_cuda=True), None, None  # type: ignore[assignment]
+
+    def job():
+        done.append("job")
+        time.sleep(0.02)
+
+    times = clock.times(job)
+    assert times.seconds == 7e-3 and done == ["event", "job", "event"]
+    assert times.host is not None and 0.02 <= times.host < 0.15
+
+
+def test_a_row_of_ours_says_its_budget():
+    """Catches a stored row that a plan would take for one of 256 MiB."""
+    for mib, name in ((256, ""), (64, "@64MiB")):
+        losses = methods.all_methods(workspace_mib=[mib])
+        assert {f"cce-dist{kind}{name}" for kind in ("", "-filtered", "-sp", "-fp32-sum", "-torch")} <= set(losses)
+        assert f"cce-dist-main-grad{name}" in methods.all_methods("megatron", [mib])
+        assert "cce-dist-default" in losses
+    stages = methods.all_methods("megatron")
+    assert stages["cce-dist-main-grad"].build.args[1] == {"workspace_bytes": 256 << 20}  # type: ignore[attr-defined]
+    assert stages["cce-dist-default"].build.args[1] == {}  # type: ignore[attr-defined]
+
+
+def test_torchs_own_loss_is_a_row_with_every_way_of_chunking(monkeypatch):
+    """And a torch without it says so. Catches options that are not handed on."""
+    table = {name: method for name, method in methods.all_methods().items() if name.startswith("torch-lce")}
+    ways = {name.removeprefix("torch-lce").removeprefix("-") for name in table}
+    assert ways == {"", "chunked", "compact", "balanced", "accurate"}
+    case = VocabShard.even(TINY.vocab_size, None), torch.zeros(1)
+    monkeypatch.setattr(torch.nn, "LinearCrossEntropyOptions", lambda acc_policy: acc_policy, raising=False)
+    monkeypatch.setattr(F, "linear_cross_entropy", dense, raising=False)
+    assert table["torch-lce"].build(*case) is dense
+    for name, policy in (("chunked", "auto"), ("compact", "compact"), ("accurate", "accurate")):
+        built = table[f"torch-lce-{name}"].build(*case)
+        assert built.keywords == {"options": policy}  # type: ignore[attr-defined]
+    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions")
+    (row,), _, _ = measure(tiny_workload(), {"chunked": table["torch-lce-chunked"]}, repeats=1)
+    assert row.missing and row.problem == f"torch {torch.__version__} has no chunks with acc_policy=auto"
+
+
+@pytest.mark.parametrize(("name", "library"), [
+    ("liger", "liger_kernel"), ("liger-cute", "liger_kernel"), ("quack", "quack"), ("cce", "cut_cross_entropy"),
+    ("cce-exact", "cut_cross_entropy"), ("cce-kahan-full-c", "cut_cross_entropy"),
+])  # fmt: skip
+def test_a_library_that_is_not_here_is_one_line(name, library, monkeypatch):
+    """Catches a peer whose absence ends the run, and one that is no row."""
+    monkeypatch.setitem(sys.modules, library, None)
+    method = methods.all_methods()[name]._replace(needs_cuda=False)
+    (row,), _, _ = measure(tiny_workload(), {name: method}, repeats=1)
+    assert row.missing and library in row.problem and "\n" not in row.problem
 
 
 def test_an_unknown_method_names_the_known_ones(tmp_path):

@@ -28,7 +28,8 @@ def _check_kernels() -> None:
 def _check_collectives() -> None:
     shard = VocabShard.even(40, dist.group.WORLD)
     hidden, weight, ids = torch.randn(5, 8), torch.randn(shard.num_rows, 8), torch.arange(15).view(5, 3)
-    for options, counts in (({}, [4 * 6 * 5]), (dict(argmax=True, entropy=True, top_k=7), [4 * 8 * 5, 8 * 7 * 5])):
+    everything: dict[str, Any] = {"argmax": True, "entropy": True, "top_k": 7}
+    for options, counts in (({}, [4 * 6 * 5]), (everything, [4 * 8 * 5, 8 * 7 * 5])):
         with mock.patch.object(merge, "_all_gather_into", wraps=merge._all_gather_into) as gather:
             linear_log_probs(hidden, weight, ids, shard=shard, **options)
         assert [call.args[1].nbytes for call in gather.call_args_list] == counts
@@ -47,9 +48,8 @@ def _check_disagreement() -> None:
     with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"):
         linear_log_probs(hidden, weight, ids, shard=shard)
         for name, options in different:
-            options = {"ids": ids} | options
             with pytest.raises(RuntimeError, match=f"linear_log_probs: the ranks of the group disagree on {name}"):
-                linear_log_probs(hidden, weight, shard=shard, **options)
+                linear_log_probs(hidden, weight, **{"ids": ids, "shard": shard, **options})
         with pytest.raises(IndexError, match=r"linear_log_probs: rank 1 of the group: ids\[0\]"):
             linear_log_probs(hidden, weight, ids + 40 * rank, shard=shard)
 

@@ -477,7 +477,7 @@ def test_what_is_alive_keeps_the_budget(
     kept = Filter() if grad_filter is None else Filter(grad_filter.eps)
     call = Call(Spec(ShardLogits(0, 3000), 3000, filter=kept, workspace_bytes=mib << 20), backend="triton").flat()
     with Live() as live:
-        losses = op._forward(hidden, weight, None, labels, None, *call)
+        losses = op._forward(hidden, weight, None, labels, None, None, *call)
         *_, saved = losses
         kept_bytes = sum(x.nbytes for x in tree_leaves(losses))
         forward, live.peak = live.peak, 0

@@ -20,7 +20,8 @@ DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
 STAGES = ("megatron", "deepspeed")
 COLUMNS = {  # what --columns calls the columns of a case's table
     "fwd": "fwd ms (IQR)", "fwd/1": "/1 GEMM", "total": "fwd+bwd ms (IQR)", "total/3": "/3 GEMMs", "total/4": "/4 GEMMs",
-    "MiB": "MiB", "dE": "err dE", "dC": "err dC", "mean-dE": "err mean dE", "loss": "err loss", "sends": "sends",
+    "host": "host ms", "first": "first s", "MiB": "MiB", "dE": "err dE", "dC": "err dC", "mean-dE": "err mean dE",
+    "loss": "err loss", "sends": "sends",
 }  # fmt: skip
 
 
@@ -43,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shares of labels that are -100 (default: 0)",
     )
     add("--tp", type=_sizes, metavar="T,T", help="split the vocabulary over so many ranks, under torchrun or alone")
+    add(
+        "--log-probs", action="store_true",
+        help="time log-probabilities and entropies, as policies take them, in place of the loss; the entropy has no gradient",
+    )  # fmt: skip
     add("--stage", choices=STAGES, help="time the end of its last pipeline stage by its means and ours, likewise")
     add(
         "--workspace", nargs="+", type=whole(1), metavar="MIB", help="workspaces of cce-dist, a row each (default: 256)"

@@ -67,13 +67,18 @@ class Errors:
 
 @dataclass
 class Timing:
-    """Seconds of each round."""
+    """Seconds of each round, and those of the host, which launches; no host's where it computes, and in older files."""
 
     seconds: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
+
+    @property
+    def host_median(self) -> float | None:
+        return statistics.median(self.host) if self.host else None
 
     @property
     def spread(self) -> float:
@@ -92,6 +97,8 @@ class Row:
         problem: Why there are no times, in one line; empty if there are.
         missing: The library is not installed, or not for this device.
         peak_bytes: Peak memory of a step above inputs and gradients; None on a CPU.
+        first: Seconds of the first loss and gradient, what is compiled for it counted. Code that an earlier row, or a run
+            before, left in a cache is not compiled again. None if there was none, and in older files.
     """
 
     name: str
@@ -102,6 +109,7 @@ class Row:
     forward: Timing = field(default_factory=Timing)
     total: Timing = field(default_factory=Timing)
     peak_bytes: int | None = None
+    first: float | None = None
 
 
 @dataclass
@@ -180,9 +188,10 @@ def measure(
     for row in rows:
         jobs += [] if row.problem else _halves(row, *steps[row.name])
     time_in_turns(jobs, repeats, Clock(workload.hidden.device, shard), progress)
-    ranks = _everyone([job.timing.seconds for job in jobs], shard)
+    ranks = _everyone([job.timing for job in jobs], shard)
     for job, of_ranks in zip(jobs, zip(*ranks, strict=True), strict=True):
-        job.timing.seconds = [max(seconds) for seconds in zip(*of_ranks, strict=True)]
+        job.timing.seconds = _slowest([timing.seconds for timing in of_ranks])
+        job.timing.host = _slowest([timing.host for timing in of_ranks])
     return Measured(rows, floor, sent)
 
 
@@ -268,8 +277,12 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
 
 
 def check(row: Row, function: LossFn, workload: Workload, truth: Reference) -> None:
-    """Fill in errors, and peak memory if they are small enough."""
+    """Fill in errors and the time of the first call, and peak memory if errors are small enough."""
+    start = time.perf_counter()
     loss, d_hidden, d_weight = step(function, workload)
+    if workload.hidden.is_cuda:
+        torch.cuda.synchronize()
+    row.first = time.perf_counter() - start
     # A framework that adds up dC itself returns a dummy.
     d_weight = getattr(function, "main_grad", d_weight)
     row.errors = Errors(
@@ -351,21 +364,30 @@ def time_in_turns(jobs: Sequence[Job], repeats: int, clock: Clock, progress: Cal
             if job.owner.problem:
                 continue
             try:
-                seconds = clock(job.call)
+                times = clock.times(job.call)
             # The method was right once, so its row says what happened, and the others go on.
             except Exception as error:
                 job.owner.problem = describe(error)
                 free_memory(clock.meeting)
                 continue
             if repeat:
-                job.timing.seconds.append(seconds)
+                job.timing.seconds.append(times.seconds)
+                job.timing.host += [] if times.host is None else [times.host]
+
+
+class Times(NamedTuple):
+    """Seconds of a job, and of the host to launch it; None where the host computes."""
+
+    seconds: float
+    host: float | None
 
 
 class Clock:
     """Seconds that a job takes on this rank from when all ranks are there: CUDA events on a GPU, the wall clock on a CPU.
 
     On a GPU every job comes after the same matrix products, as it would in a training step: they bring the card to its
-    power limit, whatever ran before, empty the L2 cache of the job's data, and let the host get ahead with launching.
+    power limit, whatever ran before, empty the L2 cache of the job's data, and let the host get ahead with launching. The
+    host's time is that of the job's call, which returns when all is launched.
     """
 
     def __init__(self, device: torch.device, shard: VocabShard | None = None) -> None:
@@ -376,20 +398,25 @@ class Clock:
             self.heated = torch.empty_like(self.heat)
 
     def __call__(self, job: Callable[[], object]) -> float:
+        return self.times(job).seconds
+
+    def times(self, job: Callable[[], object]) -> Times:
         if not self.meeting.is_cuda:
             self._meet()
             start = time.perf_counter()
             job()
-            return time.perf_counter() - start
+            return Times(time.perf_counter() - start, None)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         for _ in range(HEAT_PRODUCTS):
             torch.mm(self.heat, self.heat, out=self.heated)
         self._meet()
         begin.record()
+        start = time.perf_counter()
         job()
+        host = time.perf_counter() - start
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return Times(begin.elapsed_time(end) / 1e3, host)
 
     def _meet(self) -> None:
         if self.group is not None:
@@ -415,7 +442,14 @@ def _worst(rows: Sequence[Row]) -> Row:
             worst.errors = Errors(*(max(pair) for pair in pairs))
         if row.peak_bytes is not None and worst.peak_bytes is not None:
             worst.peak_bytes = max(row.peak_bytes, worst.peak_bytes)
+        if row.first is not None and worst.first is not None:
+            worst.first = max(row.first, worst.first)
     return worst
+
+
+def _slowest(ranks: Sequence[list[float]]) -> list[float]:
+    """The slowest rank's seconds of each round."""
+    return [max(seconds) for seconds in zip(*ranks, strict=True)]
 
 
 def _least_waiting(ranks: Sequence[list[Collective]]) -> list[Collective]:

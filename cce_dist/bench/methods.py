@@ -4,8 +4,8 @@ A method is built once per case and then called as ``loss = method(hidden, weigh
 sequence parallelism the rank's slice of it), weight the rank's rows, labels whole. It returns the mean over the labels that are
 not -100. Building raises ``ImportError`` where the library, or the part of it that is asked for, is missing.
 
-Three tables have rows of this one kind: the loss by itself, and the end of the last stage of Megatron and of DeepSpeed.
-``peers`` builds the losses of others, ``stage`` the ends of stages.
+Four tables have rows of this one kind: the loss by itself, log-probabilities and entropies, and the end of the last stage of
+Megatron and of DeepSpeed. ``peers`` builds the losses of others, ``stage`` the ends of stages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cce_dist import GradFilter, VocabShard, linear_cross_entropy
+from cce_dist import GradFilter, VocabShard, linear_cross_entropy, linear_log_probs
 from cce_dist.bench import peers, stage
 from cce_dist.bench.peers import LossFn
 
@@ -48,31 +48,47 @@ class Method(NamedTuple):
         return not (self.needs_group if num_ranks == 1 else self.needs_whole)
 
 
-def all_methods(last_stage: str = "", workspace_mib: Sequence[int] = (256,)) -> dict[str, Method]:
+UNNAMED_MIB = 256  # the budget of a row of ours whose name says none
+
+
+def all_methods(table: str = "", workspace_mib: Sequence[int] = (UNNAMED_MIB,)) -> dict[str, Method]:
     """Every method by name, in the order of the table; "-sp" is with sequence parallelism.
 
     Args:
-        last_stage: "megatron" or "deepspeed" for the rows of their last stages; else those of the loss by itself.
+        table: "megatron" or "deepspeed" for the rows of their last stages, "log-probs" for those of log-probabilities and
+            entropies; else those of the loss by itself.
         workspace_mib: Budgets of ``cce-dist``, a row each.
     """
-    tables = {"": _losses, "megatron": _megatron_stages, "deepspeed": _deepspeed_stages}
-    return tables[last_stage](_our_options(workspace_mib))
+    tables = {"": _losses, "log-probs": _log_probs, "megatron": _megatron_stages, "deepspeed": _deepspeed_stages}
+    return tables[table](_our_options(workspace_mib))
 
 
 def _our_options(workspace_mib: Sequence[int]) -> dict[str, dict[str, Any]]:
     """This library's rows in every table, with the options of each; a budget of None is one for all exponentials.
 
-    ``cce-dist-default`` is what a user gets who gives no budget.
+    A name without a budget has ``UNNAMED_MIB``, which a stored row is predicted with. ``cce-dist-default`` is what a user gets
+    who gives no budget.
     """
     first, *others = workspace_mib
-    exact = {f"cce-dist@{mib}MiB" if others else "cce-dist": {"workspace_bytes": mib << 20} for mib in workspace_mib}
-    filtered = {"grad_filter": GradFilter(), "workspace_bytes": first << 20}
+    exact = {
+        f"cce-dist@{mib}MiB" if others or mib != UNNAMED_MIB else "cce-dist": {"workspace_bytes": mib << 20}
+        for mib in workspace_mib
+    }
+    filtered = "cce-dist-filtered" if first == UNNAMED_MIB else f"cce-dist-filtered@{first}MiB"
     return {
         **exact,
         "cce-dist-default": {},
         "cce-dist-cached": {"workspace_bytes": None},
-        "cce-dist-filtered": filtered,
+        filtered: {"grad_filter": GradFilter(), "workspace_bytes": first << 20},
     }
+
+
+def _beside(ours: dict[str, dict[str, Any]], suffix: str, **more: Any) -> dict[str, dict[str, Any]]:
+    """A row of the first budget with other options; its name says the budget where that is not the unnamed one."""
+    options = next(iter(ours.values()))
+    mib = options["workspace_bytes"] >> 20
+    name = "cce-dist" if mib == UNNAMED_MIB else f"cce-dist@{mib}MiB"
+    return {_named(name, suffix): options | more}
 
 
 def _ours(build: Build, options: dict[str, Any], shard: VocabShard, hidden: Tensor, **more: Any) -> LossFn:
@@ -94,6 +110,17 @@ def _our_loss(shard: VocabShard, hidden: Tensor, options: dict[str, Any]) -> Los
     return cast(LossFn, partial(linear_cross_entropy, shard=shard, **options))
 
 
+def _our_log_probs(shard: VocabShard, hidden: Tensor, options: dict[str, Any]) -> LossFn:
+    """The mean of the negative log-probabilities, beside entropies that nobody differentiates."""
+    entropy = options.pop("entropy", True)
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        out = linear_log_probs(hidden, weight, labels, shard=shard, entropy=entropy, **options)
+        return peers.mean_of_kept(-out.log_probs, labels)
+
+    return loss
+
+
 def _named(name: str, suffix: str) -> str:
     """The name with a suffix before its budget: ``cce-dist-sp@64MiB``."""
     base, at, budget = name.partition("@")
@@ -105,15 +132,22 @@ def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
     for name, options in ours.items():
         build = partial(_ours, _our_loss, options | {"sequence_parallel": True})
         table[_named(name, "-sp")] = Method(build, ours=True, sequence_parallel=True, needs_group=True)
-    first = next(iter(ours.values()))
-    wide, plain = first | {"reduce_dtype": torch.float32}, first | {"backend": "torch"}
-    table["cce-dist-fp32-sum"] = Method(partial(_ours, _our_loss, wide), ours=True, needs_group=True)
-    table["cce-dist-torch"] = Method(partial(_ours, _our_loss, plain), ours=True, needs_whole=True)
+    for name, options in _beside(ours, "-fp32-sum", reduce_dtype=torch.float32).items():
+        table[name] = Method(partial(_ours, _our_loss, options), ours=True, needs_group=True)
+    for name, options in _beside(ours, "-torch", backend="torch").items():
+        table[name] = Method(partial(_ours, _our_loss, options), ours=True, needs_whole=True)
 
     table["torch"] = Method(peers.torch_eager, needs_whole=True)
     table["torch-compile"] = Method(peers.torch_compile)
     table["torch-lce"] = Method(peers.torch_linear_cross_entropy, needs_whole=True)
-    table["torch-lce-chunked"] = Method(partial(peers.torch_linear_cross_entropy, chunked=True), needs_whole=True)
+    for name, policy in (
+        ("chunked", "auto"),
+        ("compact", "compact"),
+        ("balanced", "balanced"),
+        ("accurate", "accurate"),
+    ):
+        build = partial(peers.torch_linear_cross_entropy, policy=policy)
+        table[f"torch-lce-{name}"] = Method(build, needs_whole=True)
     table["torch-loss-parallel"] = Method(peers.torch_loss_parallel, needs_group=True)
     for sequence_parallel in (False, True):
         table |= _megatrons(peers.megatron, sequence_parallel, needs_group=True)
@@ -125,6 +159,20 @@ def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
     table["liger"] = Method(peers.liger_triton, needs_cuda=True, needs_whole=True)
     table["liger-cute"] = Method(peers.liger_cute, needs_cuda=True, needs_whole=True)
     table["quack"] = Method(peers.quack, needs_cuda=True, needs_whole=True)
+    return table
+
+
+def _log_probs(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
+    """Log-probabilities with entropies; ``-alone``: without, so that exponentials may be kept."""
+    table = {}
+    for name, options in ours.items():
+        if "grad_filter" in options:
+            continue
+        table[name] = Method(partial(_ours, _our_log_probs, options), ours=True)
+        table[_named(name, "-alone")] = Method(partial(_ours, _our_log_probs, options | {"entropy": False}), ours=True)
+    table["torch"] = Method(peers.torch_log_probs, needs_whole=True)
+    table["torch-compile"] = Method(partial(peers.torch_log_probs, compiled=True), needs_whole=True)
+    table["trl-chunked"] = Method(peers.trl_log_probs, needs_whole=True)
     return table
 
 
@@ -146,8 +194,8 @@ def _megatron_stages(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
     table = {}
     for sequence_parallel in (False, True):
         table |= _megatrons(stage.megatron, sequence_parallel, needs_group=sequence_parallel)
-        for name, options in (ours | {"cce-dist-main-grad": {}}).items():
-            main_grad = name == "cce-dist-main-grad"
+        for name, options in (ours | _beside(ours, "-main-grad")).items():
+            main_grad = "-main-grad" in name
             build = partial(stage.megatron, sequence_parallel=sequence_parallel, main_grad=main_grad)
             table[_named(name, "-sp" * sequence_parallel)] = Method(
                 partial(_ours, build, options), True, sequence_parallel, needs_group=sequence_parallel

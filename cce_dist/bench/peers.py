@@ -5,6 +5,7 @@ Most functions take this rank's shard and a case's hidden states and return a lo
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable
@@ -39,10 +40,17 @@ def torch_eager(shard: VocabShard, hidden: Tensor) -> LossFn:
     return dense
 
 
-def torch_linear_cross_entropy(shard: VocabShard, hidden: Tensor, chunked: bool = False) -> LossFn:
+def torch_linear_cross_entropy(shard: VocabShard, hidden: Tensor, policy: str = "") -> LossFn:
+    """torch's own; with a policy in chunks of tokens: "compact", "balanced", "accurate", or "auto", torch's choice of them."""
     if not hasattr(F, "linear_cross_entropy"):
         raise ImportError(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
-    return partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions() if chunked else None)
+    if not policy:
+        return F.linear_cross_entropy
+    try:
+        options = torch.nn.LinearCrossEntropyOptions(acc_policy=cast(Any, policy))
+    except (AttributeError, TypeError, ValueError):
+        raise ImportError(f"torch {torch.__version__} has no chunks with acc_policy={policy}") from None
+    return partial(F.linear_cross_entropy, options=options)
 
 
 def torch_compile(shard: VocabShard, hidden: Tensor) -> LossFn:
@@ -101,6 +109,38 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, *d_losses: Tensor) -> Any:
         local_lse, lse = ctx.saved_tensors
         return (local_lse - lse).exp() * d_losses[0], -d_losses[0], None
+
+
+def dense_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of labels, and entropies without a gradient, as trainers of policies write them. [N] each."""
+    log_p = F.linear(hidden, weight).float().log_softmax(-1)
+    entropy = -(log_p.detach().exp() * log_p.detach()).sum(-1)
+    return log_p.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1), entropy
+
+
+def torch_log_probs(shard: VocabShard, hidden: Tensor, compiled: bool = False) -> LossFn:
+    function = dense_log_probs
+    if compiled:
+        torch.compiler.reset()  # as torch_compile
+        function = torch.compile(dense_log_probs, fullgraph=True, dynamic=False)
+    return lambda hidden, weight, labels: mean_of_kept(-function(hidden, weight, labels)[0], labels)
+
+
+def trl_log_probs(shard: VocabShard, hidden: Tensor) -> LossFn:
+    """TRL's chunks of tokens and of the vocabulary, with entropies."""
+    from trl.trainer import utils
+
+    function: Any = getattr(utils, "_ChunkedLogProbFunction", None)
+    wanted = "hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
+    names = [] if function is None else list(inspect.signature(function.forward).parameters)[1:]
+    if names != wanted.split():
+        raise ImportError(f"this release of trl takes {', '.join(names)}" if names else "this release of trl has none")
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        log_probs, *_ = function.apply(hidden, weight, None, labels.clamp(min=0), 1.0, 8192, None, 1.0, ("entropy",))
+        return mean_of_kept(-log_probs, labels)
+
+    return loss
 
 
 def torch_loss_parallel(shard: VocabShard, hidden: Tensor) -> LossFn:

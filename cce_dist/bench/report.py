@@ -186,6 +186,11 @@ def _cells(row: Row, case: Case) -> dict[str, str]:
     cells["/3 GEMMs"] = refused or ratio(row.total, 3)
     cells["/4 GEMMs"] = ratio(row.total, 4)
     if case.on_gpu:
+        if any(other.total.host for other in case.rows):
+            host = row.total.host_median
+            cells["host ms"] = "-" if refused or host is None else _ms(host)
+        if any(other.first is not None for other in case.rows):
+            cells["first s"] = "-" if row.first is None else f"{row.first:.1f}"
         cells["MiB"] = "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}"
     for name, column in (("d_hidden", "dE"), ("d_weight", "dC"), ("d_hidden_mean", "mean dE"), ("loss", "loss")):
         cells[f"err {column}"] = f"{getattr(row.errors, name):.1e}" if row.errors else "-"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cce_dist.plan import measured, paper
-from cce_dist.plan.devices import DEVICES, Device, measure
+from cce_dist.plan.devices import DEVICES, HOSTS, Device, measure
 from cce_dist.plan.layers import RECOMPUTE, Layout
 from cce_dist.plan.planning import LOSSES, METHODS, MIB, Plan, named, plan
 from cce_dist.plan.scale import GLOBAL_TOKENS, Step, grow
@@ -48,9 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--no-sequence-parallel", action="store_true", help="activations are whole on every rank")
     layout.add_argument("--recompute", choices=RECOMPUTE, default="none", help="of layers' activations")
     layout.add_argument("--eager", action="store_true", help="count elementwise kernels of layers as torch runs them")
+    layout.add_argument(
+        "--host", choices=HOSTS, default="", help="count the host that launches kernels in this engine of pretrain"
+    )
     layout.add_argument("--attention", action="store_true", help="count attention's products of --tokens squared, too")
     layout.add_argument("--framework", choices=METHODS, default="megatron", help="whose losses ours are compared with")
-    layout.add_argument("--workspace", type=int, default=256, metavar="MIB", help="budget of our losses")
+    layout.add_argument("--workspace", type=int, metavar="MIB", help="budget of our losses (default: what they choose)")
 
     where = parser.add_argument_group("device")
     where.add_argument("--gpu", default="h200", metavar="GPU", help=f"one of {', '.join(DEVICES)}")
@@ -60,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--scale", type=_counts, metavar="G,G", help="a step on each of these numbers of GPUs")
     shown.add_argument("--loss", choices=LOSSES, help="with --scale: rows of this loss alone")
     shown.add_argument("--global-tokens", type=int, default=GLOBAL_TOKENS, metavar="N", help="of a step, with --scale")
-    shown.add_argument("--paper", action="store_true", help="only table A4 of the paper, computed beside its numbers")
+    shown.add_argument(
+        "--paper", action="store_true", help="only the table behind figure 1 of the paper, computed from sizes"
+    )
     shown.add_argument(
         "--against", type=Path, nargs="+", metavar="JSON", help="only predictions beside a bench.json's rows"
     )
@@ -80,24 +85,25 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(table([row for path in args.against for row in show(path)])))
             return 0
         device = measure() if args.measure else named(DEVICES, args.gpu, "GPU")
-        if args.workspace < 1:
+        if args.workspace is not None and args.workspace < 1:
             raise ValueError(f"--workspace must be at least 1 MiB, got {args.workspace}")
-        found = plan(*_model_and_layout(args), device, args.workspace << 20)
+        workspace = args.workspace and args.workspace << 20
+        found = plan(*_model_and_layout(args), device, workspace)
         steps = []
         if args.scale:
-            steps = grow(found.model, found.layout, device, args.scale, args.workspace << 20, args.global_tokens)
+            steps = grow(found.model, found.layout, device, args.scale, workspace, args.global_tokens)
             steps = [step for step in steps if args.loss in (None, step.loss)]
+        title = args.model or (args.config and args.config.name) or "sizes by hand"
+        if args.json:
+            print(json.dumps(found.record() | {"scale": [dataclasses.asdict(step) for step in steps]}, indent=1))
+        else:
+            print("\n\n".join(_text(found, title, args.workspace) + _scale(steps)))
+        if args.picture:
+            from cce_dist.plan.picture import draw
+
+            draw(args.picture, found, title)
     except (OSError, ValueError) as error:
         raise SystemExit(f"cce-dist plan: {' '.join(str(error).split())}") from error
-    title = args.model or (args.config and args.config.name) or "sizes by hand"
-    if args.json:
-        print(json.dumps(found.record() | {"scale": [dataclasses.asdict(step) for step in steps]}, indent=1))
-    else:
-        print("\n\n".join(_text(found, title, args.workspace) + _scale(steps)))
-    if args.picture:
-        from cce_dist.plan.picture import draw
-
-        draw(args.picture, found, title)
     return 0
 
 
@@ -140,11 +146,12 @@ def _model_and_layout(args: argparse.Namespace) -> tuple[Model, Layout]:
         num_tokens=options["tokens"] // cp * options["micro_batch"],
         seq_len=options["tokens"] if args.attention else 0, recompute=args.recompute,
         sequence_parallel=not args.no_sequence_parallel, framework=args.framework, elementwise=1.0 if args.eager else 0.0,
+        host=args.host,
     )  # fmt: skip
     return model, layout
 
 
-def _text(found: Plan, title: str, workspace: int) -> list[str]:
+def _text(found: Plan, title: str, workspace: int | None) -> list[str]:
     """Return the plan as paragraphs."""
     layout, layer = found.layout, found.layer
     splits = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "dp", "cp", "vpp"))
@@ -169,7 +176,7 @@ def _device(device: Device) -> str:
     )
 
 
-def _row(found: Plan, each: Any, workspace: int) -> dict[str, str]:
+def _row(found: Plan, each: Any, workspace: int | None) -> dict[str, str]:
     cost = each.cost
     exposed = sum(one.exposed for one in cost.collectives)
     row = {
@@ -179,7 +186,7 @@ def _row(found: Plan, each: Any, workspace: int) -> dict[str, str]:
         "MiB": f"{cost.workspace / MIB:,.0f}",
     }  # fmt: skip
     if each.loss == "budget":
-        row["loss"] = f"budget ({workspace} MiB)"
+        row["loss"] = f"budget ({f'{workspace} MiB' if workspace else 'default'})"
     if found.layout.pp > 1:
         row["imbalance, even cut"] = f"{each.default_cut.imbalance:.1%}"
         row["best cut"] = f"{each.cut.imbalance:.1%}"
@@ -256,7 +263,7 @@ def _step_row(pair: measured.StepPair) -> dict[str, str]:
 
     return {
         "step": pair.row, "MiB said": mib(pair.said.peak_bytes), "measured": mib(pair.peak_bytes),
-        "ms said": f"{pair.said.seconds * 1e3:.0f}", "was": f"{pair.seconds * 1e3:.0f}",
+        "ms said": f"{pair.said.seconds * 1e3:.0f}", "was": f"{pair.seconds * 1e3:.0f}", "off": f"{pair.time_error:+.0%}",
     }  # fmt: skip
 
 

@@ -31,7 +31,11 @@ class Cut:
         return max(self.seconds) / (sum(self.seconds) / len(self.seconds)) - 1
 
 
-def best_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:
+LaunchTimes = tuple[float, float]  # seconds of the host for a layer, and for the head
+UNSEEN: LaunchTimes = (0.0, 0.0)
+
+
+def best_cut(num_layers: int, layer: float, head: float, layout: Layout, launches: LaunchTimes = UNSEEN) -> Cut:
     """Return the cut whose slowest rank takes least.
 
     The embedding counts nothing: its backward is a sum of rows. Among equally fast cuts the one is taken that leaves most
@@ -42,6 +46,7 @@ def best_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:
         layer: Seconds of a layer.
         head: Seconds of the head.
         layout: For ``pp`` and ``vpp``.
+        launches: Of the host; a stage takes what the slower one of GPU and host takes.
 
     Raises:
         ValueError: There are fewer layers than stages can share.
@@ -50,10 +55,11 @@ def best_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:
     if num_layers < pp * vpp - 1:
         raise ValueError(f"{num_layers} layers cannot be cut into {pp} x {vpp} stages")
     if pp == 1:
-        return Cut(_spread(num_layers, vpp), [num_layers * layer + head])
+        return Cut(_spread(num_layers, vpp), [_slower(num_layers, layer, head, launches)])
 
     def slowest(last: int) -> float:
-        return max(-(-(num_layers - last) // (pp - 1)) * layer, last * layer + head)
+        most = -(-(num_layers - last) // (pp - 1))
+        return max(_slower(most, layer, 0.0, (launches[0], 0.0)), _slower(last, layer, head, launches))
 
     # The chunks of the last rank but the last one are not empty, and neither are those of the others.
     choices = range(vpp - 1, num_layers - vpp * (pp - 1) + 1)
@@ -66,19 +72,24 @@ def best_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:
         tail[tail.index(max(tail))] -= 1
     by_rank.append([*tail, last - sum(tail)])
     layers = [by_rank[rank][chunk] for chunk in range(vpp) for rank in range(pp)]
-    return timed(layers, layer, head, layout)
+    return timed(layers, layer, head, layout, launches)
 
 
-def even_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:
+def even_cut(num_layers: int, layer: float, head: float, layout: Layout, launches: LaunchTimes = UNSEEN) -> Cut:
     """Return the cut that frameworks take by default: the same number of layers in each stage, the rest in the later ones."""
-    return timed(_spread(num_layers, layout.pp * layout.vpp), layer, head, layout)
+    return timed(_spread(num_layers, layout.pp * layout.vpp), layer, head, layout, launches)
 
 
-def timed(layers: list[int], layer: float, head: float, layout: Layout) -> Cut:
+def timed(layers: list[int], layer: float, head: float, layout: Layout, launches: LaunchTimes = UNSEEN) -> Cut:
     """Return a cut with the seconds of each rank."""
-    seconds = [sum(layers[rank :: layout.pp]) * layer for rank in range(layout.pp)]
-    seconds[-1] += head
-    return Cut(layers, seconds)
+    *others, last = (sum(layers[rank :: layout.pp]) for rank in range(layout.pp))
+    seconds = [_slower(count, layer, 0.0, (launches[0], 0.0)) for count in others]
+    return Cut(layers, [*seconds, _slower(last, layer, head, launches)])
+
+
+def _slower(count: int, layer: float, head: float, launches: LaunchTimes) -> float:
+    """Return the seconds of a stage: of its GPU, or of its host if that takes longer."""
+    return max(count * layer + head, count * launches[0] + launches[1])
 
 
 def _spread(count: int, ways: int) -> list[int]:

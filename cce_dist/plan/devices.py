@@ -6,6 +6,7 @@ A rate is one that is reached in practice, under the power limit, not the data s
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -71,7 +72,8 @@ class Costs(NamedTuple):
         filter_forward: More small kernels of a filter in forward.
         filter_backward: More small kernels of a filter in backward.
         sorted: Seconds that the sort takes for each column that a filter's lists have room for.
-        listed: Seconds that a listed column takes, beyond bytes.
+        listed: Seconds that a listed column of a token takes in a vocabulary of ``LISTED_OF`` rows.
+        rarer: Seconds more for each doubling of the vocabulary: the rows of rarer ids are found less often in the cache.
         unaligned: Share of the rate that plain products reach where a row of logits is no whole number of 16 bytes.
         latency: Seconds before a collective's first byte.
     """
@@ -86,16 +88,49 @@ class Costs(NamedTuple):
     filter_forward: int = 22
     filter_backward: int = 54
     sorted: float = 0.1e-9
-    listed: float = 1.5e-9
+    listed: float = 4.0e-9
+    rarer: float = 1.3e-9
     unaligned: float = 0.14
     latency: float = 10e-6
 
 
 # docs/results/h200.json, h200-tp2.json, h200-tp4.json, h200-stage-*.json, read before November 22, 2026: ``slowest`` from the
-# plain products at T = 1, 2 and 4; ``backward`` from the rows of cce-dist-cached less those products. ``sorted`` and ``listed``
-# are from docs/results.md#the-filter-on-other-softmaxes: what "trained" takes beyond products and bytes, and what "spread"
-# takes beyond that. Our launches are those of docs/results.md#small-shards.
+# plain products at T = 1, 2 and 4; ``backward`` from the rows of cce-dist-cached less those products. ``sorted``, ``listed``
+# and ``rarer`` are from docs/results.md#the-filter-on-other-softmaxes, three heads: what "trained" takes beyond products and
+# bytes, and what "early" and "spread" take beyond that. They are those of a filter whose stand-in has rank 1. Our launches are
+# those of docs/results.md#small-shards.
 COSTS = Costs()
+LISTED_OF = 32_064  # Phi-3.5's rows
+
+
+class Host(NamedTuple):
+    """The time that a host takes to launch a training step, which the GPU waits for where it is the longer one.
+
+    Attributes:
+        layer: Seconds of a layer and microbatch, forward and backward.
+        exact: Seconds of this library's exact loss and its gradient.
+        step: Seconds once a step: the optimizer, and what the engine does around it.
+    """
+
+    layer: float
+    exact: float
+    step: float
+
+    def head(self, loss: str) -> float:
+        """Return the seconds of a loss of a plan and its gradient."""
+        if loss in ("dense", "fused"):
+            return DENSE_LAUNCHES
+        return self.exact + (FILTER_LAUNCHES if loss == "filtered" else 0.0)
+
+
+# A least-squares fit of the logarithms of step times in docs/results/h200-steps.json, which does not name its hosts. "torch":
+# the four exact rows and the first dense one. The other three dense rows and both of DeepSpeed, which has the same layers, were
+# held against it. "megatron": the first, third, ... of its rows; the others were held. Other hosts differ: one was faster than
+# the GPU.
+_PLAIN = Host(3.4e-3, 5.9e-3, 4.3e-3)
+HOSTS = {"torch": _PLAIN, "deepspeed": _PLAIN, "megatron": Host(5.2e-3, 2.0e-3, 12.8e-3)}
+# docs/results.md#small-shards: a dense loss on the host, and what a filter takes there beyond the exact loss.
+DENSE_LAUNCHES, FILTER_LAUNCHES = 0.3e-3, 2.0e-3
 
 
 class Dense(NamedTuple):
@@ -134,10 +169,8 @@ DENSE = {
 def measure() -> Device:
     """Measure this machine's GPU: bf16 products of a side of 8,192 at the power limit, and a copy of 1 GiB.
 
-    The links are those of the table's GPU of the same compute capability.
-
     Raises:
-        ValueError: There is no GPU.
+        ValueError: There is no GPU, or too little of its memory is free.
     """
     import torch
 
@@ -145,16 +178,20 @@ def measure() -> Device:
         raise ValueError("--measure needs a GPU, and torch sees none; --gpu names one of the table")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     side, count = 8192, 32
-    left = torch.randn(side, side, dtype=torch.bfloat16, device="cuda")
-    right, product = torch.randn_like(left), torch.empty_like(left)
-    source = torch.empty(_GIB, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
+    try:
+        left = torch.randn(side, side, dtype=torch.bfloat16, device="cuda")
+        right, product = torch.randn_like(left), torch.empty_like(left)
+        source = torch.empty(_GIB, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+    except torch.OutOfMemoryError:
+        raise ValueError("--measure needs 2.4 GiB of free memory on the GPU") from None
 
-    def seconds(call) -> float:
-        call()
+    def seconds(call: Callable[[], object]) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(count):
+        # As many calls before the timed ones bring the card to its power limit.
+        for number in range(2 * count):
+            if number == count:
+                begin.record()
             call()
         end.record()
         torch.cuda.synchronize()
@@ -162,9 +199,17 @@ def measure() -> Device:
 
     product_seconds = seconds(lambda: torch.mm(left, right, out=product))
     copy_seconds = seconds(lambda: target.copy_(source))
-    like = next((device for device in DEVICES.values() if device.major == properties.major), DEVICES["h100"])
-    return dataclasses.replace(
-        like, name=properties.name, flops=2 * side**3 / product_seconds, bandwidth=2 * _GIB / copy_seconds,
-        memory=properties.total_memory, major=properties.major, multiprocessors=properties.multi_processor_count,
-        provenance="measured here",
+    # ROCm's versions are not CUDA's compute capabilities, and its devices have small tiles (kernels/tiles.py).
+    major = 0 if torch.version.hip else properties.major
+    return like_the_table(
+        properties.name, major, properties.multi_processor_count, properties.total_memory, 2 * side**3 / product_seconds,
+        2 * _GIB / copy_seconds,
     )  # fmt: skip
+
+
+def like_the_table(name: str, major: int, multiprocessors: int, memory: int, flops: float, bandwidth: float) -> Device:
+    """Return a measured GPU; its links are those of the table's GPU of its compute capability, or of the slowest one."""
+    alike = [device for device in DEVICES.values() if device.major == major] or DEVICES.values()
+    links = min(alike, key=lambda device: device.bus)
+    provenance = f"measured here, but the links, which are those of {links.name}"
+    return Device(name, flops, bandwidth, memory, major, multiprocessors, links.bus, links.network, provenance)

@@ -11,19 +11,19 @@ frequent ids. A trained model's softmax has a few of a token, the early one of t
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 from cce_dist.kernels import budget
 from cce_dist.kernels.budget import Sizes, cdiv
 from cce_dist.kernels.tiles import Tiles, table_tiles
-from cce_dist.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Device
+from cce_dist.plan.devices import COSTS, DENSE, GPUS_PER_NODE, LISTED_OF, Device
 
 OURS = ("kept", "budget", "filtered")
 LOSSES = (*OURS, *DENSE)
 VECTOR_BYTES = 16  # rows of a whole number of them are read fastest
 FEW_LISTED, MANY_LISTED = 2, 109  # columns of a token: the bench's "trained" and "spread", Llama-3-8B's head
 DEFAULT_EPS = 2**-12
-DEFAULT_WORKSPACE = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,12 +119,12 @@ class Cost:
     collectives: list[Collective]
 
 
-def default_workspace(head: Head) -> int:
-    """Return the budget of an exact loss that is given none."""
-    return budget.default_workspace(head.sizes, head.itemsize == 2)
+def chosen_workspace(head: Head, loss: str) -> int:
+    """Return the budget that a loss of ``OURS`` chooses where it is given none."""
+    return budget.default_workspace(head.sizes, keeps=head.itemsize == 2 and loss != "filtered")
 
 
-def cost(head: Head, loss: str, device: Device, workspace_bytes: int = DEFAULT_WORKSPACE) -> Cost:
+def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = None) -> Cost:
     """Predict one loss.
 
     Args:
@@ -132,8 +132,9 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int = DEFAULT_W
         loss: One of ``LOSSES``: "kept" keeps all exponentials whatever the budget, "budget" is exact within it, "filtered"
             filters within it; the others hold logits.
         device: The GPU.
-        workspace_bytes: The budget of "budget" and "filtered".
+        workspace_bytes: The budget of "budget" and "filtered"; None: the one that the loss chooses.
     """
+    workspace_bytes = workspace_bytes or chosen_workspace(head, loss)
     if loss == "kept":
         workspace_bytes = 2 * head.num_tokens * head.vocab_size * head.itemsize + (1 << 30)
     items = _peak(_our_moments(head, loss, device, workspace_bytes) if loss in OURS else _dense_moments(head, loss))
@@ -146,17 +147,17 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int = DEFAULT_W
     most = total
     if loss == "filtered":
         # Where the lists have no room all tokens go through the exact backward as well.
-        more = _listed_seconds(head, device, MANY_LISTED - FEW_LISTED)
+        more = listed_seconds(head, MANY_LISTED - FEW_LISTED)
         if not lists_have_room(head, workspace_bytes):
             more = _exact_backward(head, device, workspace_bytes)[0]
         most += more * _slowest(head.tp)
     return Cost(loss, max(0, sum(items.values())), items, forward, total, most, collectives)
 
 
-def lists_have_room(head: Head, workspace_bytes: int = DEFAULT_WORKSPACE) -> bool:
+def lists_have_room(head: Head, workspace_bytes: int) -> bool:
     """Return whether lists hold ``MANY_LISTED`` columns of each token, and labels are enough to tell the hot columns."""
     num_tokens, num_columns = head.num_tokens, head.sizes.num_columns
-    room = budget.list_capacity(num_tokens, num_columns, workspace_bytes) >= MANY_LISTED * num_tokens
+    room = budget.list_capacity(num_tokens, num_columns, workspace_bytes) >= MANY_LISTED * num_tokens / head.tp
     return room and num_tokens >= 4 * budget.hot_columns(num_columns, head.eps)
 
 
@@ -277,12 +278,17 @@ def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[f
     backward = 3 * hot_product + num_bytes / device.bandwidth
     backward += product * budget.SAMPLE / max(budget.SAMPLE, head.num_tokens)
     backward += COSTS.sorted * budget.list_capacity(head.num_tokens, sizes.num_columns, workspace_bytes)
-    return backward + launches * COSTS.launch + _listed_seconds(head, device, FEW_LISTED), forward
+    return backward + launches * COSTS.launch + listed_seconds(head, FEW_LISTED), forward
 
 
-def _listed_seconds(head: Head, device: Device, num_columns: int) -> float:
-    """Return seconds of so many listed columns of each token; each reads its row of the weight twice, and a hidden state."""
-    return head.num_tokens * num_columns * (3 * head.sizes.hidden_bytes / device.bandwidth + COSTS.listed)
+def listed_seconds(head: Head, num_columns: float) -> float:
+    """Return seconds of so many listed columns of each token, over all ranks: each rank lists its share of them.
+
+    Nothing of the measured cost follows the width of a row. It grows with the vocabulary, over which ids are spread by Zipf's
+    law.
+    """
+    doublings = max(0.0, math.log2(head.sizes.num_columns / LISTED_OF))
+    return head.num_tokens * num_columns / head.tp * (COSTS.listed + COSTS.rarer * doublings)
 
 
 def _dense_seconds(head: Head, loss: str, device: Device, _: int) -> tuple[float, float, list[Collective]]:

@@ -36,6 +36,7 @@ class Layout:
         recompute: "none", or "full": a layer keeps its input alone.
         sequence_parallel: Activations between tensor-parallel products are slices.
         elementwise: Bytes that elementwise kernels of a layer move, over those of plain torch; 0: they are fused, and hidden.
+        host: An engine of ``devices.HOSTS`` whose launches count; "": a host that is never waited for.
         framework: "megatron", "deepspeed", "torchtitan" or "torch": who keeps gradients in which dtype, and which losses.
     """
 
@@ -51,6 +52,7 @@ class Layout:
     sequence_parallel: bool = True
     framework: str = "megatron"
     elementwise: float = 0.0
+    host: str = ""
 
     @property
     def num_gpus(self) -> int:

@@ -6,7 +6,9 @@ import dataclasses
 from typing import Any, TypeVar, cast
 
 from cce_dist.plan.cut import (
+    UNSEEN,
     Cut,
+    LaunchTimes,
     best_cut,
     check_megatron_layout,
     deepspeed_weights,
@@ -15,8 +17,8 @@ from cce_dist.plan.cut import (
     megatron_layout,
     torchtitan_layers,
 )
-from cce_dist.plan.devices import DEVICES, Device
-from cce_dist.plan.head import DEFAULT_WORKSPACE, Cost, Head, cost
+from cce_dist.plan.devices import DEVICES, HOSTS, Device
+from cce_dist.plan.head import Cost, Head, cost
 from cce_dist.plan.layers import (
     RECOMPUTE,
     LayerTime,
@@ -139,7 +141,7 @@ def plan(
     model: Model | str,
     layout: Layout | None = None,
     gpu: Device | str = "h200",
-    workspace_bytes: int = DEFAULT_WORKSPACE,
+    workspace_bytes: int | None = None,
 ) -> Plan:
     """Predict what a model's head costs, what fits, and how to cut the pipeline, without a GPU.
 
@@ -147,7 +149,7 @@ def plan(
         model: Sizes, or a name of ``cce_dist.plan.sizes.MODELS``.
         layout: How it is split over ranks; None: one GPU, a microbatch of 8,192 tokens.
         gpu: A GPU, or a name of ``cce_dist.plan.devices.DEVICES``.
-        workspace_bytes: The budget of the losses "budget" and "filtered".
+        workspace_bytes: The budget of the losses "budget" and "filtered"; None: those that they choose.
 
     Raises:
         ValueError: An unknown name, or sizes that cannot be split so; in one line.
@@ -155,14 +157,14 @@ def plan(
     model, device = cast(Model, named(MODELS, model, "model")), cast(Device, named(DEVICES, gpu, "GPU"))
     layout = layout or Layout()
     check(model, layout)
-    if workspace_bytes < 1:
+    if workspace_bytes is not None and workspace_bytes < 1:
         raise ValueError(f"the workspace must be positive, got {workspace_bytes} bytes")
     layer = layer_time(model, layout, device)
     losses = []
     for loss in LOSSES:
         found = head_cost(model, layout, device, loss, workspace_bytes)
-        best = best_cut(model.num_layers, layer.seconds, found.seconds, layout)
-        even = even_cut(model.num_layers, layer.seconds, found.seconds, layout)
+        times = model.num_layers, layer.seconds, found.seconds, layout, launches(layout, loss)
+        best, even = best_cut(*times), even_cut(*times)
         first, last = (stage_bytes(model, layout, best, found, rank) for rank in (0, layout.pp - 1))
         largest = _largest_tokens(model, layout, device, loss, workspace_bytes)
         losses.append(LossPlan(loss, found, found.seconds / layer.seconds, best, even, last, first, largest))
@@ -185,6 +187,8 @@ def check(model: Model, layout: Layout) -> None:
             raise ValueError(f"{name} must be at least 1, got {getattr(layout, name)}")
     if layout.framework not in METHODS:
         raise ValueError(f"unknown framework {layout.framework}; choose from {', '.join(METHODS)}")
+    if layout.host and layout.host not in HOSTS:
+        raise ValueError(f"unknown host {layout.host}; choose from {', '.join(HOSTS)}")
     if layout.recompute not in RECOMPUTE:
         raise ValueError(f"unknown recomputation {layout.recompute}; choose from {', '.join(RECOMPUTE)}")
     if layout.zero_stage not in range(4):
@@ -198,7 +202,12 @@ def check(model: Model, layout: Layout) -> None:
         raise ValueError(f"{model.num_layers} layers cannot be cut into {layout.pp} x {layout.vpp} stages")
 
 
-def head_cost(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int) -> Cost:
+def launches(layout: Layout, loss: str) -> LaunchTimes:
+    """Return the host's seconds for a layer and for the head, if the layout counts a host."""
+    return (HOSTS[layout.host].layer, HOSTS[layout.host].head(loss)) if layout.host else UNSEEN
+
+
+def head_cost(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> Cost:
     """Predict the head with a loss of ``LOSSES``."""
     head = Head(
         layout.num_tokens, model.hidden_size, model.vocab_size, layout.tp,
@@ -233,7 +242,7 @@ def stage_bytes(model: Model, layout: Layout, cut: Cut, head: Cost, rank: int) -
     return items | parts | {"workspace": max(0, head.workspace - sum(parts.values()))}
 
 
-def _largest_tokens(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int) -> int:
+def _largest_tokens(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> int:
     """Return the largest microbatch whose first and last stage fit, in steps of 128 tokens of each tensor-parallel rank."""
     step = 128 * layout.tp
     room = USABLE * device.memory
@@ -242,7 +251,7 @@ def _largest_tokens(model: Model, layout: Layout, device: Device, loss: str, wor
         wider = dataclasses.replace(layout, num_tokens=steps * step)
         found = head_cost(model, wider, device, loss, workspace_bytes)
         seconds = layer_time(model, wider, device).seconds
-        best = best_cut(model.num_layers, seconds, found.seconds, wider)
+        best = best_cut(model.num_layers, seconds, found.seconds, wider, launches(wider, loss))
         stages = (stage_bytes(model, wider, best, found, rank) for rank in {0, layout.pp - 1})
         return max(sum(items.values()) for items in stages) <= room
 

@@ -54,7 +54,7 @@ def grow(
     layout: Layout,
     device: Device,
     counts: list[int],
-    workspace_bytes: int,
+    workspace_bytes: int | None = None,
     global_tokens: int = GLOBAL_TOKENS,
 ) -> list[Step]:
     """Predict a step on each number of GPUs; tensor- and pipeline-parallel sizes shrink where there are too few.

@@ -44,6 +44,9 @@ class Model:
                 raise ValueError(
                     f"--{field.name.replace('_', '-')} must be a whole number of at least 1, got {value!r}"
                 )
+        for name in ("num_kv_heads", "head_size", "num_experts", "experts_per_token"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
         if not self.head_size and self.hidden_size % self.num_heads:
             raise ValueError(f"--hidden-size {self.hidden_size} is not --num-heads {self.num_heads} equal heads")
         if self.num_heads % (self.num_kv_heads or self.num_heads):
@@ -154,13 +157,26 @@ def read_config(path: Path) -> Config:
 def _first(values: dict[str, Any], *names: str, default: int | None = None) -> int:
     for name in names:
         if values.get(name) is not None:
-            try:
-                return int(values[name])
-            except (TypeError, ValueError):
-                raise ValueError(f"{name} must be a whole number, got {values[name]!r}") from None
+            return _whole(name, values[name])
     if default is None:
         raise ValueError(f"has no {names[0]}")
     return default
+
+
+def _whole(name: str, value: Any) -> int:
+    """Return a number that a file has, or that its text says; a switch and a fraction are none."""
+    text = str(value).strip()
+    if isinstance(value, bool) or not re.fullmatch(r"[+-]?\d+", text):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    return int(text)
+
+
+def _part(values: Any, name: str) -> dict[str, Any]:
+    """Return a part of a file by name, empty where there is none."""
+    part = values.get(name) or {}
+    if not isinstance(part, dict):
+        raise ValueError(f"{name} must hold names and values, got {part!r}")
+    return part
 
 
 def _read_hugging_face(text: str) -> Config:
@@ -168,7 +184,7 @@ def _read_hugging_face(text: str) -> Config:
     if not isinstance(values, dict):
         raise ValueError("is not a config.json")
     # Models of several kinds of input have their language model's sizes in a part.
-    outer, values = values, values.get("text_config") or values
+    outer, values = values, _part(values, "text_config") or values
     hidden_size = _first(values, "hidden_size", "n_embd", "d_model")
     num_heads = _first(values, "num_attention_heads", "n_head", "num_heads")
     experts = _first(values, "num_local_experts", "num_experts", "n_routed_experts", default=0)
@@ -223,8 +239,8 @@ def _read_torchtitan(text: str) -> Config:
     except ModuleNotFoundError:
         raise ValueError("reading TOML needs Python 3.11") from None
     tables = tomllib.loads(text)
-    named = tables.get("model", {})
-    key = named.get("name"), named.get("flavor")
+    named = _part(tables, "model")
+    key = str(named.get("name")), str(named.get("flavor"))
     if key not in _FLAVORS:
         known = ", ".join(f"{name} {flavor}" for name, flavor in _FLAVORS)
         raise ValueError(f"knows no model {key[0]} {key[1]}; it knows {known}; give sizes by hand")
@@ -233,5 +249,6 @@ def _read_torchtitan(text: str) -> Config:
         ("parallelism", "context_parallel_degree"): "cp", ("training", "local_batch_size"): "micro_batch",
         ("training", "seq_len"): "tokens",
     }  # fmt: skip
-    said = {ours: tables.get(table, {}).get(name) for (table, name), ours in names.items()}
-    return Config(MODELS[_FLAVORS[key]], {name: value for name, value in said.items() if value is not None})
+    said = {ours: (name, _part(tables, table).get(name)) for (table, name), ours in names.items()}
+    options = {ours: _whole(name, value) for ours, (name, value) in said.items() if value is not None}
+    return Config(MODELS[_FLAVORS[key]], options)

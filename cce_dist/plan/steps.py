@@ -1,7 +1,8 @@
 """A whole step of ``cce-dist pretrain``: the peak of each pipeline rank, and the time, on each engine.
 
 Memory counts what each engine keeps: bytes of a parameter, of a layer's activations, of the head. Time adds the slowest stage
-of each microbatch, the pipeline's filling, and passes of the optimizer over its state.
+of each microbatch, the pipeline's filling, and passes of the optimizer over its state. A stage takes as long as its GPU or as
+its host, which launches the kernels, whichever is slower.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from cce_dist.plan.cut import even_cut
-from cce_dist.plan.devices import COSTS, Device
-from cce_dist.plan.head import DEFAULT_WORKSPACE, Cost, Head, cost, default_workspace
+from cce_dist.plan.cut import even_cut, timed
+from cce_dist.plan.devices import COSTS, HOSTS, Device
+from cce_dist.plan.head import Cost, Head, cost
 from cce_dist.plan.layers import LayerTime, Layout, layer_time
 from cce_dist.plan.sizes import Model
 
@@ -29,7 +30,6 @@ class Engine(NamedTuple):
         logits: More for each logit of a dense loss, which somebody holds on to.
         elementwise: Share of the elementwise bytes that plain torch moves.
         dense: The dense loss, by ``head``'s name.
-        chooses_budget: Whether the exact loss is given no budget.
     """
 
     states: int
@@ -41,13 +41,12 @@ class Engine(NamedTuple):
     logits: int
     elementwise: float
     dense: str
-    chooses_budget: bool = False
 
 
 # torch: fp32 weights and residuals under autocast. DeepSpeed and Megatron: bf16 weights, fp32 gradients, copies and moments. A
 # layer keeps the inputs of its norms and products, queries and keys turned, attention's output and its transpose.
 ENGINES = {
-    "torch": Engine(12, 4, 2, 26, 8, 4, 0, 1.0, "torch", True),
+    "torch": Engine(12, 4, 2, 26, 8, 4, 0, 1.0, "torch"),
     "deepspeed": Engine(18, 2, 0, 22, 8, 2, 2, 1.0, "torch"),
     "megatron": Engine(18, 2, 0, 22, 8, 2, 0, 0.65, "megatron"),
 }
@@ -71,7 +70,7 @@ def step(
     microbatches: int,
     device: Device,
     layers: list[int] | None = None,
-    workspace_bytes: int = 0,
+    workspace_bytes: int | None = None,
 ) -> Step:
     """Predict a step.
 
@@ -83,32 +82,28 @@ def step(
         microbatches: Of a step.
         device: The GPU.
         layers: Of each stage; None: an even cut.
-        workspace_bytes: The budget of "budget"; 0: the one that the loss chooses.
+        workspace_bytes: The budget of "budget" and "filtered"; None: the one that the loss chooses.
     """
     how = ENGINES[engine]
     head = head_of(model, how, loss, layout, device, workspace_bytes)
     layer = layer_of(model, how, layout, device).seconds
     counts = layers or even_cut(model.num_layers, layer, head.seconds, layout).layers
-    last = layout.pp - 1
-    stages = [count * layer + (head.seconds if rank == last else 0.0) for rank, count in enumerate(counts)]
-    params = [_stage_params(model, count, rank, last) for rank, count in enumerate(counts)]
-    slowest = max(stages)
-    seconds = (microbatches - 1) * slowest + sum(stages) + OPTIMIZER_PASSES * max(params) / device.bandwidth
+    stages = timed(counts, layer, head.seconds, layout, (HOSTS[engine].layer, HOSTS[engine].head(loss))).seconds
+    params = [_stage_params(model, count, rank, layout.pp - 1) for rank, count in enumerate(counts)]
+    once = max(OPTIMIZER_PASSES * max(params) / device.bandwidth, HOSTS[engine].step)
+    seconds = (microbatches - 1) * max(stages) + sum(stages) + once
     if microbatches > 1:
         how = how._replace(states=how.states + how.more)
     peaks = [_peak(model, how, head, layout, count, rank, loss) for rank, count in enumerate(counts)]
     return Step(seconds, peaks)
 
 
-def head_of(model: Model, how: Engine, loss: str, layout: Layout, device: Device, workspace_bytes: int) -> Cost:
+def head_of(
+    model: Model, how: Engine, loss: str, layout: Layout, device: Device, workspace_bytes: int | None = None
+) -> Cost:
     """Predict the head of an engine."""
     head = Head(layout.num_tokens, model.hidden_size, model.vocab_size)
-    return cost(head, how.dense if loss == "dense" else loss, device, workspace_bytes or workspace_of(head, how, loss))
-
-
-def workspace_of(head: Head, how: Engine, loss: str) -> int:
-    """Return the budget of a loss that is given none: plain torch's chooses one, an adapter's options have one."""
-    return default_workspace(head) if loss == "budget" and how.chooses_budget else DEFAULT_WORKSPACE
+    return cost(head, how.dense if loss == "dense" else loss, device, workspace_bytes)
 
 
 def layer_of(model: Model, how: Engine, layout: Layout, device: Device) -> LayerTime:

@@ -6,9 +6,8 @@ import torch
 
 from cce_dist.plan import Layout, Model, plan
 from cce_dist.plan.devices import DEVICES, Device
-from cce_dist.plan.head import Head
 from cce_dist.plan.measured import device_of
-from cce_dist.plan.steps import ENGINES, workspace_of
+from cce_dist.plan.steps import ENGINES
 from cce_dist.pretrain.exits import UsageError
 from cce_dist.pretrain.recipe import MEGATRON_FUSED, Recipe
 
@@ -19,8 +18,8 @@ PLANNED = {"dense": "dense", "exact": "budget", MEGATRON_FUSED: "fused"}  # by l
 def layers_of_stages(recipe: Recipe) -> list[int] | None:
     """Return the layers of each pipeline stage; None for the engine's own cut, an even one.
 
-    The numbers of "auto" are those of ``cce-dist plan`` for this model, loss and microbatch. They are arithmetic on sizes and
-    on the GPU's name, so ranks agree.
+    The numbers of "auto" are those of ``cce-dist plan`` for this model, loss and microbatch, with the engine's host. They are
+    arithmetic on sizes and on the GPU's name, so ranks agree.
 
     Raises:
         UsageError: Not such numbers, or they do not add up to the model's layers. The last stage alone may have none.
@@ -51,12 +50,11 @@ def planned_layers(recipe: Recipe) -> list[int]:
     layout = Layout(
         tp=recipe.tp, pp=recipe.pp, dp=recipe.dp, seq_len=shape.seq_len, sequence_parallel=recipe.sequence_parallel,
         num_tokens=recipe.batch_size // (recipe.dp * recipe.accumulate) * shape.seq_len, framework=recipe.engine,
-        elementwise=ENGINES[recipe.engine].elementwise,
+        elementwise=ENGINES[recipe.engine].elementwise, host=recipe.engine,
     )  # fmt: skip
     loss = PLANNED.get(recipe.loss, "filtered")
-    head = Head(layout.num_tokens, shape.hidden_size, shape.vocab_size, recipe.tp)
     try:
-        found = plan(model, layout, _device(), workspace_of(head, ENGINES[recipe.engine], loss))
+        found = plan(model, layout, _device())
     except ValueError as error:
         raise UsageError(f"--layers-per-stage auto: {error}") from error
     return next(each.cut.layers for each in found.losses if each.loss == loss)

@@ -69,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--cce-filter", choices=FILTERS, default="off", help="whether gradients are filtered, and how")
     group.add_argument("--cce-filter-eps", type=float, default=2**-12, help="softmax below which gradients are dropped")
     group.add_argument(
+        "--cce-workspace-bytes", type=int, metavar="BYTES", help="memory budget (default: the shapes choose it)"
+    )
+    group.add_argument(
         "--cce-vocab-size", type=int, metavar="V", help="true size of the vocabulary: mask the rows that pad it"
     )
     for action in parser._actions:
@@ -84,7 +87,7 @@ def options_from_args(args: argparse.Namespace) -> Options:
     Raises:
         ValueError: A value is out of range; the message names the flag.
     """
-    values = {key: getattr(args, f"cce_{key}") for key in ("filter", "filter_eps", "vocab_size")}
+    values = {key: getattr(args, f"cce_{key}") for key in ("filter", "filter_eps", "workspace_bytes", "vocab_size")}
     given = {key: value for key, value in values.items() if value is not None}
     return Options.read(given, lambda key: f"--cce-{key.replace('_', '-')}", "the command line")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cce_dist import VocabShard, linear_cross_entropy, merge
 from cce_dist.integrations import options as shared
+from cce_dist.kernels import budget
 
 IGNORED = -100
 
@@ -90,7 +91,7 @@ def vocab_parallel_max(
     gathered: bool = False,
     options: Options | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Largest logit of every token and where it is, from as many logits at a time as the workspace holds.
+    """Largest logit of every token and where it is, from as many logits at a time as the workspace holds (None: 256 MiB).
 
     Args:
         hidden, weight, tp_group, sequence_parallel, options: As in ``vocab_parallel_loss``.
@@ -107,7 +108,8 @@ def vocab_parallel_max(
         hidden = hidden.to(weight.dtype)
         if sequence_parallel and shard.group is not None:
             hidden = merge.gather_sequence(hidden, shard.group)
-        tokens = max(1, options.workspace_bytes // (weight.shape[0] * weight.element_size()))
+        workspace = options.workspace_bytes or budget.LEAST_DEFAULT
+        tokens = max(1, workspace // (weight.shape[0] * weight.element_size()))
         parts = []
         for part in hidden.flatten(0, 1).split(tokens):
             logits = F.linear(part, weight)
