@@ -55,8 +55,8 @@ def check_ranks(
     facts |= {"number of tokens": x.num_tokens, "vocab_size": shard.vocab_size} | options._asdict()
     if isinstance(options, Options) and isinstance(options.num_tokens, Tensor):
         facts["num_tokens"] = options.num_tokens.item()
-    facts |= {"backend": call.backend, options.labels: (tuple(x.ids.shape), _digest(x.ids))}
-    facts |= {name: _digest(value) if isinstance(value, Tensor) else value for name, value in others.items()}
+    facts |= {"backend": call.backend, options.labels: (tuple(x.ids.shape), digest(x.ids))}
+    facts |= {name: digest(value) if isinstance(value, Tensor) else value for name, value in others.items()}
     labels = x.ids.view(-1)
     ids = label_ids(labels, options.ignore_index, shard.vocab_size)
     error = label_error(options.labels, labels, ids, shard.vocab_size, options.ignore_index)
@@ -64,7 +64,7 @@ def check_ranks(
     merge.assert_ranks_agree(options.function, facts, rows, shard.group, shard.vocab_size, error)
 
 
-def _digest(values: Tensor) -> str:
+def digest(values: Tensor) -> str:
     """A hash of a tensor's bytes."""
     values = values.detach().cpu().contiguous()
     return hashlib.blake2b(ctypes.string_at(values.data_ptr(), values.nbytes), digest_size=8).hexdigest()

@@ -257,12 +257,12 @@ class Call(NamedTuple):
 
     def flat(self) -> tuple:
         """The values of all fields in order, nested records flattened."""
-        return tuple(_values(self))
+        return tuple(values_of(self))
 
     @classmethod
     def of(cls, flat: Iterable) -> Call:
         """The call that was flattened."""
-        return _build(cls, iter(flat))
+        return build(cls, iter(flat))
 
 
 @cache
@@ -271,24 +271,24 @@ def _fields(record: type) -> tuple[tuple[str, type, bool], ...]:
     return tuple((name, kind, issubclass(kind, tuple)) for name, kind in get_type_hints(record).items())
 
 
-def _values(record: tuple) -> Iterator[Any]:
+def values_of(record: tuple) -> Iterator[Any]:
     for value in record:
         if isinstance(value, tuple):
-            yield from _values(value)
+            yield from values_of(value)
         else:
             yield value
 
 
-def _build(record: type, values: Iterator[Any]) -> Any:
-    return record(*[_build(kind, values) if nested else next(values) for _, kind, nested in _fields(record)])
+def build(record: type, values: Iterator[Any]) -> Any:
+    return record(*[build(kind, values) if nested else next(values) for _, kind, nested in _fields(record)])
 
 
-def _schema(record: type, prefix: str = "") -> Iterator[str]:
+def schema(record: type, prefix: str = "") -> Iterator[str]:
     for name, kind, nested in _fields(record):
         if nested:
-            yield from _schema(kind, f"{prefix}{name}_")
+            yield from schema(kind, f"{prefix}{name}_")
         else:
             yield f"{kind.__name__} {prefix}{name}"
 
 
-SCHEMA = ", ".join(_schema(Call))  # of an operator's arguments that hold a flat call
+SCHEMA = ", ".join(schema(Call))  # of an operator's arguments that hold a flat call

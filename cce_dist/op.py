@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
-from torch.autograd import forward_ad
 
 from cce_dist import merge
 from cce_dist.agree import label_error
@@ -21,6 +19,7 @@ from cce_dist.call import SCHEMA, Call
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, choose, top_keys
 from cce_dist.kernels.more import any_id, cell_gradients, largest_keys, masked, merge_more, of_keys
+from cce_dist.once import Operator, refuse_transforms
 from cce_dist.shard import even_rows
 
 _US = "linear_cross_entropy (or linear_log_probs)"  # in messages of what both have
@@ -44,11 +43,12 @@ def _forward(
         ids of the largest logits [N, k]. Then what backward needs: the merged maximum, logarithm of the sum and entropy,
         [2 or 3, N]; the label ids; several ids and their logits; factors; what the backend saves.
     """
-    return _run_forward(hidden, weight, bias, labels, factors, Call.of(flat))
+    return _run_forward(hidden, weight, bias, labels, factors, grad_weight_out, Call.of(flat))
 
 
 def _run_forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor | None, call: Call
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor | None,
+    grad_weight_out: Tensor | None, call: Call,
 ) -> tuple[Any, ...]:  # fmt: skip
     spec, layout = call.spec, call.layout
     backend, group = choose(call.backend, spec), merge.resolve(layout.group_name)
@@ -230,97 +230,7 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     return nll, *losses, filter_stats, largest, measured, saved
 
 
-def _backward_fake(d_losses, hidden, weight, bias, saved, grad_weight_out, want, *flat):
-    nothing = hidden.new_empty(0)
-    return (
-        torch.empty_like(hidden) if want[0] else nothing,
-        torch.empty_like(weight) if want[1] and grad_weight_out is None else nothing.to(weight.dtype),
-        torch.empty_like(bias) if want[2] else nothing,
-    )
-
-
-def _save(ctx, inputs, output) -> None:
-    hidden, weight, bias, _, _, grad_weight_out, *ctx.flat = inputs
-    ctx.call = ctx.flat[0] if isinstance(ctx.flat[0], Call) else None
-    filter_stats, largest, measured, saved = output[NUM_LOSSES:]
-    ctx.save_for_backward(hidden, weight, bias, *saved)
-    ctx.grad_weight_out = grad_weight_out
-    ctx.mark_non_differentiable(filter_stats, largest, *measured, *saved)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, *grads):
-    d_losses = list(grads[:NUM_LOSSES])
-    nothing = (None,) * (6 + (len(ctx.flat) if ctx.call is None else 1))
-    if all(d is None for d in d_losses):
-        return nothing
-    refuse_transforms(*d_losses)
-    hidden, weight, bias, *saved = ctx.saved_tensors
-    want = list(ctx.needs_input_grad[:3])
-    twice = torch.is_grad_enabled()
-    with torch.no_grad():
-        given = (d_losses, hidden, weight, bias, saved, ctx.grad_weight_out, want)
-        if _nobody_listens(hidden, weight):
-            grads = _run_backward(*given, Call.of(ctx.flat) if ctx.call is None else ctx.call)
-        else:
-            grads = torch.ops.cce_dist.backward(*given, *(ctx.flat if ctx.call is None else ctx.call.flat()))
-    if twice:
-        depends_on = (x for x in (hidden, weight, bias, *d_losses) if x is not None and x.requires_grad)
-        grads = _Once.apply(*grads, *depends_on)
-    want[1] = want[1] and ctx.grad_weight_out is None
-    chosen = (grad if wanted else None for grad, wanted in zip(grads, want, strict=True))
-    return *chosen, *nothing[3:]
-
-
-class _Eager(torch.autograd.Function):
-    """The differentiable operator without what torch.library does about it on the host, half a millisecond a step."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        *tensors, call = inputs
-        hidden, weight, bias, labels, factors, _ = tensors
-        if _nobody_listens(hidden, weight):
-            output = _run_forward(hidden, weight, bias, labels, factors, call)
-        else:
-            output = torch.ops.cce_dist.forward(*tensors, *call.flat())
-        _save(ctx, inputs, output)
-        return output[:-1]
-
-    backward = staticmethod(_differentiate)
-
-
-def _nobody_listens(*tensors: Tensor) -> bool:
-    """Whether the operator may be called as a function: no dispatch mode is on, and no tensor is of a class of its own."""
-    plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
-    return plain and torch._C._len_torch_dispatch_stack() == 0
-
-
-class _Once(torch.autograd.Function):
-    """Gradients that were asked for with create_graph=True: usable, but not differentiable.
-
-    The tensors that they depend on come along, so that whoever differentiates with respect to those arrives here.
-    """
-
-    @staticmethod
-    def forward(ctx, d_hidden: Tensor, d_weight: Tensor, d_bias: Tensor, *depends_on: Tensor) -> tuple[Tensor, ...]:
-        return d_hidden.clone(), d_weight.clone(), d_bias.clone()
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        raise RuntimeError(f"{_US} is differentiable once: double backward is not supported")
-
-
-def refuse_transforms(*tensors: Tensor | None) -> None:
-    """Raise RuntimeError inside a transform of torch.func, for batched gradients, and for dual numbers of forward mode."""
-    if torch.compiler.is_compiling():
-        return
-    batched = any(tensor is not None and is_legacy_batchedtensor(tensor) for tensor in tensors)
-    if batched or maybe_current_level() is not None:
-        raise RuntimeError(f"{_US} works with backward() and torch.autograd.grad, not with torch.func or vmap")
-    if forward_ad._current_level >= 0:
-        for tensor in tensors:
-            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-                raise RuntimeError(f"{_US} has no forward-mode derivative: use backward()")
+_OPERATOR = Operator(_US, _run_forward, _run_backward, "forward", "backward", Call.of, NUM_LOSSES, 3)
 
 
 def forward(
@@ -328,11 +238,11 @@ def forward(
     factors: Tensor | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The operator as the loss calls it; see ``_forward``. The first NUM_LOSSES results are differentiable."""
-    refuse_transforms(hidden, weight, bias)
+    refuse_transforms(_US, hidden, weight, bias)
     tensors = (hidden, weight, bias, labels, factors, grad_weight_out)
     if torch.compiler.is_compiling() or not call.spec.want.grad:
         return torch.ops.cce_dist.forward(*tensors, *call.flat())
-    return _Eager.apply(*tensors, call)  # type: ignore[return-value]
+    return _OPERATOR.eager(*tensors, call)
 
 
 _LIBRARY = torch.library.Library("cce_dist", "DEF")
@@ -347,5 +257,7 @@ _LIBRARY.define(
 _LIBRARY.impl("forward", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("cce_dist::forward", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("cce_dist::backward", _backward_fake, lib=_LIBRARY)
-torch.library.register_autograd("cce_dist::forward", _differentiate, setup_context=_save, lib=_LIBRARY)
+torch.library.register_fake("cce_dist::backward", _OPERATOR.backward_fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "cce_dist::forward", _OPERATOR.differentiate, setup_context=_OPERATOR.save, lib=_LIBRARY
+)

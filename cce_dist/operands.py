@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +33,10 @@ def prepare(
         dtype = torch.get_autocast_dtype(input.device.type)
         input, weight = input.to(dtype), weight.to(dtype)
     _check_operands(input, weight, labels, bias, shard, options.labels)
-    tokens = _shape_of_tokens(input, shard, options.sequence_parallel)
+    tokens = shape_of_tokens(input, shard, options.sequence_parallel)
     _check_label_shape(input, labels, tokens, shard, options)
     if buffer is not None:
-        _check_buffer(buffer, weight)
+        check_buffer(buffer, weight)
     several = labels.shape[len(tokens) :].numel() > 1
     # Kernels take addresses, not strides: everything that enters one is made contiguous here.
     ids = labels.reshape(-1, labels.shape[-1]) if several else labels.reshape(-1)
@@ -49,7 +50,7 @@ def call_of(x: Operands, spec: Spec, shard: VocabShard, options: Options | LogPr
     """Return what the operator is told of a call."""
     forced, debug = environment()
     return Call(
-        spec, Layout.of(shard, options), _choose_backend(options.backend, forced, x.hidden), debug, options.labels
+        spec, Layout.of(shard, options), choose_backend(options.backend, forced, x.hidden), debug, options.labels
     )
 
 
@@ -59,7 +60,7 @@ def environment() -> tuple[str, bool]:
     return os.environ.get("CCE_DIST_BACKEND", "auto"), os.environ.get("CCE_DIST_DEBUG", "0") not in ("", "0")
 
 
-def _choose_backend(backend: str, forced: str, input: Tensor) -> str:
+def choose_backend(backend: str, forced: str, input: Tensor) -> str:
     """Return the backend that will run, "triton" or "torch"."""
     checks.choice("CCE_DIST_BACKEND", forced, BACKENDS)
     if backend == "auto":
@@ -75,37 +76,59 @@ def _choose_backend(backend: str, forced: str, input: Tensor) -> str:
     return backend
 
 
+class Names(NamedTuple):
+    """What the arguments of a head are called."""
+
+    input: str
+    weight: str
+    bias: str
+    shard: str
+
+
+NAMES = Names("input", "linear_weight", "linear_bias", "shard")
+
+
+def check_head(input: Tensor, weight: Tensor, bias: Tensor | None, names: Names = NAMES) -> None:
+    """Raise unless dtypes, devices and sizes of a head's tensors fit each other."""
+    if isinstance(input, DTensor):
+        raise TypeError(_needs_local(names.input))
+    if input.dim() < 1:
+        raise ValueError(f"{names.input} must be [..., D], got a number")
+    if input.shape[-1] != weight.shape[1]:
+        raise ValueError(f"{names.input} has hidden size {input.shape[-1]}, {names.weight} {weight.shape[1]}")
+    if input.shape[-1] == 0:
+        raise ValueError(f"{names.input} has hidden size 0, got {tuple(input.shape)}")
+    if input.dtype != weight.dtype:
+        raise TypeError(f"{names.input} is {input.dtype}, {names.weight} {weight.dtype}: cast one, or use autocast")
+    if input.dtype not in DTYPES:
+        raise TypeError(f"{names.input} must be float32, bfloat16 or float16, got {input.dtype}")
+    if bias is not None and bias.dtype not in DTYPES:
+        raise TypeError(f"{names.bias} must be float32, bfloat16 or float16, got {bias.dtype}")
+    for name, tensor in ((names.weight, weight), (names.bias, bias)):
+        if tensor is not None and tensor.device != input.device:
+            raise ValueError(f"{names.input} is on {input.device}, {name} on {tensor.device}")
+
+
+def _needs_local(name: str) -> str:
+    return f"{name} is a DTensor: pass its local tensor (to_local()); sequence_parallel says if it is a slice"
+
+
 def _check_operands(
     input: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, shard: VocabShard, name: str
 ) -> None:  # fmt: skip
     """Raise unless dtypes, devices and sizes fit each other and the shard."""
-    for argument, tensor in (("input", input), (name, labels)):
-        if isinstance(tensor, DTensor):
-            raise TypeError(
-                f"{argument} is a DTensor: pass its local tensor (to_local()); sequence_parallel says if it is a slice"
-            )
-    if input.dim() < 1:
-        raise ValueError("input must be [..., D], got a number")
-    if input.shape[-1] != weight.shape[1]:
-        raise ValueError(f"input has hidden size {input.shape[-1]}, linear_weight {weight.shape[1]}")
-    if input.shape[-1] == 0:
-        raise ValueError(f"input has hidden size 0, got {tuple(input.shape)}")
-    if input.dtype != weight.dtype:
-        raise TypeError(f"input is {input.dtype}, linear_weight {weight.dtype}: cast one, or use autocast")
-    if input.dtype not in DTYPES:
-        raise TypeError(f"input must be float32, bfloat16 or float16, got {input.dtype}")
+    check_head(input, weight, bias)
+    if isinstance(labels, DTensor):
+        raise TypeError(_needs_local(name))
     if labels.dtype not in (torch.int64, torch.int32):
         hint = " (class probabilities are not supported)" if labels.is_floating_point() and name == "target" else ""
         raise TypeError(f"{name} must be int64 or int32 ids{hint}, got {labels.dtype}")
-    if bias is not None and bias.dtype not in DTYPES:
-        raise TypeError(f"linear_bias must be float32, bfloat16 or float16, got {bias.dtype}")
-    for argument, tensor in (("linear_weight", weight), (name, labels), ("linear_bias", bias)):
-        if tensor is not None and tensor.device != input.device:
-            raise ValueError(f"input is on {input.device}, {argument} on {tensor.device}")
+    if labels.device != input.device:
+        raise ValueError(f"input is on {input.device}, {name} on {labels.device}")
     shard.check(weight, bias)
 
 
-def _shape_of_tokens(input: Tensor, shard: VocabShard, sequence_parallel: bool) -> tuple[int, ...]:
+def shape_of_tokens(input: Tensor, shard: VocabShard, sequence_parallel: bool) -> tuple[int, ...]:
     """The leading dimensions of all tokens of the group."""
     shape = tuple(input.shape[:-1])
     if not sequence_parallel:
@@ -126,7 +149,7 @@ def _check_label_shape(
     raise ValueError(f"{options.labels} must be {wanted} for input {tuple(input.shape)}{whole}, got {shape}")
 
 
-def _check_buffer(buffer: Tensor, weight: Tensor) -> None:
+def check_buffer(buffer: Tensor, weight: Tensor) -> None:
     if isinstance(buffer, DTensor):
         raise TypeError("grad_weight_out is a DTensor: pass its local tensor (to_local())")
     if (

@@ -1,9 +1,11 @@
-"""The loss, its filter and log-probabilities, dense: the specification, and the oracle of every test. Any dtype.
+"""The loss, its filter, log-probabilities and divergences, dense: the specification, and the oracle of every test. Any dtype.
 
 Everything is written for clarity on the whole vocabulary of one process; nothing is shared with the code it checks.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -89,6 +91,27 @@ def linear_log_probs(
     top_log_probs = torch.where(counts.any(-1, keepdim=True), top_log_probs, 0.0)
     top_ids = torch.where(counts.any(-1, keepdim=True), top_ids, -1)
     return LogProbs(of_ids, lse, entropy, squares, max_logit, argmax, top_log_probs, top_ids)
+
+
+def linear_kl_divergence(
+    input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, *, kind: str = "forward",
+    beta: float = 0.5, logit_scale: float = 1.0, teacher_logit_scale: float = 1.0, softcap: float | None = None,
+    teacher_softcap: float | None = None, linear_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``cce_dist.linear_kl_divergence`` with whole weights and all logits of both heads in memory, [...]."""
+    log_p = logits(input, linear_weight, linear_bias, logit_scale, softcap).log_softmax(-1)
+    log_t = logits(teacher_input, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap).log_softmax(-1)
+
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        return (log_a.exp() * (log_a - log_b)).sum(-1)
+
+    if kind == "jsd":
+        log_m = torch.logaddexp(log_t + math.log(beta), log_p + math.log1p(-beta))
+        value = beta * kl(log_t, log_m) + (1 - beta) * kl(log_p, log_m)
+    else:
+        value = kl(log_t, log_p) if kind == "forward" else kl(log_p, log_t)
+    return value if mask is None else torch.where(mask, value, 0.0)
 
 
 def filtered_gradients(

@@ -53,17 +53,19 @@ class Sizes(NamedTuple):
         hidden_size: D.
         num_columns: Columns of the logits: rows of the weight that are part of the vocabulary.
         itemsize: Bytes of an element of hidden states and weight.
+        teacher_size: D of a teacher, whose hidden states stand beside the student's; 0: there is none.
     """
 
     num_tokens: int
     hidden_size: int
     num_columns: int
     itemsize: int
+    teacher_size: int = 0
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of one token's hidden state."""
-        return self.hidden_size * self.itemsize
+        """Bytes of one token's hidden state, a teacher's counted."""
+        return (self.hidden_size + self.teacher_size) * self.itemsize
 
     @property
     def sum_bytes(self) -> int:

@@ -42,7 +42,7 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[Tensor] | None:
     return []
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """A block of logits: tokens ``rows`` x columns ``cols``, the operands of both, and where the labels stand in it.
 
     Attributes:
@@ -89,12 +89,12 @@ class _Block(NamedTuple):
         return scale * (1 - (z / bound).square()) if logits.softcap else scale
 
 
-def _blocks(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[_Block]]]:
+def blocks_of(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[Block]]]:
     """The blocks of the shard's logits: for each range of columns the blocks of all tokens."""
     logits = x.logits
     num_rows, num_cols = budget.dense_block(x.num_tokens, logits.num_valid, spec.workspace_bytes)
 
-    def of_columns(cols: slice) -> Iterator[_Block]:
+    def of_columns(cols: slice) -> Iterator[Block]:
         for start in range(0, x.num_tokens, num_rows):
             rows = slice(start, min(start + num_rows, x.num_tokens))
             column_R1 = torch.where(x.ids[rows] >= 0, x.ids[rows] - logits.start - cols.start, -1)[:, None]
@@ -107,7 +107,7 @@ def _blocks(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[_Block]]]
                     x.cells.ids_NI[rows] >= 0, x.cells.ids_NI[rows] - logits.start - cols.start, -1
                 )
                 columns_RI, ids_RI = columns_RI.clamp(0, width - 1), (columns_RI >= 0) & (columns_RI < width)
-            yield _Block(
+            yield Block(
                 rows, cols, hidden_RD, x.weight[cols], None if x.bias is None else x.bias[cols],
                 column_R1.clamp(0, width - 1), (column_R1 >= 0) & (column_R1 < width), columns_RI, ids_RI,
                 None if x.factors_N2 is None else x.factors_N2[rows].t()[:, :, None],
@@ -138,7 +138,7 @@ def statistics(
     stats_KN[0] = -torch.inf
     if spec.want.uniform:
         stats_KN[4] = x.logits.num_valid
-    for _, blocks in _blocks(x, spec):
+    for _, blocks in blocks_of(x, spec):
         for block in blocks:
             _add_block(stats_KN[:, block.rows], block.logits(x.logits), block, spec)
     return stats_KN, []
@@ -148,14 +148,14 @@ def top_keys(x: Operands, spec: Spec) -> Tensor:
     """Return the keys (``more.keys_of``) of the ``spec.want.top_k`` largest logits, filled up with LEAST_KEY. -> [N, k]."""
     keys_NC = torch.full((x.num_tokens, spec.want.top_k), LEAST_KEY, dtype=torch.int64, device=x.hidden.device)
     # Keys take twice the bytes of logits, and the largest of them are copies.
-    for _, blocks in _blocks(x, spec._replace(workspace_bytes=spec.workspace_bytes // 2)):
+    for _, blocks in blocks_of(x, spec._replace(workspace_bytes=spec.workspace_bytes // 2)):
         for block in blocks:
             keys = keys_of(block.logits(x.logits), x.logits.start + block.cols.start)
             keys_NC[block.rows] = largest_keys([keys_NC[block.rows], keys], spec.want.top_k)
     return keys_NC
 
 
-def _add_block(stats_KR: Tensor, z: Tensor, block: _Block, spec: Spec) -> None:
+def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:
     """Add a block of logits to the statistics of its rows, as the online softmax does. Overwrites z."""
     max_R, sum_R, target_R, *more = stats_KR[: spec.num_stats]
     target_R += torch.where(block.label_R1, z.gather(1, block.column_R1), 0.0)[:, 0]
@@ -189,7 +189,7 @@ def _add_block(stats_KR: Tensor, z: Tensor, block: _Block, spec: Spec) -> None:
 def filter_stats(x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec) -> Tensor:
     """Go through the logits once more, now that their log-sum-exp is known; the softmax alone decides."""
     num_kept, dropped_N = _zeros(like=x.hidden), _zeros(x.num_tokens, like=x.hidden)
-    for _, blocks in _blocks(x, spec):
+    for _, blocks in blocks_of(x, spec):
         for block in blocks:
             labelled_R1 = x.ids[block.rows, None] >= 0
             p = (
@@ -206,7 +206,7 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec)
     return torch.stack((num_kept / (num_labelled * max(1, x.logits.num_valid)), dropped_N.sum() / num_labelled, most))
 
 
-def _with_label(kept: Tensor, block: _Block) -> Tensor:
+def _with_label(kept: Tensor, block: Block) -> Tensor:
     return kept.scatter_(1, block.column_R1, kept.gather(1, block.column_R1) | block.label_R1)
 
 
@@ -245,7 +245,7 @@ def gradients(
         _zeros(*x.hidden.shape, like=x.hidden), torch.zeros_like(x.weight) if grads.weight_out is None else grads.weight_out,
         _zeros(num_rows, like=x.hidden), _zeros(x.num_tokens, like=x.hidden), _zeros(num_rows, like=x.hidden),
     )  # fmt: skip
-    for cols, blocks in _blocks(x, spec):
+    for cols, blocks in blocks_of(x, spec):
         d_weight_CD = _zeros(*x.weight[cols].shape, like=x.hidden)
         for block in blocks:
             of_ids = None if x.cells is None else x.cells.grad_NI[block.rows]
@@ -271,7 +271,7 @@ def gradients(
 
 
 def _block_gradients(
-    block: _Block, softmax: Softmax, coef_4N: Tensor, of_ids_RI: Tensor | None, spec: Spec, sums: _Sums
+    block: Block, softmax: Softmax, coef_4N: Tensor, of_ids_RI: Tensor | None, spec: Spec, sums: _Sums
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients with respect to ``hidden @ weight.T + bias`` of a block: all of them, and those that are kept.
 
@@ -293,7 +293,7 @@ def _block_gradients(
     return whole, whole if dropped is None else whole - dropped
 
 
-def _softmax_part(block: _Block, softmax: Softmax, coef_4N: Tensor, spec: Spec) -> tuple[Tensor, Tensor | float]:
+def _softmax_part(block: Block, softmax: Softmax, coef_4N: Tensor, spec: Spec) -> tuple[Tensor, Tensor | float]:
     """Return the part of a block's gradient that the softmax makes, with respect to the logits, and the logits' slope."""
     p_coef, _, _, entropy_coef = coef_4N[:, block.rows, None].unbind()
     z = block.logits(spec.logits)
@@ -346,7 +346,7 @@ def _from_columns(
     away_KD = columns.weight.float() - center_D
     squares_K = away_KD.square().sum(1)
     estimate_ND, noise = _zeros(*x.hidden.shape, like=x.hidden), _zeros(like=x.hidden)
-    for cols, blocks in _blocks(columns, spec):
+    for cols, blocks in blocks_of(columns, spec):
         for block in blocks:
             is_label = x.ids[block.rows, None] == column_K[cols] + x.logits.start
             terms = _dropped(block, softmax, coef_4N, spec, is_label) * worth_K[cols]
@@ -368,7 +368,7 @@ def _from_tokens(
     tokens = x._replace(hidden=x.hidden[token_S], ids=x.ids[token_S])
     of_tokens = Softmax(softmax.max[token_S], softmax.log_sum[token_S])
     estimate_VD, noise = _zeros(len(share_V), x.hidden.shape[1], like=x.hidden), _zeros(like=x.hidden)
-    for cols, blocks in _blocks(tokens, spec):
+    for cols, blocks in blocks_of(tokens, spec):
         for block in blocks:
             is_label = (
                 block.column_R1 == torch.arange(block.weight_CD.shape[0], device=token_S.device)
@@ -381,7 +381,7 @@ def _from_tokens(
     return estimate_VD * stand_in.shrink(estimate_VD.square().sum(), noise)
 
 
-def _dropped(block: _Block, softmax: Softmax, coef_4N: Tensor, spec: Spec, is_label: Tensor) -> Tensor:
+def _dropped(block: Block, softmax: Softmax, coef_4N: Tensor, spec: Spec, is_label: Tensor) -> Tensor:
     """Return what is dropped of a block, with respect to ``hidden @ weight.T``."""
     grad, slope = _softmax_part(block, softmax, coef_4N, spec)
     return (grad * slope).masked_fill_(_reaches(grad, coef_4N[:, block.rows, None], spec) | is_label, 0.0)

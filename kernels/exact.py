@@ -16,6 +16,7 @@ Nothing here waits for the device, so a CUDA graph can capture it; shapes known 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -191,7 +192,7 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec:
     return stats
 
 
-class _Output(NamedTuple):
+class Output(NamedTuple):
     """The gradients under way.
 
     Attributes:
@@ -265,7 +266,7 @@ def gradients(
         dlogits_RV = x.hidden.new_empty(at_once, cols) if chunks else kept.exp_NV
         low_RD = remainder(x.hidden, at_once) if num_parts > 1 and d_hidden is not None else None
         total = None if d_hidden is None else Sum(d_hidden, low_RD)
-        out = _Output(total, d_weight, d_bias, gain, grads.hidden_ready, often_empty)
+        out = Output(total, d_weight, d_bias, gain, grads.hidden_ready, often_empty)
 
         # Rows of kept exponentials are those of all tokens, in order: no group is finished before another.
         ready_rows = None if num_kept else grads.ready_rows
@@ -274,13 +275,9 @@ def gradients(
             add = grads.weight_out is not None or group > 0
             if chunks:
                 gather_rows(x.hidden, rows)
-            for number, (first, stop) in enumerate(chunks):
-                grads_RV = dlogits_RV[: rows.index.shape[0]]
-                dlogits_chunk(x, rows, softmax, coef_4N, first, grads_RV, tiles, one_wave=often_empty)
-                if x.cells is not None:
-                    write_cells(x, rows, softmax, coef_4N, first, grads_RV)
-                final = num_final if number == num_parts - 1 else 0
-                _add_part(out, _Part(first, stop, grads_RV, None, number == 0, add, final), x, rows, tiles)
+            fill = partial(_fill_chunk, x, rows, softmax, coef_4N, tiles, often_empty)
+            final = 0 if num_kept else num_final
+            add_chunks(out, x, rows, chunks, dlogits_RV, fill, tiles, add=add, num_final=final)
             if num_kept:
                 scale_R = row_scales(kept, x, rows, softmax, coef_4N)
                 if x.cells is not None:
@@ -291,7 +288,41 @@ def gradients(
     return returned
 
 
-def _add_part(out: _Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -> None:
+def _fill_chunk(
+    x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, tiles: Tiles, one_wave: bool, first: int,
+    grads_RV: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write the logits' gradient of the columns from ``first`` on, and each token's ids among them."""
+    dlogits_chunk(x, rows, softmax, coef_4N, first, grads_RV, tiles, one_wave=one_wave)
+    if x.cells is not None:
+        write_cells(x, rows, softmax, coef_4N, first, grads_RV)
+
+
+def add_chunks(
+    out: Output, x: Operands, rows: Rows, chunks: list[tuple[int, int]], dlogits_RV: torch.Tensor,
+    fill: Callable[[int, torch.Tensor], None], tiles: Tiles, *, add: bool, num_final: int,
+) -> None:  # fmt: skip
+    """Have ``fill`` write the logits' gradient of a group of tokens a chunk of columns after another, and add its products.
+
+    Args:
+        out: The gradients under way.
+        x: The head.
+        rows: The group.
+        chunks: First column, and last one excluded, of each chunk.
+        dlogits_RV: Room for the gradients of a chunk.
+        fill: Takes the first column, and where its gradients and the next ones go.
+        tiles: Of the products.
+        add: d_weight is added to, not set.
+        num_final: Tokens whose d_hidden is final with the last chunk; 0: none.
+    """
+    grads_RV = dlogits_RV[: rows.index.shape[0]]
+    for first, stop in chunks:
+        fill(first, grads_RV)
+        final = num_final if stop == chunks[-1][1] else 0
+        _add_part(out, _Part(first, stop, grads_RV, None, first == chunks[0][0], add, final), x, rows, tiles)
+
+
+def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -> None:
     """Add a part's products to the gradients."""
     columns = slice(part.first, part.stop)
     if out.hidden is not None:

@@ -12,6 +12,8 @@ pytest.importorskip("triton")
 EXACT = {"_lse_kernel", "_target_logit_kernel", "_dlogits_kernel", "_grad_hidden_kernel", "_grad_weight_kernel"}
 FILTERED = {"_list_columns_kernel", "_filtered_hidden_kernel", "_filtered_weight_kernel"}
 LOG_PROBS = {"_cells_kernel", "_logits_kernel"}
+OF_TWO_HEADS = {"_pair_sums_kernel", "_pair_dlogits_kernel"}
+PRODUCTS = EXACT - {"_target_logit_kernel"} | {"_logits_kernel"} | OF_TWO_HEADS
 SHARED = {"80": 163, "90": 227, "100": 227, "120": 99, "gfx942": 64}  # KiB that a program of a device can have
 
 
@@ -27,16 +29,14 @@ def test_every_kernel_compiles(target: str) -> None:
     assert said.returncode == 0, said.stdout + said.stderr
     steps = {part.partition("\n")[0]: part.splitlines()[1:] for part in said.stdout.split("== ")[1:]}
     names = {line.split()[0] for lines in steps.values() for line in lines}
-    assert names >= EXACT | FILTERED | LOG_PROBS
+    assert names >= EXACT | FILTERED | LOG_PROBS | OF_TWO_HEADS
     assert all(int(line.split()[-1]) <= SHARED[target] << 10 for lines in steps.values() for line in lines), said.stdout
-    # All but a softcap with factors of tokens: that spills.
-    common = [lines for name, lines in steps.items() if name in ("exact", "kept") or name.startswith("log-probs")]
-    for line in [line for lines in common for line in lines if lines is not steps["log-probs with options"]]:
+    # Options spill: a softcap with a bias, with smoothing, or with factors of tokens.
+    most = {name: 0 for name in steps if "options" not in name and name != "filtered"} | {"jsd divergence with options": 128}
+    for line, bytes_spilled in [(line, most[step]) for step in most for line in steps[step]]:
         name, _, spilled, _, wgmma, *_ = line.split()
-        assert int(spilled) == 0 or target not in ("90", "100"), line
-        assert (int(wgmma) > 0) == (name in EXACT - {"_target_logit_kernel"} | {"_logits_kernel"}) or target != "90", (
-            line
-        )
+        assert int(spilled) <= bytes_spilled or target not in ("90", "100"), line
+        assert (int(wgmma) > 0) == (name in PRODUCTS) or target != "90", line
 
 
 def test_rocm_never_takes_hoppers_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

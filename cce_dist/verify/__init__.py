@@ -1,7 +1,7 @@
 """``cce-dist verify``: the whole matrix of cases on your own ranks and devices, before a long run.
 
 Reading order: ``cases`` (the matrix), ``check`` (one case against the dense reference), ``log_probs`` (the same of
-``linear_log_probs``), ``fuzz`` (random cases, against
+``linear_log_probs``), ``divergence`` (of ``linear_kl_divergence``), ``fuzz`` (random cases, against
 ``oracle``, with arguments in every layout of ``views``).
 """
 
@@ -110,11 +110,12 @@ def layouts(world: int) -> list[tuple[int, list[list[int]]]]:
 
 def _matrix() -> list[tuple[Any, Any]]:
     """Every case, and the function that runs it."""
-    from cce_dist.verify import check, log_probs
+    from cce_dist.verify import check, divergence, log_probs
     from cce_dist.verify.cases import CASES
 
     of_log_probs = [(case, log_probs.run_case) for case in log_probs.LOG_PROB_CASES]
-    return [*((case, check.run_case) for case in CASES), *of_log_probs]
+    of_divergence = [(case, divergence.run_case) for case in divergence.DIVERGENCE_CASES]
+    return [*((case, check.run_case) for case in CASES), *of_log_probs, *of_divergence]
 
 
 def run_matrix(device: str, backend: str = "auto", only: str = "", report: bool = True) -> list[str]:

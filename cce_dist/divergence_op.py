@@ -1,0 +1,183 @@
+"""The two torch.library operators behind ``linear_kl_divergence``: one shard's arithmetic for two heads, merged over the group.
+
+``_forward`` and ``_backward`` are the algorithm, step by step, as ``op.py`` has it for the loss.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist import merge
+from cce_dist.call import Layout, build, schema, values_of
+from cce_dist.kernels import IGNORED, Grads, Operands, dense_heads, heads
+from cce_dist.kernels.heads import Divergence, Heads, Pair
+from cce_dist.once import Operator, refuse_transforms
+from cce_dist.shard import even_rows
+
+PUBLIC_NAME = "linear_kl_divergence"
+
+
+class DivergenceCall(NamedTuple):
+    """One call: plain values that an operator can take.
+
+    Attributes:
+        spec: What is computed on this shard.
+        vocab_size: Ids of the whole vocabulary.
+        layout: How the tensors lie over ranks; sequence parallelism is that of both heads' hidden states.
+        backend: "torch" or "triton".
+    """
+
+    spec: Divergence
+    vocab_size: int
+    layout: Layout = Layout()
+    backend: str = "torch"
+
+    def flat(self) -> tuple:
+        """The values of all fields in order, nested records flattened."""
+        return tuple(values_of(self))
+
+    @classmethod
+    def of(cls, flat: Any) -> DivergenceCall:
+        """The call that was flattened."""
+        return build(cls, iter(flat))
+
+
+def _backend(call: DivergenceCall) -> ModuleType:
+    """The backend's arithmetic for two heads; that of Triton is imported by its first use."""
+    if call.backend == "torch":
+        return dense_heads
+    from cce_dist.kernels import divergence
+
+    return divergence
+
+
+NUM_OPERANDS = 7  # both heads' hidden states, weight and bias, and the mask
+
+
+def _forward(*given: Any) -> tuple[Tensor, Tensor]:
+    """``_run_forward``, the call given by its flat values."""
+    return _run_forward(*given[: NUM_OPERANDS + 1], DivergenceCall.of(given[NUM_OPERANDS + 1 :]))
+
+
+def _run_forward(*given: Any) -> tuple[Tensor, Tensor]:
+    """The divergence of each token, [N] fp32, 0 where it is not counted; then the rows of ``Pair``, [5, N].
+
+    Args:
+        given: hidden, weight and bias of the student; mask, [N] bool; hidden, weight and bias of the teacher; then
+            ``grad_weight_out``, which backward alone needs, and the call.
+    """
+    *operands, _, call = given
+    spec, group = call.spec, merge.resolve(call.layout.group_name)
+    backend = _backend(call)
+    with torch.autocast(operands[0].device.type, enabled=False):
+        x = _gathered(*operands, call=call)
+        merged_5N = heads.merge(merge.gather_stats(backend.statistics(x, spec), group), spec)
+        pair = heads.pair_of(merged_5N, spec)
+        value = pair.offset
+        if spec.kind == "jsd":
+            # The mixture needs both log-sum-exps of the whole vocabulary, so it is summed in a second pass.
+            of_teacher, of_student = merge.gather_stats(backend.mixture_sums(x, pair, spec), group).sum(0)
+            value = spec.beta * of_teacher + (1 - spec.beta) * of_student
+            pair = pair._replace(offset=of_student)
+        value = value.masked_fill(x.student.ids < 0, 0.0)
+    return value, torch.stack(pair)
+
+
+def _gathered(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+    teacher_bias: Tensor | None, *, call: DivergenceCall,
+) -> Heads:  # fmt: skip
+    """The operands of both heads with all tokens; both gathers are under way together."""
+    group, spec = merge.resolve(call.layout.group_name), call.spec
+    if call.layout.sequence_parallel and group is not None:
+        arriving = [merge.SequenceGather(slice_, group) for slice_ in (hidden, teacher_hidden)]
+        hidden, teacher_hidden = (gather.wait() for gather in arriving)
+    ids = torch.where(mask, 0, IGNORED)
+    return Heads(
+        Operands(hidden, weight, bias, ids, spec.student),
+        Operands(teacher_hidden, teacher_weight, teacher_bias, ids, spec.teacher),
+    )
+
+
+def _backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``_run_backward``, the call given by its flat values."""
+    return _run_backward(*given[: NUM_OPERANDS + 4], DivergenceCall.of(given[NUM_OPERANDS + 4 :]))
+
+
+def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """dE, dC and dbias of the student; an empty tensor for what is not wanted (or went into ``grad_weight_out``).
+
+    Args:
+        d_values: The gradient of each token's divergence.
+        given: The operands of forward; what it saved; ``grad_weight_out``; which of the three are wanted; the call.
+    """
+    *operands, saved, grad_weight_out, want, call = given
+    hidden, _, bias, *_ = operands
+    want_hidden, want_weight, want_bias = want
+    layout, spec, group = call.layout, call.spec, merge.resolve(call.layout.group_name)
+    backend, sum_group = _backend(call), None if call.layout.partial else group
+    assert d_values[0] is not None
+    with torch.autocast(hidden.device.type, enabled=False):
+        x = _gathered(*operands, call=call)
+        rows = None if sum_group is None else backend.rows_at_once(_of_even_shard(x, call, sum_group.size()), spec)
+        reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
+        num_tokens = x.student.num_tokens
+        hidden_sum = merge.HiddenGradSum(sum_group, layout.sequence_parallel, reduce_dtype, num_tokens, rows)
+        coef_N = d_values[0].masked_fill(x.student.ids < 0, 0.0)
+        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, hidden_sum.start, rows)
+        _, d_weight, d_bias = backend.gradients(x, Pair(*saved[0]), coef_N, grads, spec)
+        nothing = hidden.new_empty(0)
+        return (
+            hidden_sum.wait() if want_hidden else nothing,
+            nothing if d_weight is None else d_weight,
+            nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
+        )
+
+
+def _of_even_shard(x: Heads, call: DivergenceCall, num_ranks: int) -> Heads:
+    """As if the vocabulary were split evenly, so that every rank gets the same answer."""
+    logits = x.student.logits._replace(num_valid=even_rows(call.vocab_size, 0, num_ranks)[1])
+    return x._replace(student=x.student._replace(logits=logits))
+
+
+def _forward_fake(hidden, weight, bias, mask, *others):
+    empty = hidden.new_empty((5, mask.shape[0]), dtype=torch.float32)
+    return torch.empty_like(empty[0]), empty
+
+
+_OPERATOR = Operator(
+    PUBLIC_NAME, _run_forward, _run_backward, "divergence", "divergence_backward", DivergenceCall.of, 1, NUM_OPERANDS
+)
+
+
+def forward(*tensors: Tensor | None, call: DivergenceCall) -> Tensor:
+    """The operator as the public function calls it; see ``_forward``. Returns the divergence of each token, [N]."""
+    refuse_transforms(PUBLIC_NAME, *tensors[:3])
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[:3])
+    if torch.compiler.is_compiling() or not needs_grad:
+        return torch.ops.cce_dist.divergence(*tensors, *call.flat())[0]
+    return _OPERATOR.eager(*tensors, call)[0]
+
+
+_SCHEMA = ", ".join(schema(DivergenceCall))
+_OPERANDS = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor mask, "
+    "Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias"
+)
+_LIBRARY = torch.library.Library("cce_dist", "FRAGMENT")
+_LIBRARY.define(f"divergence({_OPERANDS}, Tensor? grad_weight_out, {_SCHEMA}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"divergence_backward(Tensor?[] d_values, {_OPERANDS}, Tensor[] saved, Tensor(a!)? grad_weight_out, bool[] want, "
+    f"{_SCHEMA}) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("divergence", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("divergence_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("cce_dist::divergence", _forward_fake, lib=_LIBRARY)
+torch.library.register_fake("cce_dist::divergence_backward", _OPERATOR.backward_fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "cce_dist::divergence", _OPERATOR.differentiate, setup_context=_OPERATOR.save, lib=_LIBRARY
+)

@@ -1,0 +1,148 @@
+"""An operator that is differentiable once: what it saves, who computes its gradients, and the derivatives that it refuses.
+
+torch.library serves torch.compile and whoever looks at operators (dispatch modes, tensors of a class of their own). Everybody
+else gets the same functions through ``Operator.eager``, without half a millisecond of torch.library on the host a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
+
+
+class Operator(NamedTuple):
+    """A pair of functions, forward and backward, and the operators of the same meaning in torch.library.
+
+    forward takes ``hidden, weight, bias, *others, grad_weight_out, call`` and returns its outputs and, last, a tensor or a list
+    of tensors that backward needs. backward takes the outputs' gradients, the kept tensors of forward, what forward saved,
+    ``grad_weight_out``, which of the first three gradients are wanted, and the call. It returns those three. The operators of
+    torch.library take the call's flat values in place of the call.
+
+    Attributes:
+        public_name: Of the function that the user called, for what is refused.
+        forward: See above.
+        backward: See above.
+        forward_name: Of the operator in ``torch.ops.cce_dist``.
+        backward_name: Likewise.
+        read: Makes the call of its flat values.
+        num_outputs: The first results of forward, which are differentiable; others and what is saved are not.
+        num_kept: The first tensors of forward, hidden, weight and bias counted, that backward needs too.
+    """
+
+    public_name: str
+    forward: Callable[..., tuple[Any, ...]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    forward_name: str
+    backward_name: str
+    read: Callable[[Iterable[Any]], Any]
+    num_outputs: int
+    num_kept: int
+
+    def eager(self, *tensors_and_call: Any) -> tuple[Any, ...]:
+        """Call forward with gradients, but for what it saves."""
+        return _Eager.apply(self, *tensors_and_call)  # type: ignore[return-value]
+
+    def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Keep what backward needs; ``inputs`` end in a call, or in its flat values."""
+        num_tensors = next(i for i, value in enumerate(inputs) if not (value is None or isinstance(value, Tensor)))
+        *others, saved = output[self.num_outputs :]
+        saved = [saved] if isinstance(saved, Tensor) else saved
+        ctx.told = inputs[num_tensors:]
+        ctx.save_for_backward(*inputs[: self.num_kept], *saved)
+        ctx.grad_weight_out = inputs[num_tensors - 1]
+        ctx.num_inputs = len(inputs)
+        ctx.mark_non_differentiable(*tree_leaves((others, saved)))
+        ctx.set_materialize_grads(False)
+
+    def differentiate(self, ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all inputs from those of all results."""
+        d_outputs = list(grads[: self.num_outputs])
+        if all(d is None for d in d_outputs):
+            return (None,) * ctx.num_inputs
+        refuse_transforms(self.public_name, *d_outputs)
+        kept, saved = ctx.saved_tensors[: self.num_kept], list(ctx.saved_tensors[self.num_kept :])
+        want = list(ctx.needs_input_grad[-ctx.num_inputs :][:3])
+        twice = torch.is_grad_enabled()
+        with torch.no_grad():
+            given = (d_outputs, *kept, saved, ctx.grad_weight_out, want)
+            flat = len(ctx.told) > 1
+            if nobody_listens(*kept[:2]):
+                found = self.backward(*given, self.read(ctx.told) if flat else ctx.told[0])
+            else:
+                operator = getattr(torch.ops.cce_dist, self.backward_name)
+                found = operator(*given, *(ctx.told if flat else ctx.told[0].flat()))
+        if twice:
+            depends_on = (x for x in (*kept[:3], *d_outputs) if x is not None and x.requires_grad)
+            found = _Refuse.apply(self.public_name, *found, *depends_on)
+        want[1] = want[1] and ctx.grad_weight_out is None
+        chosen = [grad if wanted else None for grad, wanted in zip(found, want, strict=True)]
+        return *chosen, *(None,) * (ctx.num_inputs - 3)
+
+    def backward_fake(self, d_outputs: list[Tensor | None], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Shapes and dtypes of the operator's three gradients, for torch.compile."""
+        hidden, weight, bias = others[:3]
+        _, grad_weight_out, want = others[self.num_kept :][:3]
+        nothing = hidden.new_empty(0)
+        return (
+            torch.empty_like(hidden) if want[0] else nothing,
+            torch.empty_like(weight) if want[1] and grad_weight_out is None else nothing.to(weight.dtype),
+            torch.empty_like(bias) if want[2] else nothing,
+        )
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, operator: Operator, *inputs: Any):
+        *tensors, call = inputs
+        if nobody_listens(*tensors[:2]):
+            output = operator.forward(*tensors, call)
+        else:
+            output = getattr(torch.ops.cce_dist, operator.forward_name)(*tensors, *call.flat())
+        ctx.operator = operator
+        operator.save(ctx, inputs, output)
+        return output[:-1]
+
+    @staticmethod
+    def backward(ctx, *grads: Any):
+        return None, *ctx.operator.differentiate(ctx, *grads)
+
+
+def nobody_listens(*tensors: Tensor) -> bool:
+    """Whether an operator may be called as a function: no dispatch mode is on, and no tensor is of a class of its own."""
+    plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    return plain and torch._C._len_torch_dispatch_stack() == 0
+
+
+class _Refuse(torch.autograd.Function):
+    """Gradients that were asked for with create_graph=True: usable, but not differentiable.
+
+    The tensors that they depend on come along, so that whoever differentiates with respect to those arrives here.
+    """
+
+    @staticmethod
+    def forward(ctx, public_name: str, d_hidden: Tensor, d_weight: Tensor, d_bias: Tensor, *depends_on: Tensor) -> Any:
+        ctx.public_name = public_name
+        return d_hidden.clone(), d_weight.clone(), d_bias.clone()
+
+    @staticmethod
+    def backward(ctx, *grads: Any):
+        raise RuntimeError(f"{ctx.public_name} is differentiable once: double backward is not supported")
+
+
+def refuse_transforms(public_name: str, *tensors: Tensor | None) -> None:
+    """Raise RuntimeError inside a transform of torch.func, for batched gradients, and for dual numbers of forward mode."""
+    if torch.compiler.is_compiling():
+        return
+    batched = any(tensor is not None and is_legacy_batchedtensor(tensor) for tensor in tensors)
+    if batched or maybe_current_level() is not None:
+        raise RuntimeError(f"{public_name} works with backward() and torch.autograd.grad, not with torch.func or vmap")
+    if forward_ad._current_level >= 0:
+        for tensor in tensors:
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise RuntimeError(f"{public_name} has no forward-mode derivative: use backward()")

@@ -1,0 +1,119 @@
+"""Divergence of two heads in plain torch, a bounded block of both heads' logits at a time; ``heads`` has the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cce_dist.kernels import Gradients, Grads, Spec
+from cce_dist.kernels.dense import FLOOR, Block, blocks_of
+from cce_dist.kernels.heads import Divergence, Heads, Pair, above_mixture, merge
+
+
+def rows_at_once(x: Heads, spec: Divergence) -> int | None:
+    return None  # the outer loop is over the vocabulary
+
+
+def _pairs(x: Heads, spec: Divergence) -> Iterator[tuple[slice, Iterator[tuple[Block, Block]]]]:
+    """The blocks of both heads' logits, of the same tokens and columns: for each range of columns those of all tokens."""
+    of_student, of_teacher = (
+        blocks_of(head, Spec(head.logits, 1, workspace_bytes=spec.workspace_bytes)) for head in (x.student, x.teacher)
+    )
+    for (cols, student), (_, teacher) in zip(of_student, of_teacher, strict=True):
+        yield cols, zip(student, teacher, strict=True)
+
+
+def statistics(x: Heads, spec: Divergence) -> Tensor:
+    """Return stats_5N, a block merged to those before it as a shard is merged to others."""
+    stats_5N = torch.zeros(5, x.student.num_tokens, dtype=torch.float32, device=x.student.hidden.device)
+    stats_5N[[0, 2]] = -torch.inf
+    for _, pairs in _pairs(x, spec):
+        for student, teacher in pairs:
+            of_block_5R = _of_block(student.logits(x.student.logits), teacher.logits(x.teacher.logits), spec)
+            before_5R = stats_5N[:, student.rows]
+            before_5R.copy_(merge(torch.stack((before_5R, of_block_5R)), spec))
+    return stats_5N
+
+
+def _of_block(z_s: Tensor, z_t: Tensor, spec: Divergence) -> Tensor:
+    """The statistics of a block of logits by itself. Overwrites both."""
+    max_s, max_t = z_s.amax(1), z_t.amax(1)
+    z_s -= max_s.clamp(min=FLOOR)[:, None]
+    z_t -= max_t.clamp(min=FLOOR)[:, None]
+    sum_s, sum_t = z_s.exp().sum(1), z_t.exp().sum(1)
+    moment = torch.zeros_like(sum_s)
+    if spec.kind != "jsd":
+        lead, other = (z_s, z_t) if spec.kind == "reverse" else (z_t, z_s)
+        weight = lead.exp()
+        # A logit of -inf would make 0 * -inf.
+        moment = torch.where(weight == 0, 0.0, weight * (lead - other)).sum(1)
+    return torch.stack((max_s, sum_s, max_t, sum_t, moment))
+
+
+def _log_softmaxes(student: Block, teacher: Block, x: Heads, pair: Pair) -> tuple[Tensor, Tensor, Tensor]:
+    """log p and log t of a block, and the student's logits."""
+    rows = (student.rows, None)
+    z_s = student.logits(x.student.logits)
+    log_p = (z_s - pair.max_s[rows]).sub_(pair.log_sum_s[rows])
+    log_t = teacher.logits(x.teacher.logits).sub_(pair.max_t[rows]).sub_(pair.log_sum_t[rows])
+    return log_p, log_t, z_s
+
+
+def mixture_sums(x: Heads, pair: Pair, spec: Divergence) -> Tensor:
+    """Return this shard's parts of KL(t || m) and KL(p || m), [2, N]."""
+    sums_2N = torch.zeros(2, x.student.num_tokens, dtype=torch.float32, device=x.student.hidden.device)
+    for _, pairs in _pairs(x, spec):
+        for student, teacher in pairs:
+            log_p, log_t, _ = _log_softmaxes(student, teacher, x, pair)
+            for sum_N, log_q, log_other, share in (
+                (sums_2N[0], log_t, log_p, 1 - spec.beta), (sums_2N[1], log_p, log_t, spec.beta),
+            ):  # fmt: skip
+                q = log_q.exp()
+                sum_N[student.rows] += torch.where(q == 0, 0.0, q * above_mixture(log_q, log_other, share)).sum(1)
+    return sums_2N
+
+
+def gradients(x: Heads, pair: Pair, coef_N: Tensor, grads: Grads, spec: Divergence) -> Gradients:
+    """Return d_hidden, d_weight and d_bias of the student; ``coef_N`` is the gradient of each token's divergence."""
+    student, out = x.student, grads.weight_out
+    fp32 = {"dtype": torch.float32, "device": student.hidden.device}
+    d_hidden, d_bias = torch.zeros(student.hidden.shape, **fp32), torch.zeros(student.weight.shape[0], **fp32)
+    d_weight = torch.zeros_like(student.weight) if out is None else out
+    for cols, pairs in _pairs(x, spec):
+        d_weight_CD = torch.zeros(student.weight[cols].shape, **fp32)
+        for block, teacher in pairs:
+            d_logits = _block_gradients(block, teacher, x, pair, spec).mul_(coef_N[block.rows, None])
+            if grads.want_bias:
+                d_bias[cols] += d_logits.sum(0)
+            if grads.want_hidden:
+                d_hidden[block.rows] += d_logits @ block.weight_CD.float()
+            if grads.want_weight:
+                d_weight_CD += d_logits.t() @ block.hidden_RD.float()
+        if grads.want_weight:
+            d_weight[cols] += d_weight_CD.to(d_weight.dtype)
+    whole = d_hidden.to(student.hidden.dtype)
+    if grads.want_hidden and grads.hidden_ready is not None:
+        grads.hidden_ready(whole)
+    return (
+        whole if grads.want_hidden else None,
+        d_weight if grads.want_weight and out is None else None,
+        d_bias if grads.want_bias else None,
+    )
+
+
+def _block_gradients(student: Block, teacher: Block, x: Heads, pair: Pair, spec: Divergence) -> Tensor:
+    """The gradients of each token's divergence with respect to ``hidden @ weight.T + bias`` of the student."""
+    log_p, log_t, z = _log_softmaxes(student, teacher, x, pair)
+    logits, p = x.student.logits, log_p.exp()
+    if spec.kind == "forward":
+        grad = p - log_t.exp_()
+    else:
+        above = log_p - log_t if spec.kind == "reverse" else above_mixture(log_p, log_t, spec.beta)
+        factor = 1.0 if spec.kind == "reverse" else 1 - spec.beta
+        # A probability that underflows would make 0 * -inf.
+        grad = torch.where(p == 0, 0.0, factor * p * (above - pair.offset[student.rows, None]))
+    if logits.softcap:
+        grad *= 1 - (z / logits.softcap).square()
+    return grad.mul_(logits.logit_scale)

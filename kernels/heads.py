@@ -1,0 +1,126 @@
+"""Divergence of two heads on one shard: the records, and each token's numbers before and after the passes over the vocabulary.
+
+p is the student's softmax and t the teacher's. One of them leads: the expectation of the divergence is taken in it.
+
+=========  ===================================  ===============================  ==========================================
+kind       value of a token                     as sums                          gradient of a student's logit
+=========  ===================================  ===============================  ==========================================
+forward    KL(t || p)                           E_t[z_t - z_s] - lse_t + lse_s   p_j - t_j
+reverse    KL(p || t)                           E_p[z_s - z_t] - lse_s + lse_t   p_j (log p_j - log t_j - KL(p || t))
+jsd        b KL(t || m) + (1 - b) KL(p || m)    two, once both lse are known     (1 - b) p_j (log p_j - log m_j - KL(p || m))
+=========  ===================================  ===============================  ==========================================
+
+with m = b t + (1 - b) p, as generalized knowledge distillation (Agarwal et al., 2023, equation 1) and TRL's GKDTrainer define
+it. The teacher has no gradient.
+
+**Statistics of a shard** are the rows of ``stats_5N``. MOMENT is relative to the two maxima, so that no offset of either head's
+logits costs precision: with a the leading head and b the other, ``sum_j exp(a_j - max_a) ((a_j - max_a) - (b_j - max_b))``.
+Where maxima grow by ``drop``, ``merge`` and the kernels move the sums to them:
+
+    MOMENT <- exp(-drop_a) (MOMENT - (drop_a - drop_b) SUM_a)
+
+====  ==========  =====================================================
+row   name        value
+====  ==========  =====================================================
+0     MAX_S       maximum of the student's logits; -inf: no valid row
+1     SUM_S       sum_j exp(z_sj - MAX_S)
+2     MAX_T       the same of the teacher's
+3     SUM_T
+4     MOMENT      see above; 0 for "jsd"
+====  ==========  =====================================================
+
+Equal heads give a divergence of exactly 0, and a gradient of exactly 0: both take the same steps.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist.kernels import Operands, ShardLogits
+
+KINDS = ("forward", "reverse", "jsd")
+
+
+class Heads(NamedTuple):
+    """The operands of both heads. Their shards hold the same ids; ``ids`` is the same tensor, negative where nothing counts."""
+
+    student: Operands
+    teacher: Operands
+
+
+class Divergence(NamedTuple):
+    """The task of a shard: plain numbers, the same in forward and backward.
+
+    Attributes:
+        student: How the student's logits come from its hidden states.
+        teacher: Likewise; its ``num_valid`` is the student's.
+        kind: One of KINDS.
+        beta: The teacher's part of the mixture, for "jsd".
+        workspace_bytes: The budget.
+    """
+
+    student: ShardLogits
+    teacher: ShardLogits
+    kind: str = "forward"
+    beta: float = 0.5
+    workspace_bytes: int = 512 << 20
+
+    @property
+    def leads(self) -> int:
+        """The first of the leading head's two rows of statistics: 0 is the student's, 2 the teacher's."""
+        return 0 if self.kind == "reverse" else 2
+
+
+class Pair(NamedTuple):
+    """Numbers of the whole vocabulary, [N] fp32 each. Log-sum-exps are ``max + log_sum``, kept apart for exactness.
+
+    Attributes:
+        offset: What a token's gradient subtracts: KL(p || t) for "reverse", KL(p || m) for "jsd".
+    """
+
+    max_s: Tensor
+    log_sum_s: Tensor
+    max_t: Tensor
+    log_sum_t: Tensor
+    offset: Tensor
+
+
+def merge(stats_T5N: Tensor, spec: Divergence) -> Tensor:
+    """Merge the statistics of shards in rank order, so that every rank computes the same bits. [T, 5, N] -> [5, N]."""
+    max_T2N = stats_T5N[:, [0, 2]]
+    max_2N = max_T2N.amax(0)
+    # An empty shard and a row of -inf logits have a maximum of -inf, whose difference to itself would be NaN.
+    below_T2N = torch.where(max_T2N == max_2N, 0.0, max_T2N - max_2N)
+    weight_T2N = below_T2N.exp()
+    sum_T2N = stats_T5N[:, [1, 3]]
+    sum_2N = (weight_T2N * sum_T2N).sum(0)
+    lead = spec.leads // 2
+    between_TN = below_T2N[:, lead] - below_T2N[:, 1 - lead]
+    moved_TN = weight_T2N[:, lead] * (stats_T5N[:, 4] + between_TN * sum_T2N[:, lead])
+    # What underflows, or is empty, is 0, whatever the other head has there.
+    moved_TN = torch.where((weight_T2N[:, lead] == 0) | (sum_T2N[:, lead] == 0), 0.0, moved_TN)
+    return torch.stack((max_2N[0], sum_2N[0], max_2N[1], sum_2N[1], moved_TN.sum(0)))
+
+
+def pair_of(merged_5N: Tensor, spec: Divergence) -> Pair:
+    """Return each token's numbers for a second pass or for backward; for "jsd" the offset is still to come."""
+    max_s, sum_s, max_t, sum_t, moment = merged_5N
+    log_sum_s, log_sum_t = sum_s.log(), sum_t.log()
+    if spec.kind == "forward":
+        value = moment / sum_t - log_sum_t + log_sum_s
+    elif spec.kind == "reverse":
+        value = moment / sum_s - log_sum_s + log_sum_t
+    else:
+        value = torch.zeros_like(moment)
+    return Pair(max_s, log_sum_s, max_t, log_sum_t, value)
+
+
+FARTHEST = 80.0  # nats between log t and log p in what follows: past that the smaller of the two adds nothing
+
+
+def above_mixture(log_q: Tensor, log_other: Tensor, share: float) -> Tensor:
+    """Return log q - log m for m = (1 - share) q + share other: 0 where both are equal, and no exponential overflows."""
+    return -torch.log1p(share * torch.expm1((log_other - log_q).clamp(max=FARTHEST)))

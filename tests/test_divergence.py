@@ -1,0 +1,534 @@
+"""Divergence of two heads against dense logits in float64: both backends, every split, and what is refused.
+
+Each test names the mistake that it catches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from shards import DEVICE, GPU, nan_memory
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from cce_dist import VocabShard, linear_kl_divergence
+from cce_dist.kernels import budget
+from cce_dist.kernels.heads import KINDS
+from cce_dist.verify.cases import even, padded, uneven, with_empty
+from cce_dist.verify.check import assert_no_worse
+from cce_dist.verify.divergence import DIVERGENCE_CASES, DivergenceCase, run_case
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
+any_call: Any = linear_kl_divergence  # options by name, and some that a type checker would refuse
+NAMES = ("divergence", "dE", "dC", "dbias")
+
+
+class Problem(NamedTuple):
+    """Both heads, whole; ``upstream`` is the gradient of each token's divergence."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    teacher: Tensor
+    teacher_weight: Tensor
+    teacher_bias: Tensor | None
+    mask: Tensor | None
+    upstream: Tensor
+
+    def wide(self) -> Problem:
+        tensors: Any = (x if x is None or x.dtype == torch.bool else x.double() for x in self)
+        return Problem(*tensors)
+
+
+@dataclass(frozen=True)
+class Case:
+    num_tokens: int = 18
+    hidden_size: int = 24
+    teacher_size: int = 40
+    vocab_size: int = 75
+    spread: float = 1.0
+    teacher_spread: float = 1.0
+    offset: float = 0.0
+    bias: bool = False
+    masked: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+    rows_of: tuple[int, int] | None = None  # the student's and the teacher's, padding counted
+    budget: int = 1 << 30
+
+
+BOTH = dict(logit_scale=0.7, softcap=3.0, teacher_logit_scale=1.3, teacher_softcap=5.0)
+CASES = [
+    pytest.param(Case(), id="plain"),
+    pytest.param(Case(num_tokens=32, hidden_size=32, teacher_size=16, vocab_size=128), id="whole-tiles"),
+    pytest.param(Case(hidden_size=19, teacher_size=7), id="rows-no-descriptor-can-describe"),
+    pytest.param(Case(bias=True, options=BOTH), id="bias-scale-softcap-of-both"),
+    pytest.param(Case(bias=True, options=dict(softcap=4.0, beta=0.2)), id="softcap-of-the-student-alone"),
+    pytest.param(Case(masked=0.4, bias=True), id="masked"),
+    pytest.param(Case(masked=1.0), id="nothing-counts"),
+    pytest.param(Case(num_tokens=0), id="no-tokens"),
+    pytest.param(Case(vocab_size=1), id="one-row"),
+    pytest.param(Case(rows_of=(80, 128), options=dict(beta=0.9)), id="padded-differently"),
+    pytest.param(Case(spread=0.1, teacher_spread=30.0), id="teacher-far-sharper"),
+    pytest.param(Case(spread=30.0, teacher_spread=0.1), id="student-far-sharper"),
+    pytest.param(Case(spread=30.0, teacher_spread=30.0), id="both-sharp"),
+    pytest.param(Case(offset=1e4, bias=True), id="both-at-1e4"),
+    pytest.param(Case(budget=1, bias=True, num_tokens=40, masked=0.3), id="chunks-and-groups"),
+]
+HALF = ("bias-scale-softcap-of-both", "both-sharp")  # tried in 16 bits, too
+
+
+def draw(case: Case, dtype: torch.dtype) -> Problem:
+    def head(hidden_size: int, spread: float) -> tuple[Tensor, Tensor, Tensor | None]:
+        hidden = torch.randn(case.num_tokens, hidden_size)
+        weight = torch.randn(case.vocab_size, hidden_size) * spread / hidden_size**0.5
+        bias = torch.randn(case.vocab_size) + case.offset if case.bias else None
+        # A bias beyond fp16's integers cannot be rounded to it without changing the case.
+        rounded = bias if bias is None or case.offset else bias.to(dtype)
+        return hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype), None if rounded is None else rounded.to(DEVICE)
+
+    student, teacher = head(case.hidden_size, case.spread), head(case.teacher_size, case.teacher_spread)
+    mask = torch.rand(case.num_tokens, device=DEVICE) >= case.masked if case.masked else None
+    return Problem(*student, *teacher, mask, torch.randn(case.num_tokens, device=DEVICE))
+
+
+def log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    u = F.linear(hidden, weight)
+    u = u if u.dtype == torch.float64 else u.float()
+    u = scale * (u if bias is None else u + bias.to(u.dtype))
+    return (u if softcap is None else softcap * torch.tanh(u / softcap)).log_softmax(-1)
+
+
+def dense(
+    p: Problem, kind: str, beta: float = 0.5, logit_scale: float = 1.0, softcap: float | None = None,
+    teacher_logit_scale: float = 1.0, teacher_softcap: float | None = None,
+) -> list[Tensor | None]:  # fmt: skip
+    """Divergence, dE, dC and dbias from all logits, by autograd."""
+    leaves = [x if x is None else x.detach().requires_grad_() for x in p[:3]]
+    hidden, weight, bias = leaves
+    assert hidden is not None and weight is not None
+    log_p = log_softmax(hidden, weight, bias, logit_scale, softcap)
+    log_t = log_softmax(p.teacher, p.teacher_weight, p.teacher_bias, teacher_logit_scale, teacher_softcap)
+
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        return (log_a.exp() * (log_a - log_b)).sum(-1)
+
+    if kind == "jsd":
+        shares = torch.tensor([beta, 1 - beta], dtype=torch.float64, device=DEVICE).log().to(log_p.dtype)
+        log_m = torch.logsumexp(torch.stack((log_t + shares[0], log_p + shares[1])), 0)
+        value = beta * kl(log_t, log_m) + (1 - beta) * kl(log_p, log_m)
+    else:
+        value = kl(log_t, log_p) if kind == "forward" else kl(log_p, log_t)
+    value = value if p.mask is None else value * p.mask
+    given = [x for x in leaves if x is not None]
+    return [value.detach(), *torch.autograd.grad((value * p.upstream).sum(), given), *([None] * (bias is None))]
+
+
+def with_rows(x: Tensor | None, rows: int, fill: float) -> Tensor | None:
+    """Padding of any value behind the rows."""
+    return x if x is None else torch.cat((x, x.new_full((rows - len(x), *x.shape[1:]), fill)))
+
+
+def ours(p: Problem, case: Case, kind: str, backend: str, **more: Any) -> list[Tensor | None]:
+    options: dict[str, Any] = case.options | dict(kind=kind, backend=backend, workspace_bytes=case.budget) | more
+    weight, bias, teacher_weight, teacher_bias = p.weight, p.bias, p.teacher_weight, p.teacher_bias
+    if case.rows_of:
+        student_rows, teacher_rows = case.rows_of
+        weight, teacher_weight = (
+            with_rows(weight, student_rows, 3.0),
+            with_rows(teacher_weight, teacher_rows, torch.nan),
+        )
+        options |= dict(shard=VocabShard(0, student_rows, case.vocab_size))
+        options |= dict(teacher_shard=VocabShard(0, teacher_rows, case.vocab_size))
+    leaves = [x if x is None else x.detach().requires_grad_() for x in (p.hidden, weight, bias)]
+    with nan_memory():
+        out = any_call(
+            leaves[0], leaves[1], p.teacher, teacher_weight, linear_bias=leaves[2], teacher_bias=teacher_bias, mask=p.mask,
+            **options,
+        )  # fmt: skip
+        given = [x for x in leaves if x is not None]
+        grads = torch.autograd.grad((out * p.upstream).sum(), given)
+    assert out.dtype == torch.float32
+    return [out.detach(), *grads, *([None] * (bias is None))]
+
+
+HALVES = {"torch": torch.bfloat16, "triton": torch.bfloat16 if GPU else torch.float16}  # the interpreter misreads bf16
+
+
+@pytest.mark.parametrize("backend", HALVES)
+@pytest.mark.parametrize("case", CASES)
+def test_matches_dense(case: Case, backend: str, request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches phantom columns, a moment that forgets that a maximum grew, 0 times infinity, the other head's options."""
+    if case.budget == 1:
+        monkeypatch.setattr(budget, "LEAST_BYTES", 8000)
+        monkeypatch.setattr(budget, "ROWS", 16)
+    half = [HALVES[backend]] * any(name in request.node.callspec.id for name in HALF)
+    for dtype, kind in itertools.product((torch.float32, *half), KINDS):
+        p = draw(case, dtype)
+        found, baseline = ours(p, case, kind, backend), dense(p, kind, **case.options)
+        truth = dense(p.wide(), kind, **case.options)
+        for name, got, rough, true in zip(NAMES, found, baseline, truth, strict=True):
+            if got is None or rough is None or true is None:
+                continue
+            if name != "divergence" and len(got) > len(true):
+                assert not got[len(true) :].any(), f"{kind} {name}: padding has a gradient"
+                got = got[: len(true)]
+            held_in = torch.float32 if name == "divergence" else dtype
+            assert_no_worse(got, rough, true, held_in, f"{kind} {name}")
+
+
+@pytest.mark.parametrize("backend", HALVES)
+def test_a_second_run_has_the_same_bits(backend: str) -> None:
+    case = Case(bias=True, masked=0.2)
+    p = draw(case, HALVES[backend])
+    for kind in KINDS:
+        first, second = (ours(p, case, kind, backend) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_heads_have_none(kind: str, backend: str) -> None:
+    """Catches two heads that take different steps: exactly 0, and a gradient of exactly 0."""
+    p = draw(Case(bias=True, spread=20.0), torch.float32)
+    p = p._replace(teacher=p.hidden, teacher_weight=p.weight, teacher_bias=p.bias)
+    assert not any(x.any() for x in ours(p, Case(), kind, backend) if x is not None)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_head_rules_out(kind: str, backend: str) -> None:
+    """A logit of -inf that both have is padding; one that the leading head allows makes the KL infinite, and no NaN."""
+    p = draw(Case(bias=True), torch.float32)
+    assert p.bias is not None and p.teacher_bias is not None
+    p.bias[3:40], p.teacher_bias[3:40] = -torch.inf, -torch.inf
+    for name, got, true in zip(NAMES, ours(p, Case(), kind, backend), _without(p, slice(3, 40), kind), strict=True):
+        assert got is not None and true is not None
+        if name in ("dC", "dbias"):
+            assert not got[3:40].any()
+            got = torch.cat((got[:3], got[40:]))
+        torch.testing.assert_close(got, true.float(), rtol=1e-4, atol=1e-5)
+    leading = "teacher_bias" if kind == "forward" else "bias"
+    lead: Any = getattr(p, leading).clone()
+    lead[5] = 0.0
+    value, *_ = ours(p._replace(**{leading: lead}), Case(), kind, backend)
+    assert value is not None and (value.isfinite().all() if kind == "jsd" else (value == torch.inf).all())
+
+
+def _without(p: Problem, columns: slice, kind: str) -> list[Tensor | None]:
+    keep = torch.ones(len(p.weight), dtype=torch.bool, device=DEVICE)
+    keep[columns] = False
+    cut = {name: getattr(p, name)[keep] for name in ("weight", "bias", "teacher_weight", "teacher_bias")}
+    return dense(p._replace(**cut).wide(), kind)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_what_does_not_count_may_hold_anything(backend: str) -> None:
+    """Catches 0 times NaN in dC, and a mean over all tokens."""
+    p = draw(Case(masked=0.5), torch.float32)
+    assert p.mask is not None
+    poisoned = p._replace(
+        hidden=p.hidden.masked_fill(~p.mask[:, None], torch.nan),
+        teacher=p.teacher.masked_fill(~p.mask[:, None], torch.inf),
+    )
+    for kind in KINDS:
+        clean, found = ours(p, Case(), kind, backend), ours(poisoned, Case(), kind, backend)
+        assert all(
+            torch.equal(a, b) for a, b in zip(clean[:3], found[:3], strict=True) if a is not None and b is not None
+        )
+        value = clean[0]
+        assert value is not None and not value[~p.mask].any()
+        heads, options = (
+            (p.hidden, p.weight, p.teacher, p.teacher_weight),
+            dict(kind=kind, mask=p.mask, backend=backend),
+        )
+        torch.testing.assert_close(any_call(*heads, reduction="mean", **options), value.sum() / p.mask.sum())
+        torch.testing.assert_close(any_call(*heads, reduction="sum", **options), value.sum())
+        nothing = any_call(*heads, reduction="mean", **options | dict(mask=torch.zeros_like(p.mask)))
+        assert nothing.item() == 0.0
+
+
+def test_leading_dims_strides_and_detached_teacher() -> None:
+    """Catches flattened dims, strides taken for granted, and a gradient that reaches the teacher."""
+    p = draw(Case(num_tokens=12), torch.float32)
+    expected = linear_kl_divergence(p.hidden, p.weight, p.teacher, p.teacher_weight)
+    hidden, teacher = (x.view(3, 4, -1).transpose(0, 1).contiguous().transpose(0, 1) for x in (p.hidden, p.teacher))
+    weight = p.weight.t().contiguous().t().requires_grad_()
+    teacher_weight = p.teacher_weight.clone().requires_grad_()
+    got = linear_kl_divergence(hidden, weight, teacher.requires_grad_(), teacher_weight)
+    assert got.shape == (3, 4) and torch.equal(got.flatten(), expected)
+    got.sum().backward()
+    assert weight.grad is not None and teacher.grad is None and teacher_weight.grad is None
+
+
+def test_a_buffer_takes_the_weights_gradient() -> None:
+    p = draw(Case(), torch.bfloat16 if GPU else torch.float32)
+    for backend in ("torch", "triton"):
+        weight = p.weight.clone().requires_grad_()
+        linear_kl_divergence(p.hidden, weight, p.teacher, p.teacher_weight, backend=backend).sum().backward()
+        taken = weight.grad
+        weight.grad, buffer = None, torch.ones(p.weight.shape, device=DEVICE)
+        linear_kl_divergence(
+            p.hidden, weight, p.teacher, p.teacher_weight, backend=backend, grad_weight_out=buffer
+        ).sum().backward()
+        assert taken is not None and weight.grad is None
+        torch.testing.assert_close(buffer - 1, taken.float(), rtol=1e-2, atol=1e-5)
+
+
+def test_compiles_whole() -> None:
+    """torch.compile(fullgraph=True), forward and backward, one graph for another number."""
+    torch._dynamo.reset()
+    p = draw(Case(masked=0.3, bias=True), torch.float32)
+
+    def loss(hidden: Tensor, kind: str) -> Tensor:
+        return linear_kl_divergence(
+            hidden * 2,
+            p.weight,
+            p.teacher,
+            p.teacher_weight,
+            linear_bias=p.bias,
+            mask=p.mask,
+            kind=kind,
+            reduction="mean",
+        )
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for kind in KINDS:
+        hidden, other = (p.hidden.clone().requires_grad_() for _ in range(2))
+        value, expected = compiled(hidden, kind), loss(other, kind)
+        torch.testing.assert_close(value, expected)
+        value.backward()
+        expected.backward()
+        torch.testing.assert_close(hidden.grad, other.grad)
+
+
+def test_operators_are_well_formed() -> None:
+    """torch's own checks of schema, fakes and registration."""
+    from cce_dist.call import Layout
+    from cce_dist.divergence_op import DivergenceCall
+    from cce_dist.kernels import ShardLogits
+    from cce_dist.kernels.heads import Divergence
+
+    p = draw(Case(num_tokens=4, bias=True), torch.float32)
+    call = DivergenceCall(Divergence(ShardLogits(0, 75), ShardLogits(0, 75), "jsd"), 75, Layout())
+    mask = torch.ones(4, dtype=torch.bool, device=DEVICE)
+    student = [x.requires_grad_() for x in p[:3] if x is not None]
+    torch.library.opcheck(torch.ops.cce_dist.divergence.default, (*student, mask, *p[3:6], None, *call.flat()))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        pytest.param(lambda loss, x: torch.func.grad(loss)(x.detach()), id="func-grad"),
+        pytest.param(lambda loss, x: torch.func.vmap(loss)(torch.stack((x, x))), id="vmap"),
+        pytest.param(lambda loss, x: torch.autograd.functional.hessian(loss, x), id="hessian"),
+        pytest.param(lambda loss, x: torch.autograd.functional.jvp(loss, x, torch.ones_like(x)), id="jvp"),
+        pytest.param(lambda loss, x: torch.func.jvp(loss, (x.detach(),), (torch.ones_like(x),)), id="func-jvp"),
+    ],
+)
+def test_a_derivative_that_is_not_there_is_refused(ask: Callable) -> None:
+    p = draw(Case(num_tokens=4), torch.float32)
+    with pytest.raises(RuntimeError, match="linear_kl_divergence") as caught:
+        ask(lambda x: linear_kl_divergence(x, p.weight, p.teacher, p.teacher_weight).sum(), p.hidden.requires_grad_())
+    assert "\n" not in str(caught.value)
+
+
+X, W, XT, WT = torch.zeros(3, 4), torch.zeros(8, 4), torch.zeros(3, 6), torch.zeros(8, 6)
+BAD = [
+    pytest.param(dict(kind="backward"), ValueError, "kind must be one of", id="kind"),
+    pytest.param(dict(beta=1.0), ValueError, r"beta must be in \(0, 1\)", id="beta"),
+    pytest.param(dict(teacher_input=torch.zeros(2, 6)), ValueError, "teacher_input must be .3, D_t", id="tokens"),
+    pytest.param(dict(teacher_input=torch.zeros(3, 5)), ValueError, "size 5, teacher_weight 6", id="size"),
+    pytest.param(dict(teacher_weight=torch.zeros(9, 6)), ValueError, "teacher_weight has 9 rows, linear_weight 8", id="rows"),
+    pytest.param(dict(teacher_weight=torch.zeros(8)), ValueError, "teacher_weight must be .V, D.", id="flat"),
+    pytest.param(dict(teacher_weight=WT.half()), TypeError, "input is torch.float32, teacher_weight torch.float16", id="dtype"),
+    pytest.param(dict(teacher_bias=torch.zeros(7)), ValueError, r"teacher_bias must be \[8\]", id="bias"),
+    pytest.param(dict(linear_bias=torch.zeros(7)), ValueError, r"linear_bias must be \[8\]", id="student-bias"),
+    pytest.param(dict(teacher_shard=VocabShard(0, 8, 7)), ValueError, "teacher_shard of one of 7", id="vocabulary"),
+    pytest.param(dict(teacher_shard="all"), TypeError, "teacher_shard must be a VocabShard", id="shard"),
+    pytest.param(dict(teacher_shard=VocabShard(0, 9, 8)), ValueError, "teacher_shard holds 9 rows", id="shard-rows"),
+    pytest.param(dict(mask=torch.ones(3)), TypeError, "mask must be bool", id="mask-of-weights"),
+    pytest.param(dict(mask=torch.ones(2, dtype=torch.bool)), ValueError, r"mask must be \(3,\)", id="mask-shape"),
+    pytest.param(dict(teacher_softcap=-1.0), ValueError, "teacher_softcap must be positive", id="softcap"),
+    pytest.param(dict(teacher_logit_scale="1"), TypeError, "teacher_logit_scale must be a number", id="scale"),
+    pytest.param(dict(logit_scale=torch.ones((), requires_grad=True)), TypeError, "logit_scale has no", id="learnable"),
+    pytest.param(dict(teacher_weight=None), TypeError, "teacher_weight must be a tensor", id="none"),
+    pytest.param(dict(grad_weight_out=torch.zeros(8, 5)), ValueError, "grad_weight_out must be", id="buffer"),
+    pytest.param(dict(reduction="batchmean"), ValueError, "reduction must be one of", id="reduction"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "says"), BAD)
+def test_bad_input_is_one_line(change: dict, error: type, says: str) -> None:
+    arguments = dict(input=X, linear_weight=W, teacher_input=XT, teacher_weight=WT) | change
+    with pytest.raises(error, match=says) as caught:
+        any_call(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", DIVERGENCE_CASES, ids=lambda case: case.name)
+def test_one_process_of_the_matrix(case: DivergenceCase) -> None:
+    """What ``cce-dist verify`` runs; ``test_verify.py`` runs it on ranks."""
+    for result in run_case(case, None, "cpu"):
+        assert result.ok, f"{result} <- {case.catches}?"
+
+
+def padded_more(vocab_size: int, ranks: int) -> list[tuple[int, int]]:
+    """As ``padded``, for the last rank alone longer: the ids are the same, the rows are not."""
+    *first, (start, stop) = padded(vocab_size, ranks)
+    return [*first, (start, stop + 5)]
+
+
+def _on_ranks() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(0)
+    splits = ((even, even), (uneven, uneven), (with_empty, with_empty), (padded, padded_more))
+    ways = ((False, {}), (True, {}), (False, dict(input_grad="partial")))
+    case = Case(num_tokens=12, bias=True, masked=0.3, options=BOTH | dict(beta=0.3))
+    for (number, (split, teacher_split)), (shift, kind) in itertools.product(enumerate(splits), enumerate(KINDS)):
+        # The second split takes the kernels, and dE is summed a few tokens at a time.
+        few = mock.patch.multiple(budget, most_rows=lambda *_: 4, LEAST_BYTES=8000, ROWS=4)
+        with few if number == 1 else contextlib.nullcontext():
+            _check_split(case, kind, split, teacher_split, group, *ways[(number + shift) % 3])
+
+
+def _check_split(
+    case: Case, kind: str, split: Callable, teacher_split: Callable, group: Any, sequence_parallel: bool, more: dict
+) -> None:  # fmt: skip
+    p, rank, ranks = draw(case, torch.float32), group.rank(), group.size()
+    start, stop = split(case.vocab_size, ranks)[rank]
+    teacher_start, teacher_stop = teacher_split(case.vocab_size, ranks)[rank]
+    shard = VocabShard(start, stop, case.vocab_size, group)
+    teacher_shard = VocabShard(teacher_start, teacher_stop, case.vocab_size, group)
+    assert p.bias is not None and p.teacher_bias is not None
+
+    def rows(x: Tensor, s: VocabShard, fill: float) -> Tensor:
+        kept = with_rows(x[s.start : s.stop], s.num_rows, fill)
+        assert kept is not None
+        return kept
+
+    leaves = [p.hidden, rows(p.weight, shard, 3.0), rows(p.bias, shard, 3.0)]
+    hidden, teacher = p.hidden, p.teacher
+    if sequence_parallel:
+        hidden, teacher = hidden.chunk(ranks)[rank], teacher.chunk(ranks)[rank]
+    leaves = [x.clone().requires_grad_() for x in (hidden, *leaves[1:])]
+    out = any_call(
+        leaves[0], leaves[1], teacher, rows(p.teacher_weight, teacher_shard, torch.nan), linear_bias=leaves[2],
+        teacher_bias=rows(p.teacher_bias, teacher_shard, 9.0), mask=p.mask, kind=kind, shard=shard,
+        teacher_shard=teacher_shard, sequence_parallel=sequence_parallel, backend="triton" if split is uneven else "torch",
+        **case.options, **more,
+    )  # fmt: skip
+    d_hidden, d_weight, d_bias = torch.autograd.grad((out * p.upstream).sum(), leaves)
+    if more:
+        dist.all_reduce(d_hidden, group=group)
+    values = [torch.empty_like(out) for _ in range(ranks)]
+    dist.all_gather(values, out.detach(), group=group)
+    assert all(torch.equal(value, out) for value in values), "other bits on another rank"
+    mine = slice(start, start + shard.num_valid)
+    found = (out.detach(), d_hidden, d_weight[: shard.num_valid], d_bias[: shard.num_valid])
+    assert not d_weight[shard.num_valid :].any() and not d_bias[shard.num_valid :].any()
+    baseline, truth = dense(p, kind, **case.options), dense(p.wide(), kind, **case.options)
+    for name, got, rough, true in zip(NAMES, found, baseline, truth, strict=True):
+        assert rough is not None and true is not None
+        if name in ("dC", "dbias"):
+            got = torch.cat(
+                (true[: mine.start].float(), got, true[mine.stop :].float())
+            )  # a few rows are measured as the whole is
+        if name == "dE" and sequence_parallel:
+            rough, true = rough.chunk(ranks)[rank], true.chunk(ranks)[rank]
+        assert_no_worse(got, rough, true, quantity=f"{kind} {split.__name__} {name}")
+
+
+def test_two_ranks(ranks2: Callable) -> None:
+    """Catches a merge that forgets one head's maximum, an empty shard's -inf, the teacher's slice taken for the whole."""
+    ranks2(_on_ranks)
+
+
+def _four_ranks() -> None:
+    _on_ranks()
+    _check_dtensors()
+    _check_refusals()
+
+
+def test_four_ranks(ranks4: Callable) -> None:
+    """As two ranks; then weights that are DTensors, shards that do not fit, and ranks that disagree."""
+    ranks4(_four_ranks)
+
+
+def _check_dtensors() -> None:
+    torch.manual_seed(1)
+    mesh, p = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), draw(Case(), torch.float32)
+    expected = linear_kl_divergence(p.hidden, p.weight, p.teacher, p.teacher_weight)
+    weight, teacher_weight = (distribute_tensor(x, mesh, [Shard(0)]) for x in (p.weight, p.teacher_weight))
+    torch.testing.assert_close(
+        linear_kl_divergence(p.hidden, weight.requires_grad_(), p.teacher, teacher_weight), expected
+    )
+
+
+def _check_refusals() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(2)
+    p = draw(Case(vocab_size=40), torch.float32)
+    shard, other = (VocabShard(*split(40, 4)[group.rank()], 40, group) for split in (even, uneven))
+    heads = (p.hidden, p.weight[shard.start : shard.stop], p.teacher, p.teacher_weight[other.start : other.stop])
+    with pytest.raises(ValueError, match="both heads' rows must cover the same ids"):
+        any_call(*heads, shard=shard, teacher_shard=other)
+    with pytest.raises(ValueError, match="process group"):
+        any_call(*heads[:3], p.teacher_weight, shard=shard, teacher_shard=VocabShard(0, 40, 40))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CCE_DIST_DEBUG", "1")
+        teacher_weight = p.teacher_weight[shard.start : shard.stop]
+        any_call(*heads[:3], teacher_weight, shard=shard)
+        with pytest.raises(RuntimeError, match="linear_kl_divergence: the ranks of the group disagree on kind"):
+            any_call(*heads[:3], teacher_weight, shard=shard, kind="reverse" if group.rank() else "forward")
+
+
+def test_distillation_beside_its_dense_twin() -> None:
+    """100 steps of Adam on a tiny student with each kind: the same losses as with all logits, and lower ones at the end."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(32, (8, 16), generator=generator)
+    teacher = torch.randn(32, 12, generator=generator), torch.randn(32, 12, generator=generator)
+    for kind in KINDS:
+        curves = [_distil(teacher, ids, kind, divergence) for divergence in (linear_kl_divergence, _dense_divergence)]
+        torch.testing.assert_close(*curves, rtol=2e-4, atol=1e-5)
+        assert curves[0][-1] < 0.2 * curves[0][0]
+
+
+def _dense_divergence(input: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Tensor, kind: str) -> Tensor:
+    log_p, log_t = (x.flatten(0, -2) @ w.t() for x, w in ((input, weight), (teacher, teacher_weight)))
+    log_p, log_t = log_p.log_softmax(-1), log_t.log_softmax(-1)
+    if kind == "forward":
+        return F.kl_div(log_p, log_t, log_target=True, reduction="batchmean")
+    if kind == "reverse":
+        return F.kl_div(log_t, log_p, log_target=True, reduction="batchmean")
+    log_m = (0.5 * log_p.exp() + 0.5 * log_t.exp()).log()
+    parts = (F.kl_div(log_m, log_q, log_target=True, reduction="batchmean") for log_q in (log_t, log_p))
+    return 0.5 * sum(parts)  # type: ignore[return-value]
+
+
+def _distil(teacher: tuple[Tensor, Tensor], ids: Tensor, kind: str, divergence: Any) -> Tensor:
+    """Losses of 100 steps of a student of half the teacher's size."""
+    torch.manual_seed(4)
+    embedding, head = torch.nn.Embedding(32, 10), torch.nn.Linear(10, 32, bias=False)
+    body = torch.nn.Sequential(embedding, torch.nn.Linear(10, 10), torch.nn.Tanh())
+    optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()], lr=0.05)
+    options = dict(reduction="mean") if divergence is linear_kl_divergence else {}
+    losses = []
+    for _ in range(100):
+        loss = divergence(body(ids), head.weight, teacher[0][ids] * 0.5, teacher[1], kind=kind, **options)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
