@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 
 pytest.importorskip("transformers")
 
+import transformers
 from count_architectures import compare, difference, quiet
 
 NAMES = ["LlamaForCausalLM", "RobertaForCausalLM", "CohereForCausalLM", "MixtralForCausalLM", "Inkling2ForCausalLM",
@@ -13,9 +17,18 @@ NAMES = ["LlamaForCausalLM", "RobertaForCausalLM", "CohereForCausalLM", "Mixtral
          "Gemma3ForConditionalGeneration"]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    ours = logging.getLogger("cce_dist")
+    level, verbosity = ours.level, transformers.logging.get_verbosity()
+    quiet()
+    yield
+    ours.setLevel(level)
+    transformers.logging.set_verbosity(verbosity)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_equal(name: str) -> None:
-    quiet()
     result = compare(name)
     assert result.outcome == "equal", result
 

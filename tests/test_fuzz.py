@@ -5,19 +5,21 @@ import torch
 import torch.distributed as dist
 
 from cce_dist import cli, reference
-from cce_dist.kernels import dense
+from cce_dist.kernels import dense, dense_heads, more
 from cce_dist.ranks import run_ranks
 from cce_dist.verify.cases import random_problem
 from cce_dist.verify.check import assert_no_worse
 from cce_dist.verify.fuzz import Setting, draw, run_many
+from cce_dist.verify.fuzz_cases import FUNCTIONS
 from cce_dist.verify.oracle import PER_TOKEN, truth
 from cce_dist.verify.views import LAYOUTS, constant, view_of
 
 GPU = torch.cuda.is_available()
+OTHERS = ("log-probs", "divergence")
 
 
 def failures(setting: Setting, count: int, first: int = 0) -> str:
-    return "\n".join(run_many(setting, first, count, report=lambda line: None))
+    return "\n".join(run_many(setting, first, count, lambda line: None, FUNCTIONS[setting.function]))
 
 
 def test_torch():
@@ -36,6 +38,36 @@ def test_two_ranks():
 
 def _on_ranks(count: int) -> None:
     assert failures(Setting(seed=1, backend="torch", group=dist.group.WORLD), count) == ""
+    for function in OTHERS:
+        assert failures(Setting(1, "cpu", "torch", dist.group.WORLD, function=function), count // 4) == ""
+
+
+@pytest.mark.parametrize("function", OTHERS)
+def test_torch_of(function: str):
+    assert failures(Setting(1, backend="torch", function=function), 150) == ""
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as above
+@pytest.mark.parametrize("function", OTHERS)
+def test_triton_of(function: str):
+    setting = Setting(1, "cuda" if GPU else "cpu", "triton", function=function)
+    assert failures(setting, 100 if GPU else 15) == ""
+
+
+def test_a_mutation_of_the_log_probs_is_seen(monkeypatch: pytest.MonkeyPatch):
+    off = lambda *args, merged=more.merge_more: merged(*args)._replace(nll_NI=1.001 * merged(*args).nll_NI)  # noqa: E731
+    monkeypatch.setattr("cce_dist.op.merge_more", off)
+    found = failures(Setting(1, backend="torch", function="log-probs"), 30)
+    assert (
+        "verify --fuzz 1 --seed 1 --case" in found and "--function log-probs" in found and "log_probs: error" in found
+    )
+
+
+def test_a_mutation_of_the_divergence_is_seen(monkeypatch: pytest.MonkeyPatch):
+    off = lambda *args, gradients=dense_heads._block_gradients: 1.001 * gradients(*args)  # noqa: E731
+    monkeypatch.setattr(dense_heads, "_block_gradients", off)
+    found = failures(Setting(1, backend="torch", function="divergence"), 30)
+    assert "--function divergence" in found and "dE: error" in found and "divergence: error" not in found
 
 
 @pytest.mark.parametrize(

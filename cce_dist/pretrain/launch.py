@@ -128,26 +128,35 @@ def _rank_process(recipe: Recipe, agent: int) -> None:
 def run_rank(recipe: Recipe) -> int:
     """Set this rank up, train, and return its exit code, one of ``exits``."""
     _end_with_agent()
+    notice = Notice()
     try:
-        with Notice() as notice:
+        with notice:
             ranks = join(recipe)
             train_on(recipe, ranks, _prepare(recipe, ranks), notice)
-    except Stopped as error:
-        if os.environ.get("RANK", "0") == "0":
-            say(str(error))
-        return _leave(AGAIN, error.everywhere)
-    except (UsageError, CheckpointError, data.CorpusError, OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _is_lost_peer(error):
-            raise
-        everywhere = isinstance(error, (UsageError, CheckpointError))
-        code = LOST if _is_lost_peer(error) or may_pass(error) else HOPELESS
-        if not everywhere or os.environ.get("RANK", "0") == "0":
-            _report(error)
-        return _leave(code, everywhere)
+    except Exception as error:
+        early = None if notice.patient else notice.raised
+        return _end_early(early or error)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     return 0
+
+
+def _end_early(error: Exception) -> int:
+    """Say what ended this rank's training, and return its exit code; a bug is raised."""
+    if isinstance(error, Stopped):
+        if os.environ.get("RANK", "0") == "0":
+            say(str(error))
+        return _leave(AGAIN, error.everywhere)
+    if not isinstance(error, (UsageError, CheckpointError, data.CorpusError, OSError, RuntimeError)):
+        raise error
+    if isinstance(error, RuntimeError) and not _is_lost_peer(error):
+        raise error
+    everywhere = isinstance(error, (UsageError, CheckpointError))
+    code = LOST if _is_lost_peer(error) or may_pass(error) else HOPELESS
+    if not everywhere or os.environ.get("RANK", "0") == "0":
+        _report(error)
+    return _leave(code, everywhere)
 
 
 def _leave(code: int, everywhere: bool) -> int:

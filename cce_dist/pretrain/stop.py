@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from cce_dist.pretrain.exits import Stopped
+from cce_dist.pretrain.exits import AGAIN, Stopped, say, tell_torchrun
 from cce_dist.pretrain.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -28,28 +28,47 @@ SAME_SECONDS = 2.0  # a terminal, a scheduler and an agent may each pass one wis
 class Notice:
     """As a context, hears SIGTERM, SIGINT and SIGUSR1.
 
-    Outside of the training loop, where nothing can be lost, the first one raises ``Stopped`` at once. In the loop, while
-    ``patient``, it is remembered. A second one that comes ``SAME_SECONDS`` later ends the process.
+    Outside of the training loop, where nothing can be lost, the first one raises ``Stopped`` at once. A thread ends the process
+    after ``SAME_SECONDS`` if that has not come through: the main thread may wait in C++ for a rank that has left. In the loop,
+    while ``patient``, a signal is remembered. A second one that comes ``SAME_SECONDS`` later ends the process.
 
     Attributes:
         name: Of the first signal.
+        raised: What it raised outside of the loop. Code that it came through may have made another exception of it.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self.raised: Stopped | None = None
         self.patient = False
         self._since = 0.0
         self._former: dict[signal.Signals, Any] = {}
+        self._left = threading.Event()
+        self._pipe = self._former_pipe = -1
 
     def __enter__(self) -> Notice:
         if threading.current_thread() is threading.main_thread():
+            heard, self._pipe = os.pipe()
+            os.set_blocking(self._pipe, False)
+            threading.Thread(target=self._watch, args=(heard,), daemon=True).start()
             self._former = {number: signal.signal(number, self._hear) for number in SIGNALS}
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # an agent starts its ranks with signals held back
+            self._former_pipe = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+            try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # an agent starts its ranks with signals held back
+            except Stopped:
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._left.set()
         for number, handler in self._former.items():
-            signal.signal(number, handler)
+            # Who passes a signal on may do so again, while the process says what happened.
+            signal.signal(number, handler if self.raised is None else signal.SIG_IGN)
+        if self._pipe >= 0:
+            signal.set_wakeup_fd(self._former_pipe)
+            os.close(self._pipe)
+            self._pipe = -1
 
     def ignore(self) -> None:
         """Hear nothing more: the process is about to end by itself."""
@@ -60,9 +79,25 @@ class Notice:
         if self.name is None:
             self.name, self._since = signal.Signals(number).name, time.monotonic()
             if not self.patient:
-                raise Stopped(f"stopped by {self.name} before the first step")
+                self.raised = Stopped(_early(self.name))
+                raise self.raised
         elif time.monotonic() - self._since > SAME_SECONDS:
             os._exit(128 + number)
+
+    def _watch(self, heard: int) -> None:
+        """End the process if a signal outside of the loop has not ended it; on a thread of its own."""
+        with open(heard, "rb", buffering=0) as pipe:
+            while number := pipe.read(1):
+                if number[0] not in SIGNALS or self._left.wait(SAME_SECONDS) or self.patient:
+                    continue
+                if os.environ.get("RANK", "0") == "0":
+                    say(_early(signal.Signals(number[0]).name))
+                tell_torchrun(AGAIN)
+                os._exit(AGAIN)
+
+
+def _early(name: str) -> str:
+    return f"stopped by {name} before the first step"
 
 
 class Stop(NamedTuple):

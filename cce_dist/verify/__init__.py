@@ -1,8 +1,8 @@
 """``cce-dist verify``: the whole matrix of cases on your own ranks and devices, before a long run.
 
 Reading order: ``cases`` (the matrix), ``check`` (one case against the dense reference), ``log_probs`` (the same of
-``linear_log_probs``), ``divergence`` (of ``linear_kl_divergence``), ``fuzz`` (random cases, against
-``oracle``, with arguments in every layout of ``views``).
+``linear_log_probs``), ``divergence`` (of ``linear_kl_divergence``), ``fuzz`` (random cases of the loss, against
+``oracle``, with arguments in every layout of ``views``), ``fuzz_cases`` (random lines of the matrix of the other two).
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--fuzz", type=arguments.whole(0), metavar="COUNT", default=0, help="run COUNT random cases instead"
+    )
+    parser.add_argument(
+        "--function",
+        choices=("loss", "log-probs", "divergence"),
+        default="loss",
+        help="whose random cases (default loss)",
     )
     parser.add_argument("--seed", type=arguments.whole(0), default=0, help="of the random cases")
     parser.add_argument("--case", type=arguments.whole(0), default=0, help="number of the first random case")
@@ -87,10 +93,12 @@ def run_fuzz(args: argparse.Namespace, device: str) -> list[str]:
     import torch.distributed as dist
 
     from cce_dist.verify.fuzz import Setting, run_many
+    from cce_dist.verify.fuzz_cases import FUNCTIONS
 
     group = dist.group.WORLD if dist.is_initialized() else None
     report = print if group is None or group.rank() == 0 else _silent
-    return run_many(Setting(args.seed, device, args.backend, group, args.alike), args.case, args.fuzz, report)
+    setting = Setting(args.seed, device, args.backend, group, args.alike, args.function)
+    return run_many(setting, args.case, args.fuzz, report, FUNCTIONS[args.function])
 
 
 def _silent(line: str) -> None: ...

@@ -40,6 +40,7 @@ class Setting(NamedTuple):
         group: The ranks that share the vocabulary; None: this process alone.
         alike: So many cases in a row have what kernels are compiled for in common: dtypes, options given or not, whether sizes
             are multiples of 16. On a GPU compilation is nearly all of a case's time.
+        function: Whose cases they are, a name of ``fuzz_cases.FUNCTIONS``.
     """
 
     seed: int = 0
@@ -47,6 +48,7 @@ class Setting(NamedTuple):
     backend: str = "auto"
     group: dist.ProcessGroup | None = None
     alike: int = 1
+    function: str = "loss"
 
     @property
     def interpreted(self) -> bool:
@@ -60,9 +62,9 @@ class Setting(NamedTuple):
         """The command line that repeats one case."""
         launcher = "cce-dist" if self.group is None else f"torchrun --nproc-per-node {self.ranks} -m cce_dist"
         interpreter = "TRITON_INTERPRET=1 " if self.interpreted else ""
-        where = f"--backend {self.backend} --device {self.device}" + (
-            f" --alike {self.alike}" if self.alike > 1 else ""
-        )
+        where = f"--backend {self.backend} --device {self.device}"
+        where += f" --alike {self.alike}" if self.alike > 1 else ""
+        where += f" --function {self.function}" if self.function != "loss" else ""
         return f"{interpreter}{launcher} verify --fuzz 1 --seed {self.seed} --case {number} {where}"
 
 
@@ -563,7 +565,24 @@ def _bits(x: Tensor) -> Tensor:
     return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def run_many(setting: Setting, first: int, count: int, report: Callable[[str], None] = print) -> list[str]:
+class Cases(NamedTuple):
+    """The cases of one function.
+
+    Attributes:
+        draw: Returns the case of a number, for people to read.
+        run: Runs it on every rank of the group; returns errors and their bounds.
+    """
+
+    draw: Callable[[Setting, int], Any]
+    run: Callable[[Setting, int], list[Error]]
+
+
+OF_THE_LOSS = Cases(draw, run_one)
+
+
+def run_many(
+    setting: Setting, first: int, count: int, report: Callable[[str], None] = print, cases: Cases = OF_THE_LOSS
+) -> list[str]:
     """Run cases ``first`` to ``first + count - 1``; every rank of the group calls this.
 
     Returns:
@@ -572,7 +591,7 @@ def run_many(setting: Setting, first: int, count: int, report: Callable[[str], N
     failures: list[str] = []
     started = said = time.monotonic()
     for done, number in enumerate(range(first, first + count), 1):
-        line = _on_all_ranks(_verdict(setting, number), setting)
+        line = _on_all_ranks(_verdict(cases, setting, number), setting)
         if line:
             failures.append(f"FAIL {setting.command(number)}\n     {line}")
             report(failures[-1])
@@ -584,15 +603,15 @@ def run_many(setting: Setting, first: int, count: int, report: Callable[[str], N
     return failures
 
 
-def _verdict(setting: Setting, number: int) -> str:
+def _verdict(cases: Cases, setting: Setting, number: int) -> str:
     """What failed in a case on this rank; empty: nothing."""
     try:
-        wrong = [error for error in run_one(setting, number) if not error.ok]
+        wrong = [error for error in cases.run(setting, number) if not error.ok]
     except Exception as error:  # a call that raises is a failure of this case, not the end of the run
         said = f"{type(error).__name__}: {error}".splitlines()[0]
     else:
         said = "; ".join(f"{e.quantity}: error {e.error:.1e} bound {e.bound:.1e}" for e in wrong)
-    return f"{said} | {draw(setting, number)}" if said else ""
+    return f"{said} | {cases.draw(setting, number)}" if said else ""
 
 
 def _on_all_ranks(line: str, setting: Setting) -> str:
