@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce_dist import linear_kl_divergence
+from cce_dist import linear_kl_divergence, reference
 from cce_dist.arguments import device, folder, whole
 from cce_dist.bench.loop import Clock, Errors, Floor, Job, Row, free_memory, relative_error, time_in_turns
 from cce_dist.bench.shapes import SHAPES, HeadShape
@@ -120,26 +120,12 @@ def truth(kind: str, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     value, d_weight, d_hidden = wide.weight.new_zeros(()), torch.zeros_like(wide.weight), []
     for start in range(0, num_tokens, rows):
         some = slice(start, start + rows)
-        part, d_some, d_part = step(
-            partial(_dense_wide, kind), wide._replace(hidden=wide.hidden[some], teacher=wide.teacher[some])
-        )
+        chunk = wide._replace(hidden=wide.hidden[some], teacher=wide.teacher[some])
+        part, d_some, d_part = step(lambda *heads: reference.linear_kl_divergence(*heads, kind=kind).mean(), chunk)
         share = len(d_some) / num_tokens
         value, d_weight = value + share * part, d_weight.add_(d_part, alpha=share)
         d_hidden.append(share * d_some)
     return value, torch.cat(d_hidden), d_weight
-
-
-def _dense_wide(kind: str, hidden: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> Tensor:
-    """``dense``, but in the inputs' dtype all the way, and with sums written out."""
-    log_p, log_t = (hidden @ weight.t()).log_softmax(-1), (teacher @ teacher_weight.t()).log_softmax(-1)
-
-    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-        return (log_a.exp() * (log_a - log_b)).sum(-1).mean()
-
-    if kind != "jsd":
-        return kl(log_t, log_p) if kind == "forward" else kl(log_p, log_t)
-    log_m = ((log_p.exp() + log_t.exp()) / 2).log()
-    return 0.5 * (kl(log_t, log_m) + kl(log_p, log_m))
 
 
 def checked(name: str, kind: str, heads: Heads, expected: tuple[Tensor, Tensor, Tensor]) -> tuple[Row, Mean | None]:

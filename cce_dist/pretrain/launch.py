@@ -148,9 +148,7 @@ def _end_early(error: Exception) -> int:
         if os.environ.get("RANK", "0") == "0":
             say(str(error))
         return _leave(AGAIN, error.everywhere)
-    if not isinstance(error, (UsageError, CheckpointError, data.CorpusError, OSError, RuntimeError)):
-        raise error
-    if isinstance(error, RuntimeError) and not _is_lost_peer(error):
+    if not (isinstance(error, (UsageError, CheckpointError, data.CorpusError, OSError)) or _is_lost_peer(error)):
         raise error
     everywhere = isinstance(error, (UsageError, CheckpointError))
     code = LOST if _is_lost_peer(error) or may_pass(error) else HOPELESS

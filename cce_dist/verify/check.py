@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -108,12 +108,23 @@ def run_case(
                 errors.append(compare(f"{name} as defined", ours, expected[3], expected[4], held_in))
             continue
         errors.append(compare(name, ours, expected[0], expected[1], held_in))
-    differ = sum(not torch.equal(bits(first[name]), bits(again[name])) for name in first)
-    errors.append(Error("bits of a second run", float(differ), 0.0))
+    return errors + same_bits(first, again, ("loss",), group)
+
+
+def same_bits(
+    first: dict[str, Tensor], again: dict[str, Tensor] | None, shared: Iterable[str], group: dist.ProcessGroup | None
+) -> list[Error]:
+    """Count the values whose bits differ in a second run, and those of ``shared`` whose bits differ on a rank of ``group``."""
+    errors = []
+    if again is not None:
+        differ = sum(not torch.equal(bits(first[name]), bits(again[name])) for name in first)
+        errors.append(Error("bits of a second run", float(differ), 0.0))
     if group is not None:
-        losses = [torch.empty_like(first["loss"]) for _ in range(ranks)]
-        dist.all_gather(losses, first["loss"], group=group)
-        differ = sum(not torch.equal(bits(loss), bits(first["loss"])) for loss in losses)
+        differ = 0
+        for ours in (first[name].contiguous() for name in shared):
+            everyone = [torch.empty_like(ours) for _ in range(group.size())]
+            dist.all_gather(everyone, ours, group=group)
+            differ += sum(not torch.equal(bits(theirs), bits(ours)) for theirs in everyone)
         errors.append(Error("bits over ranks", float(differ), 0.0))
     return errors
 

@@ -18,7 +18,7 @@ from cce_dist import reference
 from cce_dist.divergence import linear_kl_divergence
 from cce_dist.shard import VocabShard
 from cce_dist.verify.cases import BF16, FP16, Bounds, Problem, even, padded, random_problem, uneven, with_empty
-from cce_dist.verify.check import Error, bits, compare, local_rows, rounded
+from cce_dist.verify.check import Error, bits, compare, local_rows, rounded, same_bits
 
 TEACHER_SIZE = 40  # the teacher's D; the student's is that of its problem
 
@@ -120,14 +120,7 @@ def run_case(
             dist.all_reduce(ours, group=group)
         error = compare(name, ours, rough, exact, torch.float32 if name == "divergence" else case.dtype)
         errors.append(error._replace(bound=error.bound + unavoidable.get(name, 0.0)))
-    differ = sum(not torch.equal(bits(first[name]), bits(again[name])) for name in first)
-    errors.append(Error("bits of a second run", float(differ), 0.0))
-    if group is not None:
-        values = [torch.empty_like(first["divergence"]) for _ in range(ranks)]
-        dist.all_gather(values, first["divergence"], group=group)
-        differ = sum(not torch.equal(bits(value), bits(first["divergence"])) for value in values)
-        errors.append(Error("bits over ranks", float(differ), 0.0))
-    return errors
+    return errors + same_bits(first, again, ("divergence",), group)
 
 
 def _draw(case: DivergenceCase, generator: torch.Generator, device: str) -> _Drawn:

@@ -24,7 +24,7 @@ from cce_dist.filter import GradFilter
 from cce_dist.loss import linear_cross_entropy
 from cce_dist.shard import VocabShard
 from cce_dist.verify.cases import Bounds, Problem, even, padded
-from cce_dist.verify.check import EPS, Error, compare
+from cce_dist.verify.check import EPS, Error, compare, same_bits
 from cce_dist.verify.oracle import PER_TOKEN, Truth, truth
 from cce_dist.verify.views import LAYOUTS, WRITABLE, constant, view_of
 
@@ -468,16 +468,10 @@ def run_one(setting: Setting, number: int) -> list[Error]:
             errors.append(_sane(value))
         else:
             errors += _compare(call, name, value, baseline[name], expected, setting)
+    again = None
     if call.twice:
         again = _ours(call, _operands(call, problem, size, setting), upstream, setting)
-        differ = sum(not torch.equal(_bits(ours[name]), _bits(again[name])) for name in ours)
-        errors.append(Error("bits of a second run", float(differ), 0.0))
-    if setting.group is not None:
-        losses = [torch.empty_like(ours["loss"]) for _ in range(setting.ranks)]
-        dist.all_gather(losses, ours["loss"].contiguous(), group=setting.group)
-        differ = sum(not torch.equal(_bits(loss), _bits(losses[0])) for loss in losses)
-        errors.append(Error("bits over ranks", float(differ), 0.0))
-    return errors
+    return errors + same_bits(ours, again, ("loss",), setting.group)
 
 
 def _compare(call: Draw, name: str, ours: Tensor, baseline: Tensor, expected: Truth, setting: Setting) -> list[Error]:
@@ -558,11 +552,6 @@ def _sane(stats: Tensor) -> Error:
     kept, mean, most = stats.tolist()
     sane = 0.0 <= kept <= 1.0 and 0.0 <= mean <= most + 1e-6 and most <= 1.0 + 1e-5
     return Error(f"filter_stats {stats.tolist()}", 0.0 if sane else 1.0, 0.0)
-
-
-def _bits(x: Tensor) -> Tensor:
-    """Comparable where NaN is."""
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class Cases(NamedTuple):

@@ -19,7 +19,7 @@ from cce_dist import reference
 from cce_dist.log_probs import LogProbs, linear_log_probs
 from cce_dist.shard import VocabShard
 from cce_dist.verify.cases import BF16, FP16, Bounds, Problem, even, padded, random_problem, uneven, with_empty
-from cce_dist.verify.check import EPS, Error, bits, compare, local_rows, rounded
+from cce_dist.verify.check import EPS, Error, compare, local_rows, rounded, same_bits
 
 TOP = 5
 
@@ -116,17 +116,7 @@ def run_case(
     errors = [
         error for name, ours in first.items() for error in _errors(name, ours, baseline, truth, case, shard, rank)
     ]
-    differ = sum(not torch.equal(bits(first[name]), bits(again[name])) for name in first)
-    errors.append(Error("bits of a second run", float(differ), 0.0))
-    if group is not None:
-        everyone: list[Any] = [None] * ranks
-        outputs = [first[name].cpu() for name in LogProbs._fields]
-        dist.all_gather_object(everyone, outputs, group=group)
-        differ = sum(
-            not torch.equal(bits(a), bits(b)) for theirs in everyone for a, b in zip(theirs, outputs, strict=True)
-        )
-        errors.append(Error("bits over ranks", float(differ), 0.0))
-    return errors
+    return errors + same_bits(first, again, LogProbs._fields, group)
 
 
 class _Drawn(NamedTuple):
