@@ -468,10 +468,11 @@ def test_four_ranks(ranks4: Callable) -> None:
 def _check_dtensors() -> None:
     torch.manual_seed(1)
     mesh, p = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), draw(Case(), torch.float32)
-    expected = linear_kl_divergence(p.hidden, p.weight, p.teacher, p.teacher_weight)
-    weight, teacher_weight = (distribute_tensor(x, mesh, [Shard(0)]) for x in (p.weight, p.teacher_weight))
+    hidden, weight, teacher, teacher_weight = (x.cpu() for x in (p.hidden, p.weight, p.teacher, p.teacher_weight))
+    expected = linear_kl_divergence(hidden, weight, teacher, teacher_weight)
+    weight, teacher_weight = (distribute_tensor(x, mesh, [Shard(0)]) for x in (weight, teacher_weight))
     torch.testing.assert_close(
-        linear_kl_divergence(p.hidden, weight.requires_grad_(), p.teacher, teacher_weight), expected
+        linear_kl_divergence(hidden, weight.requires_grad_(), teacher, teacher_weight), expected
     )
 
 
