@@ -471,9 +471,7 @@ def _check_dtensors() -> None:
     hidden, weight, teacher, teacher_weight = (x.cpu() for x in (p.hidden, p.weight, p.teacher, p.teacher_weight))
     expected = linear_kl_divergence(hidden, weight, teacher, teacher_weight)
     weight, teacher_weight = (distribute_tensor(x, mesh, [Shard(0)]) for x in (weight, teacher_weight))
-    torch.testing.assert_close(
-        linear_kl_divergence(hidden, weight.requires_grad_(), teacher, teacher_weight), expected
-    )
+    torch.testing.assert_close(linear_kl_divergence(hidden, weight.requires_grad_(), teacher, teacher_weight), expected)
 
 
 def _check_refusals() -> None:

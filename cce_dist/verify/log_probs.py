@@ -115,7 +115,9 @@ def run_case(
     shard = VocabShard(start, stop, vocab_size, group)
     first, again = (_ours(drawn, case.dtype, shard, rank, backend) for _ in range(2))
     errors = [
-        error for name, ours in first.items() for error in _errors(name, ours, baseline, truth, case, drawn, shard, rank)
+        error
+        for name, ours in first.items()
+        for error in _errors(name, ours, baseline, truth, case, drawn, shard, rank)
     ]
     return errors + same_bits(first, again, LogProbs._fields, group)
 
