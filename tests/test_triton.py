@@ -566,6 +566,39 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
         assert (ours[:, ids < 0] == 0).all()
 
 
+def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are left out. Catches: a constexpr, or a tensor given or not, that follows the number of chunks, so of tokens:
+    its kernel would compile in the middle of training."""
+    monkeypatch.undo()  # of NaN in what is not initialised
+    seen: list[dict[str, set[tuple[Any, ...]]]] = []
+
+    def launch(kernel: Any, _: Any) -> Any:
+        def record(*args: Any, **options: Any) -> None:
+            given = [getattr(arg, "dtype", arg is None) for arg in args]
+            seen[-1].setdefault(kernel.fn.__name__, set()).add((*given, *options.items()))
+
+        return record
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", launch)
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # indices are looked at
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    monkeypatch.setattr(exact, "columns_kept", lambda *_: 0)
+    for num_tokens in (1024, 1000, 30000):
+        seen.append({})
+        hidden = torch.zeros(num_tokens, 256, dtype=torch.bfloat16, device=DEVICE)
+        labels = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
+        x = Operands(hidden, hidden[:1000], None, labels, ShardLogits(0, 1000))
+        spec = Spec(x.logits, 1000, workspace_bytes=64 << 20)
+        stats, saved = exact.statistics(x, spec)
+        exact.gradients(x, Softmax(stats[0], stats[1]), torch.zeros(4, num_tokens, device=DEVICE), saved, Grads(), spec)
+    assert seen[0].keys() >= {"_lse_kernel", "_dlogits_kernel", "_grad_hidden_kernel", "_grad_weight_kernel"}
+    sizes = [budget.Sizes(n, 256, 1000, 2) for n in (1024, 30000)]
+    on = tiles.choose_tiles(torch.bfloat16, torch.device(DEVICE)), tiles.num_programs(torch.device(DEVICE))
+    assert [budget.exact_chunks(each, 64 << 20, 0, *on).cols < 1000 for each in sizes] == [False, True]
+    for other in seen[1:]:
+        assert all(other[name] <= variants for name, variants in seen[0].items() if name in other)
+
+
 BIG = Case(num_tokens=1000, hidden_size=512, num_rows=5000, budget=16 << 20)
 
 
