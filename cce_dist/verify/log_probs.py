@@ -80,6 +80,8 @@ LOG_PROB_CASES = [
     LogProbCase("log-probs-alone", "an entropy that was not asked for", differentiated=("log_probs",)),
     LogProbCase("log-probs-3", "the target of another rank's shard", 3, differentiated=("log_probs",)),
     LogProbCase("log-probs-64", "a sum of ids in another order", 64, problem=random_problem(5, bias=True)),
+    LogProbCase("log-probs-64-entropy", "p of an id's own logit, which is rounded otherwise, beside the others' p", 64,
+                problem=random_problem(7, 32, 32, scale=2.0), differentiated=("entropy",)),
     LogProbCase("log-probs-repeated", "a cell that is overwritten twice", 7, ids=repeated),
     LogProbCase("log-probs-ignored", "an ignored id with a gradient", 5, ids=ignored),
     LogProbCase("log-probs-own-factors", "one token's temperature for another", own=OWN, problem=random_problem(bias=True)),
