@@ -28,8 +28,7 @@ class Sum(NamedTuple):
 
     Attributes:
         high_ND: [N, D] in the hidden states' dtype: d_hidden itself.
-        low_RD: [R, D] bf16: the remainder that it cannot hold, or None in fp32 or where one chunk is all. Whether it is given
-            depends on the number of tokens, so kernels are not compiled anew for it.
+        low_RD: [R, D] bf16: the remainder that it cannot hold, or None in fp32 or where one chunk is all.
     """
 
     high_ND: torch.Tensor
@@ -55,13 +54,18 @@ def add_d_hidden(
     num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), num_programs(weight_VD.device))
     num_parts = (num_tiles - num_whole) * splits
     parts_PRC = torch.empty(num_parts, tile.rows, tile.cols, dtype=torch.float32, device=weight_VD.device)
-    has_low, low_RD = total.high_ND.itemsize == 2, total.low_RD
-    keeps_low = int(low_RD is not None)
-    if has_low and low_RD is None:
-        low_RD = torch.empty(0, dtype=torch.bfloat16, device=weight_VD.device)
-    target = (rows.index, rows.num_kept, scale_R, gain, total.high_ND, low_RD, parts_PRC)
-    sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), int(first), keeps_low, num_whole, splits)
-    options = {"HAS_SCALE": scale_R is not None, "HAS_GAIN": gain is not None, "HAS_LOW": has_low}
+    opens = int(first)
+    if total.low_RD is None and total.high_ND.itemsize == 2:
+        # The number of tokens decides whether one chunk is all: the kernels that several run serve it, too.
+        assert first
+        opens, total = 2, total._replace(low_RD=torch.empty(0, dtype=torch.bfloat16, device=weight_VD.device))
+    target = (rows.index, rows.num_kept, scale_R, gain, total.high_ND, total.low_RD, parts_PRC)
+    sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), opens, num_whole, splits)
+    options = {
+        "HAS_SCALE": scale_R is not None,
+        "HAS_GAIN": gain is not None,
+        "HAS_LOW": total.low_RD is not None,
+    }
     blocks = {"BLOCK_N": tile.rows, "BLOCK_D": tile.cols}
     _grad_hidden_kernel[(num_whole + num_parts,)](
         operand(dlogits_RV, tile.rows, tile.inner, tma), operand(weight_VD, tile.inner, tile.cols, tma), *target, *sizes,
@@ -70,7 +74,7 @@ def add_d_hidden(
     )  # fmt: skip
     if num_parts:
         _add_parts_kernel[(num_tiles - num_whole, 4)](
-            *target, hidden_size, int(first), keeps_low, num_whole, splits, **options, **blocks
+            *target, hidden_size, opens, num_whole, splits, **options, **blocks
         )
 
 
@@ -89,8 +93,7 @@ def _grad_hidden_kernel(
     num_cols,
     hidden_size,
     dlogits_stride,
-    first,
-    keeps_low,
+    first,  # 0: add; 1: set; 2: set, and there is no remainder
     num_whole,
     splits,
     HAS_SCALE: tl.constexpr,
@@ -129,7 +132,7 @@ def _grad_hidden_kernel(
             else:
                 _add(
                     some, row, col + number * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr,
-                    low_ptr, hidden_size, first, keeps_low, HAS_SCALE, HAS_GAIN, HAS_LOW, BLOCK_N, BLOCK_D // 4,
+                    low_ptr, hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BLOCK_N, BLOCK_D // 4,
                 )  # fmt: skip
 
 
@@ -144,7 +147,6 @@ def _add_parts_kernel(
     parts_ptr,  # in: [parts, BLOCK_N, BLOCK_D] fp32, those of one tile after one another
     hidden_size,
     first,
-    keeps_low,
     num_whole,
     splits,
     HAS_SCALE: tl.constexpr,
@@ -166,7 +168,7 @@ def _add_parts_kernel(
         some += tl.load(_part(parts_ptr, cut * splits + split, quarter, BLOCK_N, BLOCK_D))
     _add(
         some, row, col + quarter * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr, low_ptr,
-        hidden_size, first, keeps_low, HAS_SCALE, HAS_GAIN, HAS_LOW, BLOCK_N, BLOCK_D // 4,
+        hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BLOCK_N, BLOCK_D // 4,
     )  # fmt: skip
 
 
@@ -191,7 +193,6 @@ def _add(
     low_ptr,
     hidden_size,
     first,
-    keeps_low,
     HAS_SCALE: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_LOW: tl.constexpr,
@@ -213,8 +214,8 @@ def _add(
     if first == 0:
         some += tl.load(high, mask=mask, other=0).to(tl.float32)
         if HAS_LOW:
-            some += tl.load(low, mask=mask & (keeps_low != 0), other=0).to(tl.float32)
+            some += tl.load(low, mask=mask, other=0).to(tl.float32)
     rounded = some.to(d_hidden_ptr.dtype.element_ty)
     if HAS_LOW:
-        tl.store(low, (some - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=mask & (keeps_low != 0))
+        tl.store(low, (some - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=mask & (first != 2))
     tl.store(high, rounded, mask=mask)

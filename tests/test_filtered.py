@@ -470,7 +470,7 @@ def test_sampled_tokens_correct_d_weight(
     size = 32
     monkeypatch.setattr(filter, "SAMPLE", size)
     monkeypatch.setattr(budget, "SAMPLE", size)
-    p, in_16_bits = problem(case, dtype), dtype != torch.float32
+    p = problem(case, dtype)
     d = dense(p)
     _, *saved = local_stats(p, case)
     seen: list[Any] = []
@@ -493,16 +493,16 @@ def test_sampled_tokens_correct_d_weight(
     part = part.masked_fill(p.labels[:, None] < 0, 0.0) * p.logits.logit_scale
     moved = (-shares.TILT * p.logits.logit_scale * (p.weight.double() @ sample.ahead_D.double())).exp()
     parts = (part[token] / part[token].sum(1, keepdim=True)) * sample.share_S.double()[:, None] * moved
-    torch.testing.assert_close(parts.sum(0) / parts.sum(), share, rtol=2e-2 if in_16_bits else 1e-4, atol=1e-7)
+    torch.testing.assert_close(parts.sum(0) / parts.sum(), share, rtol=2e-2 if GPU else 1e-4, atol=1e-7)
     away = (p.hidden[token].double() - sample.mean_D.double()) * part[token].sum(1, keepdim=True).sign()
     terms = (parts / parts.sum()).T - share[:, None] * sample.share_S.double()
     some = terms[columns.place] * share[columns.place, None].rsqrt()
     shrink = 1 - (some.square().sum(0) * away.square().sum(1)).sum() / (some @ away).square().sum()
     assert 0.05 < shrink < 0.99
-    torch.testing.assert_close(part.sum(1), mass.double(), rtol=1e-2 if in_16_bits else 1e-4, atol=1e-9)
+    torch.testing.assert_close(part.sum(1), mass.double(), rtol=1e-2 if GPU else 1e-4, atol=1e-9)
     expected = shrink * part.sum(1).abs().sum() * terms @ away
     added = ours.double() - alone.double()
-    if in_16_bits:  # They round away each number of the correction, not the sum of all.
+    if dtype != torch.float32:  # 16 bits round away each number of the correction, not the sum of all.
         assert (added - expected).abs().max() < 2**-7 * alone.abs().max()
         assert abs((added * expected).sum() / expected.square().sum() - 1) < 0.1
     else:
