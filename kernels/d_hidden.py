@@ -54,8 +54,13 @@ def add_d_hidden(
     num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), num_programs(weight_VD.device))
     num_parts = (num_tiles - num_whole) * splits
     parts_PRC = torch.empty(num_parts, tile.rows, tile.cols, dtype=torch.float32, device=weight_VD.device)
+    opens = int(first)
+    if total.low_RD is None and total.high_ND.itemsize == 2:
+        # The number of tokens decides whether one chunk is all: the kernels that several run serve it, too.
+        assert first
+        opens, total = 2, total._replace(low_RD=torch.empty(0, dtype=torch.bfloat16, device=weight_VD.device))
     target = (rows.index, rows.num_kept, scale_R, gain, total.high_ND, total.low_RD, parts_PRC)
-    sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), int(first), num_whole, splits)
+    sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), opens, num_whole, splits)
     options = {
         "HAS_SCALE": scale_R is not None,
         "HAS_GAIN": gain is not None,
@@ -69,7 +74,7 @@ def add_d_hidden(
     )  # fmt: skip
     if num_parts:
         _add_parts_kernel[(num_tiles - num_whole, 4)](
-            *target, hidden_size, int(first), num_whole, splits, **options, **blocks
+            *target, hidden_size, opens, num_whole, splits, **options, **blocks
         )
 
 
@@ -88,7 +93,7 @@ def _grad_hidden_kernel(
     num_cols,
     hidden_size,
     dlogits_stride,
-    first,
+    first,  # 0: add; 1: set; 2: set, and there is no remainder
     num_whole,
     splits,
     HAS_SCALE: tl.constexpr,
@@ -212,5 +217,5 @@ def _add(
             some += tl.load(low, mask=mask, other=0).to(tl.float32)
     rounded = some.to(d_hidden_ptr.dtype.element_ty)
     if HAS_LOW:
-        tl.store(low, (some - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=mask)
+        tl.store(low, (some - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=mask & (first != 2))
     tl.store(high, rounded, mask=mask)

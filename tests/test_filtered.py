@@ -49,7 +49,7 @@ class Case(NamedTuple):
     grad_filter: Filter = Filter(2.0**-7 if not GPU else 2.0**-10)
     budget: int = 1 << 30
     longest: int = 8192  # more than there are columns
-    capacity: int = 8192
+    capacity: int = 8192 if not GPU else 1 << 20  # more than all lists hold
     few: int = 128
     drawn: int = 0
 
@@ -69,7 +69,7 @@ CASES = [
     ),
     pytest.param(Case(grad_filter=Case().grad_filter._replace(compensate=False), coefs="smoothing"), id="plain"),
     pytest.param(
-        Case(coefs="large", longest=3 if not GPU else 20, bias=True, drawn=32), id="tokens-that-lists-cannot-serve"
+        Case(coefs="large", longest=3 if not GPU else 100, bias=True, drawn=32), id="tokens-that-lists-cannot-serve"
     ),
     pytest.param(Case(num_tokens=150 if not GPU else 3000, budget=1000, drawn=32), id="groups-of-tokens"),
     pytest.param(Case(capacity=50 if not GPU else 400, bias=True), id="lists-without-room-so-all-is-exact"),
@@ -238,7 +238,7 @@ def gradients(p: Problem, case: Case, merged: Dense | Softmax, saved, **how) -> 
 @pytest.fixture(autouse=True)
 def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(budget, "LEAST_BYTES", 1 << 10)
-    monkeypatch.setattr(budget, "list_capacity", lambda *_: 8192)
+    monkeypatch.setattr(budget, "list_capacity", lambda *_: Case().capacity)
     monkeypatch.setattr(budget, "stand_in_columns", lambda _: 0)
     monkeypatch.setattr(lists, "BLOCK", 16)  # lists of several blocks
     monkeypatch.setattr(filter, "SAMPLE", 1024 if not GPU else 4096)  # all tokens: then the column sums are exact
@@ -296,7 +296,8 @@ def test_matches_dense(case: Case, limits, drawn: dict[str, Tensor]) -> None:
     assert_no_worse((stats[0] + stats[1].log())[labelled], lse.float()[labelled], lse[labelled])
 
     state, columns, _, count, _ = saved
-    room = count.sum() <= columns.shape[0]
+    room = case.capacity > 1000
+    assert room == (count.sum() <= columns.shape[0])
     listed = labelled & ((state[0] - lse).exp() <= 1.125)
     assert listed.sum() >= 0.9 * labelled.sum()
     must_keep = (d.p > case.grad_filter.eps * 1.0001) | d.is_label
@@ -314,7 +315,10 @@ def test_matches_dense(case: Case, limits, drawn: dict[str, Tensor]) -> None:
         assert 0.01 < shrink < 0.99
         of_hidden = grad + added
     assert_no_worse(d_hidden, of_hidden.to(DTYPE) @ weight, of_hidden @ weight.double(), DTYPE, "d_hidden")
-    assert_no_worse(d_weight[: p.logits.num_valid], rounded.T @ hidden, grad.T @ hidden.double(), DTYPE, "d_weight")
+    baseline = torch.zeros_like(d_weight[: p.logits.num_valid])
+    for group in labelled.nonzero()[:, 0].split(case.num_tokens if case.budget > 1000 else budget.ROWS):
+        baseline += rounded[group].T @ hidden[group]  # rounded once a group, as rows of hot columns are
+    assert_no_worse(d_weight[: p.logits.num_valid], baseline, grad.T @ hidden.double(), DTYPE, "d_weight")
     if d_bias is not None:
         assert_no_worse(d_bias[: p.logits.num_valid], grad.float().sum(0), grad.sum(0), DTYPE, "d_bias")
         assert (d_bias[p.logits.num_valid :] == 0).all()
@@ -454,8 +458,11 @@ def test_shares_are_tilted_to_the_mean_of_all_tokens() -> None:
     torch.testing.assert_close(ours.double(), sums / sums.sum(), rtol=2e-2 if GPU else 1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", dict.fromkeys((torch.float32, DTYPE)), ids=str)
 @pytest.mark.parametrize("coefs", ["mean", "signed"])
-def test_sampled_tokens_correct_d_weight(coefs: str, limits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_tokens_correct_d_weight(
+    coefs: str, dtype: torch.dtype, limits, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """Catches: a part of a hot, kept or label's column, a part without slope or tilt, the mean hidden state left in or taken
     off twice, a sign lost, the shrinkage left out, a sum that is written over."""
     case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs=coefs, drawn=32)
@@ -463,7 +470,7 @@ def test_sampled_tokens_correct_d_weight(coefs: str, limits, monkeypatch: pytest
     size = 32
     monkeypatch.setattr(filter, "SAMPLE", size)
     monkeypatch.setattr(budget, "SAMPLE", size)
-    p = problem(case)
+    p = problem(case, dtype)
     d = dense(p)
     _, *saved = local_stats(p, case)
     seen: list[Any] = []
@@ -494,9 +501,12 @@ def test_sampled_tokens_correct_d_weight(coefs: str, limits, monkeypatch: pytest
     assert 0.05 < shrink < 0.99
     torch.testing.assert_close(part.sum(1), mass.double(), rtol=1e-2 if GPU else 1e-4, atol=1e-9)
     expected = shrink * part.sum(1).abs().sum() * terms @ away
-    rounding = 2**-7 if GPU else 1e-4
-    assert (ours.double() - alone.double() - expected).abs().max() < rounding * alone.abs().max()
-    assert expected.abs().max() > 20 * rounding * alone.abs().max()
+    added = ours.double() - alone.double()
+    if dtype != torch.float32:  # 16 bits round away each number of the correction, not the sum of all.
+        assert (added - expected).abs().max() < 2**-7 * alone.abs().max()
+        assert abs((added * expected).sum() / expected.square().sum() - 1) < 0.1
+    else:
+        assert (added - expected).abs().max() < 2e-3 * expected.abs().max()
     assert tokens.rows.num_kept.item() == size
 
 
