@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +22,8 @@ import torch.nn.functional as F
 from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
 from torch import Tensor
 
-from cce_dist import GradFilter, linear_cross_entropy
+from cce_dist import GradFilter, linear_cross_entropy, op
+from cce_dist.call import Call
 from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter
 from cce_dist.kernels.filter import bound, hot, lists, shares
 from cce_dist.kernels.tiles import choose_tiles
@@ -623,13 +625,62 @@ PUBLIC = [
 @pytest.mark.parametrize("case", PUBLIC, ids=lambda case: case.name)
 def test_linear_cross_entropy(case: verify_cases.Case) -> None:
     """The operators around the kernels, as verify runs them on ranks. Catches: a tensor saved in one place, read in another."""
-    grad_filter = GradFilter(2.0**-6, weight=case.name != "fp16-full-c")
+    grad_filter = GradFilter(2.0**-6, weight=case.name != "fp16-full-c", always=True)
     draw = verify_cases.zipf_problem(
         24, 16, 200, bias=not case.accumulate, labels=verify_cases.ignore(slice(0, None, 4))
     )
     case = replace(case, options={**case.options, "grad_filter": grad_filter}, problem=draw)
     for result in run_case(case, None, DEVICE, backend="triton"):
         assert result.ok, result
+
+
+MEASURED = {  # tokens, D, V of heads, and whether the filter took less time than exact gradients there
+    "llama-3-8b": ((8192, 4096, 128256), True),
+    "gemma-2-2b": ((8192, 2304, 256000), True),
+    "llama-3-8b-over-8": ((8192, 4096, 16032), False),
+    "base": ((8192, 768, 32768), False),
+    "few-tokens": ((512, 768, 131072), False),
+    "nothing": ((0, 768, 0), False),
+}
+
+
+@pytest.mark.parametrize(("sizes", "faster"), MEASURED.values(), ids=MEASURED)
+def test_filter_pays_where_it_was_faster(sizes: tuple[int, int, int], faster: bool) -> None:
+    """Catches a rule that a head of the benchmarks contradicts, and one that asks less of a filter where exact is slower."""
+    of = budget.Sizes(*sizes, 2)
+    assert budget.filter_pays(of, True, 0) == faster
+    assert budget.filter_pays(of, True, 1) >= budget.filter_pays(
+        of, True, 1 << 40
+    )  # exact recomputes within a small budget
+    assert budget.filter_pays(of, False, 0) >= faster
+
+
+def test_small_heads_are_exact_unless_the_filter_is_forced() -> None:
+    """Catches: a filter that runs where it costs more, a rule that looks at a rank's own shard, one that backward forgets."""
+    p = problem(Case(num_tokens=18, num_rows=80, ignored=0.0))
+    results = []
+    for grad_filter in (None, GradFilter(2.0**-6), GradFilter(2.0**-6, always=True)):
+        leaves = [p.hidden.detach().clone().requires_grad_(), p.weight.detach().clone().requires_grad_()]
+        out: Any = linear_cross_entropy(
+            leaves[0], leaves[1], p.labels, grad_filter=grad_filter, return_aux=True, backend="triton"
+        )
+        results.append((out, *torch.autograd.grad(out.loss, leaves)))
+    (_, *exact_grads), (by_sizes, *grads), (forced, *forced_grads) = results
+    assert all(torch.equal(a, b) for a, b in zip(exact_grads, grads, strict=True))
+    assert [x.item() for x in by_sizes.filter_stats] == [1.0, 0.0, 0.0] and forced.filter_stats.kept < 1
+    assert not any(torch.equal(a, b) for a, b in zip(exact_grads, forced_grads, strict=True))
+
+
+def test_ranks_choose_alike() -> None:
+    """Catches a choice by a rank's own rows: shards may be uneven, and one rank's bound waits for those of all."""
+    hidden, labels = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(8192, dtype=torch.int64)
+    for num_ranks, chosen in ((1, filter), (8, exact)):
+        group: Any = SimpleNamespace(size=lambda num_ranks=num_ranks: num_ranks)
+        for num_valid in (0, 16032, 128256):
+            for want in (Want(), Want(grad=False)):
+                logits = ShardLogits(0, num_valid)
+                call = Call(Spec(logits, 128256, filter=Filter(2.0**-12), want=want), backend="triton")
+                assert op._chosen(call, Operands(hidden, hidden, None, labels, logits), group)[0] is chosen
 
 
 @pytest.fixture(scope="module")
@@ -761,7 +812,9 @@ def test_nothing_waits_for_the_device() -> None:
     p = problem(BIG)
     hidden, weight = (x.clone().requires_grad_() for x in (p.hidden, p.weight))
     for return_aux in (False, True, False):
-        out: Any = linear_cross_entropy(hidden, weight, p.labels, grad_filter=GradFilter(), return_aux=return_aux)
+        out: Any = linear_cross_entropy(
+            hidden, weight, p.labels, grad_filter=verify_cases.FILTERED, return_aux=return_aux
+        )
         torch.cuda.set_sync_debug_mode("default")
         (out.loss if return_aux else out).backward()
         torch.cuda.set_sync_debug_mode("error")  # from the second call on: the first one compiles
