@@ -266,19 +266,20 @@ def limits(monkeypatch: pytest.MonkeyPatch):
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """The columns that a backward draws, and the factor on what they add."""
     seen: dict[str, Tensor] = {}
-    gather, shrink_columns = filter.gather_columns, filter.shrink_columns
+    draw_columns, factors_of = filter.draw_columns, filter.factors_of
 
     def spy_on_columns(*args: Any) -> Any:
-        result = gather(*args)
+        result = draw_columns(*args)
         seen["column"] = result.column_K
         return result
 
-    def spy_on_shrinkage(*args: Any) -> Tensor:
-        seen["shrink"] = shrink_columns(*args)
-        return seen["shrink"]
+    def spy_on_factors(*args: Any) -> Any:
+        result = factors_of(*args)
+        seen["shrink"] = result.columns
+        return result
 
-    monkeypatch.setattr(filter, "gather_columns", spy_on_columns)
-    monkeypatch.setattr(filter, "shrink_columns", spy_on_shrinkage)
+    monkeypatch.setattr(filter, "draw_columns", spy_on_columns)
+    monkeypatch.setattr(filter, "factors_of", spy_on_factors)
     return seen
 
 
@@ -444,8 +445,9 @@ def test_shares_are_tilted_to_the_mean_of_all_tokens() -> None:
     labels = torch.full((size,), -1, device=DEVICE)
     labels[5] = 11
     sample = shares.Sample(
-        labels.int(), numbers[0], numbers[1] + 0.4, labels, torch.full_like(labels[:1].int(), size), ahead
-    )
+        labels.int(), numbers[0], numbers[1] + 0.4, labels, torch.full_like(labels[:1].int(), size), numbers[0],
+        ahead_D=ahead,
+    )  # fmt: skip
     x = Operands(rows, weight, None, labels, ShardLogits(0, num_valid, scale))
     ours = shares.dropped_shares(rows, x, sample, slot, choose_tiles(DTYPE, rows.device).lse).shares_2V[0]
     z = scale * rows.double() @ weight.double().T
@@ -468,33 +470,42 @@ def test_sampled_tokens_correct_d_weight(coefs: str, limits, monkeypatch: pytest
     p = problem(case)
     d = dense(p)
     _, *saved = local_stats(p, case)
-    seen: list[Any] = []
-    weigh = filter.weigh_tokens
+    seen: dict[str, Any] = {}
 
-    def spy(*args: Any) -> Any:
-        seen.extend((*args, weigh(*args)))
-        return seen[-1]
+    def spied(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*args: Any) -> Any:
+            seen[name] = call(*args)
+            seen[f"given to {name}"] = args
+            return seen[name]
 
-    monkeypatch.setattr(filter, "weigh_tokens", spy)
+        return spy
+
+    for name in ("weigh_tokens", "draw_columns", "factors_of"):
+        monkeypatch.setattr(filter, name, spied(name, getattr(filter, name)))
     ours = gradients(p, case, d, saved)[1]
+    first = dict(seen)
     monkeypatch.setattr(filter, "weigh_tokens", lambda *_: None)
     alone = gradients(p, case, d, saved)[1]
 
-    dropped, columns, sample, _, mass, _, tokens = seen
+    dropped, sample = first["given to weigh_tokens"]
+    tokens, column = first["weigh_tokens"], first["draw_columns"].column_K
     token, share = sample.token_S.long(), dropped.shares_2V[0].double()
     part = p.coef[0, :, None].double() * torch.where(
         kept_by(tuple(saved), p, d, case.grad_filter.eps), 0.0, d.p * d.slope
     )
     part = part.masked_fill(p.labels[:, None] < 0, 0.0) * p.logits.logit_scale
     moved = (-shares.TILT * p.logits.logit_scale * (p.weight.double() @ sample.ahead_D.double())).exp()
-    parts = (part[token] / part[token].sum(1, keepdim=True)) * sample.share_S.double()[:, None] * moved
+    parts = (part[token] / part[token].sum(1, keepdim=True)) * sample.away.share_S.double()[:, None] * moved
     torch.testing.assert_close(parts.sum(0) / parts.sum(), share, rtol=2e-2 if GPU else 1e-4, atol=1e-7)
     away = (p.hidden[token].double() - sample.mean_D.double()) * part[token].sum(1, keepdim=True).sign()
-    terms = (parts / parts.sum()).T - share[:, None] * sample.share_S.double()
-    some = terms[columns.place] * share[columns.place, None].rsqrt()
+    terms = (parts / parts.sum()).T - share[:, None] * sample.away.share_S.double()
+    some = terms[column] * share[column, None].rsqrt()
     shrink = 1 - (some.square().sum(0) * away.square().sum(1)).sum() / (some @ away).square().sum()
     assert 0.05 < shrink < 0.99
-    torch.testing.assert_close(part.sum(1), mass.double(), rtol=1e-2 if GPU else 1e-4, atol=1e-9)
+    torch.testing.assert_close(first["factors_of"].tokens.double(), shrink, rtol=0.05 if GPU else 1e-3, atol=0)
+    rtol = 1e-2 if GPU else 1e-4
+    torch.testing.assert_close(part[token].sum(1), sample.mass_S.double(), rtol=rtol, atol=1e-9)
+    torch.testing.assert_close(part.sum(1).abs().sum(), tokens.away.mass.double(), rtol=rtol, atol=0)
     expected = shrink * part.sum(1).abs().sum() * terms @ away
     rounding = 2**-7 if GPU else 1e-4
     assert (ours.double() - alone.double() - expected).abs().max() < rounding * alone.abs().max()

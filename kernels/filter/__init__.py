@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import torch
 
-from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget, exact, stand_in
+from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget, exact
 from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.budget import FEW, NUM_PLANES, SAMPLE, cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
@@ -44,11 +44,14 @@ from cce_dist.kernels.filter.bound import bound_of_shard, draw_outside, drawn_su
 from cce_dist.kernels.filter.d_rows import add_listed_hidden, by_column, listed_bias, listed_weight
 from cce_dist.kernels.filter.drawn import (
     Drawn,
+    Factors,
     Tokens,
     add_tokens,
+    draw_columns,
     drawn_gradients,
-    gather_columns,
-    shrink_columns,
+    factors_of,
+    squares_of_columns,
+    squares_of_tokens,
     weigh_tokens,
 )
 from cce_dist.kernels.filter.hot import Hot, gather_hot, most_labelled, num_hot, outside_hot
@@ -242,18 +245,20 @@ class _StandIn(NamedTuple):
     """The stand-in for what is dropped.
 
     Attributes:
-        shares_2V: What each column multiplies it by; see ``shares_of``.
-        shared_2D: What the tokens' factors multiply in d_hidden; None where d_hidden is not wanted.
+        share_V: What each column multiplies it by; see ``shares_of``.
+        shared_hidden_2D: What the tokens' factors multiply in d_hidden; None where d_hidden is not wanted.
+        shared_weight_2D: What shares and 1 multiply in d_weight; None where d_weight is not wanted.
         drawn: The columns that correct it for d_hidden, or None.
-        shrink: The factor on that, a 0-d fp32 tensor, or None.
         tokens: The tokens that correct it for d_weight, or None.
+        factors: The factors on these two, or None.
     """
 
-    shares_2V: torch.Tensor
-    shared_2D: torch.Tensor | None
+    share_V: torch.Tensor
+    shared_hidden_2D: torch.Tensor | None
+    shared_weight_2D: torch.Tensor | None
     drawn: Drawn | None = None
-    shrink: torch.Tensor | None = None
     tokens: Tokens | None = None
+    factors: Factors | None = None
 
 
 class _Work(NamedTuple):
@@ -304,18 +309,15 @@ def _filtered_gradients(
         _add_rows((d_hidden, hot_weight_HD, hot_bias_H), x, softmax, coef_4N, work, grads, spec)
         if target is not None or d_bias is not None:
             columns = by_column(entries, num_valid)
-            if target is not None and hot_weight_HD is not None:
-                shared_2D = sums_of_rows(factor_2N, x.hidden)
-                if stand.tokens is not None:
-                    shared_2D[0] -= stand.tokens.less_D
+            if target is not None and hot_weight_HD is not None and stand.shared_weight_2D is not None:
                 listed_weight(
-                    target, x.hidden, columns, hot.slot_V, hot_weight_HD, stand.shares_2V[0], shared_2D, how,
+                    target, x.hidden, columns, hot.slot_V, hot_weight_HD, stand.share_V, stand.shared_weight_2D, how,
                     add=grads.weight_out is not None,
                 )  # fmt: skip
-                if stand.tokens is not None:
-                    add_tokens(target[:num_valid], stand.tokens, tiles)
+                if stand.tokens is not None and stand.factors is not None:
+                    add_tokens(target[:num_valid], stand.tokens, stand.factors.gain, tiles)
             if d_bias is not None and hot_bias_H is not None:
-                listed_bias(d_bias, columns, hot.slot_V, hot_bias_H, stand.shares_2V[0], factor_2N.sum(1))
+                listed_bias(d_bias, columns, hot.slot_V, hot_bias_H, stand.share_V, factor_2N.sum(1))
     return d_hidden, d_weight, d_bias
 
 
@@ -324,29 +326,32 @@ def _stand_in(
     grads: Grads, spec: Spec,
 ) -> _StandIn:  # fmt: skip
     num_valid, weight = x.logits.num_valid, x.weight[: x.logits.num_valid]
+    shared_weight_2D = sums_of_rows(factor_2N, x.hidden) if grads.want_weight else None
     if not spec.filter.compensate:
-        shares_2V = shares_of(None, None, hot.slot_V, num_valid)
-        return _StandIn(shares_2V, sums_of_rows(shares_2V, weight) if grads.want_hidden else None)
+        shares_2V = shares_of(None, None, hot.slot_V, num_valid).shares_2V
+        return _StandIn(shares_2V[0], sums_of_rows(shares_2V, weight) if grads.want_hidden else None, shared_weight_2D)
     sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
     keep_parts = grads.want_weight and budget.keeps_sample(
         x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes
     )
     dropped = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse, keep_parts)
-    shares_2V = dropped.shares_2V
-    num_columns = budget.stand_in_columns(num_valid)
-    shared_2D = sums_of_rows(shares_2V, weight) if grads.want_hidden else None
-    if num_columns == 0:
-        return _StandIn(shares_2V, shared_2D)
-    columns = stand_in.draw(shares_2V[0], num_columns)
-    tokens = weigh_tokens(dropped, columns, sample, rows_SD, factor_2N[0], tiles)
-    if shared_2D is None:
-        return _StandIn(shares_2V, None, tokens=tokens)
-    drawn = gather_columns(columns, shared_2D[0], x)
-    coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
-    mass_N = factor_2N[0] if gain is None else factor_2N[0] / gain
-    shrink = shrink_columns(drawn, sample, rows_SD, mass_N, softmax, coef_4N, how.threshold, tiles)
-    shared_2D[0] -= shrink * drawn.away_KD.float().mean(0)
-    return _StandIn(shares_2V, shared_2D, drawn, shrink if gain is None else shrink * gain, tokens)
+    share_V, num_columns = dropped.shares_2V[0], budget.stand_in_columns(num_valid)
+    tokens = weigh_tokens(dropped, sample) if num_columns else None
+    shared_2D = sums_of_rows(dropped.shares_2V, weight) if grads.want_hidden or tokens is not None else None
+    stand = _StandIn(share_V, shared_2D if grads.want_hidden else None, shared_weight_2D)
+    if num_columns == 0 or shared_2D is None:
+        return stand
+    drawn = draw_columns(dropped, num_columns, shared_2D[0], x)
+    of_columns = of_tokens = gain = None
+    if tokens is not None:
+        of_tokens = squares_of_tokens(tokens, dropped, drawn)
+    if grads.want_hidden:
+        coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
+        of_columns = squares_of_columns(drawn, sample, rows_SD, gain, softmax, coef_4N, how.threshold, tiles)
+    factors = factors_of(of_columns, of_tokens, drawn, dropped, tokens, shared_2D, shared_weight_2D)
+    if gain is not None:
+        factors = factors._replace(columns=factors.columns * gain)
+    return stand._replace(drawn=drawn if grads.want_hidden else None, tokens=tokens, factors=factors)
 
 
 def _add_few(
@@ -389,7 +394,7 @@ def _add_rows(
     hot, tiles = work.hot.x._replace(ids=work.how.hot_labels), work.tiles
     coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
     cols = cdiv(hot.logits.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
-    drawn, shared_2D = work.stand_in.drawn, work.stand_in.shared_2D
+    drawn, shared_2D, factors = work.stand_in.drawn, work.stand_in.shared_hidden_2D, work.stand_in.factors
     num_drawn = 0 if drawn is None else drawn.column_K.shape[0]
     at_once = budget.filter_backward_rows(exact.sizes_of(x), cols + num_drawn, spec.workspace_bytes)
     buffer_RD, dlogits_RH = x.hidden.new_empty(at_once, x.hidden.shape[1]), x.hidden.new_empty(at_once, cols)
@@ -402,10 +407,12 @@ def _add_rows(
         dlogits_chunk(hot, rows, softmax, coef_4N, 0, grads_RH, tiles)
         if total is not None and shared_2D is not None:
             add_d_hidden(total, grads_RH, hot.weight, rows, None, gain, tiles.grad_hidden, first=True)
-            if drawn is not None and drawn_RK is not None:
-                grads_RK, shrink = drawn_RK[: rows.index.shape[0]], work.stand_in.shrink
+            if drawn is not None and drawn_RK is not None and factors is not None:
+                grads_RK = drawn_RK[: rows.index.shape[0]]
                 drawn_gradients(drawn, rows, softmax, coef_4N, work.how.threshold, grads_RK, tiles)
-                add_d_hidden(total, grads_RK, drawn.away_KD, rows, None, shrink, tiles.grad_hidden, first=False)
+                add_d_hidden(
+                    total, grads_RK, drawn.away_KD, rows, None, factors.columns, tiles.grad_hidden, first=False
+                )  # fmt: skip
             add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, work.factor_2N, shared_2D)
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])
