@@ -266,10 +266,22 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
     return Chunks(rows, max(rows, budget // 2 // sizes.hidden_bytes // ROWS * ROWS))
 
 
+def keeps_remainder(sizes: Sizes, workspace_bytes: int) -> bool:
+    """Return whether the filter's backward has the remainder of d_hidden of all tokens at once: in a quarter of the budget."""
+    return remainder_bytes(sizes) <= max(workspace_bytes, LEAST_BYTES) // 4
+
+
+def remainder_bytes(sizes: Sizes) -> int:
+    """Bytes of the remainder of all tokens."""
+    return sizes.num_tokens * (sizes.sum_bytes - sizes.hidden_bytes)
+
+
 def filter_backward_rows(sizes: Sizes, columns: int, workspace_bytes: int) -> int:
     """Return the tokens at a time of the filter's backward: hidden states, remainder, gradients of hot and of drawn columns."""
-    row_bytes = sizes.sum_bytes + columns * sizes.itemsize
-    return min(sizes.num_tokens, max(ROWS, max(workspace_bytes, LEAST_BYTES) // 2 // row_bytes // ROWS * ROWS))
+    room, row_bytes = max(workspace_bytes, LEAST_BYTES) // 2, sizes.sum_bytes + columns * sizes.itemsize
+    if keeps_remainder(sizes, workspace_bytes):
+        room, row_bytes = room - remainder_bytes(sizes), sizes.hidden_bytes + columns * sizes.itemsize
+    return min(sizes.num_tokens, max(ROWS, room // row_bytes // ROWS * ROWS))
 
 
 def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int) -> Chunks:
@@ -357,18 +369,19 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
     few = FEW * (sizes.sum_bytes + cols * sizes.itemsize)
     few += _cut_tiles_bytes(FEW, cols, sizes.hidden_size, tiles, at_once)
     # Then entries, each token's factors, the sample, the columns' shares, the hot columns' gradients and the drawn columns
-    # stay. The latter are made in fp32. Groups of tokens and the sort of the entries come one after the other.
+    # stay. Groups of tokens and the sort of the entries come one after the other, and the remainder goes before the sort.
     drawn = stand_in_columns(num_columns)
     listed = MADE_BYTES * capacity + num_tokens * 12 + SAMPLE * sizes.hidden_bytes + 8 * num_columns + hot_bytes
     listed += drawn * (2 * sizes.hidden_bytes + 12)
     if keeps_sample(num_tokens, num_columns, sizes.itemsize, workspace_bytes):
         listed += _sample_bytes(num_columns, sizes.itemsize) + SAMPLE * sizes.hidden_bytes
-    making = drawn * 8 * sizes.hidden_size + SAMPLE * (sizes.hidden_bytes + 12 * drawn)
+    making = SAMPLE * (sizes.hidden_bytes + drawn * sizes.itemsize)
     cols = cdiv(hot_columns, tiles.dlogits.cols) * tiles.dlogits.cols
     at_a_time = filter_backward_rows(sizes, cols + drawn, workspace_bytes)
-    groups = at_a_time * (sizes.sum_bytes + (cols + drawn) * sizes.itemsize)
+    whole = keeps_remainder(sizes, workspace_bytes)
+    groups = at_a_time * ((sizes.hidden_bytes if whole else sizes.sum_bytes) + (cols + drawn) * sizes.itemsize)
     groups += max(_cut_tiles_bytes(at_a_time, n, sizes.hidden_size, tiles, at_once) for n in (cols, drawn))
-    listed += max(making, groups, SORTED_BYTES * capacity)
+    listed += max(max(making, groups) + (remainder_bytes(sizes) if whole else 0), SORTED_BYTES * capacity)
     return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
 
 

@@ -203,7 +203,7 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec:
         coef_4N = torch.zeros(4, num_tokens, dtype=torch.float32, device=x.hidden.device)
         coef_4N[:2] = 1.0
         how = plan(x, softmax, coef_4N, lists, None, spec.filter.eps)
-        dropped_N, num_listed_N = listed_gradients(x, softmax, coef_4N, lists, how, True, None)
+        dropped_N, num_listed_N = listed_gradients(x, softmax, coef_4N, lists, how, True, None, None)
         num_labelled = (x.ids >= 0).sum().clamp(min=1)
         kept_N = torch.where(how.listed_labels >= 0, num_listed_N + lists.ids_H.shape[0], 0)
         num_kept = kept_N.sum() + (how.num_dense[0] + how.num_few[0]) * num_valid
@@ -299,14 +299,16 @@ def _filtered_gradients(
         target = d_weight if grads.weight_out is None else grads.weight_out
         _add_few(x, softmax, coef_4N, how, (d_hidden, target, d_bias), grads, spec)
         entries = new_entries(lists.columns_M.shape[0], num_valid, device)
-        factor_2N, _ = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries)
+        total = _listed_sum(d_hidden, x, spec)
+        factor_2N, _ = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
         stand = _stand_in(x, softmax, coef_4N, hot, how, factor_2N, tiles, grads, spec)
         work = _Work(hot, how, lists, entries, factor_2N, stand, tiles)
 
         num_hot_columns = lists.ids_H.shape[0]
         hot_weight_HD = target.new_empty(num_hot_columns, x.hidden.shape[1]) if target is not None else None
         hot_bias_H = None if d_bias is None else torch.zeros(num_hot_columns, dtype=torch.float32, device=device)
-        _add_rows((d_hidden, hot_weight_HD, hot_bias_H), x, softmax, coef_4N, work, grads, spec)
+        _add_rows((d_hidden, hot_weight_HD, hot_bias_H), total, x, softmax, coef_4N, work, grads, spec)
+        del total  # its remainder takes the room in which the entries are sorted
         if target is not None or d_bias is not None:
             columns = by_column(entries, num_valid)
             if target is not None and hot_weight_HD is not None and stand.shared_weight_2D is not None:
@@ -319,6 +321,14 @@ def _filtered_gradients(
             if d_bias is not None and hot_bias_H is not None:
                 listed_bias(d_bias, columns, hot.slot_V, hot_bias_H, stand.share_V, factor_2N.sum(1))
     return d_hidden, d_weight, d_bias
+
+
+def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum | None:
+    """Return d_hidden with the remainder of all tokens, if there is room for that: then lists are added to it first."""
+    if d_hidden is None or not budget.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes):
+        return None
+    low_ND = exact.remainder(x.hidden, x.num_tokens)
+    return Sum(d_hidden, None if low_ND is None else low_ND.zero_(), by_token=True)
 
 
 def _stand_in(
@@ -387,9 +397,13 @@ def _add_few(
 
 
 def _add_rows(
-    out: Gradients, x: Operands, softmax: Softmax, coef_4N: torch.Tensor, work: _Work, grads: Grads, spec: Spec
-) -> None:
-    """Finish d_hidden, a group of tokens at a time, and make the hot columns' gradients of weight and bias on the way."""
+    out: Gradients, listed: Sum | None, x: Operands, softmax: Softmax, coef_4N: torch.Tensor, work: _Work, grads: Grads,
+    spec: Spec,
+) -> None:  # fmt: skip
+    """Finish d_hidden, a group of tokens at a time, and make the hot columns' gradients of weight and bias on the way.
+
+    ``listed`` is d_hidden where ``listed_gradients`` has begun it.
+    """
     d_hidden, hot_weight_HD, hot_bias_H = out
     hot, tiles = work.hot.x._replace(ids=work.how.hot_labels), work.tiles
     coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
@@ -398,7 +412,9 @@ def _add_rows(
     num_drawn = 0 if drawn is None else drawn.column_K.shape[0]
     at_once = budget.filter_backward_rows(exact.sizes_of(x), cols + num_drawn, spec.workspace_bytes)
     buffer_RD, dlogits_RH = x.hidden.new_empty(at_once, x.hidden.shape[1]), x.hidden.new_empty(at_once, cols)
-    total = None if d_hidden is None else Sum(d_hidden, exact.remainder(x.hidden, at_once))
+    total = listed
+    if total is None and d_hidden is not None:
+        total = Sum(d_hidden, exact.remainder(x.hidden, at_once))
     drawn_RK = None if drawn is None else x.hidden.new_empty(at_once, num_drawn)
     groups = exact.finished_groups(work.how.listed_labels, work.how.order, at_once, grads.ready_rows)
     for number, (*group, num_final) in enumerate(groups):
@@ -406,14 +422,16 @@ def _add_rows(
         grads_RH = dlogits_RH[: rows.index.shape[0]]
         dlogits_chunk(hot, rows, softmax, coef_4N, 0, grads_RH, tiles)
         if total is not None and shared_2D is not None:
-            add_d_hidden(total, grads_RH, hot.weight, rows, None, gain, tiles.grad_hidden, first=True)
+            add_d_hidden(total, grads_RH, hot.weight, rows, None, gain, tiles.grad_hidden, first=listed is None)
             if drawn is not None and drawn_RK is not None and factors is not None:
                 grads_RK = drawn_RK[: rows.index.shape[0]]
                 drawn_gradients(drawn, rows, softmax, coef_4N, work.how.threshold, grads_RK, tiles)
                 add_d_hidden(
                     total, grads_RK, drawn.away_KD, rows, None, factors.columns, tiles.grad_hidden, first=False
                 )  # fmt: skip
-            add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, work.factor_2N, shared_2D)
+            add_listed_hidden(
+                total, x, rows, work.lists, work.how, work.entries, work.factor_2N, shared_2D, listed_before=listed is not None
+            )  # fmt: skip
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])
         if hot_weight_HD is not None:

@@ -29,21 +29,22 @@ from cce_dist.kernels.filter.lists import Entries, Lists, Plan
 
 def add_listed_hidden(
     total: Sum, x: Operands, rows: Rows, lists: Lists, how: Plan, entries: Entries, factor_2N: torch.Tensor,
-    shared_2D: torch.Tensor,
+    shared_2D: torch.Tensor, *, listed_before: bool,
 ) -> None:  # fmt: skip
     """Add the listed columns' part and the stand-in to d_hidden at the tokens of the group.
 
     Args:
         factor_2N: scale * P * m and scale * UNIFORM of each token, fp32.
         shared_2D: What they multiply: share . weight, and the sum of the weight rows that are not hot, fp32.
+        listed_before: ``listed_gradients`` added the lists of one block.
     """
     num_rows, hidden_size = rows.index.shape[0], x.weight.shape[1]
     _filtered_hidden_kernel[(num_rows, cdiv(hidden_size, 1024))](
         x.weight, rows.index, rows.num_kept, lists.count_N, how.end, entries.column, entries.grad, factor_2N, shared_2D,
         total.low_RD,
         total.high_ND,
-        x.num_tokens, hidden_size, x.logits.num_valid,
-        HAS_LOW=total.low_RD is not None, BLOCK_K=8, BLOCK_D=1024, num_warps=4,
+        x.num_tokens, hidden_size, x.logits.num_valid, how.block if listed_before else 0,
+        HAS_LOW=total.low_RD is not None, BY_TOKEN=total.by_token, BLOCK_K=8, BLOCK_D=1024, num_warps=4,
     )  # fmt: skip
 
 
@@ -63,7 +64,9 @@ def _filtered_hidden_kernel(
     num_tokens,
     hidden_size,
     num_valid,
+    num_before,
     HAS_LOW: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -77,11 +80,13 @@ def _filtered_hidden_kernel(
     target = d_hidden_ptr + token * hidden_size + offs_d
     acc = tl.load(target, mask=in_d, other=0).to(tl.float32)
     if HAS_LOW:
-        acc += tl.load(low_ptr + row.to(tl.int64) * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
+        low_row = token if BY_TOKEN else row.to(tl.int64)
+        acc += tl.load(low_ptr + low_row * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
     acc += tl.load(factor_ptr + token) * tl.load(shared_ptr + offs_d, mask=in_d, other=0)
     uniform = tl.load(factor_ptr + num_tokens.to(tl.int64) + token)
     acc += uniform * tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
-    for first in range(end - tl.load(count_ptr + token), end, BLOCK_K):
+    count = tl.load(count_ptr + token)
+    for first in range(end - tl.where(count > num_before, count, 0), end, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         column = tl.load(entry_column_ptr + offs_k, mask=offs_k < end, other=num_valid).to(tl.int64)
         in_k = column < num_valid
