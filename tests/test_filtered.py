@@ -533,6 +533,27 @@ def test_one_side_stays_exact(side: str) -> None:
     assert not torch.equal(both[1], plain[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPU else torch.float16], ids=str)
+def test_lists_are_added_first_or_last(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the budget has room for the remainder of all tokens, or not. Catches: a list added twice or not at all, a remainder
+    that another token gets, one that is not there."""
+    case = Case(num_tokens=26, bias=True, budget=1 << 14)
+    p = problem(case, dtype)
+    d = dense(p)
+    _, *saved = local_stats(p, case)
+    count = saved[3]
+    assert (count > lists.BLOCK).any() and ((count > 0) & (count <= lists.BLOCK)).any()
+    grad = gradient_of_logits(tuple(saved), p, d, case)[0]
+    results = []
+    for first in (True, False):
+        monkeypatch.setattr(budget, "keeps_remainder", lambda *_, first=first: first)
+        d_hidden = gradients(p, case, d, saved, want_weight=False, want_bias=False)[0]
+        assert_no_worse(d_hidden, grad.to(dtype) @ p.weight, grad @ p.weight.double(), dtype, "d_hidden")
+        results.append(d_hidden)
+    rounding = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    assert (results[0] - results[1]).abs().max() <= rounding * results[1].abs().max()
+
+
 def test_second_backward_and_buffers() -> None:
     """Same bits again; parts wanted alone are the same; a given buffer is added to. Catches: saved tensors changed in place, a
     row of the buffer set, d_hidden announced before it is whole."""

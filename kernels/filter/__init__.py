@@ -41,12 +41,18 @@ from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.filter.bound import bound_of_shard, draw_outside, drawn_sums
-from cce_dist.kernels.filter.d_rows import add_listed_hidden, by_column, listed_bias, listed_weight
+from cce_dist.kernels.filter.d_rows import (
+    ByColumn,
+    add_listed_hidden,
+    by_column,
+    listed_bias,
+    listed_weight,
+    stand_in_weight,
+)
 from cce_dist.kernels.filter.drawn import (
     Drawn,
     Factors,
     Tokens,
-    add_tokens,
     draw_columns,
     drawn_gradients,
     factors_of,
@@ -311,16 +317,28 @@ def _filtered_gradients(
         del total  # its remainder takes the room in which the entries are sorted
         if target is not None or d_bias is not None:
             columns = by_column(entries, num_valid)
-            if target is not None and hot_weight_HD is not None and stand.shared_weight_2D is not None:
-                listed_weight(
-                    target, x.hidden, columns, hot.slot_V, hot_weight_HD, stand.share_V, stand.shared_weight_2D, how,
-                    add=grads.weight_out is not None,
-                )  # fmt: skip
-                if stand.tokens is not None and stand.factors is not None:
-                    add_tokens(target[:num_valid], stand.tokens, stand.factors.gain, tiles)
+            if target is not None and hot_weight_HD is not None:
+                _finish_weight(target, x, columns, hot_weight_HD, work, add=grads.weight_out is not None)
             if d_bias is not None and hot_bias_H is not None:
                 listed_bias(d_bias, columns, hot.slot_V, hot_bias_H, stand.share_V, factor_2N.sum(1))
     return d_hidden, d_weight, d_bias
+
+
+def _finish_weight(
+    target: torch.Tensor, x: Operands, columns: ByColumn, hot_weight_HD: torch.Tensor, work: _Work, *, add: bool
+) -> None:
+    """Put all parts of d_weight together, in ``target``."""
+    stand, parts = work.stand_in, (work.hot.slot_V, hot_weight_HD, work.stand_in.share_V)
+    assert stand.shared_weight_2D is not None
+    alone = stand.tokens is not None and stand.factors is not None
+    if stand.tokens is not None and stand.factors is not None:
+        rows_VD = target[: x.logits.num_valid]
+        stand_in_weight(
+            rows_VD, stand.tokens, stand.factors.gain, *parts, stand.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
+        )  # fmt: skip
+    listed_weight(
+        target, x.hidden, columns, *parts, stand.shared_weight_2D, work.how, add=add, listed_alone=alone
+    )  # fmt: skip
 
 
 def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum | None:

@@ -21,7 +21,6 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows, Softmax, stand_in
 from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.filter.shares import PART, RUN, Away, Dropped, Sample
 from cce_dist.kernels.tiles import Tiles, precision
 
@@ -357,11 +356,6 @@ def _shrunk(squares_ptr, num_parts, BLOCK_P: tl.constexpr):
     signal = tl.sum(signal, 0)
     factor = 1 - tl.sum(noise, 0) / tl.where(signal > 0, signal, float("inf"))
     return tl.where(factor > 0, factor, 0.0)  # NaN counts as 0
-
-
-def add_tokens(d_weight_VD: torch.Tensor, tokens: Tokens, gain: torch.Tensor, tiles: Tiles) -> None:
-    """Add what the sample adds to rows of d_weight that are whole but for that; nothing where no token is sampled."""
-    add_d_weight(d_weight_VD, tokens.parts_SV, tokens.rows, gain, tiles.grad_weight, add=True, skip_empty=True)
 
 
 def drawn_gradients(

@@ -222,7 +222,7 @@ def _sample_tokens_kernel(
     tl.store(label_ptr + place, tl.load(labels_ptr + token, mask=in_n, other=-1))
 
 
-@triton.jit
+@kernel("hidden_ptr", "mean_ptr", "rows_ptr", "away_ptr", "hidden_size")
 def _away_from_mean_kernel(
     hidden_ptr,  # in: [N, D]
     token_ptr,  # in: [S] int32
@@ -257,7 +257,7 @@ def _away_from_mean_kernel(
     tl.store(square_ptr + row, tl.sum(square, 0))
 
 
-@triton.jit
+@kernel("rows_ptr", "away_ptr", "mean_ptr", "ahead_ptr", "away_mean_ptr", "hidden_size")
 def _calibrate_kernel(
     rows_ptr,  # in: [S, D]
     away_ptr,  # in: [S, D]
