@@ -220,7 +220,8 @@ def plan(
         math.log(eps), SLACK,
         HAS_SLOT=slot_V is not None, FEW=FEW, ENTRIES=BLOCK, BLOCK=4096, num_warps=32,
     )  # fmt: skip
-    return Plan(*int64_3N.unbind(), *int32_3N.unbind(), *fp32_3N.unbind(), *num_4.unbind(), few, block_token, BLOCK)
+    per_token = (*int64_3N.unbind(), *int32_3N.unbind(), *fp32_3N.unbind())
+    return Plan(*per_token, *num_4.unbind(), few=few, block_token=block_token, block=BLOCK)
 
 
 @triton.jit
