@@ -219,7 +219,7 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
         largest=not {"max_logit", "label_is_max"}.isdisjoint(options.return_aux),
     )  # fmt: skip
     f = options.grad_filter
-    kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight)
+    kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
     return Spec(x.logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
 
 

@@ -29,10 +29,12 @@ class Sum(NamedTuple):
     Attributes:
         high_ND: [N, D] in the hidden states' dtype: d_hidden itself.
         low_RD: [R, D] bf16: the remainder that it cannot hold, or None in fp32 or where one chunk is all.
+        by_token: The remainder is [N, D], of tokens like d_hidden.
     """
 
     high_ND: torch.Tensor
     low_RD: torch.Tensor | None
+    by_token: bool = False
 
 
 def add_d_hidden(
@@ -65,6 +67,7 @@ def add_d_hidden(
         "HAS_SCALE": scale_R is not None,
         "HAS_GAIN": gain is not None,
         "HAS_LOW": total.low_RD is not None,
+        "BY_TOKEN": total.by_token,
     }
     blocks = {"BLOCK_N": tile.rows, "BLOCK_D": tile.cols}
     _grad_hidden_kernel[(num_whole + num_parts,)](
@@ -99,6 +102,7 @@ def _grad_hidden_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_LOW: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -132,7 +136,7 @@ def _grad_hidden_kernel(
             else:
                 _add(
                     some, row, col + number * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr,
-                    low_ptr, hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BLOCK_N, BLOCK_D // 4,
+                    low_ptr, hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
                 )  # fmt: skip
 
 
@@ -152,6 +156,7 @@ def _add_parts_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_LOW: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -168,7 +173,7 @@ def _add_parts_kernel(
         some += tl.load(_part(parts_ptr, cut * splits + split, quarter, BLOCK_N, BLOCK_D))
     _add(
         some, row, col + quarter * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr, low_ptr,
-        hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BLOCK_N, BLOCK_D // 4,
+        hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
     )  # fmt: skip
 
 
@@ -196,6 +201,7 @@ def _add(
     HAS_SCALE: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_LOW: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -210,7 +216,8 @@ def _add(
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
     mask = live[:, None] & (offs_d < hidden_size)[None, :]
     high = d_hidden_ptr + token.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-    low = low_ptr + offs_n.to(tl.int64)[:, None] * hidden_size + offs_d[None, :] if HAS_LOW else high
+    low_row = token if BY_TOKEN else offs_n
+    low = low_ptr + low_row.to(tl.int64)[:, None] * hidden_size + offs_d[None, :] if HAS_LOW else high
     if first == 0:
         some += tl.load(high, mask=mask, other=0).to(tl.float32)
         if HAS_LOW:

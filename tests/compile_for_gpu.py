@@ -137,9 +137,9 @@ def main() -> None:
 
     step("exact")
     step("kept", workspace_bytes=1 << 30)
-    step("filtered", grad_filter=GradFilter())
+    step("filtered", grad_filter=GradFilter(always=True))
     step("exact with options", bias=True, softcap=30.0, label_smoothing=0.1)
-    step("filtered with options", bias=True, softcap=30.0, grad_filter=GradFilter())
+    step("filtered with options", bias=True, softcap=30.0, grad_filter=GradFilter(always=True))
     divergence("forward")
     divergence("jsd", bias=True, softcap=30.0, teacher_softcap=20.0, logit_scale=0.5, teacher_logit_scale=0.7)
     log_probs("log-probs", entropy=True, top_k=4)

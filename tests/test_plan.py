@@ -187,7 +187,7 @@ def test_filtered_peak_is_what_is_alive(mib: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     hidden = torch.zeros(16384, 2048, dtype=torch.bfloat16, device=DEVICE)
     weight, labels = hidden[:3000].clone(), torch.zeros(16384, dtype=torch.int64, device=DEVICE)
-    spec = Spec(ShardLogits(0, 3000), 3000, filter=Filter(DEFAULT_EPS), workspace_bytes=mib << 20)
+    spec = Spec(ShardLogits(0, 3000), 3000, filter=Filter(DEFAULT_EPS, always=True), workspace_bytes=mib << 20)
     call = Call(spec, backend="triton").flat()
     with Live() as live:
         losses = op._forward(hidden, weight, None, labels, None, None, *call)

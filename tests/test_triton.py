@@ -478,7 +478,7 @@ def test_what_is_alive_keeps_the_budget(
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     hidden = torch.zeros(65536, 2048, dtype=torch.bfloat16, device=DEVICE)
     weight, labels = hidden[:3000].clone(), torch.zeros(65536, dtype=torch.int64, device=DEVICE)
-    kept = Filter() if grad_filter is None else Filter(grad_filter.eps)
+    kept = Filter() if grad_filter is None else Filter(grad_filter.eps, always=True)
     call = Call(Spec(ShardLogits(0, 3000), 3000, filter=kept, workspace_bytes=mib << 20), backend="triton").flat()
     with Live() as live:
         losses = op._forward(hidden, weight, None, labels, None, None, *call)

@@ -79,7 +79,7 @@ def _our_options(workspace_mib: Sequence[int]) -> dict[str, dict[str, Any]]:
         **exact,
         "cce-dist-default": {},
         "cce-dist-cached": {"workspace_bytes": None},
-        filtered: {"grad_filter": GradFilter(), "workspace_bytes": first << 20},
+        filtered: {"grad_filter": GradFilter(always=True), "workspace_bytes": first << 20},
     }
 
 
