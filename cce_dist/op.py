@@ -16,9 +16,10 @@ from torch import Tensor
 from cce_dist import merge
 from cce_dist.agree import label_error
 from cce_dist.call import SCHEMA, Call
-from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
+from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec, replay
 from cce_dist.kernels.backends import Backend, choose, top_keys
 from cce_dist.kernels.more import any_id, cell_gradients, largest_keys, masked, merge_more, of_keys
+from cce_dist.kernels.replay import Replayed
 from cce_dist.once import Operator, refuse_transforms
 from cce_dist.shard import even_rows
 
@@ -43,7 +44,7 @@ def _forward(
         ids of the largest logits [N, k]. Then what backward needs: the merged maximum, logarithm of the sum and entropy,
         [2 or 3, N]; the label ids; several ids and their logits; factors; what the backend saves.
     """
-    return _run_forward(hidden, weight, bias, labels, factors, grad_weight_out, Call.of(flat))
+    return _forward_again(hidden, weight, bias, labels, factors, grad_weight_out, Call.of(flat))
 
 
 def _run_forward(
@@ -145,7 +146,7 @@ def _backward(
     grad_weight_out: Tensor | None, want: list[bool], *flat,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
-    return _run_backward(d_losses, hidden, weight, bias, saved, grad_weight_out, want, Call.of(flat))
+    return _backward_again(d_losses, hidden, weight, bias, saved, grad_weight_out, want, Call.of(flat))
 
 
 def _run_backward(
@@ -230,7 +231,12 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     return nll, *losses, filter_stats, largest, measured, saved
 
 
-_OPERATOR = Operator(_US, _run_forward, _run_backward, "forward", "backward", Call.of, NUM_LOSSES, 3)
+def _can_replay(call: Call) -> bool:
+    return call.backend == "triton" and not call.debug and not call.layout.group_name and replay.available()
+
+
+_forward_again, _backward_again = Replayed(_run_forward, _can_replay), Replayed(_run_backward, _can_replay)
+_OPERATOR = Operator(_US, _forward_again, _backward_again, "forward", "backward", Call.of, NUM_LOSSES, 3)
 
 
 def forward(

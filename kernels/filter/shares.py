@@ -28,7 +28,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands
@@ -190,7 +189,7 @@ def _sample_tokens_kernel(
     tl.store(label_ptr + place, tl.load(labels_ptr + token, mask=in_n, other=-1))
 
 
-@triton.jit
+@kernel("hidden_ptr", "token_ptr", "mean_ptr", "num_sampled_ptr", "rows_ptr", "along_ptr", "hidden_size")
 def _along_mean_kernel(
     hidden_ptr,  # in: [N, D]
     token_ptr,  # in: [S] int32
@@ -214,7 +213,7 @@ def _along_mean_kernel(
     tl.store(along_ptr + row, tl.sum(acc, 0))
 
 
-@triton.jit
+@kernel("mean_ptr", "along_ptr", "num_sampled_ptr", "reference_ptr", "share_ptr", "hidden_size")
 def _calibrate_kernel(
     mean_ptr,  # in: [2, D] fp32
     along_ptr,  # in: [S] fp32
@@ -244,7 +243,7 @@ def _calibrate_kernel(
     tl.store(share_ptr + place, weight / tl.sum(weight, 0))
 
 
-@triton.jit
+@kernel("rows_ptr", "share_ptr", "mean_ptr", "num_sampled_ptr", "ahead_ptr", "hidden_size")
 def _ahead_kernel(
     rows_ptr,  # in: [S, D]
     share_ptr,  # in: [S] fp32
