@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_leaves
 
 
 class Operator(NamedTuple):
@@ -57,7 +56,7 @@ class Operator(NamedTuple):
         ctx.save_for_backward(*inputs[: self.num_kept], *saved)
         ctx.grad_weight_out = inputs[num_tensors - 1]
         ctx.num_inputs = len(inputs)
-        ctx.mark_non_differentiable(*tree_leaves((others, saved)))
+        ctx.mark_non_differentiable(*saved, *(x for other in others for x in ((other,) if isinstance(other, Tensor) else other)))
         ctx.set_materialize_grads(False)
 
     def differentiate(self, ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:

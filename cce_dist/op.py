@@ -8,6 +8,7 @@ arithmetic, ``merge`` the communication.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec, replay
 from cce_dist.kernels.backends import Backend, choose, top_keys
 from cce_dist.kernels.more import any_id, cell_gradients, largest_keys, masked, merge_more, of_keys
 from cce_dist.kernels.replay import Replayed
+from cce_dist.kernels.tape import again
 from cce_dist.once import Operator, refuse_transforms
 from cce_dist.shard import even_rows
 
@@ -58,7 +60,7 @@ def _run_forward(
         return backend.merged_lse(merge.gather_stats(stats_3N, group))
 
     with torch.autocast(hidden.device.type, enabled=False):
-        arriving = merge.SequenceGather(hidden, group) if layout.sequence_parallel and group is not None else None
+        arriving = again(merge.SequenceGather, hidden, group) if layout.sequence_parallel and group is not None else None
         ids = backend.label_ids(labels.view(-1), spec.ignore_index, spec.vocab_size)
         if call.debug or not labels.is_cuda:  # reading labels waits for a GPU; there the token's loss is NaN instead
             error = label_error(call.argument, labels.view(-1), ids, spec.vocab_size, spec.ignore_index)
@@ -126,7 +128,7 @@ def _statistics_on_arrival(
     """
     saved = backend.saved_of_slices(x, spec)
     if saved is None:
-        x = x._replace(hidden=arriving.wait())
+        x = x._replace(hidden=again(merge.SequenceGather.wait, arriving))
         return x, *backend.statistics(x, spec, merge_bound)
     keep_nothing = spec._replace(want=spec.want._replace(grad=False))
 
@@ -136,7 +138,7 @@ def _statistics_on_arrival(
     here = arriving.here
     before, after = slice(0, here.start), slice(here.stop, x.num_tokens)
     local_KN = of(here, arriving.local)
-    hidden = arriving.wait()
+    hidden = again(merge.SequenceGather.wait, arriving)
     stats_KN = torch.cat((of(before, hidden[before]), local_KN, of(after, hidden[after])), 1)
     return x._replace(hidden=hidden), stats_KN, saved
 
@@ -166,23 +168,24 @@ def _run_backward(
         factors, *saved = saved
     want_hidden, want_weight, want_bias = want
     with torch.autocast(hidden.device.type, enabled=False):
-        arriving = merge.SequenceGather(hidden, group) if layout.sequence_parallel and group is not None else None
+        arriving = again(merge.SequenceGather, hidden, group) if layout.sequence_parallel and group is not None else None
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size)
         x = Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
         spec = _with_workspace(backend, x, spec, 1 if group is None else group.size())
         sum_group = None if layout.partial else group
         rows = None if sum_group is None else _rows_at_once(backend, x, spec, sum_group.size())
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
-        hidden_sum = merge.HiddenGradSum(sum_group, layout.sequence_parallel, reduce_dtype, ids.numel(), rows)
+        hidden_sum = again(merge.HiddenGradSum, sum_group, layout.sequence_parallel, reduce_dtype, ids.numel(), rows)
         if arriving is not None:
-            x = x._replace(hidden=arriving.wait())
+            x = x._replace(hidden=again(merge.SequenceGather.wait, arriving))
 
         softmax = Softmax(merged[0], merged[1], None if d_losses[-1] is None else merged[2])
-        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, hidden_sum.start, rows)
+        start_sum = partial(again, merge.HiddenGradSum.start, hidden_sum)
+        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
         _, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
         nothing = hidden.new_empty(0)
         return (
-            hidden_sum.wait() if want_hidden else nothing,
+            again(merge.HiddenGradSum.wait, hidden_sum) if want_hidden else nothing,
             nothing if d_weight is None else d_weight,
             nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
         )
@@ -231,11 +234,15 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     return nll, *losses, filter_stats, largest, measured, saved
 
 
-def _can_replay(call: Call) -> bool:
-    return call.backend == "triton" and not call.debug and not call.layout.group_name and replay.available()
+def _replayable(call: Call) -> tuple | None:
+    """What else a call follows from than the call's own values; None: it is not replayed."""
+    if call.backend != "triton" or call.debug or not replay.available():
+        return None
+    group = merge.resolve(call.layout.group_name)
+    return () if group is None else (group.rank(), group.size())
 
 
-_forward_again, _backward_again = Replayed(_run_forward, _can_replay), Replayed(_run_backward, _can_replay)
+_forward_again, _backward_again = Replayed(_run_forward, _replayable), Replayed(_run_backward, _replayable)
 _OPERATOR = Operator(_US, _forward_again, _backward_again, "forward", "backward", Call.of, NUM_LOSSES, 3)
 
 

@@ -26,15 +26,15 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cce_dist.kernels.tape import Launch, Matrix, Op, Place, Tape, aten, mapped
+from cce_dist.kernels.tape import Again, Launch, Matrix, Op, Place, Tape, Thing, aten, mapped
 
 _NO_CHANGE = nullcontext()
 _LOG = logging.getLogger("cce_dist")
@@ -54,7 +54,8 @@ def available() -> bool:
     if triton.knobs.runtime.interpret or not torch.cuda.is_available():
         return False
     call = "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,"
-    if call not in inspect.getsource(triton.runtime.jit.JITFunction.run):
+    is_known = call in inspect.getsource(triton.runtime.jit.JITFunction.run)
+    if not is_known or not hasattr(getattr(triton.knobs.runtime, "launch_enter_hook", None), "calls"):
         _LOG.warning("cce_dist launches kernels ordinarily: it does not know the launcher of Triton %s", triton.__version__)
         return False
     return True
@@ -67,19 +68,20 @@ class Replayed:
         function: Takes tensors, lists of tensors or plain values, or None, and last a record of plain values that can be a key.
             It returns a nest of tuples and lists of tensors. What it does follows from the record, from the other plain
             values and from the tensors' shapes, strides, dtypes, devices and alignments to 16 bytes, never from their values.
-        can: Says of the last argument whether such a call may be replayed.
+        replayable: Says of the last argument what else the call follows from, as a part of the key; None: it is not replayed.
     """
 
-    def __init__(self, function: Callable[..., Any], can: Callable[[Any], bool]) -> None:
-        self.function, self.can = function, can
+    def __init__(self, function: Callable[..., Any], replayable: Callable[[Any], tuple | None]) -> None:
+        self.function, self.replayable = function, replayable
         self.plans: OrderedDict[tuple, Plan | None] = OrderedDict()
         self.seen: OrderedDict[tuple, None] = OrderedDict()
         self.lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
-        if not self.can(args[-1]):
+        more = self.replayable(args[-1])
+        if more is None:
             return self.function(*args)
-        tensors, key = _tensors_and_key(args)
+        tensors, key = _tensors_and_key(args, more)
         with self.lock:
             known = key in self.plans
             plan = self.plans.get(key)
@@ -95,10 +97,12 @@ class Replayed:
         return self._record(args, tensors, key)
 
     def _record(self, args: Any, tensors: list[Tensor], key: tuple) -> Any:
-        with Tape(tensors) as tape:
+        with _count_launches() as count, Tape(tensors) as tape:
             result = self.function(*args)
             tape.returned(result)
         plan = None
+        if count and len(count) != sum(isinstance(step, Launch) for step in tape.steps):
+            tape.refused = "a kernel was launched that does not show its launches to tapes"
         if tape.refused:
             _LOG.debug("cce_dist does not replay a call: %s", tape.refused)
         else:
@@ -115,9 +119,9 @@ def _bounded(entries: OrderedDict, key: tuple, value: Any, most: int) -> None:
         entries.popitem(last=False)
 
 
-def _tensors_and_key(args: Sequence[Any]) -> tuple[list[Tensor], tuple]:
+def _tensors_and_key(args: Sequence[Any], more: tuple) -> tuple[list[Tensor], tuple]:
     tensors: list[Tensor] = []
-    key: list[Any] = [torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision(), os.environ.get("CCE_DIST_TILES")]
+    key: list[Any] = [more, torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision(), os.environ.get("CCE_DIST_TILES")]
     for arg in args:
         if type(arg) is list:
             key.append(len(arg))
@@ -130,12 +134,30 @@ def _tensors_and_key(args: Sequence[Any]) -> tuple[list[Tensor], tuple]:
     return tensors, tuple(key)
 
 
+@contextmanager
+def _count_launches() -> Iterator[list[Any]]:
+    """Append to the list for each launch of this thread that Triton knows of."""
+    from triton import knobs
+
+    count: list[Any] = []
+    thread = threading.get_ident()
+
+    def launched(metadata: Any) -> None:
+        if threading.get_ident() == thread:
+            count.append(metadata)
+
+    knobs.runtime.launch_enter_hook.add(launched)
+    try:
+        yield count
+    finally:
+        knobs.runtime.launch_enter_hook.remove(launched)
+
+
 def _watched() -> bool:
     """Whether somebody has hooks on Triton's launches, which a replay would pass by."""
     from triton import knobs
 
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 class Output(NamedTuple):
@@ -158,18 +180,15 @@ class Plan:
     def __init__(self, tape: Tape, num_inputs: int, device: torch.device) -> None:
         self.steps, self.result, self.device = tape.steps, tape.result, device
         returned = _places(tape.result)
-        # An operator's result is made by the operator itself where it cannot write into memory that is there.
-        self.made = {
-            place.storage
-            for step in tape.steps
-            if isinstance(step, Op) and step.result is not None and _into_memory(step, device) is None
-            for place in _places(step.result)
-        }
+        # An operator makes its result itself where it cannot write into memory that is there.
+        steps = [step for step in tape.steps if isinstance(step, Again) or _makes(step, device)]
+        self.made = {place.storage for step in steps for place in _places(step.result)}
         numbers = {place.storage for place in returned if place.storage >= num_inputs} - self.made
         self.outputs = [_output(number, tape.sizes[number], returned) for number in sorted(numbers)]
         inner = [n for n in range(num_inputs, len(tape.sizes)) if n not in numbers and n not in self.made]
         self.uses = [_places(step) for step in tape.steps]
-        self.offsets, self.workspace_bytes = _lay_out(inner, tape.sizes, self.uses)
+        held = {place.storage for step in tape.steps if isinstance(step, Again) for place in _places(step.args)}
+        self.offsets, self.workspace_bytes = _lay_out(inner, tape.sizes, self.uses, held)
         self.num_storages = len(tape.sizes)
         self.idle = [Replay(self)]
 
@@ -220,14 +239,25 @@ def _numel(size: Sequence[int]) -> int:
     return int(torch.Size(size).numel())
 
 
-def _lay_out(numbers: Sequence[int], sizes: Sequence[int], uses: Sequence[Sequence[Place]]) -> tuple[dict[int, int], int]:
-    """Give each intermediate a place that no other has while it is used, the largest first. -> offsets, bytes in all."""
+def _lay_out(
+    numbers: Sequence[int], sizes: Sequence[int], uses: Sequence[Sequence[Place]], held: Set[int]
+) -> tuple[dict[int, int], int]:
+    """Give each intermediate a place that no other has while it is used, the largest first. -> offsets, bytes in all.
+
+    Args:
+        numbers: The intermediates.
+        sizes: Bytes of all storages.
+        uses: The places that each step touches.
+        held: Storages that stay in use from their first step on.
+    """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for step, places in enumerate(uses):
         for place in places:
             first.setdefault(place.storage, step)
             last[place.storage] = step
+    for number in held:  # A collective may be under way until the call ends.
+        last[number] = len(uses)
     offsets: dict[int, int] = {}
     for number in sorted(numbers, key=lambda number: (-sizes[number], number)):
         if number not in first:
@@ -269,6 +299,11 @@ def _into_memory(op: Op, device: torch.device) -> tuple[Any, Any, dict[str, Any]
     return function, op.args, {**{k: v for k, v in op.kwargs.items() if k in taken}, name: op.result}
 
 
+def _makes(step: Any, device: torch.device) -> bool:
+    """Whether a step is an operator that makes its result itself."""
+    return isinstance(step, Op) and step.result is not None and _into_memory(step, device) is None
+
+
 @lru_cache(maxsize=512)
 def _out_form(function: Any, device_type: str) -> tuple[Any, str, frozenset[str]] | None:
     """Return the overload that writes one result into memory by a kernel of its own, the argument for that, and the others."""
@@ -301,7 +336,9 @@ class Replay:
         self.address = [0] * (plan.num_storages + 1)
         self.fixed: dict[Place, Tensor] = {}
         self.storage.resize_(plan.workspace_bytes)  # for long enough to make tensors of it
-        self.steps = [_Launch(self, step) if isinstance(step, Launch) else _Op(self, step) for step in plan.steps]
+        self.things: list[Any] = [None] * sum(isinstance(step, Again) for step in plan.steps)
+        self.steps = [_KINDS[type(step)](self, step) for step in plan.steps]
+        self.result = _builder(plan.result, self.brought, {number for number, _, whole in plan.outputs if whole is not None})
         self._release_after_last_use()
         self.storage.resize_(0)
 
@@ -323,9 +360,9 @@ class Replay:
                 address[WORKSPACE] = self.storage.data_ptr()
             for step in self.steps:
                 step(held, address, stream)
-            return mapped(plan.result, self.tensor)
+            return self.result(held)
         finally:
-            held[:] = [None] * len(held)
+            held[:], self.things[:] = [None] * len(held), [None] * len(self.things)
             self.storage.resize_(0)
 
     def source(self, place: Place) -> tuple[int, int]:
@@ -334,7 +371,7 @@ class Replay:
         return (place.storage + 1, place.offset) if offset is None else (WORKSPACE, offset + place.offset)
 
     def fixed_tensor(self, place: Any) -> Any:
-        """Return the tensor at an intermediate's place, which is the same at each call; other values as they are."""
+        """Return the tensor at an intermediate's place, which is the same in each call; other values as they are."""
         if not isinstance(place, Place) or place.storage not in self.plan.offsets:
             return place
         if place not in self.fixed:
@@ -343,10 +380,10 @@ class Replay:
             self.fixed[place] = tensor.set_(self.storage, offset, place.size, place.stride)
         return self.fixed[place]
 
-    def tensor(self, value: Any) -> Any:
-        """Return the tensor at a place of what this call brought; other values as they are."""
+    def brought(self, value: Any) -> Any:
+        """Return the tensor at a place, or the thing, that this call brought; other values as they are."""
         if not isinstance(value, Place):
-            return value
+            return self.things[value.number] if isinstance(value, Thing) else value
         held = self.held[value.storage + 1]
         assert held is not None
         if held.dtype != value.dtype:
@@ -363,6 +400,17 @@ class Replay:
             numbers = {place.storage for place in places} & self.plan.made - kept
             kept |= numbers
             step.released = [number + 1 for number in numbers]
+
+
+def _builder(template: Any, brought: Callable[[Any], Any], whole: Set[int]) -> Callable[[list[Any]], Any]:
+    """Return a function that makes a call's result from the tensors held; ``mapped`` with all that is known beforehand."""
+    if isinstance(template, Place):
+        number = template.storage + 1
+        return (lambda held: held[number]) if template.storage in whole else (lambda held: brought(template))
+    if isinstance(template, tuple | list):
+        kind, items = type(template), [_builder(item, brought, whole) for item in template]
+        return lambda held: kind([item(held) for item in items])
+    return lambda held: template
 
 
 class _Address:
@@ -410,23 +458,23 @@ class _Op:
     """A torch operator's call, into memory that is there or into tensors of its own."""
 
     def __init__(self, replay: Replay, op: Op) -> None:
-        plan, self.resolve = replay.plan, replay.tensor
+        plan, self.brought = replay.plan, replay.brought
         self.function, args, kwargs = op.function, op.args, op.kwargs
         self.made: Sequence[Place] = ()
         self.released: list[int] = []
         if op.result is not None:
             into = _into_memory(op, plan.device)
-            if into is None:
-                self.made = _places(op.result)
-            else:
+            if into is not None:
                 self.function, args, kwargs = into
+            else:
+                self.made = _places(op.result)
         self.args, self.kwargs = mapped((args, kwargs), replay.fixed_tensor)
         self.is_fixed = not _places((self.args, self.kwargs))
 
     def __call__(self, held: list[Tensor | None], address: list[int], stream: int) -> None:
         args, kwargs = self.args, self.kwargs
         if not self.is_fixed:
-            args, kwargs = mapped(args, self.resolve), mapped(kwargs, self.resolve)
+            args, kwargs = mapped(args, self.brought), mapped(kwargs, self.brought)
         result = self.function(*args, **kwargs)
         if self.made:
             for place, tensor in zip(self.made, (result,) if isinstance(result, Tensor) else result, strict=True):
@@ -434,3 +482,26 @@ class _Op:
                 address[place.storage + 1] = tensor.data_ptr()
         for number in self.released:
             held[number] = None
+
+
+class _Again:
+    """A call of a function as it is."""
+
+    def __init__(self, replay: Replay, again: Again) -> None:
+        self.function, self.result = again.function, again.result
+        self.args = mapped(again.args, replay.fixed_tensor)
+        self.brought, self.things = replay.brought, replay.things
+        self.released: list[int] = []
+
+    def __call__(self, held: list[Tensor | None], address: list[int], stream: int) -> None:
+        result = self.function(*mapped(self.args, self.brought))
+        if isinstance(self.result, Thing):
+            self.things[self.result.number] = result
+        elif self.result is not None:
+            held[self.result.storage + 1] = result
+            address[self.result.storage + 1] = result.data_ptr()
+        for number in self.released:
+            held[number] = None
+
+
+_KINDS: dict[type, Callable[[Replay, Any], Any]] = {Launch: _Launch, Op: _Op, Again: _Again}

@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
     Attributes:
         storage: Number of the storage.
-        offset: Bytes from the storage's begin; of an input's storage, from the input's.
+        offset: Bytes from the begin of the first tensor that the tape saw in the storage: an input, or an operator's result.
         dtype: Of the tensor.
         size: Likewise.
         stride: In elements.
@@ -80,13 +80,33 @@ class Op(NamedTuple):
     result: Any
 
 
+class Thing(NamedTuple):
+    """An object that is no tensor: what the ``Again`` of this number gave."""
+
+    number: int
+
+
+class Again(NamedTuple):
+    """A call of a function that is called again as it is, such as a collective.
+
+    Attributes:
+        function: It.
+        args: Places stand for tensors, things for the objects that earlier such calls gave.
+        result: A place if it gave a new tensor, a thing if it gave an object, else None.
+    """
+
+    function: Callable[..., Any]
+    args: Any
+    result: Any
+
+
 class Refused(Exception):
     """The tape cannot follow the call."""
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """Return the same nest of tuples, lists and dictionaries with ``leaf`` of each value in it."""
-    if isinstance(value, Place | Matrix):
+    if isinstance(value, Place | Matrix | Thing):
         return leaf(value)
     if isinstance(value, tuple | list):
         inner = [mapped(item, leaf) for item in value]
@@ -109,18 +129,19 @@ class Tape(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.sizes: list[int] = []
-        self.steps: list[Launch | Op] = []
+        self.steps: list[Launch | Op | Again] = []
         self.result: Any = None
         self.refused = ""
         self._paused = False
         self._numbers: dict[int, int] = {}
         self._begins: list[int] = []
+        self._things: dict[int, tuple[Thing, Any]] = {}
         # A weak reference keeps a storage's identity for it, and not its memory.
         self._storages: list[StorageWeakRef] = []
         for tensor in inputs:
             if tensor.untyped_storage()._cdata in self._numbers:
                 self.refused = "two inputs share memory"
-            self._add(tensor, tensor.storage_offset() * tensor.itemsize, 0)
+            self._add(tensor, 0)
 
     def __enter__(self) -> Tape:
         _RECORDING.tape = self
@@ -148,6 +169,9 @@ class Tape(TorchDispatchMode):
     def launched(self, kernel: Any, compiled: Any, grid: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self._note(self._launch, kernel.arg_names, compiled, grid, args, kwargs)
 
+    def called(self, function: Callable[..., Any], args: Any, result: Any) -> None:
+        self._note(self._again, function, args, result)
+
     def returned(self, result: Any) -> None:
         """Note what the call returns: ``result``."""
         self._note(self._returned, result)
@@ -156,8 +180,14 @@ class Tape(TorchDispatchMode):
         self.result = self._places(result)
 
     def _places(self, value: Any) -> Any:
-        """Return the value with places for its tensors."""
-        return mapped(value, lambda item: self._place(item) if isinstance(item, Tensor) else item)
+        """Return the value with places for its tensors, and with things."""
+
+        def noted(item: Any) -> Any:
+            if isinstance(item, Tensor):
+                return self._place(item)
+            return self._things[id(item)][0] if id(item) in self._things else item
+
+        return mapped(value, noted)
 
     def _note(self, note: Callable[..., None], *what: Any) -> None:
         if not self.refused:
@@ -184,20 +214,35 @@ class Tape(TorchDispatchMode):
         mapped(result, lambda item: tensors.append(item) if isinstance(item, Tensor) else None)
         if not tensors:
             raise Refused(f"{func} has a result that is no tensor")
-        new = [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in self._numbers]
         places = self._places((args, kwargs))  # before the results have a place: they are no arguments
-        for tensor in new:
-            self._add(tensor, 0, tensor.untyped_storage().nbytes())
+        new = self._add_new(tensors)
         if func._schema.is_mutable:
             self.steps.append(Op(func, *places, None))
         elif new and func.overloadpacket not in _UNINITIALISED:
             self.steps.append(Op(func, *places, self._places(result)))
 
-    def _add(self, tensor: Tensor, begin: int, size: int) -> None:
+    def _again(self, function: Callable[..., Any], args: Any, result: Any) -> None:
+        places = self._places(args)
+        place: Place | Thing | Tensor | None = None
+        if isinstance(result, Tensor):
+            place = self._place(result) if self._add_new([result]) else None
+        elif result is not None:
+            place = Thing(len(self._things))
+            self._things[id(result)] = place, result
+        self.steps.append(Again(function, places, place))
+
+    def _add_new(self, tensors: Sequence[Tensor]) -> bool:
+        """Number the storages that have none; return whether there were any."""
+        new = [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in self._numbers]
+        for tensor in new:
+            self._add(tensor, tensor.untyped_storage().nbytes())
+        return bool(new)
+
+    def _add(self, tensor: Tensor, size: int) -> None:
         storage = tensor.untyped_storage()
         self._numbers[storage._cdata] = len(self.sizes)
         self._storages.append(StorageWeakRef(storage))
-        self._begins.append(begin)
+        self._begins.append(tensor.storage_offset() * tensor.itemsize)
         self.sizes.append(size)
 
     def _place(self, tensor: Tensor) -> Place | Tensor:
@@ -208,6 +253,20 @@ class Tape(TorchDispatchMode):
         if tensor.dim() == 0 and tensor.is_cpu:
             return tensor.clone()  # a number that torch made a tensor of
         raise Refused(f"a tensor of {tuple(tensor.shape)} came from elsewhere")
+
+
+def again(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function which a replay is to call, too, with its own tensors and objects in place of those given.
+
+    It returns a tensor, an object that is only given to later such calls, or None.
+    """
+    tape = _RECORDING.tape
+    if tape is None:
+        return function(*args)
+    with tape.paused():
+        result = function(*args)
+    tape.called(function, args, result)
+    return result
 
 
 class _Recording(threading.local):
