@@ -97,11 +97,11 @@ class Replayed:
         return self._record(args, tensors, key)
 
     def _record(self, args: Any, tensors: list[Tensor], key: tuple) -> Any:
-        with _count_launches() as count, Tape(tensors) as tape:
+        with _launches() as launches, Tape(tensors) as tape:
             result = self.function(*args)
             tape.returned(result)
         plan = None
-        if count and len(count) != sum(isinstance(step, Launch) for step in tape.steps):
+        if launches and len(launches) != sum(isinstance(step, Launch) for step in tape.steps):
             tape.refused = "a kernel was launched that does not show its launches to tapes"
         if tape.refused:
             _LOG.debug("cce_dist does not replay a call: %s", tape.refused)
@@ -135,20 +135,20 @@ def _tensors_and_key(args: Sequence[Any], more: tuple) -> tuple[list[Tensor], tu
 
 
 @contextmanager
-def _count_launches() -> Iterator[list[Any]]:
-    """Append to the list for each launch of this thread that Triton knows of."""
+def _launches() -> Iterator[list[Any]]:
+    """List the launches of this thread that Triton knows of."""
     from triton import knobs
 
-    count: list[Any] = []
+    launches: list[Any] = []
     thread = threading.get_ident()
 
     def launched(metadata: Any) -> None:
         if threading.get_ident() == thread:
-            count.append(metadata)
+            launches.append(metadata)
 
     knobs.runtime.launch_enter_hook.add(launched)
     try:
-        yield count
+        yield launches
     finally:
         knobs.runtime.launch_enter_hook.remove(launched)
 
