@@ -120,7 +120,8 @@ class Tape(TorchDispatchMode):
     """Notes what is done while it is entered, by this thread.
 
     Attributes:
-        sizes: Bytes of each storage, by its number; those of inputs come first and count 0.
+        num_inputs: Storages of inputs, which come first.
+        sizes: Bytes of each storage, by its number; 0 for inputs.
         steps: What was done, in order.
         result: What the call returned, with places for tensors.
         refused: Why the call cannot be followed; empty: it can.
@@ -128,6 +129,7 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
+        self.num_inputs = len(inputs)
         self.sizes: list[int] = []
         self.steps: list[Launch | Op | Again] = []
         self.result: Any = None

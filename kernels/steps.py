@@ -1,0 +1,358 @@
+"""A tape made into steps that another call's tensors go through: where each storage lies, and what is done in which order.
+
+A storage of the recorded call is one of four kinds:
+
+input      a tensor that the call is given
+made       the result of an operator or of a collective, which makes it again
+own        uninitialised memory that the call returns, or a large intermediate: allocated before its first step, and dropped
+           after its last one unless it is returned
+small      an intermediate of up to ``LARGE`` bytes: at a fixed place in a workspace that all of them share
+
+So a replay takes no more memory than the recorded call, but for the small ones, whose places were decided once from the first
+and the last step that touches them. Their tensors are the same in each call, and operators write into them where they can.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence, Set
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist.kernels.tape import Again, Launch, Matrix, Op, Place, Tape, Thing, aten, mapped
+
+LARGE = 1 << 20  # bytes; an allocation of more costs as much time, and is worth giving back early
+ALIGNMENT = 512  # bytes, as the allocator's: a small tensor is as aligned as it was when the kernels were compiled
+WORKSPACE = 0  # the workspace's place among the tensors of a call; storage n of a tape is n + 1
+_FACTORY = {"dtype", "layout", "device", "pin_memory", "memory_format"}  # arguments that a result's memory answers
+
+
+class Plan:
+    """All that is known of a call before its tensors are.
+
+    Attributes:
+        tape: What was recorded, without its tensors.
+        device: Of all tensors.
+        offsets: Of the small storages, in the workspace.
+        workspace_bytes: Of all of them together.
+        made: Storages that a step makes.
+        last: The last step that touches a storage, for those that are dropped after it.
+        own: Storages to allocate, and the tensor to allocate for each.
+        uses: The places that each step touches.
+    """
+
+    def __init__(self, tape: Tape, device: torch.device) -> None:
+        self.steps, self.result, self.device = tape.steps, tape.result, device
+        self.num_storages = len(tape.sizes)
+        self.uses = [_places(step) for step in tape.steps]
+        first, last = _first_and_last(self.uses)
+        returned = {place.storage for place in _places(tape.result)}
+        for step in tape.steps:  # A collective may be under way until the call ends.
+            if isinstance(step, Again):
+                last.update((place.storage, len(tape.steps)) for place in _places(step.args))
+        small = {n for n, size in enumerate(tape.sizes) if n >= tape.num_inputs and n not in returned and size <= LARGE}
+        self.made = {
+            place.storage
+            for step in tape.steps
+            for place in _places(getattr(step, "result", None))
+            if place.storage not in small or isinstance(step, Again) or _into_memory(step, device) is None
+        }
+        self.offsets, self.workspace_bytes = lay_out(small - self.made, tape.sizes, first, last)
+        places = [place for use in (*self.uses, _places(tape.result)) for place in use]
+        others = set(range(tape.num_inputs, self.num_storages)) - small - self.made
+        self.own = {n: _whole(n, tape.sizes[n], places) for n in others if n in first or n in returned}
+        self.first = {n: first.get(n, 0) for n in self.own}
+        self.last = {n: last[n] for n in (*self.own, *self.made) if n in last and n not in returned}
+
+
+def _places(value: Any) -> list[Place]:
+    found: list[Place] = []
+
+    def look(item: Any) -> None:
+        if isinstance(item, Matrix):
+            item = item.place
+        if isinstance(item, Place):
+            found.append(item)
+
+    mapped(value, look)
+    return found
+
+
+def _first_and_last(uses: Sequence[Sequence[Place]]) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the first and the last step that touches each storage."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for step, places in enumerate(uses):
+        for place in places:
+            first.setdefault(place.storage, step)
+            last[place.storage] = step
+    return first, last
+
+
+def _whole(number: int, size: int, places: Sequence[Place]) -> Place:
+    """Return the tensor to allocate for a storage: one that is all of it, else bytes."""
+    for place in places:
+        if place.storage == number and place.offset == 0:
+            if torch.Size(place.size).numel() * place.dtype.itemsize == size:
+                return place
+    return Place(number, 0, torch.uint8, (size,), (1,))
+
+
+def lay_out(
+    numbers: Set[int], sizes: Sequence[int], first: dict[int, int], last: dict[int, int]
+) -> tuple[dict[int, int], int]:
+    """Give each storage a place that no other has while it is used, the largest first. -> offsets, bytes in all."""
+    offsets: dict[int, int] = {}
+    for number in sorted(numbers & first.keys(), key=lambda number: (-sizes[number], number)):
+        beside = sorted(
+            (offset, offset + _padded(sizes[other]))
+            for other, offset in offsets.items()
+            if first[other] <= last[number] and first[number] <= last[other]
+        )
+        offset = 0
+        for begin, end in beside:
+            if offset + _padded(sizes[number]) <= begin:
+                break
+            offset = max(offset, end)
+        offsets[number] = offset
+    return offsets, max((offset + _padded(sizes[number]) for number, offset in offsets.items()), default=0)
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Written(NamedTuple):
+    """An operator's call that writes its result into memory which is there."""
+
+    function: Any
+    args: Any
+    kwargs: dict[str, Any]
+
+
+def _into_memory(op: Any, device: torch.device) -> Written | None:
+    """Return the call that writes an operator's result to its place, by a kernel of its own; None if there is none."""
+    if not isinstance(op.result, Place):
+        return None
+    packet = op.function.overloadpacket
+    if packet in (aten.zeros, aten.zeros_like, aten.new_zeros):
+        return Written(aten.zero_.default, (op.result,), {})
+    if packet in (aten.full, aten.full_like, aten.new_full, aten.scalar_tensor):
+        return Written(aten.fill_.Scalar, (op.result, op.args[-1]), {})
+    if packet in (aten._to_copy, aten.clone):
+        return Written(aten.copy_.default, (op.result, op.args[0]), {})
+    form = _out_form(op.function, device.type.upper())
+    if form is None:
+        return None
+    function, out, names = form
+    return Written(function, op.args, {**{k: v for k, v in op.kwargs.items() if k in names}, out: op.result})
+
+
+@lru_cache(maxsize=512)
+def _out_form(function: Any, dispatch_key: str) -> tuple[Any, str, frozenset[str]] | None:
+    """Return the overload that writes into memory, its argument for that, and the names of all its arguments.
+
+    Some overloads of the kind only copy what the function returns; they have no kernel for a device.
+    """
+
+    def given(arguments: Any) -> list[tuple[str, str]]:
+        return [(a.name, str(a.type)) for a in arguments if not a.is_out and a.name not in _FACTORY]
+
+    packet = function.overloadpacket
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        arguments = overload._schema.arguments
+        outs = [a.name for a in arguments if a.is_out]
+        alike = len(outs) == 1 and given(arguments) == given(function._schema.arguments)
+        if alike and torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), dispatch_key):
+            return overload, outs[0], frozenset(a.name for a in arguments)
+    return None
+
+
+class Replay:
+    """A plan's steps with room for one call's tensors: one call at a time goes through it.
+
+    The small tensors live here for good. Their workspace is empty between calls.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        # Tensors, addresses and other objects of a call.
+        self.held: list[Any] = [None] * (plan.num_storages + 1)
+        self.address = [0] * (plan.num_storages + 1)
+        self.things: list[Any] = [None] * sum(isinstance(step, Again) for step in plan.steps)
+        self.small: dict[Place, Tensor] = {}
+        self.workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=plan.device).untyped_storage()
+        self.steps: list[Callable[[int], None]] = []
+        for number, step in enumerate(plan.steps):
+            self.steps += [_Allocate(self, plan.own[n]) for n, first in plan.first.items() if first == number]
+            self.steps.append(_KINDS[type(step)](self, step))
+            done = [n + 1 for n, last in plan.last.items() if last == number]
+            self.steps += [_Drop(self, done)] if done else []
+        self.result = self._builder(plan.result)
+        self.workspace.resize_(0)
+
+    def __call__(self, tensors: Sequence[Tensor], stream: int) -> Any:
+        held, address = self.held, self.address
+        try:
+            for number, tensor in enumerate(tensors, 1):
+                held[number] = tensor
+                address[number] = tensor.data_ptr()
+            if self.plan.workspace_bytes:
+                self.workspace.resize_(self.plan.workspace_bytes)
+                address[WORKSPACE] = self.workspace.data_ptr()
+            for step in self.steps:
+                step(stream)
+            return self.result()
+        finally:
+            held[:], self.things[:] = [None] * len(held), [None] * len(self.things)
+            self.workspace.resize_(0)
+
+    def keep(self, place: Place, tensor: Tensor) -> None:
+        """Take a tensor that a step allocated or made."""
+        self.held[place.storage + 1] = tensor
+        self.address[place.storage + 1] = tensor.data_ptr()
+
+    def source(self, place: Place) -> tuple[int, int]:
+        """Return the number and the offset that a place's address is made of."""
+        offset = self.plan.offsets.get(place.storage)
+        return (place.storage + 1, place.offset) if offset is None else (WORKSPACE, offset + place.offset)
+
+    def fixed(self, value: Any) -> Any:
+        """Return the tensor at a small storage's place, which is the same in each call; other values as they are."""
+        if not isinstance(value, Place) or value.storage not in self.plan.offsets:
+            return value
+        if value not in self.small:
+            tensor = torch.empty(0, dtype=value.dtype, device=self.plan.device)
+            offset = self.source(value)[1] // value.dtype.itemsize
+            self.small[value] = tensor.set_(self.workspace, offset, value.size, value.stride)  # pyright: ignore
+        return self.small[value]
+
+    def brought(self, value: Any) -> Any:
+        """Return the tensor at a place, or the thing, that this call brought; other values as they are."""
+        if not isinstance(value, Place):
+            return self.things[value.number] if isinstance(value, Thing) else value
+        tensor = self.held[value.storage + 1]
+        if tensor.dtype != value.dtype:
+            tensor = tensor.view(value.dtype)
+        if tensor.shape == value.size and tensor.stride() == value.stride and value.offset == 0:
+            return tensor
+        offset = tensor.storage_offset() + value.offset // value.dtype.itemsize
+        return tensor.as_strided(value.size, value.stride, offset)
+
+    def _builder(self, template: Any) -> Callable[[], Any]:
+        """Return a function that makes the call's result, a nest of tuples and lists, from what is held then."""
+        if isinstance(template, tuple | list) and not isinstance(template, Place):
+            kind, items = type(template), [self._builder(item) for item in template]
+            return lambda: kind([item() for item in items])
+        if isinstance(template, Place) and template == self.plan.own.get(template.storage):
+            held, number = self.held, template.storage + 1
+            return lambda: held[number]
+        return lambda: self.brought(template)
+
+
+class _Allocate:
+    """Memory for a storage from here on."""
+
+    def __init__(self, replay: Replay, place: Place) -> None:
+        self.keep, self.place, self.device = replay.keep, place, replay.plan.device
+
+    def __call__(self, stream: int) -> None:
+        place = self.place
+        self.keep(place, torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.device))
+
+
+class _Drop:
+    """The end of some tensors."""
+
+    def __init__(self, replay: Replay, numbers: Sequence[int]) -> None:
+        self.held, self.numbers = replay.held, numbers
+
+    def __call__(self, stream: int) -> None:
+        for number in self.numbers:
+            self.held[number] = None
+
+
+class _Address:
+    """The base of a tensor descriptor, which Triton asks for its address alone."""
+
+    def __init__(self) -> None:
+        self.address = 0
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Launch:
+    """A kernel's launch: addresses go where tensors were."""
+
+    def __init__(self, replay: Replay, launch: Launch) -> None:
+        compiled, self.address = launch.compiled, replay.address
+        self.run = compiled.run
+        # Nobody watches launches, or the call would be ordinary: no metadata for hooks, and no hooks.
+        self.args = [*launch.grid, 0, compiled.function, compiled.packed_metadata, None, None, None]
+        self.pointers: list[tuple[int, int, int]] = []
+        self.bases: list[tuple[_Address, int, int]] = []
+        for value in launch.values:
+            if isinstance(value, Place):
+                self.pointers.append((len(self.args), *replay.source(value)))
+            elif isinstance(value, Matrix):
+                base, place = _Address(), value.place
+                value = copy.copy(value.descriptor)
+                value.base = base
+                self.bases.append((base, *replay.source(place)))
+            self.args.append(value)
+
+    def __call__(self, stream: int) -> None:
+        args, address = self.args, self.address
+        args[3] = stream
+        for position, source, offset in self.pointers:
+            args[position] = address[source] + offset
+        for base, source, offset in self.bases:
+            base.address = address[source] + offset
+        self.run(*args)
+
+
+class _Op:
+    """A torch operator's call, into memory that is there or into tensors of its own."""
+
+    def __init__(self, replay: Replay, op: Op) -> None:
+        self.replay, self.made = replay, ()
+        call: Any = op
+        if op.result is not None and all(place.storage in replay.plan.made for place in _places(op.result)):
+            self.made = _places(op.result)
+        elif op.result is not None:
+            call = _into_memory(op, replay.plan.device)
+        self.function = call.function
+        self.args, self.kwargs = mapped((call.args, call.kwargs), replay.fixed)
+        self.is_fixed = not _places((self.args, self.kwargs))
+
+    def __call__(self, stream: int) -> None:
+        args, kwargs = self.args, self.kwargs
+        if not self.is_fixed:
+            brought = self.replay.brought
+            args, kwargs = mapped(args, brought), mapped(kwargs, brought)
+        result = self.function(*args, **kwargs)
+        if self.made:
+            for place, tensor in zip(self.made, (result,) if isinstance(result, Tensor) else result, strict=True):
+                self.replay.keep(place, tensor)
+
+
+class _Again:
+    """A call of a function as it is."""
+
+    def __init__(self, replay: Replay, again: Again) -> None:
+        self.replay, self.function, self.result = replay, again.function, again.result
+        self.args = mapped(again.args, replay.fixed)
+
+    def __call__(self, stream: int) -> None:
+        result = self.function(*mapped(self.args, self.replay.brought))
+        if isinstance(self.result, Thing):
+            self.replay.things[self.result.number] = result
+        elif self.result is not None:
+            self.replay.keep(self.result, result)
+
+
+_KINDS: dict[type, Callable[[Replay, Any], Callable[[int], None]]] = {Launch: _Launch, Op: _Op, Again: _Again}
