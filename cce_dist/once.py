@@ -50,13 +50,13 @@ class Operator(NamedTuple):
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Keep what backward needs; ``inputs`` end in a call, or in its flat values."""
         num_tensors = next(i for i, value in enumerate(inputs) if not (value is None or isinstance(value, Tensor)))
-        *others, saved = output[self.num_outputs :]
-        saved = [saved] if isinstance(saved, Tensor) else saved
+        others = [[other] if isinstance(other, Tensor) else other for other in output[self.num_outputs :]]
+        saved = others[-1]
         ctx.told = inputs[num_tensors:]
         ctx.save_for_backward(*inputs[: self.num_kept], *saved)
         ctx.grad_weight_out = inputs[num_tensors - 1]
         ctx.num_inputs = len(inputs)
-        ctx.mark_non_differentiable(*saved, *(x for other in others for x in ((other,) if isinstance(other, Tensor) else other)))
+        ctx.mark_non_differentiable(*(tensor for other in others for tensor in other))
         ctx.set_materialize_grads(False)
 
     def differentiate(self, ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:

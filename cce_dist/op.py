@@ -60,7 +60,7 @@ def _run_forward(
         return backend.merged_lse(merge.gather_stats(stats_3N, group))
 
     with torch.autocast(hidden.device.type, enabled=False):
-        arriving = again(merge.SequenceGather, hidden, group) if layout.sequence_parallel and group is not None else None
+        arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         ids = backend.label_ids(labels.view(-1), spec.ignore_index, spec.vocab_size)
         if call.debug or not labels.is_cuda:  # reading labels waits for a GPU; there the token's loss is NaN instead
             error = label_error(call.argument, labels.view(-1), ids, spec.vocab_size, spec.ignore_index)
@@ -84,6 +84,10 @@ def _run_forward(
             largest = torch.where(x.ids >= 0, merged[0], losses[1])
         own = [] if x.factors_N2 is None else [x.factors_N2]
         return *losses, filter_stats, largest, measured, [merged, x.ids, *of_ids, *own, *saved]
+
+
+def _start_gather(hidden: Tensor, group: Any) -> merge.SequenceGather | None:
+    return None if group is None else again(merge.SequenceGather, hidden, group)
 
 
 def _operands(
@@ -168,7 +172,7 @@ def _run_backward(
         factors, *saved = saved
     want_hidden, want_weight, want_bias = want
     with torch.autocast(hidden.device.type, enabled=False):
-        arriving = again(merge.SequenceGather, hidden, group) if layout.sequence_parallel and group is not None else None
+        arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size)
         x = Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
         spec = _with_workspace(backend, x, spec, 1 if group is None else group.size())

@@ -42,17 +42,20 @@ _NO_CHANGE = nullcontext()
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Whether calls are replayed in this process; a line of the log says so where Triton's launcher is not the one known here."""
+    """Whether calls are replayed in this process; the log says so where Triton's launcher is not the one known here."""
     if os.environ.get("CCE_DIST_REPLAY", "1") in ("", "0") or torch.version.hip is not None:
         return False
     import triton
+    from triton import knobs
 
-    if triton.knobs.runtime.interpret or not torch.cuda.is_available():
+    if knobs.runtime.interpret or not torch.cuda.is_available():
         return False
     call = "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,"
     is_known = call in inspect.getsource(triton.runtime.jit.JITFunction.run)
-    if not is_known or not hasattr(getattr(triton.knobs.runtime, "launch_enter_hook", None), "calls"):
-        _LOG.warning("cce_dist launches kernels ordinarily: it does not know the launcher of Triton %s", triton.__version__)
+    if not is_known or not hasattr(getattr(knobs.runtime, "launch_enter_hook", None), "calls"):
+        _LOG.warning(
+            "cce_dist launches kernels ordinarily: it does not know the launcher of Triton %s", triton.__version__
+        )
         return False
     return True
 

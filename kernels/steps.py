@@ -95,9 +95,9 @@ def _first_and_last(uses: Sequence[Sequence[Place]]) -> tuple[dict[int, int], di
 def _whole(number: int, size: int, places: Sequence[Place]) -> Place:
     """Return the tensor to allocate for a storage: one that is all of it, else bytes."""
     for place in places:
-        if place.storage == number and place.offset == 0:
-            if torch.Size(place.size).numel() * place.dtype.itemsize == size:
-                return place
+        filled = torch.Size(place.size).numel() * place.dtype.itemsize
+        if place.storage == number and place.offset == 0 and filled == size:
+            return place
     return Place(number, 0, torch.uint8, (size,), (1,))
 
 

@@ -60,7 +60,7 @@ class Launch(NamedTuple):
     """
 
     compiled: Any
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
     values: list[Any]
 
 
@@ -205,7 +205,8 @@ class Tape(TorchDispatchMode):
             if isinstance(value, TensorDescriptor):
                 descriptor = copy.copy(value)
                 descriptor.base = None
-                return Matrix(descriptor, self._place(value.base))
+                (place,) = self._places([value.base])
+                return Matrix(descriptor, place)
             return self._place(value) if isinstance(value, Tensor) else value
 
         values = [*args, *(kwargs[name] for name in names[len(args) :])]
@@ -216,12 +217,12 @@ class Tape(TorchDispatchMode):
         mapped(result, lambda item: tensors.append(item) if isinstance(item, Tensor) else None)
         if not tensors:
             raise Refused(f"{func} has a result that is no tensor")
-        places = self._places((args, kwargs))  # before the results have a place: they are no arguments
+        args, kwargs = self._places((args, kwargs))
         new = self._add_new(tensors)
         if func._schema.is_mutable:
-            self.steps.append(Op(func, *places, None))
+            self.steps.append(Op(func, args, kwargs, None))
         elif new and func.overloadpacket not in _UNINITIALISED:
-            self.steps.append(Op(func, *places, self._places(result)))
+            self.steps.append(Op(func, args, kwargs, self._places(result)))
 
     def _again(self, function: Callable[..., Any], args: Any, result: Any) -> None:
         places = self._places(args)
@@ -240,18 +241,18 @@ class Tape(TorchDispatchMode):
             self._add(tensor, tensor.untyped_storage().nbytes())
         return bool(new)
 
-    def _add(self, tensor: Tensor, size: int) -> None:
+    def _add(self, tensor: Tensor, size: Any) -> None:
         storage = tensor.untyped_storage()
         self._numbers[storage._cdata] = len(self.sizes)
         self._storages.append(StorageWeakRef(storage))
-        self._begins.append(tensor.storage_offset() * tensor.itemsize)
-        self.sizes.append(size)
+        self._begins.append(int(tensor.storage_offset()) * tensor.itemsize)
+        self.sizes.append(int(size))
 
     def _place(self, tensor: Tensor) -> Place | Tensor:
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         if number is not None:
             offset = tensor.storage_offset() * tensor.itemsize - self._begins[number]
-            return Place(number, offset, tensor.dtype, tuple(tensor.shape), tensor.stride())
+            return Place(number, int(offset), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if tensor.dim() == 0 and tensor.is_cpu:
             return tensor.clone()  # a number that torch made a tensor of
         raise Refused(f"a tensor of {tuple(tensor.shape)} came from elsewhere")

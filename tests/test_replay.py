@@ -117,6 +117,11 @@ def leaves(*values: Tensor) -> list[Tensor]:
     return [value.clone().requires_grad_() for value in values]
 
 
+def loss_of(given: list[Tensor], labels: Tensor, **options: Any) -> Tensor:
+    hidden, weight = given[:2]
+    return linear_cross_entropy(hidden, weight, labels, backend="triton", **options)
+
+
 def check(step: Callable[[], list[Tensor]], calls: int = 2) -> list[replay.Shared]:
     """Compare a step with itself replayed, where it makes ``calls`` calls. -> The plans of the last step."""
     with mock.patch.object(replay, "available", lambda: False):
@@ -148,14 +153,11 @@ def test_same_bits(options: dict[str, Any]) -> None:
     """Catches: an argument or an address of another launch, two intermediates in one place, a step left out."""
     hidden, weight, labels = tensors()
     bias = torch.linspace(-1, 1, len(weight), device=DEVICE).to(DTYPE)
-    mib = 1 << 20
 
     def step() -> list[Tensor]:
         given = leaves(hidden, weight, bias)
         with mock.patch("cce_dist.kernels.budget.LEAST_BYTES", 1 << 10), mock.patch("cce_dist.kernels.budget.ROWS", 16):
-            loss = linear_cross_entropy(
-                given[0], given[1], labels, linear_bias=given[2], backend="triton", **{"workspace_bytes": mib, **options}
-            )
+            loss = loss_of(given, labels, linear_bias=given[2], **{"workspace_bytes": 1 << 20, **options})
             loss.backward()
         return [loss.detach(), *(x.grad for x in given if x.grad is not None)]
 
@@ -170,20 +172,21 @@ def test_other_uses() -> None:
 
     def twice() -> list[Tensor]:
         given = leaves(hidden, weight)
-        loss = linear_cross_entropy(*given, labels, backend="triton")
+        loss = loss_of(given, labels)
         loss.backward(retain_graph=True)
         (3 * loss).backward()
         return [loss.detach(), *(x.grad for x in given if x.grad is not None)]
 
     def into_buffer() -> list[Tensor]:
         given, buffer = leaves(hidden, weight), torch.ones(weight.shape, device=DEVICE)
-        linear_cross_entropy(*given, labels, backend="triton", grad_weight_out=buffer).backward()
+        loss_of(given, labels, grad_weight_out=buffer).backward()
         assert given[0].grad is not None
         return [given[0].grad, buffer]
 
     def log_probs() -> list[Tensor]:
         given, ids = leaves(hidden, weight), torch.stack((labels, labels.clamp(min=1) - 1), 1)
-        out = linear_log_probs(*given, ids, entropy=True, top_k=3, backend="triton")
+        out = linear_log_probs(given[0], given[1], ids, entropy=True, top_k=3, backend="triton")
+        assert out.entropy is not None and out.top_log_probs is not None
         (out.log_probs.sum() + out.entropy.sum()).backward()
         return [out.log_probs.detach(), out.top_log_probs, *(x.grad for x in given if x.grad is not None)]
 
@@ -204,7 +207,9 @@ def test_alignment_is_part_of_the_key() -> None:
     def step() -> list[Tensor]:
         results: list[Tensor] = []
         for shift in (0, 1):
-            given = torch.empty(hidden.numel() + 1, dtype=DTYPE, device=DEVICE)[shift:][: hidden.numel()].view_as(hidden)
+            given = torch.empty(hidden.numel() + 1, dtype=DTYPE, device=DEVICE)[shift:][: hidden.numel()].view_as(
+                hidden
+            )
             given = given.copy_(hidden).requires_grad_()
             loss = linear_cross_entropy(given, weight, labels, backend="triton")
             loss.backward()
@@ -347,7 +352,9 @@ def test_places_do_not_meet() -> None:
     for _ in range(50):
         sizes = torch.randint(0, 5000, (12,), generator=generator).tolist()
         used = torch.randint(0, 30, (12, 2), generator=generator).sort(1).values.tolist()
-        offsets, total = steps.lay_out(set(range(12)), sizes, *({n: use[i] for n, use in enumerate(used)} for i in (0, 1)))
+        offsets, total = steps.lay_out(
+            set(range(12)), sizes, *({n: use[i] for n, use in enumerate(used)} for i in (0, 1))
+        )
         for a in range(12):
             assert offsets[a] % steps.ALIGNMENT == 0
             assert offsets[a] + sizes[a] <= total
@@ -359,9 +366,10 @@ def test_places_do_not_meet() -> None:
 def test_an_unknown_launcher_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Catches: a Triton whose launcher takes other arguments; a switch that does nothing."""
     import triton
+    from triton import knobs
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
     available = replay.available.__wrapped__
     assert available()
     monkeypatch.setenv("CCE_DIST_REPLAY", "0")
@@ -385,8 +393,11 @@ def _on_ranks() -> None:
         def step(options: dict[str, Any] = options) -> list[Tensor]:
             local = hidden.chunk(world)[rank] if "sequence_parallel" in options else hidden
             given = leaves(local, weight[shard.start : shard.stop])
-            with mock.patch("cce_dist.kernels.budget.LEAST_BYTES", 1 << 10), mock.patch("cce_dist.kernels.budget.ROWS", 8):
-                loss = linear_cross_entropy(*given, labels, shard=shard, backend="triton", **options)
+            with (
+                mock.patch("cce_dist.kernels.budget.LEAST_BYTES", 1 << 10),
+                mock.patch("cce_dist.kernels.budget.ROWS", 8),
+            ):
+                loss = loss_of(given, labels, shard=shard, **options)
                 loss.backward()
             return [loss.detach(), *(x.grad for x in given if x.grad is not None)]
 
@@ -406,7 +417,7 @@ def test_captured_compiled_and_on_another_stream(options: dict[str, Any]) -> Non
     hidden, weight, labels = tensors()
     given = leaves(hidden, weight)
 
-    def step(function: Callable[..., Tensor] = linear_cross_entropy) -> list[Tensor]:
+    def step(function: Callable[..., Any] = linear_cross_entropy) -> list[Tensor]:
         for leaf in given:
             leaf.grad = None
         loss = function(*given, labels, **options)
