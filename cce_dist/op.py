@@ -17,12 +17,11 @@ from torch import Tensor
 from cce_dist import merge
 from cce_dist.agree import label_error
 from cce_dist.call import SCHEMA, Call
-from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec, replay
+from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, choose, top_keys
 from cce_dist.kernels.more import any_id, cell_gradients, largest_keys, masked, merge_more, of_keys
-from cce_dist.kernels.replay import Replayed
 from cce_dist.kernels.tape import again
-from cce_dist.once import Operator, refuse_transforms
+from cce_dist.once import Operator, refuse_transforms, replayed
 from cce_dist.shard import even_rows
 
 _US = "linear_cross_entropy (or linear_log_probs)"  # in messages of what both have
@@ -238,15 +237,7 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     return nll, *losses, filter_stats, largest, measured, saved
 
 
-def _replayable(call: Call) -> tuple | None:
-    """What else a call follows from than the call's own values; None: it is not replayed."""
-    if call.backend != "triton" or call.debug or not replay.available():
-        return None
-    group = merge.resolve(call.layout.group_name)
-    return () if group is None else (group.rank(), group.size())
-
-
-_forward_again, _backward_again = Replayed(_run_forward, _replayable), Replayed(_run_backward, _replayable)
+_forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
 _OPERATOR = Operator(_US, _forward_again, _backward_again, "forward", "backward", Call.of, NUM_LOSSES, 3)
 
 

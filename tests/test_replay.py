@@ -25,7 +25,15 @@ from shards import DEVICE, GPU, needs_gpu
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cce_dist import GradFilter, VocabShard, linear_cross_entropy, linear_log_probs, op
+from cce_dist import (
+    GradFilter,
+    VocabShard,
+    divergence_op,
+    linear_cross_entropy,
+    linear_kl_divergence,
+    linear_log_probs,
+    op,
+)
 from cce_dist.kernels import replay, steps
 from cce_dist.kernels.tape import Again, Tape
 
@@ -85,7 +93,7 @@ def replaying() -> Iterator[list[replay.Shared]]:
     def interpreted(tape: Tape, kernel: Any, compiled: Any, grid: Any, args: Any, kwargs: Any) -> None:
         launched(tape, kernel, compiled if GPU else Interpreted(kernel, args, kwargs), grid, args, kwargs)
 
-    functions = [op._forward_again, op._backward_again]
+    functions = [f for module in (op, divergence_op) for f in (module._forward_again, module._backward_again)]
     with (
         mock.patch.object(replay.Shared, "__call__", counted),
         mock.patch.object(Tape, "launched", interpreted),
@@ -190,6 +198,14 @@ def test_other_uses() -> None:
         (out.log_probs.sum() + out.entropy.sum()).backward()
         return [out.log_probs.detach(), out.top_log_probs, *(x.grad for x in given if x.grad is not None)]
 
+    def divergence() -> list[Tensor]:
+        given = leaves(hidden, weight)
+        value = linear_kl_divergence(
+            given[0], given[1], hidden.flip(0), weight.flip(0), kind="jsd", reduction="sum", backend="triton"
+        )
+        value.backward()
+        return [value.detach(), *(x.grad for x in given if x.grad is not None)]
+
     def without_gradients() -> list[Tensor]:
         with torch.no_grad():
             return [linear_cross_entropy(hidden, weight, labels, backend="triton")]
@@ -197,6 +213,7 @@ def test_other_uses() -> None:
     check(twice, 3)
     check(into_buffer)
     check(log_probs)
+    check(divergence)
     check(without_gradients, 1)
 
 
