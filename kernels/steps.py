@@ -326,14 +326,20 @@ class _Op:
         elif op.result is not None:
             call = _into_memory(op, replay.plan.device)
         self.function = call.function
-        self.args, self.kwargs = mapped((call.args, call.kwargs), replay.fixed)
-        self.is_fixed = not _places((self.args, self.kwargs))
+        args, self.kwargs = mapped((call.args, call.kwargs), replay.fixed)
+        self.args = list(args)
+        # Arguments that each call brings; the others stay.
+        self.new_args = [(number, arg) for number, arg in enumerate(args) if _places(arg)]
+        self.new_kwargs = [(name, arg) for name, arg in self.kwargs.items() if _places(arg)]
 
     def __call__(self, stream: int) -> None:
-        args, kwargs = self.args, self.kwargs
-        if not self.is_fixed:
-            brought = self.replay.brought
-            args, kwargs = mapped(args, brought), mapped(kwargs, brought)
+        args, kwargs, brought = self.args, self.kwargs, self.replay.brought
+        if self.new_args:
+            args = args.copy()
+            for number, arg in self.new_args:
+                args[number] = mapped(arg, brought)
+        if self.new_kwargs:
+            kwargs = {**kwargs, **{name: mapped(arg, brought) for name, arg in self.new_kwargs}}
         result = self.function(*args, **kwargs)
         if self.made:
             for place, tensor in zip(self.made, (result,) if isinstance(result, Tensor) else result, strict=True):
