@@ -148,11 +148,16 @@ def _launches() -> Iterator[list[Any]]:
         knobs.runtime.launch_enter_hook.remove(launched)
 
 
-def _watched() -> bool:
-    """Whether somebody has hooks on Triton's launches, which a replay would pass by."""
+@lru_cache(maxsize=1)
+def _knobs() -> Any:
     from triton import knobs
 
-    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+    return knobs
+
+
+def _watched() -> bool:
+    """Whether somebody has hooks on Triton's launches, which a replay would pass by."""
+    return bool(_knobs().runtime.launch_enter_hook.calls or _knobs().runtime.launch_exit_hook.calls)
 
 
 class Shared:

@@ -15,8 +15,9 @@ and the last step that touches them. Their tensors are the same in each call, an
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence, Set
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from cce_dist.kernels.tape import Again, Launch, Matrix, Op, Place, Tape, Thing,
 
 LARGE = 1 << 20  # bytes; an allocation of more costs as much time, and is worth giving back early
 ALIGNMENT = 512  # bytes, as the allocator's: a small tensor is as aligned as it was when the kernels were compiled
+MOST_ADDRESSES = 16  # of a matrix, whose tensor maps are kept
 WORKSPACE = 0  # the workspace's place among the tensors of a call; storage n of a tape is n + 1
 _FACTORY = {"dtype", "layout", "device", "pin_memory", "memory_format"}  # arguments that a result's memory answers
 
@@ -40,15 +42,15 @@ class Plan:
         workspace_bytes: Of all of them together.
         made: Storages that a step makes.
         last: The last step that touches a storage, for those that are dropped after it.
-        own: Storages to allocate, and the tensor to allocate for each.
-        uses: The places that each step touches.
+        own: Storages to allocate.
+        whole: Place of the tensor that a call has of each storage: what it is given, makes or allocates.
     """
 
     def __init__(self, tape: Tape, device: torch.device) -> None:
         self.steps, self.result, self.device = tape.steps, tape.result, device
         self.num_storages = len(tape.sizes)
-        self.uses = [_places(step) for step in tape.steps]
-        first, last = _first_and_last(self.uses)
+        uses = [_places(step) for step in tape.steps]
+        first, last = _first_and_last(uses)
         returned = {place.storage for place in _places(tape.result)}
         for step in tape.steps:  # A collective may be under way until the call ends.
             if isinstance(step, Again):
@@ -61,9 +63,10 @@ class Plan:
             if place.storage not in small or isinstance(step, Again) or _into_memory(step, device) is None
         }
         self.offsets, self.workspace_bytes = lay_out(small - self.made, tape.sizes, first, last)
-        places = [place for use in (*self.uses, _places(tape.result)) for place in use]
         others = set(range(tape.num_inputs, self.num_storages)) - small - self.made
-        self.own = {n: _whole(n, tape.sizes[n], places) for n in others if n in first or n in returned}
+        self.own = {n for n in others if n in first or n in returned}
+        places = [place for use in (_places(tape.result), *uses) for place in use]
+        self.whole = {n: _whole(n, tape.sizes[n], places) if n in self.own else place for n, place in enumerate(tape.firsts)}
         self.first = {n: first.get(n, 0) for n in self.own}
         self.last = {n: last[n] for n in (*self.own, *self.made) if n in last and n not in returned}
 
@@ -187,11 +190,11 @@ class Replay:
         self.workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=plan.device).untyped_storage()
         self.steps: list[Callable[[int], None]] = []
         for number, step in enumerate(plan.steps):
-            self.steps += [_Allocate(self, plan.own[n]) for n, first in plan.first.items() if first == number]
+            self.steps += [_Allocate(self, plan.whole[n]) for n, first in plan.first.items() if first == number]
             self.steps.append(_KINDS[type(step)](self, step))
             done = [n + 1 for n, last in plan.last.items() if last == number]
             self.steps += [_Drop(self, done)] if done else []
-        self.result = self._builder(plan.result)
+        self.result = self.bring(mapped(plan.result, self.fixed))
         self.workspace.resize_(0)
 
     def __call__(self, tensors: Sequence[Tensor], stream: int) -> Any:
@@ -230,38 +233,47 @@ class Replay:
             self.small[value] = tensor.set_(self.workspace, offset, value.size, value.stride)  # pyright: ignore
         return self.small[value]
 
-    def brought(self, value: Any) -> Any:
-        """Return the tensor at a place, or the thing, that this call brought; other values as they are."""
-        if not isinstance(value, Place):
-            return self.things[value.number] if isinstance(value, Thing) else value
-        tensor = self.held[value.storage + 1]
-        if tensor.dtype != value.dtype:
-            tensor = tensor.view(value.dtype)
-        if tensor.shape == value.size and tensor.stride() == value.stride and value.offset == 0:
-            return tensor
-        offset = tensor.storage_offset() + value.offset // value.dtype.itemsize
-        return tensor.as_strided(value.size, value.stride, offset)
-
-    def _builder(self, template: Any) -> Callable[[], Any]:
-        """Return a function that makes the call's result, a nest of tuples and lists, from what is held then."""
-        if isinstance(template, tuple | list) and not isinstance(template, Place):
-            kind, items = type(template), [self._builder(item) for item in template]
-            return lambda: kind([item() for item in items])
-        if isinstance(template, Place) and template == self.plan.own.get(template.storage):
-            held, number = self.held, template.storage + 1
+    def bring(self, template: Any) -> Callable[[], Any]:
+        """Return a function that makes a nest of tuples and lists, with this call's tensors and things in their places."""
+        held, things = self.held, self.things
+        if isinstance(template, Thing):
+            return lambda: things[template.number]
+        if not isinstance(template, Place):
+            if isinstance(template, tuple | list):
+                kind, items = type(template), [self.bring(item) for item in template]
+                return lambda: kind([item() for item in items])
+            return lambda: template
+        number, whole = template.storage + 1, self.plan.whole[template.storage]
+        if template == whole:
             return lambda: held[number]
-        return lambda: self.brought(template)
+        if template.dtype != whole.dtype:
+            return lambda: _view(held[number].view(template.dtype), template)
+        return lambda: _view(held[number], template)
+
+
+def _view(tensor: Tensor, place: Place) -> Tensor:
+    offset = tensor.storage_offset() + place.offset // place.dtype.itemsize
+    return tensor.as_strided(place.size, place.stride, offset)
+
+
+def _allocator(place: Place, device: torch.device) -> Callable[[], Tensor]:
+    """Return torch.empty_strided for a place; on a GPU without its way through the dispatcher, as torch.compile's code does."""
+    short = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if device.type == "cuda" else None
+    if short is not None:
+        return partial(short, place.size, place.stride, place.dtype)
+    return partial(torch.empty_strided, place.size, place.stride, dtype=place.dtype, device=device)
 
 
 class _Allocate:
     """Memory for a storage from here on."""
 
     def __init__(self, replay: Replay, place: Place) -> None:
-        self.keep, self.place, self.device = replay.keep, place, replay.plan.device
+        self.held, self.address, self.number = replay.held, replay.address, place.storage + 1
+        self.allocate = _allocator(place, replay.plan.device)
 
     def __call__(self, stream: int) -> None:
-        place = self.place
-        self.keep(place, torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.device))
+        tensor = self.held[self.number] = self.allocate()
+        self.address[self.number] = tensor.data_ptr()
 
 
 class _Drop:
@@ -275,7 +287,7 @@ class _Drop:
             self.held[number] = None
 
 
-class _Address:
+class _Base:
     """The base of a tensor descriptor, which Triton asks for its address alone."""
 
     def __init__(self) -> None:
@@ -285,24 +297,53 @@ class _Address:
         return self.address
 
 
+class _Described:
+    """A tensor descriptor, of a matrix that is somewhere else in each call, as the arguments that a launcher takes for it.
+
+    Args:
+        descriptor: Of the recorded call.
+        encode: Makes the launcher's arguments of a descriptor; None: the launcher does.
+        width: How many these are.
+    """
+
+    def __init__(self, descriptor: Any, encode: Callable[[Any], list[Any]] | None, width: int) -> None:
+        self.descriptor, self.base = copy.copy(descriptor), _Base()
+        self.descriptor.base = self.base
+        self.encode, self.width = encode, width
+        self.known: dict[int, list[Any]] = {}
+
+    def at(self, address: int) -> list[Any]:
+        self.base.address = address
+        if self.encode is None:
+            return [self.descriptor]
+        if address not in self.known:
+            if len(self.known) == MOST_ADDRESSES:
+                self.known.clear()
+            self.known[address] = self.encode(self.descriptor)
+        return self.known[address]
+
+
 class _Launch:
     """A kernel's launch: addresses go where tensors were."""
 
     def __init__(self, replay: Replay, launch: Launch) -> None:
         compiled, self.address = launch.compiled, replay.address
-        self.run = compiled.run
+        self.run, first, encoders = _c_launcher(compiled) or (compiled.run, [compiled.packed_metadata], None)
         # Nobody watches launches, or the call would be ordinary: no metadata for hooks, and no hooks.
-        self.args = [*launch.grid, 0, compiled.function, compiled.packed_metadata, None, None, None]
+        self.args = [*launch.grid, 0, compiled.function, *first, None, None, None]
         self.pointers: list[tuple[int, int, int]] = []
-        self.bases: list[tuple[_Address, int, int]] = []
+        self.matrices: list[tuple[slice, _Described, int, int]] = []
         for value in launch.values:
+            begin = len(self.args)
+            if isinstance(value, Matrix):
+                rank = len(value.descriptor.shape)
+                encode, width = (None, 1) if encoders is None else (encoders[len(self.matrices)], 1 + 2 * rank)
+                described = _Described(value.descriptor, encode, width)
+                self.matrices.append((slice(begin, begin + width), described, *replay.source(value.place)))
+                self.args += [None] * width
+                continue
             if isinstance(value, Place):
-                self.pointers.append((len(self.args), *replay.source(value)))
-            elif isinstance(value, Matrix):
-                base, place = _Address(), value.place
-                value = copy.copy(value.descriptor)
-                value.base = base
-                self.bases.append((base, *replay.source(place)))
+                self.pointers.append((begin, *replay.source(value)))
             self.args.append(value)
 
     def __call__(self, stream: int) -> None:
@@ -310,9 +351,39 @@ class _Launch:
         args[3] = stream
         for position, source, offset in self.pointers:
             args[position] = address[source] + offset
-        for base, source, offset in self.bases:
-            base.address = address[source] + offset
+        for where, described, source, offset in self.matrices:
+            args[where] = described.at(address[source] + offset)
         self.run(*args)
+
+
+def _c_launcher(compiled: Any) -> tuple[Callable[..., None], list[Any], list[Callable[[Any], list[Any]]]] | None:
+    """Return Triton 3.6's launcher in C, the arguments behind the kernel's handle, and what encodes its tensor descriptors.
+
+    The Python around it allocates scratch, where there is any, and encodes descriptors at each launch. None: it is not known.
+    """
+    run = compiled.run
+    if "global_scratch, profile_scratch, *args)" not in _source_of_call(type(run)):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    first = [run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata]
+    within = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else None
+    if within is None:
+        return run.launch, first, []
+    metas = within.get("tensordesc_meta")
+    if "launcher" not in within or not metas or None in metas:
+        return None
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return within["launcher"], first, [partial(make_tensordesc_arg, metadata=meta) for meta in metas]
+
+
+@lru_cache(maxsize=8)
+def _source_of_call(launcher: type) -> str:
+    try:
+        return inspect.getsource(launcher.__call__)
+    except (OSError, TypeError):
+        return ""
 
 
 class _Op:
@@ -329,17 +400,17 @@ class _Op:
         args, self.kwargs = mapped((call.args, call.kwargs), replay.fixed)
         self.args = list(args)
         # Arguments that each call brings; the others stay.
-        self.new_args = [(number, arg) for number, arg in enumerate(args) if _places(arg)]
-        self.new_kwargs = [(name, arg) for name, arg in self.kwargs.items() if _places(arg)]
+        self.new_args = [(number, replay.bring(arg)) for number, arg in enumerate(args) if _places(arg)]
+        self.new_kwargs = [(name, replay.bring(arg)) for name, arg in self.kwargs.items() if _places(arg)]
 
     def __call__(self, stream: int) -> None:
-        args, kwargs, brought = self.args, self.kwargs, self.replay.brought
+        args, kwargs = self.args, self.kwargs
         if self.new_args:
             args = args.copy()
-            for number, arg in self.new_args:
-                args[number] = mapped(arg, brought)
+            for number, bring in self.new_args:
+                args[number] = bring()
         if self.new_kwargs:
-            kwargs = {**kwargs, **{name: mapped(arg, brought) for name, arg in self.new_kwargs}}
+            kwargs = {**kwargs, **{name: bring() for name, bring in self.new_kwargs}}
         result = self.function(*args, **kwargs)
         if self.made:
             for place, tensor in zip(self.made, (result,) if isinstance(result, Tensor) else result, strict=True):
@@ -351,10 +422,10 @@ class _Again:
 
     def __init__(self, replay: Replay, again: Again) -> None:
         self.replay, self.function, self.result = replay, again.function, again.result
-        self.args = mapped(again.args, replay.fixed)
+        self.args = replay.bring(mapped(again.args, replay.fixed))
 
     def __call__(self, stream: int) -> None:
-        result = self.function(*mapped(self.args, self.replay.brought))
+        result = self.function(*self.args())
         if isinstance(self.result, Thing):
             self.replay.things[self.result.number] = result
         elif self.result is not None:

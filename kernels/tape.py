@@ -122,6 +122,7 @@ class Tape(TorchDispatchMode):
     Attributes:
         num_inputs: Storages of inputs, which come first.
         sizes: Bytes of each storage, by its number; 0 for inputs.
+        firsts: Place of the first tensor that was seen in each storage.
         steps: What was done, in order.
         result: What the call returned, with places for tensors.
         refused: Why the call cannot be followed; empty: it can.
@@ -131,6 +132,7 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.num_inputs = len(inputs)
         self.sizes: list[int] = []
+        self.firsts: list[Place] = []
         self.steps: list[Launch | Op | Again] = []
         self.result: Any = None
         self.refused = ""
@@ -247,6 +249,7 @@ class Tape(TorchDispatchMode):
         self._storages.append(StorageWeakRef(storage))
         self._begins.append(int(tensor.storage_offset()) * tensor.itemsize)
         self.sizes.append(int(size))
+        self.firsts.append(Place(len(self.firsts), 0, tensor.dtype, tuple(tensor.shape), tensor.stride()))
 
     def _place(self, tensor: Tensor) -> Place | Tensor:
         number = self._numbers.get(tensor.untyped_storage()._cdata)
