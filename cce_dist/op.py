@@ -18,7 +18,7 @@ from cce_dist import merge
 from cce_dist.agree import label_error
 from cce_dist.call import SCHEMA, Call
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
-from cce_dist.kernels.backends import Backend, choose, top_keys
+from cce_dist.kernels.backends import Backend, choose, num_counted, top_keys
 from cce_dist.kernels.more import any_id, cell_gradients, largest_keys, masked, merge_more, of_keys
 from cce_dist.kernels.tape import again
 from cce_dist.once import Operator, refuse_transforms, replayed
@@ -42,8 +42,9 @@ def _forward(
         nll, lse, target logit, nll of the uniform distribution, entropy: [N] fp32 each, the last two empty unless wanted; of
         several ids nll is [N, I]. Then the filter's statistics, [3], and the largest logit, [N], both empty unless wanted.
         Then a list of what else is wanted: sum of squared probabilities [N], id of the largest logit [N], log-probabilities and
-        ids of the largest logits [N, k]. Then what backward needs: the merged maximum, logarithm of the sum and entropy,
-        [2 or 3, N]; the label ids; several ids and their logits; factors; what the backend saves.
+        ids of the largest logits [N, k], number of labels that count []. Then what backward needs: the merged maximum,
+        logarithm of the sum and entropy, [2 or 3, N]; the label ids; several ids and their logits; factors; what the backend
+        saves.
     """
     return _forward_again(hidden, weight, bias, labels, factors, grad_weight_out, Call.of(flat))
 
@@ -74,6 +75,8 @@ def _run_forward(
         stats_TKN = merge.gather_stats(stats_KN, group)
         *losses, merged = backend.token_losses(stats_TKN, x.ids, spec)
         measured, of_ids = _measure_more(stats_TKN, merged, losses, x, call._replace(spec=spec), group)
+        if spec.want.count:
+            measured.append(num_counted(call.backend, labels, spec.ignore_index))
 
         filter_stats = merged.new_empty(0)
         if spec.want.filter_stats:
@@ -178,17 +181,22 @@ def _run_backward(
         sum_group = None if layout.partial else group
         rows = None if sum_group is None else _rows_at_once(backend, x, spec, sum_group.size())
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
-        hidden_sum = again(merge.HiddenGradSum, sum_group, layout.sequence_parallel, reduce_dtype, ids.numel(), rows)
+        hidden_sum = start_sum = None
+        if sum_group is not None:
+            sequence = layout.sequence_parallel
+            hidden_sum = again(merge.HiddenGradSum, sum_group, sequence, reduce_dtype, ids.numel(), rows)
+            start_sum = partial(again, merge.HiddenGradSum.start, hidden_sum)
         if arriving is not None:
             x = x._replace(hidden=again(merge.SequenceGather.wait, arriving))
 
         softmax = Softmax(merged[0], merged[1], None if d_losses[-1] is None else merged[2])
-        start_sum = partial(again, merge.HiddenGradSum.start, hidden_sum)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
-        _, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
+        d_hidden, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
+        if hidden_sum is not None and want_hidden:
+            d_hidden = again(merge.HiddenGradSum.wait, hidden_sum)
         nothing = hidden.new_empty(0)
         return (
-            again(merge.HiddenGradSum.wait, hidden_sum) if want_hidden else nothing,
+            nothing if d_hidden is None else d_hidden,
             nothing if d_weight is None else d_weight,
             nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
         )
@@ -233,6 +241,7 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     measured = [empty(num_tokens)] * want.sum_p_squared + [torch.empty_like(ids)] * want.best
     if want.top_k:
         measured += [empty(num_tokens, want.top_k), ids.new_empty(num_tokens, want.top_k)]
+    measured += [ids.new_empty(())] * want.count
     saved = [empty(2 + want.entropy, num_tokens), ids, *of_ids, *own, *saved]
     return nll, *losses, filter_stats, largest, measured, saved
 

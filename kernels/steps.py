@@ -66,7 +66,9 @@ class Plan:
         others = set(range(tape.num_inputs, self.num_storages)) - small - self.made
         self.own = {n for n in others if n in first or n in returned}
         places = [place for use in (_places(tape.result), *uses) for place in use]
-        self.whole = {n: _whole(n, tape.sizes[n], places) if n in self.own else place for n, place in enumerate(tape.firsts)}
+        self.whole = {
+            n: _whole(n, tape.sizes[n], places) if n in self.own else place for n, place in enumerate(tape.firsts)
+        }
         self.first = {n: first.get(n, 0) for n in self.own}
         self.last = {n: last[n] for n in (*self.own, *self.made) if n in last and n not in returned}
 
@@ -396,7 +398,7 @@ class _Op:
             self.made = _places(op.result)
         elif op.result is not None:
             call = _into_memory(op, replay.plan.device)
-        self.function = call.function
+        self.function = call.function._op  # the overload itself, which its Python object calls
         args, self.kwargs = mapped((call.args, call.kwargs), replay.fixed)
         self.args = list(args)
         # Arguments that each call brings; the others stay.
