@@ -179,7 +179,7 @@ def _out_form(function: Any, dispatch_key: str) -> tuple[Any, str, frozenset[str
 class Replay:
     """A plan's steps with room for one call's tensors: one call at a time goes through it.
 
-    The small tensors live here for good. Their workspace is empty between calls.
+    The small tensors that operators work on live here for good. Their workspace is empty between calls.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -198,6 +198,8 @@ class Replay:
             self.steps += [_Drop(self, done)] if done else []
         self.result = self.bring(mapped(plan.result, self.fixed))
         self.workspace.resize_(0)
+        # Where launches alone touch the workspace, any memory will do.
+        self.allocate = _allocator(Place(-1, 0, torch.uint8, (plan.workspace_bytes,), (1,)), plan.device)
 
     def __call__(self, tensors: Sequence[Tensor], stream: int) -> Any:
         held, address = self.held, self.address
@@ -205,15 +207,19 @@ class Replay:
             for number, tensor in enumerate(tensors, 1):
                 held[number] = tensor
                 address[number] = tensor.data_ptr()
-            if self.plan.workspace_bytes:
+            if self.small:
                 self.workspace.resize_(self.plan.workspace_bytes)
                 address[WORKSPACE] = self.workspace.data_ptr()
+            elif self.plan.workspace_bytes:
+                tensor = held[WORKSPACE] = self.allocate()
+                address[WORKSPACE] = tensor.data_ptr()
             for step in self.steps:
                 step(stream)
             return self.result()
         finally:
             held[:], self.things[:] = [None] * len(held), [None] * len(self.things)
-            self.workspace.resize_(0)
+            if self.small:
+                self.workspace.resize_(0)
 
     def keep(self, place: Place, tensor: Tensor) -> None:
         """Take a tensor that a step allocated or made."""
