@@ -266,7 +266,8 @@ def _view(tensor: Tensor, place: Place) -> Tensor:
 
 def _allocator(place: Place, device: torch.device) -> Callable[[], Tensor]:
     """Return torch.empty_strided for a place; on a GPU without its way through the dispatcher, as torch.compile's code does."""
-    short = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if device.type == "cuda" else None
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    short = getattr(guards, "_empty_strided_cuda", None) if device.type == "cuda" else None
     if short is not None:
         return partial(short, place.size, place.stride, place.dtype)
     return partial(torch.empty_strided, place.size, place.stride, dtype=place.dtype, device=device)

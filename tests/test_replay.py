@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -35,7 +36,7 @@ from cce_dist import (
     op,
 )
 from cce_dist.kernels import replay, steps
-from cce_dist.kernels.tape import Again, Tape
+from cce_dist.kernels.tape import Again, Launch, Matrix, Place, Tape, again
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -109,7 +110,7 @@ def replaying() -> Iterator[list[replay.Shared]]:
             function.plans.clear()
 
 
-def tensors(num_tokens: int = 36, hidden_size: int = 24, num_rows: int = 100) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(num_tokens: int = 20, hidden_size: int = 16, num_rows: int = 70) -> tuple[Tensor, Tensor, Tensor]:
     if GPU:
         num_tokens, hidden_size, num_rows = (8 * n for n in (num_tokens, hidden_size, num_rows))
     generator = torch.Generator().manual_seed(1)
@@ -269,15 +270,38 @@ def test_operators() -> None:
     assert plan.plan.workspace_bytes > 0
 
 
+def test_what_a_collective_reads_stays() -> None:
+    """Catches: memory that is given to another tensor while a collective, which was only started, may still read it."""
+    under_way: list[Tensor] = []
+
+    def function(x: Tensor, call: float) -> tuple[Tensor]:
+        again(under_way.append, x * 2)
+        for _ in range(4):
+            x = x * 3
+        again(wait)
+        return (x,)
+
+    def wait() -> None:
+        assert torch.equal(under_way[-1], first * 2)
+
+    replayed = replay.Replayed(function, lambda call: ())
+    for seed in range(4):
+        first, _ = given(seed)
+        replayed(first, 1.0)
+    (plan,) = replayed.plans.values()
+    assert plan is not None
+    assert len(plan.plan.offsets) > 1
+
+
 def test_threads_replay_side_by_side() -> None:
     """Catches: a workspace that two calls share."""
     replayed, wrong = replay.Replayed(plain, lambda factor: ()), []
     turns = threading.Barrier(2)
-    again = steps._Op.__call__
+    run = steps._Op.__call__
 
     def with_turns(step: Any, *args: Any) -> None:  # The two threads take turns at every operator.
         turns.wait(60)
-        again(step, *args)
+        run(step, *args)
 
     def work(seed: int) -> None:
         first, others = given(seed)
@@ -396,6 +420,54 @@ def test_an_unknown_launcher_is_left_alone(monkeypatch: pytest.MonkeyPatch, capl
     with caplog.at_level("WARNING", "cce_dist"):
         assert not available()
     assert "does not know the launcher" in caplog.text
+
+
+class Launcher:
+    """Triton 3.6's launcher of a kernel with tensor descriptors, as far as a replay knows it."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, True
+
+    def __init__(self, launcher: Callable[..., None], tensordesc_meta: list[Any]) -> None:
+        def inner(*args: Any) -> None:
+            metas, final = iter(tensordesc_meta), list(args[:13])
+            for arg in args[13:]:
+                final += encoded(arg, next(metas)) if isinstance(arg, TensorDescriptor) else [arg]
+            launcher(*final)
+
+        self.launch = inner
+
+    def __call__(self, gridX: int, gridY: int, gridZ: int, stream: int, function: int, *args: Any) -> None:
+        global_scratch = profile_scratch = None
+        self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl,
+                    global_scratch, profile_scratch, *args)  # fmt: skip
+
+
+def encoded(arg: Any, metadata: Any) -> list[Any]:
+    return [("map", metadata, arg.base.data_ptr()), *arg.shape, *arg.strides]
+
+
+def test_the_launcher_in_c_gets_what_triton_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: another order of arguments, a tensor map of another address."""
+    from triton.backends.nvidia import driver
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encoded)
+    seen: list[tuple[Any, ...]] = []
+    launcher = Launcher(lambda *args: seen.append(args), ["first", "second"])
+    compiled = SimpleNamespace(run=launcher, function=7, packed_metadata=(4, 1, 0))
+    matrices = [torch.zeros(16, 16, device=DEVICE) for _ in range(3)]
+    place = Place(0, 0, torch.float32, (16, 16), (16, 1))
+    values = [Matrix(TensorDescriptor.from_tensor(matrices[0], [8, 8]), place), place, 5, "ieee"]
+    values.append(values[0])
+    call = SimpleNamespace(address=[0, 0], source=lambda place: (1, 0))
+    launch = steps._Launch(call, Launch(compiled, (1, 2, 3), values))  # pyright: ignore[reportArgumentType]
+    assert launch.run is not launcher
+    for matrix in (matrices[0], matrices[1], matrices[0], matrices[2]):
+        call.address[1] = matrix.data_ptr()
+        launch(9)
+        described = TensorDescriptor.from_tensor(matrix, [8, 8])
+        launcher(1, 2, 3, 9, 7, (4, 1, 0), None, None, None, described, matrix.data_ptr(), 5, "ieee", described)
+        assert seen[-1] == seen[-2]
 
 
 def _on_ranks() -> None:
