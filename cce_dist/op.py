@@ -8,6 +8,7 @@ arithmetic, ``merge`` the communication.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from cce_dist import merge
 from cce_dist.agree import label_error
 from cce_dist.call import SCHEMA, Call
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
-from cce_dist.kernels.backends import Backend, choose, top_keys
+from cce_dist.kernels.backends import Backend, choose, num_counted, top_keys
 from cce_dist.kernels.more import any_id, cell_gradients, largest_keys, masked, merge_more, of_keys
-from cce_dist.once import Operator, refuse_transforms
+from cce_dist.kernels.tape import again
+from cce_dist.once import Operator, refuse_transforms, replayed
 from cce_dist.shard import even_rows
 
 _US = "linear_cross_entropy (or linear_log_probs)"  # in messages of what both have
@@ -40,10 +42,11 @@ def _forward(
         nll, lse, target logit, nll of the uniform distribution, entropy: [N] fp32 each, the last two empty unless wanted; of
         several ids nll is [N, I]. Then the filter's statistics, [3], and the largest logit, [N], both empty unless wanted.
         Then a list of what else is wanted: sum of squared probabilities [N], id of the largest logit [N], log-probabilities and
-        ids of the largest logits [N, k]. Then what backward needs: the merged maximum, logarithm of the sum and entropy,
-        [2 or 3, N]; the label ids; several ids and their logits; factors; what the backend saves.
+        ids of the largest logits [N, k], number of labels that count []. Then what backward needs: the merged maximum,
+        logarithm of the sum and entropy, [2 or 3, N]; the label ids; several ids and their logits; factors; what the backend
+        saves.
     """
-    return _run_forward(hidden, weight, bias, labels, factors, grad_weight_out, Call.of(flat))
+    return _forward_again(hidden, weight, bias, labels, factors, grad_weight_out, Call.of(flat))
 
 
 def _run_forward(
@@ -57,7 +60,7 @@ def _run_forward(
         return backend.merged_lse(merge.gather_stats(stats_3N, group))
 
     with torch.autocast(hidden.device.type, enabled=False):
-        arriving = merge.SequenceGather(hidden, group) if layout.sequence_parallel and group is not None else None
+        arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         ids = backend.label_ids(labels.view(-1), spec.ignore_index, spec.vocab_size)
         if call.debug or not labels.is_cuda:  # reading labels waits for a GPU; there the token's loss is NaN instead
             error = label_error(call.argument, labels.view(-1), ids, spec.vocab_size, spec.ignore_index)
@@ -71,6 +74,8 @@ def _run_forward(
         stats_TKN = merge.gather_stats(stats_KN, group)
         *losses, merged = backend.token_losses(stats_TKN, x.ids, spec)
         measured, of_ids = _measure_more(stats_TKN, merged, losses, x, call._replace(spec=spec), group)
+        if spec.want.count:
+            measured.append(num_counted(call.backend, labels, spec.ignore_index))
 
         filter_stats = merged.new_empty(0)
         if spec.want.filter_stats:
@@ -80,6 +85,10 @@ def _run_forward(
             largest = torch.where(x.ids >= 0, merged[0], losses[1])
         own = [] if x.factors_N2 is None else [x.factors_N2]
         return *losses, filter_stats, largest, measured, [merged, x.ids, *of_ids, *own, *saved]
+
+
+def _start_gather(hidden: Tensor, group: Any) -> merge.SequenceGather | None:
+    return None if group is None else again(merge.SequenceGather, hidden, group)
 
 
 def _operands(
@@ -124,7 +133,7 @@ def _statistics_on_arrival(
     """
     saved = backend.saved_of_slices(x, spec)
     if saved is None:
-        x = x._replace(hidden=arriving.wait())
+        x = x._replace(hidden=again(merge.SequenceGather.wait, arriving))
         return x, *backend.statistics(x, spec, merge_bound)
     keep_nothing = spec._replace(want=spec.want._replace(grad=False))
 
@@ -134,7 +143,7 @@ def _statistics_on_arrival(
     here = arriving.here
     before, after = slice(0, here.start), slice(here.stop, x.num_tokens)
     local_KN = of(here, arriving.local)
-    hidden = arriving.wait()
+    hidden = again(merge.SequenceGather.wait, arriving)
     stats_KN = torch.cat((of(before, hidden[before]), local_KN, of(after, hidden[after])), 1)
     return x._replace(hidden=hidden), stats_KN, saved
 
@@ -144,7 +153,7 @@ def _backward(
     grad_weight_out: Tensor | None, want: list[bool], *flat,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
-    return _run_backward(d_losses, hidden, weight, bias, saved, grad_weight_out, want, Call.of(flat))
+    return _backward_again(d_losses, hidden, weight, bias, saved, grad_weight_out, want, Call.of(flat))
 
 
 def _run_backward(
@@ -164,22 +173,28 @@ def _run_backward(
         factors, *saved = saved
     want_hidden, want_weight, want_bias = want
     with torch.autocast(hidden.device.type, enabled=False):
-        arriving = merge.SequenceGather(hidden, group) if layout.sequence_parallel and group is not None else None
+        arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size)
         x = Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
         sum_group = None if layout.partial else group
         rows = None if sum_group is None else _rows_at_once(backend, x, spec, sum_group.size())
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
-        hidden_sum = merge.HiddenGradSum(sum_group, layout.sequence_parallel, reduce_dtype, ids.numel(), rows)
+        hidden_sum = start_sum = None
+        if sum_group is not None:
+            sequence = layout.sequence_parallel
+            hidden_sum = again(merge.HiddenGradSum, sum_group, sequence, reduce_dtype, ids.numel(), rows)
+            start_sum = partial(again, merge.HiddenGradSum.start, hidden_sum)
         if arriving is not None:
-            x = x._replace(hidden=arriving.wait())
+            x = x._replace(hidden=again(merge.SequenceGather.wait, arriving))
 
         softmax = Softmax(merged[0], merged[1], None if d_losses[-1] is None else merged[2])
-        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, hidden_sum.start, rows)
-        _, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
+        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
+        d_hidden, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
+        if hidden_sum is not None and want_hidden:
+            d_hidden = again(merge.HiddenGradSum.wait, hidden_sum)
         nothing = hidden.new_empty(0)
         return (
-            hidden_sum.wait() if want_hidden else nothing,
+            nothing if d_hidden is None else d_hidden,
             nothing if d_weight is None else d_weight,
             nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
         )
@@ -227,11 +242,13 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     measured = [empty(num_tokens)] * want.sum_p_squared + [torch.empty_like(ids)] * want.best
     if want.top_k:
         measured += [empty(num_tokens, want.top_k), ids.new_empty(num_tokens, want.top_k)]
+    measured += [ids.new_empty(())] * want.count
     saved = [empty(2 + want.entropy, num_tokens), ids, *of_ids, *own, *saved]
     return nll, *losses, filter_stats, largest, measured, saved
 
 
-_OPERATOR = Operator(_US, _run_forward, _run_backward, "forward", "backward", Call.of, NUM_LOSSES, 3)
+_forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
+_OPERATOR = Operator(_US, _forward_again, _backward_again, "forward", "backward", Call.of, NUM_LOSSES, 3)
 
 
 def forward(

@@ -84,6 +84,15 @@ class Backend(Protocol):
         ...
 
 
+def num_counted(name: str, labels_N: Tensor, ignore_index: int) -> Tensor:
+    """Return how many labels are not ``ignore_index``, at least 1, as a 0-d int64 tensor."""
+    if name == "torch":
+        return (labels_N != ignore_index).sum().clamp(min=1)
+    from cce_dist.kernels import tokens
+
+    return tokens.num_counted(labels_N, ignore_index)
+
+
 def top_keys(name: str, x: Operands, spec: Spec) -> Tensor:
     """Return the largest logits of each token with their ids, ``more.keys_of``; no filter changes them. -> [N, k]."""
     if name == "torch":

@@ -35,6 +35,7 @@ from cce_dist.kernels import (
     Softmax,
     Spec,
     Want,
+    backends,
     budget,
     exact,
     tiles,
@@ -540,6 +541,8 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
     assert torch.equal(ids, dense_backend.label_ids(labels, -100, vocab_size))
     assert (ids == IGNORED).any() and (ids == OUTSIDE).any()
     assert torch.equal(tokens.label_ids(labels, 5, vocab_size), dense_backend.label_ids(labels, 5, vocab_size))
+    for some in (labels, torch.full_like(labels, -100), labels[:0]):
+        assert torch.equal(tokens.num_counted(some, -100), backends.num_counted("torch", some, -100))
 
     stats = torch.rand(num_shards, 3 + 2 * uniform + entropy, num_tokens, device=DEVICE) * 50 + 1
     stats[:, 0] -= 30
