@@ -90,7 +90,13 @@ def compiled(task: Task) -> Function:
 def ours(task: Task, workspace_bytes: int | None = None, backend: str = "auto") -> Function:
     def function(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         out = linear_log_probs(
-            hidden, weight, ids, entropy=task.entropy, top_k=task.top_k, workspace_bytes=workspace_bytes, backend=backend
+            hidden,
+            weight,
+            ids,
+            entropy=task.entropy,
+            top_k=task.top_k,
+            workspace_bytes=workspace_bytes,
+            backend=backend,
         )
         return out.log_probs, out.entropy, out.top_log_probs
 

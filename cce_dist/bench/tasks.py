@@ -102,5 +102,3 @@ def _line(row: Row, measured: Measured, columns: Sequence[str]) -> dict[str, str
     return line | ratios | {
         "ms": f"{1e3 * row.total.median:.2f}", "MiB": "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}",
     } | {name: f"{error:.1e}" for name, error in numbers.items()}  # fmt: skip
-
-
