@@ -142,11 +142,21 @@ def main() -> None:
     step("filtered with options", bias=True, softcap=30.0, grad_filter=GradFilter())
     divergence("forward")
     divergence("jsd", bias=True, softcap=30.0, teacher_softcap=20.0, logit_scale=0.5, teacher_logit_scale=0.7)
-    log_probs("log-probs", entropy=True, top_k=4)
+    # Few tokens keep their exponentials in any budget, but for what is batch invariant.
+    log_probs("log-probs", entropy=True, top_k=4, batch_invariant=True)
+    log_probs("log-probs, kept", workspace_bytes=1 << 30, entropy=True)
     log_probs("log-probs of several ids, kept", num_ids=3, workspace_bytes=1 << 30)
-    log_probs("log-probs of several ids", num_ids=3, own=True, entropy=True)
-    log_probs("log-probs with measures", sum_p_squared=True, argmax=True, entropy=True)
-    log_probs("log-probs with measures, kept", workspace_bytes=1 << 30, sum_p_squared=True, argmax=True, own=True)
+    log_probs("log-probs of several ids", num_ids=3, own=True, entropy=True, batch_invariant=True)
+    log_probs("log-probs with measures", sum_p_squared=True, argmax=True, entropy=True, batch_invariant=True)
+    log_probs(
+        "log-probs with measures, kept",
+        num_ids=3,
+        workspace_bytes=1 << 30,
+        sum_p_squared=True,
+        argmax=True,
+        own=True,
+        entropy=True,
+    )
     log_probs(
         "log-probs with options", num_ids=3, own=True, entropy=True, sum_p_squared=True, argmax=True, softcap=30.0
     )

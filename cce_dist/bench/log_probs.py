@@ -59,7 +59,7 @@ class Inputs(NamedTuple):
     of_entropy: Tensor
 
 
-# hidden, weight, ids -> log-probabilities [N, K]; entropies [N], and log-probabilities of the largest logits [N, top_k], or None
+# hidden, weight, ids -> log-probabilities [N, K]; entropies [N] and log-probabilities of the largest logits [N, top_k] or None
 Function = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor | None]]
 
 

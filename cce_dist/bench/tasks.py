@@ -1,7 +1,7 @@
 """A task of several methods, checked and timed: what the benches of log-probabilities and of divergences share.
 
-The rules are those of ``cce-dist bench``: a method whose values or gradients are wrong gets no time, and the others are timed in
-turns, beside the plain products that no method can do without.
+The rules are those of ``cce-dist bench``: a method whose values or gradients are wrong gets no time, and the others are timed
+in turns, beside the plain products that no method can do without.
 """
 
 from __future__ import annotations
@@ -77,27 +77,30 @@ def _errors(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Errors:
     if not of_grads:
         return Errors(of_value, 0.0, 0.0, 0.0)
     of_mean = (found[1].mean(0, keepdim=True, dtype=torch.float32), expected[1].mean(0, keepdim=True))
-    return Errors(of_value, *of_grads, relative_error(*of_mean))
+    d_hidden, d_weight = of_grads
+    return Errors(of_value, d_hidden, d_weight, relative_error(*of_mean))
 
 
 def lines(measured: Measured) -> list[dict[str, str]]:
     """The table: the products, then a line for each method."""
     counts = sorted(measured.products)
-    columns = ["ms", *(f"/{count} GEMMs" for count in counts), "MiB", "err value", "err dE", "err dC"]
+    columns = ["ms", *(_over(count) for count in counts), "MiB", "err value", "err dE", "err dC"]
     table = []
     for count in counts:
         ms = 1e3 * measured.products[count].median
-        table.append({"method": f"{count} GEMMs", **dict.fromkeys(columns, ""), "ms": f"{ms:.2f}"})
+        table.append({"method": _over(count)[1:], **dict.fromkeys(columns, ""), "ms": f"{ms:.2f}"})
     return [*table, *(_line(row, measured, columns) for row in measured.rows)]
+
+
+def _over(count: int) -> str:
+    return f"/{count} GEMM{'s' * (count > 1)}"
 
 
 def _line(row: Row, measured: Measured, columns: Sequence[str]) -> dict[str, str]:
     line = {"method": row.name, **dict.fromkeys(columns, "")}
     if row.problem or row.errors is None:
         return line | {"ms": row.problem}
-    ratios = {
-        f"/{count} GEMMs": f"{row.total.median / timing.median:.3f}" for count, timing in measured.products.items()
-    }
+    ratios = {_over(count): f"{row.total.median / timing.median:.3f}" for count, timing in measured.products.items()}
     numbers = {"err value": row.errors.loss, "err dE": row.errors.d_hidden, "err dC": row.errors.d_weight}
     return line | ratios | {
         "ms": f"{1e3 * row.total.median:.2f}", "MiB": "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}",
