@@ -272,7 +272,8 @@ def gradients(
         num_kept = min(kept.exp_NV.shape[1], last)
         if kept.spent.shape[0]:
             _make_anew(x, order, kept, tiles, spec.want)
-            kept.spent.fill_(softmax.entropy is not None)
+            # Autograd, which counts what is written to saved tensors, sees no more of this than of the kernels' writing.
+            kept.spent.data.fill_(softmax.entropy is not None)
         at_once, cols = budget.exact_chunks(
             sizes_of(x)._replace(num_columns=last - num_kept), spec.workspace_bytes, kept.exp_NV.nbytes, tiles,
             num_programs(x.hidden.device),

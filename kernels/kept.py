@@ -258,5 +258,5 @@ def _with_entropy_kernel(
     e = tl.load(cells, mask=mask, other=0).to(tl.float32)
     # 0 times a logarithm is 0. A subnormal number, whose logarithm a GPU takes for that of 0, is next to nothing; so is what a
     # label's gradient left in a cell that will be written anew.
-    grad = tl.where(e < SMALLEST, 0.0, e * (a + b * tl.log(e)))
+    grad = tl.where(e < SMALLEST, 0.0, e * (a + b * tl.log(tl.maximum(e, SMALLEST))))
     tl.store(cells, grad.to(exp_ptr.dtype.element_ty), mask=mask)
