@@ -16,8 +16,6 @@ from cce_dist.kernels.heads import KINDS, Divergence
 from cce_dist.operands import NAMES, Names, check_buffer, check_head, choose_backend, environment, shape_of_tokens
 from cce_dist.shard import VocabShard, local_rows
 
-DEFAULT_WORKSPACE = 512 << 20  # twice the loss's least: two heads' hidden states stand in it
-
 
 def linear_kl_divergence(
     input: Tensor,
@@ -134,7 +132,8 @@ def linear_kl_divergence(
     spec = Divergence(
         student.logits(options.logit_scale, options.softcap),
         teacher.logits(*_teacher_options(teacher_logit_scale, teacher_softcap)),
-        kind, beta, options.workspace_bytes or DEFAULT_WORKSPACE,
+        kind, beta, options.workspace_bytes,
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in student[1:4]),
     )  # fmt: skip
     call = DivergenceCall(
         spec, student.shard.vocab_size, Layout.of(student.shard, options),

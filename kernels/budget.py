@@ -23,6 +23,7 @@ CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2 << 30  # of the budget that is chosen where none is given
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
+LEAST_PAIR_COLS = 64  # columns of a tile of both heads' logits, at least
 
 FEW = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
 SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a power of 2
@@ -68,6 +69,11 @@ class Sizes(NamedTuple):
         return (self.hidden_size + self.teacher_size) * self.itemsize
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes that are kept of a logit: its exponential; of two heads' the larger one and the difference."""
+        return self.itemsize * (2 if self.teacher_size else 1)
+
+    @property
     def sum_bytes(self) -> int:
         """Bytes of one token's hidden state, and of the remainder that d_hidden cannot hold in 16 bits (``d_hidden.py``)."""
         return self.hidden_bytes + (2 * self.hidden_size if self.itemsize == 2 else 0)
@@ -88,7 +94,8 @@ def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
 
 def _kept_tile_bytes(sizes: Sizes, tile_cols: int) -> int:
     """Bytes that a token's exponentials in one tile of columns take, their reference counted."""
-    return tile_cols * sizes.itemsize + REFERENCE_BYTES
+    references = 2 * cdiv(tile_cols, LEAST_PAIR_COLS) if sizes.teacher_size else 1
+    return tile_cols * sizes.kept_bytes + REFERENCE_BYTES * references
 
 
 def default_workspace(sizes: Sizes, keeps: bool) -> int:

@@ -31,10 +31,10 @@ def test_every_kernel_compiles(target: str) -> None:
     names = {line.split()[0] for lines in steps.values() for line in lines}
     assert names >= EXACT | FILTERED | LOG_PROBS | OF_TWO_HEADS
     assert all(int(line.split()[-1]) <= SHARED[target] << 10 for lines in steps.values() for line in lines), said.stdout
-    # Options spill: a softcap with a bias, with smoothing, or with factors of tokens.
-    most = {name: 0 for name in steps if "options" not in name and name != "filtered"} | {
-        "jsd divergence with options": 128
-    }
+    # Options spill: a softcap with a bias, with smoothing, or with factors of tokens. Both heads' logits leave few registers.
+    most = {name: 0 for name in steps if "options" not in name and name != "filtered"}
+    most |= {f"{kind} divergence, kept": 32 for kind in ("forward", "reverse", "jsd")}
+    most |= {"jsd divergence with options": 128}
     for line, bytes_spilled in [(line, most[step]) for step in most for line in steps[step]]:
         name, _, spilled, _, wgmma, *_ = line.split()
         assert int(spilled) <= bytes_spilled or target not in ("90", "100"), line

@@ -96,7 +96,8 @@ def ours(kind: str, workspace_bytes: int | None = None, backend: str = "auto") -
 
 METHODS: dict[str, Callable[[str], Mean]] = {
     "cce-dist": ours,
-    "cce-dist@256MiB": partial(ours, workspace_bytes=256 << 20),
+    "cce-dist@512MiB": partial(ours, workspace_bytes=512 << 20),
+    "cce-dist-cached": partial(ours, workspace_bytes=1 << 40),
     "cce-dist-torch": partial(ours, backend="torch"),
     "torch": lambda kind: cast(Mean, partial(dense, kind)),
     "torch-compile": compiled,
