@@ -287,7 +287,7 @@ def test_rows_of_the_bench_are_of_one_loss() -> None:
     expected = peers.dense(hidden, weight, ids)
     gradients = torch.autograd.grad(expected, (hidden, weight))
     rows = methods.all_methods("log-probs")
-    assert {"cce-dist", "cce-dist-alone", "torch", "torch-compile", "trl-chunked"} <= rows.keys()
+    assert {"cce-dist", "cce-dist-alone", "torch", "torch-compile", "trl-chunked", "liger-chunked"} <= rows.keys()
     for name, method in rows.items():
         if name == "torch-compile":  # "torch", compiled
             continue

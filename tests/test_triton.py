@@ -256,11 +256,11 @@ def test_cached_matches_dense(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-def test_cached_label_beside_no_probability(entropy: bool) -> None:
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_cached_label_beside_no_probability(with_entropy: bool) -> None:
     """A label's gradient where P p is nothing: P = 0, or another shard far above this one. Catches: the least scale removed,
     an infinite log p that meets it."""
-    case = sized(cached=128, ignored=0.0, entropy=entropy)
+    case = sized(cached=128, ignored=0.0, entropy=with_entropy)
     p = problem(case, torch.bfloat16 if GPU else torch.float32)
     p.coef[0, ::2] = 0.0
     maximum, log_sum, entropy = dense(p, case, torch.float64).merged

@@ -153,7 +153,7 @@ def _exact(task: Task, hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Ten
     return log_p.gather(1, ids), entropy, log_p.topk(task.top_k).values if task.top_k else None
 
 
-def products(x: Inputs, grad: bool) -> dict[int, Callable[[], None]]:
+def products(x: Inputs, grad: bool) -> dict[int, Callable[[], object]]:
     """The plain products of a step: of the logits alone, or with both gradients, and the same with the logits twice."""
 
     def of(logits: int) -> None:

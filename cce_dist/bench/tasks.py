@@ -6,7 +6,7 @@ in turns, beside the plain products that no method can do without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ class Measured(NamedTuple):
 
 
 def measure(
-    methods: dict[str, Callable[[], Step]], expected: tuple[Tensor, ...], products: dict[int, Callable[[], None]],
+    methods: dict[str, Callable[[], Step]], expected: tuple[Tensor, ...], products: Mapping[int, Callable[[], object]],
     repeats: int,
 ) -> Measured:  # fmt: skip
     """Check every method, then time those that are right, in turns.
