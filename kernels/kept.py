@@ -212,10 +212,7 @@ def _row_scale_kernel(
         coef_entropy = tl.load(coef_ptr + 3 * num_tokens.to(tl.int64) + token, mask=live, other=0) * logit_scale
         # Exponentials reach exp(HEADROOM): over this size no factor of theirs, a + b log e, is above 1.
         size = tl.abs(coef_p) + tl.abs(coef_entropy) * (tl.abs(entropy) + tl.abs(log_p) + HEADROOM)
-        scale = tl.exp(log_p)
-        # Where every probability underflows, all but the label's gradient is 0.
-        none = (scale == 0) | (size == 0)
-        scale = tl.where(none, 0.0, size * scale)
+        scale = size * tl.exp(log_p)
     else:
         scale = coef_p * tl.exp((reference - row_max) - log_sum)
     # A scale of nearly 0 beside a label's gradient (P = 0, or all of this shard far below another's maximum) could not carry
@@ -223,8 +220,8 @@ def _row_scale_kernel(
     least = 8.077935669463161e-28 * tl.abs(coef_label)
     small = here & (tl.abs(scale) < least)
     if HAS_ENTROPY:
-        share = tl.where(none, 0.0, tl.where(small, scale / least, 1.0) / size)
-        a = tl.where(none, 0.0, (coef_p - coef_entropy * (log_p + entropy)) * share)
+        share = tl.where(size == 0, 0.0, tl.where(small, scale / least, 1.0) / size)
+        a = (coef_p - coef_entropy * (log_p + entropy)) * share
         tl.store(row_factor_ptr + offs_n, a, mask=live)
         tl.store(row_factor_ptr + num_rows.to(tl.int64) + offs_n, -coef_entropy * share, mask=live)
     scale = tl.where(small, least, scale)

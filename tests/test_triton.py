@@ -259,10 +259,10 @@ def test_cached_matches_dense(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_cached_label_beside_no_probability(with_entropy: bool) -> None:
     """A label's gradient where P p is nothing: P = 0, or another shard far above this one. Catches: the least scale removed,
-    an infinite log p that meets it."""
+    0 by 0 where neither P nor the entropy has a gradient."""
     case = sized(cached=128, ignored=0.0, entropy=with_entropy)
     p = problem(case, torch.bfloat16 if GPU else torch.float32)
-    p.coef[0, ::2] = 0.0
+    p.coef[0, ::2] = p.coef[3, ::4] = 0.0
     maximum, log_sum, entropy = dense(p, case, torch.float64).merged
     _, *cache = local_stats(p, case)
     d_hidden, d_weight, _ = gradients(p, case, (maximum + 1e4, log_sum, entropy), cache)
