@@ -81,8 +81,9 @@ def linear_kl_divergence(
         reduce_dtype: What dE is summed over the group in; None for input's dtype.
         backend: "triton", "torch", or "auto": Triton on a GPU, else torch. The environment variable CCE_DIST_BACKEND
             overrides "auto".
-        workspace_bytes: Bound of the temporary memory for hidden states and logits; the same on every rank of a group.
-            None: 512 MiB. Nothing but five numbers a token is kept for backward.
+        workspace_bytes: Bound of the temporary memory for hidden states and logits, and of what forward may keep for backward;
+            the same on every rank of a group. None: as much as it takes to keep both heads' exponentials, but at most 2 GiB and
+            at least 256 MiB; 256 MiB where none can be kept (fp32, fp16, no gradient, the torch backend).
         grad_weight_out: [V_r, D] contiguous buffer, fp32 or linear_weight's dtype, that backward adds dC into; linear_weight
             itself then gets no gradient.
 
@@ -104,7 +105,8 @@ def linear_kl_divergence(
 
     Cost:
         Forward computes each head's logits once ("jsd": twice), backward once more, and two products give dE and dC: 6 products
-        for heads of one size ("jsd": 8).
+        for heads of one size ("jsd": 8). Columns whose exponentials are kept are not computed again in backward: with all of
+        them there are 4 products ("jsd": 6).
 
     Raises:
         ValueError, TypeError: Shapes, dtypes, devices, options or shards do not fit; before any kernel or collective.

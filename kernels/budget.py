@@ -263,7 +263,7 @@ class Peak(NamedTuple):
 
 
 def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_once: int) -> Peak:
-    """Predict what the exact kernels take; ``keep``: exponentials may be kept (bf16, neither smoothing nor entropy)."""
+    """Predict what the exact kernels take; ``keep``: exponentials may be kept (bf16 without smoothing)."""
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
     kept = columns_kept(sizes, workspace_bytes) if keep else 0
     kept_bytes = num_tokens * kept * sizes.itemsize
