@@ -226,7 +226,7 @@ class Output(NamedTuple):
     often_empty: bool
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """Columns [first, stop) of the logits' gradient, for one group of tokens.
 
     Attributes:
@@ -300,7 +300,7 @@ def gradients(
                 scale_R = _kept_operand(kept, x, rows, softmax, coef_4N)
                 if d_weight is not None:
                     gather_rows(x.hidden, rows, scale_R)
-                add_part(out, Part(0, num_kept, kept.exp_NV, scale_R, not chunks, add, num_final), x, rows, tiles)
+                _add_part(out, _Part(0, num_kept, kept.exp_NV, scale_R, not chunks, add, num_final), x, rows, tiles)
     return returned
 
 
@@ -345,10 +345,10 @@ def add_chunks(
     for first, stop in chunks:
         fill(first, grads_RV)
         final = num_final if stop == chunks[-1][1] else 0
-        add_part(out, Part(first, stop, grads_RV, None, first == chunks[0][0], add, final), x, rows, tiles)
+        _add_part(out, _Part(first, stop, grads_RV, None, first == chunks[0][0], add, final), x, rows, tiles)
 
 
-def add_part(out: Output, part: Part, x: Operands, rows: Rows, tiles: Tiles) -> None:
+def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -> None:
     """Add a part's products to the gradients."""
     columns = slice(part.first, part.stop)
     if out.hidden is not None:

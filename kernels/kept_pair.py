@@ -4,9 +4,6 @@ Two 16-bit numbers of each cell are kept: the larger of the two exponentials, re
 to that tile, and the difference of the two exponents. p, t and log p - log t follow from them, whatever the log-sum-exps turn
 out to be. The difference itself is kept, and no second exponential: where the heads nearly agree, it is nearly 0, and p - t is
 as precise as p. Its rounding, in fp16, is at most 2^-11 of it.
-
-The gradient overwrites the exponentials, and the two products take it from there. ``KeptPair.spent`` says so: another backward
-has the exponentials made anew, with the same bits.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from cce_dist.kernels.kept import SMALLEST
 
 FORWARD, REVERSE, JSD, MIXTURE = (tl.constexpr(i) for i in range(4))  # tasks: the kinds, and jsd's second pass
 TASKS = {"forward": FORWARD, "reverse": REVERSE, "jsd": JSD}
+BLOCK_N = 16  # rows of a program that writes gradients
 _FARTHEST = tl.constexpr(FARTHEST)
 
 
@@ -35,13 +33,11 @@ class KeptPair(NamedTuple):
         exp_NV: [N, columns], hidden states' dtype: the larger exponential; no columns where nothing is kept.
         difference_NV: [N, columns], fp16 beside bf16: the student's exponent less the teacher's.
         tops_2BN: [2, B, N] fp32: the logits that the exponents of a tile are relative to, the student's and the teacher's.
-        spent: [1] int32: whether a backward turned the exponentials into gradients. [0] where nothing is kept.
     """
 
     exp_NV: torch.Tensor
     difference_NV: torch.Tensor
     tops_2BN: torch.Tensor
-    spent: torch.Tensor
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +52,6 @@ def new_kept_pair(x: Heads, columns: int, tile_cols: int) -> KeptPair:
         hidden.new_empty(num_tokens, columns),
         hidden.new_empty(num_tokens, columns, dtype=dtype),
         hidden.new_empty(2, cdiv(columns, tile_cols), num_tokens, dtype=torch.float32),
-        x.student.ids.new_zeros(int(columns > 0), dtype=torch.int32),
     )
 
 
@@ -69,21 +64,27 @@ def above_mixture(below, share):
     return -tl.log(1.0 + share * (tl.exp(tl.minimum(below, _FARTHEST)) - 1.0))
 
 
-def into_gradients(
-    kept: KeptPair, x: Heads, rows: Rows, pair: Pair, coef_N: torch.Tensor, spec: Divergence, tile_cols: int
-) -> None:
-    """Overwrite the exponentials of a group, all tokens, with the gradients of the student's logits."""
-    num_rows, logits = rows.index.shape[0], x.student.logits
-    _kept_pair_kernel[(cdiv(num_rows, 64), kept.tops_2BN.shape[1])](
+def kept_gradients(
+    kept: KeptPair, x: Heads, rows: Rows, pair: Pair, coef_N: torch.Tensor, spec: Divergence, first_col: int,
+    dlogits_RV: torch.Tensor,
+) -> None:  # fmt: skip
+    """Fill dlogits_RV with the gradients of the columns from ``first_col``, a multiple of the tile, to the last one kept."""
+    logits, (num_rows, num_kept) = x.student.logits, kept.exp_NV.shape
+    num_tiles = kept.tops_2BN.shape[1]
+    tile_cols = num_kept // num_tiles
+    grid = (cdiv(num_rows, BLOCK_N), cdiv(min(dlogits_RV.shape[1], num_kept - first_col), tile_cols))
+    _kept_pair_kernel[grid](
         kept.exp_NV, kept.difference_NV, kept.tops_2BN, rows.index, rows.num_kept, *pair, coef_N,
-        num_rows, kept.exp_NV.shape[1], kept.tops_2BN.shape[1], logits.logit_scale, logits.softcap, spec.beta,
-        TASK=TASKS[spec.kind].value, HAS_SOFTCAP=logits.softcap > 0.0, BLOCK_N=64, BLOCK_V=tile_cols,
+        dlogits_RV,
+        num_rows, num_kept, num_tiles, dlogits_RV.shape[1], first_col,
+        logits.logit_scale, logits.softcap, spec.beta,
+        TASK=TASKS[spec.kind].value, HAS_SOFTCAP=logits.softcap > 0.0, BLOCK_N=BLOCK_N, BLOCK_V=tile_cols,
     )  # fmt: skip
 
 
-@kernel("exp_ptr", "difference_ptr", "num_cols")
+@kernel("exp_ptr", "difference_ptr", "dlogits_ptr", "num_cols", "dlogits_cols", "first_col")
 def _kept_pair_kernel(
-    exp_ptr,  # in: [R, B * BLOCK_V]; out: gradients
+    exp_ptr,  # in: [R, B * BLOCK_V]
     difference_ptr,  # in: [R, B * BLOCK_V]
     top_ptr,  # in: [2, B, R] fp32
     index_ptr,  # in: [R] int32
@@ -94,9 +95,12 @@ def _kept_pair_kernel(
     log_sum_t_ptr,
     offset_ptr,
     coef_ptr,
+    dlogits_ptr,  # out: [R, columns of the chunk]
     num_rows,
     num_cols,
     num_tiles,
+    dlogits_cols,
+    first_col,
     logit_scale,
     softcap,
     beta,
@@ -105,7 +109,8 @@ def _kept_pair_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    tile = tl.program_id(1)
+    col = tl.program_id(1) * BLOCK_V
+    tile = first_col // BLOCK_V + tl.program_id(1)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = offs_n < tl.load(num_kept_ptr)
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
@@ -122,7 +127,8 @@ def _kept_pair_kernel(
     offset = tl.load(offset_ptr + token, mask=live, other=0)
     coef = tl.load(coef_ptr + token, mask=live, other=0) * logit_scale
 
-    cells = offs_n.to(tl.int64)[:, None] * num_cols + (tile * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
+    offs_v = tl.arange(0, BLOCK_V)[None, :]
+    cells = offs_n.to(tl.int64)[:, None] * num_cols + first_col + col + offs_v
     e = tl.load(exp_ptr + cells, mask=live[:, None], other=0).to(tl.float32)
     difference = tl.load(difference_ptr + cells, mask=live[:, None], other=0).to(tl.float32)
     p = e * tl.exp(one_s[:, None] + tl.minimum(difference, 0.0))
@@ -142,4 +148,7 @@ def _kept_pair_kernel(
         grad *= softcap_slope(z, softcap)
     # Where both logits are -inf, their difference is no number; padding is such a column.
     grad = tl.where(e < SMALLEST, 0.0, grad)
-    tl.store(exp_ptr + cells, grad.to(exp_ptr.dtype.element_ty), mask=(offs_n < num_rows)[:, None])
+    here = dlogits_ptr + offs_n.to(tl.int64)[:, None] * dlogits_cols + col + offs_v
+    tl.store(
+        here, grad.to(dlogits_ptr.dtype.element_ty), mask=(offs_n < num_rows)[:, None] & (col + offs_v < dlogits_cols)
+    )
