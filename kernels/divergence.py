@@ -51,7 +51,6 @@ from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.tiles import MAX_SIDE, Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import compact, gathered
 
-
 SUMS_ROWS = 4  # of a program that adds up: a row for each warp, so that its sums need no other
 
 
