@@ -23,6 +23,9 @@ CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2 << 30  # of the budget that is chosen where none is given
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
+MOST_PAIR_BYTES = (
+    128 << 20
+)  # of both heads' logits in fp32 at a time: 2,048 columns of 8,192 tokens, four waves of tiles
 
 FEW = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
 SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a power of 2
@@ -102,13 +105,16 @@ def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
 
 
 def _kept_tile_bytes(sizes: Sizes, tile_cols: int) -> int:
-    """Bytes that a token's exponentials in one tile of columns take, their reference counted."""
-    return tile_cols * sizes.itemsize + REFERENCE_BYTES
+    """Bytes that a token's exponentials in one tile of columns take, their reference counted; of two heads twice that."""
+    return (tile_cols * sizes.itemsize + REFERENCE_BYTES) * (2 if sizes.teacher_size else 1)
 
 
 def default_workspace(sizes: Sizes, keeps: bool) -> int:
     """Return the budget where none is given: enough for all exponentials if they can be kept at all, within the two limits."""
-    return max(LEAST_DEFAULT, min(bytes_of_all(sizes), MOST_DEFAULT)) if keeps else LEAST_DEFAULT
+    if not keeps:
+        return LEAST_DEFAULT
+    whole = pair_bytes_of_all(sizes) if sizes.teacher_size else bytes_of_all(sizes)
+    return max(LEAST_DEFAULT, min(whole, MOST_DEFAULT))
 
 
 def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int:
@@ -124,6 +130,50 @@ def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> in
     recompute = num_tokens * (2 * sizes.hidden_bytes + width * sizes.itemsize)
     tiles = (workspace_bytes - recompute) // (num_tokens * _kept_tile_bytes(sizes, tile_cols))
     return tiles * tile_cols if tiles >= 16 else 0
+
+
+def pair_bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
+    """Return the least budget that keeps the exponentials of all columns of both heads."""
+    num_tiles = cdiv(sizes.num_columns, tile_cols)
+    rest = _beside_kept_pair(sizes) + sizes.num_tokens * num_tiles * _kept_tile_bytes(sizes, tile_cols)
+    return rest + min(MOST_PAIR_BYTES, cdiv(rest, 3))
+
+
+def _beside_kept_pair(sizes: Sizes) -> int:
+    """Bytes of hidden states and remainder of every token, and of a chunk of the logits' gradient, of a width as above."""
+    width = min(math.isqrt(CHUNK_COST * sizes.num_columns), sizes.num_columns)
+    return sizes.num_tokens * (2 * sizes.hidden_bytes + width * sizes.itemsize)
+
+
+def pair_columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int:
+    """Return how many of the first columns keep both heads' exponentials within the budget: a multiple of ``tile_cols``."""
+    num_tokens, num_tiles = sizes.num_tokens, cdiv(sizes.num_columns, tile_cols)
+    if num_tokens == 0 or num_tiles == 0 or num_tokens > pair_rows(workspace_bytes):
+        return 0
+    room = workspace_bytes - _pair_bytes(workspace_bytes) - _beside_kept_pair(sizes)
+    tiles = min(num_tiles, room // (num_tokens * _kept_tile_bytes(sizes, tile_cols)))
+    return tiles * tile_cols if tiles >= min(16, num_tiles) else 0
+
+
+def beside_pair_logits(workspace_bytes: int) -> int:
+    """Return what a budget leaves beside a chunk of both heads' logits."""
+    return max(workspace_bytes, LEAST_BYTES) - _pair_bytes(workspace_bytes)
+
+
+def _pair_bytes(workspace_bytes: int) -> int:
+    """Bytes of both heads' logits at a time: a quarter of the budget, and no more than fill a device."""
+    return min(max(workspace_bytes, LEAST_BYTES) // 4, MOST_PAIR_BYTES)
+
+
+def pair_rows(workspace_bytes: int) -> int:
+    """Return the tokens, at most, whose logits of both heads are there at a time, of the widest tile."""
+    return max(ROWS, _pair_bytes(workspace_bytes) // (8 * BLOCK_V) // ROWS * ROWS)
+
+
+def pair_cols(rows: int, num_columns: int, workspace_bytes: int, tile_cols: int) -> int:
+    """Return the columns at a time of both heads' logits of so many tokens, in whole tiles."""
+    most = _pair_bytes(workspace_bytes) // (8 * max(1, rows)) // tile_cols
+    return max(1, min(most, cdiv(num_columns, tile_cols))) * tile_cols
 
 
 def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> int:
@@ -308,7 +358,7 @@ class Peak(NamedTuple):
 
 
 def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_once: int) -> Peak:
-    """Predict what the exact kernels take; ``keep``: exponentials may be kept (bf16, neither smoothing nor entropy)."""
+    """Predict what the exact kernels take; ``keep``: exponentials may be kept (bf16 without smoothing)."""
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
     kept = columns_kept(sizes, workspace_bytes) if keep else 0
     kept_bytes = num_tokens * kept * sizes.itemsize

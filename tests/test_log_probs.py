@@ -45,10 +45,15 @@ def test_kernels_match_dense(name: str) -> None:
     check(CASES[name], DEVICE, "triton")
 
 
-@pytest.mark.parametrize(("name", "columns"), [("everything", 96), ("repeated", 224)])
-def test_kept_exponentials_match_dense(name: str, columns: int) -> None:
+@pytest.mark.parametrize(
+    "differentiated", [("log_probs", "lse"), ("log_probs", "lse", "entropy"), ("entropy",)], ids=str
+)
+@pytest.mark.parametrize(("name", "columns"), [("everything", 96), ("repeated", 224), ("own-factors", 224)])
+def test_kept_exponentials_match_dense(name: str, columns: int, differentiated: tuple[str, ...]) -> None:
     """A part of the columns, and all. Catches: a cell left as an exponential, factors left out of the scale of a row."""
-    case = replace(CASES[name], differentiated=("log_probs", "lse"))
+    case = replace(CASES[name], differentiated=differentiated)
+    if "entropy" in differentiated:  # none are kept beside it under a softcap
+        case = replace(case, options={})
     tile_cols = choose_tiles(torch.float32, torch.device(DEVICE)).lse.cols
     whole_tiles = -(-columns // tile_cols) * tile_cols
     with mock.patch.object(exact, "columns_kept", lambda *_: whole_tiles):
@@ -77,13 +82,14 @@ def test_a_second_backward_has_the_same_bits() -> None:
     ids = torch.stack((ids, ids.flip(0), ids), 1)
     for backend, columns in (("torch", 0), ("triton", 0), ("triton", 64)):
         with mock.patch.object(exact, "columns_kept", lambda *_, columns=columns: columns):
-            out = linear_log_probs(hidden, weight, ids, backend=backend)
+            out = linear_log_probs(hidden, weight, ids, entropy=True, backend=backend)
             upstream = torch.randn(ids.shape, device=DEVICE)
-            grads = [
-                torch.autograd.grad(out.log_probs, (hidden, weight), factor * upstream, retain_graph=True)
-                for factor in (1, -3, 1)
-            ]
-        assert all(torch.equal(a, b) for a, b in zip(grads[0], grads[2], strict=True))
+            objectives = [(factor * upstream * out.log_probs).sum() for factor in (1, -3)]
+            assert out.entropy is not None
+            objectives += [objectives[0] + out.entropy.sum()] * 2 + objectives[:1]
+            grads = [torch.autograd.grad(each, (hidden, weight), retain_graph=True) for each in objectives]
+        for first, again in ((0, 4), (2, 3)):
+            assert all(torch.equal(a, b) for a, b in zip(grads[first], grads[again], strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -289,7 +295,7 @@ def test_rows_of_the_bench_are_of_one_loss() -> None:
     expected = peers.dense(hidden, weight, ids)
     gradients = torch.autograd.grad(expected, (hidden, weight))
     rows = methods.all_methods("log-probs")
-    assert {"cce-dist", "cce-dist-alone", "torch", "torch-compile", "trl-chunked"} <= rows.keys()
+    assert {"cce-dist", "cce-dist-alone", "torch", "torch-compile", "trl-chunked", "liger-chunked"} <= rows.keys()
     for name, method in rows.items():
         if name == "torch-compile":  # "torch", compiled
             continue

@@ -115,6 +115,13 @@ CACHED = [
     pytest.param(sized(cached=128, bias=True, logit_scale=0.5, softcap=3.0), id="bias-scale-softcap"),
     pytest.param(sized(cached=128, spread=300.0), id="references-to-level"),
     pytest.param(sized(cached=128, offset=-1e4, bias=True), id="all-at-minus-1e4"),
+    pytest.param(sized(cached=128, entropy=True), id="entropy"),
+    pytest.param(sized(cached=64, budget=12000, bias=True, logit_scale=0.5, entropy=True), id="entropy-of-a-part"),
+    pytest.param(sized(cached=128, spread=100.0, entropy=True), id="entropy-with-references-to-level"),
+    pytest.param(
+        sized(cached=128, start=50, num_valid=77, ids=300, offset=-1e4, bias=True, entropy=True),
+        id="entropy-of-a-padded-shard",
+    ),
 ]
 
 
@@ -246,15 +253,18 @@ def test_matches_dense(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", CACHED)
 def test_cached_matches_dense(case: Case, dtype: torch.dtype) -> None:
     """Catches: rows left with two references, the label's cell or its slope not written, the scale put on the rows of the
-    recomputed part, the remainder of d_hidden dropped between the two parts."""
+    recomputed part, the remainder of d_hidden dropped between the two parts; 0 times the logarithm of 0, an entropy whose
+    logarithm is relative to another number than log p, a label's cell written before the others."""
     check(case, dtype)
 
 
-def test_cached_label_beside_no_probability() -> None:
-    """A label's gradient where P p is nothing: P = 0, or another shard far above this one. Catches: the least scale removed."""
-    case = sized(cached=128, ignored=0.0)
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_cached_label_beside_no_probability(with_entropy: bool) -> None:
+    """A label's gradient where P p is nothing: P = 0, or another shard far above this one. Catches: the least scale removed,
+    0 by 0 where neither P nor the entropy has a gradient."""
+    case = sized(cached=128, ignored=0.0, entropy=with_entropy)
     p = problem(case, torch.bfloat16 if GPU else torch.float32)
-    p.coef[0, ::2] = 0.0
+    p.coef[0, ::2] = p.coef[3, ::4] = 0.0
     maximum, log_sum, entropy = dense(p, case, torch.float64).merged
     _, *cache = local_stats(p, case)
     d_hidden, d_weight, _ = gradients(p, case, (maximum + 1e4, log_sum, entropy), cache)
@@ -267,17 +277,23 @@ def test_cached_label_beside_no_probability() -> None:
         assert_no_worse(ours, other, truth, p.hidden.dtype)
 
 
+@pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("cached", [0, 64, 128])
-def test_second_backward_has_the_same_bits(cached: int) -> None:
-    """Also after one with other coefficients. Catches: the cache turned into gradients in place."""
-    case = sized(cached=cached, budget=12000)
+def test_second_backward_has_the_same_bits(cached: int, entropy: bool) -> None:
+    """Also after one with other coefficients, and one that differentiates no entropy. Catches: the cache turned into gradients
+    in place, and not made anew."""
+    case = sized(cached=cached, budget=12000, entropy=entropy)
     p = problem(case, torch.bfloat16 if GPU else torch.float32)
     merged = dense(p, case, torch.float64).merged
     _, *cache = local_stats(p, case)
-    first = gradients(p, case, merged, cache)
-    gradients(p._replace(coef=3 * p.coef), case, merged, cache)
-    again = gradients(p, case, merged, cache)
-    assert all(torch.equal(a, b) for a, b in zip(first[:2], again[:2], strict=True))
+
+    def without_entropy() -> Any:
+        softmax = Softmax(merged[0], merged[1])
+        return exact.gradients(operands(p), softmax, p.coef, cache, Grads(want_bias=False), spec_of(p, case))
+
+    results = [(gradients(p, case, merged, cache), without_entropy()) for p in (p, p._replace(coef=3 * p.coef), p)]
+    for first, again in zip(results[0], results[2], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first[:2], again[:2], strict=True))
 
 
 @pytest.mark.parametrize("cached", [0, 128])
@@ -434,15 +450,18 @@ def test_the_budget_that_is_chosen(num_tokens, num_columns):
 
 
 def test_where_exponentials_are_kept() -> None:
-    """Catches: kept where the gradient is not a multiple of them, or where 16 bits are too few."""
+    """Catches: kept where they do not say the gradient, or where 16 bits are too few."""
     rows = torch.zeros(8, 16, dtype=torch.bfloat16)
     x = Operands(rows, rows, None, torch.zeros(8), ShardLogits(0, 8))
     spec = Spec(x.logits, 8)
     assert exact.columns_kept(x, spec) == 256
     assert exact.columns_kept(x._replace(hidden=x.hidden.half()), spec) == 0
     assert exact.default_workspace(x._replace(hidden=x.hidden.half()), spec) == 256 << 20
-    for want in (Want(grad=False), Want(uniform=True), Want(entropy=True)):
+    for want in (Want(grad=False), Want(uniform=True)):
         assert exact.columns_kept(x, spec._replace(want=want)) == 0
+    with_entropy = spec._replace(want=Want(entropy=True))
+    assert exact.columns_kept(x, with_entropy) == 256
+    assert exact.columns_kept(x, with_entropy._replace(logits=ShardLogits(0, 8, softcap=30.0))) == 0
 
 
 class Live(TorchDispatchMode):
