@@ -93,6 +93,12 @@ class Replayed:
             return plan(tensors)
         return self._record(args, tensors, key) if record else self.function(*args)
 
+    def forget(self) -> None:
+        """Forget all calls, as whoever changes what a call does must: a test that replaces a part of it."""
+        with self.lock:
+            self.plans.clear()
+            self.seen.clear()
+
     def _record(self, args: Any, tensors: list[Tensor], key: tuple) -> Any:
         with _launches() as launches, Tape(tensors) as tape:
             result = self.function(*args)
@@ -118,14 +124,18 @@ def _tensors_and_key(args: Sequence[Any], more: tuple) -> tuple[list[Tensor], tu
     tensors: list[Tensor] = []
     settings = torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision(), os.environ.get("CCE_DIST_TILES")
     key: list[Any] = [more, settings]
+    addresses: list[int] = []
     for arg in args:
         if type(arg) is list:
             key.append(len(arg))
         for value in arg if type(arg) is list else (arg,):
             if isinstance(value, Tensor):
                 tensors.append(value)
-                value = (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15 == 0)
+                addresses.append(value.data_ptr())
+                value = (value.shape, value.stride(), value.dtype, value.device, addresses[-1] & 15 == 0)
             key.append(value)
+    if len(set(addresses)) < len(addresses):  # Some are the same tensor.
+        key.append(tuple(map(addresses.index, addresses)))
     return tensors, tuple(key)
 
 
@@ -173,7 +183,7 @@ class Shared:
             replay = Replay(self.plan)
         device = self.plan.device
         try:
-            with _current(device):
+            with _current(device), _without_autocast(device.type):
                 return replay(tensors, _stream(device))
         finally:
             self.idle.append(replay)
@@ -183,6 +193,11 @@ def _current(device: torch.device) -> AbstractContextManager:
     """Make the device the current one; asking first is quicker, and it nearly always is."""
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     return _NO_CHANGE if is_current else torch.cuda.device(device)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager:
+    """The tape's operators are those below autocast: it is not to cast anything again."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NO_CHANGE
 
 
 def _stream(device: torch.device) -> int:

@@ -5,7 +5,7 @@ and those that its operators made. Nothing is noted of views and of uninitialise
 a tape into steps that need neither the tensors nor the code that made them.
 
 A call that the tape cannot follow is refused, with a reason, and goes on undisturbed: one that reads a tensor nobody gave it,
-asks a tensor for its value, or gets two inputs that share memory.
+asks a tensor for its value, or gets two inputs that are different parts of one tensor.
 """
 
 from __future__ import annotations
@@ -143,9 +143,10 @@ class Tape(TorchDispatchMode):
         # A weak reference keeps a storage's identity for it, and not its memory.
         self._storages: list[StorageWeakRef] = []
         for tensor in inputs:
-            if tensor.untyped_storage()._cdata in self._numbers:
-                self.refused = "two inputs share memory"
+            number = self._numbers.get(tensor.untyped_storage()._cdata)
             self._add(tensor, 0)
+            if number is not None and self._begins[number] != self._begins[-1]:
+                self.refused = "two inputs share memory and begin at different places in it"
 
     def __enter__(self) -> Tape:
         _RECORDING.tape = self

@@ -103,11 +103,10 @@ def replaying() -> Iterator[list[replay.Shared]]:
         mock.patch.object(steps, "LARGE", 4096),  # so that some intermediates are large
     ):
         for function in functions:
-            function.plans.clear()
-            function.seen.clear()
+            function.forget()
         yield used
         for function in functions:
-            function.plans.clear()
+            function.forget()
 
 
 def tensors(num_tokens: int = 20, hidden_size: int = 16, num_rows: int = 70) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,6 +269,32 @@ def test_operators() -> None:
     assert plan.plan.workspace_bytes > 0
 
 
+def test_one_tensor_twice() -> None:
+    """Catches: the same tensor in two arguments taken for two that are apart, or the other way around."""
+    replayed = replay.Replayed(lambda x, y, call: (x - 2 * y,), lambda call: ())
+    for number in range(8):
+        x = torch.full((9,), float(number), device=DEVICE)
+        y = x if number % 2 else torch.ones(9, device=DEVICE)
+        assert torch.equal(replayed(x, y, 0)[0], x - 2 * y)
+    assert len(replayed.plans) == 2
+    assert None not in replayed.plans.values()
+
+
+def test_autocast_changes_nothing() -> None:
+    """Catches: an operator that was noted below autocast, and is cast at a replay."""
+
+    def function(x: Tensor, call: int) -> tuple[Tensor]:
+        with torch.autocast(DEVICE, enabled=False):
+            return (x @ x.T,)
+
+    replayed = replay.Replayed(function, lambda call: ())
+    x = torch.randn(8, 8, device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        results = [replayed(x, 0)[0] for _ in range(4)]
+    assert all(torch.equal(result, results[0]) and result.dtype == torch.float32 for result in results)
+    assert None not in replayed.plans.values()
+
+
 def test_what_a_collective_reads_stays() -> None:
     """Catches: memory that is given to another tensor while a collective, which was only started, may still read it."""
     under_way: list[Tensor] = []
@@ -330,7 +355,7 @@ OUTSIDE = torch.ones(9, device=DEVICE)
     [
         pytest.param(lambda x, y, call: (x + y if x.sum() > 0 else x,), "no tensor", id="reads a value"),
         pytest.param(lambda x, y, call: (x + OUTSIDE,), "elsewhere", id="a tensor from elsewhere"),
-        pytest.param(lambda x, y, call: (x + y[:9],), "share memory", id="two inputs share memory"),
+        pytest.param(lambda x, y, call: (x + y,), "share memory", id="two parts of one tensor"),
     ],
 )
 def test_what_cannot_be_followed_stays_ordinary(
@@ -340,10 +365,9 @@ def test_what_cannot_be_followed_stays_ordinary(
     replayed = replay.Replayed(function, lambda call: ())
     with caplog.at_level("DEBUG", "cce_dist"):
         for value in (1.0, 2.0, -3.0, 4.0):
-            x = torch.full((18,), value, device=DEVICE)
-            y = x if "memory" in reason else torch.ones(18, device=DEVICE)
-            x = x[:9]
-            assert torch.equal(replayed(x, y[:9], 0)[0], function(x, y[:9], 0)[0])
+            x, y = torch.full((18,), value, device=DEVICE).split(9)
+            y = y if "memory" in reason else torch.ones(9, device=DEVICE)
+            assert torch.equal(replayed(x, y, 0)[0], function(x, y, 0)[0])
     assert reason in caplog.text
     assert list(replayed.plans.values()) == [None]
 
