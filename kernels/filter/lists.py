@@ -34,7 +34,9 @@ from cce_dist.kernels.filter.hot import Hot
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
 LONGEST = 4096  # columns of a list; a longer one would keep a few programs busy while all others are done
 BLOCK = 256  # listed columns of a program
-ROWS_ELEMENTS = 16384  # of rows of the weight that a program has in registers, at most 8 rows
+WARP_ELEMENTS = (
+    1024  # of rows of the weight that a warp has at a time: with more, registers leave room for few programs
+)
 FARTHEST = tl.constexpr(30.0)  # nats between bound and LSE; the marks of lse.py mean nothing beyond its HEADROOM
 
 
@@ -389,6 +391,7 @@ def listed_gradients(
     mass_B = torch.empty(most_blocks, dtype=torch.float32, device=x.hidden.device)
     kept_B = torch.empty(most_blocks, dtype=torch.int32, device=x.hidden.device)
     block_d = triton.next_power_of_2(hidden_size)
+    warps = min(8, max(1, block_d // 256))
     high_ND, low_ND = (None, None) if total is None else (total.high_ND, total.low_RD)
     _listed_gradients_kernel[(most_blocks,)](
         # in
@@ -403,8 +406,7 @@ def listed_gradients(
         HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0, WANT_ENTRIES=entries is not None,
         WANT_HIDDEN=total is not None, HAS_LOW=low_ND is not None,
         # tiles
-        ENTRIES=BLOCK, BLOCK_K=min(8, max(1, ROWS_ELEMENTS // block_d)), BLOCK_D=block_d,
-        num_warps=min(8, max(1, block_d // 256)),
+        ENTRIES=BLOCK, BLOCK_K=min(8, max(1, warps * WARP_ELEMENTS // block_d)), BLOCK_D=block_d, num_warps=warps,
     )  # fmt: skip
     num_listed_N = torch.empty_like(lists.count_N)
     shape = (num_tokens,) if entries is None else (2, num_tokens)
@@ -481,12 +483,14 @@ def _listed_gradients_kernel(
     d_hidden = tl.zeros((BLOCK_D,), tl.float32)
     listed = tl.zeros((BLOCK_K,), tl.float32)
     num_listed = tl.zeros((BLOCK_K,), tl.int32)
+    offs_k = number * ENTRIES + tl.arange(0, BLOCK_K)
+    column = tl.load(columns_ptr + offs_k, mask=offs_k < count, other=0)
     for first in range(number * ENTRIES, tl.minimum(count, (number + 1) * ENTRIES), BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < count
-        column = tl.load(columns_ptr + offs_k, mask=in_k, other=0)
         where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
         w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
+        next_column = tl.load(columns_ptr + offs_k + BLOCK_K, mask=offs_k + BLOCK_K < count, other=0)
         z = tl.sum(w.to(tl.float32) * h[None, :], 1)
         if HAS_BIAS:
             z += tl.load(bias_ptr + column, mask=in_k, other=0).to(tl.float32)
@@ -507,6 +511,7 @@ def _listed_gradients_kernel(
             tl.store(entry_grad_ptr + begin + offs_k, grad, mask=in_k)
             if WANT_HIDDEN:
                 d_hidden += tl.sum(tl.where(kept, grad, 0.0)[:, None] * w.to(tl.float32), 0)
+        column = next_column  # It was read while the rows were under way.
     if WANT_HIDDEN:
         alone = in_d & (count <= ENTRIES)
         high = d_hidden.to(high_ptr.dtype.element_ty)
