@@ -103,7 +103,7 @@ def test_the_largest_logits_over_groups_of_tokens(backend: str) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 3, 40, 200])
 def test_the_largest_of_a_block_are_in_few_spans(top_k: int) -> None:
-    """With many equal logits, and -inf. Catches: a span that is left out for an equal one behind it, ids of another span, padding."""
+    """With many equal logits, and -inf. Catches: a span left out for an equal one behind it, ids of another span, padding."""
     cols = 64 * more.span_of(top_k)
     z = torch.randint(-3, 3, (9, cols), device=DEVICE).float()
     z[0], z[1, ::2], z[2, :-1] = 1.0, -torch.inf, -torch.inf
