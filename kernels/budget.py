@@ -341,6 +341,17 @@ def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int) -> Chun
     return Chunks(rows, min(num_columns, elements // rows // BLOCK_V * BLOCK_V) or 1)
 
 
+def top_block(num_tokens: int, num_columns: int, span: int, workspace_bytes: int, tile_cols: int) -> Chunks:
+    """Return the block of logits whose largest are looked for: all columns of some tokens rather than the reverse.
+
+    A logit takes 4 bytes in half of the budget, and a ``span``-th of the largest logit of its span, of its key and of copies.
+    """
+    cell_bytes, whole = 4 + cdiv(40, span), cdiv(num_columns, tile_cols) * tile_cols
+    cells = max(workspace_bytes, LEAST_BYTES) // 2 // cell_bytes
+    rows = min(num_tokens, max(ROWS, cells // whole // ROWS * ROWS))
+    return Chunks(rows, min(whole, max(tile_cols, cells // rows // tile_cols * tile_cols)))
+
+
 class Peak(NamedTuple):
     """Bytes that are alive at most beside inputs and outputs.
 

@@ -41,7 +41,7 @@ from cce_dist.kernels.lse import (
     new_partials,
     target_logits,
 )
-from cce_dist.kernels.more import LEAST_KEY, keys_of, largest_keys
+from cce_dist.kernels.more import LEAST_KEY, largest_in_spans, largest_keys, span_of
 from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import coefficients, compact, gather_rows, gathered, label_ids, merged_lse, token_losses
 
@@ -181,21 +181,19 @@ def top_keys(x: Operands, spec: Spec) -> torch.Tensor:
     keys_NC = torch.empty_like(none_NC)
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        # Keys take twice the bytes of logits, and the largest of them are copies.
-        at_once, cols = budget.dense_block(num_tokens, num_valid, spec.workspace_bytes // 2)
-        cols = cdiv(cols, tiles.lse.cols) * tiles.lse.cols
+        at_once, cols = budget.top_block(num_tokens, num_valid, span_of(top_k), spec.workspace_bytes, tiles.lse.cols)
         buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
-        z_RV = torch.empty(at_once, cols, dtype=torch.float32, device=x.hidden.device)
+        z_RV, start = torch.empty(at_once, cols, dtype=torch.float32, device=x.hidden.device), x.logits.start
         for index_R, num_kept in token_groups(compact(x.ids), at_once):
             rows = gathered(x.hidden, (index_R, num_kept), buffer_RD)
             num_rows = index_R.shape[0]
-            dead_R1 = torch.arange(num_rows, device=index_R.device)[:, None] >= num_kept
             keys_RC = none_NC[:num_rows]
             for first in range(0, num_valid, cols):
                 logits_chunk(x, rows, first, z_RV[:num_rows], tiles)
-                keys = keys_of(z_RV[:num_rows, : num_valid - first], x.logits.start + first)
-                keys_RC = largest_keys([keys_RC, keys.masked_fill_(dead_R1, LEAST_KEY)], top_k)
-            keys_NC[index_R.long()] = keys_RC
+                keys = largest_in_spans(z_RV[:num_rows], start + first, start + num_valid, top_k)
+                keys_RC = largest_keys([keys_RC, keys], top_k)
+            dead_R1 = torch.arange(num_rows, device=index_R.device)[:, None] >= num_kept
+            keys_NC[index_R.long()] = keys_RC.masked_fill(dead_R1, LEAST_KEY)
     return keys_NC
 
 

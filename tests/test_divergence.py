@@ -16,12 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shards import DEVICE, GPU, nan_memory
+from shards import DEVICE, GPU, Live, nan_memory
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from triton.runtime.jit import KernelInterface
 
-from cce_dist import VocabShard, linear_kl_divergence
+from cce_dist import VocabShard, divergence_op, linear_kl_divergence
+from cce_dist.divergence_op import DivergenceCall
 from cce_dist.kernels import Operands, ShardLogits, budget, divergence
 from cce_dist.kernels.heads import KINDS, Divergence, Heads
 from cce_dist.verify.cases import even, padded, uneven, with_empty
@@ -289,6 +291,40 @@ def test_what_is_kept_within_the_budget() -> None:
     for mib in (256, 512, 1024, chosen >> 20):
         columns = divergence.columns_kept(x, spec._replace(workspace_bytes=mib << 20))
         assert 4 * 8192 * columns < mib << 20 and (columns > 0) == (mib > 256), mib
+
+
+@pytest.mark.parametrize("num_tokens", [4096, 20000])
+@pytest.mark.parametrize("mib", [64, 256, 512, 1024, 0])
+def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: room for both heads' logits, or the teacher's hidden states, that the budget forgets. Launches are left out."""
+    monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *_, **__: None)
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # indices are looked at
+    hidden, teacher = (torch.zeros(num_tokens, size, dtype=torch.bfloat16, device=DEVICE) for size in (768, 512))
+    weight, teacher_weight = (torch.zeros(9000, size, dtype=torch.bfloat16, device=DEVICE) for size in (768, 512))
+    logits = ShardLogits(0, 9000)
+    call = DivergenceCall(Divergence(logits, logits, workspace_bytes=mib << 20), 9000, backend="triton")
+    given = (
+        hidden,
+        weight,
+        None,
+        torch.ones(num_tokens, dtype=torch.bool, device=DEVICE),
+        teacher,
+        teacher_weight,
+        None,
+    )
+    with Live() as live:
+        value, saved = divergence_op._run_forward(*given, None, call)
+        forward, live.peak = live.peak, 0
+        kept = sum(x.nbytes for x in saved[1:])
+        grads = divergence_op._run_backward([value], *given, saved, None, [True, True, False], call)
+    backward = live.peak - sum(x.nbytes for x in grads)
+    chosen = mib << 20
+    if not mib:  # a default keeps all, or 2 GiB
+        chosen = divergence.default_workspace(
+            Heads(*(Operands(x, weight, None, x, logits) for x in (hidden, teacher))), call.spec
+        )
+        assert 4 * num_tokens * 9000 < kept or chosen == 2 << 30
+    assert max(forward, backward) <= chosen + (16 << 20), f"{forward >> 20}, {backward >> 20} MiB of {chosen >> 20}"
 
 
 @pytest.mark.parametrize("backend", HALVES)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton import DEVICE, KernelInterface, Live
+from shards import Live
+from test_triton import DEVICE, KernelInterface
 from torch.utils._pytree import tree_leaves
 
 from cce_dist import cli, op

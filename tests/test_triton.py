@@ -16,10 +16,8 @@ from unittest import mock
 
 import pytest
 import torch
-from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
+from shards import DEVICE, GPU, Live, Problem, nan_memory, needs_gpu
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
@@ -462,27 +460,6 @@ def test_where_exponentials_are_kept() -> None:
     with_entropy = spec._replace(want=Want(entropy=True))
     assert exact.columns_kept(x, with_entropy) == 256
     assert exact.columns_kept(x, with_entropy._replace(logits=ShardLogits(0, 8, softcap=30.0))) == 0
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors made under it that are alive, and keeps the largest sum; a view makes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[StorageWeakRef, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor):
-                self.storages.setdefault(StorageWeakRef(tensor.untyped_storage()), 0)
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self.storages.setdefault(StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes())
-        self.storages = {storage: size for storage, size in self.storages.items() if not storage.expired()}
-        self.peak = max(self.peak, sum(self.storages.values()))
-        return out
 
 
 @pytest.mark.parametrize("grad_filter", [None, GradFilter()], ids=["exact", "filtered"])
