@@ -226,6 +226,19 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
     return Chunks(rows, max(rows, budget // 2 // sizes.hidden_bytes // ROWS * ROWS))
 
 
+def screen_chunks(
+    sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int, tile_cols: int
+) -> Chunks:
+    """Return the tokens and columns at a time of the filter's screen: both in 8 bits, the former with their marks."""
+    budget = max(workspace_bytes, LEAST_BYTES)
+    rounded = cdiv(sizes.hidden_size, 128) * 128 + 12
+    rows = budget * 5 // 8 // (rounded + 4 * num_words)
+    unit = tile_rows * group if rows >= tile_rows * group else tile_rows
+    rows = min(max(unit, rows // unit * unit), cdiv(sizes.num_tokens, tile_rows) * tile_rows)
+    cols = (budget - rows * (rounded + 4 * num_words)) // rounded // tile_cols * tile_cols
+    return Chunks(rows, max(tile_cols, min(cols, cdiv(32 * num_words, tile_cols) * tile_cols)))
+
+
 def filter_backward_rows(sizes: Sizes, columns: int, workspace_bytes: int) -> int:
     """Return the tokens at a time of the filter's backward: hidden states, remainder, gradients of hot and of drawn columns."""
     row_bytes = sizes.sum_bytes + columns * sizes.itemsize

@@ -60,6 +60,16 @@ _OF_PAIR = {
     (8, 16): Tile(128, 64, 32, 8, 3),
     (8, 32): Tile(64, 64, 32, 4, 2),
 }
+# Of products in 8 bits (filter/screen.py), by capability and whether the logits have a softcap, whose epilogue over the wider
+# tile spills. The rows of 9 compile without spills. The others were not tuned and did not run.
+_OF_SCREEN = {
+    (12, False): Tile(128, 64, 128, 8, 3),
+    (12, True): Tile(128, 64, 128, 8, 3),
+    (10, False): Tile(128, 128, 128, 8, 3),
+    (10, True): Tile(128, 128, 128, 8, 3),
+    (9, False): Tile(128, 256, 128, 8, 3),
+    (9, True): Tile(128, 128, 128, 8, 3),
+}
 _INTERPRETED = Tiles(*(Tile(16, 32, 16, 4, 1),) * 4, 2)  # small, so that small tests still cross tile edges
 
 
@@ -101,6 +111,13 @@ def pair_tile(dtype: torch.dtype, device: torch.device) -> Tile:
         return _FALLBACK.lse
     bits = 0 if dtype == torch.float32 and precision(dtype) == "ieee" else dtype.itemsize * 8
     return _OF_PAIR.get((torch.cuda.get_device_capability(device)[0], bits), _FALLBACK.lse)
+
+
+def screen_tile(device: torch.device, softcap: bool) -> Tile:
+    """Return the tile of the product in 8 bits, which takes Hopper or later."""
+    if interpreted():
+        return _INTERPRETED.lse
+    return _OF_SCREEN[min(12, torch.cuda.get_device_capability(device)[0]), softcap]
 
 
 @lru_cache(maxsize=8)

@@ -62,6 +62,7 @@ from cce_dist.kernels.filter.lists import (
     new_entries,
     plan,
 )
+from cce_dist.kernels.filter.screen import First, screened_statistics
 from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
@@ -72,7 +73,7 @@ from cce_dist.kernels.lse import (
     merge_splits,
     target_logits,
 )
-from cce_dist.kernels.tiles import Tiles, choose_tiles
+from cce_dist.kernels.tiles import Tiles, choose_tiles, screen_tile
 from cce_dist.kernels.tokens import (
     coefficients,
     compact,
@@ -102,14 +103,17 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
 
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
+    return _new_lists(x, spec).saved
+
+
+def _new_lists(x: Operands, spec: Spec) -> Lists:
     num_tokens, num_valid = x.num_tokens, x.logits.num_valid
     capacity = budget.list_capacity(num_tokens, num_valid, spec.workspace_bytes, x.hidden.itemsize)
-    return list(
-        Lists(
-            x.hidden.new_empty(3, num_tokens, dtype=torch.float32),
-            *(x.hidden.new_empty(n, dtype=torch.int32) for n in (capacity, num_tokens, num_tokens)),
-            x.hidden.new_empty(num_hot(num_valid, spec.filter.eps), dtype=torch.int64),
-        )
+    return Lists(
+        x.hidden.new_empty(3, num_tokens, dtype=torch.float32),
+        *(x.hidden.new_empty(n, dtype=torch.int32) for n in (capacity, num_tokens, num_tokens)),
+        x.hidden.new_empty(num_hot(num_valid, spec.filter.eps), dtype=torch.int64),
+        x.hidden.new_empty(capacity, dtype=torch.float32) if spec.screened else None,
     )
 
 
@@ -119,50 +123,87 @@ def statistics(
     """Return stats_KN as ``exact`` does, and ``Lists``."""
     num_tokens, num_valid = x.num_tokens, x.logits.num_valid
     stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=x.hidden.device)
-    lists = Lists(*saved_like(x, spec))
+    lists = _new_lists(x, spec)
     if num_tokens == 0 or num_valid == 0:
         lists.count_N.zero_()
         stats_KN.zero_()[0] = float("-inf")
         bound_3N = torch.stack((merge_bound(stats_KN[:3]), torch.zeros_like(stats_KN[0]), stats_KN[0]))
-        return stats_KN, list(lists._replace(bound_3N=bound_3N))
+        return stats_KN, lists._replace(bound_3N=bound_3N).saved
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        num_words = cdiv(num_valid, tiles.lse.cols) * tiles.lse.cols // 32
+        unit = tiles.lse.cols
+        if spec.screened:
+            unit = max(unit, screen_tile(x.hidden.device, x.logits.softcap > 0.0).cols)
+        num_words = cdiv(num_valid, unit) * unit // 32
         ids_H = most_labelled(x, lists.ids_H.shape[0])
         hot = gather_hot(ids_H, x, num_words)
         at_once, first_at_once = budget.filter_forward_rows(
             exact.sizes_of(x), num_words, spec.workspace_bytes, tiles.lse.rows, tiles.group
         )
-        order = compact(x.ids)
-        sloped_2N = stats_KN.new_empty(2, num_tokens) if x.logits.softcap > 0.0 else None
-        hot_sloped_N, sloped_N = (None, None) if sloped_2N is None else sloped_2N.unbind()
-
-        hot_3N = stats_KN.new_empty(3, num_tokens)
-        drawn_ids_S, drawn = draw_outside(hot, x)
-        num_drawn = drawn_ids_S.shape[0]
-        sums_3PN = stats_KN.new_empty(3, cdiv(num_drawn, tiles.lse.cols), num_tokens)
         buffer_RD = x.hidden.new_empty(min(first_at_once, num_tokens), x.hidden.shape[1])
-        for group in exact.token_groups(order, first_at_once):
+        first = _before_all_columns(x, hot, tiles, buffer_RD, stats_KN, merge_bound)
+        if spec.screened:
+            del buffer_RD
+            bound_3N, suspects_N = screened_statistics(x, hot, first, lists, stats_KN, spec, tiles)
+            _look_again(x, suspects_N, stats_KN, spec, tiles)
+        else:
+            bound_3N = _marked_statistics(x, hot, first, lists, stats_KN, buffer_RD, at_once, spec)
+    return stats_KN, lists._replace(bound_3N=bound_3N, ids_H=ids_H).saved
+
+
+def _before_all_columns(
+    x: Operands, hot: Hot, tiles: Tiles, buffer_RD: torch.Tensor, stats_KN: torch.Tensor,
+    merge_bound: Callable[[torch.Tensor], torch.Tensor],
+) -> First:  # fmt: skip
+    """Write the labels' logits to stats_KN, and bound each token's log-sum-exp by them, hot columns and some others."""
+    order, num_tokens = compact(x.ids), x.num_tokens
+    hot_3N = stats_KN.new_empty(3, num_tokens)
+    hot_sloped_N = stats_KN.new_empty(num_tokens) if x.logits.softcap > 0.0 else None
+    drawn_ids_S, drawn = draw_outside(hot, x)
+    num_drawn = drawn_ids_S.shape[0]
+    sums_3PN = stats_KN.new_empty(3, cdiv(num_drawn, tiles.lse.cols), num_tokens)
+    for group in exact.token_groups(order, buffer_RD.shape[0]):
+        rows = gathered(x.hidden, group, buffer_RD)
+        target_logits(x, rows, stats_KN[2])
+        _log_sum_exp(hot.x, rows, tiles, hot_3N, hot_sloped_N)
+        if num_drawn:
+            drawn_sums(drawn_ids_S, drawn, x.logits.start, rows, tiles, sums_3PN)
+    shard_3N = bound_of_shard(hot_3N, stats_KN[2], sums_3PN, num_drawn, x, hot)
+    return First(order, hot_3N, hot_sloped_N, shard_3N, merge_bound(shard_3N), drawn)
+
+
+def _marked_statistics(
+    x: Operands, hot: Hot, first: First, lists: Lists, stats_KN: torch.Tensor, buffer_RD: torch.Tensor, at_once: int, spec: Spec
+) -> torch.Tensor:
+    """Write the statistics of all columns to stats_KN, and the lists. -> ``Lists.bound_3N``."""
+    num_tokens, num_words = x.num_tokens, hot.words_W.shape[0]
+    tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+    sloped_N = None if first.hot_sloped_N is None else torch.empty_like(first.hot_sloped_N)
+    taken = torch.zeros(1, dtype=torch.int64, device=x.hidden.device)
+    words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=x.hidden.device)
+    for group in exact.token_groups(first.order, at_once):
+        if at_once < num_tokens:
             rows = gathered(x.hidden, group, buffer_RD)
-            target_logits(x, rows, stats_KN[2])
-            _log_sum_exp(hot.x, rows, tiles, hot_3N, hot_sloped_N)
-            if num_drawn:
-                drawn_sums(drawn_ids_S, drawn, x.logits.start, rows, tiles, sums_3PN)
-        bound_N = merge_bound(bound_of_shard(hot_3N, stats_KN[2], sums_3PN, num_drawn, x, hot))
+        else:  # the first pass has gathered all
+            rows = Rows(group[0], group[1], buffer_RD)
+        words = words_RW[: group[0].shape[0]]
+        marks = Marks(first.bound_N.index_select(0, group[0]), math.log(spec.filter.eps / SLACK), words)
+        _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
+        list_columns(words, hot, x, rows, lists, taken)
+    hot_sum_N, sum_N = (
+        (first.hot_3N[1], stats_KN[1]) if sloped_N is None or first.hot_sloped_N is None else (first.hot_sloped_N, sloped_N)
+    )
+    return outside_hot(first.bound_N, first.hot_3N[0], hot_sum_N, stats_KN[0], sum_N)
 
-        taken = torch.zeros(1, dtype=torch.int64, device=x.hidden.device)
-        words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=x.hidden.device)
-        for group in exact.token_groups(order, at_once):
-            if at_once < num_tokens:  # else the first pass has gathered all
-                rows = gathered(x.hidden, group, buffer_RD)
-            words = words_RW[: group[0].shape[0]]
-            marks = Marks(bound_N.index_select(0, group[0]), math.log(spec.filter.eps / SLACK), words)
-            _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
-            list_columns(words, hot, x, rows, lists, taken)
 
-        hot_sum_N, sum_N = (hot_3N[1], stats_KN[1]) if sloped_2N is None else (hot_sloped_N, sloped_N)
-        bound_3N = outside_hot(bound_N, hot_3N[0], hot_sum_N, stats_KN[0], sum_N)
-    return stats_KN, list(lists._replace(bound_3N=bound_3N, ids_H=ids_H))
+def _look_again(x: Operands, suspects_N: torch.Tensor, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles) -> None:
+    """Take the statistics of tokens that have a label in ``suspects_N`` from all logits in 16 bits. There are few or none."""
+    at_once = min(x.num_tokens, budget.forward_rows(exact.sizes_of(x), spec.workspace_bytes, False))
+    buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
+    again_2N = torch.empty_like(stats_KN[:2])
+    for group in exact.token_groups(compact(suspects_N), at_once):
+        _log_sum_exp(x, gathered(x.hidden, group, buffer_RD), tiles, again_2N, None)
+    stats_KN[:2] = torch.where(suspects_N >= 0, again_2N, stats_KN[:2])
 
 
 def _log_sum_exp(

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.tiles import MAX_SIDE, interpreted
+from cce_dist.kernels.tiles import MAX_SIDE, interpreted, num_programs
 
 ERROR = 2**0.5 * 0.0265
 MOST = tl.constexpr(448.0)  # the largest number of e4m3
@@ -74,12 +74,14 @@ def round_weight(
 
 def _launch(rows_RD, index_R, num_kept, bias_R, slot_R, mean_D, beside_D, out: Rounded, first: int, last: int) -> None:
     num_rows, num_inner = out.codes.shape
-    _round_rows_kernel[(cdiv(num_rows, 4),)](
+    block = max(128, 1 << (num_inner - 1).bit_length())
+    warps = min(16, max(1, block // 1024))
+    _round_rows_kernel[(min(num_rows, num_programs(rows_RD.device) * max(1, 32 // warps)),)](
         rows_RD, index_R, num_kept, bias_R, slot_R, mean_D, beside_D,
         out.codes, out.numbers_3R,
         num_rows, rows_RD.shape[1], num_inner, first, last,
         HAS_INDEX=index_R is not None, HAS_BIAS=bias_R is not None, INTERPRETED=interpreted(), MAX_SIDE=MAX_SIDE,
-        BLOCK_R=4, BLOCK_D=1024, num_warps=4,
+        BLOCK_D=block, num_warps=warps,
     )  # fmt: skip
 
 
@@ -103,59 +105,44 @@ def _round_rows_kernel(
     HAS_BIAS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     MAX_SIDE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    # A program keeps the two vectors in registers and goes through many rows, each of which it reads once.
+    offs_d = tl.arange(0, BLOCK_D)
+    in_d = offs_d < hidden_size
+    mean = tl.load(mean_ptr + offs_d, mask=in_d, other=0)
+    beside = tl.load(beside_ptr + offs_d, mask=in_d, other=0)
+    stop = num_rows
+    num_live = num_rows
     if HAS_INDEX:
-        num_kept = tl.load(num_kept_ptr)
-        if tl.program_id(0) * BLOCK_R >= tl.maximum(tl.cdiv(num_kept, MAX_SIDE), 1) * MAX_SIDE:
-            return
-    offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    in_r = offs_r < num_rows
-    if HAS_INDEX:
-        live = in_r & (offs_r < num_kept)
-        row = tl.load(index_ptr + offs_r, mask=live, other=0)
-    else:
-        row = first_row + offs_r
-        live = in_r & (row < last_row)
-        live &= tl.load(slot_ptr + row, mask=live, other=0) == 0
-    rows_ptr += row.to(tl.int64)[:, None] * hidden_size
+        num_live = tl.load(num_kept_ptr)
+        stop = tl.minimum(num_rows, tl.maximum(tl.cdiv(num_live, MAX_SIDE), 1) * MAX_SIDE)
+    for place in range(tl.program_id(0), stop, tl.num_programs(0)):
+        if HAS_INDEX:
+            live = place < num_live
+            row = tl.load(index_ptr + place)
+        else:
+            row = first_row + place
+            live = row < last_row
+            live &= tl.load(slot_ptr + row, mask=live, other=0) == 0
+        whole = tl.load(rows_ptr + row.to(tl.int64) * hidden_size + offs_d, mask=in_d & live, other=0).to(tl.float32)
+        away = tl.where(live, whole - mean, 0.0)
+        number = tl.sum((whole if HAS_INDEX else away) * beside, 0)
+        if HAS_BIAS:
+            number += tl.load(bias_ptr + row, mask=live, other=0).to(tl.float32)
+        # The square of a length may overflow: then everything is marked.
+        size = tl.sqrt(tl.sum(away * away, 0))
+        most = tl.max(tl.where(away == away, tl.abs(away), float("inf")), 0)
+        most = tl.maximum(most, LEAST)
+        tl.store(numbers_ptr + place, tl.where(live, most / MOST, 0.0))
+        tl.store(numbers_ptr + num_rows.to(tl.int64) + place, tl.where(live, number, 0.0))
+        tl.store(numbers_ptr + 2 * num_rows.to(tl.int64) + place, tl.where(live, size, -1.0))
 
-    most = tl.zeros((BLOCK_R,), tl.float32)
-    number = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    square = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    for inner in range(0, hidden_size, BLOCK_D):
-        offs_d = inner + tl.arange(0, BLOCK_D)
-        in_d = offs_d < hidden_size
-        whole = tl.load(rows_ptr + offs_d[None, :], mask=live[:, None] & in_d[None, :], other=0).to(tl.float32)
-        beside = tl.load(beside_ptr + offs_d, mask=in_d, other=0)[None, :]
-        away = tl.where(live[:, None], whole - tl.load(mean_ptr + offs_d, mask=in_d, other=0)[None, :], 0.0)
-        number += (whole if HAS_INDEX else away) * beside
-        square += away * away
-        most = tl.maximum(most, tl.max(tl.abs(away), 1), propagate_nan=tl.PropagateNan.ALL)
-    number = tl.sum(number, 1)
-    if HAS_BIAS:
-        number += tl.load(bias_ptr + row, mask=live, other=0).to(tl.float32)
-    # The square of a length may overflow: then everything is marked.
-    size = tl.where(live, tl.sqrt(tl.sum(square, 1)), -1.0)
-    most = tl.maximum(most, LEAST, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(numbers_ptr + offs_r, tl.where(live, most / MOST, 0.0), mask=in_r)
-    tl.store(numbers_ptr + num_rows.to(tl.int64) + offs_r, tl.where(live, number, 0.0), mask=in_r)
-    tl.store(numbers_ptr + 2 * num_rows.to(tl.int64) + offs_r, size, mask=in_r)
-
-    codes_ptr += offs_r.to(tl.int64)[:, None] * num_inner
-    per_scale = MOST / most
-    for inner in range(0, num_inner, BLOCK_D):
-        offs_d = inner + tl.arange(0, BLOCK_D)
-        in_d = offs_d < hidden_size
-        read = live[:, None] & in_d[None, :]
-        whole = tl.load(rows_ptr + offs_d[None, :], mask=read, other=0).to(tl.float32)
-        away = whole - tl.load(mean_ptr + offs_d, mask=in_d, other=0)[None, :]
-        scaled = tl.where(read, away * per_scale[:, None], 0.0)
+        codes = away * (MOST / most)
         if INTERPRETED:
             # The interpreter loses a carry from the mantissa to the exponent: round to 3 bits first.
-            bits = scaled.to(tl.int32, bitcast=True)
+            bits = codes.to(tl.int32, bitcast=True)
             bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-            scaled = bits.to(tl.float32, bitcast=True)
-        mask = in_r[:, None] & (offs_d < num_inner)[None, :]
-        tl.store(codes_ptr + offs_d[None, :], scaled.to(codes_ptr.dtype.element_ty), mask=mask)
+            codes = bits.to(tl.float32, bitcast=True)
+        where = codes_ptr + place * num_inner.to(tl.int64) + offs_d
+        tl.store(where, codes.to(codes_ptr.dtype.element_ty), mask=offs_d < num_inner)

@@ -46,6 +46,7 @@ class Lists(NamedTuple):
         begin_N: [N] int32: where a token's columns begin. Tokens may stand in any order, which may differ from run to run.
         count_N: [N] int32: how many there are, also where there was no room for them.
         ids_H: [H] int64: the hot columns.
+        logits_M: [M] fp32: the logits of the columns, or None where backward computes them.
     """
 
     bound_3N: torch.Tensor
@@ -53,6 +54,12 @@ class Lists(NamedTuple):
     begin_N: torch.Tensor
     count_N: torch.Tensor
     ids_H: torch.Tensor
+    logits_M: torch.Tensor | None = None
+
+    @property
+    def saved(self) -> list[torch.Tensor]:
+        """The tensors that there are, in order."""
+        return [tensor for tensor in self if tensor is not None]
 
 
 def list_columns(
@@ -384,16 +391,18 @@ def listed_gradients(
     _listed_gradients_kernel[(most_blocks,)](
         # in
         x.hidden, x.weight, x.bias, x.ids, how.block_token, how.last_block, how.num_blocks,
-        lists.columns_M, lists.begin_N, lists.count_N, how.end, how.threshold, softmax.max, softmax.log_sum, coef_4N,
+        lists.columns_M, lists.begin_N, lists.count_N, lists.logits_M, how.end, how.threshold, softmax.max, softmax.log_sum,
+        coef_4N,
         # out
         mass_B, kept_B, *(entries or (None, None, None)),
         # sizes
         num_tokens, hidden_size, x.logits.start, x.logits.num_valid,
         # options
         x.logits.logit_scale, x.logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0, WANT_ENTRIES=entries is not None,
+        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0, HAS_LOGITS=lists.logits_M is not None,
+        WANT_ENTRIES=entries is not None,
         # tiles
-        ENTRIES=BLOCK, BLOCK_K=BLOCK_K, BLOCK_D=BLOCK_D, num_warps=WARPS,
+        ENTRIES=BLOCK, BLOCK_K=BLOCK_K if lists.logits_M is None else BLOCK, BLOCK_D=BLOCK_D, num_warps=WARPS,
     )  # fmt: skip
     num_listed_N = torch.empty_like(lists.count_N)
     shape = (num_tokens,) if entries is None else (2, num_tokens)
@@ -405,6 +414,28 @@ def listed_gradients(
         WANT_FACTORS=entries is not None, COMPENSATE=compensate, ENTRIES=BLOCK, BLOCK_N=128,
     )  # fmt: skip
     return factor, num_listed_N
+
+
+@triton.jit
+def logits_of_columns(
+    hidden_ptr, weight_ptr, bias_ptr, token, column, in_k, hidden_size, logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Compute the logits of some columns of a token. -> [BLOCK_K] fp32."""
+    products = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    for inner in range(0, hidden_size, BLOCK_D):
+        offs_d = inner + tl.arange(0, BLOCK_D)
+        in_d = offs_d < hidden_size
+        h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
+        where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        products += tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32) * h[None, :]
+    z = tl.sum(products, 1)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + column, mask=in_k, other=0).to(tl.float32)
+    z *= logit_scale
+    if HAS_SOFTCAP:
+        z = softcapped(z, softcap)
+    return z
 
 
 @kernel(
@@ -422,6 +453,7 @@ def _listed_gradients_kernel(
     columns_ptr,  # in: [M] int32
     begin_ptr,  # in: [N] int32
     count_ptr,  # in: [N] int32
+    logits_ptr,  # in: [M] fp32; with HAS_LOGITS
     end_ptr,  # in: [N] int32
     threshold_ptr,  # in: [N] fp32
     max_ptr,  # in: [N] fp32
@@ -440,6 +472,7 @@ def _listed_gradients_kernel(
     softcap,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
     WANT_ENTRIES: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -452,6 +485,8 @@ def _listed_gradients_kernel(
     count = tl.load(count_ptr + token)
     number = tl.cdiv(count, ENTRIES) - (tl.load(last_block_ptr + token) - block)
     columns_ptr += tl.load(begin_ptr + token)
+    if HAS_LOGITS:
+        logits_ptr += tl.load(begin_ptr + token)
     begin = tl.load(end_ptr + token) - count
     coef_p = tl.load(coef_ptr + token) * logit_scale
     coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token) * logit_scale
@@ -466,20 +501,15 @@ def _listed_gradients_kernel(
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < count
         column = tl.load(columns_ptr + offs_k, mask=in_k, other=0)
-        products = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
-        for inner in range(0, hidden_size, BLOCK_D):
-            offs_d = inner + tl.arange(0, BLOCK_D)
-            in_d = offs_d < hidden_size
-            h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
-            where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-            products += tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32) * h[None, :]
-        z = tl.sum(products, 1)
-        if HAS_BIAS:
-            z += tl.load(bias_ptr + column, mask=in_k, other=0).to(tl.float32)
-        z *= logit_scale
+        if HAS_LOGITS:
+            z = tl.load(logits_ptr + offs_k, mask=in_k, other=0)
+        else:
+            z = logits_of_columns(
+                hidden_ptr, weight_ptr, bias_ptr, token, column, in_k, hidden_size, logit_scale, softcap,
+                HAS_BIAS, HAS_SOFTCAP, BLOCK_K, BLOCK_D,
+            )  # fmt: skip
         slope = tl.full((BLOCK_K,), 1.0, tl.float32)
         if HAS_SOFTCAP:
-            z = softcapped(z, softcap)
             slope = softcap_slope(z, softcap)
         is_label = column == label
         kept = in_k & ((z >= threshold) | is_label)

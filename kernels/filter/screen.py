@@ -22,22 +22,133 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from cce_dist.kernels import Operands, Rows
-from cce_dist.kernels.blocks import (
-    has_tma,
-    kernel,
-    load_tile,
-    operand,
-    row_and_split,
-    softcap_slope,
-    softcapped,
-)
+from cce_dist.kernels import Operands, Rows, Spec, budget, exact
+from cce_dist.kernels.blocks import has_tma, kernel, load_tile, operand, row_and_split, softcap_slope, softcapped
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.filter.fp8 import ERROR, Rounded
-from cce_dist.kernels.tiles import Tile, Tiles
+from cce_dist.kernels.filter import lists as lists_
+from cce_dist.kernels.filter.fp8 import ERROR, Rounded, new_rounded, round_hidden, round_weight
+from cce_dist.kernels.filter.hot import Hot
+from cce_dist.kernels.filter.lists import BLOCK_D, BLOCK_K, FARTHEST, SLACK, WARPS, Lists, list_columns, logits_of_columns
+from cce_dist.kernels.tiles import Tile, Tiles, num_programs, screen_tile
+from cce_dist.kernels.tokens import sums_of_rows
 
 ERRORS = 4.0  # standard errors that a logit may be higher than it is screened
+SAMPLE = 256  # tokens that say which columns the tail consists of
+PARTS = 4  # programs that share a token's list
 LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+class First(NamedTuple):
+    """What is known of the tokens before the pass over all columns, [N] fp32 or as said.
+
+    Attributes:
+        order: The compact order, as ``tokens.compact`` returns it.
+        hot_3N: Maximum and sum of exp over the hot columns.
+        hot_sloped_N: That sum times the softcap's slopes, or None.
+        shard_3N: The shard's part of the bound, maximum and sum.
+        bound_N: Lower bound of the log-sum-exp.
+        drawn: The columns that are drawn for it, as a shard of their own.
+    """
+
+    order: list[torch.Tensor]
+    hot_3N: torch.Tensor
+    hot_sloped_N: torch.Tensor | None
+    shard_3N: torch.Tensor
+    bound_N: torch.Tensor
+    drawn: Operands
+
+
+class Middle(NamedTuple):
+    """What the operands are rounded less of.
+
+    Attributes:
+        hidden_D: m: the mean hidden state, fp32.
+        weight_D: b: the mean row of the weight, by the columns' shares of what a sample of the tokens has below the threshold;
+            fp32.
+        spread: Mean square of the rows' distance from b, by the same shares; a 0-d fp32 tensor.
+    """
+
+    hidden_D: torch.Tensor
+    weight_D: torch.Tensor
+    spread: torch.Tensor
+
+
+def middle(x: Operands, first: First, eps: float) -> Middle:
+    """Find what the operands are rounded less of. Anything will do but for the errors: what is not finite becomes 0."""
+    index_N, num_kept = first.order
+    coef_2N = torch.zeros(2, x.num_tokens, dtype=torch.float32, device=x.hidden.device)
+    torch.where(x.ids >= 0, 1.0 / num_kept.clamp(min=1), 0.0, out=coef_2N[0])
+    mean_D = _finite(sums_of_rows(coef_2N, x.hidden)[0])
+
+    drawn = first.drawn
+    weight_SD = drawn.weight.float()
+    if weight_SD.shape[0] == 0:
+        return Middle(mean_D, torch.zeros_like(mean_D), mean_D.new_zeros(()))
+    place_T = torch.arange(SAMPLE, device=index_N.device) * num_kept // SAMPLE
+    token_T = index_N.index_select(0, place_T)
+    z_TS = x.hidden.index_select(0, token_T).float() @ weight_SD.T
+    z_TS = x.logits.logit_scale * (z_TS if drawn.bias is None else z_TS + drawn.bias.float())
+    if x.logits.softcap > 0.0:
+        z_TS = x.logits.softcap * torch.tanh(z_TS / x.logits.softcap)
+    z_TS -= first.bound_N.index_select(0, token_T)[:, None]
+    share_S = torch.where(z_TS < math.log(eps), z_TS.exp(), 0.0).sum(0)
+    share_S = _finite(share_S / share_S.sum())
+    weight_D = _finite(share_S @ weight_SD)
+    return Middle(mean_D, weight_D, share_S @ (weight_SD - weight_D).square().sum(1))
+
+
+def _finite(vector: torch.Tensor) -> torch.Tensor:
+    return torch.where(vector.isfinite().all(), vector, 0.0)
+
+
+def screened_statistics(
+    x: Operands, hot: Hot, first: First, lists: Lists, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write maximum and sum of exp of each token to stats_KN, and the lists with their logits.
+
+    The "maximum" is the bound, which is near the log-sum-exp.
+
+    Returns:
+        ``Lists.bound_3N``, with a bound of NaN where the token's sum cannot be trusted, so that lists do not serve it; and the
+        labels of those tokens, -1 for all others, [N] int64.
+    """
+    device, num_tokens = x.hidden.device, x.num_tokens
+    tile = screen_tile(device, x.logits.softcap > 0.0)
+    num_words, hidden_size = hot.words_W.shape[0], x.hidden.shape[1]
+    around = middle(x, first, spec.filter.eps)
+    unit = max(tile.cols, tiles.lse.cols)
+    at_once, cols = budget.screen_chunks(exact.sizes_of(x), num_words, spec.workspace_bytes, tile.rows, tiles.group, unit)
+    columns = [(col, min(col + cols, 32 * num_words)) for col in range(0, 32 * num_words, cols)]
+    row_blocks = min(at_once, num_tokens)
+    splits = [budget.num_parts(row_blocks, (last - col) // tile.cols, tile.rows, num_programs(device)) for col, last in columns]
+
+    bound_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
+    suspects_N = torch.empty_like(x.ids)
+    taken = torch.zeros(1, dtype=torch.int64, device=device)
+    words_RW = torch.empty(row_blocks, num_words, dtype=torch.int32, device=device)
+    hidden = new_rounded(row_blocks, hidden_size, tile.inner, device)
+    weight = new_rounded(cols, hidden_size, tile.inner, device)
+    sums = 1 + (x.logits.softcap > 0.0)
+    for index_R, num_kept in exact.token_groups(first.order, at_once):
+        num_rows = index_R.shape[0]
+        bound_R = first.bound_N.index_select(0, index_R)
+        out = Screened(bound_R.new_empty(sums, sum(splits) + PARTS, num_rows), words_RW[:num_rows])
+        rounded = Rounded(hidden.codes[:num_rows], bound_R.new_empty(3, num_rows))
+        round_hidden(x.hidden, index_R, num_kept, around.hidden_D, around.weight_D, rounded)
+        part = 0
+        for (col, last), split in zip(columns, splits, strict=True):
+            chunk = Rounded(weight.codes[: last - col], weight.numbers_3R[:, : last - col].contiguous())
+            round_weight(x.weight, x.bias, hot.slot_V, around.weight_D, around.hidden_D, chunk, col, x.logits.num_valid)
+            screen_chunk(
+                rounded, chunk, num_kept, bound_R, x, math.log(spec.filter.eps / SLACK), col, range(part, part + split), out,
+                tile, tiles.group,
+            )  # fmt: skip
+            part += split
+        rows = Rows(index_R, num_kept, x.hidden)
+        list_columns(out.words_RW, hot, x, rows, lists, taken)
+        _add_listed(x, rows, lists, bound_R, out, part)
+        _merge(x, rows, first, lists, rounded, around, out, (stats_KN, bound_3N, suspects_N))
+    return bound_3N, suspects_N
 
 
 class Screened(NamedTuple):
@@ -184,3 +295,180 @@ def _screen_kernel(
     tl.store(where, sum_exp, mask=in_n)
     if HAS_SOFTCAP:
         tl.store(where + num_parts.to(tl.int64) * num_rows, sum_sloped, mask=in_n)
+
+
+def _add_listed(
+    x: Operands, rows: Rows, lists: Lists, bound_R: torch.Tensor, screened: Screened, first_part: int
+) -> None:  # fmt: skip
+    """Compute the logits of the lists, and write the sums of those that are marked to the parts from ``first_part`` on.
+
+    A label that is listed but not marked has been counted where it was screened.
+    """
+    words_RW, sums_KPR = screened.words_RW, screened.sums_KPR
+    _listed_sums_kernel[(rows.index.shape[0] * PARTS,)](
+        # in
+        x.hidden, x.weight, x.bias, x.ids, rows.index, rows.num_kept, words_RW, lists.columns_M, lists.begin_N, lists.count_N,
+        bound_R,
+        # out
+        lists.logits_M, sums_KPR,
+        # sizes
+        rows.index.shape[0], x.hidden.shape[1], x.logits.start, words_RW.shape[1], lists.columns_M.shape[0], lists_.LONGEST,
+        sums_KPR.shape[1], first_part,
+        # options
+        x.logits.logit_scale, x.logits.softcap, HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0,
+        # tiles
+        PARTS=PARTS, BLOCK_K=BLOCK_K, BLOCK_D=BLOCK_D, num_warps=WARPS,
+    )  # fmt: skip
+
+
+@kernel("hidden_ptr", "weight_ptr", "bias_ptr", "words_ptr", "columns_ptr", "logits_ptr", "sums_ptr", "hidden_size")
+def _listed_sums_kernel(
+    hidden_ptr,  # in: [N, D]
+    weight_ptr,  # in: [V, D]
+    bias_ptr,  # in: [V]
+    labels_ptr,  # in: [N] int64
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    words_ptr,  # in: [R, W] int32
+    columns_ptr,  # in: [M] int32
+    begin_ptr,  # in: [N] int32
+    count_ptr,  # in: [N] int32
+    bound_ptr,  # in: [R] fp32
+    logits_ptr,  # out: [M] fp32
+    sums_ptr,  # out: [K, P, R] fp32
+    num_rows,
+    hidden_size,
+    start,
+    num_words,
+    capacity,
+    longest,
+    num_parts,
+    first_part,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    if row >= tl.load(num_kept_ptr):
+        return
+    token = tl.load(index_ptr + row).to(tl.int64)
+    bound = tl.load(bound_ptr + row)
+    begin = tl.load(begin_ptr + token)
+    count = tl.load(count_ptr + token)
+    # A list that is too long or found no room serves nobody.
+    count = tl.where((count <= longest) & (begin + count <= capacity), count, 0)
+    label = tl.load(labels_ptr + token) - start
+    words_ptr += row.to(tl.int64) * num_words
+
+    sum_exp = tl.zeros((BLOCK_K,), tl.float32)
+    sum_sloped = tl.zeros((BLOCK_K,), tl.float32)
+    for first in range(part * BLOCK_K, count, PARTS * BLOCK_K):
+        offs_k = first + tl.arange(0, BLOCK_K)
+        in_k = offs_k < count
+        column = tl.load(columns_ptr + begin + offs_k, mask=in_k, other=0)
+        z = logits_of_columns(
+            hidden_ptr, weight_ptr, bias_ptr, token, column, in_k, hidden_size, logit_scale, softcap,
+            HAS_BIAS, HAS_SOFTCAP, BLOCK_K, BLOCK_D,
+        )  # fmt: skip
+        tl.store(logits_ptr + begin + offs_k, z, mask=in_k)
+        marked = (tl.load(words_ptr + column // 32, mask=in_k & (column == label), other=-1) >> (column % 32)) & 1
+        e = tl.where(in_k & (marked > 0), tl.exp(z - bound), 0.0)
+        sum_exp += e
+        if HAS_SOFTCAP:
+            sum_sloped += e * softcap_slope(z, softcap)
+    where = sums_ptr + (first_part + part).to(tl.int64) * num_rows + row
+    tl.store(where, tl.sum(sum_exp, 0))
+    if HAS_SOFTCAP:
+        tl.store(where + num_parts.to(tl.int64) * num_rows, tl.sum(sum_sloped, 0))
+
+
+def _merge(
+    x: Operands, rows: Rows, first: First, lists: Lists, hidden: Rounded, around: Middle, screened: Screened,
+    out: tuple[torch.Tensor, ...],
+) -> None:  # fmt: skip
+    """Write stats_KN, bound_3N and the labels of suspects at the tokens of the group; see ``screened_statistics``."""
+    num_rows, sums_KPR = rows.index.shape[0], screened.sums_KPR
+    error = ERROR * x.logits.logit_scale
+    _merge_screened_kernel[(cdiv(num_rows, 128),)](
+        sums_KPR, hidden.numbers_3R, around.spread, first.hot_3N, first.shard_3N, first.bound_N, lists.begin_N, lists.count_N,
+        x.ids, rows.index, rows.num_kept,
+        *out,
+        num_rows, x.num_tokens, sums_KPR.shape[1], lists.columns_M.shape[0], lists_.LONGEST,
+        error * error / (2 * x.hidden.shape[1]), SLACK,
+        HAS_SOFTCAP=x.logits.softcap > 0.0, LISTED=PARTS, BLOCK_N=128,
+    )  # fmt: skip
+
+
+@kernel("sums_ptr", "stats_ptr", "state_ptr", "suspects_ptr")
+def _merge_screened_kernel(
+    sums_ptr,  # in: [K, P, R] fp32: the last LISTED parts are of lists
+    row_ptr,  # in: [3, R] fp32: anything, anything, length
+    spread_ptr,  # in: [1] fp32
+    hot_ptr,  # in: [3, N] fp32: maximum, sum
+    shard_ptr,  # in: [3, N] fp32: maximum, sum
+    bound_ptr,  # in: [N] fp32
+    begin_ptr,  # in: [N] int32
+    count_ptr,  # in: [N] int32
+    labels_ptr,  # in: [N] int64
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    stats_ptr,  # out: [K, N] fp32: maximum, sum, ...
+    state_ptr,  # out: [3, N] fp32
+    suspects_ptr,  # out: [N] int64
+    num_rows,
+    num_tokens,
+    num_parts,
+    capacity,
+    longest,
+    half_variance,
+    slack,
+    HAS_SOFTCAP: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_rows
+    live = offs_n < tl.load(num_kept_ptr)
+    token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
+    stride = num_tokens.to(tl.int64)
+    row_stride = num_rows.to(tl.int64)
+    bound = tl.load(bound_ptr + token, mask=live, other=0)
+
+    # A number that is rounded to nearest lies around its code, so a logit lies around the one that is screened, and its
+    # exponential is exp(variance / 2) larger on average.
+    length = tl.load(row_ptr + 2 * row_stride + offs_n, mask=live, other=0)
+    gain = tl.exp(tl.minimum(length * length * tl.load(spread_ptr) * half_variance, 1.0))
+    others = tl.zeros((BLOCK_N,), tl.float32)
+    sloped = tl.zeros((BLOCK_N,), tl.float32)
+    for part in range(0, num_parts):
+        factor = tl.where(part < num_parts - LISTED, gain, 1.0)
+        where = sums_ptr + part * row_stride + offs_n
+        others += factor * tl.load(where, mask=live, other=0)
+        if HAS_SOFTCAP:
+            sloped += factor * tl.load(where + num_parts * row_stride, mask=live, other=0)
+    if not HAS_SOFTCAP:
+        sloped = others
+    hot_max = tl.load(hot_ptr + token, mask=live, other=0)
+    hot_sum = tl.load(hot_ptr + stride + token, mask=live, other=0)
+    total = others + hot_sum * tl.exp(hot_max - bound)
+    # The estimate in the bound was not too high if this shard's part of it is none that this shard does not have.
+    shard_max = tl.load(shard_ptr + token, mask=live, other=0)
+    claimed = tl.load(shard_ptr + stride + token, mask=live, other=0) * tl.exp(shard_max - bound)
+    count = tl.load(count_ptr + token, mask=live, other=0)
+    end = tl.load(begin_ptr + token, mask=live, other=0) + count
+    # NaN makes this false too.
+    trusted = (count <= longest) & (end <= capacity) & (total < tl.exp(FARTHEST)) & (claimed <= slack * total)
+    trusted &= tl.abs(bound) < float("inf")
+
+    tl.store(stats_ptr + token, bound, mask=in_n)
+    tl.store(stats_ptr + stride + token, tl.where(live, total, 1.0), mask=in_n)
+    tl.store(state_ptr + token, tl.where(live & (trusted == 0), float("nan"), bound), mask=in_n)
+    tl.store(state_ptr + stride + token, tl.where(live, sloped, 0.0), mask=in_n)
+    tl.store(state_ptr + 2 * stride + token, bound, mask=in_n)
+    label = tl.load(labels_ptr + token, mask=in_n, other=-1)
+    tl.store(suspects_ptr + token, tl.where(live & (trusted == 0), label, -1), mask=in_n)
