@@ -77,7 +77,7 @@ def middle(x: Operands, first: First, eps: float) -> Middle:
     """Find what the operands are rounded less of. Anything will do but for the errors: what is not finite becomes 0."""
     index_N, num_kept = first.order
     coef_2N = torch.zeros(2, x.num_tokens, dtype=torch.float32, device=x.hidden.device)
-    torch.where(x.ids >= 0, 1.0 / num_kept.clamp(min=1), 0.0, out=coef_2N[0])
+    coef_2N[0] = (x.ids >= 0) / num_kept.clamp(min=1)
     mean_D = _finite(sums_of_rows(coef_2N, x.hidden)[0])
 
     drawn = first.drawn
@@ -146,8 +146,8 @@ def screened_statistics(
             part += split
         rows = Rows(index_R, num_kept, x.hidden)
         list_columns(out.words_RW, hot, x, rows, lists, taken)
-        _add_listed(x, rows, lists, bound_R, out, part)
-        _merge(x, rows, first, lists, rounded, around, out, (stats_KN, bound_3N, suspects_N))
+        _add_listed(x, rows, lists, taken, bound_R, out, part)
+        _merge(x, rows, first, lists, taken, rounded, around, out, (stats_KN, bound_3N, suspects_N))
     return bound_3N, suspects_N
 
 
@@ -298,8 +298,8 @@ def _screen_kernel(
 
 
 def _add_listed(
-    x: Operands, rows: Rows, lists: Lists, bound_R: torch.Tensor, screened: Screened, first_part: int
-) -> None:  # fmt: skip
+    x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor, bound_R: torch.Tensor, screened: Screened, first_part: int
+) -> None:
     """Compute the logits of the lists, and write the sums of those that are marked to the parts from ``first_part`` on.
 
     A label that is listed but not marked has been counted where it was screened.
@@ -308,7 +308,7 @@ def _add_listed(
     _listed_sums_kernel[(rows.index.shape[0] * PARTS,)](
         # in
         x.hidden, x.weight, x.bias, x.ids, rows.index, rows.num_kept, words_RW, lists.columns_M, lists.begin_N, lists.count_N,
-        bound_R,
+        taken, bound_R,
         # out
         lists.logits_M, sums_KPR,
         # sizes
@@ -333,6 +333,7 @@ def _listed_sums_kernel(
     columns_ptr,  # in: [M] int32
     begin_ptr,  # in: [N] int32
     count_ptr,  # in: [N] int32
+    taken_ptr,  # in: [1] int64
     bound_ptr,  # in: [R] fp32
     logits_ptr,  # out: [M] fp32
     sums_ptr,  # out: [K, P, R] fp32
@@ -360,8 +361,7 @@ def _listed_sums_kernel(
     bound = tl.load(bound_ptr + row)
     begin = tl.load(begin_ptr + token)
     count = tl.load(count_ptr + token)
-    # A list that is too long or found no room serves nobody.
-    count = tl.where((count <= longest) & (begin + count <= capacity), count, 0)
+    count = tl.where((count <= longest) & (tl.load(taken_ptr) <= capacity), count, 0)
     label = tl.load(labels_ptr + token) - start
     words_ptr += row.to(tl.int64) * num_words
 
@@ -388,14 +388,14 @@ def _listed_sums_kernel(
 
 
 def _merge(
-    x: Operands, rows: Rows, first: First, lists: Lists, hidden: Rounded, around: Middle, screened: Screened,
-    out: tuple[torch.Tensor, ...],
+    x: Operands, rows: Rows, first: First, lists: Lists, taken: torch.Tensor, hidden: Rounded, around: Middle,
+    screened: Screened, out: tuple[torch.Tensor, ...],
 ) -> None:  # fmt: skip
     """Write stats_KN, bound_3N and the labels of suspects at the tokens of the group; see ``screened_statistics``."""
     num_rows, sums_KPR = rows.index.shape[0], screened.sums_KPR
     error = ERROR * x.logits.logit_scale
     _merge_screened_kernel[(cdiv(num_rows, 128),)](
-        sums_KPR, hidden.numbers_3R, around.spread, first.hot_3N, first.shard_3N, first.bound_N, lists.begin_N, lists.count_N,
+        sums_KPR, hidden.numbers_3R, around.spread, first.hot_3N, first.shard_3N, first.bound_N, lists.count_N, taken,
         x.ids, rows.index, rows.num_kept,
         *out,
         num_rows, x.num_tokens, sums_KPR.shape[1], lists.columns_M.shape[0], lists_.LONGEST,
@@ -412,8 +412,8 @@ def _merge_screened_kernel(
     hot_ptr,  # in: [3, N] fp32: maximum, sum
     shard_ptr,  # in: [3, N] fp32: maximum, sum
     bound_ptr,  # in: [N] fp32
-    begin_ptr,  # in: [N] int32
     count_ptr,  # in: [N] int32
+    taken_ptr,  # in: [1] int64
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
@@ -460,9 +460,8 @@ def _merge_screened_kernel(
     shard_max = tl.load(shard_ptr + token, mask=live, other=0)
     claimed = tl.load(shard_ptr + stride + token, mask=live, other=0) * tl.exp(shard_max - bound)
     count = tl.load(count_ptr + token, mask=live, other=0)
-    end = tl.load(begin_ptr + token, mask=live, other=0) + count
-    # NaN makes this false too.
-    trusted = (count <= longest) & (end <= capacity) & (total < tl.exp(FARTHEST)) & (claimed <= slack * total)
+    # Lists find room in any order, so it is enough for all of the group or for none. NaN makes this false too.
+    trusted = (count <= longest) & (tl.load(taken_ptr) <= capacity) & (total < tl.exp(FARTHEST)) & (claimed <= slack * total)
     trusted &= tl.abs(bound) < float("inf")
 
     tl.store(stats_ptr + token, bound, mask=in_n)
