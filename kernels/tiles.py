@@ -116,7 +116,7 @@ def pair_tile(dtype: torch.dtype, device: torch.device) -> Tile:
 def screen_tile(device: torch.device, softcap: bool) -> Tile:
     """Return the tile of the product in 8 bits, which takes Hopper or later."""
     if interpreted():
-        return _INTERPRETED.lse
+        return Tile(16, 64, 16, 4, 1)
     return _OF_SCREEN[min(12, torch.cuda.get_device_capability(device)[0]), softcap]
 
 

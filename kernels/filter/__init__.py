@@ -173,7 +173,14 @@ def _before_all_columns(
 
 
 def _marked_statistics(
-    x: Operands, hot: Hot, first: First, lists: Lists, stats_KN: torch.Tensor, buffer_RD: torch.Tensor, at_once: int, spec: Spec
+    x: Operands,
+    hot: Hot,
+    first: First,
+    lists: Lists,
+    stats_KN: torch.Tensor,
+    buffer_RD: torch.Tensor,
+    at_once: int,
+    spec: Spec,
 ) -> torch.Tensor:
     """Write the statistics of all columns to stats_KN, and the lists. -> ``Lists.bound_3N``."""
     num_tokens, num_words = x.num_tokens, hot.words_W.shape[0]
@@ -191,7 +198,9 @@ def _marked_statistics(
         _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
         list_columns(words, hot, x, rows, lists, taken)
     hot_sum_N, sum_N = (
-        (first.hot_3N[1], stats_KN[1]) if sloped_N is None or first.hot_sloped_N is None else (first.hot_sloped_N, sloped_N)
+        (first.hot_3N[1], stats_KN[1])
+        if sloped_N is None or first.hot_sloped_N is None
+        else (first.hot_sloped_N, sloped_N)
     )
     return outside_hot(first.bound_N, first.hot_3N[0], hot_sum_N, stats_KN[0], sum_N)
 

@@ -28,7 +28,16 @@ from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter import lists as lists_
 from cce_dist.kernels.filter.fp8 import ERROR, Rounded, new_rounded, round_hidden, round_weight
 from cce_dist.kernels.filter.hot import Hot
-from cce_dist.kernels.filter.lists import BLOCK_D, BLOCK_K, FARTHEST, SLACK, WARPS, Lists, list_columns, logits_of_columns
+from cce_dist.kernels.filter.lists import (
+    BLOCK_D,
+    BLOCK_K,
+    FARTHEST,
+    SLACK,
+    WARPS,
+    Lists,
+    list_columns,
+    logits_of_columns,
+)
 from cce_dist.kernels.tiles import Tile, Tiles, num_programs, screen_tile
 from cce_dist.kernels.tokens import sums_of_rows
 
@@ -117,10 +126,15 @@ def screened_statistics(
     num_words, hidden_size = hot.words_W.shape[0], x.hidden.shape[1]
     around = middle(x, first, spec.filter.eps)
     unit = max(tile.cols, tiles.lse.cols)
-    at_once, cols = budget.screen_chunks(exact.sizes_of(x), num_words, spec.workspace_bytes, tile.rows, tiles.group, unit)
+    at_once, cols = budget.screen_chunks(
+        exact.sizes_of(x), num_words, spec.workspace_bytes, tile.rows, tiles.group, unit
+    )
     columns = [(col, min(col + cols, 32 * num_words)) for col in range(0, 32 * num_words, cols)]
     row_blocks = min(at_once, num_tokens)
-    splits = [budget.num_parts(row_blocks, (last - col) // tile.cols, tile.rows, num_programs(device)) for col, last in columns]
+    splits = [
+        budget.num_parts(row_blocks, (last - col) // tile.cols, tile.rows, num_programs(device))
+        for col, last in columns
+    ]
 
     bound_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
     suspects_N = torch.empty_like(x.ids)
@@ -298,7 +312,13 @@ def _screen_kernel(
 
 
 def _add_listed(
-    x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor, bound_R: torch.Tensor, screened: Screened, first_part: int
+    x: Operands,
+    rows: Rows,
+    lists: Lists,
+    taken: torch.Tensor,
+    bound_R: torch.Tensor,
+    screened: Screened,
+    first_part: int,
 ) -> None:
     """Compute the logits of the lists, and write the sums of those that are marked to the parts from ``first_part`` on.
 
@@ -312,8 +332,8 @@ def _add_listed(
         # out
         lists.logits_M, sums_KPR,
         # sizes
-        rows.index.shape[0], x.hidden.shape[1], x.logits.start, words_RW.shape[1], lists.columns_M.shape[0], lists_.LONGEST,
-        sums_KPR.shape[1], first_part,
+        rows.index.shape[0], x.hidden.shape[1], x.logits.start, x.logits.num_valid, words_RW.shape[1], lists.columns_M.shape[0],
+        lists_.LONGEST, sums_KPR.shape[1], first_part,
         # options
         x.logits.logit_scale, x.logits.softcap, HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0,
         # tiles
@@ -340,6 +360,7 @@ def _listed_sums_kernel(
     num_rows,
     hidden_size,
     start,
+    num_valid,
     num_words,
     capacity,
     longest,
@@ -371,6 +392,7 @@ def _listed_sums_kernel(
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < count
         column = tl.load(columns_ptr + begin + offs_k, mask=in_k, other=0)
+        in_k &= column < num_valid  # NaN may have marked padding
         z = logits_of_columns(
             hidden_ptr, weight_ptr, bias_ptr, token, column, in_k, hidden_size, logit_scale, softcap,
             HAS_BIAS, HAS_SOFTCAP, BLOCK_K, BLOCK_D,
@@ -461,7 +483,9 @@ def _merge_screened_kernel(
     claimed = tl.load(shard_ptr + stride + token, mask=live, other=0) * tl.exp(shard_max - bound)
     count = tl.load(count_ptr + token, mask=live, other=0)
     # Lists find room in any order, so it is enough for all of the group or for none. NaN makes this false too.
-    trusted = (count <= longest) & (tl.load(taken_ptr) <= capacity) & (total < tl.exp(FARTHEST)) & (claimed <= slack * total)
+    trusted = (
+        (count <= longest) & (tl.load(taken_ptr) <= capacity) & (total < tl.exp(FARTHEST)) & (claimed <= slack * total)
+    )
     trusted &= tl.abs(bound) < float("inf")
 
     tl.store(stats_ptr + token, bound, mask=in_n)
