@@ -39,12 +39,13 @@ class GradFilter:
         compensate: False is the plain filter of the paper.
         hidden: False leaves dE exact ("FullE").
         weight: False leaves dC exact ("FullC").
-        screen: "fp8" takes most logits of the forward pass from products in 8 bits (e4m3), which cost about half. What they find
-            near the threshold or above is computed again from the operands, so the label's logit and all that is kept are as
-            right as without. The log-sum-exp is not: its error is some 1e-4 to 1e-3 nats, less than that of logits in bf16. Needs
-            bf16, the Triton backend and a GPU of compute capability 9.0 (Hopper) or later; "auto" screens there and nowhere
-            else. Tokens whose sums cannot be trusted are computed again in full, and so is all where the call has label
-            smoothing, or an aux output that needs every logit ("entropy", "max_logit", "label_is_max"). None: off.
+        screen: "fp8" takes most logits of the forward pass from products in 8 bits (e4m3), which cost about half. What they
+            find near the threshold or above is computed again from the operands, so the label's logit and all that is kept are
+            as right as without. The log-sum-exp is off by some 1e-4 to 1e-3 nats, less than that of logits in bf16. It needs
+            bf16, the Triton backend and a GPU of compute capability 9.0 (Hopper) or later. "auto" screens there and nowhere
+            else. Tokens whose sums cannot be trusted are computed again from all logits in bf16. A call is not screened at all
+            if it has label smoothing or an aux output that needs every logit ("entropy", "max_logit", "label_is_max"). None: no
+            screen.
 
     Raises:
         ValueError, TypeError: eps is not in [0, 1), a flag no bool, or screen something else. A call of the loss raises them,

@@ -1,4 +1,4 @@
-"""The screened forward pass against a dense construction of it, its e4m3 rounded by torch: interpreted on the CPU, compiled on a GPU.
+"""The screened forward pass against a dense construction of it with torch's e4m3: interpreted on the CPU, compiled on a GPU.
 
 Shards, filters and the dense construction of gradients are those of test_filtered.py. Each test names the mutation that it
 catches.
@@ -31,7 +31,10 @@ CASES = [
     pytest.param(Case(hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0), id="bias-scale-softcap"),
     pytest.param(Case(hidden_size=19, coefs="signed", logit_scale=-1.0), id="rows-no-descriptor-can-describe"),
     pytest.param(Case(start=50, num_valid=77, ids=300), id="padded-shard"),
-    pytest.param(Case(num_tokens=150 if not GPU else 3000, budget=1000), id="groups-of-tokens-and-chunks"),
+    pytest.param(
+        Case(num_tokens=50 if not GPU else 3000, num_rows=140 if not GPU else 5000, budget=1000),
+        id="groups-of-tokens-and-chunks",
+    ),
     pytest.param(Case(coefs="large", longest=3 if not GPU else 20, bias=True), id="lists-that-are-too-long"),
     pytest.param(Case(capacity=50 if not GPU else 400, bias=True), id="lists-without-room"),
 ]
@@ -142,7 +145,7 @@ def test_statistics_and_lists(case: Case, limits, around: list[screen.Middle]) -
         )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[5]])
 def test_gradients(case: Case, limits) -> None:
     """Catches: logits of another token's list read, a token that cannot be trusted served, a hit that the screen left out."""
     limits(case)
@@ -170,7 +173,7 @@ def test_rows_unlike_the_others(side: str) -> None:
     """Zero, huge, tiny, of one element, not finite: all but the latter are right, and that hurts nobody else.
 
     Catches: a scale of 0, a mean that is not finite, an error that is not the row's own, NaN taken for small."""
-    case = of(Case(ignored=0.0))
+    case = of(Case(num_tokens=20 if not GPU else 600, ignored=0.0))
     p = of_filter.problem(case)
     rows = getattr(p, side)
     rows[1], rows[2], rows[3] = 0.0, rows[2] * 30.0, rows[3] * 1e-20
@@ -198,7 +201,7 @@ def test_rows_unlike_the_others(side: str) -> None:
 
 def test_an_estimate_that_is_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a bound that failed trusted all the same."""
-    case = of(Case(ignored=0.0))
+    case = of(Case(num_tokens=20 if not GPU else 600, ignored=0.0))
     p = of_filter.problem(case)
     d = of_filter.dense(p)
     bound_of_shard = filter.bound_of_shard
@@ -218,7 +221,7 @@ def test_an_estimate_that_is_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_two_shards() -> None:
     """Catches: a sum relative to the shard's own bound, a mean that takes part in the logits of one shard alone."""
-    case = of(Case(bias=True, ignored=0.0))
+    case = of(Case(num_tokens=20 if not GPU else 600, bias=True, ignored=0.0))
     p = of_filter.problem(case)
     assert p.bias is not None
     d, cut = of_filter.dense(p), case.num_rows // 3
@@ -268,7 +271,7 @@ def test_what_needs_all_logits_is_not_screened() -> None:
 
 def test_the_loss_with_a_screen() -> None:
     """As the user calls it. Catches: the option lost on the way; one bit that differs from run to run."""
-    p = of_filter.problem(Case(ignored=0.2))
+    p = of_filter.problem(Case(num_tokens=20 if not GPU else 600, ignored=0.2))
     values = []
     for how in (GradFilter(2**-7), GradFilter(2**-7, screen="fp8"), GradFilter(2**-7, screen="auto")):
         hidden, weight = (rows.clone().requires_grad_() for rows in (p.hidden, p.weight))
@@ -294,7 +297,7 @@ def test_where_there_are_no_products_in_8_bits() -> None:
         for how in (None, "auto")
     ]
     assert torch.equal(*losses)
-    with pytest.raises(ValueError, match="GradFilter.screen must be one of"):
+    with pytest.raises(ValueError, match=r"GradFilter\.screen must be one of"):
         GradFilter(screen="fp4")
     assert named_filter("compensated", screen="auto") == GradFilter(screen="auto")
     assert named_filter("plain") == GradFilter(compensate=False)

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from cce_dist.filter import SCREENS
 from cce_dist.integrations.megatron.loss import Options
 from cce_dist.integrations.megatron.swap import FLAG, convert, language_module
-from cce_dist.filter import SCREENS
 from cce_dist.integrations.options import FILTERS
 
 FUSION_FLAG = "--cross-entropy-fusion-impl"
@@ -70,7 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--cce-filter", choices=FILTERS, default="off", help="whether gradients are filtered, and how")
     group.add_argument("--cce-filter-eps", type=float, default=2**-12, help="softmax below which gradients are dropped")
     group.add_argument(
-        "--cce-filter-screen", choices=("off", *SCREENS), default="off", help="whether forward screens the logits in 8 bits"
+        "--cce-filter-screen",
+        choices=("off", *SCREENS),
+        default="off",
+        help="whether forward screens the logits in 8 bits",
     )
     group.add_argument(
         "--cce-workspace-bytes", type=int, metavar="BYTES", help="memory budget (default: the shapes choose it)"

@@ -76,7 +76,8 @@ def _launch(rows_RD, index_R, num_kept, bias_R, slot_R, mean_D, beside_D, out: R
     num_rows, num_inner = out.codes.shape
     block = max(128, 1 << (num_inner - 1).bit_length())
     warps = min(16, max(1, block // 1024))
-    _round_rows_kernel[(min(num_rows, num_programs(rows_RD.device) * max(1, 32 // warps)),)](
+    at_once = num_programs(rows_RD.device) * (1 if interpreted() else max(1, 32 // warps))
+    _round_rows_kernel[(min(num_rows, at_once),)](
         rows_RD, index_R, num_kept, bias_R, slot_R, mean_D, beside_D,
         out.codes, out.numbers_3R,
         num_rows, rows_RD.shape[1], num_inner, first, last,
