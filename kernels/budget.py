@@ -30,6 +30,7 @@ SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a powe
 # Bytes of a listed column in backward: column, token and gradient as they are made; while they are sorted also column and
 # order, and the sort's own order and buffers; in all also forward's column, and token and gradient in their new order.
 MADE_BYTES, SORTED_BYTES, ENTRY_BYTES = 12, 32, 56
+LOGIT_BYTES = 4  # its logit, which a screened forward keeps
 # A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
 # does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed one
@@ -200,12 +201,14 @@ def _sample_bytes(num_columns: int, itemsize: int) -> int:
     return SAMPLE * cdiv(num_columns, ROWS) * ROWS * itemsize
 
 
-def list_capacity(num_tokens: int, num_columns: int, workspace_bytes: int, itemsize: int = 2) -> int:
+def list_capacity(
+    num_tokens: int, num_columns: int, workspace_bytes: int, itemsize: int = 2, screened: bool = False
+) -> int:
     """Return M, the columns that all lists have room for: as many as the budget holds, and no more than pay."""
     room = max(workspace_bytes, LEAST_BYTES)
     if keeps_sample(num_tokens, num_columns, itemsize, workspace_bytes):
         room -= _sample_bytes(num_columns, itemsize)
-    return max(1, min(room // ENTRY_BYTES, num_tokens * num_columns // COLUMNS_PER_ENTRY))
+    return max(1, min(room // (ENTRY_BYTES + LOGIT_BYTES * screened), num_tokens * num_columns // COLUMNS_PER_ENTRY))
 
 
 def few_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
@@ -295,7 +298,9 @@ def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_
     return Peak(saved + forward, saved, saved + backward + cut + num_tokens * 16, cut)  # 16: the coefficients
 
 
-def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: Tiles, at_once: int) -> Peak:
+def filtered_peak(
+    sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: Tiles, at_once: int, screen: Tile | None = None
+) -> Peak:
     """Predict what the kernels with a filter take.
 
     Args:
@@ -304,14 +309,17 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
         hot_columns: H, from ``hot_columns``.
         tiles: Tiles of the device.
         at_once: Programs that the device runs at a time.
+        screen: The tile in 8 bits of a screened forward; None: it is not screened.
     """
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
-    capacity = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
+    capacity = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize, screen is not None)
     hot_bytes = hot_columns * sizes.hidden_bytes
     # The lists: bound, begin and count, columns, hot columns. Beside them ids, merged and statistics.
     saved = num_tokens * (12 + 8) + 4 * capacity + 8 * hot_columns + num_tokens * (8 + 8 + 12)
+    saved += LOGIT_BYTES * capacity if screen is not None else 0
 
-    num_words = cdiv(num_columns, tiles.lse.cols) * tiles.lse.cols // 32
+    unit = tiles.lse.cols if screen is None else max(tiles.lse.cols, screen.cols)
+    num_words = cdiv(num_columns, unit) * unit // 32
     rows, first_rows = filter_forward_rows(sizes, num_words, workspace_bytes, tiles.lse.rows, tiles.group)
     rows, first_rows = min(rows, num_tokens), min(first_rows, num_tokens)
     parts = num_parts(rows, cdiv(num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
@@ -319,7 +327,14 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
     forward = hot_bytes + 4 * 33 * num_words + drawn * (sizes.hidden_bytes + 4)
     # The compact order, the hot columns' statistics, the sums of those drawn, the bound.
     forward += num_tokens * (4 + 12 + 12 * cdiv(drawn, tiles.lse.cols) + 4)
-    forward += first_rows * sizes.hidden_bytes + rows * 4 * (num_words + NUM_PLANES * parts + 1)
+    if screen is None:
+        forward += first_rows * sizes.hidden_bytes + rows * 4 * (num_words + NUM_PLANES * parts + 1)
+    else:
+        forward += max(
+            first_rows * sizes.hidden_bytes,
+            _screen_bytes(sizes, num_words, workspace_bytes, screen, tiles, at_once),
+            _again_bytes(sizes, workspace_bytes, tiles, at_once),
+        )
 
     # The coefficients and the plan are there all the time. The exact kernels come first: for all tokens, whose room is taken
     # although they may be none, then for a few.
@@ -343,6 +358,26 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
     groups += max(_cut_tiles_bytes(at_a_time, n, sizes.hidden_size, tiles, at_once) for n in (cols, drawn))
     listed += max(making, groups, SORTED_BYTES * capacity)
     return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
+
+
+def _screen_bytes(
+    sizes: Sizes, num_words: int, workspace_bytes: int, screen: Tile, tiles: Tiles, at_once: int
+) -> int:  # fmt: skip
+    """Bytes of the screen: the operands in 8 bits, the marks, and the parts of the sums."""
+    chunk = screen_chunks(sizes, num_words, workspace_bytes, screen.rows, tiles.group, max(screen.cols, tiles.lse.cols))
+    rows, rounded = min(chunk.rows, sizes.num_tokens), cdiv(sizes.hidden_size, screen.inner) * screen.inner
+    splits = sum(
+        num_parts(rows, (min(col + chunk.cols, 32 * num_words) - col) // screen.cols, screen.rows, at_once)
+        for col in range(0, 32 * num_words, chunk.cols)
+    )
+    return rows * (rounded + 16 + 4 * num_words + 4 * (splits + 4)) + chunk.cols * (rounded + 24)
+
+
+def _again_bytes(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) -> int:
+    """Bytes of the pass over tokens that a screen cannot serve."""
+    parts = num_parts(FEW, cdiv(sizes.num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
+    rows = min(sizes.num_tokens, forward_rows(sizes, workspace_bytes, False))
+    return sizes.num_tokens * 24 + rows * (sizes.hidden_bytes + 4 * NUM_PLANES * parts)
 
 
 def drawn_columns(num_outside: int, unit: int = 256) -> int:

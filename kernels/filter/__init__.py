@@ -108,7 +108,7 @@ def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
 
 def _new_lists(x: Operands, spec: Spec) -> Lists:
     num_tokens, num_valid = x.num_tokens, x.logits.num_valid
-    capacity = budget.list_capacity(num_tokens, num_valid, spec.workspace_bytes, x.hidden.itemsize)
+    capacity = budget.list_capacity(num_tokens, num_valid, spec.workspace_bytes, x.hidden.itemsize, spec.screened)
     return Lists(
         x.hidden.new_empty(3, num_tokens, dtype=torch.float32),
         *(x.hidden.new_empty(n, dtype=torch.int32) for n in (capacity, num_tokens, num_tokens)),
@@ -211,18 +211,21 @@ def _look_again(x: Operands, suspects_N: torch.Tensor, stats_KN: torch.Tensor, s
     buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
     again_2N = torch.empty_like(stats_KN[:2])
     for group in exact.token_groups(compact(suspects_N), at_once):
-        _log_sum_exp(x, gathered(x.hidden, group, buffer_RD), tiles, again_2N, None)
+        _log_sum_exp(x, gathered(x.hidden, group, buffer_RD), tiles, again_2N, None, expected=FEW)
     stats_KN[:2] = torch.where(suspects_N >= 0, again_2N, stats_KN[:2])
 
 
 def _log_sum_exp(
     x: Operands, rows: Rows, tiles: Tiles, stats_KN: torch.Tensor, sloped_N: torch.Tensor | None,
-    marks: Marks | None = None, want: Want = NOTHING_MORE,
+    marks: Marks | None = None, want: Want = NOTHING_MORE, expected: int | None = None,
 ) -> None:  # fmt: skip
-    """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group."""
+    """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group.
+
+    ``expected``: how many of them have a label, if it is far from all.
+    """
     num_rows = rows.index.shape[0]
     num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
-    parts = choose_splits(num_rows, num_tiles, tiles.lse, stats_KN.device)
+    parts = choose_splits(expected or num_rows, num_tiles, tiles.lse, stats_KN.device)
     partials_KPR = stats_KN.new_empty(NUM_PLANES, parts, num_rows)
     lse_partials(
         x, rows, tiles, Span(0, num_tiles, parts), partials_KPR, want=want, marks=marks, want_sloped=sloped_N is not None

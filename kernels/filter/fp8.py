@@ -4,7 +4,7 @@
 
 The first product is the one that costs, and its operands are rounded to e4m3 with a scale for each row. The other two are a
 number for each row in fp32, whatever m and b are. A trained weight's rows share a direction, and so do hidden states: what
-rounding leaves along it would move a whole row of logits. So m is the mean hidden state, and b a mean of the weight's rows in
+rounding leaves along it would move a whole row of logits. So m is a mean hidden state, and b a mean of the weight's rows in
 which the columns of the softmax's tail count most.
 
 Rounding to e4m3 moves an element by 2.65 % (rms) whatever its size, so the product's standard error is near
@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from cce_dist.kernels.blocks import kernel
@@ -29,6 +30,7 @@ ERROR = 2**0.5 * 0.0265
 MOST = tl.constexpr(448.0)  # the largest number of e4m3
 LEAST = tl.constexpr(1e-30)  # rows whose elements are all smaller count as zeros
 DTYPE = torch.float8_e4m3fn
+PER_THREAD = 32  # elements of a row
 
 
 class Rounded(NamedTuple):
@@ -75,7 +77,7 @@ def round_weight(
 def _launch(rows_RD, index_R, num_kept, bias_R, slot_R, mean_D, beside_D, out: Rounded, first: int, last: int) -> None:
     num_rows, num_inner = out.codes.shape
     block = max(128, 1 << (num_inner - 1).bit_length())
-    warps = min(16, max(1, block // 1024))
+    warps = min(16, max(1, block // (32 * PER_THREAD)))
     at_once = num_programs(rows_RD.device) * (1 if interpreted() else max(1, 32 // warps))
     _round_rows_kernel[(min(num_rows, at_once),)](
         rows_RD, index_R, num_kept, bias_R, slot_R, mean_D, beside_D,
@@ -108,7 +110,8 @@ def _round_rows_kernel(
     MAX_SIDE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # A program keeps the two vectors in registers and goes through many rows, each of which it reads once.
+    # A program keeps the two vectors in registers and goes through many rows. It reads each once, while it works on the one
+    # before.
     offs_d = tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
     mean = tl.load(mean_ptr + offs_d, mask=in_d, other=0)
@@ -118,26 +121,26 @@ def _round_rows_kernel(
     if HAS_INDEX:
         num_live = tl.load(num_kept_ptr)
         stop = tl.minimum(num_rows, tl.maximum(tl.cdiv(num_live, MAX_SIDE), 1) * MAX_SIDE)
-    for place in range(tl.program_id(0), stop, tl.num_programs(0)):
-        if HAS_INDEX:
-            live = place < num_live
-            row = tl.load(index_ptr + place)
-        else:
-            row = first_row + place
-            live = row < last_row
-            live &= tl.load(slot_ptr + row, mask=live, other=0) == 0
-        whole = tl.load(rows_ptr + row.to(tl.int64) * hidden_size + offs_d, mask=in_d & live, other=0).to(tl.float32)
-        away = tl.where(live, whole - mean, 0.0)
-        number = tl.sum((whole if HAS_INDEX else away) * beside, 0)
+    place = tl.program_id(0)
+    row, live = _row_at(place, index_ptr, slot_ptr, stop, num_live, first_row, last_row, HAS_INDEX)
+    ahead = tl.load(rows_ptr + row.to(tl.int64) * hidden_size + offs_d, mask=in_d & live, other=0)
+    while place < stop:
+        here, here_live, whole = row, live, ahead.to(tl.float32)
+        following = place + tl.num_programs(0)
+        row, live = _row_at(following, index_ptr, slot_ptr, stop, num_live, first_row, last_row, HAS_INDEX)
+        ahead = tl.load(rows_ptr + row.to(tl.int64) * hidden_size + offs_d, mask=in_d & live, other=0)
+
+        away = tl.where(here_live, whole - mean, 0.0)
+        # NaN counts as infinite here.
+        far = tl.where(away == away, tl.abs(away), float("inf"))
+        number, square, most = tl.reduce(((whole if HAS_INDEX else away) * beside, away * away, far), 0, _add_add_most)
         if HAS_BIAS:
-            number += tl.load(bias_ptr + row, mask=live, other=0).to(tl.float32)
-        # The square of a length may overflow: then everything is marked.
-        size = tl.sqrt(tl.sum(away * away, 0))
-        most = tl.max(tl.where(away == away, tl.abs(away), float("inf")), 0)
+            number += tl.load(bias_ptr + here, mask=here_live, other=0).to(tl.float32)
         most = tl.maximum(most, LEAST)
-        tl.store(numbers_ptr + place, tl.where(live, most / MOST, 0.0))
-        tl.store(numbers_ptr + num_rows.to(tl.int64) + place, tl.where(live, number, 0.0))
-        tl.store(numbers_ptr + 2 * num_rows.to(tl.int64) + place, tl.where(live, size, -1.0))
+        tl.store(numbers_ptr + place, tl.where(here_live, most / MOST, 0.0))
+        tl.store(numbers_ptr + num_rows.to(tl.int64) + place, tl.where(here_live, number, 0.0))
+        # The square of a length may overflow: then everything is marked.
+        tl.store(numbers_ptr + 2 * num_rows.to(tl.int64) + place, tl.where(here_live, tl.sqrt(square), -1.0))
 
         codes = away * (MOST / most)
         if INTERPRETED:
@@ -147,3 +150,22 @@ def _round_rows_kernel(
             codes = bits.to(tl.float32, bitcast=True)
         where = codes_ptr + place * num_inner.to(tl.int64) + offs_d
         tl.store(where, codes.to(codes_ptr.dtype.element_ty), mask=offs_d < num_inner)
+        place = following
+
+
+@triton.jit
+def _row_at(place, index_ptr, slot_ptr, stop, num_live, first_row, last_row, HAS_INDEX: tl.constexpr):
+    """Return the row at a place, and whether it takes part."""
+    if HAS_INDEX:
+        live = (place < stop) & (place < num_live)
+        row = tl.load(index_ptr + place, mask=live, other=0)
+    else:
+        row = first_row + place
+        live = (place < stop) & (row < last_row)
+        live &= tl.load(slot_ptr + row, mask=live, other=0) == 0
+    return row, live
+
+
+@triton.jit
+def _add_add_most(a, b, most, other_a, other_b, other_most):
+    return a + other_a, b + other_b, tl.maximum(most, other_most)

@@ -9,9 +9,9 @@ always (``lists.py``). The marked logits are then computed from the operands the
 Everything is relative to the token's bound. What is not marked is below it, so no maximum runs along, and the bound is the same
 on all shards. The logits of the lists stay for backward, which gathers nothing for them a second time.
 
-A token is computed again in 16 bits, all columns, where the sum cannot be trusted: something is not finite, its list is too long
-or found no room, or its bound was too high. Only the device knows: the launches return at once where there is none. Rows that
-are far larger than others, or that one element fills, are among those, or their marks are many: the error counted is theirs.
+A token is computed again in 16 bits, all columns, where the sum cannot be trusted: something is not finite, its list is too
+long or found no room, or its bound was too high. Only the device knows: the launches return at once where there is none. The
+error that is counted is that of the row and the column, so a row that is far larger than others has many marks, or too many.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from cce_dist.kernels.filter.lists import (
     logits_of_columns,
 )
 from cce_dist.kernels.tiles import Tile, Tiles, num_programs, screen_tile
-from cce_dist.kernels.tokens import sums_of_rows
 
 ERRORS = 4.0  # standard errors that a logit may be higher than it is screened
 SAMPLE = 256  # tokens that say which columns the tail consists of
@@ -71,7 +70,7 @@ class Middle(NamedTuple):
     """What the operands are rounded less of.
 
     Attributes:
-        hidden_D: m: the mean hidden state, fp32.
+        hidden_D: m: the mean of some hidden states, fp32.
         weight_D: b: the mean row of the weight, by the columns' shares of what a sample of the tokens has below the threshold;
             fp32.
         spread: Mean square of the rows' distance from b, by the same shares; a 0-d fp32 tensor.
@@ -83,31 +82,32 @@ class Middle(NamedTuple):
 
 
 def middle(x: Operands, first: First, eps: float) -> Middle:
-    """Find what the operands are rounded less of. Anything will do but for the errors: what is not finite becomes 0."""
-    index_N, num_kept = first.order
-    coef_2N = torch.zeros(2, x.num_tokens, dtype=torch.float32, device=x.hidden.device)
-    coef_2N[0] = (x.ids >= 0) / num_kept.clamp(min=1)
-    mean_D = _finite(sums_of_rows(coef_2N, x.hidden)[0])
+    """Find what the operands are rounded less of, from some tokens and the drawn columns.
 
-    drawn = first.drawn
-    weight_SD = drawn.weight.float()
-    if weight_SD.shape[0] == 0:
-        return Middle(mean_D, torch.zeros_like(mean_D), mean_D.new_zeros(()))
+    Anything will do but for the errors, so what is not finite becomes 0. A token counts as one of usual length where it is
+    longer.
+    """
+    index_N, num_kept = first.order
+    drawn, logits = first.drawn, x.logits
     place_T = torch.arange(SAMPLE, device=index_N.device) * num_kept // SAMPLE
     token_T = index_N.index_select(0, place_T)
-    z_TS = x.hidden.index_select(0, token_T).float() @ weight_SD.T
-    z_TS = x.logits.logit_scale * (z_TS if drawn.bias is None else z_TS + drawn.bias.float())
-    if x.logits.softcap > 0.0:
-        z_TS = x.logits.softcap * torch.tanh(z_TS / x.logits.softcap)
+    rows_TD = x.hidden.index_select(0, token_T).float()
+    length_T = rows_TD.norm(dim=1)
+    usual = length_T.sort().values[SAMPLE // 2]
+    hidden_D = ((usual / length_T).clamp(max=1.0) @ rows_TD / SAMPLE).nan_to_num(0.0, 0.0, 0.0)
+
+    weight_SD = drawn.weight.float()
+    z_TS = rows_TD @ weight_SD.T
+    if drawn.bias is not None:
+        z_TS += drawn.bias
+    z_TS *= logits.logit_scale
+    if logits.softcap > 0.0:
+        z_TS = logits.softcap * torch.tanh(z_TS / logits.softcap)
     z_TS -= first.bound_N.index_select(0, token_T)[:, None]
     share_S = torch.where(z_TS < math.log(eps), z_TS.exp(), 0.0).sum(0)
-    share_S = _finite(share_S / share_S.sum())
-    weight_D = _finite(share_S @ weight_SD)
-    return Middle(mean_D, weight_D, share_S @ (weight_SD - weight_D).square().sum(1))
-
-
-def _finite(vector: torch.Tensor) -> torch.Tensor:
-    return torch.where(vector.isfinite().all(), vector, 0.0)
+    share_S = (share_S / share_S.sum()).nan_to_num(0.0, 0.0, 0.0)
+    weight_D = (share_S @ weight_SD).nan_to_num(0.0, 0.0, 0.0)
+    return Middle(hidden_D, weight_D, share_S @ (weight_SD - weight_D).square().sum(1))
 
 
 def screened_statistics(
