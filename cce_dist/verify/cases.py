@@ -215,5 +215,9 @@ CASES = [
     Case("filter-sequence-parallel", "a bound of the slice alone", {"grad_filter": GradFilter(), "sequence_parallel": True},
          ZIPF),
     Case("filter-bf16", "d_hidden rounded between hot columns and lists", {"grad_filter": GradFilter()}, ZIPF, dtype=BF16),
+    Case("filter-screened", "a logit that matters left in 8 bits", {"grad_filter": GradFilter(screen="auto")}, ZIPF,
+         dtype=BF16),
+    Case("filter-screened-uneven-shards", "a sum relative to the shard's own bound",
+         {"grad_filter": GradFilter(screen="auto"), "z_loss_weight": 0.05}, zipf_problem(bias=True), shards=uneven, dtype=BF16),
 ]
 # fmt: on
