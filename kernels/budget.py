@@ -30,6 +30,7 @@ SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a powe
 # Bytes of a listed column in backward: column, token and gradient as they are made; while they are sorted also column and
 # order, and the sort's own order and buffers; in all also forward's column, and token and gradient in their new order.
 MADE_BYTES, SORTED_BYTES, ENTRY_BYTES = 12, 32, 56
+LISTED_PARTS = 16  # programs that share the list of a token while forward sums it up; a power of 2
 LOGIT_BYTES = 4  # its logit, which a screened forward keeps
 # A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
 # does 60 to 110 operations while it moves a byte.
@@ -370,7 +371,7 @@ def _screen_bytes(
         num_parts(rows, (min(col + chunk.cols, 32 * num_words) - col) // screen.cols, screen.rows, at_once)
         for col in range(0, 32 * num_words, chunk.cols)
     )
-    return rows * (rounded + 16 + 4 * num_words + 4 * (splits + 4)) + chunk.cols * (rounded + 24)
+    return rows * (rounded + 16 + 4 * num_words + 4 * (splits + LISTED_PARTS)) + chunk.cols * (rounded + 24)
 
 
 def _again_bytes(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) -> int:

@@ -38,11 +38,10 @@ from cce_dist.kernels.filter.lists import (
     list_columns,
     logits_of_columns,
 )
-from cce_dist.kernels.tiles import Tile, Tiles, num_programs, screen_tile
+from cce_dist.kernels.tiles import Tile, Tiles, interpreted, num_programs, screen_tile
 
 ERRORS = 4.0  # standard errors that a logit may be higher than it is screened
 SAMPLE = 256  # tokens that say which columns the tail consists of
-PARTS = 4  # programs that share a token's list
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
@@ -143,10 +142,11 @@ def screened_statistics(
     hidden = new_rounded(row_blocks, hidden_size, tile.inner, device)
     weight = new_rounded(cols, hidden_size, tile.inner, device)
     sums = 1 + (x.logits.softcap > 0.0)
+    listed = 2 if interpreted() else budget.LISTED_PARTS
     for index_R, num_kept in exact.token_groups(first.order, at_once):
         num_rows = index_R.shape[0]
         bound_R = first.bound_N.index_select(0, index_R)
-        out = Screened(bound_R.new_empty(sums, sum(splits) + PARTS, num_rows), words_RW[:num_rows])
+        out = Screened(bound_R.new_empty(sums, sum(splits) + listed, num_rows), words_RW[:num_rows], sum(splits))
         rounded = Rounded(hidden.codes[:num_rows], bound_R.new_empty(3, num_rows))
         round_hidden(x.hidden, index_R, num_kept, around.hidden_D, around.weight_D, rounded)
         part = 0
@@ -160,22 +160,23 @@ def screened_statistics(
             part += split
         rows = Rows(index_R, num_kept, x.hidden)
         list_columns(out.words_RW, hot, x, rows, lists, taken)
-        _add_listed(x, rows, lists, taken, bound_R, out, part)
+        _add_listed(x, rows, lists, taken, bound_R, out)
         _merge(x, rows, first, lists, taken, rounded, around, out, (stats_KN, bound_3N, suspects_N))
     return bound_3N, suspects_N
 
 
 class Screened(NamedTuple):
-    """What the screen writes for a group of tokens.
+    """What is found of a group of tokens.
 
     Attributes:
-        sums_KPR: out: sum of exp of what is not marked, relative to the bound, and with a softcap that times its slopes; in
-            P parts; fp32.
+        sums_KPR: out: sum of exp relative to the bound, and with a softcap that times its slopes; in P parts; fp32.
         words_RW: out: the marks, as in ``lse.py``.
+        num_screened: So many parts are of what is not marked, the others of lists.
     """
 
     sums_KPR: torch.Tensor
     words_RW: torch.Tensor
+    num_screened: int
 
 
 def screen_chunk(
@@ -312,20 +313,15 @@ def _screen_kernel(
 
 
 def _add_listed(
-    x: Operands,
-    rows: Rows,
-    lists: Lists,
-    taken: torch.Tensor,
-    bound_R: torch.Tensor,
-    screened: Screened,
-    first_part: int,
-) -> None:
-    """Compute the logits of the lists, and write the sums of those that are marked to the parts from ``first_part`` on.
+    x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor, bound_R: torch.Tensor, screened: Screened
+) -> None:  # fmt: skip
+    """Compute the logits of the lists, and write the sums of those that are marked.
 
     A label that is listed but not marked has been counted where it was screened.
     """
-    words_RW, sums_KPR = screened.words_RW, screened.sums_KPR
-    _listed_sums_kernel[(rows.index.shape[0] * PARTS,)](
+    sums_KPR, words_RW, first_part = screened
+    parts = sums_KPR.shape[1] - first_part
+    _listed_sums_kernel[(rows.index.shape[0] * parts,)](
         # in
         x.hidden, x.weight, x.bias, x.ids, rows.index, rows.num_kept, words_RW, lists.columns_M, lists.begin_N, lists.count_N,
         taken, bound_R,
@@ -333,11 +329,11 @@ def _add_listed(
         lists.logits_M, sums_KPR,
         # sizes
         rows.index.shape[0], x.hidden.shape[1], x.logits.start, x.logits.num_valid, words_RW.shape[1], lists.columns_M.shape[0],
-        lists_.LONGEST, sums_KPR.shape[1], first_part,
+        lists_.LONGEST, sums_KPR.shape[1], first_part, parts,
         # options
         x.logits.logit_scale, x.logits.softcap, HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0,
         # tiles
-        PARTS=PARTS, BLOCK_K=BLOCK_K, BLOCK_D=BLOCK_D, num_warps=WARPS,
+        BLOCK_K=BLOCK_K, BLOCK_D=BLOCK_D, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -366,16 +362,16 @@ def _listed_sums_kernel(
     longest,
     num_parts,
     first_part,
+    parts,
     logit_scale,
     softcap,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    row = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
     if row >= tl.load(num_kept_ptr):
         return
     token = tl.load(index_ptr + row).to(tl.int64)
@@ -388,7 +384,7 @@ def _listed_sums_kernel(
 
     sum_exp = tl.zeros((BLOCK_K,), tl.float32)
     sum_sloped = tl.zeros((BLOCK_K,), tl.float32)
-    for first in range(part * BLOCK_K, count, PARTS * BLOCK_K):
+    for first in range(part * BLOCK_K, count, parts * BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < count
         column = tl.load(columns_ptr + begin + offs_k, mask=in_k, other=0)
@@ -420,15 +416,15 @@ def _merge(
         sums_KPR, hidden.numbers_3R, around.spread, first.hot_3N, first.shard_3N, first.bound_N, lists.count_N, taken,
         x.ids, rows.index, rows.num_kept,
         *out,
-        num_rows, x.num_tokens, sums_KPR.shape[1], lists.columns_M.shape[0], lists_.LONGEST,
+        num_rows, x.num_tokens, sums_KPR.shape[1], screened.num_screened, lists.columns_M.shape[0], lists_.LONGEST,
         error * error / (2 * x.hidden.shape[1]), SLACK,
-        HAS_SOFTCAP=x.logits.softcap > 0.0, LISTED=PARTS, BLOCK_N=128,
+        HAS_SOFTCAP=x.logits.softcap > 0.0, BLOCK_N=128,
     )  # fmt: skip
 
 
 @kernel("sums_ptr", "stats_ptr", "state_ptr", "suspects_ptr")
 def _merge_screened_kernel(
-    sums_ptr,  # in: [K, P, R] fp32: the last LISTED parts are of lists
+    sums_ptr,  # in: [K, P, R] fp32: screened parts first
     row_ptr,  # in: [3, R] fp32: anything, anything, length
     spread_ptr,  # in: [1] fp32
     hot_ptr,  # in: [3, N] fp32: maximum, sum
@@ -445,12 +441,12 @@ def _merge_screened_kernel(
     num_rows,
     num_tokens,
     num_parts,
+    num_screened,
     capacity,
     longest,
     half_variance,
     slack,
     HAS_SOFTCAP: tl.constexpr,
-    LISTED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -468,7 +464,7 @@ def _merge_screened_kernel(
     others = tl.zeros((BLOCK_N,), tl.float32)
     sloped = tl.zeros((BLOCK_N,), tl.float32)
     for part in range(0, num_parts):
-        factor = tl.where(part < num_parts - LISTED, gain, 1.0)
+        factor = tl.where(part < num_screened, gain, 1.0)
         where = sums_ptr + part * row_stride + offs_n
         others += factor * tl.load(where, mask=live, other=0)
         if HAS_SOFTCAP:
