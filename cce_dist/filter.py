@@ -39,6 +39,7 @@ class GradFilter:
         compensate: False is the plain filter of the paper.
         hidden: False leaves dE exact ("FullE").
         weight: False leaves dC exact ("FullC").
+        always: True filters whatever it costs; see below.
         screen: "fp8" takes most logits of the forward pass from products in 8 bits (e4m3), which cost about half. What they
             find near the threshold or above is computed again from the operands, so the label's logit and all that is kept are
             as right as without. The log-sum-exp is off by some 1e-4 to 1e-3 nats, less than that of logits in bf16. It needs
@@ -46,6 +47,12 @@ class GradFilter:
             else. Tokens whose sums cannot be trusted are computed again from all logits in bf16. A call is not screened at all
             if it has label smoothing or an aux output that needs every logit ("entropy", "max_logit", "label_is_max"). None: no
             screen.
+
+    **Where it does nothing.** A filter has a cost of its own, so on a small head exact gradients take less time. The Triton
+    backend then computes those, as if no filter had been given: ``filter_stats`` says that all is kept, and the budget is that
+    of exact gradients unless one is given. The sizes alone decide (tokens, D, ids of a shard, dtype, ``workspace_bytes``; see
+    ``kernels.budget.filter_pays``), so every rank and every step does the same. ``always=True`` is for studies of the filter.
+    The torch backend always filters: it says what the filter means, and saves no time.
 
     Raises:
         ValueError, TypeError: eps is not in [0, 1), a flag no bool, or screen something else. A call of the loss raises them,
@@ -59,12 +66,13 @@ class GradFilter:
     compensate: bool = True
     hidden: bool = True
     weight: bool = True
+    always: bool = False
     screen: str | None = None
 
     def __post_init__(self) -> None:
         if self.screen is not None:
             choice("GradFilter.screen", self.screen, SCREENS)
-        for flag in ("compensate", "hidden", "weight"):
+        for flag in ("compensate", "hidden", "weight", "always"):
             boolean(f"GradFilter.{flag}", getattr(self, flag))
         if not 0.0 <= number("GradFilter.eps", self.eps) < 1.0:
             raise ValueError(f"GradFilter.eps must be in [0, 1), got {self.eps}")

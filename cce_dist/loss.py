@@ -126,8 +126,8 @@ def linear_cross_entropy(
             at twice the bytes of bf16 and without its roundings. Each rank's part is rounded to input's dtype in any case.
         grad_filter: None for exact gradients, or how to filter them.
         return_aux: Return ``LinearCrossEntropyOutput`` instead of the loss alone, with all outputs or with those named, such as
-            ``("nll", "label_is_max")``. "entropy" and "filter_stats" cost time, and exponentials are not kept beside the
-            entropy; the others are nearly free.
+            ``("nll", "label_is_max")``. "entropy" and "filter_stats" cost time, and under a softcap exponentials are not kept
+            beside the entropy; the others are nearly free.
         backend: "triton", "torch", or "auto": Triton on a GPU, else torch. The environment variable CCE_DIST_BACKEND
             overrides "auto".
         workspace_bytes: Bound of the temporary memory for logits, and of what forward may keep for backward; the same on every
@@ -188,7 +188,7 @@ def linear_cross_entropy(
         x = x._replace(hidden=hidden, bias=bias)
     call = _screened(operands.call_of(x, _spec(x, weight, shard, options), shard, options), x, options.grad_filter)
     agree.check_ranks(x, {"weight": weight}, shard, options, call)
-    nll, lse, target_logit, uniform_nll, entropy, filter_stats, largest, *_ = op.forward(
+    nll, lse, target_logit, uniform_nll, entropy, filter_stats, largest, measured, *_ = op.forward(
         x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call
     )
     loss = nll if options.label_smoothing == 0 else (1 - options.label_smoothing) * nll
@@ -205,7 +205,7 @@ def linear_cross_entropy(
     else:
         loss = loss.sum()
         if reduction == "mean":
-            loss = loss / _divisor(x, options, class_weights)
+            loss = loss / (measured[-1] if call.spec.want.count else _divisor(options, class_weights))
     if not return_aux:
         return loss
     per_token = [nll, lse, target_logit, entropy, options.z_loss_weight * lse.square(), largest]
@@ -218,9 +218,10 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
         uniform=options.label_smoothing > 0 and class_weights is None, entropy="entropy" in options.return_aux,
         filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
         largest=not {"max_logit", "label_is_max"}.isdisjoint(options.return_aux),
+        count=options.reduction == "mean" and options.num_tokens is None and class_weights is None,
     )  # fmt: skip
     f = options.grad_filter
-    kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight)
+    kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
     return Spec(x.logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
 
 
@@ -253,15 +254,13 @@ def _output(
     )  # fmt: skip
 
 
-def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | None) -> float | Tensor:
-    """What "mean" divides by: a tensor of 0 counts as 1, so that the mean of nothing is 0."""
+def _divisor(options: Options, class_weights: terms.ClassWeights | None) -> float | Tensor:
+    """What "mean" divides by, if not by the number of labels: a tensor of 0 counts as 1, so that the mean of nothing is 0."""
     divisor = options.num_tokens
-    if divisor is None and class_weights is None:
-        return (x.ids != options.ignore_index).sum().clamp(min=1)
-    if divisor is None and class_weights is not None:
+    if divisor is None:
+        assert class_weights is not None
         divisor = class_weights.of_labels.sum()
     if not isinstance(divisor, Tensor):
-        assert divisor is not None
         return divisor
     return (divisor + (divisor == 0)).float()
 

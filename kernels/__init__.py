@@ -98,6 +98,7 @@ class Filter(NamedTuple):
     compensate: bool = True
     hidden: bool = True
     weight: bool = True
+    always: bool = False
     screen: bool = False
 
 
@@ -113,6 +114,7 @@ class Want(NamedTuple):
         sum_p_squared: Sum of the squared probabilities.
         best: Id of the largest logit.
         top_k: How many of the largest logits, with their ids.
+        count: Number of labels that are not ignored, at least 1.
     """
 
     grad: bool = True
@@ -123,6 +125,7 @@ class Want(NamedTuple):
     sum_p_squared: bool = False
     best: bool = False
     top_k: int = 0
+    count: bool = False
 
 
 class Spec(NamedTuple):

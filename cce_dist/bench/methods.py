@@ -75,7 +75,7 @@ def _our_options(workspace_mib: Sequence[int]) -> dict[str, dict[str, Any]]:
         for mib in workspace_mib
     }
     at = "" if first == UNNAMED_MIB else f"@{first}MiB"
-    filters = {"filtered": GradFilter(), "screened": GradFilter(screen="auto")}
+    filters = {"filtered": GradFilter(always=True), "screened": GradFilter(always=True, screen="auto")}
     return {
         **exact,
         "cce-dist-default": {},
@@ -164,7 +164,7 @@ def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
 
 
 def _log_probs(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
-    """Log-probabilities with entropies; ``-alone``: without, so that exponentials may be kept."""
+    """Log-probabilities with entropies; ``-alone``: without."""
     table = {}
     for name, options in ours.items():
         if "grad_filter" in options:
@@ -174,6 +174,7 @@ def _log_probs(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
     table["torch"] = Method(peers.torch_log_probs, needs_whole=True)
     table["torch-compile"] = Method(partial(peers.torch_log_probs, compiled=True), needs_whole=True)
     table["trl-chunked"] = Method(peers.trl_log_probs, needs_whole=True)
+    table["liger-chunked"] = Method(peers.liger_log_probs, needs_whole=True)
     return table
 
 

@@ -7,7 +7,7 @@ always (``lists.py``). The marked logits are then computed from the operands the
     sum of exp  =  hot columns (16 bits)  +  marked columns (16 bits)  +  all others (8 bits)
 
 Everything is relative to the token's bound. What is not marked is below it, so no maximum runs along, and the bound is the same
-on all shards. The logits of the lists stay for backward, which gathers nothing for them a second time.
+on all shards.
 
 A token is computed again in 16 bits, all columns, where the sum cannot be trusted: something is not finite, its list is too
 long or found no room, or its bound was too high. Only the device knows: the launches return at once where there is none. The
@@ -20,6 +20,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Spec, budget, exact
@@ -28,16 +29,7 @@ from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter import lists as lists_
 from cce_dist.kernels.filter.fp8 import ERROR, Rounded, new_rounded, round_hidden, round_weight
 from cce_dist.kernels.filter.hot import Hot
-from cce_dist.kernels.filter.lists import (
-    BLOCK_D,
-    BLOCK_K,
-    FARTHEST,
-    SLACK,
-    WARPS,
-    Lists,
-    list_columns,
-    logits_of_columns,
-)
+from cce_dist.kernels.filter.lists import FARTHEST, ROWS_ELEMENTS, SLACK, Lists, list_columns
 from cce_dist.kernels.tiles import Tile, Tiles, interpreted, num_programs, screen_tile
 
 ERRORS = 4.0  # standard errors that a logit may be higher than it is screened
@@ -315,29 +307,29 @@ def _screen_kernel(
 def _add_listed(
     x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor, bound_R: torch.Tensor, screened: Screened
 ) -> None:  # fmt: skip
-    """Compute the logits of the lists, and write the sums of those that are marked.
+    """Compute the logits of the lists, and write the sums of those that are marked: their parts of the sums.
 
     A label that is listed but not marked has been counted where it was screened.
     """
     sums_KPR, words_RW, first_part = screened
-    parts = sums_KPR.shape[1] - first_part
+    parts, block_d = sums_KPR.shape[1] - first_part, triton.next_power_of_2(x.hidden.shape[1])
     _listed_sums_kernel[(rows.index.shape[0] * parts,)](
         # in
         x.hidden, x.weight, x.bias, x.ids, rows.index, rows.num_kept, words_RW, lists.columns_M, lists.begin_N, lists.count_N,
         taken, bound_R,
         # out
-        lists.logits_M, sums_KPR,
+        sums_KPR,
         # sizes
         rows.index.shape[0], x.hidden.shape[1], x.logits.start, x.logits.num_valid, words_RW.shape[1], lists.columns_M.shape[0],
         lists_.LONGEST, sums_KPR.shape[1], first_part, parts,
         # options
         x.logits.logit_scale, x.logits.softcap, HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0,
         # tiles
-        BLOCK_K=BLOCK_K, BLOCK_D=BLOCK_D, num_warps=WARPS,
+        BLOCK_K=min(8, max(1, ROWS_ELEMENTS // block_d)), BLOCK_D=block_d, num_warps=min(8, max(1, block_d // 256)),
     )  # fmt: skip
 
 
-@kernel("hidden_ptr", "weight_ptr", "bias_ptr", "words_ptr", "columns_ptr", "logits_ptr", "sums_ptr", "hidden_size")
+@kernel("hidden_ptr", "weight_ptr", "bias_ptr", "words_ptr", "columns_ptr", "sums_ptr", "hidden_size")
 def _listed_sums_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
@@ -351,7 +343,6 @@ def _listed_sums_kernel(
     count_ptr,  # in: [N] int32
     taken_ptr,  # in: [1] int64
     bound_ptr,  # in: [R] fp32
-    logits_ptr,  # out: [M] fp32
     sums_ptr,  # out: [K, P, R] fp32
     num_rows,
     hidden_size,
@@ -382,6 +373,9 @@ def _listed_sums_kernel(
     label = tl.load(labels_ptr + token) - start
     words_ptr += row.to(tl.int64) * num_words
 
+    offs_d = tl.arange(0, BLOCK_D)
+    in_d = offs_d < hidden_size
+    h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d & (part * BLOCK_K < count), other=0).to(tl.float32)
     sum_exp = tl.zeros((BLOCK_K,), tl.float32)
     sum_sloped = tl.zeros((BLOCK_K,), tl.float32)
     for first in range(part * BLOCK_K, count, parts * BLOCK_K):
@@ -389,11 +383,14 @@ def _listed_sums_kernel(
         in_k = offs_k < count
         column = tl.load(columns_ptr + begin + offs_k, mask=in_k, other=0)
         in_k &= column < num_valid  # NaN may have marked padding
-        z = logits_of_columns(
-            hidden_ptr, weight_ptr, bias_ptr, token, column, in_k, hidden_size, logit_scale, softcap,
-            HAS_BIAS, HAS_SOFTCAP, BLOCK_K, BLOCK_D,
-        )  # fmt: skip
-        tl.store(logits_ptr + begin + offs_k, z, mask=in_k)
+        where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
+        z = tl.sum(w.to(tl.float32) * h[None, :], 1)
+        if HAS_BIAS:
+            z += tl.load(bias_ptr + column, mask=in_k, other=0).to(tl.float32)
+        z *= logit_scale
+        if HAS_SOFTCAP:
+            z = softcapped(z, softcap)
         marked = (tl.load(words_ptr + column // 32, mask=in_k & (column == label), other=-1) >> (column % 32)) & 1
         e = tl.where(in_k & (marked > 0), tl.exp(z - bound), 0.0)
         sum_exp += e
