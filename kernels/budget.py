@@ -33,6 +33,7 @@ SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a powe
 # Bytes of a listed column in backward: column, token and gradient as they are made; while they are sorted also column and
 # order, and the sort's own order and buffers; in all also forward's column, and token and gradient in their new order.
 MADE_BYTES, SORTED_BYTES, ENTRY_BYTES = 12, 32, 56
+LISTED_PARTS = 16  # programs that share the list of a token while forward sums it up; a power of 2
 # A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
 # does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed one
@@ -316,6 +317,19 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
     return Chunks(rows, max(rows, budget // 2 // sizes.hidden_bytes // ROWS * ROWS))
 
 
+def screen_chunks(
+    sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int, tile_cols: int
+) -> Chunks:
+    """Return the tokens and columns at a time of the filter's screen: both in 8 bits, the former with their marks."""
+    budget = max(workspace_bytes, LEAST_BYTES)
+    rounded = cdiv(sizes.hidden_size, 128) * 128 + 12
+    rows = budget * 5 // 8 // (rounded + 4 * num_words)
+    unit = tile_rows * group if rows >= tile_rows * group else tile_rows
+    rows = min(max(unit, rows // unit * unit), cdiv(sizes.num_tokens, tile_rows) * tile_rows)
+    cols = (budget - rows * (rounded + 4 * num_words)) // rounded // tile_cols * tile_cols
+    return Chunks(rows, max(tile_cols, min(cols, cdiv(32 * num_words, tile_cols) * tile_cols)))
+
+
 def keeps_remainder(sizes: Sizes, workspace_bytes: int) -> bool:
     """Return whether the filter's backward has the remainder of d_hidden of all tokens at once: in a quarter of the budget."""
     return remainder_bytes(sizes) <= max(workspace_bytes, LEAST_BYTES) // 4
@@ -395,7 +409,9 @@ def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_
     return Peak(saved + forward, saved, saved + backward + cut + num_tokens * 16, cut)  # 16: the coefficients
 
 
-def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: Tiles, at_once: int) -> Peak:
+def filtered_peak(
+    sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: Tiles, at_once: int, screen: Tile | None = None
+) -> Peak:
     """Predict what the kernels with a filter take.
 
     Args:
@@ -404,6 +420,7 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
         hot_columns: H, from ``hot_columns``.
         tiles: Tiles of the device.
         at_once: Programs that the device runs at a time.
+        screen: The tile in 8 bits of a screened forward; None: it is not screened.
     """
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
     capacity = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
@@ -411,7 +428,8 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
     # The lists: bound, begin and count, columns, hot columns. Beside them ids, merged and statistics.
     saved = num_tokens * (12 + 8) + 4 * capacity + 8 * hot_columns + num_tokens * (8 + 8 + 12)
 
-    num_words = cdiv(num_columns, tiles.lse.cols) * tiles.lse.cols // 32
+    unit = tiles.lse.cols if screen is None else max(tiles.lse.cols, screen.cols)
+    num_words = cdiv(num_columns, unit) * unit // 32
     rows, first_rows = filter_forward_rows(sizes, num_words, workspace_bytes, tiles.lse.rows, tiles.group)
     rows, first_rows = min(rows, num_tokens), min(first_rows, num_tokens)
     parts = num_parts(rows, cdiv(num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
@@ -419,7 +437,14 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
     forward = hot_bytes + 4 * 33 * num_words + drawn * (sizes.hidden_bytes + 4)
     # The compact order, the hot columns' statistics, the sums of those drawn, the bound.
     forward += num_tokens * (4 + 12 + 12 * cdiv(drawn, tiles.lse.cols) + 4)
-    forward += first_rows * sizes.hidden_bytes + rows * 4 * (num_words + NUM_PLANES * parts + 1)
+    if screen is None:
+        forward += first_rows * sizes.hidden_bytes + rows * 4 * (num_words + NUM_PLANES * parts + 1)
+    else:
+        forward += max(
+            first_rows * sizes.hidden_bytes,
+            _screen_bytes(sizes, num_words, workspace_bytes, screen, tiles, at_once),
+            _again_bytes(sizes, workspace_bytes, tiles, at_once),
+        )
 
     # The coefficients and the plan are there all the time. The exact kernels come first: for all tokens, whose room is taken
     # although they may be none, then for a few.
@@ -444,6 +469,26 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
     groups += max(_cut_tiles_bytes(at_a_time, n, sizes.hidden_size, tiles, at_once) for n in (cols, drawn))
     listed += max(max(making, groups) + (remainder_bytes(sizes) if whole else 0), SORTED_BYTES * capacity)
     return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
+
+
+def _screen_bytes(
+    sizes: Sizes, num_words: int, workspace_bytes: int, screen: Tile, tiles: Tiles, at_once: int
+) -> int:  # fmt: skip
+    """Bytes of the screen: the operands in 8 bits, the marks, and the parts of the sums."""
+    chunk = screen_chunks(sizes, num_words, workspace_bytes, screen.rows, tiles.group, max(screen.cols, tiles.lse.cols))
+    rows, rounded = min(chunk.rows, sizes.num_tokens), cdiv(sizes.hidden_size, screen.inner) * screen.inner
+    splits = sum(
+        num_parts(rows, (min(col + chunk.cols, 32 * num_words) - col) // screen.cols, screen.rows, at_once)
+        for col in range(0, 32 * num_words, chunk.cols)
+    )
+    return rows * (rounded + 16 + 4 * num_words + 4 * (splits + LISTED_PARTS)) + chunk.cols * (rounded + 24)
+
+
+def _again_bytes(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) -> int:
+    """Bytes of the pass over tokens that a screen cannot serve."""
+    parts = num_parts(FEW, cdiv(sizes.num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
+    rows = min(sizes.num_tokens, forward_rows(sizes, workspace_bytes, False))
+    return sizes.num_tokens * 24 + rows * (sizes.hidden_bytes + 4 * NUM_PLANES * parts)
 
 
 def drawn_columns(num_outside: int, unit: int = 256) -> int:

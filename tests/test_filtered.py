@@ -169,7 +169,7 @@ def dense_tokens(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) ->
     gap = (state[0] - d.maximum - d.log_sum).exp()
     whole = (p.coef[0] == 0) | (p.coef[1] == 0)
     ratio = torch.where(whole, 1.0, p.coef[0].abs() / p.coef[1].abs())
-    exact = labelled & ((count > case.longest) | (gap * ratio > 1.125))
+    exact = labelled & ((count > case.longest) | (gap * ratio > 1.125) | state[0].isnan())
     return labelled if count.sum() > columns.shape[0] or exact.sum() > case.few else exact
 
 

@@ -42,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--out", type=folder, default=Path("runs/compare"), help="folder of compare.json and compare.png")
     run.add_argument(
         "--methods", nargs="+", default=list(METHODS), metavar="METHOD",
-        help="dense (all logits in memory), exact, filtered (and compensated), filtered-plain (not compensated), full-c (dC "
-        "exact, dE filtered), full-c-plain, or another library's row of 'cce-dist bench' "
+        help="dense (all logits in memory), exact, filtered (and compensated), screened (the same, its forward in 8 bits "
+        "where the GPU can), filtered-plain (not compensated), full-c (dC exact, dE filtered), full-c-plain, or another "
+        "library's row of 'cce-dist bench' "
         f"(default: {' '.join(METHODS)})",
     )  # fmt: skip
     run.add_argument("--seeds", type=whole(1), metavar="N", help="runs of each method, a seed each")

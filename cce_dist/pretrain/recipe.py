@@ -17,8 +17,9 @@ from cce_dist.arguments import folder, number, text, whole
 from cce_dist.arguments import pattern as file_pattern
 from cce_dist.pretrain.exits import UsageError
 
-FILTERS: dict[str, dict[str, bool]] = {  # arguments of GradFilter, beside eps, by name of the loss
+FILTERS: dict[str, dict[str, Any]] = {  # arguments of GradFilter, beside eps, by name of the loss
     "filtered": {},
+    "screened": {"screen": "auto"},
     "filtered-plain": {"compensate": False},
     "full-c": {"weight": False},
     "full-c-plain": {"weight": False, "compensate": False},

@@ -216,5 +216,10 @@ CASES = [
     Case("filter-sequence-parallel", "a bound of the slice alone", {"grad_filter": FILTERED, "sequence_parallel": True},
          ZIPF),
     Case("filter-bf16", "d_hidden rounded between hot columns and lists", {"grad_filter": FILTERED}, ZIPF, dtype=BF16),
+    Case("filter-screened", "a logit that matters left in 8 bits", {"grad_filter": replace(FILTERED, screen="auto")}, ZIPF,
+         dtype=BF16),
+    Case("filter-screened-uneven-shards", "a sum relative to the shard's own bound",
+         {"grad_filter": replace(FILTERED, screen="auto"), "z_loss_weight": 0.05}, zipf_problem(bias=True), shards=uneven,
+         dtype=BF16),
 ]
 # fmt: on

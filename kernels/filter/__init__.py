@@ -71,6 +71,7 @@ from cce_dist.kernels.filter.lists import (
     new_entries,
     plan,
 )
+from cce_dist.kernels.filter.screen import First, screened_statistics
 from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
@@ -81,7 +82,7 @@ from cce_dist.kernels.lse import (
     merge_splits,
     target_logits,
 )
-from cce_dist.kernels.tiles import Tiles, choose_tiles
+from cce_dist.kernels.tiles import Tiles, choose_tiles, screen_tile
 from cce_dist.kernels.tokens import (
     coefficients,
     compact,
@@ -146,52 +147,101 @@ def statistics(
         return stats_KN, list(lists._replace(bound_3N=bound_3N))
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        num_words = cdiv(num_valid, tiles.lse.cols) * tiles.lse.cols // 32
+        unit = tiles.lse.cols
+        if spec.screened:
+            unit = max(unit, screen_tile(x.hidden.device, x.logits.softcap > 0.0).cols)
+        num_words = cdiv(num_valid, unit) * unit // 32
         ids_H = most_labelled(x, lists.ids_H.shape[0])
         hot = gather_hot(ids_H, x, num_words)
         at_once, first_at_once = budget.filter_forward_rows(
             exact.sizes_of(x), num_words, spec.workspace_bytes, tiles.lse.rows, tiles.group
         )
-        order = compact(x.ids)
-        sloped_2N = stats_KN.new_empty(2, num_tokens) if x.logits.softcap > 0.0 else None
-        hot_sloped_N, sloped_N = (None, None) if sloped_2N is None else sloped_2N.unbind()
-
-        hot_3N = stats_KN.new_empty(3, num_tokens)
-        drawn_ids_S, drawn = draw_outside(hot, x)
-        num_drawn = drawn_ids_S.shape[0]
-        sums_3PN = stats_KN.new_empty(3, cdiv(num_drawn, tiles.lse.cols), num_tokens)
         buffer_RD = x.hidden.new_empty(min(first_at_once, num_tokens), x.hidden.shape[1])
-        for group in exact.token_groups(order, first_at_once):
-            rows = gathered(x.hidden, group, buffer_RD)
-            target_logits(x, rows, stats_KN[2])
-            _log_sum_exp(hot.x, rows, tiles, hot_3N, hot_sloped_N)
-            if num_drawn:
-                drawn_sums(drawn_ids_S, drawn, x.logits.start, rows, tiles, sums_3PN)
-        bound_N = merge_bound(bound_of_shard(hot_3N, stats_KN[2], sums_3PN, num_drawn, x, hot))
-
-        taken = torch.zeros(1, dtype=torch.int64, device=x.hidden.device)
-        words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=x.hidden.device)
-        for group in exact.token_groups(order, at_once):
-            if at_once < num_tokens:  # else the first pass has gathered all
-                rows = gathered(x.hidden, group, buffer_RD)
-            words = words_RW[: group[0].shape[0]]
-            marks = Marks(bound_N.index_select(0, group[0]), math.log(spec.filter.eps / SLACK), words)
-            _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
-            list_columns(words, hot, x, rows, lists, taken)
-
-        hot_sum_N, sum_N = (hot_3N[1], stats_KN[1]) if sloped_2N is None else (hot_sloped_N, sloped_N)
-        bound_3N = outside_hot(bound_N, hot_3N[0], hot_sum_N, stats_KN[0], sum_N)
+        first = _before_all_columns(x, hot, tiles, buffer_RD, stats_KN, merge_bound)
+        if spec.screened:
+            del buffer_RD
+            bound_3N, suspects_N = screened_statistics(x, hot, first, lists, stats_KN, spec, tiles)
+            _look_again(x, suspects_N, stats_KN, spec, tiles)
+        else:
+            bound_3N = _marked_statistics(x, hot, first, lists, stats_KN, buffer_RD, at_once, spec)
     return stats_KN, list(lists._replace(bound_3N=bound_3N, ids_H=ids_H))
+
+
+def _before_all_columns(
+    x: Operands, hot: Hot, tiles: Tiles, buffer_RD: torch.Tensor, stats_KN: torch.Tensor,
+    merge_bound: Callable[[torch.Tensor], torch.Tensor],
+) -> First:  # fmt: skip
+    """Write the labels' logits to stats_KN, and bound each token's log-sum-exp by them, hot columns and some others."""
+    order, num_tokens = compact(x.ids), x.num_tokens
+    hot_3N = stats_KN.new_empty(3, num_tokens)
+    hot_sloped_N = stats_KN.new_empty(num_tokens) if x.logits.softcap > 0.0 else None
+    drawn_ids_S, drawn = draw_outside(hot, x)
+    num_drawn = drawn_ids_S.shape[0]
+    sums_3PN = stats_KN.new_empty(3, cdiv(num_drawn, tiles.lse.cols), num_tokens)
+    for group in exact.token_groups(order, buffer_RD.shape[0]):
+        rows = gathered(x.hidden, group, buffer_RD)
+        target_logits(x, rows, stats_KN[2])
+        _log_sum_exp(hot.x, rows, tiles, hot_3N, hot_sloped_N)
+        if num_drawn:
+            drawn_sums(drawn_ids_S, drawn, x.logits.start, rows, tiles, sums_3PN)
+    shard_3N = bound_of_shard(hot_3N, stats_KN[2], sums_3PN, num_drawn, x, hot)
+    return First(order, hot_3N, hot_sloped_N, shard_3N, merge_bound(shard_3N), drawn)
+
+
+def _marked_statistics(
+    x: Operands,
+    hot: Hot,
+    first: First,
+    lists: Lists,
+    stats_KN: torch.Tensor,
+    buffer_RD: torch.Tensor,
+    at_once: int,
+    spec: Spec,
+) -> torch.Tensor:
+    """Write the statistics of all columns to stats_KN, and the lists. -> ``Lists.bound_3N``."""
+    num_tokens, num_words = x.num_tokens, hot.words_W.shape[0]
+    tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+    sloped_N = None if first.hot_sloped_N is None else torch.empty_like(first.hot_sloped_N)
+    taken = torch.zeros(1, dtype=torch.int64, device=x.hidden.device)
+    words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=x.hidden.device)
+    for group in exact.token_groups(first.order, at_once):
+        if at_once < num_tokens:
+            rows = gathered(x.hidden, group, buffer_RD)
+        else:  # the first pass has gathered all
+            rows = Rows(group[0], group[1], buffer_RD)
+        words = words_RW[: group[0].shape[0]]
+        marks = Marks(first.bound_N.index_select(0, group[0]), math.log(spec.filter.eps / SLACK), words)
+        _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
+        list_columns(words, hot, x, rows, lists, taken)
+    hot_sum_N, sum_N = (
+        (first.hot_3N[1], stats_KN[1])
+        if sloped_N is None or first.hot_sloped_N is None
+        else (first.hot_sloped_N, sloped_N)
+    )
+    return outside_hot(first.bound_N, first.hot_3N[0], hot_sum_N, stats_KN[0], sum_N)
+
+
+def _look_again(x: Operands, suspects_N: torch.Tensor, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles) -> None:
+    """Take the statistics of tokens that have a label in ``suspects_N`` from all logits in 16 bits. There are few or none."""
+    at_once = min(x.num_tokens, budget.forward_rows(exact.sizes_of(x), spec.workspace_bytes, False))
+    buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
+    again_2N = torch.empty_like(stats_KN[:2])
+    for group in exact.token_groups(compact(suspects_N), at_once):
+        _log_sum_exp(x, gathered(x.hidden, group, buffer_RD), tiles, again_2N, None, expected=FEW)
+    stats_KN[:2] = torch.where(suspects_N >= 0, again_2N, stats_KN[:2])
 
 
 def _log_sum_exp(
     x: Operands, rows: Rows, tiles: Tiles, stats_KN: torch.Tensor, sloped_N: torch.Tensor | None,
-    marks: Marks | None = None, want: Want = NOTHING_MORE,
+    marks: Marks | None = None, want: Want = NOTHING_MORE, expected: int | None = None,
 ) -> None:  # fmt: skip
-    """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group."""
+    """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group.
+
+    ``expected``: how many of them have a label, if it is far from all.
+    """
     num_rows = rows.index.shape[0]
     num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
-    parts = choose_splits(num_rows, num_tiles, tiles.lse, stats_KN.device)
+    parts = choose_splits(expected or num_rows, num_tiles, tiles.lse, stats_KN.device)
     partials_KPR = stats_KN.new_empty(NUM_PLANES, parts, num_rows)
     lse_partials(
         x, rows, tiles, Span(0, num_tiles, parts), partials_KPR, want=want, marks=marks, want_sloped=sloped_N is not None
