@@ -190,7 +190,7 @@ def _squares(
 ) -> torch.Tensor:  # fmt: skip
     """Square ``terms @ away_ID``: of columns R is the sample and I the columns, of tokens the other way round."""
     (num_inner, hidden_size), num_rows = away_ID.shape, of_rows.shape[0]
-    block_r, block_d = 64, 256
+    block_r, block_d = 64, 512 // away_ID.itemsize
     blocks_r, blocks_d = cdiv(num_rows, block_r), cdiv(hidden_size, block_d)
     squares_2P = torch.empty(2, blocks_r * blocks_d, dtype=torch.float32, device=away_ID.device)
     shares_2V, total = (None, None) if dropped is None else (dropped.shares_2V, dropped.total)
@@ -198,8 +198,8 @@ def _squares(
         given, of_rows, away_ID, square_I, shares_2V, total, share_S,
         squares_2P,
         num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
-        OF_TOKENS=dropped is not None, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_I=64, PRECISION=precision(away_ID.dtype),
-        num_warps=8,
+        OF_TOKENS=dropped is not None, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_I=32, PRECISION=precision(away_ID.dtype),
+        num_warps=8, num_stages=2,
     )  # fmt: skip
     return squares_2P
 
@@ -264,8 +264,9 @@ def _squares_kernel(
             square = tl.load(square_ptr + offs_i, mask=in_i, other=0)
             noise += term.to(tl.float32) * term.to(tl.float32) * square[None, :]
     squares_ptr += tl.program_id(0)
-    tl.store(squares_ptr, tl.sum(tl.sum(acc * acc, 1), 0))
-    tl.store(squares_ptr + tl.num_programs(0), tl.sum(tl.sum(noise, 1), 0))
+    # One dimension at a time does not compile for capability 10 (Triton 3.6).
+    tl.store(squares_ptr, tl.sum(tl.reshape(acc * acc, (BLOCK_R * BLOCK_D,)), 0))
+    tl.store(squares_ptr + tl.num_programs(0), tl.sum(tl.sum(noise, 0), 0))
 
 
 def factors_of(
