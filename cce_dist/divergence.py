@@ -16,8 +16,6 @@ from cce_dist.kernels.heads import KINDS, Divergence
 from cce_dist.operands import NAMES, Names, check_buffer, check_head, choose_backend, environment, shape_of_tokens
 from cce_dist.shard import VocabShard, local_rows
 
-DEFAULT_WORKSPACE = 512 << 20  # twice the loss's least: two heads' hidden states stand in it
-
 
 def linear_kl_divergence(
     input: Tensor,
@@ -83,8 +81,9 @@ def linear_kl_divergence(
         reduce_dtype: What dE is summed over the group in; None for input's dtype.
         backend: "triton", "torch", or "auto": Triton on a GPU, else torch. The environment variable CCE_DIST_BACKEND
             overrides "auto".
-        workspace_bytes: Bound of the temporary memory for hidden states and logits; the same on every rank of a group.
-            None: 512 MiB. Nothing but five numbers a token is kept for backward.
+        workspace_bytes: Bound of the temporary memory for hidden states and logits, and of what forward may keep for backward;
+            the same on every rank of a group. None: as much as it takes to keep both heads' exponentials, but at most 2 GiB and
+            at least 256 MiB; 256 MiB where none can be kept (fp32, fp16, no gradient, the torch backend).
         grad_weight_out: [V_r, D] contiguous buffer, fp32 or linear_weight's dtype, that backward adds dC into; linear_weight
             itself then gets no gradient.
 
@@ -106,7 +105,8 @@ def linear_kl_divergence(
 
     Cost:
         Forward computes each head's logits once ("jsd": twice), backward once more, and two products give dE and dC: 6 products
-        for heads of one size ("jsd": 8).
+        for heads of one size ("jsd": 8). Columns whose exponentials are kept are not computed again in backward: with all of
+        them there are 4 products ("jsd": 6).
 
     Raises:
         ValueError, TypeError: Shapes, dtypes, devices, options or shards do not fit; before any kernel or collective.
@@ -123,7 +123,8 @@ def linear_kl_divergence(
     )  # fmt: skip
     kind, beta = checks.choice("kind", kind, KINDS), _beta(beta)
     student, teacher = _heads(
-        Head(NAMES, input, linear_weight, linear_bias), Head(TEACHER_NAMES, teacher_input, teacher_weight, teacher_bias),
+        Head(NAMES, input, linear_weight, linear_bias, NOT_YET),
+        Head(TEACHER_NAMES, teacher_input, teacher_weight, teacher_bias, NOT_YET),
         shard, teacher_shard,
     )  # fmt: skip
     mask = _mask(mask, student, options)
@@ -134,7 +135,8 @@ def linear_kl_divergence(
     spec = Divergence(
         student.logits(options.logit_scale, options.softcap),
         teacher.logits(*_teacher_options(teacher_logit_scale, teacher_softcap)),
-        kind, beta, options.workspace_bytes or DEFAULT_WORKSPACE,
+        kind, beta, options.workspace_bytes,
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in student[1:4]),
     )  # fmt: skip
     call = DivergenceCall(
         spec, student.shard.vocab_size, Layout.of(student.shard, options),
@@ -150,6 +152,8 @@ def linear_kl_divergence(
     return value.sum() if reduction == "sum" else value.sum() / mask.sum().clamp(min=1)
 
 
+# A default of Head would do, but torch 2.11 compiles no default that is an object.
+NOT_YET = VocabShard(0, 1, 1)
 TEACHER_NAMES = Names("teacher_input", "teacher_weight", "teacher_bias", "teacher_shard")
 
 
@@ -160,7 +164,7 @@ class Head(NamedTuple):
     input: Tensor
     weight: Tensor
     bias: Tensor | None
-    shard: VocabShard = VocabShard(0, 1, 1)
+    shard: VocabShard
 
     def logits(self, logit_scale: float, softcap: float | None) -> ShardLogits:
         return ShardLogits(self.shard.start, self.shard.num_valid, logit_scale, softcap or 0.0)

@@ -60,13 +60,13 @@ def _backend(call: DivergenceCall) -> ModuleType:
 NUM_OPERANDS = 7  # both heads' hidden states, weight and bias, and the mask
 
 
-def _forward(*given: Any) -> tuple[Tensor, Tensor]:
+def _forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
     """``_run_forward``, the call given by its flat values."""
     return _forward_again(*given[: NUM_OPERANDS + 1], DivergenceCall.of(given[NUM_OPERANDS + 1 :]))
 
 
-def _run_forward(*given: Any) -> tuple[Tensor, Tensor]:
-    """The divergence of each token, [N] fp32, 0 where it is not counted; then the rows of ``Pair``, [5, N].
+def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
+    """The divergence of each token, [N] fp32, 0 where it is not counted; the rows of ``Pair``, [5, N], and what is kept.
 
     Args:
         given: hidden, weight and bias of the student; mask, [N] bool; hidden, weight and bias of the teacher; then
@@ -77,7 +77,9 @@ def _run_forward(*given: Any) -> tuple[Tensor, Tensor]:
     backend = _backend(call)
     with torch.autocast(operands[0].device.type, enabled=False):
         x = _gathered(*operands, call=call)
-        merged_5N = heads.merge(merge.gather_stats(backend.statistics(x, spec), group), spec)
+        spec = _with_workspace(backend, x, call, group)
+        stats_5N, kept = backend.statistics(x, spec)
+        merged_5N = heads.merge(merge.gather_stats(stats_5N, group), spec)
         pair = heads.pair_of(merged_5N, spec)
         value = pair.offset
         if spec.kind == "jsd":
@@ -86,7 +88,7 @@ def _run_forward(*given: Any) -> tuple[Tensor, Tensor]:
             value = spec.beta * of_teacher + (1 - spec.beta) * of_student
             pair = pair._replace(offset=of_student)
         value = value.masked_fill(x.student.ids < 0, 0.0)
-    return value, torch.stack(pair)
+    return value, [torch.stack(pair), *kept]
 
 
 def _gathered(
@@ -125,6 +127,7 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, T
     assert d_values[0] is not None
     with torch.autocast(hidden.device.type, enabled=False):
         x = _gathered(*operands, call=call)
+        spec = _with_workspace(backend, x, call, group)
         rows = None if sum_group is None else backend.rows_at_once(_of_even_shard(x, call, sum_group.size()), spec)
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
         num_tokens = x.student.num_tokens
@@ -132,7 +135,7 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, T
         coef_N = d_values[0].masked_fill(x.student.ids < 0, 0.0)
         start_sum = partial(again, merge.HiddenGradSum.start, hidden_sum)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
-        _, d_weight, d_bias = backend.gradients(x, Pair(*saved[0]), coef_N, grads, spec)
+        _, d_weight, d_bias = backend.gradients(x, Pair(*saved[0]), coef_N, saved[1:], grads, spec)
         nothing = hidden.new_empty(0)
         return (
             again(merge.HiddenGradSum.wait, hidden_sum) if want_hidden else nothing,
@@ -141,15 +144,33 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, T
         )
 
 
+def _with_workspace(backend: ModuleType, x: Heads, call: DivergenceCall, group: Any) -> Divergence:
+    """Choose the budget if none was given: the same on every rank."""
+    if call.spec.workspace_bytes > 0:
+        return call.spec
+    even = _of_even_shard(x, call, 1 if group is None else group.size())
+    return call.spec._replace(workspace_bytes=backend.default_workspace(even, call.spec))
+
+
 def _of_even_shard(x: Heads, call: DivergenceCall, num_ranks: int) -> Heads:
     """As if the vocabulary were split evenly, so that every rank gets the same answer."""
     logits = x.student.logits._replace(num_valid=even_rows(call.vocab_size, 0, num_ranks)[1])
     return x._replace(student=x.student._replace(logits=logits))
 
 
-def _forward_fake(hidden, weight, bias, mask, *others):
-    empty = hidden.new_empty((5, mask.shape[0]), dtype=torch.float32)
-    return torch.empty_like(empty[0]), empty
+def _forward_fake(hidden, weight, bias, mask, teacher_hidden, teacher_weight, teacher_bias, _, *flat):
+    call, num_tokens = DivergenceCall.of(flat), mask.shape[0]
+    ids = mask.new_empty(num_tokens, dtype=torch.int64)
+    # With sequence parallelism the hidden states of all tokens have these sizes.
+    every, every_teachers = (x.new_empty(num_tokens, x.shape[1]) for x in (hidden, teacher_hidden))
+    x = Heads(
+        Operands(every, weight, bias, ids, call.spec.student),
+        Operands(every_teachers, teacher_weight, teacher_bias, ids, call.spec.teacher),
+    )
+    backend = _backend(call)
+    spec = _with_workspace(backend, x, call, merge.resolve(call.layout.group_name))
+    pair_5N = hidden.new_empty((5, num_tokens), dtype=torch.float32)
+    return torch.empty_like(pair_5N[0]), [pair_5N, *backend.saved_like(x, spec)]
 
 
 _forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
@@ -180,7 +201,7 @@ _OPERANDS = (
     "Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias"
 )
 _LIBRARY = torch.library.Library("cce_dist", "FRAGMENT")
-_LIBRARY.define(f"divergence({_OPERANDS}, Tensor? grad_weight_out, {_SCHEMA}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"divergence({_OPERANDS}, Tensor? grad_weight_out, {_SCHEMA}) -> (Tensor, Tensor[])")
 _LIBRARY.define(
     f"divergence_backward(Tensor?[] d_values, {_OPERANDS}, Tensor[] saved, Tensor(a!)? grad_weight_out, bool[] want, "
     f"{_SCHEMA}) -> (Tensor, Tensor, Tensor)"

@@ -37,6 +37,13 @@ class GradFilter:
         compensate: False is the plain filter of the paper.
         hidden: False leaves dE exact ("FullE").
         weight: False leaves dC exact ("FullC").
+        always: True filters whatever it costs; see below.
+
+    **Where it does nothing.** A filter has a cost of its own, so on a small head exact gradients take less time. The Triton
+    backend then computes those, as if no filter had been given: ``filter_stats`` says that all is kept, and the budget is that
+    of exact gradients unless one is given. The sizes alone decide (tokens, D, ids of a shard, dtype, ``workspace_bytes``; see
+    ``kernels.budget.filter_pays``), so every rank and every step does the same. ``always=True`` is for studies of the filter.
+    The torch backend always filters: it says what the filter means, and saves no time.
 
     Raises:
         ValueError, TypeError: eps is not in [0, 1), or a flag no bool.
@@ -49,9 +56,10 @@ class GradFilter:
     compensate: bool = True
     hidden: bool = True
     weight: bool = True
+    always: bool = False
 
     def __post_init__(self) -> None:
-        for flag in ("compensate", "hidden", "weight"):
+        for flag in ("compensate", "hidden", "weight", "always"):
             boolean(f"GradFilter.{flag}", getattr(self, flag))
         if not 0.0 <= number("GradFilter.eps", self.eps) < 1.0:
             raise ValueError(f"GradFilter.eps must be in [0, 1), got {self.eps}")

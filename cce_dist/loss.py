@@ -125,8 +125,8 @@ def linear_cross_entropy(
             at twice the bytes of bf16 and without its roundings. Each rank's part is rounded to input's dtype in any case.
         grad_filter: None for exact gradients, or how to filter them.
         return_aux: Return ``LinearCrossEntropyOutput`` instead of the loss alone, with all outputs or with those named, such as
-            ``("nll", "label_is_max")``. "entropy" and "filter_stats" cost time, and exponentials are not kept beside the
-            entropy; the others are nearly free.
+            ``("nll", "label_is_max")``. "entropy" and "filter_stats" cost time, and under a softcap exponentials are not kept
+            beside the entropy; the others are nearly free.
         backend: "triton", "torch", or "auto": Triton on a GPU, else torch. The environment variable CCE_DIST_BACKEND
             overrides "auto".
         workspace_bytes: Bound of the temporary memory for logits, and of what forward may keep for backward; the same on every
@@ -222,7 +222,7 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
         mean=_is_plain_mean(options) and class_weights is None,
     )  # fmt: skip
     f = options.grad_filter
-    kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight)
+    kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
     return Spec(x.logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
 
 

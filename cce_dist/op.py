@@ -52,8 +52,8 @@ def _run_forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor | None,
     grad_weight_out: Tensor | None, call: Call,
 ) -> tuple[Any, ...]:  # fmt: skip
-    spec, layout = call.spec, call.layout
-    backend, group = choose(call.backend, spec), merge.resolve(layout.group_name)
+    layout, group = call.layout, merge.resolve(call.layout.group_name)
+    backend, spec = _chosen(call, Operands(hidden, weight, bias, labels, call.spec.logits), group)
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
         return backend.merged_lse(merge.gather_stats(stats_3N, group))
@@ -66,7 +66,6 @@ def _run_forward(
             if error:
                 raise IndexError(error)
         x = _operands(hidden, weight, bias, ids, factors, spec)
-        spec = _with_workspace(backend, x, spec, 1 if group is None else group.size())
         if arriving is None:
             stats_KN, saved = backend.statistics(x, spec, merge_bound)
         else:
@@ -162,9 +161,9 @@ def _run_backward(
     d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, bias: Tensor | None, saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    spec, layout = call.spec, call.layout
-    backend, group = choose(call.backend, spec), merge.resolve(layout.group_name)
+    layout, group = call.layout, merge.resolve(call.layout.group_name)
     merged, ids, *saved = saved
+    backend, spec = _chosen(call, Operands(hidden, weight, bias, ids, call.spec.logits), group)
     *d_losses, d_mean = d_losses
     if spec.want.mean:
         count, *saved = saved
@@ -182,7 +181,6 @@ def _run_backward(
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size)
         x = Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
-        spec = _with_workspace(backend, x, spec, 1 if group is None else group.size())
         sum_group = None if layout.partial else group
         rows = None if sum_group is None else _rows_at_once(backend, x, spec, sum_group.size())
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
@@ -223,11 +221,14 @@ def _rows_at_once(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> 
     return backend.rows_at_once(_of_even_shard(x, spec, num_ranks), spec)
 
 
-def _with_workspace(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> Spec:
-    """Choose the budget if none was given: the same on every rank."""
+def _chosen(call: Call, x: Operands, group: Any) -> tuple[Backend, Spec]:
+    """Choose the backend, and the budget if none was given, by the sizes of an even shard: the same on every rank."""
+    spec = call.spec
+    x = _of_even_shard(x, spec, 1 if group is None else group.size())
+    backend = choose(call.backend, spec, x)
     if spec.workspace_bytes > 0:
-        return spec
-    return spec._replace(workspace_bytes=backend.default_workspace(_of_even_shard(x, spec, num_ranks), spec))
+        return backend, spec
+    return backend, spec._replace(workspace_bytes=backend.default_workspace(x, spec))
 
 
 def _of_even_shard(x: Operands, spec: Spec, num_ranks: int) -> Operands:
@@ -236,7 +237,7 @@ def _of_even_shard(x: Operands, spec: Spec, num_ranks: int) -> Operands:
 
 def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat):
     call = Call.of(flat)
-    spec, want, num_tokens = call.spec, call.spec.want, labels.shape[0]
+    want, num_tokens = call.spec.want, labels.shape[0]
 
     def empty(*shape: int) -> Tensor:
         return hidden.new_empty(shape, dtype=torch.float32)
@@ -244,9 +245,9 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     nll = empty(*labels.shape)
     losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, want.uniform, want.entropy))
     ids = labels.new_empty(num_tokens)
-    backend, group = choose(call.backend, spec), merge.resolve(call.layout.group_name)
-    x = Operands(hidden, weight, bias, ids, spec.logits)
-    saved = backend.saved_like(x, _with_workspace(backend, x, spec, 1 if group is None else group.size()))
+    x = Operands(hidden, weight, bias, ids, call.spec.logits)
+    backend, spec = _chosen(call, x, merge.resolve(call.layout.group_name))
+    saved = backend.saved_like(x, spec)
     of_ids = [torch.empty_like(labels), empty(*labels.shape)] if spec.several else []
     own = [torch.empty_like(factors)] if factors is not None else []
     filter_stats = empty(3 if want.filter_stats else 0)

@@ -95,6 +95,7 @@ class Filter(NamedTuple):
     compensate: bool = True
     hidden: bool = True
     weight: bool = True
+    always: bool = False
 
 
 class Want(NamedTuple):

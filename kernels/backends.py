@@ -102,12 +102,16 @@ def top_keys(name: str, x: Operands, spec: Spec) -> Tensor:
     return exact.top_keys(x, spec)
 
 
-def choose(name: str, spec: Spec) -> Backend:
-    """Return the backend of that name, "torch" or "triton", for a call; those of Triton are imported by their first use."""
+def choose(name: str, spec: Spec, x: Operands) -> Backend:
+    """Return the backend of that name, "torch" or "triton", for a call; those of Triton are imported by their first use.
+
+    A filter on Triton has to pay by the sizes of ``x``, the largest shard of an even split: every rank then chooses the same.
+    """
     if name == "torch":
         return dense
     from cce_dist.kernels import exact, filter
 
     filtering = spec.filter.eps > 0 and (spec.filter.hidden or spec.filter.weight)
     # A uniform term under a softcap has no rank-1 stand-in: then nothing is dropped.
-    return filter if filtering and not (spec.want.uniform and spec.logits.softcap > 0) else exact
+    filtering = filtering and not (spec.want.uniform and spec.logits.softcap > 0)
+    return filter if filtering and (spec.filter.always or filter.pays(x, spec)) else exact

@@ -23,6 +23,9 @@ CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2 << 30  # of the budget that is chosen where none is given
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
+MOST_PAIR_BYTES = (
+    128 << 20
+)  # of both heads' logits in fp32 at a time: 2,048 columns of 8,192 tokens, four waves of tiles
 
 FEW = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
 SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a power of 2
@@ -33,6 +36,21 @@ MADE_BYTES, SORTED_BYTES, ENTRY_BYTES = 12, 32, 56
 # A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
 # does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed one
+
+# What the two ways of the gradient take, for ``filter_pays``: one H200, bf16, N 8,192; heads of Llama-3-8B, Phi-3.5 and of GPTs
+# with D 768 and V 32,768 and 131,072; 2026-11. Times are milliseconds, products are those of the logits' size.
+OPERATIONS = {
+    2: 7.0e11,
+    4: 3.5e11,
+}  # of a product, by the bytes of an element; the latter is tf32, as nobody measured fp32
+BYTES_MOVED = 3.5e9  # from and to memory
+EXACT_PRODUCTS = 3.2  # loss and gradient with all exponentials kept
+RECOMPUTED = 1.1  # products more where none is kept
+FILTER_PRODUCTS, FILTER_MS = 1.15, 1.4  # forward; what is there whatever the sizes
+FILTER_PASSES = 8  # over the weight or its gradient, in and out
+USUAL_LIST, LISTED_MS, LISTED_BYTES_MS = 200, 4.5e-7, 1.45e-10  # columns; time of each, and of each byte of its row
+FILTER_HOST_MS = 6.0  # what the host takes: 220 to 270 kernels took 8 to 14, and there are 80 to 125
+MARGIN = 0.9  # of the exact time, that the filter may take
 
 NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the vocabulary (lse.py)
 
@@ -87,13 +105,16 @@ def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
 
 
 def _kept_tile_bytes(sizes: Sizes, tile_cols: int) -> int:
-    """Bytes that a token's exponentials in one tile of columns take, their reference counted."""
-    return tile_cols * sizes.itemsize + REFERENCE_BYTES
+    """Bytes that a token's exponentials in one tile of columns take, their reference counted; of two heads twice that."""
+    return (tile_cols * sizes.itemsize + REFERENCE_BYTES) * (2 if sizes.teacher_size else 1)
 
 
 def default_workspace(sizes: Sizes, keeps: bool) -> int:
     """Return the budget where none is given: enough for all exponentials if they can be kept at all, within the two limits."""
-    return max(LEAST_DEFAULT, min(bytes_of_all(sizes), MOST_DEFAULT)) if keeps else LEAST_DEFAULT
+    if not keeps:
+        return LEAST_DEFAULT
+    whole = pair_bytes_of_all(sizes) if sizes.teacher_size else bytes_of_all(sizes)
+    return max(LEAST_DEFAULT, min(whole, MOST_DEFAULT))
 
 
 def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int:
@@ -109,6 +130,50 @@ def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> in
     recompute = num_tokens * (2 * sizes.hidden_bytes + width * sizes.itemsize)
     tiles = (workspace_bytes - recompute) // (num_tokens * _kept_tile_bytes(sizes, tile_cols))
     return tiles * tile_cols if tiles >= 16 else 0
+
+
+def pair_bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
+    """Return the least budget that keeps the exponentials of all columns of both heads."""
+    num_tiles = cdiv(sizes.num_columns, tile_cols)
+    rest = _beside_kept_pair(sizes) + sizes.num_tokens * num_tiles * _kept_tile_bytes(sizes, tile_cols)
+    return rest + min(MOST_PAIR_BYTES, cdiv(rest, 3))
+
+
+def _beside_kept_pair(sizes: Sizes) -> int:
+    """Bytes of hidden states and remainder of every token, and of a chunk of the logits' gradient, of a width as above."""
+    width = min(math.isqrt(CHUNK_COST * sizes.num_columns), sizes.num_columns)
+    return sizes.num_tokens * (2 * sizes.hidden_bytes + width * sizes.itemsize)
+
+
+def pair_columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int:
+    """Return how many of the first columns keep both heads' exponentials within the budget: a multiple of ``tile_cols``."""
+    num_tokens, num_tiles = sizes.num_tokens, cdiv(sizes.num_columns, tile_cols)
+    if num_tokens == 0 or num_tiles == 0 or num_tokens > pair_rows(workspace_bytes):
+        return 0
+    room = workspace_bytes - _pair_bytes(workspace_bytes) - _beside_kept_pair(sizes)
+    tiles = min(num_tiles, room // (num_tokens * _kept_tile_bytes(sizes, tile_cols)))
+    return tiles * tile_cols if tiles >= min(16, num_tiles) else 0
+
+
+def beside_pair_logits(workspace_bytes: int) -> int:
+    """Return what a budget leaves beside a chunk of both heads' logits."""
+    return max(workspace_bytes, LEAST_BYTES) - _pair_bytes(workspace_bytes)
+
+
+def _pair_bytes(workspace_bytes: int) -> int:
+    """Bytes of both heads' logits at a time: a quarter of the budget, and no more than fill a device."""
+    return min(max(workspace_bytes, LEAST_BYTES) // 4, MOST_PAIR_BYTES)
+
+
+def pair_rows(workspace_bytes: int) -> int:
+    """Return the tokens, at most, whose logits of both heads are there at a time, of the widest tile."""
+    return max(ROWS, _pair_bytes(workspace_bytes) // (8 * BLOCK_V) // ROWS * ROWS)
+
+
+def pair_cols(rows: int, num_columns: int, workspace_bytes: int, tile_cols: int) -> int:
+    """Return the columns at a time of both heads' logits of so many tokens, in whole tiles."""
+    most = _pair_bytes(workspace_bytes) // (8 * max(1, rows)) // tile_cols
+    return max(1, min(most, cdiv(num_columns, tile_cols))) * tile_cols
 
 
 def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> int:
@@ -208,6 +273,31 @@ def list_capacity(num_tokens: int, num_columns: int, workspace_bytes: int, items
     return max(1, min(room // ENTRY_BYTES, num_tokens * num_columns // COLUMNS_PER_ENTRY))
 
 
+def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: int = 0) -> bool:
+    """Return whether a filter takes less time than exact gradients would, as far as sizes tell.
+
+    The exact way is 3 products, and a fourth for columns whose exponentials are not kept. The filter is the forward product, a
+    fixed time, some passes over the weight, and the listed columns, of which a trained model has a few hundred a token. It is
+    not faster than its host. Another device has another rate, but the answer may not depend on it, since ranks have to agree.
+
+    Args:
+        sizes: Of the largest shard.
+        keeps: The exact way may keep exponentials.
+        workspace_bytes: The budget; 0: each way's own.
+        exact_sides: How many of the two gradients are not filtered: those take the exact way's recomputation.
+    """
+    num_tokens, hidden_size, num_columns, itemsize, _ = sizes
+    product = 2 * num_tokens * hidden_size * num_columns / OPERATIONS[itemsize]
+    kept = columns_kept(sizes, workspace_bytes or default_workspace(sizes, keeps)) if keeps else 0
+    recomputed = RECOMPUTED * (1 - min(1.0, kept / max(1, num_columns)))
+    exact = (EXACT_PRODUCTS + recomputed) * product
+    passes = FILTER_PASSES * num_columns * sizes.hidden_bytes / BYTES_MOVED
+    num_listed = num_tokens * min(USUAL_LIST, num_columns // COLUMNS_PER_ENTRY)
+    lists = num_listed * (LISTED_MS + LISTED_BYTES_MS * sizes.hidden_bytes)
+    filtered = (FILTER_PRODUCTS + exact_sides * (1 + RECOMPUTED)) * product + FILTER_MS + passes + lists
+    return max(FILTER_HOST_MS, filtered) < MARGIN * exact
+
+
 def few_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
     """Return the columns at a time of the exact gradient of a few tokens: a quarter of the budget."""
     most = max(workspace_bytes, LEAST_BYTES) // 4 // (rows * itemsize) // tile_cols * tile_cols
@@ -226,10 +316,22 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
     return Chunks(rows, max(rows, budget // 2 // sizes.hidden_bytes // ROWS * ROWS))
 
 
+def keeps_remainder(sizes: Sizes, workspace_bytes: int) -> bool:
+    """Return whether the filter's backward has the remainder of d_hidden of all tokens at once: in a quarter of the budget."""
+    return remainder_bytes(sizes) <= max(workspace_bytes, LEAST_BYTES) // 4
+
+
+def remainder_bytes(sizes: Sizes) -> int:
+    """Bytes of the remainder of all tokens."""
+    return sizes.num_tokens * (sizes.sum_bytes - sizes.hidden_bytes)
+
+
 def filter_backward_rows(sizes: Sizes, columns: int, workspace_bytes: int) -> int:
     """Return the tokens at a time of the filter's backward: hidden states, remainder, gradients of hot and of drawn columns."""
-    row_bytes = sizes.sum_bytes + columns * sizes.itemsize
-    return min(sizes.num_tokens, max(ROWS, max(workspace_bytes, LEAST_BYTES) // 2 // row_bytes // ROWS * ROWS))
+    room, row_bytes = max(workspace_bytes, LEAST_BYTES) // 2, sizes.sum_bytes + columns * sizes.itemsize
+    if keeps_remainder(sizes, workspace_bytes):
+        room, row_bytes = room - remainder_bytes(sizes), sizes.hidden_bytes + columns * sizes.itemsize
+    return min(sizes.num_tokens, max(ROWS, room // row_bytes // ROWS * ROWS))
 
 
 def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int) -> Chunks:
@@ -237,6 +339,17 @@ def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int) -> Chun
     elements = max(workspace_bytes // (4 * LIVE_BLOCKS), BLOCK_N * BLOCK_V)
     rows = min(num_tokens, elements // BLOCK_V // BLOCK_N * BLOCK_N) or 1
     return Chunks(rows, min(num_columns, elements // rows // BLOCK_V * BLOCK_V) or 1)
+
+
+def top_block(num_tokens: int, num_columns: int, span: int, workspace_bytes: int, tile_cols: int) -> Chunks:
+    """Return the block of logits whose largest are looked for: all columns of some tokens rather than the reverse.
+
+    A logit takes 4 bytes in half of the budget, and a ``span``-th of the largest logit of its span, of its key and of copies.
+    """
+    cell_bytes, whole = 4 + cdiv(40, span), cdiv(num_columns, tile_cols) * tile_cols
+    cells = max(workspace_bytes, LEAST_BYTES) // 2 // cell_bytes
+    rows = min(num_tokens, max(ROWS, cells // whole // ROWS * ROWS))
+    return Chunks(rows, min(whole, max(tile_cols, cells // rows // tile_cols * tile_cols)))
 
 
 class Peak(NamedTuple):
@@ -256,7 +369,7 @@ class Peak(NamedTuple):
 
 
 def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_once: int) -> Peak:
-    """Predict what the exact kernels take; ``keep``: exponentials may be kept (bf16, neither smoothing nor entropy)."""
+    """Predict what the exact kernels take; ``keep``: exponentials may be kept (bf16 without smoothing)."""
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
     kept = columns_kept(sizes, workspace_bytes) if keep else 0
     kept_bytes = num_tokens * kept * sizes.itemsize
@@ -317,18 +430,19 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
     few = FEW * (sizes.sum_bytes + cols * sizes.itemsize)
     few += _cut_tiles_bytes(FEW, cols, sizes.hidden_size, tiles, at_once)
     # Then entries, each token's factors, the sample, the columns' shares, the hot columns' gradients and the drawn columns
-    # stay. The latter are made in fp32. Groups of tokens and the sort of the entries come one after the other.
+    # stay. Groups of tokens and the sort of the entries come one after the other, and the remainder goes before the sort.
     drawn = stand_in_columns(num_columns)
     listed = MADE_BYTES * capacity + num_tokens * 12 + SAMPLE * sizes.hidden_bytes + 8 * num_columns + hot_bytes
     listed += drawn * (2 * sizes.hidden_bytes + 12)
     if keeps_sample(num_tokens, num_columns, sizes.itemsize, workspace_bytes):
         listed += _sample_bytes(num_columns, sizes.itemsize) + SAMPLE * sizes.hidden_bytes
-    making = drawn * 8 * sizes.hidden_size + SAMPLE * (sizes.hidden_bytes + 12 * drawn)
+    making = SAMPLE * (sizes.hidden_bytes + drawn * sizes.itemsize)
     cols = cdiv(hot_columns, tiles.dlogits.cols) * tiles.dlogits.cols
     at_a_time = filter_backward_rows(sizes, cols + drawn, workspace_bytes)
-    groups = at_a_time * (sizes.sum_bytes + (cols + drawn) * sizes.itemsize)
+    whole = keeps_remainder(sizes, workspace_bytes)
+    groups = at_a_time * ((sizes.hidden_bytes if whole else sizes.sum_bytes) + (cols + drawn) * sizes.itemsize)
     groups += max(_cut_tiles_bytes(at_a_time, n, sizes.hidden_size, tiles, at_once) for n in (cols, drawn))
-    listed += max(making, groups, SORTED_BYTES * capacity)
+    listed += max(max(making, groups) + (remainder_bytes(sizes) if whole else 0), SORTED_BYTES * capacity)
     return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
 
 

@@ -7,13 +7,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import Gradients, Grads, Spec
+from cce_dist.kernels import Gradients, Grads, Spec, budget
 from cce_dist.kernels.dense import FLOOR, Block, blocks_of
 from cce_dist.kernels.heads import Divergence, Heads, Pair, above_mixture, merge
 
 
 def rows_at_once(x: Heads, spec: Divergence) -> int | None:
     return None  # the outer loop is over the vocabulary
+
+
+def default_workspace(x: Heads, spec: Divergence) -> int:
+    return budget.LEAST_DEFAULT
+
+
+def saved_like(x: Heads, spec: Divergence) -> list[Tensor]:
+    return []
 
 
 def _pairs(x: Heads, spec: Divergence) -> Iterator[tuple[slice, Iterator[tuple[Block, Block]]]]:
@@ -25,8 +33,8 @@ def _pairs(x: Heads, spec: Divergence) -> Iterator[tuple[slice, Iterator[tuple[B
         yield cols, zip(student, teacher, strict=True)
 
 
-def statistics(x: Heads, spec: Divergence) -> Tensor:
-    """Return stats_5N, a block merged to those before it as a shard is merged to others."""
+def statistics(x: Heads, spec: Divergence) -> tuple[Tensor, list[Tensor]]:
+    """Return stats_5N, a block merged to those before it as a shard is merged to others; nothing is kept for backward."""
     stats_5N = torch.zeros(5, x.student.num_tokens, dtype=torch.float32, device=x.student.hidden.device)
     stats_5N[[0, 2]] = -torch.inf
     for _, pairs in _pairs(x, spec):
@@ -34,7 +42,7 @@ def statistics(x: Heads, spec: Divergence) -> Tensor:
             of_block_5R = _of_block(student.logits(x.student.logits), teacher.logits(x.teacher.logits), spec)
             before_5R = stats_5N[:, student.rows]
             before_5R.copy_(merge(torch.stack((before_5R, of_block_5R)), spec))
-    return stats_5N
+    return stats_5N, []
 
 
 def _of_block(z_s: Tensor, z_t: Tensor, spec: Divergence) -> Tensor:
@@ -75,7 +83,9 @@ def mixture_sums(x: Heads, pair: Pair, spec: Divergence) -> Tensor:
     return sums_2N
 
 
-def gradients(x: Heads, pair: Pair, coef_N: Tensor, grads: Grads, spec: Divergence) -> Gradients:
+def gradients(
+    x: Heads, pair: Pair, coef_N: Tensor, saved: list[Tensor], grads: Grads, spec: Divergence
+) -> Gradients:  # fmt: skip
     """Return d_hidden, d_weight and d_bias of the student; ``coef_N`` is the gradient of each token's divergence."""
     student, out = x.student, grads.weight_out
     fp32 = {"dtype": torch.float32, "device": student.hidden.device}

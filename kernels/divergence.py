@@ -1,34 +1,29 @@
-"""Divergence of two heads on Triton: each tile of the student's logits beside the teacher's, of the same tokens and columns.
+"""Divergence of two heads on Triton: the logits of both at the same tokens and columns, a chunk at a time, then what follows.
 
-The frame is that of the exact kernels. Forward is ``lse.py``'s: a program goes over a block of rows and a part of the
-vocabulary, computes the two tiles after one another (the hidden sizes may differ), and writes fp32 partials that a second
-kernel merges in order. Backward is ``exact.py``'s: a chunk of the logits' gradient is filled from both tiles, and the two
-products of ``d_hidden.py`` and ``d_weight.py`` take it from there. ``heads.py`` has the formulas. Nothing here was timed on a
-GPU yet.
+A chunk of each head's logits is computed in fp32 by ``logits.py``, at the speed of a plain product (the hidden sizes may
+differ). Forward's kernel has no product: it goes over both chunks and carries each token's five numbers from one chunk to the
+next. Backward's writes the gradient of the student's logits, and the two products of ``d_hidden.py`` and ``d_weight.py`` take
+it from there, as in ``exact.py``. What the budget holds of both heads' exponentials is kept for it (``kept_pair.py``), and
+those logits are not computed again. ``heads.py`` has the formulas.
 
-Source: *Cut Your Losses* (Wijmans et al., 2024) and the online softmax (Milakov and Gimelshein, 2018) for one head. The moment
-that two running maxima share is this project's.
+One kernel with both products needs two sums of a tile in registers, so tiles of 128 x 128. It took 1.7 times the products'
+time in forward (H200, D 4,096, 2026-11), more than 16 bytes of traffic for a cell.
+
+Source: the online softmax (Milakov and Gimelshein, 2018) for one head. The moment that two running maxima share is this
+project's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import Gradients, Grads, Operands, Rows, budget
-from cce_dist.kernels.blocks import (
-    has_tma,
-    kernel,
-    on_device,
-    operand,
-    row_and_split,
-    softcap_slope,
-    store_tile,
-    tile_of_logits,
-)
+from cce_dist.kernels import Gradients, Grads, Rows, budget
+from cce_dist.kernels.blocks import kernel, on_device, softcap_slope
 from cce_dist.kernels.budget import Sizes, cdiv
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.exact import (
@@ -40,14 +35,23 @@ from cce_dist.kernels.exact import (
     remainder,
     token_groups,
 )
-from cce_dist.kernels.heads import FARTHEST, Divergence, Heads, Pair
-from cce_dist.kernels.lse import choose_splits
-from cce_dist.kernels.tiles import Tile, choose_tiles, num_programs, pair_tile, precision
+from cce_dist.kernels.heads import Divergence, Heads, Pair
+from cce_dist.kernels.kept_pair import (
+    BLOCK_N,
+    FORWARD,
+    MIXTURE,
+    REVERSE,
+    TASKS,
+    KeptPair,
+    above_mixture,
+    kept_gradients,
+    new_kept_pair,
+)
+from cce_dist.kernels.logits import logits_chunk
+from cce_dist.kernels.tiles import MAX_SIDE, Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import compact, gathered
 
-_FORWARD, _REVERSE, _JSD, _MIXTURE = (tl.constexpr(i) for i in range(4))  # tasks: the kinds, and jsd's second pass
-_FARTHEST = tl.constexpr(FARTHEST)
-_TASKS = {"forward": _FORWARD, "reverse": _REVERSE, "jsd": _JSD}
+SUMS_ROWS = 4  # of a program that adds up: a row for each warp, so that its sums need no other
 
 
 def sizes_of(x: Heads) -> Sizes:
@@ -58,43 +62,73 @@ def sizes_of(x: Heads) -> Sizes:
     )  # fmt: skip
 
 
+def columns_kept(x: Heads, spec: Divergence) -> int:
+    """Return how many of the shard's first columns are kept for backward within the budget."""
+    return budget.pair_columns_kept(sizes_of(x), spec.workspace_bytes) if _keeps(x, spec) else 0
+
+
+def default_workspace(x: Heads, spec: Divergence) -> int:
+    return budget.default_workspace(sizes_of(x), _keeps(x, spec))
+
+
+def _keeps(x: Heads, spec: Divergence) -> bool:
+    """Whether anything can be kept: fp16's exponent is too short for it, and fp32's precision would be lost."""
+    return spec.grad and x.student.hidden.dtype == torch.bfloat16
+
+
 def rows_at_once(x: Heads, spec: Divergence) -> int | None:
-    return budget.most_rows(sizes_of(x), spec.workspace_bytes)
+    if columns_kept(x, spec) > 0:
+        return None
+    return budget.most_rows(sizes_of(x), budget.beside_pair_logits(spec.workspace_bytes))
 
 
-def statistics(x: Heads, spec: Divergence) -> torch.Tensor:
-    """Return stats_5N; zeros where a token is not counted."""
+def saved_like(x: Heads, spec: Divergence) -> list[torch.Tensor]:
+    return list(_new_kept(x, spec))
+
+
+def _new_kept(x: Heads, spec: Divergence) -> KeptPair:
+    hidden, columns = x.student.hidden, columns_kept(x, spec)
+    return new_kept_pair(x, columns, choose_tiles(hidden.dtype, hidden.device).lse.cols if columns else 1)
+
+
+def statistics(x: Heads, spec: Divergence) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return stats_5N, zeros where a token is not counted; and ``KeptPair``."""
     stats_5N = x.student.hidden.new_zeros(5, x.student.num_tokens, dtype=torch.float32)
+    kept = _new_kept(x, spec)
     if x.student.num_tokens == 0 or x.student.logits.num_valid == 0:
         stats_5N[::2][:2].fill_(float("-inf"))
-        return stats_5N
-    _sweep(x, None, _TASKS[spec.kind], stats_5N, spec)
-    return stats_5N
+    else:
+        _sweep(x, None, TASKS[spec.kind], stats_5N, spec, kept)
+    return stats_5N, list(kept)
 
 
 def mixture_sums(x: Heads, pair: Pair, spec: Divergence) -> torch.Tensor:
     """Return this shard's parts of KL(t || m) and KL(p || m), [2, N]; 0 where a token is not counted."""
     sums_2N = x.student.hidden.new_zeros(2, x.student.num_tokens, dtype=torch.float32)
     if x.student.num_tokens and x.student.logits.num_valid:
-        _sweep(x, pair, _MIXTURE, sums_2N, spec)
+        _sweep(x, pair, MIXTURE, sums_2N, spec, new_kept_pair(x, 0, 1))
     return sums_2N
 
 
-def _sweep(x: Heads, pair: Pair | None, task: tl.constexpr, sums_KN: torch.Tensor, spec: Divergence) -> None:
-    """Go over both heads' logits once, a group of tokens at a time, and write each token's K sums."""
-    student, num_tokens = x.student, x.student.num_tokens
+def _sweep(
+    x: Heads, pair: Pair | None, task: tl.constexpr, sums_KN: torch.Tensor, spec: Divergence, kept: KeptPair
+) -> None:  # fmt: skip
+    """Go over both heads' logits once, a group of tokens at a time, and write each token's K sums; keep what is asked for."""
+    student, num_kept = x.student, kept.exp_NV.shape[1]
     with on_device(student.hidden):
-        tile = pair_tile(student.hidden.dtype, student.hidden.device)
-        group_size = choose_tiles(student.hidden.dtype, student.hidden.device).group
-        at_once = min(num_tokens, budget.forward_rows(sizes_of(x), spec.workspace_bytes, False))
-        buffers = _buffers(x, at_once)
-        num_tiles = cdiv(student.logits.num_valid, tile.cols)
-        parts = choose_splits(at_once, num_tiles, tile, student.hidden.device)
+        tiles = choose_tiles(student.hidden.dtype, student.hidden.device)
+        rest = budget.beside_pair_logits(spec.workspace_bytes)
+        at_once = min(student.num_tokens, budget.forward_rows(sizes_of(x), rest, num_kept > 0))
+        at_once = min(at_once, budget.pair_rows(spec.workspace_bytes))
+        buffers, room = _buffers(x, at_once), _room(x, at_once, tiles, spec)
         for group in token_groups(compact(student.ids), at_once):
-            rows, teacher_rows = _gather(x, group, buffers)
-            partials_KPR = sums_KN.new_empty(len(sums_KN), parts, rows.index.shape[0])
-            _add_up(x, rows, teacher_rows, pair, partials_KPR, tile, group_size, task, spec.beta)
-            _merge_pair_splits(partials_KPR, rows, sums_KN, task)
+            both = _gather(x, group, buffers)
+            # A chunk is kept or not.
+            for start, stop in ((0, min(num_kept, student.logits.num_valid)), (num_kept, student.logits.num_valid)):
+                for first, z_2RC in _logits(x, both, room, start, stop, tiles):
+                    _add_up(
+                        z_2RC, both[0], pair, sums_KN, task, spec.beta, first, kept if first < num_kept else None, tiles
+                    )
 
 
 def _buffers(x: Heads, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,57 +144,26 @@ def _gather(x: Heads, order: list[torch.Tensor], buffers: tuple[torch.Tensor, to
     return gathered(x.student.hidden, order, buffers[0]), gathered(x.teacher.hidden, order, buffers[1])
 
 
-def _tile_operands(head: Operands, rows: Rows, tile: Tile, tma: bool) -> tuple:
-    """What ``tile_of_logits`` reads of a head."""
-    return (
-        operand(rows.hidden, tile.rows, tile.inner, tma), operand(head.weight, tile.cols, tile.inner, tma), head.bias,
-    )  # fmt: skip
+def _room(x: Heads, num_rows: int, tiles: Tiles, spec: Divergence) -> torch.Tensor:
+    """Room for a chunk of both heads' logits of so many tokens. -> [2, R, C] fp32."""
+    cols = budget.pair_cols(num_rows, x.student.logits.num_valid, spec.workspace_bytes, tiles.lse.cols)
+    return x.student.hidden.new_empty(2, num_rows, cols, dtype=torch.float32)
 
 
-def _flags(x: Heads, rows: Rows, tile: Tile, tma: bool) -> dict:
-    """Constexprs that the kernels of both heads share."""
-    flags: dict = {}
-    for suffix, head in (("S", x.student), ("T", x.teacher)):
-        flags[f"HAS_BIAS_{suffix}"] = head.bias is not None
-        flags[f"HAS_SCALE_{suffix}"] = head.logits.logit_scale != 1.0
-        flags[f"HAS_SOFTCAP_{suffix}"] = head.logits.softcap > 0.0
-    return flags | {
-        "MASK_V": x.student.logits.num_valid % tile.cols != 0, "BLOCK_N": tile.rows, "BLOCK_V": tile.cols,
-        "BLOCK_D": tile.inner, "TMA": tma, "PRECISION": precision(rows.hidden.dtype), "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }  # fmt: skip
+def _logits(
+    x: Heads, both: tuple[Rows, Rows], room: torch.Tensor, start: int, stop: int, tiles: Tiles
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Both heads' logits of a group and of columns [start, stop), a chunk at a time: its first column and [2, R, C].
 
-
-def _add_up(
-    x: Heads, rows: Rows, teacher_rows: Rows, pair: Pair | None, partials_KPR: torch.Tensor, tile: Tile, group_size: int,
-    task: tl.constexpr, beta: float,
-) -> None:  # fmt: skip
-    """Write the partials of all columns."""
-    student, teacher = x
-    tma = has_tma(rows.hidden, student.weight, teacher_rows.hidden, teacher.weight)
-    num_rows, num_parts = rows.hidden.shape[0], partials_KPR.shape[1]
-    numbers = (None,) * 4 if pair is None else pair[:4]
-    _pair_sums_kernel[(cdiv(num_rows, tile.rows) * num_parts,)](
-        # in
-        *_tile_operands(student, rows, tile, tma), *_tile_operands(teacher, teacher_rows, tile, tma),
-        rows.index, rows.num_kept, *numbers,
-        # out
-        partials_KPR,
-        # sizes
-        num_rows, rows.hidden.shape[1], teacher_rows.hidden.shape[1], student.logits.num_valid,
-        cdiv(student.logits.num_valid, tile.cols), num_parts,
-        # options
-        student.logits.logit_scale, student.logits.softcap, teacher.logits.logit_scale, teacher.logits.softcap, beta,
-        TASK=task.value,
-        # tiles
-        GROUP=group_size, **_flags(x, rows, tile, tma),
-    )  # fmt: skip
-
-
-@triton.jit
-def _above_mixture(log_q, log_other, share):
-    """log q - log m; see ``heads.above_mixture``. Its error is absolute, a rounding of 1, as that of any log-probability."""
-    return -tl.log(1.0 + share * (tl.exp(tl.minimum(log_other - log_q, _FARTHEST)) - 1.0))
+    A chunk ends with a whole tile; columns at or past ``num_valid`` are -inf.
+    """
+    num_rows, most = both[0].index.shape[0], room.shape[2]
+    for first in range(start, stop, most):
+        cols = min(most, cdiv(stop - first, tiles.lse.cols) * tiles.lse.cols)
+        z_2RC = room.view(-1)[: 2 * num_rows * cols].view(2, num_rows, cols)
+        for head, rows, z_RC in zip(x, both, z_2RC, strict=True):
+            logits_chunk(head, rows, first, z_RC, tiles)
+        yield first, z_2RC
 
 
 @triton.jit
@@ -183,93 +186,88 @@ def _moved_moment(moment, total, drop, other_drop):
     return tl.where((total > 0) & (factor > 0), factor * (moment - (drop - other_drop) * total), 0.0)
 
 
-@kernel(
-    "hidden", "weight", "bias_ptr", "teacher_hidden", "teacher_weight", "teacher_bias_ptr", "partial_ptr", "hidden_size",
-    "teacher_size",
-)  # fmt: skip
+def _add_up(
+    z_2RC: torch.Tensor, rows: Rows, pair: Pair | None, sums_KN: torch.Tensor, task: tl.constexpr, beta: float, first_col: int,
+    kept: KeptPair | None, tiles: Tiles,
+) -> None:  # fmt: skip
+    """Add a chunk of logits to the sums of the group's tokens, which the first chunk sets; ``kept``: and keep it there."""
+    _, num_rows, num_cols = z_2RC.shape
+    _pair_sums_kernel[(cdiv(num_rows, SUMS_ROWS),)](
+        # in
+        z_2RC[0], z_2RC[1], rows.index, rows.num_kept, *((None,) * 4 if pair is None else pair[:4]),
+        # in and out
+        sums_KN,
+        # out
+        *((None,) * 3 if kept is None else kept),
+        # sizes
+        num_rows, sums_KN.shape[1], num_cols, 0 if kept is None else kept.exp_NV.shape[1], first_col,
+        # options
+        beta,
+        TASK=task.value, KEEP=kept is not None, BLOCK_N=SUMS_ROWS, BLOCK_V=tiles.lse.cols,
+    )  # fmt: skip
+
+
+@kernel("z_s_ptr", "z_t_ptr", "exp_ptr", "difference_ptr", "num_cols", "kept_cols", "first_col")
 def _pair_sums_kernel(
-    hidden,  # in: [R, D] descriptor or pointer
-    weight,  # in: [V, D] descriptor or pointer
-    bias_ptr,  # in: [V]
-    teacher_hidden,  # in: [R, D_t] descriptor or pointer
-    teacher_weight,  # in: [V_t, D_t] descriptor or pointer
-    teacher_bias_ptr,  # in: [V_t]
+    z_s_ptr,  # in: [R, C] fp32
+    z_t_ptr,  # in: [R, C] fp32
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     max_s_ptr,  # in: [N] fp32, for the mixture alone; also the next three
     log_sum_s_ptr,
     max_t_ptr,
     log_sum_t_ptr,
-    partial_ptr,  # out: [5, P, R] fp32; [2, P, R] for the mixture
+    sums_ptr,  # in, out: [5, N] fp32; [2, N] for the mixture
+    exp_ptr,  # out: [R, B * BLOCK_V]; with KEEP, also the next two
+    difference_ptr,  # out: [R, B * BLOCK_V]
+    top_ptr,  # out: [2, B, R] fp32
     num_rows,
-    hidden_size,
-    teacher_size,
-    num_valid,
-    num_tiles,
-    num_splits,
-    logit_scale,
-    softcap,
-    teacher_scale,
-    teacher_softcap,
+    num_tokens,
+    num_cols,
+    kept_cols,
+    first_col,
     beta,
     TASK: tl.constexpr,
-    HAS_BIAS_S: tl.constexpr,
-    HAS_SCALE_S: tl.constexpr,
-    HAS_SOFTCAP_S: tl.constexpr,
-    HAS_BIAS_T: tl.constexpr,
-    HAS_SCALE_T: tl.constexpr,
-    HAS_SOFTCAP_T: tl.constexpr,
-    MASK_V: tl.constexpr,
+    KEEP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     num_kept = tl.load(num_kept_ptr)
-    num_row_blocks = tl.cdiv(num_kept, BLOCK_N)
-    pid = tl.program_id(0)
-    if pid >= num_row_blocks * num_splits:
+    row = tl.program_id(0) * BLOCK_N
+    if row >= num_kept:
         return
-    row_block, split = row_and_split(pid, num_row_blocks, num_splits, GROUP)
-    row = row_block * BLOCK_N
     offs_n = row + tl.arange(0, BLOCK_N)
-    in_n = offs_n < num_rows
-
-    max_s = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    max_t = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    sum_s = tl.zeros((BLOCK_N,), tl.float32)
-    sum_t = tl.zeros((BLOCK_N,), tl.float32)
-    moment = tl.zeros((BLOCK_N,), tl.float32)
-    log_sum_s = tl.zeros((BLOCK_N,), tl.float32)
-    log_sum_t = tl.zeros((BLOCK_N,), tl.float32)
-    if TASK == _MIXTURE:
-        live = offs_n < num_kept
-        token = tl.load(index_ptr + offs_n, mask=live, other=0)
+    live = offs_n < num_kept
+    token = tl.load(index_ptr + offs_n, mask=live, other=0)
+    sums = sums_ptr + token
+    stride = num_tokens.to(tl.int64)
+    goes_on = live & (first_col > 0)
+    sum_s = tl.load(sums + stride, mask=goes_on, other=0)
+    if TASK == MIXTURE:
+        # The sums are those of KL(t || m) and KL(p || m).
+        sum_t = tl.load(sums, mask=goes_on, other=0)
         max_s = tl.load(max_s_ptr + token, mask=live, other=0)
         max_t = tl.load(max_t_ptr + token, mask=live, other=0)
         log_sum_s = tl.load(log_sum_s_ptr + token, mask=live, other=0)
         log_sum_t = tl.load(log_sum_t_ptr + token, mask=live, other=0)
+    else:
+        max_s = tl.load(sums, mask=goes_on, other=float("-inf"))
+        max_t = tl.load(sums + 2 * stride, mask=goes_on, other=float("-inf"))
+        sum_t = tl.load(sums + 3 * stride, mask=goes_on, other=0)
+        moment = tl.load(sums + 4 * stride, mask=goes_on, other=0)
 
-    for tile in range(split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits):
-        z_s = tile_of_logits(
-            hidden, weight, bias_ptr, row, tile * BLOCK_V, num_rows, num_valid, hidden_size, logit_scale, softcap,
-            HAS_BIAS_S, HAS_SCALE_S, HAS_SOFTCAP_S, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-        )  # fmt: skip
-        z_t = tile_of_logits(
-            teacher_hidden, teacher_weight, teacher_bias_ptr, row, tile * BLOCK_V, num_rows, num_valid, teacher_size,
-            teacher_scale, teacher_softcap,
-            HAS_BIAS_T, HAS_SCALE_T, HAS_SOFTCAP_T, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-        )  # fmt: skip
-        if TASK == _MIXTURE:
-            # The sums are those of KL(t || m) and KL(p || m).
+    offs_v = tl.arange(0, BLOCK_V)[None, :]
+    cells = offs_n.to(tl.int64)[:, None] * num_cols + offs_v
+    for col in range(0, num_cols, BLOCK_V):
+        z_s = tl.load(z_s_ptr + cells + col, mask=live[:, None], other=float("-inf"))
+        z_t = tl.load(z_t_ptr + cells + col, mask=live[:, None], other=float("-inf"))
+        if TASK == MIXTURE:
             log_p = (z_s - max_s[:, None]) - log_sum_s[:, None]
             log_t = (z_t - max_t[:, None]) - log_sum_t[:, None]
             t = tl.exp(log_t)
-            sum_s += tl.sum(tl.where(t == 0, 0.0, t * _above_mixture(log_t, log_p, 1.0 - beta)), 1)
+            sum_t += tl.sum(tl.where(t == 0, 0.0, t * above_mixture(log_p - log_t, 1.0 - beta)), 1)
             p = tl.exp(log_p)
-            sum_t += tl.sum(tl.where(p == 0, 0.0, p * _above_mixture(log_p, log_t, beta)), 1)
+            sum_s += tl.sum(tl.where(p == 0, 0.0, p * above_mixture(log_t - log_p, beta)), 1)
         else:
             new_max_s = tl.maximum(max_s, tl.max(z_s, 1))
             new_max_t = tl.maximum(max_t, tl.max(z_t, 1))
@@ -282,102 +280,39 @@ def _pair_sums_kernel(
             e_s = tl.exp(z_s)
             e_t = tl.exp(z_t)
             # A logit of -inf would make 0 * -inf.
-            if TASK == _FORWARD:
+            if TASK == FORWARD:
                 moment = _moved_moment(moment, sum_t, drop_t, drop_s)
                 moment += tl.sum(tl.where(e_t == 0, 0.0, e_t * (z_t - z_s)), 1)
-            if TASK == _REVERSE:
+            if TASK == REVERSE:
                 moment = _moved_moment(moment, sum_s, drop_s, drop_t)
                 moment += tl.sum(tl.where(e_s == 0, 0.0, e_s * (z_s - z_t)), 1)
             sum_s = _moved(sum_s, drop_s) + tl.sum(e_s, 1)
             sum_t = _moved(sum_t, drop_t) + tl.sum(e_t, 1)
             max_s = new_max_s
             max_t = new_max_t
+            if KEEP:
+                kept = offs_n.to(tl.int64)[:, None] * kept_cols + first_col + col + offs_v
+                tl.store(exp_ptr + kept, tl.maximum(e_s, e_t).to(exp_ptr.dtype.element_ty), mask=live[:, None])
+                tl.store(difference_ptr + kept, (z_s - z_t).to(difference_ptr.dtype.element_ty), mask=live[:, None])
+                top = top_ptr + (first_col + col) // BLOCK_V * num_rows.to(tl.int64) + offs_n
+                tl.store(top, shift_s, mask=live)
+                tl.store(top + kept_cols // BLOCK_V * num_rows.to(tl.int64), shift_t, mask=live)
 
-    plane = num_splits.to(tl.int64) * num_rows
-    where = partial_ptr + split.to(tl.int64) * num_rows + offs_n
-    if TASK == _MIXTURE:
-        tl.store(where, sum_s, mask=in_n)
-        tl.store(where + plane, sum_t, mask=in_n)
-    else:
-        tl.store(where, max_s, mask=in_n)
-        tl.store(where + plane, sum_s, mask=in_n)
-        tl.store(where + 2 * plane, max_t, mask=in_n)
-        tl.store(where + 3 * plane, sum_t, mask=in_n)
-        tl.store(where + 4 * plane, moment, mask=in_n)
-
-
-def _merge_pair_splits(partials_KPR: torch.Tensor, rows: Rows, sums_KN: torch.Tensor, task: tl.constexpr) -> None:
-    """Merge the partials of all parts, in order, into sums_KN at the tokens of the group that count."""
-    num_rows = rows.index.shape[0]
-    _merge_pair_splits_kernel[(cdiv(num_rows, 128),)](
-        partials_KPR, rows.index, rows.num_kept,
-        sums_KN,
-        num_rows, sums_KN.shape[1], partials_KPR.shape[1],
-        TASK=task.value, BLOCK_N=128,
-    )  # fmt: skip
-
-
-@kernel("partial_ptr")
-def _merge_pair_splits_kernel(
-    partial_ptr,  # in: [5, P, R] fp32; [2, P, R] for the mixture
-    index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
-    sums_ptr,  # out: [5, N] fp32; [2, N] for the mixture
-    num_rows,
-    num_tokens,
-    num_splits,
-    TASK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = offs_n < tl.load(num_kept_ptr)
-    row_stride = num_rows.to(tl.int64)
-    plane = num_splits * row_stride
-    max_s = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    max_t = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    if TASK != _MIXTURE:
-        for split in range(0, num_splits):
-            where = partial_ptr + split * row_stride + offs_n
-            max_s = tl.maximum(max_s, tl.load(where, mask=live, other=0))
-            max_t = tl.maximum(max_t, tl.load(where + 2 * plane, mask=live, other=0))
-
-    sum_s = tl.zeros((BLOCK_N,), tl.float32)
-    sum_t = tl.zeros((BLOCK_N,), tl.float32)
-    moment = tl.zeros((BLOCK_N,), tl.float32)
-    for split in range(0, num_splits):
-        where = partial_ptr + split * row_stride + offs_n
-        if TASK == _MIXTURE:
-            sum_s += tl.load(where, mask=live, other=0)
-            sum_t += tl.load(where + plane, mask=live, other=0)
-        else:
-            part_s = tl.load(where + plane, mask=live, other=0)
-            part_t = tl.load(where + 3 * plane, mask=live, other=0)
-            drop_s = _shift_of(max_s) - _shift_of(tl.load(where, mask=live, other=0))
-            drop_t = _shift_of(max_t) - _shift_of(tl.load(where + 2 * plane, mask=live, other=0))
-            part_moment = tl.load(where + 4 * plane, mask=live, other=0)
-            if TASK == _FORWARD:
-                moment += _moved_moment(part_moment, part_t, drop_t, drop_s)
-            if TASK == _REVERSE:
-                moment += _moved_moment(part_moment, part_s, drop_s, drop_t)
-            sum_s += _moved(part_s, drop_s)
-            sum_t += _moved(part_t, drop_t)
-
-    sums = sums_ptr + tl.load(index_ptr + offs_n, mask=live, other=0)
-    stride = num_tokens.to(tl.int64)
-    if TASK == _MIXTURE:
-        tl.store(sums, sum_s, mask=live)
-        tl.store(sums + stride, sum_t, mask=live)
+    tl.store(sums + stride, sum_s, mask=live)
+    if TASK == MIXTURE:
+        tl.store(sums, sum_t, mask=live)
     else:
         tl.store(sums, max_s, mask=live)
-        tl.store(sums + stride, sum_s, mask=live)
         tl.store(sums + 2 * stride, max_t, mask=live)
         tl.store(sums + 3 * stride, sum_t, mask=live)
         tl.store(sums + 4 * stride, moment, mask=live)
 
 
-def gradients(x: Heads, pair: Pair, coef_N: torch.Tensor, grads: Grads, spec: Divergence) -> Gradients:
+def gradients(
+    x: Heads, pair: Pair, coef_N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Divergence
+) -> Gradients:
     """Return d_hidden, d_weight and d_bias of the student; ``coef_N`` is the gradient of each token's divergence."""
-    student = x.student
+    student, kept = x.student, KeptPair(*saved)
     d_hidden, d_weight, d_bias = new_gradients(student, grads)
     returned = (d_hidden, None if grads.weight_out is not None else d_weight, d_bias)
     if student.num_tokens == 0 or student.logits.num_valid == 0:
@@ -386,106 +321,86 @@ def gradients(x: Heads, pair: Pair, coef_N: torch.Tensor, grads: Grads, spec: Di
         return returned
     with on_device(student.hidden):
         dtype, device = student.hidden.dtype, student.hidden.device
-        tiles = choose_tiles(dtype, device)._replace(dlogits=pair_tile(dtype, device))
+        tiles = choose_tiles(dtype, device)
         coef_N, gain = normalised(coef_N, dtype)
-        sizes = sizes_of(x)
-        at_once, cols = budget.exact_chunks(sizes, spec.workspace_bytes, 0, tiles, num_programs(device))
+        sizes, num_kept = sizes_of(x), kept.exp_NV.shape[1]
+        rest = budget.beside_pair_logits(spec.workspace_bytes)
+        at_once, cols = budget.exact_chunks(sizes, rest, kept.nbytes if num_kept else 0, tiles, num_programs(device))
+        at_once = at_once if num_kept else min(at_once, budget.pair_rows(spec.workspace_bytes))
         chunks = [(col, min(col + cols, sizes.num_columns)) for col in range(0, sizes.num_columns, cols)]
         buffers, dlogits_RV = _buffers(x, at_once), student.hidden.new_empty(at_once, cols)
+        room = _room(x, at_once, tiles, spec) if num_kept < sizes.num_columns else None
         low_RD = remainder(student.hidden, at_once) if len(chunks) > 1 and d_hidden is not None else None
         total = None if d_hidden is None else Sum(d_hidden, low_RD)
         out = Output(total, d_weight, d_bias, gain, grads.hidden_ready, False)
-        groups = finished_groups(student.ids, compact(student.ids), at_once, grads.ready_rows)
+        groups = finished_groups(student.ids, compact(student.ids), at_once, None if num_kept else grads.ready_rows)
         for group, (*order, num_final) in enumerate(groups):
-            rows, teacher_rows = _gather(x, order, buffers)
-            fill = partial(_fill_chunk, x, rows, teacher_rows, pair, coef_N, spec, tiles.dlogits, tiles.group)
+            both = _gather(x, order, buffers)
+            fill = partial(_fill_chunk, x, both, pair, coef_N, spec, kept, room, tiles)
             add = grads.weight_out is not None or group > 0
-            add_chunks(out, student, rows, chunks, dlogits_RV, fill, tiles, add=add, num_final=num_final)
+            add_chunks(out, student, both[0], chunks, dlogits_RV, fill, tiles, add=add, num_final=num_final)
     return returned
 
 
 def _fill_chunk(
-    x: Heads, rows: Rows, teacher_rows: Rows, pair: Pair, coef_N: torch.Tensor, spec: Divergence, tile: Tile, group_size: int,
-    first_col: int, dlogits_RV: torch.Tensor,
+    x: Heads, both: tuple[Rows, Rows], pair: Pair, coef_N: torch.Tensor, spec: Divergence, kept: KeptPair,
+    room: torch.Tensor | None, tiles: Tiles, first_col: int, dlogits_RV: torch.Tensor,
 ) -> None:  # fmt: skip
     """Fill dlogits_RV with the columns from ``first_col`` (a multiple of the tile) on, as ``dlogits_chunk`` does."""
-    student, teacher = x
-    tma = has_tma(rows.hidden, student.weight, teacher_rows.hidden, teacher.weight, dlogits_RV)
-    num_rows, logits = rows.hidden.shape[0], student.logits
-    num_tiles = cdiv(min(dlogits_RV.shape[1], logits.num_valid - first_col), tile.cols)
-    splits = choose_splits(num_rows, num_tiles, tile, dlogits_RV.device)
-    _pair_dlogits_kernel[(cdiv(num_rows, tile.rows) * splits,)](
-        # in
-        *_tile_operands(student, rows, tile, tma), *_tile_operands(teacher, teacher_rows, tile, tma),
-        rows.index, rows.num_kept, *pair, coef_N,
-        # out
-        operand(dlogits_RV, tile.rows, tile.cols // 2, tma),
-        # sizes
-        num_rows, rows.hidden.shape[1], teacher_rows.hidden.shape[1], logits.num_valid, dlogits_RV.shape[1], first_col,
-        num_tiles, splits,
-        # options
-        logits.logit_scale, logits.softcap, teacher.logits.logit_scale, teacher.logits.softcap, spec.beta,
-        TASK=_TASKS[spec.kind].value,
-        # tiles
-        GROUP=group_size, **_flags(x, rows, tile, tma),
-    )  # fmt: skip
+    rows, logits, num_kept = both[0], x.student.logits, kept.exp_NV.shape[1]
+    if first_col < num_kept:
+        kept_gradients(kept, x, rows, pair, coef_N, spec, first_col, dlogits_RV)
+    if room is None:
+        return
+    last = min(first_col + dlogits_RV.shape[1], logits.num_valid)
+    for first, z_2RC in _logits(x, both, room, max(first_col, num_kept), last, tiles):
+        _, num_rows, num_cols = z_2RC.shape
+        _pair_dlogits_kernel[(cdiv(num_rows, BLOCK_N), num_cols // tiles.lse.cols)](
+            # in
+            z_2RC[0], z_2RC[1], rows.index, rows.num_kept, *pair, coef_N,
+            # out
+            dlogits_RV,
+            # sizes
+            num_rows, num_cols, dlogits_RV.shape[1], first - first_col, logits.num_valid - first_col,
+            # options
+            logits.logit_scale, logits.softcap, spec.beta,
+            TASK=TASKS[spec.kind].value, HAS_SOFTCAP=logits.softcap > 0.0, BLOCK_N=BLOCK_N, BLOCK_V=tiles.lse.cols,
+            MAX_SIDE=MAX_SIDE,
+        )  # fmt: skip
 
 
-@kernel(
-    "hidden", "weight", "bias_ptr", "teacher_hidden", "teacher_weight", "teacher_bias_ptr", "dlogits", "hidden_size",
-    "teacher_size",
-)  # fmt: skip
+@kernel("z_s_ptr", "z_t_ptr", "dlogits_ptr", "num_cols", "dlogits_cols", "first_col")
 def _pair_dlogits_kernel(
-    hidden,  # This and the next pointers are those of _pair_sums_kernel.
-    weight,
-    bias_ptr,
-    teacher_hidden,
-    teacher_weight,
-    teacher_bias_ptr,
-    index_ptr,
-    num_kept_ptr,
-    max_s_ptr,
+    z_s_ptr,  # in: [R, C] fp32
+    z_t_ptr,  # in: [R, C] fp32
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    max_s_ptr,  # in: [N] fp32; also the next five
     log_sum_s_ptr,
     max_t_ptr,
     log_sum_t_ptr,
-    offset_ptr,  # in: [N] fp32
-    coef_ptr,  # in: [N] fp32
-    dlogits,  # out: [R, columns of the chunk] descriptor or pointer
+    offset_ptr,
+    coef_ptr,
+    dlogits_ptr,  # out: [R, columns of the chunk]
     num_rows,
-    hidden_size,
-    teacher_size,
-    num_valid,
+    num_cols,
     dlogits_cols,
     first_col,
-    num_tiles,
-    num_splits,
+    num_valid,
     logit_scale,
     softcap,
-    teacher_scale,
-    teacher_softcap,
     beta,
     TASK: tl.constexpr,
-    HAS_BIAS_S: tl.constexpr,
-    HAS_SCALE_S: tl.constexpr,
-    HAS_SOFTCAP_S: tl.constexpr,
-    HAS_BIAS_T: tl.constexpr,
-    HAS_SCALE_T: tl.constexpr,
-    HAS_SOFTCAP_T: tl.constexpr,
-    MASK_V: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MAX_SIDE: tl.constexpr,
 ):
+    row = tl.program_id(0) * BLOCK_N
     num_kept = tl.load(num_kept_ptr)
-    num_row_blocks = tl.cdiv(num_kept, BLOCK_N)
-    pid = tl.program_id(0)
-    if pid >= num_row_blocks * num_splits:
+    # The products read whole tiles of rows.
+    if row >= tl.cdiv(num_kept, MAX_SIDE) * MAX_SIDE:
         return
-    row_block, split = row_and_split(pid, num_row_blocks, num_splits, GROUP)
-    row = row_block * BLOCK_N
     offs_n = row + tl.arange(0, BLOCK_N)
     live = offs_n < num_kept
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
@@ -496,33 +411,26 @@ def _pair_dlogits_kernel(
     log_sum_t = tl.load(log_sum_t_ptr + token, mask=live, other=0)
     offset = tl.load(offset_ptr + token, mask=live, other=0)
     coef = tl.load(coef_ptr + token, mask=live, other=0) * logit_scale
-    if TASK == _JSD:
-        coef *= 1.0 - beta
 
-    for tile in range(split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits):
-        col = tile * BLOCK_V
-        z_t = tile_of_logits(
-            teacher_hidden, teacher_weight, teacher_bias_ptr, row, first_col + col, num_rows, num_valid, teacher_size,
-            teacher_scale, teacher_softcap,
-            HAS_BIAS_T, HAS_SCALE_T, HAS_SOFTCAP_T, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-        )  # fmt: skip
-        log_t = (z_t - max_t[:, None]) - log_sum_t[:, None]
-        z_s = tile_of_logits(
-            hidden, weight, bias_ptr, row, first_col + col, num_rows, num_valid, hidden_size, logit_scale, softcap,
-            HAS_BIAS_S, HAS_SCALE_S, HAS_SOFTCAP_S, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-        )  # fmt: skip
-        log_p = (z_s - max_s[:, None]) - log_sum_s[:, None]
-        p = tl.exp(log_p)
-        # A probability that underflows would make 0 * -inf.
-        if TASK == _FORWARD:
-            grad = p - tl.exp(log_t)
-        elif TASK == _REVERSE:
-            grad = tl.where(p == 0, 0.0, p * ((log_p - log_t) - offset[:, None]))
-        else:
-            grad = tl.where(p == 0, 0.0, p * (_above_mixture(log_p, log_t, beta) - offset[:, None]))
-        grad *= coef[:, None]
-        if HAS_SOFTCAP_S:
-            grad *= softcap_slope(z_s, softcap)
-        if MASK_V:
-            grad = tl.where((first_col + col + tl.arange(0, BLOCK_V) < num_valid)[None, :], grad, 0.0)
-        store_tile(dlogits, row, col, grad, num_rows, dlogits_cols, dlogits_cols, BLOCK_N, BLOCK_V, TMA)
+    offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    cells = offs_n.to(tl.int64)[:, None] * num_cols + offs_v[None, :]
+    z_s = tl.load(z_s_ptr + cells, mask=live[:, None], other=0)
+    log_p = (z_s - max_s[:, None]) - log_sum_s[:, None]
+    log_t = (tl.load(z_t_ptr + cells, mask=live[:, None], other=0) - max_t[:, None]) - log_sum_t[:, None]
+    p = tl.exp(log_p)
+    # A probability that underflows would make 0 * -inf.
+    if TASK == FORWARD:
+        grad = p - tl.exp(log_t)
+    elif TASK == REVERSE:
+        grad = tl.where(p == 0, 0.0, p * ((log_p - log_t) - offset[:, None]))
+    else:
+        coef *= 1.0 - beta
+        grad = tl.where(p == 0, 0.0, p * (above_mixture(log_t - log_p, beta) - offset[:, None]))
+    grad *= coef[:, None]
+    if HAS_SOFTCAP:
+        grad *= softcap_slope(z_s, softcap)
+    offs_v += first_col
+    grad = tl.where((offs_v < num_valid)[None, :], grad, 0.0)
+    here = dlogits_ptr + offs_n.to(tl.int64)[:, None] * dlogits_cols + offs_v[None, :]
+    mask = (offs_n < num_rows)[:, None] & (offs_v < dlogits_cols)[None, :]
+    tl.store(here, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)

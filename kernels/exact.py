@@ -28,7 +28,7 @@ from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
-from cce_dist.kernels.kept import Kept, level, row_scales
+from cce_dist.kernels.kept import Kept, label_cells, level, row_scales
 from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.lse import (
     MAX,
@@ -41,7 +41,7 @@ from cce_dist.kernels.lse import (
     new_partials,
     target_logits,
 )
-from cce_dist.kernels.more import LEAST_KEY, keys_of, largest_keys
+from cce_dist.kernels.more import LEAST_KEY, largest_in_spans, largest_keys, span_of
 from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import coefficients, compact, gather_rows, gathered, label_ids, merged_lse, token_losses
 
@@ -53,23 +53,23 @@ __all__ = [
 
 def columns_kept(x: Operands, spec: Spec) -> int:
     """Return how many of the shard's first columns keep their exponentials within the budget."""
-    return budget.columns_kept(sizes_of(x), spec.workspace_bytes) if _keeps(x, spec) else 0
+    return budget.columns_kept(sizes_of(x), spec.workspace_bytes) if keeps(x, spec) else 0
 
 
 def default_workspace(x: Operands, spec: Spec) -> int:
-    return budget.default_workspace(sizes_of(x), _keeps(x, spec))
+    return budget.default_workspace(sizes_of(x), keeps(x, spec))
 
 
-def _keeps(x: Operands, spec: Spec) -> bool:
+def keeps(x: Operands, spec: Spec) -> bool:
     """Whether exponentials can be kept.
 
-    They cannot where the gradient is not a multiple of them (label smoothing, entropy), in fp16, whose exponent is too short,
-    and in fp32, whose precision 16-bit exponentials would cost. A budget for them depends on the number of tokens, and sums
-    beside them have another reference: a token's bits would depend on the others.
+    They cannot where they do not say the gradient (label smoothing; the entropy under a softcap, whose slope is in them), in
+    fp16, whose exponent is too short, and in fp32, whose precision 16-bit exponentials would cost. A budget for them depends on
+    the number of tokens, and sums beside them have another reference: a token's bits would depend on the others.
     """
     want = spec.want
-    multiple = not want.uniform and not want.entropy and not spec.invariant
-    return want.grad and x.hidden.dtype == torch.bfloat16 and multiple
+    they_say_it = not want.uniform and not (want.entropy and spec.logits.softcap > 0.0)
+    return want.grad and x.hidden.dtype == torch.bfloat16 and they_say_it and not spec.invariant
 
 
 def sizes_of(x: Operands) -> Sizes:
@@ -82,18 +82,19 @@ def rows_at_once(x: Operands, spec: Spec) -> int | None:
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
     index_N, num_kept = (x.ids.new_empty(n, dtype=torch.int32) for n in (x.num_tokens, 1))
-    return [index_N, num_kept, *new_kept(x, columns_kept(x, spec))]
+    return [index_N, num_kept, *new_kept(x, columns_kept(x, spec), spec.want.entropy)]
 
 
 def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
     return None if columns_kept(x, spec) > 0 else [*compact(x.ids), *new_kept(x)]
 
 
-def new_kept(x: Operands, columns: int = 0) -> Kept:
+def new_kept(x: Operands, columns: int = 0, entropy: bool = False) -> Kept:
     """Return room for the exponentials of so many columns; without columns, what stands for none kept."""
     return Kept(
         x.hidden.new_empty(x.num_tokens, columns),
         x.hidden.new_empty(2, x.num_tokens if columns else 0, dtype=torch.float32),
+        x.ids.new_zeros(int(columns > 0 and entropy), dtype=torch.int32),
     )
 
 
@@ -103,7 +104,7 @@ def statistics(
     """Return stats_KN; the compact order and ``Kept``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
     num_tokens, hidden_size = x.num_tokens, x.hidden.shape[1]
     fp32 = {"dtype": torch.float32, "device": x.hidden.device}
-    order, kept = compact(x.ids), new_kept(x, columns_kept(x, spec))
+    order, kept = compact(x.ids), new_kept(x, columns_kept(x, spec), spec.want.entropy)
     saved = [*order, *kept]
     if num_tokens == 0 or x.logits.num_valid == 0:
         stats_KN = torch.zeros(spec.num_rows, num_tokens, **fp32)
@@ -117,23 +118,20 @@ def statistics(
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
         at_once = min(num_tokens, budget.forward_rows(sizes_of(x), spec.workspace_bytes, kept.exp_NV.shape[1] > 0))
         num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
-        kept_tiles = min(kept.exp_NV.shape[1] // tiles.lse.cols, num_tiles)
-        parts, kept_parts = (
-            choose_splits(_some_rows(tiles) if spec.invariant else at_once, n, tiles.lse, x.hidden.device)
-            if n > 0
-            else 0
-            for n in (num_tiles - kept_tiles, kept_tiles)
-        )
+        keeping, parts = _kept_span(x, kept, tiles), 0
+        if keeping.last < num_tiles:
+            cut_for = _some_rows(tiles) if spec.invariant else at_once
+            parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
         buffer_RD = x.hidden.new_empty(at_once, hidden_size)
         for group in token_groups(order, at_once):
             rows = gathered(x.hidden, group, buffer_RD)
             target_logits(x, rows, target)
-            partials_KPR = new_partials(kept_parts + parts, rows.index.shape[0], spec.want, x.hidden)
-            if kept_tiles:
-                _keep_exponentials(x, rows, tiles, Span(0, kept_tiles, kept_parts), partials_KPR, kept, spec.want)
+            partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
+            if keeping.num_parts:
+                _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept, spec.want)
                 kept.reference[1] = stats_KN[2]
             if parts:
-                span = Span(kept_tiles, num_tiles, parts, kept_parts)
+                span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
                 lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want)
             merge_splits(partials_KPR, x, rows, stats_KN, want=spec.want)
         if spec.want.best:  # columns become ids
@@ -144,6 +142,13 @@ def statistics(
 def _some_rows(tiles: Tiles) -> int:
     """Rows for which the vocabulary is cut, whatever the call has: as many parts as 400 to 8,192 tokens get on an H100."""
     return 16 * tiles.lse.rows
+
+
+def _kept_span(x: Operands, kept: Kept, tiles: Tiles) -> Span:
+    """The tiles whose exponentials are kept, those of all tokens together; no parts where there are none."""
+    num_tiles = min(kept.exp_NV.shape[1] // tiles.lse.cols, cdiv(x.logits.num_valid, tiles.lse.cols))
+    parts = choose_splits(x.num_tokens, num_tiles, tiles.lse, x.hidden.device) if num_tiles else 0
+    return Span(0, num_tiles, parts)
 
 
 def _keep_exponentials(
@@ -158,6 +163,15 @@ def _keep_exponentials(
     level(keep, rows, kept.reference[0], tiles.lse.cols)
 
 
+def _make_anew(x: Operands, order: list[torch.Tensor], kept: Kept, tiles: Tiles, want: Want) -> None:
+    """Compute the exponentials again if a backward before this one made gradients of them; else every launch ends at once."""
+    index_N, num_kept = order
+    rows = gathered(x.hidden, [index_N, num_kept * kept.spent], torch.empty_like(x.hidden))
+    span = _kept_span(x, kept, tiles)
+    # The same kernel, cut into the same parts, as in forward.
+    _keep_exponentials(x, rows, tiles, span, new_partials(span.num_parts, x.num_tokens, want, x.hidden), kept, want)
+
+
 def top_keys(x: Operands, spec: Spec) -> torch.Tensor:
     """Return the largest keys of each token, as ``dense.top_keys``; LEAST_KEY where there is no label."""
     num_tokens, num_valid, top_k = x.num_tokens, x.logits.num_valid, spec.want.top_k
@@ -167,21 +181,19 @@ def top_keys(x: Operands, spec: Spec) -> torch.Tensor:
     keys_NC = torch.empty_like(none_NC)
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        # Keys take twice the bytes of logits, and the largest of them are copies.
-        at_once, cols = budget.dense_block(num_tokens, num_valid, spec.workspace_bytes // 2)
-        cols = cdiv(cols, tiles.lse.cols) * tiles.lse.cols
+        at_once, cols = budget.top_block(num_tokens, num_valid, span_of(top_k), spec.workspace_bytes, tiles.lse.cols)
         buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
-        z_RV = torch.empty(at_once, cols, dtype=torch.float32, device=x.hidden.device)
+        z_RV, start = torch.empty(at_once, cols, dtype=torch.float32, device=x.hidden.device), x.logits.start
         for index_R, num_kept in token_groups(compact(x.ids), at_once):
             rows = gathered(x.hidden, (index_R, num_kept), buffer_RD)
             num_rows = index_R.shape[0]
-            dead_R1 = torch.arange(num_rows, device=index_R.device)[:, None] >= num_kept
             keys_RC = none_NC[:num_rows]
             for first in range(0, num_valid, cols):
                 logits_chunk(x, rows, first, z_RV[:num_rows], tiles)
-                keys = keys_of(z_RV[:num_rows, : num_valid - first], x.logits.start + first)
-                keys_RC = largest_keys([keys_RC, keys.masked_fill_(dead_R1, LEAST_KEY)], top_k)
-            keys_NC[index_R.long()] = keys_RC
+                keys = largest_in_spans(z_RV[:num_rows], start + first, start + num_valid, top_k)
+                keys_RC = largest_keys([keys_RC, keys], top_k)
+            dead_R1 = torch.arange(num_rows, device=index_R.device)[:, None] >= num_kept
+            keys_NC[index_R.long()] = keys_RC.masked_fill(dead_R1, LEAST_KEY)
     return keys_NC
 
 
@@ -256,6 +268,10 @@ def gradients(
             x = x._replace(cells=x.cells._replace(grad_NI=x.cells.grad_NI / gain))
         order, kept, last = saved[:2], Kept(*saved[2:]), x.logits.num_valid
         num_kept = min(kept.exp_NV.shape[1], last)
+        if kept.spent.shape[0]:
+            _make_anew(x, order, kept, tiles, spec.want)
+            # Autograd, which counts what is written to saved tensors, sees no more of this than of the kernels' writing.
+            kept.spent.data.fill_(softmax.entropy is not None)
         at_once, cols = budget.exact_chunks(
             sizes_of(x)._replace(num_columns=last - num_kept), spec.workspace_bytes, kept.exp_NV.nbytes, tiles,
             num_programs(x.hidden.device),
@@ -279,13 +295,21 @@ def gradients(
             final = 0 if num_kept else num_final
             add_chunks(out, x, rows, chunks, dlogits_RV, fill, tiles, add=add, num_final=final)
             if num_kept:
-                scale_R = row_scales(kept, x, rows, softmax, coef_4N)
-                if x.cells is not None:
-                    write_cells(x, rows, softmax, coef_4N, 0, kept.exp_NV, scale_R)
+                scale_R = _kept_operand(kept, x, rows, softmax, coef_4N)
                 if d_weight is not None:
                     gather_rows(x.hidden, rows, scale_R)
                 _add_part(out, _Part(0, num_kept, kept.exp_NV, scale_R, not chunks, add, num_final), x, rows, tiles)
     return returned
+
+
+def _kept_operand(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor) -> torch.Tensor:
+    """Make the exponentials an operand of the products; return what its rows are still to be multiplied by."""
+    scale_R = row_scales(kept, x, rows, softmax, coef_4N)
+    if softmax.entropy is not None and x.cells is None:
+        x = x._replace(cells=label_cells(kept, x, coef_4N))
+    if x.cells is not None:
+        write_cells(x, rows, softmax, coef_4N, 0, kept.exp_NV, scale_R)
+    return scale_R
 
 
 def _fill_chunk(

@@ -59,14 +59,16 @@ class Divergence(NamedTuple):
         teacher: Likewise; its ``num_valid`` is the student's.
         kind: One of KINDS.
         beta: The teacher's part of the mixture, for "jsd".
-        workspace_bytes: The budget.
+        workspace_bytes: The budget; 0: chosen from the shapes.
+        grad: A backward pass may follow.
     """
 
     student: ShardLogits
     teacher: ShardLogits
     kind: str = "forward"
     beta: float = 0.5
-    workspace_bytes: int = 512 << 20
+    workspace_bytes: int = 256 << 20
+    grad: bool = True
 
     @property
     def leads(self) -> int:

@@ -4,6 +4,12 @@ With e = exp(z - reference) * slope kept for a row, the row's gradient is ``scal
 the label's cell. So the kept exponentials themselves are the operand: d_hidden takes the scale in its epilogue, d_weight on its
 hidden rows, and the label's cell holds the value that the scale turns into the label's gradient. Nothing else of the
 exponentials is touched, and that cell is written from the label's own logit each time, so a second backward gets the same bits.
+
+Where the entropy is differentiated too, the row's gradient is ``scale * e * (a + b log e)`` with two more numbers per row,
+since log p is log e and a number. The exponentials are then overwritten with ``e * (a + b log e)``, and ``Kept.spent`` says
+so: another backward has them made anew, with the same bits. The rounding of e to 16 bits, at most 2^-9 of it, is one of 2^-9
+nats in log p. Beside ``h p (log p + H)`` it adds at most 2^-9 of ``h p``: what the rounding of p adds to the gradient of a
+log-probability that is weighted with h.
 """
 
 from __future__ import annotations
@@ -11,12 +17,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
-from cce_dist.kernels import Operands, Rows, Softmax
+from cce_dist.kernels import Cells, Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel, softcap_slope
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.lse import Keep
+from cce_dist.kernels.lse import HEADROOM, Keep
+from cce_dist.kernels.tiles import interpreted
+
+SMALLEST = tl.constexpr(2.0**-126)  # normal number of fp32 and bf16
+LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 class Kept(NamedTuple):
@@ -25,10 +36,12 @@ class Kept(NamedTuple):
     Attributes:
         exp_NV: [N, columns]; no columns where nothing is kept. A backward leaves it so that the next one gets the same bits.
         reference: [2, N] fp32: the value that a row is relative to; the logit of each token's label. [2, 0] without columns.
+        spent: [1] int32: whether a backward turned the exponentials into gradients. [0] where no entropy is asked for.
     """
 
     exp_NV: torch.Tensor
     reference: torch.Tensor
+    spent: torch.Tensor
 
 
 def level(keep: Keep, rows: Rows, reference_R: torch.Tensor, tile_cols: int) -> None:
@@ -105,22 +118,36 @@ def _level_kernel(
 def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor) -> torch.Tensor:
     """Return scale_R, and write each label's cell of the exponentials so that scale * cell is the label's gradient.
 
-    Cells of several ids are written by ``cells.py``; their gradients decide on the scale here.
+    Where the entropy is differentiated, all cells become what the scale turns into gradients. Then ``cells.py`` writes the
+    cells of labels, as it does with several ids; their gradients decide on the scale here.
     """
     num_rows = rows.index.shape[0]
+    factor_2R = None if softmax.entropy is None else coef_4N.new_empty(2, num_rows)
     logits, labels, grad_NI, num_ids = x.logits, x.ids, None, None
     if x.cells is not None:
         labels, grad_NI, num_ids = x.cells.ids_NI, x.cells.grad_NI, x.cells.ids_NI.shape[1]
     scale_R = torch.empty(num_rows, dtype=torch.float32, device=coef_4N.device)
     _row_scale_kernel[(cdiv(num_rows, 128),)](
         kept.reference[0], kept.reference[1], labels, rows.index, rows.num_kept, softmax.max, softmax.log_sum, coef_4N,
-        x.factors_N2, grad_NI,
-        kept.exp_NV, scale_R,
+        x.factors_N2, grad_NI, softmax.entropy,
+        kept.exp_NV, scale_R, factor_2R,
         num_rows, x.num_tokens, kept.exp_NV.shape[1], logits.start, logits.num_valid, num_ids,
         logits.logit_scale, logits.softcap,
-        HAS_SOFTCAP=logits.softcap > 0.0, HAS_FACTORS=x.factors_N2 is not None, SEVERAL=num_ids is not None, BLOCK_N=128,
+        HAS_SOFTCAP=logits.softcap > 0.0, HAS_FACTORS=x.factors_N2 is not None, SEVERAL=num_ids is not None,
+        HAS_ENTROPY=factor_2R is not None, BLOCK_N=128,
     )  # fmt: skip
+    if factor_2R is not None:
+        num_cols = kept.exp_NV.shape[1]
+        _with_entropy_kernel[(cdiv(num_rows, 8), cdiv(num_cols, 1024))](
+            kept.exp_NV, factor_2R, rows.num_kept, num_rows, num_cols,
+            FAST=torch.version.hip is None and not interpreted(), BLOCK_N=8, BLOCK_V=1024,
+        )  # fmt: skip
     return scale_R
+
+
+def label_cells(kept: Kept, x: Operands, coef_4N: torch.Tensor) -> Cells:
+    """Return each token's label as if it were one of several ids."""
+    return Cells(x.ids[:, None], kept.reference[1][:, None], coef_4N[1][:, None])
 
 
 @kernel("exp_ptr", "scale_ptr", "exp_cols")
@@ -135,8 +162,10 @@ def _row_scale_kernel(
     coef_ptr,  # in: [4, N] fp32
     factor_ptr,  # in: [N, 2] fp32
     grad_ptr,  # in: [N, I] fp32
+    entropy_ptr,  # in: [N] fp32
     exp_ptr,  # out, one cell a row: [R, B * BLOCK_V]
     scale_ptr,  # out: [R] fp32
+    row_factor_ptr,  # out: [2, R] fp32; with HAS_ENTROPY
     num_rows,
     num_tokens,
     exp_cols,
@@ -148,6 +177,7 @@ def _row_scale_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
     SEVERAL: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -180,13 +210,28 @@ def _row_scale_kernel(
         label = tl.load(labels_ptr + token, mask=live, other=-1) - start
         here = live & (label >= 0) & (label < tl.minimum(num_valid, exp_cols))
 
-    scale = coef_p * tl.exp((reference - row_max) - log_sum)
+    if HAS_ENTROPY:
+        log_p = (reference - row_max) - log_sum  # of an exponential of 1
+        entropy = tl.load(entropy_ptr + token, mask=live, other=0)
+        coef_entropy = tl.load(coef_ptr + 3 * num_tokens.to(tl.int64) + token, mask=live, other=0) * logit_scale
+        # Exponentials reach exp(HEADROOM): over this size no factor of theirs, a + b log e, is above 1.
+        size = tl.abs(coef_p) + tl.abs(coef_entropy) * (tl.abs(entropy) + tl.abs(log_p) + HEADROOM)
+        scale = size * tl.exp(log_p)
+    else:
+        scale = coef_p * tl.exp((reference - row_max) - log_sum)
     # A scale of nearly 0 beside a label's gradient (P = 0, or all of this shard far below another's maximum) could not carry
     # that gradient. A scale of 2^-90 of the gradient can, in bf16, and adds less than 2^-32 of it to the other cells.
     least = 8.077935669463161e-28 * tl.abs(coef_label)
     small = here & (tl.abs(scale) < least)
+    if HAS_ENTROPY:
+        share = tl.where(size == 0, 0.0, tl.where(small, scale / least, 1.0) / size)
+        a = (coef_p - coef_entropy * (log_p + entropy)) * share
+        tl.store(row_factor_ptr + offs_n, a, mask=live)
+        # The other kernel takes logarithms to base 2.
+        b = -coef_entropy * share * LOG_2
+        tl.store(row_factor_ptr + num_rows.to(tl.int64) + offs_n, b, mask=live)
     scale = tl.where(small, least, scale)
-    if not SEVERAL:
+    if not SEVERAL and not HAS_ENTROPY:
         grad = coef_p * tl.exp((target - row_max) - log_sum) + coef_label
         if HAS_SOFTCAP:
             grad *= softcap_slope(target, softcap)
@@ -194,3 +239,40 @@ def _row_scale_kernel(
         where = exp_ptr + offs_n.to(tl.int64) * exp_cols + tl.where(here, label, 0)
         tl.store(where, cell.to(exp_ptr.dtype.element_ty), mask=here)
     tl.store(scale_ptr + offs_n, tl.where(live, scale, 0.0), mask=in_n)
+
+
+@triton.jit
+def _log2(x, FAST: tl.constexpr):
+    """The logarithm to base 2; with FAST by one instruction, within 2^-22, where Triton's takes some thirty."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@kernel("exp_ptr", "exp_cols")
+def _with_entropy_kernel(
+    exp_ptr,  # in, out: [R, B * BLOCK_V]
+    row_factor_ptr,  # in: [2, R] fp32
+    num_kept_ptr,  # in: [1] int32
+    num_rows,
+    exp_cols,
+    FAST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    live = offs_n < tl.load(num_kept_ptr)
+    a = tl.load(row_factor_ptr + offs_n, mask=live, other=0)[:, None]
+    b = tl.load(row_factor_ptr + num_rows.to(tl.int64) + offs_n, mask=live, other=0)[:, None]
+    cells = exp_ptr + offs_n.to(tl.int64)[:, None] * exp_cols + offs_v[None, :]
+    mask = live[:, None] & (offs_v < exp_cols)[None, :]
+    e = tl.load(cells, mask=mask, other=0).to(tl.float32)
+    # 0 times a logarithm is 0. A subnormal number, whose logarithm a GPU takes for that of 0, is next to nothing; so is what a
+    # label's gradient left in a cell that will be written anew.
+    log_e = _log2(tl.maximum(e, SMALLEST), FAST)
+    grad = tl.where(e < SMALLEST, 0.0, e * (a + b * log_e))
+    tl.store(cells, grad.to(exp_ptr.dtype.element_ty), mask=mask)

@@ -250,7 +250,10 @@ def _lse_kernel(
             below += count * tl.where(count > 0, drop, 0.0) + tl.sum(tl.where(in_v, new_shift[:, None] - z, 0.0), 1)
             count += tl.minimum(num_valid - tile * BLOCK_V, BLOCK_V).to(tl.float32)
         if WANT_MOMENT:
-            moment = _moment(moment, sum_exp, e, z, new_shift, drop)
+            if KEEP_EXP or MARK:
+                moment = _moment(moment, sum_exp, e, z, new_max, drop, new_max - running_max)
+            else:
+                moment = _moment(moment, sum_exp, e, z, new_shift, drop, drop)
         sum_exp = tl.where(sum_exp > 0, sum_exp * tl.exp(-drop), sum_exp) + tl.sum(e, 1)
         if WANT_SQUARE:
             small = e * SMALLER
@@ -287,11 +290,14 @@ def _lse_kernel(
 
 
 @triton.jit
-def _moment(moment, sum_exp, e, z, shift, drop):
-    """Add a tile to sum_j exp(z_j - shift) (z_j - shift), whose earlier terms were relative to ``shift - drop``."""
+def _moment(moment, sum_exp, e, z, top, drop, rise):
+    """Add a tile to sum_j exp(z_j - shift) (z_j - top), where shift was lower by ``drop`` before, and top by ``rise``.
+
+    About any other number than the largest logit, the moment would be large, and round what is left of it.
+    """
     # A logit of -inf would make 0 * -inf.
-    term = tl.sum(tl.where(e > 0, e * (z - shift[:, None]), 0.0), 1)
-    return tl.where(sum_exp > 0, tl.exp(-drop) * (moment - drop * sum_exp), 0.0) + term
+    term = tl.sum(tl.where(e > 0, e * (z - top[:, None]), 0.0), 1)
+    return tl.where(sum_exp > 0, tl.exp(-drop) * (moment - rise * sum_exp), 0.0) + term
 
 
 @triton.jit
@@ -382,7 +388,8 @@ def _merge_splits_kernel(
             below += tl.load(where + BELOW * plane, mask=live, other=0) + columns * drop
         if WANT_MOMENT:
             part_moment = tl.load(where + MOMENT * plane, mask=live, other=0)
-            moment += tl.where(part == 0, 0.0, rescale * (part_moment - drop * part))
+            rise = base - tl.load(where + MAX * plane, mask=live, other=0)
+            moment += tl.where(part == 0, 0.0, rescale * (part_moment - rise * part))
         if WANT_SLOPED:
             sloped += tl.load(where + SLOPED * plane, mask=live, other=0) * rescale
         if WANT_SQUARE:

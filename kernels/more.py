@@ -97,10 +97,40 @@ def cell_gradients(d_nll_NI: Tensor | None, target_NI: Tensor, ids_NI: Tensor) -
 
 def keys_of(z_RC: Tensor, first_id: int) -> Tensor:
     """Return the keys of a block of logits, whose first column has the id ``first_id``."""
+    return _keys(z_RC, torch.arange(first_id, first_id + z_RC.shape[1], device=z_RC.device))
+
+
+def _keys(z_RC: Tensor, ids: Tensor) -> Tensor:
     bits = (z_RC + 0.0).view(torch.int32)  # -0 becomes 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # an order of integers that is the order of the floats
-    ids_C = torch.arange(first_id, first_id + z_RC.shape[1], device=z_RC.device)
-    return (ordered.long() << 32) | (_LOW_BITS - ids_C)
+    return (ordered.long() << 32) | (_LOW_BITS - ids)
+
+
+def span_of(top_k: int) -> int:
+    """Columns of a span in ``largest_in_spans``: top_k of them hold 2,048 columns at most, of a power of 2 up to 32."""
+    return min(32, 1 << ((2048 // top_k).bit_length() - 1))
+
+
+def largest_in_spans(z_RC: Tensor, first_id: int, stop_id: int, top_k: int) -> Tensor:
+    """Return keys that hold the ``top_k`` largest of a block of logits, from the spans of columns that can have them.
+
+    The spans are ordered by their largest logit, then by place, the first span first. A logit outside of the ``top_k`` first
+    spans has one in each of those before it. So a block is looked at once, and only so many spans are sorted.
+
+    Args:
+        z_RC: Logits; whole spans.
+        first_id: Id of the first column.
+        stop_id: Ids from here on are padding, whose keys are LEAST_KEY.
+        top_k: At most 1,024.
+    """
+    span = span_of(top_k)
+    z_RBC = z_RC.unflatten(1, (-1, span))
+    spans_RB = torch.arange(z_RBC.shape[1], device=z_RC.device).expand(z_RBC.shape[:2])
+    if spans_RB.shape[1] > top_k:
+        spans_RB = of_keys(largest_keys([keys_of(z_RBC.amax(2), 0)], top_k))[1]
+        z_RBC = z_RBC.gather(1, spans_RB[:, :, None].expand(-1, -1, span))
+    ids_RC = (first_id + span * spans_RB[:, :, None] + torch.arange(span, device=z_RC.device)).flatten(1)
+    return _keys(z_RBC.flatten(1), ids_RC).masked_fill_(ids_RC >= stop_id, LEAST_KEY)
 
 
 def largest_keys(keys: list[Tensor], top_k: int) -> Tensor:

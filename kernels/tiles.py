@@ -48,18 +48,6 @@ _TABLE = {
     (8, 32): Tiles(*(Tile(64, 64, 32, 4, 2),) * 4, 8),
 }
 _FALLBACK = Tiles(*(Tile(64, 64, 16, 4, 2),) * 4, 8)  # ieee fp32, and devices that no row names
-# Of both heads' logits at the same cells (divergence.py): two sums in fp32 stand in the registers. No row was tuned or run.
-# Compiled for 9.0 both KLs spill nothing, "jsd" 8 bytes a thread; with softcaps, scales and biases of both heads up to 112.
-_OF_PAIR = {
-    (12, 16): Tile(64, 64, 32, 4, 3),
-    (12, 32): Tile(64, 64, 32, 4, 2),
-    (10, 16): Tile(128, 128, 64, 8, 3),
-    (10, 32): Tile(128, 128, 32, 8, 3),
-    (9, 16): Tile(128, 128, 64, 8, 3),
-    (9, 32): Tile(128, 128, 32, 8, 3),
-    (8, 16): Tile(128, 64, 32, 8, 3),
-    (8, 32): Tile(64, 64, 32, 4, 2),
-}
 _INTERPRETED = Tiles(*(Tile(16, 32, 16, 4, 1),) * 4, 2)  # small, so that small tests still cross tile edges
 
 
@@ -91,16 +79,6 @@ def _chosen(dtype: torch.dtype, device: torch.device, path: str | None, dot_prec
 def table_tiles(major: int, bits: int) -> Tiles:
     """Return the table's tiles for a compute capability's major number and a dtype's bits, 0 for ieee fp32."""
     return _TABLE.get((major, bits), _FALLBACK)
-
-
-def pair_tile(dtype: torch.dtype, device: torch.device) -> Tile:
-    """Return the tile of both heads' logits; the user's own file says nothing of it."""
-    if interpreted():
-        return _INTERPRETED.lse
-    if torch.version.hip is not None:
-        return _FALLBACK.lse
-    bits = 0 if dtype == torch.float32 and precision(dtype) == "ieee" else dtype.itemsize * 8
-    return _OF_PAIR.get((torch.cuda.get_device_capability(device)[0], bits), _FALLBACK.lse)
 
 
 @lru_cache(maxsize=8)

@@ -102,17 +102,17 @@ def step(name: str, workspace_bytes: int = 64 << 20, bias: bool = False, **optio
     ).backward()  # fmt: skip
 
 
-def divergence(kind: str, bias: bool = False, **options: Any) -> None:
+def divergence(kind: str, kept: bool = False, bias: bool = False, **options: Any) -> None:
     from cce_dist import linear_kl_divergence
 
-    print(f"== {kind} divergence{' with options' if bias else ''}", flush=True)
+    print(f"== {kind} divergence{' with options' if bias else ''}{', kept' if kept else ''}", flush=True)
     hidden, teacher = torch.randn(600, 640).bfloat16().requires_grad_(), torch.randn(600, 896).bfloat16()
     weight, teacher_weight = torch.randn(5000, 640).bfloat16().requires_grad_(), torch.randn(5000, 896).bfloat16()
     if bias:
         options |= {name: torch.zeros(5000).bfloat16() for name in ("linear_bias", "teacher_bias")}
     linear_kl_divergence(
-        hidden, weight, teacher, teacher_weight, kind=kind, reduction="mean", backend="triton", workspace_bytes=64 << 20,
-        **options,
+        hidden, weight, teacher, teacher_weight, kind=kind, reduction="mean", backend="triton",
+        workspace_bytes=1 << 30 if kept else 1, **options,
     ).backward()  # fmt: skip
 
 
@@ -137,16 +137,27 @@ def main() -> None:
 
     step("exact")
     step("kept", workspace_bytes=1 << 30)
-    step("filtered", grad_filter=GradFilter())
+    step("filtered", grad_filter=GradFilter(always=True))
     step("exact with options", bias=True, softcap=30.0, label_smoothing=0.1)
-    step("filtered with options", bias=True, softcap=30.0, grad_filter=GradFilter())
+    step("filtered with options", bias=True, softcap=30.0, grad_filter=GradFilter(always=True))
     divergence("forward")
+    for kind in ("forward", "reverse", "jsd"):
+        divergence(kind, kept=True)
     divergence("jsd", bias=True, softcap=30.0, teacher_softcap=20.0, logit_scale=0.5, teacher_logit_scale=0.7)
-    log_probs("log-probs", entropy=True, top_k=4)
+    log_probs("log-probs", workspace_bytes=1, entropy=True, top_k=4)
+    log_probs("log-probs, kept", workspace_bytes=1 << 30, entropy=True)
     log_probs("log-probs of several ids, kept", num_ids=3, workspace_bytes=1 << 30)
-    log_probs("log-probs of several ids", num_ids=3, own=True, entropy=True)
-    log_probs("log-probs with measures", sum_p_squared=True, argmax=True, entropy=True)
-    log_probs("log-probs with measures, kept", workspace_bytes=1 << 30, sum_p_squared=True, argmax=True, own=True)
+    log_probs("log-probs of several ids", num_ids=3, workspace_bytes=1, own=True, entropy=True)
+    log_probs("log-probs with measures", workspace_bytes=1, sum_p_squared=True, argmax=True, entropy=True)
+    log_probs(
+        "log-probs with measures, kept",
+        num_ids=3,
+        workspace_bytes=1 << 30,
+        sum_p_squared=True,
+        argmax=True,
+        own=True,
+        entropy=True,
+    )
     log_probs(
         "log-probs with options", num_ids=3, own=True, entropy=True, sum_p_squared=True, argmax=True, softcap=30.0
     )

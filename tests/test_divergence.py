@@ -16,14 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shards import DEVICE, GPU, nan_memory
+from shards import DEVICE, GPU, Live, nan_memory
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from triton.runtime.jit import KernelInterface
 
-from cce_dist import VocabShard, linear_kl_divergence
-from cce_dist.kernels import budget
-from cce_dist.kernels.heads import KINDS
+from cce_dist import VocabShard, divergence_op, linear_kl_divergence
+from cce_dist.divergence_op import DivergenceCall
+from cce_dist.kernels import Operands, ShardLogits, budget, divergence
+from cce_dist.kernels.heads import KINDS, Divergence, Heads
 from cce_dist.verify.cases import even, padded, uneven, with_empty
 from cce_dist.verify.check import assert_no_worse
 from cce_dist.verify.divergence import DIVERGENCE_CASES, DivergenceCase, run_case
@@ -64,6 +66,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     rows_of: tuple[int, int] | None = None  # the student's and the teacher's, padding counted
     budget: int = 1 << 30
+    kept: int = 0  # columns, in any dtype
 
 
 BOTH = dict(logit_scale=0.7, softcap=3.0, teacher_logit_scale=1.3, teacher_softcap=5.0)
@@ -84,6 +87,15 @@ CASES = [
     pytest.param(Case(offset=1e4, bias=True), id="both-at-1e4"),
     pytest.param(Case(budget=1, bias=True, num_tokens=40, masked=0.3), id="chunks-and-groups"),
 ]
+KEPT = [
+    pytest.param(Case(kept=96), id="all"),
+    pytest.param(Case(kept=64, bias=True, masked=0.4), id="a-part"),
+    pytest.param(Case(kept=96, bias=True, options=BOTH | dict(beta=0.2)), id="bias-scale-softcap-of-both"),
+    pytest.param(Case(kept=96, rows_of=(80, 128)), id="padded-differently"),
+    pytest.param(Case(kept=96, spread=0.1, teacher_spread=30.0), id="teacher-far-sharper"),
+    pytest.param(Case(kept=96, spread=30.0, teacher_spread=0.1), id="student-far-sharper"),
+    pytest.param(Case(kept=96, offset=1e4, bias=True), id="both-at-1e4"),
+]
 HALF = ("bias-scale-softcap-of-both", "both-sharp")  # tried in 16 bits, too
 
 
@@ -101,8 +113,10 @@ def draw(case: Case, dtype: torch.dtype) -> Problem:
     return Problem(*student, *teacher, mask, torch.randn(case.num_tokens, device=DEVICE))
 
 
-def log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    u = F.linear(hidden, weight)
+def log_softmax(
+    product: Callable, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:  # fmt: skip
+    u = product(hidden, weight)
     u = u if u.dtype == torch.float64 else u.float()
     u = scale * (u if bias is None else u + bias.to(u.dtype))
     return (u if softcap is None else softcap * torch.tanh(u / softcap)).log_softmax(-1)
@@ -110,14 +124,14 @@ def log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: floa
 
 def dense(
     p: Problem, kind: str, beta: float = 0.5, logit_scale: float = 1.0, softcap: float | None = None,
-    teacher_logit_scale: float = 1.0, teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0, teacher_softcap: float | None = None, product: Callable = F.linear,
 ) -> list[Tensor | None]:  # fmt: skip
     """Divergence, dE, dC and dbias from all logits, by autograd."""
     leaves = [x if x is None else x.detach().requires_grad_() for x in p[:3]]
     hidden, weight, bias = leaves
     assert hidden is not None and weight is not None
-    log_p = log_softmax(hidden, weight, bias, logit_scale, softcap)
-    log_t = log_softmax(p.teacher, p.teacher_weight, p.teacher_bias, teacher_logit_scale, teacher_softcap)
+    log_p = log_softmax(product, hidden, weight, bias, logit_scale, softcap)
+    log_t = log_softmax(product, p.teacher, p.teacher_weight, p.teacher_bias, teacher_logit_scale, teacher_softcap)
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
         return (log_a.exp() * (log_a - log_b)).sum(-1)
@@ -136,6 +150,41 @@ def dense(
 def with_rows(x: Tensor | None, rows: int, fill: float) -> Tensor | None:
     """Padding of any value behind the rows."""
     return x if x is None else torch.cat((x, x.new_full((rows - len(x), *x.shape[1:]), fill)))
+
+
+def worst_dense(p: Problem, kind: str, truth: list[Tensor | None], **options: Any) -> list[Tensor | None]:
+    """Dense results in fp32 from logits that are summed one product after another, as the kernels sum them, in several orders:
+    for each quantity the one farthest from the truth. In 16 bits the order is nothing beside rounding.
+
+    Where heads are sharp, a gradient is a difference of logits of hundreds, times p: a unit in the last place of a logit moves
+    dE by up to 1e-5 of its largest number. The error of one order is luck, and cuBLAS sums small products as trees.
+    """
+    if p.hidden.dtype != torch.float32:
+        return dense(p, kind, **options)
+    generator, results = torch.Generator().manual_seed(0), []
+    for _ in range(4):
+        order, teachers = (torch.randperm(x.shape[1], generator=generator).to(DEVICE) for x in (p.hidden, p.teacher))
+        q = p._replace(hidden=p.hidden[:, order], weight=p.weight[:, order])
+        q = q._replace(teacher=p.teacher[:, teachers], teacher_weight=p.teacher_weight[:, teachers])
+        value, d_hidden, d_weight, d_bias = dense(q, kind, product=one_by_one, **options)
+        assert d_hidden is not None and d_weight is not None
+        back = order.argsort()
+        results.append((value, d_hidden[:, back], d_weight[:, back], d_bias))
+    return [max(orders, key=lambda x, t=t: _distance(x, t)) for *orders, t in zip(*results, truth, strict=True)]
+
+
+def one_by_one(hidden: Tensor, weight: Tensor) -> Tensor:
+    """``F.linear``, whose sum over D is made from the first product to the last."""
+    total = hidden.new_zeros(len(hidden), len(weight))
+    for number in range(hidden.shape[1]):
+        total = total + hidden[:, number, None] * weight[:, number]
+    return total
+
+
+def _distance(x: Tensor | None, true: Tensor | None) -> float:
+    if x is None or true is None or x.numel() == 0:
+        return 0.0
+    return (x.double() - true).abs().nan_to_num(0.0, 0.0, 0.0).amax().item()
 
 
 def ours(p: Problem, case: Case, kind: str, backend: str, **more: Any) -> list[Tensor | None]:
@@ -161,6 +210,14 @@ def ours(p: Problem, case: Case, kind: str, backend: str, **more: Any) -> list[T
     return [out.detach(), *grads, *([None] * (bias is None))]
 
 
+KEPT_IN = torch.bfloat16 if GPU else torch.float32
+
+
+def kept_columns(columns: int) -> int:
+    """So many columns in the interpreter, whose tiles are 32 wide; whole tiles of a GPU."""
+    return 256 if GPU else columns
+
+
 HALVES = {"torch": torch.bfloat16, "triton": torch.bfloat16 if GPU else torch.float16}  # the interpreter misreads bf16
 
 
@@ -174,8 +231,8 @@ def test_matches_dense(case: Case, backend: str, request: Any, monkeypatch: pyte
     half = [HALVES[backend]] * any(name in request.node.callspec.id for name in HALF)
     for dtype, kind in itertools.product((torch.float32, *half), KINDS):
         p = draw(case, dtype)
-        found, baseline = ours(p, case, kind, backend), dense(p, kind, **case.options)
         truth = dense(p.wide(), kind, **case.options)
+        found, baseline = ours(p, case, kind, backend), worst_dense(p, kind, truth, **case.options)
         for name, got, rough, true in zip(NAMES, found, baseline, truth, strict=True):
             if got is None or rough is None or true is None:
                 continue
@@ -184,6 +241,90 @@ def test_matches_dense(case: Case, backend: str, request: Any, monkeypatch: pyte
                 got = got[: len(true)]
             held_in = torch.float32 if name == "divergence" else dtype
             assert_no_worse(got, rough, true, held_in, f"{kind} {name}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", KEPT)
+def test_kept_exponentials_match_dense(case: Case, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a tile's exponentials relative to another's, the smaller of p and t taken for the larger, padding that is no
+    number, the recomputed part's first column, a slope left out, a chunk of logits that starts where another did."""
+    monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(case.kept))
+    monkeypatch.setattr(budget, "pair_cols", lambda rows, columns, workspace_bytes, tile_cols: tile_cols)
+    p = draw(case, KEPT_IN)
+    truth, baseline = dense(p.wide(), kind, **case.options), dense(p, kind, **case.options)
+    for name, got, rough, true in zip(NAMES, ours(p, case, kind, "triton"), baseline, truth, strict=True):
+        if got is not None and rough is not None and true is not None:
+            held_in = torch.float32 if name == "divergence" else KEPT_IN
+            assert_no_worse(got[: len(true)], rough, true, held_in, f"{kind} {name}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kept", [64, 96])
+def test_a_second_backward_has_the_same_bits(kept: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after one with other coefficients. Catches: what is kept overwritten by its gradients."""
+    monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(kept))
+    p = draw(Case(bias=True, masked=0.3), KEPT_IN)
+    hidden, weight = p.hidden.requires_grad_(), p.weight.requires_grad_()
+    value = linear_kl_divergence(hidden, weight, *p[3:5], linear_bias=p.bias, kind=kind, mask=p.mask, backend="triton")
+    grads = [
+        torch.autograd.grad(value, (hidden, weight), factor * p.upstream, retain_graph=True) for factor in (1, -3, 1)
+    ]
+    assert not torch.equal(grads[0][0], grads[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(grads[0], grads[2], strict=True))
+
+
+def test_what_is_kept_within_the_budget() -> None:
+    """Catches: a budget that forgets the teacher's half, exponentials of a dtype that cannot hold them, or for no backward."""
+    operands = torch.empty(8192, 512, dtype=torch.bfloat16)
+    head = Operands(operands, torch.empty(0, 512), None, torch.zeros(8192), ShardLogits(0, 32768))
+    x, spec = Heads(head, head), Divergence(head.logits, head.logits, workspace_bytes=1 << 40)
+    assert divergence.columns_kept(x, spec) == 32768
+    assert divergence.columns_kept(x, spec._replace(grad=False)) == 0
+    half = head._replace(hidden=operands.half())
+    assert divergence.columns_kept(Heads(half, half), spec) == 0
+    chosen = divergence.default_workspace(x, spec)
+    assert (
+        4 * 8192 * 32768 < chosen < 5.5 * 8192 * 32768
+        and divergence.columns_kept(x, spec._replace(workspace_bytes=chosen)) == 32768
+    )
+    assert divergence.default_workspace(Heads(half, half), spec) == 256 << 20
+    for mib in (256, 512, 1024, chosen >> 20):
+        columns = divergence.columns_kept(x, spec._replace(workspace_bytes=mib << 20))
+        assert 4 * 8192 * columns < mib << 20 and (columns > 0) == (mib > 256), mib
+
+
+@pytest.mark.parametrize("num_tokens", [4096, 20000])
+@pytest.mark.parametrize("mib", [64, 256, 512, 1024, 0])
+def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: room for both heads' logits, or the teacher's hidden states, that the budget forgets. Launches are left out."""
+    monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *_, **__: None)
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # indices are looked at
+    hidden, teacher = (torch.zeros(num_tokens, size, dtype=torch.bfloat16, device=DEVICE) for size in (768, 512))
+    weight, teacher_weight = (torch.zeros(9000, size, dtype=torch.bfloat16, device=DEVICE) for size in (768, 512))
+    logits = ShardLogits(0, 9000)
+    call = DivergenceCall(Divergence(logits, logits, workspace_bytes=mib << 20), 9000, backend="triton")
+    given = (
+        hidden,
+        weight,
+        None,
+        torch.ones(num_tokens, dtype=torch.bool, device=DEVICE),
+        teacher,
+        teacher_weight,
+        None,
+    )
+    with Live() as live:
+        value, saved = divergence_op._run_forward(*given, None, call)
+        forward, live.peak = live.peak, 0
+        kept = sum(x.nbytes for x in saved[1:])
+        grads = divergence_op._run_backward([value], *given, saved, None, [True, True, False], call)
+    backward = live.peak - sum(x.nbytes for x in grads)
+    chosen = mib << 20
+    if not mib:  # a default keeps all, or 2 GiB
+        chosen = divergence.default_workspace(
+            Heads(*(Operands(x, weight, None, x, logits) for x in (hidden, teacher))), call.spec
+        )
+        assert 4 * num_tokens * 9000 < kept or chosen == 2 << 30
+    assert max(forward, backward) <= chosen + (16 << 20), f"{forward >> 20}, {backward >> 20} MiB of {chosen >> 20}"
 
 
 @pytest.mark.parametrize("backend", HALVES)
@@ -468,11 +609,10 @@ def test_four_ranks(ranks4: Callable) -> None:
 def _check_dtensors() -> None:
     torch.manual_seed(1)
     mesh, p = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), draw(Case(), torch.float32)
-    expected = linear_kl_divergence(p.hidden, p.weight, p.teacher, p.teacher_weight)
-    weight, teacher_weight = (distribute_tensor(x, mesh, [Shard(0)]) for x in (p.weight, p.teacher_weight))
-    torch.testing.assert_close(
-        linear_kl_divergence(p.hidden, weight.requires_grad_(), p.teacher, teacher_weight), expected
-    )
+    hidden, weight, teacher, teacher_weight = (x.cpu() for x in (p.hidden, p.weight, p.teacher, p.teacher_weight))
+    expected = linear_kl_divergence(hidden, weight, teacher, teacher_weight)
+    weight, teacher_weight = (distribute_tensor(x, mesh, [Shard(0)]) for x in (weight, teacher_weight))
+    torch.testing.assert_close(linear_kl_divergence(hidden, weight.requires_grad_(), teacher, teacher_weight), expected)
 
 
 def _check_refusals() -> None:

@@ -6,6 +6,7 @@ Each test names the mutation of the kernels that it catches.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,8 @@ from unittest import mock
 
 import pytest
 import torch
-from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
+from shards import DEVICE, GPU, Live, Problem, nan_memory, needs_gpu
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
@@ -114,6 +113,13 @@ CACHED = [
     pytest.param(sized(cached=128, bias=True, logit_scale=0.5, softcap=3.0), id="bias-scale-softcap"),
     pytest.param(sized(cached=128, spread=300.0), id="references-to-level"),
     pytest.param(sized(cached=128, offset=-1e4, bias=True), id="all-at-minus-1e4"),
+    pytest.param(sized(cached=128, entropy=True), id="entropy"),
+    pytest.param(sized(cached=64, budget=12000, bias=True, logit_scale=0.5, entropy=True), id="entropy-of-a-part"),
+    pytest.param(sized(cached=128, spread=100.0, entropy=True), id="entropy-with-references-to-level"),
+    pytest.param(
+        sized(cached=128, start=50, num_valid=77, ids=300, offset=-1e4, bias=True, entropy=True),
+        id="entropy-of-a-padded-shard",
+    ),
 ]
 
 
@@ -245,15 +251,18 @@ def test_matches_dense(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", CACHED)
 def test_cached_matches_dense(case: Case, dtype: torch.dtype) -> None:
     """Catches: rows left with two references, the label's cell or its slope not written, the scale put on the rows of the
-    recomputed part, the remainder of d_hidden dropped between the two parts."""
+    recomputed part, the remainder of d_hidden dropped between the two parts; 0 times the logarithm of 0, an entropy whose
+    logarithm is relative to another number than log p, a label's cell written before the others."""
     check(case, dtype)
 
 
-def test_cached_label_beside_no_probability() -> None:
-    """A label's gradient where P p is nothing: P = 0, or another shard far above this one. Catches: the least scale removed."""
-    case = sized(cached=128, ignored=0.0)
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_cached_label_beside_no_probability(with_entropy: bool) -> None:
+    """A label's gradient where P p is nothing: P = 0, or another shard far above this one. Catches: the least scale removed,
+    0 by 0 where neither P nor the entropy has a gradient."""
+    case = sized(cached=128, ignored=0.0, entropy=with_entropy)
     p = problem(case, torch.bfloat16 if GPU else torch.float32)
-    p.coef[0, ::2] = 0.0
+    p.coef[0, ::2] = p.coef[3, ::4] = 0.0
     maximum, log_sum, entropy = dense(p, case, torch.float64).merged
     _, *cache = local_stats(p, case)
     d_hidden, d_weight, _ = gradients(p, case, (maximum + 1e4, log_sum, entropy), cache)
@@ -266,17 +275,23 @@ def test_cached_label_beside_no_probability() -> None:
         assert_no_worse(ours, other, truth, p.hidden.dtype)
 
 
+@pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("cached", [0, 64, 128])
-def test_second_backward_has_the_same_bits(cached: int) -> None:
-    """Also after one with other coefficients. Catches: the cache turned into gradients in place."""
-    case = sized(cached=cached, budget=12000)
+def test_second_backward_has_the_same_bits(cached: int, entropy: bool) -> None:
+    """Also after one with other coefficients, and one that differentiates no entropy. Catches: the cache turned into gradients
+    in place, and not made anew."""
+    case = sized(cached=cached, budget=12000, entropy=entropy)
     p = problem(case, torch.bfloat16 if GPU else torch.float32)
     merged = dense(p, case, torch.float64).merged
     _, *cache = local_stats(p, case)
-    first = gradients(p, case, merged, cache)
-    gradients(p._replace(coef=3 * p.coef), case, merged, cache)
-    again = gradients(p, case, merged, cache)
-    assert all(torch.equal(a, b) for a, b in zip(first[:2], again[:2], strict=True))
+
+    def without_entropy() -> Any:
+        softmax = Softmax(merged[0], merged[1])
+        return exact.gradients(operands(p), softmax, p.coef, cache, Grads(want_bias=False), spec_of(p, case))
+
+    results = [(gradients(p, case, merged, cache), without_entropy()) for p in (p, p._replace(coef=3 * p.coef), p)]
+    for first, again in zip(results[0], results[2], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first[:2], again[:2], strict=True))
 
 
 @pytest.mark.parametrize("cached", [0, 128])
@@ -433,33 +448,18 @@ def test_the_budget_that_is_chosen(num_tokens, num_columns):
 
 
 def test_where_exponentials_are_kept() -> None:
-    """Catches: kept where the gradient is not a multiple of them, or where 16 bits are too few."""
+    """Catches: kept where they do not say the gradient, or where 16 bits are too few."""
     rows = torch.zeros(8, 16, dtype=torch.bfloat16)
     x = Operands(rows, rows, None, torch.zeros(8), ShardLogits(0, 8))
     spec = Spec(x.logits, 8)
     assert exact.columns_kept(x, spec) == 256
     assert exact.columns_kept(x._replace(hidden=x.hidden.half()), spec) == 0
     assert exact.default_workspace(x._replace(hidden=x.hidden.half()), spec) == 256 << 20
-    for want in (Want(grad=False), Want(uniform=True), Want(entropy=True)):
+    for want in (Want(grad=False), Want(uniform=True)):
         assert exact.columns_kept(x, spec._replace(want=want)) == 0
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors made under it that are alive, and keeps the largest sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[StorageWeakRef, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self.storages.setdefault(StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes())
-        self.storages = {storage: size for storage, size in self.storages.items() if not storage.expired()}
-        self.peak = max(self.peak, sum(self.storages.values()))
-        return out
+    with_entropy = spec._replace(want=Want(entropy=True))
+    assert exact.columns_kept(x, with_entropy) == 256
+    assert exact.columns_kept(x, with_entropy._replace(logits=ShardLogits(0, 8, softcap=30.0))) == 0
 
 
 @pytest.mark.parametrize("grad_filter", [None, GradFilter()], ids=["exact", "filtered"])
@@ -475,7 +475,7 @@ def test_what_is_alive_keeps_the_budget(
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     hidden = torch.zeros(65536, 2048, dtype=torch.bfloat16, device=DEVICE)
     weight, labels = hidden[:3000].clone(), torch.zeros(65536, dtype=torch.int64, device=DEVICE)
-    kept = Filter() if grad_filter is None else Filter(grad_filter.eps)
+    kept = Filter() if grad_filter is None else Filter(grad_filter.eps, always=True)
     call = Call(Spec(ShardLogits(0, 3000), 3000, filter=kept, workspace_bytes=mib << 20), backend="triton").flat()
     with Live() as live:
         losses = op._forward(hidden, weight, None, labels, None, None, *call)
@@ -565,6 +565,39 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
         assert (ours[:, ids < 0] == 0).all()
 
 
+def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are left out. Catches: a constexpr, or a tensor given or not, that follows the number of chunks, so of tokens:
+    its kernel would compile in the middle of training."""
+    monkeypatch.undo()  # of NaN in what is not initialised
+    seen: list[dict[str, set[tuple[Any, ...]]]] = []
+
+    def launch(kernel: Any, _: Any) -> Any:
+        def record(*args: Any, **options: Any) -> None:
+            given = [getattr(arg, "dtype", arg is None) for arg in args]
+            seen[-1].setdefault(kernel.fn.__name__, set()).add((*given, *options.items()))
+
+        return record
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", launch)
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # indices are looked at
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    monkeypatch.setattr(exact, "columns_kept", lambda *_: 0)
+    for num_tokens in (1024, 1000, 30000):
+        seen.append({})
+        hidden = torch.zeros(num_tokens, 256, dtype=torch.bfloat16, device=DEVICE)
+        labels = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
+        x = Operands(hidden, hidden[:1000], None, labels, ShardLogits(0, 1000))
+        spec = Spec(x.logits, 1000, workspace_bytes=64 << 20)
+        stats, saved = exact.statistics(x, spec)
+        exact.gradients(x, Softmax(stats[0], stats[1]), torch.zeros(4, num_tokens, device=DEVICE), saved, Grads(), spec)
+    assert seen[0].keys() >= {"_lse_kernel", "_dlogits_kernel", "_grad_hidden_kernel", "_grad_weight_kernel"}
+    sizes = [budget.Sizes(n, 256, 1000, 2) for n in (1024, 30000)]
+    on = tiles.choose_tiles(torch.bfloat16, torch.device(DEVICE)), tiles.num_programs(torch.device(DEVICE))
+    assert [budget.exact_chunks(each, 64 << 20, 0, *on).cols < 1000 for each in sizes] == [False, True]
+    for other in seen[1:]:
+        assert all(other[name] <= variants for name, variants in seen[0].items() if name in other)
+
+
 BIG = Case(num_tokens=1000, hidden_size=512, num_rows=5000, budget=16 << 20)
 
 
@@ -637,6 +670,7 @@ def test_peak_memory(num_tokens: int, mib: int) -> None:
     case = Case(num_tokens=num_tokens, hidden_size=2048, num_rows=60000, budget=mib << 20)
     p = problem(case, torch.bfloat16)
     case = case._replace(cached=exact.columns_kept(operands(p), spec_of(p, case)))
+    gc.collect()  # what a failed test before this one left would be freed meanwhile
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

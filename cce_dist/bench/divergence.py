@@ -1,8 +1,9 @@
 """Time the divergence of two heads and its gradients: ``python -m cce_dist.bench.divergence``.
 
 The rules are those of ``cce-dist bench``: a method whose value or gradients are wrong gets no time, and the others are timed in
-turns. Both heads have a trained model's statistics. The first row has the plain products that no method can do without: both
-heads' logits twice and the student's two gradients, six products where the heads are of one size.
+turns. Both heads have a trained model's statistics. The plain products beside them are both heads' logits and the student's two
+gradients, four products where the heads are of one size, and the same with the logits computed again for backward, six. The
+mixture of "jsd" needs the logits once more: six, and eight.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from torch import Tensor
 
 from cce_dist import linear_kl_divergence, reference
 from cce_dist.arguments import device, folder, whole
-from cce_dist.bench.loop import Clock, Errors, Floor, Job, Row, free_memory, relative_error, time_in_turns
 from cce_dist.bench.shapes import SHAPES, HeadShape
+from cce_dist.bench.tasks import Step, lines, measure
 from cce_dist.bench.workload import make_workload
 from cce_dist.kernels.heads import KINDS
-from cce_dist.report import describe, describe_environment, table, where, write_json
+from cce_dist.report import describe_environment, table, where, write_json
 
-COLUMNS = ("ms", "/products", "MiB", "err value", "err dE", "err dC")
 CHUNK_BYTES = 1 << 30  # of the truth's logits
 Mean = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # both heads -> mean divergence over all tokens
 
@@ -41,7 +41,7 @@ class Heads(NamedTuple):
 
 @dataclass
 class Results:
-    """What a command measured: for each kind the seconds of the products, and the rows."""
+    """What a command measured: for each kind the rows, and the seconds of the products."""
 
     environment: dict[str, Any]
     shape: str
@@ -84,7 +84,8 @@ def liger(kind: str) -> Mean:
 
     if not torch.cuda.is_available():
         raise ImportError("needs a GPU")
-    return LigerFusedLinearJSD(jsd_beta={"forward": 0.0, "reverse": 1.0, "jsd": 0.5}[kind])
+    of_both = LigerFusedLinearJSD(jsd_beta={"forward": 0.0, "reverse": 1.0, "jsd": 0.5}[kind])
+    return lambda *heads: of_both(*heads, None)
 
 
 def ours(kind: str, workspace_bytes: int | None = None, backend: str = "auto") -> Mean:
@@ -96,7 +97,8 @@ def ours(kind: str, workspace_bytes: int | None = None, backend: str = "auto") -
 
 METHODS: dict[str, Callable[[str], Mean]] = {
     "cce-dist": ours,
-    "cce-dist@256MiB": partial(ours, workspace_bytes=256 << 20),
+    "cce-dist@512MiB": partial(ours, workspace_bytes=512 << 20),
+    "cce-dist-cached": partial(ours, workspace_bytes=1 << 40),
     "cce-dist-torch": partial(ours, backend="torch"),
     "torch": lambda kind: cast(Mean, partial(dense, kind)),
     "torch-compile": compiled,
@@ -128,67 +130,17 @@ def truth(kind: str, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     return value, torch.cat(d_hidden), d_weight
 
 
-def checked(name: str, kind: str, heads: Heads, expected: tuple[Tensor, Tensor, Tensor]) -> tuple[Row, Mean | None]:
-    """Build and check a method: its row, and the function if it is right."""
-    row, function = Row(name, name.startswith("cce-dist")), None
-    try:
-        function = METHODS[name](kind)
-        found = step(function, heads)
-        of_mean = (found[1].mean(0, keepdim=True, dtype=torch.float32), expected[1].mean(0, keepdim=True))
-        value, d_hidden, d_weight = (
-            relative_error(x.view(-1, 1), y.view(-1, 1)) for x, y in zip(found, expected, strict=True)
-        )
-        row.errors = Errors(value, d_hidden, d_weight, relative_error(*of_mean))
-        row.problem = row.errors.verdict()
-        if heads.hidden.is_cuda and not row.problem:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            outputs = sum(x.nbytes for x in step(function, heads))
-            torch.cuda.synchronize()
-            row.peak_bytes = max(0, torch.cuda.max_memory_allocated() - before - outputs)
-    except ImportError as error:
-        row.problem, row.missing = describe(error), True
-    # Whatever another library raises, the other methods go on.
-    except Exception as error:
-        row.problem = describe(error)
-    free_memory(heads.hidden)
-    return row, None if row.problem else function
+def _step(name: str, kind: str, heads: Heads) -> Step:
+    return partial(step, METHODS[name](kind), heads)
 
 
-def measure(kind: str, heads: Heads, names: list[str], repeats: int) -> tuple[list[Row], Floor]:
-    """Check, then time in turns."""
-    expected = truth(kind, heads)
-    found = [checked(name, kind, heads, expected) for name in names]
-    del expected
-    floor = Floor()
-    jobs = [Job(floor, floor.one, partial(_products, heads))]
-    for row, function in found:
-        if function is not None:
-            jobs.append(Job(row, row.total, partial(step, function, heads)))
-    time_in_turns(jobs, repeats, Clock(heads.hidden.device), lambda line: None)
-    return [row for row, _ in found], floor
-
-
-def _products(heads: Heads) -> None:
-    """Both heads' logits twice, and the student's gradients from logits' gradients of their size."""
-    for _ in range(2):
+def _products(heads: Heads, logits: int) -> None:
+    """Both heads' logits so many times, and the student's gradients from logits' gradients of their size."""
+    for _ in range(logits):
         d_logits = torch.mm(heads.hidden, heads.weight.t())
         torch.mm(heads.teacher, heads.teacher_weight.t())
     torch.mm(d_logits, heads.weight)
     torch.mm(d_logits.t(), heads.hidden)
-
-
-def cells(row: Row, floor: Floor) -> dict[str, str]:
-    """A line of the table."""
-    if row.problem or row.errors is None:
-        return {"method": row.name, **dict.fromkeys(COLUMNS, ""), "ms": row.problem}
-    return {
-        "method": row.name, "ms": f"{1e3 * row.total.median:.2f}",
-        "/products": f"{row.total.median / floor.one.median:.3f}" if floor.one.seconds else "",
-        "MiB": "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}",
-        "err value": f"{row.errors.loss:.1e}", "err dE": f"{row.errors.d_hidden:.1e}", "err dC": f"{row.errors.d_weight:.1e}",
-    }  # fmt: skip
 
 
 def main() -> None:
@@ -212,11 +164,13 @@ def main() -> None:
     environment = describe_environment(torch.device(args.device))
     results = Results(environment, name, teacher_size, num_tokens)
     for kind in args.kinds:
-        rows, floor = measure(kind, heads, args.methods, args.repeats)
+        methods = {method: partial(_step, method, kind, heads) for method in args.methods}
+        once = 1 + (kind == "jsd")  # the mixture needs the logits again
+        products = {2 * count + 2: partial(_products, heads, count) for count in (once, once + 1)}
+        found = measure(methods, truth(kind, heads), products, args.repeats)
         print(f"{kind}, {name}, teacher D {teacher_size:,}, N {num_tokens:,}; {where(environment)}")
-        products = {"method": "products", **dict.fromkeys(COLUMNS, ""), "ms": f"{1e3 * floor.one.median:.2f}"}
-        print("\n".join(table([products, *(cells(row, floor) for row in rows)])) + "\n", flush=True)
-        results.kinds[kind] = {"products": floor.one.seconds, "rows": rows}
+        print("\n".join(table(lines(found))) + "\n", flush=True)
+        results.kinds[kind] = found._asdict()
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         write_json(args.out / "divergence.json", results)

@@ -79,7 +79,7 @@ def _our_options(workspace_mib: Sequence[int]) -> dict[str, dict[str, Any]]:
         **exact,
         "cce-dist-default": {},
         "cce-dist-cached": {"workspace_bytes": None},
-        filtered: {"grad_filter": GradFilter(), "workspace_bytes": first << 20},
+        filtered: {"grad_filter": GradFilter(always=True), "workspace_bytes": first << 20},
     }
 
 
@@ -163,7 +163,7 @@ def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
 
 
 def _log_probs(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
-    """Log-probabilities with entropies; ``-alone``: without, so that exponentials may be kept."""
+    """Log-probabilities with entropies; ``-alone``: without."""
     table = {}
     for name, options in ours.items():
         if "grad_filter" in options:
@@ -173,6 +173,7 @@ def _log_probs(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
     table["torch"] = Method(peers.torch_log_probs, needs_whole=True)
     table["torch-compile"] = Method(partial(peers.torch_log_probs, compiled=True), needs_whole=True)
     table["trl-chunked"] = Method(peers.trl_log_probs, needs_whole=True)
+    table["liger-chunked"] = Method(peers.liger_log_probs, needs_whole=True)
     return table
 
 

@@ -145,6 +145,19 @@ def trl_log_probs(shard: VocabShard, hidden: Tensor) -> LossFn:
     return loss
 
 
+def liger_log_probs(shard: VocabShard, hidden: Tensor) -> LossFn:
+    """What Liger's policy losses (GRPO and its kin) compute: chunks of tokens and of the vocabulary, no entropies."""
+    from liger_kernel.chunked_loss.fused_linear_ppo import (  # pyright: ignore[reportMissingImports]
+        LigerFusedLinearPPOBase,
+    )
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        log_probs = LigerFusedLinearPPOBase.chunk_forward(hidden[None], weight, labels.clamp(min=0)[None])
+        return mean_of_kept(-log_probs[0], labels)
+
+    return loss
+
+
 def torch_loss_parallel(shard: VocabShard, hidden: Tensor) -> LossFn:
     """Dense: logits are a DTensor split over the vocabulary, and torch's ``loss_parallel`` takes them."""
     from torch.distributed.device_mesh import DeviceMesh

@@ -23,6 +23,7 @@ SHAPES = {
     "llama-3-8b": HeadShape(4096, 128_256),
     "qwen-2.5-7b": HeadShape(3584, 152_064),
     "qwen-2.5-32b": HeadShape(5120, 152_064),
+    "qwen-3-8b": HeadShape(4096, 151_936),
     "mistral-nemo": HeadShape(5120, 131_072),
     "phi-3.5": HeadShape(3072, 32_064),
     "gpt-2": HeadShape(768, 50_257),

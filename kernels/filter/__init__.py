@@ -34,21 +34,30 @@ from typing import NamedTuple
 
 import torch
 
-from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget, exact, stand_in
+from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget, exact
 from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.budget import FEW, NUM_PLANES, SAMPLE, cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.filter.bound import bound_of_shard, draw_outside, drawn_sums
-from cce_dist.kernels.filter.d_rows import add_listed_hidden, by_column, listed_bias, listed_weight
+from cce_dist.kernels.filter.d_rows import (
+    ByColumn,
+    add_listed_hidden,
+    by_column,
+    listed_bias,
+    listed_weight,
+    stand_in_weight,
+)
 from cce_dist.kernels.filter.drawn import (
     Drawn,
+    Factors,
     Tokens,
-    add_tokens,
+    draw_columns,
     drawn_gradients,
-    gather_columns,
-    shrink_columns,
+    factors_of,
+    squares_of_columns,
+    squares_of_tokens,
     weigh_tokens,
 )
 from cce_dist.kernels.filter.hot import Hot, gather_hot, most_labelled, num_hot, outside_hot
@@ -91,6 +100,16 @@ __all__ = [
 
 def default_workspace(x: Operands, spec: Spec) -> int:
     return budget.LEAST_DEFAULT  # lists take the place of exponentials
+
+
+def pays(x: Operands, spec: Spec) -> bool:
+    """Return whether the filter takes less time than exact gradients, by the sizes and what is wanted alone.
+
+    It does not depend on which gradients a rank needs, since all ranks of a group have to agree.
+    """
+    with_grad = spec._replace(want=spec.want._replace(grad=True))
+    exact_sides = (not spec.filter.hidden) + (not spec.filter.weight)
+    return budget.filter_pays(exact.sizes_of(x), exact.keeps(x, with_grad), spec.workspace_bytes, exact_sides)
 
 
 def rows_at_once(x: Operands, spec: Spec) -> int | None:
@@ -190,7 +209,7 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec:
         coef_4N = torch.zeros(4, num_tokens, dtype=torch.float32, device=x.hidden.device)
         coef_4N[:2] = 1.0
         how = plan(x, softmax, coef_4N, lists, None, spec.filter.eps)
-        dropped_N, num_listed_N = listed_gradients(x, softmax, coef_4N, lists, how, True, None)
+        dropped_N, num_listed_N = listed_gradients(x, softmax, coef_4N, lists, how, True, None, None)
         num_labelled = (x.ids >= 0).sum().clamp(min=1)
         kept_N = torch.where(how.listed_labels >= 0, num_listed_N + lists.ids_H.shape[0], 0)
         num_kept = kept_N.sum() + (how.num_dense[0] + how.num_few[0]) * num_valid
@@ -232,18 +251,20 @@ class _StandIn(NamedTuple):
     """The stand-in for what is dropped.
 
     Attributes:
-        shares_2V: What each column multiplies it by; see ``shares_of``.
-        shared_2D: What the tokens' factors multiply in d_hidden; None where d_hidden is not wanted.
+        share_V: What each column multiplies it by; see ``shares_of``.
+        shared_hidden_2D: What the tokens' factors multiply in d_hidden; None where d_hidden is not wanted.
+        shared_weight_2D: What shares and 1 multiply in d_weight; None where d_weight is not wanted.
         drawn: The columns that correct it for d_hidden, or None.
-        shrink: The factor on that, a 0-d fp32 tensor, or None.
         tokens: The tokens that correct it for d_weight, or None.
+        factors: The factors on these two, or None.
     """
 
-    shares_2V: torch.Tensor
-    shared_2D: torch.Tensor | None
+    share_V: torch.Tensor
+    shared_hidden_2D: torch.Tensor | None
+    shared_weight_2D: torch.Tensor | None
     drawn: Drawn | None = None
-    shrink: torch.Tensor | None = None
     tokens: Tokens | None = None
+    factors: Factors | None = None
 
 
 class _Work(NamedTuple):
@@ -284,29 +305,48 @@ def _filtered_gradients(
         target = d_weight if grads.weight_out is None else grads.weight_out
         _add_few(x, softmax, coef_4N, how, (d_hidden, target, d_bias), grads, spec)
         entries = new_entries(lists.columns_M.shape[0], num_valid, device)
-        factor_2N, _ = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries)
+        total = _listed_sum(d_hidden, x, spec)
+        factor_2N, _ = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
         stand = _stand_in(x, softmax, coef_4N, hot, how, factor_2N, tiles, grads, spec)
         work = _Work(hot, how, lists, entries, factor_2N, stand, tiles)
 
         num_hot_columns = lists.ids_H.shape[0]
         hot_weight_HD = target.new_empty(num_hot_columns, x.hidden.shape[1]) if target is not None else None
         hot_bias_H = None if d_bias is None else torch.zeros(num_hot_columns, dtype=torch.float32, device=device)
-        _add_rows((d_hidden, hot_weight_HD, hot_bias_H), x, softmax, coef_4N, work, grads, spec)
+        _add_rows((d_hidden, hot_weight_HD, hot_bias_H), total, x, softmax, coef_4N, work, grads, spec)
+        del total  # its remainder takes the room in which the entries are sorted
         if target is not None or d_bias is not None:
             columns = by_column(entries, num_valid)
             if target is not None and hot_weight_HD is not None:
-                shared_2D = sums_of_rows(factor_2N, x.hidden)
-                if stand.tokens is not None:
-                    shared_2D[0] -= stand.tokens.less_D
-                listed_weight(
-                    target, x.hidden, columns, hot.slot_V, hot_weight_HD, stand.shares_2V[0], shared_2D, how,
-                    add=grads.weight_out is not None,
-                )  # fmt: skip
-                if stand.tokens is not None:
-                    add_tokens(target[:num_valid], stand.tokens, tiles)
+                _finish_weight(target, x, columns, hot_weight_HD, work, add=grads.weight_out is not None)
             if d_bias is not None and hot_bias_H is not None:
-                listed_bias(d_bias, columns, hot.slot_V, hot_bias_H, stand.shares_2V[0], factor_2N.sum(1))
+                listed_bias(d_bias, columns, hot.slot_V, hot_bias_H, stand.share_V, factor_2N.sum(1))
     return d_hidden, d_weight, d_bias
+
+
+def _finish_weight(
+    target: torch.Tensor, x: Operands, columns: ByColumn, hot_weight_HD: torch.Tensor, work: _Work, *, add: bool
+) -> None:
+    """Put all parts of d_weight together, in ``target``."""
+    stand, parts = work.stand_in, (work.hot.slot_V, hot_weight_HD, work.stand_in.share_V)
+    assert stand.shared_weight_2D is not None
+    alone = stand.tokens is not None and stand.factors is not None
+    if stand.tokens is not None and stand.factors is not None:
+        rows_VD = target[: x.logits.num_valid]
+        stand_in_weight(
+            rows_VD, stand.tokens, stand.factors.gain, *parts, stand.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
+        )  # fmt: skip
+    listed_weight(
+        target, x.hidden, columns, *parts, stand.shared_weight_2D, work.how, add=add, listed_alone=alone
+    )  # fmt: skip
+
+
+def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum | None:
+    """Return d_hidden with the remainder of all tokens, if there is room for that: then lists are added to it first."""
+    if d_hidden is None or not budget.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes):
+        return None
+    low_ND = exact.remainder(x.hidden, x.num_tokens)
+    return Sum(d_hidden, None if low_ND is None else low_ND.zero_(), by_token=True)
 
 
 def _stand_in(
@@ -314,29 +354,32 @@ def _stand_in(
     grads: Grads, spec: Spec,
 ) -> _StandIn:  # fmt: skip
     num_valid, weight = x.logits.num_valid, x.weight[: x.logits.num_valid]
+    shared_weight_2D = sums_of_rows(factor_2N, x.hidden) if grads.want_weight else None
     if not spec.filter.compensate:
-        shares_2V = shares_of(None, None, hot.slot_V, num_valid)
-        return _StandIn(shares_2V, sums_of_rows(shares_2V, weight) if grads.want_hidden else None)
+        shares_2V = shares_of(None, None, hot.slot_V, num_valid).shares_2V
+        return _StandIn(shares_2V[0], sums_of_rows(shares_2V, weight) if grads.want_hidden else None, shared_weight_2D)
     sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
     keep_parts = grads.want_weight and budget.keeps_sample(
         x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes
     )
     dropped = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse, keep_parts)
-    shares_2V = dropped.shares_2V
-    num_columns = budget.stand_in_columns(num_valid)
-    shared_2D = sums_of_rows(shares_2V, weight) if grads.want_hidden else None
-    if num_columns == 0:
-        return _StandIn(shares_2V, shared_2D)
-    columns = stand_in.draw(shares_2V[0], num_columns)
-    tokens = weigh_tokens(dropped, columns, sample, rows_SD, factor_2N[0], tiles)
-    if shared_2D is None:
-        return _StandIn(shares_2V, None, tokens=tokens)
-    drawn = gather_columns(columns, shared_2D[0], x)
-    coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
-    mass_N = factor_2N[0] if gain is None else factor_2N[0] / gain
-    shrink = shrink_columns(drawn, sample, rows_SD, mass_N, softmax, coef_4N, how.threshold, tiles)
-    shared_2D[0] -= shrink * drawn.away_KD.float().mean(0)
-    return _StandIn(shares_2V, shared_2D, drawn, shrink if gain is None else shrink * gain, tokens)
+    share_V, num_columns = dropped.shares_2V[0], budget.stand_in_columns(num_valid)
+    tokens = weigh_tokens(dropped, sample) if num_columns else None
+    shared_2D = sums_of_rows(dropped.shares_2V, weight) if grads.want_hidden or tokens is not None else None
+    stand = _StandIn(share_V, shared_2D if grads.want_hidden else None, shared_weight_2D)
+    if num_columns == 0 or shared_2D is None:
+        return stand
+    drawn = draw_columns(dropped, num_columns, shared_2D[0], x)
+    of_columns = of_tokens = gain = None
+    if tokens is not None:
+        of_tokens = squares_of_tokens(tokens, dropped, drawn)
+    if grads.want_hidden:
+        coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
+        of_columns = squares_of_columns(drawn, sample, rows_SD, gain, softmax, coef_4N, how.threshold, tiles)
+    factors = factors_of(of_columns, of_tokens, drawn, dropped, tokens, shared_2D, shared_weight_2D)
+    if gain is not None:
+        factors = factors._replace(columns=factors.columns * gain)
+    return stand._replace(drawn=drawn if grads.want_hidden else None, tokens=tokens, factors=factors)
 
 
 def _add_few(
@@ -372,18 +415,24 @@ def _add_few(
 
 
 def _add_rows(
-    out: Gradients, x: Operands, softmax: Softmax, coef_4N: torch.Tensor, work: _Work, grads: Grads, spec: Spec
-) -> None:
-    """Finish d_hidden, a group of tokens at a time, and make the hot columns' gradients of weight and bias on the way."""
+    out: Gradients, listed: Sum | None, x: Operands, softmax: Softmax, coef_4N: torch.Tensor, work: _Work, grads: Grads,
+    spec: Spec,
+) -> None:  # fmt: skip
+    """Finish d_hidden, a group of tokens at a time, and make the hot columns' gradients of weight and bias on the way.
+
+    ``listed`` is d_hidden where ``listed_gradients`` has begun it.
+    """
     d_hidden, hot_weight_HD, hot_bias_H = out
     hot, tiles = work.hot.x._replace(ids=work.how.hot_labels), work.tiles
     coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
     cols = cdiv(hot.logits.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
-    drawn, shared_2D = work.stand_in.drawn, work.stand_in.shared_2D
+    drawn, shared_2D, factors = work.stand_in.drawn, work.stand_in.shared_hidden_2D, work.stand_in.factors
     num_drawn = 0 if drawn is None else drawn.column_K.shape[0]
     at_once = budget.filter_backward_rows(exact.sizes_of(x), cols + num_drawn, spec.workspace_bytes)
     buffer_RD, dlogits_RH = x.hidden.new_empty(at_once, x.hidden.shape[1]), x.hidden.new_empty(at_once, cols)
-    total = None if d_hidden is None else Sum(d_hidden, exact.remainder(x.hidden, at_once))
+    total = listed
+    if total is None and d_hidden is not None:
+        total = Sum(d_hidden, exact.remainder(x.hidden, at_once))
     drawn_RK = None if drawn is None else x.hidden.new_empty(at_once, num_drawn)
     groups = exact.finished_groups(work.how.listed_labels, work.how.order, at_once, grads.ready_rows)
     for number, (*group, num_final) in enumerate(groups):
@@ -391,12 +440,16 @@ def _add_rows(
         grads_RH = dlogits_RH[: rows.index.shape[0]]
         dlogits_chunk(hot, rows, softmax, coef_4N, 0, grads_RH, tiles)
         if total is not None and shared_2D is not None:
-            add_d_hidden(total, grads_RH, hot.weight, rows, None, gain, tiles.grad_hidden, first=True)
-            if drawn is not None and drawn_RK is not None:
-                grads_RK, shrink = drawn_RK[: rows.index.shape[0]], work.stand_in.shrink
+            add_d_hidden(total, grads_RH, hot.weight, rows, None, gain, tiles.grad_hidden, first=listed is None)
+            if drawn is not None and drawn_RK is not None and factors is not None:
+                grads_RK = drawn_RK[: rows.index.shape[0]]
                 drawn_gradients(drawn, rows, softmax, coef_4N, work.how.threshold, grads_RK, tiles)
-                add_d_hidden(total, grads_RK, drawn.away_KD, rows, None, shrink, tiles.grad_hidden, first=False)
-            add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, work.factor_2N, shared_2D)
+                add_d_hidden(
+                    total, grads_RK, drawn.away_KD, rows, None, factors.columns, tiles.grad_hidden, first=False
+                )  # fmt: skip
+            add_listed_hidden(
+                total, x, rows, work.lists, work.how, work.entries, work.factor_2N, shared_2D, listed_before=listed is not None
+            )  # fmt: skip
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])
         if hot_weight_HD is not None:

@@ -1,0 +1,216 @@
+"""Time log-probabilities as policies and distillation take them: ``python -m cce_dist.bench.log_probs``.
+
+``cce-dist bench --log-probs`` times one id a token among the rows of the loss. The tasks here are the others:
+
+    entropy    log-probabilities of one id and entropies, both with gradients
+    ids-K      log-probabilities of K ids a token, with gradients
+    scores     log-probabilities of one id, entropies and the 64 largest logits, without gradients
+
+Upstream gradients have both signs, as advantages do. A method that has no such task is left out of its table.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist import linear_log_probs
+from cce_dist.arguments import device, folder, whole
+from cce_dist.bench.shapes import SHAPES
+from cce_dist.bench.tasks import Step, lines, measure
+from cce_dist.bench.workload import make_workload
+from cce_dist.report import describe_environment, table, where, write_json
+
+CHUNK_BYTES = 1 << 30  # of the truth's logits
+TOP = 64
+
+
+class Task(NamedTuple):
+    """What is asked for: K ids a token, entropies, so many of the largest logits, gradients."""
+
+    num_ids: int = 1
+    entropy: bool = False
+    top_k: int = 0
+    grad: bool = True
+
+
+TASKS = {
+    "entropy": Task(entropy=True),
+    "ids-1": Task(1),
+    "ids-64": Task(64),
+    "ids-128": Task(128),
+    "scores": Task(entropy=True, top_k=TOP, grad=False),
+}
+
+
+class Inputs(NamedTuple):
+    """Hidden states [N, D] and weight [V, D], ids [N, K], and upstream gradients of log-probabilities and entropies."""
+
+    hidden: Tensor
+    weight: Tensor
+    ids: Tensor
+    of_log_probs: Tensor
+    of_entropy: Tensor
+
+
+# hidden, weight, ids -> log-probabilities [N, K]; entropies [N] and log-probabilities of the largest logits [N, top_k] or None
+Function = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor | None]]
+
+
+def draw(task: Task, hidden: Tensor, weight: Tensor, labels: Tensor) -> Inputs:
+    """The label of each token and other ids; upstream gradients are those of a mean."""
+    generator = torch.Generator(hidden.device).manual_seed(1)
+    num_tokens, like = len(hidden), {"generator": generator, "device": hidden.device}
+    others = torch.randint(len(weight), (num_tokens, task.num_ids - 1), **like)
+    ids = torch.cat((labels[:, None], others), 1)
+    of_log_probs = torch.randn(ids.shape, **like) / ids.numel()
+    return Inputs(hidden, weight, ids, of_log_probs, torch.randn(num_tokens, **like) / num_tokens)
+
+
+def dense(task: Task, hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As everybody writes it, with the logits in memory."""
+    log_p = (hidden @ weight.t()).float().log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1) if task.entropy else None
+    top = log_p.topk(task.top_k).values if task.top_k else None
+    return log_p.gather(1, ids), entropy, top
+
+
+def compiled(task: Task) -> Function:
+    """The dense form under torch.compile."""
+    torch.compiler.reset()
+    return torch.compile(partial(dense, task), fullgraph=True, dynamic=False)
+
+
+def ours(task: Task, workspace_bytes: int | None = None, backend: str = "auto") -> Function:
+    def function(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        out = linear_log_probs(
+            hidden,
+            weight,
+            ids,
+            entropy=task.entropy,
+            top_k=task.top_k,
+            workspace_bytes=workspace_bytes,
+            backend=backend,
+        )
+        return out.log_probs, out.entropy, out.top_log_probs
+
+    return function
+
+
+METHODS: dict[str, Callable[[Task], Function]] = {
+    "cce-dist": ours,
+    "cce-dist@256MiB": partial(ours, workspace_bytes=256 << 20),
+    "cce-dist-cached": partial(ours, workspace_bytes=1 << 40),
+    "cce-dist-torch": partial(ours, backend="torch"),
+    "torch": lambda task: partial(dense, task),
+    "torch-compile": compiled,
+}
+
+
+def step(task: Task, function: Function, x: Inputs) -> tuple[Tensor, ...]:
+    """The outputs as one tensor, and where gradients are asked for those of their weighted sum."""
+    hidden, weight = (t.detach().requires_grad_(task.grad) for t in x[:2])
+    log_probs, entropy, top = function(hidden, weight, x.ids)
+    outputs = torch.cat([out.detach().reshape(-1) for out in (log_probs, entropy, top) if out is not None])
+    if not task.grad:
+        return (outputs,)
+    objective = (log_probs * x.of_log_probs).sum()
+    if entropy is not None:
+        objective = objective + (entropy * x.of_entropy).sum()
+    return outputs, *torch.autograd.grad(objective, (hidden, weight))
+
+
+def truth(task: Task, x: Inputs) -> tuple[Tensor, ...]:
+    """The same with fp32 products and sums (fp64 for fp32 inputs), a chunk of tokens at a time."""
+    dtype = torch.float64 if x.hidden.dtype == torch.float32 else torch.float32
+    weight = x.weight.to(dtype)
+    rows = max(1, CHUNK_BYTES // weight.shape[0] // weight.element_size())
+    kinds: list[list[Tensor]] = [[], [], []]
+    d_hidden, d_weight = [], torch.zeros_like(weight)
+    for start in range(0, len(x.hidden), rows):
+        some = slice(start, start + rows)
+        chunk = Inputs(x.hidden[some].to(dtype), weight, x.ids[some], x.of_log_probs[some], x.of_entropy[some])
+        outputs, *grads = step(task, partial(_exact, task), chunk)
+        sizes = [chunk.ids.numel(), len(chunk.ids) * task.entropy, len(chunk.ids) * task.top_k]
+        for kind, values in zip(kinds, outputs.split(sizes), strict=True):
+            kind.append(values)
+        if task.grad:
+            d_hidden.append(grads[0])
+            d_weight += grads[1]
+    outputs = torch.cat([values for kind in kinds for values in kind])
+    return (outputs, torch.cat(d_hidden), d_weight) if task.grad else (outputs,)
+
+
+def _exact(task: Task, hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    log_p = (hidden @ weight.t()).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1) if task.entropy else None
+    return log_p.gather(1, ids), entropy, log_p.topk(task.top_k).values if task.top_k else None
+
+
+def products(x: Inputs, grad: bool) -> dict[int, Callable[[], object]]:
+    """The plain products of a step: of the logits alone, or with both gradients, and the same with the logits twice."""
+
+    def of(logits: int) -> None:
+        for _ in range(logits):
+            d_logits = torch.mm(x.hidden, x.weight.t())
+        if grad:
+            torch.mm(d_logits, x.weight)
+            torch.mm(d_logits.t(), x.hidden)
+
+    return {3: partial(of, 1), 4: partial(of, 2)} if grad else {1: partial(of, 1)}
+
+
+@dataclass
+class Results:
+    """What a command measured: for each task the rows, and the seconds of the products."""
+
+    environment: dict[str, Any]
+    shape: str
+    num_tokens: int
+    tasks: dict[str, Any] = field(default_factory=dict)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, help="the head (default: llama-3-8b; on a CPU toy)")
+    add("--tokens", type=whole(1), help="number of tokens (default: 8192; on a CPU 256)")
+    add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    add("--repeats", type=whole(1), default=20)
+    add("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--out", type=folder, help="folder for log_probs.json")
+    args = parser.parse_args()
+    on_gpu = torch.device(args.device).type == "cuda"
+    name, num_tokens = args.shape or ("llama-3-8b" if on_gpu else "toy"), args.tokens or (8192 if on_gpu else 256)
+    head = make_workload(SHAPES[name], num_tokens, dtype=getattr(torch, args.dtype), device=args.device)
+    environment = describe_environment(torch.device(args.device))
+    results = Results(environment, name, num_tokens)
+    for task_name in args.tasks:
+        task = TASKS[task_name]
+        x = draw(task, head.hidden, head.weight, head.labels)
+        methods: dict[str, Callable[[], Step]] = {
+            method: partial(_step, task, METHODS[method], x) for method in args.methods
+        }
+        found = measure(methods, truth(task, x), products(x, task.grad), args.repeats)
+        print(f"{task_name}, {name}, N {num_tokens:,}; {where(environment)}")
+        print("\n".join(table(lines(found))) + "\n", flush=True)
+        results.tasks[task_name] = found._asdict()
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        write_json(args.out / "log_probs.json", results)
+
+
+def _step(task: Task, build: Callable[[Task], Function], x: Inputs) -> Step:
+    return partial(step, task, build(task), x)
+
+
+if __name__ == "__main__":
+    main()
