@@ -134,7 +134,7 @@ def linear_log_probs(
     call = operands.call_of(x, _spec(x, scale is None, shard, options), shard, options)
     factors = _factors(logit_scale, temperature, x, tokens, call) if scale is None else None
     agree.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature}, shard, options, call)
-    nll, lse, _, _, entropies, _, largest, measured, *_ = op.forward(
+    nll, lse, _, _, entropies, _, _, largest, measured, *_ = op.forward(
         x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors
     )
     squares = measured[0].view(tokens) if sum_p_squared else None

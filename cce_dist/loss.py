@@ -188,7 +188,7 @@ def linear_cross_entropy(
         x = x._replace(hidden=hidden, bias=bias)
     call = _screened(operands.call_of(x, _spec(x, weight, shard, options), shard, options), x, options.grad_filter)
     agree.check_ranks(x, {"weight": weight}, shard, options, call)
-    nll, lse, target_logit, uniform_nll, entropy, filter_stats, largest, measured, *_ = op.forward(
+    nll, lse, target_logit, uniform_nll, entropy, mean, filter_stats, largest, *_ = op.forward(
         x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call
     )
     loss = nll if options.label_smoothing == 0 else (1 - options.label_smoothing) * nll
@@ -202,10 +202,12 @@ def linear_cross_entropy(
         loss = class_weights.weigh(loss, lse, options.label_smoothing)
     if reduction == "none":
         loss = loss.view(target.shape)
+    elif call.spec.want.mean:
+        loss = mean
     else:
         loss = loss.sum()
         if reduction == "mean":
-            loss = loss / (measured[-1] if call.spec.want.count else _divisor(options, class_weights))
+            loss = loss / _divisor(x, options, class_weights)
     if not return_aux:
         return loss
     per_token = [nll, lse, target_logit, entropy, options.z_loss_weight * lse.square(), largest]
@@ -218,7 +220,7 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
         uniform=options.label_smoothing > 0 and class_weights is None, entropy="entropy" in options.return_aux,
         filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
         largest=not {"max_logit", "label_is_max"}.isdisjoint(options.return_aux),
-        count=options.reduction == "mean" and options.num_tokens is None and class_weights is None,
+        mean=_is_plain_mean(options) and class_weights is None,
     )  # fmt: skip
     f = options.grad_filter
     kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
@@ -234,6 +236,12 @@ def _screened(call: Call, x: Operands, grad_filter: GradFilter | None) -> Call:
         raise ValueError(f'GradFilter(screen="fp8") needs products in 8 bits: {reason}; screen="auto" does without')
     spec = call.spec
     return call._replace(spec=spec._replace(filter=spec.filter._replace(screen=reason is None)))
+
+
+def _is_plain_mean(options: Options) -> bool:
+    """Whether the loss is the mean of nll, which the operator takes itself: its launches can be replayed."""
+    plain = options.label_smoothing == 0 and options.z_loss_weight == 0
+    return plain and options.reduction == "mean" and options.num_tokens is None
 
 
 def _output(
@@ -254,13 +262,15 @@ def _output(
     )  # fmt: skip
 
 
-def _divisor(options: Options, class_weights: terms.ClassWeights | None) -> float | Tensor:
-    """What "mean" divides by, if not by the number of labels: a tensor of 0 counts as 1, so that the mean of nothing is 0."""
+def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | None) -> float | Tensor:
+    """What "mean" divides by: a tensor of 0 counts as 1, so that the mean of nothing is 0."""
     divisor = options.num_tokens
-    if divisor is None:
-        assert class_weights is not None
+    if divisor is None and class_weights is None:
+        return (x.ids != options.ignore_index).sum().clamp(min=1)
+    if divisor is None and class_weights is not None:
         divisor = class_weights.of_labels.sum()
     if not isinstance(divisor, Tensor):
+        assert divisor is not None
         return divisor
     return (divisor + (divisor == 0)).float()
 

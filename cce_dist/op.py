@@ -25,9 +25,8 @@ from cce_dist.once import Operator, refuse_transforms, replayed
 from cce_dist.shard import even_rows
 
 _US = "linear_cross_entropy (or linear_log_probs)"  # in messages of what both have
-NUM_LOSSES = (
-    5  # results of forward that are differentiable: nll, lse, target logit, nll of the uniform distribution, entropy
-)
+# Results of forward that are differentiable: nll, lse, target logit, nll of the uniform distribution, entropy, mean.
+NUM_LOSSES = 6
 
 
 def _forward(
@@ -40,11 +39,11 @@ def _forward(
 
     Returns:
         nll, lse, target logit, nll of the uniform distribution, entropy: [N] fp32 each, the last two empty unless wanted; of
-        several ids nll is [N, I]. Then the filter's statistics, [3], and the largest logit, [N], both empty unless wanted.
-        Then a list of what else is wanted: sum of squared probabilities [N], id of the largest logit [N], log-probabilities and
-        ids of the largest logits [N, k], number of labels that count []. Then what backward needs: the merged maximum,
-        logarithm of the sum and entropy, [2 or 3, N]; the label ids; several ids and their logits; factors; what the backend
-        saves.
+        several ids nll is [N, I]. Then the mean of nll [], the filter's statistics [3], and the largest logit [N], each empty
+        unless wanted. Then a list of what else is wanted: sum of squared probabilities [N], id of the largest logit [N],
+        log-probabilities and ids of the largest logits [N, k]. Then what backward needs: the merged maximum, logarithm of the
+        sum and entropy, [2 or 3, N]; the label ids; with the mean, how many there are; several ids and their logits; factors;
+        what the backend saves.
     """
     return _forward_again(hidden, weight, bias, labels, factors, grad_weight_out, Call.of(flat))
 
@@ -74,8 +73,10 @@ def _run_forward(
         stats_TKN = merge.gather_stats(stats_KN, group)
         *losses, merged = backend.token_losses(stats_TKN, x.ids, spec)
         measured, of_ids = _measure_more(stats_TKN, merged, losses, x, call._replace(spec=spec), group)
-        if spec.want.count:
-            measured.append(num_counted(call.backend, labels, spec.ignore_index))
+        mean, count = merged.new_empty(0), []
+        if spec.want.mean:
+            count = [num_counted(call.backend, labels, spec.ignore_index)]
+            mean = losses[0].sum() / count[0]
 
         filter_stats = merged.new_empty(0)
         if spec.want.filter_stats:
@@ -84,7 +85,7 @@ def _run_forward(
         if spec.want.largest:  # 0 or NaN where there is no label, as in the log-sum-exp
             largest = torch.where(x.ids >= 0, merged[0], losses[1])
         own = [] if x.factors_N2 is None else [x.factors_N2]
-        return *losses, filter_stats, largest, measured, [merged, x.ids, *of_ids, *own, *saved]
+        return *losses, mean, filter_stats, largest, measured, [merged, x.ids, *count, *of_ids, *own, *saved]
 
 
 def _start_gather(hidden: Tensor, group: Any) -> merge.SequenceGather | None:
@@ -163,6 +164,10 @@ def _run_backward(
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     merged, ids, *saved = saved
     backend, spec = _chosen(call, Operands(hidden, weight, bias, ids, call.spec.logits), group)
+    *d_losses, d_mean = d_losses
+    if spec.want.mean:
+        count, *saved = saved
+        d_losses[0] = _with_mean(d_losses[0], d_mean, count, ids)
     cells = factors = None
     if spec.several:
         ids_NI, target_NI, *saved = saved
@@ -198,6 +203,14 @@ def _run_backward(
             nothing if d_weight is None else d_weight,
             nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
         )
+
+
+def _with_mean(d_nll: Tensor | None, d_mean: Tensor | None, count: Tensor, ids: Tensor) -> Tensor | None:
+    """The gradient of nll from its own and that of the mean."""
+    if d_mean is None:
+        return d_nll
+    of_mean = (d_mean / count).expand(ids.shape)
+    return of_mean if d_nll is None else d_nll + of_mean
 
 
 def _rows_at_once(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> int | None:
@@ -242,9 +255,10 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     measured = [empty(num_tokens)] * want.sum_p_squared + [torch.empty_like(ids)] * want.best
     if want.top_k:
         measured += [empty(num_tokens, want.top_k), ids.new_empty(num_tokens, want.top_k)]
-    measured += [ids.new_empty(())] * want.count
-    saved = [empty(2 + want.entropy, num_tokens), ids, *of_ids, *own, *saved]
-    return nll, *losses, filter_stats, largest, measured, saved
+    count = [ids.new_empty(())] * want.mean
+    mean = empty() if want.mean else empty(0)
+    saved = [empty(2 + want.entropy, num_tokens), ids, *count, *of_ids, *own, *saved]
+    return nll, *losses, mean, filter_stats, largest, measured, saved
 
 
 _forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
@@ -266,7 +280,7 @@ def forward(
 _LIBRARY = torch.library.Library("cce_dist", "DEF")
 _LIBRARY.define(
     "forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? factors, Tensor? grad_weight_out, "
-    f"{SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[], Tensor[])"
+    f"{SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[], Tensor[])"
 )
 _LIBRARY.define(
     "backward(Tensor?[] d_losses, Tensor hidden, Tensor weight, Tensor? bias, Tensor[] saved, "

@@ -114,7 +114,7 @@ class Want(NamedTuple):
         sum_p_squared: Sum of the squared probabilities.
         best: Id of the largest logit.
         top_k: How many of the largest logits, with their ids.
-        count: Number of labels that are not ignored, at least 1.
+        mean: Mean of nll over the labels that are not ignored.
     """
 
     grad: bool = True
@@ -125,7 +125,7 @@ class Want(NamedTuple):
     sum_p_squared: bool = False
     best: bool = False
     top_k: int = 0
-    count: bool = False
+    mean: bool = False
 
 
 class Spec(NamedTuple):
