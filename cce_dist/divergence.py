@@ -123,7 +123,8 @@ def linear_kl_divergence(
     )  # fmt: skip
     kind, beta = checks.choice("kind", kind, KINDS), _beta(beta)
     student, teacher = _heads(
-        Head(NAMES, input, linear_weight, linear_bias), Head(TEACHER_NAMES, teacher_input, teacher_weight, teacher_bias),
+        Head(NAMES, input, linear_weight, linear_bias, NOT_YET),
+        Head(TEACHER_NAMES, teacher_input, teacher_weight, teacher_bias, NOT_YET),
         shard, teacher_shard,
     )  # fmt: skip
     mask = _mask(mask, student, options)
@@ -151,6 +152,8 @@ def linear_kl_divergence(
     return value.sum() if reduction == "sum" else value.sum() / mask.sum().clamp(min=1)
 
 
+# A default of Head would do, but torch 2.11 compiles no default that is an object.
+NOT_YET = VocabShard(0, 1, 1)
 TEACHER_NAMES = Names("teacher_input", "teacher_weight", "teacher_bias", "teacher_shard")
 
 
@@ -161,7 +164,7 @@ class Head(NamedTuple):
     input: Tensor
     weight: Tensor
     bias: Tensor | None
-    shard: VocabShard = VocabShard(0, 1, 1)
+    shard: VocabShard
 
     def logits(self, logit_scale: float, softcap: float | None) -> ShardLogits:
         return ShardLogits(self.shard.start, self.shard.num_valid, logit_scale, softcap or 0.0)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from cce_dist import merge
 from cce_dist.call import Layout, build, schema, values_of
 from cce_dist.kernels import IGNORED, Grads, Operands, dense_heads, heads
 from cce_dist.kernels.heads import Divergence, Heads, Pair
-from cce_dist.once import Operator, refuse_transforms
+from cce_dist.kernels.tape import again
+from cce_dist.once import Operator, refuse_transforms, replayed
 from cce_dist.shard import even_rows
 
 PUBLIC_NAME = "linear_kl_divergence"
@@ -60,7 +62,7 @@ NUM_OPERANDS = 7  # both heads' hidden states, weight and bias, and the mask
 
 def _forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
     """``_run_forward``, the call given by its flat values."""
-    return _run_forward(*given[: NUM_OPERANDS + 1], DivergenceCall.of(given[NUM_OPERANDS + 1 :]))
+    return _forward_again(*given[: NUM_OPERANDS + 1], DivergenceCall.of(given[NUM_OPERANDS + 1 :]))
 
 
 def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
@@ -96,8 +98,8 @@ def _gathered(
     """The operands of both heads with all tokens; both gathers are under way together."""
     group, spec = merge.resolve(call.layout.group_name), call.spec
     if call.layout.sequence_parallel and group is not None:
-        arriving = [merge.SequenceGather(slice_, group) for slice_ in (hidden, teacher_hidden)]
-        hidden, teacher_hidden = (gather.wait() for gather in arriving)
+        arriving = [again(merge.SequenceGather, slice_, group) for slice_ in (hidden, teacher_hidden)]
+        hidden, teacher_hidden = (again(merge.SequenceGather.wait, gather) for gather in arriving)
     ids = torch.where(mask, 0, IGNORED)
     return Heads(
         Operands(hidden, weight, bias, ids, spec.student),
@@ -107,7 +109,7 @@ def _gathered(
 
 def _backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``_run_backward``, the call given by its flat values."""
-    return _run_backward(*given[: NUM_OPERANDS + 4], DivergenceCall.of(given[NUM_OPERANDS + 4 :]))
+    return _backward_again(*given[: NUM_OPERANDS + 4], DivergenceCall.of(given[NUM_OPERANDS + 4 :]))
 
 
 def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,13 +131,14 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, T
         rows = None if sum_group is None else backend.rows_at_once(_of_even_shard(x, call, sum_group.size()), spec)
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
         num_tokens = x.student.num_tokens
-        hidden_sum = merge.HiddenGradSum(sum_group, layout.sequence_parallel, reduce_dtype, num_tokens, rows)
+        hidden_sum = again(merge.HiddenGradSum, sum_group, layout.sequence_parallel, reduce_dtype, num_tokens, rows)
         coef_N = d_values[0].masked_fill(x.student.ids < 0, 0.0)
-        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, hidden_sum.start, rows)
+        start_sum = partial(again, merge.HiddenGradSum.start, hidden_sum)
+        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
         _, d_weight, d_bias = backend.gradients(x, Pair(*saved[0]), coef_N, saved[1:], grads, spec)
         nothing = hidden.new_empty(0)
         return (
-            hidden_sum.wait() if want_hidden else nothing,
+            again(merge.HiddenGradSum.wait, hidden_sum) if want_hidden else nothing,
             nothing if d_weight is None else d_weight,
             nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
         )
@@ -170,8 +173,16 @@ def _forward_fake(hidden, weight, bias, mask, teacher_hidden, teacher_weight, te
     return torch.empty_like(pair_5N[0]), [pair_5N, *backend.saved_like(x, spec)]
 
 
+_forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
 _OPERATOR = Operator(
-    PUBLIC_NAME, _run_forward, _run_backward, "divergence", "divergence_backward", DivergenceCall.of, 1, NUM_OPERANDS
+    PUBLIC_NAME,
+    _forward_again,
+    _backward_again,
+    "divergence",
+    "divergence_backward",
+    DivergenceCall.of,
+    1,
+    NUM_OPERANDS,
 )
 
 

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cce_dist.checks import boolean, number
+from cce_dist.checks import boolean, choice, number
+
+SCREENS = ("fp8", "auto")
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,24 @@ class GradFilter:
         compensate: False is the plain filter of the paper.
         hidden: False leaves dE exact ("FullE").
         weight: False leaves dC exact ("FullC").
+        always: True filters whatever it costs; see below.
+        screen: "fp8" takes most logits of the forward pass from products in 8 bits (e4m3), which cost about half. What they
+            find near the threshold or above is computed again from the operands, so the label's logit and all that is kept are
+            as right as without. The log-sum-exp is off by some 1e-4 to 1e-3 nats, less than that of logits in bf16. It needs
+            bf16, the Triton backend and a GPU of compute capability 9.0 (Hopper) or later. "auto" screens there and nowhere
+            else. Tokens whose sums cannot be trusted are computed again from all logits in bf16. A call is not screened at all
+            if it has label smoothing or an aux output that needs every logit ("entropy", "max_logit", "label_is_max"). None: no
+            screen.
+
+    **Where it does nothing.** A filter has a cost of its own, so on a small head exact gradients take less time. The Triton
+    backend then computes those, as if no filter had been given: ``filter_stats`` says that all is kept, and the budget is that
+    of exact gradients unless one is given. The sizes alone decide (tokens, D, ids of a shard, dtype, ``workspace_bytes``; see
+    ``kernels.budget.filter_pays``), so every rank and every step does the same. ``always=True`` is for studies of the filter.
+    The torch backend always filters: it says what the filter means, and saves no time.
 
     Raises:
-        ValueError, TypeError: eps is not in [0, 1), or a flag no bool.
+        ValueError, TypeError: eps is not in [0, 1), a flag no bool, or screen something else. A call of the loss raises them,
+            too, where "fp8" cannot be had.
 
     Source: Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al.), section 4.3, for the filter. The
     compensation is this project's.
@@ -49,9 +66,13 @@ class GradFilter:
     compensate: bool = True
     hidden: bool = True
     weight: bool = True
+    always: bool = False
+    screen: str | None = None
 
     def __post_init__(self) -> None:
-        for flag in ("compensate", "hidden", "weight"):
+        if self.screen is not None:
+            choice("GradFilter.screen", self.screen, SCREENS)
+        for flag in ("compensate", "hidden", "weight", "always"):
             boolean(f"GradFilter.{flag}", getattr(self, flag))
         if not 0.0 <= number("GradFilter.eps", self.eps) < 1.0:
             raise ValueError(f"GradFilter.eps must be in [0, 1), got {self.eps}")

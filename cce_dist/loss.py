@@ -16,9 +16,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from cce_dist import agree, checks, op, operands, terms
-from cce_dist.call import DTYPES, LossOptions, Options
+from cce_dist.call import DTYPES, Call, LossOptions, Options
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.kernels import Filter, Operands, Spec, Want
+from cce_dist.kernels.backends import why_not_screened
 from cce_dist.shard import VocabShard
 
 
@@ -185,9 +186,9 @@ def linear_cross_entropy(
         part = sequence_parallel or input_grad == "partial"
         hidden, bias = terms.learn_scale(logit_scale, options.logit_scale, x.hidden, x.bias, shard.group, part)
         x = x._replace(hidden=hidden, bias=bias)
-    call = operands.call_of(x, _spec(x, weight, shard, options), shard, options)
+    call = _screened(operands.call_of(x, _spec(x, weight, shard, options), shard, options), x, options.grad_filter)
     agree.check_ranks(x, {"weight": weight}, shard, options, call)
-    nll, lse, target_logit, uniform_nll, entropy, filter_stats, largest, *_ = op.forward(
+    nll, lse, target_logit, uniform_nll, entropy, filter_stats, largest, measured, *_ = op.forward(
         x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call
     )
     loss = nll if options.label_smoothing == 0 else (1 - options.label_smoothing) * nll
@@ -204,7 +205,7 @@ def linear_cross_entropy(
     else:
         loss = loss.sum()
         if reduction == "mean":
-            loss = loss / _divisor(x, options, class_weights)
+            loss = loss / (measured[-1] if call.spec.want.count else _divisor(options, class_weights))
     if not return_aux:
         return loss
     per_token = [nll, lse, target_logit, entropy, options.z_loss_weight * lse.square(), largest]
@@ -217,10 +218,22 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
         uniform=options.label_smoothing > 0 and class_weights is None, entropy="entropy" in options.return_aux,
         filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
         largest=not {"max_logit", "label_is_max"}.isdisjoint(options.return_aux),
+        count=options.reduction == "mean" and options.num_tokens is None and class_weights is None,
     )  # fmt: skip
     f = options.grad_filter
-    kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight)
+    kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
     return Spec(x.logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
+
+
+def _screened(call: Call, x: Operands, grad_filter: GradFilter | None) -> Call:
+    """Have forward screened where the filter says so."""
+    if grad_filter is None or grad_filter.screen is None:
+        return call
+    reason = why_not_screened(call.backend, x.hidden)
+    if reason is not None and grad_filter.screen == "fp8":
+        raise ValueError(f'GradFilter(screen="fp8") needs products in 8 bits: {reason}; screen="auto" does without')
+    spec = call.spec
+    return call._replace(spec=spec._replace(filter=spec.filter._replace(screen=reason is None)))
 
 
 def _output(
@@ -241,15 +254,13 @@ def _output(
     )  # fmt: skip
 
 
-def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | None) -> float | Tensor:
-    """What "mean" divides by: a tensor of 0 counts as 1, so that the mean of nothing is 0."""
+def _divisor(options: Options, class_weights: terms.ClassWeights | None) -> float | Tensor:
+    """What "mean" divides by, if not by the number of labels: a tensor of 0 counts as 1, so that the mean of nothing is 0."""
     divisor = options.num_tokens
-    if divisor is None and class_weights is None:
-        return (x.ids != options.ignore_index).sum().clamp(min=1)
-    if divisor is None and class_weights is not None:
+    if divisor is None:
+        assert class_weights is not None
         divisor = class_weights.of_labels.sum()
     if not isinstance(divisor, Tensor):
-        assert divisor is not None
         return divisor
     return (divisor + (divisor == 0)).float()
 

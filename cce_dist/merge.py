@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from cce_dist.kernels.tape import again
+
 # torch 2.13 renamed the two; the old names warn there
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -19,14 +21,14 @@ _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 def resolve(group_name: Any) -> dist.ProcessGroup | None:
     """The group of that name; the empty name is "not split"."""
-    return _resolve_process_group(group_name) if group_name else None
+    return again(_resolve_process_group, group_name) if group_name else None
 
 
 def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-gather every rank's statistics: the one collective of forward, 4 K N bytes from each rank. -> [T, K, N]."""
     if group is None:
         return stats_KN.unsqueeze(0)
-    return _all_gather(stats_KN, group).view(group.size(), *stats_KN.shape)
+    return again(_all_gather, stats_KN, group).view(group.size(), *stats_KN.shape)
 
 
 def gather_sequence(local_hidden: Tensor, group: dist.ProcessGroup) -> Tensor:

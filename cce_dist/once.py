@@ -1,5 +1,7 @@
 """An operator that is differentiable once: what it saves, who computes its gradients, and the derivatives that it refuses.
 
+Its two functions are replayed where they can be (``kernels/replay.py``).
+
 torch.library serves torch.compile and whoever looks at operators (dispatch modes, tensors of a class of their own). Everybody
 else gets the same functions through ``Operator.eager``, without half a millisecond of torch.library on the host a step.
 """
@@ -13,7 +15,10 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_leaves
+
+from cce_dist import merge
+from cce_dist.kernels import replay
+from cce_dist.kernels.replay import Replayed
 
 
 class Operator(NamedTuple):
@@ -51,13 +56,13 @@ class Operator(NamedTuple):
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Keep what backward needs; ``inputs`` end in a call, or in its flat values."""
         num_tensors = next(i for i, value in enumerate(inputs) if not (value is None or isinstance(value, Tensor)))
-        *others, saved = output[self.num_outputs :]
-        saved = [saved] if isinstance(saved, Tensor) else saved
+        others = [[other] if isinstance(other, Tensor) else other for other in output[self.num_outputs :]]
+        saved = others[-1]
         ctx.told = inputs[num_tensors:]
         ctx.save_for_backward(*inputs[: self.num_kept], *saved)
         ctx.grad_weight_out = inputs[num_tensors - 1]
         ctx.num_inputs = len(inputs)
-        ctx.mark_non_differentiable(*tree_leaves((others, saved)))
+        ctx.mark_non_differentiable(*(tensor for other in others for tensor in other))
         ctx.set_materialize_grads(False)
 
     def differentiate(self, ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -94,6 +99,19 @@ class Operator(NamedTuple):
             torch.empty_like(weight) if want[1] and grad_weight_out is None else nothing.to(weight.dtype),
             torch.empty_like(bias) if want[2] else nothing,
         )
+
+
+def replayed(function: Callable[..., Any]) -> Replayed:
+    """Return an operator's forward or backward, whose last argument is the call, such that calls of one kind are replayed."""
+    return Replayed(function, _replayable)
+
+
+def _replayable(call: Any) -> tuple | None:
+    """What else a call follows from than its own values; None: it is not replayed."""
+    if call.backend != "triton" or getattr(call, "debug", False) or not replay.available():
+        return None
+    group = merge.resolve(call.layout.group_name)
+    return () if group is None else (group.rank(), group.size())
 
 
 class _Eager(torch.autograd.Function):

@@ -8,6 +8,7 @@ arithmetic, ``merge`` the communication.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from cce_dist import merge
 from cce_dist.agree import label_error
 from cce_dist.call import SCHEMA, Call
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
-from cce_dist.kernels.backends import Backend, choose, top_keys
+from cce_dist.kernels.backends import Backend, choose, num_counted, top_keys
 from cce_dist.kernels.more import any_id, cell_gradients, largest_keys, masked, merge_more, of_keys
-from cce_dist.once import Operator, refuse_transforms
+from cce_dist.kernels.tape import again
+from cce_dist.once import Operator, refuse_transforms, replayed
 from cce_dist.shard import even_rows
 
 _US = "linear_cross_entropy (or linear_log_probs)"  # in messages of what both have
@@ -40,31 +42,31 @@ def _forward(
         nll, lse, target logit, nll of the uniform distribution, entropy: [N] fp32 each, the last two empty unless wanted; of
         several ids nll is [N, I]. Then the filter's statistics, [3], and the largest logit, [N], both empty unless wanted.
         Then a list of what else is wanted: sum of squared probabilities [N], id of the largest logit [N], log-probabilities and
-        ids of the largest logits [N, k]. Then what backward needs: the merged maximum, logarithm of the sum and entropy,
-        [2 or 3, N]; the label ids; several ids and their logits; factors; what the backend saves.
+        ids of the largest logits [N, k], number of labels that count []. Then what backward needs: the merged maximum,
+        logarithm of the sum and entropy, [2 or 3, N]; the label ids; several ids and their logits; factors; what the backend
+        saves.
     """
-    return _run_forward(hidden, weight, bias, labels, factors, grad_weight_out, Call.of(flat))
+    return _forward_again(hidden, weight, bias, labels, factors, grad_weight_out, Call.of(flat))
 
 
 def _run_forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor | None,
     grad_weight_out: Tensor | None, call: Call,
 ) -> tuple[Any, ...]:  # fmt: skip
-    spec, layout = call.spec, call.layout
-    backend, group = choose(call.backend, spec), merge.resolve(layout.group_name)
+    layout, group = call.layout, merge.resolve(call.layout.group_name)
+    backend, spec = _chosen(call, Operands(hidden, weight, bias, labels, call.spec.logits), group)
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
         return backend.merged_lse(merge.gather_stats(stats_3N, group))
 
     with torch.autocast(hidden.device.type, enabled=False):
-        arriving = merge.SequenceGather(hidden, group) if layout.sequence_parallel and group is not None else None
+        arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         ids = backend.label_ids(labels.view(-1), spec.ignore_index, spec.vocab_size)
         if call.debug or not labels.is_cuda:  # reading labels waits for a GPU; there the token's loss is NaN instead
             error = label_error(call.argument, labels.view(-1), ids, spec.vocab_size, spec.ignore_index)
             if error:
                 raise IndexError(error)
         x = _operands(hidden, weight, bias, ids, factors, spec)
-        spec = _with_workspace(backend, x, spec, 1 if group is None else group.size())
         if arriving is None:
             stats_KN, saved = backend.statistics(x, spec, merge_bound)
         else:
@@ -72,6 +74,8 @@ def _run_forward(
         stats_TKN = merge.gather_stats(stats_KN, group)
         *losses, merged = backend.token_losses(stats_TKN, x.ids, spec)
         measured, of_ids = _measure_more(stats_TKN, merged, losses, x, call._replace(spec=spec), group)
+        if spec.want.count:
+            measured.append(num_counted(call.backend, labels, spec.ignore_index))
 
         filter_stats = merged.new_empty(0)
         if spec.want.filter_stats:
@@ -81,6 +85,10 @@ def _run_forward(
             largest = torch.where(x.ids >= 0, merged[0], losses[1])
         own = [] if x.factors_N2 is None else [x.factors_N2]
         return *losses, filter_stats, largest, measured, [merged, x.ids, *of_ids, *own, *saved]
+
+
+def _start_gather(hidden: Tensor, group: Any) -> merge.SequenceGather | None:
+    return None if group is None else again(merge.SequenceGather, hidden, group)
 
 
 def _operands(
@@ -125,7 +133,7 @@ def _statistics_on_arrival(
     """
     saved = backend.saved_of_slices(x, spec)
     if saved is None:
-        x = x._replace(hidden=arriving.wait())
+        x = x._replace(hidden=again(merge.SequenceGather.wait, arriving))
         return x, *backend.statistics(x, spec, merge_bound)
     keep_nothing = spec._replace(want=spec.want._replace(grad=False))
 
@@ -135,7 +143,7 @@ def _statistics_on_arrival(
     here = arriving.here
     before, after = slice(0, here.start), slice(here.stop, x.num_tokens)
     local_KN = of(here, arriving.local)
-    hidden = arriving.wait()
+    hidden = again(merge.SequenceGather.wait, arriving)
     stats_KN = torch.cat((of(before, hidden[before]), local_KN, of(after, hidden[after])), 1)
     return x._replace(hidden=hidden), stats_KN, saved
 
@@ -145,16 +153,16 @@ def _backward(
     grad_weight_out: Tensor | None, want: list[bool], *flat,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
-    return _run_backward(d_losses, hidden, weight, bias, saved, grad_weight_out, want, Call.of(flat))
+    return _backward_again(d_losses, hidden, weight, bias, saved, grad_weight_out, want, Call.of(flat))
 
 
 def _run_backward(
     d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, bias: Tensor | None, saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    spec, layout = call.spec, call.layout
-    backend, group = choose(call.backend, spec), merge.resolve(layout.group_name)
+    layout, group = call.layout, merge.resolve(call.layout.group_name)
     merged, ids, *saved = saved
+    backend, spec = _chosen(call, Operands(hidden, weight, bias, ids, call.spec.logits), group)
     cells = factors = None
     if spec.several:
         ids_NI, target_NI, *saved = saved
@@ -165,23 +173,28 @@ def _run_backward(
         factors, *saved = saved
     want_hidden, want_weight, want_bias = want
     with torch.autocast(hidden.device.type, enabled=False):
-        arriving = merge.SequenceGather(hidden, group) if layout.sequence_parallel and group is not None else None
+        arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size)
         x = Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
-        spec = _with_workspace(backend, x, spec, 1 if group is None else group.size())
         sum_group = None if layout.partial else group
         rows = None if sum_group is None else _rows_at_once(backend, x, spec, sum_group.size())
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
-        hidden_sum = merge.HiddenGradSum(sum_group, layout.sequence_parallel, reduce_dtype, ids.numel(), rows)
+        hidden_sum = start_sum = None
+        if sum_group is not None:
+            sequence = layout.sequence_parallel
+            hidden_sum = again(merge.HiddenGradSum, sum_group, sequence, reduce_dtype, ids.numel(), rows)
+            start_sum = partial(again, merge.HiddenGradSum.start, hidden_sum)
         if arriving is not None:
-            x = x._replace(hidden=arriving.wait())
+            x = x._replace(hidden=again(merge.SequenceGather.wait, arriving))
 
         softmax = Softmax(merged[0], merged[1], None if d_losses[-1] is None else merged[2])
-        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, hidden_sum.start, rows)
-        _, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
+        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
+        d_hidden, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
+        if hidden_sum is not None and want_hidden:
+            d_hidden = again(merge.HiddenGradSum.wait, hidden_sum)
         nothing = hidden.new_empty(0)
         return (
-            hidden_sum.wait() if want_hidden else nothing,
+            nothing if d_hidden is None else d_hidden,
             nothing if d_weight is None else d_weight,
             nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
         )
@@ -195,11 +208,14 @@ def _rows_at_once(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> 
     return backend.rows_at_once(_of_even_shard(x, spec, num_ranks), spec)
 
 
-def _with_workspace(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> Spec:
-    """Choose the budget if none was given: the same on every rank."""
+def _chosen(call: Call, x: Operands, group: Any) -> tuple[Backend, Spec]:
+    """Choose the backend, and the budget if none was given, by the sizes of an even shard: the same on every rank."""
+    spec = call.spec
+    x = _of_even_shard(x, spec, 1 if group is None else group.size())
+    backend = choose(call.backend, spec, x)
     if spec.workspace_bytes > 0:
-        return spec
-    return spec._replace(workspace_bytes=backend.default_workspace(_of_even_shard(x, spec, num_ranks), spec))
+        return backend, spec
+    return backend, spec._replace(workspace_bytes=backend.default_workspace(x, spec))
 
 
 def _of_even_shard(x: Operands, spec: Spec, num_ranks: int) -> Operands:
@@ -208,7 +224,7 @@ def _of_even_shard(x: Operands, spec: Spec, num_ranks: int) -> Operands:
 
 def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat):
     call = Call.of(flat)
-    spec, want, num_tokens = call.spec, call.spec.want, labels.shape[0]
+    want, num_tokens = call.spec.want, labels.shape[0]
 
     def empty(*shape: int) -> Tensor:
         return hidden.new_empty(shape, dtype=torch.float32)
@@ -216,9 +232,9 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     nll = empty(*labels.shape)
     losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, want.uniform, want.entropy))
     ids = labels.new_empty(num_tokens)
-    backend, group = choose(call.backend, spec), merge.resolve(call.layout.group_name)
-    x = Operands(hidden, weight, bias, ids, spec.logits)
-    saved = backend.saved_like(x, _with_workspace(backend, x, spec, 1 if group is None else group.size()))
+    x = Operands(hidden, weight, bias, ids, call.spec.logits)
+    backend, spec = _chosen(call, x, merge.resolve(call.layout.group_name))
+    saved = backend.saved_like(x, spec)
     of_ids = [torch.empty_like(labels), empty(*labels.shape)] if spec.several else []
     own = [torch.empty_like(factors)] if factors is not None else []
     filter_stats = empty(3 if want.filter_stats else 0)
@@ -226,11 +242,13 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     measured = [empty(num_tokens)] * want.sum_p_squared + [torch.empty_like(ids)] * want.best
     if want.top_k:
         measured += [empty(num_tokens, want.top_k), ids.new_empty(num_tokens, want.top_k)]
+    measured += [ids.new_empty(())] * want.count
     saved = [empty(2 + want.entropy, num_tokens), ids, *of_ids, *own, *saved]
     return nll, *losses, filter_stats, largest, measured, saved
 
 
-_OPERATOR = Operator(_US, _run_forward, _run_backward, "forward", "backward", Call.of, NUM_LOSSES, 3)
+_forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
+_OPERATOR = Operator(_US, _forward_again, _backward_again, "forward", "backward", Call.of, NUM_LOSSES, 3)
 
 
 def forward(

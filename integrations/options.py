@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cce_dist.call import BACKENDS
-from cce_dist.filter import GradFilter
+from cce_dist.filter import SCREENS, GradFilter
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,11 +24,20 @@ FILTERS = ("off", "compensated", "plain")
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def named_filter(name: str, eps: float = GradFilter.eps, hidden: bool = True, weight: bool = True) -> GradFilter | None:
-    """Return the filter that a name of ``FILTERS`` stands for, None for "off"; eps, hidden, weight as in ``GradFilter``."""
+def named_filter(
+    name: str, eps: float = GradFilter.eps, hidden: bool = True, weight: bool = True, screen: str = "off"
+) -> GradFilter | None:
+    """Return the filter that a name of ``FILTERS`` stands for, None for "off".
+
+    eps, hidden, weight and screen are as in ``GradFilter``, but for a screen of "off", which is none.
+    """
     if name not in FILTERS:
         raise ValueError(f"a filter must be one of {', '.join(FILTERS)}, got {name!r}")
-    return None if name == "off" else GradFilter(eps, name == "compensated", hidden, weight)
+    return (
+        None
+        if name == "off"
+        else GradFilter(eps, name == "compensated", hidden, weight, None if screen == "off" else screen)
+    )
 
 
 def _one_of(names: Iterable[str]) -> tuple[Callable[[Any], bool], str]:
@@ -44,6 +53,7 @@ KEYS: dict[str, tuple] = {  # the kind of a key's values, then which of them are
     "filter_eps": (NUMBER, lambda x: 0 <= x < 1, "in [0, 1)"),
     "filter_hidden": (SWITCH,),
     "filter_weight": (SWITCH,),
+    "filter_screen": (TEXT, *_one_of(("off", *SCREENS))),
     "label_smoothing": (NUMBER, lambda x: 0 <= x <= 1, "in [0, 1]"),
     "z_loss_weight": (NUMBER, lambda x: 0 <= x < math.inf, "finite and not negative"),
     "backend": (TEXT, *_one_of(BACKENDS)),
@@ -62,7 +72,7 @@ class Options:
 
     Args:
         grad_filter: None for exact gradients, or how to filter them. Keys: ``filter`` (one of ``FILTERS``), ``filter_eps``,
-            ``filter_hidden`` and ``filter_weight``.
+            ``filter_hidden``, ``filter_weight`` and ``filter_screen``.
         backend, workspace_bytes: As in ``linear_cross_entropy``; None: the shapes choose the budget.
     """
 

@@ -89,12 +89,17 @@ class ShardLogits(NamedTuple):
 
 
 class Filter(NamedTuple):
-    """The part of the gradient that is dropped; eps = 0 drops nothing. The documented form is ``cce_dist.GradFilter``."""
+    """The part of the gradient that is dropped; eps = 0 drops nothing. The documented form is ``cce_dist.GradFilter``.
+
+    ``screen``: forward takes most of the logits from products in 8 bits.
+    """
 
     eps: float = 0.0
     compensate: bool = True
     hidden: bool = True
     weight: bool = True
+    always: bool = False
+    screen: bool = False
 
 
 class Want(NamedTuple):
@@ -109,6 +114,7 @@ class Want(NamedTuple):
         sum_p_squared: Sum of the squared probabilities.
         best: Id of the largest logit.
         top_k: How many of the largest logits, with their ids.
+        count: Number of labels that are not ignored, at least 1.
     """
 
     grad: bool = True
@@ -119,6 +125,7 @@ class Want(NamedTuple):
     sum_p_squared: bool = False
     best: bool = False
     top_k: int = 0
+    count: bool = False
 
 
 class Spec(NamedTuple):
@@ -144,6 +151,11 @@ class Spec(NamedTuple):
     def num_stats(self) -> int:
         """The number of statistics of a token that the loss has."""
         return 3 + 2 * self.want.uniform + self.want.entropy
+
+    @property
+    def screened(self) -> bool:
+        """Whether forward is screened: what needs all logits, or the largest one, is not."""
+        return self.filter.screen and not (self.want.uniform or self.want.entropy or self.want.largest)
 
     @property
     def several(self) -> bool:

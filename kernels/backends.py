@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from cce_dist.kernels import Gradients, Grads, Operands, Softmax, Spec, dense
@@ -84,6 +85,15 @@ class Backend(Protocol):
         ...
 
 
+def num_counted(name: str, labels_N: Tensor, ignore_index: int) -> Tensor:
+    """Return how many labels are not ``ignore_index``, at least 1, as a 0-d int64 tensor."""
+    if name == "torch":
+        return (labels_N != ignore_index).sum().clamp(min=1)
+    from cce_dist.kernels import tokens
+
+    return tokens.num_counted(labels_N, ignore_index)
+
+
 def top_keys(name: str, x: Operands, spec: Spec) -> Tensor:
     """Return the largest logits of each token with their ids, ``more.keys_of``; no filter changes them. -> [N, k]."""
     if name == "torch":
@@ -93,12 +103,32 @@ def top_keys(name: str, x: Operands, spec: Spec) -> Tensor:
     return exact.top_keys(x, spec)
 
 
-def choose(name: str, spec: Spec) -> Backend:
-    """Return the backend of that name, "torch" or "triton", for a call; those of Triton are imported by their first use."""
+def choose(name: str, spec: Spec, x: Operands) -> Backend:
+    """Return the backend of that name, "torch" or "triton", for a call; those of Triton are imported by their first use.
+
+    A filter on Triton has to pay by the sizes of ``x``, the largest shard of an even split: every rank then chooses the same.
+    """
     if name == "torch":
         return dense
     from cce_dist.kernels import exact, filter
 
     filtering = spec.filter.eps > 0 and (spec.filter.hidden or spec.filter.weight)
     # A uniform term under a softcap has no rank-1 stand-in: then nothing is dropped.
-    return filter if filtering and not (spec.want.uniform and spec.logits.softcap > 0) else exact
+    filtering = filtering and not (spec.want.uniform and spec.logits.softcap > 0)
+    return filter if filtering and (spec.filter.always or filter.pays(x, spec)) else exact
+
+
+def why_not_screened(name: str, hidden: Tensor) -> str | None:
+    """Return what keeps a backend from products in 8 bits on these operands, None where it has them."""
+    if name == "torch":
+        return "the torch backend has none"
+    if not hidden.is_cuda:
+        return None  # Triton's interpreter, which tests what Hopper runs
+    if hidden.dtype != torch.bfloat16:
+        return f"input is {hidden.dtype}, not bfloat16"
+    return None if _multiplies_8_bits(hidden.device) else f"{hidden.device} is not of compute capability 9.0 or later"
+
+
+@torch.compiler.assume_constant_result
+def _multiplies_8_bits(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cce_dist.kernels.tape import noted
 from cce_dist.kernels.tiles import interpreted
 
 
@@ -36,10 +37,11 @@ def kernel(*specialized: str) -> Callable[[Callable], Any]:
             for name, parameter in inspect.signature(function).parameters.items()
             if "constexpr" not in str(parameter.annotation) and name not in specialized
         ]
-        return triton.jit(
+        declared = triton.jit(
             do_not_specialize=[name for name in free if not name.endswith("_ptr")],
             do_not_specialize_on_alignment=[name for name in free if name.endswith("_ptr")],
-        )(function)
+        )
+        return noted(declared(function))
 
     return declare
 

@@ -34,9 +34,25 @@ SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a powe
 # Bytes of a listed column in backward: column, token and gradient as they are made; while they are sorted also column and
 # order, and the sort's own order and buffers; in all also forward's column, and token and gradient in their new order.
 MADE_BYTES, SORTED_BYTES, ENTRY_BYTES = 12, 32, 56
+LISTED_PARTS = 16  # programs that share the list of a token while forward sums it up; a power of 2
 # A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
 # does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed one
+
+# What the two ways of the gradient take, for ``filter_pays``: one H200, bf16, N 8,192; heads of Llama-3-8B, Phi-3.5 and of GPTs
+# with D 768 and V 32,768 and 131,072; 2026-11. Times are milliseconds, products are those of the logits' size.
+OPERATIONS = {
+    2: 7.0e11,
+    4: 3.5e11,
+}  # of a product, by the bytes of an element; the latter is tf32, as nobody measured fp32
+BYTES_MOVED = 3.5e9  # from and to memory
+EXACT_PRODUCTS = 3.2  # loss and gradient with all exponentials kept
+RECOMPUTED = 1.1  # products more where none is kept
+FILTER_PRODUCTS, FILTER_MS = 1.15, 1.4  # forward; what is there whatever the sizes
+FILTER_PASSES = 8  # over the weight or its gradient, in and out
+USUAL_LIST, LISTED_MS, LISTED_BYTES_MS = 200, 4.5e-7, 1.45e-10  # columns; time of each, and of each byte of its row
+FILTER_HOST_MS = 6.0  # what the host takes: 220 to 270 kernels took 8 to 14, and there are 80 to 125
+MARGIN = 0.9  # of the exact time, that the filter may take
 
 NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the vocabulary (lse.py)
 
@@ -259,6 +275,31 @@ def list_capacity(num_tokens: int, num_columns: int, workspace_bytes: int, items
     return max(1, min(room // ENTRY_BYTES, num_tokens * num_columns // COLUMNS_PER_ENTRY))
 
 
+def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: int = 0) -> bool:
+    """Return whether a filter takes less time than exact gradients would, as far as sizes tell.
+
+    The exact way is 3 products, and a fourth for columns whose exponentials are not kept. The filter is the forward product, a
+    fixed time, some passes over the weight, and the listed columns, of which a trained model has a few hundred a token. It is
+    not faster than its host. Another device has another rate, but the answer may not depend on it, since ranks have to agree.
+
+    Args:
+        sizes: Of the largest shard.
+        keeps: The exact way may keep exponentials.
+        workspace_bytes: The budget; 0: each way's own.
+        exact_sides: How many of the two gradients are not filtered: those take the exact way's recomputation.
+    """
+    num_tokens, hidden_size, num_columns, itemsize, _ = sizes
+    product = 2 * num_tokens * hidden_size * num_columns / OPERATIONS[itemsize]
+    kept = columns_kept(sizes, workspace_bytes or default_workspace(sizes, keeps)) if keeps else 0
+    recomputed = RECOMPUTED * (1 - min(1.0, kept / max(1, num_columns)))
+    exact = (EXACT_PRODUCTS + recomputed) * product
+    passes = FILTER_PASSES * num_columns * sizes.hidden_bytes / BYTES_MOVED
+    num_listed = num_tokens * min(USUAL_LIST, num_columns // COLUMNS_PER_ENTRY)
+    lists = num_listed * (LISTED_MS + LISTED_BYTES_MS * sizes.hidden_bytes)
+    filtered = (FILTER_PRODUCTS + exact_sides * (1 + RECOMPUTED)) * product + FILTER_MS + passes + lists
+    return max(FILTER_HOST_MS, filtered) < MARGIN * exact
+
+
 def few_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
     """Return the columns at a time of the exact gradient of a few tokens: a quarter of the budget."""
     most = max(workspace_bytes, LEAST_BYTES) // 4 // (rows * itemsize) // tile_cols * tile_cols
@@ -277,10 +318,35 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
     return Chunks(rows, max(rows, budget // 2 // sizes.hidden_bytes // ROWS * ROWS))
 
 
+def screen_chunks(
+    sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int, tile_cols: int
+) -> Chunks:
+    """Return the tokens and columns at a time of the filter's screen: both in 8 bits, the former with their marks."""
+    budget = max(workspace_bytes, LEAST_BYTES)
+    rounded = cdiv(sizes.hidden_size, 128) * 128 + 12
+    rows = budget * 5 // 8 // (rounded + 4 * num_words)
+    unit = tile_rows * group if rows >= tile_rows * group else tile_rows
+    rows = min(max(unit, rows // unit * unit), cdiv(sizes.num_tokens, tile_rows) * tile_rows)
+    cols = (budget - rows * (rounded + 4 * num_words)) // rounded // tile_cols * tile_cols
+    return Chunks(rows, max(tile_cols, min(cols, cdiv(32 * num_words, tile_cols) * tile_cols)))
+
+
+def keeps_remainder(sizes: Sizes, workspace_bytes: int) -> bool:
+    """Return whether the filter's backward has the remainder of d_hidden of all tokens at once: in a quarter of the budget."""
+    return remainder_bytes(sizes) <= max(workspace_bytes, LEAST_BYTES) // 4
+
+
+def remainder_bytes(sizes: Sizes) -> int:
+    """Bytes of the remainder of all tokens."""
+    return sizes.num_tokens * (sizes.sum_bytes - sizes.hidden_bytes)
+
+
 def filter_backward_rows(sizes: Sizes, columns: int, workspace_bytes: int) -> int:
     """Return the tokens at a time of the filter's backward: hidden states, remainder, gradients of hot and of drawn columns."""
-    row_bytes = sizes.sum_bytes + columns * sizes.itemsize
-    return min(sizes.num_tokens, max(ROWS, max(workspace_bytes, LEAST_BYTES) // 2 // row_bytes // ROWS * ROWS))
+    room, row_bytes = max(workspace_bytes, LEAST_BYTES) // 2, sizes.sum_bytes + columns * sizes.itemsize
+    if keeps_remainder(sizes, workspace_bytes):
+        room, row_bytes = room - remainder_bytes(sizes), sizes.hidden_bytes + columns * sizes.itemsize
+    return min(sizes.num_tokens, max(ROWS, room // row_bytes // ROWS * ROWS))
 
 
 def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int) -> Chunks:
@@ -344,7 +410,9 @@ def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_
     return Peak(saved + forward, saved, saved + backward + cut + num_tokens * 16, cut)  # 16: the coefficients
 
 
-def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: Tiles, at_once: int) -> Peak:
+def filtered_peak(
+    sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: Tiles, at_once: int, screen: Tile | None = None
+) -> Peak:
     """Predict what the kernels with a filter take.
 
     Args:
@@ -353,6 +421,7 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
         hot_columns: H, from ``hot_columns``.
         tiles: Tiles of the device.
         at_once: Programs that the device runs at a time.
+        screen: The tile in 8 bits of a screened forward; None: it is not screened.
     """
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
     capacity = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
@@ -360,7 +429,8 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
     # The lists: bound, begin and count, columns, hot columns. Beside them ids, merged and statistics.
     saved = num_tokens * (12 + 8) + 4 * capacity + 8 * hot_columns + num_tokens * (8 + 8 + 12)
 
-    num_words = cdiv(num_columns, tiles.lse.cols) * tiles.lse.cols // 32
+    unit = tiles.lse.cols if screen is None else max(tiles.lse.cols, screen.cols)
+    num_words = cdiv(num_columns, unit) * unit // 32
     rows, first_rows = filter_forward_rows(sizes, num_words, workspace_bytes, tiles.lse.rows, tiles.group)
     rows, first_rows = min(rows, num_tokens), min(first_rows, num_tokens)
     parts = num_parts(rows, cdiv(num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
@@ -368,7 +438,14 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
     forward = hot_bytes + 4 * 33 * num_words + drawn * (sizes.hidden_bytes + 4)
     # The compact order, the hot columns' statistics, the sums of those drawn, the bound.
     forward += num_tokens * (4 + 12 + 12 * cdiv(drawn, tiles.lse.cols) + 4)
-    forward += first_rows * sizes.hidden_bytes + rows * 4 * (num_words + NUM_PLANES * parts + 1)
+    if screen is None:
+        forward += first_rows * sizes.hidden_bytes + rows * 4 * (num_words + NUM_PLANES * parts + 1)
+    else:
+        forward += max(
+            first_rows * sizes.hidden_bytes,
+            _screen_bytes(sizes, num_words, workspace_bytes, screen, tiles, at_once),
+            _again_bytes(sizes, workspace_bytes, tiles, at_once),
+        )
 
     # The coefficients and the plan are there all the time. The exact kernels come first: for all tokens, whose room is taken
     # although they may be none, then for a few.
@@ -379,19 +456,40 @@ def filtered_peak(sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: T
     few = FEW * (sizes.sum_bytes + cols * sizes.itemsize)
     few += _cut_tiles_bytes(FEW, cols, sizes.hidden_size, tiles, at_once)
     # Then entries, each token's factors, the sample, the columns' shares, the hot columns' gradients and the drawn columns
-    # stay. The latter are made in fp32. Groups of tokens and the sort of the entries come one after the other.
+    # stay. Groups of tokens and the sort of the entries come one after the other, and the remainder goes before the sort.
     drawn = stand_in_columns(num_columns)
     listed = MADE_BYTES * capacity + num_tokens * 12 + SAMPLE * sizes.hidden_bytes + 8 * num_columns + hot_bytes
     listed += drawn * (2 * sizes.hidden_bytes + 12)
     if keeps_sample(num_tokens, num_columns, sizes.itemsize, workspace_bytes):
         listed += _sample_bytes(num_columns, sizes.itemsize) + SAMPLE * sizes.hidden_bytes
-    making = drawn * 8 * sizes.hidden_size + SAMPLE * (sizes.hidden_bytes + 12 * drawn)
+    making = SAMPLE * (sizes.hidden_bytes + drawn * sizes.itemsize)
     cols = cdiv(hot_columns, tiles.dlogits.cols) * tiles.dlogits.cols
     at_a_time = filter_backward_rows(sizes, cols + drawn, workspace_bytes)
-    groups = at_a_time * (sizes.sum_bytes + (cols + drawn) * sizes.itemsize)
+    whole = keeps_remainder(sizes, workspace_bytes)
+    groups = at_a_time * ((sizes.hidden_bytes if whole else sizes.sum_bytes) + (cols + drawn) * sizes.itemsize)
     groups += max(_cut_tiles_bytes(at_a_time, n, sizes.hidden_size, tiles, at_once) for n in (cols, drawn))
-    listed += max(making, groups, SORTED_BYTES * capacity)
+    listed += max(max(making, groups) + (remainder_bytes(sizes) if whole else 0), SORTED_BYTES * capacity)
     return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
+
+
+def _screen_bytes(
+    sizes: Sizes, num_words: int, workspace_bytes: int, screen: Tile, tiles: Tiles, at_once: int
+) -> int:  # fmt: skip
+    """Bytes of the screen: the operands in 8 bits, the marks, and the parts of the sums."""
+    chunk = screen_chunks(sizes, num_words, workspace_bytes, screen.rows, tiles.group, max(screen.cols, tiles.lse.cols))
+    rows, rounded = min(chunk.rows, sizes.num_tokens), cdiv(sizes.hidden_size, screen.inner) * screen.inner
+    splits = sum(
+        num_parts(rows, (min(col + chunk.cols, 32 * num_words) - col) // screen.cols, screen.rows, at_once)
+        for col in range(0, 32 * num_words, chunk.cols)
+    )
+    return rows * (rounded + 16 + 4 * num_words + 4 * (splits + LISTED_PARTS)) + chunk.cols * (rounded + 24)
+
+
+def _again_bytes(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) -> int:
+    """Bytes of the pass over tokens that a screen cannot serve."""
+    parts = num_parts(FEW, cdiv(sizes.num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
+    rows = min(sizes.num_tokens, forward_rows(sizes, workspace_bytes, False))
+    return sizes.num_tokens * 24 + rows * (sizes.hidden_bytes + 4 * NUM_PLANES * parts)
 
 
 def drawn_columns(num_outside: int, unit: int = 256) -> int:

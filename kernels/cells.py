@@ -3,8 +3,12 @@
     dL/du = scale * slope * (P p + g - ENTROPY p (log p + H)),  p = exp(z - max - log_sum)
 
 with z the id's own logit, saved in fp32 by forward, and g the gradient of its log-probability. An id stands once in a row
-(``more.distinct``), so that each cell is written once: nothing is read and added to, and nothing depends on an order. The
-products that follow take d_hidden and d_weight of the ids from these cells.
+(``more.distinct``), so that each cell is written once, and nothing depends on an order. The products that follow take d_hidden
+and d_weight of the ids from these cells.
+
+16 bits would round ``P p`` before g is added, and the two nearly cancel at a likely id: such a cell is computed anew. In fp32 g
+is added to what stands there. The id's own logit is a sum in another order than that of the tile, by some units in the last
+place of the largest logits, and p, log p and H are right beside each other only where they come from the same logits.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ def write_cells(
         num_ids, x.num_tokens, dlogits_RV.stride(0), logits.start + first_col, min(num_cols, logits.num_valid - first_col),
         logits.logit_scale, logits.softcap,
         HAS_SOFTCAP=logits.softcap > 0.0, HAS_ENTROPY=softmax.entropy is not None, HAS_FACTORS=x.factors_N2 is not None,
-        HAS_SCALE=scale_R is not None, BLOCK=256,
+        HAS_SCALE=scale_R is not None, ADD=scale_R is None and dlogits_RV.dtype == torch.float32, BLOCK=256,
     )  # fmt: skip
 
 
@@ -66,6 +70,7 @@ def _cells_kernel(
     HAS_ENTROPY: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -78,15 +83,18 @@ def _cells_kernel(
     here = live & (id >= 0) & (column >= 0) & (column < num_cols)
 
     z = tl.load(target_ptr + where, mask=here, other=0)
-    log_p = (z - tl.load(max_ptr + token, mask=here, other=0)) - tl.load(log_sum_ptr + token, mask=here, other=0)
-    p = tl.exp(log_p)
-    coef = coef_ptr + token
-    grad = tl.load(coef, mask=here, other=0) * p + tl.load(grad_ptr + where, mask=here, other=0)
-    if HAS_ENTROPY:
-        entropy = tl.load(entropy_ptr + token, mask=here, other=0)
-        coef_entropy = tl.load(coef + 3 * num_tokens.to(tl.int64), mask=here, other=0)
-        # A probability that underflows would make 0 * -inf.
-        grad -= coef_entropy * tl.where(p > 0, p * (log_p + entropy), 0.0)
+    if ADD:
+        grad = tl.load(grad_ptr + where, mask=here, other=0)
+    else:
+        log_p = (z - tl.load(max_ptr + token, mask=here, other=0)) - tl.load(log_sum_ptr + token, mask=here, other=0)
+        p = tl.exp(log_p)
+        coef = coef_ptr + token
+        grad = tl.load(coef, mask=here, other=0) * p + tl.load(grad_ptr + where, mask=here, other=0)
+        if HAS_ENTROPY:
+            entropy = tl.load(entropy_ptr + token, mask=here, other=0)
+            coef_entropy = tl.load(coef + 3 * num_tokens.to(tl.int64), mask=here, other=0)
+            # A probability that underflows would make 0 * -inf.
+            grad -= coef_entropy * tl.where(p > 0, p * (log_p + entropy), 0.0)
     if HAS_FACTORS:
         factor = factor_ptr + 2 * token.to(tl.int64)
         logit_scale = tl.load(factor, mask=here, other=1)
@@ -101,4 +109,6 @@ def _cells_kernel(
         scale = tl.load(scale_ptr + row, mask=here, other=0)
         grad = tl.where(scale == 0, 0.0, grad / scale)
     cell = dlogits_ptr + row.to(tl.int64) * dlogits_stride + tl.where(here, column, 0)
+    if ADD:
+        grad += tl.load(cell, mask=here, other=0)
     tl.store(cell, grad.to(dlogits_ptr.dtype.element_ty), mask=here)

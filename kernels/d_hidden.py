@@ -29,10 +29,12 @@ class Sum(NamedTuple):
     Attributes:
         high_ND: [N, D] in the hidden states' dtype: d_hidden itself.
         low_RD: [R, D] bf16: the remainder that it cannot hold, or None in fp32 or where one chunk is all.
+        by_token: The remainder is [N, D], of tokens like d_hidden.
     """
 
     high_ND: torch.Tensor
     low_RD: torch.Tensor | None
+    by_token: bool = False
 
 
 def add_d_hidden(
@@ -54,12 +56,18 @@ def add_d_hidden(
     num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), num_programs(weight_VD.device))
     num_parts = (num_tiles - num_whole) * splits
     parts_PRC = torch.empty(num_parts, tile.rows, tile.cols, dtype=torch.float32, device=weight_VD.device)
+    opens = int(first)
+    if total.low_RD is None and total.high_ND.itemsize == 2:
+        # The number of tokens decides whether one chunk is all: the kernels that several run serve it, too.
+        assert first
+        opens, total = 2, total._replace(low_RD=torch.empty(0, dtype=torch.bfloat16, device=weight_VD.device))
     target = (rows.index, rows.num_kept, scale_R, gain, total.high_ND, total.low_RD, parts_PRC)
-    sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), int(first), num_whole, splits)
+    sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), opens, num_whole, splits)
     options = {
         "HAS_SCALE": scale_R is not None,
         "HAS_GAIN": gain is not None,
         "HAS_LOW": total.low_RD is not None,
+        "BY_TOKEN": total.by_token,
     }
     blocks = {"BLOCK_N": tile.rows, "BLOCK_D": tile.cols}
     _grad_hidden_kernel[(num_whole + num_parts,)](
@@ -69,7 +77,7 @@ def add_d_hidden(
     )  # fmt: skip
     if num_parts:
         _add_parts_kernel[(num_tiles - num_whole, 4)](
-            *target, hidden_size, int(first), num_whole, splits, **options, **blocks
+            *target, hidden_size, opens, num_whole, splits, **options, **blocks
         )
 
 
@@ -88,12 +96,13 @@ def _grad_hidden_kernel(
     num_cols,
     hidden_size,
     dlogits_stride,
-    first,
+    first,  # 0: add; 1: set; 2: set, and there is no remainder
     num_whole,
     splits,
     HAS_SCALE: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_LOW: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -127,7 +136,7 @@ def _grad_hidden_kernel(
             else:
                 _add(
                     some, row, col + number * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr,
-                    low_ptr, hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BLOCK_N, BLOCK_D // 4,
+                    low_ptr, hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
                 )  # fmt: skip
 
 
@@ -147,6 +156,7 @@ def _add_parts_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_LOW: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -163,7 +173,7 @@ def _add_parts_kernel(
         some += tl.load(_part(parts_ptr, cut * splits + split, quarter, BLOCK_N, BLOCK_D))
     _add(
         some, row, col + quarter * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr, low_ptr,
-        hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BLOCK_N, BLOCK_D // 4,
+        hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
     )  # fmt: skip
 
 
@@ -191,6 +201,7 @@ def _add(
     HAS_SCALE: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_LOW: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -205,12 +216,13 @@ def _add(
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
     mask = live[:, None] & (offs_d < hidden_size)[None, :]
     high = d_hidden_ptr + token.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-    low = low_ptr + offs_n.to(tl.int64)[:, None] * hidden_size + offs_d[None, :] if HAS_LOW else high
+    low_row = token if BY_TOKEN else offs_n
+    low = low_ptr + low_row.to(tl.int64)[:, None] * hidden_size + offs_d[None, :] if HAS_LOW else high
     if first == 0:
         some += tl.load(high, mask=mask, other=0).to(tl.float32)
         if HAS_LOW:
             some += tl.load(low, mask=mask, other=0).to(tl.float32)
     rounded = some.to(d_hidden_ptr.dtype.element_ty)
     if HAS_LOW:
-        tl.store(low, (some - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=mask)
+        tl.store(low, (some - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=mask & (first != 2))
     tl.store(high, rounded, mask=mask)

@@ -53,14 +53,14 @@ __all__ = [
 
 def columns_kept(x: Operands, spec: Spec) -> int:
     """Return how many of the shard's first columns keep their exponentials within the budget."""
-    return budget.columns_kept(sizes_of(x), spec.workspace_bytes) if _keeps(x, spec) else 0
+    return budget.columns_kept(sizes_of(x), spec.workspace_bytes) if keeps(x, spec) else 0
 
 
 def default_workspace(x: Operands, spec: Spec) -> int:
-    return budget.default_workspace(sizes_of(x), _keeps(x, spec))
+    return budget.default_workspace(sizes_of(x), keeps(x, spec))
 
 
-def _keeps(x: Operands, spec: Spec) -> bool:
+def keeps(x: Operands, spec: Spec) -> bool:
     """Whether exponentials can be kept.
 
     They cannot where they do not say the gradient (label smoothing; the entropy under a softcap, whose slope is in them), in

@@ -92,12 +92,12 @@ class Pair(NamedTuple):
 
 def merge(stats_T5N: Tensor, spec: Divergence) -> Tensor:
     """Merge the statistics of shards in rank order, so that every rank computes the same bits. [T, 5, N] -> [5, N]."""
-    max_T2N = stats_T5N[:, [0, 2]]
+    max_T2N = stats_T5N[:, 0:3:2]
     max_2N = max_T2N.amax(0)
     # An empty shard and a row of -inf logits have a maximum of -inf, whose difference to itself would be NaN.
     below_T2N = torch.where(max_T2N == max_2N, 0.0, max_T2N - max_2N)
     weight_T2N = below_T2N.exp()
-    sum_T2N = stats_T5N[:, [1, 3]]
+    sum_T2N = stats_T5N[:, 1:4:2]
     sum_2N = (weight_T2N * sum_T2N).sum(0)
     lead = spec.leads // 2
     between_TN = below_T2N[:, lead] - below_T2N[:, 1 - lead]

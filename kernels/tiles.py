@@ -48,6 +48,16 @@ _TABLE = {
     (8, 32): Tiles(*(Tile(64, 64, 32, 4, 2),) * 4, 8),
 }
 _FALLBACK = Tiles(*(Tile(64, 64, 16, 4, 2),) * 4, 8)  # ieee fp32, and devices that no row names
+# Of products in 8 bits (filter/screen.py), by capability and whether the logits have a softcap, whose epilogue over the wider
+# tile spills. The rows of 9 compile without spills. The others were not tuned and did not run.
+_OF_SCREEN = {
+    (12, False): Tile(128, 64, 128, 8, 3),
+    (12, True): Tile(128, 64, 128, 8, 3),
+    (10, False): Tile(128, 128, 128, 8, 3),
+    (10, True): Tile(128, 128, 128, 8, 3),
+    (9, False): Tile(128, 256, 128, 8, 3),
+    (9, True): Tile(128, 128, 128, 8, 3),
+}
 _INTERPRETED = Tiles(*(Tile(16, 32, 16, 4, 1),) * 4, 2)  # small, so that small tests still cross tile edges
 
 
@@ -79,6 +89,13 @@ def _chosen(dtype: torch.dtype, device: torch.device, path: str | None, dot_prec
 def table_tiles(major: int, bits: int) -> Tiles:
     """Return the table's tiles for a compute capability's major number and a dtype's bits, 0 for ieee fp32."""
     return _TABLE.get((major, bits), _FALLBACK)
+
+
+def screen_tile(device: torch.device, softcap: bool) -> Tile:
+    """Return the tile of the product in 8 bits, which takes Hopper or later."""
+    if interpreted():
+        return Tile(16, 64, 16, 4, 1)
+    return _OF_SCREEN[min(12, torch.cuda.get_device_capability(device)[0]), softcap]
 
 
 @lru_cache(maxsize=8)

@@ -55,6 +55,31 @@ def _label_ids_kernel(
     tl.store(ids_ptr + offs_n, tl.where(label == ignore_index, _IGNORED, ids), mask=in_n)
 
 
+def num_counted(labels_N: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Return how many labels are not ``ignore_index``, at least 1, as a 0-d int64 tensor."""
+    count = torch.empty((), dtype=torch.int64, device=labels_N.device)
+    with on_device(labels_N):
+        _num_counted_kernel[(1,)](labels_N, count, ignore_index, labels_N.shape[0], BLOCK=8192, num_warps=16)
+    return count
+
+
+@kernel("count_ptr")
+def _num_counted_kernel(
+    labels_ptr,  # in: [N] int64
+    count_ptr,  # out: [] int64
+    ignore_index,
+    num_tokens,
+    BLOCK: tl.constexpr,
+):
+    count = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, num_tokens, BLOCK):
+        offs_n = begin + tl.arange(0, BLOCK)
+        in_n = offs_n < num_tokens
+        label = tl.load(labels_ptr + offs_n, mask=in_n, other=0)
+        count += (in_n & (label != ignore_index)).to(tl.int32)
+    tl.store(count_ptr, tl.maximum(tl.sum(count, 0), 1).to(tl.int64))
+
+
 def compact(ids_N: torch.Tensor) -> list[torch.Tensor]:
     """Return index_N int32, tokens with a label first, and their number as a [1] int32 tensor."""
     num_tokens = ids_N.shape[0]

@@ -137,9 +137,12 @@ def main() -> None:
 
     step("exact")
     step("kept", workspace_bytes=1 << 30)
-    step("filtered", grad_filter=GradFilter())
+    step("filtered", grad_filter=GradFilter(always=True))
+    if CAPABILITY >= 90 and not HIP:
+        step("screened", grad_filter=GradFilter(always=True, screen="fp8"))
+        step("screened with options", bias=True, softcap=30.0, grad_filter=GradFilter(always=True, screen="fp8"))
     step("exact with options", bias=True, softcap=30.0, label_smoothing=0.1)
-    step("filtered with options", bias=True, softcap=30.0, grad_filter=GradFilter())
+    step("filtered with options", bias=True, softcap=30.0, grad_filter=GradFilter(always=True))
     divergence("forward")
     for kind in ("forward", "reverse", "jsd"):
         divergence(kind, kept=True)

@@ -42,7 +42,7 @@ def nan_memory() -> Iterator[None]:
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors made under it that are alive, and keeps the largest sum."""
+    """Counts the bytes of all tensors made under it that are alive, and keeps the largest sum; a view makes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,6 +50,9 @@ class Live(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                self.storages.setdefault(StorageWeakRef(tensor.untyped_storage()), 0)
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):

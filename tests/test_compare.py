@@ -1,5 +1,6 @@
 """``cce-dist compare`` on toy sizes: the probe against what is known of each method, and one whole command."""
 
+import dataclasses
 import json
 import math
 import sysconfig
@@ -117,6 +118,27 @@ def test_show_draws_and_prints_again(
     assert cli.main(["compare", "--show", str(tmp_path / "again.json")]) == 0
     assert report.table(comparison) in capsys.readouterr().out
     assert (tmp_path / "again.png").exists()
+
+
+def test_several_files_are_shown_as_one(
+    comparison: report.Comparison, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches seeds of a second file that are lost, counted twice, or from another training."""
+    paths = [tmp_path / f"seed-{seed}.json" for seed in (0, 1)]
+    for seed, path in enumerate(paths):
+        write_json(path, dataclasses.replace(comparison, runs=[run for run in comparison.runs if run.seed == seed]))
+    whole = report.joined(paths)
+    assert whole.runs == comparison.runs and whole.excess("filtered") == comparison.excess("filtered")
+    assert cli.main(["compare", "--show", *map(str, paths), "--columns", "excess-se"]) == 0
+    shown = capsys.readouterr().out
+    low, high = comparison.excess("filtered")[4]
+    assert f"{(low + high) / 2:+.4f} ({abs(high - low) / 2:.4f})" in shown
+
+    assert cli.main(["compare", "--show", str(paths[0]), str(paths[0])]) == 1
+    assert "has a run of dense with seed 0 again" in capsys.readouterr().err
+    write_json(paths[1], dataclasses.replace(comparison, options=comparison.options | {"lr": 1.0}, runs=[]))
+    assert cli.main(["compare", "--show", *map(str, paths)]) == 1
+    assert "was trained with other --lr" in capsys.readouterr().err
 
 
 def test_columns_print_a_part_of_the_table_and_draw_nothing(

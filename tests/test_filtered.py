@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +22,8 @@ import torch.nn.functional as F
 from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
 from torch import Tensor
 
-from cce_dist import GradFilter, linear_cross_entropy
+from cce_dist import GradFilter, linear_cross_entropy, op
+from cce_dist.call import Call
 from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter
 from cce_dist.kernels.filter import bound, hot, lists, shares
 from cce_dist.kernels.tiles import choose_tiles
@@ -49,7 +51,7 @@ class Case(NamedTuple):
     grad_filter: Filter = Filter(2.0**-7 if not GPU else 2.0**-10)
     budget: int = 1 << 30
     longest: int = 8192  # more than there are columns
-    capacity: int = 8192
+    capacity: int = 8192 if not GPU else 1 << 20  # more than all lists hold
     few: int = 128
     drawn: int = 0
 
@@ -69,7 +71,7 @@ CASES = [
     ),
     pytest.param(Case(grad_filter=Case().grad_filter._replace(compensate=False), coefs="smoothing"), id="plain"),
     pytest.param(
-        Case(coefs="large", longest=3 if not GPU else 20, bias=True, drawn=32), id="tokens-that-lists-cannot-serve"
+        Case(coefs="large", longest=3 if not GPU else 100, bias=True, drawn=32), id="tokens-that-lists-cannot-serve"
     ),
     pytest.param(Case(num_tokens=150 if not GPU else 3000, budget=1000, drawn=32), id="groups-of-tokens"),
     pytest.param(Case(capacity=50 if not GPU else 400, bias=True), id="lists-without-room-so-all-is-exact"),
@@ -167,7 +169,7 @@ def dense_tokens(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) ->
     gap = (state[0] - d.maximum - d.log_sum).exp()
     whole = (p.coef[0] == 0) | (p.coef[1] == 0)
     ratio = torch.where(whole, 1.0, p.coef[0].abs() / p.coef[1].abs())
-    exact = labelled & ((count > case.longest) | (gap * ratio > 1.125))
+    exact = labelled & ((count > case.longest) | (gap * ratio > 1.125) | state[0].isnan())
     return labelled if count.sum() > columns.shape[0] or exact.sum() > case.few else exact
 
 
@@ -238,7 +240,7 @@ def gradients(p: Problem, case: Case, merged: Dense | Softmax, saved, **how) -> 
 @pytest.fixture(autouse=True)
 def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(budget, "LEAST_BYTES", 1 << 10)
-    monkeypatch.setattr(budget, "list_capacity", lambda *_: 8192)
+    monkeypatch.setattr(budget, "list_capacity", lambda *_: Case().capacity)
     monkeypatch.setattr(budget, "stand_in_columns", lambda _: 0)
     monkeypatch.setattr(lists, "BLOCK", 16)  # lists of several blocks
     monkeypatch.setattr(filter, "SAMPLE", 1024 if not GPU else 4096)  # all tokens: then the column sums are exact
@@ -264,19 +266,20 @@ def limits(monkeypatch: pytest.MonkeyPatch):
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """The columns that a backward draws, and the factor on what they add."""
     seen: dict[str, Tensor] = {}
-    gather, shrink_columns = filter.gather_columns, filter.shrink_columns
+    draw_columns, factors_of = filter.draw_columns, filter.factors_of
 
     def spy_on_columns(*args: Any) -> Any:
-        result = gather(*args)
+        result = draw_columns(*args)
         seen["column"] = result.column_K
         return result
 
-    def spy_on_shrinkage(*args: Any) -> Tensor:
-        seen["shrink"] = shrink_columns(*args)
-        return seen["shrink"]
+    def spy_on_factors(*args: Any) -> Any:
+        result = factors_of(*args)
+        seen["shrink"] = result.columns
+        return result
 
-    monkeypatch.setattr(filter, "gather_columns", spy_on_columns)
-    monkeypatch.setattr(filter, "shrink_columns", spy_on_shrinkage)
+    monkeypatch.setattr(filter, "draw_columns", spy_on_columns)
+    monkeypatch.setattr(filter, "factors_of", spy_on_factors)
     return seen
 
 
@@ -296,7 +299,8 @@ def test_matches_dense(case: Case, limits, drawn: dict[str, Tensor]) -> None:
     assert_no_worse((stats[0] + stats[1].log())[labelled], lse.float()[labelled], lse[labelled])
 
     state, columns, _, count, _ = saved
-    room = count.sum() <= columns.shape[0]
+    room = case.capacity > 1000
+    assert room == (count.sum() <= columns.shape[0])
     listed = labelled & ((state[0] - lse).exp() <= 1.125)
     assert listed.sum() >= 0.9 * labelled.sum()
     must_keep = (d.p > case.grad_filter.eps * 1.0001) | d.is_label
@@ -314,7 +318,10 @@ def test_matches_dense(case: Case, limits, drawn: dict[str, Tensor]) -> None:
         assert 0.01 < shrink < 0.99
         of_hidden = grad + added
     assert_no_worse(d_hidden, of_hidden.to(DTYPE) @ weight, of_hidden @ weight.double(), DTYPE, "d_hidden")
-    assert_no_worse(d_weight[: p.logits.num_valid], rounded.T @ hidden, grad.T @ hidden.double(), DTYPE, "d_weight")
+    baseline = torch.zeros_like(d_weight[: p.logits.num_valid])
+    for group in labelled.nonzero()[:, 0].split(case.num_tokens if case.budget > 1000 else budget.ROWS):
+        baseline += rounded[group].T @ hidden[group]  # rounded once a group, as rows of hot columns are
+    assert_no_worse(d_weight[: p.logits.num_valid], baseline, grad.T @ hidden.double(), DTYPE, "d_weight")
     if d_bias is not None:
         assert_no_worse(d_bias[: p.logits.num_valid], grad.float().sum(0), grad.sum(0), DTYPE, "d_bias")
         assert (d_bias[p.logits.num_valid :] == 0).all()
@@ -442,8 +449,9 @@ def test_shares_are_tilted_to_the_mean_of_all_tokens() -> None:
     labels = torch.full((size,), -1, device=DEVICE)
     labels[5] = 11
     sample = shares.Sample(
-        labels.int(), numbers[0], numbers[1] + 0.4, labels, torch.full_like(labels[:1].int(), size), ahead
-    )
+        labels.int(), numbers[0], numbers[1] + 0.4, labels, torch.full_like(labels[:1].int(), size), numbers[0],
+        ahead_D=ahead,
+    )  # fmt: skip
     x = Operands(rows, weight, None, labels, ShardLogits(0, num_valid, scale))
     ours = shares.dropped_shares(rows, x, sample, slot, choose_tiles(DTYPE, rows.device).lse).shares_2V[0]
     z = scale * rows.double() @ weight.double().T
@@ -454,8 +462,11 @@ def test_shares_are_tilted_to_the_mean_of_all_tokens() -> None:
     torch.testing.assert_close(ours.double(), sums / sums.sum(), rtol=2e-2 if GPU else 1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", dict.fromkeys((torch.float32, DTYPE)), ids=str)
 @pytest.mark.parametrize("coefs", ["mean", "signed"])
-def test_sampled_tokens_correct_d_weight(coefs: str, limits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_tokens_correct_d_weight(
+    coefs: str, dtype: torch.dtype, limits, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """Catches: a part of a hot, kept or label's column, a part without slope or tilt, the mean hidden state left in or taken
     off twice, a sign lost, the shrinkage left out, a sum that is written over."""
     case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs=coefs, drawn=32)
@@ -463,40 +474,52 @@ def test_sampled_tokens_correct_d_weight(coefs: str, limits, monkeypatch: pytest
     size = 32
     monkeypatch.setattr(filter, "SAMPLE", size)
     monkeypatch.setattr(budget, "SAMPLE", size)
-    p = problem(case)
+    p = problem(case, dtype)
     d = dense(p)
     _, *saved = local_stats(p, case)
-    seen: list[Any] = []
-    weigh = filter.weigh_tokens
+    seen: dict[str, Any] = {}
 
-    def spy(*args: Any) -> Any:
-        seen.extend((*args, weigh(*args)))
-        return seen[-1]
+    def spied(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*args: Any) -> Any:
+            seen[name] = call(*args)
+            seen[f"given to {name}"] = args
+            return seen[name]
 
-    monkeypatch.setattr(filter, "weigh_tokens", spy)
+        return spy
+
+    for name in ("weigh_tokens", "draw_columns", "factors_of"):
+        monkeypatch.setattr(filter, name, spied(name, getattr(filter, name)))
     ours = gradients(p, case, d, saved)[1]
+    first = dict(seen)
     monkeypatch.setattr(filter, "weigh_tokens", lambda *_: None)
     alone = gradients(p, case, d, saved)[1]
 
-    dropped, columns, sample, _, mass, _, tokens = seen
+    dropped, sample = first["given to weigh_tokens"]
+    tokens, column = first["weigh_tokens"], first["draw_columns"].column_K
     token, share = sample.token_S.long(), dropped.shares_2V[0].double()
     part = p.coef[0, :, None].double() * torch.where(
         kept_by(tuple(saved), p, d, case.grad_filter.eps), 0.0, d.p * d.slope
     )
     part = part.masked_fill(p.labels[:, None] < 0, 0.0) * p.logits.logit_scale
     moved = (-shares.TILT * p.logits.logit_scale * (p.weight.double() @ sample.ahead_D.double())).exp()
-    parts = (part[token] / part[token].sum(1, keepdim=True)) * sample.share_S.double()[:, None] * moved
+    parts = (part[token] / part[token].sum(1, keepdim=True)) * sample.away.share_S.double()[:, None] * moved
     torch.testing.assert_close(parts.sum(0) / parts.sum(), share, rtol=2e-2 if GPU else 1e-4, atol=1e-7)
     away = (p.hidden[token].double() - sample.mean_D.double()) * part[token].sum(1, keepdim=True).sign()
-    terms = (parts / parts.sum()).T - share[:, None] * sample.share_S.double()
-    some = terms[columns.place] * share[columns.place, None].rsqrt()
+    terms = (parts / parts.sum()).T - share[:, None] * sample.away.share_S.double()
+    some = terms[column] * share[column, None].rsqrt()
     shrink = 1 - (some.square().sum(0) * away.square().sum(1)).sum() / (some @ away).square().sum()
     assert 0.05 < shrink < 0.99
-    torch.testing.assert_close(part.sum(1), mass.double(), rtol=1e-2 if GPU else 1e-4, atol=1e-9)
+    torch.testing.assert_close(first["factors_of"].tokens.double(), shrink, rtol=0.05 if GPU else 1e-3, atol=0)
+    rtol = 1e-2 if GPU else 1e-4
+    torch.testing.assert_close(part[token].sum(1), sample.mass_S.double(), rtol=rtol, atol=1e-9)
+    torch.testing.assert_close(part.sum(1).abs().sum(), tokens.away.mass.double(), rtol=rtol, atol=0)
     expected = shrink * part.sum(1).abs().sum() * terms @ away
-    rounding = 2**-7 if GPU else 1e-4
-    assert (ours.double() - alone.double() - expected).abs().max() < rounding * alone.abs().max()
-    assert expected.abs().max() > 20 * rounding * alone.abs().max()
+    added = ours.double() - alone.double()
+    if dtype != torch.float32:  # 16 bits round away each number of the correction, not the sum of all.
+        assert (added - expected).abs().max() < 2**-7 * alone.abs().max()
+        assert abs((added * expected).sum() / expected.square().sum() - 1) < 0.1
+    else:
+        assert (added - expected).abs().max() < 2e-3 * expected.abs().max()
     assert tokens.rows.num_kept.item() == size
 
 
@@ -518,6 +541,27 @@ def test_one_side_stays_exact(side: str) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(grads, expected, strict=True))
     assert not torch.equal(both[0], plain[0])
     assert not torch.equal(both[1], plain[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPU else torch.float16], ids=str)
+def test_lists_are_added_first_or_last(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the budget has room for the remainder of all tokens, or not. Catches: a list added twice or not at all, a remainder
+    that another token gets, one that is not there."""
+    case = Case(num_tokens=26, bias=True, budget=1 << 14)
+    p = problem(case, dtype)
+    d = dense(p)
+    _, *saved = local_stats(p, case)
+    count = saved[3]
+    assert (count > lists.BLOCK).any() and ((count > 0) & (count <= lists.BLOCK)).any()
+    grad = gradient_of_logits(tuple(saved), p, d, case)[0]
+    results = []
+    for first in (True, False):
+        monkeypatch.setattr(budget, "keeps_remainder", lambda *_, first=first: first)
+        d_hidden = gradients(p, case, d, saved, want_weight=False, want_bias=False)[0]
+        assert_no_worse(d_hidden, grad.to(dtype) @ p.weight, grad @ p.weight.double(), dtype, "d_hidden")
+        results.append(d_hidden)
+    rounding = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    assert (results[0] - results[1]).abs().max() <= rounding * results[1].abs().max()
 
 
 def test_second_backward_and_buffers() -> None:
@@ -623,13 +667,62 @@ PUBLIC = [
 @pytest.mark.parametrize("case", PUBLIC, ids=lambda case: case.name)
 def test_linear_cross_entropy(case: verify_cases.Case) -> None:
     """The operators around the kernels, as verify runs them on ranks. Catches: a tensor saved in one place, read in another."""
-    grad_filter = GradFilter(2.0**-6, weight=case.name != "fp16-full-c")
+    grad_filter = GradFilter(2.0**-6, weight=case.name != "fp16-full-c", always=True)
     draw = verify_cases.zipf_problem(
         24, 16, 200, bias=not case.accumulate, labels=verify_cases.ignore(slice(0, None, 4))
     )
     case = replace(case, options={**case.options, "grad_filter": grad_filter}, problem=draw)
     for result in run_case(case, None, DEVICE, backend="triton"):
         assert result.ok, result
+
+
+MEASURED = {  # tokens, D, V of heads, and whether the filter took less time than exact gradients there
+    "llama-3-8b": ((8192, 4096, 128256), True),
+    "gemma-2-2b": ((8192, 2304, 256000), True),
+    "llama-3-8b-over-8": ((8192, 4096, 16032), False),
+    "base": ((8192, 768, 32768), False),
+    "few-tokens": ((512, 768, 131072), False),
+    "nothing": ((0, 768, 0), False),
+}
+
+
+@pytest.mark.parametrize(("sizes", "faster"), MEASURED.values(), ids=MEASURED)
+def test_filter_pays_where_it_was_faster(sizes: tuple[int, int, int], faster: bool) -> None:
+    """Catches a rule that a head of the benchmarks contradicts, and one that asks less of a filter where exact is slower."""
+    of = budget.Sizes(*sizes, 2)
+    assert budget.filter_pays(of, True, 0) == faster
+    assert budget.filter_pays(of, True, 1) >= budget.filter_pays(
+        of, True, 1 << 40
+    )  # exact recomputes within a small budget
+    assert budget.filter_pays(of, False, 0) >= faster
+
+
+def test_small_heads_are_exact_unless_the_filter_is_forced() -> None:
+    """Catches: a filter that runs where it costs more, a rule that looks at a rank's own shard, one that backward forgets."""
+    p = problem(Case(num_tokens=18, num_rows=80, ignored=0.0))
+    results = []
+    for grad_filter in (None, GradFilter(2.0**-6), GradFilter(2.0**-6, always=True)):
+        leaves = [p.hidden.detach().clone().requires_grad_(), p.weight.detach().clone().requires_grad_()]
+        out: Any = linear_cross_entropy(
+            leaves[0], leaves[1], p.labels, grad_filter=grad_filter, return_aux=True, backend="triton"
+        )
+        results.append((out, *torch.autograd.grad(out.loss, leaves)))
+    (_, *exact_grads), (by_sizes, *grads), (forced, *forced_grads) = results
+    assert all(torch.equal(a, b) for a, b in zip(exact_grads, grads, strict=True))
+    assert [x.item() for x in by_sizes.filter_stats] == [1.0, 0.0, 0.0] and forced.filter_stats.kept < 1
+    assert not any(torch.equal(a, b) for a, b in zip(exact_grads, forced_grads, strict=True))
+
+
+def test_ranks_choose_alike() -> None:
+    """Catches a choice by a rank's own rows: shards may be uneven, and one rank's bound waits for those of all."""
+    hidden, labels = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(8192, dtype=torch.int64)
+    for num_ranks, chosen in ((1, filter), (8, exact)):
+        group: Any = SimpleNamespace(size=lambda num_ranks=num_ranks: num_ranks)
+        for num_valid in (0, 16032, 128256):
+            for want in (Want(), Want(grad=False)):
+                logits = ShardLogits(0, num_valid)
+                call = Call(Spec(logits, 128256, filter=Filter(2.0**-12), want=want), backend="triton")
+                assert op._chosen(call, Operands(hidden, hidden, None, labels, logits), group)[0] is chosen
 
 
 @pytest.fixture(scope="module")
@@ -761,7 +854,9 @@ def test_nothing_waits_for_the_device() -> None:
     p = problem(BIG)
     hidden, weight = (x.clone().requires_grad_() for x in (p.hidden, p.weight))
     for return_aux in (False, True, False):
-        out: Any = linear_cross_entropy(hidden, weight, p.labels, grad_filter=GradFilter(), return_aux=return_aux)
+        out: Any = linear_cross_entropy(
+            hidden, weight, p.labels, grad_filter=verify_cases.FILTERED, return_aux=return_aux
+        )
         torch.cuda.set_sync_debug_mode("default")
         (out.loss if return_aux else out).backward()
         torch.cuda.set_sync_debug_mode("error")  # from the second call on: the first one compiles

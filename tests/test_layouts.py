@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "none": dict(reduction="none"),
     "everything": dict(reduction="none", return_aux=True, **EVERYTHING),
-    "filter": dict(reduction="none", grad_filter=GradFilter(eps=0.02)),
+    "filter": dict(reduction="none", grad_filter=GradFilter(eps=0.02, always=True)),
     "small-workspace": dict(reduction="none", workspace_bytes=1),
     "padded": dict(reduction="none", shard=VocabShard(0, V, V - 7)),
 }

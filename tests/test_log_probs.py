@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from cce_dist import GradFilter, LogProbs, VocabShard, linear_cross_entropy, linear_log_probs, reference
 from cce_dist.bench import methods, peers
 from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Operands, ShardLogits, Spec, budget, exact, more
+from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.verify.cases import zipf_problem
 from cce_dist.verify.check import assert_no_worse
 from cce_dist.verify.log_probs import LOG_PROB_CASES, LogProbCase, run_case
@@ -36,7 +37,9 @@ def test_matches_dense(name: str) -> None:
     check(CASES[name], "cpu", "torch")
 
 
-@pytest.mark.parametrize("name", CASES if GPU else ("64", "everything", "padded-shards", "gap-of-1e4", "fp16"))
+@pytest.mark.parametrize(
+    "name", CASES if GPU else ("64", "64-entropy", "everything", "padded-shards", "gap-of-1e4", "fp16")
+)
 def test_kernels_match_dense(name: str) -> None:
     """Catches: a cell at another chunk's column, factors left out of a slope or a gradient, a best id of another part."""
     check(CASES[name], DEVICE, "triton")
@@ -51,7 +54,9 @@ def test_kept_exponentials_match_dense(name: str, columns: int, differentiated: 
     case = replace(CASES[name], differentiated=differentiated)
     if "entropy" in differentiated:  # none are kept beside it under a softcap
         case = replace(case, options={})
-    with mock.patch.object(exact, "columns_kept", lambda *_: columns):
+    tile_cols = choose_tiles(torch.float32, torch.device(DEVICE)).lse.cols
+    whole_tiles = -(-columns // tile_cols) * tile_cols
+    with mock.patch.object(exact, "columns_kept", lambda *_: whole_tiles):
         check(case, DEVICE, "triton")
 
 
@@ -116,9 +121,10 @@ def test_the_largest_of_a_block_are_in_few_spans(top_k: int) -> None:
 
 def test_outputs_do_not_depend_on_other_tokens() -> None:
     """With ``batch_invariant``, bit for bit. Catches: parts of the vocabulary chosen from the number of tokens."""
-    hidden, weight = torch.randn(70, D, device=DEVICE), torch.randn(400, D, device=DEVICE)
-    ids = torch.randint(400, (70, 2), device=DEVICE)
-    own = torch.rand(70, device=DEVICE) + 0.5
+    num_tokens, vocab_size = (700, 6400) if GPU else (70, 400)  # several blocks of rows, and more tiles than parts
+    hidden, weight = torch.randn(num_tokens, D, device=DEVICE), torch.randn(vocab_size, D, device=DEVICE)
+    ids = torch.randint(vocab_size, (num_tokens, 2), device=DEVICE)
+    own = torch.rand(num_tokens, device=DEVICE) + 0.5
 
     def run(rows: Tensor, batch_invariant: bool, grad: bool) -> list[Tensor]:
         with torch.set_grad_enabled(grad):
@@ -128,8 +134,9 @@ def test_outputs_do_not_depend_on_other_tokens() -> None:
             )  # fmt: skip
         return [x.detach()[-1] for x in outputs(out)]
 
-    last = torch.tensor([69], device=DEVICE)
-    batches = [torch.cat((torch.randperm(69, device=DEVICE)[:count], last)) for count in (0, 4, 36, 36, 69)]
+    last = torch.tensor([num_tokens - 1], device=DEVICE)
+    counts = (0, 4, num_tokens // 2, num_tokens // 2, num_tokens - 1)
+    batches = [torch.cat((torch.randperm(num_tokens - 1, device=DEVICE)[:count], last)) for count in counts]
     alone, *others = [run(rows, True, count % 2 == 0) for count, rows in enumerate(batches)]
     for found in others:
         assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
@@ -240,11 +247,11 @@ def test_one_id_is_the_loss_of_it() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equal_logits_are_ordered_by_id(backend: str) -> None:
     """Catches an order that is that of blocks, or of a sort that is not stable."""
-    hidden, rows = torch.randn(3, D), torch.randn(40, D)
-    weight = rows.repeat(8, 1)
-    out = linear_log_probs(hidden, weight, torch.zeros(3, dtype=torch.int64), argmax=True, top_k=20, backend=backend)
+    hidden, rows = torch.randn(3, D, device=DEVICE), torch.randn(40, D, device=DEVICE)
+    weight, ids = rows.repeat(8, 1), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    out = linear_log_probs(hidden, weight, ids, argmax=True, top_k=20, backend=backend)
     best = (hidden @ rows.t()).sort(1, descending=True).indices[:, :3]
-    expected = (best[:, :, None] + 40 * torch.arange(8)).view(3, -1)[:, :20]
+    expected = (best[:, :, None] + 40 * torch.arange(8, device=DEVICE)).view(3, -1)[:, :20]
     assert out.argmax is not None and out.top_ids is not None
     assert torch.equal(out.argmax, expected[:, 0])
     assert torch.equal(out.top_ids, expected)
@@ -252,11 +259,11 @@ def test_equal_logits_are_ordered_by_id(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_token_without_an_id_may_hold_anything(backend: str) -> None:
-    hidden, weight, ids = data()
+    hidden, weight, ids = (x.to(DEVICE) for x in data())
     ids = torch.stack((ids, ids.flip(0)), 1)
     ids[3] = -100
     ids[5, 0] = -100
-    temperature = torch.rand(N) + 0.5
+    temperature = torch.rand(N, device=DEVICE) + 0.5
     broken, cold = hidden.detach().clone().requires_grad_(), temperature.clone()
     with torch.no_grad():
         broken[3] = torch.nan
@@ -287,7 +294,8 @@ def test_a_filter_would_keep_the_mean_of_one_sign_alone() -> None:
 
     advantages = torch.randn(512)
     of_one_sign, of_both = (
-        (sum_of_d_hidden(GradFilter(), x) - sum_of_d_hidden(None, x)).norm() / sum_of_d_hidden(None, x).norm()
+        (sum_of_d_hidden(GradFilter(always=True), x) - sum_of_d_hidden(None, x)).norm()
+        / sum_of_d_hidden(None, x).norm()
         for x in (advantages.exp(), advantages)
     )
     assert of_one_sign < 1e-5 and of_both > 1e-3

@@ -37,7 +37,7 @@ def test_every_label_ignored_gives_zero(data):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("grad_filter", [None, GradFilter()], ids=["exact", "filtered"])
+@pytest.mark.parametrize("grad_filter", [None, GradFilter(always=True)], ids=["exact", "filtered"])
 def test_a_non_finite_token_stays_alone(data, value, grad_filter):
     """Catches a non-finite loss that a maximum or a clamp hides, and dE of other tokens spoilt by it."""
     hidden, weight, target = data
@@ -75,7 +75,7 @@ def test_compiles_as_one_graph(data):
             super().__init__()
             self.body = torch.nn.Linear(D, D)
             self.head = VocabParallelHead(
-                D, V, grad_filter=GradFilter(), softcap=8.0, label_smoothing=0.1, return_aux=True
+                D, V, grad_filter=GradFilter(always=True), softcap=8.0, label_smoothing=0.1, return_aux=True
             )
 
         def forward(self, x, y):
@@ -94,7 +94,7 @@ def test_compiles_as_one_graph(data):
 def test_operators_pass_torchs_own_check(data):
     hidden, weight, target = data
     want = Want(uniform=True, entropy=True, filter_stats=True, largest=True)
-    call = Call(Spec(ShardLogits(0, V), V, filter=Filter(2.0**-12), want=want, workspace_bytes=1 << 20))
+    call = Call(Spec(ShardLogits(0, V), V, filter=Filter(2.0**-12, always=True), want=want, workspace_bytes=1 << 20))
     assert Call.of(call.flat()) == call
     torch.library.opcheck(torch.ops.cce_dist.forward.default, (hidden, weight, None, target, None, None, *call.flat()))
 
@@ -158,9 +158,9 @@ def test_filter_keeps_the_mean_and_reports_what_it_drops():
 
     exact_hidden, exact_weight, none = grads(None)
     assert none is None
-    plain_hidden, plain_weight, stats = grads(GradFilter(compensate=False))
+    plain_hidden, plain_weight, stats = grads(GradFilter(compensate=False, always=True))
     assert stats is not None
-    ours_hidden, ours_weight, _ = grads(GradFilter())
+    ours_hidden, ours_weight, _ = grads(GradFilter(always=True))
     assert 0 < stats.kept < 0.9 and 0 < stats.dropped_mass_mean < stats.dropped_mass_max < 0.5
 
     def worse(a, b, truth):

@@ -6,6 +6,7 @@ Each test names the mutation of the kernels that it catches.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ from cce_dist.kernels import (
     Softmax,
     Spec,
     Want,
+    backends,
     budget,
     exact,
     tiles,
@@ -473,7 +475,7 @@ def test_what_is_alive_keeps_the_budget(
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     hidden = torch.zeros(65536, 2048, dtype=torch.bfloat16, device=DEVICE)
     weight, labels = hidden[:3000].clone(), torch.zeros(65536, dtype=torch.int64, device=DEVICE)
-    kept = Filter() if grad_filter is None else Filter(grad_filter.eps)
+    kept = Filter() if grad_filter is None else Filter(grad_filter.eps, always=True)
     call = Call(Spec(ShardLogits(0, 3000), 3000, filter=kept, workspace_bytes=mib << 20), backend="triton").flat()
     with Live() as live:
         losses = op._forward(hidden, weight, None, labels, None, None, *call)
@@ -535,6 +537,8 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
     assert torch.equal(ids, dense_backend.label_ids(labels, -100, vocab_size))
     assert (ids == IGNORED).any() and (ids == OUTSIDE).any()
     assert torch.equal(tokens.label_ids(labels, 5, vocab_size), dense_backend.label_ids(labels, 5, vocab_size))
+    for some in (labels, torch.full_like(labels, -100), labels[:0]):
+        assert torch.equal(tokens.num_counted(some, -100), backends.num_counted("torch", some, -100))
 
     stats = torch.rand(num_shards, 3 + 2 * uniform + entropy, num_tokens, device=DEVICE) * 50 + 1
     stats[:, 0] -= 30
@@ -559,6 +563,39 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
         ours = tokens.coefficients(grads, ids, vocab_size)
         torch.testing.assert_close(ours, dense_backend.coefficients(grads, ids, vocab_size), rtol=1e-6, atol=0)
         assert (ours[:, ids < 0] == 0).all()
+
+
+def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are left out. Catches: a constexpr, or a tensor given or not, that follows the number of chunks, so of tokens:
+    its kernel would compile in the middle of training."""
+    monkeypatch.undo()  # of NaN in what is not initialised
+    seen: list[dict[str, set[tuple[Any, ...]]]] = []
+
+    def launch(kernel: Any, _: Any) -> Any:
+        def record(*args: Any, **options: Any) -> None:
+            given = [getattr(arg, "dtype", arg is None) for arg in args]
+            seen[-1].setdefault(kernel.fn.__name__, set()).add((*given, *options.items()))
+
+        return record
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", launch)
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # indices are looked at
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    monkeypatch.setattr(exact, "columns_kept", lambda *_: 0)
+    for num_tokens in (1024, 1000, 30000):
+        seen.append({})
+        hidden = torch.zeros(num_tokens, 256, dtype=torch.bfloat16, device=DEVICE)
+        labels = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
+        x = Operands(hidden, hidden[:1000], None, labels, ShardLogits(0, 1000))
+        spec = Spec(x.logits, 1000, workspace_bytes=64 << 20)
+        stats, saved = exact.statistics(x, spec)
+        exact.gradients(x, Softmax(stats[0], stats[1]), torch.zeros(4, num_tokens, device=DEVICE), saved, Grads(), spec)
+    assert seen[0].keys() >= {"_lse_kernel", "_dlogits_kernel", "_grad_hidden_kernel", "_grad_weight_kernel"}
+    sizes = [budget.Sizes(n, 256, 1000, 2) for n in (1024, 30000)]
+    on = tiles.choose_tiles(torch.bfloat16, torch.device(DEVICE)), tiles.num_programs(torch.device(DEVICE))
+    assert [budget.exact_chunks(each, 64 << 20, 0, *on).cols < 1000 for each in sizes] == [False, True]
+    for other in seen[1:]:
+        assert all(other[name] <= variants for name, variants in seen[0].items() if name in other)
 
 
 BIG = Case(num_tokens=1000, hidden_size=512, num_rows=5000, budget=16 << 20)
@@ -633,6 +670,7 @@ def test_peak_memory(num_tokens: int, mib: int) -> None:
     case = Case(num_tokens=num_tokens, hidden_size=2048, num_rows=60000, budget=mib << 20)
     p = problem(case, torch.bfloat16)
     case = case._replace(cached=exact.columns_kept(operands(p), spec_of(p, case)))
+    gc.collect()  # what a failed test before this one left would be freed meanwhile
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -74,12 +74,13 @@ def _our_options(workspace_mib: Sequence[int]) -> dict[str, dict[str, Any]]:
         f"cce-dist@{mib}MiB" if others or mib != UNNAMED_MIB else "cce-dist": {"workspace_bytes": mib << 20}
         for mib in workspace_mib
     }
-    filtered = "cce-dist-filtered" if first == UNNAMED_MIB else f"cce-dist-filtered@{first}MiB"
+    at = "" if first == UNNAMED_MIB else f"@{first}MiB"
+    filters = {"filtered": GradFilter(always=True), "screened": GradFilter(always=True, screen="auto")}
     return {
         **exact,
         "cce-dist-default": {},
         "cce-dist-cached": {"workspace_bytes": None},
-        filtered: {"grad_filter": GradFilter(), "workspace_bytes": first << 20},
+        **{f"cce-dist-{name}{at}": {"grad_filter": f, "workspace_bytes": first << 20} for name, f in filters.items()},
     }
 
 

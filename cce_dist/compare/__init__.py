@@ -42,18 +42,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--out", type=folder, default=Path("runs/compare"), help="folder of compare.json and compare.png")
     run.add_argument(
         "--methods", nargs="+", default=list(METHODS), metavar="METHOD",
-        help="dense (all logits in memory), exact, filtered (and compensated), filtered-plain (not compensated), full-c (dC "
-        "exact, dE filtered), full-c-plain, or another library's row of 'cce-dist bench' "
+        help="dense (all logits in memory), exact, filtered (and compensated), screened (the same, its forward in 8 bits "
+        "where the GPU can), filtered-plain (not compensated), full-c (dC exact, dE filtered), full-c-plain, or another "
+        "library's row of 'cce-dist bench' "
         f"(default: {' '.join(METHODS)})",
     )  # fmt: skip
-    run.add_argument("--seeds", type=whole(1), metavar="N", help="runs of each method: seeds 0 to N - 1")
+    run.add_argument("--seeds", type=whole(1), metavar="N", help="runs of each method, a seed each")
+    run.add_argument("--first-seed", type=whole(0), default=0, metavar="SEED", help="of N in a row (default: 0)")
     run.add_argument("--steps", type=whole(1), help="optimizer steps of a run")
     run.add_argument("--measure-every", type=whole(1), metavar="STEPS", help="of loss and gradient")
     run.add_argument("--eval-batches", type=whole(1), default=8, metavar="BATCHES")
     run.add_argument(
         "--filter-eps", type=number(0, below=1), metavar="P", help="softmax below which the filter drops a gradient"
     )
-    run.add_argument("--show", type=file, metavar="JSON", help="train nothing; print and draw this compare.json again")
+    run.add_argument(
+        "--show", type=file, nargs="+", metavar="JSON",
+        help="train nothing; print and draw a compare.json again, or several, of other seeds or methods, as one",
+    )  # fmt: skip
     run.add_argument(
         "--columns", nargs="+", metavar="COLUMN", help="with --show: print these columns, and draw nothing"
     )
@@ -72,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         if args.show:
-            comparison = report.read_json(args.show)
+            comparison = report.joined(args.show)
             if args.columns:
                 print("\n".join(report.summary(comparison, args.columns)))
                 return 0
-            figure = args.show.with_suffix(".png")
+            figure = args.show[0].with_suffix(".png")
         else:
             comparison = _compare(args)
             figure = args.out / "compare.png"
@@ -116,7 +121,8 @@ def _compare(args: argparse.Namespace) -> Any:
     comparison = report.Comparison.of(describe_environment(here.device), args, recipe.shape, missing)
     num_steps = args.seeds * len(chosen) * args.steps
     with tqdm(total=num_steps, unit="step", dynamic_ncols=True, disable=None) as bar:
-        how = {"seeds": args.seeds, "measure_every": args.measure_every, "advance": bar.update}
+        seeds = range(args.first_seed, args.first_seed + args.seeds)
+        how = {"seeds": seeds, "measure_every": args.measure_every, "advance": bar.update}
         for run in runs.train_all(recipe, here, data.Corpus(folder), chosen, **how):
             comparison.runs.append(run)
             write_json(args.out / "compare.json", comparison)

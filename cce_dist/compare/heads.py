@@ -51,7 +51,7 @@ def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, Ma
 
 
 def _make_ours(loss: str, recipe: Recipe, ranks: Ranks) -> MakeHead:
-    recipe = dataclasses.replace(recipe, loss=loss)
+    recipe = dataclasses.replace(recipe, loss=loss, filter_always=True)
     return lambda weight: build_head(recipe, ranks, weight=weight)
 
 

@@ -26,13 +26,15 @@ TITLES = {
     "rare dC": "dC of tokens not in the batch",
 }
 COLUMNS = {  # what --columns calls the columns of the table
-    "val-loss": "val loss (sd)", "excess": f"- {BASELINE} (sd)", "dE": "dE", "mean-dE": "mean dE", "dC": "dC",
-    "rare-dC": "rare dC", "kept": "kept", "tokens/s": "tokens/s",
+    "val-loss": "val loss (sd)", "excess": f"- {BASELINE} (sd)", "excess-se": f"- {BASELINE} (s.e.)", "dE": "dE",
+    "mean-dE": "mean dE", "dC": "dC", "rare-dC": "rare dC", "kept": "kept", "tokens/s": "tokens/s",
 }  # fmt: skip
+OF_A_COMMAND = {"out", "methods", "seeds", "first_seed", "show", "columns", "cache"}  # options that change no run
 STYLES = {  # color and dash of the methods that are compared by default; others take what is left
     "dense": ("black", "-"),
     "exact": (report.OURS_COLOR, "--"),
     "filtered": ("#2a9d4e", "-"),
+    "screened": ("#1f77b4", "--"),
     "filtered-plain": ("#d62728", "-"),
     "full-c": ("#7fbf3f", "--"),
     "full-c-plain": ("#ff9896", "--"),
@@ -119,9 +121,9 @@ def table(comparison: Comparison) -> str:
         notes.append(f"Not measured: {', '.join(reasons)}.")
     about = (
         "Validation loss after the last step, by the exact head, in nats per token: mean over seeds (and standard "
-        f"deviation); '- {BASELINE}' is paired by seed. Gradients are compared with dense ones in wider arithmetic, on the "
-        "run's own weights and batch: 1 - cosine, and the norm over the dense one's, means over all measurements and seeds. "
-        "Rare dC: the rows of tokens that are not in the batch. Kept: the share that the filter keeps."
+        f"deviation, or error of the mean); '- {BASELINE}' is paired by seed. Gradients are compared with dense ones in wider "
+        "arithmetic, on the run's own weights and batch: 1 - cosine, and the norm over the dense one's, means over all "
+        "measurements and seeds. Rare dC: the rows of tokens that are not in the batch. Kept: the share that the filter keeps."
     )
     heading = [f"### {comparison.title}", "", f"{report.where(comparison.environment)}. {about}"]
     return "\n".join([*heading, "", *summary(comparison), "", *notes])
@@ -145,8 +147,9 @@ def _cells(comparison: Comparison, method: str) -> dict[str, str]:
     """A row's text by column."""
     last = comparison.options["steps"]
 
-    def final(values: dict[int, list[float]], form: str) -> str:
+    def final(values: dict[int, list[float]], form: str, of_mean: bool = False) -> str:
         mean, spread = mean_and_spread(values.get(last, []))
+        spread /= math.sqrt(len(values.get(last, []))) if of_mean else 1.0
         return "-" if math.isnan(mean) else f"{mean:{form}}" + ("" if math.isnan(spread) else f" ({spread:.4f})")
 
     def average(statistic: str, gradient: str = "") -> float:
@@ -160,6 +163,7 @@ def _cells(comparison: Comparison, method: str) -> dict[str, str]:
         "method": method,
         COLUMNS["val-loss"]: final(comparison.series(method, "val_loss"), ".4f"),
         COLUMNS["excess"]: final(comparison.excess(method), "+.4f"),
+        COLUMNS["excess-se"]: final(comparison.excess(method), "+.4f", of_mean=True),
     }
     for name in GRADIENTS:
         distance = 1 - average("cosine", name)
@@ -189,6 +193,25 @@ def read_json(path: Path) -> Comparison:
         return report.read_json(path, Comparison, "compare.json")
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def joined(paths: Sequence[Path]) -> Comparison:
+    """Read several compare.json, of other seeds or methods, as one; the first one's figure and environment stand for all.
+
+    Raises:
+        UsageError: One is something else, trained otherwise, or has a run that another one has.
+    """
+    first, *others = (read_json(path) for path in paths)
+    for path, other in zip(paths[1:], others, strict=True):
+        names = sorted({*first.options, *other.options} - OF_A_COMMAND)
+        differ = [name for name in names if first.options.get(name) != other.options.get(name)]
+        if differ or first.sizes != other.sizes:
+            what = f"--{differ[0].replace('_', '-')}" if differ else "sizes"
+            raise UsageError(f"{path} was trained with other {what} than {paths[0]}")
+        if twice := {(run.method, run.seed) for run in first.runs} & {(run.method, run.seed) for run in other.runs}:
+            raise UsageError(f"{path} has a run of {min(twice)[0]} with seed {min(twice)[1]} again")
+        first.runs += other.runs
+    return first
 
 
 def draw(comparison: Comparison, path: Path) -> None:

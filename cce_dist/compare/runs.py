@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,13 +54,13 @@ class Run:
 
 
 def train_all(
-    recipe: Recipe, ranks: Ranks, corpus: Corpus, methods: dict[str, MakeHead], *, seeds: int, measure_every: int,
+    recipe: Recipe, ranks: Ranks, corpus: Corpus, methods: dict[str, MakeHead], *, seeds: Iterable[int], measure_every: int,
     advance: Callable[[], Any],
 ) -> Iterator[Run]:  # fmt: skip
     """Yield each run as it ends, all methods of a seed before the next seed; ``advance`` is called after every step."""
     seq_len = recipe.shape.seq_len
     held_out = Batches(corpus.held_out, seq_len, seed=0)  # seeds are judged by the same text
-    for seed in range(seeds):
+    for seed in seeds:
         make_deterministic(seed)
         model = build_model(recipe, ranks)
         exact = model.head

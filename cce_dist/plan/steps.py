@@ -44,10 +44,11 @@ class Engine(NamedTuple):
 
 
 # torch: fp32 weights and residuals under autocast. DeepSpeed and Megatron: bf16 weights, fp32 gradients, copies and moments. A
-# layer keeps the inputs of its norms and products, queries and keys turned, attention's output and its transpose.
+# layer keeps the inputs of its norms and products, queries and keys turned, attention's output and its transpose. DeepSpeed's
+# pipeline holds the last stage's bf16 logits twice: four runs of docs/results/h200-steps-two.json.
 ENGINES = {
     "torch": Engine(12, 4, 2, 26, 8, 4, 0, 1.0, "torch"),
-    "deepspeed": Engine(18, 2, 0, 22, 8, 2, 2, 1.0, "torch"),
+    "deepspeed": Engine(18, 2, 0, 22, 8, 2, 4, 1.0, "torch"),
     "megatron": Engine(18, 2, 0, 22, 8, 2, 0, 0.65, "megatron"),
 }
 OPTIMIZER_TEMPORARY = 4  # bytes of a parameter that AdamW's step takes for a square root of all

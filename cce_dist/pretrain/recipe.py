@@ -17,8 +17,9 @@ from cce_dist.arguments import folder, number, text, whole
 from cce_dist.arguments import pattern as file_pattern
 from cce_dist.pretrain.exits import UsageError
 
-FILTERS: dict[str, dict[str, bool]] = {  # arguments of GradFilter, beside eps, by name of the loss
+FILTERS: dict[str, dict[str, Any]] = {  # arguments of GradFilter, beside eps, by name of the loss
     "filtered": {},
+    "screened": {"screen": "auto"},
     "filtered-plain": {"compensate": False},
     "full-c": {"weight": False},
     "full-c-plain": {"weight": False, "compensate": False},
@@ -102,6 +103,7 @@ class Recipe:
         choices=(*LOSSES, MEGATRON_FUSED),
     )  # fmt: skip
     filter_eps: float = flag("loss", 2**-12, "softmax below which the gradient is dropped", type=number(0, below=1))
+    filter_always: bool = flag("loss", False, "filter whatever it costs, also where exact gradients take less time")
 
     shape: Shape = PRESETS["small"]
 
@@ -202,7 +204,9 @@ class Recipe:
     @property
     def grad_filter(self) -> GradFilter | None:
         """The filter that the loss names; None if the loss names none."""
-        return GradFilter(self.filter_eps, **FILTERS[self.loss]) if self.loss in FILTERS else None
+        if self.loss not in FILTERS:
+            return None
+        return GradFilter(self.filter_eps, **FILTERS[self.loss], always=self.filter_always)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1: linear warm-up, then a cosine down to a tenth of the peak."""

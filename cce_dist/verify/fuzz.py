@@ -244,6 +244,7 @@ def _draw_filter(rng: random.Random, kind: random.Random, call: Draw) -> None:
         compensate=kind.random() < 0.6,
         hidden=kind.random() < 0.8,
         weight=kind.random() < 0.8,
+        always=True,
     )
     call.logits, call.upstream = "zipf", ("loss",)
     call.layouts |= {name: "contiguous" for name, layout in call.layouts.items() if layout == "expanded"}

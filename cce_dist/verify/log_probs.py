@@ -22,6 +22,7 @@ from cce_dist.verify.cases import BF16, FP16, Bounds, Problem, even, padded, ran
 from cce_dist.verify.check import EPS, Error, compare, local_rows, rounded, same_bits
 
 TOP = 5
+OF_LOGITS = ("log_probs", "lse", "max_logit", "top_log_probs")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ LOG_PROB_CASES = [
     LogProbCase("log-probs-alone", "an entropy that was not asked for", differentiated=("log_probs",)),
     LogProbCase("log-probs-3", "the target of another rank's shard", 3, differentiated=("log_probs",)),
     LogProbCase("log-probs-64", "a sum of ids in another order", 64, problem=random_problem(5, bias=True)),
+    LogProbCase("log-probs-64-entropy", "p of an id's own logit, which is rounded otherwise, beside the others' p", 64,
+                problem=random_problem(7, 32, 32, scale=2.0), differentiated=("entropy",)),
     LogProbCase("log-probs-repeated", "a cell that is overwritten twice", 7, ids=repeated),
     LogProbCase("log-probs-ignored", "an ignored id with a gradient", 5, ids=ignored),
     LogProbCase("log-probs-own-factors", "one token's temperature for another", own=OWN, problem=random_problem(bias=True)),
@@ -114,7 +117,9 @@ def run_case(
     shard = VocabShard(start, stop, vocab_size, group)
     first, again = (_ours(drawn, case.dtype, shard, rank, backend) for _ in range(2))
     errors = [
-        error for name, ours in first.items() for error in _errors(name, ours, baseline, truth, case, shard, rank)
+        error
+        for name, ours in first.items()
+        for error in _errors(name, ours, baseline, truth, case, drawn, shard, rank)
     ]
     return errors + same_bits(first, again, LogProbs._fields, group)
 
@@ -145,8 +150,8 @@ def _draw(case: LogProbCase, generator: torch.Generator, device: str) -> _Drawn:
 
 
 def _errors(
-    name: str, ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor], case: LogProbCase, shard: VocabShard,
-    rank: int,
+    name: str, ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor], case: LogProbCase, drawn: _Drawn,
+    shard: VocabShard, rank: int,
 ) -> list[Error]:  # fmt: skip
     if name in ("argmax", "top_ids"):
         return [_wrong_ids(name, ours, baseline, truth)]
@@ -162,7 +167,16 @@ def _errors(
         ours, of_rank, of_truth = ours[: shard.num_valid], of_rank[mine], of_truth[mine]
     if name == "dE" and case.options.get("sequence_parallel"):
         of_rank, of_truth = (value.chunk(shard.group_size)[rank] for value in (of_rank, of_truth))
-    return [*padding, compare(name, ours, of_rank, of_truth, held_in)]
+    error = compare(name, ours, of_rank, of_truth, held_in)
+    if name in OF_LOGITS:
+        error = error._replace(bound=error.bound + _softcap_noise(drawn.options))
+    return [*padding, error]
+
+
+def _softcap_noise(options: dict[str, Any]) -> float:
+    """Error of a logit under a softcap: a tanh made of exponentials is right to two units in the last place of 1."""
+    temperature = torch.as_tensor(options.get("temperature", 1.0)).amin().item()
+    return options.get("softcap", 0.0) / temperature * EPS[torch.float32] / 16
 
 
 def _wrong_ids(name: str, ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor]) -> Error:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from cce_dist.filter import SCREENS
 from cce_dist.integrations.megatron.loss import Options
 from cce_dist.integrations.megatron.swap import FLAG, convert, language_module
 from cce_dist.integrations.options import FILTERS
@@ -69,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--cce-filter", choices=FILTERS, default="off", help="whether gradients are filtered, and how")
     group.add_argument("--cce-filter-eps", type=float, default=2**-12, help="softmax below which gradients are dropped")
     group.add_argument(
+        "--cce-filter-screen",
+        choices=("off", *SCREENS),
+        default="off",
+        help="whether forward screens the logits in 8 bits",
+    )
+    group.add_argument(
         "--cce-workspace-bytes", type=int, metavar="BYTES", help="memory budget (default: the shapes choose it)"
     )
     group.add_argument(
@@ -87,7 +94,8 @@ def options_from_args(args: argparse.Namespace) -> Options:
     Raises:
         ValueError: A value is out of range; the message names the flag.
     """
-    values = {key: getattr(args, f"cce_{key}") for key in ("filter", "filter_eps", "workspace_bytes", "vocab_size")}
+    keys = ("filter", "filter_eps", "filter_screen", "workspace_bytes", "vocab_size")
+    values = {key: getattr(args, f"cce_{key}") for key in keys}
     given = {key: value for key, value in values.items() if value is not None}
     return Options.read(given, lambda key: f"--cce-{key.replace('_', '-')}", "the command line")
 

@@ -34,21 +34,30 @@ from typing import NamedTuple
 
 import torch
 
-from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget, exact, stand_in
+from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget, exact
 from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.budget import FEW, NUM_PLANES, SAMPLE, cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.filter.bound import bound_of_shard, draw_outside, drawn_sums
-from cce_dist.kernels.filter.d_rows import add_listed_hidden, by_column, listed_bias, listed_weight
+from cce_dist.kernels.filter.d_rows import (
+    ByColumn,
+    add_listed_hidden,
+    by_column,
+    listed_bias,
+    listed_weight,
+    stand_in_weight,
+)
 from cce_dist.kernels.filter.drawn import (
     Drawn,
+    Factors,
     Tokens,
-    add_tokens,
+    draw_columns,
     drawn_gradients,
-    gather_columns,
-    shrink_columns,
+    factors_of,
+    squares_of_columns,
+    squares_of_tokens,
     weigh_tokens,
 )
 from cce_dist.kernels.filter.hot import Hot, gather_hot, most_labelled, num_hot, outside_hot
@@ -62,6 +71,7 @@ from cce_dist.kernels.filter.lists import (
     new_entries,
     plan,
 )
+from cce_dist.kernels.filter.screen import First, screened_statistics
 from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
@@ -72,7 +82,7 @@ from cce_dist.kernels.lse import (
     merge_splits,
     target_logits,
 )
-from cce_dist.kernels.tiles import Tiles, choose_tiles
+from cce_dist.kernels.tiles import Tiles, choose_tiles, screen_tile
 from cce_dist.kernels.tokens import (
     coefficients,
     compact,
@@ -91,6 +101,16 @@ __all__ = [
 
 def default_workspace(x: Operands, spec: Spec) -> int:
     return budget.LEAST_DEFAULT  # lists take the place of exponentials
+
+
+def pays(x: Operands, spec: Spec) -> bool:
+    """Return whether the filter takes less time than exact gradients, by the sizes and what is wanted alone.
+
+    It does not depend on which gradients a rank needs, since all ranks of a group have to agree.
+    """
+    with_grad = spec._replace(want=spec.want._replace(grad=True))
+    exact_sides = (not spec.filter.hidden) + (not spec.filter.weight)
+    return budget.filter_pays(exact.sizes_of(x), exact.keeps(x, with_grad), spec.workspace_bytes, exact_sides)
 
 
 def rows_at_once(x: Operands, spec: Spec) -> int | None:
@@ -127,52 +147,101 @@ def statistics(
         return stats_KN, list(lists._replace(bound_3N=bound_3N))
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        num_words = cdiv(num_valid, tiles.lse.cols) * tiles.lse.cols // 32
+        unit = tiles.lse.cols
+        if spec.screened:
+            unit = max(unit, screen_tile(x.hidden.device, x.logits.softcap > 0.0).cols)
+        num_words = cdiv(num_valid, unit) * unit // 32
         ids_H = most_labelled(x, lists.ids_H.shape[0])
         hot = gather_hot(ids_H, x, num_words)
         at_once, first_at_once = budget.filter_forward_rows(
             exact.sizes_of(x), num_words, spec.workspace_bytes, tiles.lse.rows, tiles.group
         )
-        order = compact(x.ids)
-        sloped_2N = stats_KN.new_empty(2, num_tokens) if x.logits.softcap > 0.0 else None
-        hot_sloped_N, sloped_N = (None, None) if sloped_2N is None else sloped_2N.unbind()
-
-        hot_3N = stats_KN.new_empty(3, num_tokens)
-        drawn_ids_S, drawn = draw_outside(hot, x)
-        num_drawn = drawn_ids_S.shape[0]
-        sums_3PN = stats_KN.new_empty(3, cdiv(num_drawn, tiles.lse.cols), num_tokens)
         buffer_RD = x.hidden.new_empty(min(first_at_once, num_tokens), x.hidden.shape[1])
-        for group in exact.token_groups(order, first_at_once):
-            rows = gathered(x.hidden, group, buffer_RD)
-            target_logits(x, rows, stats_KN[2])
-            _log_sum_exp(hot.x, rows, tiles, hot_3N, hot_sloped_N)
-            if num_drawn:
-                drawn_sums(drawn_ids_S, drawn, x.logits.start, rows, tiles, sums_3PN)
-        bound_N = merge_bound(bound_of_shard(hot_3N, stats_KN[2], sums_3PN, num_drawn, x, hot))
-
-        taken = torch.zeros(1, dtype=torch.int64, device=x.hidden.device)
-        words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=x.hidden.device)
-        for group in exact.token_groups(order, at_once):
-            if at_once < num_tokens:  # else the first pass has gathered all
-                rows = gathered(x.hidden, group, buffer_RD)
-            words = words_RW[: group[0].shape[0]]
-            marks = Marks(bound_N.index_select(0, group[0]), math.log(spec.filter.eps / SLACK), words)
-            _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
-            list_columns(words, hot, x, rows, lists, taken)
-
-        hot_sum_N, sum_N = (hot_3N[1], stats_KN[1]) if sloped_2N is None else (hot_sloped_N, sloped_N)
-        bound_3N = outside_hot(bound_N, hot_3N[0], hot_sum_N, stats_KN[0], sum_N)
+        first = _before_all_columns(x, hot, tiles, buffer_RD, stats_KN, merge_bound)
+        if spec.screened:
+            del buffer_RD
+            bound_3N, suspects_N = screened_statistics(x, hot, first, lists, stats_KN, spec, tiles)
+            _look_again(x, suspects_N, stats_KN, spec, tiles)
+        else:
+            bound_3N = _marked_statistics(x, hot, first, lists, stats_KN, buffer_RD, at_once, spec)
     return stats_KN, list(lists._replace(bound_3N=bound_3N, ids_H=ids_H))
+
+
+def _before_all_columns(
+    x: Operands, hot: Hot, tiles: Tiles, buffer_RD: torch.Tensor, stats_KN: torch.Tensor,
+    merge_bound: Callable[[torch.Tensor], torch.Tensor],
+) -> First:  # fmt: skip
+    """Write the labels' logits to stats_KN, and bound each token's log-sum-exp by them, hot columns and some others."""
+    order, num_tokens = compact(x.ids), x.num_tokens
+    hot_3N = stats_KN.new_empty(3, num_tokens)
+    hot_sloped_N = stats_KN.new_empty(num_tokens) if x.logits.softcap > 0.0 else None
+    drawn_ids_S, drawn = draw_outside(hot, x)
+    num_drawn = drawn_ids_S.shape[0]
+    sums_3PN = stats_KN.new_empty(3, cdiv(num_drawn, tiles.lse.cols), num_tokens)
+    for group in exact.token_groups(order, buffer_RD.shape[0]):
+        rows = gathered(x.hidden, group, buffer_RD)
+        target_logits(x, rows, stats_KN[2])
+        _log_sum_exp(hot.x, rows, tiles, hot_3N, hot_sloped_N)
+        if num_drawn:
+            drawn_sums(drawn_ids_S, drawn, x.logits.start, rows, tiles, sums_3PN)
+    shard_3N = bound_of_shard(hot_3N, stats_KN[2], sums_3PN, num_drawn, x, hot)
+    return First(order, hot_3N, hot_sloped_N, shard_3N, merge_bound(shard_3N), drawn)
+
+
+def _marked_statistics(
+    x: Operands,
+    hot: Hot,
+    first: First,
+    lists: Lists,
+    stats_KN: torch.Tensor,
+    buffer_RD: torch.Tensor,
+    at_once: int,
+    spec: Spec,
+) -> torch.Tensor:
+    """Write the statistics of all columns to stats_KN, and the lists. -> ``Lists.bound_3N``."""
+    num_tokens, num_words = x.num_tokens, hot.words_W.shape[0]
+    tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+    sloped_N = None if first.hot_sloped_N is None else torch.empty_like(first.hot_sloped_N)
+    taken = torch.zeros(1, dtype=torch.int64, device=x.hidden.device)
+    words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=x.hidden.device)
+    for group in exact.token_groups(first.order, at_once):
+        if at_once < num_tokens:
+            rows = gathered(x.hidden, group, buffer_RD)
+        else:  # the first pass has gathered all
+            rows = Rows(group[0], group[1], buffer_RD)
+        words = words_RW[: group[0].shape[0]]
+        marks = Marks(first.bound_N.index_select(0, group[0]), math.log(spec.filter.eps / SLACK), words)
+        _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
+        list_columns(words, hot, x, rows, lists, taken)
+    hot_sum_N, sum_N = (
+        (first.hot_3N[1], stats_KN[1])
+        if sloped_N is None or first.hot_sloped_N is None
+        else (first.hot_sloped_N, sloped_N)
+    )
+    return outside_hot(first.bound_N, first.hot_3N[0], hot_sum_N, stats_KN[0], sum_N)
+
+
+def _look_again(x: Operands, suspects_N: torch.Tensor, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles) -> None:
+    """Take the statistics of tokens that have a label in ``suspects_N`` from all logits in 16 bits. There are few or none."""
+    at_once = min(x.num_tokens, budget.forward_rows(exact.sizes_of(x), spec.workspace_bytes, False))
+    buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
+    again_2N = torch.empty_like(stats_KN[:2])
+    for group in exact.token_groups(compact(suspects_N), at_once):
+        _log_sum_exp(x, gathered(x.hidden, group, buffer_RD), tiles, again_2N, None, expected=FEW)
+    stats_KN[:2] = torch.where(suspects_N >= 0, again_2N, stats_KN[:2])
 
 
 def _log_sum_exp(
     x: Operands, rows: Rows, tiles: Tiles, stats_KN: torch.Tensor, sloped_N: torch.Tensor | None,
-    marks: Marks | None = None, want: Want = NOTHING_MORE,
+    marks: Marks | None = None, want: Want = NOTHING_MORE, expected: int | None = None,
 ) -> None:  # fmt: skip
-    """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group."""
+    """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group.
+
+    ``expected``: how many of them have a label, if it is far from all.
+    """
     num_rows = rows.index.shape[0]
     num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
-    parts = choose_splits(num_rows, num_tiles, tiles.lse, stats_KN.device)
+    parts = choose_splits(expected or num_rows, num_tiles, tiles.lse, stats_KN.device)
     partials_KPR = stats_KN.new_empty(NUM_PLANES, parts, num_rows)
     lse_partials(
         x, rows, tiles, Span(0, num_tiles, parts), partials_KPR, want=want, marks=marks, want_sloped=sloped_N is not None
@@ -190,7 +259,7 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec:
         coef_4N = torch.zeros(4, num_tokens, dtype=torch.float32, device=x.hidden.device)
         coef_4N[:2] = 1.0
         how = plan(x, softmax, coef_4N, lists, None, spec.filter.eps)
-        dropped_N, num_listed_N = listed_gradients(x, softmax, coef_4N, lists, how, True, None)
+        dropped_N, num_listed_N = listed_gradients(x, softmax, coef_4N, lists, how, True, None, None)
         num_labelled = (x.ids >= 0).sum().clamp(min=1)
         kept_N = torch.where(how.listed_labels >= 0, num_listed_N + lists.ids_H.shape[0], 0)
         num_kept = kept_N.sum() + (how.num_dense[0] + how.num_few[0]) * num_valid
@@ -232,18 +301,20 @@ class _StandIn(NamedTuple):
     """The stand-in for what is dropped.
 
     Attributes:
-        shares_2V: What each column multiplies it by; see ``shares_of``.
-        shared_2D: What the tokens' factors multiply in d_hidden; None where d_hidden is not wanted.
+        share_V: What each column multiplies it by; see ``shares_of``.
+        shared_hidden_2D: What the tokens' factors multiply in d_hidden; None where d_hidden is not wanted.
+        shared_weight_2D: What shares and 1 multiply in d_weight; None where d_weight is not wanted.
         drawn: The columns that correct it for d_hidden, or None.
-        shrink: The factor on that, a 0-d fp32 tensor, or None.
         tokens: The tokens that correct it for d_weight, or None.
+        factors: The factors on these two, or None.
     """
 
-    shares_2V: torch.Tensor
-    shared_2D: torch.Tensor | None
+    share_V: torch.Tensor
+    shared_hidden_2D: torch.Tensor | None
+    shared_weight_2D: torch.Tensor | None
     drawn: Drawn | None = None
-    shrink: torch.Tensor | None = None
     tokens: Tokens | None = None
+    factors: Factors | None = None
 
 
 class _Work(NamedTuple):
@@ -284,29 +355,48 @@ def _filtered_gradients(
         target = d_weight if grads.weight_out is None else grads.weight_out
         _add_few(x, softmax, coef_4N, how, (d_hidden, target, d_bias), grads, spec)
         entries = new_entries(lists.columns_M.shape[0], num_valid, device)
-        factor_2N, _ = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries)
+        total = _listed_sum(d_hidden, x, spec)
+        factor_2N, _ = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
         stand = _stand_in(x, softmax, coef_4N, hot, how, factor_2N, tiles, grads, spec)
         work = _Work(hot, how, lists, entries, factor_2N, stand, tiles)
 
         num_hot_columns = lists.ids_H.shape[0]
         hot_weight_HD = target.new_empty(num_hot_columns, x.hidden.shape[1]) if target is not None else None
         hot_bias_H = None if d_bias is None else torch.zeros(num_hot_columns, dtype=torch.float32, device=device)
-        _add_rows((d_hidden, hot_weight_HD, hot_bias_H), x, softmax, coef_4N, work, grads, spec)
+        _add_rows((d_hidden, hot_weight_HD, hot_bias_H), total, x, softmax, coef_4N, work, grads, spec)
+        del total  # its remainder takes the room in which the entries are sorted
         if target is not None or d_bias is not None:
             columns = by_column(entries, num_valid)
             if target is not None and hot_weight_HD is not None:
-                shared_2D = sums_of_rows(factor_2N, x.hidden)
-                if stand.tokens is not None:
-                    shared_2D[0] -= stand.tokens.less_D
-                listed_weight(
-                    target, x.hidden, columns, hot.slot_V, hot_weight_HD, stand.shares_2V[0], shared_2D, how,
-                    add=grads.weight_out is not None,
-                )  # fmt: skip
-                if stand.tokens is not None:
-                    add_tokens(target[:num_valid], stand.tokens, tiles)
+                _finish_weight(target, x, columns, hot_weight_HD, work, add=grads.weight_out is not None)
             if d_bias is not None and hot_bias_H is not None:
-                listed_bias(d_bias, columns, hot.slot_V, hot_bias_H, stand.shares_2V[0], factor_2N.sum(1))
+                listed_bias(d_bias, columns, hot.slot_V, hot_bias_H, stand.share_V, factor_2N.sum(1))
     return d_hidden, d_weight, d_bias
+
+
+def _finish_weight(
+    target: torch.Tensor, x: Operands, columns: ByColumn, hot_weight_HD: torch.Tensor, work: _Work, *, add: bool
+) -> None:
+    """Put all parts of d_weight together, in ``target``."""
+    stand, parts = work.stand_in, (work.hot.slot_V, hot_weight_HD, work.stand_in.share_V)
+    assert stand.shared_weight_2D is not None
+    alone = stand.tokens is not None and stand.factors is not None
+    if stand.tokens is not None and stand.factors is not None:
+        rows_VD = target[: x.logits.num_valid]
+        stand_in_weight(
+            rows_VD, stand.tokens, stand.factors.gain, *parts, stand.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
+        )  # fmt: skip
+    listed_weight(
+        target, x.hidden, columns, *parts, stand.shared_weight_2D, work.how, add=add, listed_alone=alone
+    )  # fmt: skip
+
+
+def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum | None:
+    """Return d_hidden with the remainder of all tokens, if there is room for that: then lists are added to it first."""
+    if d_hidden is None or not budget.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes):
+        return None
+    low_ND = exact.remainder(x.hidden, x.num_tokens)
+    return Sum(d_hidden, None if low_ND is None else low_ND.zero_(), by_token=True)
 
 
 def _stand_in(
@@ -314,29 +404,32 @@ def _stand_in(
     grads: Grads, spec: Spec,
 ) -> _StandIn:  # fmt: skip
     num_valid, weight = x.logits.num_valid, x.weight[: x.logits.num_valid]
+    shared_weight_2D = sums_of_rows(factor_2N, x.hidden) if grads.want_weight else None
     if not spec.filter.compensate:
-        shares_2V = shares_of(None, None, hot.slot_V, num_valid)
-        return _StandIn(shares_2V, sums_of_rows(shares_2V, weight) if grads.want_hidden else None)
+        shares_2V = shares_of(None, None, hot.slot_V, num_valid).shares_2V
+        return _StandIn(shares_2V[0], sums_of_rows(shares_2V, weight) if grads.want_hidden else None, shared_weight_2D)
     sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
     keep_parts = grads.want_weight and budget.keeps_sample(
         x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes
     )
     dropped = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse, keep_parts)
-    shares_2V = dropped.shares_2V
-    num_columns = budget.stand_in_columns(num_valid)
-    shared_2D = sums_of_rows(shares_2V, weight) if grads.want_hidden else None
-    if num_columns == 0:
-        return _StandIn(shares_2V, shared_2D)
-    columns = stand_in.draw(shares_2V[0], num_columns)
-    tokens = weigh_tokens(dropped, columns, sample, rows_SD, factor_2N[0], tiles)
-    if shared_2D is None:
-        return _StandIn(shares_2V, None, tokens=tokens)
-    drawn = gather_columns(columns, shared_2D[0], x)
-    coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
-    mass_N = factor_2N[0] if gain is None else factor_2N[0] / gain
-    shrink = shrink_columns(drawn, sample, rows_SD, mass_N, softmax, coef_4N, how.threshold, tiles)
-    shared_2D[0] -= shrink * drawn.away_KD.float().mean(0)
-    return _StandIn(shares_2V, shared_2D, drawn, shrink if gain is None else shrink * gain, tokens)
+    share_V, num_columns = dropped.shares_2V[0], budget.stand_in_columns(num_valid)
+    tokens = weigh_tokens(dropped, sample) if num_columns else None
+    shared_2D = sums_of_rows(dropped.shares_2V, weight) if grads.want_hidden or tokens is not None else None
+    stand = _StandIn(share_V, shared_2D if grads.want_hidden else None, shared_weight_2D)
+    if num_columns == 0 or shared_2D is None:
+        return stand
+    drawn = draw_columns(dropped, num_columns, shared_2D[0], x)
+    of_columns = of_tokens = gain = None
+    if tokens is not None:
+        of_tokens = squares_of_tokens(tokens, dropped, drawn)
+    if grads.want_hidden:
+        coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
+        of_columns = squares_of_columns(drawn, sample, rows_SD, gain, softmax, coef_4N, how.threshold, tiles)
+    factors = factors_of(of_columns, of_tokens, drawn, dropped, tokens, shared_2D, shared_weight_2D)
+    if gain is not None:
+        factors = factors._replace(columns=factors.columns * gain)
+    return stand._replace(drawn=drawn if grads.want_hidden else None, tokens=tokens, factors=factors)
 
 
 def _add_few(
@@ -372,18 +465,24 @@ def _add_few(
 
 
 def _add_rows(
-    out: Gradients, x: Operands, softmax: Softmax, coef_4N: torch.Tensor, work: _Work, grads: Grads, spec: Spec
-) -> None:
-    """Finish d_hidden, a group of tokens at a time, and make the hot columns' gradients of weight and bias on the way."""
+    out: Gradients, listed: Sum | None, x: Operands, softmax: Softmax, coef_4N: torch.Tensor, work: _Work, grads: Grads,
+    spec: Spec,
+) -> None:  # fmt: skip
+    """Finish d_hidden, a group of tokens at a time, and make the hot columns' gradients of weight and bias on the way.
+
+    ``listed`` is d_hidden where ``listed_gradients`` has begun it.
+    """
     d_hidden, hot_weight_HD, hot_bias_H = out
     hot, tiles = work.hot.x._replace(ids=work.how.hot_labels), work.tiles
     coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
     cols = cdiv(hot.logits.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
-    drawn, shared_2D = work.stand_in.drawn, work.stand_in.shared_2D
+    drawn, shared_2D, factors = work.stand_in.drawn, work.stand_in.shared_hidden_2D, work.stand_in.factors
     num_drawn = 0 if drawn is None else drawn.column_K.shape[0]
     at_once = budget.filter_backward_rows(exact.sizes_of(x), cols + num_drawn, spec.workspace_bytes)
     buffer_RD, dlogits_RH = x.hidden.new_empty(at_once, x.hidden.shape[1]), x.hidden.new_empty(at_once, cols)
-    total = None if d_hidden is None else Sum(d_hidden, exact.remainder(x.hidden, at_once))
+    total = listed
+    if total is None and d_hidden is not None:
+        total = Sum(d_hidden, exact.remainder(x.hidden, at_once))
     drawn_RK = None if drawn is None else x.hidden.new_empty(at_once, num_drawn)
     groups = exact.finished_groups(work.how.listed_labels, work.how.order, at_once, grads.ready_rows)
     for number, (*group, num_final) in enumerate(groups):
@@ -391,12 +490,16 @@ def _add_rows(
         grads_RH = dlogits_RH[: rows.index.shape[0]]
         dlogits_chunk(hot, rows, softmax, coef_4N, 0, grads_RH, tiles)
         if total is not None and shared_2D is not None:
-            add_d_hidden(total, grads_RH, hot.weight, rows, None, gain, tiles.grad_hidden, first=True)
-            if drawn is not None and drawn_RK is not None:
-                grads_RK, shrink = drawn_RK[: rows.index.shape[0]], work.stand_in.shrink
+            add_d_hidden(total, grads_RH, hot.weight, rows, None, gain, tiles.grad_hidden, first=listed is None)
+            if drawn is not None and drawn_RK is not None and factors is not None:
+                grads_RK = drawn_RK[: rows.index.shape[0]]
                 drawn_gradients(drawn, rows, softmax, coef_4N, work.how.threshold, grads_RK, tiles)
-                add_d_hidden(total, grads_RK, drawn.away_KD, rows, None, shrink, tiles.grad_hidden, first=False)
-            add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, work.factor_2N, shared_2D)
+                add_d_hidden(
+                    total, grads_RK, drawn.away_KD, rows, None, factors.columns, tiles.grad_hidden, first=False
+                )  # fmt: skip
+            add_listed_hidden(
+                total, x, rows, work.lists, work.how, work.entries, work.factor_2N, shared_2D, listed_before=listed is not None
+            )  # fmt: skip
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])
         if hot_weight_HD is not None:

@@ -21,29 +21,32 @@ import torch
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows
-from cce_dist.kernels.blocks import kernel
+from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum
+from cce_dist.kernels.filter.drawn import Tokens
 from cce_dist.kernels.filter.lists import Entries, Lists, Plan
+from cce_dist.kernels.tiles import Tile, precision
 
 
 def add_listed_hidden(
     total: Sum, x: Operands, rows: Rows, lists: Lists, how: Plan, entries: Entries, factor_2N: torch.Tensor,
-    shared_2D: torch.Tensor,
+    shared_2D: torch.Tensor, *, listed_before: bool,
 ) -> None:  # fmt: skip
     """Add the listed columns' part and the stand-in to d_hidden at the tokens of the group.
 
     Args:
         factor_2N: scale * P * m and scale * UNIFORM of each token, fp32.
         shared_2D: What they multiply: share . weight, and the sum of the weight rows that are not hot, fp32.
+        listed_before: ``listed_gradients`` added the lists of one block.
     """
     num_rows, hidden_size = rows.index.shape[0], x.weight.shape[1]
     _filtered_hidden_kernel[(num_rows, cdiv(hidden_size, 1024))](
         x.weight, rows.index, rows.num_kept, lists.count_N, how.end, entries.column, entries.grad, factor_2N, shared_2D,
         total.low_RD,
         total.high_ND,
-        x.num_tokens, hidden_size, x.logits.num_valid,
-        HAS_LOW=total.low_RD is not None, BLOCK_K=8, BLOCK_D=1024, num_warps=4,
+        x.num_tokens, hidden_size, x.logits.num_valid, how.block if listed_before else 0,
+        HAS_LOW=total.low_RD is not None, BY_TOKEN=total.by_token, BLOCK_K=8, BLOCK_D=1024, num_warps=4,
     )  # fmt: skip
 
 
@@ -63,7 +66,9 @@ def _filtered_hidden_kernel(
     num_tokens,
     hidden_size,
     num_valid,
+    num_before,
     HAS_LOW: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -77,11 +82,13 @@ def _filtered_hidden_kernel(
     target = d_hidden_ptr + token * hidden_size + offs_d
     acc = tl.load(target, mask=in_d, other=0).to(tl.float32)
     if HAS_LOW:
-        acc += tl.load(low_ptr + row.to(tl.int64) * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
+        low_row = token if BY_TOKEN else row.to(tl.int64)
+        acc += tl.load(low_ptr + low_row * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
     acc += tl.load(factor_ptr + token) * tl.load(shared_ptr + offs_d, mask=in_d, other=0)
     uniform = tl.load(factor_ptr + num_tokens.to(tl.int64) + token)
     acc += uniform * tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
-    for first in range(end - tl.load(count_ptr + token), end, BLOCK_K):
+    count = tl.load(count_ptr + token)
+    for first in range(end - tl.where(count > num_before, count, 0), end, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         column = tl.load(entry_column_ptr + offs_k, mask=offs_k < end, other=num_valid).to(tl.int64)
         in_k = column < num_valid
@@ -154,7 +161,7 @@ def _by_column_kernel(
 
 def listed_weight(
     d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, hot_HD: torch.Tensor,
-    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Plan, *, add: bool,
+    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Plan, *, add: bool, listed_alone: bool,
 ) -> None:  # fmt: skip
     """Set the rows of d_weight_VD to the sum of all their parts, or add it.
 
@@ -166,6 +173,7 @@ def listed_weight(
         shared_2D: sum_i scale P_i m_i hidden_i and sum_i scale UNIFORM_i hidden_i, fp32.
         how: Where tokens are exact, d_weight_VD holds their gradient, to add to; where all are, it is left alone.
         add: Add to d_weight_VD in any case.
+        listed_alone: Add the listed gradients and nothing else: ``stand_in_weight`` has set the rows to all other parts.
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
     block_v, block_d = 8, 512
@@ -176,7 +184,9 @@ def listed_weight(
         # in, out
         d_weight_VD,
         # sizes
-        num_cols, hidden_size, int(add),
+        num_cols, hidden_size, int(add or listed_alone),
+        # options
+        LISTED_ALONE=listed_alone,
         # tiles
         BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, num_warps=2,
     )  # fmt: skip
@@ -198,6 +208,7 @@ def _filtered_weight_kernel(
     num_cols,
     hidden_size,
     add,
+    LISTED_ALONE: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -219,22 +230,25 @@ def _filtered_weight_kernel(
     by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
     by_column = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
 
-    # Nearly all columns have no entries: a hot column's row or the stand-in is all.
-    hot = hot_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
-    is_hot = (slot > 0)[:, None]
-    part = tl.load(hot, mask=is_hot & in_d[None, :], other=0).to(tl.float32)
-    part = tl.where(is_hot, part, by_share[None, :] * share[:, None] + by_column[None, :])
-    target = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-    mask = (in_v & (end == begin))[:, None] & in_d[None, :]
-    part += tl.load(target, mask=mask & adding, other=0).to(tl.float32)
-    tl.store(target, part.to(d_weight_ptr.dtype.element_ty), mask=mask)
+    # Many columns have no entries: a hot column's row or the stand-in is all.
+    if not LISTED_ALONE:
+        hot = hot_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
+        is_hot = (slot > 0)[:, None]
+        part = tl.load(hot, mask=is_hot & in_d[None, :], other=0).to(tl.float32)
+        part = tl.where(is_hot, part, by_share[None, :] * share[:, None] + by_column[None, :])
+        target = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        mask = (in_v & (end == begin))[:, None] & in_d[None, :]
+        part += tl.load(target, mask=mask & adding, other=0).to(tl.float32)
+        tl.store(target, part.to(d_weight_ptr.dtype.element_ty), mask=mask)
 
     bit = 1 << tl.arange(0, BLOCK_V)
     to_do = tl.sum(tl.where(end > begin, bit, 0), 0)
     while to_do > 0:  # The columns with entries follow, one after another.
         this = bit == (to_do & -to_do)
         row = d_weight_ptr + tl.sum(tl.where(this, offs_v, 0), 0).to(tl.int64) * hidden_size + offs_d
-        acc = by_share * tl.sum(tl.where(this, share, 0.0), 0) + by_column
+        acc = tl.zeros((BLOCK_D,), tl.float32)
+        if not LISTED_ALONE:
+            acc += by_share * tl.sum(tl.where(this, share, 0.0), 0) + by_column
         acc += tl.load(row, mask=in_d & adding, other=0).to(tl.float32)
         row_end = tl.sum(tl.where(this, end, 0), 0)
         for first in range(tl.sum(tl.where(this, begin, 0), 0), row_end, BLOCK_K):
@@ -247,6 +261,93 @@ def _filtered_weight_kernel(
             acc += tl.sum(grad[:, None] * h, 0)
         tl.store(row, acc.to(d_weight_ptr.dtype.element_ty), mask=in_d)
         to_do &= to_do - 1
+
+
+def stand_in_weight(
+    d_weight_VD: torch.Tensor, tokens: Tokens, gain: torch.Tensor, slot_V: torch.Tensor, hot_HD: torch.Tensor,
+    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Plan, tile: Tile, *, add: bool,
+) -> None:  # fmt: skip
+    """Set the rows of d_weight_VD to all of their parts but the listed gradients, what sampled tokens add included, or add it.
+
+    Args:
+        d_weight_VD: in, out: the columns' rows.
+        tokens: The sampled tokens.
+        gain: The factor on what they add.
+        tile: Of the product.
+        slot_V, hot_HD, share_V, shared_2D, how, add: As in ``listed_weight``.
+    """
+    num_cols, hidden_size = d_weight_VD.shape
+    parts_SV, away_SD = tokens.parts_SV, tokens.rows.hidden
+    tma = has_tma(parts_SV, away_SD)
+    _stand_in_weight_kernel[(cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols),)](
+        # in
+        operand(parts_SV, tile.inner, tile.rows, tma), operand(away_SD, tile.inner, tile.cols, tma), tokens.rows.num_kept, gain,
+        slot_V, hot_HD, share_V, shared_2D, how.num_dense, how.num_few,
+        # in, out
+        d_weight_VD,
+        # sizes
+        away_SD.shape[0], num_cols, hidden_size, parts_SV.stride(0), int(add),
+        # tiles
+        BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_S=tile.inner, TMA=tma, PRECISION=precision(away_SD.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@kernel("parts", "away", "slot_ptr", "hot_ptr", "shared_ptr", "d_weight_ptr", "hidden_size")
+def _stand_in_weight_kernel(
+    parts,  # in: [S, V or more] descriptor or pointer
+    away,  # in: [S, D] descriptor or pointer
+    num_sampled_ptr,  # in: [1] int32
+    gain_ptr,  # in: [] fp32
+    slot_ptr,  # in: [V] int32
+    hot_ptr,  # in: [H, D]
+    share_ptr,  # in: [V] fp32
+    shared_ptr,  # in: [2, D] fp32
+    num_dense_ptr,  # in: [1] int32
+    num_few_ptr,  # in: [1] int32
+    d_weight_ptr,  # in, out: [V, D]
+    num_rows,
+    num_cols,
+    hidden_size,
+    parts_stride,
+    add,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    if tl.load(num_dense_ptr) > 0:
+        return
+    num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
+    row = tl.program_id(0) // num_col_blocks * BLOCK_V
+    col = tl.program_id(0) % num_col_blocks * BLOCK_D
+    acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
+    for inner in range(0, tl.load(num_sampled_ptr), BLOCK_S):
+        p = load_tile(parts, inner, row, num_rows, num_cols, parts_stride, BLOCK_S, BLOCK_V, TMA)
+        h = load_tile(away, inner, col, num_rows, hidden_size, hidden_size, BLOCK_S, BLOCK_D, TMA)
+        acc = tl.dot(p.T, h, acc, input_precision=PRECISION)
+    acc *= tl.load(gain_ptr)
+    offs_v = row + tl.arange(0, BLOCK_V)
+    in_v = offs_v < num_cols
+    slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
+    share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
+    is_hot = (slot > 0)[:, None]
+    adding = (add != 0) | (tl.load(num_few_ptr) > 0)
+    # The tile is stored a quarter at a time: the whole of it beside its addresses spills registers.
+    for half in tl.static_range(2):
+        for quarter in tl.static_range(2):
+            part = halves(halves(acc)[half])[quarter]
+            offs_d = col + (2 * half + quarter) * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
+            in_d = offs_d < hidden_size
+            part += tl.load(shared_ptr + offs_d, mask=in_d, other=0)[None, :] * share[:, None]
+            part += tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)[None, :]
+            hot = hot_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
+            part = tl.where(is_hot, tl.load(hot, mask=is_hot & in_d[None, :], other=0).to(tl.float32), part)
+            where = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+            mask = in_v[:, None] & in_d[None, :]
+            part += tl.load(where, mask=mask & adding, other=0).to(tl.float32)
+            tl.store(where, part.to(d_weight_ptr.dtype.element_ty), mask=mask)
 
 
 def listed_bias(

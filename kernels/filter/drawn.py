@@ -15,14 +15,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax, stand_in
 from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.d_hidden import Sum, add_d_hidden
-from cce_dist.kernels.d_weight import add_d_weight
-from cce_dist.kernels.filter.shares import PART, Dropped, Sample
+from cce_dist.kernels.filter.shares import PART, RUN, Away, Dropped, Sample
 from cce_dist.kernels.tiles import Tiles, precision
 
 
@@ -34,49 +33,136 @@ class Drawn(NamedTuple):
         worth_K: [K] fp32: 1 / (K share).
         x: They as a shard of their own, but for its first id, which is that of the shard they are from.
         away_KD: Their weight less the mean by share, in the weight's dtype.
+        square_K: The square of that, fp32.
     """
 
     column_K: torch.Tensor
     worth_K: torch.Tensor
     x: Operands
     away_KD: torch.Tensor
+    square_K: torch.Tensor
 
 
 class Tokens(NamedTuple):
-    """What the sampled tokens add to d_weight.
+    """What the sampled tokens add to d_weight, but for the factor on it.
 
     Attributes:
         parts_SV: As in ``shares.Dropped``.
         rows: The tokens; their hidden states are away_s, in the hidden states' dtype.
-        gain: The factor on the product, a 0-d fp32 tensor.
-        less_D: [D] fp32: what share_j multiplies with the other sign.
+        away: They as ``shares`` made them.
     """
 
     parts_SV: torch.Tensor
     rows: Rows
+    away: Away
+
+
+class Factors(NamedTuple):
+    """The factors on what corrects the stand-in, 0-d fp32 tensors.
+
+    Attributes:
+        columns: On what the drawn columns add to d_hidden.
+        tokens: On what the sampled tokens add to d_weight.
+        gain: That times what all tokens drop, in units of ``parts_SV``.
+    """
+
+    columns: torch.Tensor
+    tokens: torch.Tensor
     gain: torch.Tensor
-    less_D: torch.Tensor
 
 
-def gather_columns(columns: stand_in.Drawn, center_D: torch.Tensor, x: Operands) -> Drawn:
-    """Copy the columns' rows out of the weight; ``center_D`` is the mean of all rows by share."""
-    weight_KD = x.weight.index_select(0, columns.place)
-    bias_K = None if x.bias is None else x.bias.index_select(0, columns.place)
-    of_columns = x._replace(weight=weight_KD, bias=bias_K, logits=x.logits._replace(num_valid=weight_KD.shape[0]))
-    return Drawn(*columns, of_columns, (weight_KD.float() - center_D).to(weight_KD.dtype))
+def draw_columns(dropped: Dropped, size: int, center_D: torch.Tensor, x: Operands) -> Drawn:
+    """Draw columns by their shares, as ``stand_in.draw``, and copy their rows; ``center_D`` is the mean of all by share."""
+    device, hidden_size, num_valid = x.weight.device, x.weight.shape[1], x.logits.num_valid
+    column_K = torch.empty(size, dtype=torch.int64, device=device)
+    worth_K, square_K = torch.empty(2, size, dtype=torch.float32, device=device).unbind()
+    weight_KD, away_KD = (x.weight.new_empty(size, hidden_size) for _ in range(2))
+    bias_K = None if x.bias is None else x.bias.new_empty(size)
+    num_runs = dropped.count_B.shape[0]
+    _draw_columns_kernel[(size,)](
+        dropped.shares_2V, dropped.count_B, center_D, x.weight, x.bias,
+        column_K, worth_K, weight_KD, away_KD, square_K, bias_K,
+        num_runs, num_valid, hidden_size, size, stand_in.PARTS,
+        HAS_BIAS=x.bias is not None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(), BLOCK_D=1024,
+    )  # fmt: skip
+    of_columns = x._replace(weight=weight_KD, bias=bias_K, logits=x.logits._replace(num_valid=size))
+    return Drawn(column_K, worth_K, of_columns, away_KD, square_K)
 
 
-def shrink_columns(
-    drawn: Drawn, sample: Sample, rows_SD: torch.Tensor, mass_N: torch.Tensor, softmax: Softmax, coef_4N: torch.Tensor,
-    threshold_N: torch.Tensor, tiles: Tiles,
+@kernel("shares_ptr", "count_ptr", "center_ptr", "weight_ptr", "bias_ptr", "weight_out_ptr", "away_ptr", "hidden_size")
+def _draw_columns_kernel(
+    shares_ptr,  # in: [2, V] fp32
+    count_ptr,  # in: [runs] int64: shares as whole numbers, summed over each run
+    center_ptr,  # in: [D] fp32
+    weight_ptr,  # in: [V, D]
+    bias_ptr,  # in: [V]
+    column_ptr,  # out: [K] int64
+    worth_ptr,  # out: [K] fp32
+    weight_out_ptr,  # out: [K, D]
+    away_ptr,  # out: [K, D]
+    square_ptr,  # out: [K] fp32
+    bias_out_ptr,  # out: [K]
+    num_runs,
+    num_valid,
+    hidden_size,
+    size,
+    whole,
+    HAS_BIAS: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    draw = tl.program_id(0).to(tl.int64)
+    offs_b = tl.arange(0, RUNS)
+    count = tl.load(count_ptr + offs_b, mask=offs_b < num_runs, other=0)
+    wanted = (2 * draw + 1) * (tl.sum(count, 0) // (2 * size))
+    # The run, then the column of it, that is the first to end beyond the place.
+    run = tl.sum(((tl.cumsum(count, 0) <= wanted) & (offs_b < num_runs)).to(tl.int32), 0)
+    run = tl.minimum(run, num_runs - 1)
+    before = tl.sum(tl.where(offs_b < run, count, 0), 0)
+    offs_v = run * RUN + tl.arange(0, RUN)
+    in_v = offs_v < num_valid
+    share = tl.load(shares_ptr + offs_v, mask=in_v, other=0)
+    end = before + tl.cumsum((share * whole.to(tl.float32)).to(tl.int64), 0)
+    column = run * RUN + tl.sum(((end <= wanted) & in_v).to(tl.int32), 0)
+    column = tl.minimum(column, num_valid - 1)
+    share = tl.load(shares_ptr + column)
+    tl.store(column_ptr + draw, column.to(tl.int64))
+    tl.store(worth_ptr + draw, tl.where(share > 0, 1 / (size * share), 0.0))
+    if HAS_BIAS:
+        tl.store(bias_out_ptr + draw, tl.load(bias_ptr + column))
+
+    square = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, hidden_size, BLOCK_D):
+        offs_d = first + tl.arange(0, BLOCK_D)
+        in_d = offs_d < hidden_size
+        w = tl.load(weight_ptr + column.to(tl.int64) * hidden_size + offs_d, mask=in_d, other=0)
+        away = w.to(tl.float32) - tl.load(center_ptr + offs_d, mask=in_d, other=0)
+        away = away.to(away_ptr.dtype.element_ty)
+        tl.store(weight_out_ptr + draw * hidden_size + offs_d, w, mask=in_d)
+        tl.store(away_ptr + draw * hidden_size + offs_d, away, mask=in_d)
+        square += away.to(tl.float32) * away.to(tl.float32)
+    tl.store(square_ptr + draw, tl.sum(square, 0))
+
+
+def weigh_tokens(dropped: Dropped, sample: Sample) -> Tokens | None:
+    """Return what the sample adds to d_weight; None where nothing was kept of it, or where it is all tokens."""
+    if dropped.parts_SV is None or sample.away is None:
+        return None
+    return Tokens(dropped.parts_SV, Rows(sample.token_S, sample.size, sample.away.rows_SD), sample.away)
+
+
+def squares_of_columns(
+    drawn: Drawn, sample: Sample, rows_SD: torch.Tensor, gain: torch.Tensor | None, softmax: Softmax,
+    coef_4N: torch.Tensor, threshold_N: torch.Tensor, tiles: Tiles,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the factor on what the columns add, a 0-d fp32 tensor.
+    """Return the square of what the columns add to the sample's d_hidden, and the sum of its terms' squares, -> [2, P]
 
     Args:
         drawn: The columns.
         sample: Tokens.
         rows_SD: Their hidden states.
-        mass_N: r: what every token drops, in the units of ``coef_4N`` times the logit scale.
+        gain: What ``coef_4N`` was divided by, or None.
         softmax: Statistics of the whole vocabulary.
         coef_4N: As ``drawn_gradients`` gets them.
         threshold_N: Logits below it are dropped.
@@ -85,56 +171,192 @@ def shrink_columns(
     size, num_columns = rows_SD.shape[0], drawn.column_K.shape[0]
     grads_SK = rows_SD.new_empty(size, num_columns)
     drawn_gradients(drawn, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, threshold_N, grads_SK, tiles)
-    in_sample = torch.arange(size, device=rows_SD.device) < sample.size
-    mass_S = torch.where(in_sample, mass_N.index_select(0, sample.token_S), 0.0)
     # A token stands for as many as have its mass together. K keeps fp16 away from its ends.
-    terms_SK = (grads_SK.float() * num_columns - mass_S[:, None]) * mass_S.abs().rsqrt()[:, None]
-    return _shrinkage(torch.where(mass_S[:, None] != 0, terms_SK, 0.0).to(rows_SD.dtype), drawn.away_KD, tiles)
+    mass_S = sample.mass_S if gain is None else sample.mass_S / gain
+    return _squares(grads_SK, mass_S, drawn.away_KD, drawn.square_K)
 
 
-def weigh_tokens(
-    dropped: Dropped, columns: stand_in.Drawn, sample: Sample, rows_SD: torch.Tensor, mass_N: torch.Tensor, tiles: Tiles
-) -> Tokens | None:
-    """Return what the sample adds to d_weight; None where nothing was kept of it, or where it is all tokens.
+def squares_of_tokens(tokens: Tokens, dropped: Dropped, drawn: Drawn) -> torch.Tensor:
+    """Return the square of what the tokens add to the drawn rows of d_weight, and the sum of its terms' squares. -> [2, P]"""
+    # A column stands for as many as have its share together. S and V keep fp16 away from its ends.
+    return _squares(
+        tokens.parts_SV, drawn.column_K, tokens.away.rows_SD, tokens.away.square_S, dropped, tokens.away.share_S
+    )
+
+
+def _squares(
+    given: torch.Tensor, of_rows: torch.Tensor, away_ID: torch.Tensor, square_I: torch.Tensor,
+    dropped: Dropped | None = None, share_S: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Square ``terms @ away_ID``: of columns R is the sample and I the columns, of tokens the other way round."""
+    (num_inner, hidden_size), num_rows = away_ID.shape, of_rows.shape[0]
+    block_r, block_d = 64, 512 // away_ID.itemsize
+    blocks_r, blocks_d = cdiv(num_rows, block_r), cdiv(hidden_size, block_d)
+    squares_2P = torch.empty(2, blocks_r * blocks_d, dtype=torch.float32, device=away_ID.device)
+    shares_2V, total = (None, None) if dropped is None else (dropped.shares_2V, dropped.total)
+    _squares_kernel[(blocks_r * blocks_d,)](
+        given, of_rows, away_ID, square_I, shares_2V, total, share_S,
+        squares_2P,
+        num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
+        OF_TOKENS=dropped is not None, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_I=32, PRECISION=precision(away_ID.dtype),
+        num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return squares_2P
+
+
+@kernel("given_ptr", "of_rows_ptr", "away_ptr", "shares_ptr", "squares_ptr", "hidden_size")
+def _squares_kernel(
+    given_ptr,  # in: [S, K] g of the columns, or [S, V or more]: parts of tokens
+    of_rows_ptr,  # in: [S] fp32: what each token drops, or [K] int64: the columns
+    away_ptr,  # in: [K or S, D]
+    square_ptr,  # in: [K or S] fp32: the squares of its rows
+    shares_ptr,  # in: [2, V] fp32, with OF_TOKENS
+    total_ptr,  # in: [] fp32, with OF_TOKENS
+    share_ptr,  # in: [S] fp32, with OF_TOKENS
+    squares_ptr,  # out: [2, P] fp32: of the product, and of its terms
+    num_rows,
+    num_inner,
+    hidden_size,
+    given_stride,
+    root,
+    OF_TOKENS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    blocks_d = tl.cdiv(hidden_size, BLOCK_D)
+    offs_r = tl.program_id(0) // blocks_d * BLOCK_R + tl.arange(0, BLOCK_R)
+    offs_d = tl.program_id(0) % blocks_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_r = offs_r < num_rows
+    in_d = offs_d < hidden_size
+    if OF_TOKENS:
+        column = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
+        own = tl.load(shares_ptr + column, mask=in_r, other=0)
+        total = tl.load(total_ptr)
+        factor = tl.where(total > 0, 1 / (PART * total), 0.0)
+    else:
+        own = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
+        factor = num_inner.to(tl.float32)
+    root_of_own = tl.where(own != 0, 1 / tl.sqrt(tl.abs(own)), 0.0)
+    acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+    for first in range(0, num_inner, BLOCK_I):
+        offs_i = first + tl.arange(0, BLOCK_I)
+        in_i = offs_i < num_inner
+        mask = (own != 0)[:, None] & in_i[None, :]
+        if OF_TOKENS:
+            where = given_ptr + offs_i.to(tl.int64)[None, :] * given_stride + column[:, None]
+            rest = own[:, None] * tl.load(share_ptr + offs_i, mask=in_i, other=0)[None, :]
+        else:
+            where = given_ptr + offs_r.to(tl.int64)[:, None] * given_stride + offs_i[None, :]
+            rest = own[:, None]
+        term = (tl.load(where, mask=mask, other=0).to(tl.float32) * factor - rest) * root_of_own[:, None]
+        if OF_TOKENS:
+            term *= num_inner * root
+        term = tl.where(mask, term, 0.0).to(away_ptr.dtype.element_ty)
+        away = tl.load(
+            away_ptr + offs_i.to(tl.int64)[:, None] * hidden_size + offs_d[None, :],
+            mask=in_i[:, None] & in_d[None, :], other=0,
+        )  # fmt: skip
+        acc = tl.dot(term, away, acc, input_precision=PRECISION)
+        if tl.program_id(0) % blocks_d == 0:  # The terms are the same for all columns of the product.
+            square = tl.load(square_ptr + offs_i, mask=in_i, other=0)
+            noise += term.to(tl.float32) * term.to(tl.float32) * square[None, :]
+    squares_ptr += tl.program_id(0)
+    # One dimension at a time does not compile for capability 10 (Triton 3.6).
+    tl.store(squares_ptr, tl.sum(tl.reshape(acc * acc, (BLOCK_R * BLOCK_D,)), 0))
+    tl.store(squares_ptr + tl.num_programs(0), tl.sum(tl.sum(noise, 0), 0))
+
+
+def factors_of(
+    columns_2P: torch.Tensor | None, tokens_2P: torch.Tensor | None, drawn: Drawn, dropped: Dropped, tokens: Tokens | None,
+    shared_hidden_2D: torch.Tensor | None, shared_weight_2D: torch.Tensor | None,
+) -> Factors:  # fmt: skip
+    """Return the factors, and take what the draws add on average off what the tokens' factors and the shares multiply.
 
     Args:
+        columns_2P: As ``squares_of_columns`` returns them, or None.
+        tokens_2P: As ``squares_of_tokens`` returns them, or None.
+        drawn: The columns.
         dropped: What the sample drops.
-        columns: The drawn columns.
-        sample: Tokens.
-        rows_SD: Their hidden states.
-        mass_N: r: what every token drops.
-        tiles: Tiles of the device.
+        tokens: What the sample adds to d_weight, or None.
+        shared_hidden_2D: in, out: what the tokens' factors multiply in d_hidden, with ``columns_2P``.
+        shared_weight_2D: in, out: what the shares multiply in d_weight, with ``tokens_2P``.
     """
-    if dropped.parts_SV is None or sample.mean_D is None or sample.share_S is None:
-        return None
-    sign_S = mass_N.index_select(0, sample.token_S).sign()
-    away_SD = ((rows_SD.float() - sample.mean_D) * sign_S[:, None]).to(rows_SD.dtype)
-    per_part = 1 / (PART.value * torch.where(dropped.total > 0, dropped.total, torch.inf))
-    # A column stands for as many as have its share together. S and V keep fp16 away from its ends.
-    share_K = dropped.shares_2V[0].index_select(0, columns.place)
-    parts_KS = dropped.parts_SV.index_select(1, columns.place).t().contiguous().float() * per_part
-    terms_KS = (parts_KS - share_K[:, None] * sample.share_S) * share_K.rsqrt()[:, None]
-    terms_KS = terms_KS * (rows_SD.shape[0] * dropped.shares_2V.shape[1] ** 0.5)
-    shrink = _shrinkage(torch.where(share_K[:, None] > 0, terms_KS, 0.0).to(rows_SD.dtype), away_SD, tiles)
-    mass = shrink * mass_N.abs().sum()
-    less_D = mass * (sample.share_S[:, None] * away_SD.float()).sum(0)
-    return Tokens(dropped.parts_SV, Rows(sample.token_S, sample.size, away_SD), mass * per_part, less_D)
+    num_columns, hidden_size = drawn.away_KD.shape
+    away = None if tokens is None else tokens.away
+    factors_3 = torch.empty(3, dtype=torch.float32, device=drawn.away_KD.device)
+    _factors_kernel[(cdiv(hidden_size, 64),)](
+        columns_2P, drawn.away_KD, tokens_2P, *((None, None) if away is None else (away.mean_D, away.mass)), dropped.total,
+        shared_hidden_2D, shared_weight_2D, factors_3,
+        *(0 if squares is None else squares.shape[1] for squares in (columns_2P, tokens_2P)), num_columns, hidden_size,
+        HAS_COLUMNS=columns_2P is not None, HAS_TOKENS=tokens_2P is not None, BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
+    )  # fmt: skip
+    return Factors(*factors_3.unbind())
 
 
-def add_tokens(d_weight_VD: torch.Tensor, tokens: Tokens, tiles: Tiles) -> None:
-    """Add what the sample adds to rows of d_weight that are whole but for that; nothing where no token is sampled."""
-    add_d_weight(d_weight_VD, tokens.parts_SV, tokens.rows, tokens.gain, tiles.grad_weight, add=True, skip_empty=True)
+@kernel("columns_ptr", "away_ptr", "tokens_ptr", "shared_hidden_ptr", "shared_weight_ptr", "hidden_size")
+def _factors_kernel(
+    columns_ptr,  # in: [2, P] fp32, with HAS_COLUMNS
+    away_ptr,  # in: [K, D]: of the columns
+    tokens_ptr,  # in: [2, P] fp32, with HAS_TOKENS
+    away_mean_ptr,  # in: [D] fp32: of the tokens
+    mass_ptr,  # in: [] fp32
+    total_ptr,  # in: [] fp32
+    shared_hidden_ptr,  # in, out: [2, D] fp32
+    shared_weight_ptr,  # in, out: [2, D] fp32
+    factors_ptr,  # out: [3] fp32
+    columns_parts,
+    tokens_parts,
+    num_columns,
+    hidden_size,
+    HAS_COLUMNS: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_d = offs_d < hidden_size
+    of_columns = 0.0
+    of_tokens = 0.0
+    gain = 0.0
+    if HAS_COLUMNS:
+        of_columns = _shrunk(columns_ptr, columns_parts, BLOCK_P)
+        away = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+        for first in range(0, num_columns, BLOCK_K):
+            offs_k = first + tl.arange(0, BLOCK_K)
+            where = away_ptr + offs_k[:, None] * hidden_size + offs_d[None, :]
+            away += tl.load(where, mask=(offs_k < num_columns)[:, None] & in_d[None, :], other=0).to(tl.float32)
+        shared = tl.load(shared_hidden_ptr + offs_d, mask=in_d, other=0)
+        tl.store(shared_hidden_ptr + offs_d, shared - of_columns * (tl.sum(away, 0) / num_columns), mask=in_d)
+    if HAS_TOKENS:
+        of_tokens = _shrunk(tokens_ptr, tokens_parts, BLOCK_P)
+        mass = of_tokens * tl.load(mass_ptr)
+        total = tl.load(total_ptr)
+        gain = tl.where(total > 0, mass / (PART * total), 0.0)
+        shared = tl.load(shared_weight_ptr + offs_d, mask=in_d, other=0)
+        less = mass * tl.load(away_mean_ptr + offs_d, mask=in_d, other=0)
+        tl.store(shared_weight_ptr + offs_d, shared - less, mask=in_d)
+    if tl.program_id(0) == 0:
+        tl.store(factors_ptr, of_columns)
+        tl.store(factors_ptr + 1, of_tokens)
+        tl.store(factors_ptr + 2, gain)
 
 
-def _shrinkage(terms_RK: torch.Tensor, away_KD: torch.Tensor, tiles: Tiles) -> torch.Tensor:
-    """Return the factor on ``terms_RK @ away_KD``, a 0-d fp32 tensor."""
-    num_rows = terms_RK.shape[0]
-    index = torch.arange(num_rows, dtype=torch.int32, device=terms_RK.device)
-    estimate_RD = terms_RK.new_zeros(num_rows, away_KD.shape[1])
-    rows = Rows(index, torch.full((1,), num_rows, dtype=torch.int32, device=index.device), estimate_RD)
-    add_d_hidden(Sum(estimate_RD, None), terms_RK, away_KD, rows, None, None, tiles.grad_hidden, first=True)
-    noise_K = terms_RK.float().square().sum(0) * away_KD.float().square().sum(1)
-    return stand_in.shrink(estimate_RD.float().square().sum(), noise_K.sum())
+@triton.jit
+def _shrunk(squares_ptr, num_parts, BLOCK_P: tl.constexpr):
+    """``stand_in.shrink`` of squares in parts."""
+    signal = tl.zeros((BLOCK_P,), tl.float32)
+    noise = tl.zeros((BLOCK_P,), tl.float32)
+    for first in range(0, num_parts, BLOCK_P):
+        offs_p = first + tl.arange(0, BLOCK_P)
+        signal += tl.load(squares_ptr + offs_p, mask=offs_p < num_parts, other=0)
+        noise += tl.load(squares_ptr + num_parts + offs_p, mask=offs_p < num_parts, other=0)
+    signal = tl.sum(signal, 0)
+    factor = 1 - tl.sum(noise, 0) / tl.where(signal > 0, signal, float("inf"))
+    return tl.where(factor > 0, factor, 0.0)  # NaN counts as 0
 
 
 def drawn_gradients(

@@ -12,7 +12,8 @@ much as they may cost (``budget.list_capacity``). ``listed_gradients`` then comp
 
     z_j = hidden . weight_j        g_j = scale * slope * (P p_j + LABEL [j = label])
 
-This is a matter of latency and bytes, not of arithmetic: a program is a block of a token's columns.
+This is a matter of latency and bytes, not of arithmetic: a program is a block of a token's columns. It has their rows of the
+weight in registers, so where a block is all of a list it also sums g_j weight_j, the list's part of d_hidden.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel, softcap_slope, softcapped
 from cce_dist.kernels.budget import FEW, cdiv
+from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.hot import Hot
 
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
 LONGEST = 4096  # columns of a list; a longer one would keep a few programs busy while all others are done
 BLOCK = 256  # listed columns of a program
-BLOCK_K, BLOCK_D, WARPS = 8, 512, 4
+WARP_ELEMENTS = (
+    1024  # of rows of the weight that a warp has at a time: with more, registers leave room for few programs
+)
 FARTHEST = tl.constexpr(30.0)  # nats between bound and LSE; the marks of lse.py mean nothing beyond its HEADROOM
 
 
@@ -168,6 +172,7 @@ class Plan(NamedTuple):
         num_blocks: [1] int32.
         few: [FEW] int32: those tokens.
         block_token: int32: the token of each block; the entries of a token are cut into blocks of BLOCK.
+        block: BLOCK.
     """
 
     listed_labels: torch.Tensor
@@ -185,6 +190,7 @@ class Plan(NamedTuple):
     num_blocks: torch.Tensor
     few: torch.Tensor
     block_token: torch.Tensor
+    block: int
 
     @property
     def order(self) -> list[torch.Tensor]:
@@ -216,7 +222,8 @@ def plan(
         math.log(eps), SLACK,
         HAS_SLOT=slot_V is not None, FEW=FEW, ENTRIES=BLOCK, BLOCK=4096, num_warps=32,
     )  # fmt: skip
-    return Plan(*int64_3N.unbind(), *int32_3N.unbind(), *fp32_3N.unbind(), *num_4.unbind(), few, block_token)
+    per_token = (*int64_3N.unbind(), *int32_3N.unbind(), *fp32_3N.unbind())
+    return Plan(*per_token, *num_4.unbind(), few=few, block_token=block_token, block=BLOCK)
 
 
 @triton.jit
@@ -362,7 +369,8 @@ def new_entries(capacity: int, num_cols: int, device: torch.device) -> Entries:
 
 
 def listed_gradients(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Plan, compensate: bool, entries: Entries | None
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Plan, compensate: bool,
+    entries: Entries | None, total: Sum | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute the listed gradients, and the mass that is dropped, of the listed tokens.
 
@@ -372,6 +380,7 @@ def listed_gradients(
         coef_4N: Coefficients as in ``cce_dist.kernels``; P, LABEL and UNIFORM are read.
         compensate: Whether anything stands in for what is dropped.
         entries: out: or None.
+        total: out, at tokens whose list is one block: the list's part of d_hidden; or None.
 
     Returns:
         The factors that each token multiplies the stand-in by, scale * P * m (or 0) and scale * UNIFORM, [2, N]; without
@@ -381,19 +390,23 @@ def listed_gradients(
     most_blocks = how.block_token.shape[0]
     mass_B = torch.empty(most_blocks, dtype=torch.float32, device=x.hidden.device)
     kept_B = torch.empty(most_blocks, dtype=torch.int32, device=x.hidden.device)
+    block_d = triton.next_power_of_2(hidden_size)
+    warps = min(8, max(1, block_d // 256))
+    high_ND, low_ND = (None, None) if total is None else (total.high_ND, total.low_RD)
     _listed_gradients_kernel[(most_blocks,)](
         # in
         x.hidden, x.weight, x.bias, x.ids, how.block_token, how.last_block, how.num_blocks,
         lists.columns_M, lists.begin_N, lists.count_N, how.end, how.threshold, softmax.max, softmax.log_sum, coef_4N,
         # out
-        mass_B, kept_B, *(entries or (None, None, None)),
+        mass_B, kept_B, *(entries or (None, None, None)), high_ND, low_ND,
         # sizes
         num_tokens, hidden_size, x.logits.start, x.logits.num_valid,
         # options
         x.logits.logit_scale, x.logits.softcap,
         HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0, WANT_ENTRIES=entries is not None,
+        WANT_HIDDEN=total is not None, HAS_LOW=low_ND is not None,
         # tiles
-        ENTRIES=BLOCK, BLOCK_K=BLOCK_K, BLOCK_D=BLOCK_D, num_warps=WARPS,
+        ENTRIES=BLOCK, BLOCK_K=min(8, max(1, warps * WARP_ELEMENTS // block_d)), BLOCK_D=block_d, num_warps=warps,
     )  # fmt: skip
     num_listed_N = torch.empty_like(lists.count_N)
     shape = (num_tokens,) if entries is None else (2, num_tokens)
@@ -409,7 +422,7 @@ def listed_gradients(
 
 @kernel(
     "hidden_ptr", "weight_ptr", "bias_ptr", "columns_ptr", "entry_column_ptr", "entry_token_ptr", "entry_grad_ptr",
-    "hidden_size",
+    "high_ptr", "low_ptr", "hidden_size",
 )  # fmt: skip
 def _listed_gradients_kernel(
     hidden_ptr,  # in: [N, D]
@@ -432,6 +445,8 @@ def _listed_gradients_kernel(
     entry_column_ptr,  # out: [M] int32
     entry_token_ptr,  # out: [M] int32
     entry_grad_ptr,  # out: [M] fp32
+    high_ptr,  # out: [N, D]
+    low_ptr,  # out: [N, D] bf16
     num_tokens,
     hidden_size,
     start,
@@ -441,6 +456,8 @@ def _listed_gradients_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WANT_ENTRIES: tl.constexpr,
+    WANT_HIDDEN: tl.constexpr,
+    HAS_LOW: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -460,20 +477,21 @@ def _listed_gradients_kernel(
     threshold = tl.load(threshold_ptr + token)
     label = tl.load(labels_ptr + token) - start
 
+    offs_d = tl.arange(0, BLOCK_D)
+    in_d = offs_d < hidden_size
+    h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
+    d_hidden = tl.zeros((BLOCK_D,), tl.float32)
     listed = tl.zeros((BLOCK_K,), tl.float32)
     num_listed = tl.zeros((BLOCK_K,), tl.int32)
+    offs_k = number * ENTRIES + tl.arange(0, BLOCK_K)
+    column = tl.load(columns_ptr + offs_k, mask=offs_k < count, other=0)
     for first in range(number * ENTRIES, tl.minimum(count, (number + 1) * ENTRIES), BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < count
-        column = tl.load(columns_ptr + offs_k, mask=in_k, other=0)
-        products = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
-        for inner in range(0, hidden_size, BLOCK_D):
-            offs_d = inner + tl.arange(0, BLOCK_D)
-            in_d = offs_d < hidden_size
-            h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
-            where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-            products += tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32) * h[None, :]
-        z = tl.sum(products, 1)
+        where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
+        next_column = tl.load(columns_ptr + offs_k + BLOCK_K, mask=offs_k + BLOCK_K < count, other=0)
+        z = tl.sum(w.to(tl.float32) * h[None, :], 1)
         if HAS_BIAS:
             z += tl.load(bias_ptr + column, mask=in_k, other=0).to(tl.float32)
         z *= logit_scale
@@ -491,6 +509,16 @@ def _listed_gradients_kernel(
             tl.store(entry_column_ptr + begin + offs_k, tl.where(kept, column, num_valid), mask=in_k)
             tl.store(entry_token_ptr + begin + offs_k, tl.zeros_like(column) + token.to(tl.int32), mask=in_k)
             tl.store(entry_grad_ptr + begin + offs_k, grad, mask=in_k)
+            if WANT_HIDDEN:
+                d_hidden += tl.sum(tl.where(kept, grad, 0.0)[:, None] * w.to(tl.float32), 0)
+        column = next_column  # It was read while the rows were under way.
+    if WANT_HIDDEN:
+        alone = in_d & (count <= ENTRIES)
+        high = d_hidden.to(high_ptr.dtype.element_ty)
+        tl.store(high_ptr + token * hidden_size + offs_d, high, mask=alone)
+        if HAS_LOW:
+            low = (d_hidden - high.to(tl.float32)).to(low_ptr.dtype.element_ty)
+            tl.store(low_ptr + token * hidden_size + offs_d, low, mask=alone)
     tl.store(mass_ptr + block, tl.sum(listed, 0))
     tl.store(kept_ptr + block, tl.sum(num_listed, 0))
 

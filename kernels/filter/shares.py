@@ -31,13 +31,14 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import Operands
+from cce_dist.kernels import Operands, stand_in
 from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
 from cce_dist.kernels.budget import ROWS, cdiv
 from cce_dist.kernels.tiles import Tile, precision
 from cce_dist.kernels.tokens import gathered, sums_of_rows
 
 TILT = 0.7
+RUN = 1024  # columns whose shares are summed together, as whole numbers
 PART = tl.constexpr(4096.0)  # factor on what a token drops of a column, in units of its mass, where fp16 must hold it
 FARTHEST = tl.constexpr(20.0)  # nats; a column that is moved farther is not finite, or nothing is known of it
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -52,10 +53,11 @@ class Sample(NamedTuple):
         threshold_S: Logits below it are dropped; -inf for a place of the sample that is not used.
         label_S: int64.
         size: [1] int32: later places are not used.
+        mass_S: P times the mass that the token drops, fp32; 0 for a place that is not used.
+        away: What the weighted sample is to d_weight; None where the sample is all tokens, as are the next two.
         ahead_D: Mean hidden state of the sample, weighted, less that of all tokens by what they drop, in the hidden states'
-            dtype; None where the sample is all tokens, as are the next two.
+            dtype.
         mean_D: That of all tokens, fp32.
-        share_S: The weights of the sample, of 1 in all, fp32.
     """
 
     token_S: torch.Tensor
@@ -63,24 +65,45 @@ class Sample(NamedTuple):
     threshold_S: torch.Tensor
     label_S: torch.Tensor
     size: torch.Tensor
+    mass_S: torch.Tensor
+    away: Away | None = None
     ahead_D: torch.Tensor | None = None
     mean_D: torch.Tensor | None = None
-    share_S: torch.Tensor | None = None
+
+
+class Away(NamedTuple):
+    """The sampled tokens, as far as they are not the mean of all.
+
+    Attributes:
+        rows_SD: Hidden state less the mean of all, with the sign of what the token drops, in the hidden states' dtype.
+        square_S: Its square, fp32.
+        share_S: The weights of the sample, of 1 in all, fp32.
+        mean_D: Mean of the rows by these weights, fp32.
+        mass: What all tokens drop together, of absolute values; a 0-d fp32 tensor.
+    """
+
+    rows_SD: torch.Tensor
+    square_S: torch.Tensor
+    share_S: torch.Tensor
+    mean_D: torch.Tensor
+    mass: torch.Tensor
 
 
 class Dropped(NamedTuple):
     """What the sample drops.
 
     Attributes:
-        shares_2V: As ``shares_of`` returns them.
+        shares_2V: Each column's share, of 1 in all (0 where nothing is dropped), and 1 where it is not hot, else 0.
+        count_B: [B] int64: shares as whole numbers, summed over each ``RUN`` columns; see ``stand_in.draw``.
+        total: Sum of all parts before ``PART``, a 0-d fp32 tensor.
         parts_SV: [S, V or more]: ``PART`` times what each token drops of each column, in units of its own mass, tilted as the
             shares are and 0 at hot columns, in the weight's dtype; None where it was not asked for.
-        total: Sum of all parts before that factor, a 0-d fp32 tensor.
     """
 
     shares_2V: torch.Tensor
-    parts_SV: torch.Tensor | None
+    count_B: torch.Tensor
     total: torch.Tensor
+    parts_SV: torch.Tensor | None = None
 
 
 def sample_tokens(
@@ -104,32 +127,37 @@ def sample_tokens(
     num_tokens, device = dropped_N.shape[0], dropped_N.device
     take_all = num_tokens <= most
     token_S, size = (torch.empty(n, dtype=torch.int32, device=device) for n in (most, 1))
-    logit_2S = torch.empty(2, most, dtype=torch.float32, device=device)
+    number_3S = torch.empty(3, most, dtype=torch.float32, device=device)
     label_S = torch.empty(most, dtype=torch.int64, device=device)
-    size_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
+    size_3N, mass = (torch.empty(shape, dtype=torch.float32, device=device) for shape in ((3, num_tokens), ()))
     _sample_tokens_kernel[(1,)](
         dropped_N, reference_N, threshold_N, labels_N,
-        size_3N, token_S, logit_2S, label_S, size,
+        size_3N, token_S, number_3S, label_S, size, mass,
         num_tokens, (num_tokens - 1).bit_length(),
         TAKE_ALL=take_all, SAMPLE=most, BLOCK=4096, num_warps=16,
     )  # fmt: skip
-    sample = Sample(token_S, *logit_2S.unbind(), label_S, size)
-    if take_all:
-        return sample, gathered(hidden_ND, [token_S, size], hidden_ND.new_empty(most, hidden_ND.shape[1])).hidden
+    reference_S, threshold_S, mass_S = number_3S.unbind()
+    sample = Sample(token_S, reference_S, threshold_S, label_S, size, mass_S)
     hidden_size = hidden_ND.shape[1]
     rows_SD = hidden_ND.new_empty(most, hidden_size)
-    mean_2D = sums_of_rows(size_3N[:2], hidden_ND)
-    along_S, share_S = torch.empty_like(logit_2S)
+    if take_all:
+        return sample, gathered(hidden_ND, [token_S, size], rows_SD).hidden
+    mean_D = sums_of_rows(size_3N[:2], hidden_ND)[0]
+    along_S, square_S, share_S = torch.empty_like(number_3S).unbind()
+    away = Away(torch.empty_like(rows_SD), square_S, share_S, torch.empty_like(mean_D), mass)
     ahead_D = hidden_ND.new_empty(hidden_size)
-    _along_mean_kernel[(most,)](hidden_ND, token_S, mean_2D, size, rows_SD, along_S, hidden_size, BLOCK_D=1024)
-    _calibrate_kernel[(1,)](mean_2D, along_S, size, logit_2S, share_S, hidden_size, SAMPLE=most, BLOCK_D=1024)
-    _ahead_kernel[(cdiv(hidden_size, 64),)](
-        rows_SD, share_S, mean_2D, size, ahead_D, hidden_size, SAMPLE=most, BLOCK_S=min(most, 64), BLOCK_D=64
+    _away_from_mean_kernel[(most,)](
+        hidden_ND, token_S, mass_S, mean_D, size, rows_SD, away.rows_SD, along_S, square_S, hidden_size, BLOCK_D=1024
     )
-    return sample._replace(ahead_D=ahead_D, mean_D=mean_2D[0], share_S=share_S), rows_SD
+    _calibrate_kernel[(cdiv(hidden_size, 32),)](
+        rows_SD, away.rows_SD, along_S, mean_D, size, reference_S, share_S, ahead_D, away.mean_D,
+        hidden_size,
+        SAMPLE=most, BLOCK_S=min(most, 64), ALL_D=1024, BLOCK_D=32,
+    )  # fmt: skip
+    return sample._replace(away=away, ahead_D=ahead_D, mean_D=mean_D), rows_SD
 
 
-@kernel("size_ptr", "token_ptr", "logit_ptr", "label_ptr", "num_sampled_ptr")
+@kernel("size_ptr", "token_ptr", "number_ptr", "label_ptr", "num_sampled_ptr", "mass_ptr")
 def _sample_tokens_kernel(
     dropped_ptr,  # in: [N] fp32
     reference_ptr,  # in: [N] fp32
@@ -137,9 +165,10 @@ def _sample_tokens_kernel(
     labels_ptr,  # in: [N] int64
     size_ptr,  # out: [3, N] fp32: each token's part of all that is dropped; 0; the sum up to it
     token_ptr,  # out: [S] int32
-    logit_ptr,  # out: [2, S] fp32
+    number_ptr,  # out: [3, S] fp32: reference, threshold, what the token drops
     label_ptr,  # out: [S] int64
     num_sampled_ptr,  # out: [1] int32
+    mass_ptr,  # out: [] fp32: what all drop, without TAKE_ALL
     num_tokens,
     num_steps,
     TAKE_ALL: tl.constexpr,
@@ -178,96 +207,113 @@ def _sample_tokens_kernel(
             token = tl.where(later, tl.minimum(middle + 1, last), token)
             last = tl.where(later, last, middle)
         tl.store(num_sampled_ptr, tl.where(total > 0, SAMPLE, 0))
+        tl.store(mass_ptr, total)
     in_n = token < num_tokens
-    dropped = tl.abs(tl.load(dropped_ptr + token, mask=in_n, other=0))
+    mass = tl.load(dropped_ptr + token, mask=in_n, other=0)
+    dropped = tl.abs(mass)
     reference = tl.load(reference_ptr + token, mask=in_n, other=0)
     threshold = tl.load(threshold_ptr + token, mask=in_n, other=0)
     if not TAKE_ALL:
         reference += tl.log(dropped)
     tl.store(token_ptr + place, tl.where(in_n, token, 0))
-    tl.store(logit_ptr + place, tl.where(dropped > 0, reference, float("inf")))
-    tl.store(logit_ptr + SAMPLE + place, tl.where(dropped > 0, threshold, float("-inf")))
+    tl.store(number_ptr + place, tl.where(dropped > 0, reference, float("inf")))
+    tl.store(number_ptr + SAMPLE + place, tl.where(dropped > 0, threshold, float("-inf")))
+    tl.store(number_ptr + 2 * SAMPLE + place, tl.where(dropped > 0, mass, 0.0))
     tl.store(label_ptr + place, tl.load(labels_ptr + token, mask=in_n, other=-1))
 
 
-@triton.jit
-def _along_mean_kernel(
+@kernel("hidden_ptr", "mean_ptr", "rows_ptr", "away_ptr", "hidden_size")
+def _away_from_mean_kernel(
     hidden_ptr,  # in: [N, D]
     token_ptr,  # in: [S] int32
-    mean_ptr,  # in: [2, D] fp32: the mean of all tokens by what they drop
+    mass_ptr,  # in: [S] fp32
+    mean_ptr,  # in: [D] fp32: the mean of all tokens by what they drop
     num_sampled_ptr,  # in: [1] int32
     rows_ptr,  # out: [S, D]: the sample's hidden states
-    along_ptr,  # out: [S] fp32
+    away_ptr,  # out: [S, D]: they less the mean, with the sign of what the token drops
+    along_ptr,  # out: [S] fp32: the component along the mean, times its length
+    square_ptr,  # out: [S] fp32: the square of what is in ``away``
     hidden_size,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0)
     token = tl.load(token_ptr + row).to(tl.int64)
     live = row < tl.load(num_sampled_ptr)
-    acc = tl.zeros((BLOCK_D,), tl.float32)
+    mass = tl.load(mass_ptr + row)
+    sign = tl.where(mass > 0, 1.0, 0.0) - tl.where(mass < 0, 1.0, 0.0)
+    along = tl.zeros((BLOCK_D,), tl.float32)
+    square = tl.zeros((BLOCK_D,), tl.float32)
     for first in range(0, hidden_size, BLOCK_D):
         offs_d = first + tl.arange(0, BLOCK_D)
         in_d = offs_d < hidden_size
         h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d & live, other=0)
+        mean = tl.load(mean_ptr + offs_d, mask=in_d, other=0)
+        away = ((h.to(tl.float32) - mean) * sign).to(away_ptr.dtype.element_ty)
         tl.store(rows_ptr + row * hidden_size + offs_d, h, mask=in_d)
-        acc += h.to(tl.float32) * tl.load(mean_ptr + offs_d, mask=in_d, other=0)
-    tl.store(along_ptr + row, tl.sum(acc, 0))
+        tl.store(away_ptr + row * hidden_size + offs_d, away, mask=in_d)
+        along += h.to(tl.float32) * mean
+        square += away.to(tl.float32) * away.to(tl.float32)
+    tl.store(along_ptr + row, tl.sum(along, 0))
+    tl.store(square_ptr + row, tl.sum(square, 0))
 
 
-@triton.jit
+@kernel("rows_ptr", "away_ptr", "mean_ptr", "ahead_ptr", "away_mean_ptr", "hidden_size")
 def _calibrate_kernel(
-    mean_ptr,  # in: [2, D] fp32
+    rows_ptr,  # in: [S, D]
+    away_ptr,  # in: [S, D]
     along_ptr,  # in: [S] fp32
+    mean_ptr,  # in: [D] fp32
     num_sampled_ptr,  # in: [1] int32
     reference_ptr,  # in, out: [S] fp32
     share_ptr,  # out: [S] fp32: the weights, of 1 in all
-    hidden_size,
-    SAMPLE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    # The weights are 1 + t (x - mean x). Their t is such that the weighted mean of x is that of all tokens, |mean hidden|^2.
-    square = tl.zeros((BLOCK_D,), tl.float32)
-    for first in range(0, hidden_size, BLOCK_D):
-        offs_d = first + tl.arange(0, BLOCK_D)
-        mean = tl.load(mean_ptr + offs_d, mask=offs_d < hidden_size, other=0)
-        square += mean * mean
-    place = tl.arange(0, SAMPLE)
-    along = tl.load(along_ptr + place)
-    centred = along - tl.sum(along, 0) / SAMPLE
-    variance = tl.sum(centred * centred, 0) / SAMPLE
-    missing = tl.sum(square, 0) - tl.sum(along, 0) / SAMPLE
-    tilt = tl.where(variance > 0, missing / variance, 0.0)
-    weight = tl.minimum(tl.maximum(1 + tilt * centred, 0.125), 8.0)  # A token may not stand for too many, nor for none.
-    reference = tl.load(reference_ptr + place)
-    live = place < tl.load(num_sampled_ptr)
-    tl.store(reference_ptr + place, reference - tl.log(tl.where(live, weight, 1.0)))
-    tl.store(share_ptr + place, weight / tl.sum(weight, 0))
-
-
-@triton.jit
-def _ahead_kernel(
-    rows_ptr,  # in: [S, D]
-    share_ptr,  # in: [S] fp32
-    mean_ptr,  # in: [2, D] fp32
-    num_sampled_ptr,  # in: [1] int32
     ahead_ptr,  # out: [D]
+    away_mean_ptr,  # out: [D] fp32
     hidden_size,
     SAMPLE: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    ALL_D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    # The weights are 1 + t (x - mean x). Their t is such that the weighted mean of x is that of all tokens, |mean hidden|^2.
+    square = tl.zeros((ALL_D,), tl.float32)
+    for first in range(0, hidden_size, ALL_D):
+        all_d = first + tl.arange(0, ALL_D)
+        mean = tl.load(mean_ptr + all_d, mask=all_d < hidden_size, other=0)
+        square += mean * mean
+    along = tl.load(along_ptr + tl.arange(0, SAMPLE))
+    mean_along = tl.sum(along, 0) / SAMPLE
+    variance = tl.sum((along - mean_along) * (along - mean_along), 0) / SAMPLE
+    tilt = tl.where(variance > 0, (tl.sum(square, 0) - mean_along) / variance, 0.0)
+    num_sampled = tl.load(num_sampled_ptr)
+    total = tl.sum(_weight(along - mean_along, tilt), 0)
+
+    # Every program has all weights, and its part of the two means.
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
-    num_sampled = tl.load(num_sampled_ptr)
-    acc = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    rows_sum = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    away_sum = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     for first in range(0, SAMPLE, BLOCK_S):
         offs_s = first + tl.arange(0, BLOCK_S)
         live = offs_s < num_sampled
-        share = tl.load(share_ptr + offs_s, mask=live, other=0)
-        where = rows_ptr + offs_s[:, None] * hidden_size + offs_d[None, :]
-        acc += share[:, None] * tl.load(where, mask=live[:, None] & in_d[None, :], other=0).to(tl.float32)
-    ahead = tl.sum(acc, 0) - tl.load(mean_ptr + offs_d, mask=in_d, other=0)
+        weight = _weight(tl.load(along_ptr + offs_s) - mean_along, tilt)
+        share = weight / total
+        if tl.program_id(0) == 0:
+            reference = tl.load(reference_ptr + offs_s)
+            tl.store(reference_ptr + offs_s, reference - tl.log(tl.where(live, weight, 1.0)))
+            tl.store(share_ptr + offs_s, share)
+        where = offs_s[:, None] * hidden_size + offs_d[None, :]
+        mask = live[:, None] & in_d[None, :]
+        rows_sum += share[:, None] * tl.load(rows_ptr + where, mask=mask, other=0).to(tl.float32)
+        away_sum += share[:, None] * tl.load(away_ptr + where, mask=mask, other=0).to(tl.float32)
+    ahead = tl.sum(rows_sum, 0) - tl.load(mean_ptr + offs_d, mask=in_d, other=0)
     tl.store(ahead_ptr + offs_d, tl.where(num_sampled > 0, ahead, 0.0).to(ahead_ptr.dtype.element_ty), mask=in_d)
+    tl.store(away_mean_ptr + offs_d, tl.sum(away_sum, 0), mask=in_d)
+
+
+@triton.jit
+def _weight(centred, tilt):
+    """A token may not stand for too many, nor for none."""
+    return tl.minimum(tl.maximum(1 + tilt * centred, 0.125), 8.0)
 
 
 def dropped_shares(
@@ -290,14 +336,15 @@ def dropped_shares(
             x.weight, sample.ahead_D, ahead_V, logits.num_valid, hidden_size, BLOCK_V=16, BLOCK_D=512
         )
     sums_BV = torch.empty(num_blocks, logits.num_valid, dtype=torch.float32, device=rows_SD.device)
+    total_P = sums_BV.new_empty(cdiv(logits.num_valid, tile.cols) * num_blocks)
     parts_SV = rows_SD.new_empty(num_rows, cdiv(logits.num_valid, ROWS) * ROWS) if keep_parts else None
     tma = has_tma(rows_SD, x.weight)
-    _dropped_sums_kernel[(cdiv(logits.num_valid, tile.cols) * num_blocks,)](
+    _dropped_sums_kernel[(total_P.shape[0],)](
         # in
         operand(rows_SD, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
         sample.size, sample.reference_S, sample.threshold_S, sample.label_S, slot_V, ahead_V,
         # out
-        sums_BV, None if parts_SV is None else operand(parts_SV, tile.rows, tile.cols // 2, tma),
+        sums_BV, total_P, None if parts_SV is None else operand(parts_SV, tile.rows, tile.cols // 2, tma),
         # sizes
         num_rows, hidden_size, logits.num_valid, logits.start, 0 if parts_SV is None else parts_SV.shape[1],
         # options
@@ -309,8 +356,7 @@ def dropped_shares(
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    total = sums_BV.sum()
-    return Dropped(shares_of(sums_BV, total, slot_V, logits.num_valid), parts_SV, total)
+    return shares_of(sums_BV, total_P, slot_V, logits.num_valid)._replace(parts_SV=parts_SV)
 
 
 @kernel("weight_ptr", "ahead_ptr", "along_ptr", "hidden_size")
@@ -335,7 +381,7 @@ def _along_ahead_kernel(
     tl.store(along_ptr + offs_v, tl.sum(products, 1), mask=in_v)
 
 
-@kernel("hidden", "weight", "bias_ptr", "slot_ptr", "ahead_ptr", "sums_ptr", "parts", "hidden_size")
+@kernel("hidden", "weight", "bias_ptr", "slot_ptr", "ahead_ptr", "sums_ptr", "total_ptr", "parts", "hidden_size")
 def _dropped_sums_kernel(
     hidden,  # in: [S, D] descriptor or pointer
     weight,  # in: [V, D] descriptor or pointer
@@ -347,6 +393,7 @@ def _dropped_sums_kernel(
     slot_ptr,  # in: [V] int32
     ahead_ptr,  # in: [V] fp32
     sums_ptr,  # out: [B, V] fp32, a row for each block of rows
+    total_ptr,  # out: [P] fp32: the sum of each program
     parts,  # out: [S, columns] descriptor or pointer, with WANT_PARTS
     num_rows,
     hidden_size,
@@ -404,30 +451,37 @@ def _dropped_sums_kernel(
             )  # fmt: skip
     where = sums_ptr + (tl.program_id(0) % num_blocks).to(tl.int64) * num_valid + offs_v
     tl.store(where, sums, mask=in_v)
+    tl.store(total_ptr + tl.program_id(0), tl.sum(tl.where(in_v, sums, 0.0), 0))
 
 
 def shares_of(
-    sums_BV: torch.Tensor | None, total: torch.Tensor | None, slot_V: torch.Tensor, num_valid: int
-) -> torch.Tensor:
-    """Return each column's share, of 1 in all (0 without sums), and 1 where it is not hot, else 0. -> [2, V]."""
-    shares_2V = torch.empty(2, num_valid, dtype=torch.float32, device=slot_V.device)
-    _shares_kernel[(cdiv(num_valid, 1024),)](
-        sums_BV, total, slot_V,
-        shares_2V,
-        0 if sums_BV is None else sums_BV.shape[0], num_valid,
-        HAS_SUMS=sums_BV is not None, BLOCK_V=1024,
+    sums_BV: torch.Tensor | None, total_P: torch.Tensor | None, slot_V: torch.Tensor, num_valid: int
+) -> Dropped:  # fmt: skip
+    """Return the shares of columns from blocks of their sums, and those of all sums; without sums they are 0."""
+    device, num_runs = slot_V.device, cdiv(num_valid, RUN)
+    shares_2V, total = (torch.empty(shape, dtype=torch.float32, device=device) for shape in ((2, num_valid), ()))
+    count_B = torch.empty(num_runs, dtype=torch.int64, device=device)
+    _shares_kernel[(num_runs,)](
+        sums_BV, total_P, slot_V,
+        shares_2V, count_B, total,
+        0 if sums_BV is None else sums_BV.shape[0], 0 if total_P is None else total_P.shape[0], num_valid, stand_in.PARTS,
+        HAS_SUMS=sums_BV is not None, BLOCK_V=RUN,
     )  # fmt: skip
-    return shares_2V
+    return Dropped(shares_2V, count_B, total)
 
 
-@kernel("sums_ptr", "total_ptr", "slot_ptr", "shares_ptr")
+@kernel("sums_ptr", "part_ptr", "slot_ptr", "shares_ptr", "count_ptr", "total_ptr")
 def _shares_kernel(
     sums_ptr,  # in: [B, V] fp32
-    total_ptr,  # in: [] fp32
+    part_ptr,  # in: [P] fp32
     slot_ptr,  # in: [V] int32
     shares_ptr,  # out: [2, V] fp32
+    count_ptr,  # out: [runs] int64
+    total_ptr,  # out: [] fp32
     num_blocks,
+    num_parts,
     num_valid,
+    whole,
     HAS_SUMS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -438,8 +492,15 @@ def _shares_kernel(
     if HAS_SUMS:
         for block in range(0, num_blocks):
             share += tl.load(sums_ptr + block * stride + offs_v, mask=in_v, other=0)
-        total = tl.load(total_ptr)
+        parts = tl.zeros((BLOCK_V,), tl.float32)
+        for first in range(0, num_parts, BLOCK_V):
+            offs_p = first + tl.arange(0, BLOCK_V)
+            parts += tl.load(part_ptr + offs_p, mask=offs_p < num_parts, other=0)
+        total = tl.sum(parts, 0)
         share *= 1 / tl.where(total < TINY, TINY, total)
+        tl.store(count_ptr + tl.program_id(0), tl.sum((share * whole.to(tl.float32)).to(tl.int64), 0))
+        if tl.program_id(0) == 0:
+            tl.store(total_ptr, total)
     outside = tl.load(slot_ptr + offs_v, mask=in_v, other=1) == 0
     tl.store(shares_ptr + offs_v, share, mask=in_v)
     tl.store(shares_ptr + stride + offs_v, outside.to(tl.float32), mask=in_v)

@@ -1,0 +1,490 @@
+"""Forward over all columns in 8 bits: it finds the few logits that matter, and sums the others; those are computed exactly.
+
+The product of ``fp8.py`` costs half of the one in 16 bits, and its logits are some hundredths of a nat off. Its epilogue marks
+each logit that may reach the threshold, its error counted, and adds the exponentials of the others. Marks become lists as
+always (``lists.py``). The marked logits are then computed from the operands themselves, as the hot columns and the label are:
+
+    sum of exp  =  hot columns (16 bits)  +  marked columns (16 bits)  +  all others (8 bits)
+
+Everything is relative to the token's bound. What is not marked is below it, so no maximum runs along, and the bound is the same
+on all shards.
+
+A token is computed again in 16 bits, all columns, where the sum cannot be trusted: something is not finite, its list is too
+long or found no room, or its bound was too high. Only the device knows: the launches return at once where there is none. The
+error that is counted is that of the row and the column, so a row that is far larger than others has many marks, or too many.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from cce_dist.kernels import Operands, Rows, Spec, budget, exact
+from cce_dist.kernels.blocks import has_tma, kernel, load_tile, operand, row_and_split, softcap_slope, softcapped
+from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.filter import lists as lists_
+from cce_dist.kernels.filter.fp8 import ERROR, Rounded, new_rounded, round_hidden, round_weight
+from cce_dist.kernels.filter.hot import Hot
+from cce_dist.kernels.filter.lists import FARTHEST, ROWS_ELEMENTS, SLACK, Lists, list_columns
+from cce_dist.kernels.tiles import Tile, Tiles, interpreted, num_programs, screen_tile
+
+ERRORS = 4.0  # standard errors that a logit may be higher than it is screened
+SAMPLE = 256  # tokens that say which columns the tail consists of
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+class First(NamedTuple):
+    """What is known of the tokens before the pass over all columns, [N] fp32 or as said.
+
+    Attributes:
+        order: The compact order, as ``tokens.compact`` returns it.
+        hot_3N: Maximum and sum of exp over the hot columns.
+        hot_sloped_N: That sum times the softcap's slopes, or None.
+        shard_3N: The shard's part of the bound, maximum and sum.
+        bound_N: Lower bound of the log-sum-exp.
+        drawn: The columns that are drawn for it, as a shard of their own.
+    """
+
+    order: list[torch.Tensor]
+    hot_3N: torch.Tensor
+    hot_sloped_N: torch.Tensor | None
+    shard_3N: torch.Tensor
+    bound_N: torch.Tensor
+    drawn: Operands
+
+
+class Middle(NamedTuple):
+    """What the operands are rounded less of.
+
+    Attributes:
+        hidden_D: m: the mean of some hidden states, fp32.
+        weight_D: b: the mean row of the weight, by the columns' shares of what a sample of the tokens has below the threshold;
+            fp32.
+        spread: Mean square of the rows' distance from b, by the same shares; a 0-d fp32 tensor.
+    """
+
+    hidden_D: torch.Tensor
+    weight_D: torch.Tensor
+    spread: torch.Tensor
+
+
+def middle(x: Operands, first: First, eps: float) -> Middle:
+    """Find what the operands are rounded less of, from some tokens and the drawn columns.
+
+    Anything will do but for the errors, so what is not finite becomes 0. A token counts as one of usual length where it is
+    longer.
+    """
+    index_N, num_kept = first.order
+    drawn, logits = first.drawn, x.logits
+    place_T = torch.arange(SAMPLE, device=index_N.device) * num_kept // SAMPLE
+    token_T = index_N.index_select(0, place_T)
+    rows_TD = x.hidden.index_select(0, token_T).float()
+    length_T = rows_TD.norm(dim=1)
+    usual = length_T.sort().values[SAMPLE // 2]
+    hidden_D = ((usual / length_T).clamp(max=1.0) @ rows_TD / SAMPLE).nan_to_num(0.0, 0.0, 0.0)
+
+    weight_SD = drawn.weight.float()
+    z_TS = rows_TD @ weight_SD.T
+    if drawn.bias is not None:
+        z_TS += drawn.bias
+    z_TS *= logits.logit_scale
+    if logits.softcap > 0.0:
+        z_TS = logits.softcap * torch.tanh(z_TS / logits.softcap)
+    z_TS -= first.bound_N.index_select(0, token_T)[:, None]
+    share_S = torch.where(z_TS < math.log(eps), z_TS.exp(), 0.0).sum(0)
+    share_S = (share_S / share_S.sum()).nan_to_num(0.0, 0.0, 0.0)
+    weight_D = (share_S @ weight_SD).nan_to_num(0.0, 0.0, 0.0)
+    return Middle(hidden_D, weight_D, share_S @ (weight_SD - weight_D).square().sum(1))
+
+
+def screened_statistics(
+    x: Operands, hot: Hot, first: First, lists: Lists, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write maximum and sum of exp of each token to stats_KN, and the lists with their logits.
+
+    The "maximum" is the bound, which is near the log-sum-exp.
+
+    Returns:
+        ``Lists.bound_3N``, with a bound of NaN where the token's sum cannot be trusted, so that lists do not serve it; and the
+        labels of those tokens, -1 for all others, [N] int64.
+    """
+    device, num_tokens = x.hidden.device, x.num_tokens
+    tile = screen_tile(device, x.logits.softcap > 0.0)
+    num_words, hidden_size = hot.words_W.shape[0], x.hidden.shape[1]
+    around = middle(x, first, spec.filter.eps)
+    unit = max(tile.cols, tiles.lse.cols)
+    at_once, cols = budget.screen_chunks(
+        exact.sizes_of(x), num_words, spec.workspace_bytes, tile.rows, tiles.group, unit
+    )
+    columns = [(col, min(col + cols, 32 * num_words)) for col in range(0, 32 * num_words, cols)]
+    row_blocks = min(at_once, num_tokens)
+    splits = [
+        budget.num_parts(row_blocks, (last - col) // tile.cols, tile.rows, num_programs(device))
+        for col, last in columns
+    ]
+
+    bound_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
+    suspects_N = torch.empty_like(x.ids)
+    taken = torch.zeros(1, dtype=torch.int64, device=device)
+    words_RW = torch.empty(row_blocks, num_words, dtype=torch.int32, device=device)
+    hidden = new_rounded(row_blocks, hidden_size, tile.inner, device)
+    weight = new_rounded(cols, hidden_size, tile.inner, device)
+    sums = 1 + (x.logits.softcap > 0.0)
+    listed = 2 if interpreted() else budget.LISTED_PARTS
+    for index_R, num_kept in exact.token_groups(first.order, at_once):
+        num_rows = index_R.shape[0]
+        bound_R = first.bound_N.index_select(0, index_R)
+        out = Screened(bound_R.new_empty(sums, sum(splits) + listed, num_rows), words_RW[:num_rows], sum(splits))
+        rounded = Rounded(hidden.codes[:num_rows], bound_R.new_empty(3, num_rows))
+        round_hidden(x.hidden, index_R, num_kept, around.hidden_D, around.weight_D, rounded)
+        part = 0
+        for (col, last), split in zip(columns, splits, strict=True):
+            chunk = Rounded(weight.codes[: last - col], weight.numbers_3R[:, : last - col].contiguous())
+            round_weight(x.weight, x.bias, hot.slot_V, around.weight_D, around.hidden_D, chunk, col, x.logits.num_valid)
+            screen_chunk(
+                rounded, chunk, num_kept, bound_R, x, math.log(spec.filter.eps / SLACK), col, range(part, part + split), out,
+                tile, tiles.group,
+            )  # fmt: skip
+            part += split
+        rows = Rows(index_R, num_kept, x.hidden)
+        list_columns(out.words_RW, hot, x, rows, lists, taken)
+        _add_listed(x, rows, lists, taken, bound_R, out)
+        _merge(x, rows, first, lists, taken, rounded, around, out, (stats_KN, bound_3N, suspects_N))
+    return bound_3N, suspects_N
+
+
+class Screened(NamedTuple):
+    """What is found of a group of tokens.
+
+    Attributes:
+        sums_KPR: out: sum of exp relative to the bound, and with a softcap that times its slopes; in P parts; fp32.
+        words_RW: out: the marks, as in ``lse.py``.
+        num_screened: So many parts are of what is not marked, the others of lists.
+    """
+
+    sums_KPR: torch.Tensor
+    words_RW: torch.Tensor
+    num_screened: int
+
+
+def screen_chunk(
+    hidden: Rounded, weight: Rounded, num_kept: torch.Tensor, bound_R: torch.Tensor, x: Operands, log_eps: float,
+    first: int, parts: range, out: Screened, tile: Tile, group: int,
+) -> None:  # fmt: skip
+    """Screen a chunk of columns from ``first`` on, whole tiles, for a group of tokens.
+
+    Args:
+        hidden: The group's hidden states.
+        weight: The chunk.
+        num_kept: [1] int32: tokens of the group that count.
+        bound_R: Lower bound of each token's log-sum-exp.
+        x: For the options of its logits.
+        log_eps: Logits from ``bound + log_eps`` on are marked.
+        first: First column.
+        parts: The parts of the sums that the chunk fills.
+        out: Sums and marks.
+        tile: Of the product.
+        group: Row blocks that walk the weight together.
+    """
+    num_rows, num_inner = hidden.codes.shape
+    logits = x.logits
+    tma = has_tma(hidden.codes, weight.codes)
+    _screen_kernel[(cdiv(num_rows, tile.rows) * len(parts),)](
+        # in
+        operand(hidden.codes, tile.rows, tile.inner, tma), operand(weight.codes, tile.cols, tile.inner, tma),
+        hidden.numbers_3R, weight.numbers_3R, num_kept, bound_R,
+        # out
+        out.sums_KPR, out.words_RW,
+        # sizes
+        num_rows, num_inner, weight.codes.shape[0], out.words_RW.shape[1], out.sums_KPR.shape[1], len(parts), parts.start,
+        first // 32,
+        # options
+        logits.logit_scale, logits.softcap, log_eps,
+        abs(logits.logit_scale) * ERRORS * ERROR / x.hidden.shape[1] ** 0.5, HAS_SOFTCAP=logits.softcap > 0.0,
+        # tiles
+        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=group, TMA=tma,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@kernel("hidden", "weight", "sums_ptr", "words_ptr", "num_inner", "num_cols")
+def _screen_kernel(
+    hidden,  # in: [R, D or more] e4m3, descriptor or pointer
+    weight,  # in: [C, D or more] e4m3, descriptor or pointer
+    row_ptr,  # in: [3, R] fp32: scale, number, length
+    col_ptr,  # in: [3, C] fp32: scale, number, length or -1
+    num_kept_ptr,  # in: [1] int32
+    bound_ptr,  # in: [R] fp32
+    sums_ptr,  # out: [K, P, R] fp32
+    words_ptr,  # out: [R, W] int32
+    num_rows,
+    num_inner,
+    num_cols,
+    num_words,
+    num_parts,
+    num_splits,
+    first_split,
+    first_word,
+    logit_scale,
+    softcap,
+    log_eps,
+    error,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    num_kept = tl.load(num_kept_ptr)
+    num_row_blocks = tl.cdiv(num_kept, BLOCK_N)
+    pid = tl.program_id(0)
+    if pid >= num_row_blocks * num_splits:
+        return
+    row_block, split = row_and_split(pid, num_row_blocks, num_splits, GROUP)
+    row = row_block * BLOCK_N
+    offs_n = row + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_rows
+    num_tiles = num_cols // BLOCK_V
+    start = split * num_tiles // num_splits
+    stop = (split + 1) * num_tiles // num_splits
+
+    # A bound of +inf makes every exponential of a dead row 0.
+    bound = tl.load(bound_ptr + offs_n, mask=offs_n < num_kept, other=float("inf"))
+    reference = tl.where(bound > float("-inf"), bound, 0.0)
+    limit = (bound - reference + log_eps) * LOG2_E
+    limit = tl.where(offs_n < num_kept, limit, 0.0)
+    row_plane = num_rows.to(tl.int64)
+    row_scale = tl.load(row_ptr + offs_n, mask=in_n, other=0)
+    row_number = tl.load(row_ptr + row_plane + offs_n, mask=in_n, other=0)
+    row_error = tl.load(row_ptr + 2 * row_plane + offs_n, mask=in_n, other=0) * (error * LOG2_E)
+    if not HAS_SOFTCAP:
+        row_number = row_number * (logit_scale * LOG2_E) - reference * LOG2_E
+        logit_scale *= LOG2_E
+    sum_exp = tl.zeros((BLOCK_N,), tl.float32)
+    sum_sloped = tl.zeros((BLOCK_N,), tl.float32)
+
+    for tile in tl.range(start, stop, flatten=True):
+        acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+        for inner in range(0, num_inner, BLOCK_D):
+            h = load_tile(hidden, row, inner, num_rows, num_inner, num_inner, BLOCK_N, BLOCK_D, TMA)
+            w = load_tile(weight, tile * BLOCK_V, inner, num_cols, num_inner, num_inner, BLOCK_V, BLOCK_D, TMA)
+            acc = tl.dot(h, w.T, acc)
+        offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        col_scale = tl.load(col_ptr + offs_v) * logit_scale
+        col_number = tl.load(col_ptr + num_cols + offs_v) * logit_scale
+        col_error = tl.load(col_ptr + 2 * num_cols + offs_v)
+        # Logarithms are to base 2 from here on, relative to the bound.
+        if HAS_SOFTCAP:
+            z = acc * row_scale[:, None] * col_scale[None, :] + col_number[None, :] + row_number[:, None] * logit_scale
+            z = softcapped(z, softcap)
+            y = tl.where((col_error >= 0)[None, :], (z - reference[:, None]) * LOG2_E, float("-inf"))
+        else:
+            col_number = tl.where(col_error >= 0, col_number, float("-inf"))
+            y = acc * row_scale[:, None] * col_scale[None, :] + (col_number[None, :] + row_number[:, None])
+        # NaN counts as marked.
+        others = y + row_error[:, None] * tl.maximum(col_error, 0.0)[None, :] < limit[:, None]
+        e = tl.where(others, tl.exp2(y), 0.0)
+        sum_exp += tl.sum(e, 1)
+        if HAS_SOFTCAP:
+            sum_sloped += tl.sum(e * tl.where(others, softcap_slope(z, softcap), 0.0), 1)
+        bits = tl.where(others, 0, 1 << (tl.arange(0, BLOCK_V) % 32)[None, :])
+        words = tl.sum(tl.reshape(bits, (BLOCK_N, BLOCK_V // 32, 32)), 2).to(tl.int32)
+        offs_w = first_word + tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)
+        where = words_ptr + offs_n.to(tl.int64)[:, None] * num_words + offs_w[None, :]
+        tl.store(where, words, mask=in_n[:, None])
+
+    where = sums_ptr + (first_split + split).to(tl.int64) * num_rows + offs_n
+    tl.store(where, sum_exp, mask=in_n)
+    if HAS_SOFTCAP:
+        tl.store(where + num_parts.to(tl.int64) * num_rows, sum_sloped, mask=in_n)
+
+
+def _add_listed(
+    x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor, bound_R: torch.Tensor, screened: Screened
+) -> None:  # fmt: skip
+    """Compute the logits of the lists, and write the sums of those that are marked: their parts of the sums.
+
+    A label that is listed but not marked has been counted where it was screened.
+    """
+    sums_KPR, words_RW, first_part = screened
+    parts, block_d = sums_KPR.shape[1] - first_part, triton.next_power_of_2(x.hidden.shape[1])
+    _listed_sums_kernel[(rows.index.shape[0] * parts,)](
+        # in
+        x.hidden, x.weight, x.bias, x.ids, rows.index, rows.num_kept, words_RW, lists.columns_M, lists.begin_N, lists.count_N,
+        taken, bound_R,
+        # out
+        sums_KPR,
+        # sizes
+        rows.index.shape[0], x.hidden.shape[1], x.logits.start, x.logits.num_valid, words_RW.shape[1], lists.columns_M.shape[0],
+        lists_.LONGEST, sums_KPR.shape[1], first_part, parts,
+        # options
+        x.logits.logit_scale, x.logits.softcap, HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0,
+        # tiles
+        BLOCK_K=min(8, max(1, ROWS_ELEMENTS // block_d)), BLOCK_D=block_d, num_warps=min(8, max(1, block_d // 256)),
+    )  # fmt: skip
+
+
+@kernel("hidden_ptr", "weight_ptr", "bias_ptr", "words_ptr", "columns_ptr", "sums_ptr", "hidden_size")
+def _listed_sums_kernel(
+    hidden_ptr,  # in: [N, D]
+    weight_ptr,  # in: [V, D]
+    bias_ptr,  # in: [V]
+    labels_ptr,  # in: [N] int64
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    words_ptr,  # in: [R, W] int32
+    columns_ptr,  # in: [M] int32
+    begin_ptr,  # in: [N] int32
+    count_ptr,  # in: [N] int32
+    taken_ptr,  # in: [1] int64
+    bound_ptr,  # in: [R] fp32
+    sums_ptr,  # out: [K, P, R] fp32
+    num_rows,
+    hidden_size,
+    start,
+    num_valid,
+    num_words,
+    capacity,
+    longest,
+    num_parts,
+    first_part,
+    parts,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    if row >= tl.load(num_kept_ptr):
+        return
+    token = tl.load(index_ptr + row).to(tl.int64)
+    bound = tl.load(bound_ptr + row)
+    begin = tl.load(begin_ptr + token)
+    count = tl.load(count_ptr + token)
+    count = tl.where((count <= longest) & (tl.load(taken_ptr) <= capacity), count, 0)
+    label = tl.load(labels_ptr + token) - start
+    words_ptr += row.to(tl.int64) * num_words
+
+    offs_d = tl.arange(0, BLOCK_D)
+    in_d = offs_d < hidden_size
+    h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d & (part * BLOCK_K < count), other=0).to(tl.float32)
+    sum_exp = tl.zeros((BLOCK_K,), tl.float32)
+    sum_sloped = tl.zeros((BLOCK_K,), tl.float32)
+    for first in range(part * BLOCK_K, count, parts * BLOCK_K):
+        offs_k = first + tl.arange(0, BLOCK_K)
+        in_k = offs_k < count
+        column = tl.load(columns_ptr + begin + offs_k, mask=in_k, other=0)
+        in_k &= column < num_valid  # NaN may have marked padding
+        where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
+        z = tl.sum(w.to(tl.float32) * h[None, :], 1)
+        if HAS_BIAS:
+            z += tl.load(bias_ptr + column, mask=in_k, other=0).to(tl.float32)
+        z *= logit_scale
+        if HAS_SOFTCAP:
+            z = softcapped(z, softcap)
+        marked = (tl.load(words_ptr + column // 32, mask=in_k & (column == label), other=-1) >> (column % 32)) & 1
+        e = tl.where(in_k & (marked > 0), tl.exp(z - bound), 0.0)
+        sum_exp += e
+        if HAS_SOFTCAP:
+            sum_sloped += e * softcap_slope(z, softcap)
+    where = sums_ptr + (first_part + part).to(tl.int64) * num_rows + row
+    tl.store(where, tl.sum(sum_exp, 0))
+    if HAS_SOFTCAP:
+        tl.store(where + num_parts.to(tl.int64) * num_rows, tl.sum(sum_sloped, 0))
+
+
+def _merge(
+    x: Operands, rows: Rows, first: First, lists: Lists, taken: torch.Tensor, hidden: Rounded, around: Middle,
+    screened: Screened, out: tuple[torch.Tensor, ...],
+) -> None:  # fmt: skip
+    """Write stats_KN, bound_3N and the labels of suspects at the tokens of the group; see ``screened_statistics``."""
+    num_rows, sums_KPR = rows.index.shape[0], screened.sums_KPR
+    error = ERROR * x.logits.logit_scale
+    _merge_screened_kernel[(cdiv(num_rows, 128),)](
+        sums_KPR, hidden.numbers_3R, around.spread, first.hot_3N, first.shard_3N, first.bound_N, lists.count_N, taken,
+        x.ids, rows.index, rows.num_kept,
+        *out,
+        num_rows, x.num_tokens, sums_KPR.shape[1], screened.num_screened, lists.columns_M.shape[0], lists_.LONGEST,
+        error * error / (2 * x.hidden.shape[1]), SLACK,
+        HAS_SOFTCAP=x.logits.softcap > 0.0, BLOCK_N=128,
+    )  # fmt: skip
+
+
+@kernel("sums_ptr", "stats_ptr", "state_ptr", "suspects_ptr")
+def _merge_screened_kernel(
+    sums_ptr,  # in: [K, P, R] fp32: screened parts first
+    row_ptr,  # in: [3, R] fp32: anything, anything, length
+    spread_ptr,  # in: [1] fp32
+    hot_ptr,  # in: [3, N] fp32: maximum, sum
+    shard_ptr,  # in: [3, N] fp32: maximum, sum
+    bound_ptr,  # in: [N] fp32
+    count_ptr,  # in: [N] int32
+    taken_ptr,  # in: [1] int64
+    labels_ptr,  # in: [N] int64
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    stats_ptr,  # out: [K, N] fp32: maximum, sum, ...
+    state_ptr,  # out: [3, N] fp32
+    suspects_ptr,  # out: [N] int64
+    num_rows,
+    num_tokens,
+    num_parts,
+    num_screened,
+    capacity,
+    longest,
+    half_variance,
+    slack,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_rows
+    live = offs_n < tl.load(num_kept_ptr)
+    token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
+    stride = num_tokens.to(tl.int64)
+    row_stride = num_rows.to(tl.int64)
+    bound = tl.load(bound_ptr + token, mask=live, other=0)
+
+    # A number that is rounded to nearest lies around its code, so a logit lies around the one that is screened, and its
+    # exponential is exp(variance / 2) larger on average.
+    length = tl.load(row_ptr + 2 * row_stride + offs_n, mask=live, other=0)
+    gain = tl.exp(tl.minimum(length * length * tl.load(spread_ptr) * half_variance, 1.0))
+    others = tl.zeros((BLOCK_N,), tl.float32)
+    sloped = tl.zeros((BLOCK_N,), tl.float32)
+    for part in range(0, num_parts):
+        factor = tl.where(part < num_screened, gain, 1.0)
+        where = sums_ptr + part * row_stride + offs_n
+        others += factor * tl.load(where, mask=live, other=0)
+        if HAS_SOFTCAP:
+            sloped += factor * tl.load(where + num_parts * row_stride, mask=live, other=0)
+    if not HAS_SOFTCAP:
+        sloped = others
+    hot_max = tl.load(hot_ptr + token, mask=live, other=0)
+    hot_sum = tl.load(hot_ptr + stride + token, mask=live, other=0)
+    total = others + hot_sum * tl.exp(hot_max - bound)
+    # The estimate in the bound was not too high if this shard's part of it is none that this shard does not have.
+    shard_max = tl.load(shard_ptr + token, mask=live, other=0)
+    claimed = tl.load(shard_ptr + stride + token, mask=live, other=0) * tl.exp(shard_max - bound)
+    count = tl.load(count_ptr + token, mask=live, other=0)
+    # Lists find room in any order, so it is enough for all of the group or for none. NaN makes this false too.
+    trusted = (
+        (count <= longest) & (tl.load(taken_ptr) <= capacity) & (total < tl.exp(FARTHEST)) & (claimed <= slack * total)
+    )
+    trusted &= tl.abs(bound) < float("inf")
+
+    tl.store(stats_ptr + token, bound, mask=in_n)
+    tl.store(stats_ptr + stride + token, tl.where(live, total, 1.0), mask=in_n)
+    tl.store(state_ptr + token, tl.where(live & (trusted == 0), float("nan"), bound), mask=in_n)
+    tl.store(state_ptr + stride + token, tl.where(live, sloped, 0.0), mask=in_n)
+    tl.store(state_ptr + 2 * stride + token, bound, mask=in_n)
+    label = tl.load(labels_ptr + token, mask=in_n, other=-1)
+    tl.store(suspects_ptr + token, tl.where(live & (trusted == 0), label, -1), mask=in_n)

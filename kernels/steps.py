@@ -1,0 +1,444 @@
+"""A tape made into steps that another call's tensors go through: where each storage lies, and what is done in which order.
+
+A storage of the recorded call is one of four kinds:
+
+input      a tensor that the call is given
+made       the result of an operator or of a collective, which makes it again
+own        uninitialised memory that the call returns, or a large intermediate: allocated before its first step, and dropped
+           after its last one unless it is returned
+small      an intermediate of up to ``LARGE`` bytes: at a fixed place in a workspace that all of them share
+
+So a replay takes no more memory than the recorded call, but for the small ones, whose places were decided once from the first
+and the last step that touches them. Their tensors are the same in each call, and operators write into them where they can.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence, Set
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist.kernels.tape import Again, Launch, Matrix, Op, Place, Tape, Thing, aten, mapped
+
+LARGE = 1 << 20  # bytes; an allocation of more costs as much time, and is worth giving back early
+ALIGNMENT = 512  # bytes, as the allocator's: a small tensor is as aligned as it was when the kernels were compiled
+MOST_ADDRESSES = 16  # of a matrix, whose tensor maps are kept
+WORKSPACE = 0  # the workspace's place among the tensors of a call; storage n of a tape is n + 1
+_FACTORY = {"dtype", "layout", "device", "pin_memory", "memory_format"}  # arguments that a result's memory answers
+
+
+class Plan:
+    """All that is known of a call before its tensors are.
+
+    Attributes:
+        tape: What was recorded, without its tensors.
+        device: Of all tensors.
+        offsets: Of the small storages, in the workspace.
+        workspace_bytes: Of all of them together.
+        made: Storages that a step makes.
+        last: The last step that touches a storage, for those that are dropped after it.
+        own: Storages to allocate.
+        whole: Place of the tensor that a call has of each storage: what it is given, makes or allocates.
+    """
+
+    def __init__(self, tape: Tape, device: torch.device) -> None:
+        self.steps, self.result, self.device = tape.steps, tape.result, device
+        self.num_storages = len(tape.sizes)
+        uses = [_places(step) for step in tape.steps]
+        first, last = _first_and_last(uses)
+        returned = {place.storage for place in _places(tape.result)}
+        for step in tape.steps:  # A collective may be under way until the call ends.
+            if isinstance(step, Again):
+                last.update((place.storage, len(tape.steps)) for place in _places(step.args))
+        small = {n for n, size in enumerate(tape.sizes) if n >= tape.num_inputs and n not in returned and size <= LARGE}
+        self.made = {
+            place.storage
+            for step in tape.steps
+            for place in _places(getattr(step, "result", None))
+            if place.storage not in small or isinstance(step, Again) or _into_memory(step, device) is None
+        }
+        self.offsets, self.workspace_bytes = lay_out(small - self.made, tape.sizes, first, last)
+        others = set(range(tape.num_inputs, self.num_storages)) - small - self.made
+        self.own = {n for n in others if n in first or n in returned}
+        places = [place for use in (_places(tape.result), *uses) for place in use]
+        self.whole = {
+            n: _whole(n, tape.sizes[n], places) if n in self.own else place for n, place in enumerate(tape.firsts)
+        }
+        self.first = {n: first.get(n, 0) for n in self.own}
+        self.last = {n: last[n] for n in (*self.own, *self.made) if n in last and n not in returned}
+
+
+def _places(value: Any) -> list[Place]:
+    found: list[Place] = []
+
+    def look(item: Any) -> None:
+        if isinstance(item, Matrix):
+            item = item.place
+        if isinstance(item, Place):
+            found.append(item)
+
+    mapped(value, look)
+    return found
+
+
+def _first_and_last(uses: Sequence[Sequence[Place]]) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the first and the last step that touches each storage."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for step, places in enumerate(uses):
+        for place in places:
+            first.setdefault(place.storage, step)
+            last[place.storage] = step
+    return first, last
+
+
+def _whole(number: int, size: int, places: Sequence[Place]) -> Place:
+    """Return the tensor to allocate for a storage: one that is all of it, else bytes."""
+    for place in places:
+        filled = torch.Size(place.size).numel() * place.dtype.itemsize
+        if place.storage == number and place.offset == 0 and filled == size:
+            return place
+    return Place(number, 0, torch.uint8, (size,), (1,))
+
+
+def lay_out(
+    numbers: Set[int], sizes: Sequence[int], first: dict[int, int], last: dict[int, int]
+) -> tuple[dict[int, int], int]:
+    """Give each storage a place that no other has while it is used, the largest first. -> offsets, bytes in all."""
+    offsets: dict[int, int] = {}
+    for number in sorted(numbers & first.keys(), key=lambda number: (-sizes[number], number)):
+        beside = sorted(
+            (offset, offset + _padded(sizes[other]))
+            for other, offset in offsets.items()
+            if first[other] <= last[number] and first[number] <= last[other]
+        )
+        offset = 0
+        for begin, end in beside:
+            if offset + _padded(sizes[number]) <= begin:
+                break
+            offset = max(offset, end)
+        offsets[number] = offset
+    return offsets, max((offset + _padded(sizes[number]) for number, offset in offsets.items()), default=0)
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Written(NamedTuple):
+    """An operator's call that writes its result into memory which is there."""
+
+    function: Any
+    args: Any
+    kwargs: dict[str, Any]
+
+
+def _into_memory(op: Any, device: torch.device) -> Written | None:
+    """Return the call that writes an operator's result to its place, by a kernel of its own; None if there is none."""
+    if not isinstance(op.result, Place):
+        return None
+    packet = op.function.overloadpacket
+    if packet in (aten.zeros, aten.zeros_like, aten.new_zeros):
+        return Written(aten.zero_.default, (op.result,), {})
+    if packet in (aten.full, aten.full_like, aten.new_full, aten.scalar_tensor):
+        return Written(aten.fill_.Scalar, (op.result, op.args[-1]), {})
+    if packet in (aten._to_copy, aten.clone):
+        return Written(aten.copy_.default, (op.result, op.args[0]), {})
+    form = _out_form(op.function, device.type.upper())
+    if form is None:
+        return None
+    function, out, names = form
+    return Written(function, op.args, {**{k: v for k, v in op.kwargs.items() if k in names}, out: op.result})
+
+
+@lru_cache(maxsize=512)
+def _out_form(function: Any, dispatch_key: str) -> tuple[Any, str, frozenset[str]] | None:
+    """Return the overload that writes into memory, its argument for that, and the names of all its arguments.
+
+    Some overloads of the kind only copy what the function returns; they have no kernel for a device.
+    """
+
+    def given(arguments: Any) -> list[tuple[str, str]]:
+        return [(a.name, str(a.type)) for a in arguments if not a.is_out and a.name not in _FACTORY]
+
+    packet = function.overloadpacket
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        arguments = overload._schema.arguments
+        outs = [a.name for a in arguments if a.is_out]
+        alike = len(outs) == 1 and given(arguments) == given(function._schema.arguments)
+        if alike and torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), dispatch_key):
+            return overload, outs[0], frozenset(a.name for a in arguments)
+    return None
+
+
+class Replay:
+    """A plan's steps with room for one call's tensors: one call at a time goes through it.
+
+    The small tensors that operators work on live here for good. Their workspace is empty between calls.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        # Tensors, addresses and other objects of a call.
+        self.held: list[Any] = [None] * (plan.num_storages + 1)
+        self.address = [0] * (plan.num_storages + 1)
+        self.things: list[Any] = [None] * sum(isinstance(step, Again) for step in plan.steps)
+        self.small: dict[Place, Tensor] = {}
+        self.workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=plan.device).untyped_storage()
+        self.steps: list[Callable[[int], None]] = []
+        for number, step in enumerate(plan.steps):
+            self.steps += [_Allocate(self, plan.whole[n]) for n, first in plan.first.items() if first == number]
+            self.steps.append(_KINDS[type(step)](self, step))
+            done = [n + 1 for n, last in plan.last.items() if last == number]
+            self.steps += [_Drop(self, done)] if done else []
+        self.result = self.bring(mapped(plan.result, self.fixed))
+        self.workspace.resize_(0)
+        # Where launches alone touch the workspace, any memory will do.
+        self.allocate = _allocator(Place(-1, 0, torch.uint8, (plan.workspace_bytes,), (1,)), plan.device)
+
+    def __call__(self, tensors: Sequence[Tensor], stream: int) -> Any:
+        held, address = self.held, self.address
+        try:
+            for number, tensor in enumerate(tensors, 1):
+                held[number] = tensor
+                address[number] = tensor.data_ptr()
+            if self.small:
+                self.workspace.resize_(self.plan.workspace_bytes)
+                address[WORKSPACE] = self.workspace.data_ptr()
+            elif self.plan.workspace_bytes:
+                tensor = held[WORKSPACE] = self.allocate()
+                address[WORKSPACE] = tensor.data_ptr()
+            for step in self.steps:
+                step(stream)
+            return self.result()
+        finally:
+            held[:], self.things[:] = [None] * len(held), [None] * len(self.things)
+            if self.small:
+                self.workspace.resize_(0)
+
+    def keep(self, place: Place, tensor: Tensor) -> None:
+        """Take a tensor that a step allocated or made."""
+        self.held[place.storage + 1] = tensor
+        self.address[place.storage + 1] = tensor.data_ptr()
+
+    def source(self, place: Place) -> tuple[int, int]:
+        """Return the number and the offset that a place's address is made of."""
+        offset = self.plan.offsets.get(place.storage)
+        return (place.storage + 1, place.offset) if offset is None else (WORKSPACE, offset + place.offset)
+
+    def fixed(self, value: Any) -> Any:
+        """Return the tensor at a small storage's place, which is the same in each call; other values as they are."""
+        if not isinstance(value, Place) or value.storage not in self.plan.offsets:
+            return value
+        if value not in self.small:
+            tensor = torch.empty(0, dtype=value.dtype, device=self.plan.device)
+            offset = self.source(value)[1] // value.dtype.itemsize
+            self.small[value] = tensor.set_(self.workspace, offset, value.size, value.stride)  # pyright: ignore
+        return self.small[value]
+
+    def bring(self, template: Any) -> Callable[[], Any]:
+        """Return a function that makes a nest of tuples and lists, with this call's tensors and things in their places."""
+        held, things = self.held, self.things
+        if isinstance(template, Thing):
+            return lambda: things[template.number]
+        if not isinstance(template, Place):
+            if isinstance(template, tuple | list):
+                kind, items = type(template), [self.bring(item) for item in template]
+                return lambda: kind([item() for item in items])
+            return lambda: template
+        number, whole = template.storage + 1, self.plan.whole[template.storage]
+        if template == whole:
+            return lambda: held[number]
+        if template.dtype != whole.dtype:
+            return lambda: _view(held[number].view(template.dtype), template)
+        return lambda: _view(held[number], template)
+
+
+def _view(tensor: Tensor, place: Place) -> Tensor:
+    offset = tensor.storage_offset() + place.offset // place.dtype.itemsize
+    return tensor.as_strided(place.size, place.stride, offset)
+
+
+def _allocator(place: Place, device: torch.device) -> Callable[[], Tensor]:
+    """Return torch.empty_strided for a place; on a GPU without its way through the dispatcher, as torch.compile's code does."""
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    short = getattr(guards, "_empty_strided_cuda", None) if device.type == "cuda" else None
+    if short is not None:
+        return partial(short, place.size, place.stride, place.dtype)
+    return partial(torch.empty_strided, place.size, place.stride, dtype=place.dtype, device=device)
+
+
+class _Allocate:
+    """Memory for a storage from here on."""
+
+    def __init__(self, replay: Replay, place: Place) -> None:
+        self.held, self.address, self.number = replay.held, replay.address, place.storage + 1
+        self.allocate = _allocator(place, replay.plan.device)
+
+    def __call__(self, stream: int) -> None:
+        tensor = self.held[self.number] = self.allocate()
+        self.address[self.number] = tensor.data_ptr()
+
+
+class _Drop:
+    """The end of some tensors."""
+
+    def __init__(self, replay: Replay, numbers: Sequence[int]) -> None:
+        self.held, self.numbers = replay.held, numbers
+
+    def __call__(self, stream: int) -> None:
+        for number in self.numbers:
+            self.held[number] = None
+
+
+class _Base:
+    """The base of a tensor descriptor, which Triton asks for its address alone."""
+
+    def __init__(self) -> None:
+        self.address = 0
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Described:
+    """A tensor descriptor, of a matrix that is somewhere else in each call, as the arguments that a launcher takes for it.
+
+    Args:
+        descriptor: Of the recorded call.
+        encode: Makes the launcher's arguments of a descriptor; None: the launcher does.
+        width: How many these are.
+    """
+
+    def __init__(self, descriptor: Any, encode: Callable[[Any], list[Any]] | None, width: int) -> None:
+        self.descriptor, self.base = copy.copy(descriptor), _Base()
+        self.descriptor.base = self.base
+        self.encode, self.width = encode, width
+        self.known: dict[int, list[Any]] = {}
+
+    def at(self, address: int) -> list[Any]:
+        self.base.address = address
+        if self.encode is None:
+            return [self.descriptor]
+        if address not in self.known:
+            if len(self.known) == MOST_ADDRESSES:
+                self.known.clear()
+            self.known[address] = self.encode(self.descriptor)
+        return self.known[address]
+
+
+class _Launch:
+    """A kernel's launch: addresses go where tensors were."""
+
+    def __init__(self, replay: Replay, launch: Launch) -> None:
+        compiled, self.address = launch.compiled, replay.address
+        self.run, first, encoders = _c_launcher(compiled) or (compiled.run, [compiled.packed_metadata], None)
+        # Nobody watches launches, or the call would be ordinary: no metadata for hooks, and no hooks.
+        self.args = [*launch.grid, 0, compiled.function, *first, None, None, None]
+        self.pointers: list[tuple[int, int, int]] = []
+        self.matrices: list[tuple[slice, _Described, int, int]] = []
+        for value in launch.values:
+            begin = len(self.args)
+            if isinstance(value, Matrix):
+                rank = len(value.descriptor.shape)
+                encode, width = (None, 1) if encoders is None else (encoders[len(self.matrices)], 1 + 2 * rank)
+                described = _Described(value.descriptor, encode, width)
+                self.matrices.append((slice(begin, begin + width), described, *replay.source(value.place)))
+                self.args += [None] * width
+                continue
+            if isinstance(value, Place):
+                self.pointers.append((begin, *replay.source(value)))
+            self.args.append(value)
+
+    def __call__(self, stream: int) -> None:
+        args, address = self.args, self.address
+        args[3] = stream
+        for position, source, offset in self.pointers:
+            args[position] = address[source] + offset
+        for where, described, source, offset in self.matrices:
+            args[where] = described.at(address[source] + offset)
+        self.run(*args)
+
+
+def _c_launcher(compiled: Any) -> tuple[Callable[..., None], list[Any], list[Callable[[Any], list[Any]]]] | None:
+    """Return Triton 3.6's launcher in C, the arguments behind the kernel's handle, and what encodes its tensor descriptors.
+
+    The Python around it allocates scratch, where there is any, and encodes descriptors at each launch. None: it is not known.
+    """
+    run = compiled.run
+    if "global_scratch, profile_scratch, *args)" not in _source_of_call(type(run)):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    first = [run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata]
+    within = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else None
+    if within is None:
+        return run.launch, first, []
+    metas = within.get("tensordesc_meta")
+    if "launcher" not in within or not metas or None in metas:
+        return None
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return within["launcher"], first, [partial(make_tensordesc_arg, metadata=meta) for meta in metas]
+
+
+@lru_cache(maxsize=8)
+def _source_of_call(launcher: type) -> str:
+    try:
+        return inspect.getsource(launcher.__call__)
+    except (OSError, TypeError):
+        return ""
+
+
+class _Op:
+    """A torch operator's call, into memory that is there or into tensors of its own."""
+
+    def __init__(self, replay: Replay, op: Op) -> None:
+        self.replay, self.made = replay, ()
+        call: Any = op
+        if op.result is not None and all(place.storage in replay.plan.made for place in _places(op.result)):
+            self.made = _places(op.result)
+        elif op.result is not None:
+            call = _into_memory(op, replay.plan.device)
+        self.function = call.function._op  # the overload itself, which its Python object calls
+        args, self.kwargs = mapped((call.args, call.kwargs), replay.fixed)
+        self.args = list(args)
+        # Arguments that each call brings; the others stay.
+        self.new_args = [(number, replay.bring(arg)) for number, arg in enumerate(args) if _places(arg)]
+        self.new_kwargs = [(name, replay.bring(arg)) for name, arg in self.kwargs.items() if _places(arg)]
+
+    def __call__(self, stream: int) -> None:
+        args, kwargs = self.args, self.kwargs
+        if self.new_args:
+            args = args.copy()
+            for number, bring in self.new_args:
+                args[number] = bring()
+        if self.new_kwargs:
+            kwargs = {**kwargs, **{name: bring() for name, bring in self.new_kwargs}}
+        result = self.function(*args, **kwargs)
+        if self.made:
+            for place, tensor in zip(self.made, (result,) if isinstance(result, Tensor) else result, strict=True):
+                self.replay.keep(place, tensor)
+
+
+class _Again:
+    """A call of a function as it is."""
+
+    def __init__(self, replay: Replay, again: Again) -> None:
+        self.replay, self.function, self.result = replay, again.function, again.result
+        self.args = replay.bring(mapped(again.args, replay.fixed))
+
+    def __call__(self, stream: int) -> None:
+        result = self.function(*self.args())
+        if isinstance(self.result, Thing):
+            self.replay.things[self.result.number] = result
+        elif self.result is not None:
+            self.replay.keep(self.result, result)
+
+
+_KINDS: dict[type, Callable[[Replay, Any], Callable[[int], None]]] = {Launch: _Launch, Op: _Op, Again: _Again}

@@ -1,0 +1,299 @@
+"""What a call did, noted while it did it: the kernels it launched and the torch operators between them, with their tensors.
+
+A tape knows tensors by their place: a number of the storage, and an offset in it. The storages are those of the call's inputs
+and those that its operators made. Nothing is noted of views and of uninitialised memory but where they are. ``replay.py`` turns
+a tape into steps that need neither the tensors nor the code that made them.
+
+A call that the tape cannot follow is refused, with a reason, and goes on undisturbed: one that reads a tensor nobody gave it,
+asks a tensor for its value, or gets two inputs that are different parts of one tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+_UNINITIALISED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+
+
+class Place(NamedTuple):
+    """A tensor in a storage.
+
+    Attributes:
+        storage: Number of the storage.
+        offset: Bytes from the begin of the first tensor that the tape saw in the storage: an input, or an operator's result.
+        dtype: Of the tensor.
+        size: Likewise.
+        stride: In elements.
+    """
+
+    storage: int
+    offset: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Matrix(NamedTuple):
+    """A tensor descriptor without its tensor, and the place of that."""
+
+    descriptor: Any
+    place: Place
+
+
+class Launch(NamedTuple):
+    """A kernel's launch.
+
+    Attributes:
+        compiled: What Triton compiled for the arguments.
+        grid: Three numbers.
+        values: All arguments in order; a ``Place`` stands for a tensor, a ``Matrix`` for a descriptor.
+    """
+
+    compiled: Any
+    grid: tuple[int, ...]
+    values: list[Any]
+
+
+class Op(NamedTuple):
+    """A torch operator's call.
+
+    Attributes:
+        function: The overload.
+        args: Places stand for tensors; a tensor is a constant.
+        kwargs: Likewise.
+        result: Places of its tensors; None where it made none.
+    """
+
+    function: torch._ops.OpOverload
+    args: Any
+    kwargs: dict[str, Any]
+    result: Any
+
+
+class Thing(NamedTuple):
+    """An object that is no tensor: what the ``Again`` of this number gave."""
+
+    number: int
+
+
+class Again(NamedTuple):
+    """A call of a function that is called again as it is, such as a collective.
+
+    Attributes:
+        function: It.
+        args: Places stand for tensors, things for the objects that earlier such calls gave.
+        result: A place if it gave a new tensor, a thing if it gave an object, else None.
+    """
+
+    function: Callable[..., Any]
+    args: Any
+    result: Any
+
+
+class Refused(Exception):
+    """The tape cannot follow the call."""
+
+
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return the same nest of tuples, lists and dictionaries with ``leaf`` of each value in it."""
+    if isinstance(value, Place | Matrix | Thing):
+        return leaf(value)
+    if isinstance(value, tuple | list):
+        inner = [mapped(item, leaf) for item in value]
+        return inner if isinstance(value, list) else tuple(inner)
+    if isinstance(value, dict):
+        return {name: mapped(item, leaf) for name, item in value.items()}
+    return leaf(value)
+
+
+class Tape(TorchDispatchMode):
+    """Notes what is done while it is entered, by this thread.
+
+    Attributes:
+        num_inputs: Storages of inputs, which come first.
+        sizes: Bytes of each storage, by its number; 0 for inputs.
+        firsts: Place of the first tensor that was seen in each storage.
+        steps: What was done, in order.
+        result: What the call returned, with places for tensors.
+        refused: Why the call cannot be followed; empty: it can.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.num_inputs = len(inputs)
+        self.sizes: list[int] = []
+        self.firsts: list[Place] = []
+        self.steps: list[Launch | Op | Again] = []
+        self.result: Any = None
+        self.refused = ""
+        self._paused = False
+        self._numbers: dict[int, int] = {}
+        self._begins: list[int] = []
+        self._things: dict[int, tuple[Thing, Any]] = {}
+        # A weak reference keeps a storage's identity for it, and not its memory.
+        self._storages: list[StorageWeakRef] = []
+        for tensor in inputs:
+            number = self._numbers.get(tensor.untyped_storage()._cdata)
+            self._add(tensor, 0)
+            if number is not None and self._begins[number] != self._begins[-1]:
+                self.refused = "two inputs share memory and begin at different places in it"
+
+    def __enter__(self) -> Tape:
+        _RECORDING.tape = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _RECORDING.tape = None
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._paused:
+            self._note(self._operator, func, args, kwargs or {}, result)
+        return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Note no operators: what is done belongs to something that is noted as a whole."""
+        was, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = was
+
+    def launched(self, kernel: Any, compiled: Any, grid: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self._note(self._launch, kernel.arg_names, compiled, grid, args, kwargs)
+
+    def called(self, function: Callable[..., Any], args: Any, result: Any) -> None:
+        self._note(self._again, function, args, result)
+
+    def returned(self, result: Any) -> None:
+        """Note what the call returns: ``result``."""
+        self._note(self._returned, result)
+
+    def _returned(self, result: Any) -> None:
+        self.result = self._places(result)
+
+    def _places(self, value: Any) -> Any:
+        """Return the value with places for its tensors, and with things."""
+
+        def noted(item: Any) -> Any:
+            if isinstance(item, Tensor):
+                return self._place(item)
+            return self._things[id(item)][0] if id(item) in self._things else item
+
+        return mapped(value, noted)
+
+    def _note(self, note: Callable[..., None], *what: Any) -> None:
+        if not self.refused:
+            try:
+                note(*what)
+            except Refused as reason:
+                self.refused = str(reason)
+
+    def _launch(self, names: Sequence[str], compiled: Any, grid: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        def noted(value: Any) -> Any:
+            if isinstance(value, TensorDescriptor):
+                descriptor = copy.copy(value)
+                descriptor.base = None
+                (place,) = self._places([value.base])
+                return Matrix(descriptor, place)
+            return self._place(value) if isinstance(value, Tensor) else value
+
+        values = [*args, *(kwargs[name] for name in names[len(args) :])]
+        self.steps.append(Launch(compiled, (*grid, 1, 1)[:3], [noted(value) for value in values]))
+
+    def _operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        tensors: list[Tensor] = []
+        mapped(result, lambda item: tensors.append(item) if isinstance(item, Tensor) else None)
+        if not tensors:
+            raise Refused(f"{func} has a result that is no tensor")
+        args, kwargs = self._places((args, kwargs))
+        new = self._add_new(tensors)
+        if func._schema.is_mutable:
+            self.steps.append(Op(func, args, kwargs, None))
+        elif new and func.overloadpacket not in _UNINITIALISED:
+            self.steps.append(Op(func, args, kwargs, self._places(result)))
+
+    def _again(self, function: Callable[..., Any], args: Any, result: Any) -> None:
+        places = self._places(args)
+        place: Place | Thing | Tensor | None = None
+        if isinstance(result, Tensor):
+            place = self._place(result) if self._add_new([result]) else None
+        elif result is not None:
+            place = Thing(len(self._things))
+            self._things[id(result)] = place, result
+        self.steps.append(Again(function, places, place))
+
+    def _add_new(self, tensors: Sequence[Tensor]) -> bool:
+        """Number the storages that have none; return whether there were any."""
+        new = [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in self._numbers]
+        for tensor in new:
+            self._add(tensor, tensor.untyped_storage().nbytes())
+        return bool(new)
+
+    def _add(self, tensor: Tensor, size: Any) -> None:
+        storage = tensor.untyped_storage()
+        self._numbers[storage._cdata] = len(self.sizes)
+        self._storages.append(StorageWeakRef(storage))
+        self._begins.append(int(tensor.storage_offset()) * tensor.itemsize)
+        self.sizes.append(int(size))
+        self.firsts.append(Place(len(self.firsts), 0, tensor.dtype, tuple(tensor.shape), tensor.stride()))
+
+    def _place(self, tensor: Tensor) -> Place | Tensor:
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        if number is not None:
+            offset = tensor.storage_offset() * tensor.itemsize - self._begins[number]
+            return Place(number, int(offset), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if tensor.dim() == 0 and tensor.is_cpu:
+            return tensor.clone()  # a number that torch made a tensor of
+        raise Refused(f"a tensor of {tuple(tensor.shape)} came from elsewhere")
+
+
+def again(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function which a replay is to call, too, with its own tensors and objects in place of those given.
+
+    It returns a tensor, an object that is only given to later such calls, or None.
+    """
+    tape = _RECORDING.tape
+    if tape is None:
+        return function(*args)
+    with tape.paused():
+        result = function(*args)
+    tape.called(function, args, result)
+    return result
+
+
+class _Recording(threading.local):
+    tape: Tape | None = None
+
+
+_RECORDING = _Recording()
+
+
+def noted(kernel: Any) -> Any:
+    """Return a kernel of ``triton.jit`` whose launches a tape can see."""
+
+    def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        tape, launch = _RECORDING.tape, type(kernel).run
+        if tape is None:
+            return launch(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+        with tape.paused():
+            compiled = launch(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+        tape.launched(kernel, compiled, grid, args, kwargs)
+        return compiled
+
+    kernel.run = run
+    return kernel

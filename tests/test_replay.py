@@ -1,0 +1,564 @@
+"""A replayed call against the ordinary one: the same bits, whatever the tensors' addresses are.
+
+On a CPU the interpreter takes the place of a compiled kernel: it is given addresses alone, so what a replay hands to a launcher
+is all that there is. On a GPU the same tests run with Triton's launcher.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from shards import DEVICE, GPU, needs_gpu
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cce_dist import (
+    GradFilter,
+    VocabShard,
+    divergence_op,
+    linear_cross_entropy,
+    linear_kl_divergence,
+    linear_log_probs,
+    op,
+)
+from cce_dist.kernels import replay, steps
+from cce_dist.kernels.tape import Again, Launch, Matrix, Place, Tape, again
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
+DTYPE = torch.bfloat16 if GPU else torch.float32
+
+
+class Interpreted:
+    """A compiled kernel's launcher, which interprets the kernel on what lies at the addresses that it gets."""
+
+    function = packed_metadata = None
+
+    def __init__(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+        values = [*args, *(kwargs[name] for name in kernel.arg_names[len(args) :])]
+        self.like = [_like(value.base if isinstance(value, TensorDescriptor) else value) for value in values]
+
+    def run(self, *given: Any) -> None:
+        grid, values = given[:3], given[9:]
+        args = []
+        for value, like in zip(values, self.like, strict=True):
+            if isinstance(value, TensorDescriptor):
+                value = copy.copy(value)
+                value.base = _at(value.base.data_ptr(), like)
+            elif like is not None:
+                assert type(value) is int
+                value = _at(value, like)
+            args.append(value)
+        type(self.kernel).run(self.kernel, *args, grid=grid, warmup=False, **self.options)
+
+
+def _like(value: Any) -> tuple[Any, ...] | None:
+    if not isinstance(value, Tensor):
+        return None
+    room = value.untyped_storage().nbytes() - value.storage_offset() * value.itemsize
+    return value.dtype, tuple(value.shape), value.stride(), room
+
+
+def _at(address: int, like: Any) -> Tensor:
+    dtype, size, stride, room = like
+    if room == 0:
+        return torch.empty(size, dtype=dtype)
+    return torch.frombuffer((ctypes.c_char * room).from_address(address), dtype=dtype).as_strided(size, stride)
+
+
+@contextmanager
+def replaying() -> Iterator[list[replay.Shared]]:
+    """Replay calls, none of which was seen before. -> The plans that were used, in order."""
+    used: list[replay.Shared] = []
+    call, launched = replay.Shared.__call__, Tape.launched
+
+    def counted(plan: replay.Shared, tensors: list[Tensor]) -> Any:
+        used.append(plan)
+        return call(plan, tensors)
+
+    def interpreted(tape: Tape, kernel: Any, compiled: Any, grid: Any, args: Any, kwargs: Any) -> None:
+        launched(tape, kernel, compiled if GPU else Interpreted(kernel, args, kwargs), grid, args, kwargs)
+
+    functions = [f for module in (op, divergence_op) for f in (module._forward_again, module._backward_again)]
+    with (
+        mock.patch.object(replay.Shared, "__call__", counted),
+        mock.patch.object(Tape, "launched", interpreted),
+        mock.patch.object(replay, "available", lambda: True),
+        mock.patch.object(op, "label_error", lambda *_: ""),  # which a CPU asks for, and no GPU
+        mock.patch.object(steps, "LARGE", 4096),  # so that some intermediates are large
+    ):
+        for function in functions:
+            function.forget()
+        yield used
+        for function in functions:
+            function.forget()
+
+
+def tensors(num_tokens: int = 20, hidden_size: int = 16, num_rows: int = 70) -> tuple[Tensor, Tensor, Tensor]:
+    if GPU:
+        num_tokens, hidden_size, num_rows = (8 * n for n in (num_tokens, hidden_size, num_rows))
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(num_tokens, hidden_size, generator=generator)
+    weight = torch.randn(num_rows, hidden_size, generator=generator)
+    labels = torch.randint(num_rows, (num_tokens,), generator=generator)
+    labels[::5] = -100
+    return hidden.to(DEVICE, DTYPE), weight.to(DEVICE, DTYPE), labels.to(DEVICE)
+
+
+def leaves(*values: Tensor) -> list[Tensor]:
+    """New leaves, each at an address of its own."""
+    return [value.clone().requires_grad_() for value in values]
+
+
+def loss_of(given: list[Tensor], labels: Tensor, **options: Any) -> Tensor:
+    hidden, weight = given[:2]
+    return linear_cross_entropy(hidden, weight, labels, backend="triton", **options)
+
+
+def check(step: Callable[[], list[Tensor]], calls: int = 2) -> list[replay.Shared]:
+    """Compare a step with itself replayed, where it makes ``calls`` calls. -> The plans of the last step."""
+    with mock.patch.object(replay, "available", lambda: False):
+        wanted = step()
+    with replaying() as used:
+        for _ in range(3):
+            used.clear()
+            got = step()
+            assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+        assert len(used) == calls, "a call was not replayed"
+        held = [idle.workspace.nbytes() for plan in used for idle in plan.idle]
+        assert not any(held), "memory is held between calls"
+    return used
+
+
+CASES = {
+    "exact": {},
+    "groups of tokens": {"workspace_bytes": 1},
+    "options": {"softcap": 2.0, "label_smoothing": 0.1, "z_loss_weight": 1e-3, "logit_scale": 0.5},
+    "sum": {"reduction": "sum"},
+    "filter": {"grad_filter": GradFilter()},
+    "plain filter": {"grad_filter": GradFilter(compensate=False), "softcap": 3.0},
+    "filter of d_hidden": {"grad_filter": GradFilter(weight=False)},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=list(CASES))
+def test_same_bits(options: dict[str, Any]) -> None:
+    """Catches: an argument or an address of another launch, two intermediates in one place, a step left out."""
+    hidden, weight, labels = tensors()
+    bias = torch.linspace(-1, 1, len(weight), device=DEVICE).to(DTYPE)
+
+    def step() -> list[Tensor]:
+        given = leaves(hidden, weight, bias)
+        with mock.patch("cce_dist.kernels.budget.LEAST_BYTES", 1 << 10), mock.patch("cce_dist.kernels.budget.ROWS", 16):
+            loss = loss_of(given, labels, linear_bias=given[2], **{"workspace_bytes": 1 << 20, **options})
+            loss.backward()
+        return [loss.detach(), *(x.grad for x in given if x.grad is not None)]
+
+    check(step)
+
+
+def test_other_uses() -> None:
+    """Two backwards of one forward, a buffer that d_weight is added to, several ids with the largest logits, no gradients.
+
+    Catches: something that a replay leaves changed for the next, an input that is written to taken for another."""
+    hidden, weight, labels = tensors()
+
+    def twice() -> list[Tensor]:
+        given = leaves(hidden, weight)
+        loss = loss_of(given, labels)
+        loss.backward(retain_graph=True)
+        (3 * loss).backward()
+        return [loss.detach(), *(x.grad for x in given if x.grad is not None)]
+
+    def into_buffer() -> list[Tensor]:
+        given, buffer = leaves(hidden, weight), torch.ones(weight.shape, device=DEVICE)
+        loss_of(given, labels, grad_weight_out=buffer).backward()
+        assert given[0].grad is not None
+        return [given[0].grad, buffer]
+
+    def log_probs() -> list[Tensor]:
+        given, ids = leaves(hidden, weight), torch.stack((labels, labels.clamp(min=1) - 1), 1)
+        out = linear_log_probs(given[0], given[1], ids, entropy=True, top_k=3, backend="triton")
+        assert out.entropy is not None and out.top_log_probs is not None
+        (out.log_probs.sum() + out.entropy.sum()).backward()
+        return [out.log_probs.detach(), out.top_log_probs, *(x.grad for x in given if x.grad is not None)]
+
+    def divergence() -> list[Tensor]:
+        given = leaves(hidden, weight)
+        value = linear_kl_divergence(
+            given[0], given[1], hidden.flip(0), weight.flip(0), kind="jsd", reduction="sum", backend="triton"
+        )
+        value.backward()
+        return [value.detach(), *(x.grad for x in given if x.grad is not None)]
+
+    def without_gradients() -> list[Tensor]:
+        with torch.no_grad():
+            return [linear_cross_entropy(hidden, weight, labels, backend="triton")]
+
+    check(twice, 3)
+    check(into_buffer)
+    check(log_probs)
+    check(divergence)
+    check(without_gradients, 1)
+
+
+def test_alignment_is_part_of_the_key() -> None:
+    """Triton compiles for a pointer's 16 bytes. Catches: what was compiled for an aligned pointer launched with another."""
+    hidden, weight, labels = tensors()
+
+    def step() -> list[Tensor]:
+        results: list[Tensor] = []
+        for shift in (0, 1):
+            given = torch.empty(hidden.numel() + 1, dtype=DTYPE, device=DEVICE)[shift:][: hidden.numel()].view_as(
+                hidden
+            )
+            given = given.copy_(hidden).requires_grad_()
+            loss = linear_cross_entropy(given, weight, labels, backend="triton")
+            loss.backward()
+            assert given.grad is not None
+            results += [loss.detach(), given.grad]
+        return results
+
+    plans = check(step, 4)
+    assert len(set(plans)) == 4
+
+
+def plain(first: Tensor, others: list[Tensor], factor: float) -> tuple[Tensor, list[Tensor]]:
+    """A function of tensors without kernels: views, writes into memory, operators with and without a form for that."""
+    buffer = torch.empty(2, *first.shape, dtype=first.dtype, device=first.device)
+    buffer[0] = first * factor
+    torch.add(buffer[0], others[0], out=buffer[1])
+    ordered, order = buffer[1].sort(stable=True)
+    total = torch.zeros_like(first)
+    for other in others:
+        total += torch.where(other > 0, other, 0.0).cumsum(0)
+    return total, [ordered * buffer.sum(0), order, buffer.sum().view(1)[:1]]
+
+
+def given(seed: float) -> tuple[Tensor, list[Tensor]]:
+    return torch.arange(9.0, device=DEVICE) + seed, [torch.linspace(-seed, 5, 9, device=DEVICE).sin() for _ in range(3)]
+
+
+def same(a: Any, b: Any) -> bool:
+    return torch.equal(a[0], b[0]) and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+
+
+def test_operators() -> None:
+    """Catches: an operator's result in the place of one that is still needed, a constant that belongs to the first call."""
+    replayed = replay.Replayed(plain, lambda factor: ())
+    for seed in range(6):
+        first, others = given(seed)
+        assert same(replayed(first, others, 2.0), plain(first, others, 2.0))
+    (plan,) = replayed.plans.values()
+    assert plan is not None
+    assert plan.plan.workspace_bytes > 0
+
+
+def test_one_tensor_twice() -> None:
+    """Catches: the same tensor in two arguments taken for two that are apart, or the other way around."""
+    replayed = replay.Replayed(lambda x, y, call: (x - 2 * y,), lambda call: ())
+    for number in range(8):
+        x = torch.full((9,), float(number), device=DEVICE)
+        y = x if number % 2 else torch.ones(9, device=DEVICE)
+        assert torch.equal(replayed(x, y, 0)[0], x - 2 * y)
+    assert len(replayed.plans) == 2
+    assert None not in replayed.plans.values()
+
+
+def test_autocast_changes_nothing() -> None:
+    """Catches: an operator that was noted below autocast, and is cast at a replay."""
+
+    def function(x: Tensor, call: int) -> tuple[Tensor]:
+        with torch.autocast(DEVICE, enabled=False):
+            return (x @ x.T,)
+
+    replayed = replay.Replayed(function, lambda call: ())
+    x = torch.randn(8, 8, device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        results = [replayed(x, 0)[0] for _ in range(4)]
+    assert all(torch.equal(result, results[0]) and result.dtype == torch.float32 for result in results)
+    assert None not in replayed.plans.values()
+
+
+def test_what_a_collective_reads_stays() -> None:
+    """Catches: memory that is given to another tensor while a collective, which was only started, may still read it."""
+    under_way: list[Tensor] = []
+
+    def function(x: Tensor, call: float) -> tuple[Tensor]:
+        again(under_way.append, x * 2)
+        for _ in range(4):
+            x = x * 3
+        again(wait)
+        return (x,)
+
+    def wait() -> None:
+        assert torch.equal(under_way[-1], first * 2)
+
+    replayed = replay.Replayed(function, lambda call: ())
+    for seed in range(4):
+        first, _ = given(seed)
+        replayed(first, 1.0)
+    (plan,) = replayed.plans.values()
+    assert plan is not None
+    assert len(plan.plan.offsets) > 1
+
+
+def test_threads_replay_side_by_side() -> None:
+    """Catches: a workspace that two calls share."""
+    replayed, wrong = replay.Replayed(plain, lambda factor: ()), []
+    turns = threading.Barrier(2)
+    run = steps._Op.__call__
+
+    def with_turns(step: Any, *args: Any) -> None:  # The two threads take turns at every operator.
+        turns.wait(60)
+        run(step, *args)
+
+    def work(seed: int) -> None:
+        first, others = given(seed)
+        if not same(replayed(first, others, 2.0), plain(first, others, 2.0)):
+            wrong.append(seed)
+
+    for seed in range(2):
+        work(seed)
+    with mock.patch.object(steps._Op, "__call__", with_turns):
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in (5, 6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    (plan,) = replayed.plans.values()
+    assert plan is not None
+    assert len(plan.idle) == 2
+
+
+OUTSIDE = torch.ones(9, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        pytest.param(lambda x, y, call: (x + y if x.sum() > 0 else x,), "no tensor", id="reads a value"),
+        pytest.param(lambda x, y, call: (x + OUTSIDE,), "elsewhere", id="a tensor from elsewhere"),
+        pytest.param(lambda x, y, call: (x + y,), "share memory", id="two parts of one tensor"),
+    ],
+)
+def test_what_cannot_be_followed_stays_ordinary(
+    function: Callable[..., Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches: a replay of the branch or of the tensor that the recorded call had."""
+    replayed = replay.Replayed(function, lambda call: ())
+    with caplog.at_level("DEBUG", "cce_dist"):
+        for value in (1.0, 2.0, -3.0, 4.0):
+            x, y = torch.full((18,), value, device=DEVICE).split(9)
+            y = y if "memory" in reason else torch.ones(9, device=DEVICE)
+            assert torch.equal(replayed(x, y, 0)[0], function(x, y, 0)[0])
+    assert reason in caplog.text
+    assert list(replayed.plans.values()) == [None]
+
+
+def test_a_launch_that_no_tape_sees_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches: a kernel that is launched but not declared by ``blocks.kernel``, whose launch a replay would leave out."""
+    replayed = replay.Replayed(plain, lambda factor: ())
+    with mock.patch.object(replay, "_launches", lambda: nullcontext([None])), caplog.at_level("DEBUG", "cce_dist"):
+        for seed in range(3):
+            replayed(*given(seed), 2.0)
+    assert "a kernel was launched" in caplog.text
+    assert list(replayed.plans.values()) == [None]
+
+
+def test_every_launched_kernel_is_declared() -> None:
+    """Catches it before a GPU does."""
+    folder = Path(replay.__file__).parent
+    for path in folder.rglob("*.py"):
+        text = path.read_text()
+        hidden = set(re.findall(r"@triton\.jit\s+def (\w+)", text)) & set(re.findall(r"(\w+)\[", text))
+        assert not hidden, f"{path}: {hidden} is launched: declare it by blocks.kernel"
+
+
+def test_plans_hold_no_tensors_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: an input or an output that a plan keeps alive; caches that grow with each new shape."""
+    monkeypatch.setattr(replay, "MOST_PLANS", 2)
+    monkeypatch.setattr(replay, "MOST_SEEN", 3)
+    replayed = replay.Replayed(plain, lambda factor: ())
+    for size in range(3, 9):
+        for _ in range(3):
+            first, others = given(size)
+            first, others = first[:size], [other[:size] for other in others]
+            out = replayed(first, others, 2.0)
+        assert len(replayed.plans) <= 2
+    for size in range(20):
+        replayed(torch.ones(size + 1, device=DEVICE), [torch.ones(size + 1, device=DEVICE)], 2.0)
+        assert len(replayed.seen) <= 3
+    alive = [weakref.ref(x) for x in (first, *others, out[0], *out[1])]
+    del first, others, out
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)
+
+
+def test_places_do_not_meet() -> None:
+    """Catches: two intermediates that are in use at the same step and overlap."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        sizes = torch.randint(0, 5000, (12,), generator=generator).tolist()
+        used = torch.randint(0, 30, (12, 2), generator=generator).sort(1).values.tolist()
+        offsets, total = steps.lay_out(
+            set(range(12)), sizes, *({n: use[i] for n, use in enumerate(used)} for i in (0, 1))
+        )
+        for a in range(12):
+            assert offsets[a] % steps.ALIGNMENT == 0
+            assert offsets[a] + sizes[a] <= total
+            for b in range(a):
+                apart = offsets[a] + sizes[a] <= offsets[b] or offsets[b] + sizes[b] <= offsets[a]
+                assert apart or used[a][0] > used[b][1] or used[b][0] > used[a][1]
+
+
+def test_an_unknown_launcher_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches: a Triton whose launcher takes other arguments; a switch that does nothing."""
+    import triton
+    from triton import knobs
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    available = replay.available.__wrapped__
+    assert available()
+    monkeypatch.setenv("CCE_DIST_REPLAY", "0")
+    assert not available()
+    monkeypatch.delenv("CCE_DIST_REPLAY")
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *args, **kwargs: None)
+    with caplog.at_level("WARNING", "cce_dist"):
+        assert not available()
+    assert "does not know the launcher" in caplog.text
+
+
+class Launcher:
+    """Triton 3.6's launcher of a kernel with tensor descriptors, as far as a replay knows it."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, True
+
+    def __init__(self, launcher: Callable[..., None], tensordesc_meta: list[Any]) -> None:
+        def inner(*args: Any) -> None:
+            metas, final = iter(tensordesc_meta), list(args[:13])
+            for arg in args[13:]:
+                final += encoded(arg, next(metas)) if isinstance(arg, TensorDescriptor) else [arg]
+            launcher(*final)
+
+        self.launch = inner
+
+    def __call__(self, gridX: int, gridY: int, gridZ: int, stream: int, function: int, *args: Any) -> None:
+        global_scratch = profile_scratch = None
+        self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl,
+                    global_scratch, profile_scratch, *args)  # fmt: skip
+
+
+def encoded(arg: Any, metadata: Any) -> list[Any]:
+    return [("map", metadata, arg.base.data_ptr()), *arg.shape, *arg.strides]
+
+
+def test_the_launcher_in_c_gets_what_triton_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: another order of arguments, a tensor map of another address."""
+    from triton.backends.nvidia import driver
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encoded)
+    seen: list[tuple[Any, ...]] = []
+    launcher = Launcher(lambda *args: seen.append(args), ["first", "second"])
+    compiled = SimpleNamespace(run=launcher, function=7, packed_metadata=(4, 1, 0))
+    matrices = [torch.zeros(16, 16, device=DEVICE) for _ in range(3)]
+    place = Place(0, 0, torch.float32, (16, 16), (16, 1))
+    values = [Matrix(TensorDescriptor.from_tensor(matrices[0], [8, 8]), place), place, 5, "ieee"]
+    values.append(values[0])
+    call = SimpleNamespace(address=[0, 0], source=lambda place: (1, 0))
+    launch = steps._Launch(call, Launch(compiled, (1, 2, 3), values))  # pyright: ignore[reportArgumentType]
+    assert launch.run is not launcher
+    for matrix in (matrices[0], matrices[1], matrices[0], matrices[2]):
+        call.address[1] = matrix.data_ptr()
+        launch(9)
+        described = TensorDescriptor.from_tensor(matrix, [8, 8])
+        launcher(1, 2, 3, 9, 7, (4, 1, 0), None, None, None, described, matrix.data_ptr(), 5, "ieee", described)
+        assert seen[-1] == seen[-2]
+
+
+def _on_ranks() -> None:
+    hidden, weight, labels = tensors(16, 8, 40)
+    shard = VocabShard.even(len(weight), dist.group.WORLD)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for options in (
+        {}, {"sequence_parallel": True}, {"sequence_parallel": True, "workspace_bytes": 1},
+        {"grad_filter": GradFilter(), "reduce_dtype": torch.float32},
+    ):  # fmt: skip
+
+        def step(options: dict[str, Any] = options) -> list[Tensor]:
+            local = hidden.chunk(world)[rank] if "sequence_parallel" in options else hidden
+            given = leaves(local, weight[shard.start : shard.stop])
+            with (
+                mock.patch("cce_dist.kernels.budget.LEAST_BYTES", 1 << 10),
+                mock.patch("cce_dist.kernels.budget.ROWS", 8),
+            ):
+                loss = loss_of(given, labels, shard=shard, **options)
+                loss.backward()
+            return [loss.detach(), *(x.grad for x in given if x.grad is not None)]
+
+        plans = check(step)
+        assert all(any(isinstance(step, Again) for step in plan.plan.steps) for plan in plans)
+
+
+def test_two_ranks(ranks2: Callable[..., None]) -> None:
+    """Catches: a collective that is left out, or given another call's tensors or group; memory that one still reads."""
+    ranks2(_on_ranks)
+
+
+@needs_gpu
+@pytest.mark.parametrize("options", [{}, {"grad_filter": GradFilter()}], ids=["exact", "filter"])
+def test_captured_compiled_and_on_another_stream(options: dict[str, Any]) -> None:
+    """Catches: a replay that waits for the device, or that launches on the stream of the recorded call."""
+    hidden, weight, labels = tensors()
+    given = leaves(hidden, weight)
+
+    def step(function: Callable[..., Any] = linear_cross_entropy) -> list[Tensor]:
+        for leaf in given:
+            leaf.grad = None
+        loss = function(*given, labels, **options)
+        loss.backward()
+        return [loss.detach(), *(leaf.grad for leaf in given if leaf.grad is not None)]
+
+    def equal(found: list[Tensor]) -> bool:
+        torch.cuda.synchronize()
+        return all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+    with mock.patch.object(replay, "available", lambda: False):
+        wanted = [x.clone() for x in step()]
+    with replaying() as used:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                found = step()
+        assert equal(found)
+        graph = torch.cuda.CUDAGraph()
+        before = len(used)
+        with torch.cuda.graph(graph):
+            found = step()
+        assert len(used) == before + 2, "the capture was not of replays"
+        for x in found:
+            x.zero_()
+        graph.replay()
+        assert equal(found)
+        assert equal(step())
+        compiled = torch.compile(linear_cross_entropy)
+        assert equal([step(compiled) for _ in range(3)][-1])

@@ -1,0 +1,302 @@
+"""The screened forward pass against a dense construction of it with torch's e4m3: interpreted on the CPU, compiled on a GPU.
+
+Shards, filters and the dense construction of gradients are those of test_filtered.py. Each test names the mutation that it
+catches.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import test_filtered as of_filter
+import torch
+from shards import DEVICE, GPU, Problem
+from test_filtered import DTYPE, Case, Dense
+from torch import Tensor
+
+from cce_dist import GradFilter, linear_cross_entropy
+from cce_dist.integrations.options import named_filter
+from cce_dist.kernels import Filter, Softmax, filter
+from cce_dist.kernels.filter import lists, screen
+from cce_dist.verify.check import assert_no_worse
+
+pytestmark = of_filter.pytestmark
+_nan_memory, limits = of_filter._nan_memory, of_filter.limits
+SCREENED = Filter(2.0**-7 if not GPU else 2.0**-10, always=True, screen=True)
+ROUNDING = 2**0.5 * 0.0265  # rms of a product whose two factors have 4 significant bits, relative to its own
+CASES = [
+    pytest.param(Case(), id="tails-of-all-axes"),
+    pytest.param(Case(hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0), id="bias-scale-softcap"),
+    pytest.param(Case(hidden_size=19, coefs="signed", logit_scale=-1.0), id="rows-no-descriptor-can-describe"),
+    pytest.param(Case(start=50, num_valid=77, ids=300), id="padded-shard"),
+    pytest.param(
+        Case(num_tokens=50 if not GPU else 3000, num_rows=140 if not GPU else 5000, budget=1000),
+        id="groups-of-tokens-and-chunks",
+    ),
+    pytest.param(Case(coefs="large", longest=3 if not GPU else 20, bias=True), id="lists-that-are-too-long"),
+    pytest.param(Case(capacity=50 if not GPU else 400, bias=True), id="lists-without-room"),
+]
+
+
+class Emulated(NamedTuple):
+    """What the screen finds; [N, V] or [N].
+
+    Attributes:
+        z: Screened logits.
+        limit: Logits from here on are marked.
+        marked: The marks, hot columns left out.
+        total: Sum of exp relative to the bound.
+        outside: That outside the hot columns, times the softcap's slopes.
+    """
+
+    z: Tensor
+    limit: Tensor
+    marked: Tensor
+    total: Tensor
+    outside: Tensor
+
+
+def rounded(rows: Tensor) -> Tensor:
+    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-30) / 448
+    return (rows / scale).to(torch.float8_e4m3fn).double() * scale.double()
+
+
+def emulate(p: Problem, d: Dense, case: Case, saved: list[Tensor], around: screen.Middle) -> Emulated:
+    """Everything as the docstrings of fp8.py and screen.py say, in float64 but for the rounding."""
+    num_valid, size = p.logits.num_valid, p.hidden.shape[1]
+    hidden, weight = p.hidden.float() - around.hidden_D, p.weight[:num_valid].float() - around.weight_D
+    u = rounded(hidden) @ rounded(weight).T + (p.hidden.double() @ around.weight_D.double())[:, None]
+    u += weight.double() @ around.hidden_D.double()
+    if p.bias is not None:
+        u += p.bias[:num_valid].double()
+    u *= p.logits.logit_scale
+    softcap = p.logits.softcap
+    z = softcap * torch.tanh(u / softcap) if softcap else u
+    factor = ROUNDING * abs(p.logits.logit_scale) / size**0.5
+    error = factor * hidden.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
+    bound = saved[0][2].double()[:, None]
+    limit = bound + math.log(case.grad_filter.eps / lists.SLACK) - 4 * error
+    hot = torch.zeros(num_valid, dtype=torch.bool, device=DEVICE)
+    hot[saved[4]] = True
+    marked, others = (z >= limit) & ~hot, (z < limit) & ~hot
+    gain = ((factor * hidden.double().norm(dim=1)).square() * around.spread.double() / 2).exp()
+    slope = 1 - (z / softcap).square() if softcap else torch.ones_like(z)
+    sums = [
+        gain * torch.where(others, (z - bound).exp() * s, 0.0).sum(1)
+        + torch.where(marked, (d.z - bound).exp() * t, 0.0).sum(1)
+        for s, t in ((1.0, 1.0), (slope, d.slope))
+    ]
+    return Emulated(z, limit, marked, sums[0] + torch.where(hot, (d.z - bound).exp(), 0.0).sum(1), sums[1])
+
+
+@pytest.fixture
+def around(monkeypatch: pytest.MonkeyPatch) -> list[screen.Middle]:
+    """What the operands were rounded less of."""
+    seen: list[screen.Middle] = []
+    find = screen.middle
+    monkeypatch.setattr(screen, "middle", lambda *args: seen.append(find(*args)) or seen[-1])
+    return seen
+
+
+def of(case: Case) -> Case:
+    return case._replace(grad_filter=SCREENED)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_statistics_and_lists(case: Case, limits, around: list[screen.Middle]) -> None:
+    """Catches: a row's or a column's number or scale left out, hot columns or padding summed, a mark lost or summed twice, an
+    error not counted, an unmarked label summed twice, a chunk's parts or words in the wrong place, a token that cannot be
+    trusted not computed again, the gain of the variance left out."""
+    limits(case)
+    case = of(case)
+    p = of_filter.problem(case)
+    d = of_filter.dense(p)
+    stats, *saved = of_filter.local_stats(p, case)
+    labelled = p.labels >= 0
+    e = emulate(p, d, case, saved, around[0])
+
+    suspect = saved[0][0].isnan()
+    no_room = bool(saved[3].sum() > case.capacity)
+    assert torch.equal(suspect, labelled & (no_room | (saved[3] > case.longest))) or "groups" in str(case)
+    lse = d.maximum + d.log_sum
+    ours = stats[0] + stats[1].log()
+    if suspect.any():
+        assert_no_worse(ours[suspect], lse.float()[suspect], lse[suspect])
+    sure = labelled & ~suspect
+    close = {"rtol": 0, "atol": 1e-5 if not GPU else 1e-4}
+    torch.testing.assert_close(ours[sure].double(), (saved[0][2].double() + e.total.log())[sure], **close)
+    torch.testing.assert_close(saved[0][1][sure].double(), e.outside[sure], rtol=1e-4, atol=1e-6)
+    assert no_room or (ours - lse)[sure].square().mean().sqrt() < 1.5e-3
+
+    if no_room:
+        return
+    kept = of_filter.kept_of(tuple(saved), p)
+    hot = torch.zeros_like(kept)
+    hot[:, saved[4]] = True
+    sharp = (e.z - e.limit).abs() > 1e-4
+    assert torch.equal((kept & labelled[:, None])[sharp], ((e.marked | d.is_label | hot) & labelled[:, None])[sharp])
+    assert case.start or (kept & ~hot & ~e.marked & labelled[:, None]).any()  # a label that is listed and not marked
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[5]])
+def test_gradients(case: Case, limits) -> None:
+    """Catches: a token that cannot be trusted served, a hit that the screen left out, a mass relative to something else."""
+    limits(case)
+    case = of(case)
+    p = of_filter.problem(case)
+    d = of_filter.dense(p)
+    _, *saved = of_filter.local_stats(p, case)
+    hot = torch.zeros(p.logits.num_valid, dtype=torch.bool, device=DEVICE)
+    hot[saved[4]] = True
+    # What the screen leaves in the mass outside is no matter of gradients: test_statistics_and_lists has it.
+    saved[0][1] = torch.where(hot, 0.0, (d.z - saved[0][2].double()[:, None]).exp() * d.slope).sum(1)
+    grad = of_filter.gradient_of_logits(tuple(saved), p, d, case)[0]
+    d_hidden, d_weight, d_bias = of_filter.gradients(p, case, d, saved)
+    weight, hidden = p.weight[: p.logits.num_valid], p.hidden
+    assert_no_worse(d_hidden, grad.to(DTYPE) @ weight, grad @ weight.double(), DTYPE, "d_hidden")
+    assert_no_worse(
+        d_weight[: p.logits.num_valid], grad.to(DTYPE).T @ hidden, grad.T @ hidden.double(), DTYPE, "d_weight"
+    )
+    if d_bias is not None:
+        assert_no_worse(d_bias[: p.logits.num_valid], grad.float().sum(0), grad.sum(0), DTYPE, "d_bias")
+
+
+@pytest.mark.parametrize("side", ["hidden", "weight"])
+def test_rows_unlike_the_others(side: str) -> None:
+    """Zero, huge, tiny, of one element, not finite: all but the latter are right, and that hurts nobody else.
+
+    Catches: a scale of 0, a mean that is not finite, an error that is not the row's own, NaN taken for small."""
+    case = of(Case(num_tokens=20 if not GPU else 600, ignored=0.0))
+    p = of_filter.problem(case)
+    rows = getattr(p, side)
+    rows[1], rows[2], rows[3] = 0.0, rows[2] * 30.0, rows[3] * 1e-20
+    rows[4], rows[4, 5] = 0.0, 3.0
+    rows[5, ::8] *= 20.0
+    d = of_filter.dense(p)
+    for broken in (None, float("inf"), float("nan")):
+        if broken is not None:
+            rows[6, 3] = broken
+        stats, *saved = of_filter.local_stats(p, case)
+        ours, truth = stats[0] + stats[1].log(), d.maximum + d.log_sum
+        fine = torch.ones_like(p.labels, dtype=torch.bool)
+        if broken is not None and side == "hidden":
+            fine[6] = False
+        if broken is None or side == "hidden":
+            assert (ours - truth)[fine].abs().max() < 5e-3
+        if broken is None:
+            kept = of_filter.kept_of(tuple(saved), p) | saved[0][0].isnan()[:, None]
+            assert not ((d.p > SCREENED.eps * 1.0001) & ~kept).any()
+        if side == "hidden":
+            assert broken is None or not ours[6].isfinite()
+        else:
+            assert broken is None or not math.isnan(broken) or ours.isnan().all()
+
+
+def test_an_estimate_that_is_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a bound that failed trusted all the same."""
+    case = of(Case(num_tokens=20 if not GPU else 600, ignored=0.0))
+    p = of_filter.problem(case)
+    d = of_filter.dense(p)
+    bound_of_shard = filter.bound_of_shard
+
+    def too_high(*args: Any) -> Tensor:
+        stats_3N = bound_of_shard(*args)
+        stats_3N[0, ::2] += 0.3
+        return stats_3N
+
+    monkeypatch.setattr(filter, "bound_of_shard", too_high)
+    stats, *saved = of_filter.local_stats(p, case)
+    lse, suspect = d.maximum + d.log_sum, saved[0][0].isnan()
+    high = (saved[0][2] - lse).exp() > lists.SLACK * 1.01
+    assert suspect[high].all() and high.any() and not suspect.all()
+    assert_no_worse((stats[0] + stats[1].log())[suspect], lse.float()[suspect], lse[suspect])
+
+
+def test_two_shards() -> None:
+    """Catches: a sum relative to the shard's own bound, a mean that takes part in the logits of one shard alone."""
+    case = of(Case(num_tokens=20 if not GPU else 600, bias=True, ignored=0.0))
+    p = of_filter.problem(case)
+    assert p.bias is not None
+    d, cut = of_filter.dense(p), case.num_rows // 3
+    halves = [
+        p._replace(
+            weight=p.weight[rows],
+            bias=p.bias[rows],
+            logits=p.logits._replace(start=rows.start, num_valid=len(p.weight[rows])),
+        )
+        for rows in (slice(0, cut), slice(cut, case.num_rows))
+    ]
+    bounds: list[Tensor] = []
+    for half in halves:
+        of_filter.local_stats(
+            half, case, merge_bound=lambda stats: bounds.append(stats[0] + stats[1].log()) or bounds[-1]
+        )
+    bound = torch.logaddexp(*bounds)
+    parts = [of_filter.local_stats(half, case, merge_bound=lambda _: bound)[0] for half in halves]
+    ours = torch.logaddexp(*(stats[0] + stats[1].log() for stats in parts))
+    error = ours.double() - d.maximum - d.log_sum
+    assert error.square().mean().sqrt() < 1e-3 and error.abs().max() < 4e-3
+    assert torch.equal(parts[0][0], bound) and torch.equal(parts[1][0], bound)
+
+
+def test_what_needs_all_logits_is_not_screened() -> None:
+    """Catches: sums of all logits, or the largest one, taken from 8 bits; other tensors than the fakes of torch.compile say."""
+    p = of_filter.problem(of(Case(num_tokens=20, num_rows=64)))
+    hidden, weight = (0.3 * rows.float() if not GPU else rows for rows in (p.hidden, p.weight))
+    given = {"backend": "triton", "return_aux": ("lse", "max_logit", "entropy")}
+    plain, screened = (
+        linear_cross_entropy(hidden, weight, p.labels, grad_filter=GradFilter(2**-7, always=True, screen=how), **given)
+        for how in (None, "fp8")
+    )
+    for ours, theirs in zip(screened[:6], plain[:6], strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+    case = of(Case())
+    stats, saved = filter.statistics(of_filter.operands(p), of_filter.spec_of(p, case), of_filter.whole)
+    like = filter.saved_like(of_filter.operands(p), of_filter.spec_of(p, case))
+    assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in like] and len(saved) == 6
+    assert isinstance(
+        filter.filter_stats(
+            of_filter.operands(p), Softmax(stats[0], stats[1].log()), saved, of_filter.spec_of(p, case)
+        ),
+        Tensor,
+    )
+
+
+def test_the_loss_with_a_screen() -> None:
+    """As the user calls it. Catches: the option lost on the way; one bit that differs from run to run."""
+    p = of_filter.problem(Case(num_tokens=20 if not GPU else 600, ignored=0.2))
+    values = []
+    for how in (
+        GradFilter(2**-7, always=True),
+        GradFilter(2**-7, always=True, screen="fp8"),
+        GradFilter(2**-7, always=True, screen="auto"),
+    ):
+        hidden, weight = (rows.clone().requires_grad_() for rows in (p.hidden, p.weight))
+        loss = linear_cross_entropy(hidden, weight, p.labels, grad_filter=how, backend="triton", z_loss_weight=1e-3)
+        loss.backward()
+        values.append((loss.detach(), hidden.grad, weight.grad))
+    for a, b in zip(*values[1:], strict=True):
+        assert torch.equal(a, b)
+    assert 0 < (values[0][0] - values[1][0]).abs() < 1e-3
+    for a, b in zip(values[0][1:], values[1][1:], strict=True):
+        assert 0 < (a - b).norm() < 5e-3 * b.norm()
+
+
+def test_where_there_are_no_products_in_8_bits() -> None:
+    """Catches: a refusal without a reason, one that "auto" does not spare the user, a screen of an unknown kind."""
+    hidden, weight, labels = torch.randn(5, 8), torch.randn(40, 8), torch.arange(5)
+    with pytest.raises(
+        ValueError, match=r'GradFilter\(screen="fp8"\) needs products in 8 bits: the torch backend has none'
+    ):
+        linear_cross_entropy(hidden, weight, labels, grad_filter=GradFilter(screen="fp8"), backend="torch")
+    losses = [
+        linear_cross_entropy(hidden, weight, labels, grad_filter=GradFilter(screen=how), backend="torch")
+        for how in (None, "auto")
+    ]
+    assert torch.equal(*losses)
+    with pytest.raises(ValueError, match=r"GradFilter\.screen must be one of"):
+        GradFilter(screen="fp4")
+    assert named_filter("compensated", screen="auto") == GradFilter(screen="auto")
+    assert named_filter("plain") == GradFilter(compensate=False)
