@@ -26,6 +26,7 @@ REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponential
 MOST_PAIR_BYTES = (
     128 << 20
 )  # of both heads' logits in fp32 at a time: 2,048 columns of 8,192 tokens, four waves of tiles
+MOST_TOP_CELLS = 1 << 26  # logits whose largest are looked for at a time: more would not be faster
 
 FEW = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
 SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a power of 2
@@ -361,7 +362,7 @@ def top_block(num_tokens: int, num_columns: int, span: int, workspace_bytes: int
     A logit takes 4 bytes in half of the budget, and a ``span``-th of the largest logit of its span, of its key and of copies.
     """
     cell_bytes, whole = 4 + cdiv(40, span), cdiv(num_columns, tile_cols) * tile_cols
-    cells = max(workspace_bytes, LEAST_BYTES) // 2 // cell_bytes
+    cells = min(max(workspace_bytes, LEAST_BYTES) // 2 // cell_bytes, MOST_TOP_CELLS)
     rows = min(num_tokens, max(ROWS, cells // whole // ROWS * ROWS))
     return Chunks(rows, min(whole, max(tile_cols, cells // rows // tile_cols * tile_cols)))
 
