@@ -29,7 +29,7 @@ from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter import lists as lists_
 from cce_dist.kernels.filter.fp8 import ERROR, Rounded, new_rounded, round_hidden, round_weight
 from cce_dist.kernels.filter.hot import Hot
-from cce_dist.kernels.filter.lists import FARTHEST, ROWS_ELEMENTS, SLACK, Lists, list_columns
+from cce_dist.kernels.filter.lists import FARTHEST, SLACK, WARP_ELEMENTS, Lists, list_columns
 from cce_dist.kernels.tiles import Tile, Tiles, interpreted, num_programs, screen_tile
 
 ERRORS = 4.0  # standard errors that a logit may be higher than it is screened
@@ -313,6 +313,7 @@ def _add_listed(
     """
     sums_KPR, words_RW, first_part = screened
     parts, block_d = sums_KPR.shape[1] - first_part, triton.next_power_of_2(x.hidden.shape[1])
+    warps = min(8, max(1, block_d // 256))
     _listed_sums_kernel[(rows.index.shape[0] * parts,)](
         # in
         x.hidden, x.weight, x.bias, x.ids, rows.index, rows.num_kept, words_RW, lists.columns_M, lists.begin_N, lists.count_N,
@@ -325,7 +326,7 @@ def _add_listed(
         # options
         x.logits.logit_scale, x.logits.softcap, HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0,
         # tiles
-        BLOCK_K=min(8, max(1, ROWS_ELEMENTS // block_d)), BLOCK_D=block_d, num_warps=min(8, max(1, block_d // 256)),
+        BLOCK_K=min(8, max(1, warps * WARP_ELEMENTS // block_d)), BLOCK_D=block_d, num_warps=warps,
     )  # fmt: skip
 
 
