@@ -150,9 +150,9 @@ CASES = {
     "groups of tokens": {"workspace_bytes": 1},
     "options": {"softcap": 2.0, "label_smoothing": 0.1, "z_loss_weight": 1e-3, "logit_scale": 0.5},
     "sum": {"reduction": "sum"},
-    "filter": {"grad_filter": GradFilter()},
-    "plain filter": {"grad_filter": GradFilter(compensate=False), "softcap": 3.0},
-    "filter of d_hidden": {"grad_filter": GradFilter(weight=False)},
+    "filter": {"grad_filter": GradFilter(always=True)},
+    "plain filter": {"grad_filter": GradFilter(compensate=False, always=True), "softcap": 3.0},
+    "filter of d_hidden": {"grad_filter": GradFilter(weight=False, always=True)},
 }
 
 
@@ -500,7 +500,7 @@ def _on_ranks() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     for options in (
         {}, {"sequence_parallel": True}, {"sequence_parallel": True, "workspace_bytes": 1},
-        {"grad_filter": GradFilter(), "reduce_dtype": torch.float32},
+        {"grad_filter": GradFilter(always=True), "reduce_dtype": torch.float32},
     ):  # fmt: skip
 
         def step(options: dict[str, Any] = options) -> list[Tensor]:
@@ -524,7 +524,7 @@ def test_two_ranks(ranks2: Callable[..., None]) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("options", [{}, {"grad_filter": GradFilter()}], ids=["exact", "filter"])
+@pytest.mark.parametrize("options", [{}, {"grad_filter": GradFilter(always=True)}], ids=["exact", "filter"])
 def test_captured_compiled_and_on_another_stream(options: dict[str, Any]) -> None:
     """Catches: a replay that waits for the device, or that launches on the stream of the recorded call."""
     hidden, weight, labels = tensors()
