@@ -33,11 +33,9 @@ def named_filter(
     """
     if name not in FILTERS:
         raise ValueError(f"a filter must be one of {', '.join(FILTERS)}, got {name!r}")
-    return (
-        None
-        if name == "off"
-        else GradFilter(eps, name == "compensated", hidden, weight, None if screen == "off" else screen)
-    )
+    if name == "off":
+        return None
+    return GradFilter(eps, name == "compensated", hidden, weight, screen=None if screen == "off" else screen)
 
 
 def _one_of(names: Iterable[str]) -> tuple[Callable[[Any], bool], str]:
