@@ -269,6 +269,21 @@ def test_operators() -> None:
     assert plan.plan.workspace_bytes > 0
 
 
+def test_what_is_written_behind_autograd_is_not_counted() -> None:
+    """A flag that a backward sets in what forward saved. Catches a second backward that autograd refuses after a replay."""
+
+    def function(flag: Tensor, x: Tensor, call: Any) -> tuple[Tensor]:
+        flag.data.fill_(7)
+        return (x * flag,)
+
+    with replaying():
+        replayed = replay.Replayed(function, lambda call: ())
+        for number in range(4):
+            flag, x = torch.zeros(1, device=DEVICE), torch.full((5,), float(number), device=DEVICE)
+            (y,) = replayed(flag, x, None)
+            assert flag.item() == 7 and torch.equal(y, 7 * x) and flag._version == 0
+
+
 def test_one_tensor_twice() -> None:
     """Catches: the same tensor in two arguments taken for two that are apart, or the other way around."""
     replayed = replay.Replayed(lambda x, y, call: (x - 2 * y,), lambda call: ())
