@@ -6,8 +6,9 @@ next. Backward's writes the gradient of the student's logits, and the two produc
 it from there, as in ``exact.py``. What the budget holds of both heads' exponentials is kept for it (``kept_pair.py``), and
 those logits are not computed again. ``heads.py`` has the formulas.
 
-One kernel with both products needs two sums of a tile in registers, so tiles of 128 x 128. It took 1.7 times the products'
-time in forward (H200, D 4,096, 2026-11), more than 16 bytes of traffic for a cell.
+A kernel with both products, whose two sums of a tile leave room for tiles of 128 x 128 alone, was as fast: 69.0 ms a step with
+all kept and 99.0 ms in 512 MiB, against 66.9 and 100.9 ms (KL of the teacher from the student, Llama-3-8B's head as both, N
+8,192, one H200, 2026-11; ``python -m cce_dist.bench.divergence``). This form has no kernel of its own with a product.
 
 Source: the online softmax (Milakov and Gimelshein, 2018) for one head. The moment that two running maxima share is this
 project's.

@@ -395,6 +395,16 @@ def _source_of_call(launcher: type) -> str:
         return ""
 
 
+def _unwatched(bring: Callable[[], Any]) -> Callable[[], Any]:
+    """Return ``bring``, whose tensor has a count of its own of what is written to it."""
+
+    def unwatched() -> Any:
+        value = bring()
+        return value.data if isinstance(value, Tensor) else value
+
+    return unwatched
+
+
 class _Op:
     """A torch operator's call, into memory that is there or into tensors of its own."""
 
@@ -410,6 +420,9 @@ class _Op:
         self.args = list(args)
         # Arguments that each call brings; the others stay.
         self.new_args = [(number, replay.bring(arg)) for number, arg in enumerate(args) if _places(arg)]
+        if op.function._schema.is_mutable:
+            # The call wrote to an input behind autograd's back, or autograd would have counted its writing then.
+            self.new_args = [(number, _unwatched(bring)) for number, bring in self.new_args]
         self.new_kwargs = [(name, replay.bring(arg)) for name, arg in self.kwargs.items() if _places(arg)]
 
     def __call__(self, stream: int) -> None:

@@ -112,11 +112,14 @@ def test_the_largest_of_a_block_are_in_few_spans(top_k: int) -> None:
     cols = 64 * more.span_of(top_k)
     z = torch.randint(-3, 3, (9, cols), device=DEVICE).float()
     z[0], z[1, ::2], z[2, :-1] = 1.0, -torch.inf, -torch.inf
-    z[:, cols - 5 :] = -torch.inf
-    expected = more.largest_keys([more.keys_of(z[:, : cols - 5], 100)], top_k)
-    found = more.largest_in_spans(z, 100, 100 + cols - 5, top_k)
-    assert found.shape[1] <= max(2048, cols)
-    assert torch.equal(more.largest_keys([found], top_k), expected)
+    for valid in (cols - 5, (top_k + 1) // 2):
+        z[:, valid:] = -torch.inf
+        expected = torch.full((9, top_k), more.LEAST_KEY, device=DEVICE)
+        some = min(valid, top_k)
+        expected[:, :some] = more.largest_keys([more.keys_of(z[:, :valid], 100)], some)
+        found = more.largest_in_spans(z, 100, 100 + valid, top_k)
+        assert found.shape[1] <= max(2048, cols)
+        assert torch.equal(more.largest_keys([found], top_k), expected)
 
 
 def test_outputs_do_not_depend_on_other_tokens() -> None:

@@ -150,9 +150,9 @@ CASES = {
     "groups of tokens": {"workspace_bytes": 1},
     "options": {"softcap": 2.0, "label_smoothing": 0.1, "z_loss_weight": 1e-3, "logit_scale": 0.5},
     "sum": {"reduction": "sum"},
-    "filter": {"grad_filter": GradFilter()},
-    "plain filter": {"grad_filter": GradFilter(compensate=False), "softcap": 3.0},
-    "filter of d_hidden": {"grad_filter": GradFilter(weight=False)},
+    "filter": {"grad_filter": GradFilter(always=True)},
+    "plain filter": {"grad_filter": GradFilter(compensate=False, always=True), "softcap": 3.0},
+    "filter of d_hidden": {"grad_filter": GradFilter(weight=False, always=True)},
 }
 
 
@@ -267,6 +267,21 @@ def test_operators() -> None:
     (plan,) = replayed.plans.values()
     assert plan is not None
     assert plan.plan.workspace_bytes > 0
+
+
+def test_what_is_written_behind_autograd_is_not_counted() -> None:
+    """A flag that a backward sets in what forward saved. Catches a second backward that autograd refuses after a replay."""
+
+    def function(flag: Tensor, x: Tensor, call: Any) -> tuple[Tensor]:
+        flag.data.fill_(7)
+        return (x * flag,)
+
+    with replaying():
+        replayed = replay.Replayed(function, lambda call: ())
+        for number in range(4):
+            flag, x = torch.zeros(1, device=DEVICE), torch.full((5,), float(number), device=DEVICE)
+            (y,) = replayed(flag, x, None)
+            assert flag.item() == 7 and torch.equal(y, 7 * x) and flag._version == 0
 
 
 def test_one_tensor_twice() -> None:
@@ -500,7 +515,7 @@ def _on_ranks() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     for options in (
         {}, {"sequence_parallel": True}, {"sequence_parallel": True, "workspace_bytes": 1},
-        {"grad_filter": GradFilter(), "reduce_dtype": torch.float32},
+        {"grad_filter": GradFilter(always=True), "reduce_dtype": torch.float32},
     ):  # fmt: skip
 
         def step(options: dict[str, Any] = options) -> list[Tensor]:
@@ -524,7 +539,7 @@ def test_two_ranks(ranks2: Callable[..., None]) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("options", [{}, {"grad_filter": GradFilter()}], ids=["exact", "filter"])
+@pytest.mark.parametrize("options", [{}, {"grad_filter": GradFilter(always=True)}], ids=["exact", "filter"])
 def test_captured_compiled_and_on_another_stream(options: dict[str, Any]) -> None:
     """Catches: a replay that waits for the device, or that launches on the stream of the recorded call."""
     hidden, weight, labels = tensors()
