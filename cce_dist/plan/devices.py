@@ -72,8 +72,12 @@ class Costs(NamedTuple):
         filter_forward: More small kernels of a filter in forward.
         filter_backward: More small kernels of a filter in backward.
         sorted: Seconds that the sort takes for each column that a filter's lists have room for.
-        listed: Seconds that a listed column of a token takes in a vocabulary of ``LISTED_OF`` rows.
-        rarer: Seconds more for each doubling of the vocabulary: the rows of rarer ids are found less often in the cache.
+        filter_fixed: Seconds that a filter's kernels take whatever the sizes, beyond ``filter_forward`` and ``filter_backward``.
+        filter_passes: Passes over the weight or its gradient that a filter's backward takes, the stand-in's draws included.
+        listed: Seconds that a listed column of a token takes, however narrow its row.
+        listed_wide: Seconds more for each 1,024 elements of the row.
+        rarer: The same for each doubling of the vocabulary above ``LISTED_OF``: rows of rarer ids are found less often in the
+            cache.
         unaligned: Share of the rate that plain products reach where a row of logits is no whole number of 16 bytes.
         latency: Seconds before a collective's first byte.
     """
@@ -88,17 +92,19 @@ class Costs(NamedTuple):
     filter_forward: int = 22
     filter_backward: int = 54
     sorted: float = 0.1e-9
-    listed: float = 4.0e-9
-    rarer: float = 1.3e-9
+    filter_fixed: float = 0.97e-3
+    filter_passes: int = 15
+    listed: float = 0.42e-9
+    listed_wide: float = 1.10e-9
+    rarer: float = 0.34e-9
     unaligned: float = 0.14
     latency: float = 10e-6
 
 
 # docs/results/h200.json, h200-tp2.json, h200-tp4.json, h200-stage-*.json, read before November 22, 2026: ``slowest`` from the
-# plain products at T = 1, 2 and 4; ``backward`` from the rows of cce-dist-cached less those products. ``sorted``, ``listed``
-# and ``rarer`` are from docs/results.md#the-filter-on-other-softmaxes, three heads: what "trained" takes beyond products and
-# bytes, and what "early" and "spread" take beyond that. They are those of a filter whose stand-in has rank 1. Our launches are
-# those of docs/results.md#small-shards.
+# plain products at T = 1, 2 and 4; ``backward`` from the rows of cce-dist-cached less those products. ``sorted`` is from an
+# older filter. ``filter_fixed`` to ``rarer`` are a fit of five numbers to the 24 filtered times of h200-ladder.json and
+# h200-captured-*.json, which it meets within 11 %. Our launches are those of docs/results.md#small-shards.
 COSTS = Costs()
 LISTED_OF = 32_064  # Phi-3.5's rows
 

@@ -273,22 +273,23 @@ def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[f
     forward += product * budget.drawn_columns(sizes.num_columns - hot) / max(1, sizes.num_columns)
     chunks, _ = _chunks(head, device, workspace_bytes, 0)
     launches = COSTS.loss + COSTS.filter_backward + COSTS.chunk * chunks
-    # The weight is read twice for the stand-in, and its gradient is written once; d_hidden is read and written.
-    num_bytes = 3 * head.weight_bytes + 6 * head.hidden_bytes
+    num_bytes = COSTS.filter_passes * head.weight_bytes + 6 * head.hidden_bytes
     backward = 3 * hot_product + num_bytes / device.bandwidth
     backward += product * budget.SAMPLE / max(budget.SAMPLE, head.num_tokens)
     backward += COSTS.sorted * budget.list_capacity(head.num_tokens, sizes.num_columns, workspace_bytes)
-    return backward + launches * COSTS.launch + listed_seconds(head, FEW_LISTED), forward
+    return backward + COSTS.filter_fixed + launches * COSTS.launch + listed_seconds(head, FEW_LISTED), forward
 
 
 def listed_seconds(head: Head, num_columns: float) -> float:
     """Return seconds of so many listed columns of each token, over all ranks: each rank lists its share of them.
 
-    Nothing of the measured cost follows the width of a row. It grows with the vocabulary, over which ids are spread by Zipf's
-    law.
+    A column's cost grows with the width of its row, and with the vocabulary, over which ids are spread by Zipf's law.
     """
     doublings = max(0.0, math.log2(head.sizes.num_columns / LISTED_OF))
-    return head.num_tokens * num_columns / head.tp * (COSTS.listed + COSTS.rarer * doublings)
+    width = head.hidden_size / 1024
+    return (
+        head.num_tokens * num_columns / head.tp * (COSTS.listed + width * (COSTS.listed_wide + COSTS.rarer * doublings))
+    )
 
 
 def _dense_seconds(head: Head, loss: str, device: Device, _: int) -> tuple[float, float, list[Collective]]:
