@@ -139,7 +139,9 @@ class Tape(TorchDispatchMode):
         self._paused = False
         self._numbers: dict[int, int] = {}
         self._begins: list[int] = []
+        # By identity. One object may come twice, and then has two numbers.
         self._things: dict[int, tuple[Thing, Any]] = {}
+        self._num_things = 0
         # A weak reference keeps a storage's identity for it, and not its memory.
         self._storages: list[StorageWeakRef] = []
         for tensor in inputs:
@@ -233,7 +235,8 @@ class Tape(TorchDispatchMode):
         if isinstance(result, Tensor):
             place = self._place(result) if self._add_new([result]) else None
         elif result is not None:
-            place = Thing(len(self._things))
+            place = Thing(self._num_things)
+            self._num_things += 1
             self._things[id(result)] = place, result
         self.steps.append(Again(function, places, place))
 

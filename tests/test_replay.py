@@ -333,6 +333,25 @@ def test_what_a_collective_reads_stays() -> None:
     assert len(plan.plan.offsets) > 1
 
 
+def test_one_object_that_comes_twice_is_no_other() -> None:
+    """A group that a call asks for in two places. Catches an object that is taken for a later one."""
+    group = SimpleNamespace(factor=3.0)
+
+    def function(x: Tensor, call: Any) -> tuple[Tensor]:
+        again(lambda: group)
+        found = again(lambda: group)
+        work = again(SimpleNamespace)
+        again(lambda work, x: work.__dict__.update(x=x.clone()), work, x)
+        return (again(lambda found, work: found.factor * work.x, found, work),)
+
+    replayed = replay.Replayed(function, lambda call: ())
+    for number in range(4):
+        (y,) = replayed(torch.full((5,), float(number), device=DEVICE), None)
+        assert torch.equal(y, torch.full((5,), 3.0 * number, device=DEVICE))
+    (plan,) = replayed.plans.values()
+    assert plan is not None
+
+
 def test_threads_replay_side_by_side() -> None:
     """Catches: a workspace that two calls share."""
     replayed, wrong = replay.Replayed(plain, lambda factor: ()), []
@@ -531,6 +550,18 @@ def _on_ranks() -> None:
 
         plans = check(step)
         assert all(any(isinstance(step, Again) for step in plan.plan.steps) for plan in plans)
+
+    mine = slice(shard.start, shard.stop)
+
+    def divergence() -> list[Tensor]:
+        given = leaves(hidden.chunk(world)[rank], weight[mine])
+        teacher = (hidden.flip(0).chunk(world)[rank].contiguous(), weight[mine].flip(0).contiguous())
+        options: dict[str, Any] = {"shard": shard, "sequence_parallel": True, "reduction": "mean", "backend": "triton"}
+        value = linear_kl_divergence(*given, *teacher, kind="jsd", **options)
+        value.backward()
+        return [value.detach(), *(x.grad for x in given if x.grad is not None)]
+
+    check(divergence)
 
 
 def test_two_ranks(ranks2: Callable[..., None]) -> None:
