@@ -557,7 +557,7 @@ def _on_ranks() -> None:
         given = leaves(hidden.chunk(world)[rank], weight[mine])
         teacher = (hidden.flip(0).chunk(world)[rank].contiguous(), weight[mine].flip(0).contiguous())
         options: dict[str, Any] = {"shard": shard, "sequence_parallel": True, "reduction": "mean", "backend": "triton"}
-        value = linear_kl_divergence(*given, *teacher, kind="jsd", **options)
+        value = linear_kl_divergence(given[0], given[1], *teacher, kind="jsd", **options)
         value.backward()
         return [value.detach(), *(x.grad for x in given if x.grad is not None)]
 
