@@ -72,7 +72,7 @@ class Costs(NamedTuple):
         filter_forward: More small kernels of a filter in forward.
         filter_backward: More small kernels of a filter in backward.
         sorted: Seconds that the sort takes for each column that a filter's lists have room for.
-        filter_fixed: Seconds that a filter's kernels take whatever the sizes, beyond ``filter_forward`` and ``filter_backward``.
+        filter_fixed: Seconds that a filter's kernels take whatever the sizes, beyond those launches.
         filter_passes: Passes over the weight or its gradient that a filter's backward takes, the stand-in's draws included.
         listed: Seconds that a listed column of a token takes, however narrow its row.
         listed_wide: Seconds more for each 1,024 elements of the row.
