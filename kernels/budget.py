@@ -23,9 +23,8 @@ CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2 << 30  # of the budget that is chosen where none is given
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
-MOST_PAIR_BYTES = (
-    128 << 20
-)  # of both heads' logits in fp32 at a time: 2,048 columns of 8,192 tokens, four waves of tiles
+# Of both heads' logits in fp32 at a time: 2,048 columns of 8,192 tokens, four waves of tiles.
+MOST_PAIR_BYTES = 128 << 20
 MOST_TOP_CELLS = 1 << 26  # logits whose largest are looked for at a time: more would not be faster
 
 FEW = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
@@ -41,10 +40,8 @@ COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a list
 
 # What the two ways of the gradient take, for ``filter_pays``: one H200, bf16, N 8,192; heads of Llama-3-8B, Phi-3.5 and of GPTs
 # with D 768 and V 32,768 and 131,072; 2026-11. Times are milliseconds, products are those of the logits' size.
-OPERATIONS = {
-    2: 7.0e11,
-    4: 3.5e11,
-}  # of a product, by the bytes of an element; the latter is tf32, as nobody measured fp32
+# Of a product, by the bytes of an element; the latter is tf32, as nobody measured fp32.
+OPERATIONS = {2: 7.0e11, 4: 3.5e11}
 BYTES_MOVED = 3.5e9  # from and to memory
 EXACT_PRODUCTS = 3.2  # loss and gradient with all exponentials kept
 RECOMPUTED = 1.1  # products more where none is kept

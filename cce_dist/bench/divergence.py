@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cce_dist import linear_kl_divergence, reference
-from cce_dist.arguments import device, folder, whole
+from cce_dist.arguments import whole
 from cce_dist.bench.shapes import SHAPES, HeadShape
-from cce_dist.bench.tasks import Step, lines, measure
+from cce_dist.bench.tasks import Step, add_arguments, lines, measure, parse
 from cce_dist.bench.workload import make_workload
 from cce_dist.kernels.heads import KINDS
 from cce_dist.report import describe_environment, table, where, write_json
@@ -145,19 +145,11 @@ def _products(heads: Heads, logits: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--shape", choices=SHAPES, help="the student's head (default: llama-3-8b; on a CPU toy)")
-    add("--teacher-size", type=whole(1), help="hidden size of the teacher (default: the student's)")
-    add("--tokens", type=whole(1), help="number of tokens (default: 8192; on a CPU 256)")
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    add("--repeats", type=whole(1), default=20)
-    add("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--out", type=folder, help="folder for divergence.json")
-    args = parser.parse_args()
-    on_gpu = torch.device(args.device).type == "cuda"
-    name, num_tokens = args.shape or ("llama-3-8b" if on_gpu else "toy"), args.tokens or (8192 if on_gpu else 256)
+    add_arguments(parser, METHODS, "divergence.json")
+    parser.add_argument("--teacher-size", type=whole(1), help="hidden size of the teacher (default: the student's)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    args = parse(parser)
+    name, num_tokens = args.shape, args.tokens
     shape = SHAPES[name]
     teacher_size = args.teacher_size or shape.hidden_size
     heads = draw(shape, teacher_size, num_tokens, getattr(torch, args.dtype), args.device)

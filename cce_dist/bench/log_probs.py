@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from cce_dist import linear_log_probs
-from cce_dist.arguments import device, folder, whole
 from cce_dist.bench.shapes import SHAPES
-from cce_dist.bench.tasks import Step, lines, measure
+from cce_dist.bench.tasks import Step, add_arguments, lines, measure, parse
 from cce_dist.bench.workload import make_workload
 from cce_dist.report import describe_environment, table, where, write_json
 
@@ -178,18 +177,10 @@ class Results:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--shape", choices=SHAPES, help="the head (default: llama-3-8b; on a CPU toy)")
-    add("--tokens", type=whole(1), help="number of tokens (default: 8192; on a CPU 256)")
-    add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    add("--repeats", type=whole(1), default=20)
-    add("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--out", type=folder, help="folder for log_probs.json")
-    args = parser.parse_args()
-    on_gpu = torch.device(args.device).type == "cuda"
-    name, num_tokens = args.shape or ("llama-3-8b" if on_gpu else "toy"), args.tokens or (8192 if on_gpu else 256)
+    add_arguments(parser, METHODS, "log_probs.json")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    args = parse(parser)
+    name, num_tokens = args.shape, args.tokens
     head = make_workload(SHAPES[name], num_tokens, dtype=getattr(torch, args.dtype), device=args.device)
     environment = describe_environment(torch.device(args.device))
     results = Results(environment, name, num_tokens)

@@ -6,13 +6,16 @@ in turns, beside the plain products that no method can do without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cce_dist.arguments import device, folder, whole
 from cce_dist.bench.loop import Clock, Errors, Floor, Job, Row, Timing, free_memory, relative_error, time_in_turns
+from cce_dist.bench.shapes import SHAPES
 from cce_dist.report import describe
 
 Step = Callable[[], tuple[Tensor, ...]]  # -> value, and where gradients are asked for d_hidden and d_weight
@@ -23,6 +26,27 @@ class Measured(NamedTuple):
 
     rows: list[Row]
     products: dict[int, Timing]
+
+
+def add_arguments(parser: argparse.ArgumentParser, methods: Iterable[str], file: str) -> None:
+    """Add the options that both benches have; ``parse`` reads them."""
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, help="the head (default: llama-3-8b; on a CPU toy)")
+    add("--tokens", type=whole(1), help="number of tokens (default: 8192; on a CPU 256)")
+    add("--methods", nargs="+", choices=methods, default=list(methods))
+    add("--repeats", type=whole(1), default=20)
+    add("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--out", type=folder, help=f"folder for {file}")
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the command line; a shape and a number of tokens that it does not give are those that fit the device."""
+    args = parser.parse_args()
+    on_gpu = torch.device(args.device).type == "cuda"
+    args.shape = args.shape or ("llama-3-8b" if on_gpu else "toy")
+    args.tokens = args.tokens or (8192 if on_gpu else 256)
+    return args
 
 
 def measure(
@@ -37,12 +61,11 @@ def measure(
         products: Plain products, by their number.
         repeats: Rounds.
     """
-    device = expected[0].device
     found = [_checked(name, build, expected) for name, build in methods.items()]
     owner, floor = Floor(), {count: Timing() for count in products}
     jobs = [Job(owner, floor[count], call) for count, call in products.items()]
     jobs += [Job(row, row.total, step) for row, step in found if step is not None]
-    time_in_turns(jobs, repeats, Clock(device), lambda line: None)
+    time_in_turns(jobs, repeats, Clock(expected[0].device), lambda line: None)
     return Measured([row for row, _ in found], floor)
 
 
