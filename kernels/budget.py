@@ -499,6 +499,11 @@ def stand_in_columns(num_columns: int) -> int:
     return min(1024, num_columns // 1024 * 32)
 
 
+def spread_columns(num_columns: int) -> int:
+    """Return M, the columns that the bend of d_hidden's stand-in is taken from: 64 of 1,024, at most 16,384."""
+    return min(16384, num_columns // 1024 * 64)
+
+
 def hot_columns(num_columns: int, eps: float, unit: int = 256) -> int:
     """Return H, the columns that the filter keeps for every token: 1/4 eps, or 1/16 of the shard if less, in whole ``unit``."""
     return min(num_columns, max(1, round(min(0.25 / eps, num_columns / 16) / unit)) * unit)

@@ -40,6 +40,7 @@ from cce_dist.kernels.budget import FEW, NUM_PLANES, SAMPLE, cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
+from cce_dist.kernels.filter.bend import bend_sample, less_drawn
 from cce_dist.kernels.filter.bound import bound_of_shard, draw_outside, drawn_sums
 from cce_dist.kernels.filter.d_rows import (
     ByColumn,
@@ -306,7 +307,8 @@ class _StandIn(NamedTuple):
         shared_weight_2D: What shares and 1 multiply in d_weight; None where d_weight is not wanted.
         drawn: The columns that correct it for d_hidden, or None.
         tokens: The tokens that correct it for d_weight, or None.
-        factors: The factors on these two, or None.
+        factors: The factors on these, or None.
+        spread_DD: What hidden states are multiplied by in d_hidden, times ``factors.bend`` and the token's factor, or None.
     """
 
     share_V: torch.Tensor
@@ -315,6 +317,7 @@ class _StandIn(NamedTuple):
     drawn: Drawn | None = None
     tokens: Tokens | None = None
     factors: Factors | None = None
+    spread_DD: torch.Tensor | None = None
 
 
 class _Work(NamedTuple):
@@ -420,13 +423,18 @@ def _stand_in(
     if num_columns == 0 or shared_2D is None:
         return stand
     drawn = draw_columns(dropped, num_columns, shared_2D[0], x)
-    of_columns = of_tokens = gain = None
+    of_columns = of_tokens = gain = bent = None
     if tokens is not None:
         of_tokens = squares_of_tokens(tokens, dropped, drawn)
     if grads.want_hidden:
         coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
-        of_columns = squares_of_columns(drawn, sample, rows_SD, gain, softmax, coef_4N, how.threshold, tiles)
+        num_spread = budget.spread_columns(num_valid)
+        if sample.away is not None and num_spread:
+            bent = bend_sample(dropped, num_spread, shared_2D[0], drawn, sample, x, tiles)
+        of_columns = squares_of_columns(drawn, sample, rows_SD, gain, softmax, coef_4N, how.threshold, tiles, bent)
     factors = factors_of(of_columns, of_tokens, drawn, dropped, tokens, shared_2D, shared_weight_2D)
+    if bent is not None:
+        stand = stand._replace(spread_DD=less_drawn(bent, drawn, sample, factors, shared_2D, tiles))
     if gain is not None:
         factors = factors._replace(columns=factors.columns * gain)
     return stand._replace(drawn=drawn if grads.want_hidden else None, tokens=tokens, factors=factors)
@@ -477,6 +485,7 @@ def _add_rows(
     coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
     cols = cdiv(hot.logits.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
     drawn, shared_2D, factors = work.stand_in.drawn, work.stand_in.shared_hidden_2D, work.stand_in.factors
+    spread_DD = work.stand_in.spread_DD
     num_drawn = 0 if drawn is None else drawn.column_K.shape[0]
     at_once = budget.filter_backward_rows(exact.sizes_of(x), cols + num_drawn, spec.workspace_bytes)
     buffer_RD, dlogits_RH = x.hidden.new_empty(at_once, x.hidden.shape[1]), x.hidden.new_empty(at_once, cols)
@@ -496,6 +505,11 @@ def _add_rows(
                 drawn_gradients(drawn, rows, softmax, coef_4N, work.how.threshold, grads_RK, tiles)
                 add_d_hidden(
                     total, grads_RK, drawn.away_KD, rows, None, factors.columns, tiles.grad_hidden, first=False
+                )  # fmt: skip
+            if spread_DD is not None and factors is not None:
+                mass_R = work.factor_2N[0].index_select(0, rows.index)
+                add_d_hidden(
+                    total, rows.hidden, spread_DD, rows, mass_R, factors.bend, tiles.grad_hidden, first=False
                 )  # fmt: skip
             add_listed_hidden(
                 total, x, rows, work.lists, work.how, work.entries, work.factor_2N, shared_2D, listed_before=listed is not None

@@ -24,6 +24,8 @@ from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter.shares import PART, RUN, Away, Dropped, Sample
 from cce_dist.kernels.tiles import Tiles, precision
 
+MOST_BENT = tl.constexpr(2.0)  # of the factor on the linear model
+
 
 class Drawn(NamedTuple):
     """The drawn columns.
@@ -57,6 +59,20 @@ class Tokens(NamedTuple):
     away: Away
 
 
+class Bent(NamedTuple):
+    """What the linear model of ``bend.py`` says of the sampled tokens, to fit its factor on.
+
+    Attributes:
+        spread_DD: The second moment of the columns by share, in the weight's dtype.
+        moved_SD: The sample's hidden states less the mean, times ``spread_DD``.
+        lines_SK: The same hidden states times the drawn columns less the mean, fp32.
+    """
+
+    spread_DD: torch.Tensor
+    moved_SD: torch.Tensor
+    lines_SK: torch.Tensor
+
+
 class Factors(NamedTuple):
     """The factors on what corrects the stand-in, 0-d fp32 tensors.
 
@@ -64,29 +80,51 @@ class Factors(NamedTuple):
         columns: On what the drawn columns add to d_hidden.
         tokens: On what the sampled tokens add to d_weight.
         gain: That times what all tokens drop, in units of ``parts_SV``.
+        bend: On what a token's hidden state adds to d_hidden (``bend.py``); 0 without.
+        lines: Minus ``columns`` over K: what takes the drawn columns' linear part off that.
     """
 
     columns: torch.Tensor
     tokens: torch.Tensor
     gain: torch.Tensor
+    bend: torch.Tensor
+    lines: torch.Tensor
 
 
 def draw_columns(dropped: Dropped, size: int, center_D: torch.Tensor, x: Operands) -> Drawn:
     """Draw columns by their shares, as ``stand_in.draw``, and copy their rows; ``center_D`` is the mean of all by share."""
-    device, hidden_size, num_valid = x.weight.device, x.weight.shape[1], x.logits.num_valid
+    device, hidden_size = x.weight.device, x.weight.shape[1]
     column_K = torch.empty(size, dtype=torch.int64, device=device)
     worth_K, square_K = torch.empty(2, size, dtype=torch.float32, device=device).unbind()
     weight_KD, away_KD = (x.weight.new_empty(size, hidden_size) for _ in range(2))
     bias_K = None if x.bias is None else x.bias.new_empty(size)
-    num_runs = dropped.count_B.shape[0]
-    _draw_columns_kernel[(size,)](
-        dropped.shares_2V, dropped.count_B, center_D, x.weight, x.bias,
-        column_K, worth_K, weight_KD, away_KD, square_K, bias_K,
-        num_runs, num_valid, hidden_size, size, stand_in.PARTS,
-        HAS_BIAS=x.bias is not None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(), BLOCK_D=1024,
-    )  # fmt: skip
+    _launch_draws(dropped, 0, size, center_D, x, away_KD, column_K, worth_K, weight_KD, square_K, bias_K)
     of_columns = x._replace(weight=weight_KD, bias=bias_K, logits=x.logits._replace(num_valid=size))
     return Drawn(column_K, worth_K, of_columns, away_KD, square_K)
+
+
+def draw_away(
+    dropped: Dropped, first: int, count: int, size: int, center_D: torch.Tensor, x: Operands
+) -> torch.Tensor:  # fmt: skip
+    """Return the weight less ``center_D`` of ``count`` columns from the ``first`` on, of the ``size`` that would be drawn."""
+    away_MD = x.weight.new_empty(count, x.weight.shape[1])
+    _launch_draws(dropped, first, size, center_D, x, away_MD)
+    return away_MD
+
+
+def _launch_draws(
+    dropped: Dropped, first: int, size: int, center_D: torch.Tensor, x: Operands, away_KD: torch.Tensor,
+    *numbers: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Launch a program for each row of away_KD. ``numbers``: column_K, worth_K, weight_KD, square_K and bias_K, or none."""
+    column_K, worth_K, weight_KD, square_K, bias_K = numbers or (None,) * 5
+    num_runs = dropped.count_B.shape[0]
+    _draw_columns_kernel[(away_KD.shape[0],)](
+        dropped.shares_2V, dropped.count_B, center_D, x.weight, x.bias,
+        column_K, worth_K, weight_KD, away_KD, square_K, bias_K,
+        first, num_runs, x.logits.num_valid, x.weight.shape[1], size, stand_in.PARTS,
+        HAS_BIAS=bias_K is not None, AWAY_ALONE=column_K is None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(), BLOCK_D=1024,
+    )  # fmt: skip
 
 
 @kernel("shares_ptr", "count_ptr", "center_ptr", "weight_ptr", "bias_ptr", "weight_out_ptr", "away_ptr", "hidden_size")
@@ -102,17 +140,20 @@ def _draw_columns_kernel(
     away_ptr,  # out: [K, D]
     square_ptr,  # out: [K] fp32
     bias_out_ptr,  # out: [K]
+    first_draw,
     num_runs,
     num_valid,
     hidden_size,
     size,
     whole,
     HAS_BIAS: tl.constexpr,
+    AWAY_ALONE: tl.constexpr,
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    draw = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    draw = first_draw + row
     offs_b = tl.arange(0, RUNS)
     count = tl.load(count_ptr + offs_b, mask=offs_b < num_runs, other=0)
     wanted = (2 * draw + 1) * (tl.sum(count, 0) // (2 * size))
@@ -126,11 +167,12 @@ def _draw_columns_kernel(
     end = before + tl.cumsum((share * whole.to(tl.float32)).to(tl.int64), 0)
     column = run * RUN + tl.sum(((end <= wanted) & in_v).to(tl.int32), 0)
     column = tl.minimum(column, num_valid - 1)
-    share = tl.load(shares_ptr + column)
-    tl.store(column_ptr + draw, column.to(tl.int64))
-    tl.store(worth_ptr + draw, tl.where(share > 0, 1 / (size * share), 0.0))
+    if not AWAY_ALONE:
+        share = tl.load(shares_ptr + column)
+        tl.store(column_ptr + row, column.to(tl.int64))
+        tl.store(worth_ptr + row, tl.where(share > 0, 1 / (size * share), 0.0))
     if HAS_BIAS:
-        tl.store(bias_out_ptr + draw, tl.load(bias_ptr + column))
+        tl.store(bias_out_ptr + row, tl.load(bias_ptr + column))
 
     square = tl.zeros((BLOCK_D,), tl.float32)
     for first in range(0, hidden_size, BLOCK_D):
@@ -139,10 +181,12 @@ def _draw_columns_kernel(
         w = tl.load(weight_ptr + column.to(tl.int64) * hidden_size + offs_d, mask=in_d, other=0)
         away = w.to(tl.float32) - tl.load(center_ptr + offs_d, mask=in_d, other=0)
         away = away.to(away_ptr.dtype.element_ty)
-        tl.store(weight_out_ptr + draw * hidden_size + offs_d, w, mask=in_d)
-        tl.store(away_ptr + draw * hidden_size + offs_d, away, mask=in_d)
-        square += away.to(tl.float32) * away.to(tl.float32)
-    tl.store(square_ptr + draw, tl.sum(square, 0))
+        tl.store(away_ptr + row * hidden_size + offs_d, away, mask=in_d)
+        if not AWAY_ALONE:
+            tl.store(weight_out_ptr + row * hidden_size + offs_d, w, mask=in_d)
+            square += away.to(tl.float32) * away.to(tl.float32)
+    if not AWAY_ALONE:
+        tl.store(square_ptr + row, tl.sum(square, 0))
 
 
 def weigh_tokens(dropped: Dropped, sample: Sample) -> Tokens | None:
@@ -154,9 +198,12 @@ def weigh_tokens(dropped: Dropped, sample: Sample) -> Tokens | None:
 
 def squares_of_columns(
     drawn: Drawn, sample: Sample, rows_SD: torch.Tensor, gain: torch.Tensor | None, softmax: Softmax,
-    coef_4N: torch.Tensor, threshold_N: torch.Tensor, tiles: Tiles,
+    coef_4N: torch.Tensor, threshold_N: torch.Tensor, tiles: Tiles, bent: Bent | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the square of what the columns add to the sample's d_hidden, and the sum of its terms' squares, -> [2, P]
+    """Return the square of what the columns add to the sample's d_hidden, and the sum of its terms' squares. -> [2, P]
+
+    With ``bent`` there are eight numbers: the two; likewise the products of these terms with the linear ones, and the squares
+    of the latter; the product of the first sum with what the whole spread adds, and the square of that. -> [8, P]
 
     Args:
         drawn: The columns.
@@ -167,13 +214,14 @@ def squares_of_columns(
         coef_4N: As ``drawn_gradients`` gets them.
         threshold_N: Logits below it are dropped.
         tiles: Tiles of the device.
+        bent: What the linear model says of the same tokens, or None.
     """
     size, num_columns = rows_SD.shape[0], drawn.column_K.shape[0]
     grads_SK = rows_SD.new_empty(size, num_columns)
     drawn_gradients(drawn, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, threshold_N, grads_SK, tiles)
     # A token stands for as many as have its mass together. K keeps fp16 away from its ends.
     mass_S = sample.mass_S if gain is None else sample.mass_S / gain
-    return _squares(grads_SK, mass_S, drawn.away_KD, drawn.square_K)
+    return _squares(grads_SK, mass_S, drawn.away_KD, drawn.square_K, bent=bent)
 
 
 def squares_of_tokens(tokens: Tokens, dropped: Dropped, drawn: Drawn) -> torch.Tensor:
@@ -186,25 +234,26 @@ def squares_of_tokens(tokens: Tokens, dropped: Dropped, drawn: Drawn) -> torch.T
 
 def _squares(
     given: torch.Tensor, of_rows: torch.Tensor, away_ID: torch.Tensor, square_I: torch.Tensor,
-    dropped: Dropped | None = None, share_S: torch.Tensor | None = None,
+    dropped: Dropped | None = None, share_S: torch.Tensor | None = None, bent: Bent | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Square ``terms @ away_ID``: of columns R is the sample and I the columns, of tokens the other way round."""
     (num_inner, hidden_size), num_rows = away_ID.shape, of_rows.shape[0]
     block_r, block_d = 64, 512 // away_ID.itemsize
     blocks_r, blocks_d = cdiv(num_rows, block_r), cdiv(hidden_size, block_d)
-    squares_2P = torch.empty(2, blocks_r * blocks_d, dtype=torch.float32, device=away_ID.device)
+    squares_2P = torch.empty(2 if bent is None else 8, blocks_r * blocks_d, dtype=torch.float32, device=away_ID.device)
+    lines_SK, moved_SD = (None, None) if bent is None else (bent.lines_SK, bent.moved_SD)
     shares_2V, total = (None, None) if dropped is None else (dropped.shares_2V, dropped.total)
     _squares_kernel[(blocks_r * blocks_d,)](
-        given, of_rows, away_ID, square_I, shares_2V, total, share_S,
+        given, of_rows, away_ID, square_I, shares_2V, total, share_S, lines_SK, moved_SD,
         squares_2P,
         num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
-        OF_TOKENS=dropped is not None, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_I=32, PRECISION=precision(away_ID.dtype),
-        num_warps=8, num_stages=2,
+        OF_TOKENS=dropped is not None, BENT=bent is not None, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_I=32,
+        PRECISION=precision(away_ID.dtype), num_warps=8, num_stages=2,
     )  # fmt: skip
     return squares_2P
 
 
-@kernel("given_ptr", "of_rows_ptr", "away_ptr", "shares_ptr", "squares_ptr", "hidden_size")
+@kernel("given_ptr", "of_rows_ptr", "away_ptr", "shares_ptr", "lines_ptr", "moved_ptr", "squares_ptr", "hidden_size")
 def _squares_kernel(
     given_ptr,  # in: [S, K] g of the columns, or [S, V or more]: parts of tokens
     of_rows_ptr,  # in: [S] fp32: what each token drops, or [K] int64: the columns
@@ -213,13 +262,16 @@ def _squares_kernel(
     shares_ptr,  # in: [2, V] fp32, with OF_TOKENS
     total_ptr,  # in: [] fp32, with OF_TOKENS
     share_ptr,  # in: [S] fp32, with OF_TOKENS
-    squares_ptr,  # out: [2, P] fp32: of the product, and of its terms
+    lines_ptr,  # in: [S, K] fp32, with BENT
+    moved_ptr,  # in: [S, D], with BENT
+    squares_ptr,  # out: [2 or 8, P] fp32: of the product, and of its terms; more with BENT
     num_rows,
     num_inner,
     hidden_size,
     given_stride,
     root,
     OF_TOKENS: tl.constexpr,
+    BENT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -241,6 +293,11 @@ def _squares_kernel(
     root_of_own = tl.where(own != 0, 1 / tl.sqrt(tl.abs(own)), 0.0)
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+    if BENT:
+        line_acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+        both_noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+        line_noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+        root = tl.abs(own) * root_of_own
     for first in range(0, num_inner, BLOCK_I):
         offs_i = first + tl.arange(0, BLOCK_I)
         in_i = offs_i < num_inner
@@ -263,42 +320,67 @@ def _squares_kernel(
         if tl.program_id(0) % blocks_d == 0:  # The terms are the same for all columns of the product.
             square = tl.load(square_ptr + offs_i, mask=in_i, other=0)
             noise += term.to(tl.float32) * term.to(tl.float32) * square[None, :]
+        if BENT:
+            where = lines_ptr + offs_r.to(tl.int64)[:, None] * num_inner + offs_i[None, :]
+            line = tl.where(mask, tl.load(where, mask=mask, other=0) * root[:, None], 0.0).to(away_ptr.dtype.element_ty)
+            line_acc = tl.dot(line, away, line_acc, input_precision=PRECISION)
+            if tl.program_id(0) % blocks_d == 0:
+                both_noise += term.to(tl.float32) * line.to(tl.float32) * square[None, :]
+                line_noise += line.to(tl.float32) * line.to(tl.float32) * square[None, :]
+    num_programs = tl.num_programs(0)
     squares_ptr += tl.program_id(0)
-    # One dimension at a time does not compile for capability 10 (Triton 3.6).
-    tl.store(squares_ptr, tl.sum(tl.reshape(acc * acc, (BLOCK_R * BLOCK_D,)), 0))
-    tl.store(squares_ptr + tl.num_programs(0), tl.sum(tl.sum(noise, 0), 0))
+    tl.store(squares_ptr, _sum_of_all(acc * acc))
+    tl.store(squares_ptr + num_programs, tl.sum(tl.sum(noise, 0), 0))
+    if BENT:
+        mask = (own != 0)[:, None] & in_d[None, :]
+        where = moved_ptr + offs_r.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        moved = tl.load(where, mask=mask, other=0).to(tl.float32)
+        moved = tl.where(mask, moved * (root * num_inner)[:, None], 0.0)
+        tl.store(squares_ptr + 2 * num_programs, _sum_of_all(acc * line_acc))
+        tl.store(squares_ptr + 3 * num_programs, tl.sum(tl.sum(both_noise, 0), 0))
+        tl.store(squares_ptr + 4 * num_programs, _sum_of_all(line_acc * line_acc))
+        tl.store(squares_ptr + 5 * num_programs, tl.sum(tl.sum(line_noise, 0), 0))
+        tl.store(squares_ptr + 6 * num_programs, _sum_of_all(acc * moved))
+        tl.store(squares_ptr + 7 * num_programs, _sum_of_all(moved * moved))
+
+
+@triton.jit
+def _sum_of_all(tile):
+    """Sum of a tile. One dimension at a time does not compile for capability 10 (Triton 3.6)."""
+    return tl.sum(tl.reshape(tile, (tile.shape[0] * tile.shape[1],)), 0)
 
 
 def factors_of(
-    columns_2P: torch.Tensor | None, tokens_2P: torch.Tensor | None, drawn: Drawn, dropped: Dropped, tokens: Tokens | None,
+    columns_8P: torch.Tensor | None, tokens_2P: torch.Tensor | None, drawn: Drawn, dropped: Dropped, tokens: Tokens | None,
     shared_hidden_2D: torch.Tensor | None, shared_weight_2D: torch.Tensor | None,
 ) -> Factors:  # fmt: skip
     """Return the factors, and take what the draws add on average off what the tokens' factors and the shares multiply.
 
     Args:
-        columns_2P: As ``squares_of_columns`` returns them, or None.
+        columns_8P: As ``squares_of_columns`` returns them, 2 or 8 of each; or None.
         tokens_2P: As ``squares_of_tokens`` returns them, or None.
         drawn: The columns.
         dropped: What the sample drops.
         tokens: What the sample adds to d_weight, or None.
-        shared_hidden_2D: in, out: what the tokens' factors multiply in d_hidden, with ``columns_2P``.
+        shared_hidden_2D: in, out: what the tokens' factors multiply in d_hidden, with ``columns_8P``.
         shared_weight_2D: in, out: what the shares multiply in d_weight, with ``tokens_2P``.
     """
     num_columns, hidden_size = drawn.away_KD.shape
     away = None if tokens is None else tokens.away
-    factors_3 = torch.empty(3, dtype=torch.float32, device=drawn.away_KD.device)
+    factors_5 = torch.empty(5, dtype=torch.float32, device=drawn.away_KD.device)
     _factors_kernel[(cdiv(hidden_size, 64),)](
-        columns_2P, drawn.away_KD, tokens_2P, *((None, None) if away is None else (away.mean_D, away.mass)), dropped.total,
-        shared_hidden_2D, shared_weight_2D, factors_3,
-        *(0 if squares is None else squares.shape[1] for squares in (columns_2P, tokens_2P)), num_columns, hidden_size,
-        HAS_COLUMNS=columns_2P is not None, HAS_TOKENS=tokens_2P is not None, BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
+        columns_8P, drawn.away_KD, tokens_2P, *((None, None) if away is None else (away.mean_D, away.mass)), dropped.total,
+        shared_hidden_2D, shared_weight_2D, factors_5,
+        *(0 if squares is None else squares.shape[1] for squares in (columns_8P, tokens_2P)), num_columns, hidden_size,
+        HAS_COLUMNS=columns_8P is not None, HAS_TOKENS=tokens_2P is not None,
+        BENT=columns_8P is not None and columns_8P.shape[0] == 8, BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
     )  # fmt: skip
-    return Factors(*factors_3.unbind())
+    return Factors(*factors_5.unbind())
 
 
 @kernel("columns_ptr", "away_ptr", "tokens_ptr", "shared_hidden_ptr", "shared_weight_ptr", "hidden_size")
 def _factors_kernel(
-    columns_ptr,  # in: [2, P] fp32, with HAS_COLUMNS
+    columns_ptr,  # in: [2 or 8, P] fp32, with HAS_COLUMNS
     away_ptr,  # in: [K, D]: of the columns
     tokens_ptr,  # in: [2, P] fp32, with HAS_TOKENS
     away_mean_ptr,  # in: [D] fp32: of the tokens
@@ -306,13 +388,14 @@ def _factors_kernel(
     total_ptr,  # in: [] fp32
     shared_hidden_ptr,  # in, out: [2, D] fp32
     shared_weight_ptr,  # in, out: [2, D] fp32
-    factors_ptr,  # out: [3] fp32
+    factors_ptr,  # out: [5] fp32
     columns_parts,
     tokens_parts,
     num_columns,
     hidden_size,
     HAS_COLUMNS: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
+    BENT: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -322,8 +405,11 @@ def _factors_kernel(
     of_columns = 0.0
     of_tokens = 0.0
     gain = 0.0
+    bend = 0.0
     if HAS_COLUMNS:
-        of_columns = _shrunk(columns_ptr, columns_parts, BLOCK_P)
+        if BENT:
+            bend = _bend(columns_ptr, columns_parts, BLOCK_P)
+        of_columns = _shrunk(columns_ptr, columns_parts, bend, BENT, BLOCK_P)
         away = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
         for first in range(0, num_columns, BLOCK_K):
             offs_k = first + tl.arange(0, BLOCK_K)
@@ -332,7 +418,7 @@ def _factors_kernel(
         shared = tl.load(shared_hidden_ptr + offs_d, mask=in_d, other=0)
         tl.store(shared_hidden_ptr + offs_d, shared - of_columns * (tl.sum(away, 0) / num_columns), mask=in_d)
     if HAS_TOKENS:
-        of_tokens = _shrunk(tokens_ptr, tokens_parts, BLOCK_P)
+        of_tokens = _shrunk(tokens_ptr, tokens_parts, 0.0, False, BLOCK_P)
         mass = of_tokens * tl.load(mass_ptr)
         total = tl.load(total_ptr)
         gain = tl.where(total > 0, mass / (PART * total), 0.0)
@@ -343,19 +429,39 @@ def _factors_kernel(
         tl.store(factors_ptr, of_columns)
         tl.store(factors_ptr + 1, of_tokens)
         tl.store(factors_ptr + 2, gain)
+        tl.store(factors_ptr + 3, bend)
+        tl.store(factors_ptr + 4, -of_columns / num_columns)
 
 
 @triton.jit
-def _shrunk(squares_ptr, num_parts, BLOCK_P: tl.constexpr):
-    """``stand_in.shrink`` of squares in parts."""
-    signal = tl.zeros((BLOCK_P,), tl.float32)
-    noise = tl.zeros((BLOCK_P,), tl.float32)
+def _total(parts_ptr, num_parts, BLOCK_P: tl.constexpr):
+    """Sum of some parts."""
+    total = tl.zeros((BLOCK_P,), tl.float32)
     for first in range(0, num_parts, BLOCK_P):
         offs_p = first + tl.arange(0, BLOCK_P)
-        signal += tl.load(squares_ptr + offs_p, mask=offs_p < num_parts, other=0)
-        noise += tl.load(squares_ptr + num_parts + offs_p, mask=offs_p < num_parts, other=0)
-    signal = tl.sum(signal, 0)
-    factor = 1 - tl.sum(noise, 0) / tl.where(signal > 0, signal, float("inf"))
+        total += tl.load(parts_ptr + offs_p, mask=offs_p < num_parts, other=0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _bend(squares_ptr, num_parts, BLOCK_P: tl.constexpr):
+    """The factor with which the spread fits what the columns say of the sample; NaN counts as 0."""
+    square = _total(squares_ptr + 7 * num_parts, num_parts, BLOCK_P)
+    bend = _total(squares_ptr + 6 * num_parts, num_parts, BLOCK_P) / tl.where(square > 0, square, float("inf"))
+    return tl.where(bend > 0, tl.minimum(bend, MOST_BENT), 0.0)
+
+
+@triton.jit
+def _shrunk(squares_ptr, num_parts, bend, BENT: tl.constexpr, BLOCK_P: tl.constexpr):
+    """``stand_in.shrink`` of squares in parts, less ``bend`` times their linear terms."""
+    signal = _total(squares_ptr, num_parts, BLOCK_P)
+    noise = _total(squares_ptr + num_parts, num_parts, BLOCK_P)
+    if BENT:
+        signal -= 2 * bend * _total(squares_ptr + 2 * num_parts, num_parts, BLOCK_P)
+        noise -= 2 * bend * _total(squares_ptr + 3 * num_parts, num_parts, BLOCK_P)
+        signal += bend * bend * _total(squares_ptr + 4 * num_parts, num_parts, BLOCK_P)
+        noise += bend * bend * _total(squares_ptr + 5 * num_parts, num_parts, BLOCK_P)
+    factor = 1 - noise / tl.where(signal > 0, signal, float("inf"))
     return tl.where(factor > 0, factor, 0.0)  # NaN counts as 0
 
 

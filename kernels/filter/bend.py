@@ -1,0 +1,63 @@
+"""How a token's hidden state bends the tail that it drops, to first order: what that adds to d_hidden.
+
+    d_hidden_i  +=  r_i * bend * (e_i - e) @ spread            spread [D, D]  =  1 / M  sum_m away_m away_m^T
+
+``stand_in.py`` says where that comes from. The M columns are drawn by the shares, as those of ``drawn.py`` are, but they are
+others. e is the mean hidden state of all tokens by what they drop. The drawn columns of ``drawn.py`` are a sample of the same
+sum, so the linear part of theirs is taken off ``spread``, times their factor, and ``r_i * (e_i @ spread - e @ spread)`` is all
+that the tokens need: a product of hidden states with a matrix of D x D.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cce_dist.kernels import Operands, Rows, ShardLogits
+from cce_dist.kernels.d_hidden import Sum, add_d_hidden
+from cce_dist.kernels.d_weight import add_d_weight
+from cce_dist.kernels.filter.drawn import Bent, Drawn, Factors, draw_away
+from cce_dist.kernels.filter.shares import Dropped, Sample
+from cce_dist.kernels.logits import logits_chunk
+from cce_dist.kernels.tiles import Tiles
+from cce_dist.kernels.tokens import sums_of_rows
+
+AT_ONCE = 4096  # columns that are drawn at a time, of those that ``spread`` is made of
+
+
+def bend_sample(
+    dropped: Dropped, size: int, center_D: torch.Tensor, drawn: Drawn, sample: Sample, x: Operands, tiles: Tiles
+) -> Bent:
+    """Draw ``size`` columns around ``center_D`` for the spread, and move the sample's tokens by it."""
+    assert sample.away is not None
+    away_SD, hidden_size, device = sample.away.rows_SD, x.weight.shape[1], x.weight.device
+    index_S = torch.arange(away_SD.shape[0], dtype=torch.int32, device=device)
+    rows = Rows(index_S, sample.size, away_SD)
+
+    spread_DD = x.weight.new_empty(hidden_size, hidden_size)
+    gain = torch.full((), 1.0 / size, dtype=torch.float32, device=device)
+    for first in range(0, size, AT_ONCE):
+        away_MD = draw_away(dropped, first, min(AT_ONCE, size - first), size, center_D, x)
+        columns = Rows(index_S, torch.full((1,), len(away_MD), dtype=torch.int32, device=device), away_MD)
+        add_d_weight(spread_DD, away_MD, columns, gain, tiles.grad_weight, add=first > 0)
+
+    moved_SD = torch.empty_like(away_SD)
+    add_d_hidden(Sum(moved_SD, None), away_SD, spread_DD, rows, None, None, tiles.grad_hidden, first=True)
+    num_drawn = drawn.away_KD.shape[0]
+    lines_SK = torch.empty(away_SD.shape[0], num_drawn, dtype=torch.float32, device=device)
+    plain = Operands(away_SD, drawn.away_KD, None, x.ids, ShardLogits(0, num_drawn))
+    logits_chunk(plain, rows, 0, lines_SK, tiles)
+    return Bent(spread_DD, moved_SD, lines_SK)
+
+
+def less_drawn(
+    bent: Bent, drawn: Drawn, sample: Sample, factors: Factors, shared_2D: torch.Tensor, tiles: Tiles
+) -> torch.Tensor:
+    """Take the drawn columns' linear part off the spread, and what the mean hidden state has of it off ``shared_2D``."""
+    assert sample.mean_D is not None and factors.lines is not None and factors.bend is not None
+    away_KD, spread_DD = drawn.away_KD, bent.spread_DD
+    num_drawn = torch.full((1,), away_KD.shape[0], dtype=torch.int32, device=away_KD.device)
+    columns = Rows(drawn.column_K, num_drawn, away_KD)
+    add_d_weight(spread_DD, away_KD, columns, factors.lines, tiles.grad_weight, add=True)
+    mean_2D = torch.stack((sample.mean_D, torch.zeros_like(sample.mean_D)))
+    shared_2D[0].addcmul_(sums_of_rows(mean_2D, spread_DD)[0], factors.bend, value=-1)
+    return spread_DD
