@@ -180,25 +180,31 @@ def _correction(
     The columns are drawn by ``share``. Row sums stay 0, and the estimate is shrunk by the part of its square that is noise.
 
     Args:
-        tilt: Each row's mass times its hidden state less the mean. With it a linear model is fitted first, by 64 of
-            1,024 rows of ``operand``, at most 16,384, and the estimate is that of what the model leaves.
+        tilt: Each row's mass times its hidden state less the mean. With it the estimate is that of what a linear model leaves,
+            which is taken from 64 of 1,024 rows of ``operand``, times the factor that is expected to leave the least error.
     """
     center = share @ operand
     columns = _drawn(share, size)
     terms = difference[:, columns] / (size * share[columns])
     away = operand[columns] - center
-    linear = torch.zeros_like(difference)
-    if tilt is not None and tilt.any():
-        many = _drawn(share, min(16384, len(share) // 1024 * 64))
-        apart = operand[many] - center
-        model = tilt @ apart.t() / len(many)
-        moved = model @ apart
-        bend = (((terms @ away) * moved).sum() / moved.square().sum()).clamp(0, 2)
-        terms -= bend * (tilt @ away.t()) / size
-        linear = bend * _at(many, model, share)
-    signal, noise = (terms @ away).square().sum(), (terms.square() * away.square().sum(1)).sum()
-    terms *= (1 - noise / signal).clamp(min=0) if signal > 0 else 0.0
-    return _at(columns, terms, share) + linear
+    squares = away.square().sum(1)
+    signal, noise = (terms @ away).square().sum(), (terms.square() * squares).sum()
+    if tilt is None or not tilt.any():
+        part = (1 - noise / signal).clamp(min=0) if signal > 0 else 0.0
+        return _at(columns, part * terms, share)
+    many = _drawn(share, min(len(share) // 1024 * 64, (1 << 25) // operand.shape[1]))
+    lines = tilt @ away.t() / size
+    own_noise = (lines.square() * squares).sum() * size / len(many)
+    found = []
+    for bend in torch.linspace(0, 1, 32).tolist():
+        rest = terms - bend * lines
+        signal, noise = (rest @ away).square().sum(), (rest.square() * squares).sum()
+        part = (1 - noise / signal).clamp(min=0).item() if signal > 0 else 0.0
+        left = part * noise if part else (signal - noise).clamp(min=0)
+        found.append(((left + bend**2 * own_noise).item(), bend, part))
+    _, bend, part = min(found)
+    model = tilt @ (operand[many] - center).t() / len(many)
+    return _at(columns, part * (terms - bend * lines), share) + bend * _at(many, model, share)
 
 
 def _drawn(share: Tensor, size: int) -> Tensor:

@@ -358,15 +358,14 @@ def _from_columns(
                 noise += product.sum(0) @ squares_K[cols]
             estimate_ND[block.rows] += terms @ away_KD[cols]
             lines_ND[block.rows] += lines @ away_KD[cols]
-    bend = stand_in.bend(estimate_ND, moved_ND)
-    estimate_ND -= bend * lines_ND
-    noise = noise_3[0] - 2 * bend * noise_3[1] + bend**2 * noise_3[2]
-    return bend * moved_ND + estimate_ND * stand_in.shrink(estimate_ND.square().sum(), noise)
+    noise_part = len(column_K) / max(1, budget.spread_columns(x.logits.num_valid, x.hidden.shape[1]))
+    bend, part = stand_in.bend(estimate_ND, lines_ND, noise_3, noise_part)
+    return bend * moved_ND + part * (estimate_ND - bend * lines_ND)
 
 
 def _tilt(dropped_N: Tensor, x: Operands, share_V: Tensor, center_D: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``r_i (e_i - e)``, and that times the spread of the columns, [N, D] each; zeros where there are few tokens."""
-    num_columns, total = budget.spread_columns(x.logits.num_valid), dropped_N.abs().sum()
+    num_columns, total = budget.spread_columns(x.logits.num_valid, x.hidden.shape[1]), dropped_N.abs().sum()
     if x.num_tokens <= budget.SAMPLE or not num_columns:
         nothing_ND = _zeros(*x.hidden.shape, like=x.hidden)
         return nothing_ND, nothing_ND

@@ -27,7 +27,7 @@ Most of what d_hidden's draws find is linear. A tail that is tilted by its token
 to first order, hence d_hidden_i += r_i * bend * (e_i - e) spread, with spread = sum_j q_j (weight_j - c)(weight_j - c)^T. The
 latter comes from more columns than the draws can have, M of them, since a product with a matrix of D x D is all that a token
 pays. The linear part is then taken off the draws' terms, as the rank-1 matrix is, and the draws are left with what bends
-otherwise, such as the upper end that the filter keeps. ``bend`` is the factor that fits the draws best, about 0.9.
+otherwise, such as the upper end that the filter keeps. ``bend`` is the factor that is expected to leave the least error.
 With it, an eps that is four times as large leaves smaller errors of d_hidden. (d_weight would take D x D products for all
 columns, so its draws find the linear part alone.)
 """
@@ -39,6 +39,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+BENDS = 32  # factors that are tried on the linear model, from 0 to 1
 PARTS = 1 << 40  # shares are drawn from as whole numbers, whose sums have the same bits in any order
 
 
@@ -69,7 +70,23 @@ def shrink(signal: Tensor, noise: Tensor) -> Tensor:
     return (1 - noise / torch.where(signal > 0, signal, torch.inf)).clamp(min=0.0).nan_to_num(0.0)
 
 
-def bend(estimate: Tensor, moved: Tensor) -> Tensor:
-    """Return the factor with which ``moved`` fits an estimate best, from 0 to 2, a 0-d tensor."""
-    square = moved.square().sum()
-    return ((estimate * moved).sum() / torch.where(square > 0, square, torch.inf)).nan_to_num(0.0).clamp(0.0, 2.0)
+def bend(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float) -> tuple[Tensor, Tensor]:
+    """Return the factors on the linear model and on the draws' estimate of what it leaves, 0-d tensors.
+
+    Of a few factors on the model the one is taken that leaves the least error, as expected: for the draws' part, true square
+    times noise over the sum of the two, for the model's own noise its square.
+
+    Args:
+        estimate: The draws' estimate, of what the rank-1 matrix leaves.
+        lines: Their estimate of the linear model.
+        noise_3: Noise of the former, product of both, noise of the latter.
+        noise_part: The model's own noise, in units of the last.
+    """
+    factor = torch.linspace(0.0, 1.0, BENDS, device=estimate.device)
+    square = factor.square()
+    signal = estimate.square().sum() - 2 * factor * (estimate * lines).sum() + square * lines.square().sum()
+    noise = noise_3[0] - 2 * factor * noise_3[1] + square * noise_3[2]
+    part = shrink(signal, noise)
+    left = torch.where(part > 0, part * noise, (signal - noise).clamp(min=0.0)) + square * noise_3[2] * noise_part
+    best = left.nan_to_num(torch.inf).argmin()
+    return factor[best], part[best]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from cce_dist import GradFilter, linear_cross_entropy, op
 from cce_dist.call import Call
-from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter
+from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter, stand_in
 from cce_dist.kernels.filter import bound, hot, lists, shares
 from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.verify import cases as verify_cases
@@ -521,6 +521,63 @@ def test_sampled_tokens_correct_d_weight(
     else:
         assert (added - expected).abs().max() < 2e-3 * expected.abs().max()
     assert tokens.rows.num_kept.item() == size
+
+
+def test_hidden_states_bend_the_tail(limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: the drawn columns' linear part left in, the mean hidden state left in, a mass or a sign lost, the wrong columns
+    in the spread, a factor fitted on other terms than those that are added."""
+    case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs="signed", drawn=32)
+    limits(case)
+    size, num_spread = 32, 48
+    monkeypatch.setattr(filter, "SAMPLE", size)
+    monkeypatch.setattr(budget, "spread_rows", lambda *_: 32)
+    p = problem(case, torch.float32)
+    d = dense(p)
+    _, *saved = local_stats(p, case)
+    seen: dict[str, Any] = {}
+
+    def spied(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*args: Any) -> Any:
+            seen[name] = call(*args)
+            seen[f"given to {name}"] = args
+            return seen[name]
+
+        return spy
+
+    for name in ("draw_columns", "squares_of_columns", "factors_of"):
+        monkeypatch.setattr(filter, name, spied(name, getattr(filter, name)))
+    monkeypatch.setattr(budget, "spread_columns", lambda *_: num_spread)
+    bent = gradients(p, case, d, saved)[0]
+    factors = seen["factors_of"]
+    limits(case._replace(drawn=0))
+    rank_1 = gradients(p, case, d, saved)[0]
+
+    sample, column = seen["given to squares_of_columns"][1], seen["draw_columns"].column_K
+    share = seen["given to draw_columns"][0].shares_2V[0]
+    center = share.double() @ p.weight.double()
+    kept = kept_by(tuple(saved), p, d, case.grad_filter.eps)
+    part = p.coef[0, :, None].double() * torch.where(kept, 0.0, d.p * d.slope) * p.logits.logit_scale
+    part = part.masked_fill(p.labels[:, None] < 0, 0.0)
+    mass = part.sum(1, keepdim=True)
+    away = p.weight[column].double() - center
+    tilt = mass * (p.hidden.double() - sample.mean_D.double())
+    terms = part[:, column] / (len(column) * share[column].double()) - mass / len(column)
+    lines = tilt @ away.T / len(column)
+    apart = p.weight[stand_in.draw(share, num_spread).place].double() - center
+
+    # A sampled token stands for as many as have its mass together.
+    token = sample.token_S.long()
+    weight = mass[token].abs().rsqrt()
+    some, straight = terms[token] * weight, lines[token] * weight
+    noises = [(a * b * away.square().sum(1)).sum() for a, b in ((some, some), (some, straight), (straight, straight))]
+    fitted = stand_in.bend(some @ away, straight @ away, torch.stack(noises), len(column) / num_spread)
+    for ours, theirs in zip((factors.bend, factors.columns), fitted, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=0.05 if GPU else 1e-3, atol=1e-3)
+    assert 0.1 < factors.bend < 1.0
+    whole, of_draws = factors.bend.double(), factors.columns.double()
+    expected = whole * tilt @ (apart.T @ apart) / num_spread + of_draws * (terms - whole * lines) @ away
+    assert expected.abs().max() > 0.002 * rank_1.abs().max()
+    assert (bent.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max()
 
 
 @pytest.mark.parametrize("side", ["hidden", "weight"])

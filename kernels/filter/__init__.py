@@ -367,7 +367,10 @@ def _filtered_gradients(
         hot_weight_HD = target.new_empty(num_hot_columns, x.hidden.shape[1]) if target is not None else None
         hot_bias_H = None if d_bias is None else torch.zeros(num_hot_columns, dtype=torch.float32, device=device)
         _add_rows((d_hidden, hot_weight_HD, hot_bias_H), total, x, softmax, coef_4N, work, grads, spec)
-        del total  # its remainder takes the room in which the entries are sorted
+        # The entries are sorted in the room of these.
+        del total
+        stand = stand._replace(drawn=None, spread_DD=None)
+        work = work._replace(stand_in=stand)
         if target is not None or d_bias is not None:
             columns = by_column(entries, num_valid)
             if target is not None and hot_weight_HD is not None:
@@ -428,11 +431,12 @@ def _stand_in(
         of_tokens = squares_of_tokens(tokens, dropped, drawn)
     if grads.want_hidden:
         coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
-        num_spread = budget.spread_columns(num_valid)
-        if sample.away is not None and num_spread:
-            bent = bend_sample(dropped, num_spread, shared_2D[0], drawn, sample, x, tiles)
+        at_once = budget.spread_rows(exact.sizes_of(x), spec.workspace_bytes)
+        if sample.away is not None and at_once:
+            num_spread = budget.spread_columns(num_valid, x.hidden.shape[1])
+            bent = bend_sample(dropped, num_spread, at_once, shared_2D[0], drawn, sample, x, tiles)
         of_columns = squares_of_columns(drawn, sample, rows_SD, gain, softmax, coef_4N, how.threshold, tiles, bent)
-    factors = factors_of(of_columns, of_tokens, drawn, dropped, tokens, shared_2D, shared_weight_2D)
+    factors = factors_of(of_columns, of_tokens, drawn, dropped, tokens, shared_2D, shared_weight_2D, bent)
     if bent is not None:
         stand = stand._replace(spread_DD=less_drawn(bent, drawn, sample, factors, shared_2D, tiles))
     if gain is not None:

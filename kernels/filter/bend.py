@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 
 from cce_dist.kernels import Operands, Rows, ShardLogits
-from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.filter.drawn import Bent, Drawn, Factors, draw_away
 from cce_dist.kernels.filter.shares import Dropped, Sample
@@ -21,39 +20,33 @@ from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.tiles import Tiles
 from cce_dist.kernels.tokens import sums_of_rows
 
-AT_ONCE = 4096  # columns that are drawn at a time, of those that ``spread`` is made of
-
 
 def bend_sample(
-    dropped: Dropped, size: int, center_D: torch.Tensor, drawn: Drawn, sample: Sample, x: Operands, tiles: Tiles
-) -> Bent:
-    """Draw ``size`` columns around ``center_D`` for the spread, and move the sample's tokens by it."""
+    dropped: Dropped, size: int, at_once: int, center_D: torch.Tensor, drawn: Drawn, sample: Sample, x: Operands, tiles: Tiles
+) -> Bent:  # fmt: skip
+    """Draw ``size`` columns around ``center_D`` for the spread, some at a time, and multiply the sample by the drawn ones."""
     assert sample.away is not None
     away_SD, hidden_size, device = sample.away.rows_SD, x.weight.shape[1], x.weight.device
     index_S = torch.arange(away_SD.shape[0], dtype=torch.int32, device=device)
-    rows = Rows(index_S, sample.size, away_SD)
-
     spread_DD = x.weight.new_empty(hidden_size, hidden_size)
     gain = torch.full((), 1.0 / size, dtype=torch.float32, device=device)
-    for first in range(0, size, AT_ONCE):
-        away_MD = draw_away(dropped, first, min(AT_ONCE, size - first), size, center_D, x)
+    for first in range(0, size, at_once):
+        away_MD = draw_away(dropped, first, min(at_once, size - first), size, center_D, x)
         columns = Rows(index_S, torch.full((1,), len(away_MD), dtype=torch.int32, device=device), away_MD)
         add_d_weight(spread_DD, away_MD, columns, gain, tiles.grad_weight, add=first > 0)
 
-    moved_SD = torch.empty_like(away_SD)
-    add_d_hidden(Sum(moved_SD, None), away_SD, spread_DD, rows, None, None, tiles.grad_hidden, first=True)
     num_drawn = drawn.away_KD.shape[0]
     lines_SK = torch.empty(away_SD.shape[0], num_drawn, dtype=torch.float32, device=device)
     plain = Operands(away_SD, drawn.away_KD, None, x.ids, ShardLogits(0, num_drawn))
-    logits_chunk(plain, rows, 0, lines_SK, tiles)
-    return Bent(spread_DD, moved_SD, lines_SK)
+    logits_chunk(plain, Rows(index_S, sample.size, away_SD), 0, lines_SK, tiles)
+    return Bent(spread_DD, size, lines_SK)
 
 
 def less_drawn(
     bent: Bent, drawn: Drawn, sample: Sample, factors: Factors, shared_2D: torch.Tensor, tiles: Tiles
 ) -> torch.Tensor:
     """Take the drawn columns' linear part off the spread, and what the mean hidden state has of it off ``shared_2D``."""
-    assert sample.mean_D is not None and factors.lines is not None and factors.bend is not None
+    assert sample.mean_D is not None
     away_KD, spread_DD = drawn.away_KD, bent.spread_DD
     num_drawn = torch.full((1,), away_KD.shape[0], dtype=torch.int32, device=away_KD.device)
     columns = Rows(drawn.column_K, num_drawn, away_KD)

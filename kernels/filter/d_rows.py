@@ -273,11 +273,13 @@ def stand_in_weight(
         d_weight_VD: in, out: the columns' rows.
         tokens: The sampled tokens.
         gain: The factor on what they add.
-        tile: Of the product.
+        tile: Of a long product. Half of it is taken: this one is short, so most of its time is that of stores, which another
+            program of the same multiprocessor then hides.
         slot_V, hot_HD, share_V, shared_2D, how, add: As in ``listed_weight``.
     """
     num_cols, hidden_size = d_weight_VD.shape
     parts_SV, away_SD = tokens.parts_SV, tokens.rows.hidden
+    tile = tile._replace(cols=max(16, tile.cols // 2), warps=max(1, tile.warps // 2))
     tma = has_tma(parts_SV, away_SD)
     _stand_in_weight_kernel[(cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols),)](
         # in

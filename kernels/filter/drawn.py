@@ -24,8 +24,6 @@ from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter.shares import PART, RUN, Away, Dropped, Sample
 from cce_dist.kernels.tiles import Tiles, precision
 
-MOST_BENT = tl.constexpr(2.0)  # of the factor on the linear model
-
 
 class Drawn(NamedTuple):
     """The drawn columns.
@@ -60,16 +58,16 @@ class Tokens(NamedTuple):
 
 
 class Bent(NamedTuple):
-    """What the linear model of ``bend.py`` says of the sampled tokens, to fit its factor on.
+    """The linear model of ``bend.py``, and what it says of the sampled tokens, to fit its factor on.
 
     Attributes:
         spread_DD: The second moment of the columns by share, in the weight's dtype.
-        moved_SD: The sample's hidden states less the mean, times ``spread_DD``.
-        lines_SK: The same hidden states times the drawn columns less the mean, fp32.
+        size: How many columns that is taken from.
+        lines_SK: The sample's hidden states less the mean, times the drawn columns less the mean, fp32.
     """
 
     spread_DD: torch.Tensor
-    moved_SD: torch.Tensor
+    size: int
     lines_SK: torch.Tensor
 
 
@@ -202,8 +200,7 @@ def squares_of_columns(
 ) -> torch.Tensor:  # fmt: skip
     """Return the square of what the columns add to the sample's d_hidden, and the sum of its terms' squares. -> [2, P]
 
-    With ``bent`` there are eight numbers: the two; likewise the products of these terms with the linear ones, and the squares
-    of the latter; the product of the first sum with what the whole spread adds, and the square of that. -> [8, P]
+    With ``bent`` the products of these terms with the linear ones follow likewise, and the squares of the latter. -> [6, P]
 
     Args:
         drawn: The columns.
@@ -240,11 +237,11 @@ def _squares(
     (num_inner, hidden_size), num_rows = away_ID.shape, of_rows.shape[0]
     block_r, block_d = 64, 512 // away_ID.itemsize
     blocks_r, blocks_d = cdiv(num_rows, block_r), cdiv(hidden_size, block_d)
-    squares_2P = torch.empty(2 if bent is None else 8, blocks_r * blocks_d, dtype=torch.float32, device=away_ID.device)
-    lines_SK, moved_SD = (None, None) if bent is None else (bent.lines_SK, bent.moved_SD)
+    squares_2P = torch.empty(2 if bent is None else 6, blocks_r * blocks_d, dtype=torch.float32, device=away_ID.device)
+    lines_SK = None if bent is None else bent.lines_SK
     shares_2V, total = (None, None) if dropped is None else (dropped.shares_2V, dropped.total)
     _squares_kernel[(blocks_r * blocks_d,)](
-        given, of_rows, away_ID, square_I, shares_2V, total, share_S, lines_SK, moved_SD,
+        given, of_rows, away_ID, square_I, shares_2V, total, share_S, lines_SK,
         squares_2P,
         num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
         OF_TOKENS=dropped is not None, BENT=bent is not None, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_I=32,
@@ -253,7 +250,7 @@ def _squares(
     return squares_2P
 
 
-@kernel("given_ptr", "of_rows_ptr", "away_ptr", "shares_ptr", "lines_ptr", "moved_ptr", "squares_ptr", "hidden_size")
+@kernel("given_ptr", "of_rows_ptr", "away_ptr", "shares_ptr", "lines_ptr", "squares_ptr", "hidden_size")
 def _squares_kernel(
     given_ptr,  # in: [S, K] g of the columns, or [S, V or more]: parts of tokens
     of_rows_ptr,  # in: [S] fp32: what each token drops, or [K] int64: the columns
@@ -263,8 +260,7 @@ def _squares_kernel(
     total_ptr,  # in: [] fp32, with OF_TOKENS
     share_ptr,  # in: [S] fp32, with OF_TOKENS
     lines_ptr,  # in: [S, K] fp32, with BENT
-    moved_ptr,  # in: [S, D], with BENT
-    squares_ptr,  # out: [2 or 8, P] fp32: of the product, and of its terms; more with BENT
+    squares_ptr,  # out: [2 or 6, P] fp32: of the product, and of its terms; more with BENT
     num_rows,
     num_inner,
     hidden_size,
@@ -317,14 +313,14 @@ def _squares_kernel(
             mask=in_i[:, None] & in_d[None, :], other=0,
         )  # fmt: skip
         acc = tl.dot(term, away, acc, input_precision=PRECISION)
-        if tl.program_id(0) % blocks_d == 0:  # The terms are the same for all columns of the product.
-            square = tl.load(square_ptr + offs_i, mask=in_i, other=0)
-            noise += term.to(tl.float32) * term.to(tl.float32) * square[None, :]
         if BENT:
             where = lines_ptr + offs_r.to(tl.int64)[:, None] * num_inner + offs_i[None, :]
             line = tl.where(mask, tl.load(where, mask=mask, other=0) * root[:, None], 0.0).to(away_ptr.dtype.element_ty)
             line_acc = tl.dot(line, away, line_acc, input_precision=PRECISION)
-            if tl.program_id(0) % blocks_d == 0:
+        if tl.program_id(0) % blocks_d == 0:  # The terms are the same for all columns of the product.
+            square = tl.load(square_ptr + offs_i, mask=in_i, other=0)
+            noise += term.to(tl.float32) * term.to(tl.float32) * square[None, :]
+            if BENT:
                 both_noise += term.to(tl.float32) * line.to(tl.float32) * square[None, :]
                 line_noise += line.to(tl.float32) * line.to(tl.float32) * square[None, :]
     num_programs = tl.num_programs(0)
@@ -332,16 +328,10 @@ def _squares_kernel(
     tl.store(squares_ptr, _sum_of_all(acc * acc))
     tl.store(squares_ptr + num_programs, tl.sum(tl.sum(noise, 0), 0))
     if BENT:
-        mask = (own != 0)[:, None] & in_d[None, :]
-        where = moved_ptr + offs_r.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-        moved = tl.load(where, mask=mask, other=0).to(tl.float32)
-        moved = tl.where(mask, moved * (root * num_inner)[:, None], 0.0)
         tl.store(squares_ptr + 2 * num_programs, _sum_of_all(acc * line_acc))
         tl.store(squares_ptr + 3 * num_programs, tl.sum(tl.sum(both_noise, 0), 0))
         tl.store(squares_ptr + 4 * num_programs, _sum_of_all(line_acc * line_acc))
         tl.store(squares_ptr + 5 * num_programs, tl.sum(tl.sum(line_noise, 0), 0))
-        tl.store(squares_ptr + 6 * num_programs, _sum_of_all(acc * moved))
-        tl.store(squares_ptr + 7 * num_programs, _sum_of_all(moved * moved))
 
 
 @triton.jit
@@ -351,36 +341,38 @@ def _sum_of_all(tile):
 
 
 def factors_of(
-    columns_8P: torch.Tensor | None, tokens_2P: torch.Tensor | None, drawn: Drawn, dropped: Dropped, tokens: Tokens | None,
-    shared_hidden_2D: torch.Tensor | None, shared_weight_2D: torch.Tensor | None,
+    columns_6P: torch.Tensor | None, tokens_2P: torch.Tensor | None, drawn: Drawn, dropped: Dropped, tokens: Tokens | None,
+    shared_hidden_2D: torch.Tensor | None, shared_weight_2D: torch.Tensor | None, bent: Bent | None,
 ) -> Factors:  # fmt: skip
     """Return the factors, and take what the draws add on average off what the tokens' factors and the shares multiply.
 
     Args:
-        columns_8P: As ``squares_of_columns`` returns them, 2 or 8 of each; or None.
+        columns_6P: As ``squares_of_columns`` returns them, 2 or 6 of each; or None.
         tokens_2P: As ``squares_of_tokens`` returns them, or None.
         drawn: The columns.
         dropped: What the sample drops.
         tokens: What the sample adds to d_weight, or None.
-        shared_hidden_2D: in, out: what the tokens' factors multiply in d_hidden, with ``columns_8P``.
+        shared_hidden_2D: in, out: what the tokens' factors multiply in d_hidden, with ``columns_6P``.
         shared_weight_2D: in, out: what the shares multiply in d_weight, with ``tokens_2P``.
+        bent: The linear model, with six squares of columns.
     """
     num_columns, hidden_size = drawn.away_KD.shape
     away = None if tokens is None else tokens.away
     factors_5 = torch.empty(5, dtype=torch.float32, device=drawn.away_KD.device)
     _factors_kernel[(cdiv(hidden_size, 64),)](
-        columns_8P, drawn.away_KD, tokens_2P, *((None, None) if away is None else (away.mean_D, away.mass)), dropped.total,
+        columns_6P, drawn.away_KD, tokens_2P, *((None, None) if away is None else (away.mean_D, away.mass)), dropped.total,
         shared_hidden_2D, shared_weight_2D, factors_5,
-        *(0 if squares is None else squares.shape[1] for squares in (columns_8P, tokens_2P)), num_columns, hidden_size,
-        HAS_COLUMNS=columns_8P is not None, HAS_TOKENS=tokens_2P is not None,
-        BENT=columns_8P is not None and columns_8P.shape[0] == 8, BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
+        *(0 if squares is None else squares.shape[1] for squares in (columns_6P, tokens_2P)), num_columns, hidden_size,
+        0.0 if bent is None else num_columns / bent.size,
+        HAS_COLUMNS=columns_6P is not None, HAS_TOKENS=tokens_2P is not None,
+        BENT=bent is not None, BENDS=stand_in.BENDS, BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
     )  # fmt: skip
     return Factors(*factors_5.unbind())
 
 
 @kernel("columns_ptr", "away_ptr", "tokens_ptr", "shared_hidden_ptr", "shared_weight_ptr", "hidden_size")
 def _factors_kernel(
-    columns_ptr,  # in: [2 or 8, P] fp32, with HAS_COLUMNS
+    columns_ptr,  # in: [2 or 6, P] fp32, with HAS_COLUMNS
     away_ptr,  # in: [K, D]: of the columns
     tokens_ptr,  # in: [2, P] fp32, with HAS_TOKENS
     away_mean_ptr,  # in: [D] fp32: of the tokens
@@ -393,9 +385,11 @@ def _factors_kernel(
     tokens_parts,
     num_columns,
     hidden_size,
+    noise_part,
     HAS_COLUMNS: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
     BENT: tl.constexpr,
+    BENDS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -408,8 +402,9 @@ def _factors_kernel(
     bend = 0.0
     if HAS_COLUMNS:
         if BENT:
-            bend = _bend(columns_ptr, columns_parts, BLOCK_P)
-        of_columns = _shrunk(columns_ptr, columns_parts, bend, BENT, BLOCK_P)
+            bend, of_columns = _bent(columns_ptr, columns_parts, noise_part, BENDS, BLOCK_P)
+        else:
+            of_columns = _shrunk(columns_ptr, columns_parts, BLOCK_P)
         away = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
         for first in range(0, num_columns, BLOCK_K):
             offs_k = first + tl.arange(0, BLOCK_K)
@@ -418,7 +413,7 @@ def _factors_kernel(
         shared = tl.load(shared_hidden_ptr + offs_d, mask=in_d, other=0)
         tl.store(shared_hidden_ptr + offs_d, shared - of_columns * (tl.sum(away, 0) / num_columns), mask=in_d)
     if HAS_TOKENS:
-        of_tokens = _shrunk(tokens_ptr, tokens_parts, 0.0, False, BLOCK_P)
+        of_tokens = _shrunk(tokens_ptr, tokens_parts, BLOCK_P)
         mass = of_tokens * tl.load(mass_ptr)
         total = tl.load(total_ptr)
         gain = tl.where(total > 0, mass / (PART * total), 0.0)
@@ -444,24 +439,31 @@ def _total(parts_ptr, num_parts, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def _bend(squares_ptr, num_parts, BLOCK_P: tl.constexpr):
-    """The factor with which the spread fits what the columns say of the sample; NaN counts as 0."""
-    square = _total(squares_ptr + 7 * num_parts, num_parts, BLOCK_P)
-    bend = _total(squares_ptr + 6 * num_parts, num_parts, BLOCK_P) / tl.where(square > 0, square, float("inf"))
-    return tl.where(bend > 0, tl.minimum(bend, MOST_BENT), 0.0)
+def _bent(squares_ptr, num_parts, noise_part, BENDS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """``stand_in.bend`` of squares and products in parts; NaN counts as 0."""
+    bend = tl.arange(0, BENDS).to(tl.float32) / (BENDS - 1)
+    signal = _total(squares_ptr, num_parts, BLOCK_P)
+    noise = _total(squares_ptr + num_parts, num_parts, BLOCK_P)
+    line_noise = _total(squares_ptr + 5 * num_parts, num_parts, BLOCK_P)
+    square = bend * bend
+    signal += square * _total(squares_ptr + 4 * num_parts, num_parts, BLOCK_P)
+    signal -= 2 * bend * _total(squares_ptr + 2 * num_parts, num_parts, BLOCK_P)
+    noise += square * line_noise - 2 * bend * _total(squares_ptr + 3 * num_parts, num_parts, BLOCK_P)
+    factor = 1 - noise / tl.where(signal > 0, signal, float("inf"))
+    factor = tl.where((factor > 0) & (signal > 0), factor, 0.0)
+    left = factor * noise + square * line_noise * noise_part
+    # The part of the signal that is left where the draws add nothing.
+    left = tl.where(factor > 0, left, tl.maximum(signal - noise, 0.0) + square * line_noise * noise_part)
+    left = tl.where(left >= 0, left, float("inf"))
+    chosen = tl.arange(0, BENDS) == tl.argmin(left, 0)
+    return tl.sum(tl.where(chosen, bend, 0.0), 0), tl.sum(tl.where(chosen, factor, 0.0), 0)
 
 
 @triton.jit
-def _shrunk(squares_ptr, num_parts, bend, BENT: tl.constexpr, BLOCK_P: tl.constexpr):
-    """``stand_in.shrink`` of squares in parts, less ``bend`` times their linear terms."""
+def _shrunk(squares_ptr, num_parts, BLOCK_P: tl.constexpr):
+    """``stand_in.shrink`` of squares in parts."""
     signal = _total(squares_ptr, num_parts, BLOCK_P)
-    noise = _total(squares_ptr + num_parts, num_parts, BLOCK_P)
-    if BENT:
-        signal -= 2 * bend * _total(squares_ptr + 2 * num_parts, num_parts, BLOCK_P)
-        noise -= 2 * bend * _total(squares_ptr + 3 * num_parts, num_parts, BLOCK_P)
-        signal += bend * bend * _total(squares_ptr + 4 * num_parts, num_parts, BLOCK_P)
-        noise += bend * bend * _total(squares_ptr + 5 * num_parts, num_parts, BLOCK_P)
-    factor = 1 - noise / tl.where(signal > 0, signal, float("inf"))
+    factor = 1 - _total(squares_ptr + num_parts, num_parts, BLOCK_P) / tl.where(signal > 0, signal, float("inf"))
     return tl.where(factor > 0, factor, 0.0)  # NaN counts as 0
 
 
