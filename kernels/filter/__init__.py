@@ -412,13 +412,13 @@ def _stand_in(
     num_valid, weight = x.logits.num_valid, x.weight[: x.logits.num_valid]
     shared_weight_2D = sums_of_rows(factor_2N, x.hidden) if grads.want_weight else None
     if not spec.filter.compensate:
-        shares_2V = shares_of(None, None, hot.slot_V, num_valid).shares_2V
+        shares_2V = shares_of(None, None, hot.slot_V, num_valid, spec.want.uniform).shares_2V
         return _StandIn(shares_2V[0], sums_of_rows(shares_2V, weight) if grads.want_hidden else None, shared_weight_2D)
     sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
     keep_parts = grads.want_weight and budget.keeps_sample(
         x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes
     )
-    dropped = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse, keep_parts)
+    dropped = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse, keep_parts, spec.want.uniform)
     share_V, num_columns = dropped.shares_2V[0], budget.stand_in_columns(num_valid)
     tokens = weigh_tokens(dropped, sample) if num_columns else None
     shared_2D = sums_of_rows(dropped.shares_2V, weight) if grads.want_hidden or tokens is not None else None

@@ -30,9 +30,10 @@ def bend_sample(
     index_S = torch.arange(away_SD.shape[0], dtype=torch.int32, device=device)
     spread_DD = x.weight.new_empty(hidden_size, hidden_size)
     gain = torch.full((), 1.0 / size, dtype=torch.float32, device=device)
+    any_dropped = sample.size.clamp(max=1)  # else the spread is 0, and costs nothing
     for first in range(0, size, at_once):
         away_MD = draw_away(dropped, first, min(at_once, size - first), size, center_D, x)
-        columns = Rows(index_S, torch.full((1,), len(away_MD), dtype=torch.int32, device=device), away_MD)
+        columns = Rows(index_S, any_dropped * len(away_MD), away_MD)
         add_d_weight(spread_DD, away_MD, columns, gain, tiles.grad_weight, add=first > 0)
 
     num_drawn = drawn.away_KD.shape[0]

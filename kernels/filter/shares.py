@@ -93,7 +93,8 @@ class Dropped(NamedTuple):
     """What the sample drops.
 
     Attributes:
-        shares_2V: Each column's share, of 1 in all (0 where nothing is dropped), and 1 where it is not hot, else 0.
+        shares_2V: Each column's share, of 1 in all (0 where nothing is dropped), and 1 where it is not hot and that is asked
+            for, else 0.
         count_B: [B] int64: shares as whole numbers, summed over each ``RUN`` columns; see ``stand_in.draw``.
         total: Sum of all parts before ``PART``, a 0-d fp32 tensor.
         parts_SV: [S, V or more]: ``PART`` times what each token drops of each column, in units of its own mass, tilted as the
@@ -317,12 +318,14 @@ def _weight(centred, tilt):
 
 
 def dropped_shares(
-    rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile, keep_parts: bool = False
-) -> Dropped:
+    rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile, keep_parts: bool = False,
+    uniform: bool = True,
+) -> Dropped:  # fmt: skip
     """Return each column's share of what the sample drops, and which columns are not hot, and the parts they are made of.
 
     A column is dropped where z < threshold, but for labels and hot columns; it counts exp(z - reference) times the softcap's
-    slope, and exp(-TILT * scale * (column . ahead_D)). ``rows_SD`` are the sample's hidden states.
+    slope, and exp(-TILT * scale * (column . ahead_D)). ``rows_SD`` are the sample's hidden states. ``uniform``: as in
+    ``shares_of``.
     """
     num_rows, hidden_size = rows_SD.shape
     logits = x.logits
@@ -333,7 +336,7 @@ def dropped_shares(
     if sample.ahead_D is not None:
         ahead_V = torch.empty(logits.num_valid, dtype=torch.float32, device=rows_SD.device)
         _along_ahead_kernel[(cdiv(logits.num_valid, 16),)](
-            x.weight, sample.ahead_D, ahead_V, logits.num_valid, hidden_size, BLOCK_V=16, BLOCK_D=512
+            x.weight, sample.ahead_D, sample.size, ahead_V, logits.num_valid, hidden_size, BLOCK_V=16, BLOCK_D=512
         )
     sums_BV = torch.empty(num_blocks, logits.num_valid, dtype=torch.float32, device=rows_SD.device)
     total_P = sums_BV.new_empty(cdiv(logits.num_valid, tile.cols) * num_blocks)
@@ -356,19 +359,22 @@ def dropped_shares(
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return shares_of(sums_BV, total_P, slot_V, logits.num_valid)._replace(parts_SV=parts_SV)
+    return shares_of(sums_BV, total_P, slot_V, logits.num_valid, uniform)._replace(parts_SV=parts_SV)
 
 
 @kernel("weight_ptr", "ahead_ptr", "along_ptr", "hidden_size")
 def _along_ahead_kernel(
     weight_ptr,  # in: [V, D]
     ahead_ptr,  # in: [D]
+    num_sampled_ptr,  # in: [1] int32: nothing is written where it is 0
     along_ptr,  # out: [V] fp32
     num_valid,
     hidden_size,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    if tl.load(num_sampled_ptr) == 0:
+        return
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = offs_v < num_valid
     products = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
@@ -455,9 +461,12 @@ def _dropped_sums_kernel(
 
 
 def shares_of(
-    sums_BV: torch.Tensor | None, total_P: torch.Tensor | None, slot_V: torch.Tensor, num_valid: int
+    sums_BV: torch.Tensor | None, total_P: torch.Tensor | None, slot_V: torch.Tensor, num_valid: int, uniform: bool
 ) -> Dropped:  # fmt: skip
-    """Return the shares of columns from blocks of their sums, and those of all sums; without sums they are 0."""
+    """Return the shares of columns from blocks of their sums, and those of all sums; without sums they are 0.
+
+    ``uniform``: which columns are not hot is asked for. Else the weight is read where a column has a share, and nowhere else.
+    """
     device, num_runs = slot_V.device, cdiv(num_valid, RUN)
     shares_2V, total = (torch.empty(shape, dtype=torch.float32, device=device) for shape in ((2, num_valid), ()))
     count_B = torch.empty(num_runs, dtype=torch.int64, device=device)
@@ -465,6 +474,7 @@ def shares_of(
         sums_BV, total_P, slot_V,
         shares_2V, count_B, total,
         0 if sums_BV is None else sums_BV.shape[0], 0 if total_P is None else total_P.shape[0], num_valid, stand_in.PARTS,
+        int(uniform),
         HAS_SUMS=sums_BV is not None, BLOCK_V=RUN,
     )  # fmt: skip
     return Dropped(shares_2V, count_B, total)
@@ -482,6 +492,7 @@ def _shares_kernel(
     num_parts,
     num_valid,
     whole,
+    uniform,
     HAS_SUMS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -501,6 +512,6 @@ def _shares_kernel(
         tl.store(count_ptr + tl.program_id(0), tl.sum((share * whole.to(tl.float32)).to(tl.int64), 0))
         if tl.program_id(0) == 0:
             tl.store(total_ptr, total)
-    outside = tl.load(slot_ptr + offs_v, mask=in_v, other=1) == 0
+    outside = (tl.load(slot_ptr + offs_v, mask=in_v, other=1) == 0) & (uniform != 0)
     tl.store(shares_ptr + offs_v, share, mask=in_v)
     tl.store(shares_ptr + stride + offs_v, outside.to(tl.float32), mask=in_v)
