@@ -34,6 +34,7 @@ SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a powe
 # Bytes of a listed column in backward: column, token and gradient as they are made; while they are sorted also column and
 # order, and the sort's own order and buffers; in all also forward's column, and token and gradient in their new order.
 MADE_BYTES, SORTED_BYTES, ENTRY_BYTES = 12, 32, 56
+MOST_LISTED = 256  # columns of a token, on average, that there is room for: all of the room is sorted, used or not
 LISTED_PARTS = 16  # programs that share the list of a token while forward sums it up; a power of 2
 # A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
 # does 60 to 110 operations while it moves a byte.
@@ -270,7 +271,7 @@ def list_capacity(num_tokens: int, num_columns: int, workspace_bytes: int, items
     room = max(workspace_bytes, LEAST_BYTES)
     if keeps_sample(num_tokens, num_columns, itemsize, workspace_bytes):
         room -= _sample_bytes(num_columns, itemsize)
-    return max(1, min(room // ENTRY_BYTES, num_tokens * num_columns // COLUMNS_PER_ENTRY))
+    return max(1, min(room // ENTRY_BYTES, num_tokens * min(MOST_LISTED, num_columns // COLUMNS_PER_ENTRY)))
 
 
 def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: int = 0) -> bool:

@@ -421,11 +421,15 @@ def _stand_in(
     dropped = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse, keep_parts, spec.want.uniform)
     share_V, num_columns = dropped.shares_2V[0], budget.stand_in_columns(num_valid)
     tokens = weigh_tokens(dropped, sample) if num_columns else None
-    shared_2D = sums_of_rows(dropped.shares_2V, weight) if grads.want_hidden or tokens is not None else None
+    assert dropped.center_D is not None
+    other_D = torch.zeros_like(dropped.center_D)
+    if spec.want.uniform and grads.want_hidden:
+        other_D = sums_of_rows(dropped.shares_2V, weight)[1]
+    shared_2D = torch.stack((dropped.center_D, other_D))
     stand = _StandIn(share_V, shared_2D if grads.want_hidden else None, shared_weight_2D)
-    if num_columns == 0 or shared_2D is None:
+    if num_columns == 0 or not (grads.want_hidden or tokens is not None):
         return stand
-    drawn = draw_columns(dropped, num_columns, shared_2D[0], x)
+    drawn = draw_columns(dropped, num_columns, dropped.center_D, x)
     of_columns = of_tokens = gain = bent = None
     if tokens is not None:
         of_tokens = squares_of_tokens(tokens, dropped, drawn)
@@ -434,7 +438,7 @@ def _stand_in(
         at_once = budget.spread_rows(exact.sizes_of(x), spec.workspace_bytes)
         if sample.away is not None and at_once:
             num_spread = budget.spread_columns(num_valid, x.hidden.shape[1])
-            bent = bend_sample(dropped, num_spread, at_once, shared_2D[0], drawn, sample, x, tiles)
+            bent = bend_sample(dropped, num_spread, at_once, dropped.center_D, drawn, sample, x, tiles)
         of_columns = squares_of_columns(drawn, sample, rows_SD, gain, softmax, coef_4N, how.threshold, tiles, bent)
     factors = factors_of(of_columns, of_tokens, drawn, dropped, tokens, shared_2D, shared_weight_2D, bent)
     if bent is not None:

@@ -284,7 +284,7 @@ def stand_in_weight(
     _stand_in_weight_kernel[(cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols),)](
         # in
         operand(parts_SV, tile.inner, tile.rows, tma), operand(away_SD, tile.inner, tile.cols, tma), tokens.rows.num_kept, gain,
-        slot_V, hot_HD, share_V, shared_2D, how.num_dense, how.num_few,
+        tokens.moved_V, slot_V, hot_HD, share_V, shared_2D, how.num_dense, how.num_few,
         # in, out
         d_weight_VD,
         # sizes
@@ -301,6 +301,7 @@ def _stand_in_weight_kernel(
     away,  # in: [S, D] descriptor or pointer
     num_sampled_ptr,  # in: [1] int32
     gain_ptr,  # in: [] fp32
+    moved_ptr,  # in: [V] fp32
     slot_ptr,  # in: [V] int32
     hot_ptr,  # in: [H, D]
     share_ptr,  # in: [V] fp32
@@ -329,9 +330,9 @@ def _stand_in_weight_kernel(
         p = load_tile(parts, inner, row, num_rows, num_cols, parts_stride, BLOCK_S, BLOCK_V, TMA)
         h = load_tile(away, inner, col, num_rows, hidden_size, hidden_size, BLOCK_S, BLOCK_D, TMA)
         acc = tl.dot(p.T, h, acc, input_precision=PRECISION)
-    acc *= tl.load(gain_ptr)
     offs_v = row + tl.arange(0, BLOCK_V)
     in_v = offs_v < num_cols
+    acc *= (tl.load(gain_ptr) * tl.load(moved_ptr + offs_v, mask=in_v, other=0))[:, None]
     slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
     share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
     is_hot = (slot > 0)[:, None]

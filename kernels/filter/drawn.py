@@ -47,12 +47,14 @@ class Tokens(NamedTuple):
     """What the sampled tokens add to d_weight, but for the factor on it.
 
     Attributes:
-        parts_SV: As in ``shares.Dropped``.
+        parts_SV: As in ``shares.Dropped``, and the next.
+        moved_V: What tilts them.
         rows: The tokens; their hidden states are away_s, in the hidden states' dtype.
         away: They as ``shares`` made them.
     """
 
     parts_SV: torch.Tensor
+    moved_V: torch.Tensor
     rows: Rows
     away: Away
 
@@ -189,9 +191,11 @@ def _draw_columns_kernel(
 
 def weigh_tokens(dropped: Dropped, sample: Sample) -> Tokens | None:
     """Return what the sample adds to d_weight; None where nothing was kept of it, or where it is all tokens."""
-    if dropped.parts_SV is None or sample.away is None:
+    if dropped.parts_SV is None or dropped.moved_V is None or sample.away is None:
         return None
-    return Tokens(dropped.parts_SV, Rows(sample.token_S, sample.size, sample.away.rows_SD), sample.away)
+    return Tokens(
+        dropped.parts_SV, dropped.moved_V, Rows(sample.token_S, sample.size, sample.away.rows_SD), sample.away
+    )
 
 
 def squares_of_columns(
@@ -239,9 +243,9 @@ def _squares(
     blocks_r, blocks_d = cdiv(num_rows, block_r), cdiv(hidden_size, block_d)
     squares_2P = torch.empty(2 if bent is None else 6, blocks_r * blocks_d, dtype=torch.float32, device=away_ID.device)
     lines_SK = None if bent is None else bent.lines_SK
-    shares_2V, total = (None, None) if dropped is None else (dropped.shares_2V, dropped.total)
+    shares_2V, moved_V, total = (None,) * 3 if dropped is None else (dropped.shares_2V, dropped.moved_V, dropped.total)
     _squares_kernel[(blocks_r * blocks_d,)](
-        given, of_rows, away_ID, square_I, shares_2V, total, share_S, lines_SK,
+        given, of_rows, away_ID, square_I, shares_2V, moved_V, total, share_S, lines_SK,
         squares_2P,
         num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
         OF_TOKENS=dropped is not None, BENT=bent is not None, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_I=32,
@@ -257,6 +261,7 @@ def _squares_kernel(
     away_ptr,  # in: [K or S, D]
     square_ptr,  # in: [K or S] fp32: the squares of its rows
     shares_ptr,  # in: [2, V] fp32, with OF_TOKENS
+    moved_ptr,  # in: [V] fp32, with OF_TOKENS
     total_ptr,  # in: [] fp32, with OF_TOKENS
     share_ptr,  # in: [S] fp32, with OF_TOKENS
     lines_ptr,  # in: [S, K] fp32, with BENT
@@ -282,10 +287,10 @@ def _squares_kernel(
         column = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
         own = tl.load(shares_ptr + column, mask=in_r, other=0)
         total = tl.load(total_ptr)
-        factor = tl.where(total > 0, 1 / (PART * total), 0.0)
+        factor = tl.where(total > 0, 1 / (PART * total), 0.0) * tl.load(moved_ptr + column, mask=in_r, other=0)
     else:
         own = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
-        factor = num_inner.to(tl.float32)
+        factor = tl.zeros((BLOCK_R,), tl.float32) + num_inner
     root_of_own = tl.where(own != 0, 1 / tl.sqrt(tl.abs(own)), 0.0)
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
@@ -304,7 +309,7 @@ def _squares_kernel(
         else:
             where = given_ptr + offs_r.to(tl.int64)[:, None] * given_stride + offs_i[None, :]
             rest = own[:, None]
-        term = (tl.load(where, mask=mask, other=0).to(tl.float32) * factor - rest) * root_of_own[:, None]
+        term = (tl.load(where, mask=mask, other=0).to(tl.float32) * factor[:, None] - rest) * root_of_own[:, None]
         if OF_TOKENS:
             term *= num_inner * root
         term = tl.where(mask, term, 0.0).to(away_ptr.dtype.element_ty)
