@@ -469,8 +469,6 @@ def filtered_peak(
     at_a_time = filter_backward_rows(sizes, cols + drawn, workspace_bytes)
     whole = keeps_remainder(sizes, workspace_bytes)
     groups = at_a_time * ((sizes.hidden_bytes if whole else sizes.sum_bytes) + (cols + drawn) * sizes.itemsize)
-    groups += max(_cut_tiles_bytes(at_a_time, n, sizes.hidden_size, tiles, at_once) for n in (cols, drawn))
-    groups += at_a_time * 4 if spread else 0
     listed += max(max(making, groups) + spread + (remainder_bytes(sizes) if whole else 0), SORTED_BYTES * capacity)
     return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
 

@@ -42,6 +42,7 @@ from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.filter.bend import bend_sample, less_drawn
 from cce_dist.kernels.filter.bound import bound_of_shard, draw_outside, drawn_sums
+from cce_dist.kernels.filter.d_hidden import Pair, add_products
 from cce_dist.kernels.filter.d_rows import (
     ByColumn,
     add_listed_hidden,
@@ -443,8 +444,6 @@ def _stand_in(
     factors = factors_of(of_columns, of_tokens, drawn, dropped, tokens, shared_2D, shared_weight_2D, bent)
     if bent is not None:
         stand = stand._replace(spread_DD=less_drawn(bent, drawn, sample, factors, shared_2D, tiles))
-    if gain is not None:
-        factors = factors._replace(columns=factors.columns * gain)
     return stand._replace(drawn=drawn if grads.want_hidden else None, tokens=tokens, factors=factors)
 
 
@@ -493,7 +492,6 @@ def _add_rows(
     coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
     cols = cdiv(hot.logits.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
     drawn, shared_2D, factors = work.stand_in.drawn, work.stand_in.shared_hidden_2D, work.stand_in.factors
-    spread_DD = work.stand_in.spread_DD
     num_drawn = 0 if drawn is None else drawn.column_K.shape[0]
     at_once = budget.filter_backward_rows(exact.sizes_of(x), cols + num_drawn, spec.workspace_bytes)
     buffer_RD, dlogits_RH = x.hidden.new_empty(at_once, x.hidden.shape[1]), x.hidden.new_empty(at_once, cols)
@@ -507,21 +505,20 @@ def _add_rows(
         grads_RH = dlogits_RH[: rows.index.shape[0]]
         dlogits_chunk(hot, rows, softmax, coef_4N, 0, grads_RH, tiles)
         if total is not None and shared_2D is not None:
-            add_d_hidden(total, grads_RH, hot.weight, rows, None, gain, tiles.grad_hidden, first=listed is None)
+            of_drawn = of_spread = None
             if drawn is not None and drawn_RK is not None and factors is not None:
-                grads_RK = drawn_RK[: rows.index.shape[0]]
-                drawn_gradients(drawn, rows, softmax, coef_4N, work.how.threshold, grads_RK, tiles)
-                add_d_hidden(
-                    total, grads_RK, drawn.away_KD, rows, None, factors.columns, tiles.grad_hidden, first=False
+                of_drawn = Pair(drawn_RK[: rows.index.shape[0]], drawn.away_KD)
+                drawn_gradients(
+                    drawn, rows, softmax, coef_4N, work.how.threshold, of_drawn.given_RC, tiles, factors.columns
                 )  # fmt: skip
-            if spread_DD is not None and factors is not None:
-                mass_R = work.factor_2N[0].index_select(0, rows.index)
-                add_d_hidden(
-                    total, rows.hidden, spread_DD, rows, mass_R, factors.bend, tiles.grad_hidden, first=False
-                )  # fmt: skip
-            add_listed_hidden(
-                total, x, rows, work.lists, work.how, work.entries, work.factor_2N, shared_2D, listed_before=listed is not None
+                if work.stand_in.spread_DD is not None:
+                    of_spread = (work.stand_in.spread_DD, factors.bend)
+            longest = work.how.block if listed is not None else 0
+            add_products(
+                total, rows, Pair(grads_RH, hot.weight), of_drawn, of_spread, gain, work.factor_2N, shared_2D,
+                (work.lists, longest), tiles.grad_hidden, first=listed is None,
             )  # fmt: skip
+            add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, longer_than=longest)
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])
         if hot_weight_HD is not None:

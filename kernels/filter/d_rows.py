@@ -30,27 +30,20 @@ from cce_dist.kernels.tiles import Tile, precision
 
 
 def add_listed_hidden(
-    total: Sum, x: Operands, rows: Rows, lists: Lists, how: Plan, entries: Entries, factor_2N: torch.Tensor,
-    shared_2D: torch.Tensor, *, listed_before: bool,
+    total: Sum, x: Operands, rows: Rows, lists: Lists, how: Plan, entries: Entries, *, longer_than: int
 ) -> None:  # fmt: skip
-    """Add the listed columns' part and the stand-in to d_hidden at the tokens of the group.
-
-    Args:
-        factor_2N: scale * P * m and scale * UNIFORM of each token, fp32.
-        shared_2D: What they multiply: share . weight, and the sum of the weight rows that are not hot, fp32.
-        listed_before: ``listed_gradients`` added the lists of one block.
-    """
+    """Add the listed columns' part to d_hidden at the tokens of the group whose lists are longer than that."""
     num_rows, hidden_size = rows.index.shape[0], x.weight.shape[1]
     _filtered_hidden_kernel[(num_rows, cdiv(hidden_size, 1024))](
-        x.weight, rows.index, rows.num_kept, lists.count_N, how.end, entries.column, entries.grad, factor_2N, shared_2D,
+        x.weight, rows.index, rows.num_kept, lists.count_N, how.end, entries.column, entries.grad,
         total.low_RD,
         total.high_ND,
-        x.num_tokens, hidden_size, x.logits.num_valid, how.block if listed_before else 0,
+        hidden_size, x.logits.num_valid, longer_than,
         HAS_LOW=total.low_RD is not None, BY_TOKEN=total.by_token, BLOCK_K=8, BLOCK_D=1024, num_warps=4,
     )  # fmt: skip
 
 
-@kernel("weight_ptr", "entry_column_ptr", "entry_grad_ptr", "shared_ptr", "low_ptr", "d_hidden_ptr", "hidden_size")
+@kernel("weight_ptr", "entry_column_ptr", "entry_grad_ptr", "low_ptr", "d_hidden_ptr", "hidden_size")
 def _filtered_hidden_kernel(
     weight_ptr,  # in: [V, D]
     index_ptr,  # in: [R] int32
@@ -59,14 +52,11 @@ def _filtered_hidden_kernel(
     end_ptr,  # in: [N] int32
     entry_column_ptr,  # in: [M] int32
     entry_grad_ptr,  # in: [M] fp32
-    factor_ptr,  # in: [2, N] fp32
-    shared_ptr,  # in: [2, D] fp32
     low_ptr,  # in: [R, D]
     d_hidden_ptr,  # in, out: [N, D]
-    num_tokens,
     hidden_size,
     num_valid,
-    num_before,
+    longer_than,
     HAS_LOW: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -76,6 +66,9 @@ def _filtered_hidden_kernel(
     if row >= tl.load(num_kept_ptr):
         return
     token = tl.load(index_ptr + row).to(tl.int64)
+    count = tl.load(count_ptr + token)
+    if count <= longer_than:
+        return
     end = tl.load(end_ptr + token)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
@@ -84,11 +77,7 @@ def _filtered_hidden_kernel(
     if HAS_LOW:
         low_row = token if BY_TOKEN else row.to(tl.int64)
         acc += tl.load(low_ptr + low_row * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
-    acc += tl.load(factor_ptr + token) * tl.load(shared_ptr + offs_d, mask=in_d, other=0)
-    uniform = tl.load(factor_ptr + num_tokens.to(tl.int64) + token)
-    acc += uniform * tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
-    count = tl.load(count_ptr + token)
-    for first in range(end - tl.where(count > num_before, count, 0), end, BLOCK_K):
+    for first in range(end - count, end, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         column = tl.load(entry_column_ptr + offs_k, mask=offs_k < end, other=num_valid).to(tl.int64)
         in_k = column < num_valid

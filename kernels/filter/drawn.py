@@ -474,10 +474,11 @@ def _shrunk(squares_ptr, num_parts, BLOCK_P: tl.constexpr):
 
 def drawn_gradients(
     drawn: Drawn, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, threshold_N: torch.Tensor, grads_RK: torch.Tensor,
-    tiles: Tiles,
+    tiles: Tiles, factor: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write g of the group's tokens to grads_RK. Rows at or past ``num_kept`` are 0 up to the end of their tile, and
-    unwritten after it.
+    """Write g of the group's tokens to grads_RK, times a factor if one is given.
+
+    Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it.
     """
     tile, x, logits = tiles.dlogits, drawn.x, drawn.x.logits
     num_rows, hidden_size = rows.hidden.shape
@@ -487,6 +488,7 @@ def drawn_gradients(
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
         drawn.column_K, drawn.worth_K, x.ids, rows.index, rows.num_kept, threshold_N, softmax.max, softmax.log_sum, coef_4N,
+        factor,
         # out
         operand(grads_RK, tile.rows, tile.cols // 2, tma),
         # sizes
@@ -494,7 +496,7 @@ def drawn_gradients(
         # options
         logits.logit_scale, logits.softcap,
         HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
-        MASK_V=num_columns % tile.cols != 0,
+        HAS_FACTOR=factor is not None, MASK_V=num_columns % tile.cols != 0,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -515,6 +517,7 @@ def _drawn_gradients_kernel(
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
+    factor_ptr,  # in: [] fp32
     grads,  # out: [R, K] descriptor or pointer
     num_rows,
     hidden_size,
@@ -525,6 +528,7 @@ def _drawn_gradients_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
     MASK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -555,6 +559,8 @@ def _drawn_gradients_kernel(
     in_k = offs_k < num_columns
     column = tl.load(column_ptr + offs_k, mask=in_k, other=-1)
     worth = tl.load(worth_ptr + offs_k, mask=in_k, other=0)
+    if HAS_FACTOR:
+        worth *= tl.load(factor_ptr)
     dropped = (z < threshold[:, None]) & (column.to(tl.int32)[None, :] != label.to(tl.int32)[:, None])
     p = tl.where(dropped, tl.exp((z - row_max[:, None]) - log_sum[:, None]), 0.0)
     if HAS_SOFTCAP:
