@@ -504,7 +504,7 @@ def stand_in_columns(num_columns: int) -> int:
 
 
 def spread_columns(num_columns: int, hidden_size: int) -> int:
-    """Return M, the columns that the bend of d_hidden's stand-in is taken from: 64 of 1,024, at most 2^25 elements."""
+    """Return Q, the columns that the bend of d_hidden's stand-in is taken from: 64 of 1,024, at most 2^25 elements."""
     return min(num_columns // 1024 * 64, MOST_SPREAD // hidden_size)
 
 

@@ -25,7 +25,7 @@ Most of what d_hidden's draws find is linear. A tail that is tilted by its token
     R_ij  ~  r_i q_j (1 + bend * (e_i - e) . (weight_j - c))
 
 to first order, hence d_hidden_i += r_i * bend * (e_i - e) spread, with spread = sum_j q_j (weight_j - c)(weight_j - c)^T. The
-latter comes from more columns than the draws can have, M of them, since a product with a matrix of D x D is all that a token
+latter comes from more columns than the draws can have, since a product with a matrix of D x D is all that a token
 pays. The linear part is then taken off the draws' terms, as the rank-1 matrix is, and the draws are left with what bends
 otherwise, such as the upper end that the filter keeps. ``bend`` is the factor that is expected to leave the least error.
 With it, an eps that is four times as large leaves smaller errors of d_hidden. (d_weight would take D x D products for all

@@ -1,8 +1,8 @@
 """How a token's hidden state bends the tail that it drops, to first order: what that adds to d_hidden.
 
-    d_hidden_i  +=  r_i * bend * (e_i - e) @ spread            spread [D, D]  =  1 / M  sum_m away_m away_m^T
+    d_hidden_i  +=  r_i * bend * (e_i - e) @ spread            spread [D, D]  =  1 / Q  sum_q away_q away_q^T
 
-``stand_in.py`` says where that comes from. The M columns are drawn by the shares, as those of ``drawn.py`` are, but they are
+``stand_in.py`` says where that comes from. The Q columns are drawn by the shares, as those of ``drawn.py`` are, but they are
 others. e is the mean hidden state of all tokens by what they drop. The drawn columns of ``drawn.py`` are a sample of the same
 sum, so the linear part of theirs is taken off ``spread``, times their factor, and ``r_i * (e_i @ spread - e @ spread)`` is all
 that the tokens need: a product of hidden states with a matrix of D x D.
@@ -32,9 +32,9 @@ def bend_sample(
     gain = torch.full((), 1.0 / size, dtype=torch.float32, device=device)
     any_dropped = sample.size.clamp(max=1)  # else the spread is 0, and costs nothing
     for first in range(0, size, at_once):
-        away_MD = draw_away(dropped, first, min(at_once, size - first), size, center_D, x)
-        columns = Rows(index_S, any_dropped * len(away_MD), away_MD)
-        add_d_weight(spread_DD, away_MD, columns, gain, tiles.grad_weight, add=first > 0)
+        away_QD = draw_away(dropped, first, min(at_once, size - first), size, center_D, x)
+        columns = Rows(index_S, any_dropped * len(away_QD), away_QD)
+        add_d_weight(spread_DD, away_QD, columns, gain, tiles.grad_weight, add=first > 0)
 
     num_drawn = drawn.away_KD.shape[0]
     lines_SK = torch.empty(away_SD.shape[0], num_drawn, dtype=torch.float32, device=device)

@@ -107,9 +107,9 @@ def draw_away(
     dropped: Dropped, first: int, count: int, size: int, center_D: torch.Tensor, x: Operands
 ) -> torch.Tensor:  # fmt: skip
     """Return the weight less ``center_D`` of ``count`` columns from the ``first`` on, of the ``size`` that would be drawn."""
-    away_MD = x.weight.new_empty(count, x.weight.shape[1])
-    _launch_draws(dropped, first, size, center_D, x, away_MD)
-    return away_MD
+    away_QD = x.weight.new_empty(count, x.weight.shape[1])
+    _launch_draws(dropped, first, size, center_D, x, away_QD)
+    return away_QD
 
 
 def _launch_draws(
