@@ -145,6 +145,7 @@ def filtered_gradients(
     dropped = softmax_part.masked_fill(kept, 0.0) * slope
     filtered = d_logits * slope - dropped
     for_hidden, for_weight = filtered.clone(), filtered.clone()
+    usual = softmax_part.sum(1).square().sum()  # a token's d_hidden is about as long as its coefficient times a row
     if grad_filter.compensate:
         hidden, weight = (x.detach().to(dropped.dtype) for x in (input.masked_fill(~valid, 0.0), linear_weight))
         for start, stop in zip(starts, [*starts[1:], z.shape[1]], strict=True):
@@ -165,7 +166,7 @@ def filtered_gradients(
             else:
                 tilt = torch.zeros_like(hidden)
             num_columns = min(1024, (stop - start) // 1024 * 32)
-            for_hidden[:, start:stop] += _correction(part - rank_1, share, of_weight, num_columns, tilt)
+            for_hidden[:, start:stop] += _correction(part - rank_1, share, of_weight, num_columns, tilt, usual)
     exact = d_logits * slope
     d_hidden = (for_hidden if grad_filter.hidden else exact).to(linear_weight.dtype) @ linear_weight
     d_weight = (for_weight if grad_filter.weight else exact).to(input.dtype).t() @ input
@@ -173,36 +174,41 @@ def filtered_gradients(
 
 
 def _correction(
-    difference: Tensor, share: Tensor, operand: Tensor, size: int, tilt: Tensor | None = None
+    difference: Tensor, share: Tensor, operand: Tensor, size: int, tilt: Tensor | None = None, usual: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Return a matrix whose product with ``operand`` estimates that of ``difference``, from ``size`` of its columns.
 
-    The columns are drawn by ``share``. Row sums stay 0, and the estimate is shrunk by the part of its square that is noise.
+    The columns are drawn by ``share``. Row sums stay 0, and the estimate is shrunk by the part of its square that is noise;
+    where less than a quarter would be left it is 0.
 
     Args:
         tilt: Each row's mass times its hidden state less the mean. With it the estimate is that of what a linear model leaves,
             which is taken from 64 of 1,024 rows of ``operand``, times the factor that is expected to leave the least error.
+        usual: Square of the product's rows over that of a row of ``operand``. The model must correct 4e-6 of it.
     """
     center = share @ operand
     columns = _drawn(share, size)
     terms = difference[:, columns] / (size * share[columns])
     away = operand[columns] - center
     squares = away.square().sum(1)
-    signal, noise = (terms @ away).square().sum(), (terms.square() * squares).sum()
-    if tilt is None or not tilt.any():
-        part = (1 - noise / signal).clamp(min=0) if signal > 0 else 0.0
-        return _at(columns, part * terms, share)
+
+    def shrunk(terms: Tensor) -> tuple[float, float, float]:
+        signal, noise = (terms @ away).square().sum().item(), (terms.square() * squares).sum().item()
+        part = 1 - noise / signal if signal > 0 else 0.0
+        return signal, noise, part if part > 0.25 else 0.0
+
+    if tilt is None or usual is None or not tilt.any():
+        return _at(columns, shrunk(terms)[2] * terms, share)
     many = _drawn(share, min(len(share) // 1024 * 64, (1 << 25) // operand.shape[1]))
     lines = tilt @ away.t() / size
-    own_noise = (lines.square() * squares).sum() * size / len(many)
+    own_noise = (lines.square() * squares).sum().item() * size / len(many)
     found = []
     for bend in torch.linspace(0, 1, 32).tolist():
-        rest = terms - bend * lines
-        signal, noise = (rest @ away).square().sum(), (rest.square() * squares).sum()
-        part = (1 - noise / signal).clamp(min=0).item() if signal > 0 else 0.0
-        left = part * noise if part else (signal - noise).clamp(min=0)
-        found.append(((left + bend**2 * own_noise).item(), bend, part))
-    _, bend, part = min(found)
+        signal, noise, part = shrunk(terms - bend * lines)
+        left = part * noise if part else max(0.0, signal - noise)
+        found.append((left + bend**2 * own_noise, bend, part))
+    best = min(found)
+    _, bend, part = best if found[0][0] - best[0] > 4e-6 * (usual * squares.mean()).item() else found[0]
     model = tilt @ (operand[many] - center).t() / len(many)
     return _at(columns, part * (terms - bend * lines), share) + bend * _at(many, model, share)
 

@@ -359,7 +359,8 @@ def _from_columns(
             estimate_ND[block.rows] += terms @ away_KD[cols]
             lines_ND[block.rows] += lines @ away_KD[cols]
     noise_part = len(column_K) / max(1, budget.spread_columns(x.logits.num_valid, x.hidden.shape[1]))
-    bend, part = stand_in.bend(estimate_ND, lines_ND, noise_3, noise_part)
+    usual = (coef_4N[0] * x.logits.logit_scale).square().sum() * squares_K.mean()
+    bend, part = stand_in.bend(estimate_ND, lines_ND, noise_3, noise_part, usual)
     return bend * moved_ND + part * (estimate_ND - bend * lines_ND)
 
 

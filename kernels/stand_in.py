@@ -39,6 +39,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Factors below it are 0: such draws would leave more than three quarters of what they should correct.
+LEAST_SHRUNK = 0.25
+# Least square of what a bend corrects, over that of d_hidden: a rounding of bf16 or less is not worth its product.
+LEAST_BENT = 4e-6
 BENDS = 32  # factors that are tried on the linear model, from 0 to 1
 PARTS = 1 << 40  # shares are drawn from as whole numbers, whose sums have the same bits in any order
 
@@ -66,11 +70,12 @@ def draw(share: Tensor, size: int) -> Drawn:
 
 
 def shrink(signal: Tensor, noise: Tensor) -> Tensor:
-    """Return the factor on an estimate from its square and the sum of its terms' squares, 0-d tensors."""
-    return (1 - noise / torch.where(signal > 0, signal, torch.inf)).clamp(min=0.0).nan_to_num(0.0)
+    """Return the factor on an estimate from its square and the sum of its terms' squares."""
+    factor = (1 - noise / torch.where(signal > 0, signal, torch.inf)).nan_to_num(0.0)
+    return torch.where(factor > LEAST_SHRUNK, factor, 0.0)
 
 
-def bend(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float) -> tuple[Tensor, Tensor]:
+def bend(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float, usual: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factors on the linear model and on the draws' estimate of what it leaves, 0-d tensors.
 
     Of a few factors on the model the one is taken that leaves the least error, as expected: for the draws' part, true square
@@ -81,6 +86,7 @@ def bend(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float) ->
         lines: Their estimate of the linear model.
         noise_3: Noise of the former, product of both, noise of the latter.
         noise_part: The model's own noise, in units of the last.
+        usual: Square of d_hidden. What corrects less than ``LEAST_BENT`` of it is left out.
     """
     factor = torch.linspace(0.0, 1.0, BENDS, device=estimate.device)
     square = factor.square()
@@ -89,4 +95,5 @@ def bend(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float) ->
     part = shrink(signal, noise)
     left = torch.where(part > 0, part * noise, (signal - noise).clamp(min=0.0)) + square * noise_3[2] * noise_part
     best = left.nan_to_num(torch.inf).argmin()
+    best = torch.where(left[0] - left[best] > LEAST_BENT * usual, best, 0)
     return factor[best], part[best]

@@ -40,7 +40,7 @@ from cce_dist.kernels.budget import FEW, NUM_PLANES, SAMPLE, cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
-from cce_dist.kernels.filter.bend import bend_sample, less_drawn
+from cce_dist.kernels.filter.bend import lines_of_sample, spread_of
 from cce_dist.kernels.filter.bound import bound_of_shard, draw_outside, drawn_sums
 from cce_dist.kernels.filter.d_hidden import Pair, add_products
 from cce_dist.kernels.filter.d_rows import (
@@ -387,15 +387,13 @@ def _finish_weight(
     """Put all parts of d_weight together, in ``target``."""
     stand, parts = work.stand_in, (work.hot.slot_V, hot_weight_HD, work.stand_in.share_V)
     assert stand.shared_weight_2D is not None
-    alone = stand.tokens is not None and stand.factors is not None
+    gain = None
     if stand.tokens is not None and stand.factors is not None:
-        rows_VD = target[: x.logits.num_valid]
+        rows_VD, gain = target[: x.logits.num_valid], stand.factors.gain
         stand_in_weight(
-            rows_VD, stand.tokens, stand.factors.gain, *parts, stand.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
+            rows_VD, stand.tokens, gain, *parts, stand.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
         )  # fmt: skip
-    listed_weight(
-        target, x.hidden, columns, *parts, stand.shared_weight_2D, work.how, add=add, listed_alone=alone
-    )  # fmt: skip
+    listed_weight(target, x.hidden, columns, *parts, stand.shared_weight_2D, work.how, gain, add=add)
 
 
 def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum | None:
@@ -431,19 +429,24 @@ def _stand_in(
     if num_columns == 0 or not (grads.want_hidden or tokens is not None):
         return stand
     drawn = draw_columns(dropped, num_columns, dropped.center_D, x)
-    of_columns = of_tokens = gain = bent = None
+    of_columns = of_tokens = lines_SK = None
+    at_once = budget.spread_rows(exact.sizes_of(x), spec.workspace_bytes) if sample.away is not None else 0
+    num_spread = budget.spread_columns(num_valid, x.hidden.shape[1]) if at_once and grads.want_hidden else 0
     if tokens is not None:
         of_tokens = squares_of_tokens(tokens, dropped, drawn)
     if grads.want_hidden:
+        if num_spread:
+            lines_SK = lines_of_sample(drawn, sample, x, tiles)
         coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
-        at_once = budget.spread_rows(exact.sizes_of(x), spec.workspace_bytes)
-        if sample.away is not None and at_once:
-            num_spread = budget.spread_columns(num_valid, x.hidden.shape[1])
-            bent = bend_sample(dropped, num_spread, at_once, dropped.center_D, drawn, sample, x, tiles)
-        of_columns = squares_of_columns(drawn, sample, rows_SD, gain, softmax, coef_4N, how.threshold, tiles, bent)
-    factors = factors_of(of_columns, of_tokens, drawn, dropped, tokens, shared_2D, shared_weight_2D, bent)
-    if bent is not None:
-        stand = stand._replace(spread_DD=less_drawn(bent, drawn, sample, factors, shared_2D, tiles))
+        of_columns = squares_of_columns(
+            drawn, sample, rows_SD, gain, softmax, coef_4N, how.threshold, tiles, lines_SK
+        )  # fmt: skip
+    factors = factors_of(
+        of_columns, of_tokens, drawn, dropped, sample, tokens, shared_2D, shared_weight_2D, num_spread
+    )  # fmt: skip
+    if num_spread:
+        spread_DD = spread_of(dropped, num_spread, at_once, drawn, sample, factors, shared_2D, x, tiles)
+        stand = stand._replace(spread_DD=spread_DD)
     return stand._replace(drawn=drawn if grads.want_hidden else None, tokens=tokens, factors=factors)
 
 
@@ -505,18 +508,16 @@ def _add_rows(
         grads_RH = dlogits_RH[: rows.index.shape[0]]
         dlogits_chunk(hot, rows, softmax, coef_4N, 0, grads_RH, tiles)
         if total is not None and shared_2D is not None:
-            of_drawn = of_spread = None
+            of_drawn = None
             if drawn is not None and drawn_RK is not None and factors is not None:
                 of_drawn = Pair(drawn_RK[: rows.index.shape[0]], drawn.away_KD)
                 drawn_gradients(
                     drawn, rows, softmax, coef_4N, work.how.threshold, of_drawn.given_RC, tiles, factors.columns
                 )  # fmt: skip
-                if work.stand_in.spread_DD is not None:
-                    of_spread = (work.stand_in.spread_DD, factors.bend)
             longest = work.how.block if listed is not None else 0
             add_products(
-                total, rows, Pair(grads_RH, hot.weight), of_drawn, of_spread, gain, work.factor_2N, shared_2D,
-                (work.lists, longest), tiles.grad_hidden, first=listed is None,
+                total, rows, Pair(grads_RH, hot.weight), of_drawn, work.stand_in.spread_DD, factors, gain, work.factor_2N,
+                shared_2D, (work.lists, longest), tiles.grad_hidden, first=listed is None,
             )  # fmt: skip
             add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, longer_than=longest)
             if grads.hidden_ready is not None and num_final:

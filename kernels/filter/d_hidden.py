@@ -19,6 +19,7 @@ from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum
+from cce_dist.kernels.filter.drawn import Factors
 from cce_dist.kernels.filter.lists import Lists
 from cce_dist.kernels.tiles import Tile, precision
 
@@ -36,7 +37,7 @@ class Pair(NamedTuple):
 
 
 def add_products(
-    total: Sum, rows: Rows, hot: Pair, drawn: Pair | None, spread: tuple[torch.Tensor, torch.Tensor] | None,
+    total: Sum, rows: Rows, hot: Pair, drawn: Pair | None, spread_DD: torch.Tensor | None, factors: Factors | None,
     gain: torch.Tensor | None, factor_2N: torch.Tensor, shared_2D: torch.Tensor, later: tuple[Lists, int], tile: Tile, *,
     first: bool,
 ) -> None:  # fmt: skip
@@ -46,14 +47,15 @@ def add_products(
         total: The remainder is written where lists are to come, and nowhere else.
         hot: Of the hot columns.
         drawn: Of the drawn columns, or None.
-        spread: ``spread_DD`` and ``bend``, or None.
+        spread_DD: As ``bend.spread_of`` returns it, or None.
+        factors: With ``drawn`` or ``spread_DD``: a product whose factor is 0 is left out.
         gain: Multiplies the products of both pairs, 0-d fp32; or None.
         factor_2N: r_i and u_i of each token, fp32.
         shared_2D: What they multiply, fp32.
         later: The lists, and the length of those that were added before.
     """
     hidden_size, num_rows = total.high_ND.shape[1], rows.hidden.shape[0]
-    others = [*(drawn or ()), *(() if spread is None else (rows.hidden, spread[0]))]
+    others = [*(drawn or ()), *(() if spread_DD is None else (rows.hidden, spread_DD))]
     tma = has_tma(*hot, *others)
 
     def pair(given: torch.Tensor, of_rows: torch.Tensor) -> list[object]:
@@ -62,7 +64,8 @@ def add_products(
     _hidden_products_kernel[(cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols),)](
         # in
         *pair(*hot), *([None, None] if drawn is None else pair(*drawn)),
-        *([None, None, None] if spread is None else [*pair(rows.hidden, spread[0]), spread[1]]),
+        *([None, None] if spread_DD is None else pair(rows.hidden, spread_DD)),
+        *((None, None) if factors is None else (factors.columns, factors.bend)),
         rows.index, rows.num_kept, gain, factor_2N, shared_2D, later[0].count_N,
         # in, out
         total.high_ND, total.low_RD,
@@ -70,7 +73,7 @@ def add_products(
         num_rows, *(0 if each is None else each.rows_CD.shape[0] for each in (hot, drawn)), hidden_size, factor_2N.shape[1],
         hot.given_RC.stride(0), 0 if drawn is None else drawn.given_RC.stride(0), later[1], int(first),
         # options
-        HAS_DRAWN=drawn is not None, HAS_SPREAD=spread is not None, HAS_GAIN=gain is not None,
+        HAS_DRAWN=drawn is not None, HAS_SPREAD=spread_DD is not None, HAS_GAIN=gain is not None,
         HAS_LOW=total.low_RD is not None, BY_TOKEN=total.by_token,
         # tiles
         BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
@@ -89,6 +92,7 @@ def _hidden_products_kernel(
     drawn_weight,  # in: [K, D] descriptor or pointer, with HAS_DRAWN
     hidden,  # in: [R, D] descriptor or pointer, with HAS_SPREAD
     spread,  # in: [D, D] descriptor or pointer, with HAS_SPREAD
+    drawn_factor_ptr,  # in: [] fp32, with HAS_DRAWN
     bend_ptr,  # in: [] fp32, with HAS_SPREAD
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
@@ -132,13 +136,14 @@ def _hidden_products_kernel(
 
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     if HAS_SPREAD:
-        for inner in range(0, hidden_size, BLOCK_V):
+        bend = tl.load(bend_ptr)
+        for inner in range(0, tl.where(bend > 0, hidden_size, 0), BLOCK_V):
             h = load_tile(hidden, row, inner, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_V, TMA)
             s = load_tile(spread, inner, col, hidden_size, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
             acc = tl.dot(h, s, acc, input_precision=PRECISION)
-        acc *= (mass * (tl.load(bend_ptr) / gain))[:, None]
+        acc *= (mass * (bend / gain))[:, None]
     if HAS_DRAWN:
-        for inner in range(0, num_drawn, BLOCK_V):
+        for inner in range(0, tl.where(tl.load(drawn_factor_ptr) > 0, num_drawn, 0), BLOCK_V):
             g = load_tile(drawn_grads, row, inner, num_rows, num_drawn, drawn_stride, BLOCK_N, BLOCK_V, TMA)
             w = load_tile(drawn_weight, inner, col, num_drawn, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
             acc = tl.dot(g, w, acc, input_precision=PRECISION)

@@ -150,7 +150,7 @@ def _by_column_kernel(
 
 def listed_weight(
     d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, hot_HD: torch.Tensor,
-    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Plan, *, add: bool, listed_alone: bool,
+    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Plan, gain: torch.Tensor | None, *, add: bool,
 ) -> None:  # fmt: skip
     """Set the rows of d_weight_VD to the sum of all their parts, or add it.
 
@@ -161,21 +161,21 @@ def listed_weight(
         share_V: Each column's part of the dropped mass.
         shared_2D: sum_i scale P_i m_i hidden_i and sum_i scale UNIFORM_i hidden_i, fp32.
         how: Where tokens are exact, d_weight_VD holds their gradient, to add to; where all are, it is left alone.
+        gain: As ``stand_in_weight`` got it, if it was called. It has set the rows to all other parts unless this is 0.
         add: Add to d_weight_VD in any case.
-        listed_alone: Add the listed gradients and nothing else: ``stand_in_weight`` has set the rows to all other parts.
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
     block_v, block_d = 8, 512
     _filtered_weight_kernel[(cdiv(num_cols, block_v) * cdiv(hidden_size, block_d),)](
         # in
         hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, hot_HD, share_V, shared_2D,
-        how.num_dense, how.num_few,
+        how.num_dense, how.num_few, gain,
         # in, out
         d_weight_VD,
         # sizes
-        num_cols, hidden_size, int(add or listed_alone),
+        num_cols, hidden_size, int(add),
         # options
-        LISTED_ALONE=listed_alone,
+        HAS_GAIN=gain is not None,
         # tiles
         BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, num_warps=2,
     )  # fmt: skip
@@ -193,11 +193,12 @@ def _filtered_weight_kernel(
     shared_ptr,  # in: [2, D] fp32
     num_dense_ptr,  # in: [1] int32
     num_few_ptr,  # in: [1] int32
+    gain_ptr,  # in: [] fp32
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
     hidden_size,
     add,
-    LISTED_ALONE: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -216,11 +217,13 @@ def _filtered_weight_kernel(
     slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
     share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
     adding = (add != 0) | (tl.load(num_few_ptr) > 0)
+    others_done = (tl.load(gain_ptr) != 0) if HAS_GAIN else False
+    adding |= others_done
     by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
     by_column = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
 
     # Many columns have no entries: a hot column's row or the stand-in is all.
-    if not LISTED_ALONE:
+    if not others_done:
         hot = hot_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
         is_hot = (slot > 0)[:, None]
         part = tl.load(hot, mask=is_hot & in_d[None, :], other=0).to(tl.float32)
@@ -236,7 +239,7 @@ def _filtered_weight_kernel(
         this = bit == (to_do & -to_do)
         row = d_weight_ptr + tl.sum(tl.where(this, offs_v, 0), 0).to(tl.int64) * hidden_size + offs_d
         acc = tl.zeros((BLOCK_D,), tl.float32)
-        if not LISTED_ALONE:
+        if not others_done:
             acc += by_share * tl.sum(tl.where(this, share, 0.0), 0) + by_column
         acc += tl.load(row, mask=in_d & adding, other=0).to(tl.float32)
         row_end = tl.sum(tl.where(this, end, 0), 0)
@@ -261,7 +264,7 @@ def stand_in_weight(
     Args:
         d_weight_VD: in, out: the columns' rows.
         tokens: The sampled tokens.
-        gain: The factor on what they add.
+        gain: The factor on what they add; where it is 0, nothing is written.
         tile: Of a long product. Half of it is taken: this one is short, so most of its time is that of stores, which another
             program of the same multiprocessor then hides.
         slot_V, hot_HD, share_V, shared_2D, how, add: As in ``listed_weight``.
@@ -309,7 +312,8 @@ def _stand_in_weight_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    if tl.load(num_dense_ptr) > 0:
+    gain = tl.load(gain_ptr)
+    if (tl.load(num_dense_ptr) > 0) | (gain == 0):
         return
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     row = tl.program_id(0) // num_col_blocks * BLOCK_V
@@ -321,7 +325,7 @@ def _stand_in_weight_kernel(
         acc = tl.dot(p.T, h, acc, input_precision=PRECISION)
     offs_v = row + tl.arange(0, BLOCK_V)
     in_v = offs_v < num_cols
-    acc *= (tl.load(gain_ptr) * tl.load(moved_ptr + offs_v, mask=in_v, other=0))[:, None]
+    acc *= (gain * tl.load(moved_ptr + offs_v, mask=in_v, other=0))[:, None]
     slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
     share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
     is_hot = (slot > 0)[:, None]

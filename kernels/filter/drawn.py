@@ -59,20 +59,6 @@ class Tokens(NamedTuple):
     away: Away
 
 
-class Bent(NamedTuple):
-    """The linear model of ``bend.py``, and what it says of the sampled tokens, to fit its factor on.
-
-    Attributes:
-        spread_DD: The second moment of the columns by share, in the weight's dtype.
-        size: How many columns that is taken from.
-        lines_SK: The sample's hidden states less the mean, times the drawn columns less the mean, fp32.
-    """
-
-    spread_DD: torch.Tensor
-    size: int
-    lines_SK: torch.Tensor
-
-
 class Factors(NamedTuple):
     """The factors on what corrects the stand-in, 0-d fp32 tensors.
 
@@ -200,11 +186,11 @@ def weigh_tokens(dropped: Dropped, sample: Sample) -> Tokens | None:
 
 def squares_of_columns(
     drawn: Drawn, sample: Sample, rows_SD: torch.Tensor, gain: torch.Tensor | None, softmax: Softmax,
-    coef_4N: torch.Tensor, threshold_N: torch.Tensor, tiles: Tiles, bent: Bent | None,
-) -> torch.Tensor:  # fmt: skip
+    coef_4N: torch.Tensor, threshold_N: torch.Tensor, tiles: Tiles, lines_SK: torch.Tensor | None,
+) -> OfColumns:  # fmt: skip
     """Return the square of what the columns add to the sample's d_hidden, and the sum of its terms' squares. -> [2, P]
 
-    With ``bent`` the products of these terms with the linear ones follow likewise, and the squares of the latter. -> [6, P]
+    With ``lines_SK`` the products of these terms with the linear ones follow likewise, and the squares of the latter. -> [6, P]
 
     Args:
         drawn: The columns.
@@ -215,14 +201,14 @@ def squares_of_columns(
         coef_4N: As ``drawn_gradients`` gets them.
         threshold_N: Logits below it are dropped.
         tiles: Tiles of the device.
-        bent: What the linear model says of the same tokens, or None.
+        lines_SK: As ``bend.lines_of_sample`` returns them, or None.
     """
     size, num_columns = rows_SD.shape[0], drawn.column_K.shape[0]
     grads_SK = rows_SD.new_empty(size, num_columns)
     drawn_gradients(drawn, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, threshold_N, grads_SK, tiles)
     # A token stands for as many as have its mass together. K keeps fp16 away from its ends.
     mass_S = sample.mass_S if gain is None else sample.mass_S / gain
-    return _squares(grads_SK, mass_S, drawn.away_KD, drawn.square_K, bent=bent)
+    return OfColumns(_squares(grads_SK, mass_S, drawn.away_KD, drawn.square_K, lines_SK=lines_SK), mass_S, coef_4N)
 
 
 def squares_of_tokens(tokens: Tokens, dropped: Dropped, drawn: Drawn) -> torch.Tensor:
@@ -235,20 +221,21 @@ def squares_of_tokens(tokens: Tokens, dropped: Dropped, drawn: Drawn) -> torch.T
 
 def _squares(
     given: torch.Tensor, of_rows: torch.Tensor, away_ID: torch.Tensor, square_I: torch.Tensor,
-    dropped: Dropped | None = None, share_S: torch.Tensor | None = None, bent: Bent | None = None,
+    dropped: Dropped | None = None, share_S: torch.Tensor | None = None, lines_SK: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Square ``terms @ away_ID``: of columns R is the sample and I the columns, of tokens the other way round."""
     (num_inner, hidden_size), num_rows = away_ID.shape, of_rows.shape[0]
     block_r, block_d = 64, 512 // away_ID.itemsize
     blocks_r, blocks_d = cdiv(num_rows, block_r), cdiv(hidden_size, block_d)
-    squares_2P = torch.empty(2 if bent is None else 6, blocks_r * blocks_d, dtype=torch.float32, device=away_ID.device)
-    lines_SK = None if bent is None else bent.lines_SK
+    squares_2P = torch.empty(
+        2 if lines_SK is None else 6, blocks_r * blocks_d, dtype=torch.float32, device=away_ID.device
+    )
     shares_2V, moved_V, total = (None,) * 3 if dropped is None else (dropped.shares_2V, dropped.moved_V, dropped.total)
     _squares_kernel[(blocks_r * blocks_d,)](
         given, of_rows, away_ID, square_I, shares_2V, moved_V, total, share_S, lines_SK,
         squares_2P,
         num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
-        OF_TOKENS=dropped is not None, BENT=bent is not None, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_I=32,
+        OF_TOKENS=dropped is not None, BENT=lines_SK is not None, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_I=32,
         PRECISION=precision(away_ID.dtype), num_warps=8, num_stages=2,
     )  # fmt: skip
     return squares_2P
@@ -345,32 +332,49 @@ def _sum_of_all(tile):
     return tl.sum(tl.reshape(tile, (tile.shape[0] * tile.shape[1],)), 0)
 
 
+class OfColumns(NamedTuple):
+    """What the columns add to the sample's d_hidden, as numbers; see ``squares_of_columns``.
+
+    Attributes:
+        squares_6P: [2 or 6, P] fp32.
+        mass_S: What each sampled token drops, in units of ``coef_4N``.
+        coef_4N: The coefficients that it was computed with.
+    """
+
+    squares_6P: torch.Tensor
+    mass_S: torch.Tensor
+    coef_4N: torch.Tensor
+
+
 def factors_of(
-    columns_6P: torch.Tensor | None, tokens_2P: torch.Tensor | None, drawn: Drawn, dropped: Dropped, tokens: Tokens | None,
-    shared_hidden_2D: torch.Tensor | None, shared_weight_2D: torch.Tensor | None, bent: Bent | None,
+    columns: OfColumns | None, tokens_2P: torch.Tensor | None, drawn: Drawn, dropped: Dropped, sample: Sample,
+    tokens: Tokens | None, shared_hidden_2D: torch.Tensor | None, shared_weight_2D: torch.Tensor | None, num_spread: int,
 ) -> Factors:  # fmt: skip
     """Return the factors, and take what the draws add on average off what the tokens' factors and the shares multiply.
 
     Args:
-        columns_6P: As ``squares_of_columns`` returns them, 2 or 6 of each; or None.
+        columns: As ``squares_of_columns`` returns them, or None.
         tokens_2P: As ``squares_of_tokens`` returns them, or None.
         drawn: The columns.
         dropped: What the sample drops.
+        sample: It.
         tokens: What the sample adds to d_weight, or None.
-        shared_hidden_2D: in, out: what the tokens' factors multiply in d_hidden, with ``columns_6P``.
+        shared_hidden_2D: in, out: what the tokens' factors multiply in d_hidden, with ``columns``.
         shared_weight_2D: in, out: what the shares multiply in d_weight, with ``tokens_2P``.
-        bent: The linear model, with six squares of columns.
+        num_spread: How many columns the spread would be taken from; 0: there is none.
     """
     num_columns, hidden_size = drawn.away_KD.shape
     away = None if tokens is None else tokens.away
     factors_5 = torch.empty(5, dtype=torch.float32, device=drawn.away_KD.device)
+    squares_6P, mass_S, coef_4N = (None,) * 3 if columns is None else columns
     _factors_kernel[(cdiv(hidden_size, 64),)](
-        columns_6P, drawn.away_KD, tokens_2P, *((None, None) if away is None else (away.mean_D, away.mass)), dropped.total,
+        squares_6P, drawn.away_KD, tokens_2P, *((None, None) if away is None else (away.mean_D, away.mass)), dropped.total,
+        drawn.square_K, sample.token_S, mass_S, coef_4N,
         shared_hidden_2D, shared_weight_2D, factors_5,
-        *(0 if squares is None else squares.shape[1] for squares in (columns_6P, tokens_2P)), num_columns, hidden_size,
-        0.0 if bent is None else num_columns / bent.size,
-        HAS_COLUMNS=columns_6P is not None, HAS_TOKENS=tokens_2P is not None,
-        BENT=bent is not None, BENDS=stand_in.BENDS, BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
+        *(0 if squares is None else squares.shape[1] for squares in (squares_6P, tokens_2P)), num_columns, hidden_size,
+        num_columns / max(1, num_spread), drawn.x.logits.logit_scale, stand_in.LEAST_SHRUNK, stand_in.LEAST_BENT,
+        HAS_COLUMNS=columns is not None, HAS_TOKENS=tokens_2P is not None, BENT=num_spread > 0, BENDS=stand_in.BENDS,
+        SAMPLE=sample.token_S.shape[0], BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
     )  # fmt: skip
     return Factors(*factors_5.unbind())
 
@@ -383,6 +387,10 @@ def _factors_kernel(
     away_mean_ptr,  # in: [D] fp32: of the tokens
     mass_ptr,  # in: [] fp32
     total_ptr,  # in: [] fp32
+    square_ptr,  # in: [K] fp32: the squares of ``away``
+    token_ptr,  # in: [S] int32
+    own_ptr,  # in: [S] fp32: what each token drops, with BENT
+    coef_ptr,  # in: [4, N] fp32, with BENT
     shared_hidden_ptr,  # in, out: [2, D] fp32
     shared_weight_ptr,  # in, out: [2, D] fp32
     factors_ptr,  # out: [5] fp32
@@ -391,10 +399,14 @@ def _factors_kernel(
     num_columns,
     hidden_size,
     noise_part,
+    logit_scale,
+    least_shrunk,
+    least_bent,
     HAS_COLUMNS: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
     BENT: tl.constexpr,
     BENDS: tl.constexpr,
+    SAMPLE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -407,9 +419,18 @@ def _factors_kernel(
     bend = 0.0
     if HAS_COLUMNS:
         if BENT:
-            bend, of_columns = _bent(columns_ptr, columns_parts, noise_part, BENDS, BLOCK_P)
+            # A gradient of d_hidden is about as long as a row of the weight, times its token's coefficient. A sampled token
+            # stands for as many as have its mass together.
+            offs_s = tl.arange(0, SAMPLE)
+            own = tl.abs(tl.load(own_ptr + offs_s))
+            coef_p = tl.load(coef_ptr + tl.load(token_ptr + offs_s)) * logit_scale
+            usual = tl.sum(tl.where(own > 0, coef_p * coef_p / own, 0.0), 0) * num_columns
+            usual *= _total(square_ptr, num_columns, BLOCK_P)
+            bend, of_columns = _bent(
+                columns_ptr, columns_parts, noise_part, least_bent * usual, least_shrunk, BENDS, BLOCK_P
+            )
         else:
-            of_columns = _shrunk(columns_ptr, columns_parts, BLOCK_P)
+            of_columns = _shrunk(columns_ptr, columns_parts, least_shrunk, BLOCK_P)
         away = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
         for first in range(0, num_columns, BLOCK_K):
             offs_k = first + tl.arange(0, BLOCK_K)
@@ -418,7 +439,7 @@ def _factors_kernel(
         shared = tl.load(shared_hidden_ptr + offs_d, mask=in_d, other=0)
         tl.store(shared_hidden_ptr + offs_d, shared - of_columns * (tl.sum(away, 0) / num_columns), mask=in_d)
     if HAS_TOKENS:
-        of_tokens = _shrunk(tokens_ptr, tokens_parts, BLOCK_P)
+        of_tokens = _shrunk(tokens_ptr, tokens_parts, least_shrunk, BLOCK_P)
         mass = of_tokens * tl.load(mass_ptr)
         total = tl.load(total_ptr)
         gain = tl.where(total > 0, mass / (PART * total), 0.0)
@@ -444,9 +465,10 @@ def _total(parts_ptr, num_parts, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def _bent(squares_ptr, num_parts, noise_part, BENDS: tl.constexpr, BLOCK_P: tl.constexpr):
+def _bent(squares_ptr, num_parts, noise_part, least, least_shrunk, BENDS: tl.constexpr, BLOCK_P: tl.constexpr):
     """``stand_in.bend`` of squares and products in parts; NaN counts as 0."""
-    bend = tl.arange(0, BENDS).to(tl.float32) / (BENDS - 1)
+    number = tl.arange(0, BENDS)
+    bend = number.to(tl.float32) / (BENDS - 1)
     signal = _total(squares_ptr, num_parts, BLOCK_P)
     noise = _total(squares_ptr + num_parts, num_parts, BLOCK_P)
     line_noise = _total(squares_ptr + 5 * num_parts, num_parts, BLOCK_P)
@@ -455,28 +477,27 @@ def _bent(squares_ptr, num_parts, noise_part, BENDS: tl.constexpr, BLOCK_P: tl.c
     signal -= 2 * bend * _total(squares_ptr + 2 * num_parts, num_parts, BLOCK_P)
     noise += square * line_noise - 2 * bend * _total(squares_ptr + 3 * num_parts, num_parts, BLOCK_P)
     factor = 1 - noise / tl.where(signal > 0, signal, float("inf"))
-    factor = tl.where((factor > 0) & (signal > 0), factor, 0.0)
-    left = factor * noise + square * line_noise * noise_part
-    # The part of the signal that is left where the draws add nothing.
-    left = tl.where(factor > 0, left, tl.maximum(signal - noise, 0.0) + square * line_noise * noise_part)
+    factor = tl.where((factor > least_shrunk) & (signal > 0), factor, 0.0)
+    left = tl.where(factor > 0, factor * noise, tl.maximum(signal - noise, 0.0)) + square * line_noise * noise_part
     left = tl.where(left >= 0, left, float("inf"))
-    chosen = tl.arange(0, BENDS) == tl.argmin(left, 0)
-    return tl.sum(tl.where(chosen, bend, 0.0), 0), tl.sum(tl.where(chosen, factor, 0.0), 0)
+    straight = tl.sum(tl.where(number == 0, left, 0.0), 0)
+    best = tl.where(straight - tl.min(left, 0) > least, tl.argmin(left, 0), 0)
+    return tl.sum(tl.where(number == best, bend, 0.0), 0), tl.sum(tl.where(number == best, factor, 0.0), 0)
 
 
 @triton.jit
-def _shrunk(squares_ptr, num_parts, BLOCK_P: tl.constexpr):
+def _shrunk(squares_ptr, num_parts, least_shrunk, BLOCK_P: tl.constexpr):
     """``stand_in.shrink`` of squares in parts."""
     signal = _total(squares_ptr, num_parts, BLOCK_P)
     factor = 1 - _total(squares_ptr + num_parts, num_parts, BLOCK_P) / tl.where(signal > 0, signal, float("inf"))
-    return tl.where(factor > 0, factor, 0.0)  # NaN counts as 0
+    return tl.where(factor > least_shrunk, factor, 0.0)  # NaN counts as 0
 
 
 def drawn_gradients(
     drawn: Drawn, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, threshold_N: torch.Tensor, grads_RK: torch.Tensor,
     tiles: Tiles, factor: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write g of the group's tokens to grads_RK, times a factor if one is given.
+    """Write g of the group's tokens to grads_RK, times a factor if one is given; where that is 0, nothing.
 
     Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it.
     """
@@ -542,6 +563,9 @@ def _drawn_gradients_kernel(
     col = tl.program_id(0) % num_col_blocks * BLOCK_V
     num_kept = tl.load(num_kept_ptr)
     if row >= num_kept:
+        return
+    nobody_reads = (tl.load(factor_ptr) == 0) if HAS_FACTOR else False
+    if nobody_reads:
         return
     z = tile_of_logits(
         hidden, weight, bias_ptr, row, col, num_rows, num_columns, hidden_size, logit_scale, softcap,
