@@ -45,7 +45,7 @@ def spread_of(
     spread_DD = x.weight.new_empty(hidden_size, hidden_size)
     gain = torch.full((), 1.0 / size, dtype=torch.float32, device=device)
     for first in range(0, size, at_once):
-        away_QD = draw_away(dropped, first, min(at_once, size - first), size, dropped.center_D, x)
+        away_QD = draw_away(dropped, first, min(at_once, size - first), size, dropped.center_D, x, factors.bend)
         columns = Rows(_places(away_QD), bends * len(away_QD), away_QD)
         add_d_weight(spread_DD, away_QD, columns, gain, tiles.grad_weight, add=first > 0)
     # The linear part of the drawn columns is in what they add.

@@ -90,23 +90,26 @@ def draw_columns(dropped: Dropped, size: int, center_D: torch.Tensor, x: Operand
 
 
 def draw_away(
-    dropped: Dropped, first: int, count: int, size: int, center_D: torch.Tensor, x: Operands
+    dropped: Dropped, first: int, count: int, size: int, center_D: torch.Tensor, x: Operands, bend: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
-    """Return the weight less ``center_D`` of ``count`` columns from the ``first`` on, of the ``size`` that would be drawn."""
+    """Return the weight less ``center_D`` of ``count`` columns from the ``first`` on, of the ``size`` that would be drawn.
+
+    Nothing is written where ``bend`` is 0.
+    """
     away_QD = x.weight.new_empty(count, x.weight.shape[1])
-    _launch_draws(dropped, first, size, center_D, x, away_QD)
+    _launch_draws(dropped, first, size, center_D, x, away_QD, bend=bend)
     return away_QD
 
 
 def _launch_draws(
     dropped: Dropped, first: int, size: int, center_D: torch.Tensor, x: Operands, away_KD: torch.Tensor,
-    *numbers: torch.Tensor | None,
+    *numbers: torch.Tensor | None, bend: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch a program for each row of away_KD. ``numbers``: column_K, worth_K, weight_KD, square_K and bias_K, or none."""
     column_K, worth_K, weight_KD, square_K, bias_K = numbers or (None,) * 5
     num_runs = dropped.count_B.shape[0]
     _draw_columns_kernel[(away_KD.shape[0],)](
-        dropped.shares_2V, dropped.count_B, center_D, x.weight, x.bias,
+        dropped.shares_2V, dropped.count_B, center_D, x.weight, x.bias, bend,
         column_K, worth_K, weight_KD, away_KD, square_K, bias_K,
         first, num_runs, x.logits.num_valid, x.weight.shape[1], size, stand_in.PARTS,
         HAS_BIAS=bias_K is not None, AWAY_ALONE=column_K is None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(), BLOCK_D=1024,
@@ -120,6 +123,7 @@ def _draw_columns_kernel(
     center_ptr,  # in: [D] fp32
     weight_ptr,  # in: [V, D]
     bias_ptr,  # in: [V]
+    bend_ptr,  # in: [] fp32, with AWAY_ALONE
     column_ptr,  # out: [K] int64
     worth_ptr,  # out: [K] fp32
     weight_out_ptr,  # out: [K, D]
@@ -138,6 +142,9 @@ def _draw_columns_kernel(
     RUNS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    nobody_reads = (tl.load(bend_ptr) == 0) if AWAY_ALONE else False
+    if nobody_reads:
+        return
     row = tl.program_id(0).to(tl.int64)
     draw = first_draw + row
     offs_b = tl.arange(0, RUNS)
