@@ -6,6 +6,7 @@ the kernels that it catches.
 
 from __future__ import annotations
 
+import math
 import re
 import sysconfig
 from collections import Counter
@@ -154,10 +155,12 @@ def kept_of(saved: tuple[Tensor, ...], p: Problem) -> Tensor:
 
 
 def kept_by(saved: tuple[Tensor, ...], p: Problem, d: Dense, eps: float) -> Tensor:
-    """The mask of what the definition keeps, and the hot columns."""
+    """The mask of what the definition keeps, of the hot columns, and of short lists."""
     coef_p, coef_label = p.coef[:2].double().abs()[:, :, None]
     ratio = torch.where((coef_p == 0) | (coef_label == 0), 1.0, coef_label / coef_p)
     kept = (d.p >= eps * ratio) | d.is_label
+    short = (saved[3] <= lists.BLOCK)[:, None]
+    kept |= short & (d.z >= saved[0][0, :, None].double() + math.log(eps / lists.SLACK))
     kept[:, saved[-1]] = True
     return kept
 

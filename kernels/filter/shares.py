@@ -405,11 +405,17 @@ def _tilt_kernel(
     mean = tl.zeros((ALL_D,), tl.float32)
     total = tl.zeros((BLOCK_V,), tl.float32)
     stride = num_valid.to(tl.int64)
-    for first in range(tl.program_id(0) * BLOCK_V, num_valid, tl.num_programs(0) * BLOCK_V):
+    step = tl.num_programs(0) * BLOCK_V
+    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    where = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+    following = tl.load(where, mask=((offs_v < num_valid) & live)[:, None] & in_d[None, :], other=0)
+    for first in range(tl.program_id(0) * BLOCK_V, num_valid, step):
         offs_v = first + tl.arange(0, BLOCK_V)
         in_v = offs_v < num_valid
-        where = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-        w = tl.load(where, mask=(in_v & live)[:, None] & in_d[None, :], other=0).to(tl.float32)
+        w = following.to(tl.float32)
+        # The next rows are under way while these are summed.
+        where += step.to(tl.int64) * hidden_size
+        following = tl.load(where, mask=((offs_v + step < num_valid) & live)[:, None] & in_d[None, :], other=0)
         sums = tl.zeros((BLOCK_V,), tl.float32)
         for block in range(0, num_blocks):
             sums += tl.load(sums_ptr + block * stride + offs_v, mask=in_v, other=0)
