@@ -184,7 +184,7 @@ def _correction(
     Args:
         tilt: Each row's mass times its hidden state less the mean. With it the estimate is that of what a linear model leaves,
             which is taken from 64 of 1,024 rows of ``operand``, times the factor that is expected to leave the least error.
-        usual: Square of the product's rows over that of a row of ``operand``. The model must correct 4e-6 of it.
+        usual: Square of the product's rows over that of a row of ``operand``. What corrects less than 4e-6 of it is left out.
     """
     center = share @ operand
     columns = _drawn(share, size)
@@ -207,8 +207,10 @@ def _correction(
         signal, noise, part = shrunk(terms - bend * lines)
         left = part * noise if part else max(0.0, signal - noise)
         found.append((left + bend**2 * own_noise, bend, part))
-    best = min(found)
-    _, bend, part = best if found[0][0] - best[0] > 4e-6 * (usual * squares.mean()).item() else found[0]
+    least = 4e-6 * (usual * squares.mean()).item()
+    left, bend, part = min(found) if found[0][0] - min(found)[0] > least else found[0]
+    signal, noise, _ = shrunk(terms)
+    part = part if max(0.0, signal - noise) - left > least else 0.0
     model = tilt @ (operand[many] - center).t() / len(many)
     return _at(columns, part * (terms - bend * lines), share) + bend * _at(many, model, share)
 

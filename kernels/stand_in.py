@@ -41,8 +41,8 @@ from torch import Tensor
 
 # Factors below it are 0: such draws would leave more than three quarters of what they should correct.
 LEAST_SHRUNK = 0.25
-# Least square of what a bend corrects, over that of d_hidden: a rounding of bf16 or less is not worth its product.
-LEAST_BENT = 4e-6
+# Least square of what is corrected of d_hidden, over that of d_hidden: no product is worth less than a rounding of bf16.
+LEAST_CORRECTED = 4e-6
 BENDS = 32  # factors that are tried on the linear model, from 0 to 1
 PARTS = 1 << 40  # shares are drawn from as whole numbers, whose sums have the same bits in any order
 
@@ -86,7 +86,7 @@ def bend(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float, us
         lines: Their estimate of the linear model.
         noise_3: Noise of the former, product of both, noise of the latter.
         noise_part: The model's own noise, in units of the last.
-        usual: Square of d_hidden. What corrects less than ``LEAST_BENT`` of it is left out.
+        usual: Square of d_hidden. What corrects less than ``LEAST_CORRECTED`` of it is left out.
     """
     factor = torch.linspace(0.0, 1.0, BENDS, device=estimate.device)
     square = factor.square()
@@ -95,5 +95,7 @@ def bend(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float, us
     part = shrink(signal, noise)
     left = torch.where(part > 0, part * noise, (signal - noise).clamp(min=0.0)) + square * noise_3[2] * noise_part
     best = left.nan_to_num(torch.inf).argmin()
-    best = torch.where(left[0] - left[best] > LEAST_BENT * usual, best, 0)
-    return factor[best], part[best]
+    least = LEAST_CORRECTED * usual
+    best = torch.where(left[0] - left[best] > least, best, 0)
+    rank_1 = (signal[0] - noise[0]).clamp(min=0.0)
+    return factor[best], torch.where(rank_1 - left[best] > least, part[best], 0.0)

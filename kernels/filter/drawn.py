@@ -379,7 +379,7 @@ def factors_of(
         drawn.square_K, sample.token_S, mass_S, coef_4N,
         shared_hidden_2D, shared_weight_2D, factors_5,
         *(0 if squares is None else squares.shape[1] for squares in (squares_6P, tokens_2P)), num_columns, hidden_size,
-        num_columns / max(1, num_spread), drawn.x.logits.logit_scale, stand_in.LEAST_SHRUNK, stand_in.LEAST_BENT,
+        num_columns / max(1, num_spread), drawn.x.logits.logit_scale, stand_in.LEAST_SHRUNK, stand_in.LEAST_CORRECTED,
         HAS_COLUMNS=columns is not None, HAS_TOKENS=tokens_2P is not None, BENT=num_spread > 0, BENDS=stand_in.BENDS,
         SAMPLE=sample.token_S.shape[0], BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
     )  # fmt: skip
@@ -408,7 +408,7 @@ def _factors_kernel(
     noise_part,
     logit_scale,
     least_shrunk,
-    least_bent,
+    least_corrected,
     HAS_COLUMNS: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
     BENT: tl.constexpr,
@@ -434,7 +434,7 @@ def _factors_kernel(
             usual = tl.sum(tl.where(own > 0, coef_p * coef_p / own, 0.0), 0) * num_columns
             usual *= _total(square_ptr, num_columns, BLOCK_P)
             bend, of_columns = _bent(
-                columns_ptr, columns_parts, noise_part, least_bent * usual, least_shrunk, BENDS, BLOCK_P
+                columns_ptr, columns_parts, noise_part, least_corrected * usual, least_shrunk, BENDS, BLOCK_P
             )
         else:
             of_columns = _shrunk(columns_ptr, columns_parts, least_shrunk, BLOCK_P)
@@ -489,6 +489,8 @@ def _bent(squares_ptr, num_parts, noise_part, least, least_shrunk, BENDS: tl.con
     left = tl.where(left >= 0, left, float("inf"))
     straight = tl.sum(tl.where(number == 0, left, 0.0), 0)
     best = tl.where(straight - tl.min(left, 0) > least, tl.argmin(left, 0), 0)
+    rank_1 = tl.sum(tl.where(number == 0, tl.maximum(signal - noise, 0.0), 0.0), 0)
+    factor = tl.where(rank_1 - tl.sum(tl.where(number == best, left, 0.0), 0) > least, factor, 0.0)
     return tl.sum(tl.where(number == best, bend, 0.0), 0), tl.sum(tl.where(number == best, factor, 0.0), 0)
 
 
