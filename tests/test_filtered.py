@@ -586,6 +586,10 @@ def test_hidden_states_bend_the_tail(limits, monkeypatch: pytest.MonkeyPatch) ->
     assert 0.1 < factors.bend < 1.0
     whole, of_draws = factors.bend.double(), factors.columns.double()
     expected = whole * tilt @ (apart.T @ apart) / num_spread + of_draws * (terms - whole * lines) @ away
+    # The shares were moved towards the mean of all tokens less far than the bend says.
+    spread = apart.T @ apart / num_spread - of_draws * away.T @ away / len(column)
+    more = (whole - shares.TILT * p.logits.logit_scale).clamp(min=0)
+    expected -= mass * more * (sample.ahead_D.double() @ spread)
     assert expected.abs().max() > 0.002 * rank_1.abs().max()
     assert (bent.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max()
 

@@ -15,7 +15,7 @@ import torch
 from cce_dist.kernels import Operands, Rows, ShardLogits
 from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.filter.drawn import Drawn, Factors, draw_away
-from cce_dist.kernels.filter.shares import Dropped, Sample
+from cce_dist.kernels.filter.shares import TILT, Dropped, Sample
 from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.tiles import Tiles
 from cce_dist.kernels.tokens import sums_of_rows
@@ -39,7 +39,7 @@ def spread_of(
 
     ``size`` columns are drawn, some at a time. Where the bend's factor is 0 the spread is 0, and the products cost nothing.
     """
-    assert sample.mean_D is not None and dropped.center_D is not None
+    assert sample.mean_D is not None and sample.ahead_D is not None and dropped.center_D is not None
     hidden_size, device = x.weight.shape[1], x.weight.device
     bends = (factors.bend > 0).to(torch.int32)[None]
     spread_DD = x.weight.new_empty(hidden_size, hidden_size)
@@ -51,8 +51,10 @@ def spread_of(
     # The linear part of the drawn columns is in what they add.
     columns = Rows(drawn.column_K, bends * len(drawn.away_KD), drawn.away_KD)
     add_d_weight(spread_DD, drawn.away_KD, columns, factors.lines, tiles.grad_weight, add=True)
-    mean_2D = torch.stack((sample.mean_D, torch.zeros_like(sample.mean_D)))
-    shared_2D[0].addcmul_(sums_of_rows(mean_2D, spread_DD)[0], factors.bend, value=-1)
+    # The shares lean towards the sample's mean, and were moved back by TILT. The bend says by how much it should have been.
+    moved_2D = sums_of_rows(torch.stack((sample.mean_D, sample.ahead_D.float())), spread_DD)
+    factors_2 = torch.stack((factors.bend, (factors.bend - TILT * x.logits.logit_scale).clamp(min=0.0)))
+    shared_2D[0].sub_((factors_2[:, None] * moved_2D).sum(0))
     return spread_DD
 
 
