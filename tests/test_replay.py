@@ -87,9 +87,9 @@ def replaying() -> Iterator[list[replay.Shared]]:
     used: list[replay.Shared] = []
     call, launched = replay.Shared.__call__, Tape.launched
 
-    def counted(plan: replay.Shared, tensors: list[Tensor]) -> Any:
+    def counted(plan: replay.Shared, *given: Any) -> Any:
         used.append(plan)
-        return call(plan, tensors)
+        return call(plan, *given)
 
     def interpreted(tape: Tape, kernel: Any, compiled: Any, grid: Any, args: Any, kwargs: Any) -> None:
         launched(tape, kernel, compiled if GPU else Interpreted(kernel, args, kwargs), grid, args, kwargs)
