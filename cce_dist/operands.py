@@ -39,11 +39,14 @@ def prepare(
         check_buffer(buffer, weight)
     several = labels.shape[len(tokens) :].numel() > 1
     # Kernels take addresses, not strides: everything that enters one is made contiguous here.
-    ids = labels.reshape(-1, labels.shape[-1]) if several else labels.reshape(-1)
+    ids, hidden = labels.long(), input
+    if ids.dim() != 1 + several:  # a view costs the host as much as all of these checks, and autograd one more step
+        ids = ids.reshape(-1, ids.shape[-1]) if several else ids.reshape(-1)
+    if hidden.dim() != 2:
+        hidden = hidden.reshape(-1, hidden.shape[-1])
     logits = ShardLogits(shard.start, shard.num_valid, logit_scale, options.softcap or 0.0)
-    hidden = input.reshape(-1, input.shape[-1]).contiguous()
     bias = None if bias is None else bias.contiguous()
-    return Operands(hidden, weight.contiguous(), bias, ids.long().contiguous(), logits), shard
+    return Operands(hidden.contiguous(), weight.contiguous(), bias, ids.contiguous(), logits), shard
 
 
 def call_of(x: Operands, spec: Spec, shard: VocabShard, options: Options | LogProbOptions) -> Call:

@@ -1,20 +1,19 @@
 """Steps that the device gets as one: a CUDA graph, where their addresses come again.
 
-A launch costs the host microseconds, and a graph of dozens of launches not much more than one. A graph has its addresses for
-good; a replay's tensors are where torch's allocator puts them. In a training loop the allocator serves the same requests from
-the same few blocks, step after step. So a stretch of steps is launched step by step at addresses that are new, captured as a graph
-when the same addresses come for the second time, and launched as that graph from then on.
+A launch costs the host 4 to 8 us, and a graph of 60 launches 2.5 (one H200's host, 2026-11). A graph has its addresses for good; a
+replay's tensors are where torch's allocator puts them. In a training loop the allocator serves the same requests from the same
+few blocks, step after step. So a stretch of steps is launched step by step at addresses that are new, captured as a graph when
+the same addresses come for the second time, and launched as that graph from then on. A capture costs the time of a few launches.
 
-A graph holds no tensor. It is launched only at addresses that this call's inputs, outputs and workspace have, whoever had them
+A graph holds no tensor. It is launched only where this call's inputs, outputs and workspace have its addresses, whoever had them
 before, and it does what the steps would do there: the same kernels with the same arguments in the same order. A stretch has
-``MOST_GRAPHS`` graphs. A further one takes the place of one that was not launched in the last ``PATIENCE`` calls. So a loop whose
-addresses never repeat pays for looking, and no loop captures at every step.
+``MOST_GRAPHS`` graphs. A further one takes the place of one that was not launched in the last ``PATIENCE`` calls. So a loop
+whose addresses never repeat pays for looking alone, and no loop captures at every step.
 
-The capture is CUDA's own (``cuStreamBeginCapture``), on a stream that nothing else runs on, and waits for nothing. It is not that of
-``torch.cuda.CUDAGraph``, which takes the device's random generator and its allocator into the capture, so that another thread that
-draws a number meanwhile fails. A stretch therefore has only launches and operators that draw nothing and allocate nothing, and a
-capture in which memory was allocated is thrown away. Where a capture fails the steps are launched one by one, as they are while
-somebody captures the stream of the call.
+The capture is CUDA's own, on a stream that nothing else runs on, and waits for nothing. ``torch.cuda.CUDAGraph`` would take the
+device's random generator into the capture, and another thread that draws a number meanwhile would fail. So a stretch has only
+launches and operators that draw nothing and allocate nothing, and a capture in which memory was allocated is thrown away. Steps
+whose capture fails are launched one by one, as all are while somebody captures the stream of the call.
 
 ``CCE_DIST_REPLAY=launches`` turns graphs off.
 """
@@ -37,6 +36,7 @@ import torch
 _LOG = logging.getLogger("cce_dist")
 FEWEST_STEPS = 3  # that a graph is worth: it is launched in the time of two
 MOST_GRAPHS, MOST_SEEN = 8, 32  # of a stretch: graphs; addresses that came once
+MOST_ALIVE = 256  # graphs of the process: one of 60 launches holds 0.1 MiB of the device (H200, CUDA 13.0, 2026-11)
 PATIENCE = 64  # calls that a graph is kept for without being launched, if another wants its place
 MOST_FAILURES = 3  # of captures of a stretch: other threads that allocate meanwhile spoil one, too
 
@@ -44,8 +44,12 @@ MOST_FAILURES = 3  # of captures of a stretch: other threads that allocate meanw
 @lru_cache(maxsize=1)
 def available() -> bool:
     """Whether this process launches graphs: not if ``CCE_DIST_REPLAY`` says so, nor where allocations cannot be counted."""
-    native = torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "native"
-    return os.environ.get("CCE_DIST_REPLAY", "1") != "launches" and native
+    if os.environ.get("CCE_DIST_REPLAY", "1") == "launches" or not torch.cuda.is_available():
+        return False
+    try:
+        return torch.cuda.get_allocator_backend() == "native" and _driver() is not None
+    except (OSError, AttributeError):  # no such library, or one that is too old
+        return False
 
 
 class Together:
@@ -69,25 +73,24 @@ class Together:
     def __call__(self, stream: int) -> None:
         key = stream, self.addresses(self.address)
         self.calls += 1
-        graph = self.graphs.get(key)
-        if is_captured():
-            graph = None
-        elif graph is None:
-            graph = self._captured_at_second_sight(key)
-        if graph is None:
-            for step in self.steps:
-                step(stream)
-            return
-        graph.last_call = self.calls
-        graph.launch(stream)
+        graph = None
+        if self.failures < MOST_FAILURES and not is_captured():
+            graph = self.graphs.get(key) or self._captured_at_second_sight(key)
+        if graph is not None:
+            graph.last_call = self.calls
+            if graph.launch(stream):
+                return
+            self.failures = MOST_FAILURES
+        for step in self.steps:
+            step(stream)
 
     def _captured_at_second_sight(self, key: Any) -> Graph | None:
-        if self.failures == MOST_FAILURES:
-            return None
         if key not in self.seen:
             self.seen[key] = None
             if len(self.seen) > MOST_SEEN:
                 self.seen.popitem(last=False)
+            return None
+        if len(_ALIVE) >= MOST_ALIVE:
             return None
         if len(self.graphs) == MOST_GRAPHS:
             oldest = min(self.graphs, key=lambda key: self.graphs[key].last_call)
@@ -110,9 +113,14 @@ class Graph:
         driver, self.last_call = _driver(), 0
         self.handle, self.launch_on = handle, driver.cuGraphLaunch
         weakref.finalize(self, driver.cuGraphExecDestroy, handle).atexit = False
+        _ALIVE.add(self)
 
-    def launch(self, stream: int) -> None:
-        _check(self.launch_on(self.handle, stream))
+    def launch(self, stream: int) -> bool:
+        """Launch the work on a stream; return whether CUDA took it."""
+        return self.launch_on(self.handle, stream) == 0
+
+
+_ALIVE: weakref.WeakSet[Graph] = weakref.WeakSet()
 
 
 def is_captured() -> bool:

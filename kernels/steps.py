@@ -7,12 +7,12 @@ made       the result of a collective, or of an operator that writes to no memor
 own        memory that the call returns; it is allocated
 planned    an intermediate: at a fixed place in a workspace that all of them share, one allocation a call
 
-The places in the workspace were decided once, from the first and the last step that touches each intermediate. Their tensors are
-the same in each call, and operators write into them and into the memory that is returned.
+The places in the workspace were decided once, from the first and the last step that touches each intermediate. Their tensors
+are the same in each call, and operators write into them and into the memory that is returned.
 
-A call allocates before its first step, so that nothing stands between its launches and they can go as one (``graphs.py``). Where
-that takes more memory than the recorded call did, intermediates of more than ``LARGE`` bytes are ``own``, too, and the steps are
-cut into phases. A phase allocates what it is the first to touch, and gives back what it is the last to touch.
+A call allocates before its first step, so that nothing stands between its launches and they can go as one (``graphs.py``).
+Where that takes more memory than the recorded call did, intermediates of more than ``LARGE`` bytes are ``own``, too, and the
+steps are cut into phases. A phase allocates what it is the first to touch, and gives back what it is the last to touch.
 """
 
 from __future__ import annotations
@@ -483,7 +483,7 @@ def _unwatched(bring: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _is_one_kernel(call: Any) -> bool:
-    """Whether an operator's call is known to launch kernels alone: it allocates nothing, draws nothing and copies from no CPU."""
+    """Whether an operator's call is known to launch kernels alone: it allocates and draws nothing, and copies from no CPU."""
     constants: list[Tensor] = []
     mapped((call.args, call.kwargs), lambda value: constants.append(value) if isinstance(value, Tensor) else None)
     function = call.function

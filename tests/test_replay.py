@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import itertools
 import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +37,8 @@ from cce_dist import (
     linear_log_probs,
     op,
 )
-from cce_dist.kernels import replay, steps
-from cce_dist.kernels.tape import Again, Launch, Matrix, Place, Tape, again
+from cce_dist.kernels import graphs, replay, steps
+from cce_dist.kernels.tape import Again, Launch, Matrix, Place, Tape, again, mapped
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -101,12 +103,88 @@ def replaying() -> Iterator[list[replay.Shared]]:
         mock.patch.object(replay, "available", lambda: True),
         mock.patch.object(op, "label_error", lambda *_: ""),  # which a CPU asks for, and no GPU
         mock.patch.object(steps, "LARGE", 4096),  # so that some intermediates are large
+        mock.patch.object(steps, "SLACK", 0),  # and some calls have phases
     ):
         for function in functions:
             function.forget()
         yield used
         for function in functions:
             function.forget()
+
+
+class Captured:
+    """A graph's stand-in on a CPU: what steps would launch, with their addresses as numbers, whoever has the memory later."""
+
+    def __init__(self, steps_: Any, device: torch.device) -> None:
+        self.last_call, self.num_launches, self.calls = 0, 0, []
+        for step in steps_:
+            name = "run" if isinstance(step, steps._Launch) else "function"
+            with mock.patch.object(step, name, partial(self._note, getattr(step, name))):
+                step(0)
+
+    def _note(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.calls.append((function, mapped((args, kwargs), self._frozen)))
+
+    @staticmethod
+    def _frozen(value: Any) -> Any:
+        if isinstance(value, TensorDescriptor):
+            address, value = value.base.data_ptr(), copy.copy(value)
+            value.base = SimpleNamespace(data_ptr=lambda: address)
+        return Address(value.data_ptr(), _like(value)) if isinstance(value, Tensor) else value
+
+    def launch(self, stream: int) -> bool:
+        self.num_launches += 1
+        for function, values in self.calls:
+            args, kwargs = mapped(values, lambda x: _at(x.address, x.like) if isinstance(x, Address) else x)
+            function(*args, **kwargs)
+        return True
+
+
+class Address:
+    def __init__(self, address: int, like: Any) -> None:
+        self.address, self.like = address, like
+
+
+class InPlace(steps.Replay):
+    """A replay whose workspace is where it was, as that of a GPU's allocator often is."""
+
+    def __init__(self, plan: steps.Plan) -> None:
+        super().__init__(plan)
+        storage = self.workspace
+        storage.resize_(plan.workspace_bytes)
+        self.workspace: Any = SimpleNamespace(resize_=lambda size: None, data_ptr=storage.data_ptr, held=storage)
+
+
+def in_place(place: Place, device: torch.device) -> Callable[[], Tensor]:
+    """An allocator that has two places, and gives them by turns."""
+    new = partial(torch.empty_strided, place.size, place.stride, dtype=place.dtype)
+    turns = itertools.cycle([new(), new()])
+
+    def allocate() -> Tensor:
+        tensor = next(turns)
+        return _at(tensor.data_ptr(), _like(tensor))
+
+    return allocate
+
+
+@contextmanager
+def capturing() -> Iterator[list[Any]]:
+    """Have stretches of steps captured, on a CPU by a stand-in. -> The graphs, in order."""
+    found: list[Any] = []
+    capture = graphs.capture if GPU else Captured
+
+    def noted(*given: Any) -> Any:
+        found.append(capture(*given))
+        return found[-1]
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(graphs, "capture", noted))
+        if not GPU:
+            stack.enter_context(mock.patch.object(graphs, "available", lambda: True))
+            stack.enter_context(mock.patch.object(graphs, "is_captured", lambda: False))
+            stack.enter_context(mock.patch.object(steps, "_allocator", in_place))
+            stack.enter_context(mock.patch.object(replay, "Replay", InPlace))
+        yield found
 
 
 def tensors(num_tokens: int = 20, hidden_size: int = 16, num_rows: int = 70) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,6 +248,98 @@ def test_same_bits(options: dict[str, Any]) -> None:
         return [loss.detach(), *(x.grad for x in given if x.grad is not None)]
 
     check(step)
+
+
+@pytest.mark.parametrize("case", ["exact", "groups of tokens", "filter"])
+def test_same_bits_as_graphs(case: str) -> None:
+    """The same two sets of tensors again and again. Catches: a graph at addresses that are not this call's."""
+    hidden, weight, labels = tensors()
+    both = [leaves(hidden, weight), leaves(hidden.flip(0), weight.flip(0))]
+    ones = [torch.ones((), device=DEVICE) for _ in both]
+
+    def step(given: list[Tensor], one: Tensor) -> list[Tensor]:
+        for leaf in given:
+            leaf.grad = None
+        with mock.patch("cce_dist.kernels.budget.LEAST_BYTES", 1 << 10), mock.patch("cce_dist.kernels.budget.ROWS", 16):
+            loss = loss_of(given, labels, **{"workspace_bytes": 1 << 20, **CASES[case]})
+            loss.backward(one)
+        return [loss.detach().clone(), *(x.grad.clone() for x in given if x.grad is not None)]
+
+    with mock.patch.object(replay, "available", lambda: False):
+        wanted = [step(*given) for given in zip(both, ones, strict=True)]
+    with replaying(), capturing() as captured:
+        for _ in range(4):
+            for given, one, right in zip(both, ones, wanted, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(step(given, one), right, strict=True))
+        assert len(captured) >= 2
+        assert all(graph.num_launches == 2 for graph in captured)
+
+
+class Stretch:
+    """A stretch of one step over two storages, whose captures are counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.address, self.done, self.works, self.captured_by_others = [0, 0, 0], [], True, False
+        monkeypatch.setattr(graphs, "capture", self._capture)
+        monkeypatch.setattr(graphs, "is_captured", lambda: self.captured_by_others)
+        step = lambda stream: self.done.append("step")  # noqa: E731
+        self.stretch = graphs.Together([step], self.address, [0, 2], torch.device("cpu"))
+
+    def _capture(self, steps_: Any, device: torch.device) -> Any:
+        self.done.append("capture")
+        where = tuple(self.address)
+
+        def launch(stream: int) -> bool:
+            self.done.append(("graph", stream, where))
+            return self.works
+
+        return SimpleNamespace(last_call=0, launch=launch) if self.works else None
+
+    def __call__(self, *address: int, stream: int = 5) -> list[Any]:
+        self.address[:] = address
+        self.done.clear()
+        self.stretch(stream)
+        return self.done.copy()
+
+
+def test_a_graph_is_launched_where_its_addresses_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a graph of other addresses or of another stream, one inside somebody's capture."""
+    stretch = Stretch(monkeypatch)
+    graph = ("graph", 5, (1, 2, 3))
+    assert [stretch(1, 2, 3) for _ in range(3)] == [["step"], ["capture", graph], [graph]]
+    assert stretch(1, 7, 3) == [graph]  # no step touches the storage that moved
+    assert stretch(1, 2, 4) == stretch(9, 2, 3) == stretch(1, 2, 3, stream=6) == ["step"]
+    stretch.captured_by_others = True
+    assert stretch(1, 2, 3) == stretch(1, 2, 4) == ["step"]
+    stretch.captured_by_others = False
+    assert stretch(1, 2, 3) == [graph]
+    assert stretch(1, 2, 4) == ["capture", ("graph", 5, (1, 2, 4))]
+
+
+def test_graphs_are_bounded_and_captures_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a cache that grows; captures at every step of a loop with more addresses than graphs; endless failures."""
+    stretch, most = Stretch(monkeypatch), graphs.MOST_GRAPHS
+    done = [stretch(n, 0, 0) for _ in range(4) for n in range(most + 4)]
+    assert sum("capture" in each for each in done) == most == len(stretch.stretch.graphs)
+    for n in range(1000):
+        assert stretch(n + most + 4, 0, 0) == ["step"]
+    assert len(stretch.stretch.seen) == graphs.MOST_SEEN
+    stretch(most + 1, 0, 0)
+    assert "capture" in stretch(most + 1, 0, 0)  # nobody launched the others any more
+    assert len(stretch.stretch.graphs) == most
+    stretch.works = False
+    failures = [stretch(-1, 0, 0) for _ in range(10)]
+    assert sum("capture" in each for each in failures) == graphs.MOST_FAILURES
+    assert all(each[-1] == "step" for each in failures)
+
+
+def test_a_graph_that_cuda_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a call that fails although its steps can be launched; another attempt at each call."""
+    stretch = Stretch(monkeypatch)
+    for _ in range(3):
+        stretch(1, 2, 3)
+    stretch.works = False
+    assert [stretch(1, 2, 3) for _ in range(2)] == [[("graph", 5, (1, 2, 3)), "step"], ["step"]]
 
 
 def test_other_uses() -> None:
