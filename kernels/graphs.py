@@ -1,12 +1,12 @@
 """Steps that the device gets as one: a CUDA graph, where their addresses come again.
 
-A launch costs the host 4 to 8 us, and a graph of 60 launches 2.5 (one H200's host, 2026-11). A graph has its addresses for good; a
-replay's tensors are where torch's allocator puts them. In a training loop the allocator serves the same requests from the same
-few blocks, step after step. So a stretch of steps is launched step by step at addresses that are new, captured as a graph when
-the same addresses come for the second time, and launched as that graph from then on. A capture costs the time of a few launches.
+A launch costs the host 4 to 8 us, and a graph of 60 launches 2.5 (one H200's host, 2026-11). A graph has its addresses for
+good; a replay's tensors are where torch's allocator puts them. In a training loop the allocator serves the same requests from
+the same few blocks, step after step. So a stretch of steps is launched step by step at addresses that are new, captured as a
+graph when the same addresses come for the second time, and launched as that graph from then on.
 
-A graph holds no tensor. It is launched only where this call's inputs, outputs and workspace have its addresses, whoever had them
-before, and it does what the steps would do there: the same kernels with the same arguments in the same order. A stretch has
+A graph holds no tensor. It is launched only where this call's inputs, outputs and workspace have its addresses, whoever had
+them before. There it does what the steps would do: the same kernels with the same arguments in the same order. A stretch has
 ``MOST_GRAPHS`` graphs. A further one takes the place of one that was not launched in the last ``PATIENCE`` calls. So a loop
 whose addresses never repeat pays for looking alone, and no loop captures at every step.
 
@@ -38,7 +38,7 @@ FEWEST_STEPS = 3  # that a graph is worth: it is launched in the time of two
 MOST_GRAPHS, MOST_SEEN = 8, 32  # of a stretch: graphs; addresses that came once
 MOST_ALIVE = 256  # graphs of the process: one of 60 launches holds 0.1 MiB of the device (H200, CUDA 13.0, 2026-11)
 PATIENCE = 64  # calls that a graph is kept for without being launched, if another wants its place
-MOST_FAILURES = 3  # of captures of a stretch: other threads that allocate meanwhile spoil one, too
+MOST_FAILURES = 16  # of captures of a stretch: another thread that allocates meanwhile spoils one, too
 
 
 @lru_cache(maxsize=1)
