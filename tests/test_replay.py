@@ -689,6 +689,34 @@ def test_places_do_not_meet() -> None:
                 assert apart or used[a][0] > used[b][1] or used[b][0] > used[a][1]
 
 
+def test_phases_hold_no_more_than_the_recorded_call() -> None:
+    """Large tensors one after another, beside more and more results. Catches: memory that is taken too early, too late, or
+    given back too early; a call that is cut although it need not be."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        results = []
+        for _ in range(3):
+            large = torch.empty(4 * len(x), device=DEVICE).fill_(2.0)
+            results.append(x * large.sum())
+        return tuple(results)
+
+    x = torch.ones(1 << 18, device=DEVICE)
+    with Tape([x]) as tape:
+        tape.returned(function(x))
+    for slack, num_phases in ((0, 6), (2 * x.nbytes, 1)):
+        with mock.patch.object(steps, "SLACK", slack):
+            plan = steps.Plan(tape, x.device)
+        found = steps.Replay(plan)([x], [x.data_ptr()], replay._stream(x.device))
+        assert all(torch.equal(a, b) for a, b in zip(found, function(x), strict=True))
+        assert len(plan.phases) == num_phases
+        there: set[int] = set()
+        for phase in plan.phases:
+            there |= set(phase.allocated)
+            # Two results and a large tensor of four times their size are what the recorded call had at most.
+            assert plan.workspace_bytes + sum(tape.sizes[n] for n in there) <= 6 * x.nbytes + slack + 4096
+            there -= set(phase.dropped)
+
+
 def test_an_unknown_launcher_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Catches: a Triton whose launcher takes other arguments; a switch that does nothing."""
     import triton
