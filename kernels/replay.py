@@ -7,14 +7,14 @@ shapes, strides, dtypes, alignments and options are the same. So a call is made 
 first     ordinarily
 second    ordinarily, while a tape notes it (``tape.py``)
 later     the tape's steps alone (``steps.py``): each kernel's compiled launcher, with addresses in place of tensors, and each
-          torch operator and collective again
+          torch operator and collective again; many launches as one where all addresses come again (``graphs.py``)
 
-A replay takes the tensors where they are, and holds no memory between calls; a CUDA graph has addresses and memory of its own.
-It decides on no arithmetic: it launches what was compiled for the recorded call, with the same numbers, so the bits are the
-same. It can be captured into a graph, and several threads and streams may replay the same call side by side.
+A replay takes the tensors where they are, and holds no memory between calls. It decides on no arithmetic: it launches what was
+compiled for the recorded call, with the same numbers, so the bits are the same. It can be captured into a CUDA graph by the
+user, and several threads and streams may replay the same call side by side.
 
-``CCE_DIST_REPLAY=0`` turns replays off. They need a GPU of NVIDIA and a Triton whose launcher is known; else, and while
-somebody has hooks on Triton's launches, every call is ordinary.
+``CCE_DIST_REPLAY=0`` turns replays off, and ``CCE_DIST_REPLAY=launches`` the graphs alone. Replays need a GPU of NVIDIA and a
+Triton whose launcher is known; else, and while somebody has hooks on Triton's launches, every call is ordinary.
 """
 
 from __future__ import annotations

@@ -482,17 +482,17 @@ def _unwatched(bring: Callable[[], Any]) -> Callable[[], Any]:
     return unwatched
 
 
-def _is_one_kernel(call: Any) -> bool:
+def _launches_alone(call: Any) -> bool:
     """Whether an operator's call is known to launch kernels alone: it allocates and draws nothing, and copies from no CPU."""
     constants: list[Tensor] = []
     mapped((call.args, call.kwargs), lambda value: constants.append(value) if isinstance(value, Tensor) else None)
     function = call.function
     if torch.Tag.pointwise in function.tags:  # a constant among its arguments becomes one of its kernel's
         return torch.Tag.nondeterministic_seeded not in function.tags
-    return function.overloadpacket in _ONE_KERNEL and not constants
+    return function.overloadpacket in _LAUNCHING and not constants
 
 
-_ONE_KERNEL = {
+_LAUNCHING = {
     aten.zero_, aten.fill_, aten.copy_, aten.masked_fill_, aten.where, aten.sum, aten.amax, aten.amin, aten.cat,
     aten.gather, aten.index_select,
 }  # fmt: skip
@@ -508,7 +508,7 @@ class _Op:
             self.made = _places(op.result)
         elif op.result is not None:
             call = _into_memory(op, replay.plan.device)
-        self.joins, self.places = not self.made and _is_one_kernel(call), _places(call)
+        self.joins, self.places = not self.made and _launches_alone(call), _places(call)
         self.function = call.function._op  # the overload itself, which its Python object calls
         args, self.kwargs = mapped((call.args, call.kwargs), replay.fixed)
         self.args = list(args)

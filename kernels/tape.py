@@ -1,7 +1,7 @@
 """What a call did, noted while it did it: the kernels it launched and the torch operators between them, with their tensors.
 
 A tape knows tensors by their place: a number of the storage, and an offset in it. The storages are those of the call's inputs
-and those that its operators made. Nothing is noted of views and of uninitialised memory but where they are. ``replay.py`` turns
+and those that its operators made. Nothing is noted of views and of uninitialised memory but where they are. ``steps.py`` turns
 a tape into steps that need neither the tensors nor the code that made them.
 
 A call that the tape cannot follow is refused, with a reason, and goes on undisturbed: one that reads a tensor nobody gave it,
