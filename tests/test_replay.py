@@ -617,6 +617,7 @@ OUTSIDE = torch.ones(9, device=DEVICE)
         pytest.param(lambda x, y, call: (x + y if x.sum() > 0 else x,), "no tensor", id="reads a value"),
         pytest.param(lambda x, y, call: (x + OUTSIDE,), "elsewhere", id="a tensor from elsewhere"),
         pytest.param(lambda x, y, call: (x + y,), "share memory", id="two parts of one tensor"),
+        pytest.param(lambda x, y, call: (x + 1,), "several devices", id="two devices"),
     ],
 )
 def test_what_cannot_be_followed_stays_ordinary(
@@ -627,7 +628,7 @@ def test_what_cannot_be_followed_stays_ordinary(
     with caplog.at_level("DEBUG", "cce_dist"):
         for value in (1.0, 2.0, -3.0, 4.0):
             x, y = torch.full((18,), value, device=DEVICE).split(9)
-            y = y if "memory" in reason else torch.ones(9, device=DEVICE)
+            y = y if "memory" in reason else torch.ones(9, device="meta" if "devices" in reason else DEVICE)
             assert torch.equal(replayed(x, y, 0)[0], function(x, y, 0)[0])
     assert reason in caplog.text
     assert list(replayed.plans.values()) == [None]
