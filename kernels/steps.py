@@ -48,6 +48,8 @@ class Plan:
         workspace_bytes: Of all of them together.
         made: Storages that a step makes.
         own: Storages to allocate.
+        numbers: Storages of 0-d tensors that the call is given or returns. One like a loss is somewhere else in each step where
+            somebody keeps those of all steps, so an operator on it is not to be a part of a graph.
         whole: Place of the tensor that a call has of each storage: what it is given, makes or allocates.
         phases: The steps of each phase, and the storages that it allocates and gives back.
     """
@@ -83,6 +85,8 @@ class Plan:
             lives = {n: live for n, live in lives.items() if n not in planned}
             stops = _cut(list(lives.values()), most - self.workspace_bytes, end)
         self.own = new - planned - self.made
+        outside = {*range(tape.num_inputs), *returned}
+        self.numbers = {n for n in outside if tape.firsts[n].size == ()}
         places = [place for use in (_places(tape.result), *uses) for place in use]
         self.whole = {
             n: _whole(n, tape.sizes[n], places) if n in self.own else place for n, place in enumerate(tape.firsts)
@@ -508,7 +512,9 @@ class _Op:
             self.made = _places(op.result)
         elif op.result is not None:
             call = _into_memory(op, replay.plan.device)
-        self.joins, self.places = not self.made and _launches_alone(call), _places(call)
+        self.places = _places(call)
+        apart = self.made or not replay.plan.numbers.isdisjoint(place.storage for place in self.places)
+        self.joins = not apart and _launches_alone(call)
         self.function = call.function._op  # the overload itself, which its Python object calls
         args, self.kwargs = mapped((call.args, call.kwargs), replay.fixed)
         self.args = list(args)

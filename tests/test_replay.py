@@ -332,6 +332,24 @@ def test_whatever_moves_is_seen() -> None:
         assert not is_right() and not is_right() and is_right() and is_right()
 
 
+def test_a_loss_that_is_kept_moves_no_graph() -> None:
+    """All losses of a loop are kept, so each is somewhere else. Catches: a graph that is for one of them alone."""
+
+    def function(x: Tensor, d_loss: Tensor, call: Any) -> tuple[Tensor, ...]:
+        scaled = x * (d_loss * 2)
+        loss = (scaled + 1).exp().sum() / 3
+        return loss, scaled - 1
+
+    replayed, kept, x = replay.Replayed(function, lambda call: ()), [], torch.linspace(-1, 1, 300, device=DEVICE)
+    with capturing() as launched:
+        for number in range(9):
+            d_loss = torch.tensor(float(number), device=DEVICE)
+            loss, y = replayed(x, d_loss, None)
+            assert torch.equal(loss, function(x, d_loss, None)[0]) and torch.equal(y, 2 * number * x - 1)
+            kept += [loss.detach().clone(), d_loss]
+    assert len(launched) >= 4
+
+
 class Stretch:
     """A stretch of one step over two storages, whose captures are counted."""
 
