@@ -35,9 +35,9 @@ import torch
 
 _LOG = logging.getLogger("cce_dist")
 FEWEST_STEPS = 3  # that a graph is worth: it is launched in the time of two
-MOST_GRAPHS, MOST_SEEN = 8, 32  # of a stretch: graphs; addresses that came once
+MOST_GRAPHS, MOST_SEEN = 32, 128  # of a stretch: graphs; addresses that came once
 MOST_ALIVE = 256  # graphs of the process: one of 60 launches holds 0.1 MiB of the device (H200, CUDA 13.0, 2026-11)
-PATIENCE = 64  # calls that a graph is kept for without being launched, if another wants its place
+PATIENCE = 256  # calls that a graph is kept for without being launched, if another wants its place
 MOST_FAILURES = 16  # of captures of a stretch: another thread that allocates meanwhile spoils one, too
 
 
@@ -57,14 +57,20 @@ class Together:
 
     Args:
         steps: Each takes the handle of a stream.
+        parts: The same steps, some of them together, for addresses that have no graph.
         address: Where a call's storages are, by their number; the steps read it.
         numbers: The storages that the steps touch.
     """
 
     def __init__(
-        self, steps: Sequence[Callable[[int], None]], address: list[int], numbers: Sequence[int], device: torch.device
+        self,
+        steps: Sequence[Callable[[int], None]],
+        parts: Sequence[Callable[[int], None]],
+        address: list[int],
+        numbers: Sequence[int],
+        device: torch.device,
     ) -> None:
-        self.steps, self.address, self.device = steps, address, device
+        self.steps, self.parts, self.address, self.device = steps, parts, address, device
         self.addresses = itemgetter(*numbers)
         self.graphs: OrderedDict[Any, Graph] = OrderedDict()
         self.seen: OrderedDict[Any, None] = OrderedDict()
@@ -81,8 +87,8 @@ class Together:
             if graph.launch(stream):
                 return
             self.failures = MOST_FAILURES
-        for step in self.steps:
-            step(stream)
+        for part in self.parts:
+            part(stream)
 
     def _captured_at_second_sight(self, key: Any) -> Graph | None:
         if key not in self.seen:

@@ -31,7 +31,7 @@ from cce_dist.kernels import graphs
 from cce_dist.kernels.tape import Again, Launch, Matrix, Op, Place, Tape, Thing, aten, mapped
 
 LARGE = 1 << 20  # bytes; an allocation of more costs as much time, and is worth giving back early
-SLACK = 2 << 20  # bytes that a call may take beyond the recorded one: what torch rounds a large allocation to
+SLACK = 4 << 20  # bytes that a call may take beyond the recorded one: twice what torch rounds a large allocation to
 ALIGNMENT = 512  # bytes, as the allocator's: a small tensor is as aligned as it was when the kernels were compiled
 MOST_ADDRESSES = 16  # of a matrix, whose tensor maps are kept
 WORKSPACE = 0  # the workspace's place among the tensors of a call; storage n of a tape is n + 1
@@ -49,7 +49,7 @@ class Plan:
         made: Storages that a step makes.
         own: Storages to allocate.
         numbers: Storages of 0-d tensors that the call is given or returns. One like a loss is somewhere else in each step where
-            somebody keeps those of all steps, so an operator on it is not to be a part of a graph.
+            somebody keeps those of all steps.
         whole: Place of the tensor that a call has of each storage: what it is given, makes or allocates.
         phases: The steps of each phase, and the storages that it allocates and gives back.
     """
@@ -75,15 +75,17 @@ class Plan:
             if isinstance(step, Again) or _into_memory(step, device) is None
         } & new
         lives = {n: (first[n], last[n], tape.sizes[n]) for n in sorted(new)}
-        most = SLACK + max(_alive(lives.values(), step, step) for step in range(end))
+        passing = [(number, number, _temporary_bytes(step, device)) for number, step in enumerate(tape.steps)]
+        most = SLACK + max(_alive([*lives.values(), *passing], step, step) for step in range(end))
         planned = new - returned - self.made
         self.offsets, self.workspace_bytes = lay_out(planned, tape.sizes, first, last)
         stops = [end]
-        if sum(tape.sizes[n] for n in new - planned) + self.workspace_bytes > most:
+        aside = sum(tape.sizes[n] for n in new - planned) + max((size for *_, size in passing), default=0)
+        if aside + self.workspace_bytes > most:
             planned = {n for n in planned if tape.sizes[n] <= LARGE}
             self.offsets, self.workspace_bytes = lay_out(planned, tape.sizes, first, last)
-            lives = {n: live for n, live in lives.items() if n not in planned}
-            stops = _cut(list(lives.values()), most - self.workspace_bytes, end)
+            others = [live for n, live in lives.items() if n not in planned]
+            stops = _cut([*others, *passing], most - self.workspace_bytes, end)
         self.own = new - planned - self.made
         outside = {*range(tape.num_inputs), *returned}
         self.numbers = {n for n in outside if tape.firsts[n].size == ()}
@@ -113,6 +115,13 @@ class Phase(NamedTuple):
     steps: slice
     allocated: list[int]
     dropped: list[int]
+
+
+def _temporary_bytes(step: Any, device: torch.device) -> int:
+    """What an operator may allocate while it works, if it is one that does: a sort takes about what it reads and writes."""
+    if not isinstance(step, Op) or _launches_alone(step if step.result is None else _into_memory(step, device) or step):
+        return 0
+    return sum(torch.Size(place.size).numel() * place.dtype.itemsize for place in _places(step))
 
 
 def _alive(lives: Iterable[tuple[int, int, int]], start: int, last: int) -> int:
@@ -266,16 +275,23 @@ class Replay:
         # Where launches alone touch the workspace, any memory will do.
         self.allocate = _allocator(Place(-1, 0, torch.uint8, (plan.workspace_bytes,), (1,)), plan.device)
 
-    def _joined(self, steps: Sequence[Any]) -> list[Callable[[int], None]]:
-        """Make one step of each stretch of steps that can be launched as one."""
+    def _joined(self, steps: Sequence[Any], loose: Set[int] = frozenset()) -> list[Callable[[int], None]]:
+        """Make one step of each stretch of steps that can be launched as one and touch no loose storage.
+
+        Where a stretch is at new addresses, what it holds apart from numbers may still be where it was.
+        """
         joined: list[Callable[[int], None]] = []
-        for joins, group in groupby(steps, lambda step: step.joins):
+        for joins, group in groupby(
+            steps, lambda step: step.joins and loose.isdisjoint(place.storage for place in step.places)
+        ):
             stretch = list(group)
-            if joins and len(stretch) >= graphs.FEWEST_STEPS and graphs.available():
-                numbers = sorted({self.source(place)[0] for step in stretch for place in step.places})
-                joined.append(graphs.Together(stretch, self.address, numbers, self.plan.device))
-            else:
+            if not joins or len(stretch) < graphs.FEWEST_STEPS or not graphs.available():
                 joined += stretch
+                continue
+            storages = {place.storage for step in stretch for place in step.places}
+            parts = stretch if storages.isdisjoint(self.plan.numbers) else self._joined(stretch, self.plan.numbers)
+            numbers = sorted({self.source(place)[0] for step in stretch for place in step.places})
+            joined.append(graphs.Together(stretch, parts, self.address, numbers, self.plan.device))
         return joined
 
     def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int], stream: int) -> Any:
@@ -513,8 +529,7 @@ class _Op:
         elif op.result is not None:
             call = _into_memory(op, replay.plan.device)
         self.places = _places(call)
-        apart = self.made or not replay.plan.numbers.isdisjoint(place.storage for place in self.places)
-        self.joins = not apart and _launches_alone(call)
+        self.joins = not self.made and _launches_alone(call)
         self.function = call.function._op  # the overload itself, which its Python object calls
         args, self.kwargs = mapped((call.args, call.kwargs), replay.fixed)
         self.args = list(args)

@@ -358,7 +358,7 @@ class Stretch:
         monkeypatch.setattr(graphs, "capture", self._capture)
         monkeypatch.setattr(graphs, "is_captured", lambda: self.captured_by_others)
         step = lambda stream: self.done.append("step")  # noqa: E731
-        self.stretch = graphs.Together([step], self.address, [0, 2], torch.device("cpu"))
+        self.stretch = graphs.Together([step], [step], self.address, [0, 2], torch.device("cpu"))
 
     def _capture(self, steps_: Any, device: torch.device) -> Any:
         self.done.append("capture")
