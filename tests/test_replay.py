@@ -843,9 +843,11 @@ def test_two_ranks(ranks2: Callable[..., None]) -> None:
     ranks2(_on_ranks)
 
 
-def training(options: dict[str, Any], seed: int = 1) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
+def training(
+    options: dict[str, Any], seed: int = 1, sizes: tuple[int, int, int] = (20, 16, 70)
+) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
     """Return a step that leaves nothing behind, and what it has to return."""
-    hidden, weight, labels = tensors()
+    hidden, weight, labels = tensors(*sizes)
     given = leaves(hidden.roll(seed, 1), weight)
 
     def step() -> list[Tensor]:
@@ -864,8 +866,8 @@ OF_A_GPU = pytest.mark.parametrize("options", [{}, {"grad_filter": GradFilter(al
 
 @needs_gpu
 @OF_A_GPU
-def test_graphs_wait_for_nothing_and_hold_no_memory(options: dict[str, Any]) -> None:
-    """Catches: a capture or a launch that waits for the device; memory that a graph keeps, or that replays take more of."""
+def test_graphs_wait_for_nothing(options: dict[str, Any]) -> None:
+    """Catches: a capture or a launch that waits for the device."""
     step, wanted = training(options)
     torch.cuda.synchronize()
     with replaying(), capturing() as launched:
@@ -877,18 +879,25 @@ def test_graphs_wait_for_nothing_and_hold_no_memory(options: dict[str, Any]) -> 
         assert not asleep.query(), "the device was waited for, or the host is very slow"
         assert len(launched) >= 4
         assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
-        del found
 
-        def peak() -> int:
-            torch.cuda.reset_peak_memory_stats()
-            before, _ = torch.cuda.memory_allocated(), step()
-            return torch.cuda.max_memory_allocated() - before
 
-        held = torch.cuda.memory_allocated()
-        replayed = peak()
-        assert torch.cuda.memory_allocated() == held
-        with mock.patch.object(replay, "available", lambda: False):
-            assert replayed <= peak() + steps.SLACK
+@needs_gpu
+@OF_A_GPU
+def test_peak_is_that_of_ordinary_calls(options: dict[str, Any]) -> None:
+    """Catches: memory that a replay takes before it needs it, and that a sort's own memory is added to."""
+    step, _ = training(options, sizes=(512, 64, 4096))
+
+    def peak() -> int:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        assert torch.cuda.memory_allocated() == before
+        return torch.cuda.max_memory_allocated() - before
+
+    with mock.patch.object(replay, "available", lambda: False):
+        ordinary = peak()
+    assert max(peak() for _ in range(6)) <= ordinary + steps.SLACK
 
 
 @needs_gpu
