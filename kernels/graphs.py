@@ -8,8 +8,8 @@ graph when the same addresses come for the second time, and launched as that gra
 A graph holds no tensor. It is launched only where this call's inputs, outputs and workspace have its addresses, whoever had
 them before. There it does what the steps would do: the same kernels with the same arguments in the same order. A stretch has
 ``MOST_GRAPHS`` graphs. A further one takes the place of one that was not launched in the last ``PATIENCE`` calls. So a loop
-whose addresses never repeat pays for looking alone, and no loop captures at every step. Where a stretch is at new addresses, its
-parts that touch no loss are looked up by themselves: a loop that keeps its losses has each of them somewhere else.
+whose addresses never repeat pays for looking alone, and no loop captures at every step. Where a stretch is at new addresses,
+its parts that touch no loss are looked up by themselves: a loop that keeps its losses has each of them somewhere else.
 
 The capture is CUDA's own, on a stream that nothing else runs on, and waits for nothing. ``torch.cuda.CUDAGraph`` would take the
 device's random generator into the capture, and another thread that draws a number meanwhile would fail. So a stretch has only
