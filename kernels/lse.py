@@ -37,6 +37,7 @@ from cce_dist.kernels.blocks import (
     tile_of_logits,
 )
 from cce_dist.kernels.budget import NUM_PLANES, cdiv, num_parts
+from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.tiles import Tile, Tiles, num_programs, precision
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
@@ -131,6 +132,7 @@ def lse_partials(
         MASK_V=logits.num_valid % tile.cols != 0, WANT_BELOW=want.uniform, WANT_MOMENT=want.entropy,
         WANT_SQUARE=want.sum_p_squared, WANT_BEST=want.best,
         KEEP_EXP=exp_RV is not None, WANT_SLOPED=want_sloped, MARK=marks is not None,
+        FAST=has_fast_math() and not want.best,  # with which all measures together would spill
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
@@ -179,6 +181,7 @@ def _lse_kernel(
     KEEP_EXP: tl.constexpr,
     WANT_SLOPED: tl.constexpr,
     MARK: tl.constexpr,
+    FAST: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -244,7 +247,7 @@ def _lse_kernel(
         else:
             new_shift = tl.where(new_max > float("-inf"), new_max, 0.0)
         drop = new_shift - shift  # An empty sum of 0 stays 0 whatever this is.
-        e = tl.exp(z - new_shift[:, None])
+        e = _exp(z - new_shift[:, None], FAST)
         if WANT_BELOW:
             in_v = (tile * BLOCK_V + tl.arange(0, BLOCK_V) < num_valid)[None, :]
             below += count * tl.where(count > 0, drop, 0.0) + tl.sum(tl.where(in_v, new_shift[:, None] - z, 0.0), 1)
@@ -259,7 +262,7 @@ def _lse_kernel(
             small = e * SMALLER
             square = tl.where(square > 0, square * tl.exp(-2 * drop), square) + tl.sum(small * small, 1)
         if MARK:
-            _mark(words_ptr, e, threshold - new_shift, tile, offs_n, in_n, num_words, BLOCK_N, BLOCK_V)
+            _mark(words_ptr, e, threshold - new_shift, tile, offs_n, in_n, num_words, BLOCK_N, BLOCK_V, FAST)
         if WANT_SLOPED:
             e = sloped(e, z, bound)
             sum_sloped = tl.where(sum_sloped > 0, sum_sloped * tl.exp(-drop), sum_sloped) + tl.sum(e, 1)
@@ -301,13 +304,22 @@ def _moment(moment, sum_exp, e, z, top, drop, rise):
 
 
 @triton.jit
+def _exp(x, FAST: tl.constexpr):
+    """tl.exp, bit for bit; with FAST 0 instead of numbers below 2^-126, by two instructions instead of five."""
+    if FAST:
+        return fast_exp2(x * LOG2_E, FAST)
+    else:
+        return tl.exp(x)
+
+
+@triton.jit
 def _mark(
-    words_ptr, e, limit, tile, offs_n, in_n, num_words, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr
+    words_ptr, e, limit, tile, offs_n, in_n, num_words, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
     """Store one bit per logit of a tile, 0 where its exponential is below that of ``limit``."""
     # Compare exponentials, not logits: z may then leave its registers. NaN counts as kept; if the limit underflows, the whole
     # row is kept.
-    dropped = e < tl.exp(limit)[:, None]
+    dropped = e < _exp(limit, FAST)[:, None]
     bits = tl.where(dropped, 0, 1 << (tl.arange(0, BLOCK_V) % 32)[None, :])
     words = tl.sum(tl.reshape(bits, (BLOCK_N, BLOCK_V // 32, 32)), 2).to(tl.int32)
     offs_w = tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)
