@@ -19,6 +19,7 @@ inside the loop above it would cost registers.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -124,7 +125,8 @@ def lse_partials(
         words_RW,
         # sizes
         num_rows, hidden_size, logits.num_valid, partials_KPR.shape[1], span.first, span.last, span.num_parts,
-        span.first_part, 0 if exp_RV is None else exp_RV.shape[1], 0 if words_RW is None else words_RW.shape[1],
+        span.first_part, *longest_first(span.last - span.first, span.num_parts),
+        0 if exp_RV is None else exp_RV.shape[1], 0 if words_RW is None else words_RW.shape[1],
         # options
         logits.logit_scale, logits.softcap, log_eps,
         HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.softcap > 0.0,
@@ -142,6 +144,20 @@ def lse_partials(
 def choose_splits(num_rows: int, num_tiles: int, tile: Tile, device: torch.device) -> int:
     """Return the number of parts that the vocabulary is cut into."""
     return num_parts(num_rows, num_tiles, tile.rows, num_programs(device))
+
+
+def longest_first(num_tiles: int, num_parts: int) -> tuple[int, int]:
+    """Return ``alike`` and ``step``, the numbers that order the parts of a span so that those with a tile more come first.
+
+    A device that runs them in the order of their columns would wait for the last ones with a tile more: with 501 tiles in 33
+    parts and 64 row blocks 132 programs at a time take as long as 250 tiles in a row, and 244 in this order.
+
+    Part s ends before tile (s + 1) num_tiles // num_parts. It has a tile more where s r mod P is P - r or above, r being the
+    remainder of num_tiles by P = num_parts. Where r and P have a divisor in common, that many parts are ``alike``, P over it
+    from one to the next. Among the others s r mod P counts down from P - 1 as s is multiplied by ``step``, r's inverse mod P.
+    """
+    alike = math.gcd(num_tiles, num_parts)
+    return alike, pow(num_tiles // alike, -1, num_parts // alike)
 
 
 @kernel("hidden", "weight", "bias_ptr", "partial_ptr", "exp", "words_ptr", "hidden_size", "exp_cols")
@@ -165,6 +181,8 @@ def _lse_kernel(
     last_tile,
     num_splits,
     first_split,
+    alike,
+    step,
     exp_cols,
     num_words,
     logit_scale,
@@ -195,7 +213,9 @@ def _lse_kernel(
     pid = tl.program_id(0)
     if pid >= num_row_blocks * num_splits:
         return
-    row_block, split = row_and_split(pid, num_row_blocks, num_splits, GROUP)
+    row_block, turn = row_and_split(pid, num_row_blocks, num_splits, GROUP)
+    period = num_splits // alike
+    split = turn % alike * period + (period - 1 - turn // alike) * step % period  # see longest_first
     row = row_block * BLOCK_N
     offs_n = row + tl.arange(0, BLOCK_N)
     in_n = offs_n < num_rows
