@@ -18,9 +18,9 @@ from cce_dist import merge
 from cce_dist.agree import label_error
 from cce_dist.call import SCHEMA, Call
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
-from cce_dist.kernels.ahead import rehearse
 from cce_dist.kernels.backends import Backend, choose, num_counted, top_keys
 from cce_dist.kernels.more import any_id, cell_gradients, largest_keys, masked, merge_more, of_keys
+from cce_dist.kernels.rehearsal import rehearse
 from cce_dist.kernels.tape import again
 from cce_dist.once import Operator, refuse_transforms, replayed
 from cce_dist.shard import even_rows

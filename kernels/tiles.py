@@ -143,7 +143,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 def real_device(device: torch.device) -> torch.device:
-    """Return the device whose kernels a call takes: in a rehearsal (``ahead.py``), whose tensors have none, the current one."""
+    """Return the device whose kernels a call takes: in a rehearsal, whose tensors are on "meta", the current one."""
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "meta" else device
 
 

@@ -30,6 +30,7 @@ import pretend_gpu
 import torch
 import triton
 from triton import knobs
+from triton.backends import backends
 from triton.runtime.jit import JITFunction
 
 HIP, CAPABILITY = pretend_gpu.kind(sys.argv[1])
@@ -47,7 +48,7 @@ def stop(*args: Any) -> None:
 
 def laid_out(module: Any, metadata: dict[str, Any], lower: Any) -> str:
     """Run the stage that lays a kernel out in shared memory as far as that, without its way to LLVM."""
-    backend: Any = sys.modules[triton.backends.backends["amd" if HIP else "nvidia"].compiler.__module__]
+    backend: Any = sys.modules[backends["amd" if HIP else "nvidia"].compiler.__module__]
     own = (backend.amd if HIP else backend.nvidia).passes.ttgpuir
     passes = (own, "add_to_llvmir"), *((backend.passes.convert, f"add_{name}_to_llvmir") for name in ("cf", "arith"))
     with contextlib.ExitStack() as stack:
@@ -106,7 +107,7 @@ def stages_of(backend: Any = None, stages: Any = None, *others: Any) -> Any:
     return None
 
 
-knobs.runtime.add_stages_inspection_hook = stages_of
+knobs.runtime.add_stages_inspection_hook = stages_of  # pyright: ignore
 seen: dict[int, Any] = {}
 
 

@@ -88,6 +88,7 @@ def main() -> None:
     begin("log-probs with entropy")
     hidden, weight = (torch.randn(n, 640).bfloat16().requires_grad_() for n in (600, 5000))
     out = linear_log_probs(hidden, weight, torch.arange(600), backend="triton", entropy=True)
+    assert out.entropy is not None
     (out.log_probs.sum() + out.entropy.sum()).backward()
     told()
 
