@@ -20,6 +20,7 @@ from cce_dist.call import SCHEMA, Call
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, choose, num_counted, top_keys
 from cce_dist.kernels.more import any_id, cell_gradients, largest_keys, masked, merge_more, of_keys
+from cce_dist.kernels.rehearsal import rehearse
 from cce_dist.kernels.tape import again
 from cce_dist.once import Operator, refuse_transforms, replayed
 from cce_dist.shard import even_rows
@@ -53,7 +54,9 @@ def _run_forward(
     grad_weight_out: Tensor | None, call: Call,
 ) -> tuple[Any, ...]:  # fmt: skip
     layout, group = call.layout, merge.resolve(call.layout.group_name)
-    backend, spec = _chosen(call, Operands(hidden, weight, bias, labels, call.spec.logits), group)
+    x = Operands(hidden, weight, bias, labels, call.spec.logits)
+    backend, spec = _chosen(call, x, group)
+    rehearse(backend, spec, x, grad_weight_out)
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
         return backend.merged_lse(merge.gather_stats(stats_3N, group))

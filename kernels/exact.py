@@ -157,10 +157,16 @@ def _keep_exponentials(
     """Run the log-sum-exp over a span, keeping its exponentials and each row's reference: the first tile's maximum."""
     num_rows = rows.index.shape[0]
     first_KPR = new_partials(1, num_rows, NOTHING_MORE, partials_KPR)
-    lse_partials(x, rows, tiles, Span(0, 1, 1), first_KPR)
+    lse_partials(x, rows, _halved(tiles), Span(0, 1, 1), first_KPR)
     keep = Keep(first_KPR[MAX.value, 0], kept.exp_NV, partials_KPR.new_empty(span.last, num_rows))
     lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want)
     level(keep, rows, kept.reference[0], tiles.lse.cols)
+
+
+def _halved(tiles: Tiles) -> Tiles:
+    """Half as many rows to a program, by half as many warps: one tile a row would leave half of a device without work."""
+    tile = tiles.lse
+    return tiles._replace(lse=tile._replace(rows=tile.rows // 2, warps=tile.warps // 2)) if tile.warps >= 8 else tiles
 
 
 def _make_anew(x: Operands, order: list[torch.Tensor], kept: Kept, tiles: Tiles, want: Want) -> None:
