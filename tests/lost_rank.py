@@ -63,7 +63,9 @@ class Group:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Kill a rank of a group, and go on with as many ranks, or with others.")
+    parser = argparse.ArgumentParser(
+        description="Kill a rank of a group, and go on with as many ranks, or with others."
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--then", type=int, default=1, help="ranks that the second lost run goes on with")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
