@@ -111,13 +111,16 @@ stages() {
     heads stage-deepspeed 110 "${SHAPES:-llama-3-8b}" --stage deepspeed --tp "$ranks"
 }
 
-# The layout: two pipeline stages from 4 ranks on, two data-parallel halves from 8 on, tensor-parallel ranks else.
+# The layout: from 4 ranks on two data-parallel halves for torch, and two pipeline stages for the others, which have halves from 8
+# ranks on; tensor-parallel ranks else.
 pretrain() {
-    local pp=$((ranks % 4 == 0 ? 2 : 1)) dp=$((ranks % 8 == 0 ? 2 : 1)) half=(--dtype bfloat16 --batch-size $((4 * ranks)) --accumulate 2)
+    local two=$((ranks % 4 == 0 ? 2 : 1)) dp=$((ranks % 8 == 0 ? 2 : 1)) engine
+    local half=(--dtype bfloat16 --batch-size $((4 * ranks)) --accumulate 2)
     [ "$device" = cuda ] || half=()
-    train step torch 75 --tp $((ranks / dp)) --dp "$dp" "${half[@]}"
-    train on_gpus megatron 75 --tp $((ranks / pp / dp)) --pp "$pp" --dp "$dp" "${half[@]}"
-    train on_gpus deepspeed 75 --tp $((ranks / pp / dp)) --pp "$pp" --dp "$dp" "${half[@]}"
+    train step torch 75 --tp $((ranks / two)) --dp "$two" "${half[@]}"
+    for engine in megatron deepspeed; do
+        train on_gpus "$engine" 75 --tp $((ranks / two / dp)) --pp "$two" --dp "$dp" "${half[@]}"
+    done
 }
 
 kill_and_go_on() {
@@ -127,8 +130,11 @@ kill_and_go_on() {
 
 for part in "${parts[@]}"; do
     case $part in
+        verify) verify ;;
+        bench) bench ;;
+        stages) stages ;;
+        pretrain) pretrain ;;
         kill) kill_and_go_on ;;
-        *) "$part" ;;
     esac
 done
 
