@@ -48,11 +48,11 @@ CUT_BATCH, CUT_ACCUMULATE = 64, 4
 
 
 def recipes(engine: str, kind: str, size: int) -> Iterator[tuple[str, Recipe]]:
-    common = {"engine": engine, "device": "cuda", "dtype": "bfloat16", "warmup": 4}
+    common: dict[str, Any] = {"engine": engine, "device": "cuda", "dtype": "bfloat16", "warmup": 4}
     if kind == "batches":
         for sequences in (16, 4, 1):
             for loss in LOSSES_OF_BATCHES:
-                split = {"batch_size": 16, "accumulate": 16 // sequences, "tp": size}
+                split: dict[str, Any] = {"batch_size": 16, "accumulate": 16 // sequences, "tp": size}
                 yield f"base, {sequences}", Recipe(shape=PRESETS["base"], loss=loss, **split, **common)
         return
     pp, common = size, common | {"pp": size}
