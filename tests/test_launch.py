@@ -137,7 +137,8 @@ def test_a_group_is_measured_as_far_as_cpus_can(tmp_path: Path) -> None:
     assert outcome == ran | dict.fromkeys(others, "not run: it needs GPUs")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["log.txt", "pretrain-torch.jsonl", "table.md"]
     assert '"step": 2' in (tmp_path / "out" / "pretrain-torch.jsonl").read_text()
-    assert "gone on with 1 ranks" in (tmp_path / "out" / "log.txt").read_text()
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert "gone on with 1 ranks" in log and "started again in the same bits" in log
     failing = environment | {"PYTHON": "false"}
     failed = subprocess.run([*command, "verify"], env=failing, capture_output=True, text=True)
     assert failed.returncode == 1 and "| verify | failed, exit code 1 |" in failed.stdout
