@@ -93,9 +93,9 @@ verify() {
 }
 
 bench() {
-    local group=(cce-dist-default cce-dist-cached cce-dist-filtered torch-compile megatron-fused) sizes=$ranks known
+    local group=(cce-dist-default cce-dist-cached cce-dist-filtered torch-compile megatron megatron-fused) sizes=$ranks known
     if [ "$ranks" -gt 1 ]; then
-        group+=(cce-dist-default-sp cce-dist-filtered-sp)
+        group+=(cce-dist-default-sp cce-dist-filtered-sp megatron-fused-sp torch-loss-parallel deepspeed)
         sizes=$ranks,1
     fi
     # A name that bench does not know is an error: rows of libraries that are not installed are left out.

@@ -3,7 +3,7 @@
     python tests/steps_for_plan.py torch sizes steps.json
     torchrun --nproc-per-node 2 tests/steps_for_plan.py megatron cuts steps.json
     torchrun --nproc-per-node 2 tests/steps_for_plan.py deepspeed batches steps.json
-    python tests/steps_for_plan.py torch show steps.json more.json
+    python tests/steps_for_plan.py show steps.json more.json
 
 "sizes" are four models with each loss, on one GPU or as an even pipeline over two. "cuts" are all cuts of one model over two
 GPUs. "batches" are microbatches of 16, 4 and 1 sequences of one step, the vocabulary split over all ranks; "show" prints their
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from cce_dist import report
 from cce_dist.pretrain.ranks import Ranks, make_mesh
 from cce_dist.pretrain.recipe import ENGINES, PRESETS, Recipe, Shape
 from cce_dist.pretrain.train import make_deterministic
@@ -128,31 +129,29 @@ def keep_weights() -> None:
 
 
 def show(files: list[str]) -> None:
-    """Print tokens/s and the largest peak of each engine, number of ranks and microbatch, a column for each loss."""
+    """Print tokens/s and the largest peak of each engine, number of GPUs and microbatch, a column for each loss."""
     runs = [run for file in files for run in json.loads(Path(file).read_text())]
-    rows: dict[tuple[str, int, str], dict[str, Any]] = {}
+    rows: dict[tuple[str, int, int], dict[str, Any]] = {}
     for run in runs:
-        rows.setdefault((run["engine"], run["tp"], run["model"].partition(", ")[2]), {})[run["loss"]] = run
-    print("| engine, GPUs, sequences | " + " | ".join(LOSSES_OF_BATCHES) + " | exact / dense | filtered / exact |")
-    print("|---|" + "---:|" * (len(LOSSES_OF_BATCHES) + 2))
+        rows.setdefault((run["engine"], run["tp"], run["batch_size"] // run["accumulate"]), {})[run["loss"]] = run
+    table = []
     for (engine, size, sequences), by_loss in rows.items():
         speed = {loss: run["batch_size"] * run["shape"]["seq_len"] / median(run) for loss, run in by_loss.items()}
-        cells = [
-            f"{speed[loss]:,.0f}; {max(by_loss[loss]['peak_bytes']) / 2**20:,.0f}" if loss in speed else "-"
-            for loss in LOSSES_OF_BATCHES
-        ]
-        pairs = (("exact", "dense"), ("filtered", "exact"))
-        cells += [f"{speed[one] / speed[other]:.3f}" if {one, other} <= speed.keys() else "-" for one, other in pairs]
-        print(f"| {engine}, {size}, {sequences} | " + " | ".join(cells) + " |")
+        cells = {"engine, GPUs, sequences": f"{engine}, {size}, {sequences}"}
+        for loss in LOSSES_OF_BATCHES:
+            peak = max(by_loss[loss]["peak_bytes"]) / 2**20 if loss in speed else 0
+            cells[loss] = f"{speed[loss]:,.0f}; {peak:,.0f}" if loss in speed else "-"
+        for one, other in (("exact", "dense"), ("filtered", "exact")):
+            cells[f"{one} / {other}"] = f"{speed[one] / speed[other]:.3f}" if {one, other} <= speed.keys() else "-"
+        table.append(cells)
+    print("\n".join(report.table(table)))
 
 
 def median(run: dict[str, Any]) -> float:
     return sorted(run["seconds"])[len(run["seconds"]) // 2]
 
 
-def main(engine: str, kind: str, out: str, *more: str) -> None:
-    if kind == "show":
-        return show([out, *more])
+def main(engine: str, kind: str, out: str) -> None:
     warnings.filterwarnings("ignore")
     device = own_device("cuda")
     if in_torchrun():
@@ -188,4 +187,7 @@ def main(engine: str, kind: str, out: str, *more: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "show":
+        show(sys.argv[2:])
+    else:
+        main(*sys.argv[1:])
