@@ -15,6 +15,7 @@
 #
 # DEVICE   cuda (default) or cpu, where only verify, the torch engine and kill run
 # SHAPES, TOKENS, REPEATS   of bench (default: Llama-3-8B and Gemma-2-2B; 8192; 4) and of the stages (Llama-3-8B)
+# SIZES    of bench's groups (default: T,1)
 # PRESET, STEPS, CORPUS     of pretrain (default: base, 20, Python's standard library)
 # LIMIT    seconds of a step at most (default: its own limit)
 # ONLY     text in the names of verify's cases (default: all)
@@ -93,10 +94,11 @@ verify() {
 }
 
 bench() {
-    local group=(cce-dist-default cce-dist-cached cce-dist-filtered torch-compile megatron megatron-fused) sizes=$ranks known
+    local group=(cce-dist-default cce-dist-cached cce-dist-filtered torch-compile megatron megatron-fused)
+    local sizes=${SIZES:-$ranks} known
     if [ "$ranks" -gt 1 ]; then
+        sizes=${SIZES:-$ranks,1}
         group+=(cce-dist-default-sp cce-dist-filtered-sp megatron-fused-sp torch-loss-parallel deepspeed)
-        sizes=$ranks,1
     fi
     # A name that bench does not know is an error: rows of libraries that are not installed are left out.
     if [ "$device" = cuda ]; then
