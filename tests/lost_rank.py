@@ -29,14 +29,14 @@ class Group:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.ranks, self.then = options.ranks, options.then
-        self.device, self.engine, self.folder = options.device, options.engine, folder
+        self.device, self.folder = options.device, folder
         self.start = "spawn" if options.device == "cuda" else "forkserver"
 
     def run(self, name: str, ranks: int, *more: str, kill_one: bool = False) -> int:
         """Run to the end, or until a rank is killed after step EVERY + 1; return the exit code."""
         out, text = self.folder / name, ["--corpus", str(Path(__file__).parent), "--pattern", "*.py"]
         sizes = ["--preset", "toy", "--batch-size", "16", "--steps", str(STEPS), "--warmup", "4", "--eval-every", "6"]
-        keep = ["--eval-batches", "2", "--checkpoint-every", str(EVERY), "--timeout", "60", "--engine", self.engine]
+        keep = ["--eval-batches", "2", "--checkpoint-every", str(EVERY), "--timeout", "60"]
         place = ["--tp", str(ranks), "--device", self.device, "--cache", str(self.folder / "cache"), "--out", str(out)]
         argv = ["pretrain", *text, *sizes, *keep, *place, *more]
         with Command(argv, self.folder / f"{name}.log", start=self.start) as command:
@@ -69,7 +69,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--then", type=int, default=1, help="ranks that the second lost run goes on with")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--engine", choices=("torch", "megatron", "deepspeed"), default="torch")
     options = parser.parse_args(argv)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lost-rank-") as folder:
