@@ -6,8 +6,9 @@
     python tests/steps_for_plan.py show steps.json more.json
 
 "sizes" are four models with each loss, on one GPU or as an even pipeline over two. "cuts" are all cuts of one model over two
-GPUs. "batches" are microbatches of 16, 4 and 1 sequences of one step, the vocabulary split over all ranks; "show" prints their
-table. Ids are drawn by Zipf's law. The file gets, for each run, the seconds of each timed step and the peak of each rank.
+GPUs. "batches" are microbatches of 16, 4 and 1 sequences of one step, the vocabulary split over all ranks, and "large-head"
+those of a model with four times the vocabulary; "show" prints their table. Ids are drawn by Zipf's law. The file gets, for each
+run, the seconds of each timed step and the peak of each rank.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ from cce_dist.ranks import in_torchrun, join, own_device
 WARM, TIMED = 3, 4
 WARM_OF_BATCHES, TIMED_OF_BATCHES = 6, 12
 LOSSES_OF_BATCHES = ("dense", "exact", "filtered")
+BATCHES = {  # models whose steps are cut into microbatches; a filter pays on the second one's head
+    "batches": ("base", PRESETS["base"]),
+    "large-head": ("base-128k", dataclasses.replace(PRESETS["base"], num_layers=6, vocab_size=131072)),
+}
 SIZES = {
     "wide": (PRESETS["wide"], 16),
     "wide-12": (dataclasses.replace(PRESETS["wide"], num_layers=12, seq_len=1024), 8),
@@ -50,11 +55,12 @@ CUT_BATCH, CUT_ACCUMULATE = 64, 4
 
 def recipes(engine: str, kind: str, size: int) -> Iterator[tuple[str, Recipe]]:
     common: dict[str, Any] = {"engine": engine, "device": "cuda", "dtype": "bfloat16", "warmup": 4}
-    if kind == "batches":
+    if kind in BATCHES:
+        name, shape = BATCHES[kind]
         for sequences in (16, 4, 1):
             for loss in LOSSES_OF_BATCHES:
                 split: dict[str, Any] = {"batch_size": 16, "accumulate": 16 // sequences, "tp": size}
-                yield f"base, {sequences}", Recipe(shape=PRESETS["base"], loss=loss, **split, **common)
+                yield f"{name}, {sequences}", Recipe(shape=shape, loss=loss, **split, **common)
         return
     pp, common = size, common | {"pp": size}
     if kind == "sizes":
@@ -105,7 +111,7 @@ def forget(engine: str, kind: str) -> None:
         groups._release_process_group_references()
     gc.collect()
     torch.cuda.empty_cache()
-    if kind == "batches":
+    if kind in BATCHES:
         return
     # Hooks of a framework's models outlive them in circles that pass through C++.
     for each in gc.get_objects():
@@ -131,13 +137,13 @@ def keep_weights() -> None:
 def show(files: list[str]) -> None:
     """Print tokens/s and the largest peak of each engine, number of GPUs and microbatch, a column for each loss."""
     runs = [run for file in files for run in json.loads(Path(file).read_text())]
-    rows: dict[tuple[str, int, int], dict[str, Any]] = {}
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for run in runs:
-        rows.setdefault((run["engine"], run["tp"], run["batch_size"] // run["accumulate"]), {})[run["loss"]] = run
+        rows.setdefault((run["engine"], run["model"], run["tp"]), {})[run["loss"]] = run
     table = []
-    for (engine, size, sequences), by_loss in rows.items():
+    for (engine, model, size), by_loss in rows.items():
         speed = {loss: run["batch_size"] * run["shape"]["seq_len"] / median(run) for loss, run in by_loss.items()}
-        cells = {"engine, GPUs, sequences": f"{engine}, {size}, {sequences}"}
+        cells = {"engine, GPUs, model, sequences": f"{engine}, {size}, {model}"}
         for loss in LOSSES_OF_BATCHES:
             peak = max(by_loss[loss]["peak_bytes"]) / 2**20 if loss in speed else 0
             cells[loss] = f"{speed[loss]:,.0f}; {peak:,.0f}" if loss in speed else "-"
@@ -159,7 +165,7 @@ def main(engine: str, kind: str, out: str) -> None:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if engine == "megatron":
         keep_weights()
-    steps_of = (WARM_OF_BATCHES, TIMED_OF_BATCHES) if kind == "batches" else (WARM, TIMED)
+    steps_of = (WARM_OF_BATCHES, TIMED_OF_BATCHES) if kind in BATCHES else (WARM, TIMED)
     found = []
     for name, recipe in recipes(engine, kind, world):
         ranks = Ranks(device, rank, world, recipe.tp, recipe.dp, recipe.pp)
