@@ -101,10 +101,11 @@ class Costs(NamedTuple):
     latency: float = 10e-6
 
 
-# docs/results/h200.json, h200-tp2.json, h200-stage-*.json and an older h200-tp4.json, read before November 22, 2026: ``slowest`` from the
-# plain products at T = 1, 2 and 4; ``backward`` from the rows of cce-dist-cached less those products. ``sorted`` is from an
-# older filter. ``filter_fixed`` to ``rarer`` are a fit of five numbers to the 24 filtered times of h200-ladder.json and
-# h200-captured-*.json, which it meets within 11 %. Our launches are those of docs/results.md#small-shards.
+# docs/results/h200.json, h200-tp2.json, h200-stage-*.json and an older file of four GPUs, read before November 22, 2026:
+# ``slowest`` from the plain products at T = 1, 2 and 4; ``backward`` from the rows of cce-dist-cached less those products.
+# ``sorted`` is from an older filter. ``filter_fixed`` to ``rarer`` are a fit of five numbers to the 24 filtered times of
+# h200-ladder.json and h200-captured-*.json, which it meets within 11 %. Our launches are those of
+# docs/results.md#small-shards.
 COSTS = Costs()
 LISTED_OF = 32_064  # Phi-3.5's rows
 
