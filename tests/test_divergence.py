@@ -249,7 +249,6 @@ def test_kept_exponentials_match_dense(case: Case, kind: str, monkeypatch: pytes
     """Catches: a tile's exponentials relative to another's, the smaller of p and t taken for the larger, padding that is no
     number, the recomputed part's first column, a slope left out, a chunk that starts where another did."""
     monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(case.kept))
-    monkeypatch.setattr(budget, "pair_cols", lambda rows, columns, workspace_bytes, tile_cols: tile_cols)
     monkeypatch.setattr(budget, "exact_chunks", lambda sizes, *_: budget.Chunks(sizes.num_tokens, kept_columns(32)))
     p = draw(case, KEPT_IN)
     truth, baseline = dense(p.wide(), kind, **case.options), dense(p, kind, **case.options)
