@@ -35,18 +35,17 @@ from cce_dist.kernels.exact import (
     remainder,
     token_groups,
 )
+from cce_dist.kernels.fast_math import LOG2_E, LOG_2, fast_exp2, fast_log2, has_fast_math
 from cce_dist.kernels.heads import Divergence, Heads, Pair
-from cce_dist.kernels.kept import LOG_2, fast_log2
 from cce_dist.kernels.pair_logits import PairLogits, fill_logits, new_pair_logits
-from cce_dist.kernels.tiles import MAX_SIDE, Tiles, choose_tiles, interpreted, num_programs
+from cce_dist.kernels.tiles import MAX_SIDE, Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import compact, gathered
 
 FORWARD, REVERSE, JSD, MIXTURE = (tl.constexpr(i) for i in range(4))  # tasks: the kinds, and jsd's second pass
 TASKS = {"forward": FORWARD, "reverse": REVERSE, "jsd": JSD}
 SUMS_ROWS = 4  # of a program that adds up: a row for each warp, so that its sums need no other
-SUMS_TILES = 4  # that it reads at a time
+SUMS_TILES = 1  # that it reads at a time
 BLOCK_N = 16  # rows of a program that writes gradients
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Kept(NamedTuple):
@@ -199,22 +198,6 @@ def _sweep(
 
 
 @triton.jit
-def _exp2(x, FAST: tl.constexpr):
-    """2^x; with FAST by one instruction, which takes what is no normal number for 0, where Triton's takes four."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.exp2(x)
-
-
-def _fast() -> bool:
-    """Whether a kernel may hold NVIDIA's instructions."""
-    return torch.version.hip is None and not interpreted()
-
-
-@triton.jit
 def _shift_of(maximum):
     """What sums of exponentials are relative to: the maximum, or 0 where no logit is finite yet."""
     return tl.where(maximum > float("-inf"), maximum, 0.0)
@@ -247,10 +230,10 @@ def _above_mixture(log_p, log_t, beta, FAST: tl.constexpr, FAST_LOG: tl.constexp
     m is relative to the larger of the two: exponentials do not overflow, and equal heads give exactly 0.
     """
     difference = log_p - log_t
-    larger = _exp2(tl.maximum(log_p, log_t) * LOG2_E, FAST)
+    larger = fast_exp2(tl.maximum(log_p, log_t) * LOG2_E, FAST)
     # Where both logits are -inf, their difference is no number.
     far = tl.where(larger == 0, 0.0, -tl.abs(difference))
-    ratio = _exp2(far * LOG2_E, FAST)
+    ratio = fast_exp2(far * LOG2_E, FAST)
     leads = difference > 0
     log_m = fast_log2(1.0 + tl.where(leads, beta, 1.0 - beta) * (ratio - 1.0), FAST_LOG) * LOG_2
     above_larger = -log_m
@@ -280,7 +263,7 @@ def _add_up(
         sums_KN.shape[1], z_2RC.stride(1), top_2BR.stride(1), cdiv(last - first, tiles.lse.cols), int(first > 0),
         # options
         beta,
-        TASK=task.value, FAST=_fast(), FAST_LOG=_fast() and z_2RC.itemsize == 2, BLOCK_N=SUMS_ROWS,
+        TASK=task.value, FAST=has_fast_math(), FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_N=SUMS_ROWS,
         BLOCK_V=tiles.lse.cols, TILES=SUMS_TILES, num_warps=SUMS_ROWS,
     )  # fmt: skip
 
@@ -366,8 +349,8 @@ def _pair_sums_kernel(
         else:
             drop_s = shift_s - _shift_of(max_s)
             drop_t = shift_t - _shift_of(max_t)
-            e_s = _exp2(z_s * LOG2_E, FAST)
-            e_t = _exp2(z_t * LOG2_E, FAST)
+            e_s = fast_exp2(z_s * LOG2_E, FAST)
+            e_t = fast_exp2(z_t * LOG2_E, FAST)
             if TASK == FORWARD:
                 moment = _moved_moment(moment, sum_t, drop_t, drop_s) + _moment(e_t, z_t - z_s)
             if TASK == REVERSE:
@@ -462,8 +445,8 @@ def _write_gradients(
         num_rows, z_2RC.stride(1), top_2BR.stride(1),
         # options
         student.logit_scale, student.softcap, spec.beta,
-        TASK=TASKS[spec.kind].value, HAS_SOFTCAP=student.softcap > 0.0, FAST=_fast(),
-        FAST_LOG=_fast() and z_2RC.itemsize == 2, BLOCK_N=BLOCK_N, BLOCK_V=tiles.lse.cols, MAX_SIDE=MAX_SIDE,
+        TASK=TASKS[spec.kind].value, HAS_SOFTCAP=student.softcap > 0.0, FAST=has_fast_math(),
+        FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_N=BLOCK_N, BLOCK_V=tiles.lse.cols, MAX_SIDE=MAX_SIDE,
     )  # fmt: skip
 
 
@@ -522,9 +505,9 @@ def _pair_gradients_kernel(
     log_p = z_s + one_s[:, None]
     log_t = z_t + one_t[:, None]
     if TASK == FORWARD:
-        grad = _exp2(log_p * LOG2_E, FAST) - _exp2(log_t * LOG2_E, FAST)
+        grad = fast_exp2(log_p * LOG2_E, FAST) - fast_exp2(log_t * LOG2_E, FAST)
     elif TASK == REVERSE:
-        p = _exp2(log_p * LOG2_E, FAST)
+        p = fast_exp2(log_p * LOG2_E, FAST)
         # A probability that underflows would make 0 * -inf.
         grad = tl.where(p == 0, 0.0, p * ((log_p - log_t) - offset[:, None]))
     else:

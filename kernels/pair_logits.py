@@ -19,7 +19,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import has_tma, kernel, operand, row_and_split, store_tile, tile_of_logits
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.tiles import Tiles, precision
+from cce_dist.kernels.tiles import Tiles, num_programs, precision
 
 
 class PairLogits(NamedTuple):
@@ -62,7 +62,8 @@ def fill_logits(
     num_rows, hidden_size = rows.hidden.shape
     z_RC, top_BR = pair.z_2RC[head], pair.top_2BR[head]
     tma = has_tma(rows.hidden, x.weight, z_RC)
-    _pair_logits_kernel[(cdiv(num_rows, tile.rows) * num_tiles,)](
+    most = cdiv(num_rows, tile.rows) * num_tiles
+    _pair_logits_kernel[(min(most, num_programs(z_RC.device)),)](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
         rows.num_kept,
@@ -108,18 +109,17 @@ def _pair_logits_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    # Programs stay for several tiles, so that the copy engine fetches the next one's operands while a tile is written.
     num_row_blocks = tl.cdiv(tl.load(num_kept_ptr), BLOCK_N)
-    pid = tl.program_id(0)
-    if pid >= num_row_blocks * num_tiles:
-        return
-    row_block, tile = row_and_split(pid, num_row_blocks, num_tiles, GROUP)
-    row = row_block * BLOCK_N
-    some = tile_of_logits(
-        hidden, weight, bias_ptr, row, first_col + tile * BLOCK_V, num_rows, num_valid, hidden_size, logit_scale, softcap,
-        HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-    )  # fmt: skip
-    top = tl.max(some, 1)
-    some -= tl.where(top > float("-inf"), top, 0.0)[:, None]
-    store_tile(z, row, tile * BLOCK_V, some, num_rows, num_tiles * BLOCK_V, z_stride, BLOCK_N, BLOCK_V, TMA)
-    offs_n = row + tl.arange(0, BLOCK_N)
-    tl.store(top_ptr + tile * top_stride.to(tl.int64) + offs_n, top, mask=offs_n < num_rows)
+    for number in tl.range(tl.program_id(0), num_row_blocks * num_tiles, tl.num_programs(0), flatten=True):
+        row_block, tile = row_and_split(number, num_row_blocks, num_tiles, GROUP)
+        row = row_block * BLOCK_N
+        some = tile_of_logits(
+            hidden, weight, bias_ptr, row, first_col + tile * BLOCK_V, num_rows, num_valid, hidden_size, logit_scale,
+            softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
+        )  # fmt: skip
+        top = tl.max(some, 1)
+        some -= tl.where(top > float("-inf"), top, 0.0)[:, None]
+        store_tile(z, row, tile * BLOCK_V, some, num_rows, num_tiles * BLOCK_V, z_stride, BLOCK_N, BLOCK_V, TMA)
+        offs_n = row + tl.arange(0, BLOCK_N)
+        tl.store(top_ptr + tile * top_stride.to(tl.int64) + offs_n, top, mask=offs_n < num_rows)

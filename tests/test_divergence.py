@@ -26,6 +26,7 @@ from cce_dist import VocabShard, divergence_op, linear_kl_divergence
 from cce_dist.divergence_op import DivergenceCall
 from cce_dist.kernels import Operands, ShardLogits, budget, divergence
 from cce_dist.kernels.heads import KINDS, Divergence, Heads
+from cce_dist.kernels.tiles import table_tiles
 from cce_dist.verify.cases import even, padded, uneven, with_empty
 from cce_dist.verify.check import assert_no_worse
 from cce_dist.verify.divergence import DIVERGENCE_CASES, DivergenceCase, run_case
@@ -299,6 +300,7 @@ def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, monkeypatch: 
     """Catches: room for both heads' logits, or the teacher's hidden states, that the budget forgets. Launches are left out."""
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *_, **__: None)
     monkeypatch.setattr(torch, "empty", torch.zeros)  # indices are looked at
+    monkeypatch.setattr(divergence, "choose_tiles", lambda *_: table_tiles(9, 16))  # the interpreter's are far smaller
     hidden, teacher = (torch.zeros(num_tokens, size, dtype=torch.bfloat16, device=DEVICE) for size in (768, 512))
     weight, teacher_weight = (torch.zeros(9000, size, dtype=torch.bfloat16, device=DEVICE) for size in (768, 512))
     logits = ShardLogits(0, 9000)
