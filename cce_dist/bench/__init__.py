@@ -96,9 +96,10 @@ def run(args: argparse.Namespace) -> int:
         raise SystemExit(f"cce-dist bench: {missing[0]} is neither a rung ({', '.join(RUNGS)}) nor a file")
     args.shapes, args.tokens, args.ignored = args.shapes or shapes, args.tokens or tokens, args.ignored or [0.0]
     if args.log_probs or args.kl is not None:
-        from cce_dist.bench import tasks
+        from cce_dist.bench import divergence, log_probs, tasks
 
-        return tasks.run(args)
+        kinds = [] if args.kl is None else args.kl or KINDS
+        return tasks.run(args, [*log_probs.tasks_of(args.log_probs or []), *divergence.tasks_of(kinds)])
     return cases.run(args)
 
 

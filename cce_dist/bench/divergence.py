@@ -8,7 +8,7 @@ mixture of "jsd" needs the logits once more where nothing is kept: eight.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -19,11 +19,10 @@ from torch import Tensor
 from cce_dist import linear_kl_divergence, reference
 from cce_dist.arguments import whole
 from cce_dist.bench.shapes import HeadShape
-from cce_dist.bench.tasks import Method, Prepared, Setting, Step, add_arguments, as_command, run
+from cce_dist.bench.tasks import Method, Prepared, Setting, Step, Task, add_arguments, as_command, run
 from cce_dist.bench.workload import make_workload
 from cce_dist.kernels.heads import KINDS
 
-NAMES = {kind: f"kl-{kind}" for kind in KINDS}  # of the tables
 CHUNK_BYTES = 1 << 30  # of the truth's logits
 Mean = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # both heads -> mean divergence over all tokens
 
@@ -143,13 +142,17 @@ def _products(heads: Heads, logits: int) -> None:
     torch.mm(d_logits.t(), heads.hidden)
 
 
+def tasks_of(kinds: Sequence[str]) -> list[Task]:
+    return [Task(f"kl-{kind}", partial(prepare, kind), with_teacher=True) for kind in kinds]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--teacher-size", type=whole(1), help="hidden size of the teacher (default: the student's)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     args = parser.parse_args()
-    raise SystemExit(run(as_command(args, kl=args.kinds, teacher_size=args.teacher_size)))
+    raise SystemExit(run(as_command(args, args.teacher_size), tasks_of(args.kinds)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ Upstream gradients have both signs, as advantages do. A method that has no such 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cce_dist import linear_log_probs
-from cce_dist.bench import peers
+from cce_dist.bench import peers, tasks
 from cce_dist.bench.shapes import HeadShape
 from cce_dist.bench.tasks import Method, Prepared, Setting, Step, add_arguments, as_command, run
 from cce_dist.bench.workload import Workload, make_workload
@@ -201,12 +201,16 @@ def prepare(name: str, setting: Setting) -> Prepared:
     return Prepared(methods_of(task, setting, x), expected, products(x, task.grad))
 
 
+def tasks_of(names: Sequence[str]) -> list[tasks.Task]:
+    return [tasks.Task(name, partial(prepare, name)) for name in names]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     args = parser.parse_args()
-    raise SystemExit(run(as_command(args, log_probs=args.tasks)))
+    raise SystemExit(run(as_command(args), tasks_of(args.tasks)))
 
 
 if __name__ == "__main__":

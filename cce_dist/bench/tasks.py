@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,6 +97,14 @@ class Prepared(NamedTuple):
     products: dict[int, Callable[[], object]]
 
 
+class Task(NamedTuple):
+    """A row of tables: its name, and what prepares it in a setting; ``with_teacher``: there are two heads."""
+
+    name: str
+    prepare: Callable[[Setting], Prepared]
+    with_teacher: bool = False
+
+
 @dataclass
 class Case:
     """One table: a task, where it was measured, the rows, and the seconds of so many plain products of one rank's shard."""
@@ -152,17 +159,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=folder, help=f"folder for {FILE}")
 
 
-def as_command(args: argparse.Namespace, **tasks: Any) -> argparse.Namespace:
+def as_command(args: argparse.Namespace, teacher_size: int | None = None) -> argparse.Namespace:
     """The options of such a program as those of ``cce-dist bench``."""
     on_gpu = torch.device(args.device).type == "cuda"
     shape, tokens = args.shape or ("llama-3-8b" if on_gpu else "toy"), args.tokens or (8192 if on_gpu else 256)
-    names = {"log_probs": None, "kl": None, "teacher_size": None, "tp": None, "workspace": None}
-    given = {**vars(args), **names, **tasks, "shapes": [shape], "tokens": [tokens]}
-    return argparse.Namespace(**given)
+    more = {"shapes": [shape], "tokens": [tokens], "teacher_size": teacher_size, "tp": None, "workspace": None}
+    return argparse.Namespace(**vars(args) | more)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure the tasks asked for, as a rank of torchrun or alone.
+def run(args: argparse.Namespace, tasks: Sequence[Task]) -> int:
+    """Measure tasks with the options of ``cce-dist bench``, as a rank of torchrun or alone.
 
     Returns:
         0, or 1 if a row of this library has no time (wrong, or failed).
@@ -171,27 +177,18 @@ def run(args: argparse.Namespace) -> int:
     if in_torchrun() and args.tp:
         join(own_device(args.device), TIMEOUT_SECONDS)
         try:
-            return _measure_all(args)
+            return _measure_all(args, tasks)
         finally:
             dist.destroy_process_group()
     if num_ranks == 1:
-        return _measure_all(args)
+        return _measure_all(args, tasks)
     if torch.device(args.device).type == "cuda" and num_ranks > torch.cuda.device_count():
         raise SystemExit(f"cce-dist bench: --tp {num_ranks}, but this machine has {torch.cuda.device_count()} GPUs")
-    run_ranks(_measure_all, num_ranks, args, device=args.device, timeout_seconds=TIMEOUT_SECONDS)
+    run_ranks(_measure_all, num_ranks, args, tasks, device=args.device, timeout_seconds=TIMEOUT_SECONDS)
     return _exit_code(read(args.out / FILE).cases)
 
 
-def _tasks(args: argparse.Namespace) -> list[tuple[str, Callable[[Setting], Prepared]]]:
-    """Name and preparation of each task asked for."""
-    from cce_dist.bench import divergence, log_probs
-
-    found = [(name, partial(log_probs.prepare, name)) for name in args.log_probs or []]
-    kinds = list(divergence.KINDS) if args.kl == [] else args.kl or []
-    return found + [(divergence.NAMES[kind], partial(divergence.prepare, kind)) for kind in kinds]
-
-
-def _measure_all(args: argparse.Namespace) -> int:
+def _measure_all(args: argparse.Namespace, tasks: Sequence[Task]) -> int:
     """Measure every case; the first rank prints each, and writes all, as soon as it is known."""
     first_rank = not dist.is_initialized() or dist.get_rank() == 0
     group = dist.group.WORLD if dist.is_initialized() else None
@@ -201,13 +198,13 @@ def _measure_all(args: argparse.Namespace) -> int:
             torch.cuda.set_device(where_to)
         where_to = torch.device("cuda", torch.cuda.current_device())
     results = Results(describe_environment(where_to), [])
-    for name, num_tokens, (task, prepare) in product(args.shapes, args.tokens, _tasks(args)):
+    for name, num_tokens, task in product(args.shapes, args.tokens, tasks):
         shape = SHAPES[name]
         setting = Setting(
             shape, args.teacher_size or shape.hidden_size, num_tokens, getattr(torch, args.dtype), where_to,
             VocabShard.even(shape.vocab_size, group), tuple(args.workspace) if args.workspace else None,
         )  # fmt: skip
-        case = _measure(task, name, prepare(setting), setting, args)
+        case = _measure(task, name, setting, args)
         results.cases.append(case)
         free_memory(torch.empty(0, device=where_to))
         if first_rank:
@@ -225,15 +222,16 @@ def _exit_code(cases: Sequence[Case]) -> int:
     return int(not cases or any(row.ours and row.problem for case in cases for row in case.rows))
 
 
-def _measure(task: str, name: str, prepared: Prepared, setting: Setting, args: argparse.Namespace) -> Case:
+def _measure(task: Task, name: str, setting: Setting, args: argparse.Namespace) -> Case:
+    prepared = task.prepare(setting)
     methods = choose(args.methods, prepared.methods)
     if setting.shard.group_size > 1:
         methods = {name: method for name, method in methods.items() if not method.needs_whole}
     steps = {name: method.build for name, method in methods.items()}
     rows, products = measure(steps, prepared.expected, prepared.products, args.repeats, setting.shard)
-    teacher_size = setting.teacher_size if task.startswith("kl-") else 0
+    teacher_size = setting.teacher_size if task.with_teacher else 0
     return Case(
-        task, name, setting.num_tokens, *setting.shape, teacher_size, setting.shard.group_size, args.dtype,
+        task.name, name, setting.num_tokens, *setting.shape, teacher_size, setting.shard.group_size, args.dtype,
         setting.device.type == "cuda", rows, products,
     )  # fmt: skip
 
