@@ -69,6 +69,7 @@ class Sizes(NamedTuple):
         num_columns: Columns of the logits: rows of the weight that are part of the vocabulary.
         itemsize: Bytes of an element of hidden states and weight.
         teacher_size: D of a teacher, whose hidden states stand beside the student's; 0: there is none.
+        pair_bytes: Bytes of a cell of a chunk of both heads' logits (``pair_logits.py``), where there is a teacher.
     """
 
     num_tokens: int
@@ -76,6 +77,7 @@ class Sizes(NamedTuple):
     num_columns: int
     itemsize: int
     teacher_size: int = 0
+    pair_bytes: int = 0
 
     @property
     def num_heads(self) -> int:
@@ -84,8 +86,8 @@ class Sizes(NamedTuple):
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of a cell of a chunk: of the logits' gradient, beside which a teacher's logits stand (``pair_logits.py``)."""
-        return self.itemsize * self.num_heads
+        """Bytes of a cell of a chunk: of the logits' gradient, or of two heads' logits."""
+        return self.pair_bytes or self.itemsize
 
     @property
     def hidden_bytes(self) -> int:
@@ -248,7 +250,7 @@ def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: in
         workspace_bytes: The budget; 0: each way's own.
         exact_sides: How many of the two gradients are not filtered: those take the exact way's recomputation.
     """
-    num_tokens, hidden_size, num_columns, itemsize, _ = sizes
+    num_tokens, hidden_size, num_columns, itemsize, *_ = sizes
     product = 2 * num_tokens * hidden_size * num_columns / OPERATIONS[itemsize]
     kept = columns_kept(sizes, workspace_bytes or default_workspace(sizes, keeps)) if keeps else 0
     recomputed = RECOMPUTED * (1 - min(1.0, kept / max(1, num_columns)))

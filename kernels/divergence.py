@@ -37,7 +37,7 @@ from cce_dist.kernels.exact import (
 )
 from cce_dist.kernels.fast_math import LOG2_E, LOG_2, fast_exp2, fast_log2, has_fast_math
 from cce_dist.kernels.heads import Divergence, Heads, Pair
-from cce_dist.kernels.pair_logits import PairLogits, fill_logits, new_pair_logits
+from cce_dist.kernels.pair_logits import PairLogits, cell_bytes, fill_logits, new_pair_logits
 from cce_dist.kernels.tiles import MAX_SIDE, Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import compact, gathered
 
@@ -78,7 +78,7 @@ def sizes_of(x: Heads) -> Sizes:
     student = x.student
     return Sizes(
         student.num_tokens, student.hidden.shape[1], student.logits.num_valid, student.hidden.itemsize,
-        teacher_size=x.teacher.hidden.shape[1],
+        x.teacher.hidden.shape[1], cell_bytes(student.hidden.dtype),
     )  # fmt: skip
 
 
@@ -434,7 +434,7 @@ def _write_gradients(
     x: Heads, rows: Rows, logits: PairLogits, num_cols: int, pair: Pair, coef_N: torch.Tensor, spec: Divergence, tiles: Tiles,
     grads_RV: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Overwrite the student's logits with their gradient, ``grads_RV``, which is the same memory."""
+    """Write the gradient of the student's logits to ``grads_RV``, ``logits.gradient(...)``."""
     student, (z_2RC, top_2BR), num_rows = x.student.logits, logits, rows.index.shape[0]
     _pair_gradients_kernel[(cdiv(num_cols, tiles.lse.cols), cdiv(num_rows, BLOCK_N))](
         # in
@@ -464,7 +464,7 @@ def _pair_gradients_kernel(
     log_sum_t_ptr,
     offset_ptr,
     coef_ptr,
-    dlogits_ptr,  # out: [R, B * BLOCK_V], the memory of z_s
+    dlogits_ptr,  # out: [R, B * BLOCK_V], in bf16 and fp32 the memory of z_s
     num_rows,
     z_stride,
     top_stride,

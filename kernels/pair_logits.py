@@ -1,9 +1,10 @@
-"""The logits of two heads at the same tokens and columns, in half the bytes of fp32 where hidden states have 16 bits.
+"""The logits of two heads at the same tokens and columns, in half the bytes of fp32 where hidden states are bf16.
 
 A tile's logits are written relative to the largest one of their row in that tile, which is kept in fp32 beside them. So the
 largest logits, which decide on a softmax, are exact, and one that is d below the largest of its tile is off by at most 2^-12 of
-the power of two above d: 2^-9 for 8 nats, where a logit of 20 that bf16 holds is off by 2^-4. fp16 holds them beside bf16 too,
-since it has three bits of precision more, and nothing is as far below as its range ends. In fp32 they are exact.
+the power of two above d: 2^-9 for 8 nats, where a logit of 20 that bf16 holds is off by 2^-4. fp16 holds them, since it has
+three bits of precision more than bf16, and nothing is as far below as its range ends. Beside fp16 and fp32 hidden states they
+are fp32: there a dense head's own logits are as precise as these would be.
 
 Everything that follows is computed from these numbers, the log-sum-exps too: what rounding leaves is the divergence, and the
 gradient, of two heads whose logits are off by so much. Equal heads stay equal.
@@ -26,7 +27,7 @@ class PairLogits(NamedTuple):
     """Both heads' logits of some tokens and whole tiles of columns: the student's are the first of two.
 
     Attributes:
-        z_2RC: [2, R, B tiles of columns], fp16 or fp32: relative to ``top_2BR``. Backward makes gradients of the student's.
+        z_2RC: [2, R, B tiles of columns], fp16 or fp32: relative to ``top_2BR``.
         top_2BR: [2, B, R] fp32: the largest logit of each row in each tile; -inf where no logit is finite.
     """
 
@@ -34,17 +35,23 @@ class PairLogits(NamedTuple):
     top_2BR: torch.Tensor
 
     def gradient(self, dtype: torch.dtype) -> torch.Tensor:
-        """The student's logits as what backward makes of them. -> [R, columns] of the hidden states' dtype."""
-        return self.z_2RC[0].view(dtype)
+        """Where backward writes the gradient of the student's logits: over them if its dtype is as wide. -> [R, columns]."""
+        z_RC = self.z_2RC[0]
+        return z_RC.view(dtype) if z_RC.dtype.itemsize == dtype.itemsize else torch.empty_like(z_RC, dtype=dtype)
 
     def of_rows(self, num_rows: int) -> PairLogits:
         """The same room for fewer rows."""
         return PairLogits(self.z_2RC[:, :num_rows], self.top_2BR[:, :, :num_rows])
 
 
+def cell_bytes(dtype: torch.dtype) -> int:
+    """Bytes of a cell in ``PairLogits``, and of its gradient where that needs room of its own, by the hidden states' dtype."""
+    return {torch.bfloat16: 4, torch.float16: 10}.get(dtype, 8)
+
+
 def new_pair_logits(num_rows: int, columns: int, tile_cols: int, like: torch.Tensor) -> PairLogits:
     """Return room for so many columns, a multiple of ``tile_cols``; ``like`` has the hidden states' dtype and device."""
-    dtype = torch.float16 if like.itemsize == 2 else torch.float32
+    dtype = torch.float16 if like.dtype == torch.bfloat16 else torch.float32
     return PairLogits(
         like.new_empty(2, num_rows, columns, dtype=dtype),
         like.new_empty(2, columns // tile_cols, num_rows, dtype=torch.float32),
