@@ -43,8 +43,7 @@ from cce_dist.kernels.tokens import compact, gathered
 
 FORWARD, REVERSE, JSD, MIXTURE = (tl.constexpr(i) for i in range(4))  # tasks: the kinds, and jsd's second pass
 TASKS = {"forward": FORWARD, "reverse": REVERSE, "jsd": JSD}
-SUMS_ROWS = 4  # of a program that adds up: a row for each warp, so that its sums need no other
-SUMS_TILES = 1  # that it reads at a time
+SUMS_TILES = 4  # that a program which adds up reads at a time; it is a warp with a row, so that its sums need no other
 BLOCK_N = 16  # rows of a program that writes gradients
 
 
@@ -219,8 +218,8 @@ def _moved_moment(moment, total, drop, other_drop):
 
 @triton.jit
 def _moment(e, difference):
-    """Sum of e times a difference of logits over a block of [tiles, rows, columns]; 0 times infinity is 0."""
-    return tl.sum(tl.sum(tl.where(e == 0, 0.0, e * difference), 2), 0)
+    """Sum of e times a difference of logits over a block; 0 times infinity is 0."""
+    return tl.sum(tl.sum(tl.where(e == 0, 0.0, e * difference), 1), 0)
 
 
 @triton.jit
@@ -253,7 +252,7 @@ def _add_up(
 ) -> None:  # fmt: skip
     """Add columns [first, last) to the sums of the group's tokens, which the first column sets."""
     num_rows, (z_2RC, top_2BR) = rows.index.shape[0], logits
-    _pair_sums_kernel[(cdiv(num_rows, SUMS_ROWS),)](
+    _pair_sums_kernel[(num_rows,)](
         # in
         z_2RC[0], z_2RC[1], top_2BR[0], top_2BR[1], rows.index, rows.num_kept,
         *((None,) * 4 if pair is None else pair[:4]),
@@ -263,8 +262,8 @@ def _add_up(
         sums_KN.shape[1], z_2RC.stride(1), top_2BR.stride(1), cdiv(last - first, tiles.lse.cols), int(first > 0),
         # options
         beta,
-        TASK=task.value, FAST=has_fast_math(), FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_N=SUMS_ROWS,
-        BLOCK_V=tiles.lse.cols, TILES=SUMS_TILES, num_warps=SUMS_ROWS,
+        TASK=task.value, FAST=has_fast_math(), FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_V=tiles.lse.cols,
+        TILES=SUMS_TILES, num_warps=1,
     )  # fmt: skip
 
 
@@ -290,28 +289,25 @@ def _pair_sums_kernel(
     TASK: tl.constexpr,
     FAST: tl.constexpr,
     FAST_LOG: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     TILES: tl.constexpr,
 ):
     num_kept = tl.load(num_kept_ptr)
-    row = tl.program_id(0) * BLOCK_N
+    row = tl.program_id(0)
     if row >= num_kept:
         return
-    offs_n = row + tl.arange(0, BLOCK_N)
-    live = offs_n < num_kept
-    token = tl.load(index_ptr + offs_n, mask=live, other=0)
+    token = tl.load(index_ptr + row)
     sums = sums_ptr + token
     stride = num_tokens.to(tl.int64)
-    before = live & (goes_on > 0)
+    before = goes_on > 0
     sum_s = tl.load(sums + stride, mask=before, other=0)
     if TASK == MIXTURE:
         # The sums are those of KL(t || m) and KL(p || m).
         sum_t = tl.load(sums, mask=before, other=0)
-        shift_s = tl.load(max_s_ptr + token, mask=live, other=0)
-        shift_t = tl.load(max_t_ptr + token, mask=live, other=0)
-        log_sum_s = tl.load(log_sum_s_ptr + token, mask=live, other=0)
-        log_sum_t = tl.load(log_sum_t_ptr + token, mask=live, other=0)
+        shift_s = tl.load(max_s_ptr + token)
+        shift_t = tl.load(max_t_ptr + token)
+        log_sum_s = tl.load(log_sum_s_ptr + token)
+        log_sum_t = tl.load(log_sum_t_ptr + token)
     else:
         max_s = tl.load(sums, mask=before, other=float("-inf"))
         max_t = tl.load(sums + 2 * stride, mask=before, other=float("-inf"))
@@ -319,14 +315,13 @@ def _pair_sums_kernel(
         moment = tl.load(sums + 4 * stride, mask=before, other=0)
 
     offs_t = tl.arange(0, TILES)
-    cells = offs_t[:, None, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, None, :]
-    cells += offs_n.to(tl.int64)[None, :, None] * z_stride
+    cells = row.to(tl.int64) * z_stride + offs_t[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
     top_rows = top_stride.to(tl.int64)
-    tops = offs_t[:, None] * top_rows + offs_n[None, :]
+    tops = offs_t * top_rows + row
     for tile in range(0, num_tiles, TILES):
-        here = (tile + offs_t < num_tiles)[:, None] & live[None, :]
-        z_s = tl.load(z_s_ptr + tile * BLOCK_V + cells, mask=here[:, :, None], other=float("-inf"))
-        z_t = tl.load(z_t_ptr + tile * BLOCK_V + cells, mask=here[:, :, None], other=float("-inf"))
+        here = tile + offs_t < num_tiles
+        z_s = tl.load(z_s_ptr + tile * BLOCK_V + cells, mask=here[:, None], other=float("-inf"))
+        z_t = tl.load(z_t_ptr + tile * BLOCK_V + cells, mask=here[:, None], other=float("-inf"))
         top_s = tl.load(top_s_ptr + tile * top_rows + tops, mask=here, other=float("-inf"))
         top_t = tl.load(top_t_ptr + tile * top_rows + tops, mask=here, other=float("-inf"))
         if TASK != MIXTURE:
@@ -334,14 +329,14 @@ def _pair_sums_kernel(
             new_max_t = tl.maximum(max_t, tl.max(top_t, 0))
             shift_s = _shift_of(new_max_s)
             shift_t = _shift_of(new_max_t)
-        base_s = _shift_of(top_s) - shift_s[None, :]
-        base_t = _shift_of(top_t) - shift_t[None, :]
+        base_s = _shift_of(top_s) - shift_s
+        base_t = _shift_of(top_t) - shift_t
         if TASK == MIXTURE:
-            base_s -= log_sum_s[None, :]
-            base_t -= log_sum_t[None, :]
+            base_s -= log_sum_s
+            base_t -= log_sum_t
         # Logits relative to what the sums are relative to; log p and log t for the mixture.
-        z_s = z_s.to(tl.float32) + base_s[:, :, None]
-        z_t = z_t.to(tl.float32) + base_t[:, :, None]
+        z_s = z_s.to(tl.float32) + base_s[:, None]
+        z_t = z_t.to(tl.float32) + base_t[:, None]
         if TASK == MIXTURE:
             p, t, above_p, above_t = _above_mixture(z_s, z_t, beta, FAST, FAST_LOG)
             sum_t += _moment(t, above_t)
@@ -355,19 +350,19 @@ def _pair_sums_kernel(
                 moment = _moved_moment(moment, sum_t, drop_t, drop_s) + _moment(e_t, z_t - z_s)
             if TASK == REVERSE:
                 moment = _moved_moment(moment, sum_s, drop_s, drop_t) + _moment(e_s, z_s - z_t)
-            sum_s = _moved(sum_s, drop_s) + tl.sum(tl.sum(e_s, 2), 0)
-            sum_t = _moved(sum_t, drop_t) + tl.sum(tl.sum(e_t, 2), 0)
+            sum_s = _moved(sum_s, drop_s) + tl.sum(tl.sum(e_s, 1), 0)
+            sum_t = _moved(sum_t, drop_t) + tl.sum(tl.sum(e_t, 1), 0)
             max_s = new_max_s
             max_t = new_max_t
 
-    tl.store(sums + stride, sum_s, mask=live)
+    tl.store(sums + stride, sum_s)
     if TASK == MIXTURE:
-        tl.store(sums, sum_t, mask=live)
+        tl.store(sums, sum_t)
     else:
-        tl.store(sums, max_s, mask=live)
-        tl.store(sums + 2 * stride, max_t, mask=live)
-        tl.store(sums + 3 * stride, sum_t, mask=live)
-        tl.store(sums + 4 * stride, moment, mask=live)
+        tl.store(sums, max_s)
+        tl.store(sums + 2 * stride, max_t)
+        tl.store(sums + 3 * stride, sum_t)
+        tl.store(sums + 4 * stride, moment)
 
 
 def gradients(
