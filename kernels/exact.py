@@ -330,7 +330,7 @@ def _fill_chunk(
 
 def add_chunks(
     out: Output, x: Operands, rows: Rows, chunks: list[tuple[int, int]], dlogits_RV: torch.Tensor,
-    fill: Callable[[int, torch.Tensor], None], tiles: Tiles, *, add: bool, num_final: int,
+    fill: Callable[[int, torch.Tensor], None], tiles: Tiles, *, add: bool, num_final: int, opens: bool = True,
 ) -> None:  # fmt: skip
     """Have ``fill`` write the logits' gradient of a group of tokens a chunk of columns after another, and add its products.
 
@@ -344,12 +344,13 @@ def add_chunks(
         tiles: Of the products.
         add: d_weight is added to, not set.
         num_final: Tokens whose d_hidden is final with the last chunk; 0: none.
+        opens: d_hidden of these tokens is set by the first chunk, not added to.
     """
     grads_RV = dlogits_RV[: rows.index.shape[0]]
     for first, stop in chunks:
         fill(first, grads_RV)
         final = num_final if stop == chunks[-1][1] else 0
-        _add_part(out, _Part(first, stop, grads_RV, None, first == chunks[0][0], add, final), x, rows, tiles)
+        _add_part(out, _Part(first, stop, grads_RV, None, opens and first == chunks[0][0], add, final), x, rows, tiles)
 
 
 def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -> None:

@@ -14,8 +14,8 @@ FILTERED = {"_list_columns_kernel", "_filtered_hidden_kernel", "_filtered_weight
 LOG_PROBS = {"_cells_kernel", "_logits_kernel"}
 SCREENED = {"_round_rows_kernel", "_screen_kernel", "_listed_sums_kernel"}
 OF_SCREEN = SCREENED | {"_merge_screened_kernel"}
-OF_TWO_HEADS = {"_pair_sums_kernel", "_pair_dlogits_kernel", "_kept_pair_kernel"}
-PRODUCTS = EXACT - {"_target_logit_kernel"} | {"_logits_kernel", "_screen_kernel"}
+OF_TWO_HEADS = {"_pair_logits_kernel", "_pair_sums_kernel", "_pair_gradients_kernel"}
+PRODUCTS = EXACT - {"_target_logit_kernel"} | {"_logits_kernel", "_pair_logits_kernel", "_screen_kernel"}
 SHARED = {"80": 163, "90": 227, "100": 227, "120": 99, "gfx942": 64}  # KiB that a program of a device can have
 
 
