@@ -106,22 +106,6 @@ def test_the_largest_logits_over_groups_of_tokens(backend: str) -> None:
     torch.testing.assert_close(out.top_log_probs, expected.top_log_probs)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 40, 200])
-def test_the_largest_of_a_block_are_in_few_spans(top_k: int) -> None:
-    """With many equal logits, and -inf. Catches: a span left out for an equal one behind it, ids of another span, padding."""
-    cols = 64 * more.span_of(top_k)
-    z = torch.randint(-3, 3, (9, cols), device=DEVICE).float()
-    z[0], z[1, ::2], z[2, :-1] = 1.0, -torch.inf, -torch.inf
-    for valid in (cols - 5, (top_k + 1) // 2):
-        z[:, valid:] = -torch.inf
-        expected = torch.full((9, top_k), more.LEAST_KEY, device=DEVICE)
-        some = min(valid, top_k)
-        expected[:, :some] = more.largest_keys([more.keys_of(z[:, :valid], 100)], some)
-        found = more.largest_in_spans(z, 100, 100 + valid, top_k)
-        assert found.shape[1] <= max(2048, cols)
-        assert torch.equal(more.largest_keys([found], top_k), expected)
-
-
 def test_outputs_do_not_depend_on_other_tokens() -> None:
     """With ``batch_invariant``, bit for bit. Catches: parts of the vocabulary chosen from the number of tokens."""
     num_tokens, vocab_size = (700, 6400) if GPU else (70, 400)  # several blocks of rows, and more tiles than parts
