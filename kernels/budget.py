@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -376,10 +377,12 @@ def top_plan(num_columns: int, top_k: int) -> TopPlan | None:
     The numbers of a row's top_k largest in the sample, and of the sample's columns in a list, are taken for Poisson's. A sample
     of even steps has a narrower spread.
     """
+    if LEAST_SPARSE * top_k > num_columns:
+        return None
     step = min(TOP_STEP, max(1, num_columns // 256))
     step -= 1 - step % 2  # odd: columns may have a structure of powers of 2
-    nth = next(n for n in range(1, num_columns + top_k + 99) if _at_least(n, top_k / step) <= RARELY)
-    spread = next(n for n in range(nth, num_columns + nth + 999) if 1 - _at_least(nth, n) <= RARELY)
+    nth = next(n for n in count(1) if _at_least(n, top_k / step) <= RARELY)
+    spread = next(n for n in count(nth) if 1 - _at_least(nth, n) <= RARELY)
     room = cdiv(spread * step, 64) * 64
     return TopPlan(step, nth, room) if LEAST_SPARSE * room <= num_columns else None
 

@@ -29,6 +29,7 @@ from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.tiles import Tiles, interpreted
 
 TOGETHER = 4  # logits of a place
+PIVOTS = 8  # ordinals that logits are compared with at a time; a power of 2
 LEAST = tl.constexpr(-(1 << 31))  # the ordinal of no logit
 
 
@@ -75,7 +76,7 @@ def new_candidates(sample: Operands, rows: Rows, tiles: Tiles, plan: TopPlan) ->
     _threshold_kernel[(num_rows,)](
         z_RS, rows.num_kept,
         threshold_R,
-        size, cols, min(plan.nth, size), BLOCK=2048,
+        size, cols, min(plan.nth, size), BLOCK=min(2048, triton.next_power_of_2(cols)), PIVOTS=PIVOTS,
     )  # fmt: skip
     return Candidates(threshold_R, list_RM, torch.zeros(num_rows, dtype=torch.int32, device=device))
 
@@ -95,33 +96,38 @@ def logit_of(ordinal):
 
 @triton.jit
 def num_at_least(z_ptr, size, least, BLOCK: tl.constexpr):
-    """The number of logits whose ordinal is at least this one."""
-    counts = tl.zeros((BLOCK,), tl.int32)
+    """Return how many logits have at least each of these ordinals. [PIVOTS] int32 -> [PIVOTS] int32."""
+    counts = tl.zeros_like(least)
     for first in range(0, size, BLOCK):
         offs = first + tl.arange(0, BLOCK)
-        counts += ((ordinals_at(z_ptr, offs, size) >= least) & (offs < size)).to(tl.int32)
-    return tl.sum(counts, 0)
+        reached = (ordinals_at(z_ptr, offs, size)[:, None] >= least[None, :]) & (offs < size)[:, None]
+        counts += tl.sum(reached.to(tl.int32), 0)
+    return counts
 
 
 @triton.jit
-def reached_by(z_ptr, size, low, num_low, wanted, BLOCK: tl.constexpr):
+def reached_by(z_ptr, size, low, num_low, wanted, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
     """Raise ``low``, an ordinal that ``num_low`` logits reach, until only ``wanted`` of them do, or as far as these do.
 
-    A bisection. Returns the ordinal and the number of logits that reach it, which is larger than ``wanted`` among equal ones.
+    The interval that the answer is in is cut into PIVOTS + 1 parts at a time. Returns the ordinal, int64, and the number of
+    logits that reach it, which is more than ``wanted`` if some are equal; then the number of those that are larger.
     """
     tops = tl.zeros((BLOCK,), tl.int32) + LEAST
     for first in range(0, size, BLOCK):
         tops = tl.maximum(tops, ordinals_at(z_ptr, first + tl.arange(0, BLOCK), size))
     high = tl.max(tops, 0).to(tl.int64) + 1  # reached by none
+    num_high = tl.zeros((), tl.int32)
     low = low.to(tl.int64)
     while (high - low > 1) & (num_low > wanted):
-        middle = low + ((high - low) >> 1)
-        num_middle = num_at_least(z_ptr, size, middle, BLOCK)
-        enough = num_middle >= wanted
-        low = tl.where(enough, middle, low)
-        num_low = tl.where(enough, num_middle, num_low)
-        high = tl.where(enough, high, middle)
-    return low, num_low
+        step = (high - low + PIVOTS) // (PIVOTS + 1)
+        pivots = tl.minimum(low + step * (1 + tl.arange(0, PIVOTS)), high - 1)
+        counts = num_at_least(z_ptr, size, pivots.to(tl.int32), BLOCK)
+        enough = counts >= wanted
+        num_low = tl.min(tl.where(enough, counts, num_low), 0)
+        num_high = tl.max(tl.where(enough, num_high, counts), 0)
+        high = tl.min(tl.where(enough, high, pivots), 0)
+        low = tl.max(tl.where(enough, pivots, low), 0)
+    return low, num_low, num_high
 
 
 @kernel("z_ptr", "num_cols")
@@ -133,11 +139,14 @@ def _threshold_kernel(
     num_cols,
     wanted,
     BLOCK: tl.constexpr,
+    PIVOTS: tl.constexpr,
 ):
     row = tl.program_id(0)
     if row >= tl.load(num_kept_ptr):
         return
-    low, _ = reached_by(z_ptr + row.to(tl.int64) * num_cols, size, LEAST + tl.zeros((), tl.int32), size, wanted, BLOCK)
+    low, _, _ = reached_by(
+        z_ptr + row.to(tl.int64) * num_cols, size, tl.zeros((), tl.int32) + LEAST, size, wanted, BLOCK, PIVOTS
+    )
     tl.store(threshold_ptr + row, logit_of(low.to(tl.int32)))
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from cce_dist.kernels import IGNORED, Operands, Rows, Spec, budget
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.candidates import LEAST, TOGETHER, Candidates, num_at_least, ordinals_at, reached_by
+from cce_dist.kernels.candidates import LEAST, PIVOTS, TOGETHER, Candidates, num_at_least, ordinals_at, reached_by
 from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.more import LEAST_KEY
 from cce_dist.kernels.tiles import Tiles
@@ -64,12 +64,13 @@ def _launch(
     threshold_R, _, count_R = lists or (None, None, None)
     chosen_RK = torch.empty(num_rows, top_k, dtype=torch.int64, device=z_RM.device)
     power = triton.next_power_of_2(top_k)
+    most, warps = (8192, 16) if lists is None else (2048, 4)
     _choose_kernel[(num_rows,)](
         z_RM, count_R, threshold_R, rows.index, rows.num_kept,
         chosen_RK, keys_KN, left_N,
         x.num_tokens, z_RM.shape[1], None if lists is None else lists.room, x.logits.num_valid, x.logits.start, top_k,
-        LISTED=lists is not None, TOGETHER=TOGETHER, BLOCK_K=power, PART=min(64, max(8, 8192 // power)),
-        BLOCK=2048 if lists is not None else 8192, num_warps=4 if lists is not None else 16,
+        LISTED=lists is not None, TOGETHER=TOGETHER, PIVOTS=PIVOTS, BLOCK_K=power, PART=min(64, max(8, 8192 // power)),
+        BLOCK=min(most, triton.next_power_of_2(z_RM.shape[1])), num_warps=warps,
     )  # fmt: skip
 
 
@@ -94,6 +95,7 @@ def _choose_kernel(
     BLOCK_K: tl.constexpr,
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
+    PIVOTS: tl.constexpr,
 ):
     row = tl.program_id(0)
     token = tl.load(index_ptr + row)
@@ -105,7 +107,7 @@ def _choose_kernel(
     wanted = tl.minimum(top_k, num_valid)
     size = num_valid
     column_ptr = z_ptr
-    low = LEAST + tl.zeros((), tl.int32)
+    low = tl.zeros((), tl.int32) + LEAST
     num_low = size
     if LISTED:
         count = tl.load(count_ptr + row)
@@ -113,17 +115,16 @@ def _choose_kernel(
         column_ptr += room * TOGETHER
         bits = (tl.load(threshold_ptr + row) + 0.0).to(tl.int32, bitcast=True)
         low = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        num_low = num_at_least(z_ptr, size, low, BLOCK)
+        num_low = tl.max(num_at_least(z_ptr, size, low + tl.zeros((1,), tl.int32), BLOCK), 0)
         whole = (count <= room) & (num_low >= wanted)
         tl.store(left_ptr + token, tl.where(whole, _IGNORED, 0))
         if not whole:
             return
-    low, num_low = reached_by(z_ptr, size, low, num_low, wanted, BLOCK)
+    low, num_low, num_above = reached_by(z_ptr, size, low, num_low, wanted, BLOCK, PIVOTS)
 
     # Of equal logits that not all are wanted, those with the smallest ids: a bisection again.
     last = num_valid
     if num_low > wanted:
-        num_equal = wanted - num_at_least(z_ptr, size, low + 1, BLOCK)
         begin = tl.zeros((), tl.int32) - 1
         while last - begin > 1:
             middle = begin + ((last - begin) >> 1)
@@ -132,7 +133,7 @@ def _choose_kernel(
                 offs = first + tl.arange(0, BLOCK)
                 column = _columns(column_ptr, offs, size, LISTED, TOGETHER)
                 counts += ((ordinals_at(z_ptr, offs, size) == low) & (offs < size) & (column <= middle)).to(tl.int32)
-            enough = tl.sum(counts, 0) >= num_equal
+            enough = tl.sum(counts, 0) >= wanted - num_above
             last = tl.where(enough, middle, last)
             begin = tl.where(enough, begin, middle)
 
