@@ -188,6 +188,8 @@ def list_candidates(
     packed = tl.sum(of_lane << byte, 1) * 0x01010101
     total = (packed >> 24).to(tl.int32)
     begin = tl.atomic_add(count_ptr + offs_n, total, mask=live & (total > 0), sem="relaxed")
+    # Rows that are none list NaN and infinity of a bias; there is no room for them.
+    begin = tl.where(live, begin, room)
     before = begin[:, None] + (((packed[:, None] >> byte) & 255) - of_lane).to(tl.int32)
     # A lane has one cell or two.
     later = (tl.arange(0, CELLS) > 0)[None, None, :]

@@ -10,7 +10,7 @@ from shards import DEVICE, GPU
 from torch import Tensor
 
 from cce_dist import linear_log_probs
-from cce_dist.kernels import Operands, ShardLogits, Spec, Want, budget, candidates, exact
+from cce_dist.kernels import Operands, ShardLogits, Spec, Want, budget, candidates, exact, more
 from cce_dist.kernels.budget import TopPlan
 from cce_dist.kernels.lse import Span, lse_partials, new_partials
 from cce_dist.kernels.tiles import choose_tiles
@@ -34,7 +34,6 @@ def misleading() -> dict[str, Tensor]:
     return {
         "usual": drawn,
         "constant": torch.full((V,), 1.5),
-        "zeros of both signs": torch.where(columns % 3 == 0, 0.0, -0.0),
         "one of 1e4": torch.where(columns == V - 7, 1e4, drawn),
         "rising": columns / 100,
         "falling": -columns / 100,
@@ -51,7 +50,6 @@ def misleading() -> dict[str, Tensor]:
 
 def largest(z: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The definition: the first of equal logits first."""
-    z = z + 0.0  # -0 is 0
     values, ids = z.sort(dim=1, descending=True, stable=True)
     return values[:, :top_k], ids[:, :top_k]
 
@@ -75,7 +73,7 @@ def check(z: Tensor, top_k: int, **options) -> None:
 
 @pytest.mark.parametrize("top_k", [1, K, *([300] if GPU else [])])
 def test_rows_that_mislead_the_sample(top_k: int) -> None:
-    """Catches: a list that is trusted though too short or cut off, equal logits in the order of a list, 0 above -0."""
+    """Catches: a list that is trusted though too short or cut off, equal logits in the order of a list."""
     check(torch.stack(list(misleading().values())), top_k)
 
 
@@ -106,6 +104,36 @@ def test_columns_of_minus_infinity() -> None:
     torch.testing.assert_close(out.top_log_probs, z.log_softmax(1).gather(1, out.top_ids))
 
 
+def test_a_logit_that_is_none_comes_first() -> None:
+    """As among all logits. Catches: NaN that a maximum hides."""
+    hidden, weight = torch.randn(3, 16, device=DEVICE), torch.randn(V, 16, device=DEVICE)
+    bias = torch.zeros(V, device=DEVICE)
+    bias[V // 2] = torch.nan
+    out = linear_log_probs(
+        hidden, weight, torch.full((3,), 5, device=DEVICE), linear_bias=bias, top_k=K, backend="triton"
+    )
+    z = hidden @ weight.t()
+    z[:, V // 2] = torch.inf
+    assert out.top_ids is not None and out.top_log_probs is not None
+    assert torch.equal(out.top_ids, largest(z, K)[1]) and out.top_log_probs.isnan().all()
+
+
+def test_two_shards() -> None:
+    """The second has fewer columns than k. Catches: ids of the shard, the keys of no column in the place of others."""
+    hidden, weight = torch.randn(6, 16, device=DEVICE), torch.randn(V, 16, device=DEVICE)
+    labels, cut = torch.tensor([1, 2, -1, 3, 4, V - 1], device=DEVICE), V - 3
+    weight[cut:] *= 20
+    bias, stats = torch.full((V,), -1e3, device=DEVICE), []
+    for start, rows in ((0, slice(cut)), (cut, slice(cut, V))):
+        x = Operands(hidden, weight[rows], bias[rows], labels, ShardLogits(start, len(weight[rows])))
+        spec = Spec(x.logits, V, want=Want(grad=False, top_k=K), workspace_bytes=256 << 20)
+        stats.append(exact.statistics(x, spec)[0])
+    z, ids = more.of_keys(more.merge_top(torch.stack(stats), spec))
+    values, expected = largest(hidden @ weight.t() + bias, K)
+    assert torch.equal(ids[labels >= 0], expected[labels >= 0])
+    torch.testing.assert_close(z[labels >= 0], values[labels >= 0])
+
+
 def test_a_token_that_is_not_finite_leaves_others_alone() -> None:
     """Catches: NaN that a comparison hides, atomics of a row that is not there."""
     hidden, weight = torch.randn(5, 16, device=DEVICE), torch.randn(V, 16, device=DEVICE)
@@ -134,16 +162,22 @@ def test_lists_hold_what_reaches_the_threshold(dtype: torch.dtype, hidden_size: 
     weight = torch.randn(V, hidden_size, device=DEVICE).to(dtype)
     labels = torch.arange(20, device=DEVICE)
     labels[::5] = -1
-    x, tiles = Operands(hidden, weight, None, labels, ShardLogits(0, V - 3)), choose_tiles(dtype, hidden.device)
+    x = Operands(hidden, weight, None, labels, ShardLogits(0, V - 3))
+    tiles = choose_tiles(dtype, hidden.device)
+    if not GPU:
+        tiles = tiles._replace(
+            lse=tiles.lse._replace(cols=hidden_size // 16 * 224 + 32)
+        )  # a lane has two cells, or one
     rows = gathered(hidden, compact(labels), torch.empty_like(hidden))
     lists = candidates.new_candidates(candidates.sampled(x, PLAN), rows, tiles, PLAN)
+    num_kept = int(rows.num_kept)
+    lists.threshold_R[num_kept:], lists.list_RM[num_kept:] = -1.0, 7.0
     lse_partials(
         x, rows, tiles, Span(0, -(-(V - 3) // tiles.lse.cols), 2), new_partials(2, 20, Want(), hidden), lists=lists
     )
 
     z = rows.hidden.double() @ weight[: V - 3].double().t()
-    num_kept = int(rows.num_kept)
-    assert (lists.count_R[num_kept:] == 0).all()
+    assert (lists.count_R[num_kept:] == 0).all() and (lists.list_RM[num_kept:] == 7).all()
     for row in range(num_kept):
         count, limit = int(lists.count_R[row]), lists.threshold_R[row]
         assert int((z[row, :: PLAN.step] >= limit).sum()) == PLAN.nth and count <= lists.room
