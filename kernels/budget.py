@@ -399,9 +399,11 @@ def top_bytes(plan: TopPlan, top_k: int) -> int:
 
 
 def top_rows(sizes: Sizes, plan: TopPlan, top_k: int, workspace_bytes: int, unit: int) -> int:
-    """Return the tokens whose lists and hidden states are there at a time: whole groups of ``unit``, or fewer than one."""
-    rows = max(workspace_bytes, LEAST_BYTES) // (sizes.hidden_bytes + top_bytes(plan, top_k))
-    return max(ROWS, rows // unit * unit if rows >= unit else rows // ROWS * ROWS)
+    """Return the tokens whose lists and hidden states are there at a time, in groups as even as multiples of ``unit`` can be."""
+    most = max(ROWS, max(workspace_bytes, LEAST_BYTES) // (sizes.hidden_bytes + top_bytes(plan, top_k)) // ROWS * ROWS)
+    unit = unit if most >= unit else ROWS
+    most -= most % unit
+    return cdiv(sizes.num_tokens, cdiv(max(1, sizes.num_tokens), most) * unit) * unit
 
 
 def top_rows_of_all(sizes: Sizes, workspace_bytes: int) -> int:

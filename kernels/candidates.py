@@ -29,7 +29,9 @@ from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.tiles import Tiles, interpreted
 
 TOGETHER = 4  # logits of a place
-PIVOTS = 8  # ordinals that logits are compared with at a time; a power of 2
+# Ordinals that logits are compared with at a time, a power of 2: one where the logits are in registers, more where they are
+# read anew each time, and in the interpreter, which takes as long for one.
+PIVOTS = 8
 LEAST = tl.constexpr(-(1 << 31))  # the ordinal of no logit
 
 
@@ -73,12 +75,18 @@ def new_candidates(sample: Operands, rows: Rows, tiles: Tiles, plan: TopPlan) ->
     # The sample's logits stand where the lists will.
     z_RS = list_RM.view(-1)[: num_rows * cols].view(num_rows, cols)
     logits_chunk(sample, rows, 0, z_RS, tiles)
+    block = triton.next_power_of_2(size)
     _threshold_kernel[(num_rows,)](
         z_RS, rows.num_kept,
         threshold_R,
-        size, cols, min(plan.nth, size), BLOCK=min(2048, triton.next_power_of_2(cols)), PIVOTS=PIVOTS,
+        size, cols, min(plan.nth, size), BLOCK=block, PIVOTS=num_pivots(), num_warps=max(1, block // 2048),
     )  # fmt: skip
     return Candidates(threshold_R, list_RM, torch.zeros(num_rows, dtype=torch.int32, device=device))
+
+
+def num_pivots() -> int:
+    """Pivots where logits are in registers."""
+    return PIVOTS if interpreted() else 1
 
 
 @triton.jit
@@ -95,25 +103,25 @@ def logit_of(ordinal):
 
 
 @triton.jit
-def num_at_least(z_ptr, size, least, BLOCK: tl.constexpr):
-    """Return how many logits have at least each of these ordinals. [PIVOTS] int32 -> [PIVOTS] int32."""
-    counts = tl.zeros_like(least)
-    for first in range(0, size, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        reached = (ordinals_at(z_ptr, offs, size)[:, None] >= least[None, :]) & (offs < size)[:, None]
-        counts += tl.sum(reached.to(tl.int32), 0)
+def num_at_least(z_ptr, held, size, least, BLOCK: tl.constexpr):
+    """Return how many logits have at least each of these ordinals, [PIVOTS] int32; those of the first BLOCK are held."""
+    counts = tl.sum((held[:, None] >= least[None, :]).to(tl.int32), 0)
+    for first in range(BLOCK, size, BLOCK):
+        ordinals = ordinals_at(z_ptr, first + tl.arange(0, BLOCK), size)
+        counts += tl.sum((ordinals[:, None] >= least[None, :]).to(tl.int32), 0)
     return counts
 
 
 @triton.jit
-def reached_by(z_ptr, size, low, num_low, wanted, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
+def reached_by(z_ptr, held, size, low, num_low, wanted, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
     """Raise ``low``, an ordinal that ``num_low`` logits reach, until only ``wanted`` of them do, or as far as these do.
 
-    The interval that the answer is in is cut into PIVOTS + 1 parts at a time. Returns the ordinal, int64, and the number of
-    logits that reach it, which is more than ``wanted`` if some are equal; then the number of those that are larger.
+    ``held`` are the ordinals of the first BLOCK logits. The interval that the answer is in is cut into PIVOTS + 1 parts at a
+    time. Returns the ordinal, int64, and the number of logits that reach it, which is more than ``wanted`` if some are equal;
+    then the number of those that are larger.
     """
-    tops = tl.zeros((BLOCK,), tl.int32) + LEAST
-    for first in range(0, size, BLOCK):
+    tops = held
+    for first in range(BLOCK, size, BLOCK):
         tops = tl.maximum(tops, ordinals_at(z_ptr, first + tl.arange(0, BLOCK), size))
     high = tl.max(tops, 0).to(tl.int64) + 1  # reached by none
     num_high = tl.zeros((), tl.int32)
@@ -121,7 +129,7 @@ def reached_by(z_ptr, size, low, num_low, wanted, BLOCK: tl.constexpr, PIVOTS: t
     while (high - low > 1) & (num_low > wanted):
         step = (high - low + PIVOTS) // (PIVOTS + 1)
         pivots = tl.minimum(low + step * (1 + tl.arange(0, PIVOTS)), high - 1)
-        counts = num_at_least(z_ptr, size, pivots.to(tl.int32), BLOCK)
+        counts = num_at_least(z_ptr, held, size, pivots.to(tl.int32), BLOCK)
         enough = counts >= wanted
         num_low = tl.min(tl.where(enough, counts, num_low), 0)
         num_high = tl.max(tl.where(enough, num_high, counts), 0)
@@ -144,9 +152,9 @@ def _threshold_kernel(
     row = tl.program_id(0)
     if row >= tl.load(num_kept_ptr):
         return
-    low, _, _ = reached_by(
-        z_ptr + row.to(tl.int64) * num_cols, size, tl.zeros((), tl.int32) + LEAST, size, wanted, BLOCK, PIVOTS
-    )
+    z_ptr += row.to(tl.int64) * num_cols
+    held = ordinals_at(z_ptr, tl.arange(0, BLOCK), size)
+    low, _, _ = reached_by(z_ptr, held, size, tl.zeros((), tl.int32) + LEAST, size, wanted, BLOCK, PIVOTS)
     tl.store(threshold_ptr + row, logit_of(low.to(tl.int32)))
 
 

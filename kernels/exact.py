@@ -173,8 +173,8 @@ def _forward_rows(x: Operands, spec: Spec, tiles: Tiles, kept: bool) -> int:
     plan, sizes = top_plan(x, spec), sizes_of(x)
     rows = budget.forward_rows(sizes, spec.workspace_bytes, kept)
     if plan is not None and not kept:
-        unit = tiles.lse.rows * tiles.group
-        rows = min(rows, budget.top_rows(sizes, plan, spec.want.top_k, spec.workspace_bytes, unit))
+        # Cut into a quarter of the programs that run at once (budget.num_parts), four blocks of rows fill the device.
+        rows = min(rows, budget.top_rows(sizes, plan, spec.want.top_k, spec.workspace_bytes, 4 * tiles.lse.rows))
     return min(x.num_tokens, rows)
 
 

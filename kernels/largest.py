@@ -19,7 +19,16 @@ import triton.language as tl
 from cce_dist.kernels import IGNORED, Operands, Rows, Spec, budget
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.candidates import LEAST, PIVOTS, TOGETHER, Candidates, num_at_least, ordinals_at, reached_by
+from cce_dist.kernels.candidates import (
+    LEAST,
+    PIVOTS,
+    TOGETHER,
+    Candidates,
+    num_at_least,
+    num_pivots,
+    ordinals_at,
+    reached_by,
+)
 from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.more import LEAST_KEY
 from cce_dist.kernels.tiles import Tiles
@@ -63,14 +72,16 @@ def _launch(
     num_rows, top_k = rows.index.shape[0], spec.want.top_k
     threshold_R, _, count_R = lists or (None, None, None)
     chosen_RK = torch.empty(num_rows, top_k, dtype=torch.int64, device=z_RM.device)
-    power = triton.next_power_of_2(top_k)
-    most, warps = (8192, 16) if lists is None else (2048, 4)
+    power, whole = triton.next_power_of_2(top_k), triton.next_power_of_2(z_RM.shape[1])
+    # A list is a warp's own, as long as its k numbers fit.
+    block = min(whole, 4096 if lists is None else max(1024, 8 * power))
+    warps = max(1, block // (256 if lists is None else 1024))
     _choose_kernel[(num_rows,)](
         z_RM, count_R, threshold_R, rows.index, rows.num_kept,
         chosen_RK, keys_KN, left_N,
         x.num_tokens, z_RM.shape[1], None if lists is None else lists.room, x.logits.num_valid, x.logits.start, top_k,
-        LISTED=lists is not None, TOGETHER=TOGETHER, PIVOTS=PIVOTS, BLOCK_K=power, PART=min(64, max(8, 8192 // power)),
-        BLOCK=min(most, triton.next_power_of_2(z_RM.shape[1])), num_warps=warps,
+        LISTED=lists is not None, TOGETHER=TOGETHER, PIVOTS=PIVOTS if lists is None else num_pivots(), BLOCK_K=power,
+        PART=min(64, max(1, 1024 * warps // power)), BLOCK=block, CHUNK=max(1, block // 4), num_warps=warps,
     )  # fmt: skip
 
 
@@ -95,6 +106,7 @@ def _choose_kernel(
     BLOCK_K: tl.constexpr,
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -109,18 +121,21 @@ def _choose_kernel(
     column_ptr = z_ptr
     low = tl.zeros((), tl.int32) + LEAST
     num_low = size
-    if LISTED:
+    if not LISTED:
+        held = ordinals_at(z_ptr, tl.arange(0, BLOCK), size)
+    else:
         count = tl.load(count_ptr + row)
         size = tl.minimum(count, room) * TOGETHER
         column_ptr += room * TOGETHER
+        held = ordinals_at(z_ptr, tl.arange(0, BLOCK), size)
         bits = (tl.load(threshold_ptr + row) + 0.0).to(tl.int32, bitcast=True)
         low = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        num_low = tl.max(num_at_least(z_ptr, size, low + tl.zeros((1,), tl.int32), BLOCK), 0)
+        num_low = tl.max(num_at_least(z_ptr, held, size, low + tl.zeros((1,), tl.int32), BLOCK), 0)
         whole = (count <= room) & (num_low >= wanted)
         tl.store(left_ptr + token, tl.where(whole, _IGNORED, 0))
         if not whole:
             return
-    low, num_low, num_above = reached_by(z_ptr, size, low, num_low, wanted, BLOCK, PIVOTS)
+    low, num_low, num_above = reached_by(z_ptr, held, size, low, num_low, wanted, BLOCK, PIVOTS)
 
     # Of equal logits that not all are wanted, those with the smallest ids: a bisection again.
     last = num_valid
@@ -139,8 +154,8 @@ def _choose_kernel(
 
     chosen_ptr += row.to(tl.int64) * top_k
     taken = tl.zeros((), tl.int32)
-    for first in range(0, size, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
+    for first in range(0, size, CHUNK):
+        offs = first + tl.arange(0, CHUNK)
         ordinals = ordinals_at(z_ptr, offs, size)
         column = _columns(column_ptr, offs, size, LISTED, TOGETHER)
         chosen = (offs < size) & ((ordinals > low) | ((ordinals == low) & (column <= last)))
