@@ -399,7 +399,7 @@ def top_bytes(plan: TopPlan, top_k: int) -> int:
 
 
 def top_rows(sizes: Sizes, plan: TopPlan, top_k: int, workspace_bytes: int, unit: int) -> int:
-    """Return the tokens whose lists and hidden states are there at a time, in groups as even as multiples of ``unit`` can be."""
+    """Return the tokens whose lists and hidden states are there at a time, in even groups of whole ``unit``s."""
     most = max(ROWS, max(workspace_bytes, LEAST_BYTES) // (sizes.hidden_bytes + top_bytes(plan, top_k)) // ROWS * ROWS)
     unit = unit if most >= unit else ROWS
     most -= most % unit
