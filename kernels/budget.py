@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2 << 30  # of the budget that is chosen where none is given
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
-MOST_TOP_CELLS = 1 << 26  # logits whose largest are looked for at a time: more would not be faster
+# Every 63rd column is a sample of 1.6 % of a product. Once in a million tokens, too few of the largest logits are below its
+# threshold, or too many of all. A list has a place in eight columns at most, each of four logits and a column.
+TOP_STEP, RARELY, LEAST_SPARSE, TOP_PLACE_BYTES = 63, 1e-6, 8, 20
 
 FEW = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
 SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a power of 2
@@ -318,15 +321,60 @@ def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int) -> Chun
     return Chunks(rows, min(num_columns, elements // rows // BLOCK_V * BLOCK_V) or 1)
 
 
-def top_block(num_tokens: int, num_columns: int, span: int, workspace_bytes: int, tile_cols: int) -> Chunks:
-    """Return the block of logits whose largest are looked for: all columns of some tokens rather than the reverse.
+class TopPlan(NamedTuple):
+    """How the candidates for the largest logits are found (``candidates.py``).
 
-    A logit takes 4 bytes in half of the budget, and a ``span``-th of the largest logit of its span, of its key and of copies.
+    Attributes:
+        step: Every so-many-th column is in the sample.
+        nth: The threshold is the sample's nth largest logit.
+        room: Places of a token's list.
     """
-    cell_bytes, whole = 4 + cdiv(40, span), cdiv(num_columns, tile_cols) * tile_cols
-    cells = min(max(workspace_bytes, LEAST_BYTES) // 2 // cell_bytes, MOST_TOP_CELLS)
-    rows = min(num_tokens, max(ROWS, cells // whole // ROWS * ROWS))
-    return Chunks(rows, min(whole, max(tile_cols, cells // rows // tile_cols * tile_cols)))
+
+    step: int
+    nth: int
+    room: int
+
+
+@lru_cache(maxsize=64)
+def top_plan(num_columns: int, top_k: int) -> TopPlan | None:
+    """Return the plan for a shard; None: the lists would hold much of it, and the largest are looked for among all logits.
+
+    The numbers of a row's top_k largest in the sample, and of the sample's columns in a list, are taken for Poisson's. A sample
+    of even steps has a narrower spread.
+    """
+    if LEAST_SPARSE * top_k > num_columns:
+        return None
+    step = min(TOP_STEP, max(1, num_columns // 256))
+    step -= 1 - step % 2  # odd: columns may have a structure of powers of 2
+    nth = next(n for n in count(1) if _at_least(n, top_k / step) <= RARELY)
+    spread = next(n for n in count(nth) if 1 - _at_least(nth, n) <= RARELY)
+    room = cdiv(spread * step, 64) * 64
+    return TopPlan(step, nth, room) if LEAST_SPARSE * room <= num_columns else None
+
+
+def _at_least(least: int, mean: float) -> float:
+    """Poisson's probability of so many."""
+    below = sum(math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) for n in range(least))
+    return max(0.0, 1.0 - below)
+
+
+def top_bytes(plan: TopPlan, top_k: int) -> int:
+    """Bytes of a token's list, and of its chosen keys."""
+    return TOP_PLACE_BYTES * plan.room + 8 * top_k
+
+
+def top_rows(sizes: Sizes, plan: TopPlan, top_k: int, workspace_bytes: int, unit: int) -> int:
+    """Return the tokens whose lists and hidden states are there at a time, in even groups of whole ``unit``s."""
+    most = max(ROWS, max(workspace_bytes, LEAST_BYTES) // (sizes.hidden_bytes + top_bytes(plan, top_k)) // ROWS * ROWS)
+    unit = unit if most >= unit else ROWS
+    most -= most % unit
+    return cdiv(sizes.num_tokens, cdiv(max(1, sizes.num_tokens), most) * unit) * unit
+
+
+def top_rows_of_all(sizes: Sizes, workspace_bytes: int) -> int:
+    """Return the tokens all of whose logits are there at a time."""
+    rows = max(1, max(workspace_bytes, LEAST_BYTES) // (sizes.hidden_bytes + 4 * sizes.num_columns))
+    return min(sizes.num_tokens, rows // ROWS * ROWS if rows >= ROWS else rows)
 
 
 class Peak(NamedTuple):

@@ -38,6 +38,7 @@ from cce_dist.kernels.blocks import (
     tile_of_logits,
 )
 from cce_dist.kernels.budget import NUM_PLANES, cdiv, num_parts
+from cce_dist.kernels.candidates import Candidates, by_hand, list_candidates
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.tiles import Tile, Tiles, num_programs, precision
 
@@ -104,9 +105,10 @@ def lse_partials(
     want: Want = NOTHING_MORE,
     keep: Keep | None = None,
     marks: Marks | None = None,
+    lists: Candidates | None = None,
     want_sloped: bool = False,
 ) -> None:
-    """Write the partials of a span of tiles; fill what ``keep`` or ``marks`` ask for.
+    """Write the partials of a span of tiles; fill what ``keep``, ``marks`` or ``lists`` ask for.
 
     ``want_sloped`` adds the sum of exp times the softcap's slope.
     """
@@ -115,6 +117,7 @@ def lse_partials(
     reference_R, exp_RV, tile_reference_BR = keep or (None, None, None)
     tma = has_tma(rows.hidden, x.weight) and (exp_RV is None or has_tma(exp_RV))
     bound_R, log_eps, words_RW = marks or (reference_R, 0.0, None)
+    threshold_R, list_RM, count_R = lists or (None, None, None)
     grid = (cdiv(num_rows, tile.rows) * span.num_parts,)
     _lse_kernel[grid](
         # in
@@ -122,11 +125,12 @@ def lse_partials(
         rows.num_kept, bound_R, x.factors_N2, None if x.factors_N2 is None else rows.index,
         # out
         partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), tile_reference_BR,
-        words_RW,
+        words_RW, threshold_R, list_RM, count_R,
         # sizes
         num_rows, hidden_size, logits.num_valid, partials_KPR.shape[1], span.first, span.last, span.num_parts,
         span.first_part, *longest_first(span.last - span.first, span.num_parts),
         0 if exp_RV is None else exp_RV.shape[1], 0 if words_RW is None else words_RW.shape[1],
+        None if lists is None else lists.room,
         # options
         logits.logit_scale, logits.softcap, log_eps,
         HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.softcap > 0.0,
@@ -134,6 +138,7 @@ def lse_partials(
         MASK_V=logits.num_valid % tile.cols != 0, WANT_BELOW=want.uniform, WANT_MOMENT=want.entropy,
         WANT_SQUARE=want.sum_p_squared, WANT_BEST=want.best,
         KEEP_EXP=exp_RV is not None, WANT_SLOPED=want_sloped, MARK=marks is not None,
+        LIST=lists is not None, BY_HAND=lists is not None and by_hand(),
         FAST=has_fast_math() and not want.best,  # with which all measures together would spill
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
@@ -160,7 +165,7 @@ def longest_first(num_tiles: int, num_parts: int) -> tuple[int, int]:
     return alike, pow(num_tiles // alike, -1, num_parts // alike)
 
 
-@kernel("hidden", "weight", "bias_ptr", "partial_ptr", "exp", "words_ptr", "hidden_size", "exp_cols")
+@kernel("hidden", "weight", "bias_ptr", "partial_ptr", "exp", "words_ptr", "list_ptr", "hidden_size", "exp_cols")
 def _lse_kernel(
     hidden,  # in: [R, D] descriptor or pointer
     weight,  # in: [V, D] descriptor or pointer
@@ -173,6 +178,9 @@ def _lse_kernel(
     exp,  # out: [R, B * BLOCK_V] descriptor or pointer
     tile_reference_ptr,  # out: [B, R] fp32
     words_ptr,  # out: [R, W] int32
+    threshold_ptr,  # in: [R] fp32; with LIST, as are the next two
+    list_ptr,  # out: [R, 5 room] fp32
+    count_ptr,  # in, out: [R] int32
     num_rows,
     hidden_size,
     num_valid,
@@ -185,6 +193,7 @@ def _lse_kernel(
     step,
     exp_cols,
     num_words,
+    room,
     logit_scale,
     softcap,
     log_eps,
@@ -200,6 +209,8 @@ def _lse_kernel(
     WANT_SLOPED: tl.constexpr,
     MARK: tl.constexpr,
     FAST: tl.constexpr,
+    LIST: tl.constexpr,
+    BY_HAND: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -242,6 +253,8 @@ def _lse_kernel(
         reference = tl.load(reference_ptr + offs_n, mask=offs_n < num_kept, other=float("inf"))
         threshold = reference + log_eps
         reference = tl.where(reference > float("-inf"), reference, 0.0)
+    if LIST:
+        limit = tl.load(threshold_ptr + offs_n, mask=offs_n < num_kept, other=float("inf"))
     bound = softcap
     if HAS_FACTORS:
         factor = factor_ptr + 2 * tl.load(index_ptr + offs_n, mask=in_n, other=0).to(tl.int64)
@@ -256,6 +269,11 @@ def _lse_kernel(
         )  # fmt: skip
         if HAS_FACTORS and HAS_SOFTCAP:
             z *= after
+        if LIST:
+            list_candidates(
+                z, limit, list_ptr, count_ptr, room, tile * BLOCK_V, offs_n, offs_n < num_kept,
+                BLOCK_N, BLOCK_V, BY_HAND,
+            )  # fmt: skip
         tile_max = tl.max(z, 1)
         new_max = tl.maximum(running_max, tile_max)
         if WANT_BEST:
