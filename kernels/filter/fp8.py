@@ -11,7 +11,11 @@ Rounding to e4m3 moves an element by 2.65 % (rms) whatever its size, so the prod
 
     sqrt(2) * 0.0265 * |hidden_i - m| |weight_j - b| / sqrt(D)
 
-``size`` is these lengths; ``ERROR`` is the factor before them but for the root of D.
+``ERROR`` is the factor before these lengths but for the root of D.
+
+The errors of a hidden state's elements are the same in all of its logits: they average out over many elements, not over
+columns. So a hidden state of which one element has more than half the square cannot be rounded, nor one whose logits would have
+a standard error above ``MOST_ERROR``. Such a row gets an infinite length and codes of 0, and its token is computed in 16 bits.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.tiles import MAX_SIDE, interpreted, num_programs
 
 ERROR = 2**0.5 * 0.0265
+MOST_ERROR = 0.25  # nats; with the default eps that is an error of 4e-3 of the log-sum-exp at most
 MOST = tl.constexpr(448.0)  # the largest number of e4m3
 LEAST = tl.constexpr(1e-30)  # rows whose elements are all smaller count as zeros
 DTYPE = torch.float8_e4m3fn
@@ -40,7 +45,7 @@ class Rounded(NamedTuple):
     Attributes:
         codes: [R, D or more] e4m3; zeros from column D on.
         numbers_3R: [3, R] fp32: the scale of the codes; the row's number of the sum above, bias counted; its length less the
-            shared vector, -1 for a column that takes no part.
+            shared vector, -1 for a column that takes no part, infinite for a hidden state that cannot be rounded.
     """
 
     codes: torch.Tensor
@@ -55,13 +60,15 @@ def new_rounded(num_rows: int, hidden_size: int, inner: int, device: torch.devic
 
 def round_hidden(
     hidden_ND: torch.Tensor, index_R: torch.Tensor, num_kept: torch.Tensor, mean_D: torch.Tensor, beside_D: torch.Tensor,
-    out: Rounded,
+    spread_P: torch.Tensor, logit_scale: float, out: Rounded,
 ) -> None:  # fmt: skip
     """Gather and round a group's hidden states, less ``mean_D``; rows past ``num_kept`` in the last live tile are 0.
 
-    The row's number is that of the whole hidden state and ``beside_D``.
+    The row's number is that of the whole hidden state and ``beside_D``. The standard error of its logits is that of columns
+    whose mean square is the sum of ``spread_P``.
     """
-    _launch(hidden_ND, index_R, num_kept, None, None, mean_D, beside_D, out, 0, index_R.shape[0])
+    group = index_R, num_kept, spread_P
+    _launch(hidden_ND, group, None, None, mean_D, beside_D, out, 0, index_R.shape[0], logit_scale)
 
 
 def round_weight(
@@ -72,18 +79,23 @@ def round_weight(
 
     The row's number is that of the weight's row less ``mean_D`` and ``beside_D``.
     """
-    _launch(weight_VD, None, None, bias_V, slot_V, mean_D, beside_D, out, first, num_valid)
+    _launch(weight_VD, None, bias_V, slot_V, mean_D, beside_D, out, first, num_valid)
 
 
-def _launch(rows_RD, index_R, num_kept, bias_R, slot_R, mean_D, beside_D, out: Rounded, first: int, last: int) -> None:
+def _launch(
+    rows_RD: torch.Tensor, group: tuple[torch.Tensor, ...] | None, bias_R: torch.Tensor | None, slot_R: torch.Tensor | None,
+    mean_D: torch.Tensor, beside_D: torch.Tensor, out: Rounded, first: int, last: int, logit_scale: float = 1.0,
+) -> None:  # fmt: skip
+    index_R, num_kept, spread_P = (None, None, None) if group is None else group
     num_rows, num_inner = out.codes.shape
     block = max(128, 1 << (num_inner - 1).bit_length())
     warps = min(16, max(1, block // (32 * PER_THREAD)))
     at_once = num_programs(rows_RD.device) * (1 if interpreted() else max(1, 32 // warps))
     _round_rows_kernel[(min(num_rows, at_once),)](
-        rows_RD, index_R, num_kept, bias_R, slot_R, mean_D, beside_D,
+        rows_RD, index_R, num_kept, spread_P, bias_R, slot_R, mean_D, beside_D,
         out.codes, out.numbers_3R,
-        num_rows, rows_RD.shape[1], num_inner, first, last,
+        num_rows, rows_RD.shape[1], num_inner, first, last, 0 if spread_P is None else spread_P.shape[0],
+        (logit_scale * ERROR / MOST_ERROR) ** 2 / rows_RD.shape[1],
         HAS_INDEX=index_R is not None, HAS_BIAS=bias_R is not None, INTERPRETED=interpreted(), MAX_SIDE=MAX_SIDE,
         BLOCK_D=block, num_warps=warps,
     )  # fmt: skip
@@ -94,6 +106,7 @@ def _round_rows_kernel(
     rows_ptr,  # in: [N or V, D]
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32; with HAS_INDEX
+    spread_ptr,  # in: [P] fp32; with HAS_INDEX
     bias_ptr,  # in: [V]
     slot_ptr,  # in: [V] int32; without HAS_INDEX
     mean_ptr,  # in: [D] fp32
@@ -105,6 +118,8 @@ def _round_rows_kernel(
     num_inner,
     first_row,
     last_row,
+    num_spread,
+    per_square,
     HAS_INDEX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -122,6 +137,7 @@ def _round_rows_kernel(
     if HAS_INDEX:
         num_live = tl.load(num_kept_ptr)
         stop = tl.minimum(num_rows, tl.maximum(tl.cdiv(num_live, MAX_SIDE), 1) * MAX_SIDE)
+        per_square *= sum_of_parts(spread_ptr, num_spread)
     place = tl.program_id(0)
     row, live = _row_at(  # pyright: ignore[reportGeneralTypeIssues]
         place, index_ptr, slot_ptr, stop, num_live, first_row, last_row, HAS_INDEX
@@ -141,10 +157,17 @@ def _round_rows_kernel(
         if HAS_BIAS:
             number += tl.load(bias_ptr + here, mask=here_live, other=0).to(tl.float32)
         most = tl.maximum(most, LEAST)
+        # The square of a column's length may overflow: then all tokens have it marked.
+        length = tl.sqrt(square)
+        if HAS_INDEX:
+            # NaN makes this false.
+            fits = (square * per_square < 1.0) & ((square >= 2.0 * most * most) | (square < LEAST))
+            length = tl.where(fits, length, float("inf"))
+            number = tl.where(fits, number, 0.0)
+            away = tl.where(fits, away, 0.0)
         tl.store(numbers_ptr + place, tl.where(here_live, most / MOST, 0.0))
         tl.store(numbers_ptr + num_rows.to(tl.int64) + place, tl.where(here_live, number, 0.0))
-        # The square of a length may overflow: then everything is marked.
-        tl.store(numbers_ptr + 2 * num_rows.to(tl.int64) + place, tl.where(here_live, tl.sqrt(square), -1.0))
+        tl.store(numbers_ptr + 2 * num_rows.to(tl.int64) + place, tl.where(here_live, length, -1.0))
 
         codes = away * (MOST / most)
         if INTERPRETED:
@@ -155,6 +178,16 @@ def _round_rows_kernel(
         where = codes_ptr + place * num_inner.to(tl.int64) + offs_d
         tl.store(where, codes.to(codes_ptr.dtype.element_ty), mask=offs_d < num_inner)
         place = following
+
+
+@triton.jit
+def sum_of_parts(parts_ptr, num_parts):
+    """Add a few numbers up; fp32."""
+    total = tl.zeros((128,), tl.float32)
+    for first in range(0, num_parts, 128):
+        offs = first + tl.arange(0, 128)
+        total += tl.load(parts_ptr + offs, mask=offs < num_parts, other=0)
+    return tl.sum(total, 0)
 
 
 @triton.jit

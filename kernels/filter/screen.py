@@ -9,9 +9,10 @@ always (``lists.py``). The marked logits are then computed from the operands the
 Everything is relative to the token's bound. What is not marked is below it, so no maximum runs along, and the bound is the same
 on all shards.
 
-A token is computed again in 16 bits, all columns, where the sum cannot be trusted: something is not finite, its list is too
-long or found no room, or its bound was too high. Only the device knows: the launches return at once where there is none. The
-error that is counted is that of the row and the column, so a row that is far larger than others has many marks, or too many.
+A token is computed again in 16 bits, all columns, where the sum cannot be trusted: something is not finite, its hidden state
+cannot be rounded (``fp8.py``), its list is too long or found no room, or its bound was too high. Only the device knows: the
+launches return at once where there is none. The error that is counted is that of the row and the column, so a row that is
+larger than others has more marks.
 """
 
 from __future__ import annotations
@@ -24,13 +25,22 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Spec, budget, exact
-from cce_dist.kernels.blocks import has_tma, kernel, load_tile, operand, row_and_split, softcap_slope, softcapped
+from cce_dist.kernels.blocks import (
+    has_tma,
+    kernel,
+    load_tile,
+    operand,
+    row_and_split,
+    softcap_slope,
+    softcapped,
+    tile_of_logits,
+)
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter import lists as lists_
-from cce_dist.kernels.filter.fp8 import ERROR, Rounded, new_rounded, round_hidden, round_weight
+from cce_dist.kernels.filter.fp8 import ERROR, Rounded, new_rounded, round_hidden, round_weight, sum_of_parts
 from cce_dist.kernels.filter.hot import Hot
 from cce_dist.kernels.filter.lists import FARTHEST, SLACK, WARP_ELEMENTS, Lists, list_columns
-from cce_dist.kernels.tiles import Tile, Tiles, interpreted, num_programs, screen_tile
+from cce_dist.kernels.tiles import Tile, Tiles, interpreted, num_programs, precision, screen_tile
 
 ERRORS = 4.0  # standard errors that a logit may be higher than it is screened
 SAMPLE = 256  # tokens that say which columns the tail consists of
@@ -58,47 +68,157 @@ class First(NamedTuple):
 
 
 class Middle(NamedTuple):
-    """What the operands are rounded less of.
+    """What the operands are rounded less of; fp32.
 
     Attributes:
-        hidden_D: m: the mean of some hidden states, fp32.
-        weight_D: b: the mean row of the weight, by the columns' shares of what a sample of the tokens has below the threshold;
-            fp32.
-        spread: Mean square of the rows' distance from b, by the same shares; a 0-d fp32 tensor.
+        hidden_D: m: each element's median over some hidden states. A few of them that are huge do not move it.
+        weight_D: b: the mean row of the weight, by the columns' shares of what these tokens have below the threshold.
+        spread_P: In parts: mean square of the rows' distance from b, by the same shares.
     """
 
     hidden_D: torch.Tensor
     weight_D: torch.Tensor
-    spread: torch.Tensor
+    spread_P: torch.Tensor
 
 
 def middle(x: Operands, first: First, eps: float) -> Middle:
     """Find what the operands are rounded less of, from some tokens and the drawn columns.
 
-    Anything will do but for the errors, so what is not finite becomes 0. A token counts as one of usual length where it is
-    longer.
+    Anything will do but for the errors, so what is not finite becomes 0.
     """
-    index_N, num_kept = first.order
-    drawn, logits = first.drawn, x.logits
-    place_T = torch.arange(SAMPLE, device=index_N.device) * num_kept // SAMPLE
-    token_T = index_N.index_select(0, place_T)
-    rows_TD = x.hidden.index_select(0, token_T).float()
-    length_T = rows_TD.norm(dim=1)
-    usual = length_T.sort().values[SAMPLE // 2]
-    hidden_D = ((usual / length_T).clamp(max=1.0) @ rows_TD / SAMPLE).nan_to_num(0.0, 0.0, 0.0)
+    drawn, logits, hidden_size = first.drawn, x.logits, x.hidden.shape[1]
+    size = drawn.weight.shape[0]
+    tile = Tile(16, 32, 16, 4, 1) if interpreted() else Tile(128, 64, 64, 4, 3)
+    rows_TD, blocks_d = x.hidden.new_empty(SAMPLE, hidden_size), cdiv(hidden_size, 32)
+    hidden_D, weight_D = first.bound_N.new_empty(2, hidden_size).unbind()
+    sums_BS, spread_P = first.bound_N.new_empty(SAMPLE // tile.rows, size), first.bound_N.new_empty(blocks_d)
+    _median_kernel[(cdiv(hidden_size, 16),)](
+        x.hidden, *first.order, rows_TD, hidden_D, hidden_size, SAMPLE=SAMPLE, BLOCK_D=16
+    )
+    if size:
+        tma = has_tma(rows_TD, drawn.weight)
+        _tail_sums_kernel[(cdiv(size, tile.cols) * sums_BS.shape[0],)](
+            operand(rows_TD, tile.rows, tile.inner, tma), operand(drawn.weight, tile.cols, tile.inner, tma), drawn.bias,
+            *first.order, first.bound_N, sums_BS,
+            SAMPLE, size, hidden_size, logits.logit_scale, logits.softcap, math.log(eps),
+            HAS_BIAS=drawn.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
+            BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_TD.dtype),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    _tail_mean_kernel[(blocks_d,)](
+        drawn.weight, sums_BS, weight_D, spread_P, size, hidden_size, BLOCKS=sums_BS.shape[0], BLOCK_S=64, BLOCK_D=32
+    )
+    return Middle(hidden_D, weight_D, spread_P)
 
-    weight_SD = drawn.weight.float()
-    z_TS = rows_TD @ weight_SD.T
-    if drawn.bias is not None:
-        z_TS += drawn.bias
-    z_TS *= logits.logit_scale
-    if logits.softcap > 0.0:
-        z_TS = logits.softcap * torch.tanh(z_TS / logits.softcap)
-    z_TS -= first.bound_N.index_select(0, token_T)[:, None]
-    share_S = torch.where(z_TS < math.log(eps), z_TS.exp(), 0.0).sum(0)
-    share_S = (share_S / share_S.sum()).nan_to_num(0.0, 0.0, 0.0)
-    weight_D = (share_S @ weight_SD).nan_to_num(0.0, 0.0, 0.0)
-    return Middle(hidden_D, weight_D, share_S @ (weight_SD - weight_D).square().sum(1))
+
+@kernel("hidden_ptr", "rows_ptr", "hidden_size")
+def _median_kernel(
+    hidden_ptr,  # in: [N, D]
+    index_ptr,  # in: [N] int32
+    num_kept_ptr,  # in: [1] int32
+    rows_ptr,  # out: [T, D]: hidden states of tokens at equal steps
+    median_ptr,  # out: [D] fp32
+    hidden_size,
+    SAMPLE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    place = tl.arange(0, SAMPLE)
+    token = tl.load(index_ptr + place.to(tl.int64) * tl.load(num_kept_ptr) // SAMPLE).to(tl.int64)
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_d = offs_d < hidden_size
+    h = tl.load(hidden_ptr + token[None, :] * hidden_size + offs_d[:, None], mask=in_d[:, None], other=0)
+    tl.store(rows_ptr + place[None, :] * hidden_size + offs_d[:, None], h, mask=in_d[:, None])
+    value = h.to(tl.float32)
+    # The upper 16 bits of a number as an integer of the same order: bisection finds the middle one bit by bit.
+    keys = _ordered(tl.where(value == value, value, 0.0).to(tl.int32, bitcast=True) >> 16)
+    least = tl.full((BLOCK_D,), -32768, tl.int32)
+    last = tl.full((BLOCK_D,), 32767, tl.int32)
+    for _ in range(0, 16):
+        middle = (least + last + 1) >> 1
+        reached = tl.sum((keys < middle[:, None]).to(tl.int32), 1) <= SAMPLE // 2
+        least = tl.where(reached, middle, least)
+        last = tl.where(reached, last, middle - 1)
+    median = (_ordered(least) << 16).to(tl.float32, bitcast=True)
+    tl.store(median_ptr + offs_d, tl.where(tl.abs(median) < float("inf"), median, 0.0), mask=in_d)
+
+
+@triton.jit
+def _ordered(bits):
+    """Turn the bits of numbers into integers of their order, or back."""
+    return tl.where(bits < 0, bits ^ 0x7FFF, bits)
+
+
+@kernel("hidden", "weight", "bias_ptr", "sums_ptr", "hidden_size")
+def _tail_sums_kernel(
+    hidden,  # in: [T, D] descriptor or pointer
+    weight,  # in: [S, D] descriptor or pointer: the drawn columns
+    bias_ptr,  # in: [S]
+    index_ptr,  # in: [N] int32
+    num_kept_ptr,  # in: [1] int32
+    bound_ptr,  # in: [N] fp32
+    sums_ptr,  # out: [B, S] fp32: exponentials below the threshold, a row for each block of tokens
+    num_rows,
+    size,
+    hidden_size,
+    logit_scale,
+    softcap,
+    log_eps,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    num_blocks = tl.cdiv(num_rows, BLOCK_N)
+    row, col = tl.program_id(0) % num_blocks * BLOCK_N, tl.program_id(0) // num_blocks * BLOCK_V
+    z = tile_of_logits(
+        hidden, weight, bias_ptr, row, col, num_rows, size, hidden_size, logit_scale, softcap,
+        HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, True, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
+    )  # fmt: skip
+    place = row + tl.arange(0, BLOCK_N)
+    token = tl.load(index_ptr + place.to(tl.int64) * tl.load(num_kept_ptr) // num_rows)
+    below = z - tl.load(bound_ptr + token)[:, None]
+    sums = tl.sum(tl.where(below < log_eps, tl.exp(below), 0.0), 0)
+    offs_s = col + tl.arange(0, BLOCK_V)
+    tl.store(sums_ptr + row // BLOCK_N * size + offs_s, sums, mask=offs_s < size)
+
+
+@kernel("weight_ptr", "sums_ptr", "mean_ptr", "hidden_size")
+def _tail_mean_kernel(
+    weight_ptr,  # in: [S, D]
+    sums_ptr,  # in: [B, S] fp32
+    mean_ptr,  # out: [D] fp32: the mean row by the sums
+    spread_ptr,  # out: [P] fp32: the mean square of the distance from it, of a program's elements
+    size,
+    hidden_size,
+    BLOCKS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_d = offs_d < hidden_size
+    total = tl.zeros((BLOCK_S,), tl.float32)
+    mean = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    square = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    for first in range(0, size, BLOCK_S):
+        offs_s = first + tl.arange(0, BLOCK_S)
+        share = tl.zeros((BLOCK_S,), tl.float32)
+        for block in range(0, BLOCKS):
+            share += tl.load(sums_ptr + block * size + offs_s, mask=offs_s < size, other=0)
+        share = tl.where(share < float("inf"), share, 0.0)
+        where = weight_ptr + offs_s[:, None] * hidden_size + offs_d[None, :]
+        w = tl.load(where, mask=(share > 0)[:, None] & in_d[None, :], other=0).to(tl.float32)
+        total += share
+        mean += share[:, None] * w
+        square += share[:, None] * w * w
+    per_share = 1 / tl.maximum(tl.sum(total, 0), 1e-30)
+    mean = tl.sum(mean, 0) * per_share
+    mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0)
+    tl.store(mean_ptr + offs_d, mean, mask=in_d)
+    tl.store(spread_ptr + tl.program_id(0), tl.sum(tl.sum(square, 0) * per_share - mean * mean, 0))
 
 
 def screened_statistics(
@@ -140,10 +260,13 @@ def screened_statistics(
         bound_R = first.bound_N.index_select(0, index_R)
         out = Screened(bound_R.new_empty(sums, sum(splits) + listed, num_rows), words_RW[:num_rows], sum(splits))
         rounded = Rounded(hidden.codes[:num_rows], bound_R.new_empty(3, num_rows))
-        round_hidden(x.hidden, index_R, num_kept, around.hidden_D, around.weight_D, rounded)
+        round_hidden(
+            x.hidden, index_R, num_kept, around.hidden_D, around.weight_D, around.spread_P, x.logits.logit_scale, rounded
+        )  # fmt: skip
         part = 0
         for (col, last), split in zip(columns, splits, strict=True):
-            chunk = Rounded(weight.codes[: last - col], weight.numbers_3R[:, : last - col].contiguous())
+            numbers_3C = weight.numbers_3R.view(-1)[: 3 * (last - col)].view(3, -1)
+            chunk = Rounded(weight.codes[: last - col], numbers_3C)
             round_weight(x.weight, x.bias, hot.slot_V, around.weight_D, around.hidden_D, chunk, col, x.logits.num_valid)
             screen_chunk(
                 rounded, chunk, num_kept, bound_R, x, math.log(spec.filter.eps / SLACK), col, range(part, part + split), out,
@@ -261,7 +384,10 @@ def _screen_kernel(
     row_plane = num_rows.to(tl.int64)
     row_scale = tl.load(row_ptr + offs_n, mask=in_n, other=0)
     row_number = tl.load(row_ptr + row_plane + offs_n, mask=in_n, other=0)
-    row_error = tl.load(row_ptr + 2 * row_plane + offs_n, mask=in_n, other=0) * (error * LOG2_E)
+    # Nothing is marked of a row that could not be rounded: its token is computed again.
+    length = tl.load(row_ptr + 2 * row_plane + offs_n, mask=in_n, other=0)
+    limit = tl.where(length < float("inf"), limit, float("inf"))
+    row_error = tl.where(length < float("inf"), length * (error * LOG2_E), 0.0)
     if not HAS_SOFTCAP:
         row_number = row_number * (logit_scale * LOG2_E) - reference * LOG2_E
         logit_scale *= LOG2_E
@@ -411,11 +537,11 @@ def _merge(
     num_rows, sums_KPR = rows.index.shape[0], screened.sums_KPR
     error = ERROR * x.logits.logit_scale
     _merge_screened_kernel[(cdiv(num_rows, 128),)](
-        sums_KPR, hidden.numbers_3R, around.spread, first.hot_3N, first.shard_3N, first.bound_N, lists.count_N, taken,
+        sums_KPR, hidden.numbers_3R, around.spread_P, first.hot_3N, first.shard_3N, first.bound_N, lists.count_N, taken,
         x.ids, rows.index, rows.num_kept,
         *out,
-        num_rows, x.num_tokens, sums_KPR.shape[1], screened.num_screened, lists.columns_M.shape[0], lists_.LONGEST,
-        error * error / (2 * x.hidden.shape[1]), SLACK,
+        num_rows, x.num_tokens, sums_KPR.shape[1], screened.num_screened, around.spread_P.shape[0], lists.columns_M.shape[0],
+        lists_.LONGEST, error * error / (2 * x.hidden.shape[1]), SLACK,
         HAS_SOFTCAP=x.logits.softcap > 0.0, BLOCK_N=128,
     )  # fmt: skip
 
@@ -424,7 +550,7 @@ def _merge(
 def _merge_screened_kernel(
     sums_ptr,  # in: [K, P, R] fp32: screened parts first
     row_ptr,  # in: [3, R] fp32: anything, anything, length
-    spread_ptr,  # in: [1] fp32
+    spread_ptr,  # in: [P] fp32
     hot_ptr,  # in: [3, N] fp32: maximum, sum
     shard_ptr,  # in: [3, N] fp32: maximum, sum
     bound_ptr,  # in: [N] fp32
@@ -440,6 +566,7 @@ def _merge_screened_kernel(
     num_tokens,
     num_parts,
     num_screened,
+    num_spread,
     capacity,
     longest,
     half_variance,
@@ -458,7 +585,7 @@ def _merge_screened_kernel(
     # A number that is rounded to nearest lies around its code, so a logit lies around the one that is screened, and its
     # exponential is exp(variance / 2) larger on average.
     length = tl.load(row_ptr + 2 * row_stride + offs_n, mask=live, other=0)
-    gain = tl.exp(tl.minimum(length * length * tl.load(spread_ptr) * half_variance, 1.0))
+    gain = tl.exp(tl.minimum(length * length * sum_of_parts(spread_ptr, num_spread) * half_variance, 1.0))
     others = tl.zeros((BLOCK_N,), tl.float32)
     sloped = tl.zeros((BLOCK_N,), tl.float32)
     for part in range(0, num_parts):
@@ -480,7 +607,7 @@ def _merge_screened_kernel(
     trusted = (
         (count <= longest) & (tl.load(taken_ptr) <= capacity) & (total < tl.exp(FARTHEST)) & (claimed <= slack * total)
     )
-    trusted &= tl.abs(bound) < float("inf")
+    trusted &= (tl.abs(bound) < float("inf")) & (length < float("inf"))
 
     tl.store(stats_ptr + token, bound, mask=in_n)
     tl.store(stats_ptr + stride + token, tl.where(live, total, 1.0), mask=in_n)
