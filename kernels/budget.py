@@ -33,7 +33,7 @@ SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a powe
 # Bytes of a listed column in backward: column, token and gradient as they are made; while they are sorted also column and
 # order, and the sort's own order and buffers; in all also forward's column, and token and gradient in their new order.
 MADE_BYTES, SORTED_BYTES, ENTRY_BYTES = 12, 32, 56
-LISTED_PARTS = 16  # programs that share the list of a token while forward sums it up; a power of 2
+LISTED_PARTS = 4  # programs that share the list of a token while forward sums it up; a power of 2
 # A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
 # does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed one
@@ -320,7 +320,7 @@ def screen_chunks(
 ) -> Chunks:
     """Return the tokens and columns at a time of the filter's screen: both in 8 bits, the former with their marks."""
     budget = max(workspace_bytes, LEAST_BYTES)
-    rounded = cdiv(sizes.hidden_size, 128) * 128 + 12
+    rounded = cdiv(sizes.hidden_size, 128) * 128 + 16
     rows = budget * 5 // 8 // (rounded + 4 * num_words)
     unit = tile_rows * group if rows >= tile_rows * group else tile_rows
     rows = min(max(unit, rows // unit * unit), cdiv(sizes.num_tokens, tile_rows) * tile_rows)

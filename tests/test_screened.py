@@ -60,17 +60,22 @@ class Emulated(NamedTuple):
     fits: Tensor
 
 
-def rounded(rows: Tensor) -> Tensor:
-    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-30) / 448
-    return (rows / scale).to(torch.float8_e4m3fn).double() * scale.double()
+def rounded(rows: Tensor, scale: Tensor) -> Tensor:
+    return (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale.double()
 
 
 def emulate(p: Problem, d: Dense, case: Case, saved: list[Tensor], around: screen.Middle) -> Emulated:
     """Everything as the docstrings of fp8.py and screen.py say, in float64 but for the rounding."""
     num_valid, size = p.logits.num_valid, p.hidden.shape[1]
     hidden, weight = p.hidden.float() - around.hidden_D, p.weight[:num_valid].float() - around.weight_D
-    u = rounded(hidden) @ rounded(weight).T + (p.hidden.double() @ around.weight_D.double())[:, None]
-    u += weight.double() @ around.hidden_D.double()
+    spread = around.spread_P.sum()
+    scales = hidden.abs().amax(1, keepdim=True).clamp_min(1e-30) / 448, (spread / size).sqrt() / 4
+    number = p.hidden.double() @ around.weight_D.double()
+    u = (
+        rounded(hidden, scales[0]) @ rounded(weight, scales[1]).T
+        + number[:, None]
+        + weight.double() @ around.hidden_D.double()
+    )
     if p.bias is not None:
         u += p.bias[:num_valid].double()
     u *= p.logits.logit_scale
@@ -82,7 +87,7 @@ def emulate(p: Problem, d: Dense, case: Case, saved: list[Tensor], around: scree
     limit = bound + math.log(case.grad_filter.eps / lists.SLACK) - 4 * error
     hot = torch.zeros(num_valid, dtype=torch.bool, device=DEVICE)
     hot[saved[4]] = True
-    variance = (factor * hidden.double().norm(dim=1)).square() * around.spread_P.double().sum()
+    variance = (factor * hidden.double().norm(dim=1)).square() * spread.double()
     square = hidden.double().square()
     fits = (variance < fp8.MOST_ERROR**2) & (square.sum(1) >= 2 * square.amax(1))
     marked, others = (z >= limit) & ~hot & fits[:, None], (z < limit) & ~hot

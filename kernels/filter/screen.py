@@ -37,14 +37,23 @@ from cce_dist.kernels.blocks import (
 )
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter import lists as lists_
-from cce_dist.kernels.filter.fp8 import ERROR, Rounded, new_rounded, round_hidden, round_weight, sum_of_parts
+from cce_dist.kernels.filter.fp8 import (
+    ERROR,
+    LOG2_E,
+    Middle,
+    Rounded,
+    new_rounded,
+    round_hidden,
+    round_weight,
+    some_of,
+    sum_of_parts,
+)
 from cce_dist.kernels.filter.hot import Hot
-from cce_dist.kernels.filter.lists import FARTHEST, SLACK, WARP_ELEMENTS, Lists, list_columns
+from cce_dist.kernels.filter.lists import FARTHEST, SLACK, Lists, list_columns
 from cce_dist.kernels.tiles import Tile, Tiles, interpreted, num_programs, precision, screen_tile
 
 ERRORS = 4.0  # standard errors that a logit may be higher than it is screened
 SAMPLE = 256  # tokens that say which columns the tail consists of
-LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 class First(NamedTuple):
@@ -65,20 +74,6 @@ class First(NamedTuple):
     shard_3N: torch.Tensor
     bound_N: torch.Tensor
     drawn: Operands
-
-
-class Middle(NamedTuple):
-    """What the operands are rounded less of; fp32.
-
-    Attributes:
-        hidden_D: m: each element's median over some hidden states. A few of them that are huge do not move it.
-        weight_D: b: the mean row of the weight, by the columns' shares of what these tokens have below the threshold.
-        spread_P: In parts: mean square of the rows' distance from b, by the same shares.
-    """
-
-    hidden_D: torch.Tensor
-    weight_D: torch.Tensor
-    spread_P: torch.Tensor
 
 
 def middle(x: Operands, first: First, eps: float) -> Middle:
@@ -251,31 +246,28 @@ def screened_statistics(
     suspects_N = torch.empty_like(x.ids)
     taken = torch.zeros(1, dtype=torch.int64, device=device)
     words_RW = torch.empty(row_blocks, num_words, dtype=torch.int32, device=device)
-    hidden = new_rounded(row_blocks, hidden_size, tile.inner, device)
-    weight = new_rounded(cols, hidden_size, tile.inner, device)
+    hidden = new_rounded(row_blocks, hidden_size, tile.inner, 4, device)
+    weight = new_rounded(cols, hidden_size, tile.inner, 2, device)
     sums = 1 + (x.logits.softcap > 0.0)
     listed = 2 if interpreted() else budget.LISTED_PARTS
     for index_R, num_kept in exact.token_groups(first.order, at_once):
         num_rows = index_R.shape[0]
-        bound_R = first.bound_N.index_select(0, index_R)
-        out = Screened(bound_R.new_empty(sums, sum(splits) + listed, num_rows), words_RW[:num_rows], sum(splits))
-        rounded = Rounded(hidden.codes[:num_rows], bound_R.new_empty(3, num_rows))
-        round_hidden(
-            x.hidden, index_R, num_kept, around.hidden_D, around.weight_D, around.spread_P, x.logits.logit_scale, rounded
-        )  # fmt: skip
+        parts = stats_KN.new_empty(sums, sum(splits) + listed, num_rows)
+        out = Screened(parts, words_RW[:num_rows], sum(splits))
+        rounded = some_of(hidden, num_rows)
+        round_hidden(x, index_R, num_kept, first.bound_N, around, rounded)
         part = 0
         for (col, last), split in zip(columns, splits, strict=True):
-            numbers_3C = weight.numbers_3R.view(-1)[: 3 * (last - col)].view(3, -1)
-            chunk = Rounded(weight.codes[: last - col], numbers_3C)
-            round_weight(x.weight, x.bias, hot.slot_V, around.weight_D, around.hidden_D, chunk, col, x.logits.num_valid)
+            chunk = some_of(weight, last - col)
+            round_weight(x, hot.slot_V, around, chunk, col)
             screen_chunk(
-                rounded, chunk, num_kept, bound_R, x, math.log(spec.filter.eps / SLACK), col, range(part, part + split), out,
-                tile, tiles.group,
+                rounded, chunk, num_kept, x, math.log(spec.filter.eps / SLACK), col, range(part, part + split), out, tile,
+                tiles.group,
             )  # fmt: skip
             part += split
         rows = Rows(index_R, num_kept, x.hidden)
         list_columns(out.words_RW, hot, x, rows, lists, taken)
-        _add_listed(x, rows, lists, taken, bound_R, out)
+        _add_listed(x, rows, lists, taken, first.bound_N, out)
         _merge(x, rows, first, lists, taken, rounded, around, out, (stats_KN, bound_3N, suspects_N))
     return bound_3N, suspects_N
 
@@ -295,8 +287,8 @@ class Screened(NamedTuple):
 
 
 def screen_chunk(
-    hidden: Rounded, weight: Rounded, num_kept: torch.Tensor, bound_R: torch.Tensor, x: Operands, log_eps: float,
-    first: int, parts: range, out: Screened, tile: Tile, group: int,
+    hidden: Rounded, weight: Rounded, num_kept: torch.Tensor, x: Operands, log_eps: float, first: int, parts: range,
+    out: Screened, tile: Tile, group: int,
 ) -> None:  # fmt: skip
     """Screen a chunk of columns from ``first`` on, whole tiles, for a group of tokens.
 
@@ -304,7 +296,6 @@ def screen_chunk(
         hidden: The group's hidden states.
         weight: The chunk.
         num_kept: [1] int32: tokens of the group that count.
-        bound_R: Lower bound of each token's log-sum-exp.
         x: For the options of its logits.
         log_eps: Logits from ``bound + log_eps`` on are marked.
         first: First column.
@@ -319,14 +310,14 @@ def screen_chunk(
     _screen_kernel[(cdiv(num_rows, tile.rows) * len(parts),)](
         # in
         operand(hidden.codes, tile.rows, tile.inner, tma), operand(weight.codes, tile.cols, tile.inner, tma),
-        hidden.numbers_3R, weight.numbers_3R, num_kept, bound_R,
+        hidden.numbers_KR, weight.numbers_KR, num_kept,
         # out
         out.sums_KPR, out.words_RW,
         # sizes
         num_rows, num_inner, weight.codes.shape[0], out.words_RW.shape[1], out.sums_KPR.shape[1], len(parts), parts.start,
         first // 32,
         # options
-        logits.logit_scale, logits.softcap, log_eps,
+        logits.softcap, log_eps,
         abs(logits.logit_scale) * ERRORS * ERROR / x.hidden.shape[1] ** 0.5, HAS_SOFTCAP=logits.softcap > 0.0,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=group, TMA=tma,
@@ -338,10 +329,9 @@ def screen_chunk(
 def _screen_kernel(
     hidden,  # in: [R, D or more] e4m3, descriptor or pointer
     weight,  # in: [C, D or more] e4m3, descriptor or pointer
-    row_ptr,  # in: [3, R] fp32: scale, number, length
-    col_ptr,  # in: [3, C] fp32: scale, number, length or -1
+    row_ptr,  # in: [4, R] fp32: scale, number, length, bound
+    col_ptr,  # in: [2, C] fp32: number, length
     num_kept_ptr,  # in: [1] int32
-    bound_ptr,  # in: [R] fp32
     sums_ptr,  # out: [K, P, R] fp32
     words_ptr,  # out: [R, W] int32
     num_rows,
@@ -352,7 +342,6 @@ def _screen_kernel(
     num_splits,
     first_split,
     first_word,
-    logit_scale,
     softcap,
     log_eps,
     error,
@@ -376,21 +365,19 @@ def _screen_kernel(
     start = split * num_tiles // num_splits
     stop = (split + 1) * num_tiles // num_splits
 
-    # A bound of +inf makes every exponential of a dead row 0.
-    bound = tl.load(bound_ptr + offs_n, mask=offs_n < num_kept, other=float("inf"))
-    reference = tl.where(bound > float("-inf"), bound, 0.0)
-    limit = (bound - reference + log_eps) * LOG2_E
-    limit = tl.where(offs_n < num_kept, limit, 0.0)
     row_plane = num_rows.to(tl.int64)
-    row_scale = tl.load(row_ptr + offs_n, mask=in_n, other=0)
-    row_number = tl.load(row_ptr + row_plane + offs_n, mask=in_n, other=0)
+    row_ptr += offs_n
+    row_scale = tl.load(row_ptr, mask=in_n, other=0)[:, None]
+    row_number = tl.load(row_ptr + row_plane, mask=in_n, other=float("-inf"))
+    length = tl.load(row_ptr + 2 * row_plane, mask=in_n, other=0)
     # Nothing is marked of a row that could not be rounded: its token is computed again.
-    length = tl.load(row_ptr + 2 * row_plane + offs_n, mask=in_n, other=0)
-    limit = tl.where(length < float("inf"), limit, float("inf"))
-    row_error = tl.where(length < float("inf"), length * (error * LOG2_E), 0.0)
-    if not HAS_SOFTCAP:
-        row_number = row_number * (logit_scale * LOG2_E) - reference * LOG2_E
-        logit_scale *= LOG2_E
+    limit = tl.where(length < float("inf"), log_eps * LOG2_E, float("inf"))
+    row_error = tl.where(length < float("inf"), length * (error * LOG2_E), 0.0)[:, None]
+    if HAS_SOFTCAP:
+        bound = tl.load(row_ptr + 3 * row_plane, mask=in_n, other=0)[:, None]
+    else:
+        # A token's number is the same in all of its logits: exponentials are without it until they are added up.
+        limit = limit - row_number
     sum_exp = tl.zeros((BLOCK_N,), tl.float32)
     sum_sloped = tl.zeros((BLOCK_N,), tl.float32)
 
@@ -401,19 +388,15 @@ def _screen_kernel(
             w = load_tile(weight, tile * BLOCK_V, inner, num_cols, num_inner, num_inner, BLOCK_V, BLOCK_D, TMA)
             acc = tl.dot(h, w.T, acc)
         offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        col_scale = tl.load(col_ptr + offs_v) * logit_scale
-        col_number = tl.load(col_ptr + num_cols + offs_v) * logit_scale
-        col_error = tl.load(col_ptr + 2 * num_cols + offs_v)
+        col_number = tl.load(col_ptr + offs_v)
+        col_error = tl.load(col_ptr + num_cols + offs_v)
         # Logarithms are to base 2 from here on, relative to the bound.
+        y = acc * row_scale + col_number[None, :]
         if HAS_SOFTCAP:
-            z = acc * row_scale[:, None] * col_scale[None, :] + col_number[None, :] + row_number[:, None] * logit_scale
-            z = softcapped(z, softcap)
-            y = tl.where((col_error >= 0)[None, :], (z - reference[:, None]) * LOG2_E, float("-inf"))
-        else:
-            col_number = tl.where(col_error >= 0, col_number, float("-inf"))
-            y = acc * row_scale[:, None] * col_scale[None, :] + (col_number[None, :] + row_number[:, None])
+            z = softcapped(y + row_number[:, None], softcap)
+            y = tl.where((col_number > float("-inf"))[None, :], (z - bound) * LOG2_E, float("-inf"))
         # NaN counts as marked.
-        others = y + row_error[:, None] * tl.maximum(col_error, 0.0)[None, :] < limit[:, None]
+        others = y + row_error * col_error[None, :] < limit[:, None]
         e = tl.where(others, tl.exp2(y), 0.0)
         sum_exp += tl.sum(e, 1)
         if HAS_SOFTCAP:
@@ -424,6 +407,8 @@ def _screen_kernel(
         where = words_ptr + offs_n.to(tl.int64)[:, None] * num_words + offs_w[None, :]
         tl.store(where, words, mask=in_n[:, None])
 
+    if not HAS_SOFTCAP:
+        sum_exp *= tl.exp2(row_number)
     where = sums_ptr + (first_split + split).to(tl.int64) * num_rows + offs_n
     tl.store(where, sum_exp, mask=in_n)
     if HAS_SOFTCAP:
@@ -431,28 +416,27 @@ def _screen_kernel(
 
 
 def _add_listed(
-    x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor, bound_R: torch.Tensor, screened: Screened
+    x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor, bound_N: torch.Tensor, screened: Screened
 ) -> None:  # fmt: skip
     """Compute the logits of the lists, and write the sums of those that are marked: their parts of the sums.
 
     A label that is listed but not marked has been counted where it was screened.
     """
     sums_KPR, words_RW, first_part = screened
-    parts, block_d = sums_KPR.shape[1] - first_part, triton.next_power_of_2(x.hidden.shape[1])
-    warps = min(8, max(1, block_d // 256))
+    parts, hidden_size = sums_KPR.shape[1] - first_part, x.hidden.shape[1]
     _listed_sums_kernel[(rows.index.shape[0] * parts,)](
         # in
         x.hidden, x.weight, x.bias, x.ids, rows.index, rows.num_kept, words_RW, lists.columns_M, lists.begin_N, lists.count_N,
-        taken, bound_R,
+        taken, bound_N,
         # out
         sums_KPR,
         # sizes
-        rows.index.shape[0], x.hidden.shape[1], x.logits.start, x.logits.num_valid, words_RW.shape[1], lists.columns_M.shape[0],
+        rows.index.shape[0], hidden_size, x.logits.start, x.logits.num_valid, words_RW.shape[1], lists.columns_M.shape[0],
         lists_.LONGEST, sums_KPR.shape[1], first_part, parts,
         # options
         x.logits.logit_scale, x.logits.softcap, HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0,
         # tiles
-        BLOCK_K=min(8, max(1, warps * WARP_ELEMENTS // block_d)), BLOCK_D=block_d, num_warps=warps,
+        BLOCK_K=16, BLOCK_D=min(256, triton.next_power_of_2(hidden_size)), STAGES=1 if interpreted() else 4, num_warps=4,
     )  # fmt: skip
 
 
@@ -469,7 +453,7 @@ def _listed_sums_kernel(
     begin_ptr,  # in: [N] int32
     count_ptr,  # in: [N] int32
     taken_ptr,  # in: [1] int64
-    bound_ptr,  # in: [R] fp32
+    bound_ptr,  # in: [N] fp32
     sums_ptr,  # out: [K, P, R] fp32
     num_rows,
     hidden_size,
@@ -487,22 +471,21 @@ def _listed_sums_kernel(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
+    # A warp has some columns to itself, so that the only sums between lanes are those of the whole products.
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     if row >= tl.load(num_kept_ptr):
         return
     token = tl.load(index_ptr + row).to(tl.int64)
-    bound = tl.load(bound_ptr + row)
+    bound = tl.load(bound_ptr + token)
     begin = tl.load(begin_ptr + token)
     count = tl.load(count_ptr + token)
     count = tl.where((count <= longest) & (tl.load(taken_ptr) <= capacity), count, 0)
     label = tl.load(labels_ptr + token) - start
     words_ptr += row.to(tl.int64) * num_words
 
-    offs_d = tl.arange(0, BLOCK_D)
-    in_d = offs_d < hidden_size
-    h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d & (part * BLOCK_K < count), other=0).to(tl.float32)
     sum_exp = tl.zeros((BLOCK_K,), tl.float32)
     sum_sloped = tl.zeros((BLOCK_K,), tl.float32)
     for first in range(part * BLOCK_K, count, parts * BLOCK_K):
@@ -510,9 +493,15 @@ def _listed_sums_kernel(
         in_k = offs_k < count
         column = tl.load(columns_ptr + begin + offs_k, mask=in_k, other=0)
         in_k &= column < num_valid  # NaN may have marked padding
-        where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-        w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
-        z = tl.sum(w.to(tl.float32) * h[None, :], 1)
+        products = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+        for inner in tl.range(0, hidden_size, BLOCK_D, num_stages=STAGES):
+            offs_d = inner + tl.arange(0, BLOCK_D)
+            in_d = offs_d < hidden_size
+            where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+            w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
+            h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0)
+            products += w.to(tl.float32) * h.to(tl.float32)[None, :]
+        z = tl.sum(products, 1)
         if HAS_BIAS:
             z += tl.load(bias_ptr + column, mask=in_k, other=0).to(tl.float32)
         z *= logit_scale
@@ -537,7 +526,7 @@ def _merge(
     num_rows, sums_KPR = rows.index.shape[0], screened.sums_KPR
     error = ERROR * x.logits.logit_scale
     _merge_screened_kernel[(cdiv(num_rows, 128),)](
-        sums_KPR, hidden.numbers_3R, around.spread_P, first.hot_3N, first.shard_3N, first.bound_N, lists.count_N, taken,
+        sums_KPR, hidden.numbers_KR, around.spread_P, first.hot_3N, first.shard_3N, first.bound_N, lists.count_N, taken,
         x.ids, rows.index, rows.num_kept,
         *out,
         num_rows, x.num_tokens, sums_KPR.shape[1], screened.num_screened, around.spread_P.shape[0], lists.columns_M.shape[0],
@@ -549,7 +538,7 @@ def _merge(
 @kernel("sums_ptr", "stats_ptr", "state_ptr", "suspects_ptr")
 def _merge_screened_kernel(
     sums_ptr,  # in: [K, P, R] fp32: screened parts first
-    row_ptr,  # in: [3, R] fp32: anything, anything, length
+    row_ptr,  # in: [4, R] fp32: anything, anything, length, anything
     spread_ptr,  # in: [P] fp32
     hot_ptr,  # in: [3, N] fp32: maximum, sum
     shard_ptr,  # in: [3, N] fp32: maximum, sum
