@@ -25,6 +25,9 @@ from cce_dist.verify.check import assert_no_worse
 pytestmark = of_filter.pytestmark
 _nan_memory, limits = of_filter._nan_memory, of_filter.limits
 SCREENED = Filter(2.0**-7 if not GPU else 2.0**-10, always=True, screen=True)
+# What a GPU's sums of products in 8 bits may be off by, relative to the largest of a token: 4.9e-4 was seen with D 128.
+ACCUMULATED = 2.0**-11 if GPU else 0.0
+MOST_RMS = 1.5e-3 if not GPU else 2e-3  # nats, of the log-sum-exp of these small heads
 ROUNDING = 2**0.5 * 0.0265  # rms of a product whose two factors have 4 significant bits, relative to its own
 CASES = [
     pytest.param(Case(), id="tails-of-all-axes"),
@@ -50,6 +53,7 @@ class Emulated(NamedTuple):
         total: Sum of exp relative to the bound.
         outside: That outside the hot columns, times the softcap's slopes.
         fits: Tokens whose hidden state can be rounded.
+        slack: Nats that a GPU's logits of the token may be off by.
     """
 
     z: Tensor
@@ -58,6 +62,7 @@ class Emulated(NamedTuple):
     total: Tensor
     outside: Tensor
     fits: Tensor
+    slack: Tensor
 
 
 def rounded(rows: Tensor, scale: Tensor) -> Tensor:
@@ -71,11 +76,9 @@ def emulate(p: Problem, d: Dense, case: Case, saved: list[Tensor], around: scree
     spread = around.spread_P.sum()
     scales = hidden.abs().amax(1, keepdim=True).clamp_min(1e-30) / 448, (spread / size).sqrt() / 4
     number = p.hidden.double() @ around.weight_D.double()
-    u = (
-        rounded(hidden, scales[0]) @ rounded(weight, scales[1]).T
-        + number[:, None]
-        + weight.double() @ around.hidden_D.double()
-    )
+    u = rounded(hidden, scales[0]) @ rounded(weight, scales[1]).T
+    slack = ACCUMULATED * abs(p.logits.logit_scale) * u.abs().amax(1)
+    u = u + number[:, None] + weight.double() @ around.hidden_D.double()
     if p.bias is not None:
         u += p.bias[:num_valid].double()
     u *= p.logits.logit_scale
@@ -98,7 +101,8 @@ def emulate(p: Problem, d: Dense, case: Case, saved: list[Tensor], around: scree
         + torch.where(marked, (d.z - bound).exp() * t, 0.0).sum(1)
         for s, t in ((1.0, 1.0), (slope, d.slope))
     ]
-    return Emulated(z, limit, marked, sums[0] + torch.where(hot, (d.z - bound).exp(), 0.0).sum(1), sums[1], fits)
+    total = sums[0] + torch.where(hot, (d.z - bound).exp(), 0.0).sum(1)
+    return Emulated(z, limit, marked, total, sums[1], fits, slack)
 
 
 @pytest.fixture
@@ -129,23 +133,25 @@ def test_statistics_and_lists(case: Case, limits, around: list[screen.Middle]) -
 
     suspect = saved[0][0].isnan()
     no_room = bool(saved[3].sum() > case.capacity)
-    assert torch.equal(suspect, labelled & (no_room | ~e.fits | (saved[3] > case.longest))) or "groups" in str(case)
+    too_high = e.total < 1 / lists.SLACK
+    expected = labelled & (no_room | ~e.fits | too_high | (saved[3] > case.longest))
+    assert torch.equal(suspect, expected) or "groups" in str(case)
     lse = d.maximum + d.log_sum
     ours = stats[0] + stats[1].log()
     if suspect.any():
         assert_no_worse(ours[suspect], lse.float()[suspect], lse[suspect])
     sure = labelled & ~suspect
-    close = {"rtol": 0, "atol": 1e-5 if not GPU else 1e-4}
-    torch.testing.assert_close(ours[sure].double(), (saved[0][2].double() + e.total.log())[sure], **close)
-    torch.testing.assert_close(saved[0][1][sure].double(), e.outside[sure], rtol=1e-4, atol=1e-6)
-    assert no_room or (ours - lse)[sure].square().mean().sqrt() < 1.5e-3
+    emulated = saved[0][2].double() + e.total.log()
+    assert ((ours - emulated).abs() < 1e-5 + e.slack)[sure].all()
+    assert ((saved[0][1] - e.outside).abs() < 1e-6 + (1e-4 + e.slack) * e.outside)[sure].all()
+    assert no_room or (ours - lse)[sure].square().mean().sqrt() < MOST_RMS
 
     if no_room:
         return
     kept = of_filter.kept_of(tuple(saved), p)
     hot = torch.zeros_like(kept)
     hot[:, saved[4]] = True
-    sharp = (e.z - e.limit).abs() > 1e-4
+    sharp = (e.z - e.limit).abs() > 1e-4 + e.slack[:, None]
     assert torch.equal((kept & labelled[:, None])[sharp], ((e.marked | d.is_label | hot) & labelled[:, None])[sharp])
     assert case.start or (kept & ~hot & ~e.marked & labelled[:, None]).any()  # a label that is listed and not marked
 
