@@ -316,16 +316,34 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
 
 
 def screen_chunks(
-    sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int, tile_cols: int
+    sizes: Sizes, num_columns: int, capacity: int, workspace_bytes: int, tile_rows: int, group: int, tile_cols: int
 ) -> Chunks:
-    """Return the tokens and columns at a time of the filter's screen: both in 8 bits, the former with their marks."""
-    budget = max(workspace_bytes, LEAST_BYTES)
-    rounded = cdiv(sizes.hidden_size, 128) * 128 + 16
-    rows = budget * 5 // 8 // (rounded + 4 * num_words)
+    """Return the tokens and columns at a time of the filter's screen: both in 8 bits, with marks, beside the chunks' lists.
+
+    Half of the budget takes tokens, so that the weight is rounded as seldom as can be.
+
+    Args:
+        sizes: Of the shard.
+        num_columns: The columns of whole tiles.
+        capacity: M, from ``list_capacity``.
+        workspace_bytes: The budget.
+        tile_rows: Of the tile of the product.
+        group: Row blocks that walk the weight together.
+        tile_cols: Of the tile of the product.
+    """
+    room, row_bytes = max(workspace_bytes, LEAST_BYTES), _rounded_bytes(sizes)
+    rows = room // 2 // row_bytes
     unit = tile_rows * group if rows >= tile_rows * group else tile_rows
     rows = min(max(unit, rows // unit * unit), cdiv(sizes.num_tokens, tile_rows) * tile_rows)
-    cols = (budget - rows * (rounded + 4 * num_words)) // rounded // tile_cols * tile_cols
-    return Chunks(rows, max(tile_cols, min(cols, cdiv(32 * num_words, tile_cols) * tile_cols)))
+    num_tiles = cdiv(num_columns, tile_cols)
+    most = (room - 4 * capacity - rows * row_bytes) // (row_bytes + cdiv(rows, 8)) // tile_cols
+    chunks = cdiv(num_tiles, max(1, most))
+    return Chunks(rows, cdiv(num_tiles, max(1, chunks)) * tile_cols)
+
+
+def _rounded_bytes(sizes: Sizes) -> int:
+    """Bytes of a row in 8 bits and its numbers."""
+    return cdiv(sizes.hidden_size, 128) * 128 + 16
 
 
 def keeps_remainder(sizes: Sizes, workspace_bytes: int) -> bool:
@@ -440,7 +458,7 @@ def filtered_peak(
     else:
         forward += max(
             first_rows * sizes.hidden_bytes,
-            _screen_bytes(sizes, num_words, workspace_bytes, screen, tiles, at_once),
+            _screen_bytes(sizes, 32 * num_words, capacity, workspace_bytes, screen, tiles, at_once),
             _again_bytes(sizes, workspace_bytes, tiles, at_once),
         )
 
@@ -470,16 +488,18 @@ def filtered_peak(
 
 
 def _screen_bytes(
-    sizes: Sizes, num_words: int, workspace_bytes: int, screen: Tile, tiles: Tiles, at_once: int
+    sizes: Sizes, num_columns: int, capacity: int, workspace_bytes: int, screen: Tile, tiles: Tiles, at_once: int
 ) -> int:  # fmt: skip
-    """Bytes of the screen: the operands in 8 bits, the marks, and the parts of the sums."""
-    chunk = screen_chunks(sizes, num_words, workspace_bytes, screen.rows, tiles.group, max(screen.cols, tiles.lse.cols))
-    rows, rounded = min(chunk.rows, sizes.num_tokens), cdiv(sizes.hidden_size, screen.inner) * screen.inner
+    """Bytes of the screen: the operands in 8 bits, marks and lists of chunks, and the parts of the sums."""
+    num_tokens, row_bytes = sizes.num_tokens, _rounded_bytes(sizes)
+    rows, cols = screen_chunks(sizes, num_columns, capacity, workspace_bytes, screen.rows, tiles.group, screen.cols)
+    rows, firsts = min(rows, num_tokens), range(0, num_columns, cols)
     splits = sum(
-        num_parts(rows, (min(col + chunk.cols, 32 * num_words) - col) // screen.cols, screen.rows, at_once)
-        for col in range(0, 32 * num_words, chunk.cols)
+        num_parts(rows, (min(first + cols, num_columns) - first) // screen.cols, screen.rows, at_once)
+        for first in firsts
     )
-    return rows * (rounded + 16 + 4 * num_words + 4 * (splits + LISTED_PARTS)) + chunk.cols * (rounded + 24)
+    lists = 4 * capacity + num_tokens * (8 * len(firsts) + 4)
+    return lists + rows * (row_bytes + cols // 8 + 4 * (splits + LISTED_PARTS)) + cols * row_bytes
 
 
 def _again_bytes(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) -> int:

@@ -35,6 +35,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.filter.middle import Middle
 from cce_dist.kernels.tiles import MAX_SIDE, interpreted, num_programs
 
 ERROR = 2**0.5 * 0.0265
@@ -64,20 +65,6 @@ class Rounded(NamedTuple):
 
     codes: torch.Tensor
     numbers_KR: torch.Tensor
-
-
-class Middle(NamedTuple):
-    """What the operands are rounded less of; fp32.
-
-    Attributes:
-        hidden_D: m: each element's median over some hidden states. A few of them that are huge do not move it.
-        weight_D: b: the mean row of the weight, by the columns' shares of what these tokens have below the threshold.
-        spread_P: In parts: mean square of the rows' distance from b, by the same shares.
-    """
-
-    hidden_D: torch.Tensor
-    weight_D: torch.Tensor
-    spread_P: torch.Tensor
 
 
 def new_rounded(num_rows: int, hidden_size: int, inner: int, num_numbers: int, device: torch.device) -> Rounded:

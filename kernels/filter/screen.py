@@ -33,14 +33,12 @@ from cce_dist.kernels.blocks import (
     row_and_split,
     softcap_slope,
     softcapped,
-    tile_of_logits,
 )
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter import lists as lists_
 from cce_dist.kernels.filter.fp8 import (
     ERROR,
     LOG2_E,
-    Middle,
     Rounded,
     new_rounded,
     round_hidden,
@@ -50,10 +48,10 @@ from cce_dist.kernels.filter.fp8 import (
 )
 from cce_dist.kernels.filter.hot import Hot
 from cce_dist.kernels.filter.lists import FARTHEST, SLACK, Lists, list_columns
-from cce_dist.kernels.tiles import Tile, Tiles, interpreted, num_programs, precision, screen_tile
+from cce_dist.kernels.filter.middle import Middle, middle
+from cce_dist.kernels.tiles import Tile, Tiles, interpreted, num_programs, screen_tile
 
 ERRORS = 4.0  # standard errors that a logit may be higher than it is screened
-SAMPLE = 256  # tokens that say which columns the tail consists of
 
 
 class First(NamedTuple):
@@ -76,146 +74,6 @@ class First(NamedTuple):
     drawn: Operands
 
 
-def middle(x: Operands, first: First, eps: float) -> Middle:
-    """Find what the operands are rounded less of, from some tokens and the drawn columns.
-
-    Anything will do but for the errors, so what is not finite becomes 0.
-    """
-    drawn, logits, hidden_size = first.drawn, x.logits, x.hidden.shape[1]
-    size = drawn.weight.shape[0]
-    tile = Tile(16, 32, 16, 4, 1) if interpreted() else Tile(128, 64, 64, 4, 3)
-    rows_TD, blocks_d = x.hidden.new_empty(SAMPLE, hidden_size), cdiv(hidden_size, 32)
-    hidden_D, weight_D = first.bound_N.new_empty(2, hidden_size).unbind()
-    sums_BS, spread_P = first.bound_N.new_empty(SAMPLE // tile.rows, size), first.bound_N.new_empty(blocks_d)
-    _median_kernel[(cdiv(hidden_size, 16),)](
-        x.hidden, *first.order, rows_TD, hidden_D, hidden_size, SAMPLE=SAMPLE, BLOCK_D=16
-    )
-    if size:
-        tma = has_tma(rows_TD, drawn.weight)
-        _tail_sums_kernel[(cdiv(size, tile.cols) * sums_BS.shape[0],)](
-            operand(rows_TD, tile.rows, tile.inner, tma), operand(drawn.weight, tile.cols, tile.inner, tma), drawn.bias,
-            *first.order, first.bound_N, sums_BS,
-            SAMPLE, size, hidden_size, logits.logit_scale, logits.softcap, math.log(eps),
-            HAS_BIAS=drawn.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
-            BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_TD.dtype),
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-    _tail_mean_kernel[(blocks_d,)](
-        drawn.weight, sums_BS, weight_D, spread_P, size, hidden_size, BLOCKS=sums_BS.shape[0], BLOCK_S=64, BLOCK_D=32
-    )
-    return Middle(hidden_D, weight_D, spread_P)
-
-
-@kernel("hidden_ptr", "rows_ptr", "hidden_size")
-def _median_kernel(
-    hidden_ptr,  # in: [N, D]
-    index_ptr,  # in: [N] int32
-    num_kept_ptr,  # in: [1] int32
-    rows_ptr,  # out: [T, D]: hidden states of tokens at equal steps
-    median_ptr,  # out: [D] fp32
-    hidden_size,
-    SAMPLE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    place = tl.arange(0, SAMPLE)
-    token = tl.load(index_ptr + place.to(tl.int64) * tl.load(num_kept_ptr) // SAMPLE).to(tl.int64)
-    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    in_d = offs_d < hidden_size
-    h = tl.load(hidden_ptr + token[None, :] * hidden_size + offs_d[:, None], mask=in_d[:, None], other=0)
-    tl.store(rows_ptr + place[None, :] * hidden_size + offs_d[:, None], h, mask=in_d[:, None])
-    value = h.to(tl.float32)
-    # The upper 16 bits of a number as an integer of the same order: bisection finds the middle one bit by bit.
-    keys = _ordered(tl.where(value == value, value, 0.0).to(tl.int32, bitcast=True) >> 16)
-    least = tl.full((BLOCK_D,), -32768, tl.int32)
-    last = tl.full((BLOCK_D,), 32767, tl.int32)
-    for _ in range(0, 16):
-        middle = (least + last + 1) >> 1
-        reached = tl.sum((keys < middle[:, None]).to(tl.int32), 1) <= SAMPLE // 2
-        least = tl.where(reached, middle, least)
-        last = tl.where(reached, last, middle - 1)
-    median = (_ordered(least) << 16).to(tl.float32, bitcast=True)
-    tl.store(median_ptr + offs_d, tl.where(tl.abs(median) < float("inf"), median, 0.0), mask=in_d)
-
-
-@triton.jit
-def _ordered(bits):
-    """Turn the bits of numbers into integers of their order, or back."""
-    return tl.where(bits < 0, bits ^ 0x7FFF, bits)
-
-
-@kernel("hidden", "weight", "bias_ptr", "sums_ptr", "hidden_size")
-def _tail_sums_kernel(
-    hidden,  # in: [T, D] descriptor or pointer
-    weight,  # in: [S, D] descriptor or pointer: the drawn columns
-    bias_ptr,  # in: [S]
-    index_ptr,  # in: [N] int32
-    num_kept_ptr,  # in: [1] int32
-    bound_ptr,  # in: [N] fp32
-    sums_ptr,  # out: [B, S] fp32: exponentials below the threshold, a row for each block of tokens
-    num_rows,
-    size,
-    hidden_size,
-    logit_scale,
-    softcap,
-    log_eps,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    num_blocks = tl.cdiv(num_rows, BLOCK_N)
-    row, col = tl.program_id(0) % num_blocks * BLOCK_N, tl.program_id(0) // num_blocks * BLOCK_V
-    z = tile_of_logits(
-        hidden, weight, bias_ptr, row, col, num_rows, size, hidden_size, logit_scale, softcap,
-        HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, True, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-    )  # fmt: skip
-    place = row + tl.arange(0, BLOCK_N)
-    token = tl.load(index_ptr + place.to(tl.int64) * tl.load(num_kept_ptr) // num_rows)
-    below = z - tl.load(bound_ptr + token)[:, None]
-    sums = tl.sum(tl.where(below < log_eps, tl.exp(below), 0.0), 0)
-    offs_s = col + tl.arange(0, BLOCK_V)
-    tl.store(sums_ptr + row // BLOCK_N * size + offs_s, sums, mask=offs_s < size)
-
-
-@kernel("weight_ptr", "sums_ptr", "mean_ptr", "hidden_size")
-def _tail_mean_kernel(
-    weight_ptr,  # in: [S, D]
-    sums_ptr,  # in: [B, S] fp32
-    mean_ptr,  # out: [D] fp32: the mean row by the sums
-    spread_ptr,  # out: [P] fp32: the mean square of the distance from it, of a program's elements
-    size,
-    hidden_size,
-    BLOCKS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    in_d = offs_d < hidden_size
-    total = tl.zeros((BLOCK_S,), tl.float32)
-    mean = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
-    square = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
-    for first in range(0, size, BLOCK_S):
-        offs_s = first + tl.arange(0, BLOCK_S)
-        share = tl.zeros((BLOCK_S,), tl.float32)
-        for block in range(0, BLOCKS):
-            share += tl.load(sums_ptr + block * size + offs_s, mask=offs_s < size, other=0)
-        share = tl.where(share < float("inf"), share, 0.0)
-        where = weight_ptr + offs_s[:, None] * hidden_size + offs_d[None, :]
-        w = tl.load(where, mask=(share > 0)[:, None] & in_d[None, :], other=0).to(tl.float32)
-        total += share
-        mean += share[:, None] * w
-        square += share[:, None] * w * w
-    per_share = 1 / tl.maximum(tl.sum(total, 0), 1e-30)
-    mean = tl.sum(mean, 0) * per_share
-    mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0)
-    tl.store(mean_ptr + offs_d, mean, mask=in_d)
-    tl.store(spread_ptr + tl.program_id(0), tl.sum(tl.sum(square, 0) * per_share - mean * mean, 0))
-
-
 def screened_statistics(
     x: Operands, hot: Hot, first: First, lists: Lists, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,70 +85,119 @@ def screened_statistics(
         ``Lists.bound_3N``, with a bound of NaN where the token's sum cannot be trusted, so that lists do not serve it; and the
         labels of those tokens, -1 for all others, [N] int64.
     """
-    device, num_tokens = x.hidden.device, x.num_tokens
-    tile = screen_tile(device, x.logits.softcap > 0.0)
-    num_words, hidden_size = hot.words_W.shape[0], x.hidden.shape[1]
-    around = middle(x, first, spec.filter.eps)
-    unit = max(tile.cols, tiles.lse.cols)
-    at_once, cols = budget.screen_chunks(
-        exact.sizes_of(x), num_words, spec.workspace_bytes, tile.rows, tiles.group, unit
-    )
-    columns = [(col, min(col + cols, 32 * num_words)) for col in range(0, 32 * num_words, cols)]
-    row_blocks = min(at_once, num_tokens)
-    splits = [
-        budget.num_parts(row_blocks, (last - col) // tile.cols, tile.rows, num_programs(device))
-        for col, last in columns
-    ]
-
-    bound_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
+    room = _Room.of(x, hot, lists.columns_M.shape[0], spec, tiles)
+    around = middle(x, first.drawn, first.order, first.bound_N, spec.filter.eps)
+    bound_3N = stats_KN.new_empty(3, x.num_tokens)
     suspects_N = torch.empty_like(x.ids)
-    taken = torch.zeros(1, dtype=torch.int64, device=device)
-    words_RW = torch.empty(row_blocks, num_words, dtype=torch.int32, device=device)
-    hidden = new_rounded(row_blocks, hidden_size, tile.inner, 4, device)
-    weight = new_rounded(cols, hidden_size, tile.inner, 2, device)
-    sums = 1 + (x.logits.softcap > 0.0)
-    listed = 2 if interpreted() else budget.LISTED_PARTS
-    for index_R, num_kept in exact.token_groups(first.order, at_once):
-        num_rows = index_R.shape[0]
-        parts = stats_KN.new_empty(sums, sum(splits) + listed, num_rows)
-        out = Screened(parts, words_RW[:num_rows], sum(splits))
-        rounded = some_of(hidden, num_rows)
-        round_hidden(x, index_R, num_kept, first.bound_N, around, rounded)
-        part = 0
-        for (col, last), split in zip(columns, splits, strict=True):
-            chunk = some_of(weight, last - col)
-            round_weight(x, hot.slot_V, around, chunk, col)
-            screen_chunk(
-                rounded, chunk, num_kept, x, math.log(spec.filter.eps / SLACK), col, range(part, part + split), out, tile,
-                tiles.group,
-            )  # fmt: skip
-            part += split
+    for index_R, num_kept in exact.token_groups(first.order, room.at_once):
         rows = Rows(index_R, num_kept, x.hidden)
-        list_columns(out.words_RW, hot, x, rows, lists, taken)
-        _add_listed(x, rows, lists, taken, first.bound_N, out)
-        _merge(x, rows, first, lists, taken, rounded, around, out, (stats_KN, bound_3N, suspects_N))
+        hidden = some_of(room.hidden, index_R.shape[0])
+        round_hidden(x, index_R, num_kept, first.bound_N, around, hidden)
+        sums_KPR = _screen_columns(x, hot, rows, hidden, around, lists, room, spec, tiles.group)
+        _join_lists(x, hot, rows, room, lists)
+        _add_listed(x, rows, lists, room, first.bound_N, sums_KPR)
+        _merge(x, rows, first, lists, room, hidden, around, sums_KPR, (stats_KN, bound_3N, suspects_N))
     return bound_3N, suspects_N
 
 
-class Screened(NamedTuple):
-    """What is found of a group of tokens.
+class _Room(NamedTuple):
+    """Chunks of tokens and of columns, and memory for a chunk and for the lists of its marks. C chunks of columns.
 
     Attributes:
-        sums_KPR: out: sum of exp relative to the bound, and with a softcap that times its slopes; in P parts; fp32.
-        words_RW: out: the marks, as in ``lse.py``.
-        num_screened: So many parts are of what is not marked, the others of lists.
+        at_once: Tokens of a group.
+        columns: First and last column of each chunk.
+        splits: How many parts of the sums each chunk fills.
+        tile: Of the product.
+        hidden: A group's hidden states.
+        weight: A chunk of the weight.
+        words: The marks of a group in a chunk, as in ``lse.py``; int32, flat.
+        columns_M: The lists of all chunks; columns count from the chunk's first. int32.
+        begin_CN: Where the list of a token in a chunk begins; int32.
+        count_CN: How many columns it has; int32.
+        unmarked_N: The label's column where it is listed and not marked, else -1; int32.
+        taken: [2] int64: room that the lists of chunks took, and those of tokens.
     """
 
-    sums_KPR: torch.Tensor
-    words_RW: torch.Tensor
-    num_screened: int
+    at_once: int
+    columns: list[tuple[int, int]]
+    splits: list[int]
+    tile: Tile
+    hidden: Rounded
+    weight: Rounded
+    words: torch.Tensor
+    columns_M: torch.Tensor
+    begin_CN: torch.Tensor
+    count_CN: torch.Tensor
+    unmarked_N: torch.Tensor
+    taken: torch.Tensor
+
+    @staticmethod
+    def of(x: Operands, hot: Hot, capacity: int, spec: Spec, tiles: Tiles) -> _Room:
+        (num_tokens, hidden_size), device = x.hidden.shape, x.hidden.device
+        tile = screen_tile(device, x.logits.softcap > 0.0)
+        num_columns = 32 * hot.words_W.shape[0]
+        at_once, cols = budget.screen_chunks(
+            exact.sizes_of(x), num_columns, capacity, spec.workspace_bytes, tile.rows, tiles.group, tile.cols
+        )
+        at_once = min(at_once, num_tokens)
+        columns = [(first, min(first + cols, num_columns)) for first in range(0, num_columns, cols)]
+        splits = [
+            budget.num_parts(at_once, (last - first) // tile.cols, tile.rows, num_programs(device))
+            for first, last in columns
+        ]
+        begin_CN, count_CN = torch.empty(
+            2, len(columns), num_tokens, dtype=torch.int32, device=device
+        ).unbind()  # fmt: skip
+        words, columns_M, unmarked_N = (
+            torch.empty(n, dtype=torch.int32, device=device) for n in (at_once * cols // 32, capacity, num_tokens)
+        )
+        return _Room(
+            at_once, columns, splits, tile,
+            new_rounded(at_once, hidden_size, tile.inner, 4, device), new_rounded(cols, hidden_size, tile.inner, 2, device),
+            words, columns_M, begin_CN, count_CN, unmarked_N, torch.zeros(2, dtype=torch.int64, device=device),
+        )  # fmt: skip
+
+    @property
+    def num_screened(self) -> int:
+        """Parts of the sums that are of what is not marked; the others are of lists."""
+        return sum(self.splits)
+
+
+def _screen_columns(
+    x: Operands, hot: Hot, rows: Rows, hidden: Rounded, around: Middle, lists: Lists, room: _Room, spec: Spec, group: int
+) -> torch.Tensor:  # fmt: skip
+    """Screen all columns for a group of tokens, and list the marks of each chunk.
+
+    Returns:
+        Room for the sums of exp relative to the bound, and with a softcap those times its slopes, in P parts, fp32. Those of
+        what is not marked are written.
+    """
+    num_rows, nothing = rows.index.shape[0], x._replace(logits=x.logits._replace(num_valid=0))
+    listed = 2 if interpreted() else budget.LISTED_PARTS
+    sums_KPR = around.weight_D.new_empty(1 + (x.logits.softcap > 0.0), room.num_screened + listed, num_rows)
+    part = 0
+    for number, ((first, last), split) in enumerate(zip(room.columns, room.splits, strict=True)):
+        chunk = some_of(room.weight, last - first)
+        words_RW = room.words[: num_rows * (last - first) // 32].view(num_rows, -1)
+        round_weight(x, hot.slot_V, around, chunk, first)
+        screen_chunk(
+            hidden, chunk, rows.num_kept, x, math.log(spec.filter.eps / SLACK), range(part, part + split), sums_KPR,
+            words_RW, room.tile, group,
+        )  # fmt: skip
+        # Labels are none of a shard without columns: they join the lists later.
+        of_chunk = lists._replace(
+            columns_M=room.columns_M, begin_N=room.begin_CN[number], count_N=room.count_CN[number]
+        )
+        list_columns(words_RW, hot._replace(words_W=hot.words_W[first // 32 :]), nothing, rows, of_chunk, room.taken)
+        part += split
+    return sums_KPR
 
 
 def screen_chunk(
-    hidden: Rounded, weight: Rounded, num_kept: torch.Tensor, x: Operands, log_eps: float, first: int, parts: range,
-    out: Screened, tile: Tile, group: int,
+    hidden: Rounded, weight: Rounded, num_kept: torch.Tensor, x: Operands, log_eps: float, parts: range,
+    sums_KPR: torch.Tensor, words_RW: torch.Tensor, tile: Tile, group: int,
 ) -> None:  # fmt: skip
-    """Screen a chunk of columns from ``first`` on, whole tiles, for a group of tokens.
+    """Screen a chunk of columns, whole tiles, for a group of tokens.
 
     Args:
         hidden: The group's hidden states.
@@ -298,9 +205,9 @@ def screen_chunk(
         num_kept: [1] int32: tokens of the group that count.
         x: For the options of its logits.
         log_eps: Logits from ``bound + log_eps`` on are marked.
-        first: First column.
         parts: The parts of the sums that the chunk fills.
-        out: Sums and marks.
+        sums_KPR: out: sum of exp of what is not marked, relative to the bound.
+        words_RW: out: the marks of the chunk.
         tile: Of the product.
         group: Row blocks that walk the weight together.
     """
@@ -312,10 +219,9 @@ def screen_chunk(
         operand(hidden.codes, tile.rows, tile.inner, tma), operand(weight.codes, tile.cols, tile.inner, tma),
         hidden.numbers_KR, weight.numbers_KR, num_kept,
         # out
-        out.sums_KPR, out.words_RW,
+        sums_KPR, words_RW,
         # sizes
-        num_rows, num_inner, weight.codes.shape[0], out.words_RW.shape[1], out.sums_KPR.shape[1], len(parts), parts.start,
-        first // 32,
+        num_rows, num_inner, weight.codes.shape[0], words_RW.shape[1], sums_KPR.shape[1], len(parts), parts.start,
         # options
         logits.softcap, log_eps,
         abs(logits.logit_scale) * ERRORS * ERROR / x.hidden.shape[1] ** 0.5, HAS_SOFTCAP=logits.softcap > 0.0,
@@ -341,7 +247,6 @@ def _screen_kernel(
     num_parts,
     num_splits,
     first_split,
-    first_word,
     softcap,
     log_eps,
     error,
@@ -403,7 +308,7 @@ def _screen_kernel(
             sum_sloped += tl.sum(e * tl.where(others, softcap_slope(z, softcap), 0.0), 1)
         bits = tl.where(others, 0, 1 << (tl.arange(0, BLOCK_V) % 32)[None, :])
         words = tl.sum(tl.reshape(bits, (BLOCK_N, BLOCK_V // 32, 32)), 2).to(tl.int32)
-        offs_w = first_word + tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)
+        offs_w = tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)
         where = words_ptr + offs_n.to(tl.int64)[:, None] * num_words + offs_w[None, :]
         tl.store(where, words, mask=in_n[:, None])
 
@@ -415,24 +320,103 @@ def _screen_kernel(
         tl.store(where + num_parts.to(tl.int64) * num_rows, sum_sloped, mask=in_n)
 
 
+def _join_lists(x: Operands, hot: Hot, rows: Rows, room: _Room, lists: Lists) -> None:
+    """Join the lists of the chunks, ascending, with the label's column among them unless it is hot."""
+    _join_lists_kernel[(rows.index.shape[0],)](
+        room.columns_M, room.begin_CN, room.count_CN, hot.slot_V, x.ids, rows.index, rows.num_kept, room.taken[1:],
+        lists.columns_M, lists.begin_N, lists.count_N, room.unmarked_N,
+        x.num_tokens, len(room.columns), room.columns[0][1], lists.columns_M.shape[0], x.logits.start, x.logits.num_valid,
+        BLOCK=128, num_warps=1,
+    )  # fmt: skip
+
+
+@kernel("segment_ptr", "taken_ptr", "columns_ptr")
+def _join_lists_kernel(
+    segment_ptr,  # in: [M] int32: columns of the chunks' lists
+    segment_begin_ptr,  # in: [C, N] int32
+    segment_count_ptr,  # in: [C, N] int32
+    slot_ptr,  # in: [V] int32
+    labels_ptr,  # in: [N] int64
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    taken_ptr,  # in, out: [1] int64
+    columns_ptr,  # out: [M] int32
+    begin_ptr,  # out: [N] int32
+    count_ptr,  # out: [N] int32
+    unmarked_ptr,  # out: [N] int32
+    num_tokens,
+    num_chunks,
+    chunk_cols,
+    capacity,
+    start,
+    num_valid,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    token = tl.load(index_ptr + row).to(tl.int64)
+    if row >= tl.load(num_kept_ptr):
+        tl.store(begin_ptr + token, 0)
+        tl.store(count_ptr + token, 0)
+        return
+    label = tl.load(labels_ptr + token) - start
+    here = (label >= 0) & (label < num_valid)
+    here &= tl.load(slot_ptr + tl.where(here, label, 0)) == 0
+    segment_begin_ptr += token
+    segment_count_ptr += token
+
+    # The first time through the lists finds the label's place in them, the second one copies them around it.
+    stride = num_tokens.to(tl.int64)
+    count = tl.zeros((), tl.int32)
+    before = tl.zeros((BLOCK,), tl.int32)
+    present = tl.zeros((BLOCK,), tl.int32)
+    for chunk in range(0, num_chunks):
+        length = tl.load(segment_count_ptr + chunk * stride)
+        begin = tl.load(segment_begin_ptr + chunk * stride)
+        count += length
+        for first in range(0, tl.minimum(length, capacity - begin), BLOCK):
+            offs = first + tl.arange(0, BLOCK)
+            inside = (offs < length) & (begin + offs < capacity)
+            column = tl.load(segment_ptr + begin + offs, mask=inside, other=0) + chunk * chunk_cols
+            before += (inside & (column < label)).to(tl.int32)
+            present += (inside & (column == label)).to(tl.int32)
+    added = here & (tl.sum(present, 0) == 0)
+    count += added.to(tl.int32)
+    # The place of a list depends on which program comes first. Nothing else does: backward takes lists in the tokens' order.
+    place = tl.atomic_add(taken_ptr, count.to(tl.int64), sem="relaxed")
+    tl.store(begin_ptr + token, tl.minimum(place, capacity).to(tl.int32))
+    tl.store(count_ptr + token, count)
+    tl.store(unmarked_ptr + token, tl.where(added, label, -1).to(tl.int32))
+    if place + count <= capacity:
+        columns_ptr += place
+        tl.store(columns_ptr + tl.sum(before, 0), label.to(tl.int32), mask=added)
+        for chunk in range(0, num_chunks):
+            length = tl.load(segment_count_ptr + chunk * stride)
+            begin = tl.load(segment_begin_ptr + chunk * stride)
+            for first in range(0, length, BLOCK):
+                offs = first + tl.arange(0, BLOCK)
+                column = tl.load(segment_ptr + begin + offs, mask=offs < length, other=0) + chunk * chunk_cols
+                after = (added & (column > label)).to(tl.int32)
+                tl.store(columns_ptr + offs + after, column, mask=offs < length)
+            columns_ptr += length
+
+
 def _add_listed(
-    x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor, bound_N: torch.Tensor, screened: Screened
+    x: Operands, rows: Rows, lists: Lists, room: _Room, bound_N: torch.Tensor, sums_KPR: torch.Tensor
 ) -> None:  # fmt: skip
     """Compute the logits of the lists, and write the sums of those that are marked: their parts of the sums.
 
     A label that is listed but not marked has been counted where it was screened.
     """
-    sums_KPR, words_RW, first_part = screened
-    parts, hidden_size = sums_KPR.shape[1] - first_part, x.hidden.shape[1]
+    parts, hidden_size = sums_KPR.shape[1] - room.num_screened, x.hidden.shape[1]
     _listed_sums_kernel[(rows.index.shape[0] * parts,)](
         # in
-        x.hidden, x.weight, x.bias, x.ids, rows.index, rows.num_kept, words_RW, lists.columns_M, lists.begin_N, lists.count_N,
-        taken, bound_N,
+        x.hidden, x.weight, x.bias, rows.index, rows.num_kept, room.unmarked_N, lists.columns_M, lists.begin_N, lists.count_N,
+        room.taken[1:], bound_N,
         # out
         sums_KPR,
         # sizes
-        rows.index.shape[0], hidden_size, x.logits.start, x.logits.num_valid, words_RW.shape[1], lists.columns_M.shape[0],
-        lists_.LONGEST, sums_KPR.shape[1], first_part, parts,
+        rows.index.shape[0], hidden_size, x.logits.num_valid, lists.columns_M.shape[0], lists_.LONGEST, sums_KPR.shape[1],
+        room.num_screened, parts,
         # options
         x.logits.logit_scale, x.logits.softcap, HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0,
         # tiles
@@ -440,15 +424,14 @@ def _add_listed(
     )  # fmt: skip
 
 
-@kernel("hidden_ptr", "weight_ptr", "bias_ptr", "words_ptr", "columns_ptr", "sums_ptr", "hidden_size")
+@kernel("hidden_ptr", "weight_ptr", "bias_ptr", "columns_ptr", "sums_ptr", "hidden_size")
 def _listed_sums_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
     bias_ptr,  # in: [V]
-    labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    words_ptr,  # in: [R, W] int32
+    unmarked_ptr,  # in: [N] int32
     columns_ptr,  # in: [M] int32
     begin_ptr,  # in: [N] int32
     count_ptr,  # in: [N] int32
@@ -457,9 +440,7 @@ def _listed_sums_kernel(
     sums_ptr,  # out: [K, P, R] fp32
     num_rows,
     hidden_size,
-    start,
     num_valid,
-    num_words,
     capacity,
     longest,
     num_parts,
@@ -483,8 +464,7 @@ def _listed_sums_kernel(
     begin = tl.load(begin_ptr + token)
     count = tl.load(count_ptr + token)
     count = tl.where((count <= longest) & (tl.load(taken_ptr) <= capacity), count, 0)
-    label = tl.load(labels_ptr + token) - start
-    words_ptr += row.to(tl.int64) * num_words
+    unmarked = tl.load(unmarked_ptr + token)
 
     sum_exp = tl.zeros((BLOCK_K,), tl.float32)
     sum_sloped = tl.zeros((BLOCK_K,), tl.float32)
@@ -507,8 +487,7 @@ def _listed_sums_kernel(
         z *= logit_scale
         if HAS_SOFTCAP:
             z = softcapped(z, softcap)
-        marked = (tl.load(words_ptr + column // 32, mask=in_k & (column == label), other=-1) >> (column % 32)) & 1
-        e = tl.where(in_k & (marked > 0), tl.exp(z - bound), 0.0)
+        e = tl.where(in_k & (column != unmarked), tl.exp(z - bound), 0.0)
         sum_exp += e
         if HAS_SOFTCAP:
             sum_sloped += e * softcap_slope(z, softcap)
@@ -519,17 +498,17 @@ def _listed_sums_kernel(
 
 
 def _merge(
-    x: Operands, rows: Rows, first: First, lists: Lists, taken: torch.Tensor, hidden: Rounded, around: Middle,
-    screened: Screened, out: tuple[torch.Tensor, ...],
+    x: Operands, rows: Rows, first: First, lists: Lists, room: _Room, hidden: Rounded, around: Middle,
+    sums_KPR: torch.Tensor, out: tuple[torch.Tensor, ...],
 ) -> None:  # fmt: skip
     """Write stats_KN, bound_3N and the labels of suspects at the tokens of the group; see ``screened_statistics``."""
-    num_rows, sums_KPR = rows.index.shape[0], screened.sums_KPR
+    num_rows = rows.index.shape[0]
     error = ERROR * x.logits.logit_scale
     _merge_screened_kernel[(cdiv(num_rows, 128),)](
-        sums_KPR, hidden.numbers_KR, around.spread_P, first.hot_3N, first.shard_3N, first.bound_N, lists.count_N, taken,
-        x.ids, rows.index, rows.num_kept,
+        sums_KPR, hidden.numbers_KR, around.spread_P, first.hot_3N, first.shard_3N, first.bound_N, lists.count_N,
+        room.taken[1:], x.ids, rows.index, rows.num_kept,
         *out,
-        num_rows, x.num_tokens, sums_KPR.shape[1], screened.num_screened, around.spread_P.shape[0], lists.columns_M.shape[0],
+        num_rows, x.num_tokens, sums_KPR.shape[1], room.num_screened, around.spread_P.shape[0], lists.columns_M.shape[0],
         lists_.LONGEST, error * error / (2 * x.hidden.shape[1]), SLACK,
         HAS_SOFTCAP=x.logits.softcap > 0.0, BLOCK_N=128,
     )  # fmt: skip
