@@ -51,6 +51,12 @@ USUAL_LIST, LISTED_MS, LISTED_BYTES_MS = 200, 4.5e-7, 1.45e-10  # columns; time 
 FILTER_HOST_MS = 6.0  # what the host takes: 220 to 270 kernels took 8 to 14, and there are 80 to 125
 MARGIN = 0.9  # of the exact time, that the filter may take
 
+# What a screen takes in place of the forward product, for ``screen_pays``: one H200, bf16, N 8,192; heads of Llama-3-8B,
+# Gemma-2-2B and Phi-3.5; 2026-11. Of a product in 8 bits operations in a ms, and ms for each logit besides; bytes in a ms that
+# are rounded, or gathered for the listed columns; and what is there whatever the sizes.
+SCREEN_OPERATIONS, SCREEN_LOGIT_MS = 1.5e12, 2.5e-10
+SCREEN_ROUNDED, SCREEN_LISTED, SCREEN_MS = 2.5e9, 4e9, 0.3
+
 NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the vocabulary (lse.py)
 
 LIVE_BLOCKS = 8  # fp32 blocks of logits that the dense backend has alive at a time, at most
@@ -295,6 +301,23 @@ def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: in
     lists = num_listed * (LISTED_MS + LISTED_BYTES_MS * sizes.hidden_bytes)
     filtered = (FILTER_PRODUCTS + exact_sides * (1 + RECOMPUTED)) * product + FILTER_MS + passes + lists
     return max(FILTER_HOST_MS, filtered) < MARGIN * exact
+
+
+def screen_pays(sizes: Sizes) -> bool:
+    """Return whether a screen takes less time than the forward product in 16 bits, as far as sizes tell; ranks have to agree.
+
+    Lists are taken to be as long as a trained model's, so heads whose rows are long and whose product is short do without.
+
+    Args:
+        sizes: Of the largest shard.
+    """
+    num_tokens, hidden_size, num_columns = sizes[:3]
+    logits = num_tokens * num_columns
+    product = 2 * hidden_size * logits / OPERATIONS[2]
+    screen = 2 * hidden_size * logits / SCREEN_OPERATIONS + SCREEN_LOGIT_MS * logits + SCREEN_MS
+    screen += 3 * hidden_size * (num_tokens + num_columns) / SCREEN_ROUNDED
+    num_listed = num_tokens * min(USUAL_LIST, num_columns // COLUMNS_PER_ENTRY)
+    return screen + num_listed * sizes.hidden_bytes / SCREEN_LISTED < product
 
 
 def few_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:

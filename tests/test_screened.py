@@ -7,7 +7,8 @@ catches.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import test_filtered as of_filter
@@ -16,9 +17,10 @@ from shards import DEVICE, GPU, Problem
 from test_filtered import DTYPE, Case, Dense
 from torch import Tensor
 
-from cce_dist import GradFilter, linear_cross_entropy
+from cce_dist import GradFilter, VocabShard, linear_cross_entropy, loss
+from cce_dist.call import Call
 from cce_dist.integrations.options import named_filter
-from cce_dist.kernels import Filter, Softmax, filter
+from cce_dist.kernels import Filter, Softmax, budget, filter
 from cce_dist.kernels.filter import fp8, lists, screen
 from cce_dist.verify.check import assert_no_worse
 
@@ -295,6 +297,39 @@ def test_the_loss_with_a_screen() -> None:
     assert 0 < (values[0][0] - values[1][0]).abs() < 1e-3
     for a, b in zip(values[0][1:], values[1][1:], strict=True):
         assert 0 < (a - b).norm() < 5e-3 * b.norm()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "faster"),
+    [
+        pytest.param((8192, 2304, 256_000), True, id="gemma-2-2b"),
+        pytest.param((8192, 4096, 128_256), True, id="llama-3-8b"),
+        pytest.param((8192, 3072, 32_064), False, id="phi-3.5-whose-lists-may-take-what-is-saved"),
+        pytest.param((8192, 768, 131_072), False, id="short-rows"),
+        pytest.param((128, 4096, 128_256), False, id="few-tokens"),
+        pytest.param((0, 4096, 128_256), False, id="no-tokens"),
+    ],
+)
+def test_a_screen_pays_where_it_was_faster(sizes: tuple[int, int, int], faster: bool) -> None:
+    """Catches a rule that a head of the benchmarks contradicts."""
+    assert budget.screen_pays(budget.Sizes(*sizes, 2)) == faster
+
+
+def test_auto_screens_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: "auto" on a head that takes longer, sizes of the whole vocabulary for those of a shard."""
+    p = of_filter.problem(Case(num_tokens=20))
+    x, shard = of_filter.operands(p), SimpleNamespace(vocab_size=Case().num_rows, group_size=2)
+    call = Call(of_filter.spec_of(p, Case()), backend="triton")
+
+    def screened(**how: Any) -> bool:
+        return loss._screened(call, x, cast(VocabShard, shard), GradFilter(**how)).spec.filter.screen
+
+    assert screened(screen="fp8") and screened(screen="auto", always=True) and not screened(screen="auto")
+    seen = []
+    monkeypatch.setattr(budget, "screen_pays", lambda sizes: not seen.append(sizes))
+    assert screened(screen="auto") and seen == [
+        budget.Sizes(20, x.hidden.shape[1], Case().num_rows // 2, x.hidden.itemsize)
+    ]
 
 
 def test_where_there_are_no_products_in_8_bits() -> None:
