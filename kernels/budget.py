@@ -34,7 +34,7 @@ SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a powe
 # Bytes of a listed column in backward: column, token and gradient as they are made; while they are sorted also column and
 # order, and the sort's own order and buffers; in all also forward's column, and token and gradient in their new order.
 MADE_BYTES, SORTED_BYTES, ENTRY_BYTES = 12, 32, 56
-LISTED_PARTS = 16  # programs that share the list of a token while forward sums it up; a power of 2
+LISTED_PARTS = 4  # programs that share the list of a token while forward sums it up; a power of 2
 # A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
 # does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed one
@@ -51,6 +51,12 @@ FILTER_PASSES = 8  # over the weight or its gradient, in and out
 USUAL_LIST, LISTED_MS, LISTED_BYTES_MS = 200, 4.5e-7, 1.45e-10  # columns; time of each, and of each byte of its row
 FILTER_HOST_MS = 6.0  # what the host takes: 220 to 270 kernels took 8 to 14, and there are 80 to 125
 MARGIN = 0.9  # of the exact time, that the filter may take
+
+# What a screen takes in place of the forward product, for ``screen_pays``: one H200, bf16, N 8,192; heads of Llama-3-8B,
+# Gemma-2-2B and Phi-3.5; 2026-11. Of a product in 8 bits operations in a ms, and ms for each logit besides; bytes in a ms that
+# are rounded, or gathered for the listed columns; and what is there whatever the sizes.
+SCREEN_OPERATIONS, SCREEN_LOGIT_MS = 1.5e12, 2.5e-10
+SCREEN_ROUNDED, SCREEN_LISTED, SCREEN_MS = 2.5e9, 4e9, 0.3
 
 NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the vocabulary (lse.py)
 
@@ -265,6 +271,23 @@ def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: in
     return max(FILTER_HOST_MS, filtered) < MARGIN * exact
 
 
+def screen_pays(sizes: Sizes) -> bool:
+    """Return whether a screen takes less time than the forward product in 16 bits, as far as sizes tell; ranks have to agree.
+
+    Lists are taken to be as long as a trained model's, so heads whose rows are long and whose product is short do without.
+
+    Args:
+        sizes: Of the largest shard.
+    """
+    num_tokens, hidden_size, num_columns = sizes[:3]
+    logits = num_tokens * num_columns
+    product = 2 * hidden_size * logits / OPERATIONS[2]
+    screen = 2 * hidden_size * logits / SCREEN_OPERATIONS + SCREEN_LOGIT_MS * logits + SCREEN_MS
+    screen += 3 * hidden_size * (num_tokens + num_columns) / SCREEN_ROUNDED
+    num_listed = num_tokens * min(USUAL_LIST, num_columns // COLUMNS_PER_ENTRY)
+    return screen + num_listed * sizes.hidden_bytes / SCREEN_LISTED < product
+
+
 def few_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
     """Return the columns at a time of the exact gradient of a few tokens: a quarter of the budget."""
     most = max(workspace_bytes, LEAST_BYTES) // 4 // (rows * itemsize) // tile_cols * tile_cols
@@ -284,16 +307,34 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
 
 
 def screen_chunks(
-    sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int, tile_cols: int
+    sizes: Sizes, num_columns: int, capacity: int, workspace_bytes: int, tile_rows: int, group: int, tile_cols: int
 ) -> Chunks:
-    """Return the tokens and columns at a time of the filter's screen: both in 8 bits, the former with their marks."""
-    budget = max(workspace_bytes, LEAST_BYTES)
-    rounded = cdiv(sizes.hidden_size, 128) * 128 + 12
-    rows = budget * 5 // 8 // (rounded + 4 * num_words)
+    """Return the tokens and columns at a time of the filter's screen: both in 8 bits, with marks, beside the chunks' lists.
+
+    Half of the budget takes tokens, so that the weight is rounded as seldom as can be.
+
+    Args:
+        sizes: Of the shard.
+        num_columns: The columns of whole tiles.
+        capacity: M, from ``list_capacity``.
+        workspace_bytes: The budget.
+        tile_rows: Of the tile of the product.
+        group: Row blocks that walk the weight together.
+        tile_cols: Of the tile of the product.
+    """
+    room, row_bytes = max(workspace_bytes, LEAST_BYTES), _rounded_bytes(sizes)
+    rows = room // 2 // row_bytes
     unit = tile_rows * group if rows >= tile_rows * group else tile_rows
     rows = min(max(unit, rows // unit * unit), cdiv(sizes.num_tokens, tile_rows) * tile_rows)
-    cols = (budget - rows * (rounded + 4 * num_words)) // rounded // tile_cols * tile_cols
-    return Chunks(rows, max(tile_cols, min(cols, cdiv(32 * num_words, tile_cols) * tile_cols)))
+    num_tiles = cdiv(num_columns, tile_cols)
+    most = (room - 4 * capacity - rows * row_bytes) // (row_bytes + cdiv(rows, 8)) // tile_cols
+    chunks = cdiv(num_tiles, max(1, most))
+    return Chunks(rows, cdiv(num_tiles, max(1, chunks)) * tile_cols)
+
+
+def _rounded_bytes(sizes: Sizes) -> int:
+    """Bytes of a row in 8 bits and its numbers."""
+    return cdiv(sizes.hidden_size, 128) * 128 + 16
 
 
 def keeps_remainder(sizes: Sizes, workspace_bytes: int) -> bool:
@@ -453,7 +494,7 @@ def filtered_peak(
     else:
         forward += max(
             first_rows * sizes.hidden_bytes,
-            _screen_bytes(sizes, num_words, workspace_bytes, screen, tiles, at_once),
+            _screen_bytes(sizes, 32 * num_words, capacity, workspace_bytes, screen, tiles, at_once),
             _again_bytes(sizes, workspace_bytes, tiles, at_once),
         )
 
@@ -483,16 +524,18 @@ def filtered_peak(
 
 
 def _screen_bytes(
-    sizes: Sizes, num_words: int, workspace_bytes: int, screen: Tile, tiles: Tiles, at_once: int
+    sizes: Sizes, num_columns: int, capacity: int, workspace_bytes: int, screen: Tile, tiles: Tiles, at_once: int
 ) -> int:  # fmt: skip
-    """Bytes of the screen: the operands in 8 bits, the marks, and the parts of the sums."""
-    chunk = screen_chunks(sizes, num_words, workspace_bytes, screen.rows, tiles.group, max(screen.cols, tiles.lse.cols))
-    rows, rounded = min(chunk.rows, sizes.num_tokens), cdiv(sizes.hidden_size, screen.inner) * screen.inner
+    """Bytes of the screen: the operands in 8 bits, marks and lists of chunks, and the parts of the sums."""
+    num_tokens, row_bytes = sizes.num_tokens, _rounded_bytes(sizes)
+    rows, cols = screen_chunks(sizes, num_columns, capacity, workspace_bytes, screen.rows, tiles.group, screen.cols)
+    rows, firsts = min(rows, num_tokens), range(0, num_columns, cols)
     splits = sum(
-        num_parts(rows, (min(col + chunk.cols, 32 * num_words) - col) // screen.cols, screen.rows, at_once)
-        for col in range(0, 32 * num_words, chunk.cols)
+        num_parts(rows, (min(first + cols, num_columns) - first) // screen.cols, screen.rows, at_once)
+        for first in firsts
     )
-    return rows * (rounded + 16 + 4 * num_words + 4 * (splits + LISTED_PARTS)) + chunk.cols * (rounded + 24)
+    lists = 4 * capacity + num_tokens * (8 * len(firsts) + 4)
+    return lists + rows * (row_bytes + cols // 8 + 4 * (splits + LISTED_PARTS)) + cols * row_bytes
 
 
 def _again_bytes(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) -> int:
