@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -78,6 +78,7 @@ class Step:
 
     name = ""
     whole = True
+    of_filter: ClassVar[set[str]] = set()  # kernels that the step "filtered" has come by
 
 
 def is_whole(kernel: str) -> bool:
@@ -89,7 +90,7 @@ def is_whole(kernel: str) -> bool:
     if CAPABILITY not in (90, 100):
         return Step.name in ("exact", "kept")
     if Step.name == "screened":
-        return kernel in ("_round_rows_kernel", "_screen_kernel", "_listed_sums_kernel", "_merge_screened_kernel")
+        return kernel not in Step.of_filter
     return "options" not in Step.name and Step.name != "filtered"
 
 
@@ -113,6 +114,8 @@ seen: dict[int, Any] = {}
 
 def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
     Step.whole = is_whole(function.fn.__name__)
+    if Step.name == "filtered":
+        Step.of_filter.add(function.fn.__name__)
     kernel: Any = run(function, *args, grid=grid, warmup=True, **options)
     if id(kernel) not in seen:
         seen[id(kernel)] = kernel  # held: an id is one of what lives
