@@ -291,7 +291,10 @@ def test_same_bits_as_graphs(case: str) -> None:
         assert len(set(map(id, launched))) >= 2
 
 
-@pytest.mark.skipif(GPU, reason="moves memory by hand, which a GPU's allocator does by itself")
+BY_HAND = pytest.mark.skipif(GPU, reason="moves memory by hand, which a GPU's allocator does by itself")
+
+
+@BY_HAND
 def test_whatever_moves_is_seen() -> None:
     """One address at a time: each input, each output, the workspace. Catches: one that a graph's key does not hold."""
 
@@ -348,6 +351,33 @@ def test_a_loss_that_is_kept_moves_no_graph() -> None:
             assert torch.equal(loss, function(x, d_loss, None)[0]) and torch.equal(y, 2 * number * x - 1)
             kept += [loss.detach().clone(), d_loss]
     assert len(launched) >= 4
+
+
+@BY_HAND
+def test_collectives_stand_between_graphs() -> None:
+    """What a collective gives is somewhere else in each call. Catches: one that is captured, a graph of its old result."""
+    given_away: list[Tensor] = []
+
+    def collective(x: Tensor) -> Tensor:
+        given_away.append(x + 1)
+        return given_away[-1]
+
+    def function(x: Tensor, call: Any) -> tuple[Tensor, ...]:
+        there = again(collective, (x * 2 + 1).exp() - x)
+        return (there - 1).exp() * 2, there * there
+
+    replayed, x = replay.Replayed(function, lambda call: ()), torch.linspace(-1, 1, 300, device=DEVICE)
+    with capturing() as launched:
+        for number in range(9):
+            x.copy_(torch.linspace(-1, number / 9, 300))
+            found, wanted = replayed(x, None), function(x, None)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert len(given_away) == 18
+    assert len(set(map(id, launched))) == 1
+    (plan,) = replayed.plans.values()
+    assert plan is not None
+    kinds = [type(step).__name__ for step in plan.idle[0].steps]
+    assert kinds == ["_Allocate", "Together", "_Again", "Together"]
 
 
 class Stretch:
