@@ -223,12 +223,13 @@ def _exit_code(cases: Sequence[Case]) -> int:
 
 
 def _measure(task: Task, name: str, setting: Setting, args: argparse.Namespace) -> Case:
+    show_progress(f"{task.name}, {name}: drawing and the truth")
     prepared = task.prepare(setting)
     methods = choose(args.methods, prepared.methods)
     if setting.shard.group_size > 1:
         methods = {name: method for name, method in methods.items() if not method.needs_whole}
     steps = {name: method.build for name, method in methods.items()}
-    rows, products = measure(steps, prepared.expected, prepared.products, args.repeats, setting.shard)
+    rows, products = measure(steps, prepared.expected, prepared.products, args.repeats, setting.shard, show_progress)
     teacher_size = setting.teacher_size if task.with_teacher else 0
     return Case(
         task.name, name, setting.num_tokens, *setting.shape, teacher_size, setting.shard.group_size, args.dtype,
@@ -238,7 +239,7 @@ def _measure(task: Task, name: str, setting: Setting, args: argparse.Namespace) 
 
 def measure(
     methods: dict[str, Callable[[], Step]], expected: tuple[Tensor, ...], products: Mapping[int, Callable[[], object]],
-    repeats: int, shard: VocabShard | None = None,
+    repeats: int, shard: VocabShard | None = None, progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Row], dict[str, Timing]]:  # fmt: skip
     """Check every method, then time those that are right, in turns.
 
@@ -248,6 +249,7 @@ def measure(
         products: Plain products, by their number.
         repeats: Rounds.
         shard: This rank's rows; every rank of its group calls it, and gets the same.
+        progress: Gets a line as each step begins.
 
     Returns:
         A row for each method, and the seconds of so many plain products.
@@ -255,12 +257,13 @@ def measure(
     shard = VocabShard(0, 1, 1) if shard is None else shard
     found = []
     for name, build in methods.items():
+        progress(f"checking {name}")
         row, step = _checked(name, build, expected)
         found.append((_worst(_everyone(row, shard)), step))
     owner, floor = Floor(), {count: Timing() for count in products}
     jobs = [Job(owner, floor[count], call) for count, call in products.items()]
     jobs += [Job(row, row.total, step) for row, step in found if step is not None and not row.problem]
-    time_in_turns(jobs, repeats, Clock(expected[0].device, shard), lambda line: None)
+    time_in_turns(jobs, repeats, Clock(expected[0].device, shard), progress)
     ranks = _everyone([job.timing for job in jobs], shard)
     for job, of_ranks in zip(jobs, zip(*ranks, strict=True), strict=True):
         job.timing.seconds = _slowest([timing.seconds for timing in of_ranks])
