@@ -94,15 +94,6 @@ def num_counted(name: str, labels_N: Tensor, ignore_index: int) -> Tensor:
     return tokens.num_counted(labels_N, ignore_index)
 
 
-def top_keys(name: str, x: Operands, spec: Spec) -> Tensor:
-    """Return the largest logits of each token with their ids, ``more.keys_of``; no filter changes them. -> [N, k]."""
-    if name == "torch":
-        return dense.top_keys(x, spec)
-    from cce_dist.kernels import exact
-
-    return exact.top_keys(x, spec)
-
-
 def choose(name: str, spec: Spec, x: Operands) -> Backend:
     """Return the backend of that name, "torch" or "triton", for a call; those of Triton are imported by their first use.
 
