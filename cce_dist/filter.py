@@ -19,8 +19,8 @@ class GradFilter:
     Every element of the softmax's gradient that reaches ``eps`` times the gradient of its token's label is kept, and so is the
     label's own. The whole gradient is looked at: z-loss and upstream gradients included. Where the entropy is differentiated
     everything is kept. The uniform term of label smoothing is never dropped. The Triton backend keeps more than that: all
-    elements of the columns that are labels most often in the batch, all of a token whose list would be very long, and all of
-    all tokens where the lists would cost more than the exact gradient.
+    elements of the columns that are labels most often in the batch, what it had to read to judge it, all of a token whose list
+    would be very long, and all of all tokens where the lists would cost more than the exact gradient.
 
     What is dropped is tiny, element by element, but it all pushes the same way: without compensation the mean of dE over
     tokens is wrong by tens of percent. With compensation a rank-1 matrix stands in for the dropped part: its row sums, times
@@ -29,10 +29,12 @@ class GradFilter:
     backend takes them from a sample of 256, drawn in proportion to what a token drops, and moves them to the mean hidden state
     of all.
 
-    The rank-1 matrix gives all tokens the same mix of columns, and the tokens of a trained model differ in it. So what is
-    dropped of some columns corrects it for dE (32 of every 1,024 on the shard, at most 1,024, drawn by their shares), and what
-    256 tokens drop corrects it for dC, both as far as that is more than noise. Smaller shards, and for dC smaller batches, have
-    the rank-1 matrix alone. So has dC on Triton where half of ``workspace_bytes`` does not hold 256 numbers for each column.
+    The rank-1 matrix gives all tokens the same mix of columns, and the tokens of a trained model differ in it. To first order
+    that is a matrix of D x D times their hidden states, taken from 64 columns of every 1,024 on the shard. What is dropped of
+    some columns (32 of every 1,024, at most 1,024, drawn by their shares) corrects both for dE, and what 256 tokens drop
+    corrects the rank-1 matrix for dC, as far as that is more than noise. Smaller shards, and for dC and the D x D matrix
+    smaller batches, have the rank-1 matrix alone. On Triton so has dC where half of ``workspace_bytes`` does not hold 256
+    numbers for each column, and dE has no such matrix where a quarter does not hold it.
 
     Args:
         eps: Threshold, in the units of a probability. 0 keeps everything.
@@ -63,7 +65,7 @@ class GradFilter:
     compensation is this project's.
     """
 
-    eps: float = 2.0**-12
+    eps: float = 2.0**-10
     compensate: bool = True
     hidden: bool = True
     weight: bool = True

@@ -29,11 +29,13 @@ REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponential
 TOP_STEP, RARELY, LEAST_SPARSE, TOP_PLACE_BYTES = 63, 1e-6, 8, 20
 
 FEW = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
+MOST_SPREAD = 1 << 25  # elements of the columns that ``spread_columns`` counts: their noise falls with both sizes
 SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a power of 2
 
 # Bytes of a listed column in backward: column, token and gradient as they are made; while they are sorted also column and
 # order, and the sort's own order and buffers; in all also forward's column, and token and gradient in their new order.
 MADE_BYTES, SORTED_BYTES, ENTRY_BYTES = 12, 32, 56
+MOST_LISTED = 256  # columns of a token, on average, that there is room for: all of the room is sorted, used or not
 LISTED_PARTS = 4  # programs that share the list of a token while forward sums it up; a power of 2
 # A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
 # does 60 to 110 operations while it moves a byte.
@@ -243,7 +245,7 @@ def list_capacity(num_tokens: int, num_columns: int, workspace_bytes: int, items
     room = max(workspace_bytes, LEAST_BYTES)
     if keeps_sample(num_tokens, num_columns, itemsize, workspace_bytes):
         room -= _sample_bytes(num_columns, itemsize)
-    return max(1, min(room // ENTRY_BYTES, num_tokens * num_columns // COLUMNS_PER_ENTRY))
+    return max(1, min(room // ENTRY_BYTES, num_tokens * min(MOST_LISTED, num_columns // COLUMNS_PER_ENTRY)))
 
 
 def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: int = 0) -> bool:
@@ -514,12 +516,14 @@ def filtered_peak(
     if keeps_sample(num_tokens, num_columns, sizes.itemsize, workspace_bytes):
         listed += _sample_bytes(num_columns, sizes.itemsize) + SAMPLE * sizes.hidden_bytes
     making = SAMPLE * (sizes.hidden_bytes + drawn * sizes.itemsize)
+    spread_at_once = spread_rows(sizes, workspace_bytes) if drawn else 0
+    spread = sizes.hidden_size * sizes.hidden_bytes if spread_at_once else 0
+    making = max(making, spread_at_once * sizes.hidden_bytes) + (4 * SAMPLE * drawn if spread else 0)
     cols = cdiv(hot_columns, tiles.dlogits.cols) * tiles.dlogits.cols
     at_a_time = filter_backward_rows(sizes, cols + drawn, workspace_bytes)
     whole = keeps_remainder(sizes, workspace_bytes)
     groups = at_a_time * ((sizes.hidden_bytes if whole else sizes.sum_bytes) + (cols + drawn) * sizes.itemsize)
-    groups += max(_cut_tiles_bytes(at_a_time, n, sizes.hidden_size, tiles, at_once) for n in (cols, drawn))
-    listed += max(max(making, groups) + (remainder_bytes(sizes) if whole else 0), SORTED_BYTES * capacity)
+    listed += max(max(making, groups) + spread + (remainder_bytes(sizes) if whole else 0), SORTED_BYTES * capacity)
     return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
 
 
@@ -555,9 +559,23 @@ def stand_in_columns(num_columns: int) -> int:
     return min(1024, num_columns // 1024 * 32)
 
 
+def spread_columns(num_columns: int, hidden_size: int) -> int:
+    """Return Q, the columns that the bend of d_hidden's stand-in is taken from: 64 of 1,024, at most 2^25 elements."""
+    return min(num_columns // 1024 * 64, MOST_SPREAD // hidden_size)
+
+
+def spread_rows(sizes: Sizes, workspace_bytes: int) -> int:
+    """Return how many of those are drawn at a time; 0: a quarter of the budget does not hold the matrix made of them."""
+    room = max(workspace_bytes, LEAST_BYTES) // 4
+    if sizes.num_tokens <= SAMPLE or sizes.hidden_size * sizes.hidden_bytes > room:
+        return 0
+    most = max(ROWS, room // 2 // sizes.hidden_bytes // ROWS * ROWS)
+    return min(most, spread_columns(sizes.num_columns, sizes.hidden_size))
+
+
 def hot_columns(num_columns: int, eps: float, unit: int = 256) -> int:
-    """Return H, the columns that the filter keeps for every token: 1/4 eps, or 1/16 of the shard if less, in whole ``unit``."""
-    return min(num_columns, max(1, round(min(0.25 / eps, num_columns / 16) / unit)) * unit)
+    """Return H, the columns kept for every token: 1,024, or 1/eps or 1/16 of the shard if less, in whole ``unit``."""
+    return min(num_columns, max(1, round(min(1024, 1 / eps, num_columns / 16) / unit)) * unit)
 
 
 def _cut_tiles_bytes(rows: int, cols: int, hidden_size: int, tiles: Tiles, at_once: int) -> int:

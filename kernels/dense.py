@@ -343,21 +343,42 @@ def _add_stand_in(
 def _from_columns(
     dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, center_D: Tensor
 ) -> Tensor:
-    """Return what drawn columns add to d_hidden, [N, D]."""
+    """Return what drawn columns, and the bend of the tail, add to d_hidden, [N, D]."""
     column_K, worth_K = stand_in.draw(share_V, budget.stand_in_columns(x.logits.num_valid))
     bias_K = None if x.bias is None else x.bias[column_K]
     columns = x._replace(weight=x.weight[column_K], bias=bias_K, logits=x.logits._replace(num_valid=len(column_K)))
     away_KD = columns.weight.float() - center_D
     squares_K = away_KD.square().sum(1)
-    estimate_ND, noise = _zeros(*x.hidden.shape, like=x.hidden), _zeros(like=x.hidden)
+    tilt_ND, moved_ND = _tilt(dropped_N, x, share_V, center_D)
+    estimate_ND, lines_ND = (_zeros(*x.hidden.shape, like=x.hidden) for _ in range(2))
+    noise_3 = _zeros(3, like=x.hidden)
     for cols, blocks in blocks_of(columns, spec):
         for block in blocks:
             is_label = x.ids[block.rows, None] == column_K[cols] + x.logits.start
             terms = _dropped(block, softmax, coef_4N, spec, is_label) * worth_K[cols]
             terms -= dropped_N[block.rows, None] / len(column_K)
-            noise += terms.square().sum(0) @ squares_K[cols]
+            lines = tilt_ND[block.rows] @ away_KD[cols].t() / len(column_K)
+            for noise, product in zip(noise_3, (terms.square(), terms * lines, lines.square()), strict=True):
+                noise += product.sum(0) @ squares_K[cols]
             estimate_ND[block.rows] += terms @ away_KD[cols]
-    return estimate_ND * stand_in.shrink(estimate_ND.square().sum(), noise)
+            lines_ND[block.rows] += lines @ away_KD[cols]
+    noise_part = len(column_K) / max(1, budget.spread_columns(x.logits.num_valid, x.hidden.shape[1]))
+    usual = (coef_4N[0] * x.logits.logit_scale).square().sum() * squares_K.mean()
+    bend, part = stand_in.bend(estimate_ND, lines_ND, noise_3, noise_part, usual)
+    return bend * moved_ND + part * (estimate_ND - bend * lines_ND)
+
+
+def _tilt(dropped_N: Tensor, x: Operands, share_V: Tensor, center_D: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``r_i (e_i - e)``, and that times the spread of the columns, [N, D] each; zeros where there are few tokens."""
+    num_columns, total = budget.spread_columns(x.logits.num_valid, x.hidden.shape[1]), dropped_N.abs().sum()
+    if x.num_tokens <= budget.SAMPLE or not num_columns:
+        nothing_ND = _zeros(*x.hidden.shape, like=x.hidden)
+        return nothing_ND, nothing_ND
+    hidden_ND = x.hidden.float().masked_fill(dropped_N[:, None] == 0, 0.0)
+    share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
+    tilt_ND = dropped_N[:, None] * (hidden_ND - share_N @ hidden_ND)
+    away_MD = x.weight[stand_in.draw(share_V, num_columns).place].float() - center_D
+    return tilt_ND, tilt_ND @ (away_MD.t() @ away_MD / num_columns)
 
 
 def _from_tokens(

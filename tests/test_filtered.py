@@ -6,6 +6,7 @@ the kernels that it catches.
 
 from __future__ import annotations
 
+import math
 import re
 import sysconfig
 from collections import Counter
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from cce_dist import GradFilter, linear_cross_entropy, op
 from cce_dist.call import Call
-from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter
+from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter, stand_in
 from cce_dist.kernels.filter import bound, hot, lists, shares
 from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.verify import cases as verify_cases
@@ -71,7 +72,7 @@ CASES = [
     ),
     pytest.param(Case(grad_filter=Case().grad_filter._replace(compensate=False), coefs="smoothing"), id="plain"),
     pytest.param(
-        Case(coefs="large", longest=3 if not GPU else 100, bias=True, drawn=32), id="tokens-that-lists-cannot-serve"
+        Case(coefs="large", longest=3 if not GPU else 130, bias=True, drawn=32), id="tokens-that-lists-cannot-serve"
     ),
     pytest.param(Case(num_tokens=150 if not GPU else 3000, budget=1000, drawn=32), id="groups-of-tokens"),
     pytest.param(Case(capacity=50 if not GPU else 400, bias=True), id="lists-without-room-so-all-is-exact"),
@@ -154,10 +155,12 @@ def kept_of(saved: tuple[Tensor, ...], p: Problem) -> Tensor:
 
 
 def kept_by(saved: tuple[Tensor, ...], p: Problem, d: Dense, eps: float) -> Tensor:
-    """The mask of what the definition keeps, and the hot columns."""
+    """The mask of what the definition keeps, of the hot columns, and of short lists."""
     coef_p, coef_label = p.coef[:2].double().abs()[:, :, None]
     ratio = torch.where((coef_p == 0) | (coef_label == 0), 1.0, coef_label / coef_p)
     kept = (d.p >= eps * ratio) | d.is_label
+    short = (saved[3] <= lists.BLOCK)[:, None]
+    kept |= short & (d.z >= saved[0][0, :, None].double() + math.log(eps / lists.SLACK))
     kept[:, saved[-1]] = True
     return kept
 
@@ -206,7 +209,8 @@ def correction(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case, colu
     away = weight[column] - share @ weight
     by_mass = terms.square() / part.sum(1, keepdim=True).abs().clamp_min(1e-300)
     signal = ((terms @ away).square() / part.sum(1, keepdim=True).abs().clamp_min(1e-300)).sum()
-    shrink = (1 - (by_mass * away.square().sum(1)).sum() / signal).clamp_min(0)
+    shrink = 1 - (by_mass * away.square().sum(1)).sum() / signal
+    shrink = torch.where(shrink > stand_in.LEAST_SHRUNK, shrink, 0.0)
     whole = torch.zeros_like(part).index_add_(1, column, terms) - terms.sum(1, keepdim=True) * share
     return shrink * whole, shrink
 
@@ -242,6 +246,7 @@ def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(budget, "LEAST_BYTES", 1 << 10)
     monkeypatch.setattr(budget, "list_capacity", lambda *_: Case().capacity)
     monkeypatch.setattr(budget, "stand_in_columns", lambda _: 0)
+    monkeypatch.setattr(stand_in, "LEAST_SHRUNK", 0.0)  # draws that are mostly noise are added all the same
     monkeypatch.setattr(lists, "BLOCK", 16)  # lists of several blocks
     monkeypatch.setattr(filter, "SAMPLE", 1024 if not GPU else 4096)  # all tokens: then the column sums are exact
     # fewer than the labels
@@ -468,7 +473,7 @@ def test_sampled_tokens_correct_d_weight(
     coefs: str, dtype: torch.dtype, limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """Catches: a part of a hot, kept or label's column, a part without slope or tilt, the mean hidden state left in or taken
-    off twice, a sign lost, the shrinkage left out, a sum that is written over."""
+    off twice, a sign lost, the shrinkage left out, a sum that is written over, a draw that is left out and waited for."""
     case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs=coefs, drawn=32)
     limits(case)
     size = 32
@@ -490,9 +495,12 @@ def test_sampled_tokens_correct_d_weight(
     for name in ("weigh_tokens", "draw_columns", "factors_of"):
         monkeypatch.setattr(filter, name, spied(name, getattr(filter, name)))
     ours = gradients(p, case, d, saved)[1]
-    first = dict(seen)
+    first, weigh = dict(seen), filter.weigh_tokens
     monkeypatch.setattr(filter, "weigh_tokens", lambda *_: None)
     alone = gradients(p, case, d, saved)[1]
+    monkeypatch.setattr(filter, "weigh_tokens", weigh)
+    monkeypatch.setattr(stand_in, "LEAST_SHRUNK", 0.999)
+    assert torch.equal(gradients(p, case, d, saved)[1], alone)
 
     dropped, sample = first["given to weigh_tokens"]
     tokens, column = first["weigh_tokens"], first["draw_columns"].column_K
@@ -523,6 +531,69 @@ def test_sampled_tokens_correct_d_weight(
     assert tokens.rows.num_kept.item() == size
 
 
+def test_hidden_states_bend_the_tail(limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: the drawn columns' linear part left in, the mean hidden state left in, a mass or a sign lost, the wrong columns
+    in the spread, a factor fitted on other terms than those that are added."""
+    case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs="signed", drawn=32)
+    limits(case)
+    size, num_spread = 32, 48
+    monkeypatch.setattr(filter, "SAMPLE", size)
+    monkeypatch.setattr(budget, "spread_rows", lambda *_: 32)
+    p = problem(case, torch.float32)
+    d = dense(p)
+    _, *saved = local_stats(p, case)
+    seen: dict[str, Any] = {}
+
+    def spied(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*args: Any) -> Any:
+            seen[name] = call(*args)
+            seen[f"given to {name}"] = args
+            return seen[name]
+
+        return spy
+
+    for name in ("draw_columns", "squares_of_columns", "factors_of"):
+        monkeypatch.setattr(filter, name, spied(name, getattr(filter, name)))
+    monkeypatch.setattr(budget, "spread_columns", lambda *_: num_spread)
+    bent = gradients(p, case, d, saved)[0]
+    factors = seen["factors_of"]
+    limits(case._replace(drawn=0))
+    rank_1 = gradients(p, case, d, saved)[0]
+
+    sample, column = seen["given to squares_of_columns"][1], seen["draw_columns"].column_K
+    share = seen["given to draw_columns"][0].shares_2V[0]
+    center = share.double() @ p.weight.double()
+    kept = kept_by(tuple(saved), p, d, case.grad_filter.eps)
+    part = p.coef[0, :, None].double() * torch.where(kept, 0.0, d.p * d.slope) * p.logits.logit_scale
+    part = part.masked_fill(p.labels[:, None] < 0, 0.0)
+    mass = part.sum(1, keepdim=True)
+    away = p.weight[column].double() - center
+    tilt = mass * (p.hidden.double() - sample.mean_D.double())
+    terms = part[:, column] / (len(column) * share[column].double()) - mass / len(column)
+    lines = tilt @ away.T / len(column)
+    apart = p.weight[stand_in.draw(share, num_spread).place].double() - center
+
+    # A sampled token stands for as many as have its mass together.
+    token = sample.token_S.long()
+    weight = mass[token].abs().rsqrt()
+    some, straight = terms[token] * weight, lines[token] * weight
+    noises = [(a * b * away.square().sum(1)).sum() for a, b in ((some, some), (some, straight), (straight, straight))]
+    coef = p.coef[0, token].double() * p.logits.logit_scale
+    usual = (coef.square()[:, None] * weight.square()).sum() * away.square().sum(1).mean()
+    fitted = stand_in.bend(some @ away, straight @ away, torch.stack(noises), len(column) / num_spread, usual)
+    for ours, theirs in zip((factors.bend, factors.columns), fitted, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=0.05 if GPU else 1e-3, atol=1e-3)
+    assert 0.1 < factors.bend < 1.0
+    whole, of_draws = factors.bend.double(), factors.columns.double()
+    expected = whole * tilt @ (apart.T @ apart) / num_spread + of_draws * (terms - whole * lines) @ away
+    # The shares were moved towards the mean of all tokens less far than the bend says.
+    spread = apart.T @ apart / num_spread - of_draws * away.T @ away / len(column)
+    more = (whole - shares.TILT * p.logits.logit_scale).clamp(min=0)
+    expected -= mass * more * (sample.ahead_D.double() @ spread)
+    assert expected.abs().max() > 0.002 * rank_1.abs().max()
+    assert (bent.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max()
+
+
 @pytest.mark.parametrize("side", ["hidden", "weight"])
 def test_one_side_stays_exact(side: str) -> None:
     """FullE and FullC. Catches: the flag of one read for the other, what is exact computed from lists."""
@@ -548,6 +619,7 @@ def test_lists_are_added_first_or_last(dtype: torch.dtype, monkeypatch: pytest.M
     """As the budget has room for the remainder of all tokens, or not. Catches: a list added twice or not at all, a remainder
     that another token gets, one that is not there."""
     case = Case(num_tokens=26, bias=True, budget=1 << 14)
+    monkeypatch.setattr(lists, "BLOCK", 16 if not GPU else 64)  # some lists are longer, some are not
     p = problem(case, dtype)
     d = dense(p)
     _, *saved = local_stats(p, case)
@@ -699,7 +771,7 @@ def test_filter_pays_where_it_was_faster(sizes: tuple[int, int, int], faster: bo
 
 def test_small_heads_are_exact_unless_the_filter_is_forced() -> None:
     """Catches: a filter that runs where it costs more, a rule that looks at a rank's own shard, one that backward forgets."""
-    p = problem(Case(num_tokens=18, num_rows=80, ignored=0.0))
+    p = problem(Case(num_tokens=18, num_rows=80 if not GPU else 500, ignored=0.0))  # more than are hot
     results = []
     for grad_filter in (None, GradFilter(2.0**-6), GradFilter(2.0**-6, always=True)):
         leaves = [p.hidden.detach().clone().requires_grad_(), p.weight.detach().clone().requires_grad_()]
@@ -973,7 +1045,10 @@ def test_lists_have_room_as_the_budget_and_their_cost_say(monkeypatch: pytest.Mo
     """Catches: a share of the budget that sorting exceeds, and lists that cost more than the exact gradient."""
     monkeypatch.undo()
     assert budget.list_capacity(8192, 256_000, 256 << 20) * 56 + 256 * 256_000 * 2 <= 256 << 20
-    assert budget.list_capacity(8192, 256_000, 256 << 20) > 290 * 8192  # half of the budget holds the sampled tokens
+    assert (
+        budget.list_capacity(8192, 256_000, 256 << 20) == 256 * 8192
+    )  # all of the room is sorted, so there is an end to it
+    assert budget.list_capacity(16384, 256_000, 256 << 20) > 140 * 16384  # half of the budget holds the sampled tokens
     assert budget.list_capacity(8192, 32_000, 256 << 20) == 250 * 8192
     assert budget.list_capacity(0, 32_000, 256 << 20) == 1
 

@@ -30,11 +30,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist import GradFilter
 from cce_dist.bench.shapes import HeadShape
 from cce_dist.kernels.filter.hot import num_hot
 
 IGNORE_INDEX = -100
+MATTERS = 2.0**-12  # probabilities from here on are counted
 ID_DISORDER = 0.5  # nats of noise on the log-frequency that ids are sorted by
 UNIGRAM_SCALE = 8.0  # length of the hidden states along the unigram direction
 LABEL_CHUNK_BYTES = 512 << 20
@@ -75,7 +75,7 @@ class Workload(NamedTuple):
         loss: Mean negative log-likelihood of the labels, nats.
         top_probability: Largest probability of a token, mean over tokens.
         probability_50: 50th largest probability of a token, mean over tokens.
-        num_above: Probabilities of a token that reach the default filter's threshold, mean over tokens.
+        num_above: Probabilities of a token that reach ``MATTERS``, mean over tokens.
         num_outside: The same without the ids that are labels most often, which the filter keeps for every token.
     """
 
@@ -205,8 +205,8 @@ def _draw_labels(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> 
 
 
 def _describe(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[float, float, float, float, float]:
-    """Loss, two points of the sorted probabilities, and how many reach the threshold, over the tokens that have a label."""
-    vocab_size, eps = weight.shape[0], GradFilter().eps
+    """Loss, two points of the sorted probabilities, and how many matter, over the tokens that have a label."""
+    vocab_size = weight.shape[0]
     totals = torch.zeros(3, device=hidden.device, dtype=torch.float64)
     above = torch.zeros(vocab_size, device=hidden.device, dtype=torch.int64)
     live = labels >= 0
@@ -217,9 +217,9 @@ def _describe(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[float, fl
         top = probability.topk(min(50, vocab_size), dim=1).values
         loss = -probability.gather(1, labels[rows][live[rows], None]).log().sum()
         totals += torch.stack([loss, top[:, 0].sum(), top[:, -1].sum()])
-        above += (probability >= eps).sum(0)
+        above += (probability >= MATTERS).sum(0)
     num_tokens = max(1, int(live.sum()))
-    hot = torch.bincount(labels[live], minlength=vocab_size).topk(num_hot(vocab_size, eps)).indices
+    hot = torch.bincount(labels[live], minlength=vocab_size).topk(num_hot(vocab_size, MATTERS)).indices
     outside = above.index_fill(0, hot, 0)
     loss, top_probability, probability_50 = (totals / num_tokens).tolist()
     return loss, top_probability, probability_50, above.sum().item() / num_tokens, outside.sum().item() / num_tokens

@@ -14,14 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cce_dist import pretrain
+from cce_dist import GradFilter, pretrain
 from cce_dist.arguments import file, folder, number, whole
 
 METHODS = (*pretrain.LOSSES, "cce", "cce-kahan-full-c")
 DEFAULTS: dict[str, dict[str, Any]] = {  # by device: minutes, not hours
     "cuda": {
         "preset": "wide", "steps": 400, "batch_size": 32, "dtype": "bfloat16", "lr": 6e-4, "warmup": 40, "seeds": 3,
-        "measure_every": 50, "filter_eps": 2**-12,
+        "measure_every": 50, "filter_eps": GradFilter.eps,
     },
     "cpu": {
         "preset": "small", "steps": 30, "batch_size": 8, "dtype": "float32", "lr": 1e-3, "warmup": 5, "seeds": 2,

@@ -14,6 +14,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+from cce_dist.filter import GradFilter
 from cce_dist.kernels import budget
 from cce_dist.kernels.budget import Sizes, cdiv
 from cce_dist.kernels.tiles import Tiles, table_tiles
@@ -23,7 +24,7 @@ OURS = ("kept", "budget", "filtered")
 LOSSES = (*OURS, *DENSE)
 VECTOR_BYTES = 16  # rows of a whole number of them are read fastest
 FEW_LISTED, MANY_LISTED = 2, 109  # columns of a token: the bench's "trained" and "spread", Llama-3-8B's head
-DEFAULT_EPS = 2**-12
+DEFAULT_EPS = GradFilter.eps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,7 +102,9 @@ class Recipe:
         "loss", "exact", f"dense and {MEGATRON_FUSED}, which is Megatron's own, hold all logits; the others never do",
         choices=(*LOSSES, MEGATRON_FUSED),
     )  # fmt: skip
-    filter_eps: float = flag("loss", 2**-12, "softmax below which the gradient is dropped", type=number(0, below=1))
+    filter_eps: float = flag(
+        "loss", GradFilter.eps, "softmax below which the gradient is dropped", type=number(0, below=1)
+    )
     filter_always: bool = flag("loss", False, "filter whatever it costs, also where exact gradients take less time")
 
     shape: Shape = PRESETS["small"]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cce_dist.filter import SCREENS
+from cce_dist.filter import SCREENS, GradFilter
 from cce_dist.integrations.megatron.loss import Options
 from cce_dist.integrations.megatron.swap import FLAG, convert, language_module
 from cce_dist.integrations.options import FILTERS
@@ -68,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--cce-...`` to a parser, and return it: an ``extra_args_provider`` for Megatron's ``pretrain``."""
     group = parser.add_argument_group("cce_dist")
     group.add_argument("--cce-filter", choices=FILTERS, default="off", help="whether gradients are filtered, and how")
-    group.add_argument("--cce-filter-eps", type=float, default=2**-12, help="softmax below which gradients are dropped")
+    group.add_argument(
+        "--cce-filter-eps", type=float, default=GradFilter.eps, help="softmax below which gradients are dropped"
+    )
     group.add_argument(
         "--cce-filter-screen",
         choices=("off", *SCREENS),

@@ -40,7 +40,9 @@ from cce_dist.kernels.budget import FEW, NUM_PLANES, SAMPLE, cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
+from cce_dist.kernels.filter.bend import lines_of_sample, spread_of
 from cce_dist.kernels.filter.bound import bound_of_shard, draw_outside, drawn_sums
+from cce_dist.kernels.filter.d_hidden import Pair, add_products
 from cce_dist.kernels.filter.d_rows import (
     ByColumn,
     add_listed_hidden,
@@ -306,7 +308,8 @@ class _StandIn(NamedTuple):
         shared_weight_2D: What shares and 1 multiply in d_weight; None where d_weight is not wanted.
         drawn: The columns that correct it for d_hidden, or None.
         tokens: The tokens that correct it for d_weight, or None.
-        factors: The factors on these two, or None.
+        factors: The factors on these, or None.
+        spread_DD: What hidden states are multiplied by in d_hidden, times ``factors.bend`` and the token's factor, or None.
     """
 
     share_V: torch.Tensor
@@ -315,6 +318,7 @@ class _StandIn(NamedTuple):
     drawn: Drawn | None = None
     tokens: Tokens | None = None
     factors: Factors | None = None
+    spread_DD: torch.Tensor | None = None
 
 
 class _Work(NamedTuple):
@@ -364,7 +368,10 @@ def _filtered_gradients(
         hot_weight_HD = target.new_empty(num_hot_columns, x.hidden.shape[1]) if target is not None else None
         hot_bias_H = None if d_bias is None else torch.zeros(num_hot_columns, dtype=torch.float32, device=device)
         _add_rows((d_hidden, hot_weight_HD, hot_bias_H), total, x, softmax, coef_4N, work, grads, spec)
-        del total  # its remainder takes the room in which the entries are sorted
+        # The entries are sorted in the room of these.
+        del total
+        stand = stand._replace(drawn=None, spread_DD=None)
+        work = work._replace(stand_in=stand)
         if target is not None or d_bias is not None:
             columns = by_column(entries, num_valid)
             if target is not None and hot_weight_HD is not None:
@@ -380,15 +387,13 @@ def _finish_weight(
     """Put all parts of d_weight together, in ``target``."""
     stand, parts = work.stand_in, (work.hot.slot_V, hot_weight_HD, work.stand_in.share_V)
     assert stand.shared_weight_2D is not None
-    alone = stand.tokens is not None and stand.factors is not None
+    gain = None
     if stand.tokens is not None and stand.factors is not None:
-        rows_VD = target[: x.logits.num_valid]
+        rows_VD, gain = target[: x.logits.num_valid], stand.factors.gain
         stand_in_weight(
-            rows_VD, stand.tokens, stand.factors.gain, *parts, stand.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
+            rows_VD, stand.tokens, gain, *parts, stand.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
         )  # fmt: skip
-    listed_weight(
-        target, x.hidden, columns, *parts, stand.shared_weight_2D, work.how, add=add, listed_alone=alone
-    )  # fmt: skip
+    listed_weight(target, x.hidden, columns, *parts, stand.shared_weight_2D, work.how, gain, add=add)
 
 
 def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum | None:
@@ -406,29 +411,42 @@ def _stand_in(
     num_valid, weight = x.logits.num_valid, x.weight[: x.logits.num_valid]
     shared_weight_2D = sums_of_rows(factor_2N, x.hidden) if grads.want_weight else None
     if not spec.filter.compensate:
-        shares_2V = shares_of(None, None, hot.slot_V, num_valid).shares_2V
+        shares_2V = shares_of(None, None, hot.slot_V, num_valid, spec.want.uniform).shares_2V
         return _StandIn(shares_2V[0], sums_of_rows(shares_2V, weight) if grads.want_hidden else None, shared_weight_2D)
     sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
     keep_parts = grads.want_weight and budget.keeps_sample(
         x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes
     )
-    dropped = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse, keep_parts)
+    dropped = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse, keep_parts, spec.want.uniform)
     share_V, num_columns = dropped.shares_2V[0], budget.stand_in_columns(num_valid)
     tokens = weigh_tokens(dropped, sample) if num_columns else None
-    shared_2D = sums_of_rows(dropped.shares_2V, weight) if grads.want_hidden or tokens is not None else None
+    assert dropped.center_D is not None
+    other_D = torch.zeros_like(dropped.center_D)
+    if spec.want.uniform and grads.want_hidden:
+        other_D = sums_of_rows(dropped.shares_2V, weight)[1]
+    shared_2D = torch.stack((dropped.center_D, other_D))
     stand = _StandIn(share_V, shared_2D if grads.want_hidden else None, shared_weight_2D)
-    if num_columns == 0 or shared_2D is None:
+    if num_columns == 0 or not (grads.want_hidden or tokens is not None):
         return stand
-    drawn = draw_columns(dropped, num_columns, shared_2D[0], x)
-    of_columns = of_tokens = gain = None
+    drawn = draw_columns(dropped, num_columns, dropped.center_D, x)
+    of_columns = of_tokens = lines_SK = None
+    at_once = budget.spread_rows(exact.sizes_of(x), spec.workspace_bytes) if sample.away is not None else 0
+    num_spread = budget.spread_columns(num_valid, x.hidden.shape[1]) if at_once and grads.want_hidden else 0
     if tokens is not None:
         of_tokens = squares_of_tokens(tokens, dropped, drawn)
     if grads.want_hidden:
+        if num_spread:
+            lines_SK = lines_of_sample(drawn, sample, x, tiles)
         coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
-        of_columns = squares_of_columns(drawn, sample, rows_SD, gain, softmax, coef_4N, how.threshold, tiles)
-    factors = factors_of(of_columns, of_tokens, drawn, dropped, tokens, shared_2D, shared_weight_2D)
-    if gain is not None:
-        factors = factors._replace(columns=factors.columns * gain)
+        of_columns = squares_of_columns(
+            drawn, sample, rows_SD, gain, softmax, coef_4N, how.threshold, tiles, lines_SK
+        )  # fmt: skip
+    factors = factors_of(
+        of_columns, of_tokens, drawn, dropped, sample, tokens, shared_2D, shared_weight_2D, num_spread
+    )  # fmt: skip
+    if num_spread:
+        spread_DD = spread_of(dropped, num_spread, at_once, drawn, sample, factors, shared_2D, x, tiles)
+        stand = stand._replace(spread_DD=spread_DD)
     return stand._replace(drawn=drawn if grads.want_hidden else None, tokens=tokens, factors=factors)
 
 
@@ -490,16 +508,18 @@ def _add_rows(
         grads_RH = dlogits_RH[: rows.index.shape[0]]
         dlogits_chunk(hot, rows, softmax, coef_4N, 0, grads_RH, tiles)
         if total is not None and shared_2D is not None:
-            add_d_hidden(total, grads_RH, hot.weight, rows, None, gain, tiles.grad_hidden, first=listed is None)
+            of_drawn = None
             if drawn is not None and drawn_RK is not None and factors is not None:
-                grads_RK = drawn_RK[: rows.index.shape[0]]
-                drawn_gradients(drawn, rows, softmax, coef_4N, work.how.threshold, grads_RK, tiles)
-                add_d_hidden(
-                    total, grads_RK, drawn.away_KD, rows, None, factors.columns, tiles.grad_hidden, first=False
+                of_drawn = Pair(drawn_RK[: rows.index.shape[0]], drawn.away_KD)
+                drawn_gradients(
+                    drawn, rows, softmax, coef_4N, work.how.threshold, of_drawn.given_RC, tiles, factors.columns
                 )  # fmt: skip
-            add_listed_hidden(
-                total, x, rows, work.lists, work.how, work.entries, work.factor_2N, shared_2D, listed_before=listed is not None
+            longest = work.how.block if listed is not None else 0
+            add_products(
+                total, rows, Pair(grads_RH, hot.weight), of_drawn, work.stand_in.spread_DD, factors, gain, work.factor_2N,
+                shared_2D, (work.lists, longest), tiles.grad_hidden, first=listed is None,
             )  # fmt: skip
+            add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, longer_than=longest)
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])
         if hot_weight_HD is not None:

@@ -30,27 +30,20 @@ from cce_dist.kernels.tiles import Tile, precision
 
 
 def add_listed_hidden(
-    total: Sum, x: Operands, rows: Rows, lists: Lists, how: Plan, entries: Entries, factor_2N: torch.Tensor,
-    shared_2D: torch.Tensor, *, listed_before: bool,
+    total: Sum, x: Operands, rows: Rows, lists: Lists, how: Plan, entries: Entries, *, longer_than: int
 ) -> None:  # fmt: skip
-    """Add the listed columns' part and the stand-in to d_hidden at the tokens of the group.
-
-    Args:
-        factor_2N: scale * P * m and scale * UNIFORM of each token, fp32.
-        shared_2D: What they multiply: share . weight, and the sum of the weight rows that are not hot, fp32.
-        listed_before: ``listed_gradients`` added the lists of one block.
-    """
+    """Add the listed columns' part to d_hidden at the tokens of the group whose lists are longer than that."""
     num_rows, hidden_size = rows.index.shape[0], x.weight.shape[1]
     _filtered_hidden_kernel[(num_rows, cdiv(hidden_size, 1024))](
-        x.weight, rows.index, rows.num_kept, lists.count_N, how.end, entries.column, entries.grad, factor_2N, shared_2D,
+        x.weight, rows.index, rows.num_kept, lists.count_N, how.end, entries.column, entries.grad,
         total.low_RD,
         total.high_ND,
-        x.num_tokens, hidden_size, x.logits.num_valid, how.block if listed_before else 0,
+        hidden_size, x.logits.num_valid, longer_than,
         HAS_LOW=total.low_RD is not None, BY_TOKEN=total.by_token, BLOCK_K=8, BLOCK_D=1024, num_warps=4,
     )  # fmt: skip
 
 
-@kernel("weight_ptr", "entry_column_ptr", "entry_grad_ptr", "shared_ptr", "low_ptr", "d_hidden_ptr", "hidden_size")
+@kernel("weight_ptr", "entry_column_ptr", "entry_grad_ptr", "low_ptr", "d_hidden_ptr", "hidden_size")
 def _filtered_hidden_kernel(
     weight_ptr,  # in: [V, D]
     index_ptr,  # in: [R] int32
@@ -59,14 +52,11 @@ def _filtered_hidden_kernel(
     end_ptr,  # in: [N] int32
     entry_column_ptr,  # in: [M] int32
     entry_grad_ptr,  # in: [M] fp32
-    factor_ptr,  # in: [2, N] fp32
-    shared_ptr,  # in: [2, D] fp32
     low_ptr,  # in: [R, D]
     d_hidden_ptr,  # in, out: [N, D]
-    num_tokens,
     hidden_size,
     num_valid,
-    num_before,
+    longer_than,
     HAS_LOW: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -76,6 +66,9 @@ def _filtered_hidden_kernel(
     if row >= tl.load(num_kept_ptr):
         return
     token = tl.load(index_ptr + row).to(tl.int64)
+    count = tl.load(count_ptr + token)
+    if count <= longer_than:
+        return
     end = tl.load(end_ptr + token)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
@@ -84,11 +77,7 @@ def _filtered_hidden_kernel(
     if HAS_LOW:
         low_row = token if BY_TOKEN else row.to(tl.int64)
         acc += tl.load(low_ptr + low_row * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
-    acc += tl.load(factor_ptr + token) * tl.load(shared_ptr + offs_d, mask=in_d, other=0)
-    uniform = tl.load(factor_ptr + num_tokens.to(tl.int64) + token)
-    acc += uniform * tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
-    count = tl.load(count_ptr + token)
-    for first in range(end - tl.where(count > num_before, count, 0), end, BLOCK_K):
+    for first in range(end - count, end, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         column = tl.load(entry_column_ptr + offs_k, mask=offs_k < end, other=num_valid).to(tl.int64)
         in_k = column < num_valid
@@ -161,7 +150,7 @@ def _by_column_kernel(
 
 def listed_weight(
     d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, hot_HD: torch.Tensor,
-    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Plan, *, add: bool, listed_alone: bool,
+    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Plan, gain: torch.Tensor | None, *, add: bool,
 ) -> None:  # fmt: skip
     """Set the rows of d_weight_VD to the sum of all their parts, or add it.
 
@@ -172,21 +161,21 @@ def listed_weight(
         share_V: Each column's part of the dropped mass.
         shared_2D: sum_i scale P_i m_i hidden_i and sum_i scale UNIFORM_i hidden_i, fp32.
         how: Where tokens are exact, d_weight_VD holds their gradient, to add to; where all are, it is left alone.
+        gain: As ``stand_in_weight`` got it, if it was called. It has set the rows to all other parts unless this is 0.
         add: Add to d_weight_VD in any case.
-        listed_alone: Add the listed gradients and nothing else: ``stand_in_weight`` has set the rows to all other parts.
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
     block_v, block_d = 8, 512
     _filtered_weight_kernel[(cdiv(num_cols, block_v) * cdiv(hidden_size, block_d),)](
         # in
         hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, hot_HD, share_V, shared_2D,
-        how.num_dense, how.num_few,
+        how.num_dense, how.num_few, gain,
         # in, out
         d_weight_VD,
         # sizes
-        num_cols, hidden_size, int(add or listed_alone),
+        num_cols, hidden_size, int(add),
         # options
-        LISTED_ALONE=listed_alone,
+        HAS_GAIN=gain is not None,
         # tiles
         BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, num_warps=2,
     )  # fmt: skip
@@ -204,11 +193,12 @@ def _filtered_weight_kernel(
     shared_ptr,  # in: [2, D] fp32
     num_dense_ptr,  # in: [1] int32
     num_few_ptr,  # in: [1] int32
+    gain_ptr,  # in: [] fp32
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
     hidden_size,
     add,
-    LISTED_ALONE: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -227,11 +217,13 @@ def _filtered_weight_kernel(
     slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
     share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
     adding = (add != 0) | (tl.load(num_few_ptr) > 0)
+    others_done = (tl.load(gain_ptr) != 0) if HAS_GAIN else False
+    adding |= others_done
     by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
     by_column = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
 
     # Many columns have no entries: a hot column's row or the stand-in is all.
-    if not LISTED_ALONE:
+    if not others_done:
         hot = hot_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
         is_hot = (slot > 0)[:, None]
         part = tl.load(hot, mask=is_hot & in_d[None, :], other=0).to(tl.float32)
@@ -247,7 +239,7 @@ def _filtered_weight_kernel(
         this = bit == (to_do & -to_do)
         row = d_weight_ptr + tl.sum(tl.where(this, offs_v, 0), 0).to(tl.int64) * hidden_size + offs_d
         acc = tl.zeros((BLOCK_D,), tl.float32)
-        if not LISTED_ALONE:
+        if not others_done:
             acc += by_share * tl.sum(tl.where(this, share, 0.0), 0) + by_column
         acc += tl.load(row, mask=in_d & adding, other=0).to(tl.float32)
         row_end = tl.sum(tl.where(this, end, 0), 0)
@@ -272,17 +264,19 @@ def stand_in_weight(
     Args:
         d_weight_VD: in, out: the columns' rows.
         tokens: The sampled tokens.
-        gain: The factor on what they add.
-        tile: Of the product.
+        gain: The factor on what they add; where it is 0, nothing is written.
+        tile: Of a long product. Half of it is taken: this one is short, so most of its time is that of stores, which another
+            program of the same multiprocessor then hides.
         slot_V, hot_HD, share_V, shared_2D, how, add: As in ``listed_weight``.
     """
     num_cols, hidden_size = d_weight_VD.shape
     parts_SV, away_SD = tokens.parts_SV, tokens.rows.hidden
+    tile = tile._replace(cols=max(16, tile.cols // 2), warps=max(1, tile.warps // 2))
     tma = has_tma(parts_SV, away_SD)
     _stand_in_weight_kernel[(cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols),)](
         # in
         operand(parts_SV, tile.inner, tile.rows, tma), operand(away_SD, tile.inner, tile.cols, tma), tokens.rows.num_kept, gain,
-        slot_V, hot_HD, share_V, shared_2D, how.num_dense, how.num_few,
+        tokens.moved_V, slot_V, hot_HD, share_V, shared_2D, how.num_dense, how.num_few,
         # in, out
         d_weight_VD,
         # sizes
@@ -299,6 +293,7 @@ def _stand_in_weight_kernel(
     away,  # in: [S, D] descriptor or pointer
     num_sampled_ptr,  # in: [1] int32
     gain_ptr,  # in: [] fp32
+    moved_ptr,  # in: [V] fp32
     slot_ptr,  # in: [V] int32
     hot_ptr,  # in: [H, D]
     share_ptr,  # in: [V] fp32
@@ -317,7 +312,8 @@ def _stand_in_weight_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    if tl.load(num_dense_ptr) > 0:
+    gain = tl.load(gain_ptr)
+    if (tl.load(num_dense_ptr) > 0) | (gain == 0):
         return
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     row = tl.program_id(0) // num_col_blocks * BLOCK_V
@@ -327,9 +323,9 @@ def _stand_in_weight_kernel(
         p = load_tile(parts, inner, row, num_rows, num_cols, parts_stride, BLOCK_S, BLOCK_V, TMA)
         h = load_tile(away, inner, col, num_rows, hidden_size, hidden_size, BLOCK_S, BLOCK_D, TMA)
         acc = tl.dot(p.T, h, acc, input_precision=PRECISION)
-    acc *= tl.load(gain_ptr)
     offs_v = row + tl.arange(0, BLOCK_V)
     in_v = offs_v < num_cols
+    acc *= (gain * tl.load(moved_ptr + offs_v, mask=in_v, other=0))[:, None]
     slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
     share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
     is_hot = (slot > 0)[:, None]

@@ -47,12 +47,14 @@ class Tokens(NamedTuple):
     """What the sampled tokens add to d_weight, but for the factor on it.
 
     Attributes:
-        parts_SV: As in ``shares.Dropped``.
+        parts_SV: As in ``shares.Dropped``, and the next.
+        moved_V: What tilts them.
         rows: The tokens; their hidden states are away_s, in the hidden states' dtype.
         away: They as ``shares`` made them.
     """
 
     parts_SV: torch.Tensor
+    moved_V: torch.Tensor
     rows: Rows
     away: Away
 
@@ -64,29 +66,54 @@ class Factors(NamedTuple):
         columns: On what the drawn columns add to d_hidden.
         tokens: On what the sampled tokens add to d_weight.
         gain: That times what all tokens drop, in units of ``parts_SV``.
+        bend: On what a token's hidden state adds to d_hidden (``bend.py``); 0 without.
+        lines: Minus ``columns`` over K: what takes the drawn columns' linear part off that.
     """
 
     columns: torch.Tensor
     tokens: torch.Tensor
     gain: torch.Tensor
+    bend: torch.Tensor
+    lines: torch.Tensor
 
 
 def draw_columns(dropped: Dropped, size: int, center_D: torch.Tensor, x: Operands) -> Drawn:
     """Draw columns by their shares, as ``stand_in.draw``, and copy their rows; ``center_D`` is the mean of all by share."""
-    device, hidden_size, num_valid = x.weight.device, x.weight.shape[1], x.logits.num_valid
+    device, hidden_size = x.weight.device, x.weight.shape[1]
     column_K = torch.empty(size, dtype=torch.int64, device=device)
     worth_K, square_K = torch.empty(2, size, dtype=torch.float32, device=device).unbind()
     weight_KD, away_KD = (x.weight.new_empty(size, hidden_size) for _ in range(2))
     bias_K = None if x.bias is None else x.bias.new_empty(size)
-    num_runs = dropped.count_B.shape[0]
-    _draw_columns_kernel[(size,)](
-        dropped.shares_2V, dropped.count_B, center_D, x.weight, x.bias,
-        column_K, worth_K, weight_KD, away_KD, square_K, bias_K,
-        num_runs, num_valid, hidden_size, size, stand_in.PARTS,
-        HAS_BIAS=x.bias is not None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(), BLOCK_D=1024,
-    )  # fmt: skip
+    _launch_draws(dropped, 0, size, center_D, x, away_KD, column_K, worth_K, weight_KD, square_K, bias_K)
     of_columns = x._replace(weight=weight_KD, bias=bias_K, logits=x.logits._replace(num_valid=size))
     return Drawn(column_K, worth_K, of_columns, away_KD, square_K)
+
+
+def draw_away(
+    dropped: Dropped, first: int, count: int, size: int, center_D: torch.Tensor, x: Operands, bend: torch.Tensor
+) -> torch.Tensor:  # fmt: skip
+    """Return the weight less ``center_D`` of ``count`` columns from the ``first`` on, of the ``size`` that would be drawn.
+
+    Nothing is written where ``bend`` is 0.
+    """
+    away_QD = x.weight.new_empty(count, x.weight.shape[1])
+    _launch_draws(dropped, first, size, center_D, x, away_QD, bend=bend)
+    return away_QD
+
+
+def _launch_draws(
+    dropped: Dropped, first: int, size: int, center_D: torch.Tensor, x: Operands, away_KD: torch.Tensor,
+    *numbers: torch.Tensor | None, bend: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Launch a program for each row of away_KD. ``numbers``: column_K, worth_K, weight_KD, square_K and bias_K, or none."""
+    column_K, worth_K, weight_KD, square_K, bias_K = numbers or (None,) * 5
+    num_runs = dropped.count_B.shape[0]
+    _draw_columns_kernel[(away_KD.shape[0],)](
+        dropped.shares_2V, dropped.count_B, center_D, x.weight, x.bias, bend,
+        column_K, worth_K, weight_KD, away_KD, square_K, bias_K,
+        first, num_runs, x.logits.num_valid, x.weight.shape[1], size, stand_in.PARTS,
+        HAS_BIAS=bias_K is not None, AWAY_ALONE=column_K is None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(), BLOCK_D=1024,
+    )  # fmt: skip
 
 
 @kernel("shares_ptr", "count_ptr", "center_ptr", "weight_ptr", "bias_ptr", "weight_out_ptr", "away_ptr", "hidden_size")
@@ -96,23 +123,30 @@ def _draw_columns_kernel(
     center_ptr,  # in: [D] fp32
     weight_ptr,  # in: [V, D]
     bias_ptr,  # in: [V]
+    bend_ptr,  # in: [] fp32, with AWAY_ALONE
     column_ptr,  # out: [K] int64
     worth_ptr,  # out: [K] fp32
     weight_out_ptr,  # out: [K, D]
     away_ptr,  # out: [K, D]
     square_ptr,  # out: [K] fp32
     bias_out_ptr,  # out: [K]
+    first_draw,
     num_runs,
     num_valid,
     hidden_size,
     size,
     whole,
     HAS_BIAS: tl.constexpr,
+    AWAY_ALONE: tl.constexpr,
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    draw = tl.program_id(0).to(tl.int64)
+    nobody_reads = (tl.load(bend_ptr) == 0) if AWAY_ALONE else False
+    if nobody_reads:
+        return
+    row = tl.program_id(0).to(tl.int64)
+    draw = first_draw + row
     offs_b = tl.arange(0, RUNS)
     count = tl.load(count_ptr + offs_b, mask=offs_b < num_runs, other=0)
     wanted = (2 * draw + 1) * (tl.sum(count, 0) // (2 * size))
@@ -126,11 +160,12 @@ def _draw_columns_kernel(
     end = before + tl.cumsum((share * whole.to(tl.float32)).to(tl.int64), 0)
     column = run * RUN + tl.sum(((end <= wanted) & in_v).to(tl.int32), 0)
     column = tl.minimum(column, num_valid - 1)
-    share = tl.load(shares_ptr + column)
-    tl.store(column_ptr + draw, column.to(tl.int64))
-    tl.store(worth_ptr + draw, tl.where(share > 0, 1 / (size * share), 0.0))
+    if not AWAY_ALONE:
+        share = tl.load(shares_ptr + column)
+        tl.store(column_ptr + row, column.to(tl.int64))
+        tl.store(worth_ptr + row, tl.where(share > 0, 1 / (size * share), 0.0))
     if HAS_BIAS:
-        tl.store(bias_out_ptr + draw, tl.load(bias_ptr + column))
+        tl.store(bias_out_ptr + row, tl.load(bias_ptr + column))
 
     square = tl.zeros((BLOCK_D,), tl.float32)
     for first in range(0, hidden_size, BLOCK_D):
@@ -139,24 +174,30 @@ def _draw_columns_kernel(
         w = tl.load(weight_ptr + column.to(tl.int64) * hidden_size + offs_d, mask=in_d, other=0)
         away = w.to(tl.float32) - tl.load(center_ptr + offs_d, mask=in_d, other=0)
         away = away.to(away_ptr.dtype.element_ty)
-        tl.store(weight_out_ptr + draw * hidden_size + offs_d, w, mask=in_d)
-        tl.store(away_ptr + draw * hidden_size + offs_d, away, mask=in_d)
-        square += away.to(tl.float32) * away.to(tl.float32)
-    tl.store(square_ptr + draw, tl.sum(square, 0))
+        tl.store(away_ptr + row * hidden_size + offs_d, away, mask=in_d)
+        if not AWAY_ALONE:
+            tl.store(weight_out_ptr + row * hidden_size + offs_d, w, mask=in_d)
+            square += away.to(tl.float32) * away.to(tl.float32)
+    if not AWAY_ALONE:
+        tl.store(square_ptr + row, tl.sum(square, 0))
 
 
 def weigh_tokens(dropped: Dropped, sample: Sample) -> Tokens | None:
     """Return what the sample adds to d_weight; None where nothing was kept of it, or where it is all tokens."""
-    if dropped.parts_SV is None or sample.away is None:
+    if dropped.parts_SV is None or dropped.moved_V is None or sample.away is None:
         return None
-    return Tokens(dropped.parts_SV, Rows(sample.token_S, sample.size, sample.away.rows_SD), sample.away)
+    return Tokens(
+        dropped.parts_SV, dropped.moved_V, Rows(sample.token_S, sample.size, sample.away.rows_SD), sample.away
+    )
 
 
 def squares_of_columns(
     drawn: Drawn, sample: Sample, rows_SD: torch.Tensor, gain: torch.Tensor | None, softmax: Softmax,
-    coef_4N: torch.Tensor, threshold_N: torch.Tensor, tiles: Tiles,
-) -> torch.Tensor:  # fmt: skip
-    """Return the square of what the columns add to the sample's d_hidden, and the sum of its terms' squares, -> [2, P]
+    coef_4N: torch.Tensor, threshold_N: torch.Tensor, tiles: Tiles, lines_SK: torch.Tensor | None,
+) -> OfColumns:  # fmt: skip
+    """Return the square of what the columns add to the sample's d_hidden, and the sum of its terms' squares. -> [2, P]
+
+    With ``lines_SK`` the products of these terms with the linear ones follow likewise, and the squares of the latter. -> [6, P]
 
     Args:
         drawn: The columns.
@@ -167,13 +208,14 @@ def squares_of_columns(
         coef_4N: As ``drawn_gradients`` gets them.
         threshold_N: Logits below it are dropped.
         tiles: Tiles of the device.
+        lines_SK: As ``bend.lines_of_sample`` returns them, or None.
     """
     size, num_columns = rows_SD.shape[0], drawn.column_K.shape[0]
     grads_SK = rows_SD.new_empty(size, num_columns)
     drawn_gradients(drawn, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, threshold_N, grads_SK, tiles)
     # A token stands for as many as have its mass together. K keeps fp16 away from its ends.
     mass_S = sample.mass_S if gain is None else sample.mass_S / gain
-    return _squares(grads_SK, mass_S, drawn.away_KD, drawn.square_K)
+    return OfColumns(_squares(grads_SK, mass_S, drawn.away_KD, drawn.square_K, lines_SK=lines_SK), mass_S, coef_4N)
 
 
 def squares_of_tokens(tokens: Tokens, dropped: Dropped, drawn: Drawn) -> torch.Tensor:
@@ -186,40 +228,45 @@ def squares_of_tokens(tokens: Tokens, dropped: Dropped, drawn: Drawn) -> torch.T
 
 def _squares(
     given: torch.Tensor, of_rows: torch.Tensor, away_ID: torch.Tensor, square_I: torch.Tensor,
-    dropped: Dropped | None = None, share_S: torch.Tensor | None = None,
+    dropped: Dropped | None = None, share_S: torch.Tensor | None = None, lines_SK: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Square ``terms @ away_ID``: of columns R is the sample and I the columns, of tokens the other way round."""
     (num_inner, hidden_size), num_rows = away_ID.shape, of_rows.shape[0]
     block_r, block_d = 64, 512 // away_ID.itemsize
     blocks_r, blocks_d = cdiv(num_rows, block_r), cdiv(hidden_size, block_d)
-    squares_2P = torch.empty(2, blocks_r * blocks_d, dtype=torch.float32, device=away_ID.device)
-    shares_2V, total = (None, None) if dropped is None else (dropped.shares_2V, dropped.total)
+    squares_2P = torch.empty(
+        2 if lines_SK is None else 6, blocks_r * blocks_d, dtype=torch.float32, device=away_ID.device
+    )
+    shares_2V, moved_V, total = (None,) * 3 if dropped is None else (dropped.shares_2V, dropped.moved_V, dropped.total)
     _squares_kernel[(blocks_r * blocks_d,)](
-        given, of_rows, away_ID, square_I, shares_2V, total, share_S,
+        given, of_rows, away_ID, square_I, shares_2V, moved_V, total, share_S, lines_SK,
         squares_2P,
         num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
-        OF_TOKENS=dropped is not None, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_I=32, PRECISION=precision(away_ID.dtype),
-        num_warps=8, num_stages=2,
+        OF_TOKENS=dropped is not None, BENT=lines_SK is not None, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_I=32,
+        PRECISION=precision(away_ID.dtype), num_warps=8, num_stages=2,
     )  # fmt: skip
     return squares_2P
 
 
-@kernel("given_ptr", "of_rows_ptr", "away_ptr", "shares_ptr", "squares_ptr", "hidden_size")
+@kernel("given_ptr", "of_rows_ptr", "away_ptr", "shares_ptr", "lines_ptr", "squares_ptr", "hidden_size")
 def _squares_kernel(
     given_ptr,  # in: [S, K] g of the columns, or [S, V or more]: parts of tokens
     of_rows_ptr,  # in: [S] fp32: what each token drops, or [K] int64: the columns
     away_ptr,  # in: [K or S, D]
     square_ptr,  # in: [K or S] fp32: the squares of its rows
     shares_ptr,  # in: [2, V] fp32, with OF_TOKENS
+    moved_ptr,  # in: [V] fp32, with OF_TOKENS
     total_ptr,  # in: [] fp32, with OF_TOKENS
     share_ptr,  # in: [S] fp32, with OF_TOKENS
-    squares_ptr,  # out: [2, P] fp32: of the product, and of its terms
+    lines_ptr,  # in: [S, K] fp32, with BENT
+    squares_ptr,  # out: [2 or 6, P] fp32: of the product, and of its terms; more with BENT
     num_rows,
     num_inner,
     hidden_size,
     given_stride,
     root,
     OF_TOKENS: tl.constexpr,
+    BENT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -234,13 +281,18 @@ def _squares_kernel(
         column = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
         own = tl.load(shares_ptr + column, mask=in_r, other=0)
         total = tl.load(total_ptr)
-        factor = tl.where(total > 0, 1 / (PART * total), 0.0)
+        factor = tl.where(total > 0, 1 / (PART * total), 0.0) * tl.load(moved_ptr + column, mask=in_r, other=0)
     else:
         own = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
-        factor = num_inner.to(tl.float32)
+        factor = tl.zeros((BLOCK_R,), tl.float32) + num_inner
     root_of_own = tl.where(own != 0, 1 / tl.sqrt(tl.abs(own)), 0.0)
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+    if BENT:
+        line_acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+        both_noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+        line_noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+        root = tl.abs(own) * root_of_own
     for first in range(0, num_inner, BLOCK_I):
         offs_i = first + tl.arange(0, BLOCK_I)
         in_i = offs_i < num_inner
@@ -251,7 +303,7 @@ def _squares_kernel(
         else:
             where = given_ptr + offs_r.to(tl.int64)[:, None] * given_stride + offs_i[None, :]
             rest = own[:, None]
-        term = (tl.load(where, mask=mask, other=0).to(tl.float32) * factor - rest) * root_of_own[:, None]
+        term = (tl.load(where, mask=mask, other=0).to(tl.float32) * factor[:, None] - rest) * root_of_own[:, None]
         if OF_TOKENS:
             term *= num_inner * root
         term = tl.where(mask, term, 0.0).to(away_ptr.dtype.element_ty)
@@ -260,59 +312,108 @@ def _squares_kernel(
             mask=in_i[:, None] & in_d[None, :], other=0,
         )  # fmt: skip
         acc = tl.dot(term, away, acc, input_precision=PRECISION)
+        if BENT:
+            where = lines_ptr + offs_r.to(tl.int64)[:, None] * num_inner + offs_i[None, :]
+            line = tl.where(mask, tl.load(where, mask=mask, other=0) * root[:, None], 0.0).to(away_ptr.dtype.element_ty)
+            line_acc = tl.dot(line, away, line_acc, input_precision=PRECISION)
         if tl.program_id(0) % blocks_d == 0:  # The terms are the same for all columns of the product.
             square = tl.load(square_ptr + offs_i, mask=in_i, other=0)
             noise += term.to(tl.float32) * term.to(tl.float32) * square[None, :]
+            if BENT:
+                both_noise += term.to(tl.float32) * line.to(tl.float32) * square[None, :]
+                line_noise += line.to(tl.float32) * line.to(tl.float32) * square[None, :]
+    num_programs = tl.num_programs(0)
     squares_ptr += tl.program_id(0)
-    # One dimension at a time does not compile for capability 10 (Triton 3.6).
-    tl.store(squares_ptr, tl.sum(tl.reshape(acc * acc, (BLOCK_R * BLOCK_D,)), 0))
-    tl.store(squares_ptr + tl.num_programs(0), tl.sum(tl.sum(noise, 0), 0))
+    tl.store(squares_ptr, _sum_of_all(acc * acc))
+    tl.store(squares_ptr + num_programs, tl.sum(tl.sum(noise, 0), 0))
+    if BENT:
+        tl.store(squares_ptr + 2 * num_programs, _sum_of_all(acc * line_acc))
+        tl.store(squares_ptr + 3 * num_programs, tl.sum(tl.sum(both_noise, 0), 0))
+        tl.store(squares_ptr + 4 * num_programs, _sum_of_all(line_acc * line_acc))
+        tl.store(squares_ptr + 5 * num_programs, tl.sum(tl.sum(line_noise, 0), 0))
+
+
+@triton.jit
+def _sum_of_all(tile):
+    """Sum of a tile. One dimension at a time does not compile for capability 10 (Triton 3.6)."""
+    return tl.sum(tl.reshape(tile, (tile.shape[0] * tile.shape[1],)), 0)
+
+
+class OfColumns(NamedTuple):
+    """What the columns add to the sample's d_hidden, as numbers; see ``squares_of_columns``.
+
+    Attributes:
+        squares_6P: [2 or 6, P] fp32.
+        mass_S: What each sampled token drops, in units of ``coef_4N``.
+        coef_4N: The coefficients that it was computed with.
+    """
+
+    squares_6P: torch.Tensor
+    mass_S: torch.Tensor
+    coef_4N: torch.Tensor
 
 
 def factors_of(
-    columns_2P: torch.Tensor | None, tokens_2P: torch.Tensor | None, drawn: Drawn, dropped: Dropped, tokens: Tokens | None,
-    shared_hidden_2D: torch.Tensor | None, shared_weight_2D: torch.Tensor | None,
+    columns: OfColumns | None, tokens_2P: torch.Tensor | None, drawn: Drawn, dropped: Dropped, sample: Sample,
+    tokens: Tokens | None, shared_hidden_2D: torch.Tensor | None, shared_weight_2D: torch.Tensor | None, num_spread: int,
 ) -> Factors:  # fmt: skip
     """Return the factors, and take what the draws add on average off what the tokens' factors and the shares multiply.
 
     Args:
-        columns_2P: As ``squares_of_columns`` returns them, or None.
+        columns: As ``squares_of_columns`` returns them, or None.
         tokens_2P: As ``squares_of_tokens`` returns them, or None.
         drawn: The columns.
         dropped: What the sample drops.
+        sample: It.
         tokens: What the sample adds to d_weight, or None.
-        shared_hidden_2D: in, out: what the tokens' factors multiply in d_hidden, with ``columns_2P``.
+        shared_hidden_2D: in, out: what the tokens' factors multiply in d_hidden, with ``columns``.
         shared_weight_2D: in, out: what the shares multiply in d_weight, with ``tokens_2P``.
+        num_spread: How many columns the spread would be taken from; 0: there is none.
     """
     num_columns, hidden_size = drawn.away_KD.shape
     away = None if tokens is None else tokens.away
-    factors_3 = torch.empty(3, dtype=torch.float32, device=drawn.away_KD.device)
+    factors_5 = torch.empty(5, dtype=torch.float32, device=drawn.away_KD.device)
+    squares_6P, mass_S, coef_4N = (None,) * 3 if columns is None else columns
     _factors_kernel[(cdiv(hidden_size, 64),)](
-        columns_2P, drawn.away_KD, tokens_2P, *((None, None) if away is None else (away.mean_D, away.mass)), dropped.total,
-        shared_hidden_2D, shared_weight_2D, factors_3,
-        *(0 if squares is None else squares.shape[1] for squares in (columns_2P, tokens_2P)), num_columns, hidden_size,
-        HAS_COLUMNS=columns_2P is not None, HAS_TOKENS=tokens_2P is not None, BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
+        squares_6P, drawn.away_KD, tokens_2P, *((None, None) if away is None else (away.mean_D, away.mass)), dropped.total,
+        drawn.square_K, sample.token_S, mass_S, coef_4N,
+        shared_hidden_2D, shared_weight_2D, factors_5,
+        *(0 if squares is None else squares.shape[1] for squares in (squares_6P, tokens_2P)), num_columns, hidden_size,
+        num_columns / max(1, num_spread), drawn.x.logits.logit_scale, stand_in.LEAST_SHRUNK, stand_in.LEAST_CORRECTED,
+        HAS_COLUMNS=columns is not None, HAS_TOKENS=tokens_2P is not None, BENT=num_spread > 0, BENDS=stand_in.BENDS,
+        SAMPLE=sample.token_S.shape[0], BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
     )  # fmt: skip
-    return Factors(*factors_3.unbind())
+    return Factors(*factors_5.unbind())
 
 
 @kernel("columns_ptr", "away_ptr", "tokens_ptr", "shared_hidden_ptr", "shared_weight_ptr", "hidden_size")
 def _factors_kernel(
-    columns_ptr,  # in: [2, P] fp32, with HAS_COLUMNS
+    columns_ptr,  # in: [2 or 6, P] fp32, with HAS_COLUMNS
     away_ptr,  # in: [K, D]: of the columns
     tokens_ptr,  # in: [2, P] fp32, with HAS_TOKENS
     away_mean_ptr,  # in: [D] fp32: of the tokens
     mass_ptr,  # in: [] fp32
     total_ptr,  # in: [] fp32
+    square_ptr,  # in: [K] fp32: the squares of ``away``
+    token_ptr,  # in: [S] int32
+    own_ptr,  # in: [S] fp32: what each token drops, with BENT
+    coef_ptr,  # in: [4, N] fp32, with BENT
     shared_hidden_ptr,  # in, out: [2, D] fp32
     shared_weight_ptr,  # in, out: [2, D] fp32
-    factors_ptr,  # out: [3] fp32
+    factors_ptr,  # out: [5] fp32
     columns_parts,
     tokens_parts,
     num_columns,
     hidden_size,
+    noise_part,
+    logit_scale,
+    least_shrunk,
+    least_corrected,
     HAS_COLUMNS: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
+    BENT: tl.constexpr,
+    BENDS: tl.constexpr,
+    SAMPLE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -322,8 +423,21 @@ def _factors_kernel(
     of_columns = 0.0
     of_tokens = 0.0
     gain = 0.0
+    bend = 0.0
     if HAS_COLUMNS:
-        of_columns = _shrunk(columns_ptr, columns_parts, BLOCK_P)
+        if BENT:
+            # A gradient of d_hidden is about as long as a row of the weight, times its token's coefficient. A sampled token
+            # stands for as many as have its mass together.
+            offs_s = tl.arange(0, SAMPLE)
+            own = tl.abs(tl.load(own_ptr + offs_s))
+            coef_p = tl.load(coef_ptr + tl.load(token_ptr + offs_s)) * logit_scale
+            usual = tl.sum(tl.where(own > 0, coef_p * coef_p / own, 0.0), 0) * num_columns
+            usual *= _total(square_ptr, num_columns, BLOCK_P)
+            bend, of_columns = _bent(
+                columns_ptr, columns_parts, noise_part, least_corrected * usual, least_shrunk, BENDS, BLOCK_P
+            )
+        else:
+            of_columns = _shrunk(columns_ptr, columns_parts, least_shrunk, BLOCK_P)
         away = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
         for first in range(0, num_columns, BLOCK_K):
             offs_k = first + tl.arange(0, BLOCK_K)
@@ -332,7 +446,7 @@ def _factors_kernel(
         shared = tl.load(shared_hidden_ptr + offs_d, mask=in_d, other=0)
         tl.store(shared_hidden_ptr + offs_d, shared - of_columns * (tl.sum(away, 0) / num_columns), mask=in_d)
     if HAS_TOKENS:
-        of_tokens = _shrunk(tokens_ptr, tokens_parts, BLOCK_P)
+        of_tokens = _shrunk(tokens_ptr, tokens_parts, least_shrunk, BLOCK_P)
         mass = of_tokens * tl.load(mass_ptr)
         total = tl.load(total_ptr)
         gain = tl.where(total > 0, mass / (PART * total), 0.0)
@@ -343,28 +457,58 @@ def _factors_kernel(
         tl.store(factors_ptr, of_columns)
         tl.store(factors_ptr + 1, of_tokens)
         tl.store(factors_ptr + 2, gain)
+        tl.store(factors_ptr + 3, bend)
+        tl.store(factors_ptr + 4, -of_columns / num_columns)
 
 
 @triton.jit
-def _shrunk(squares_ptr, num_parts, BLOCK_P: tl.constexpr):
-    """``stand_in.shrink`` of squares in parts."""
-    signal = tl.zeros((BLOCK_P,), tl.float32)
-    noise = tl.zeros((BLOCK_P,), tl.float32)
+def _total(parts_ptr, num_parts, BLOCK_P: tl.constexpr):
+    """Sum of some parts."""
+    total = tl.zeros((BLOCK_P,), tl.float32)
     for first in range(0, num_parts, BLOCK_P):
         offs_p = first + tl.arange(0, BLOCK_P)
-        signal += tl.load(squares_ptr + offs_p, mask=offs_p < num_parts, other=0)
-        noise += tl.load(squares_ptr + num_parts + offs_p, mask=offs_p < num_parts, other=0)
-    signal = tl.sum(signal, 0)
-    factor = 1 - tl.sum(noise, 0) / tl.where(signal > 0, signal, float("inf"))
-    return tl.where(factor > 0, factor, 0.0)  # NaN counts as 0
+        total += tl.load(parts_ptr + offs_p, mask=offs_p < num_parts, other=0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _bent(squares_ptr, num_parts, noise_part, least, least_shrunk, BENDS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """``stand_in.bend`` of squares and products in parts; NaN counts as 0."""
+    number = tl.arange(0, BENDS)
+    bend = number.to(tl.float32) / (BENDS - 1)
+    signal = _total(squares_ptr, num_parts, BLOCK_P)
+    noise = _total(squares_ptr + num_parts, num_parts, BLOCK_P)
+    line_noise = _total(squares_ptr + 5 * num_parts, num_parts, BLOCK_P)
+    square = bend * bend
+    signal += square * _total(squares_ptr + 4 * num_parts, num_parts, BLOCK_P)
+    signal -= 2 * bend * _total(squares_ptr + 2 * num_parts, num_parts, BLOCK_P)
+    noise += square * line_noise - 2 * bend * _total(squares_ptr + 3 * num_parts, num_parts, BLOCK_P)
+    factor = 1 - noise / tl.where(signal > 0, signal, float("inf"))
+    factor = tl.where((factor > least_shrunk) & (signal > 0), factor, 0.0)
+    left = tl.where(factor > 0, factor * noise, tl.maximum(signal - noise, 0.0)) + square * line_noise * noise_part
+    left = tl.where(left >= 0, left, float("inf"))
+    straight = tl.sum(tl.where(number == 0, left, 0.0), 0)
+    best = tl.where(straight - tl.min(left, 0) > least, tl.argmin(left, 0), 0)
+    rank_1 = tl.sum(tl.where(number == 0, tl.maximum(signal - noise, 0.0), 0.0), 0)
+    factor = tl.where(rank_1 - tl.sum(tl.where(number == best, left, 0.0), 0) > least, factor, 0.0)
+    return tl.sum(tl.where(number == best, bend, 0.0), 0), tl.sum(tl.where(number == best, factor, 0.0), 0)
+
+
+@triton.jit
+def _shrunk(squares_ptr, num_parts, least_shrunk, BLOCK_P: tl.constexpr):
+    """``stand_in.shrink`` of squares in parts."""
+    signal = _total(squares_ptr, num_parts, BLOCK_P)
+    factor = 1 - _total(squares_ptr + num_parts, num_parts, BLOCK_P) / tl.where(signal > 0, signal, float("inf"))
+    return tl.where(factor > least_shrunk, factor, 0.0)  # NaN counts as 0
 
 
 def drawn_gradients(
     drawn: Drawn, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, threshold_N: torch.Tensor, grads_RK: torch.Tensor,
-    tiles: Tiles,
+    tiles: Tiles, factor: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write g of the group's tokens to grads_RK. Rows at or past ``num_kept`` are 0 up to the end of their tile, and
-    unwritten after it.
+    """Write g of the group's tokens to grads_RK, times a factor if one is given; where that is 0, nothing.
+
+    Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it.
     """
     tile, x, logits = tiles.dlogits, drawn.x, drawn.x.logits
     num_rows, hidden_size = rows.hidden.shape
@@ -374,6 +518,7 @@ def drawn_gradients(
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
         drawn.column_K, drawn.worth_K, x.ids, rows.index, rows.num_kept, threshold_N, softmax.max, softmax.log_sum, coef_4N,
+        factor,
         # out
         operand(grads_RK, tile.rows, tile.cols // 2, tma),
         # sizes
@@ -381,7 +526,7 @@ def drawn_gradients(
         # options
         logits.logit_scale, logits.softcap,
         HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
-        MASK_V=num_columns % tile.cols != 0,
+        HAS_FACTOR=factor is not None, MASK_V=num_columns % tile.cols != 0,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -402,6 +547,7 @@ def _drawn_gradients_kernel(
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
+    factor_ptr,  # in: [] fp32
     grads,  # out: [R, K] descriptor or pointer
     num_rows,
     hidden_size,
@@ -412,6 +558,7 @@ def _drawn_gradients_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
     MASK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -425,6 +572,9 @@ def _drawn_gradients_kernel(
     col = tl.program_id(0) % num_col_blocks * BLOCK_V
     num_kept = tl.load(num_kept_ptr)
     if row >= num_kept:
+        return
+    nobody_reads = (tl.load(factor_ptr) == 0) if HAS_FACTOR else False
+    if nobody_reads:
         return
     z = tile_of_logits(
         hidden, weight, bias_ptr, row, col, num_rows, num_columns, hidden_size, logit_scale, softcap,
@@ -442,6 +592,8 @@ def _drawn_gradients_kernel(
     in_k = offs_k < num_columns
     column = tl.load(column_ptr + offs_k, mask=in_k, other=-1)
     worth = tl.load(worth_ptr + offs_k, mask=in_k, other=0)
+    if HAS_FACTOR:
+        worth *= tl.load(factor_ptr)
     dropped = (z < threshold[:, None]) & (column.to(tl.int32)[None, :] != label.to(tl.int32)[:, None])
     p = tl.where(dropped, tl.exp((z - row_max[:, None]) - log_sum[:, None]), 0.0)
     if HAS_SOFTCAP:

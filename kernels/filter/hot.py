@@ -35,11 +35,10 @@ class Hot(NamedTuple):
 
 
 def num_hot(num_valid: int, eps: float) -> int:
-    """Return H, whole tiles: 1/4 eps, or 1/16 of the shard if that is less.
+    """Return H, whole tiles: 1,024, or 1/eps or 1/16 of the shard if that is less.
 
-    At most 1/eps ids are likely enough on average to be kept everywhere. A tenth of those are, in a Zipf's unigram of any V;
-    fewer hot columns leave many to the lists (H200, eps 2**-12, V 32,000 to 256,000, 2026-11: 1,024 is best, 2,048 costs 0.04
-    to 0.09 of a GEMM more, 512 costs 0.1 to 0.4, and 256 at V 32,000 more than two).
+    At most 1/eps ids are likely enough on average to be kept everywhere. With 512 hot columns dE is off by 1.2 to 1.3 times as
+    much (H200, eps 2**-10, V 32,000 to 256,000, two rungs of the bench's ladder, 2026-11), and no head took less time.
     """
     return hot_columns(num_valid, eps, 32 if interpreted() else 256)
 

@@ -34,7 +34,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands, stand_in
 from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
 from cce_dist.kernels.budget import ROWS, cdiv
-from cce_dist.kernels.tiles import Tile, precision
+from cce_dist.kernels.tiles import Tile, num_programs, precision
 from cce_dist.kernels.tokens import gathered, sums_of_rows
 
 TILT = 0.7
@@ -93,16 +93,21 @@ class Dropped(NamedTuple):
     """What the sample drops.
 
     Attributes:
-        shares_2V: Each column's share, of 1 in all (0 where nothing is dropped), and 1 where it is not hot, else 0.
+        shares_2V: Each column's share, of 1 in all (0 where nothing is dropped), and 1 where it is not hot and that is asked
+            for, else 0.
         count_B: [B] int64: shares as whole numbers, summed over each ``RUN`` columns; see ``stand_in.draw``.
         total: Sum of all parts before ``PART``, a 0-d fp32 tensor.
-        parts_SV: [S, V or more]: ``PART`` times what each token drops of each column, in units of its own mass, tilted as the
-            shares are and 0 at hot columns, in the weight's dtype; None where it was not asked for.
+        center_D: The columns' rows of the weight, averaged by their shares, fp32; None without a sample.
+        moved_V: What tilts the parts of each column, fp32; None without a sample.
+        parts_SV: [S, V or more]: ``PART`` times what each token drops of each column, in units of its own mass, before the
+            tilt, 0 at hot columns, in the weight's dtype; None where it was not asked for.
     """
 
     shares_2V: torch.Tensor
     count_B: torch.Tensor
     total: torch.Tensor
+    center_D: torch.Tensor | None = None
+    moved_V: torch.Tensor | None = None
     parts_SV: torch.Tensor | None = None
 
 
@@ -317,71 +322,118 @@ def _weight(centred, tilt):
 
 
 def dropped_shares(
-    rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile, keep_parts: bool = False
-) -> Dropped:
+    rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile, keep_parts: bool = False,
+    uniform: bool = True,
+) -> Dropped:  # fmt: skip
     """Return each column's share of what the sample drops, and which columns are not hot, and the parts they are made of.
 
     A column is dropped where z < threshold, but for labels and hot columns; it counts exp(z - reference) times the softcap's
-    slope, and exp(-TILT * scale * (column . ahead_D)). ``rows_SD`` are the sample's hidden states.
+    slope, and exp(-TILT * scale * (column . ahead_D)). ``rows_SD`` are the sample's hidden states. ``uniform``: as in
+    ``shares_of``.
     """
     num_rows, hidden_size = rows_SD.shape
     logits = x.logits
     if logits.softcap > 0.0:
         tile = tile._replace(cols=max(16, tile.cols // 2))  # the epilogue over a whole tile spills registers
     num_blocks = cdiv(num_rows, tile.rows)
-    ahead_V = None
-    if sample.ahead_D is not None:
-        ahead_V = torch.empty(logits.num_valid, dtype=torch.float32, device=rows_SD.device)
-        _along_ahead_kernel[(cdiv(logits.num_valid, 16),)](
-            x.weight, sample.ahead_D, ahead_V, logits.num_valid, hidden_size, BLOCK_V=16, BLOCK_D=512
-        )
     sums_BV = torch.empty(num_blocks, logits.num_valid, dtype=torch.float32, device=rows_SD.device)
-    total_P = sums_BV.new_empty(cdiv(logits.num_valid, tile.cols) * num_blocks)
     parts_SV = rows_SD.new_empty(num_rows, cdiv(logits.num_valid, ROWS) * ROWS) if keep_parts else None
     tma = has_tma(rows_SD, x.weight)
-    _dropped_sums_kernel[(total_P.shape[0],)](
+    _dropped_sums_kernel[(cdiv(logits.num_valid, tile.cols) * num_blocks,)](
         # in
         operand(rows_SD, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
-        sample.size, sample.reference_S, sample.threshold_S, sample.label_S, slot_V, ahead_V,
+        sample.size, sample.reference_S, sample.threshold_S, sample.label_S, slot_V,
         # out
-        sums_BV, total_P, None if parts_SV is None else operand(parts_SV, tile.rows, tile.cols // 2, tma),
+        sums_BV, None if parts_SV is None else operand(parts_SV, tile.rows, tile.cols // 2, tma),
         # sizes
         num_rows, hidden_size, logits.num_valid, logits.start, 0 if parts_SV is None else parts_SV.shape[1],
         # options
-        logits.logit_scale, logits.softcap, TILT * logits.logit_scale,
-        HAS_BIAS=x.bias is not None, HAS_AHEAD=ahead_V is not None, HAS_SCALE=logits.logit_scale != 1.0,
+        logits.logit_scale, logits.softcap,
+        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0,
         HAS_SOFTCAP=logits.softcap > 0.0, WANT_PARTS=keep_parts,
         MASK_V=logits.num_valid % tile.cols != 0,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return shares_of(sums_BV, total_P, slot_V, logits.num_valid)._replace(parts_SV=parts_SV)
+    return _tilted(sums_BV, x, sample, slot_V, uniform)._replace(parts_SV=parts_SV)
 
 
-@kernel("weight_ptr", "ahead_ptr", "along_ptr", "hidden_size")
-def _along_ahead_kernel(
+def _tilted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, uniform: bool) -> Dropped:
+    """Tilt the columns' sums, and average the columns' rows by them: the weight is read once for both."""
+    (num_blocks, num_valid), hidden_size, device = sums_BV.shape, x.weight.shape[1], sums_BV.device
+    all_d = triton.next_power_of_2(hidden_size)
+    block_v = max(1, 16384 // all_d)
+    parts = min(cdiv(num_valid, block_v), 2 * num_programs(device))
+    sums_V, moved_V = torch.empty(2, num_valid, dtype=torch.float32, device=device).unbind()
+    total_P, mean_PD = (
+        torch.empty(shape, dtype=torch.float32, device=device) for shape in (parts, (parts, hidden_size))
+    )
+    _tilt_kernel[(parts,)](
+        sums_BV, x.weight, sample.ahead_D, sample.size,
+        sums_V, moved_V, total_P, mean_PD,
+        num_blocks, num_valid, hidden_size, TILT * x.logits.logit_scale,
+        HAS_AHEAD=sample.ahead_D is not None, BLOCK_V=block_v, ALL_D=all_d, num_warps=8,
+    )  # fmt: skip
+    dropped = shares_of(sums_V[None], total_P, slot_V, num_valid, uniform)
+    return dropped._replace(center_D=mean_PD.sum(0) / dropped.total.clamp(min=TINY.value), moved_V=moved_V)
+
+
+@kernel("sums_ptr", "weight_ptr", "ahead_ptr", "mean_ptr", "hidden_size")
+def _tilt_kernel(
+    sums_ptr,  # in: [B, V] fp32
     weight_ptr,  # in: [V, D]
-    ahead_ptr,  # in: [D]
-    along_ptr,  # out: [V] fp32
+    ahead_ptr,  # in: [D], with HAS_AHEAD
+    num_sampled_ptr,  # in: [1] int32: the weight is not read where it is 0
+    tilted_ptr,  # out: [V] fp32
+    moved_ptr,  # out: [V] fp32: the factors
+    total_ptr,  # out: [P] fp32: sums of the tilted ones
+    mean_ptr,  # out: [P, D] fp32: rows of the weight times the tilted ones
+    num_blocks,
     num_valid,
     hidden_size,
+    tilt,
+    HAS_AHEAD: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    ALL_D: tl.constexpr,
 ):
+    offs_d = tl.arange(0, ALL_D)
+    in_d = offs_d < hidden_size
+    live = tl.load(num_sampled_ptr) > 0
+    if HAS_AHEAD:
+        ahead = tl.load(ahead_ptr + offs_d, mask=in_d & live, other=0).to(tl.float32)
+    mean = tl.zeros((ALL_D,), tl.float32)
+    total = tl.zeros((BLOCK_V,), tl.float32)
+    stride = num_valid.to(tl.int64)
+    step = tl.num_programs(0) * BLOCK_V
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_v = offs_v < num_valid
-    products = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
-    for first in range(0, hidden_size, BLOCK_D):
-        offs_d = first + tl.arange(0, BLOCK_D)
-        in_d = offs_d < hidden_size
-        where = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-        w = tl.load(where, mask=in_v[:, None] & in_d[None, :], other=0).to(tl.float32)
-        products += w * tl.load(ahead_ptr + offs_d, mask=in_d, other=0).to(tl.float32)[None, :]
-    tl.store(along_ptr + offs_v, tl.sum(products, 1), mask=in_v)
+    where = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+    following = tl.load(where, mask=((offs_v < num_valid) & live)[:, None] & in_d[None, :], other=0)
+    for first in range(tl.program_id(0) * BLOCK_V, num_valid, step):
+        offs_v = first + tl.arange(0, BLOCK_V)
+        in_v = offs_v < num_valid
+        w = following.to(tl.float32)
+        # The next rows are under way while these are summed.
+        where += step.to(tl.int64) * hidden_size
+        following = tl.load(where, mask=((offs_v + step < num_valid) & live)[:, None] & in_d[None, :], other=0)
+        sums = tl.zeros((BLOCK_V,), tl.float32)
+        for block in range(0, num_blocks):
+            sums += tl.load(sums_ptr + block * stride + offs_v, mask=in_v, other=0)
+        moved = tl.full((BLOCK_V,), 1.0, tl.float32)
+        if HAS_AHEAD:
+            along = tilt * tl.sum(w * ahead[None, :], 1)
+            moved = tl.exp(-tl.where(tl.abs(along) < FARTHEST, along, 0.0))
+        sums *= moved
+        tl.store(tilted_ptr + offs_v, sums, mask=in_v)
+        tl.store(moved_ptr + offs_v, moved, mask=in_v)
+        total += sums
+        # A column that nobody drops may hold anything.
+        mean += tl.sum(tl.where(sums[:, None] > 0, sums[:, None] * w, 0.0), 0)
+    tl.store(total_ptr + tl.program_id(0), tl.sum(total, 0))
+    tl.store(mean_ptr + tl.program_id(0).to(tl.int64) * hidden_size + offs_d, mean, mask=in_d)
 
 
-@kernel("hidden", "weight", "bias_ptr", "slot_ptr", "ahead_ptr", "sums_ptr", "total_ptr", "parts", "hidden_size")
+@kernel("hidden", "weight", "bias_ptr", "slot_ptr", "sums_ptr", "parts", "hidden_size")
 def _dropped_sums_kernel(
     hidden,  # in: [S, D] descriptor or pointer
     weight,  # in: [V, D] descriptor or pointer
@@ -391,9 +443,7 @@ def _dropped_sums_kernel(
     threshold_ptr,  # in: [S] fp32
     labels_ptr,  # in: [S] int64
     slot_ptr,  # in: [V] int32
-    ahead_ptr,  # in: [V] fp32
     sums_ptr,  # out: [B, V] fp32, a row for each block of rows
-    total_ptr,  # out: [P] fp32: the sum of each program
     parts,  # out: [S, columns] descriptor or pointer, with WANT_PARTS
     num_rows,
     hidden_size,
@@ -402,9 +452,7 @@ def _dropped_sums_kernel(
     parts_cols,
     logit_scale,
     softcap,
-    tilt,
     HAS_BIAS: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WANT_PARTS: tl.constexpr,
@@ -440,24 +488,21 @@ def _dropped_sums_kernel(
         is_hot = tl.load(slot_ptr + offs_v, mask=in_v, other=0) > 0
         sums = tl.where(is_hot, 0.0, tl.sum(e, 0))
         factor = tl.where(is_hot, 0.0, PART)
-        if HAS_AHEAD:
-            ahead = tilt * tl.load(ahead_ptr + offs_v, mask=in_v, other=0)
-            moved = tl.exp(-tl.where(tl.abs(ahead) < FARTHEST, ahead, 0.0))
-            sums *= moved
-            factor *= moved
         if WANT_PARTS:
             store_tile(
                 parts, row, col, e * factor[None, :], num_rows, parts_cols, parts_cols, BLOCK_N, BLOCK_V, TMA
             )  # fmt: skip
     where = sums_ptr + (tl.program_id(0) % num_blocks).to(tl.int64) * num_valid + offs_v
     tl.store(where, sums, mask=in_v)
-    tl.store(total_ptr + tl.program_id(0), tl.sum(tl.where(in_v, sums, 0.0), 0))
 
 
 def shares_of(
-    sums_BV: torch.Tensor | None, total_P: torch.Tensor | None, slot_V: torch.Tensor, num_valid: int
+    sums_BV: torch.Tensor | None, total_P: torch.Tensor | None, slot_V: torch.Tensor, num_valid: int, uniform: bool
 ) -> Dropped:  # fmt: skip
-    """Return the shares of columns from blocks of their sums, and those of all sums; without sums they are 0."""
+    """Return the shares of columns from blocks of their sums, and those of all sums; without sums they are 0.
+
+    ``uniform``: which columns are not hot is asked for. Else the weight is read where a column has a share, and nowhere else.
+    """
     device, num_runs = slot_V.device, cdiv(num_valid, RUN)
     shares_2V, total = (torch.empty(shape, dtype=torch.float32, device=device) for shape in ((2, num_valid), ()))
     count_B = torch.empty(num_runs, dtype=torch.int64, device=device)
@@ -465,6 +510,7 @@ def shares_of(
         sums_BV, total_P, slot_V,
         shares_2V, count_B, total,
         0 if sums_BV is None else sums_BV.shape[0], 0 if total_P is None else total_P.shape[0], num_valid, stand_in.PARTS,
+        int(uniform),
         HAS_SUMS=sums_BV is not None, BLOCK_V=RUN,
     )  # fmt: skip
     return Dropped(shares_2V, count_B, total)
@@ -482,6 +528,7 @@ def _shares_kernel(
     num_parts,
     num_valid,
     whole,
+    uniform,
     HAS_SUMS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -501,6 +548,6 @@ def _shares_kernel(
         tl.store(count_ptr + tl.program_id(0), tl.sum((share * whole.to(tl.float32)).to(tl.int64), 0))
         if tl.program_id(0) == 0:
             tl.store(total_ptr, total)
-    outside = tl.load(slot_ptr + offs_v, mask=in_v, other=1) == 0
+    outside = (tl.load(slot_ptr + offs_v, mask=in_v, other=1) == 0) & (uniform != 0)
     tl.store(shares_ptr + offs_v, share, mask=in_v)
     tl.store(shares_ptr + stride + offs_v, outside.to(tl.float32), mask=in_v)
