@@ -65,7 +65,7 @@ def sampled(x: Operands, plan: TopPlan) -> Operands:
     return x._replace(weight=weight, bias=bias, logits=x.logits._replace(start=0, num_valid=weight.shape[0]))
 
 
-def new_candidates(sample: Operands, rows: Rows, tiles: Tiles, plan: TopPlan) -> Candidates:
+def new_candidates(sample: Operands, plan: TopPlan, tiles: Tiles, rows: Rows) -> Candidates:
     """Return empty lists for a group of tokens, with thresholds from the sample."""
     num_rows, device = rows.hidden.shape[0], rows.hidden.device
     size, cols = sample.weight.shape[0], cdiv(sample.weight.shape[0], tiles.lse.cols) * tiles.lse.cols

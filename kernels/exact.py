@@ -120,52 +120,58 @@ def statistics(
     x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN; the compact order and ``Kept``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
-    num_tokens, hidden_size = x.num_tokens, x.hidden.shape[1]
+    num_tokens = x.num_tokens
     fp32 = {"dtype": torch.float32, "device": x.hidden.device}
     order, kept = compact(x.ids), new_kept(x, columns_kept(x, spec), spec.want.entropy)
     saved = [*order, *kept]
     stats_KN = torch.empty(spec.num_rows, num_tokens, **fp32)
-    if num_tokens == 0 or x.logits.num_valid == 0:
-        stats_KN.zero_()[0] = float("-inf")
     keys_KN = stats_KN[spec.first_top :].view(torch.int32)
     if spec.want.top_k:  # of no column; the shard may have fewer
         keys_KN.zero_()[: spec.want.top_k] = LEAST_KEY >> 32
     if num_tokens == 0 or x.logits.num_valid == 0:
+        stats_KN[: spec.first_top].zero_()[0] = float("-inf")
         return stats_KN, saved
-    target = stats_KN[spec.first_target :] if spec.several else stats_KN[2]
     if spec.several:
         stats_KN[2].zero_()
     with on_device(x.hidden):
-        tiles, plan = choose_tiles(x.hidden.dtype, x.hidden.device), top_plan(x, spec)
-        at_once = _forward_rows(x, spec, tiles, kept.exp_NV.shape[1] > 0)
-        num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
-        keeping, parts = _kept_span(x, kept, tiles), 0
-        if keeping.last < num_tiles:
-            cut_for = _some_rows(tiles) if spec.invariant else at_once
-            parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
-        buffer_RD = x.hidden.new_empty(at_once, hidden_size)
-        sample = None if plan is None else sampled(x, plan)
-        left_N = x.ids if plan is None else torch.empty_like(x.ids)  # tokens whose largest logits are still to be found
-        for group in token_groups(order, at_once):
-            rows = gathered(x.hidden, group, buffer_RD)
-            target_logits(x, rows, target)
-            lists = None if plan is None or sample is None else new_candidates(sample, rows, tiles, plan)
-            partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
-            if keeping.num_parts:
-                _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept, spec.want, lists)
-                kept.reference[1] = stats_KN[2]
-            if parts:
-                span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
-                lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want, lists=lists)
-            merge_splits(partials_KPR, x, rows, stats_KN, want=spec.want)
-            if lists is not None:
-                choose_listed(x, rows, lists, spec, keys_KN, left_N)
+        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+        left_N = _sweep(x, spec, tiles, order, kept, stats_KN)
         if spec.want.top_k:
-            del buffer_RD, lists
             choose_among_all(x, left_N, spec, tiles, keys_KN)
         if spec.want.best:  # columns become ids
             stats_KN[spec.num_stats + spec.want.sum_p_squared].view(torch.int32).add_(x.logits.start)
     return stats_KN, saved
+
+
+def _sweep(
+    x: Operands, spec: Spec, tiles: Tiles, order: list[torch.Tensor], kept: Kept, stats_KN: torch.Tensor
+) -> torch.Tensor:
+    """Fill the statistics. Returns ids [N] that are not negative where the largest logits are still to be found."""
+    plan, target = top_plan(x, spec), stats_KN[spec.first_target :] if spec.several else stats_KN[2]
+    at_once = _forward_rows(x, spec, tiles, kept.exp_NV.shape[1] > 0)
+    num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
+    keeping, parts = _kept_span(x, kept, tiles), 0
+    if keeping.last < num_tiles:
+        cut_for = _some_rows(tiles) if spec.invariant else at_once
+        parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
+    buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
+    find = partial(new_candidates, sampled(x, plan), plan, tiles) if plan else None
+    left_N = torch.empty_like(x.ids) if find else x.ids
+    for group in token_groups(order, at_once):
+        rows = gathered(x.hidden, group, buffer_RD)
+        target_logits(x, rows, target)
+        lists = find(rows) if find else None
+        partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
+        if keeping.num_parts:
+            _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept, spec.want, lists)
+            kept.reference[1] = stats_KN[2]
+        if parts:
+            span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
+            lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want, lists=lists)
+        merge_splits(partials_KPR, x, rows, stats_KN, want=spec.want)
+        if lists:
+            choose_listed(x, rows, lists, spec, stats_KN[spec.first_top :].view(torch.int32), left_N)
+    return left_N
 
 
 def _forward_rows(x: Operands, spec: Spec, tiles: Tiles, kept: bool) -> int:

@@ -65,7 +65,7 @@ def merge_more(stats_TKN: Tensor, merged_KN: Tensor, ids_N: Tensor, cells: Cells
 def merge_top(stats_TKN: Tensor, spec: Spec) -> Tensor:
     """Merge the shards' largest keys, in falling order. -> [N, k]."""
     keys_NK = keys_of_rows(stats_TKN[:, spec.first_top :])
-    # Those of one shard are in order already.
+    # One shard's are in order already.
     return keys_NK if stats_TKN.shape[0] == 1 else largest_keys([keys_NK], spec.want.top_k)
 
 
@@ -115,15 +115,8 @@ def _keys(z_RC: Tensor, ids: Tensor) -> Tensor:
 
 def rows_of_keys(keys_NK: Tensor) -> Tensor:
     """Return keys as statistics of a shard: their upper halves, then their lower ones, as bits of fp32. -> [2 k, N]."""
-    return (
-        keys_NK.contiguous()
-        .view(torch.int32)
-        .unflatten(1, (-1, 2))
-        .permute(2, 1, 0)
-        .flip(0)
-        .flatten(0, 1)
-        .view(torch.float32)
-    )
+    lower_NK, upper_NK = keys_NK.contiguous().view(torch.int32).unflatten(1, (-1, 2)).unbind(2)
+    return torch.cat((upper_NK, lower_NK), 1).t().contiguous().view(torch.float32)
 
 
 def keys_of_rows(rows_TKN: Tensor) -> Tensor:

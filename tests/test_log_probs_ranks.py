@@ -61,5 +61,5 @@ def _bodies() -> None:
 
 
 def test_two_ranks(ranks2: Callable[..., None]) -> None:
-    """Catches: the largest logits of one shard alone, ids counted from a shard's start, another number of collectives."""
+    """Catches: the largest logits of one shard alone, ids of a shard's start, another number of collectives."""
     ranks2(_bodies)

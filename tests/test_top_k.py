@@ -169,7 +169,7 @@ def test_lists_hold_what_reaches_the_threshold(dtype: torch.dtype, hidden_size: 
             lse=tiles.lse._replace(cols=hidden_size // 16 * 224 + 32)
         )  # a lane has two cells, or one
     rows = gathered(hidden, compact(labels), torch.empty_like(hidden))
-    lists = candidates.new_candidates(candidates.sampled(x, PLAN), rows, tiles, PLAN)
+    lists = candidates.new_candidates(candidates.sampled(x, PLAN), PLAN, tiles, rows)
     num_kept = int(rows.num_kept)
     lists.threshold_R[num_kept:], lists.list_RM[num_kept:] = -1.0, 7.0
     lse_partials(
