@@ -75,7 +75,7 @@ def _launch(
     power, whole = triton.next_power_of_2(top_k), triton.next_power_of_2(z_RM.shape[1])
     # A list is a warp's own, as long as its k numbers fit.
     block = min(whole, 4096 if lists is None else max(1024, 8 * power))
-    warps = max(1, block // (256 if lists is None else 1024))
+    warps = max(1, block // (512 if lists is None else 1024))
     _choose_kernel[(num_rows,)](
         z_RM, count_R, threshold_R, rows.index, rows.num_kept,
         chosen_RK, keys_KN, left_N,
