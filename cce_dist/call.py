@@ -6,7 +6,7 @@ A ``Call`` is made of plain values that an operator can take.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 import torch
@@ -155,10 +155,10 @@ class Options(NamedTuple):
         Raises:
             ValueError, TypeError: One line that names the option.
         """
-        options = cls(**{name: _CHECKS[name](name, value) for name, value in given.items()})
+        options = _checked(cls, given)
         if options.num_tokens is not None and options.reduction != "mean":
             raise ValueError(f'num_tokens divides the mean; reduction is "{options.reduction}"')
-        return _laid_out(options)
+        return options
 
 
 class LogProbOptions(NamedTuple):
@@ -182,18 +182,28 @@ class LogProbOptions(NamedTuple):
     @classmethod
     def of(cls, **given: Any) -> LogProbOptions:
         """Check the options given, as ``Options.of``."""
-        return _laid_out(cls(**{name: _CHECKS[name](name, value) for name, value in given.items()}))
+        return _checked(cls, given)
 
 
 _Either = TypeVar("_Either", Options, LogProbOptions)
+# Values of these types are told apart by type and value: what was once right is right again.
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, GradFilter})
 
 
-def _laid_out(options: _Either) -> _Either:
+def _checked(kind: type[_Either], given: dict[str, Any]) -> _Either:
+    if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, given.values())):
+        return _check(kind, **given)
+    return _check_once(kind, **given)
+
+
+def _check(kind: type[_Either], **given: Any) -> _Either:
+    options = kind(**{name: _CHECKS[name](name, value) for name, value in given.items()})
     if options.sequence_parallel and options.input_grad == "partial":
         raise ValueError('input_grad="partial" has no meaning with sequence_parallel: dE comes back as the slice')
     return options
 
 
+_check_once = lru_cache(maxsize=256, typed=True)(_check)
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "ignore_index": _ignore_index,
     "reduction": lambda name, value: choice(name, value, ("none", "mean", "sum")),

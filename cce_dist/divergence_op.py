@@ -84,7 +84,7 @@ def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
         value = pair.offset
         if spec.kind == "jsd":
             # The mixture needs both log-sum-exps of the whole vocabulary, so it is summed in a second pass.
-            of_teacher, of_student = merge.gather_stats(backend.mixture_sums(x, pair, spec), group).sum(0)
+            of_teacher, of_student = merge.gather_stats(backend.mixture_sums(x, pair, kept, spec), group).sum(0)
             value = spec.beta * of_teacher + (1 - spec.beta) * of_student
             pair = pair._replace(offset=of_student)
         value = value.masked_fill(x.student.ids < 0, 0.0)

@@ -45,10 +45,11 @@ class GradFilter:
         screen: "fp8" takes most logits of the forward pass from products in 8 bits (e4m3), which cost about half. What they
             find near the threshold or above is computed again from the operands, so the label's logit and all that is kept are
             as right as without. The log-sum-exp is off by some 1e-4 to 1e-3 nats, less than that of logits in bf16. It needs
-            bf16, the Triton backend and a GPU of compute capability 9.0 (Hopper) or later. "auto" screens there and nowhere
-            else. Tokens whose sums cannot be trusted are computed again from all logits in bf16. A call is not screened at all
-            if it has label smoothing or an aux output that needs every logit ("entropy", "max_logit", "label_is_max"). None: no
-            screen.
+            bf16, the Triton backend and a GPU of compute capability 9.0 (Hopper) or later; elsewhere "fp8" is an error. "auto"
+            screens there if the sizes say that it takes less time (``kernels.budget.screen_pays``; with ``always`` whatever
+            they say), and nowhere else. Tokens whose sums cannot be trusted are computed again from all logits in bf16. A call
+            is not screened at all if it has label smoothing or an aux output that needs every logit ("entropy", "max_logit",
+            "label_is_max"). None: no screen.
 
     **Where it does nothing.** A filter has a cost of its own, so on a small head exact gradients take less time. The Triton
     backend then computes those, as if no filter had been given: ``filter_stats`` says that all is kept, and the budget is that

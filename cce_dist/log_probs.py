@@ -91,8 +91,7 @@ def linear_log_probs(
         entropy: Return the entropy.
         sum_p_squared: Return the sum of the squared probabilities. No gradient.
         argmax: Return the largest logit and its id. A greedy match is ``argmax == ids``. No gradient.
-        top_k: Return the log-probabilities and ids of so many of the largest logits, at most 1,024. No gradient. The logits are
-            computed once more for them, a block at a time.
+        top_k: Return the log-probabilities and ids of so many of the largest logits, at most 1,024. No gradient.
         shard, sequence_parallel, input_grad, reduce_dtype, backend, workspace_bytes, grad_weight_out: As in
             ``linear_cross_entropy``. With sequence_parallel ids and tensors of a number for each token are whole.
         batch_invariant: A token's outputs have the same bits whatever other tokens are in the call, on one device with the same
@@ -108,8 +107,8 @@ def linear_log_probs(
         its slice), or partial with ``input_grad="partial"``.
 
     Communication:
-        Forward: one all-gather, of 3 fp32 numbers per token, one more for each of entropy, sum_p_squared and argmax, and K more
-        if K > 1; with top_k one more, of k int64 numbers. Backward: as ``linear_cross_entropy``.
+        Forward: one all-gather, of 3 fp32 numbers per token, one more for each of entropy, sum_p_squared and argmax, K more if
+        K > 1, and 2 k with top_k. Backward: as ``linear_cross_entropy``.
 
     Raises:
         ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit; before any kernel or collective. A

@@ -19,8 +19,8 @@ from cce_dist import agree, checks, op, operands, terms
 from cce_dist.call import DTYPES, Call, LossOptions, Options
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.kernels import Filter, Operands, Spec, Want
-from cce_dist.kernels.backends import why_not_screened
-from cce_dist.shard import VocabShard
+from cce_dist.kernels.backends import screen_pays, why_not_screened
+from cce_dist.shard import VocabShard, even_rows
 
 
 class LinearCrossEntropyOutput(NamedTuple):
@@ -186,7 +186,8 @@ def linear_cross_entropy(
         part = sequence_parallel or input_grad == "partial"
         hidden, bias = terms.learn_scale(logit_scale, options.logit_scale, x.hidden, x.bias, shard.group, part)
         x = x._replace(hidden=hidden, bias=bias)
-    call = _screened(operands.call_of(x, _spec(x, weight, shard, options), shard, options), x, options.grad_filter)
+    call = operands.call_of(x, _spec(x, weight, shard, options), shard, options)
+    call = _screened(call, x, shard, options.grad_filter)
     agree.check_ranks(x, {"weight": weight}, shard, options, call)
     nll, lse, target_logit, uniform_nll, entropy, mean, filter_stats, largest, *_ = op.forward(
         x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call
@@ -227,15 +228,18 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
     return Spec(x.logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
 
 
-def _screened(call: Call, x: Operands, grad_filter: GradFilter | None) -> Call:
+def _screened(call: Call, x: Operands, shard: VocabShard, grad_filter: GradFilter | None) -> Call:
     """Have forward screened where the filter says so."""
     if grad_filter is None or grad_filter.screen is None:
         return call
     reason = why_not_screened(call.backend, x.hidden)
     if reason is not None and grad_filter.screen == "fp8":
         raise ValueError(f'GradFilter(screen="fp8") needs products in 8 bits: {reason}; screen="auto" does without')
+    asked = grad_filter.screen == "fp8" or grad_filter.always
+    # An even shard: every rank decides the same.
+    screen = reason is None and (asked or screen_pays(x, even_rows(shard.vocab_size, 0, shard.group_size)[1]))
     spec = call.spec
-    return call._replace(spec=spec._replace(filter=spec.filter._replace(screen=reason is None)))
+    return call._replace(spec=spec._replace(filter=spec.filter._replace(screen=screen)))
 
 
 def _is_plain_mean(options: Options) -> bool:

@@ -71,7 +71,8 @@ class Operator(NamedTuple):
         if all(d is None for d in d_outputs):
             return (None,) * ctx.num_inputs
         refuse_transforms(self.public_name, *d_outputs)
-        kept, saved = ctx.saved_tensors[: self.num_kept], list(ctx.saved_tensors[self.num_kept :])
+        tensors = ctx.saved_tensors
+        kept, saved = tensors[: self.num_kept], list(tensors[self.num_kept :])
         want = list(ctx.needs_input_grad[-ctx.num_inputs :][:3])
         twice = torch.is_grad_enabled()
         with torch.no_grad():

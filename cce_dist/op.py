@@ -18,8 +18,9 @@ from cce_dist import merge
 from cce_dist.agree import label_error
 from cce_dist.call import SCHEMA, Call
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
-from cce_dist.kernels.backends import Backend, choose, num_counted, top_keys
-from cce_dist.kernels.more import any_id, cell_gradients, largest_keys, masked, merge_more, of_keys
+from cce_dist.kernels.backends import Backend, choose, num_counted
+from cce_dist.kernels.more import any_id, cell_gradients, masked, merge_more, merge_top, of_keys
+from cce_dist.kernels.rehearsal import rehearse
 from cce_dist.kernels.tape import again
 from cce_dist.once import Operator, refuse_transforms, replayed
 from cce_dist.shard import even_rows
@@ -53,7 +54,9 @@ def _run_forward(
     grad_weight_out: Tensor | None, call: Call,
 ) -> tuple[Any, ...]:  # fmt: skip
     layout, group = call.layout, merge.resolve(call.layout.group_name)
-    backend, spec = _chosen(call, Operands(hidden, weight, bias, labels, call.spec.logits), group)
+    x = Operands(hidden, weight, bias, labels, call.spec.logits)
+    backend, spec = _chosen(call, x, group)
+    rehearse(backend, spec, x, grad_weight_out)
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
         return backend.merged_lse(merge.gather_stats(stats_3N, group))
@@ -72,7 +75,7 @@ def _run_forward(
             x, stats_KN, saved = _statistics_on_arrival(arriving, backend, x, spec, merge_bound)
         stats_TKN = merge.gather_stats(stats_KN, group)
         *losses, merged = backend.token_losses(stats_TKN, x.ids, spec)
-        measured, of_ids = _measure_more(stats_TKN, merged, losses, x, call._replace(spec=spec), group)
+        measured, of_ids = _measure_more(stats_TKN, merged, losses, x, spec)
         mean, count = merged.new_empty(0), []
         if spec.want.mean:
             count = [num_counted(call.backend, labels, spec.ignore_index)]
@@ -106,10 +109,10 @@ def _operands(
 
 
 def _measure_more(
-    stats_TKN: Tensor, merged: Tensor, losses: list[Tensor], x: Operands, call: Call, group: Any
+    stats_TKN: Tensor, merged: Tensor, losses: list[Tensor], x: Operands, spec: Spec
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What is wanted beside the losses, and what backward needs of several ids, whose nll takes the place of the label's."""
-    spec, want = call.spec, call.spec.want
+    want = spec.want
     measured, of_ids = [], []
     if want.sum_p_squared or want.best or x.cells is not None:
         more = merge_more(stats_TKN, merged, x.ids, x.cells, spec)
@@ -118,8 +121,7 @@ def _measure_more(
             losses[0] = more.nll_NI
             of_ids = [x.cells.ids_NI, more.target_NI]
     if want.top_k:
-        keys_TNC = merge.gather_stats(top_keys(call.backend, x, spec), group)
-        z_NC, ids_NC = of_keys(largest_keys(list(keys_TNC), want.top_k))
+        z_NC, ids_NC = of_keys(merge_top(stats_TKN, spec))
         log_p_NC = (z_NC - merged[0][:, None]) - merged[1][:, None]
         measured += [masked(log_p_NC, x.ids[:, None]), ids_NC.masked_fill(x.ids[:, None] < 0, -1)]
     return measured, of_ids

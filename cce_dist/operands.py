@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -25,9 +26,14 @@ def prepare(
         labels: One id of each token, or with ``linear_log_probs`` several.
         buffer: ``grad_weight_out``.
     """
-    given = {"linear_bias": bias, "grad_weight_out": buffer}
-    given = {name: tensor for name, tensor in given.items() if tensor is not None}
-    checks.tensors(input=input, linear_weight=weight, **{options.labels: labels}, **given)
+    given = {"input": input, "linear_weight": weight, options.labels: labels}
+    if bias is not None:
+        given["linear_bias"] = bias
+    if buffer is not None:
+        given["grad_weight_out"] = buffer
+    checks.tensors(**given)
+    if shard is None and type(weight) in (Tensor, torch.nn.Parameter) and weight.dim() == 2 and len(weight) > 0:
+        shard = None if torch.compiler.is_compiling() else _whole(len(weight))
     weight, bias, shard = local_rows(weight, bias, shard)
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
@@ -39,11 +45,19 @@ def prepare(
         check_buffer(buffer, weight)
     several = labels.shape[len(tokens) :].numel() > 1
     # Kernels take addresses, not strides: everything that enters one is made contiguous here.
-    ids = labels.reshape(-1, labels.shape[-1]) if several else labels.reshape(-1)
+    ids, hidden = labels.long(), input
+    if ids.dim() != 1 + several:  # a view costs the host as much as all of these checks, and autograd one more step
+        ids = ids.reshape(-1, ids.shape[-1]) if several else ids.reshape(-1)
+    if hidden.dim() != 2:
+        hidden = hidden.reshape(-1, hidden.shape[-1])
     logits = ShardLogits(shard.start, shard.num_valid, logit_scale, options.softcap or 0.0)
-    hidden = input.reshape(-1, input.shape[-1]).contiguous()
     bias = None if bias is None else bias.contiguous()
-    return Operands(hidden, weight.contiguous(), bias, ids.long().contiguous(), logits), shard
+    return Operands(hidden.contiguous(), weight.contiguous(), bias, ids.contiguous(), logits), shard
+
+
+@lru_cache(maxsize=64)
+def _whole(num_rows: int) -> VocabShard:
+    return VocabShard(0, num_rows, num_rows)
 
 
 def call_of(x: Operands, spec: Spec, shard: VocabShard, options: Options | LogProbOptions) -> Call:

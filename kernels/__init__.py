@@ -43,9 +43,10 @@ row   name         value
 last  SUM_MOMENT   sum_j exp(z_j - m) (z_j - m); only where the entropy is wanted
 ====  ===========  ====================================================================================
 
-``linear_log_probs`` has up to three more kinds of rows behind these (``more.py`` merges them), in this order: SUM_SQUARE, the
-sum of exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; and I rows of logits, those of each
-token's ids, 0 where the id is no valid row of this shard. TARGET is of no use then.
+``linear_log_probs`` has up to four more kinds of rows behind these (``more.py`` merges them), in this order: SUM_SQUARE, the
+sum of exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; I rows of logits, those of each token's
+ids, 0 where the id is no valid row of this shard; and 2 k rows of bits, the keys of the k largest logits. TARGET is of no use
+beside several ids.
 
 **Gradient of a logit** comes from four coefficients per token (rows of ``coef_4N``: ``P``, ``LABEL``, ``UNIFORM``,
 ``ENTROPY``) and from the merged maximum M and logarithm of the sum L, so that p_j = exp(z_j - M - L) is exact next to any
@@ -168,9 +169,14 @@ class Spec(NamedTuple):
         return self.num_stats + self.want.sum_p_squared + self.want.best
 
     @property
+    def first_top(self) -> int:
+        """The row of the statistics where the keys of the largest logits begin."""
+        return self.first_target + (self.num_ids if self.several else 0)
+
+    @property
     def num_rows(self) -> int:
         """K, the number of statistics of a token, those of ``linear_log_probs`` counted."""
-        return self.first_target + (self.num_ids if self.several else 0)
+        return self.first_top + 2 * self.want.top_k
 
 
 class Rows(NamedTuple):

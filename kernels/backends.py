@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import Gradients, Grads, Operands, Softmax, Spec, dense
+from cce_dist.kernels import Gradients, Grads, Operands, Softmax, Spec, budget, dense
 
 
 class Backend(Protocol):
@@ -94,15 +94,6 @@ def num_counted(name: str, labels_N: Tensor, ignore_index: int) -> Tensor:
     return tokens.num_counted(labels_N, ignore_index)
 
 
-def top_keys(name: str, x: Operands, spec: Spec) -> Tensor:
-    """Return the largest logits of each token with their ids, ``more.keys_of``; no filter changes them. -> [N, k]."""
-    if name == "torch":
-        return dense.top_keys(x, spec)
-    from cce_dist.kernels import exact
-
-    return exact.top_keys(x, spec)
-
-
 def choose(name: str, spec: Spec, x: Operands) -> Backend:
     """Return the backend of that name, "torch" or "triton", for a call; those of Triton are imported by their first use.
 
@@ -127,6 +118,12 @@ def why_not_screened(name: str, hidden: Tensor) -> str | None:
     if hidden.dtype != torch.bfloat16:
         return f"input is {hidden.dtype}, not bfloat16"
     return None if _multiplies_8_bits(hidden.device) else f"{hidden.device} is not of compute capability 9.0 or later"
+
+
+def screen_pays(x: Operands, num_columns: int) -> bool:
+    """Return whether a screen takes less time than the product in 16 bits on a shard of so many columns, by sizes alone."""
+    sizes = budget.Sizes(x.num_tokens, x.hidden.shape[1], num_columns, x.hidden.itemsize)
+    return budget.screen_pays(sizes)
 
 
 @torch.compiler.assume_constant_result

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cce_dist.kernels.ahead import compiled_ahead
 from cce_dist.kernels.tape import noted
-from cce_dist.kernels.tiles import interpreted
+from cce_dist.kernels.tiles import interpreted, real_device
 
 
 def kernel(*specialized: str) -> Callable[[Callable], Any]:
@@ -41,14 +42,14 @@ def kernel(*specialized: str) -> Callable[[Callable], Any]:
             do_not_specialize=[name for name in free if not name.endswith("_ptr")],
             do_not_specialize_on_alignment=[name for name in free if name.endswith("_ptr")],
         )
-        return noted(declared(function))
+        return compiled_ahead(noted(declared(function)), frozenset(specialized))
 
     return declare
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager:
     """Launch on the tensor's device."""
-    return nullcontext() if interpreted() else torch.cuda.device(tensor.device)
+    return nullcontext() if interpreted() or tensor.is_meta else torch.cuda.device(tensor.device)
 
 
 def has_tma(*matrices: torch.Tensor) -> bool:
@@ -58,7 +59,7 @@ def has_tma(*matrices: torch.Tensor) -> bool:
         return aligned and all(
             m.dtype != torch.bfloat16 for m in matrices
         )  # The interpreter's descriptors misread bf16.
-    return aligned and _has_copy_engine(matrices[0].device)
+    return aligned and _has_copy_engine(real_device(matrices[0].device))
 
 
 @lru_cache(maxsize=16)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2 << 30  # of the budget that is chosen where none is given
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
-# Of both heads' logits in fp32 at a time: 2,048 columns of 8,192 tokens, four waves of tiles.
-MOST_PAIR_BYTES = 128 << 20
-MOST_TOP_CELLS = 1 << 26  # logits whose largest are looked for at a time: more would not be faster
+# Every 63rd column is a sample of 1.6 % of a product. Once in a million tokens, too few of the largest logits are below its
+# threshold, or too many of all. A list has a place in eight columns at most, each of four logits and a column.
+TOP_STEP, RARELY, LEAST_SPARSE, TOP_PLACE_BYTES = 63, 1e-6, 8, 20
 
 FEW = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
 MOST_SPREAD = 1 << 25  # elements of the columns that ``spread_columns`` counts: their noise falls with both sizes
@@ -35,7 +36,7 @@ SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a powe
 # order, and the sort's own order and buffers; in all also forward's column, and token and gradient in their new order.
 MADE_BYTES, SORTED_BYTES, ENTRY_BYTES = 12, 32, 56
 MOST_LISTED = 256  # columns of a token, on average, that there is room for: all of the room is sorted, used or not
-LISTED_PARTS = 16  # programs that share the list of a token while forward sums it up; a power of 2
+LISTED_PARTS = 4  # programs that share the list of a token while forward sums it up; a power of 2
 # A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
 # does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed one
@@ -90,6 +91,12 @@ class FilterCosts(NamedTuple):
 FILTER_COSTS = FilterCosts()
 LISTED_OF = 32_064  # Phi-3.5's rows
 
+# What a screen takes in place of the forward product, for ``screen_pays``: one H200, bf16, N 8,192; heads of Llama-3-8B,
+# Gemma-2-2B and Phi-3.5; eps 2^-12; 2026-11. Of a product in 8 bits operations in a ms, and ms for each logit besides; bytes in
+# a ms that are rounded, or gathered for the listed columns, of which there were as many; and what is there whatever the sizes.
+SCREEN_OPERATIONS, SCREEN_LOGIT_MS = 1.5e12, 2.5e-10
+SCREEN_ROUNDED, SCREEN_LISTED, SCREEN_LIST, SCREEN_MS = 2.5e9, 4e9, 200, 0.3
+
 NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the vocabulary (lse.py)
 
 LIVE_BLOCKS = 8  # fp32 blocks of logits that the dense backend has alive at a time, at most
@@ -110,6 +117,7 @@ class Sizes(NamedTuple):
         num_columns: Columns of the logits: rows of the weight that are part of the vocabulary.
         itemsize: Bytes of an element of hidden states and weight.
         teacher_size: D of a teacher, whose hidden states stand beside the student's; 0: there is none.
+        pair_bytes: Bytes of a cell of a chunk of both heads' logits (``pair_logits.py``), where there is a teacher.
     """
 
     num_tokens: int
@@ -117,6 +125,17 @@ class Sizes(NamedTuple):
     num_columns: int
     itemsize: int
     teacher_size: int = 0
+    pair_bytes: int = 0
+
+    @property
+    def num_heads(self) -> int:
+        """Heads whose logits stand beside one another."""
+        return 2 if self.teacher_size else 1
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of a cell of a chunk: of the logits' gradient, or of two heads' logits."""
+        return self.pair_bytes or self.itemsize
 
     @property
     def hidden_bytes(self) -> int:
@@ -144,15 +163,14 @@ def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
 
 def _kept_tile_bytes(sizes: Sizes, tile_cols: int) -> int:
     """Bytes that a token's exponentials in one tile of columns take, their reference counted; of two heads twice that."""
-    return (tile_cols * sizes.itemsize + REFERENCE_BYTES) * (2 if sizes.teacher_size else 1)
+    return tile_cols * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads
 
 
 def default_workspace(sizes: Sizes, keeps: bool) -> int:
     """Return the budget where none is given: enough for all exponentials if they can be kept at all, within the two limits."""
     if not keeps:
         return LEAST_DEFAULT
-    whole = pair_bytes_of_all(sizes) if sizes.teacher_size else bytes_of_all(sizes)
-    return max(LEAST_DEFAULT, min(whole, MOST_DEFAULT))
+    return max(LEAST_DEFAULT, min(bytes_of_all(sizes), MOST_DEFAULT))
 
 
 def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int:
@@ -165,53 +183,9 @@ def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> in
     # Columns that are not kept are recomputed in chunks. A chunk of ``width`` columns costs CHUNK_COST, so the chunk is widened
     # until the next column would save more as a kept one. Hidden states and remainder of every token stand beside it.
     width = math.isqrt(CHUNK_COST * sizes.num_columns)
-    recompute = num_tokens * (2 * sizes.hidden_bytes + width * sizes.itemsize)
+    recompute = num_tokens * (2 * sizes.hidden_bytes + width * sizes.cell_bytes)
     tiles = (workspace_bytes - recompute) // (num_tokens * _kept_tile_bytes(sizes, tile_cols))
     return tiles * tile_cols if tiles >= 16 else 0
-
-
-def pair_bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
-    """Return the least budget that keeps the exponentials of all columns of both heads."""
-    num_tiles = cdiv(sizes.num_columns, tile_cols)
-    rest = _beside_kept_pair(sizes) + sizes.num_tokens * num_tiles * _kept_tile_bytes(sizes, tile_cols)
-    return rest + min(MOST_PAIR_BYTES, cdiv(rest, 3))
-
-
-def _beside_kept_pair(sizes: Sizes) -> int:
-    """Bytes of hidden states and remainder of every token, and of a chunk of the logits' gradient, of a width as above."""
-    width = min(math.isqrt(CHUNK_COST * sizes.num_columns), sizes.num_columns)
-    return sizes.num_tokens * (2 * sizes.hidden_bytes + width * sizes.itemsize)
-
-
-def pair_columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int:
-    """Return how many of the first columns keep both heads' exponentials within the budget: a multiple of ``tile_cols``."""
-    num_tokens, num_tiles = sizes.num_tokens, cdiv(sizes.num_columns, tile_cols)
-    if num_tokens == 0 or num_tiles == 0 or num_tokens > pair_rows(workspace_bytes):
-        return 0
-    room = workspace_bytes - _pair_bytes(workspace_bytes) - _beside_kept_pair(sizes)
-    tiles = min(num_tiles, room // (num_tokens * _kept_tile_bytes(sizes, tile_cols)))
-    return tiles * tile_cols if tiles >= min(16, num_tiles) else 0
-
-
-def beside_pair_logits(workspace_bytes: int) -> int:
-    """Return what a budget leaves beside a chunk of both heads' logits."""
-    return max(workspace_bytes, LEAST_BYTES) - _pair_bytes(workspace_bytes)
-
-
-def _pair_bytes(workspace_bytes: int) -> int:
-    """Bytes of both heads' logits at a time: a quarter of the budget, and no more than fill a device."""
-    return min(max(workspace_bytes, LEAST_BYTES) // 4, MOST_PAIR_BYTES)
-
-
-def pair_rows(workspace_bytes: int) -> int:
-    """Return the tokens, at most, whose logits of both heads are there at a time, of the widest tile."""
-    return max(ROWS, _pair_bytes(workspace_bytes) // (8 * BLOCK_V) // ROWS * ROWS)
-
-
-def pair_cols(rows: int, num_columns: int, workspace_bytes: int, tile_cols: int) -> int:
-    """Return the columns at a time of both heads' logits of so many tokens, in whole tiles."""
-    most = _pair_bytes(workspace_bytes) // (8 * max(1, rows)) // tile_cols
-    return max(1, min(most, cdiv(num_columns, tile_cols))) * tile_cols
 
 
 def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> int:
@@ -259,9 +233,9 @@ def exact_chunks(sizes: Sizes, workspace_bytes: int, kept_bytes: int, tiles: Til
     rows = sizes.num_tokens
     if kept_bytes == 0:  # else every token has its row of exponentials, and columns_kept left room for all of them
         # At least one tile of columns stands beside the rows.
-        rows = max(ROWS, budget // (sizes.sum_bytes + 2 * tile_cols * sizes.itemsize) // ROWS * ROWS)
+        rows = max(ROWS, budget // (sizes.sum_bytes + 2 * tile_cols * sizes.cell_bytes) // ROWS * ROWS)
         rows = min(sizes.num_tokens, rows, most_rows(sizes, workspace_bytes))
-    cols = max(tile_cols, (budget - rows * sizes.sum_bytes) // (rows * sizes.itemsize) // tile_cols * tile_cols)
+    cols = max(tile_cols, (budget - rows * sizes.sum_bytes) // (rows * sizes.cell_bytes) // tile_cols * tile_cols)
     return Chunks(rows, _fill_waves(rows, sizes.num_columns, sizes.hidden_size, tiles, at_once, cols))
 
 
@@ -367,6 +341,23 @@ def listed_seconds(sizes: Sizes, num_columns: float) -> float:
     return sizes.num_tokens * num_columns * (FILTER_COSTS.listed + sizes.hidden_size / 1024 * wide)
 
 
+def screen_pays(sizes: Sizes) -> bool:
+    """Return whether a screen takes less time than the forward product in 16 bits, as far as sizes tell; ranks have to agree.
+
+    Lists are taken to be as long as a trained model's, so heads whose rows are long and whose product is short do without.
+
+    Args:
+        sizes: Of the largest shard.
+    """
+    num_tokens, hidden_size, num_columns = sizes[:3]
+    logits = num_tokens * num_columns
+    product = 1e3 * product_seconds(sizes, H200[2])
+    screen = 2 * hidden_size * logits / SCREEN_OPERATIONS + SCREEN_LOGIT_MS * logits + SCREEN_MS
+    screen += 3 * hidden_size * (num_tokens + num_columns) / SCREEN_ROUNDED
+    num_listed = num_tokens * min(SCREEN_LIST, num_columns // COLUMNS_PER_ENTRY)
+    return screen + num_listed * sizes.hidden_bytes / SCREEN_LISTED < product
+
+
 def few_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
     """Return the columns at a time of the exact gradient of a few tokens: a quarter of the budget."""
     most = max(workspace_bytes, LEAST_BYTES) // 4 // (rows * itemsize) // tile_cols * tile_cols
@@ -386,16 +377,34 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
 
 
 def screen_chunks(
-    sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int, tile_cols: int
+    sizes: Sizes, num_columns: int, capacity: int, workspace_bytes: int, tile_rows: int, group: int, tile_cols: int
 ) -> Chunks:
-    """Return the tokens and columns at a time of the filter's screen: both in 8 bits, the former with their marks."""
-    budget = max(workspace_bytes, LEAST_BYTES)
-    rounded = cdiv(sizes.hidden_size, 128) * 128 + 12
-    rows = budget * 5 // 8 // (rounded + 4 * num_words)
+    """Return the tokens and columns at a time of the filter's screen: both in 8 bits, with marks, beside the chunks' lists.
+
+    Half of the budget takes tokens, so that the weight is rounded as seldom as can be.
+
+    Args:
+        sizes: Of the shard.
+        num_columns: The columns of whole tiles.
+        capacity: M, from ``list_capacity``.
+        workspace_bytes: The budget.
+        tile_rows: Of the tile of the product.
+        group: Row blocks that walk the weight together.
+        tile_cols: Of the tile of the product.
+    """
+    room, row_bytes = max(workspace_bytes, LEAST_BYTES), _rounded_bytes(sizes)
+    rows = room // 2 // row_bytes
     unit = tile_rows * group if rows >= tile_rows * group else tile_rows
     rows = min(max(unit, rows // unit * unit), cdiv(sizes.num_tokens, tile_rows) * tile_rows)
-    cols = (budget - rows * (rounded + 4 * num_words)) // rounded // tile_cols * tile_cols
-    return Chunks(rows, max(tile_cols, min(cols, cdiv(32 * num_words, tile_cols) * tile_cols)))
+    num_tiles = cdiv(num_columns, tile_cols)
+    most = (room - 4 * capacity - rows * row_bytes) // (row_bytes + cdiv(rows, 8)) // tile_cols
+    chunks = cdiv(num_tiles, max(1, most))
+    return Chunks(rows, cdiv(num_tiles, max(1, chunks)) * tile_cols)
+
+
+def _rounded_bytes(sizes: Sizes) -> int:
+    """Bytes of a row in 8 bits and its numbers."""
+    return cdiv(sizes.hidden_size, 128) * 128 + 16
 
 
 def keeps_remainder(sizes: Sizes, workspace_bytes: int) -> bool:
@@ -423,15 +432,60 @@ def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int) -> Chun
     return Chunks(rows, min(num_columns, elements // rows // BLOCK_V * BLOCK_V) or 1)
 
 
-def top_block(num_tokens: int, num_columns: int, span: int, workspace_bytes: int, tile_cols: int) -> Chunks:
-    """Return the block of logits whose largest are looked for: all columns of some tokens rather than the reverse.
+class TopPlan(NamedTuple):
+    """How the candidates for the largest logits are found (``candidates.py``).
 
-    A logit takes 4 bytes in half of the budget, and a ``span``-th of the largest logit of its span, of its key and of copies.
+    Attributes:
+        step: Every so-many-th column is in the sample.
+        nth: The threshold is the sample's nth largest logit.
+        room: Places of a token's list.
     """
-    cell_bytes, whole = 4 + cdiv(40, span), cdiv(num_columns, tile_cols) * tile_cols
-    cells = min(max(workspace_bytes, LEAST_BYTES) // 2 // cell_bytes, MOST_TOP_CELLS)
-    rows = min(num_tokens, max(ROWS, cells // whole // ROWS * ROWS))
-    return Chunks(rows, min(whole, max(tile_cols, cells // rows // tile_cols * tile_cols)))
+
+    step: int
+    nth: int
+    room: int
+
+
+@lru_cache(maxsize=64)
+def top_plan(num_columns: int, top_k: int) -> TopPlan | None:
+    """Return the plan for a shard; None: the lists would hold much of it, and the largest are looked for among all logits.
+
+    The numbers of a row's top_k largest in the sample, and of the sample's columns in a list, are taken for Poisson's. A sample
+    of even steps has a narrower spread.
+    """
+    if LEAST_SPARSE * top_k > num_columns:
+        return None
+    step = min(TOP_STEP, max(1, num_columns // 256))
+    step -= 1 - step % 2  # odd: columns may have a structure of powers of 2
+    nth = next(n for n in count(1) if _at_least(n, top_k / step) <= RARELY)
+    spread = next(n for n in count(nth) if 1 - _at_least(nth, n) <= RARELY)
+    room = cdiv(spread * step, 64) * 64
+    return TopPlan(step, nth, room) if LEAST_SPARSE * room <= num_columns else None
+
+
+def _at_least(least: int, mean: float) -> float:
+    """Poisson's probability of so many."""
+    below = sum(math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) for n in range(least))
+    return max(0.0, 1.0 - below)
+
+
+def top_bytes(plan: TopPlan, top_k: int) -> int:
+    """Bytes of a token's list, and of its chosen keys."""
+    return TOP_PLACE_BYTES * plan.room + 8 * top_k
+
+
+def top_rows(sizes: Sizes, plan: TopPlan, top_k: int, workspace_bytes: int, unit: int) -> int:
+    """Return the tokens whose lists and hidden states are there at a time, in even groups of whole ``unit``s."""
+    most = max(ROWS, max(workspace_bytes, LEAST_BYTES) // (sizes.hidden_bytes + top_bytes(plan, top_k)) // ROWS * ROWS)
+    unit = unit if most >= unit else ROWS
+    most -= most % unit
+    return cdiv(sizes.num_tokens, cdiv(max(1, sizes.num_tokens), most) * unit) * unit
+
+
+def top_rows_of_all(sizes: Sizes, workspace_bytes: int) -> int:
+    """Return the tokens all of whose logits are there at a time."""
+    rows = max(1, max(workspace_bytes, LEAST_BYTES) // (sizes.hidden_bytes + 4 * sizes.num_columns))
+    return min(sizes.num_tokens, rows // ROWS * ROWS if rows >= ROWS else rows)
 
 
 class Peak(NamedTuple):
@@ -510,7 +564,7 @@ def filtered_peak(
     else:
         forward += max(
             first_rows * sizes.hidden_bytes,
-            _screen_bytes(sizes, num_words, workspace_bytes, screen, tiles, at_once),
+            _screen_bytes(sizes, 32 * num_words, capacity, workspace_bytes, screen, tiles, at_once),
             _again_bytes(sizes, workspace_bytes, tiles, at_once),
         )
 
@@ -542,16 +596,18 @@ def filtered_peak(
 
 
 def _screen_bytes(
-    sizes: Sizes, num_words: int, workspace_bytes: int, screen: Tile, tiles: Tiles, at_once: int
+    sizes: Sizes, num_columns: int, capacity: int, workspace_bytes: int, screen: Tile, tiles: Tiles, at_once: int
 ) -> int:  # fmt: skip
-    """Bytes of the screen: the operands in 8 bits, the marks, and the parts of the sums."""
-    chunk = screen_chunks(sizes, num_words, workspace_bytes, screen.rows, tiles.group, max(screen.cols, tiles.lse.cols))
-    rows, rounded = min(chunk.rows, sizes.num_tokens), cdiv(sizes.hidden_size, screen.inner) * screen.inner
+    """Bytes of the screen: the operands in 8 bits, marks and lists of chunks, and the parts of the sums."""
+    num_tokens, row_bytes = sizes.num_tokens, _rounded_bytes(sizes)
+    rows, cols = screen_chunks(sizes, num_columns, capacity, workspace_bytes, screen.rows, tiles.group, screen.cols)
+    rows, firsts = min(rows, num_tokens), range(0, num_columns, cols)
     splits = sum(
-        num_parts(rows, (min(col + chunk.cols, 32 * num_words) - col) // screen.cols, screen.rows, at_once)
-        for col in range(0, 32 * num_words, chunk.cols)
+        num_parts(rows, (min(first + cols, num_columns) - first) // screen.cols, screen.rows, at_once)
+        for first in firsts
     )
-    return rows * (rounded + 16 + 4 * num_words + 4 * (splits + LISTED_PARTS)) + chunk.cols * (rounded + 24)
+    lists = 4 * capacity + num_tokens * (8 * len(firsts) + 4)
+    return lists + rows * (row_bytes + cols // 8 + 4 * (splits + LISTED_PARTS)) + cols * row_bytes
 
 
 def _again_bytes(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) -> int:

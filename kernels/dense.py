@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels import IGNORED, OUTSIDE, Gradients, Grads, Operands, ShardLogits, Softmax, Spec, budget, stand_in
-from cce_dist.kernels.more import LEAST_KEY, keys_of, largest_keys
+from cce_dist.kernels.more import LEAST_KEY, keys_of, largest_keys, rows_of_keys
 
 FLOOR = torch.finfo(torch.float32).min  # stands for a maximum of -inf where a difference of infinities would be NaN
 
@@ -141,6 +141,8 @@ def statistics(
     for _, blocks in blocks_of(x, spec):
         for block in blocks:
             _add_block(stats_KN[:, block.rows], block.logits(x.logits), block, spec)
+    if spec.want.top_k:
+        stats_KN[spec.first_top :] = rows_of_keys(top_keys(x, spec))
     return stats_KN, []
 
 
@@ -160,7 +162,9 @@ def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:
     max_R, sum_R, target_R, *more = stats_KR[: spec.num_stats]
     target_R += torch.where(block.label_R1, z.gather(1, block.column_R1), 0.0)[:, 0]
     if block.columns_RI is not None:
-        stats_KR[spec.first_target :] += torch.where(block.ids_RI, z.gather(1, block.columns_RI), 0.0).t()
+        stats_KR[spec.first_target : spec.first_top] += torch.where(
+            block.ids_RI, z.gather(1, block.columns_RI), 0.0
+        ).t()
     new_max = torch.maximum(max_R, z.amax(1))
     # The step is the old maximum less the new one. Where both are -inf (no finite logit yet) it is 0, not NaN.
     step = torch.where(max_R == new_max, 0.0, max_R - new_max)

@@ -69,7 +69,7 @@ def _log_softmaxes(student: Block, teacher: Block, x: Heads, pair: Pair) -> tupl
     return log_p, log_t, z_s
 
 
-def mixture_sums(x: Heads, pair: Pair, spec: Divergence) -> Tensor:
+def mixture_sums(x: Heads, pair: Pair, saved: list[Tensor], spec: Divergence) -> Tensor:
     """Return this shard's parts of KL(t || m) and KL(p || m), [2, N]."""
     sums_2N = torch.zeros(2, x.student.num_tokens, dtype=torch.float32, device=x.student.hidden.device)
     for _, pairs in _pairs(x, spec):

@@ -23,8 +23,11 @@ from cce_dist.kernels.blocks import (
     tile_of_logits,
 )
 from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.lse import choose_splits
 from cce_dist.kernels.tiles import Tiles, num_programs, precision
+
+LOWEST = tl.constexpr(-1e4)  # nats: stands for any log-probability that far down, whose probability is 0
 
 
 def dlogits_chunk(
@@ -63,7 +66,7 @@ def dlogits_chunk(
         logits.logit_scale, logits.softcap,
         HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.softcap > 0.0,
         HAS_SCALE=logits.logit_scale != 1.0 or x.factors_N2 is not None, HAS_FACTORS=x.factors_N2 is not None,
-        HAS_ENTROPY=softmax.entropy is not None, MASK_V=logits.num_valid % tile.cols != 0,
+        HAS_ENTROPY=softmax.entropy is not None, FAST=has_fast_math(), MASK_V=logits.num_valid % tile.cols != 0,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
@@ -100,6 +103,7 @@ def _dlogits_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
+    FAST: tl.constexpr,
     MASK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -137,6 +141,9 @@ def _dlogits_kernel(
     coef_p = tl.load(coef, mask=live, other=0) * scale
     coef_label = tl.load(coef + stride, mask=live, other=0) * scale
     coef_uniform = tl.load(coef + 2 * stride, mask=live, other=0) * scale
+    if HAS_ENTROPY:
+        coef_entropy = tl.load(coef + 3 * stride, mask=live, other=0) * scale
+        coef_p -= coef_entropy * tl.load(entropy_ptr + token, mask=live, other=0)
 
     for tile in tl.range(split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits, flatten=True):
         col = tile * BLOCK_V
@@ -148,13 +155,13 @@ def _dlogits_kernel(
             z *= after[:, None]
         offs_v = col + tl.arange(0, BLOCK_V)
         log_p = (z - row_max[:, None]) - log_sum[:, None]
-        p = tl.exp(log_p)
-        grad = coef_p[:, None] * p + coef_uniform[:, None]
         if HAS_ENTROPY:
-            entropy = tl.load(entropy_ptr + token, mask=live, other=0)
-            coef_entropy = tl.load(coef + 3 * stride, mask=live, other=0) * scale
+            p = fast_exp2(log_p * LOG2_E, FAST)
             # A probability that underflows would make 0 * -inf.
-            grad -= coef_entropy[:, None] * tl.where(p > 0, p * (log_p + entropy[:, None]), 0.0)
+            grad = p * (coef_p[:, None] - coef_entropy[:, None] * tl.maximum(log_p, LOWEST)) + coef_uniform[:, None]
+        else:
+            p = tl.exp(log_p)
+            grad = coef_p[:, None] * p + coef_uniform[:, None]
         grad = tl.where(offs_v[None, :] == label[:, None], grad + coef_label[:, None], grad)
         if HAS_SOFTCAP:
             grad *= softcap_slope(z, bound)

@@ -24,12 +24,13 @@ import torch
 from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget
 from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.budget import Sizes, cdiv
+from cce_dist.kernels.candidates import Candidates, new_candidates, sampled
 from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.kept import Kept, label_cells, level, row_scales
-from cce_dist.kernels.logits import logits_chunk
+from cce_dist.kernels.largest import choose_among_all, choose_listed
 from cce_dist.kernels.lse import (
     MAX,
     NOTHING_MORE,
@@ -41,9 +42,18 @@ from cce_dist.kernels.lse import (
     new_partials,
     target_logits,
 )
-from cce_dist.kernels.more import LEAST_KEY, largest_in_spans, largest_keys, span_of
+from cce_dist.kernels.more import LEAST_KEY
 from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
-from cce_dist.kernels.tokens import coefficients, compact, gather_rows, gathered, label_ids, merged_lse, token_losses
+from cce_dist.kernels.tokens import (
+    coefficients,
+    compact,
+    gather_rows,
+    gathered,
+    label_ids,
+    merged_lse,
+    token_groups,
+    token_losses,
+)
 
 __all__ = [
     "coefficients", "default_workspace", "filter_stats", "gradients", "label_ids", "merged_lse", "rows_at_once",
@@ -53,7 +63,15 @@ __all__ = [
 
 def columns_kept(x: Operands, spec: Spec) -> int:
     """Return how many of the shard's first columns keep their exponentials within the budget."""
-    return budget.columns_kept(sizes_of(x), spec.workspace_bytes) if keeps(x, spec) else 0
+    if not keeps(x, spec):
+        return 0
+    plan = top_plan(x, spec)
+    lists = 0 if plan is None else x.num_tokens * budget.top_bytes(plan, spec.want.top_k)
+    return budget.columns_kept(sizes_of(x), spec.workspace_bytes - lists)
+
+
+def top_plan(x: Operands, spec: Spec) -> budget.TopPlan | None:
+    return budget.top_plan(x.logits.num_valid, spec.want.top_k) if spec.want.top_k else None
 
 
 def default_workspace(x: Operands, spec: Spec) -> int:
@@ -102,41 +120,68 @@ def statistics(
     x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN; the compact order and ``Kept``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
-    num_tokens, hidden_size = x.num_tokens, x.hidden.shape[1]
+    num_tokens = x.num_tokens
     fp32 = {"dtype": torch.float32, "device": x.hidden.device}
     order, kept = compact(x.ids), new_kept(x, columns_kept(x, spec), spec.want.entropy)
     saved = [*order, *kept]
-    if num_tokens == 0 or x.logits.num_valid == 0:
-        stats_KN = torch.zeros(spec.num_rows, num_tokens, **fp32)
-        stats_KN[0] = float("-inf")
-        return stats_KN, saved
     stats_KN = torch.empty(spec.num_rows, num_tokens, **fp32)
-    target = stats_KN[spec.first_target :] if spec.several else stats_KN[2]
+    keys_KN = stats_KN[spec.first_top :].view(torch.int32)
+    if spec.want.top_k:  # of no column; the shard may have fewer
+        keys_KN.zero_()[: spec.want.top_k] = LEAST_KEY >> 32
+    if num_tokens == 0 or x.logits.num_valid == 0:
+        stats_KN[: spec.first_top].zero_()[0] = float("-inf")
+        return stats_KN, saved
     if spec.several:
         stats_KN[2].zero_()
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        at_once = min(num_tokens, budget.forward_rows(sizes_of(x), spec.workspace_bytes, kept.exp_NV.shape[1] > 0))
-        num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
-        keeping, parts = _kept_span(x, kept, tiles), 0
-        if keeping.last < num_tiles:
-            cut_for = _some_rows(tiles) if spec.invariant else at_once
-            parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
-        buffer_RD = x.hidden.new_empty(at_once, hidden_size)
-        for group in token_groups(order, at_once):
-            rows = gathered(x.hidden, group, buffer_RD)
-            target_logits(x, rows, target)
-            partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
-            if keeping.num_parts:
-                _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept, spec.want)
-                kept.reference[1] = stats_KN[2]
-            if parts:
-                span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
-                lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want)
-            merge_splits(partials_KPR, x, rows, stats_KN, want=spec.want)
+        left_N = _sweep(x, spec, tiles, order, kept, stats_KN)
+        if spec.want.top_k:
+            choose_among_all(x, left_N, spec, tiles, keys_KN)
         if spec.want.best:  # columns become ids
             stats_KN[spec.num_stats + spec.want.sum_p_squared].view(torch.int32).add_(x.logits.start)
     return stats_KN, saved
+
+
+def _sweep(
+    x: Operands, spec: Spec, tiles: Tiles, order: list[torch.Tensor], kept: Kept, stats_KN: torch.Tensor
+) -> torch.Tensor:
+    """Fill the statistics. Returns ids [N] that are not negative where the largest logits are still to be found."""
+    plan, target = top_plan(x, spec), stats_KN[spec.first_target :] if spec.several else stats_KN[2]
+    at_once = _forward_rows(x, spec, tiles, kept.exp_NV.shape[1] > 0)
+    num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
+    keeping, parts = _kept_span(x, kept, tiles), 0
+    if keeping.last < num_tiles:
+        cut_for = _some_rows(tiles) if spec.invariant else at_once
+        parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
+    buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
+    find = partial(new_candidates, sampled(x, plan), plan, tiles) if plan else None
+    left_N = torch.empty_like(x.ids) if find else x.ids
+    for group in token_groups(order, at_once):
+        rows = gathered(x.hidden, group, buffer_RD)
+        target_logits(x, rows, target)
+        lists = find(rows) if find else None
+        partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
+        if keeping.num_parts:
+            _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept, spec.want, lists)
+            kept.reference[1] = stats_KN[2]
+        if parts:
+            span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
+            lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want, lists=lists)
+        merge_splits(partials_KPR, x, rows, stats_KN, want=spec.want)
+        if lists:
+            choose_listed(x, rows, lists, spec, stats_KN[spec.first_top :].view(torch.int32), left_N)
+    return left_N
+
+
+def _forward_rows(x: Operands, spec: Spec, tiles: Tiles, kept: bool) -> int:
+    """Tokens that forward works on at a time."""
+    plan, sizes = top_plan(x, spec), sizes_of(x)
+    rows = budget.forward_rows(sizes, spec.workspace_bytes, kept)
+    if plan is not None and not kept:
+        # Cut into a quarter of the programs that run at once (budget.num_parts), four blocks of rows fill the device.
+        rows = min(rows, budget.top_rows(sizes, plan, spec.want.top_k, spec.workspace_bytes, 4 * tiles.lse.rows))
+    return min(x.num_tokens, rows)
 
 
 def _some_rows(tiles: Tiles) -> int:
@@ -152,15 +197,22 @@ def _kept_span(x: Operands, kept: Kept, tiles: Tiles) -> Span:
 
 
 def _keep_exponentials(
-    x: Operands, rows: Rows, tiles: Tiles, span: Span, partials_KPR: torch.Tensor, kept: Kept, want: Want
-) -> None:
+    x: Operands, rows: Rows, tiles: Tiles, span: Span, partials_KPR: torch.Tensor, kept: Kept, want: Want,
+    lists: Candidates | None = None,
+) -> None:  # fmt: skip
     """Run the log-sum-exp over a span, keeping its exponentials and each row's reference: the first tile's maximum."""
     num_rows = rows.index.shape[0]
     first_KPR = new_partials(1, num_rows, NOTHING_MORE, partials_KPR)
-    lse_partials(x, rows, tiles, Span(0, 1, 1), first_KPR)
+    lse_partials(x, rows, _halved(tiles), Span(0, 1, 1), first_KPR)
     keep = Keep(first_KPR[MAX.value, 0], kept.exp_NV, partials_KPR.new_empty(span.last, num_rows))
-    lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want)
+    lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want, lists=lists)
     level(keep, rows, kept.reference[0], tiles.lse.cols)
+
+
+def _halved(tiles: Tiles) -> Tiles:
+    """Half as many rows to a program, by half as many warps: one tile a row would leave half of a device without work."""
+    tile = tiles.lse
+    return tiles._replace(lse=tile._replace(rows=tile.rows // 2, warps=tile.warps // 2)) if tile.warps >= 8 else tiles
 
 
 def _make_anew(x: Operands, order: list[torch.Tensor], kept: Kept, tiles: Tiles, want: Want) -> None:
@@ -170,31 +222,6 @@ def _make_anew(x: Operands, order: list[torch.Tensor], kept: Kept, tiles: Tiles,
     span = _kept_span(x, kept, tiles)
     # The same kernel, cut into the same parts, as in forward.
     _keep_exponentials(x, rows, tiles, span, new_partials(span.num_parts, x.num_tokens, want, x.hidden), kept, want)
-
-
-def top_keys(x: Operands, spec: Spec) -> torch.Tensor:
-    """Return the largest keys of each token, as ``dense.top_keys``; LEAST_KEY where there is no label."""
-    num_tokens, num_valid, top_k = x.num_tokens, x.logits.num_valid, spec.want.top_k
-    none_NC = torch.full((num_tokens, top_k), LEAST_KEY, dtype=torch.int64, device=x.hidden.device)
-    if num_tokens == 0 or num_valid == 0:
-        return none_NC
-    keys_NC = torch.empty_like(none_NC)
-    with on_device(x.hidden):
-        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        at_once, cols = budget.top_block(num_tokens, num_valid, span_of(top_k), spec.workspace_bytes, tiles.lse.cols)
-        buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
-        z_RV, start = torch.empty(at_once, cols, dtype=torch.float32, device=x.hidden.device), x.logits.start
-        for index_R, num_kept in token_groups(compact(x.ids), at_once):
-            rows = gathered(x.hidden, (index_R, num_kept), buffer_RD)
-            num_rows = index_R.shape[0]
-            keys_RC = none_NC[:num_rows]
-            for first in range(0, num_valid, cols):
-                logits_chunk(x, rows, first, z_RV[:num_rows], tiles)
-                keys = largest_in_spans(z_RV[:num_rows], start + first, start + num_valid, top_k)
-                keys_RC = largest_keys([keys_RC, keys], top_k)
-            dead_R1 = torch.arange(num_rows, device=index_R.device)[:, None] >= num_kept
-            keys_NC[index_R.long()] = keys_RC.masked_fill(dead_R1, LEAST_KEY)
-    return keys_NC
 
 
 def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec: Spec) -> torch.Tensor:
@@ -324,7 +351,7 @@ def _fill_chunk(
 
 def add_chunks(
     out: Output, x: Operands, rows: Rows, chunks: list[tuple[int, int]], dlogits_RV: torch.Tensor,
-    fill: Callable[[int, torch.Tensor], None], tiles: Tiles, *, add: bool, num_final: int,
+    fill: Callable[[int, torch.Tensor], None], tiles: Tiles, *, add: bool, num_final: int, opens: bool = True,
 ) -> None:  # fmt: skip
     """Have ``fill`` write the logits' gradient of a group of tokens a chunk of columns after another, and add its products.
 
@@ -338,12 +365,13 @@ def add_chunks(
         tiles: Of the products.
         add: d_weight is added to, not set.
         num_final: Tokens whose d_hidden is final with the last chunk; 0: none.
+        opens: d_hidden of these tokens is set by the first chunk, not added to.
     """
     grads_RV = dlogits_RV[: rows.index.shape[0]]
     for first, stop in chunks:
         fill(first, grads_RV)
         final = num_final if stop == chunks[-1][1] else 0
-        _add_part(out, _Part(first, stop, grads_RV, None, first == chunks[0][0], add, final), x, rows, tiles)
+        _add_part(out, _Part(first, stop, grads_RV, None, opens and first == chunks[0][0], add, final), x, rows, tiles)
 
 
 def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -> None:
@@ -399,17 +427,6 @@ def normalised(
     gain = torch.stack([torch.where(size.isfinite(), size, 0.0).amax() for size in given]).amax()
     gain = torch.where(gain > 0, gain, 1.0)
     return coef_4N / gain, gain
-
-
-def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor]]:
-    """Cut the compact order into groups of ``rows``: each one's index and its number of kept tokens, on the device."""
-    index_N, num_kept = order
-    num_tokens = index_N.shape[0]
-    if rows >= num_tokens:
-        return [order]
-    starts = torch.arange(0, num_tokens, rows, dtype=torch.int32, device=index_N.device)
-    kept_G = (num_kept - starts).clamp_(0, rows)
-    return [[index_N[i : i + rows], kept_G[g : g + 1]] for g, i in enumerate(range(0, num_tokens, rows))]
 
 
 def finished_groups(

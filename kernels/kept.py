@@ -17,17 +17,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from cce_dist.kernels import Cells, Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel, softcap_slope
 from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.fast_math import LOG_2, fast_log2, has_fast_math
 from cce_dist.kernels.lse import HEADROOM, Keep
-from cce_dist.kernels.tiles import interpreted
 
 SMALLEST = tl.constexpr(2.0**-126)  # normal number of fp32 and bf16
-LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 class Kept(NamedTuple):
@@ -138,10 +136,9 @@ def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: t
     )  # fmt: skip
     if factor_2R is not None:
         num_cols = kept.exp_NV.shape[1]
-        _with_entropy_kernel[(cdiv(num_rows, 8), cdiv(num_cols, 1024))](
-            kept.exp_NV, factor_2R, rows.num_kept, num_rows, num_cols,
-            FAST=torch.version.hip is None and not interpreted(), BLOCK_N=8, BLOCK_V=1024,
-        )  # fmt: skip
+        _with_entropy_kernel[(num_rows * cdiv(num_cols, 2048),)](
+            kept.exp_NV, factor_2R, rows.num_kept, num_rows, num_cols, FAST=has_fast_math(), BLOCK_V=2048
+        )
     return scale_R
 
 
@@ -241,17 +238,6 @@ def _row_scale_kernel(
     tl.store(scale_ptr + offs_n, tl.where(live, scale, 0.0), mask=in_n)
 
 
-@triton.jit
-def _log2(x, FAST: tl.constexpr):
-    """The logarithm to base 2; with FAST by one instruction, within 2^-22, where Triton's takes some thirty."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.log2(x)
-
-
 @kernel("exp_ptr", "exp_cols")
 def _with_entropy_kernel(
     exp_ptr,  # in, out: [R, B * BLOCK_V]
@@ -260,19 +246,20 @@ def _with_entropy_kernel(
     num_rows,
     exp_cols,
     FAST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    live = offs_n < tl.load(num_kept_ptr)
-    a = tl.load(row_factor_ptr + offs_n, mask=live, other=0)[:, None]
-    b = tl.load(row_factor_ptr + num_rows.to(tl.int64) + offs_n, mask=live, other=0)[:, None]
-    cells = exp_ptr + offs_n.to(tl.int64)[:, None] * exp_cols + offs_v[None, :]
-    mask = live[:, None] & (offs_v < exp_cols)[None, :]
-    e = tl.load(cells, mask=mask, other=0).to(tl.float32)
+    # Programs that run at a time have few rows and all of their columns: memory is read from one end to the other.
+    num_blocks = tl.cdiv(exp_cols, BLOCK_V)
+    row = tl.program_id(0) // num_blocks
+    if row >= tl.load(num_kept_ptr):
+        return
+    offs_v = tl.program_id(0) % num_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    a = tl.load(row_factor_ptr + row)
+    b = tl.load(row_factor_ptr + num_rows.to(tl.int64) + row)
+    cells = exp_ptr + row.to(tl.int64) * exp_cols + offs_v
+    e = tl.load(cells, mask=offs_v < exp_cols, other=0).to(tl.float32)
     # 0 times a logarithm is 0. A subnormal number, whose logarithm a GPU takes for that of 0, is next to nothing; so is what a
     # label's gradient left in a cell that will be written anew.
-    log_e = _log2(tl.maximum(e, SMALLEST), FAST)
+    log_e = fast_log2(tl.maximum(e, SMALLEST), FAST)
     grad = tl.where(e < SMALLEST, 0.0, e * (a + b * log_e))
-    tl.store(cells, grad.to(exp_ptr.dtype.element_ty), mask=mask)
+    tl.store(cells, grad.to(exp_ptr.dtype.element_ty), mask=offs_v < exp_cols)

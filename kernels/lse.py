@@ -19,6 +19,7 @@ inside the loop above it would cost registers.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,8 @@ from cce_dist.kernels.blocks import (
     tile_of_logits,
 )
 from cce_dist.kernels.budget import NUM_PLANES, cdiv, num_parts
+from cce_dist.kernels.candidates import Candidates, by_hand, list_candidates
+from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.tiles import Tile, Tiles, num_programs, precision
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
@@ -102,9 +105,10 @@ def lse_partials(
     want: Want = NOTHING_MORE,
     keep: Keep | None = None,
     marks: Marks | None = None,
+    lists: Candidates | None = None,
     want_sloped: bool = False,
 ) -> None:
-    """Write the partials of a span of tiles; fill what ``keep`` or ``marks`` ask for.
+    """Write the partials of a span of tiles; fill what ``keep``, ``marks`` or ``lists`` ask for.
 
     ``want_sloped`` adds the sum of exp times the softcap's slope.
     """
@@ -113,6 +117,7 @@ def lse_partials(
     reference_R, exp_RV, tile_reference_BR = keep or (None, None, None)
     tma = has_tma(rows.hidden, x.weight) and (exp_RV is None or has_tma(exp_RV))
     bound_R, log_eps, words_RW = marks or (reference_R, 0.0, None)
+    threshold_R, list_RM, count_R = lists or (None, None, None)
     grid = (cdiv(num_rows, tile.rows) * span.num_parts,)
     _lse_kernel[grid](
         # in
@@ -120,10 +125,12 @@ def lse_partials(
         rows.num_kept, bound_R, x.factors_N2, None if x.factors_N2 is None else rows.index,
         # out
         partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), tile_reference_BR,
-        words_RW,
+        words_RW, threshold_R, list_RM, count_R,
         # sizes
         num_rows, hidden_size, logits.num_valid, partials_KPR.shape[1], span.first, span.last, span.num_parts,
-        span.first_part, 0 if exp_RV is None else exp_RV.shape[1], 0 if words_RW is None else words_RW.shape[1],
+        span.first_part, *longest_first(span.last - span.first, span.num_parts),
+        0 if exp_RV is None else exp_RV.shape[1], 0 if words_RW is None else words_RW.shape[1],
+        None if lists is None else lists.room,
         # options
         logits.logit_scale, logits.softcap, log_eps,
         HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.softcap > 0.0,
@@ -131,6 +138,8 @@ def lse_partials(
         MASK_V=logits.num_valid % tile.cols != 0, WANT_BELOW=want.uniform, WANT_MOMENT=want.entropy,
         WANT_SQUARE=want.sum_p_squared, WANT_BEST=want.best,
         KEEP_EXP=exp_RV is not None, WANT_SLOPED=want_sloped, MARK=marks is not None,
+        LIST=lists is not None, BY_HAND=lists is not None and by_hand(),
+        FAST=has_fast_math() and not want.best,  # with which all measures together would spill
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
@@ -142,7 +151,21 @@ def choose_splits(num_rows: int, num_tiles: int, tile: Tile, device: torch.devic
     return num_parts(num_rows, num_tiles, tile.rows, num_programs(device))
 
 
-@kernel("hidden", "weight", "bias_ptr", "partial_ptr", "exp", "words_ptr", "hidden_size", "exp_cols")
+def longest_first(num_tiles: int, num_parts: int) -> tuple[int, int]:
+    """Return ``alike`` and ``step``, the numbers that order the parts of a span so that those with a tile more come first.
+
+    A device that runs them in the order of their columns would wait for the last ones with a tile more: with 501 tiles in 33
+    parts and 64 row blocks 132 programs at a time take as long as 250 tiles in a row, and 244 in this order.
+
+    Part s ends before tile (s + 1) num_tiles // num_parts. It has a tile more where s r mod P is P - r or above, r being the
+    remainder of num_tiles by P = num_parts. Where r and P have a divisor in common, that many parts are ``alike``, P over it
+    from one to the next. Among the others s r mod P counts down from P - 1 as s is multiplied by ``step``, r's inverse mod P.
+    """
+    alike = math.gcd(num_tiles, num_parts)
+    return alike, pow(num_tiles // alike, -1, num_parts // alike)
+
+
+@kernel("hidden", "weight", "bias_ptr", "partial_ptr", "exp", "words_ptr", "list_ptr", "hidden_size", "exp_cols")
 def _lse_kernel(
     hidden,  # in: [R, D] descriptor or pointer
     weight,  # in: [V, D] descriptor or pointer
@@ -155,6 +178,9 @@ def _lse_kernel(
     exp,  # out: [R, B * BLOCK_V] descriptor or pointer
     tile_reference_ptr,  # out: [B, R] fp32
     words_ptr,  # out: [R, W] int32
+    threshold_ptr,  # in: [R] fp32; with LIST, as are the next two
+    list_ptr,  # out: [R, 5 room] fp32
+    count_ptr,  # in, out: [R] int32
     num_rows,
     hidden_size,
     num_valid,
@@ -163,8 +189,11 @@ def _lse_kernel(
     last_tile,
     num_splits,
     first_split,
+    alike,
+    step,
     exp_cols,
     num_words,
+    room,
     logit_scale,
     softcap,
     log_eps,
@@ -179,6 +208,9 @@ def _lse_kernel(
     KEEP_EXP: tl.constexpr,
     WANT_SLOPED: tl.constexpr,
     MARK: tl.constexpr,
+    FAST: tl.constexpr,
+    LIST: tl.constexpr,
+    BY_HAND: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -192,7 +224,9 @@ def _lse_kernel(
     pid = tl.program_id(0)
     if pid >= num_row_blocks * num_splits:
         return
-    row_block, split = row_and_split(pid, num_row_blocks, num_splits, GROUP)
+    row_block, turn = row_and_split(pid, num_row_blocks, num_splits, GROUP)
+    period = num_splits // alike
+    split = turn % alike * period + (period - 1 - turn // alike) * step % period  # see longest_first
     row = row_block * BLOCK_N
     offs_n = row + tl.arange(0, BLOCK_N)
     in_n = offs_n < num_rows
@@ -219,6 +253,8 @@ def _lse_kernel(
         reference = tl.load(reference_ptr + offs_n, mask=offs_n < num_kept, other=float("inf"))
         threshold = reference + log_eps
         reference = tl.where(reference > float("-inf"), reference, 0.0)
+    if LIST:
+        limit = tl.load(threshold_ptr + offs_n, mask=offs_n < num_kept, other=float("inf"))
     bound = softcap
     if HAS_FACTORS:
         factor = factor_ptr + 2 * tl.load(index_ptr + offs_n, mask=in_n, other=0).to(tl.int64)
@@ -233,6 +269,11 @@ def _lse_kernel(
         )  # fmt: skip
         if HAS_FACTORS and HAS_SOFTCAP:
             z *= after
+        if LIST:
+            list_candidates(
+                z, limit, list_ptr, count_ptr, room, tile * BLOCK_V, offs_n, offs_n < num_kept,
+                BLOCK_N, BLOCK_V, BY_HAND,
+            )  # fmt: skip
         tile_max = tl.max(z, 1)
         new_max = tl.maximum(running_max, tile_max)
         if WANT_BEST:
@@ -244,7 +285,7 @@ def _lse_kernel(
         else:
             new_shift = tl.where(new_max > float("-inf"), new_max, 0.0)
         drop = new_shift - shift  # An empty sum of 0 stays 0 whatever this is.
-        e = tl.exp(z - new_shift[:, None])
+        e = _exp(z - new_shift[:, None], FAST)
         if WANT_BELOW:
             in_v = (tile * BLOCK_V + tl.arange(0, BLOCK_V) < num_valid)[None, :]
             below += count * tl.where(count > 0, drop, 0.0) + tl.sum(tl.where(in_v, new_shift[:, None] - z, 0.0), 1)
@@ -259,7 +300,7 @@ def _lse_kernel(
             small = e * SMALLER
             square = tl.where(square > 0, square * tl.exp(-2 * drop), square) + tl.sum(small * small, 1)
         if MARK:
-            _mark(words_ptr, e, threshold - new_shift, tile, offs_n, in_n, num_words, BLOCK_N, BLOCK_V)
+            _mark(words_ptr, e, threshold - new_shift, tile, offs_n, in_n, num_words, BLOCK_N, BLOCK_V, FAST)
         if WANT_SLOPED:
             e = sloped(e, z, bound)
             sum_sloped = tl.where(sum_sloped > 0, sum_sloped * tl.exp(-drop), sum_sloped) + tl.sum(e, 1)
@@ -301,13 +342,22 @@ def _moment(moment, sum_exp, e, z, top, drop, rise):
 
 
 @triton.jit
+def _exp(x, FAST: tl.constexpr):
+    """tl.exp, bit for bit; with FAST 0 instead of numbers below 2^-126, by two instructions instead of five."""
+    if FAST:
+        return fast_exp2(x * LOG2_E, FAST)
+    else:
+        return tl.exp(x)
+
+
+@triton.jit
 def _mark(
-    words_ptr, e, limit, tile, offs_n, in_n, num_words, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr
+    words_ptr, e, limit, tile, offs_n, in_n, num_words, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
     """Store one bit per logit of a tile, 0 where its exponential is below that of ``limit``."""
     # Compare exponentials, not logits: z may then leave its registers. NaN counts as kept; if the limit underflows, the whole
     # row is kept.
-    dropped = e < tl.exp(limit)[:, None]
+    dropped = e < _exp(limit, FAST)[:, None]
     bits = tl.where(dropped, 0, 1 << (tl.arange(0, BLOCK_V) % 32)[None, :])
     words = tl.sum(tl.reshape(bits, (BLOCK_N, BLOCK_V // 32, 32)), 2).to(tl.int32)
     offs_w = tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)

@@ -57,9 +57,16 @@ def merge_more(stats_TKN: Tensor, merged_KN: Tensor, ids_N: Tensor, cells: Cells
         best_N = torch.where(here, ids_TN, torch.iinfo(torch.int32).max).amin(0).long()
         best_N = best_N.masked_fill((ids_N < 0) | ~here.any(0), -1)  # a maximum of NaN is nobody's
     if cells is not None:
-        target_NI = stats_TKN[:, spec.first_target :].sum(0).t().contiguous()  # 0 on all shards but one
+        target_NI = stats_TKN[:, spec.first_target : spec.first_top].sum(0).t().contiguous()  # 0 on all shards but one
         nll_NI = masked(max_N[:, None] - target_NI + log_sum_N[:, None], cells.ids_NI)
     return More(nll_NI, target_NI, sum_p_squared_N, best_N)
+
+
+def merge_top(stats_TKN: Tensor, spec: Spec) -> Tensor:
+    """Merge the shards' largest keys, in falling order. -> [N, k]."""
+    keys_NK = keys_of_rows(stats_TKN[:, spec.first_top :])
+    # One shard's are in order already.
+    return keys_NK if stats_TKN.shape[0] == 1 else largest_keys([keys_NK], spec.want.top_k)
 
 
 def masked(values: Tensor, ids: Tensor) -> Tensor:
@@ -106,31 +113,16 @@ def _keys(z_RC: Tensor, ids: Tensor) -> Tensor:
     return (ordered.long() << 32) | (_LOW_BITS - ids)
 
 
-def span_of(top_k: int) -> int:
-    """Columns of a span in ``largest_in_spans``: top_k of them hold 2,048 columns at most, of a power of 2 up to 32."""
-    return min(32, 1 << ((2048 // top_k).bit_length() - 1))
+def rows_of_keys(keys_NK: Tensor) -> Tensor:
+    """Return keys as statistics of a shard: their upper halves, then their lower ones, as bits of fp32. -> [2 k, N]."""
+    lower_NK, upper_NK = keys_NK.contiguous().view(torch.int32).unflatten(1, (-1, 2)).unbind(2)
+    return torch.cat((upper_NK, lower_NK), 1).t().contiguous().view(torch.float32)
 
 
-def largest_in_spans(z_RC: Tensor, first_id: int, stop_id: int, top_k: int) -> Tensor:
-    """Return keys that hold the ``top_k`` largest of a block of logits, from the spans of columns that can have them.
-
-    The spans are ordered by their largest logit, then by place, the first span first. A logit outside of the ``top_k`` first
-    spans has one in each of those before it. So a block is looked at once, and only so many spans are sorted.
-
-    Args:
-        z_RC: Logits; whole spans.
-        first_id: Id of the first column.
-        stop_id: Ids from here on are padding, whose keys are LEAST_KEY.
-        top_k: At most 1,024.
-    """
-    span = span_of(top_k)
-    z_RBC = z_RC.unflatten(1, (-1, span))
-    spans_RB = torch.arange(z_RBC.shape[1], device=z_RC.device).expand(z_RBC.shape[:2])
-    if spans_RB.shape[1] > top_k:
-        spans_RB = of_keys(largest_keys([keys_of(z_RBC.amax(2), 0)], top_k))[1]
-        z_RBC = z_RBC.gather(1, spans_RB[:, :, None].expand(-1, -1, span))
-    ids_RC = (first_id + span * spans_RB[:, :, None] + torch.arange(span, device=z_RC.device)).flatten(1)
-    return _keys(z_RBC.flatten(1), ids_RC).masked_fill_(ids_RC >= stop_id, LEAST_KEY)
+def keys_of_rows(rows_TKN: Tensor) -> Tensor:
+    """Return the keys of all shards, from what ``rows_of_keys`` gave. [T, 2 k, N] -> [N, T k]."""
+    upper_TKN, lower_TKN = rows_TKN.view(torch.int32).long().chunk(2, 1)
+    return ((upper_TKN << 32) | (lower_TKN & _LOW_BITS)).permute(2, 0, 1).flatten(1)
 
 
 def largest_keys(keys: list[Tensor], top_k: int) -> Tensor:

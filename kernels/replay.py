@@ -7,14 +7,14 @@ shapes, strides, dtypes, alignments and options are the same. So a call is made 
 first     ordinarily
 second    ordinarily, while a tape notes it (``tape.py``)
 later     the tape's steps alone (``steps.py``): each kernel's compiled launcher, with addresses in place of tensors, and each
-          torch operator and collective again
+          torch operator and collective again; many launches as one where all addresses come again (``graphs.py``)
 
-A replay takes the tensors where they are, and holds no memory between calls; a CUDA graph has addresses and memory of its own.
-It decides on no arithmetic: it launches what was compiled for the recorded call, with the same numbers, so the bits are the
-same. It can be captured into a graph, and several threads and streams may replay the same call side by side.
+A replay takes the tensors where they are, and holds no memory between calls. It decides on no arithmetic: it launches what was
+compiled for the recorded call, with the same numbers, so the bits are the same. It can be captured into a CUDA graph by the
+user, and several threads and streams may replay the same call side by side.
 
-``CCE_DIST_REPLAY=0`` turns replays off. They need a GPU of NVIDIA and a Triton whose launcher is known; else, and while
-somebody has hooks on Triton's launches, every call is ordinary.
+``CCE_DIST_REPLAY=0`` turns replays off, and ``CCE_DIST_REPLAY=launches`` the graphs alone. Replays need a GPU of NVIDIA and a
+Triton whose launcher is known; else, and while somebody has hooks on Triton's launches, every call is ordinary.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Replayed:
         more = self.replayable(args[-1])
         if more is None:
             return self.function(*args)
-        tensors, key = _tensors_and_key(args, more)
+        tensors, addresses, key = _tensors_and_key(args, more)
         with self.lock:
             known = key in self.plans
             if known:
@@ -90,7 +90,7 @@ class Replayed:
             if not known and not record:
                 _add_bounded(self.seen, key, None, MOST_SEEN)
         if plan is not None and not _watched():
-            return plan(tensors)
+            return plan(tensors, addresses)
         return self._record(args, tensors, key) if record else self.function(*args)
 
     def forget(self) -> None:
@@ -120,7 +120,7 @@ def _add_bounded(entries: OrderedDict, key: tuple, value: Any, most: int) -> Non
         entries.popitem(last=False)
 
 
-def _tensors_and_key(args: Sequence[Any], more: tuple) -> tuple[list[Tensor], tuple]:
+def _tensors_and_key(args: Sequence[Any], more: tuple) -> tuple[list[Tensor], list[int], tuple]:
     tensors: list[Tensor] = []
     settings = torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision(), os.environ.get("CCE_DIST_TILES")
     key: list[Any] = [more, settings]
@@ -136,7 +136,7 @@ def _tensors_and_key(args: Sequence[Any], more: tuple) -> tuple[list[Tensor], tu
             key.append(value)
     if len(set(addresses)) < len(addresses):  # Some are the same tensor.
         key.append(tuple(map(addresses.index, addresses)))
-    return tensors, tuple(key)
+    return tensors, addresses, tuple(key)
 
 
 @contextmanager
@@ -176,7 +176,7 @@ class Shared:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.idle = plan, [Replay(plan)]
 
-    def __call__(self, tensors: list[Tensor]) -> Any:
+    def __call__(self, tensors: list[Tensor], addresses: list[int]) -> Any:
         try:
             replay = self.idle.pop()
         except IndexError:
@@ -184,7 +184,7 @@ class Shared:
         device = self.plan.device
         try:
             with _current(device), _without_autocast(device.type):
-                return replay(tensors, _stream(device))
+                return replay(tensors, addresses, _stream(device))
         finally:
             self.idle.append(replay)
 

@@ -3,29 +3,35 @@
 A storage of the recorded call is one of four kinds:
 
 input      a tensor that the call is given
-made       the result of an operator or of a collective, which makes it again
-own        uninitialised memory that the call returns, or a large intermediate: allocated before its first step, and dropped
-           after its last one unless it is returned
-small      an intermediate of up to ``LARGE`` bytes: at a fixed place in a workspace that all of them share
+made       the result of a collective, or of an operator that writes to no memory that is there: each call has it made again
+own        memory that the call returns; it is allocated
+planned    an intermediate: at a fixed place in a workspace that all of them share, one allocation a call
 
-So a replay takes no more memory than the recorded call, but for the small ones, whose places were decided once from the first
-and the last step that touches them. Their tensors are the same in each call, and operators write into them where they can.
+The places in the workspace were decided once, from the first and the last step that touches each intermediate. Their tensors
+are the same in each call, and operators write into them and into the memory that is returned.
+
+A call allocates before its first step, so that nothing stands between its launches and they can go as one (``graphs.py``).
+Where that takes more memory than the recorded call did, intermediates of more than ``LARGE`` bytes are ``own``, too, and the
+steps are cut into phases. A phase allocates what it is the first to touch, and gives back what it is the last to touch.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import lru_cache, partial
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cce_dist.kernels import graphs
 from cce_dist.kernels.tape import Again, Launch, Matrix, Op, Place, Tape, Thing, aten, mapped
 
 LARGE = 1 << 20  # bytes; an allocation of more costs as much time, and is worth giving back early
+SLACK = 4 << 20  # bytes that a call may take beyond the recorded one: twice what torch rounds a large allocation to
 ALIGNMENT = 512  # bytes, as the allocator's: a small tensor is as aligned as it was when the kernels were compiled
 MOST_ADDRESSES = 16  # of a matrix, whose tensor maps are kept
 WORKSPACE = 0  # the workspace's place among the tensors of a call; storage n of a tape is n + 1
@@ -36,14 +42,16 @@ class Plan:
     """All that is known of a call before its tensors are.
 
     Attributes:
-        tape: What was recorded, without its tensors.
+        steps, result: Of the tape, without its tensors.
         device: Of all tensors.
-        offsets: Of the small storages, in the workspace.
+        offsets: Of the planned storages, in the workspace.
         workspace_bytes: Of all of them together.
         made: Storages that a step makes.
-        last: The last step that touches a storage, for those that are dropped after it.
         own: Storages to allocate.
+        numbers: Storages of 0-d tensors that the call is given or returns. One like a loss is somewhere else in each step where
+            somebody keeps those of all steps.
         whole: Place of the tensor that a call has of each storage: what it is given, makes or allocates.
+        phases: The steps of each phase, and the storages that it allocates and gives back.
     """
 
     def __init__(self, tape: Tape, device: torch.device) -> None:
@@ -55,22 +63,80 @@ class Plan:
         for step in tape.steps:  # A collective may be under way until the call ends.
             if isinstance(step, Again):
                 last.update((place.storage, len(tape.steps)) for place in _places(step.args))
-        small = {n for n, size in enumerate(tape.sizes) if n >= tape.num_inputs and n not in returned and size <= LARGE}
+        end = max(len(tape.steps), 1)
+        for number in returned:
+            first.setdefault(number, 0)
+            last[number] = end
+        new = {n for n in range(tape.num_inputs, self.num_storages) if n in first}
         self.made = {
             place.storage
             for step in tape.steps
             for place in _places(getattr(step, "result", None))
-            if place.storage not in small or isinstance(step, Again) or _into_memory(step, device) is None
-        }
-        self.offsets, self.workspace_bytes = lay_out(small - self.made, tape.sizes, first, last)
-        others = set(range(tape.num_inputs, self.num_storages)) - small - self.made
-        self.own = {n for n in others if n in first or n in returned}
+            if isinstance(step, Again) or _into_memory(step, device) is None
+        } & new
+        lives = {n: (first[n], last[n], tape.sizes[n]) for n in sorted(new)}
+        passing = [(number, number, _temporary_bytes(step, device)) for number, step in enumerate(tape.steps)]
+        most = SLACK + max(_alive([*lives.values(), *passing], step, step) for step in range(end))
+        planned = new - returned - self.made
+        self.offsets, self.workspace_bytes = lay_out(planned, tape.sizes, first, last)
+        stops = [end]
+        aside = sum(tape.sizes[n] for n in new - planned) + max((size for *_, size in passing), default=0)
+        if aside + self.workspace_bytes > most:
+            planned = {n for n in planned if tape.sizes[n] <= LARGE}
+            self.offsets, self.workspace_bytes = lay_out(planned, tape.sizes, first, last)
+            others = [live for n, live in lives.items() if n not in planned]
+            stops = _cut([*others, *passing], most - self.workspace_bytes, end)
+        self.own = new - planned - self.made
+        outside = {*range(tape.num_inputs), *returned}
+        self.numbers = {n for n in outside if tape.firsts[n].size == ()}
         places = [place for use in (_places(tape.result), *uses) for place in use]
         self.whole = {
             n: _whole(n, tape.sizes[n], places) if n in self.own else place for n, place in enumerate(tape.firsts)
         }
-        self.first = {n: first.get(n, 0) for n in self.own}
-        self.last = {n: last[n] for n in (*self.own, *self.made) if n in last and n not in returned}
+        self.phases = [
+            Phase(
+                slice(start, stop),
+                [n for n in sorted(self.own) if start <= first[n] < stop],
+                [n for n in sorted(self.own | self.made) if start <= last[n] < stop < end],
+            )
+            for start, stop in pairwise([0, *stops])
+        ]
+
+
+class Phase(NamedTuple):
+    """Steps that nothing is allocated between.
+
+    Attributes:
+        steps: Where they are among the plan's.
+        allocated: Storages that are allocated before the first of them.
+        dropped: Storages that are given back after the last of them; the call's end does that for the last phase.
+    """
+
+    steps: slice
+    allocated: list[int]
+    dropped: list[int]
+
+
+def _temporary_bytes(step: Any, device: torch.device) -> int:
+    """What an operator may allocate while it works, if it is one that does: a sort takes about what it reads and writes."""
+    if not isinstance(step, Op) or _launches_alone(step if step.result is None else _into_memory(step, device) or step):
+        return 0
+    return sum(torch.Size(place.size).numel() * place.dtype.itemsize for place in _places(step))
+
+
+def _alive(lives: Iterable[tuple[int, int, int]], start: int, last: int) -> int:
+    """Return the bytes of what is alive at some of these steps."""
+    return sum(size for begin, end, size in lives if begin <= last and start <= end)
+
+
+def _cut(lives: Sequence[tuple[int, int, int]], most: int, num_steps: int) -> list[int]:
+    """Return where phases stop, each as long as ``most`` bytes hold all that is alive at any of its steps."""
+    stops, start = [], 0
+    for step in range(num_steps):
+        if start < step and _alive(lives, start, step) > most:
+            stops.append(step)
+            start = step
+    return [*stops, num_steps]
 
 
 def _places(value: Any) -> list[Place]:
@@ -139,9 +205,7 @@ class Written(NamedTuple):
 
 
 def _into_memory(op: Any, device: torch.device) -> Written | None:
-    """Return the call that writes an operator's result to its place, by a kernel of its own; None if there is none."""
-    if not isinstance(op.result, Place):
-        return None
+    """Return the call that writes an operator's results to their places, by a kernel of its own; None if there is none."""
     packet = op.function.overloadpacket
     if packet in (aten.zeros, aten.zeros_like, aten.new_zeros):
         return Written(aten.zero_.default, (op.result,), {})
@@ -149,16 +213,27 @@ def _into_memory(op: Any, device: torch.device) -> Written | None:
         return Written(aten.fill_.Scalar, (op.result, op.args[-1]), {})
     if packet in (aten._to_copy, aten.clone):
         return Written(aten.copy_.default, (op.result, op.args[0]), {})
+    if op.function == aten.sum.default:  # what it calls
+        return Written(aten.sum.IntList_out, (*op.args, []), {**op.kwargs, "out": op.result})
     form = _out_form(op.function, device.type.upper())
     if form is None:
         return None
-    function, out, names = form
-    return Written(function, op.args, {**{k: v for k, v in op.kwargs.items() if k in names}, out: op.result})
+    results = (op.result,) if isinstance(op.result, Place) else op.result
+    kwargs = {name: value for name, value in op.kwargs.items() if name in form.names}
+    return Written(form.function, op.args, {**kwargs, **dict(zip(form.outs, results, strict=True))})
+
+
+class OutForm(NamedTuple):
+    """An overload that writes into memory, its arguments for that, and the names of all its arguments."""
+
+    function: Any
+    outs: list[str]
+    names: frozenset[str]
 
 
 @lru_cache(maxsize=512)
-def _out_form(function: Any, dispatch_key: str) -> tuple[Any, str, frozenset[str]] | None:
-    """Return the overload that writes into memory, its argument for that, and the names of all its arguments.
+def _out_form(function: Any, dispatch_key: str) -> OutForm | None:
+    """Return the overload that does the same and writes into memory; None if there is none.
 
     Some overloads of the kind only copy what the function returns; they have no kernel for a device.
     """
@@ -170,16 +245,16 @@ def _out_form(function: Any, dispatch_key: str) -> tuple[Any, str, frozenset[str
     for overload in (getattr(packet, name) for name in packet.overloads()):
         arguments = overload._schema.arguments
         outs = [a.name for a in arguments if a.is_out]
-        alike = len(outs) == 1 and given(arguments) == given(function._schema.arguments)
+        alike = outs and given(arguments) == given(function._schema.arguments)
         if alike and torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), dispatch_key):
-            return overload, outs[0], frozenset(a.name for a in arguments)
+            return OutForm(overload, outs, frozenset(a.name for a in arguments))
     return None
 
 
 class Replay:
     """A plan's steps with room for one call's tensors: one call at a time goes through it.
 
-    The small tensors that operators work on live here for good. Their workspace is empty between calls.
+    The tensors in the workspace that operators work on live here for good. The workspace is empty between calls.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -188,26 +263,43 @@ class Replay:
         self.held: list[Any] = [None] * (plan.num_storages + 1)
         self.address = [0] * (plan.num_storages + 1)
         self.things: list[Any] = [None] * sum(isinstance(step, Again) for step in plan.steps)
-        self.small: dict[Place, Tensor] = {}
+        self.planned: dict[Place, Tensor] = {}
         self.workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=plan.device).untyped_storage()
         self.steps: list[Callable[[int], None]] = []
-        for number, step in enumerate(plan.steps):
-            self.steps += [_Allocate(self, plan.whole[n]) for n, first in plan.first.items() if first == number]
-            self.steps.append(_KINDS[type(step)](self, step))
-            done = [n + 1 for n, last in plan.last.items() if last == number]
-            self.steps += [_Drop(self, done)] if done else []
+        for phase in plan.phases:
+            self.steps += [_Allocate(self, phase.allocated)] if phase.allocated else []
+            self.steps += self._joined([_KINDS[type(step)](self, step) for step in plan.steps[phase.steps]])
+            self.steps += [_Drop(self, phase.dropped)] if phase.dropped else []
         self.result = self.bring(mapped(plan.result, self.fixed))
         self.workspace.resize_(0)
         # Where launches alone touch the workspace, any memory will do.
         self.allocate = _allocator(Place(-1, 0, torch.uint8, (plan.workspace_bytes,), (1,)), plan.device)
 
-    def __call__(self, tensors: Sequence[Tensor], stream: int) -> Any:
+    def _joined(self, steps: Sequence[Any], loose: Set[int] = frozenset()) -> list[Callable[[int], None]]:
+        """Make one step of each stretch of steps that can be launched as one and touch no loose storage.
+
+        Where a stretch is at new addresses, what it holds apart from numbers may still be where it was.
+        """
+        joined: list[Callable[[int], None]] = []
+        for joins, group in groupby(
+            steps, lambda step: step.joins and loose.isdisjoint(place.storage for place in step.places)
+        ):
+            stretch = list(group)
+            if not joins or len(stretch) < graphs.FEWEST_STEPS or not graphs.available():
+                joined += stretch
+                continue
+            storages = {place.storage for step in stretch for place in step.places}
+            parts = stretch if storages.isdisjoint(self.plan.numbers) else self._joined(stretch, self.plan.numbers)
+            numbers = sorted({self.source(place)[0] for step in stretch for place in step.places})
+            joined.append(graphs.Together(stretch, parts, self.address, numbers, self.plan.device))
+        return joined
+
+    def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int], stream: int) -> Any:
         held, address = self.held, self.address
+        inputs = slice(1, len(tensors) + 1)
         try:
-            for number, tensor in enumerate(tensors, 1):
-                held[number] = tensor
-                address[number] = tensor.data_ptr()
-            if self.small:
+            held[inputs], address[inputs] = tensors, addresses
+            if self.planned:
                 self.workspace.resize_(self.plan.workspace_bytes)
                 address[WORKSPACE] = self.workspace.data_ptr()
             elif self.plan.workspace_bytes:
@@ -218,7 +310,7 @@ class Replay:
             return self.result()
         finally:
             held[:], self.things[:] = [None] * len(held), [None] * len(self.things)
-            if self.small:
+            if self.planned:
                 self.workspace.resize_(0)
 
     def keep(self, place: Place, tensor: Tensor) -> None:
@@ -232,14 +324,14 @@ class Replay:
         return (place.storage + 1, place.offset) if offset is None else (WORKSPACE, offset + place.offset)
 
     def fixed(self, value: Any) -> Any:
-        """Return the tensor at a small storage's place, which is the same in each call; other values as they are."""
+        """Return the tensor at a planned storage's place, which is the same in each call; other values as they are."""
         if not isinstance(value, Place) or value.storage not in self.plan.offsets:
             return value
-        if value not in self.small:
+        if value not in self.planned:
             tensor = torch.empty(0, dtype=value.dtype, device=self.plan.device)
             offset = self.source(value)[1] // value.dtype.itemsize
-            self.small[value] = tensor.set_(self.workspace, offset, value.size, value.stride)  # pyright: ignore
-        return self.small[value]
+            self.planned[value] = tensor.set_(self.workspace, offset, value.size, value.stride)  # pyright: ignore
+        return self.planned[value]
 
     def bring(self, template: Any) -> Callable[[], Any]:
         """Return a function that makes a nest of tuples and lists, with this call's tensors and things in their places."""
@@ -274,22 +366,24 @@ def _allocator(place: Place, device: torch.device) -> Callable[[], Tensor]:
 
 
 class _Allocate:
-    """Memory for a storage from here on."""
+    """Memory for some storages from here on."""
 
-    def __init__(self, replay: Replay, place: Place) -> None:
-        self.held, self.address, self.number = replay.held, replay.address, place.storage + 1
-        self.allocate = _allocator(place, replay.plan.device)
+    def __init__(self, replay: Replay, numbers: Sequence[int]) -> None:
+        self.held, self.address, plan = replay.held, replay.address, replay.plan
+        self.allocators = [(number + 1, _allocator(plan.whole[number], plan.device)) for number in numbers]
 
     def __call__(self, stream: int) -> None:
-        tensor = self.held[self.number] = self.allocate()
-        self.address[self.number] = tensor.data_ptr()
+        held, address = self.held, self.address
+        for number, allocate in self.allocators:
+            tensor = held[number] = allocate()
+            address[number] = tensor.data_ptr()
 
 
 class _Drop:
     """The end of some tensors."""
 
-    def __init__(self, replay: Replay, numbers: Sequence[int]) -> None:
-        self.held, self.numbers = replay.held, numbers
+    def __init__(self, replay: Replay, storages: Sequence[int]) -> None:
+        self.held, self.numbers = replay.held, [storage + 1 for storage in storages]
 
     def __call__(self, stream: int) -> None:
         for number in self.numbers:
@@ -335,7 +429,10 @@ class _Described:
 class _Launch:
     """A kernel's launch: addresses go where tensors were."""
 
+    joins = True  # others in one launch
+
     def __init__(self, replay: Replay, launch: Launch) -> None:
+        self.places = _places(launch)
         compiled, self.address = launch.compiled, replay.address
         self.run, first, encoders = _c_launcher(compiled) or (compiled.run, [compiled.packed_metadata], None)
         # Nobody watches launches, or the call would be ordinary: no metadata for hooks, and no hooks.
@@ -405,6 +502,22 @@ def _unwatched(bring: Callable[[], Any]) -> Callable[[], Any]:
     return unwatched
 
 
+def _launches_alone(call: Any) -> bool:
+    """Whether an operator's call is known to launch kernels alone: it allocates and draws nothing, and copies from no CPU."""
+    constants: list[Tensor] = []
+    mapped((call.args, call.kwargs), lambda value: constants.append(value) if isinstance(value, Tensor) else None)
+    function = call.function
+    if torch.Tag.pointwise in function.tags:  # a constant among its arguments becomes one of its kernel's
+        return torch.Tag.nondeterministic_seeded not in function.tags
+    return function.overloadpacket in _LAUNCHING and not constants
+
+
+_LAUNCHING = {
+    aten.zero_, aten.fill_, aten.copy_, aten.masked_fill_, aten.where, aten.sum, aten.amax, aten.amin, aten.cat,
+    aten.gather, aten.index_select,
+}  # fmt: skip
+
+
 class _Op:
     """A torch operator's call, into memory that is there or into tensors of its own."""
 
@@ -415,6 +528,8 @@ class _Op:
             self.made = _places(op.result)
         elif op.result is not None:
             call = _into_memory(op, replay.plan.device)
+        self.places = _places(call)
+        self.joins = not self.made and _launches_alone(call)
         self.function = call.function._op  # the overload itself, which its Python object calls
         args, self.kwargs = mapped((call.args, call.kwargs), replay.fixed)
         self.args = list(args)
@@ -441,6 +556,8 @@ class _Op:
 
 class _Again:
     """A call of a function as it is."""
+
+    joins = False
 
     def __init__(self, replay: Replay, again: Again) -> None:
         self.replay, self.function, self.result = replay, again.function, again.result

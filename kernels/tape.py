@@ -1,11 +1,11 @@
 """What a call did, noted while it did it: the kernels it launched and the torch operators between them, with their tensors.
 
 A tape knows tensors by their place: a number of the storage, and an offset in it. The storages are those of the call's inputs
-and those that its operators made. Nothing is noted of views and of uninitialised memory but where they are. ``replay.py`` turns
+and those that its operators made. Nothing is noted of views and of uninitialised memory but where they are. ``steps.py`` turns
 a tape into steps that need neither the tensors nor the code that made them.
 
 A call that the tape cannot follow is refused, with a reason, and goes on undisturbed: one that reads a tensor nobody gave it,
-asks a tensor for its value, or gets two inputs that are different parts of one tensor.
+asks a tensor for its value, or gets inputs that are on several devices or different parts of one tensor.
 """
 
 from __future__ import annotations
@@ -144,6 +144,8 @@ class Tape(TorchDispatchMode):
         self._num_things = 0
         # A weak reference keeps a storage's identity for it, and not its memory.
         self._storages: list[StorageWeakRef] = []
+        if len({tensor.device for tensor in inputs}) > 1:
+            self.refused = "the inputs are on several devices"
         for tensor in inputs:
             number = self._numbers.get(tensor.untyped_storage()._cdata)
             self._add(tensor, 0)

@@ -69,7 +69,7 @@ def interpreted() -> bool:
 
 def choose_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
     """Return the tiles for a dtype on a device: the user's own (the file that CCE_DIST_TILES names), else the table's."""
-    return _chosen(dtype, device, os.environ.get("CCE_DIST_TILES"), precision(dtype))
+    return _chosen(dtype, real_device(device), os.environ.get("CCE_DIST_TILES"), precision(dtype))
 
 
 @lru_cache(maxsize=64)
@@ -95,7 +95,7 @@ def screen_tile(device: torch.device, softcap: bool) -> Tile:
     """Return the tile of the product in 8 bits, which takes Hopper or later."""
     if interpreted():
         return Tile(16, 64, 16, 4, 1)
-    return _OF_SCREEN[min(12, torch.cuda.get_device_capability(device)[0]), softcap]
+    return _OF_SCREEN[min(12, torch.cuda.get_device_capability(real_device(device))[0]), softcap]
 
 
 @lru_cache(maxsize=8)
@@ -132,10 +132,19 @@ def _validate(path: str, table: dict[tuple[str, str], Tiles]) -> None:
             raise ValueError(f"{path}: {key}: a product's inner side is longer than the dlogits tile that fills it")
 
 
-@lru_cache(maxsize=16)
 def num_programs(device: torch.device) -> int:
     """Programs that run at once when each fills a multiprocessor."""
-    return 4 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
+    return 4 if interpreted() else _num_multiprocessors(real_device(device))
+
+
+@lru_cache(maxsize=16)
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def real_device(device: torch.device) -> torch.device:
+    """Return the device whose kernels a call takes: in a rehearsal, whose tensors are on "meta", the current one."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "meta" else device
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -113,6 +113,17 @@ def _compact_kernel(
     tl.store(num_kept_ptr, num_kept)
 
 
+def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor]]:
+    """Cut the compact order into groups of ``rows``: each one's index and its number of kept tokens, on the device."""
+    index_N, num_kept = order
+    num_tokens = index_N.shape[0]
+    if rows >= num_tokens:
+        return [order]
+    starts = torch.arange(0, num_tokens, rows, dtype=torch.int32, device=index_N.device)
+    kept_G = (num_kept - starts).clamp_(0, rows)
+    return [[index_N[i : i + rows], kept_G[g : g + 1]] for g, i in enumerate(range(0, num_tokens, rows))]
+
+
 def gathered(hidden_ND: torch.Tensor, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor) -> Rows:
     """Return a group of tokens, its hidden states gathered into the first rows of the buffer as ``gather_rows`` fills them."""
     rows = Rows(order[0], order[1], buffer_RD[: order[0].shape[0]])

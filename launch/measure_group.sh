@@ -1,22 +1,35 @@
 #!/usr/bin/env bash
-# Measures a group of T GPUs of this machine, in under nine minutes:
+# Measures a group of T GPUs of this machine, in parts that each take less than four minutes:
 #
-#   launch/measure_group.sh 8 [FOLDER]
+#   launch/measure_group.sh 8                     all parts
+#   launch/measure_group.sh 4 verify bench        these alone
 #
-# The steps: verify on T ranks; bench of the vocabulary over T ranks and on one; the last stage of Megatron and of DeepSpeed; a
-# short pretrain of each engine, with T = tensor x pipeline x data ranks. Each step has a limit in seconds, so that a slow one
-# does not cost the others. FOLDER (default: $OUT, else runs/group) gets at most eight files: a log of all output, a table of
-# what came of each step, and what each step measured. The exit code is 0 if no step failed.
+# verify    the matrix of cases on T ranks; the first time its kernels are compiled
+# bench     the vocabulary over T ranks and on one, two heads
+# stages    the last stage of Megatron and of DeepSpeed
+# pretrain  a short run of each engine, with T = tensor x pipeline x data ranks
+# kill      a rank of a run is killed; the run goes on in the same bits, and with half as many ranks
 #
-# DEVICE   cuda (default) or cpu, where only verify and the torch engine run
-# SHAPES, TOKENS, REPEATS   of bench (default: Llama-3-8B, Gemma-2-2B and Qwen-2.5-7B; 8192; 5)
+# Each step has a limit in seconds, so that a slow one does not cost the others. The folder $OUT (default: runs/group) gets a log
+# of all output, a table of what came of each step, and what each step measured. The exit code is 0 if no step failed.
+#
+# DEVICE   cuda (default) or cpu, where only verify, the torch engine and kill run
+# SHAPES, TOKENS, REPEATS   of bench (default: Llama-3-8B and Gemma-2-2B; 8192; 4) and of the stages (Llama-3-8B)
+# SIZES    of bench's groups (default: T,1)
 # PRESET, STEPS, CORPUS     of pretrain (default: base, 20, Python's standard library)
+# LIMIT    seconds of a step at most (default: its own limit)
 # ONLY     text in the names of verify's cases (default: all)
 # PYTHON   the interpreter (default: python3)
 set -uo pipefail
 
-ranks=${1:?usage: launch/measure_group.sh T [FOLDER]}
-out=${2:-${OUT:-runs/group}}
+ranks=${1:?usage: launch/measure_group.sh T [verify] [bench] [stages] [pretrain] [kill]}
+shift
+parts=(verify bench stages pretrain kill)
+for part in "$@"; do
+    [[ " ${parts[*]} " == *" $part "* ]] || { echo "launch/measure_group.sh: $part is none of: ${parts[*]}" >&2 && exit 2; }
+done
+[ $# -eq 0 ] || parts=("$@")
+out=${OUT:-runs/group}
 device=${DEVICE:-cuda}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
@@ -35,6 +48,7 @@ failed=0
 step() {
     local name=$1 limit=$2 file=$3 start=$SECONDS code=0 outcome=ok from said
     shift 3
+    limit=$((limit < ${LIMIT:-999} ? limit : LIMIT))
     printf '== %s: %s\n' "$name" "$*" | tee -a "$out/log.txt"
     from=$(wc -c <"$out/log.txt")
     # Into a file: a pipe would stay open as long as one lost rank lives.
@@ -56,46 +70,75 @@ on_gpus() {
     if [ "$device" = cuda ]; then step "$@"; else rows+=("| $1 | not run: it needs GPUs | 0 | |"); fi
 }
 
-bench() {
-    local name=$1 limit=$2
-    shift 2
+# heads NAME LIMIT SHAPES OPTIONS...: what bench measures of some heads.
+heads() {
+    local name=$1 limit=$2 shapes=$3
+    shift 3
     # shellcheck disable=SC2086  # several shapes, several numbers of tokens
-    on_gpus "$name" "$limit" bench.json "${cce[@]}" bench --shapes ${SHAPES:-llama-3-8b gemma-2-2b qwen-2.5-7b} \
-        --tokens ${TOKENS:-8192} --repeats "${REPEATS:-5}" --out "$work/$name" "$@"
+    on_gpus "$name" "$limit" bench.json "${cce[@]}" bench --shapes $shapes --tokens ${TOKENS:-8192} \
+        --repeats "${REPEATS:-4}" --out "$work/$name" "$@"
 }
 
-# The layout: two pipeline stages from 4 ranks on, two data-parallel halves from 8 on, tensor-parallel ranks else.
-pp=$((ranks % 4 == 0 ? 2 : 1))
-dp=$((ranks % 8 == 0 ? 2 : 1))
-pretrain() {
-    local run=$1 limit=$2 engine=$3
+# train RUN ENGINE LIMIT OPTIONS...: a run of STEPS steps, without checkpoints.
+train() {
+    local run=$1 engine=$2 limit=$3
     shift 3
     "$run" "pretrain-$engine" "$limit" metrics.jsonl "${cce[@]}" pretrain --engine "$engine" --device "$device" --no-resume \
         --preset "${PRESET:-base}" --steps "${STEPS:-20}" --eval-every "${STEPS:-20}" --checkpoint-every 0 \
         ${CORPUS:+--corpus "$CORPUS"} --corpus-mib 4 --cache "$work/corpus" --out "$work/pretrain-$engine" "$@"
 }
 
-step verify 100 none "${cce[0]}" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m cce_dist verify \
-    --device "$device" --only "${ONLY:-}"
-group=(cce-dist-default cce-dist-cached cce-dist-filtered torch-compile megatron-fused)
-sizes=$ranks
-if [ "$ranks" -gt 1 ]; then
-    group+=(cce-dist-cached-sp cce-dist-default-sp cce-dist-filtered-sp)
-    sizes=$ranks,1
-fi
-# A name that bench does not know is an error: rows of libraries that are not installed are left out.
-if [ "$device" = cuda ]; then
-    known=$("${cce[@]}" bench --methods list --tp "$sizes")
-    mapfile -t group < <(grep -Fx -f <(printf '%s\n' "${group[@]}") <<<"$known")
-fi
-bench bench 145 --tp "$sizes" --methods "${group[@]}"
-bench stage-megatron 50 --stage megatron --tp "$ranks"
-bench stage-deepspeed 50 --stage deepspeed --tp "$ranks"
-half=(--dtype bfloat16 --batch-size $((4 * ranks)) --accumulate 2)
-[ "$device" = cuda ] || half=()
-pretrain step 40 torch --tp $((ranks / dp)) --dp "$dp" "${half[@]}"
-pretrain on_gpus 40 megatron --tp $((ranks / pp / dp)) --pp "$pp" --dp "$dp" "${half[@]}"
-pretrain on_gpus 40 deepspeed --tp $((ranks / pp / dp)) --pp "$pp" --dp "$dp" "${half[@]}"
+verify() {
+    step verify 230 none "${cce[0]}" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m cce_dist verify \
+        --device "$device" --only "${ONLY:-}"
+}
+
+bench() {
+    local group=(cce-dist-default cce-dist-cached cce-dist-filtered torch-compile megatron megatron-fused)
+    local sizes=${SIZES:-$ranks} known
+    if [ "$ranks" -gt 1 ]; then
+        sizes=${SIZES:-$ranks,1}
+        group+=(cce-dist-default-sp cce-dist-filtered-sp megatron-fused-sp torch-loss-parallel deepspeed)
+    fi
+    # A name that bench does not know is an error: rows of libraries that are not installed are left out.
+    if [ "$device" = cuda ]; then
+        known=$("${cce[@]}" bench --methods list --tp "$sizes")
+        mapfile -t group < <(grep -Fx -f <(printf '%s\n' "${group[@]}") <<<"$known")
+    fi
+    heads bench 220 "${SHAPES:-llama-3-8b gemma-2-2b}" --tp "$sizes" --methods "${group[@]}"
+}
+
+stages() {
+    heads stage-megatron 110 "${SHAPES:-llama-3-8b}" --stage megatron --tp "$ranks"
+    heads stage-deepspeed 110 "${SHAPES:-llama-3-8b}" --stage deepspeed --tp "$ranks"
+}
+
+# The layout: from 4 ranks on two data-parallel halves for torch, and two pipeline stages for the others, which have halves from 8
+# ranks on; tensor-parallel ranks else.
+pretrain() {
+    local two=$((ranks % 4 == 0 ? 2 : 1)) dp=$((ranks % 8 == 0 ? 2 : 1)) engine
+    local half=(--dtype bfloat16 --batch-size $((4 * ranks)) --accumulate 2)
+    [ "$device" = cuda ] || half=()
+    train step torch 75 --tp $((ranks / two)) --dp "$two" "${half[@]}"
+    for engine in megatron deepspeed; do
+        train on_gpus "$engine" 75 --tp $((ranks / two / dp)) --pp "$two" --dp "$dp" "${half[@]}"
+    done
+}
+
+kill_and_go_on() {
+    PYTHONPATH=$root/tests:$PYTHONPATH step kill 230 none "${cce[0]}" "$root/tests/lost_rank.py" --ranks "$ranks" \
+        --then $((ranks > 1 ? ranks / 2 : 1)) --device "$device"
+}
+
+for part in "${parts[@]}"; do
+    case $part in
+        verify) verify ;;
+        bench) bench ;;
+        stages) stages ;;
+        pretrain) pretrain ;;
+        kill) kill_and_go_on ;;
+    esac
+done
 
 {
     printf '\nT = %s, %s, %s s\n\n| step | outcome | s | last line |\n|---|---|---:|---|\n' "$ranks" "$device" "$SECONDS"

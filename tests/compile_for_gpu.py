@@ -5,49 +5,64 @@
 
 The host code runs as it is, on CPU tensors of a model's width; every launch is compiled instead of made. What the kernels
 would have written is then zeros, so this says nothing of their arithmetic, which the interpreter tests, but does say whether
-they compile for the device, at the sizes that it gets, and what they spill.
+they compile for the device, at the sizes that it gets, and what they spill. Where spills do not matter, a kernel is compiled as
+far as its layout in shared memory, which takes a fifth of the time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)
+os.environ["CCE_DIST_COMPILE_AHEAD"] = "0"  # a launch prints its line as soon as it comes
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # which nobody reads, and which needs LLVM
 
+import pretend_gpu
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
+from triton import knobs
+from triton.backends import backends
 from triton.runtime.jit import JITFunction
 
-HIP = sys.argv[1].startswith("gfx")
-CAPABILITY = 94 if HIP else int(sys.argv[1])  # gfx942 calls itself 9.4
+HIP, CAPABILITY = pretend_gpu.kind(sys.argv[1])
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas" if CAPABILITY < 100 else "ptxas-blackwell")
 SUFFIX = "a" if CAPABILITY >= 90 else ""
 
 
-class Driver:
-    """As much of a GPU's driver as compiling asks for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("hip", sys.argv[1], 64) if HIP else GPUTarget("cuda", CAPABILITY, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
+class SharedIsKnown(Exception):
+    """A kernel has been laid out in shared memory, and is not compiled further."""
 
 
-def spilled_bytes(ptx: str) -> int:
-    """What ptxas says of a kernel; raises with its message where it refuses one."""
+def stop(*args: Any) -> None:
+    raise SharedIsKnown
+
+
+def laid_out(module: Any, metadata: dict[str, Any], lower: Any) -> str:
+    """Run the stage that lays a kernel out in shared memory as far as that, without its way to LLVM."""
+    backend: Any = sys.modules[backends["amd" if HIP else "nvidia"].compiler.__module__]
+    own = (backend.amd if HIP else backend.nvidia).passes.ttgpuir
+    passes = (own, "add_to_llvmir"), *((backend.passes.convert, f"add_{name}_to_llvmir") for name in ("cf", "arith"))
+    with contextlib.ExitStack() as stack:
+        for owner, name in passes:
+            stack.enter_context(mock.patch.object(owner, name, lambda *args: None))
+        stack.enter_context(mock.patch.object(backend.llvm, "to_module", stop))
+        stack.enter_context(contextlib.suppress(SharedIsKnown))
+        lower(module, metadata)
+    metadata |= {"shared": module.get_int_attr("ttg.shared"), "name": ""}
+    return ""
+
+
+def assemble(ptx: str, metadata: dict[str, Any]) -> bytes:
+    """Return what ptxas says of a kernel in place of its code; raise with its message where it refuses the kernel."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
@@ -55,44 +70,77 @@ def spilled_bytes(ptx: str) -> int:
         said = subprocess.run(command, capture_output=True, text=True)
     if said.returncode:
         raise RuntimeError(said.stderr)
-    return sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", said.stderr))
+    return said.stderr.encode()
 
 
+class Step:
+    """The step that is being compiled, and whether the kernel under way is compiled to the end."""
+
+    name = ""
+    whole = True
+    of_filter: ClassVar[set[str]] = set()  # kernels that the step "filtered" has come by
+
+
+def is_whole(kernel: str) -> bool:
+    """Whether a kernel of the step is compiled to the end, and not only laid out in shared memory.
+
+    The end tells whether the device's assembler takes the kernel, and what is spilled. Kernels with options spill, and so do a
+    filter's but for those of its screen: nothing is asked of them. On devices whose tiles were not tuned that holds for all.
+    """
+    if CAPABILITY not in (90, 100):
+        return Step.name in ("exact", "kept")
+    if Step.name == "screened":
+        return kernel not in Step.of_filter
+    return "options" not in Step.name and Step.name != "filtered"
+
+
+def stages_of(backend: Any = None, stages: Any = None, *others: Any) -> Any:
+    """Tell Triton what to compile to; the cache's key too, where it asks for that."""
+    if stages is None:
+        return (f"compile_for_gpu, whole {Step.whole}",) * 2
+    if not Step.whole:
+        lower, *later = list(stages)[2:]
+        stages[lower] = functools.partial(laid_out, lower=stages[lower])
+        for stage in later:
+            stages[stage] = lambda module, metadata: ""
+    elif not HIP:
+        stages["cubin"] = assemble
+    return None
+
+
+knobs.runtime.add_stages_inspection_hook = stages_of  # pyright: ignore
 seen: dict[int, Any] = {}
 
 
 def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    Step.whole = is_whole(function.fn.__name__)
+    if Step.name == "filtered":
+        Step.of_filter.add(function.fn.__name__)
     kernel: Any = run(function, *args, grid=grid, warmup=True, **options)
     if id(kernel) not in seen:
         seen[id(kernel)] = kernel  # held: an id is one of what lives
-        ptx = "" if HIP else kernel.asm["ptx"]
-        spilled = 0 if HIP else spilled_bytes(ptx)
-        said = f"spills {spilled} wgmma {ptx.count('wgmma.mma_async')} shared {kernel.metadata.shared}"
-        print(f"{function.fn.__name__} {said}", flush=True)
+        spilled = "-"
+        if Step.whole and not HIP:
+            spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", kernel.asm["cubin"].decode()))
+        wgmma = kernel.asm["ttgir"].count("ttng.warp_group_dot ")
+        print(f"{function.fn.__name__} spills {spilled} wgmma {wgmma} shared {kernel.metadata.shared}", flush=True)
     return kernel
 
 
 run = JITFunction.run
-torch.version.hip = "7" if HIP else None
-for owner, name, stand_in in (
-    (JITFunction, "run", compile_only),
-    (torch.cuda, "get_device_capability", lambda device=None: divmod(CAPABILITY, 10)),
-    (torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=132)),
-    (torch.cuda, "device", lambda device: contextlib.nullcontext()),
-    (torch.Tensor, "is_cuda", property(lambda tensor: True)),
-    (torch, "empty", torch.zeros),
-    (torch, "empty_like", torch.zeros_like),
-    (torch.Tensor, "new_empty", torch.Tensor.new_zeros),
-):
-    setattr(owner, name, stand_in)
-driver: Any = Driver()
-triton.runtime.driver.set_active(driver)
+JITFunction.run = compile_only  # pyright: ignore
+pretend_gpu.begin(sys.argv[1])
+
+
+def begin(name: str) -> None:
+    Step.name = name
+    print(f"== {name}", flush=True)
 
 
 def step(name: str, workspace_bytes: int = 64 << 20, bias: bool = False, **options: Any) -> None:
     from cce_dist import linear_cross_entropy
 
-    print(f"== {name}", flush=True)
+    begin(name)
     hidden = torch.randn(600, 640).bfloat16().requires_grad_()
     weight = torch.randn(5000, 640).bfloat16().requires_grad_()
     linear_bias = torch.zeros(5000).bfloat16().requires_grad_() if bias else None
@@ -105,7 +153,7 @@ def step(name: str, workspace_bytes: int = 64 << 20, bias: bool = False, **optio
 def divergence(kind: str, kept: bool = False, bias: bool = False, **options: Any) -> None:
     from cce_dist import linear_kl_divergence
 
-    print(f"== {kind} divergence{' with options' if bias else ''}{', kept' if kept else ''}", flush=True)
+    begin(f"{kind} divergence{' with options' if bias else ''}{', kept' if kept else ''}")
     hidden, teacher = torch.randn(600, 640).bfloat16().requires_grad_(), torch.randn(600, 896).bfloat16()
     weight, teacher_weight = torch.randn(5000, 640).bfloat16().requires_grad_(), torch.randn(5000, 896).bfloat16()
     if bias:
@@ -119,7 +167,7 @@ def divergence(kind: str, kept: bool = False, bias: bool = False, **options: Any
 def log_probs(name: str, num_ids: int = 1, workspace_bytes: int = 64 << 20, own: bool = False, **options: Any) -> None:
     from cce_dist import linear_log_probs
 
-    print(f"== {name}", flush=True)
+    begin(name)
     hidden = torch.randn(600, 640).bfloat16().requires_grad_()
     weight = torch.randn(5000, 640).bfloat16().requires_grad_()
     if own:
@@ -135,7 +183,7 @@ def log_probs(name: str, num_ids: int = 1, workspace_bytes: int = 64 << 20, own:
 def main() -> None:
     from cce_dist import GradFilter
 
-    step("exact")
+    step("exact", workspace_bytes=1)
     step("kept", workspace_bytes=1 << 30)
     step("filtered", grad_filter=GradFilter(always=True))
     if CAPABILITY >= 90 and not HIP:

@@ -1,10 +1,14 @@
-"""Measure whole steps of ``cce-dist pretrain`` that a plan is compared with: no test, a program for one or two GPUs.
+"""Measure whole steps of ``cce-dist pretrain``, to compare losses or plans: no test, a program for one or two GPUs.
 
     python tests/steps_for_plan.py torch sizes steps.json
     torchrun --nproc-per-node 2 tests/steps_for_plan.py megatron cuts steps.json
+    torchrun --nproc-per-node 2 tests/steps_for_plan.py deepspeed batches steps.json
+    python tests/steps_for_plan.py show steps.json more.json
 
 "sizes" are four models with each loss, on one GPU or as an even pipeline over two. "cuts" are all cuts of one model over two
-GPUs. Ids are drawn by Zipf's law. The file gets, for each run, the seconds of each timed step and the peak of each rank.
+GPUs. "batches" are microbatches of 16, 4 and 1 sequences of one step, the vocabulary split over all ranks, and "large-head"
+those of a model with four times the vocabulary; "show" prints their table. Ids are drawn by Zipf's law. The file gets, for each
+run, the seconds of each timed step and the peak of each rank.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,12 +29,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cce_dist.pretrain.ranks import Ranks
+from cce_dist import report
+from cce_dist.pretrain.ranks import Ranks, make_mesh
 from cce_dist.pretrain.recipe import ENGINES, PRESETS, Recipe, Shape
 from cce_dist.pretrain.train import make_deterministic
 from cce_dist.ranks import in_torchrun, join, own_device
 
 WARM, TIMED = 3, 4
+WARM_OF_BATCHES, TIMED_OF_BATCHES = 6, 12
+LOSSES_OF_BATCHES = ("dense", "exact", "filtered")
+BATCHES = {  # models whose steps are cut into microbatches; a filter pays on the second one's head
+    "batches": ("base", PRESETS["base"]),
+    "large-head": ("base-128k", dataclasses.replace(PRESETS["base"], num_layers=6, vocab_size=131072)),
+}
 SIZES = {
     "wide": (PRESETS["wide"], 16),
     "wide-12": (dataclasses.replace(PRESETS["wide"], num_layers=12, seq_len=1024), 8),
@@ -41,8 +53,16 @@ CUT_OF = Shape(hidden_size=2048, num_layers=6, num_heads=16, num_ffn=5632, seq_l
 CUT_BATCH, CUT_ACCUMULATE = 64, 4
 
 
-def recipes(engine: str, kind: str, pp: int) -> Iterator[tuple[str, Recipe]]:
-    common = {"engine": engine, "device": "cuda", "dtype": "bfloat16", "pp": pp, "warmup": 4}
+def recipes(engine: str, kind: str, size: int) -> Iterator[tuple[str, Recipe]]:
+    common: dict[str, Any] = {"engine": engine, "device": "cuda", "dtype": "bfloat16", "warmup": 4}
+    if kind in BATCHES:
+        name, shape = BATCHES[kind]
+        for sequences in (16, 4, 1):
+            for loss in LOSSES_OF_BATCHES:
+                split: dict[str, Any] = {"batch_size": 16, "accumulate": 16 // sequences, "tp": size}
+                yield f"{name}, {sequences}", Recipe(shape=shape, loss=loss, **split, **common)
+        return
+    pp, common = size, common | {"pp": size}
     if kind == "sizes":
         for loss in ("exact", "dense"):
             for name, (shape, batch) in SIZES.items():
@@ -60,25 +80,27 @@ def draw(shape: Shape, batch: int, generator: np.random.Generator) -> tuple[np.n
     return ids[:, :-1], ids[:, 1:]
 
 
-def measure(recipe: Recipe, ranks: Ranks) -> dict[str, Any]:
+def measure(recipe: Recipe, ranks: Ranks, warm: int, timed: int) -> dict[str, Any]:
+    """Return the seconds of each timed step, and the peak above what other runs have left."""
     generator, seconds = np.random.default_rng(0), []
     make_deterministic(recipe.seed)
+    before = torch.cuda.memory_allocated()
     engine = getattr(import_module(f"cce_dist.pretrain.engines.{recipe.engine}"), ENGINES[recipe.engine])(recipe, ranks)
-    for step in range(1, WARM + TIMED + 1):
+    for step in range(1, warm + timed + 1):
         batch = draw(recipe.shape, recipe.batch_size, generator)
-        if step == WARM:
+        if step == warm:
             torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         start = time.perf_counter()
         engine.step(step, *batch).loss.item()
         torch.cuda.synchronize()
-        if step > WARM:
+        if step > warm:
             seconds.append(time.perf_counter() - start)
-    return {"seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated()}
+    return {"seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated() - before}
 
 
-def forget(engine: str) -> None:
-    """Take down what a framework keeps of a run."""
+def forget(engine: str, kind: str) -> None:
+    """Take down what a framework keeps of a run; of small runs the tensors stay."""
     if engine == "megatron":
         from megatron.core import parallel_state
 
@@ -88,6 +110,9 @@ def forget(engine: str) -> None:
 
         groups._release_process_group_references()
     gc.collect()
+    torch.cuda.empty_cache()
+    if kind in BATCHES:
+        return
     # Hooks of a framework's models outlive them in circles that pass through C++.
     for each in gc.get_objects():
         if isinstance(each, torch.Tensor) and each.is_cuda:
@@ -109,6 +134,29 @@ def keep_weights() -> None:
     megatron.build_whole = once
 
 
+def show(files: list[str]) -> None:
+    """Print tokens/s and the largest peak of each engine, number of GPUs and microbatch, a column for each loss."""
+    runs = [run for file in files for run in json.loads(Path(file).read_text())]
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for run in runs:
+        rows.setdefault((run["engine"], run["model"], run["tp"]), {})[run["loss"]] = run
+    table = []
+    for (engine, model, size), by_loss in rows.items():
+        speed = {loss: run["batch_size"] * run["shape"]["seq_len"] / median(run) for loss, run in by_loss.items()}
+        cells = {"engine, GPUs, model, sequences": f"{engine}, {size}, {model}"}
+        for loss in LOSSES_OF_BATCHES:
+            peak = max(by_loss[loss]["peak_bytes"]) / 2**20 if loss in speed else 0
+            cells[loss] = f"{speed[loss]:,.0f}; {peak:,.0f}" if loss in speed else "-"
+        for one, other in (("exact", "dense"), ("filtered", "exact")):
+            cells[f"{one} / {other}"] = f"{speed[one] / speed[other]:.3f}" if {one, other} <= speed.keys() else "-"
+        table.append(cells)
+    print("\n".join(report.table(table)))
+
+
+def median(run: dict[str, Any]) -> float:
+    return sorted(run["seconds"])[len(run["seconds"]) // 2]
+
+
 def main(engine: str, kind: str, out: str) -> None:
     warnings.filterwarnings("ignore")
     device = own_device("cuda")
@@ -117,24 +165,26 @@ def main(engine: str, kind: str, out: str) -> None:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if engine == "megatron":
         keep_weights()
+    steps_of = (WARM_OF_BATCHES, TIMED_OF_BATCHES) if kind in BATCHES else (WARM, TIMED)
     found = []
     for name, recipe in recipes(engine, kind, world):
+        ranks = Ranks(device, rank, world, recipe.tp, recipe.dp, recipe.pp)
+        if engine == "torch" and world > 1:
+            ranks = make_mesh(device, recipe.tp, recipe.dp, timedelta(seconds=120))
         run = {
-            "model": name, "engine": engine, "loss": recipe.loss, "pp": world, "batch_size": recipe.batch_size,
-            "accumulate": recipe.accumulate, "layers_per_stage": recipe.layers_per_stage,
+            "model": name, "engine": engine, "loss": recipe.loss, "pp": recipe.pp, "tp": recipe.tp,
+            "batch_size": recipe.batch_size, "accumulate": recipe.accumulate, "layers_per_stage": recipe.layers_per_stage,
             "workspace_bytes": 0,
             "shape": dataclasses.asdict(recipe.shape), "device": torch.cuda.get_device_name(),
         }  # fmt: skip
-        mine = measure(recipe, Ranks(device, rank, world, pp=world))
-        forget(engine)
-        ranks: list[Any] = [mine] * world
-        if world > 1:
-            dist.all_gather_object(ranks, mine)
-        steps = [max(times) for times in zip(*(each["seconds"] for each in ranks), strict=True)]
-        found.append(run | {"seconds": steps, "peak_bytes": [each["peak_bytes"] for each in ranks]})
+        mine = measure(recipe, ranks, *steps_of)
+        forget(engine, kind)
+        everyone = ranks.gather(mine)
+        steps = [max(times) for times in zip(*(each["seconds"] for each in everyone), strict=True)]
+        found.append(run | {"seconds": steps, "peak_bytes": [each["peak_bytes"] for each in everyone]})
         if rank == 0:
-            peaks = [round(each["peak_bytes"] / 2**20) for each in ranks]
-            tokens = recipe.batch_size * recipe.shape.seq_len / sorted(steps)[len(steps) // 2]
+            peaks = [round(each["peak_bytes"] / 2**20) for each in everyone]
+            tokens = recipe.batch_size * recipe.shape.seq_len / median(found[-1])
             print(
                 f"{engine} {name} {recipe.loss} {recipe.layers_per_stage}: {tokens:,.0f} tokens/s, {peaks} MiB",
                 flush=True,
@@ -143,4 +193,7 @@ def main(engine: str, kind: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "show":
+        show(sys.argv[2:])
+    else:
+        main(*sys.argv[1:])

@@ -133,6 +133,9 @@ def test_several_files_are_shown_as_one(
     shown = capsys.readouterr().out
     low, high = comparison.excess("filtered")[4]
     assert f"{(low + high) / 2:+.4f} ({abs(high - low) / 2:.4f})" in shown
+    others = [run for run in comparison.runs if run.method != "dense"]
+    write_json(tmp_path / "no-dense.json", dataclasses.replace(comparison, runs=others))
+    assert cli.main(["compare", "--show", str(tmp_path / "no-dense.json"), "--columns", "excess-se"]) == 0
 
     assert cli.main(["compare", "--show", str(paths[0]), str(paths[0])]) == 1
     assert "has a run of dense with seed 0 again" in capsys.readouterr().err

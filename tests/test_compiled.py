@@ -11,10 +11,16 @@ import torch
 pytest.importorskip("triton")
 EXACT = {"_lse_kernel", "_target_logit_kernel", "_dlogits_kernel", "_grad_hidden_kernel", "_grad_weight_kernel"}
 FILTERED = {"_list_columns_kernel", "_filtered_hidden_kernel", "_filtered_weight_kernel"}
-LOG_PROBS = {"_cells_kernel", "_logits_kernel"}
+LOG_PROBS = {"_cells_kernel", "_logits_kernel", "_threshold_kernel", "_choose_kernel"}
 SCREENED = {"_round_rows_kernel", "_screen_kernel", "_listed_sums_kernel"}
-OF_TWO_HEADS = {"_pair_sums_kernel", "_pair_dlogits_kernel", "_kept_pair_kernel"}
-PRODUCTS = EXACT - {"_target_logit_kernel"} | {"_logits_kernel", "_screen_kernel"}
+OF_TWO_HEADS = {"_pair_logits_kernel", "_pair_sums_kernel", "_pair_gradients_kernel"}
+PRODUCTS = EXACT - {"_target_logit_kernel"} | {
+    "_logits_kernel",
+    "_pair_logits_kernel",
+    "_screen_kernel",
+    "_tail_sums_kernel",
+}
+SPILLS = {"100": {("_choose_kernel", "16")}}  # bytes, of a whole row's logits in 16 warps; that device was not tuned
 SHARED = {"80": 163, "90": 227, "100": 227, "120": 99, "gfx942": 64}  # KiB that a program of a device can have
 
 
@@ -35,11 +41,14 @@ def test_every_kernel_compiles(target: str) -> None:
     )
     assert all(int(line.split()[-1]) <= SHARED[target] << 10 for lines in steps.values() for line in lines), said.stdout
     # Options spill: a softcap with a bias, with smoothing, or with factors of tokens.
-    most = {name: 0 for name in steps if "options" not in name and name != "filtered"}
-    for line, bytes_spilled in [(line, most[step]) for step in most for line in steps[step]]:
-        name, _, spilled, _, wgmma, *_ = line.split()
-        assert int(spilled) <= bytes_spilled or target not in ("90", "100"), line
-        assert (int(wgmma) > 0) == (name in PRODUCTS) or target != "90", line
+    for name, lines in steps.items():
+        if "options" not in name and name != "filtered":
+            # Only the screen of a screened step is compiled as far as that.
+            others = {line.split()[0] for line in steps["filtered"]} if name == "screened" else ()
+            kernels = [line.split() for line in lines if line.split()[0] not in others]
+            spills = {(kernel, spilled) for kernel, _, spilled, *_ in kernels if spilled != "0"}
+            assert spills <= SPILLS.get(target, set()) or target not in ("90", "100"), lines
+            assert all((int(n) > 0) == (kernel in PRODUCTS) for kernel, *_, n, _, _ in kernels) or target != "90", lines
 
 
 def test_rocm_never_takes_hoppers_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,9 @@ from cce_dist import VocabShard, divergence_op, linear_kl_divergence
 from cce_dist.divergence_op import DivergenceCall
 from cce_dist.kernels import Operands, ShardLogits, budget, divergence
 from cce_dist.kernels.heads import KINDS, Divergence, Heads
+from cce_dist.kernels.pair_logits import fill_logits, new_pair_logits
+from cce_dist.kernels.tiles import choose_tiles, table_tiles
+from cce_dist.kernels.tokens import compact, gathered
 from cce_dist.verify.cases import even, padded, uneven, with_empty
 from cce_dist.verify.check import assert_no_worse
 from cce_dist.verify.divergence import DIVERGENCE_CASES, DivergenceCase, run_case
@@ -249,7 +252,6 @@ def test_kept_exponentials_match_dense(case: Case, kind: str, monkeypatch: pytes
     """Catches: a tile's exponentials relative to another's, the smaller of p and t taken for the larger, padding that is no
     number, the recomputed part's first column, a slope left out, a chunk that starts where another did."""
     monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(case.kept))
-    monkeypatch.setattr(budget, "pair_cols", lambda rows, columns, workspace_bytes, tile_cols: tile_cols)
     monkeypatch.setattr(budget, "exact_chunks", lambda sizes, *_: budget.Chunks(sizes.num_tokens, kept_columns(32)))
     p = draw(case, KEPT_IN)
     truth, baseline = dense(p.wide(), kind, **case.options), dense(p, kind, **case.options)
@@ -272,6 +274,29 @@ def test_a_second_backward_has_the_same_bits(kept: int, kind: str, monkeypatch: 
     ]
     assert not torch.equal(grads[0][0], grads[1][0])
     assert all(torch.equal(a, b) for a, b in zip(grads[0], grads[2], strict=True))
+
+
+def test_logits_of_16_bits_are_precise_near_the_largest_of_their_tile() -> None:
+    """Catches logits relative to another tile's largest, or to nothing: at 1e3, fp16 would be off by 0.25."""
+    tiles = choose_tiles(torch.float16, torch.device(DEVICE))
+    num_tokens, num_tiles = 20, 3
+    cols = num_tiles * tiles.lse.cols
+    hidden, weight = torch.randn(num_tokens, 64, device=DEVICE).half(), torch.randn(cols - 5, 64, device=DEVICE).half()
+    bias = torch.full((cols - 5,), 1e3, device=DEVICE) + 100 * (torch.arange(cols - 5, device=DEVICE) // tiles.lse.cols)
+    ids = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
+    x = Operands(hidden, weight, bias, ids, ShardLogits(0, cols - 5))
+    pair = new_pair_logits(num_tokens, cols, tiles.lse.cols, hidden)
+    pair = pair._replace(z_2RC=pair.z_2RC.half())  # as beside bf16, which the interpreter misreads
+    rows = gathered(hidden, compact(ids), torch.empty_like(hidden))
+    fill_logits(x, rows, pair, 1, 0, num_tiles, tiles)
+    z = pair.z_2RC[1].double().view(num_tokens, num_tiles, -1)
+    true = torch.full((num_tokens, cols), -torch.inf, dtype=torch.float64, device=DEVICE)
+    true[:, : cols - 5] = hidden.double() @ weight.double().t() + bias.double()
+    true = true.view(z.shape)
+    below = true.amax(2, keepdim=True) - true
+    error = (z + pair.top_2BR[1].t().double()[:, :, None] - true).nan_to_num(0.0).abs()
+    assert z.max() == 0 and torch.equal(z.isinf(), true.isinf())
+    assert (error <= 2.0**-11 * below.clamp(max=1e3) + 2e-3 * 2**-3).all()  # and a rounding of 1e3 in fp32
 
 
 def test_what_is_kept_within_the_budget() -> None:
@@ -300,6 +325,7 @@ def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, monkeypatch: 
     """Catches: room for both heads' logits, or the teacher's hidden states, that the budget forgets. Launches are left out."""
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *_, **__: None)
     monkeypatch.setattr(torch, "empty", torch.zeros)  # indices are looked at
+    monkeypatch.setattr(divergence, "choose_tiles", lambda *_: table_tiles(9, 16))  # the interpreter's are far smaller
     hidden, teacher = (torch.zeros(num_tokens, size, dtype=torch.bfloat16, device=DEVICE) for size in (768, 512))
     weight, teacher_weight = (torch.zeros(9000, size, dtype=torch.bfloat16, device=DEVICE) for size in (768, 512))
     logits = ShardLogits(0, 9000)

@@ -128,16 +128,22 @@ def test_a_group_is_measured_as_far_as_cpus_can(tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "DEVICE": "cpu", "PRESET": "toy", "STEPS": "2"}
     environment |= {"ONLY": "label-smoothing-one", "CORPUS": str(tmp_path / "corpus"), "OUT": str(tmp_path / "out")}
     command = [ROOT / "launch" / "measure_group.sh", "2"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    parts = ("verify", "bench", "stages", "pretrain")
+    done = subprocess.run([*command, *parts], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][1:]
     outcome = {row[0][2:]: row[1] for row in rows}
     others = ("bench", "stage-megatron", "stage-deepspeed", "pretrain-megatron", "pretrain-deepspeed")
-    assert outcome == {"verify": "ok", "pretrain-torch": "ok", **dict.fromkeys(others, "not run: it needs GPUs")}
+    ran = dict.fromkeys(("verify", "pretrain-torch"), "ok")
+    assert outcome == ran | dict.fromkeys(others, "not run: it needs GPUs")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["log.txt", "pretrain-torch.jsonl", "table.md"]
     assert '"step": 2' in (tmp_path / "out" / "pretrain-torch.jsonl").read_text()
-    failed = subprocess.run(command, env=environment | {"PYTHON": "false"}, capture_output=True, text=True)
+    failing = environment | {"PYTHON": "false"}
+    failed = subprocess.run([*command, "verify"], env=failing, capture_output=True, text=True)
     assert failed.returncode == 1 and "| verify | failed, exit code 1 |" in failed.stdout
+    assert "kill" not in failed.stdout
+    unknown = subprocess.run([*command, "verfy"], env=failing, capture_output=True, text=True)
+    assert unknown.returncode == 2 and "verfy is none of: verify bench" in unknown.stderr
 
 
 def test_several_nodes_need_a_place_to_meet() -> None:

@@ -95,10 +95,10 @@ def test_a_second_backward_has_the_same_bits() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_largest_logits_over_groups_of_tokens(backend: str) -> None:
     """Catches: keys of one group that are left for the next, tokens put back in another order."""
-    hidden, weight = torch.randn(150, 16, device=DEVICE), torch.randn(300, 16, device=DEVICE)
-    ids = torch.randint(300, (150,), device=DEVICE)
+    hidden, weight = torch.randn(50, 16, device=DEVICE), torch.randn(300, 16, device=DEVICE)
+    ids = torch.randint(300, (50,), device=DEVICE)
     ids[::7] = -100
-    with mock.patch.object(budget, "LEAST_BYTES", 1 << 10):
+    with mock.patch.object(budget, "LEAST_BYTES", 1 << 15):  # 24 tokens at a time
         out = linear_log_probs(hidden, weight, ids, top_k=3, backend=backend, workspace_bytes=1)
     expected = reference.linear_log_probs(hidden, weight, ids, top_k=3)
     assert out.top_ids is not None and expected.top_ids is not None
@@ -106,25 +106,9 @@ def test_the_largest_logits_over_groups_of_tokens(backend: str) -> None:
     torch.testing.assert_close(out.top_log_probs, expected.top_log_probs)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 40, 200])
-def test_the_largest_of_a_block_are_in_few_spans(top_k: int) -> None:
-    """With many equal logits, and -inf. Catches: a span left out for an equal one behind it, ids of another span, padding."""
-    cols = 64 * more.span_of(top_k)
-    z = torch.randint(-3, 3, (9, cols), device=DEVICE).float()
-    z[0], z[1, ::2], z[2, :-1] = 1.0, -torch.inf, -torch.inf
-    for valid in (cols - 5, (top_k + 1) // 2):
-        z[:, valid:] = -torch.inf
-        expected = torch.full((9, top_k), more.LEAST_KEY, device=DEVICE)
-        some = min(valid, top_k)
-        expected[:, :some] = more.largest_keys([more.keys_of(z[:, :valid], 100)], some)
-        found = more.largest_in_spans(z, 100, 100 + valid, top_k)
-        assert found.shape[1] <= max(2048, cols)
-        assert torch.equal(more.largest_keys([found], top_k), expected)
-
-
 def test_outputs_do_not_depend_on_other_tokens() -> None:
     """With ``batch_invariant``, bit for bit. Catches: parts of the vocabulary chosen from the number of tokens."""
-    num_tokens, vocab_size = (700, 6400) if GPU else (70, 400)  # several blocks of rows, and more tiles than parts
+    num_tokens, vocab_size = (700, 6400) if GPU else (36, 400)  # several blocks of rows, and more tiles than parts
     hidden, weight = torch.randn(num_tokens, D, device=DEVICE), torch.randn(vocab_size, D, device=DEVICE)
     ids = torch.randint(vocab_size, (num_tokens, 2), device=DEVICE)
     own = torch.rand(num_tokens, device=DEVICE) + 0.5

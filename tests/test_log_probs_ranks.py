@@ -29,7 +29,7 @@ def _check_collectives() -> None:
     shard = VocabShard.even(40, dist.group.WORLD)
     hidden, weight, ids = torch.randn(5, 8), torch.randn(shard.num_rows, 8), torch.arange(15).view(5, 3)
     everything: dict[str, Any] = {"argmax": True, "entropy": True, "top_k": 7}
-    for options, counts in (({}, [4 * 6 * 5]), (everything, [4 * 8 * 5, 8 * 7 * 5])):
+    for options, counts in (({}, [4 * 6 * 5]), (everything, [4 * (8 + 14) * 5])):
         with mock.patch.object(merge, "_all_gather_into", wraps=merge._all_gather_into) as gather:
             linear_log_probs(hidden, weight, ids, shard=shard, **options)
         assert [call.args[1].nbytes for call in gather.call_args_list] == counts
@@ -61,5 +61,5 @@ def _bodies() -> None:
 
 
 def test_two_ranks(ranks2: Callable[..., None]) -> None:
-    """Catches: the largest logits of one shard alone, ids counted from a shard's start, one collective more than said."""
+    """Catches: the largest logits of one shard alone, ids of a shard's start, another number of collectives."""
     ranks2(_bodies)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import itertools
 import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +37,8 @@ from cce_dist import (
     linear_log_probs,
     op,
 )
-from cce_dist.kernels import replay, steps
-from cce_dist.kernels.tape import Again, Launch, Matrix, Place, Tape, again
+from cce_dist.kernels import graphs, replay, steps
+from cce_dist.kernels.tape import Again, Launch, Matrix, Place, Tape, again, mapped
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -87,9 +89,9 @@ def replaying() -> Iterator[list[replay.Shared]]:
     used: list[replay.Shared] = []
     call, launched = replay.Shared.__call__, Tape.launched
 
-    def counted(plan: replay.Shared, tensors: list[Tensor]) -> Any:
+    def counted(plan: replay.Shared, *given: Any) -> Any:
         used.append(plan)
-        return call(plan, tensors)
+        return call(plan, *given)
 
     def interpreted(tape: Tape, kernel: Any, compiled: Any, grid: Any, args: Any, kwargs: Any) -> None:
         launched(tape, kernel, compiled if GPU else Interpreted(kernel, args, kwargs), grid, args, kwargs)
@@ -101,12 +103,104 @@ def replaying() -> Iterator[list[replay.Shared]]:
         mock.patch.object(replay, "available", lambda: True),
         mock.patch.object(op, "label_error", lambda *_: ""),  # which a CPU asks for, and no GPU
         mock.patch.object(steps, "LARGE", 4096),  # so that some intermediates are large
+        mock.patch.object(steps, "SLACK", 0),  # and some calls have phases
     ):
         for function in functions:
             function.forget()
         yield used
         for function in functions:
             function.forget()
+
+
+class Captured:
+    """A graph's stand-in on a CPU: what steps would launch, with their addresses as numbers, whoever has the memory later."""
+
+    def __init__(self, steps_: Any, device: torch.device) -> None:
+        self.last_call, self.calls = 0, []
+        for step in steps_:
+            name = "run" if isinstance(step, steps._Launch) else "function"
+            with mock.patch.object(step, name, partial(self._note, getattr(step, name))):
+                step(0)
+
+    def _note(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.calls.append((function, mapped((args, kwargs), self._frozen)))
+
+    @staticmethod
+    def _frozen(value: Any) -> Any:
+        if isinstance(value, TensorDescriptor):
+            address, value = value.base.data_ptr(), copy.copy(value)
+            value.base = SimpleNamespace(data_ptr=lambda: address)
+        return Address(value.data_ptr(), _like(value)) if isinstance(value, Tensor) else value
+
+    def launch(self, stream: int) -> bool:
+        for function, values in self.calls:
+            args, kwargs = mapped(values, lambda x: _at(x.address, x.like) if isinstance(x, Address) else x)
+            function(*args, **kwargs)
+        return True
+
+
+class Address:
+    def __init__(self, address: int, like: Any) -> None:
+        self.address, self.like = address, like
+
+
+class InPlace(steps.Replay):
+    """A replay whose workspace is where it was, as that of a GPU's allocator often is."""
+
+    def __init__(self, plan: steps.Plan) -> None:
+        super().__init__(plan)
+        self.storage: Any = self.workspace
+        self.storage.resize_(plan.workspace_bytes)
+        self.workspace: Any = SimpleNamespace(resize_=lambda size: None, data_ptr=self.storage.data_ptr)
+
+    def move(self) -> None:
+        """Have the workspace somewhere else."""
+        size, address, self.others = self.storage.nbytes(), self.storage.data_ptr(), []
+        while self.storage.data_ptr() == address:
+            self.storage.resize_(0)
+            self.others.append(torch.empty(size, dtype=torch.uint8))  # in the old place, which stays readable
+            self.storage.resize_(size)
+
+
+class Allocator:
+    """Memory of a tensor at two places, by turns, so that addresses come again."""
+
+    def __init__(self, place: Place, device: torch.device) -> None:
+        self.places = [torch.empty_strided(place.size, place.stride, dtype=place.dtype) for _ in range(2)]
+        self.turns = itertools.cycle([0, 1])
+
+    def __call__(self) -> Tensor:
+        tensor = self.places[next(self.turns)]
+        return _at(tensor.data_ptr(), _like(tensor))
+
+
+@contextmanager
+def capturing() -> Iterator[list[Any]]:
+    """Have stretches of steps captured, on a CPU by a stand-in. -> The graphs that are launched, in order."""
+    launched: list[Any] = []
+    capture = graphs.capture if GPU else Captured
+
+    def noted(*given: Any) -> Any:
+        graph: Any = capture(*given)
+        if graph is None:
+            return None
+        launch = graph.launch
+
+        def counted(stream: int) -> bool:
+            launched.append(graph)
+            return launch(stream)
+
+        graph.launch = counted
+        return graph
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(graphs, "capture", noted))
+        if not GPU:
+            stack.enter_context(mock.patch.object(graphs, "available", lambda: True))
+            stack.enter_context(mock.patch.object(graphs, "is_captured", lambda: False))
+            stack.enter_context(mock.patch.object(steps, "_allocator", Allocator))
+            stack.enter_context(mock.patch.object(replay, "Replay", InPlace))
+        yield launched
 
 
 def tensors(num_tokens: int = 20, hidden_size: int = 16, num_rows: int = 70) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,6 +264,187 @@ def test_same_bits(options: dict[str, Any]) -> None:
         return [loss.detach(), *(x.grad for x in given if x.grad is not None)]
 
     check(step)
+
+
+@pytest.mark.parametrize("case", ["exact", *(pytest.param(case, marks=needs_gpu) for case in CASES if case != "exact")])
+def test_same_bits_as_graphs(case: str) -> None:
+    """The same two sets of tensors again and again. Catches: a graph at addresses that are not this call's."""
+    hidden, weight, labels = tensors(8, 16, 40)
+    both = [leaves(hidden, weight), leaves(hidden.flip(0), weight.flip(0))]
+    ones = [torch.ones((), device=DEVICE) for _ in both]
+
+    def step(given: list[Tensor], one: Tensor) -> list[Tensor]:
+        for leaf in given:
+            leaf.grad = None
+        with mock.patch("cce_dist.kernels.budget.LEAST_BYTES", 1 << 10), mock.patch("cce_dist.kernels.budget.ROWS", 16):
+            loss = loss_of(given, labels, **{"workspace_bytes": 1 << 20, **CASES[case]})
+            loss.backward(one)
+        return [loss.detach().clone(), *(x.grad.clone() for x in given if x.grad is not None)]
+
+    with mock.patch.object(replay, "available", lambda: False):
+        wanted = [step(*given) for given in zip(both, ones, strict=True)]
+    with replaying(), capturing() as launched:
+        for _ in range(8 if GPU else 4):
+            for given, one, right in zip(both, ones, wanted, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(step(given, one), right, strict=True))
+        assert len(launched) >= 4
+        assert len(set(map(id, launched))) >= 2
+
+
+BY_HAND = pytest.mark.skipif(GPU, reason="moves memory by hand, which a GPU's allocator does by itself")
+
+
+@BY_HAND
+def test_whatever_moves_is_seen() -> None:
+    """One address at a time: each input, each output, the workspace. Catches: one that a graph's key does not hold."""
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        product = x * y
+        total = product.sum(0)
+        return product - total, (product + y).exp()
+
+    def inputs() -> list[Tensor]:
+        return [torch.randn(4, 300) for _ in range(2)]
+
+    given = inputs()
+    with Tape(given) as tape:
+        tape.returned(function(*given))
+    with capturing() as launched, mock.patch.object(graphs, "MOST_GRAPHS", 99):
+        replay_ = InPlace(steps.Plan(tape, torch.device("cpu")))
+        (allocate,) = (step for step in replay_.steps if isinstance(step, steps._Allocate))
+        outputs: list[Any] = [allocator for _, allocator in allocate.allocators]
+        assert len(outputs) == 2 and replay_.plan.workspace_bytes
+
+        def is_right() -> bool:
+            """Whether a call gives what it should at these addresses, and a graph was launched."""
+            num_launched, found = len(launched), replay_(given, [x.data_ptr() for x in given], 0)
+            assert all(torch.equal(a, b) for a, b in zip(found, function(*given), strict=True))
+            return len(launched) > num_launched
+
+        assert [is_right() for _ in range(6)] == [False] * 2 + [True] * 4
+        for number, other in enumerate(inputs()):
+            given[number] = other
+            assert not is_right() and not is_right() and is_right() and is_right()
+        for output in outputs:
+            output.turns, output.places = (
+                itertools.cycle([2, 3]),
+                [*output.places, *map(torch.empty_like, output.places)],
+            )
+            assert not is_right() and not is_right() and is_right() and is_right()
+        replay_.move()
+        assert not is_right() and not is_right() and is_right() and is_right()
+
+
+def test_a_loss_that_is_kept_moves_no_graph() -> None:
+    """All losses of a loop are kept, so each is somewhere else. Catches: a graph that is for one of them alone."""
+
+    def function(x: Tensor, d_loss: Tensor, call: Any) -> tuple[Tensor, ...]:
+        scaled = x * (d_loss * 2)
+        loss = (scaled + 1).exp().sum() / 3
+        return loss, scaled - 1
+
+    replayed, kept, x = replay.Replayed(function, lambda call: ()), [], torch.linspace(-1, 1, 300, device=DEVICE)
+    with capturing() as launched:
+        for number in range(9):
+            d_loss = torch.tensor(float(number), device=DEVICE)
+            loss, y = replayed(x, d_loss, None)
+            assert torch.equal(loss, function(x, d_loss, None)[0]) and torch.equal(y, 2 * number * x - 1)
+            kept += [loss.detach().clone(), d_loss]
+    assert len(launched) >= 4
+
+
+@BY_HAND
+def test_collectives_stand_between_graphs() -> None:
+    """What a collective gives is somewhere else in each call. Catches: one that is captured, a graph of its old result."""
+    given_away: list[Tensor] = []
+
+    def collective(x: Tensor) -> Tensor:
+        given_away.append(x + 1)
+        return given_away[-1]
+
+    def function(x: Tensor, call: Any) -> tuple[Tensor, ...]:
+        there = again(collective, (x * 2 + 1).exp() - x)
+        return (there - 1).exp() * 2, there * there
+
+    replayed, x = replay.Replayed(function, lambda call: ()), torch.linspace(-1, 1, 300, device=DEVICE)
+    with capturing() as launched:
+        for number in range(9):
+            x.copy_(torch.linspace(-1, number / 9, 300))
+            found, wanted = replayed(x, None), function(x, None)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert len(given_away) == 18
+    assert len(set(map(id, launched))) == 1
+    (plan,) = replayed.plans.values()
+    assert plan is not None
+    kinds = [type(step).__name__ for step in plan.idle[0].steps]
+    assert kinds == ["_Allocate", "Together", "_Again", "Together"]
+
+
+class Stretch:
+    """A stretch of one step over two storages, whose captures are counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.address, self.done, self.works, self.captured_by_others = [0, 0, 0], [], True, False
+        monkeypatch.setattr(graphs, "capture", self._capture)
+        monkeypatch.setattr(graphs, "is_captured", lambda: self.captured_by_others)
+        step = lambda stream: self.done.append("step")  # noqa: E731
+        self.stretch = graphs.Together([step], [step], self.address, [0, 2], torch.device("cpu"))
+
+    def _capture(self, steps_: Any, device: torch.device) -> Any:
+        self.done.append("capture")
+        where = tuple(self.address)
+
+        def launch(stream: int) -> bool:
+            self.done.append(("graph", stream, where))
+            return self.works
+
+        return SimpleNamespace(last_call=0, launch=launch) if self.works else None
+
+    def __call__(self, *address: int, stream: int = 5) -> list[Any]:
+        self.address[:] = address
+        self.done.clear()
+        self.stretch(stream)
+        return self.done.copy()
+
+
+def test_a_graph_is_launched_where_its_addresses_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a graph of other addresses or of another stream, one inside somebody's capture."""
+    stretch = Stretch(monkeypatch)
+    graph = ("graph", 5, (1, 2, 3))
+    assert [stretch(1, 2, 3) for _ in range(3)] == [["step"], ["capture", graph], [graph]]
+    assert stretch(1, 7, 3) == [graph]  # no step touches the storage that moved
+    assert stretch(1, 2, 4) == stretch(9, 2, 3) == stretch(1, 2, 3, stream=6) == ["step"]
+    stretch.captured_by_others = True
+    assert stretch(1, 2, 3) == stretch(1, 2, 4) == ["step"]
+    stretch.captured_by_others = False
+    assert stretch(1, 2, 3) == [graph]
+    assert stretch(1, 2, 4) == ["capture", ("graph", 5, (1, 2, 4))]
+
+
+def test_graphs_are_bounded_and_captures_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a cache that grows; captures at every step of a loop with more addresses than graphs; endless failures."""
+    stretch, most = Stretch(monkeypatch), graphs.MOST_GRAPHS
+    done = [stretch(n, 0, 0) for _ in range(4) for n in range(most + 4)]
+    assert sum("capture" in each for each in done) == most == len(stretch.stretch.graphs)
+    for n in range(1000):
+        assert stretch(n + most + 4, 0, 0) == ["step"]
+    assert len(stretch.stretch.seen) == graphs.MOST_SEEN
+    stretch(most + 1, 0, 0)
+    assert "capture" in stretch(most + 1, 0, 0)  # nobody launched the others any more
+    assert len(stretch.stretch.graphs) == most
+    stretch.works = False
+    failures = [stretch(-1, 0, 0) for _ in range(2 * graphs.MOST_FAILURES)]
+    assert sum("capture" in each for each in failures) == graphs.MOST_FAILURES
+    assert all(each[-1] == "step" for each in failures)
+
+
+def test_a_graph_that_cuda_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a call that fails although its steps can be launched; another attempt at each call."""
+    stretch = Stretch(monkeypatch)
+    for _ in range(3):
+        stretch(1, 2, 3)
+    stretch.works = False
+    assert [stretch(1, 2, 3) for _ in range(2)] == [[("graph", 5, (1, 2, 3)), "step"], ["step"]]
 
 
 def test_other_uses() -> None:
@@ -390,6 +665,7 @@ OUTSIDE = torch.ones(9, device=DEVICE)
         pytest.param(lambda x, y, call: (x + y if x.sum() > 0 else x,), "no tensor", id="reads a value"),
         pytest.param(lambda x, y, call: (x + OUTSIDE,), "elsewhere", id="a tensor from elsewhere"),
         pytest.param(lambda x, y, call: (x + y,), "share memory", id="two parts of one tensor"),
+        pytest.param(lambda x, y, call: (x + 1,), "several devices", id="two devices"),
     ],
 )
 def test_what_cannot_be_followed_stays_ordinary(
@@ -400,7 +676,7 @@ def test_what_cannot_be_followed_stays_ordinary(
     with caplog.at_level("DEBUG", "cce_dist"):
         for value in (1.0, 2.0, -3.0, 4.0):
             x, y = torch.full((18,), value, device=DEVICE).split(9)
-            y = y if "memory" in reason else torch.ones(9, device=DEVICE)
+            y = y if "memory" in reason else torch.ones(9, device="meta" if "devices" in reason else DEVICE)
             assert torch.equal(replayed(x, y, 0)[0], function(x, y, 0)[0])
     assert reason in caplog.text
     assert list(replayed.plans.values()) == [None]
@@ -460,6 +736,34 @@ def test_places_do_not_meet() -> None:
             for b in range(a):
                 apart = offsets[a] + sizes[a] <= offsets[b] or offsets[b] + sizes[b] <= offsets[a]
                 assert apart or used[a][0] > used[b][1] or used[b][0] > used[a][1]
+
+
+def test_phases_hold_no_more_than_the_recorded_call() -> None:
+    """Large tensors one after another, beside more and more results. Catches: memory that is taken too early, too late, or
+    given back too early; a call that is cut although it need not be."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        results = []
+        for _ in range(3):
+            large = torch.empty(4 * len(x), device=DEVICE).fill_(2.0)
+            results.append(x * large.sum())
+        return tuple(results)
+
+    x = torch.ones(1 << 18, device=DEVICE)
+    with Tape([x]) as tape:
+        tape.returned(function(x))
+    for slack, num_phases in ((0, 6), (2 * x.nbytes, 1)):
+        with mock.patch.object(steps, "SLACK", slack):
+            plan = steps.Plan(tape, x.device)
+        found = steps.Replay(plan)([x], [x.data_ptr()], replay._stream(x.device))
+        assert all(torch.equal(a, b) for a, b in zip(found, function(x), strict=True))
+        assert len(plan.phases) == num_phases
+        there: set[int] = set()
+        for phase in plan.phases:
+            there |= set(phase.allocated)
+            # Two results and a large tensor of four times their size are what the recorded call had at most.
+            assert plan.workspace_bytes + sum(tape.sizes[n] for n in there) <= 6 * x.nbytes + slack + 4096
+            there -= set(phase.dropped)
 
 
 def test_an_unknown_launcher_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -569,8 +873,92 @@ def test_two_ranks(ranks2: Callable[..., None]) -> None:
     ranks2(_on_ranks)
 
 
+def training(
+    options: dict[str, Any], seed: int = 1, sizes: tuple[int, int, int] = (20, 16, 70)
+) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
+    """Return a step that leaves nothing behind, and what it has to return."""
+    hidden, weight, labels = tensors(*sizes)
+    given = leaves(hidden.roll(seed, 1), weight)
+
+    def step() -> list[Tensor]:
+        for leaf in given:
+            leaf.grad = None
+        loss = loss_of(given, labels, **options)
+        loss.backward()
+        return [loss.detach(), *(leaf.grad for leaf in given if leaf.grad is not None)]
+
+    with mock.patch.object(replay, "available", lambda: False):
+        return step, [x.clone() for x in step()]
+
+
+OF_A_GPU = pytest.mark.parametrize("options", [{}, {"grad_filter": GradFilter(always=True)}], ids=["exact", "filter"])
+
+
 @needs_gpu
-@pytest.mark.parametrize("options", [{}, {"grad_filter": GradFilter(always=True)}], ids=["exact", "filter"])
+@OF_A_GPU
+def test_graphs_wait_for_nothing(options: dict[str, Any]) -> None:
+    """Catches: a capture or a launch that waits for the device."""
+    step, wanted = training(options)
+    torch.cuda.synchronize()
+    with replaying(), capturing() as launched:
+        asleep = torch.cuda.Event()
+        torch.cuda._sleep(4_000_000_000)
+        asleep.record()
+        for _ in range(8):
+            found = step()
+        assert not asleep.query(), "the device was waited for, or the host is very slow"
+        assert len(launched) >= 4
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+@needs_gpu
+@OF_A_GPU
+def test_peak_is_that_of_ordinary_calls(options: dict[str, Any]) -> None:
+    """Catches: memory that a replay takes before it needs it, and that a sort's own memory is added to."""
+    step, _ = training(options, sizes=(512, 64, 4096))
+
+    def peak() -> int:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        assert torch.cuda.memory_allocated() == before
+        return torch.cuda.max_memory_allocated() - before
+
+    with mock.patch.object(replay, "available", lambda: False):
+        ordinary = peak()
+    assert max(peak() for _ in range(6)) <= ordinary + steps.SLACK
+
+
+@needs_gpu
+@OF_A_GPU
+def test_graphs_of_threads_and_streams(options: dict[str, Any]) -> None:
+    """Catches: one graph on two streams at a time, a capture that takes in what another thread launches or draws."""
+    steps_, errors = [training(options, seed) for seed in range(3)], []
+
+    def work(step: Callable[[], list[Tensor]], wanted: list[Tensor]) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(20):
+                    found = step()
+                    torch.rand(64, device=DEVICE)
+                    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+        except Exception as error:
+            errors.append(error)
+
+    torch.cuda.synchronize()
+    with replaying(), capturing() as launched:
+        threads = [threading.Thread(target=work, args=each) for each in steps_]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert launched
+
+
+@needs_gpu
+@OF_A_GPU
 def test_captured_compiled_and_on_another_stream(options: dict[str, Any]) -> None:
     """Catches: a replay that waits for the device, or that launches on the stream of the recorded call."""
     hidden, weight, labels = tensors()

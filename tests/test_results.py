@@ -16,18 +16,23 @@ from cce_dist import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, FILES = ROOT / "docs" / "results.md", ROOT / "docs" / "results"
-TABLE = re.compile(r"<!-- (cce-dist .+) -->\n\n((?:\|.*\n)*)")
+TABLE = re.compile(r"<!-- ((?:cce-dist|python tests/steps_for_plan.py show) .+) -->\n\n((?:\|.*\n)*)")
 TEXT = PAGE.read_text()
 COMMANDS = TABLE.findall(TEXT)
 
 
 def printed(command: str) -> str:
     """What a command of the page prints, from any folder."""
-    program, *argv = shlex.split(command)
-    assert program == "cce-dist" and {"--show", "--columns"} <= set(argv), "it must neither measure nor draw"
+    program, *argv = shlex.split(command.replace("docs/", f"{ROOT}/docs/"))
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        assert cli.main([arg.replace("docs/", f"{ROOT}/docs/") for arg in argv]) == 0
+        if program == "python":
+            import steps_for_plan
+
+            steps_for_plan.show(argv[2:])
+        else:
+            assert {"--show", "--columns"} <= set(argv), "it must neither measure nor draw"
+            assert cli.main(argv) == 0
     return output.getvalue()
 
 
@@ -43,7 +48,9 @@ def test_a_table_by_hand_says_that_it_has_no_raw_rounds():
     for before, block in pairwise(blocks):
         if block.startswith("|") and not block.startswith("| method | what it is |"):
             said = " ".join(before.split())
-            assert said.startswith("<!-- cce-dist ") or said.endswith("the raw rounds were not kept:"), block
+            assert said.startswith(("<!-- cce-dist ", "<!-- python ")) or said.endswith(
+                "the raw rounds were not kept:"
+            ), block
 
 
 def test_the_page_names_every_file_and_no_other():

@@ -7,7 +7,8 @@ catches.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import test_filtered as of_filter
@@ -16,15 +17,19 @@ from shards import DEVICE, GPU, Problem
 from test_filtered import DTYPE, Case, Dense
 from torch import Tensor
 
-from cce_dist import GradFilter, linear_cross_entropy
+from cce_dist import GradFilter, VocabShard, linear_cross_entropy, loss
+from cce_dist.call import Call
 from cce_dist.integrations.options import named_filter
-from cce_dist.kernels import Filter, Softmax, filter
-from cce_dist.kernels.filter import lists, screen
+from cce_dist.kernels import Filter, Softmax, budget, filter
+from cce_dist.kernels.filter import fp8, lists, screen
 from cce_dist.verify.check import assert_no_worse
 
 pytestmark = of_filter.pytestmark
 _nan_memory, limits = of_filter._nan_memory, of_filter.limits
 SCREENED = Filter(2.0**-7 if not GPU else 2.0**-10, always=True, screen=True)
+# What a GPU's sums of products in 8 bits may be off by, relative to the largest of a token: 4.9e-4 was seen with D 128.
+ACCUMULATED = 2.0**-11 if GPU else 0.0
+MOST_RMS = 1.5e-3 if not GPU else 2e-3  # nats, of the log-sum-exp of these small heads
 ROUNDING = 2**0.5 * 0.0265  # rms of a product whose two factors have 4 significant bits, relative to its own
 CASES = [
     pytest.param(Case(), id="tails-of-all-axes"),
@@ -49,6 +54,8 @@ class Emulated(NamedTuple):
         marked: The marks, hot columns left out.
         total: Sum of exp relative to the bound.
         outside: That outside the hot columns, times the softcap's slopes.
+        fits: Tokens whose hidden state can be rounded.
+        slack: Nats that a GPU's logits of the token may be off by.
     """
 
     z: Tensor
@@ -56,19 +63,24 @@ class Emulated(NamedTuple):
     marked: Tensor
     total: Tensor
     outside: Tensor
+    fits: Tensor
+    slack: Tensor
 
 
-def rounded(rows: Tensor) -> Tensor:
-    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-30) / 448
-    return (rows / scale).to(torch.float8_e4m3fn).double() * scale.double()
+def rounded(rows: Tensor, scale: Tensor) -> Tensor:
+    return (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale.double()
 
 
 def emulate(p: Problem, d: Dense, case: Case, saved: list[Tensor], around: screen.Middle) -> Emulated:
     """Everything as the docstrings of fp8.py and screen.py say, in float64 but for the rounding."""
     num_valid, size = p.logits.num_valid, p.hidden.shape[1]
     hidden, weight = p.hidden.float() - around.hidden_D, p.weight[:num_valid].float() - around.weight_D
-    u = rounded(hidden) @ rounded(weight).T + (p.hidden.double() @ around.weight_D.double())[:, None]
-    u += weight.double() @ around.hidden_D.double()
+    spread = around.spread_P.sum()
+    scales = hidden.abs().amax(1, keepdim=True).clamp_min(1e-30) / 448, (spread / size).sqrt() / 4
+    number = p.hidden.double() @ around.weight_D.double()
+    u = rounded(hidden, scales[0]) @ rounded(weight, scales[1]).T
+    slack = ACCUMULATED * abs(p.logits.logit_scale) * u.abs().amax(1)
+    u = u + number[:, None] + weight.double() @ around.hidden_D.double()
     if p.bias is not None:
         u += p.bias[:num_valid].double()
     u *= p.logits.logit_scale
@@ -80,15 +92,19 @@ def emulate(p: Problem, d: Dense, case: Case, saved: list[Tensor], around: scree
     limit = bound + math.log(case.grad_filter.eps / lists.SLACK) - 4 * error
     hot = torch.zeros(num_valid, dtype=torch.bool, device=DEVICE)
     hot[saved[4]] = True
-    marked, others = (z >= limit) & ~hot, (z < limit) & ~hot
-    gain = ((factor * hidden.double().norm(dim=1)).square() * around.spread.double() / 2).exp()
+    variance = (factor * hidden.double().norm(dim=1)).square() * spread.double()
+    square = hidden.double().square()
+    fits = (variance < fp8.MOST_ERROR**2) & (square.sum(1) >= 2 * square.amax(1))
+    marked, others = (z >= limit) & ~hot & fits[:, None], (z < limit) & ~hot
+    gain = (variance / 2).exp()
     slope = 1 - (z / softcap).square() if softcap else torch.ones_like(z)
     sums = [
         gain * torch.where(others, (z - bound).exp() * s, 0.0).sum(1)
         + torch.where(marked, (d.z - bound).exp() * t, 0.0).sum(1)
         for s, t in ((1.0, 1.0), (slope, d.slope))
     ]
-    return Emulated(z, limit, marked, sums[0] + torch.where(hot, (d.z - bound).exp(), 0.0).sum(1), sums[1])
+    total = sums[0] + torch.where(hot, (d.z - bound).exp(), 0.0).sum(1)
+    return Emulated(z, limit, marked, total, sums[1], fits, slack)
 
 
 @pytest.fixture
@@ -119,23 +135,25 @@ def test_statistics_and_lists(case: Case, limits, around: list[screen.Middle]) -
 
     suspect = saved[0][0].isnan()
     no_room = bool(saved[3].sum() > case.capacity)
-    assert torch.equal(suspect, labelled & (no_room | (saved[3] > case.longest))) or "groups" in str(case)
+    too_high = e.total < 1 / lists.SLACK
+    expected = labelled & (no_room | ~e.fits | too_high | (saved[3] > case.longest))
+    assert torch.equal(suspect, expected) or "groups" in str(case)
     lse = d.maximum + d.log_sum
     ours = stats[0] + stats[1].log()
     if suspect.any():
         assert_no_worse(ours[suspect], lse.float()[suspect], lse[suspect])
     sure = labelled & ~suspect
-    close = {"rtol": 0, "atol": 1e-5 if not GPU else 1e-4}
-    torch.testing.assert_close(ours[sure].double(), (saved[0][2].double() + e.total.log())[sure], **close)
-    torch.testing.assert_close(saved[0][1][sure].double(), e.outside[sure], rtol=1e-4, atol=1e-6)
-    assert no_room or (ours - lse)[sure].square().mean().sqrt() < 1.5e-3
+    emulated = saved[0][2].double() + e.total.log()
+    assert ((ours - emulated).abs() < 1e-5 + e.slack)[sure].all()
+    assert ((saved[0][1] - e.outside).abs() < 1e-6 + (1e-4 + e.slack) * e.outside)[sure].all()
+    assert no_room or (ours - lse)[sure].square().mean().sqrt() < MOST_RMS
 
     if no_room:
         return
     kept = of_filter.kept_of(tuple(saved), p)
     hot = torch.zeros_like(kept)
     hot[:, saved[4]] = True
-    sharp = (e.z - e.limit).abs() > 1e-4
+    sharp = (e.z - e.limit).abs() > 1e-4 + e.slack[:, None]
     assert torch.equal((kept & labelled[:, None])[sharp], ((e.marked | d.is_label | hot) & labelled[:, None])[sharp])
     assert case.start or (kept & ~hot & ~e.marked & labelled[:, None]).any()  # a label that is listed and not marked
 
@@ -279,6 +297,39 @@ def test_the_loss_with_a_screen() -> None:
     assert 0 < (values[0][0] - values[1][0]).abs() < 1e-3
     for a, b in zip(values[0][1:], values[1][1:], strict=True):
         assert 0 < (a - b).norm() < 5e-3 * b.norm()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "faster"),
+    [
+        pytest.param((8192, 2304, 256_000), True, id="gemma-2-2b"),
+        pytest.param((8192, 4096, 128_256), True, id="llama-3-8b"),
+        pytest.param((8192, 3072, 32_064), False, id="phi-3.5-whose-lists-may-take-what-is-saved"),
+        pytest.param((8192, 768, 131_072), False, id="short-rows"),
+        pytest.param((128, 4096, 128_256), False, id="few-tokens"),
+        pytest.param((0, 4096, 128_256), False, id="no-tokens"),
+    ],
+)
+def test_a_screen_pays_where_it_was_faster(sizes: tuple[int, int, int], faster: bool) -> None:
+    """Catches a rule that a head of the benchmarks contradicts."""
+    assert budget.screen_pays(budget.Sizes(*sizes, 2)) == faster
+
+
+def test_auto_screens_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: "auto" on a head that takes longer, sizes of the whole vocabulary for those of a shard."""
+    p = of_filter.problem(Case(num_tokens=20))
+    x, shard = of_filter.operands(p), SimpleNamespace(vocab_size=Case().num_rows, group_size=2)
+    call = Call(of_filter.spec_of(p, Case()), backend="triton")
+
+    def screened(**how: Any) -> bool:
+        return loss._screened(call, x, cast(VocabShard, shard), GradFilter(**how)).spec.filter.screen
+
+    assert screened(screen="fp8") and screened(screen="auto", always=True) and not screened(screen="auto")
+    seen = []
+    monkeypatch.setattr(budget, "screen_pays", lambda sizes: not seen.append(sizes))
+    assert screened(screen="auto") and seen == [
+        budget.Sizes(20, x.hidden.shape[1], Case().num_rows // 2, x.hidden.itemsize)
+    ]
 
 
 def test_where_there_are_no_products_in_8_bits() -> None:

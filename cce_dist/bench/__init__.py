@@ -2,7 +2,8 @@
 
 Reading order: ``shapes`` (heads by name), ``workload`` (input with a trained model's statistics), ``methods`` (what is
 compared: this library, ``peers``, and ``stage``, the ends of frameworks' last stages), ``loop`` (check, then time, on one rank
-or a group), ``collectives`` (what is sent), ``report`` (table, JSON, figure), ``cases`` (all of a command).
+or a group), ``collectives`` (what is sent), ``report`` (table, JSON, figure), ``cases`` (all of a command), ``tasks`` (the same
+for those of ``log_probs`` and ``divergence``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
     "cpu": (["toy"], [512]),
 }
 STAGES = ("megatron", "deepspeed")
+LOG_PROBS = ("entropy", "ids-1", "ids-64", "ids-128", "scores")  # tasks of ``log_probs``
+KINDS = ("forward", "reverse", "jsd")  # of ``divergence``
 COLUMNS = {  # what --columns calls the columns of a case's table
     "fwd": "fwd ms (IQR)", "fwd/1": "/1 GEMM", "total": "fwd+bwd ms (IQR)", "total/3": "/3 GEMMs", "total/4": "/4 GEMMs",
     "host": "host ms", "first": "first s", "MiB": "MiB", "dE": "err dE", "dC": "err dC", "mean-dE": "err mean dE",
@@ -45,9 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--tp", type=_sizes, metavar="T,T", help="split the vocabulary over so many ranks, under torchrun or alone")
     add(
-        "--log-probs", action="store_true",
-        help="time log-probabilities and entropies, as policies take them, in place of the loss; the entropy has no gradient",
+        "--log-probs", nargs="*", choices=LOG_PROBS, metavar="TASK",
+        help="time log-probabilities and entropies, as policies take them, in place of the loss; the entropy has no gradient. "
+        f"With a task time that: {', '.join(LOG_PROBS)}",
     )  # fmt: skip
+    add(
+        "--kl", nargs="*", choices=KINDS, metavar="KIND",
+        help=f"time the divergence of two heads: {', '.join(KINDS)} (default: all)",
+    )  # fmt: skip
+    add(
+        "--teacher-size", type=whole(1), metavar="D", help="hidden size of the teacher of --kl (default: the student's)"
+    )
     add("--stage", choices=STAGES, help="time the end of its last pipeline stage by its means and ours, likewise")
     add(
         "--workspace", nargs="+", type=whole(1), metavar="MIB", help="workspaces of cce-dist, a row each (default: 256)"
@@ -84,6 +95,11 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise SystemExit(f"cce-dist bench: {missing[0]} is neither a rung ({', '.join(RUNGS)}) nor a file")
     args.shapes, args.tokens, args.ignored = args.shapes or shapes, args.tokens or tokens, args.ignored or [0.0]
+    if args.log_probs or args.kl is not None:
+        from cce_dist.bench import divergence, log_probs, tasks
+
+        kinds = [] if args.kl is None else args.kl or KINDS
+        return tasks.run(args, [*log_probs.tasks_of(args.log_probs or []), *divergence.tasks_of(kinds)])
     return cases.run(args)
 
 
@@ -93,6 +109,8 @@ def _show(args: argparse.Namespace) -> int:
 
     asked = {"shape": args.shapes, "num_tokens": args.tokens, "ignored": args.ignored, "num_ranks": args.tp}
     try:
+        if all(path.name.endswith("tasks.json") for path in args.show):
+            return _show_tasks(args)
         files = {path: report.read_json(path) for path in args.show}
         shown = {path: report.select(results.cases, asked, args.methods) for path, results in files.items()}
         if not any(shown.values()):
@@ -107,6 +125,15 @@ def _show(args: argparse.Namespace) -> int:
     if not any((*asked.values(), args.methods)):
         for path, results in files.items():
             report.write_figure(path.with_suffix(".png"), results.environment, results.cases)
+    return 0
+
+
+def _show_tasks(args: argparse.Namespace) -> int:
+    """Print files of tasks again: a table for each task, or one table of the columns asked for."""
+    from cce_dist.bench import tasks
+
+    cases = [case for path in args.show for case in tasks.read(path).cases]
+    print("\n".join(tasks.summary(cases, args.columns) if args.columns else map(tasks.text, cases)))
     return 0
 
 

@@ -85,7 +85,7 @@ def show_progress(line: str) -> None:
 
 def _available(args: argparse.Namespace) -> dict[str, methods.Method]:
     """The methods of the stage, or those of the loss that are rows for any of the sizes of groups."""
-    chosen = "log-probs" if args.log_probs else args.stage or ""
+    chosen = "log-probs" if args.log_probs is not None else args.stage or ""
     table = methods.all_methods(chosen, args.workspace or [methods.UNNAMED_MIB])
     return {name: method for name, method in table.items() if args.stage or any(map(method.is_for, args.tp))}
 

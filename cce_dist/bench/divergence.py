@@ -1,17 +1,15 @@
-"""Time the divergence of two heads and its gradients: ``python -m cce_dist.bench.divergence``.
+"""Time the divergence of two heads and its gradients: ``cce-dist bench --kl``, or ``python -m cce_dist.bench.divergence``.
 
-The rules are those of ``cce-dist bench``: a method whose value or gradients are wrong gets no time, and the others are timed in
-turns. Both heads have a trained model's statistics. The plain products beside them are both heads' logits and the student's two
+Both heads have a trained model's statistics. The plain products beside them are both heads' logits and the student's two
 gradients, four products where the heads are of one size, and the same with the logits computed again for backward, six. The
-mixture of "jsd" needs the logits once more: six, and eight.
+mixture of "jsd" needs the logits once more where nothing is kept: eight.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,11 +18,10 @@ from torch import Tensor
 
 from cce_dist import linear_kl_divergence, reference
 from cce_dist.arguments import whole
-from cce_dist.bench.shapes import SHAPES, HeadShape
-from cce_dist.bench.tasks import Step, add_arguments, lines, measure, parse
+from cce_dist.bench.shapes import HeadShape
+from cce_dist.bench.tasks import Method, Prepared, Setting, Step, Task, add_arguments, as_command, run
 from cce_dist.bench.workload import make_workload
 from cce_dist.kernels.heads import KINDS
-from cce_dist.report import describe_environment, table, where, write_json
 
 CHUNK_BYTES = 1 << 30  # of the truth's logits
 Mean = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # both heads -> mean divergence over all tokens
@@ -39,18 +36,8 @@ class Heads(NamedTuple):
     teacher_weight: Tensor
 
 
-@dataclass
-class Results:
-    """What a command measured: for each kind the rows, and the seconds of the products."""
-
-    environment: dict[str, Any]
-    shape: str
-    teacher_size: int
-    num_tokens: int
-    kinds: dict[str, Any] = field(default_factory=dict)
-
-
-def draw(shape: HeadShape, teacher_size: int, num_tokens: int, dtype: torch.dtype, device: str) -> Heads:
+@lru_cache(maxsize=1)
+def draw(shape: HeadShape, teacher_size: int, num_tokens: int, dtype: torch.dtype, device: torch.device | str) -> Heads:
     """Both heads; they disagree, as those of two models that were trained apart."""
     shapes = (shape, HeadShape(teacher_size, shape.vocab_size))
     student, teacher = (
@@ -88,22 +75,27 @@ def liger(kind: str) -> Mean:
     return lambda *heads: of_both(*heads, None)
 
 
-def ours(kind: str, workspace_bytes: int | None = None, backend: str = "auto") -> Mean:
-    return cast(
-        Mean,
-        partial(linear_kl_divergence, kind=kind, reduction="mean", workspace_bytes=workspace_bytes, backend=backend),
-    )
+def methods_of(kind: str, setting: Setting, heads: Heads) -> dict[str, Method]:
+    """The rows: ours, the dense form, and Liger's."""
+
+    def ours(backend: str = "auto", **options: Any) -> Callable[[], Step]:
+        shard = options["shard"]
+        function = partial(
+            linear_kl_divergence, kind=kind, reduction="mean", backend=backend, teacher_shard=shard, **options
+        )
+        return lambda: partial(step, cast(Mean, function), heads)
+
+    others: dict[str, Callable[[str], Mean]] = {
+        "torch": lambda kind: cast(Mean, partial(dense, kind)),
+        "torch-compile": compiled,
+        "liger": liger,
+    }
+    table = {name: Method(partial(_built, build, kind, heads), needs_whole=True) for name, build in others.items()}
+    return setting.ours(512, ours) | table
 
 
-METHODS: dict[str, Callable[[str], Mean]] = {
-    "cce-dist": ours,
-    "cce-dist@512MiB": partial(ours, workspace_bytes=512 << 20),
-    "cce-dist-cached": partial(ours, workspace_bytes=1 << 40),
-    "cce-dist-torch": partial(ours, backend="torch"),
-    "torch": lambda kind: cast(Mean, partial(dense, kind)),
-    "torch-compile": compiled,
-    "liger": liger,
-}
+def _built(build: Callable[[str], Mean], kind: str, heads: Heads) -> Step:
+    return partial(step, build(kind), heads)
 
 
 def step(function: Mean, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,8 +122,15 @@ def truth(kind: str, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     return value, torch.cat(d_hidden), d_weight
 
 
-def _step(name: str, kind: str, heads: Heads) -> Step:
-    return partial(step, METHODS[name](kind), heads)
+def prepare(kind: str, setting: Setting) -> Prepared:
+    """A kind's methods, and what is true of this rank's part."""
+    whole = draw(setting.shape, setting.teacher_size, setting.num_tokens, setting.dtype, setting.device)
+    value, d_hidden, d_weight = truth(kind, whole)
+    heads = whole._replace(weight=setting.rows(whole.weight), teacher_weight=setting.rows(whole.teacher_weight))
+    once = 1 + (kind == "jsd")  # the mixture needs the logits again, unless they are kept
+    counts = (1, once + 1)
+    products: dict[int, Callable[[], object]] = {2 * n + 2: partial(_products, heads, n) for n in counts}
+    return Prepared(methods_of(kind, setting, heads), (value, d_hidden, setting.rows(d_weight)), products)
 
 
 def _products(heads: Heads, logits: int) -> None:
@@ -143,29 +142,17 @@ def _products(heads: Heads, logits: int) -> None:
     torch.mm(d_logits.t(), heads.hidden)
 
 
+def tasks_of(kinds: Sequence[str]) -> list[Task]:
+    return [Task(f"kl-{kind}", partial(prepare, kind), with_teacher=True) for kind in kinds]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser, METHODS, "divergence.json")
+    add_arguments(parser)
     parser.add_argument("--teacher-size", type=whole(1), help="hidden size of the teacher (default: the student's)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    args = parse(parser)
-    name, num_tokens = args.shape, args.tokens
-    shape = SHAPES[name]
-    teacher_size = args.teacher_size or shape.hidden_size
-    heads = draw(shape, teacher_size, num_tokens, getattr(torch, args.dtype), args.device)
-    environment = describe_environment(torch.device(args.device))
-    results = Results(environment, name, teacher_size, num_tokens)
-    for kind in args.kinds:
-        methods = {method: partial(_step, method, kind, heads) for method in args.methods}
-        once = 1 + (kind == "jsd")  # the mixture needs the logits again
-        products = {2 * count + 2: partial(_products, heads, count) for count in (once, once + 1)}
-        found = measure(methods, truth(kind, heads), products, args.repeats)
-        print(f"{kind}, {name}, teacher D {teacher_size:,}, N {num_tokens:,}; {where(environment)}")
-        print("\n".join(table(lines(found))) + "\n", flush=True)
-        results.kinds[kind] = found._asdict()
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        write_json(args.out / "divergence.json", results)
+    args = parser.parse_args()
+    raise SystemExit(run(as_command(args, args.teacher_size), tasks_of(args.kinds)))
 
 
 if __name__ == "__main__":

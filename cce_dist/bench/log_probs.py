@@ -1,6 +1,7 @@
-"""Time log-probabilities as policies and distillation take them: ``python -m cce_dist.bench.log_probs``.
+"""Time log-probabilities as policies and distillation take them: ``cce-dist bench --log-probs TASK``.
 
-``cce-dist bench --log-probs`` times one id a token among the rows of the loss. The tasks here are the others:
+``cce-dist bench --log-probs`` without a task times one id a token among the rows of the loss. The tasks here are the others
+(``python -m cce_dist.bench.log_probs`` has them all):
 
     entropy    log-probabilities of one id and entropies, both with gradients
     ids-K      log-probabilities of K ids a token, with gradients
@@ -12,19 +13,18 @@ Upstream gradients have both signs, as advantages do. A method that has no such 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cce_dist import linear_log_probs
-from cce_dist.bench.shapes import SHAPES
-from cce_dist.bench.tasks import Step, add_arguments, lines, measure, parse
-from cce_dist.bench.workload import make_workload
-from cce_dist.report import describe_environment, table, where, write_json
+from cce_dist.bench import peers, tasks
+from cce_dist.bench.shapes import HeadShape
+from cce_dist.bench.tasks import Method, Prepared, Setting, Step, add_arguments, as_command, run
+from cce_dist.bench.workload import Workload, make_workload
 
 CHUNK_BYTES = 1 << 30  # of the truth's logits
 TOP = 64
@@ -86,30 +86,50 @@ def compiled(task: Task) -> Function:
     return torch.compile(partial(dense, task), fullgraph=True, dynamic=False)
 
 
-def ours(task: Task, workspace_bytes: int | None = None, backend: str = "auto") -> Function:
+def trl(task: Task) -> Function:
+    """TRL's chunks of tokens and of the vocabulary."""
+    chunks = peers.trl_chunks()
+
     def function(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        out = linear_log_probs(
-            hidden,
-            weight,
-            ids,
-            entropy=task.entropy,
-            top_k=task.top_k,
-            workspace_bytes=workspace_bytes,
-            backend=backend,
-        )
-        return out.log_probs, out.entropy, out.top_log_probs
+        log_probs, entropy, *_ = chunks(hidden, weight, ids[:, 0], ("entropy",) if task.entropy else ())
+        return log_probs[:, None], entropy, None
 
     return function
 
 
-METHODS: dict[str, Callable[[Task], Function]] = {
-    "cce-dist": ours,
-    "cce-dist@256MiB": partial(ours, workspace_bytes=256 << 20),
-    "cce-dist-cached": partial(ours, workspace_bytes=1 << 40),
-    "cce-dist-torch": partial(ours, backend="torch"),
-    "torch": lambda task: partial(dense, task),
-    "torch-compile": compiled,
-}
+def verl(task: Task) -> Function:
+    """verl's kernel, which has entropies in any case."""
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
+
+    def function(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        log_probs, entropy = linear_cross_entropy(hidden, weight, ids[:, 0])
+        return log_probs[:, None], entropy if task.entropy else None, None
+
+    return function
+
+
+def methods_of(task: Task, setting: Setting, x: Inputs) -> dict[str, Method]:
+    """The rows: ours, the dense form, and for one id a token those of trainers."""
+
+    def ours(**options: Any) -> Callable[[], Step]:
+        def function(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            out = linear_log_probs(hidden, weight, ids, entropy=task.entropy, top_k=task.top_k, **options)
+            return out.log_probs, out.entropy, out.top_log_probs
+
+        return lambda: partial(step, task, function, x)
+
+    others: dict[str, Callable[[Task], Function]] = {
+        "torch": lambda task: partial(dense, task),
+        "torch-compile": compiled,
+    }
+    if task.num_ids == 1 and not task.top_k:
+        others |= {"trl": trl, "verl": verl}
+    table = {name: Method(partial(_built, build, task, x), needs_whole=True) for name, build in others.items()}
+    return setting.ours(256, ours) | table
+
+
+def _built(build: Callable[[Task], Function], task: Task, x: Inputs) -> Step:
+    return partial(step, task, build(task), x)
 
 
 def step(task: Task, function: Function, x: Inputs) -> tuple[Tensor, ...]:
@@ -165,42 +185,32 @@ def products(x: Inputs, grad: bool) -> dict[int, Callable[[], object]]:
     return {3: partial(of, 1), 4: partial(of, 2)} if grad else {1: partial(of, 1)}
 
 
-@dataclass
-class Results:
-    """What a command measured: for each task the rows, and the seconds of the products."""
+@lru_cache(maxsize=1)
+def _workload(shape: HeadShape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Workload:
+    return make_workload(shape, num_tokens, dtype=dtype, device=device)
 
-    environment: dict[str, Any]
-    shape: str
-    num_tokens: int
-    tasks: dict[str, Any] = field(default_factory=dict)
+
+def prepare(name: str, setting: Setting) -> Prepared:
+    """A task's methods, and what is true of this rank's part."""
+    task, head = TASKS[name], _workload(setting.shape, setting.num_tokens, setting.dtype, setting.device)
+    whole = draw(task, head.hidden, head.weight, head.labels)
+    x = whole._replace(weight=setting.rows(whole.weight))
+    expected = truth(task, whole)
+    if task.grad:
+        expected = (*expected[:2], setting.rows(expected[2]))
+    return Prepared(methods_of(task, setting, x), expected, products(x, task.grad))
+
+
+def tasks_of(names: Sequence[str]) -> list[tasks.Task]:
+    return [tasks.Task(name, partial(prepare, name)) for name in names]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser, METHODS, "log_probs.json")
+    add_arguments(parser)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    args = parse(parser)
-    name, num_tokens = args.shape, args.tokens
-    head = make_workload(SHAPES[name], num_tokens, dtype=getattr(torch, args.dtype), device=args.device)
-    environment = describe_environment(torch.device(args.device))
-    results = Results(environment, name, num_tokens)
-    for task_name in args.tasks:
-        task = TASKS[task_name]
-        x = draw(task, head.hidden, head.weight, head.labels)
-        methods: dict[str, Callable[[], Step]] = {
-            method: partial(_step, task, METHODS[method], x) for method in args.methods
-        }
-        found = measure(methods, truth(task, x), products(x, task.grad), args.repeats)
-        print(f"{task_name}, {name}, N {num_tokens:,}; {where(environment)}")
-        print("\n".join(table(lines(found))) + "\n", flush=True)
-        results.tasks[task_name] = found._asdict()
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        write_json(args.out / "log_probs.json", results)
-
-
-def _step(task: Task, build: Callable[[Task], Function], x: Inputs) -> Step:
-    return partial(step, task, build(task), x)
+    args = parser.parse_args()
+    raise SystemExit(run(as_command(args), tasks_of(args.tasks)))
 
 
 if __name__ == "__main__":

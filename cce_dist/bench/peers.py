@@ -126,8 +126,8 @@ def torch_log_probs(shard: VocabShard, hidden: Tensor, compiled: bool = False) -
     return lambda hidden, weight, labels: mean_of_kept(-function(hidden, weight, labels)[0], labels)
 
 
-def trl_log_probs(shard: VocabShard, hidden: Tensor) -> LossFn:
-    """TRL's chunks of tokens and of the vocabulary, with entropies."""
+def trl_chunks() -> Callable[..., tuple[Tensor, ...]]:
+    """TRL's chunks of tokens and of the vocabulary: hidden, weight, labels and what else is asked for -> five outputs."""
     from trl.trainer import utils
 
     function: Any = getattr(utils, "_ChunkedLogProbFunction", None)
@@ -138,8 +138,18 @@ def trl_log_probs(shard: VocabShard, hidden: Tensor) -> LossFn:
     if names != wanted.split():
         raise ImportError(f"this release of trl takes {', '.join(names)}")
 
+    def outputs(hidden: Tensor, weight: Tensor, labels: Tensor, more: tuple[str, ...]) -> tuple[Tensor, ...]:
+        return function.apply(hidden, weight, None, labels, 1.0, 8192, None, 1.0, more)
+
+    return outputs
+
+
+def trl_log_probs(shard: VocabShard, hidden: Tensor) -> LossFn:
+    """TRL's chunked log-probabilities, with entropies."""
+    chunks = trl_chunks()
+
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        log_probs, *_ = function.apply(hidden, weight, None, labels.clamp(min=0), 1.0, 8192, None, 1.0, ("entropy",))
+        log_probs, *_ = chunks(hidden, weight, labels.clamp(min=0), ("entropy",))
         return mean_of_kept(-log_probs, labels)
 
     return loss

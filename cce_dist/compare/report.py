@@ -149,7 +149,7 @@ def _cells(comparison: Comparison, method: str) -> dict[str, str]:
 
     def final(values: dict[int, list[float]], form: str, of_mean: bool = False) -> str:
         mean, spread = mean_and_spread(values.get(last, []))
-        spread /= math.sqrt(len(values.get(last, []))) if of_mean else 1.0
+        spread /= math.sqrt(max(1, len(values.get(last, [])))) if of_mean else 1.0
         return "-" if math.isnan(mean) else f"{mean:{form}}" + ("" if math.isnan(spread) else f" ({spread:.4f})")
 
     def average(statistic: str, gradient: str = "") -> float:

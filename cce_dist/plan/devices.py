@@ -42,7 +42,7 @@ _SHARE = "data sheet x the share of it that the H200 reaches"
 
 # The H200's rates: 3 plain products of 8,192 tokens of Llama-3-8B's and Gemma-2-2B's heads on one GPU (docs/results/h200.json);
 # bytes a second of F.cross_entropy's elementwise passes over their logits in the same file; one all-reduce of 64 MiB over
-# four GPUs in 0.33 ms (docs/results/h200-tp4.json). The others' are the data sheet's times the same shares: 0.71 of 989
+# four GPUs in 0.33 ms (docs/results/h200-group-tp4.json). The others' are the data sheet's times the same shares: 0.71 of 989
 # Tflop/s, 0.83 of 4.8 TB/s, 0.68 of 450 GB/s of NVLink in one direction. InfiniBand counts 0.8 of 400 Gb/s (200 for the A100),
 # which nobody measured here.
 DEVICES = {
@@ -82,9 +82,9 @@ class Costs(NamedTuple):
     latency: float = 10e-6
 
 
-# docs/results/h200.json, h200-tp2.json, h200-tp4.json, h200-stage-*.json, read before November 22, 2026: ``slowest`` from the
-# plain products at T = 1, 2 and 4; ``backward`` from the rows of cce-dist-cached less those products. Our launches are those of
-# docs/results.md#small-shards. A filter's costs are ``budget.FILTER_COSTS``.
+# docs/results/h200.json, h200-tp2.json, h200-stage-*.json and an older file of four GPUs, read before November 22, 2026:
+# ``slowest`` from the plain products at T = 1, 2 and 4; ``backward`` from the rows of cce-dist-cached less those products. Our
+# launches are those of docs/results.md#small-shards. A filter's costs are ``budget.FILTER_COSTS``.
 COSTS = Costs()
 
 

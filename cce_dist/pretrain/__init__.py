@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import sys
 from typing import NoReturn
 
 from cce_dist.arguments import whole
-from cce_dist.pretrain.exits import HOPELESS, UsageError, tell_torchrun
+from cce_dist.pretrain.exits import HOPELESS, UsageError, speaks_for_all, tell_torchrun
 from cce_dist.pretrain.recipe import LOSSES, Recipe, add_flags
 
 positive = whole(1)
@@ -36,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """End for a wrong argument, which one rank tells and no restart mends."""
-    if os.environ.get("RANK", "0") == "0":
+    if speaks_for_all():
         print(f"{parser.prog}: {message} (--help lists all options)", file=sys.stderr)
     tell_torchrun(HOPELESS)
     raise SystemExit(2)

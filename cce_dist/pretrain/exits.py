@@ -55,6 +55,11 @@ def may_pass(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in PASSING
 
 
+def speaks_for_all() -> bool:
+    """Whether this process is the one that tells what all ranks know: rank 0, or a process that is no rank."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def say(line: str) -> None:
     """Print one line about the run on stderr."""
     print(f"cce-dist pretrain: {' '.join(line.split())}", file=sys.stderr, flush=True)

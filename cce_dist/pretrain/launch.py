@@ -39,6 +39,7 @@ from cce_dist.pretrain.exits import (
     UsageError,
     may_pass,
     say,
+    speaks_for_all,
     tell_torchrun,
 )
 from cce_dist.pretrain.log import check_writers
@@ -57,7 +58,7 @@ def launch(args: argparse.Namespace) -> int:
         check_writers(recipe)
         recipe.check_sizes()
     except UsageError as error:
-        code = _report(error) if os.environ.get("RANK", "0") == "0" else HOPELESS
+        code = _report(error) if speaks_for_all() else HOPELESS
         tell_torchrun(code)
         return code
     if in_torchrun() or (recipe.num_ranks == 1 and recipe.nodes == 1):
@@ -145,14 +146,14 @@ def run_rank(recipe: Recipe) -> int:
 def _end_early(error: Exception) -> int:
     """Say what ended this rank's training, and return its exit code; a bug is raised."""
     if isinstance(error, Stopped):
-        if os.environ.get("RANK", "0") == "0":
+        if speaks_for_all():
             say(str(error))
         return _leave(AGAIN, error.everywhere)
     if not (isinstance(error, (UsageError, CheckpointError, data.CorpusError, OSError)) or _is_lost_peer(error)):
         raise error
     everywhere = isinstance(error, (UsageError, CheckpointError))
     code = LOST if _is_lost_peer(error) or may_pass(error) else HOPELESS
-    if not everywhere or os.environ.get("RANK", "0") == "0":
+    if not everywhere or speaks_for_all():
         _report(error)
     return _leave(code, everywhere)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from cce_dist.pretrain.exits import AGAIN, Stopped, say, tell_torchrun
+from cce_dist.pretrain.exits import AGAIN, Stopped, say, speaks_for_all, tell_torchrun
 from cce_dist.pretrain.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -90,7 +90,7 @@ class Notice:
             while number := pipe.read(1):
                 if number[0] not in SIGNALS or self._left.wait(SAME_SECONDS) or self.patient:
                     continue
-                if os.environ.get("RANK", "0") == "0":
+                if speaks_for_all():
                     say(_early(signal.Signals(number[0]).name))
                 tell_torchrun(AGAIN)
                 os._exit(AGAIN)

@@ -2,32 +2,50 @@
 
     hidden_i . weight_j  =  (hidden_i - m) . (weight_j - b)  +  hidden_i . b  +  (weight_j - b) . m
 
-The first product is the one that costs, and its operands are rounded to e4m3 with a scale for each row. The other two are a
-number for each row in fp32, whatever m and b are. A trained weight's rows share a direction, and so do hidden states: what
-rounding leaves along it would move a whole row of logits. So m is a mean hidden state, and b a mean of the weight's rows in
-which the columns of the softmax's tail count most.
+The first product is the one that costs, and its operands are rounded to e4m3. The other two are a number for each row in fp32,
+whatever m and b are. A trained weight's rows share a direction, and so do hidden states: what rounding leaves along it would
+move a whole row of logits. So m is a middle of the hidden states, and b a mean of the weight's rows in which the columns of the
+softmax's tail count most.
+
+A hidden state has a scale of its own, all rows of the weight have one: an element of usual size becomes ``USUAL``, a tenth of
+the largest number and 256 times the smallest that has all its bits. A row with an element that is too large for it is marked
+for all tokens.
 
 Rounding to e4m3 moves an element by 2.65 % (rms) whatever its size, so the product's standard error is near
 
     sqrt(2) * 0.0265 * |hidden_i - m| |weight_j - b| / sqrt(D)
 
-``size`` is these lengths; ``ERROR`` is the factor before them but for the root of D.
+``ERROR`` is the factor before these lengths but for the root of D. Hopper adds products up with fewer bits than fp32 has. That
+error is 3.5 % of the one above with D 4,096 (H200, 2026-11), where the two vectors leave no direction that all rows share.
+
+The errors of a hidden state's elements are the same in all of its logits: they average out over many elements, not over
+columns. So a hidden state of which one element has more than half the square cannot be rounded, nor one whose logits would have
+a standard error above ``MOST_ERROR``. Such a row gets an infinite length and codes of 0, and its token is computed in 16 bits.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.filter.middle import Middle
 from cce_dist.kernels.tiles import MAX_SIDE, interpreted, num_programs
 
 ERROR = 2**0.5 * 0.0265
+MOST_ERROR = 0.25  # nats; with the default eps that is an error of 4e-3 of the log-sum-exp at most
 MOST = tl.constexpr(448.0)  # the largest number of e4m3
+USUAL = tl.constexpr(4.0)
+LOG2_E = tl.constexpr(math.log2(math.e))
+FARTHEST = tl.constexpr(
+    100.0
+)  # powers of 2 from the bound down to a token's number: exponentials are without the latter
 LEAST = tl.constexpr(1e-30)  # rows whose elements are all smaller count as zeros
 DTYPE = torch.float8_e4m3fn
 # Elements of a row. A weight of 128,256 x 4,096 takes 0.54 ms with 32, 0.61 with 16 and 0.56 with 64 (H200, 2026-11).
@@ -39,53 +57,62 @@ class Rounded(NamedTuple):
 
     Attributes:
         codes: [R, D or more] e4m3; zeros from column D on.
-        numbers_3R: [3, R] fp32: the scale of the codes; the row's number of the sum above, bias counted; its length less the
-            shared vector, -1 for a column that takes no part.
+        numbers_KR: [K, R] fp32. Of the weight the row's number of the sum above, bias counted, and its length less the shared
+            vector; -inf and 0 of a column that takes no part. Of hidden states the scale of the product, the number less the
+            bound, the length, the bound. Without a softcap scales and numbers are those of logits to base 2; with one they are
+            those of logits before it, and the bound is not taken off.
     """
 
     codes: torch.Tensor
-    numbers_3R: torch.Tensor
+    numbers_KR: torch.Tensor
 
 
-def new_rounded(num_rows: int, hidden_size: int, inner: int, device: torch.device) -> Rounded:
+def new_rounded(num_rows: int, hidden_size: int, inner: int, num_numbers: int, device: torch.device) -> Rounded:
     """Return room for rows, ``inner`` of whose columns are worked on at a time."""
     codes = torch.empty(num_rows, cdiv(hidden_size, inner) * inner, dtype=DTYPE, device=device)
-    return Rounded(codes, torch.empty(3, num_rows, dtype=torch.float32, device=device))
+    return Rounded(codes, torch.empty(num_numbers, num_rows, dtype=torch.float32, device=device))
+
+
+def some_of(rounded: Rounded, num_rows: int) -> Rounded:
+    """Return the room of the first rows, as room for so many."""
+    count = rounded.numbers_KR.shape[0]
+    return Rounded(rounded.codes[:num_rows], rounded.numbers_KR.view(-1)[: count * num_rows].view(count, num_rows))
 
 
 def round_hidden(
-    hidden_ND: torch.Tensor, index_R: torch.Tensor, num_kept: torch.Tensor, mean_D: torch.Tensor, beside_D: torch.Tensor,
-    out: Rounded,
+    x: Operands, index_R: torch.Tensor, num_kept: torch.Tensor, bound_N: torch.Tensor, around: Middle, out: Rounded
+) -> None:
+    """Gather and round a group's hidden states; rows past ``num_kept`` in the last live tile are 0."""
+    _launch(x, (index_R, num_kept, bound_N), None, around, out, 0, index_R.shape[0])
+
+
+def round_weight(x: Operands, slot_V: torch.Tensor, around: Middle, out: Rounded, first: int) -> None:
+    """Round rows of the weight from ``first`` on. Hot columns and padding take no part."""
+    _launch(x, None, slot_V, around, out, first, x.logits.num_valid)
+
+
+def _launch(
+    x: Operands, group: tuple[torch.Tensor, ...] | None, slot_V: torch.Tensor | None, around: Middle, out: Rounded,
+    first: int, last: int,
 ) -> None:  # fmt: skip
-    """Gather and round a group's hidden states, less ``mean_D``; rows past ``num_kept`` in the last live tile are 0.
-
-    The row's number is that of the whole hidden state and ``beside_D``.
-    """
-    _launch(hidden_ND, index_R, num_kept, None, None, mean_D, beside_D, out, 0, index_R.shape[0])
-
-
-def round_weight(
-    weight_VD: torch.Tensor, bias_V: torch.Tensor | None, slot_V: torch.Tensor, mean_D: torch.Tensor, beside_D: torch.Tensor,
-    out: Rounded, first: int, num_valid: int,
-) -> None:  # fmt: skip
-    """Round rows of the weight from ``first`` on, less ``mean_D``. Hot columns and padding take no part.
-
-    The row's number is that of the weight's row less ``mean_D`` and ``beside_D``.
-    """
-    _launch(weight_VD, None, None, bias_V, slot_V, mean_D, beside_D, out, first, num_valid)
-
-
-def _launch(rows_RD, index_R, num_kept, bias_R, slot_R, mean_D, beside_D, out: Rounded, first: int, last: int) -> None:
     num_rows, num_inner = out.codes.shape
-    block = max(128, 1 << (num_inner - 1).bit_length())
+    hidden_size, scale, softcap = x.hidden.shape[1], x.logits.logit_scale, x.logits.softcap > 0.0
+    # A row is a power of 2 and a rest: it has all lanes busy, and D 2,304 does not take as long as 4,096.
+    block = 1 << (hidden_size.bit_length() - 1)
+    rest = 0 if num_inner == block else 1 << (num_inner - block - 1).bit_length()
     warps = min(16, max(1, block // (32 * PER_THREAD)))
-    at_once = num_programs(rows_RD.device) * (1 if interpreted() else max(1, 32 // warps))
+    at_once = num_programs(x.hidden.device) * (1 if interpreted() else max(1, 32 // warps))
+    index_R, num_kept, bound_N = group or (None, None, None)
+    is_hidden = group is not None
+    means = (around.hidden_D, around.weight_D) if is_hidden else (around.weight_D, around.hidden_D)
     _round_rows_kernel[(min(num_rows, at_once),)](
-        rows_RD, index_R, num_kept, bias_R, slot_R, mean_D, beside_D,
-        out.codes, out.numbers_3R,
-        num_rows, rows_RD.shape[1], num_inner, first, last,
-        HAS_INDEX=index_R is not None, HAS_BIAS=bias_R is not None, INTERPRETED=interpreted(), MAX_SIDE=MAX_SIDE,
-        BLOCK_D=block, num_warps=warps,
+        x.hidden if is_hidden else x.weight, index_R, num_kept, bound_N, None if is_hidden else x.bias, slot_V, *means,
+        around.spread_P,
+        out.codes, out.numbers_KR,
+        num_rows, hidden_size, num_inner, first, last, around.spread_P.shape[0],
+        scale if softcap else scale * math.log2(math.e), (scale * ERROR / MOST_ERROR) ** 2 / hidden_size,
+        HAS_INDEX=is_hidden, HAS_BIAS=x.bias is not None and not is_hidden, HAS_SOFTCAP=softcap, INTERPRETED=interpreted(),
+        MAX_SIDE=MAX_SIDE, BLOCK_D=block, REST=rest, num_warps=warps,
     )  # fmt: skip
 
 
@@ -94,22 +121,29 @@ def _round_rows_kernel(
     rows_ptr,  # in: [N or V, D]
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32; with HAS_INDEX
+    bound_ptr,  # in: [N] fp32; with HAS_INDEX
     bias_ptr,  # in: [V]
     slot_ptr,  # in: [V] int32; without HAS_INDEX
     mean_ptr,  # in: [D] fp32
     beside_ptr,  # in: [D] fp32
+    spread_ptr,  # in: [P] fp32
     codes_ptr,  # out: [R, D or more] e4m3
-    numbers_ptr,  # out: [3, R] fp32
+    numbers_ptr,  # out: [4, R] fp32; without HAS_INDEX [2, R]
     num_rows,
     hidden_size,
     num_inner,
     first_row,
     last_row,
+    num_spread,
+    unit,
+    per_square,
     HAS_INDEX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
     MAX_SIDE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
 ):
     # A program keeps the two vectors in registers and goes through many rows. It reads each once, while it works on the one
     # before.
@@ -117,6 +151,14 @@ def _round_rows_kernel(
     in_d = offs_d < hidden_size
     mean = tl.load(mean_ptr + offs_d, mask=in_d, other=0)
     beside = tl.load(beside_ptr + offs_d, mask=in_d, other=0)
+    offs_e = BLOCK_D + tl.arange(0, REST if REST else 1)
+    in_e = offs_e < hidden_size
+    if REST:
+        rest_mean = tl.load(mean_ptr + offs_e, mask=in_e, other=0)
+        rest_beside = tl.load(beside_ptr + offs_e, mask=in_e, other=0)
+    spread = sum_of_parts(spread_ptr, num_spread)
+    per_square *= spread
+    usual = tl.maximum(tl.sqrt(spread / hidden_size), LEAST) * (1 / USUAL)
     stop = num_rows
     num_live = num_rows
     if HAS_INDEX:
@@ -127,34 +169,86 @@ def _round_rows_kernel(
         place, index_ptr, slot_ptr, stop, num_live, first_row, last_row, HAS_INDEX
     )
     ahead = tl.load(rows_ptr + row.to(tl.int64) * hidden_size + offs_d, mask=in_d & live, other=0)
+    if REST:
+        rest_ahead = tl.load(rows_ptr + row.to(tl.int64) * hidden_size + offs_e, mask=in_e & live, other=0)
     while place < stop:
         here, here_live, whole = row, live, ahead.to(tl.float32)
         following = place + tl.num_programs(0)
         row, live = _row_at(following, index_ptr, slot_ptr, stop, num_live, first_row, last_row, HAS_INDEX)
         ahead = tl.load(rows_ptr + row.to(tl.int64) * hidden_size + offs_d, mask=in_d & live, other=0)
-
         away = tl.where(here_live, whole - mean, 0.0)
-        # NaN counts as infinite here.
-        far = tl.where(away == away, tl.abs(away), float("inf"))
-        sums = ((whole if HAS_INDEX else away) * beside, away * away, far)
-        number, square, most = tl.reduce(sums, 0, _add_add_most)
+        number, square, most = _sums_of_row(  # pyright: ignore[reportGeneralTypeIssues]
+            whole if HAS_INDEX else away, away, beside
+        )
+        if REST:
+            whole = rest_ahead.to(tl.float32)
+            rest_ahead = tl.load(rows_ptr + row.to(tl.int64) * hidden_size + offs_e, mask=in_e & live, other=0)
+            rest = tl.where(here_live, whole - rest_mean, 0.0)
+            more = _sums_of_row(whole if HAS_INDEX else rest, rest, rest_beside)
+            number, square, most = number + more[0], square + more[1], tl.maximum(most, more[2])
         if HAS_BIAS:
             number += tl.load(bias_ptr + here, mask=here_live, other=0).to(tl.float32)
-        most = tl.maximum(most, LEAST)
-        tl.store(numbers_ptr + place, tl.where(here_live, most / MOST, 0.0))
-        tl.store(numbers_ptr + num_rows.to(tl.int64) + place, tl.where(here_live, number, 0.0))
-        # The square of a length may overflow: then everything is marked.
-        tl.store(numbers_ptr + 2 * num_rows.to(tl.int64) + place, tl.where(here_live, tl.sqrt(square), -1.0))
-
-        codes = away * (MOST / most)
-        if INTERPRETED:
-            # The interpreter loses a carry from the mantissa to the exponent: round to 3 bits first.
-            bits = codes.to(tl.int32, bitcast=True)
-            bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-            codes = bits.to(tl.float32, bitcast=True)
-        where = codes_ptr + place * num_inner.to(tl.int64) + offs_d
-        tl.store(where, codes.to(codes_ptr.dtype.element_ty), mask=offs_d < num_inner)
+        number *= unit
+        # The square of a column's length may overflow: then all tokens have it marked.
+        length = tl.sqrt(square)
+        scale = usual
+        numbers_here = numbers_ptr + place
+        if HAS_INDEX:
+            most = tl.maximum(most, LEAST)
+            scale = most / MOST
+            bound = tl.load(bound_ptr + here, mask=here_live, other=0)
+            if not HAS_SOFTCAP:
+                number -= bound * LOG2_E
+            # NaN makes this false.
+            fits = (square * per_square < 1.0) & ((square >= 2.0 * most * most) | (square < LEAST))
+            fits &= tl.abs(bound) < float("inf")
+            if not HAS_SOFTCAP:
+                fits &= (number > -FARTHEST) & (number < FARTHEST / 4)
+            away = tl.where(fits, away, 0.0)
+            if REST:
+                rest = tl.where(fits, rest, 0.0)
+            tl.store(numbers_here, tl.where(fits, scale * usual * unit, 0.0))
+            number = tl.where(fits, number, 0.0)
+            tl.store(numbers_here + num_rows.to(tl.int64), tl.where(here_live, number, float("-inf")))
+            tl.store(numbers_here + 2 * num_rows.to(tl.int64), tl.where(fits | (here_live == 0), length, float("inf")))
+            tl.store(numbers_here + 3 * num_rows.to(tl.int64), bound)
+        else:
+            length = tl.where(most <= usual * MOST, length, float("inf"))
+            tl.store(numbers_here, tl.where(here_live, number, float("-inf")))
+            tl.store(numbers_here + num_rows.to(tl.int64), tl.where(here_live, length, 0.0))
+        where = codes_ptr + place * num_inner.to(tl.int64)
+        _store_codes(where, away * (1 / scale), offs_d, num_inner, INTERPRETED)
+        if REST:
+            _store_codes(where, rest * (1 / scale), offs_e, num_inner, INTERPRETED)
         place = following
+
+
+@triton.jit
+def _sums_of_row(whole, away, beside):
+    """Return a row's number, its square and its largest element; NaN counts as infinite."""
+    far = tl.where(away == away, tl.abs(away), float("inf"))
+    return tl.reduce((whole * beside, away * away, far), 0, _add_add_most)
+
+
+@triton.jit
+def _store_codes(where, codes, offs_d, num_inner, INTERPRETED: tl.constexpr):
+    codes = tl.minimum(tl.maximum(codes, -MOST), MOST)
+    if INTERPRETED:
+        # The interpreter loses a carry from the mantissa to the exponent: round to 3 bits first.
+        bits = codes.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        codes = bits.to(tl.float32, bitcast=True)
+    tl.store(where + offs_d, codes.to(where.dtype.element_ty), mask=offs_d < num_inner)
+
+
+@triton.jit
+def sum_of_parts(parts_ptr, num_parts):
+    """Add a few numbers up; fp32."""
+    total = tl.zeros((128,), tl.float32)
+    for first in range(0, num_parts, 128):
+        offs = first + tl.arange(0, 128)
+        total += tl.load(parts_ptr + offs, mask=offs < num_parts, other=0)
+    return tl.sum(total, 0)
 
 
 @triton.jit

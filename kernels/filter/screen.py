@@ -9,9 +9,10 @@ always (``lists.py``). The marked logits are then computed from the operands the
 Everything is relative to the token's bound. What is not marked is below it, so no maximum runs along, and the bound is the same
 on all shards.
 
-A token is computed again in 16 bits, all columns, where the sum cannot be trusted: something is not finite, its list is too
-long or found no room, or its bound was too high. Only the device knows: the launches return at once where there is none. The
-error that is counted is that of the row and the column, so a row that is far larger than others has many marks, or too many.
+A token is computed again in 16 bits, all columns, where the sum cannot be trusted: something is not finite, its hidden state
+cannot be rounded (``fp8.py``), its list is too long or found no room, or its bound was too high. Only the device knows: the
+launches return at once where there is none. The error that is counted is that of the row and the column, so a row that is
+larger than others has more marks.
 """
 
 from __future__ import annotations
@@ -24,17 +25,33 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Spec, budget, exact
-from cce_dist.kernels.blocks import has_tma, kernel, load_tile, operand, row_and_split, softcap_slope, softcapped
+from cce_dist.kernels.blocks import (
+    has_tma,
+    kernel,
+    load_tile,
+    operand,
+    row_and_split,
+    softcap_slope,
+    softcapped,
+)
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter import lists as lists_
-from cce_dist.kernels.filter.fp8 import ERROR, Rounded, new_rounded, round_hidden, round_weight
+from cce_dist.kernels.filter.fp8 import (
+    ERROR,
+    LOG2_E,
+    Rounded,
+    new_rounded,
+    round_hidden,
+    round_weight,
+    some_of,
+    sum_of_parts,
+)
 from cce_dist.kernels.filter.hot import Hot
-from cce_dist.kernels.filter.lists import FARTHEST, SLACK, WARP_ELEMENTS, Lists, list_columns
+from cce_dist.kernels.filter.lists import FARTHEST, SLACK, Lists, list_columns
+from cce_dist.kernels.filter.middle import Middle, middle
 from cce_dist.kernels.tiles import Tile, Tiles, interpreted, num_programs, screen_tile
 
 ERRORS = 4.0  # standard errors that a logit may be higher than it is screened
-SAMPLE = 256  # tokens that say which columns the tail consists of
-LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 class First(NamedTuple):
@@ -57,50 +74,6 @@ class First(NamedTuple):
     drawn: Operands
 
 
-class Middle(NamedTuple):
-    """What the operands are rounded less of.
-
-    Attributes:
-        hidden_D: m: the mean of some hidden states, fp32.
-        weight_D: b: the mean row of the weight, by the columns' shares of what a sample of the tokens has below the threshold;
-            fp32.
-        spread: Mean square of the rows' distance from b, by the same shares; a 0-d fp32 tensor.
-    """
-
-    hidden_D: torch.Tensor
-    weight_D: torch.Tensor
-    spread: torch.Tensor
-
-
-def middle(x: Operands, first: First, eps: float) -> Middle:
-    """Find what the operands are rounded less of, from some tokens and the drawn columns.
-
-    Anything will do but for the errors, so what is not finite becomes 0. A token counts as one of usual length where it is
-    longer.
-    """
-    index_N, num_kept = first.order
-    drawn, logits = first.drawn, x.logits
-    place_T = torch.arange(SAMPLE, device=index_N.device) * num_kept // SAMPLE
-    token_T = index_N.index_select(0, place_T)
-    rows_TD = x.hidden.index_select(0, token_T).float()
-    length_T = rows_TD.norm(dim=1)
-    usual = length_T.sort().values[SAMPLE // 2]
-    hidden_D = ((usual / length_T).clamp(max=1.0) @ rows_TD / SAMPLE).nan_to_num(0.0, 0.0, 0.0)
-
-    weight_SD = drawn.weight.float()
-    z_TS = rows_TD @ weight_SD.T
-    if drawn.bias is not None:
-        z_TS += drawn.bias
-    z_TS *= logits.logit_scale
-    if logits.softcap > 0.0:
-        z_TS = logits.softcap * torch.tanh(z_TS / logits.softcap)
-    z_TS -= first.bound_N.index_select(0, token_T)[:, None]
-    share_S = torch.where(z_TS < math.log(eps), z_TS.exp(), 0.0).sum(0)
-    share_S = (share_S / share_S.sum()).nan_to_num(0.0, 0.0, 0.0)
-    weight_D = (share_S @ weight_SD).nan_to_num(0.0, 0.0, 0.0)
-    return Middle(hidden_D, weight_D, share_S @ (weight_SD - weight_D).square().sum(1))
-
-
 def screened_statistics(
     x: Operands, hot: Hot, first: First, lists: Lists, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,81 +85,129 @@ def screened_statistics(
         ``Lists.bound_3N``, with a bound of NaN where the token's sum cannot be trusted, so that lists do not serve it; and the
         labels of those tokens, -1 for all others, [N] int64.
     """
-    device, num_tokens = x.hidden.device, x.num_tokens
-    tile = screen_tile(device, x.logits.softcap > 0.0)
-    num_words, hidden_size = hot.words_W.shape[0], x.hidden.shape[1]
-    around = middle(x, first, spec.filter.eps)
-    unit = max(tile.cols, tiles.lse.cols)
-    at_once, cols = budget.screen_chunks(
-        exact.sizes_of(x), num_words, spec.workspace_bytes, tile.rows, tiles.group, unit
-    )
-    columns = [(col, min(col + cols, 32 * num_words)) for col in range(0, 32 * num_words, cols)]
-    row_blocks = min(at_once, num_tokens)
-    splits = [
-        budget.num_parts(row_blocks, (last - col) // tile.cols, tile.rows, num_programs(device))
-        for col, last in columns
-    ]
-
-    bound_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
+    room = _Room.of(x, hot, lists.columns_M.shape[0], spec, tiles)
+    around = middle(x, first.drawn, first.order, first.bound_N, spec.filter.eps)
+    bound_3N = stats_KN.new_empty(3, x.num_tokens)
     suspects_N = torch.empty_like(x.ids)
-    taken = torch.zeros(1, dtype=torch.int64, device=device)
-    words_RW = torch.empty(row_blocks, num_words, dtype=torch.int32, device=device)
-    hidden = new_rounded(row_blocks, hidden_size, tile.inner, device)
-    weight = new_rounded(cols, hidden_size, tile.inner, device)
-    sums = 1 + (x.logits.softcap > 0.0)
-    listed = 2 if interpreted() else budget.LISTED_PARTS
-    for index_R, num_kept in exact.token_groups(first.order, at_once):
-        num_rows = index_R.shape[0]
-        bound_R = first.bound_N.index_select(0, index_R)
-        out = Screened(bound_R.new_empty(sums, sum(splits) + listed, num_rows), words_RW[:num_rows], sum(splits))
-        rounded = Rounded(hidden.codes[:num_rows], bound_R.new_empty(3, num_rows))
-        round_hidden(x.hidden, index_R, num_kept, around.hidden_D, around.weight_D, rounded)
-        part = 0
-        for (col, last), split in zip(columns, splits, strict=True):
-            chunk = Rounded(weight.codes[: last - col], weight.numbers_3R[:, : last - col].contiguous())
-            round_weight(x.weight, x.bias, hot.slot_V, around.weight_D, around.hidden_D, chunk, col, x.logits.num_valid)
-            screen_chunk(
-                rounded, chunk, num_kept, bound_R, x, math.log(spec.filter.eps / SLACK), col, range(part, part + split), out,
-                tile, tiles.group,
-            )  # fmt: skip
-            part += split
+    for index_R, num_kept in exact.token_groups(first.order, room.at_once):
         rows = Rows(index_R, num_kept, x.hidden)
-        list_columns(out.words_RW, hot, x, rows, lists, taken)
-        _add_listed(x, rows, lists, taken, bound_R, out)
-        _merge(x, rows, first, lists, taken, rounded, around, out, (stats_KN, bound_3N, suspects_N))
+        hidden = some_of(room.hidden, index_R.shape[0])
+        round_hidden(x, index_R, num_kept, first.bound_N, around, hidden)
+        sums_KPR = _screen_columns(x, hot, rows, hidden, around, lists, room, spec, tiles.group)
+        _join_lists(x, hot, rows, room, lists)
+        _add_listed(x, rows, lists, room, first.bound_N, sums_KPR)
+        _merge(x, rows, first, lists, room, hidden, around, sums_KPR, (stats_KN, bound_3N, suspects_N))
     return bound_3N, suspects_N
 
 
-class Screened(NamedTuple):
-    """What is found of a group of tokens.
+class _Room(NamedTuple):
+    """Chunks of tokens and of columns, and memory for a chunk and for the lists of its marks. C chunks of columns.
 
     Attributes:
-        sums_KPR: out: sum of exp relative to the bound, and with a softcap that times its slopes; in P parts; fp32.
-        words_RW: out: the marks, as in ``lse.py``.
-        num_screened: So many parts are of what is not marked, the others of lists.
+        at_once: Tokens of a group.
+        columns: First and last column of each chunk.
+        splits: How many parts of the sums each chunk fills.
+        tile: Of the product.
+        hidden: A group's hidden states.
+        weight: A chunk of the weight.
+        words: The marks of a group in a chunk, as in ``lse.py``; int32, flat.
+        columns_M: The lists of all chunks; columns count from the chunk's first. int32.
+        begin_CN: Where the list of a token in a chunk begins; int32.
+        count_CN: How many columns it has; int32.
+        unmarked_N: The label's column where it is listed and not marked, else -1; int32.
+        taken: [2] int64: room that the lists of chunks took, and those of tokens.
     """
 
-    sums_KPR: torch.Tensor
-    words_RW: torch.Tensor
-    num_screened: int
+    at_once: int
+    columns: list[tuple[int, int]]
+    splits: list[int]
+    tile: Tile
+    hidden: Rounded
+    weight: Rounded
+    words: torch.Tensor
+    columns_M: torch.Tensor
+    begin_CN: torch.Tensor
+    count_CN: torch.Tensor
+    unmarked_N: torch.Tensor
+    taken: torch.Tensor
+
+    @staticmethod
+    def of(x: Operands, hot: Hot, capacity: int, spec: Spec, tiles: Tiles) -> _Room:
+        (num_tokens, hidden_size), device = x.hidden.shape, x.hidden.device
+        tile = screen_tile(device, x.logits.softcap > 0.0)
+        num_columns = 32 * hot.words_W.shape[0]
+        at_once, cols = budget.screen_chunks(
+            exact.sizes_of(x), num_columns, capacity, spec.workspace_bytes, tile.rows, tiles.group, tile.cols
+        )
+        at_once = min(at_once, num_tokens)
+        columns = [(first, min(first + cols, num_columns)) for first in range(0, num_columns, cols)]
+        splits = [
+            budget.num_parts(at_once, (last - first) // tile.cols, tile.rows, num_programs(device))
+            for first, last in columns
+        ]
+        begin_CN, count_CN = torch.empty(
+            2, len(columns), num_tokens, dtype=torch.int32, device=device
+        ).unbind()  # fmt: skip
+        words, columns_M, unmarked_N = (
+            torch.empty(n, dtype=torch.int32, device=device) for n in (at_once * cols // 32, capacity, num_tokens)
+        )
+        return _Room(
+            at_once, columns, splits, tile,
+            new_rounded(at_once, hidden_size, tile.inner, 4, device), new_rounded(cols, hidden_size, tile.inner, 2, device),
+            words, columns_M, begin_CN, count_CN, unmarked_N, torch.zeros(2, dtype=torch.int64, device=device),
+        )  # fmt: skip
+
+    @property
+    def num_screened(self) -> int:
+        """Parts of the sums that are of what is not marked; the others are of lists."""
+        return sum(self.splits)
+
+
+def _screen_columns(
+    x: Operands, hot: Hot, rows: Rows, hidden: Rounded, around: Middle, lists: Lists, room: _Room, spec: Spec, group: int
+) -> torch.Tensor:  # fmt: skip
+    """Screen all columns for a group of tokens, and list the marks of each chunk.
+
+    Returns:
+        Room for the sums of exp relative to the bound, and with a softcap those times its slopes, in P parts, fp32. Those of
+        what is not marked are written.
+    """
+    num_rows, nothing = rows.index.shape[0], x._replace(logits=x.logits._replace(num_valid=0))
+    listed = 2 if interpreted() else budget.LISTED_PARTS
+    sums_KPR = around.weight_D.new_empty(1 + (x.logits.softcap > 0.0), room.num_screened + listed, num_rows)
+    part = 0
+    for number, ((first, last), split) in enumerate(zip(room.columns, room.splits, strict=True)):
+        chunk = some_of(room.weight, last - first)
+        words_RW = room.words[: num_rows * (last - first) // 32].view(num_rows, -1)
+        round_weight(x, hot.slot_V, around, chunk, first)
+        screen_chunk(
+            hidden, chunk, rows.num_kept, x, math.log(spec.filter.eps / SLACK), range(part, part + split), sums_KPR,
+            words_RW, room.tile, group,
+        )  # fmt: skip
+        # Labels are none of a shard without columns: they join the lists later.
+        of_chunk = lists._replace(
+            columns_M=room.columns_M, begin_N=room.begin_CN[number], count_N=room.count_CN[number]
+        )
+        list_columns(words_RW, hot._replace(words_W=hot.words_W[first // 32 :]), nothing, rows, of_chunk, room.taken)
+        part += split
+    return sums_KPR
 
 
 def screen_chunk(
-    hidden: Rounded, weight: Rounded, num_kept: torch.Tensor, bound_R: torch.Tensor, x: Operands, log_eps: float,
-    first: int, parts: range, out: Screened, tile: Tile, group: int,
+    hidden: Rounded, weight: Rounded, num_kept: torch.Tensor, x: Operands, log_eps: float, parts: range,
+    sums_KPR: torch.Tensor, words_RW: torch.Tensor, tile: Tile, group: int,
 ) -> None:  # fmt: skip
-    """Screen a chunk of columns from ``first`` on, whole tiles, for a group of tokens.
+    """Screen a chunk of columns, whole tiles, for a group of tokens.
 
     Args:
         hidden: The group's hidden states.
         weight: The chunk.
         num_kept: [1] int32: tokens of the group that count.
-        bound_R: Lower bound of each token's log-sum-exp.
         x: For the options of its logits.
         log_eps: Logits from ``bound + log_eps`` on are marked.
-        first: First column.
         parts: The parts of the sums that the chunk fills.
-        out: Sums and marks.
+        sums_KPR: out: sum of exp of what is not marked, relative to the bound.
+        words_RW: out: the marks of the chunk.
         tile: Of the product.
         group: Row blocks that walk the weight together.
     """
@@ -196,14 +217,13 @@ def screen_chunk(
     _screen_kernel[(cdiv(num_rows, tile.rows) * len(parts),)](
         # in
         operand(hidden.codes, tile.rows, tile.inner, tma), operand(weight.codes, tile.cols, tile.inner, tma),
-        hidden.numbers_3R, weight.numbers_3R, num_kept, bound_R,
+        hidden.numbers_KR, weight.numbers_KR, num_kept,
         # out
-        out.sums_KPR, out.words_RW,
+        sums_KPR, words_RW,
         # sizes
-        num_rows, num_inner, weight.codes.shape[0], out.words_RW.shape[1], out.sums_KPR.shape[1], len(parts), parts.start,
-        first // 32,
+        num_rows, num_inner, weight.codes.shape[0], words_RW.shape[1], sums_KPR.shape[1], len(parts), parts.start,
         # options
-        logits.logit_scale, logits.softcap, log_eps,
+        logits.softcap, log_eps,
         abs(logits.logit_scale) * ERRORS * ERROR / x.hidden.shape[1] ** 0.5, HAS_SOFTCAP=logits.softcap > 0.0,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=group, TMA=tma,
@@ -215,10 +235,9 @@ def screen_chunk(
 def _screen_kernel(
     hidden,  # in: [R, D or more] e4m3, descriptor or pointer
     weight,  # in: [C, D or more] e4m3, descriptor or pointer
-    row_ptr,  # in: [3, R] fp32: scale, number, length
-    col_ptr,  # in: [3, C] fp32: scale, number, length or -1
+    row_ptr,  # in: [4, R] fp32: scale, number, length, bound
+    col_ptr,  # in: [2, C] fp32: number, length
     num_kept_ptr,  # in: [1] int32
-    bound_ptr,  # in: [R] fp32
     sums_ptr,  # out: [K, P, R] fp32
     words_ptr,  # out: [R, W] int32
     num_rows,
@@ -228,8 +247,6 @@ def _screen_kernel(
     num_parts,
     num_splits,
     first_split,
-    first_word,
-    logit_scale,
     softcap,
     log_eps,
     error,
@@ -253,18 +270,19 @@ def _screen_kernel(
     start = split * num_tiles // num_splits
     stop = (split + 1) * num_tiles // num_splits
 
-    # A bound of +inf makes every exponential of a dead row 0.
-    bound = tl.load(bound_ptr + offs_n, mask=offs_n < num_kept, other=float("inf"))
-    reference = tl.where(bound > float("-inf"), bound, 0.0)
-    limit = (bound - reference + log_eps) * LOG2_E
-    limit = tl.where(offs_n < num_kept, limit, 0.0)
     row_plane = num_rows.to(tl.int64)
-    row_scale = tl.load(row_ptr + offs_n, mask=in_n, other=0)
-    row_number = tl.load(row_ptr + row_plane + offs_n, mask=in_n, other=0)
-    row_error = tl.load(row_ptr + 2 * row_plane + offs_n, mask=in_n, other=0) * (error * LOG2_E)
-    if not HAS_SOFTCAP:
-        row_number = row_number * (logit_scale * LOG2_E) - reference * LOG2_E
-        logit_scale *= LOG2_E
+    row_ptr += offs_n
+    row_scale = tl.load(row_ptr, mask=in_n, other=0)[:, None]
+    row_number = tl.load(row_ptr + row_plane, mask=in_n, other=float("-inf"))
+    length = tl.load(row_ptr + 2 * row_plane, mask=in_n, other=0)
+    # Nothing is marked of a row that could not be rounded: its token is computed again.
+    limit = tl.where(length < float("inf"), log_eps * LOG2_E, float("inf"))
+    row_error = tl.where(length < float("inf"), length * (error * LOG2_E), 0.0)[:, None]
+    if HAS_SOFTCAP:
+        bound = tl.load(row_ptr + 3 * row_plane, mask=in_n, other=0)[:, None]
+    else:
+        # A token's number is the same in all of its logits: exponentials are without it until they are added up.
+        limit = limit - row_number
     sum_exp = tl.zeros((BLOCK_N,), tl.float32)
     sum_sloped = tl.zeros((BLOCK_N,), tl.float32)
 
@@ -275,81 +293,154 @@ def _screen_kernel(
             w = load_tile(weight, tile * BLOCK_V, inner, num_cols, num_inner, num_inner, BLOCK_V, BLOCK_D, TMA)
             acc = tl.dot(h, w.T, acc)
         offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        col_scale = tl.load(col_ptr + offs_v) * logit_scale
-        col_number = tl.load(col_ptr + num_cols + offs_v) * logit_scale
-        col_error = tl.load(col_ptr + 2 * num_cols + offs_v)
+        col_number = tl.load(col_ptr + offs_v)
+        col_error = tl.load(col_ptr + num_cols + offs_v)
         # Logarithms are to base 2 from here on, relative to the bound.
+        y = acc * row_scale + col_number[None, :]
         if HAS_SOFTCAP:
-            z = acc * row_scale[:, None] * col_scale[None, :] + col_number[None, :] + row_number[:, None] * logit_scale
-            z = softcapped(z, softcap)
-            y = tl.where((col_error >= 0)[None, :], (z - reference[:, None]) * LOG2_E, float("-inf"))
-        else:
-            col_number = tl.where(col_error >= 0, col_number, float("-inf"))
-            y = acc * row_scale[:, None] * col_scale[None, :] + (col_number[None, :] + row_number[:, None])
+            z = softcapped(y + row_number[:, None], softcap)
+            y = tl.where((col_number > float("-inf"))[None, :], (z - bound) * LOG2_E, float("-inf"))
         # NaN counts as marked.
-        others = y + row_error[:, None] * tl.maximum(col_error, 0.0)[None, :] < limit[:, None]
+        others = y + row_error * col_error[None, :] < limit[:, None]
         e = tl.where(others, tl.exp2(y), 0.0)
         sum_exp += tl.sum(e, 1)
         if HAS_SOFTCAP:
             sum_sloped += tl.sum(e * tl.where(others, softcap_slope(z, softcap), 0.0), 1)
         bits = tl.where(others, 0, 1 << (tl.arange(0, BLOCK_V) % 32)[None, :])
         words = tl.sum(tl.reshape(bits, (BLOCK_N, BLOCK_V // 32, 32)), 2).to(tl.int32)
-        offs_w = first_word + tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)
+        offs_w = tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)
         where = words_ptr + offs_n.to(tl.int64)[:, None] * num_words + offs_w[None, :]
         tl.store(where, words, mask=in_n[:, None])
 
+    if not HAS_SOFTCAP:
+        sum_exp *= tl.exp2(row_number)
     where = sums_ptr + (first_split + split).to(tl.int64) * num_rows + offs_n
     tl.store(where, sum_exp, mask=in_n)
     if HAS_SOFTCAP:
         tl.store(where + num_parts.to(tl.int64) * num_rows, sum_sloped, mask=in_n)
 
 
+def _join_lists(x: Operands, hot: Hot, rows: Rows, room: _Room, lists: Lists) -> None:
+    """Join the lists of the chunks, ascending, with the label's column among them unless it is hot."""
+    _join_lists_kernel[(rows.index.shape[0],)](
+        room.columns_M, room.begin_CN, room.count_CN, hot.slot_V, x.ids, rows.index, rows.num_kept, room.taken[1:],
+        lists.columns_M, lists.begin_N, lists.count_N, room.unmarked_N,
+        x.num_tokens, len(room.columns), room.columns[0][1], lists.columns_M.shape[0], x.logits.start, x.logits.num_valid,
+        BLOCK=128, num_warps=1,
+    )  # fmt: skip
+
+
+@kernel("segment_ptr", "taken_ptr", "columns_ptr")
+def _join_lists_kernel(
+    segment_ptr,  # in: [M] int32: columns of the chunks' lists
+    segment_begin_ptr,  # in: [C, N] int32
+    segment_count_ptr,  # in: [C, N] int32
+    slot_ptr,  # in: [V] int32
+    labels_ptr,  # in: [N] int64
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    taken_ptr,  # in, out: [1] int64
+    columns_ptr,  # out: [M] int32
+    begin_ptr,  # out: [N] int32
+    count_ptr,  # out: [N] int32
+    unmarked_ptr,  # out: [N] int32
+    num_tokens,
+    num_chunks,
+    chunk_cols,
+    capacity,
+    start,
+    num_valid,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    token = tl.load(index_ptr + row).to(tl.int64)
+    if row >= tl.load(num_kept_ptr):
+        tl.store(begin_ptr + token, 0)
+        tl.store(count_ptr + token, 0)
+        return
+    label = tl.load(labels_ptr + token) - start
+    here = (label >= 0) & (label < num_valid)
+    here &= tl.load(slot_ptr + tl.where(here, label, 0)) == 0
+    segment_begin_ptr += token
+    segment_count_ptr += token
+
+    # The first time through the lists finds the label's place in them, the second one copies them around it.
+    stride = num_tokens.to(tl.int64)
+    count = tl.zeros((), tl.int32)
+    before = tl.zeros((BLOCK,), tl.int32)
+    present = tl.zeros((BLOCK,), tl.int32)
+    for chunk in range(0, num_chunks):
+        length = tl.load(segment_count_ptr + chunk * stride)
+        begin = tl.load(segment_begin_ptr + chunk * stride)
+        count += length
+        for first in range(0, tl.minimum(length, capacity - begin), BLOCK):
+            offs = first + tl.arange(0, BLOCK)
+            inside = (offs < length) & (begin + offs < capacity)
+            column = tl.load(segment_ptr + begin + offs, mask=inside, other=0) + chunk * chunk_cols
+            before += (inside & (column < label)).to(tl.int32)
+            present += (inside & (column == label)).to(tl.int32)
+    added = here & (tl.sum(present, 0) == 0)
+    count += added.to(tl.int32)
+    # The place of a list depends on which program comes first. Nothing else does: backward takes lists in the tokens' order.
+    place = tl.atomic_add(taken_ptr, count.to(tl.int64), sem="relaxed")
+    tl.store(begin_ptr + token, tl.minimum(place, capacity).to(tl.int32))
+    tl.store(count_ptr + token, count)
+    tl.store(unmarked_ptr + token, tl.where(added, label, -1).to(tl.int32))
+    if place + count <= capacity:
+        columns_ptr += place
+        tl.store(columns_ptr + tl.sum(before, 0), label.to(tl.int32), mask=added)
+        for chunk in range(0, num_chunks):
+            length = tl.load(segment_count_ptr + chunk * stride)
+            begin = tl.load(segment_begin_ptr + chunk * stride)
+            for first in range(0, length, BLOCK):
+                offs = first + tl.arange(0, BLOCK)
+                column = tl.load(segment_ptr + begin + offs, mask=offs < length, other=0) + chunk * chunk_cols
+                after = (added & (column > label)).to(tl.int32)
+                tl.store(columns_ptr + offs + after, column, mask=offs < length)
+            columns_ptr += length
+
+
 def _add_listed(
-    x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor, bound_R: torch.Tensor, screened: Screened
+    x: Operands, rows: Rows, lists: Lists, room: _Room, bound_N: torch.Tensor, sums_KPR: torch.Tensor
 ) -> None:  # fmt: skip
     """Compute the logits of the lists, and write the sums of those that are marked: their parts of the sums.
 
     A label that is listed but not marked has been counted where it was screened.
     """
-    sums_KPR, words_RW, first_part = screened
-    parts, block_d = sums_KPR.shape[1] - first_part, triton.next_power_of_2(x.hidden.shape[1])
-    warps = min(8, max(1, block_d // 256))
+    parts, hidden_size = sums_KPR.shape[1] - room.num_screened, x.hidden.shape[1]
     _listed_sums_kernel[(rows.index.shape[0] * parts,)](
         # in
-        x.hidden, x.weight, x.bias, x.ids, rows.index, rows.num_kept, words_RW, lists.columns_M, lists.begin_N, lists.count_N,
-        taken, bound_R,
+        x.hidden, x.weight, x.bias, rows.index, rows.num_kept, room.unmarked_N, lists.columns_M, lists.begin_N, lists.count_N,
+        room.taken[1:], bound_N,
         # out
         sums_KPR,
         # sizes
-        rows.index.shape[0], x.hidden.shape[1], x.logits.start, x.logits.num_valid, words_RW.shape[1], lists.columns_M.shape[0],
-        lists_.LONGEST, sums_KPR.shape[1], first_part, parts,
+        rows.index.shape[0], hidden_size, x.logits.num_valid, lists.columns_M.shape[0], lists_.LONGEST, sums_KPR.shape[1],
+        room.num_screened, parts,
         # options
         x.logits.logit_scale, x.logits.softcap, HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0,
         # tiles
-        BLOCK_K=min(8, max(1, warps * WARP_ELEMENTS // block_d)), BLOCK_D=block_d, num_warps=warps,
+        BLOCK_K=16, BLOCK_D=min(256, triton.next_power_of_2(hidden_size)), STAGES=1 if interpreted() else 4, num_warps=4,
     )  # fmt: skip
 
 
-@kernel("hidden_ptr", "weight_ptr", "bias_ptr", "words_ptr", "columns_ptr", "sums_ptr", "hidden_size")
+@kernel("hidden_ptr", "weight_ptr", "bias_ptr", "columns_ptr", "sums_ptr", "hidden_size")
 def _listed_sums_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
     bias_ptr,  # in: [V]
-    labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    words_ptr,  # in: [R, W] int32
+    unmarked_ptr,  # in: [N] int32
     columns_ptr,  # in: [M] int32
     begin_ptr,  # in: [N] int32
     count_ptr,  # in: [N] int32
     taken_ptr,  # in: [1] int64
-    bound_ptr,  # in: [R] fp32
+    bound_ptr,  # in: [N] fp32
     sums_ptr,  # out: [K, P, R] fp32
     num_rows,
     hidden_size,
-    start,
     num_valid,
-    num_words,
     capacity,
     longest,
     num_parts,
@@ -361,22 +452,20 @@ def _listed_sums_kernel(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
+    # A warp has some columns to itself, so that the only sums between lanes are those of the whole products.
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     if row >= tl.load(num_kept_ptr):
         return
     token = tl.load(index_ptr + row).to(tl.int64)
-    bound = tl.load(bound_ptr + row)
+    bound = tl.load(bound_ptr + token)
     begin = tl.load(begin_ptr + token)
     count = tl.load(count_ptr + token)
     count = tl.where((count <= longest) & (tl.load(taken_ptr) <= capacity), count, 0)
-    label = tl.load(labels_ptr + token) - start
-    words_ptr += row.to(tl.int64) * num_words
+    unmarked = tl.load(unmarked_ptr + token)
 
-    offs_d = tl.arange(0, BLOCK_D)
-    in_d = offs_d < hidden_size
-    h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d & (part * BLOCK_K < count), other=0).to(tl.float32)
     sum_exp = tl.zeros((BLOCK_K,), tl.float32)
     sum_sloped = tl.zeros((BLOCK_K,), tl.float32)
     for first in range(part * BLOCK_K, count, parts * BLOCK_K):
@@ -384,16 +473,21 @@ def _listed_sums_kernel(
         in_k = offs_k < count
         column = tl.load(columns_ptr + begin + offs_k, mask=in_k, other=0)
         in_k &= column < num_valid  # NaN may have marked padding
-        where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-        w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
-        z = tl.sum(w.to(tl.float32) * h[None, :], 1)
+        products = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+        for inner in tl.range(0, hidden_size, BLOCK_D, num_stages=STAGES):
+            offs_d = inner + tl.arange(0, BLOCK_D)
+            in_d = offs_d < hidden_size
+            where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+            w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
+            h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0)
+            products += w.to(tl.float32) * h.to(tl.float32)[None, :]
+        z = tl.sum(products, 1)
         if HAS_BIAS:
             z += tl.load(bias_ptr + column, mask=in_k, other=0).to(tl.float32)
         z *= logit_scale
         if HAS_SOFTCAP:
             z = softcapped(z, softcap)
-        marked = (tl.load(words_ptr + column // 32, mask=in_k & (column == label), other=-1) >> (column % 32)) & 1
-        e = tl.where(in_k & (marked > 0), tl.exp(z - bound), 0.0)
+        e = tl.where(in_k & (column != unmarked), tl.exp(z - bound), 0.0)
         sum_exp += e
         if HAS_SOFTCAP:
             sum_sloped += e * softcap_slope(z, softcap)
@@ -404,18 +498,18 @@ def _listed_sums_kernel(
 
 
 def _merge(
-    x: Operands, rows: Rows, first: First, lists: Lists, taken: torch.Tensor, hidden: Rounded, around: Middle,
-    screened: Screened, out: tuple[torch.Tensor, ...],
+    x: Operands, rows: Rows, first: First, lists: Lists, room: _Room, hidden: Rounded, around: Middle,
+    sums_KPR: torch.Tensor, out: tuple[torch.Tensor, ...],
 ) -> None:  # fmt: skip
     """Write stats_KN, bound_3N and the labels of suspects at the tokens of the group; see ``screened_statistics``."""
-    num_rows, sums_KPR = rows.index.shape[0], screened.sums_KPR
+    num_rows = rows.index.shape[0]
     error = ERROR * x.logits.logit_scale
     _merge_screened_kernel[(cdiv(num_rows, 128),)](
-        sums_KPR, hidden.numbers_3R, around.spread, first.hot_3N, first.shard_3N, first.bound_N, lists.count_N, taken,
-        x.ids, rows.index, rows.num_kept,
+        sums_KPR, hidden.numbers_KR, around.spread_P, first.hot_3N, first.shard_3N, first.bound_N, lists.count_N,
+        room.taken[1:], x.ids, rows.index, rows.num_kept,
         *out,
-        num_rows, x.num_tokens, sums_KPR.shape[1], screened.num_screened, lists.columns_M.shape[0], lists_.LONGEST,
-        error * error / (2 * x.hidden.shape[1]), SLACK,
+        num_rows, x.num_tokens, sums_KPR.shape[1], room.num_screened, around.spread_P.shape[0], lists.columns_M.shape[0],
+        lists_.LONGEST, error * error / (2 * x.hidden.shape[1]), SLACK,
         HAS_SOFTCAP=x.logits.softcap > 0.0, BLOCK_N=128,
     )  # fmt: skip
 
@@ -423,8 +517,8 @@ def _merge(
 @kernel("sums_ptr", "stats_ptr", "state_ptr", "suspects_ptr")
 def _merge_screened_kernel(
     sums_ptr,  # in: [K, P, R] fp32: screened parts first
-    row_ptr,  # in: [3, R] fp32: anything, anything, length
-    spread_ptr,  # in: [1] fp32
+    row_ptr,  # in: [4, R] fp32: anything, anything, length, anything
+    spread_ptr,  # in: [P] fp32
     hot_ptr,  # in: [3, N] fp32: maximum, sum
     shard_ptr,  # in: [3, N] fp32: maximum, sum
     bound_ptr,  # in: [N] fp32
@@ -440,6 +534,7 @@ def _merge_screened_kernel(
     num_tokens,
     num_parts,
     num_screened,
+    num_spread,
     capacity,
     longest,
     half_variance,
@@ -458,7 +553,7 @@ def _merge_screened_kernel(
     # A number that is rounded to nearest lies around its code, so a logit lies around the one that is screened, and its
     # exponential is exp(variance / 2) larger on average.
     length = tl.load(row_ptr + 2 * row_stride + offs_n, mask=live, other=0)
-    gain = tl.exp(tl.minimum(length * length * tl.load(spread_ptr) * half_variance, 1.0))
+    gain = tl.exp(tl.minimum(length * length * sum_of_parts(spread_ptr, num_spread) * half_variance, 1.0))
     others = tl.zeros((BLOCK_N,), tl.float32)
     sloped = tl.zeros((BLOCK_N,), tl.float32)
     for part in range(0, num_parts):
@@ -480,7 +575,7 @@ def _merge_screened_kernel(
     trusted = (
         (count <= longest) & (tl.load(taken_ptr) <= capacity) & (total < tl.exp(FARTHEST)) & (claimed <= slack * total)
     )
-    trusted &= tl.abs(bound) < float("inf")
+    trusted &= (tl.abs(bound) < float("inf")) & (length < float("inf"))
 
     tl.store(stats_ptr + token, bound, mask=in_n)
     tl.store(stats_ptr + stride + token, tl.where(live, total, 1.0), mask=in_n)

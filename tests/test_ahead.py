@@ -1,0 +1,41 @@
+"""Kernels compiled ahead of their launches, for a GPU that is not here. See rehearse_for_gpu.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def rehearse(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("rehearse_for_gpu.py")
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", script, *arguments], env=environment, capture_output=True, text=True
+    )
+
+
+def test_launches_find_their_kernels_compiled() -> None:
+    """Catches a rehearsal that misses a variant, one that breaks off, and a launch that does not wait for its kernel."""
+    said = rehearse("1")
+    assert said.returncode == 0, said.stderr
+    steps = dict(part.strip().split("\n", 1) for part in said.stdout.split("== ")[1:])
+    assert len(steps) == 12
+    assert all(line.endswith("twice 0 late") for line in steps.values()), said.stdout
+    # A call of a kind that has come before has nothing to compile.
+    assert steps["default"] == steps["default again"]
+
+
+def test_a_kernel_that_does_not_compile_is_told_by_its_launch() -> None:
+    said = rehearse("1", "_grad_hidden_kernel")
+    assert said.returncode == 1
+    assert "add_d_hidden" in said.stderr and "RuntimeError: _grad_hidden_kernel does not compile" in said.stderr
+
+
+def test_without_rehearsals_launches_compile() -> None:
+    said = rehearse("0")
+    assert said.returncode == 0, said.stderr
+    assert "late _label_ids_kernel _compact_kernel" in said.stdout
