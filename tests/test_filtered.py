@@ -769,6 +769,29 @@ def test_filter_pays_where_it_was_faster(sizes: tuple[int, int, int], faster: bo
     assert budget.filter_pays(of, False, 0) >= faster
 
 
+# Softmax, D, V, listed columns of a token, ms of a plain product and of loss and gradient in one run; one H200, N 8,192, bf16,
+# eps 2^-10, 256 MiB, bend and draws not left out, 2026-11.
+TIMED = {
+    "llama-3-8b, early": (4096, 128_256, 39.1, 12.14, 20.25),
+    "llama-3-8b, sharp": (4096, 128_256, 3.3, 12.1, 18.74),
+    "gemma-2-2b, middle": (2304, 256_000, 38.6, 13.99, 21.82),
+    "gemma-2-2b, sharp": (2304, 256_000, 3.5, 13.9, 20.54),
+    "phi-3.5, middle": (3072, 32_064, 35.8, 2.34, 7.13),
+    "phi-3.5, sharp": (3072, 32_064, 2.7, 2.33, 5.59),
+}
+
+
+@pytest.mark.parametrize("timed", TIMED.values(), ids=TIMED)
+def test_filter_seconds_are_those_that_were_measured(timed: tuple[int, int, float, float, float]) -> None:
+    """Within 12 %, at the rate of the run's own product. Catches a cost that moves."""
+    hidden_size, num_columns, listed, product_ms, total_ms = timed
+    sizes = budget.Sizes(8192, hidden_size, num_columns, 2)
+    rates = budget.Rates(2 * 8192 * hidden_size * num_columns / (product_ms / 1e3), budget.H200[2].bytes_moved)
+    more = budget.filter_seconds(sizes, 256 << 20, rates, budget.hot_columns(num_columns, 2.0**-10))
+    seconds = product_ms / 1e3 + sum(more) + budget.listed_seconds(sizes, listed)
+    assert seconds * 1e3 == pytest.approx(total_ms, rel=0.12)
+
+
 def test_small_heads_are_exact_unless_the_filter_is_forced() -> None:
     """Catches: a filter that runs where it costs more, a rule that looks at a rank's own shard, one that backward forgets."""
     p = problem(Case(num_tokens=18, num_rows=80 if not GPU else 500, ignored=0.0))  # more than are hot

@@ -65,19 +65,9 @@ class Costs(NamedTuple):
         slowest: Time that each doubling of the ranks adds, as a share: the slowest of more GPUs, on smaller products.
         backward: Time of a product of backward over a plain product's.
         exponentials: Exponentials that a multiprocessor takes in a second, 16 a clock at 1.7 GHz; no product hides them.
-        marks: Time that marking adds to the log-sum-exp, over a plain product's.
         launch: Seconds that a small kernel takes on the GPU with the gap before it.
         loss: Small kernels of forward and of backward each, the algebra of the loss included.
         chunk: Launches of a chunk.
-        filter_forward: More small kernels of a filter in forward.
-        filter_backward: More small kernels of a filter in backward.
-        sorted: Seconds that the sort takes for each column that a filter's lists have room for.
-        filter_fixed: Seconds that a filter's kernels take whatever the sizes, beyond those launches.
-        filter_passes: Passes over the weight or its gradient that a filter's backward takes, the stand-in's draws included.
-        listed: Seconds that a listed column of a token takes, however narrow its row.
-        listed_wide: Seconds more for each 1,024 elements of the row.
-        rarer: The same for each doubling of the vocabulary above ``LISTED_OF``: rows of rarer ids are found less often in the
-            cache.
         unaligned: Share of the rate that plain products reach where a row of logits is no whole number of 16 bytes.
         latency: Seconds before a collective's first byte.
     """
@@ -85,29 +75,17 @@ class Costs(NamedTuple):
     slowest: float = 0.022
     backward: float = 1.045
     exponentials: float = 27e9
-    marks: float = 0.016
     launch: float = 8e-6
     loss: int = 28
     chunk: int = 3
-    filter_forward: int = 22
-    filter_backward: int = 54
-    sorted: float = 0.1e-9
-    filter_fixed: float = 0.97e-3
-    filter_passes: int = 15
-    listed: float = 0.42e-9
-    listed_wide: float = 1.10e-9
-    rarer: float = 0.34e-9
     unaligned: float = 0.14
     latency: float = 10e-6
 
 
 # docs/results/h200.json, h200-tp2.json, h200-stage-*.json and an older file of four GPUs, read before November 22, 2026:
-# ``slowest`` from the plain products at T = 1, 2 and 4; ``backward`` from the rows of cce-dist-cached less those products.
-# ``sorted`` is from an older filter. ``filter_fixed`` to ``rarer`` are a fit of five numbers to the 24 filtered times of
-# h200-ladder.json and h200-captured-*.json, which it meets within 11 %. Our launches are those of
-# docs/results.md#small-shards.
+# ``slowest`` from the plain products at T = 1, 2 and 4; ``backward`` from the rows of cce-dist-cached less those products. Our
+# launches are those of docs/results.md#small-shards. A filter's costs are ``budget.FILTER_COSTS``.
 COSTS = Costs()
-LISTED_OF = 32_064  # Phi-3.5's rows
 
 
 class Host(NamedTuple):

@@ -11,14 +11,13 @@ frequent ids. A trained model's softmax has a few of a token, the early one of t
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 from cce_dist.filter import GradFilter
 from cce_dist.kernels import budget
 from cce_dist.kernels.budget import Sizes, cdiv
 from cce_dist.kernels.tiles import Tiles, table_tiles
-from cce_dist.plan.devices import COSTS, DENSE, GPUS_PER_NODE, LISTED_OF, Device
+from cce_dist.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Device
 
 OURS = ("kept", "budget", "filtered")
 LOSSES = (*OURS, *DENSE)
@@ -265,32 +264,18 @@ def _chunk_seconds(head: Head, device: Device, rows: int) -> float:
 
 def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
     """Return seconds of a filtered backward, and what a filter adds to forward."""
-    sizes = head.sizes
-    product = head.product / device.flops
-    hot = budget.hot_columns(sizes.num_columns, head.eps)
-    hot_product = product * hot / max(1, sizes.num_columns)
-    marks = head.num_tokens * sizes.num_columns / 8
-    forward = COSTS.marks * product + hot_product + 2 * marks / device.bandwidth + COSTS.filter_forward * COSTS.launch
-    forward += product * budget.drawn_columns(sizes.num_columns - hot) / max(1, sizes.num_columns)
+    hot = budget.hot_columns(head.sizes.num_columns, head.eps)
+    rates = budget.Rates(device.flops, device.bandwidth)
+    forward, backward = budget.filter_seconds(head.sizes, workspace_bytes, rates, hot)
+    # Launches that return at once are there, too.
     chunks, _ = _chunks(head, device, workspace_bytes, 0)
-    launches = COSTS.loss + COSTS.filter_backward + COSTS.chunk * chunks
-    num_bytes = COSTS.filter_passes * head.weight_bytes + 6 * head.hidden_bytes
-    backward = 3 * hot_product + num_bytes / device.bandwidth
-    backward += product * budget.SAMPLE / max(budget.SAMPLE, head.num_tokens)
-    backward += COSTS.sorted * budget.list_capacity(head.num_tokens, sizes.num_columns, workspace_bytes)
-    return backward + COSTS.filter_fixed + launches * COSTS.launch + listed_seconds(head, FEW_LISTED), forward
+    backward += (COSTS.loss + COSTS.chunk * chunks) * COSTS.launch
+    return backward + listed_seconds(head, FEW_LISTED), forward
 
 
 def listed_seconds(head: Head, num_columns: float) -> float:
-    """Return seconds of so many listed columns of each token, over all ranks: each rank lists its share of them.
-
-    A column's cost grows with the width of its row, and with the vocabulary, over which ids are spread by Zipf's law.
-    """
-    doublings = max(0.0, math.log2(head.sizes.num_columns / LISTED_OF))
-    width = head.hidden_size / 1024
-    return (
-        head.num_tokens * num_columns / head.tp * (COSTS.listed + width * (COSTS.listed_wide + COSTS.rarer * doublings))
-    )
+    """Return seconds of so many listed columns of each token, over all ranks: each rank lists its share of them."""
+    return budget.listed_seconds(head.sizes, num_columns / head.tp)
 
 
 def _dense_seconds(head: Head, loss: str, device: Device, _: int) -> tuple[float, float, list[Collective]]:
