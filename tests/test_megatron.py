@@ -385,7 +385,7 @@ def one_rank_says_that_the_loss_is_in_use(case: Case) -> None:
     dist.all_gather_object(everywhere, said.getvalue())
     lines = [line for text in everywhere for line in text.splitlines() if "cce_dist" in line]
     assert len(lines) == 1, lines
-    for what in ("shard 0 of 2: rows [0, 32) of 64", "GradFilter(eps=0.000244140625", "workspace_bytes=1048576"):
+    for what in ("shard 0 of 2: rows [0, 32) of 64", "GradFilter(eps=0.0009765625", "workspace_bytes=1048576"):
         assert what in lines[0]
 
 
@@ -1021,7 +1021,7 @@ def test_the_launcher_converts_what_a_script_builds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     arguments, megatron_s = done.stdout.splitlines()[-2:]
     left = "['--num-layers', '2', '--lr', '-1e-3', '--cross-entropy-fusion-impl', 'cce'] __main__ Options("
-    assert arguments.startswith(left + "grad_filter=GradFilter(eps=0.000244140625") and "vocab_size=60" in arguments
+    assert arguments.startswith(left + "grad_filter=GradFilter(eps=0.0009765625") and "vocab_size=60" in arguments
     assert megatron_s == f"{folder / 'megatron' / 'core' / '__init__.py'} True"
     lines = [line for line in done.stderr.splitlines() if "the loss comes from hidden states" in line]
     assert len(lines) == 1 and "compensate=True" in lines[0]
