@@ -783,8 +783,8 @@ LISTED = {
     ("gemma-2-2b", "sharp"): 3.5,
 }
 LADDER = json.loads((Path(__file__).parents[1] / "docs/results/h200-ladder.json").read_text())["cases"]
-# D, V, listed columns of a token, ms of a plain product and of loss and gradient in one run; one H200, N 8,192, bf16, eps 2^-10,
-# 256 MiB, bend and draws not left out, 2026-11, older code whose rounds were not kept.
+# D, V, listed columns of a token, ms of a plain product and of loss and gradient in one run; H200s, N 8,192, bf16, eps 2^-10,
+# 256 MiB, 2026-11. The rounds of Phi-3.5's two, of older code with bend and draws not left out, were not kept.
 TIMED = {
     "phi-3.5, middle": (3072, 32_064, 35.8, 2.34, 7.13),
     "phi-3.5, sharp": (3072, 32_064, 2.7, 2.33, 5.59),
