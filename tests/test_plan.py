@@ -35,7 +35,8 @@ from cce_dist.pretrain.recipe import PRESETS, Shape, UsageError
 from cce_dist.pretrain.stages import layers_of_stages
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted(path for path in (ROOT / "docs/results").glob("*.json") if "cases" in json.loads(path.read_text()))
+STORED = {path: json.loads(path.read_text()) for path in (ROOT / "docs/results").glob("*.json")}
+FILES = sorted(path for path, held in STORED.items() if "cases" in held and "task" not in held["cases"][0])  # of losses
 STEPS = [ROOT / "docs/results/h200-steps.json", ROOT / "docs/results/h200-steps-wide.json"]
 OTHER_HOST = ROOT / "docs/results/h200-steps-two.json"  # faster, so the steps that wait for it are said too long
 PREDICTED = "h200-plan-"  # files whose predictions were stored before they were measured

@@ -22,7 +22,7 @@ from cce_dist.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Device
 OURS = ("kept", "budget", "filtered")
 LOSSES = (*OURS, *DENSE)
 VECTOR_BYTES = 16  # rows of a whole number of them are read fastest
-FEW_LISTED, MANY_LISTED = 2, 109  # columns of a token: the bench's "trained" and "spread", Llama-3-8B's head
+FEW_LISTED, MANY_LISTED = 2, 109  # columns of a token: the bench's "trained" and "spread" at 2^-12, Llama-3-8B's head
 DEFAULT_EPS = GradFilter.eps
 
 
