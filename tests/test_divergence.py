@@ -359,7 +359,9 @@ def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, monkeypatch: 
         )
         assert 4 * num_tokens * 9000 < kept or chosen == 2 << 30
     last_wave = at_once * tiles.grad_hidden.rows * tiles.grad_hidden.cols * 4
-    assert max(forward, backward) <= chosen + last_wave + (2 << 20), f"{forward >> 20}, {backward >> 20} MiB of {chosen >> 20}"
+    assert max(forward, backward) <= chosen + last_wave + (2 << 20), (
+        f"{forward >> 20}, {backward >> 20} MiB of {chosen >> 20}"
+    )
 
 
 @pytest.mark.parametrize("backend", HALVES)
