@@ -336,21 +336,29 @@ def test_whatever_moves_is_seen() -> None:
 
 
 def test_a_loss_that_is_kept_moves_no_graph() -> None:
-    """All losses of a loop are kept, so each is somewhere else. Catches: a graph that is for one of them alone."""
+    """All losses of a loop are kept, so each is somewhere else. Catches: a graph that is for one of them alone.
+
+    The workspace is larger than 1 MiB: a GPU's allocator has other blocks for it than for what is kept, so it stays in place.
+    """
 
     def function(x: Tensor, d_loss: Tensor, call: Any) -> tuple[Tensor, ...]:
         scaled = x * (d_loss * 2)
-        loss = (scaled + 1).exp().sum() / 3
+        # A sum of more numbers would allocate on a GPU, and no graph has it.
+        loss = (scaled + 1).exp()[:300].sum() / 3
         return loss, scaled - 1
 
-    replayed, kept, x = replay.Replayed(function, lambda call: ()), [], torch.linspace(-1, 1, 300, device=DEVICE)
+    replayed, kept, x = replay.Replayed(function, lambda call: ()), [], torch.linspace(-1, 1, 100_000, device=DEVICE)
+    gc.collect()  # what other tests left would make room elsewhere
     with capturing() as launched:
         for number in range(9):
             d_loss = torch.tensor(float(number), device=DEVICE)
             loss, y = replayed(x, d_loss, None)
             assert torch.equal(loss, function(x, d_loss, None)[0]) and torch.equal(y, 2 * number * x - 1)
-            kept += [loss.detach().clone(), d_loss]
-    assert len(launched) >= 4
+            kept += [loss, d_loss]
+    (shared,) = replayed.plans.values()
+    assert shared is not None and shared.plan.workspace_bytes > 1 << 20
+    # Two calls are no replays, and the first replay sees its addresses for the first time.
+    assert len(launched) == 6 and len(set(map(id, launched))) == 1
 
 
 @BY_HAND
@@ -894,20 +902,29 @@ def training(
 OF_A_GPU = pytest.mark.parametrize("options", [{}, {"grad_filter": GradFilter(always=True)}], ids=["exact", "filter"])
 
 
+def stretches(used: list[replay.Shared]) -> list[graphs.Together]:
+    """Return the stretches of steps that the plans can launch as graphs."""
+    plans = {id(shared): shared for shared in used}.values()
+    return [s for shared in plans for idle in shared.idle for s in idle.steps if isinstance(s, graphs.Together)]
+
+
 @needs_gpu
 @OF_A_GPU
 def test_graphs_wait_for_nothing(options: dict[str, Any]) -> None:
-    """Catches: a capture or a launch that waits for the device."""
+    """Catches: a capture or a launch that waits for the device, a stretch that no graph takes."""
     step, wanted = training(options)
+    gc.collect()
     torch.cuda.synchronize()
-    with replaying(), capturing() as launched:
+    with replaying() as used, capturing() as launched:
         asleep = torch.cuda.Event()
         torch.cuda._sleep(4_000_000_000)
         asleep.record()
         for _ in range(8):
+            found = None  # or else its memory is taken, and addresses come again in some later step
             found = step()
         assert not asleep.query(), "the device was waited for, or the host is very slow"
-        assert len(launched) >= 4
+        # Six steps are replays. Memory is the same before each, so all addresses come again.
+        assert len(launched) >= 2 * len(stretches(used)) > 0
         assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
@@ -918,34 +935,50 @@ def test_peak_is_that_of_ordinary_calls(options: dict[str, Any]) -> None:
     step, _ = training(options, sizes=(512, 64, 4096))
 
     def peak() -> int:
+        """Bytes that are asked for: those allocated depend on what a block that is taken had left over."""
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        gc.collect()  # what other tests left is not this step's
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         torch.cuda.reset_peak_memory_stats()
         step()
-        assert torch.cuda.memory_allocated() == before
-        return torch.cuda.max_memory_allocated() - before
+        after = torch.cuda.memory_stats()
+        assert after["requested_bytes.all.current"] == before
+        return after["requested_bytes.all.peak"] - before
 
     with mock.patch.object(replay, "available", lambda: False):
         ordinary = peak()
-    assert max(peak() for _ in range(6)) <= ordinary + steps.SLACK
+    assert max(peak() for _ in range(6)) <= ordinary + steps.MOST_BEYOND
 
 
 @needs_gpu
 @OF_A_GPU
 def test_graphs_of_threads_and_streams(options: dict[str, Any]) -> None:
-    """Catches: one graph on two streams at a time, a capture that takes in what another thread launches or draws."""
+    """Catches: one graph on two streams at a time, a capture that takes in what another thread launches or draws.
+
+    A thread that allocates spoils the captures of others, so each has some steps to itself first.
+    """
     steps_, errors = [training(options, seed) for seed in range(3)], []
+    alone, together, quiet = threading.Lock(), threading.Barrier(len(steps_)), []
 
     def work(step: Callable[[], list[Tensor]], wanted: list[Tensor]) -> None:
+        def right() -> bool:
+            return all(torch.equal(a, b) for a, b in zip(wanted, step(), strict=True))
+
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
+                with alone:
+                    before = len(launched)
+                    assert all(right() for _ in range(8))
+                    quiet.append(len(launched) - before)
+                together.wait()
                 for _ in range(20):
-                    found = step()
+                    assert right()
                     torch.rand(64, device=DEVICE)
-                    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
         except Exception as error:
             errors.append(error)
+            together.abort()
 
+    gc.collect()
     torch.cuda.synchronize()
     with replaying(), capturing() as launched:
         threads = [threading.Thread(target=work, args=each) for each in steps_]
@@ -954,7 +987,7 @@ def test_graphs_of_threads_and_streams(options: dict[str, Any]) -> None:
         for thread in threads:
             thread.join()
         assert not errors
-        assert launched
+        assert all(quiet), quiet
 
 
 @needs_gpu
