@@ -282,8 +282,8 @@ def test_what_needs_all_logits_is_not_screened() -> None:
 def test_the_loss_with_a_screen() -> None:
     """As the user calls it. Catches: the option lost on the way; one bit that differs from run to run.
 
-    A short list is kept whole, and a screen's reaches lower by what its logits may be off: 0.1 nat of a GPU's head is 0.7 % of a
-    gradient. The filter is 3 % off there, so a difference of half of that comes from something else.
+    A short list is kept whole, and a screen's reaches lower by what its logits may be off: 0.1 nat of a GPU's head is
+    0.7 % of a gradient. The filter is 3 % off there, so a difference of half of that comes from something else.
     """
     p = of_filter.problem(Case(num_tokens=20 if not GPU else 600, ignored=0.2))
     values = []
