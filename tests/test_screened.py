@@ -280,10 +280,15 @@ def test_what_needs_all_logits_is_not_screened() -> None:
 
 
 def test_the_loss_with_a_screen() -> None:
-    """As the user calls it. Catches: the option lost on the way; one bit that differs from run to run."""
+    """As the user calls it. Catches: the option lost on the way; one bit that differs from run to run.
+
+    A short list is kept whole, and a screen's reaches lower by what its logits may be off: 0.1 nat of a GPU's head is
+    0.7 % of a gradient. The filter is 3 % off there, so a difference of half of that comes from something else.
+    """
     p = of_filter.problem(Case(num_tokens=20 if not GPU else 600, ignored=0.2))
     values = []
     for how in (
+        None,
         GradFilter(2**-7, always=True),
         GradFilter(2**-7, always=True, screen="fp8"),
         GradFilter(2**-7, always=True, screen="auto"),
@@ -291,12 +296,14 @@ def test_the_loss_with_a_screen() -> None:
         hidden, weight = (rows.clone().requires_grad_() for rows in (p.hidden, p.weight))
         loss = linear_cross_entropy(hidden, weight, p.labels, grad_filter=how, backend="triton", z_loss_weight=1e-3)
         loss.backward()
-        values.append((loss.detach(), hidden.grad, weight.grad))
-    for a, b in zip(*values[1:], strict=True):
+        assert hidden.grad is not None and weight.grad is not None
+        values.append((loss.detach(), hidden.grad.float(), weight.grad.float()))
+    exact, filtered, screened, automatic = values
+    for a, b in zip(screened, automatic, strict=True):
         assert torch.equal(a, b)
-    assert 0 < (values[0][0] - values[1][0]).abs() < 1e-3
-    for a, b in zip(values[0][1:], values[1][1:], strict=True):
-        assert 0 < (a - b).norm() < 5e-3 * b.norm()
+    assert 0 < (filtered[0] - screened[0]).abs() < 1e-3
+    for true, a, b in zip(exact[1:], filtered[1:], screened[1:], strict=True):
+        assert 0 < (a - b).norm() < 0.5 * (a - true).norm()
 
 
 @pytest.mark.parametrize(
