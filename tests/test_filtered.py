@@ -269,29 +269,31 @@ def limits(monkeypatch: pytest.MonkeyPatch):
     return set_limits
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """The columns that a backward draws, and the factor on what they add."""
-    seen: dict[str, Tensor] = {}
-    draw_columns, factors_of = filter.draw_columns, filter.factors_of
+def watched(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, Any]:
+    """Keep what the last call of each of the filter's functions gave, and under "given to NAME" what it was given."""
+    seen: dict[str, Any] = {}
 
-    def spy_on_columns(*args: Any) -> Any:
-        result = draw_columns(*args)
-        seen["column"] = result.column_K
-        return result
+    def spied(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*args: Any) -> Any:
+            seen[name] = call(*args)
+            seen[f"given to {name}"] = args
+            return seen[name]
 
-    def spy_on_factors(*args: Any) -> Any:
-        result = factors_of(*args)
-        seen["shrink"] = result.columns
-        return result
+        return spy
 
-    monkeypatch.setattr(filter, "draw_columns", spy_on_columns)
-    monkeypatch.setattr(filter, "factors_of", spy_on_factors)
+    for name in names:
+        monkeypatch.setattr(filter, name, spied(name, getattr(filter, name)))
     return seen
 
 
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The columns that a backward draws, and the factors on what they add."""
+    return watched(monkeypatch, "draw_columns", "factors_of")
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_matches_dense(case: Case, limits, drawn: dict[str, Tensor]) -> None:
+def test_matches_dense(case: Case, limits, drawn: dict[str, Any]) -> None:
     """Catches: a hit left out of the list, a label that is not hot lost, hot columns twice, the slope or the bias left
     out, a stand-in for kept columns, coefficients that ask for more served all the same, padding with gradient.
 
@@ -318,10 +320,10 @@ def test_matches_dense(case: Case, limits, drawn: dict[str, Tensor]) -> None:
     d_hidden, d_weight, d_bias = gradients(p, case, d, saved)
     weight, hidden = p.weight[: p.logits.num_valid], p.hidden
     rounded, of_hidden = grad.to(DTYPE), grad
-    assert ("column" in drawn) == (case.drawn > 0)
+    assert ("draw_columns" in drawn) == (case.drawn > 0)
     if case.drawn and not exact[labelled].all():
-        added, shrink = correction(tuple(saved), p, d, case, drawn["column"])
-        torch.testing.assert_close(drawn["shrink"].double(), shrink, rtol=0.05 if GPU else 1e-3, atol=0)
+        added, shrink = correction(tuple(saved), p, d, case, drawn["draw_columns"].column_K)
+        torch.testing.assert_close(drawn["factors_of"].columns.double(), shrink, rtol=0.05 if GPU else 1e-3, atol=0)
         assert 0.01 < shrink < 0.99
         of_hidden = grad + added
     assert_no_worse(d_hidden, of_hidden.to(DTYPE) @ weight, of_hidden @ weight.double(), DTYPE, "d_hidden")
@@ -343,7 +345,7 @@ def test_matches_dense(case: Case, limits, drawn: dict[str, Tensor]) -> None:
     assert all_exact or exact.any() == (case.coefs == "large")
 
 
-def test_two_shards(limits, drawn: dict[str, Tensor]) -> None:
+def test_two_shards(limits, drawn: dict[str, Any]) -> None:
     """Their d_hidden add up, each with its own hot columns, lists, shares and draws, under one bound.
 
     Catches: a bound or a threshold of the shard's own, a label of the other shard listed, mass relative to the shard's LSE.
@@ -371,7 +373,7 @@ def test_two_shards(limits, drawn: dict[str, Tensor]) -> None:
         part = d._replace(z=d.z[:, rows], p=d.p[:, rows], slope=d.slope[:, rows], is_label=d.is_label[:, rows])
         grad = gradient_of_logits(tuple(saved), half, part, case)[0]
         ours = gradients(half, case, part, saved)
-        of_hidden = grad + correction(tuple(saved), half, part, case, drawn["column"])[0]
+        of_hidden = grad + correction(tuple(saved), half, part, case, drawn["draw_columns"].column_K)[0]
         d_hidden += ours[0].double()
         expected += of_hidden @ half.weight.double()
         rounded += of_hidden.to(DTYPE) @ half.weight
@@ -484,18 +486,7 @@ def test_sampled_tokens_correct_d_weight(
     p = problem(case, dtype)
     d = dense(p)
     _, *saved = local_stats(p, case)
-    seen: dict[str, Any] = {}
-
-    def spied(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def spy(*args: Any) -> Any:
-            seen[name] = call(*args)
-            seen[f"given to {name}"] = args
-            return seen[name]
-
-        return spy
-
-    for name in ("weigh_tokens", "draw_columns", "factors_of"):
-        monkeypatch.setattr(filter, name, spied(name, getattr(filter, name)))
+    seen = watched(monkeypatch, "weigh_tokens", "draw_columns", "factors_of")
     ours = gradients(p, case, d, saved)[1]
     first, weigh = dict(seen), filter.weigh_tokens
     monkeypatch.setattr(filter, "weigh_tokens", lambda *_: None)
@@ -544,18 +535,7 @@ def test_hidden_states_bend_the_tail(limits, monkeypatch: pytest.MonkeyPatch) ->
     p = problem(case, torch.float32)
     d = dense(p)
     _, *saved = local_stats(p, case)
-    seen: dict[str, Any] = {}
-
-    def spied(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def spy(*args: Any) -> Any:
-            seen[name] = call(*args)
-            seen[f"given to {name}"] = args
-            return seen[name]
-
-        return spy
-
-    for name in ("draw_columns", "squares_of_columns", "factors_of"):
-        monkeypatch.setattr(filter, name, spied(name, getattr(filter, name)))
+    seen = watched(monkeypatch, "draw_columns", "squares_of_columns", "factors_of")
     monkeypatch.setattr(budget, "spread_columns", lambda *_: num_spread)
     bent = gradients(p, case, d, saved)[0]
     factors = seen["factors_of"]

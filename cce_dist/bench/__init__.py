@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cce_dist.arguments import device, file, folder, number, whole
 from cce_dist.bench.shapes import SHAPES
+from cce_dist.kernels.heads import KINDS
 
 DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
     "cuda": (["gemma-2-2b", "llama-3-8b", "phi-3.5"], [8192]),
@@ -20,7 +21,6 @@ DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
 }
 STAGES = ("megatron", "deepspeed")
 LOG_PROBS = ("entropy", "ids-1", "ids-64", "ids-128", "scores")  # tasks of ``log_probs``
-KINDS = ("forward", "reverse", "jsd")  # of ``divergence``
 COLUMNS = {  # what --columns calls the columns of a case's table
     "fwd": "fwd ms (IQR)", "fwd/1": "/1 GEMM", "total": "fwd+bwd ms (IQR)", "total/3": "/3 GEMMs", "total/4": "/4 GEMMs",
     "host": "host ms", "first": "first s", "MiB": "MiB", "dE": "err dE", "dC": "err dC", "mean-dE": "err mean dE",
