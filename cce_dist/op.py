@@ -225,7 +225,7 @@ def _rows_at_once(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> 
 
 def _chosen(call: Call, x: Operands, group: Any) -> tuple[Backend, Spec]:
     """Choose the backend, and the budget if none was given, by the sizes of an even shard: the same on every rank."""
-    spec = call.spec
+    spec = call.spec._replace(alone=group is None or call.layout.partial)
     x = _of_even_shard(x, spec, 1 if group is None else group.size())
     backend = choose(call.backend, spec, x)
     if spec.workspace_bytes > 0:
