@@ -192,8 +192,8 @@ def test_lists_hold_what_reaches_the_threshold(dtype: torch.dtype, hidden_size: 
 
 
 def test_beside_kept_exponentials() -> None:
-    """The sweep that keeps them lists, too. Catches: lists of the columns that are not kept alone, other gradients; lists of one
-    group of tokens for another."""
+    """The sweep that keeps them lists, too. Catches: lists of the columns that are not kept alone, other gradients, lists of
+    another group of tokens."""
     hidden, weight = torch.randn(6, 16), torch.randn(V, 16)
     ids = torch.randint(V, (6,), device=DEVICE)
     outputs = []

@@ -534,12 +534,17 @@ def test_the_default_keeps_all_that_fits(num_tokens: int, hidden_size: int, num_
 
 
 def test_who_waits_for_d_hidden() -> None:
-    """Catches: room that is counted on where a group sums d_hidden, or not where each rank's part is returned."""
+    """Catches: room that is counted on where a group sums d_hidden, or not where each rank's part is returned or there is one
+    rank. Under sequence parallelism that rank takes its slice, too."""
     rows = torch.zeros(8, 16, dtype=torch.bfloat16)
     x = Operands(rows, rows, None, torch.zeros(8, dtype=torch.int64), ShardLogits(0, 8))
-    group = SimpleNamespace(size=lambda: 2)
-    for layout, sums, alone in ((Layout(), None, True), (Layout(), group, False), (Layout(partial=True), group, True)):
-        assert op._chosen(Call(Spec(x.logits, 8), layout, "triton"), x, sums)[1].alone == alone
+    one, two = (SimpleNamespace(size=lambda size=size: size) for size in (1, 2))
+    plain, partial, sliced = Layout(), Layout(partial=True), Layout(sequence_parallel=True)
+    for layout, group, alone in (
+        (plain, None, True), (plain, one, True), (plain, two, False), (partial, two, True), (sliced, one, False),
+        (sliced, two, False),
+    ):  # fmt: skip
+        assert op._chosen(Call(Spec(x.logits, 8), layout, "triton"), x, group)[1].alone == alone
 
 
 def test_where_exponentials_are_kept() -> None:
