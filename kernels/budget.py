@@ -173,6 +173,11 @@ def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
     return sizes.num_tokens * num_tiles * tile_cols * sizes.cell_bytes + beside
 
 
+def _kept_tile_bytes(sizes: Sizes, tile_cols: int) -> int:
+    """Bytes that a token's exponentials in one tile of columns take, their reference counted; of two heads twice that."""
+    return tile_cols * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads
+
+
 def _making_bytes(sizes: Sizes, num_tiles: int) -> int:
     """Bytes that stand beside a token's exponentials while they are made: hidden state, a reference in each tile and head."""
     return sizes.hidden_bytes + num_tiles * REFERENCE_BYTES * sizes.num_heads
@@ -196,8 +201,7 @@ def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> in
     # until the next column would save more as a kept one. Hidden states and remainder of every token stand beside it.
     width = math.isqrt(CHUNK_COST * sizes.num_columns)
     recompute = num_tokens * (2 * sizes.hidden_bytes + width * sizes.cell_bytes)
-    tile_bytes = tile_cols * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads
-    tiles = (workspace_bytes - recompute) // (num_tokens * tile_bytes)
+    tiles = (workspace_bytes - recompute) // (num_tokens * _kept_tile_bytes(sizes, tile_cols))
     return tiles * tile_cols if tiles >= 16 else 0
 
 
