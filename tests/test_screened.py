@@ -30,6 +30,8 @@ SCREENED = Filter(2.0**-7 if not GPU else 2.0**-10, always=True, screen=True)
 # What a GPU's sums of products in 8 bits may be off by, relative to the largest of a token: 4.9e-4 was seen with D 128.
 ACCUMULATED = 2.0**-11 if GPU else 0.0
 MOST_RMS = 1.5e-3 if not GPU else 2e-3  # nats, of the log-sum-exp of these small heads
+# The entropy's error is some five times as large as that: noise of the tail moves it by what the tail is below the mean.
+MOST_OF_ENTROPY = 3e-3 if not GPU else 1e-2
 ROUNDING = 2**0.5 * 0.0265  # rms of a product whose two factors have 4 significant bits, relative to its own
 CASES = [
     pytest.param(Case(), id="tails-of-all-axes"),
@@ -181,7 +183,7 @@ def test_entropy(case: Case, limits, around: list[screen.Middle]) -> None:
         assert_no_worse(entropy[suspect], -torch.xlogy(d.p.float(), d.p.float()).sum(1)[suspect], truth[suspect])
     sure = labelled & ~suspect
     assert ((stats[3] - e.moment).abs() < 2e-5 + 10 * e.slack)[sure].all()
-    assert (entropy - truth)[sure].square().mean().sqrt() < 2 * MOST_RMS
+    assert (entropy - truth)[sure].square().mean().sqrt() < MOST_OF_ENTROPY
     assert (stats[3, ~labelled] == 0).all()
 
 
@@ -189,16 +191,16 @@ def test_gradient_of_the_entropy() -> None:
     """Catches: the entropy's gradient dropped with what is small; an entropy that turns the screen off."""
     p = of_filter.problem(Case(num_tokens=20 if not GPU else 600, ignored=0.2))
     found = []
-    for how in (None, GradFilter(2**-7, always=True, screen="fp8")):
+    for how in (None, GradFilter(SCREENED.eps, always=True, screen="fp8")):
         hidden, weight = (rows.clone().requires_grad_() for rows in (p.hidden, p.weight))
         out = linear_cross_entropy(hidden, weight, p.labels, grad_filter=how, backend="triton", return_aux=("entropy",))
         (out.loss + 0.3 * out.entropy.mean()).backward()
         assert hidden.grad is not None and weight.grad is not None
         found.append((out.entropy.detach(), hidden.grad.float(), weight.grad.float()))
     exact, screened = found
-    assert 0 < (exact[0] - screened[0]).square().mean().sqrt() < 2 * MOST_RMS
+    assert 1e-5 < (exact[0] - screened[0]).square().mean().sqrt() < MOST_OF_ENTROPY
     for true, ours in zip(exact[1:], screened[1:], strict=True):
-        assert (ours - true).norm() < MOST_RMS * true.norm()
+        assert (ours - true).norm() < (MOST_RMS if not GPU else 1e-2) * true.norm()
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[5]])
