@@ -48,7 +48,7 @@ class GradFilter:
             bf16, the Triton backend and a GPU of compute capability 9.0 (Hopper) or later; elsewhere "fp8" is an error. "auto"
             screens there if the sizes say that it takes less time (``kernels.budget.screen_pays``; with ``always`` whatever
             they say), and nowhere else. Tokens whose sums cannot be trusted are computed again from all logits in bf16. The
-            entropy comes from the same sums, with some five times the error of the log-sum-exp. A call is not screened at all
+            entropy comes from the same sums, with two to five times the error of the log-sum-exp. A call is not screened at all
             if it has label smoothing or an aux output that needs the largest logit ("max_logit", "label_is_max"). None: no
             screen.
 

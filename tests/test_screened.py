@@ -30,7 +30,7 @@ SCREENED = Filter(2.0**-7 if not GPU else 2.0**-10, always=True, screen=True)
 # What a GPU's sums of products in 8 bits may be off by, relative to the largest of a token: 4.9e-4 was seen with D 128.
 ACCUMULATED = 2.0**-11 if GPU else 0.0
 MOST_RMS = 1.5e-3 if not GPU else 2e-3  # nats, of the log-sum-exp of these small heads
-# The entropy's error is some five times as large as that: noise of the tail moves it by what the tail is below the mean.
+# The entropy's error is up to five times as large: noise of the tail moves it by what the tail is below the mean.
 MOST_OF_ENTROPY = 3e-3 if not GPU else 1e-2
 ROUNDING = 2**0.5 * 0.0265  # rms of a product whose two factors have 4 significant bits, relative to its own
 CASES = [
