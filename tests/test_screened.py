@@ -194,6 +194,7 @@ def test_gradient_of_the_entropy() -> None:
     for how in (None, GradFilter(SCREENED.eps, always=True, screen="fp8")):
         hidden, weight = (rows.clone().requires_grad_() for rows in (p.hidden, p.weight))
         out = linear_cross_entropy(hidden, weight, p.labels, grad_filter=how, backend="triton", return_aux=("entropy",))
+        assert out.entropy is not None
         (out.loss + 0.3 * out.entropy.mean()).backward()
         assert hidden.grad is not None and weight.grad is not None
         found.append((out.entropy.detach(), hidden.grad.float(), weight.grad.float()))

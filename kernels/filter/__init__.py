@@ -176,7 +176,8 @@ def _before_all_columns(
     """Write the labels' logits to stats_KN, and bound each token's log-sum-exp by them, hot columns and some others."""
     order, num_tokens = compact(x.ids), x.num_tokens
     want = spec.want if spec.screened else NOTHING_MORE
-    hot_KN = torch.empty_like(stats_KN) if spec.screened else stats_KN.new_empty(3, num_tokens)
+    hot_KN = stats_KN.new_empty(3 + want.entropy, num_tokens)
+    hot_3N, hot_moment_N = hot_KN[:3], hot_KN[3] if want.entropy else None
     hot_sloped_N = stats_KN.new_empty(num_tokens) if x.logits.softcap > 0.0 else None
     drawn_ids_S, drawn = draw_outside(hot, x)
     num_drawn = drawn_ids_S.shape[0]
@@ -187,8 +188,8 @@ def _before_all_columns(
         _log_sum_exp(hot.x, rows, tiles, hot_KN, hot_sloped_N, want=want)
         if num_drawn:
             drawn_sums(drawn_ids_S, drawn, x.logits.start, rows, tiles, sums_3PN)
-    shard_3N = bound_of_shard(hot_KN[:3], stats_KN[2], sums_3PN, num_drawn, x, hot)
-    return First(order, hot_KN, hot_sloped_N, shard_3N, merge_bound(shard_3N), drawn)
+    shard_3N = bound_of_shard(hot_3N, stats_KN[2], sums_3PN, num_drawn, x, hot)
+    return First(order, hot_3N, hot_sloped_N, hot_moment_N, shard_3N, merge_bound(shard_3N), drawn)
 
 
 def _marked_statistics(
@@ -217,11 +218,11 @@ def _marked_statistics(
         _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
         list_columns(words, hot, x, rows, lists, taken)
     hot_sum_N, sum_N = (
-        (first.hot_KN[1], stats_KN[1])
+        (first.hot_3N[1], stats_KN[1])
         if sloped_N is None or first.hot_sloped_N is None
         else (first.hot_sloped_N, sloped_N)
     )
-    return outside_hot(first.bound_N, first.hot_KN[0], hot_sum_N, stats_KN[0], sum_N)
+    return outside_hot(first.bound_N, first.hot_3N[0], hot_sum_N, stats_KN[0], sum_N)
 
 
 def _look_again(x: Operands, suspects_N: torch.Tensor, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles) -> None:

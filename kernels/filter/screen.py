@@ -60,16 +60,18 @@ class First(NamedTuple):
 
     Attributes:
         order: The compact order, as ``tokens.compact`` returns it.
-        hot_KN: Maximum and sum of exp over the hot columns; with the entropy the moment in row 3.
+        hot_3N: Maximum and sum of exp over the hot columns.
         hot_sloped_N: That sum times the softcap's slopes, or None.
+        hot_moment_N: That sum times what the logits are above the maximum, for a screen with the entropy, or None.
         shard_3N: The shard's part of the bound, maximum and sum.
         bound_N: Lower bound of the log-sum-exp.
         drawn: The columns that are drawn for it, as a shard of their own.
     """
 
     order: list[torch.Tensor]
-    hot_KN: torch.Tensor
+    hot_3N: torch.Tensor
     hot_sloped_N: torch.Tensor | None
+    hot_moment_N: torch.Tensor | None
     shard_3N: torch.Tensor
     bound_N: torch.Tensor
     drawn: Operands
@@ -534,7 +536,7 @@ def _merge(
     num_rows = rows.index.shape[0]
     error = ERROR * x.logits.logit_scale
     _merge_screened_kernel[(cdiv(num_rows, 128),)](
-        sums_KPR, hidden.numbers_KR, around.spread_P, first.hot_KN, first.shard_3N, first.bound_N, lists.count_N,
+        sums_KPR, hidden.numbers_KR, around.spread_P, first.hot_3N, first.hot_moment_N, first.shard_3N, first.bound_N, lists.count_N,
         room.taken[1:], x.ids, rows.index, rows.num_kept,
         *out,
         num_rows, x.num_tokens, sums_KPR.shape[1], room.num_screened, around.spread_P.shape[0], lists.columns_M.shape[0],
@@ -548,7 +550,8 @@ def _merge_screened_kernel(
     sums_ptr,  # in: [K, P, R] fp32: screened parts first
     row_ptr,  # in: [4, R] fp32: anything, anything, length, anything
     spread_ptr,  # in: [P] fp32
-    hot_ptr,  # in: [K, N] fp32: maximum, sum; with WANT_MOMENT the moment in row 3
+    hot_ptr,  # in: [3, N] fp32: maximum, sum
+    hot_moment_ptr,  # in: [N] fp32; with WANT_MOMENT
     shard_ptr,  # in: [3, N] fp32: maximum, sum
     bound_ptr,  # in: [N] fp32
     count_ptr,  # in: [N] int32
@@ -618,7 +621,7 @@ def _merge_screened_kernel(
     tl.store(state_ptr + stride + token, tl.where(live, sloped, 0.0), mask=in_n)
     tl.store(state_ptr + 2 * stride + token, bound, mask=in_n)
     if WANT_MOMENT:
-        hot_moment = tl.load(hot_ptr + 3 * stride + token, mask=live, other=0) + (hot_max - bound) * hot_sum
+        hot_moment = tl.load(hot_moment_ptr + token, mask=live, other=0) + (hot_max - bound) * hot_sum
         moment += tl.where(hot_sum > 0, hot_moment, 0.0) * tl.exp(hot_max - bound)
         tl.store(stats_ptr + 3 * stride + token, moment, mask=in_n)
     label = tl.load(labels_ptr + token, mask=in_n, other=-1)
