@@ -536,8 +536,8 @@ def _merge(
     num_rows = rows.index.shape[0]
     error = ERROR * x.logits.logit_scale
     _merge_screened_kernel[(cdiv(num_rows, 128),)](
-        sums_KPR, hidden.numbers_KR, around.spread_P, first.hot_3N, first.hot_moment_N, first.shard_3N, first.bound_N, lists.count_N,
-        room.taken[1:], x.ids, rows.index, rows.num_kept,
+        sums_KPR, hidden.numbers_KR, around.spread_P, first.hot_3N, first.hot_moment_N, first.shard_3N, first.bound_N,
+        lists.count_N, room.taken[1:], x.ids, rows.index, rows.num_kept,
         *out,
         num_rows, x.num_tokens, sums_KPR.shape[1], room.num_screened, around.spread_P.shape[0], lists.columns_M.shape[0],
         lists_.LONGEST, error * error / (2 * x.hidden.shape[1]), SLACK,
@@ -594,10 +594,11 @@ def _merge_screened_kernel(
     for part in range(0, num_parts):
         factor = tl.where(part < num_screened, gain, 1.0)
         where = sums_ptr + part * row_stride + offs_n
-        others += factor * tl.load(where, mask=live, other=0)
+        of_part = factor * tl.load(where, mask=live, other=0)
+        others += of_part
         if WANT_MOMENT:
-            above = tl.load(where + (1 + HAS_SOFTCAP) * num_parts * row_stride, mask=live, other=0)
-            moment += factor * (above + tl.where(part < num_screened, 2 * half, 0.0) * tl.load(where, mask=live, other=0))
+            moment += factor * tl.load(where + (1 + HAS_SOFTCAP) * num_parts * row_stride, mask=live, other=0)
+            moment += tl.where(part < num_screened, 2 * half, 0.0) * of_part
         if HAS_SOFTCAP:
             sloped += factor * tl.load(where + num_parts * row_stride, mask=live, other=0)
     if not HAS_SOFTCAP:
