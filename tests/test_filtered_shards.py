@@ -75,7 +75,7 @@ def _on_two_ranks() -> None:
 @pytest.mark.skipif(GPU, reason="of the interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 def test_rungs_on_two_shards(ranks2: Callable[..., None]) -> None:
-    """Catches: a bound, a mass or shares of one shard that stand for both; a stand-in without the softcap's slope; ignored
-    tokens that drop something; and exact gradients in place of a filter's.
+    """Catches: a dropped mass of both shards in place of one's; a stand-in without the softcap's slope; exact gradients in
+    place of a filter's.
     """
     ranks2(_on_two_ranks)
