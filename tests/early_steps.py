@@ -40,7 +40,7 @@ COLORS = {"torch": "#1f6fb4", "megatron": "#d62728", "deepspeed": "#2a9d4e"}
 def run(argv: list[str]) -> None:
     """Train all losses with each seed, as long as there is time for one more seed, and write the file after each run.
 
-    A run that SIGTERM ends is in the file as far as it came.
+    A run that ends early is in the file as far as it came.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("json", type=Path)
@@ -56,7 +56,6 @@ def run(argv: list[str]) -> None:
     args.device = recipe.device
     comparison = Comparison.of(describe_environment(here.device), args, recipe.shape, {})
     folder = data.prepare(*recipe.text)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     start, longest = time.monotonic(), 0.0
     for seed in seeds:
         began = time.monotonic()
@@ -161,5 +160,6 @@ def join(files: list[str]) -> None:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is there is written
     command, *rest = sys.argv[1:]
     {"run": run, "join": join, "show": show, "draw": draw}[command](rest)
