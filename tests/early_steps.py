@@ -123,7 +123,8 @@ def show(files: list[str]) -> None:
         for step in STEPS:
             if step <= comparison.options["steps"]:
                 mean, error = mean_and_error(excess.get(step, []))
-                cells[f"step {step}"] = "-" if math.isnan(mean) else f"{mean:+.4f} ({error:.4f})"
+                spread = "" if math.isnan(error) else f" ({error:.4f})"
+                cells[f"step {step}"] = "-" if math.isnan(mean) else f"{mean:+.4f}{spread}"
         rows.append(cells)
     print("\n".join(table(rows)))
 
