@@ -34,9 +34,9 @@ def convert(model: Any, **options: Any) -> Any:
         model: Any ``nn.Module`` with one head that is an ``nn.Linear``: its output embedding, or a module called lm_head or
             embed_out. DDP, ``torch.compile`` and PEFT's wrapper may be around it.
         **options: ``filter`` ("off", "compensated" or "plain"), ``filter_eps``, ``filter_hidden``, ``filter_weight``,
-            ``label_smoothing``, ``z_loss_weight``, ``backend``, ``workspace_bytes`` (None: the shapes choose the budget; 1
-            takes the least memory, 1 << 40 keeps everything), ``reduce_dtype``, and ``head``, the name of the module that
-            makes the logits: the keys of DeepSpeed's section, with the same checks.
+            ``filter_always``, ``filter_screen``, ``label_smoothing``, ``z_loss_weight``, ``backend``, ``workspace_bytes``
+            (None: the shapes choose the budget; 1 takes the least memory, 1 << 40 keeps everything), ``reduce_dtype``, and
+            ``head``, the name of the module that makes the logits: the keys of DeepSpeed's section, with the same checks.
 
     Sharding: The weight is whole where the head runs. FSDP2 and ZeRO-3 gather the weight around the loss, as around any layer.
     Communication: None but theirs.

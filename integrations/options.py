@@ -25,17 +25,18 @@ REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 
 def named_filter(
-    name: str, eps: float = GradFilter.eps, hidden: bool = True, weight: bool = True, screen: str = "off"
-) -> GradFilter | None:
+    name: str, eps: float = GradFilter.eps, hidden: bool = True, weight: bool = True, always: bool = False,
+    screen: str = "off",
+) -> GradFilter | None:  # fmt: skip
     """Return the filter that a name of ``FILTERS`` stands for, None for "off".
 
-    eps, hidden, weight and screen are as in ``GradFilter``, but for a screen of "off", which is none.
+    eps, hidden, weight, always and screen are as in ``GradFilter``, but for a screen of "off", which is none.
     """
     if name not in FILTERS:
         raise ValueError(f"a filter must be one of {', '.join(FILTERS)}, got {name!r}")
     if name == "off":
         return None
-    return GradFilter(eps, name == "compensated", hidden, weight, screen=None if screen == "off" else screen)
+    return GradFilter(eps, name == "compensated", hidden, weight, always, None if screen == "off" else screen)
 
 
 def _one_of(names: Iterable[str]) -> tuple[Callable[[Any], bool], str]:
@@ -51,6 +52,7 @@ KEYS: dict[str, tuple] = {  # the kind of a key's values, then which of them are
     "filter_eps": (NUMBER, lambda x: 0 <= x < 1, "in [0, 1)"),
     "filter_hidden": (SWITCH,),
     "filter_weight": (SWITCH,),
+    "filter_always": (SWITCH,),
     "filter_screen": (TEXT, *_one_of(("off", *SCREENS))),
     "label_smoothing": (NUMBER, lambda x: 0 <= x <= 1, "in [0, 1]"),
     "z_loss_weight": (NUMBER, lambda x: 0 <= x < math.inf, "finite and not negative"),
@@ -70,7 +72,7 @@ class Options:
 
     Args:
         grad_filter: None for exact gradients, or how to filter them. Keys: ``filter`` (one of ``FILTERS``), ``filter_eps``,
-            ``filter_hidden``, ``filter_weight`` and ``filter_screen``.
+            ``filter_hidden``, ``filter_weight``, ``filter_always`` and ``filter_screen``.
         backend, workspace_bytes: As in ``linear_cross_entropy``; None: the shapes choose the budget.
     """
 

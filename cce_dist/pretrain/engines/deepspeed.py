@@ -165,7 +165,7 @@ def ds_config(recipe: Recipe, ranks: Ranks) -> dict[str, Any]:
     section: dict[str, Any] = {"enabled": recipe.loss != "dense"}
     if grad_filter is not None:
         section["filter"] = "compensated" if grad_filter.compensate else "plain"
-        section |= {f"filter_{name}": getattr(grad_filter, name) for name in ("eps", "hidden", "weight")}
+        section |= {f"filter_{name}": getattr(grad_filter, name) for name in ("eps", "hidden", "weight", "always")}
         section["filter_screen"] = grad_filter.screen or "off"
         section["report"] = True
     return {
