@@ -403,7 +403,17 @@ def _from_tokens(
             terms *= worth_S[block.rows, None]
             noise += terms.square().sum(1) @ squares_S[block.rows]
             estimate_VD[cols] += terms.t() @ away_SD[block.rows]
-    return estimate_VD * stand_in.shrink(estimate_VD.square().sum(), noise)
+    factor = stand_in.shrink(estimate_VD.square().sum(), noise)
+    if not budget.spread_columns(x.logits.num_valid, x.hidden.shape[1]):
+        return factor * estimate_VD
+    weight_VD = x.weight[: x.logits.num_valid].float()
+    away_VD = weight_VD - share_V @ weight_VD
+    square_V, share_V1 = away_VD.square().sum(1), share_V[:, None]
+    isotropic = stand_in.isotropic(
+        (share_V1 * estimate_VD * away_VD).sum(), share_V.square() @ square_V, share_V @ square_V,
+        (total * (share_N @ hidden_ND)).square().sum(),
+    )  # fmt: skip
+    return factor * estimate_VD + torch.where(factor > 0, 0.0, isotropic) * share_V1 * away_VD
 
 
 def _dropped(block: Block, softmax: Softmax, coef_4N: Tensor, spec: Spec, is_label: Tensor) -> Tensor:

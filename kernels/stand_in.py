@@ -28,8 +28,15 @@ to first order, hence d_hidden_i += r_i * bend * (e_i - e) spread, with spread =
 latter comes from more columns than the draws can have, since a product with a matrix of D x D is all that a token
 pays. The linear part is then taken off the draws' terms, as the rank-1 matrix is, and the draws are left with what bends
 otherwise, such as the upper end that the filter keeps. ``bend`` is the factor that is expected to leave the least error.
-With it, an eps that is four times as large leaves smaller errors of d_hidden. (d_weight would take D x D products for all
-columns, so its draws find the linear part alone.)
+With it, an eps that is four times as large leaves smaller errors of d_hidden.
+
+For d_weight the same line says q_j * C (weight_j - c), with C the covariance of hidden states by what they drop, and that would
+take D x D products for all columns. Its draws find a part of it. Where their factor is 0, C is taken to be the same in all
+directions, a multiple of the identity (the target to which Ledoit and Wolf, 2004, shrink a covariance):
+
+    d_weight_j  +=  isotropic * q_j (weight_j - c)
+
+The sampled tokens and drawn columns decide on the factor, by least squares.
 """
 
 from __future__ import annotations
@@ -43,6 +50,8 @@ from torch import Tensor
 LEAST_SHRUNK = 0.25
 # Least square of what is corrected of d_hidden, over that of d_hidden: no product is worth less than a rounding of bf16.
 LEAST_CORRECTED = 4e-6
+# Least square of what a column's own row adds to its gradient, over that of the rank-1 matrix: less is not worth the reading.
+LEAST_ISOTROPIC = 2.0**-10
 BENDS = 32  # factors that are tried on the linear model, from 0 to 1
 PARTS = 1 << 40  # shares are drawn from as whole numbers, whose sums have the same bits in any order
 
@@ -73,6 +82,19 @@ def shrink(signal: Tensor, noise: Tensor) -> Tensor:
     """Return the factor on an estimate from its square and the sum of its terms' squares."""
     factor = (1 - noise / torch.where(signal > 0, signal, torch.inf)).nan_to_num(0.0)
     return torch.where(factor > LEAST_SHRUNK, factor, 0.0)
+
+
+def isotropic(along: Tensor, weighted: Tensor, mean_square: Tensor, usual: Tensor) -> Tensor:
+    """Return the factor on a column's own row, a 0-d tensor.
+
+    Args:
+        along: sum_j q_j (estimate_j . away_j), of what the rank-1 matrix leaves of d_weight and away_j = weight_j - c.
+        weighted: sum_j q_j^2 |away_j|^2.
+        mean_square: sum_j q_j |away_j|^2.
+        usual: Square of what the shares multiply. What adds less than ``LEAST_ISOTROPIC`` of it is left out.
+    """
+    factor = (along / torch.where(weighted > 0, weighted, torch.inf)).nan_to_num(0.0)
+    return torch.where(factor.square() * mean_square > LEAST_ISOTROPIC * usual, factor, 0.0)
 
 
 def bend(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float, usual: Tensor) -> tuple[Tensor, Tensor]:

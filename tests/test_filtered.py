@@ -6,6 +6,7 @@ the kernels that it catches.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -26,6 +27,9 @@ from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
 from torch import Tensor
 
 from cce_dist import GradFilter, linear_cross_entropy, op
+from cce_dist.bench.loop import reference, relative_error, step
+from cce_dist.bench.shapes import HeadShape
+from cce_dist.bench.workload import make_workload
 from cce_dist.call import Call
 from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter, stand_in
 from cce_dist.kernels.filter import bound, hot, lists, shares
@@ -574,6 +578,64 @@ def test_hidden_states_bend_the_tail(limits, monkeypatch: pytest.MonkeyPatch) ->
     expected -= mass * more * (sample.ahead_D.double() @ spread)
     assert expected.abs().max() > 0.002 * rank_1.abs().max()
     assert (bent.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize("coefs", ["mean", "signed"])
+def test_columns_lean_along_their_own_row(coefs: str, limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a sign, a mass or a share lost in the factor, the columns' mean left in, a row of the weight added to a hot
+    column or left out of one with entries, the factor used beside the sampled tokens or where it corrects too little."""
+    case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs=coefs, drawn=32)
+    limits(case)
+    size = 32
+    monkeypatch.setattr(filter, "SAMPLE", size)
+    monkeypatch.setattr(budget, "SAMPLE", size)
+    monkeypatch.setattr(budget, "spread_rows", lambda *_: 32)
+    monkeypatch.setattr(budget, "spread_columns", lambda *_: 48)
+    monkeypatch.setattr(stand_in, "LEAST_ISOTROPIC", 0.0)
+    p = problem(case, torch.float32)
+    d = dense(p)
+    _, *saved = local_stats(p, case)
+    seen = watched(monkeypatch, "draw_columns", "squares_of_columns", "factors_of")
+    gradients(p, case, d, saved)
+    assert seen["factors_of"].tokens > 0 == seen["factors_of"].isotropic
+    monkeypatch.setattr(filter, "weigh_tokens", lambda *_: None)
+    ours, first = gradients(p, case, d, saved)[1], dict(seen)
+    monkeypatch.setattr(stand_in, "LEAST_ISOTROPIC", torch.inf)
+    rank_1 = gradients(p, case, d, saved)[1]
+    assert seen["factors_of"].isotropic == 0
+
+    sample, column = first["given to squares_of_columns"][1], first["draw_columns"].column_K
+    share = first["given to draw_columns"][0].shares_2V[0].double()
+    away = p.weight.double() - share @ p.weight.double()
+    kept = kept_by(tuple(saved), p, d, case.grad_filter.eps)
+    part = p.coef[0, :, None].double() * torch.where(kept, 0.0, d.p * d.slope) * p.logits.logit_scale
+    part = part.masked_fill(p.labels[:, None] < 0, 0.0)
+    mass, token = part.sum(1, keepdim=True), sample.token_S.long()
+    worth = mass.abs().sum() / (size * mass[token].abs())
+    terms = worth * (part[token][:, column] - mass[token] * share[column])
+    estimate = terms.T @ (p.hidden[token].double() - sample.mean_D.double())
+    factor = (estimate * away[column]).sum() / (share[column, None] * away[column].square()).sum()
+    assert factor != 0
+    torch.testing.assert_close(first["factors_of"].isotropic.double(), factor, rtol=0.05 if GPU else 1e-3, atol=0)
+    expected = factor * share[:, None] * away
+    assert expected.abs().max() > 0.001 * rank_1.abs().max()
+    assert (ours.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max()
+
+
+def test_torch_leans_columns_along_their_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: the sign of it, the columns' mean left in, a factor that is fitted to something else."""
+    monkeypatch.setattr(budget, "stand_in_columns", lambda _: 128)
+    monkeypatch.setattr(stand_in, "LEAST_SHRUNK", 0.25)
+    w = make_workload(HeadShape(256, 4096), 512, rung="early", dtype=torch.float32, device=DEVICE)
+    truth = reference(w.hidden, w.weight, w.labels)
+    loss = functools.partial(linear_cross_entropy, backend="torch", grad_filter=GradFilter())
+
+    def error() -> float:
+        return relative_error(step(loss, w)[2], truth.d_weight)
+
+    with_it = error()
+    monkeypatch.setattr(stand_in, "LEAST_ISOTROPIC", torch.inf)
+    assert with_it < 0.9 * error()
 
 
 @pytest.mark.parametrize("side", ["hidden", "weight"])

@@ -391,13 +391,14 @@ def _finish_weight(
     """Put all parts of d_weight together, in ``target``."""
     stand, parts = work.stand_in, (work.hot.slot_V, hot_weight_HD, work.stand_in.share_V)
     assert stand.shared_weight_2D is not None
-    gain = None
     if stand.tokens is not None and stand.factors is not None:
         rows_VD, gain = target[: x.logits.num_valid], stand.factors.gain
         stand_in_weight(
             rows_VD, stand.tokens, gain, *parts, stand.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
         )  # fmt: skip
-    listed_weight(target, x.hidden, columns, *parts, stand.shared_weight_2D, work.how, gain, add=add)
+    listed_weight(
+        target, x.hidden, columns, *parts, stand.shared_weight_2D, work.how, stand.factors, x.weight, add=add
+    )  # fmt: skip
 
 
 def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum | None:

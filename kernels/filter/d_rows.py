@@ -4,9 +4,11 @@ For a token, with m its softmax mass of the columns that are neither listed nor 
 
     d_hidden   += sum_j g_j weight_j    + scale P m (share . weight)            + scale UNIFORM (sum of weight rows not hot)
     d_weight_j  = sum_i g_i hidden_i    + share_j sum_i scale P_i m_i hidden_i  + sum_i scale UNIFORM_i hidden_i
+                + isotropic share_j (weight_j - share . weight)
 
-where ``share`` is the columns' part of the dropped mass of all tokens (``shares.py``). m is the mass that is left after hot and
-listed columns, so the row sums of the softmax are right whatever was dropped.
+where ``share`` is the columns' part of the dropped mass of all tokens (``shares.py``), and ``isotropic`` a factor
+(``stand_in.py``). m is the mass that is left after hot and listed columns, so the row sums of the softmax are right
+whatever was dropped.
 
 The entries come token by token. A stable sort by column turns them over, so each row of d_weight is summed in registers, in the
 order of the tokens, and written once: no atomics, and the same bits every run. Rows of hot columns come from the product that
@@ -24,9 +26,11 @@ from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.filter.drawn import Tokens
+from cce_dist.kernels.filter.drawn import Factors, Tokens
 from cce_dist.kernels.filter.lists import Entries, Lists, Plan
 from cce_dist.kernels.tiles import Tile, precision
+
+SHORT = 8  # entries of a column that goes together with others of its program in ``listed_weight``
 
 
 def add_listed_hidden(
@@ -150,7 +154,7 @@ def _by_column_kernel(
 
 def listed_weight(
     d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, hot_HD: torch.Tensor,
-    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Plan, gain: torch.Tensor | None, *, add: bool,
+    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Plan, factors: Factors | None, weight: torch.Tensor, *, add: bool,
 ) -> None:  # fmt: skip
     """Set the rows of d_weight_VD to the sum of all their parts, or add it.
 
@@ -161,27 +165,29 @@ def listed_weight(
         share_V: Each column's part of the dropped mass.
         shared_2D: sum_i scale P_i m_i hidden_i and sum_i scale UNIFORM_i hidden_i, fp32.
         how: Where tokens are exact, d_weight_VD holds their gradient, to add to; where all are, it is left alone.
-        gain: As ``stand_in_weight`` got it, if it was called. It has set the rows to all other parts unless this is 0.
+        factors: Where ``factors.tokens`` is not 0, ``stand_in_weight`` has set the rows to all other parts.
+        weight: The weight, which is read where ``factors.isotropic`` is not 0.
         add: Add to d_weight_VD in any case.
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
-    block_v, block_d = 8, 512
+    block_v, block_d = 4, 512
     _filtered_weight_kernel[(cdiv(num_cols, block_v) * cdiv(hidden_size, block_d),)](
         # in
         hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, hot_HD, share_V, shared_2D,
-        how.num_dense, how.num_few, gain,
+        how.num_dense, how.num_few,
+        weight, *((None, None) if factors is None else (factors.tokens, factors.isotropic)),
         # in, out
         d_weight_VD,
         # sizes
         num_cols, hidden_size, int(add),
         # options
-        HAS_GAIN=gain is not None,
+        HAS_FACTORS=factors is not None,
         # tiles
-        BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, num_warps=2,
+        BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, SHORT=SHORT, num_warps=2,
     )  # fmt: skip
 
 
-@kernel("hidden_ptr", "first_ptr", "slot_ptr", "hot_ptr", "shared_ptr", "d_weight_ptr", "hidden_size")
+@kernel("hidden_ptr", "first_ptr", "slot_ptr", "hot_ptr", "shared_ptr", "weight_ptr", "d_weight_ptr", "hidden_size")
 def _filtered_weight_kernel(
     hidden_ptr,  # in: [N, D]
     first_ptr,  # in: [V + 1] int32
@@ -193,15 +199,18 @@ def _filtered_weight_kernel(
     shared_ptr,  # in: [2, D] fp32
     num_dense_ptr,  # in: [1] int32
     num_few_ptr,  # in: [1] int32
-    gain_ptr,  # in: [] fp32
+    weight_ptr,  # in: [V, D]
+    tokens_ptr,  # in: [] fp32
+    isotropic_ptr,  # in: [] fp32
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
     hidden_size,
     add,
-    HAS_GAIN: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
     num_dense = tl.load(num_dense_ptr)
     if num_dense > 0:
@@ -217,30 +226,49 @@ def _filtered_weight_kernel(
     slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
     share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
     adding = (add != 0) | (tl.load(num_few_ptr) > 0)
-    others_done = (tl.load(gain_ptr) != 0) if HAS_GAIN else False
+    others_done = (tl.load(tokens_ptr) != 0) if HAS_FACTORS else False
+    isotropic = tl.load(isotropic_ptr) if HAS_FACTORS else 0.0
     adding |= others_done
     by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
     by_column = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
 
-    # Many columns have no entries: a hot column's row or the stand-in is all.
+    # Most columns have few entries or none. All of these go together, entry by entry, so that many rows are under way at once.
+    few = in_v & (end - begin <= SHORT)
+    part = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
     if not others_done:
         hot = hot_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
         is_hot = (slot > 0)[:, None]
         part = tl.load(hot, mask=is_hot & in_d[None, :], other=0).to(tl.float32)
         part = tl.where(is_hot, part, by_share[None, :] * share[:, None] + by_column[None, :])
-        target = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-        mask = (in_v & (end == begin))[:, None] & in_d[None, :]
-        part += tl.load(target, mask=mask & adding, other=0).to(tl.float32)
-        tl.store(target, part.to(d_weight_ptr.dtype.element_ty), mask=mask)
+        if isotropic != 0:
+            own = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+            w = tl.load(own, mask=(few & (share > 0))[:, None] & in_d[None, :], other=0).to(tl.float32)
+            part += (isotropic * share)[:, None] * w
+    target = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+    mask = (few & ((end > begin) | (others_done == 0)))[:, None] & in_d[None, :]
+    part += tl.load(target, mask=mask & adding, other=0).to(tl.float32)
+    for step in range(0, tl.max(tl.where(few, end - begin, 0), 0)):
+        in_k = few & (begin + step < end)
+        token = tl.load(token_ptr + begin + step, mask=in_k, other=0).to(tl.int64)
+        grad = tl.load(grad_ptr + begin + step, mask=in_k, other=0)
+        h = tl.load(
+            hidden_ptr + token[:, None] * hidden_size + offs_d[None, :], mask=in_k[:, None] & in_d[None, :], other=0
+        )  # fmt: skip
+        part += grad[:, None] * h.to(tl.float32)
+    tl.store(target, part.to(d_weight_ptr.dtype.element_ty), mask=mask)
 
     bit = 1 << tl.arange(0, BLOCK_V)
-    to_do = tl.sum(tl.where(end > begin, bit, 0), 0)
-    while to_do > 0:  # The columns with entries follow, one after another.
+    to_do = tl.sum(tl.where(end - begin > SHORT, bit, 0), 0)
+    while to_do > 0:  # The columns with more entries follow, one after another.
         this = bit == (to_do & -to_do)
-        row = d_weight_ptr + tl.sum(tl.where(this, offs_v, 0), 0).to(tl.int64) * hidden_size + offs_d
+        place = tl.sum(tl.where(this, offs_v, 0), 0).to(tl.int64) * hidden_size + offs_d
+        row = d_weight_ptr + place
         acc = tl.zeros((BLOCK_D,), tl.float32)
         if not others_done:
-            acc += by_share * tl.sum(tl.where(this, share, 0.0), 0) + by_column
+            its_share = tl.sum(tl.where(this, share, 0.0), 0)
+            acc += by_share * its_share + by_column
+            if isotropic * its_share != 0:
+                acc += isotropic * its_share * tl.load(weight_ptr + place, mask=in_d, other=0).to(tl.float32)
         acc += tl.load(row, mask=in_d & adding, other=0).to(tl.float32)
         row_end = tl.sum(tl.where(this, end, 0), 0)
         for first in range(tl.sum(tl.where(this, begin, 0), 0), row_end, BLOCK_K):

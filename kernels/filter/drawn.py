@@ -7,7 +7,8 @@
     a_sj: token s's part of share_j, times what all tokens drop, with the sign of P;    a_s its sum over j
 
 ``stand_in.py`` says where that comes from. The K columns are drawn by the shares, so no hot column is drawn. The sampled tokens
-decide on the shrinkage of the first, the drawn columns on that of the second.
+decide on the shrinkage of the first, the drawn columns on that of the second. Where the latter is 0, the sampled tokens at
+the drawn columns say by which factor a row of d_weight leans along its own row of the weight.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Factors(NamedTuple):
         gain: That times what all tokens drop, in units of ``parts_SV``.
         bend: On what a token's hidden state adds to d_hidden (``bend.py``); 0 without.
         lines: Minus ``columns`` over K: what takes the drawn columns' linear part off that.
+        isotropic: On what a column's own row of the weight adds to d_weight, times its share; 0 where ``tokens`` is not.
     """
 
     columns: torch.Tensor
@@ -75,6 +77,7 @@ class Factors(NamedTuple):
     gain: torch.Tensor
     bend: torch.Tensor
     lines: torch.Tensor
+    isotropic: torch.Tensor
 
 
 def draw_columns(dropped: Dropped, size: int, center_D: torch.Tensor, x: Operands) -> Drawn:
@@ -197,7 +200,8 @@ def squares_of_columns(
 ) -> OfColumns:  # fmt: skip
     """Return the square of what the columns add to the sample's d_hidden, and the sum of its terms' squares. -> [2, P]
 
-    With ``lines_SK`` the products of these terms with the linear ones follow likewise, and the squares of the latter. -> [6, P]
+    With ``lines_SK`` the products of these terms with the linear ones follow likewise, and the squares of the latter; then
+    what the terms have along the linear ones, for ``Factors.isotropic``. -> [7, P]
 
     Args:
         drawn: The columns.
@@ -215,7 +219,8 @@ def squares_of_columns(
     drawn_gradients(drawn, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, threshold_N, grads_SK, tiles)
     # A token stands for as many as have its mass together. K keeps fp16 away from its ends.
     mass_S = sample.mass_S if gain is None else sample.mass_S / gain
-    return OfColumns(_squares(grads_SK, mass_S, drawn.away_KD, drawn.square_K, lines_SK=lines_SK), mass_S, coef_4N)
+    squares_7P = _squares(grads_SK, mass_S, drawn.away_KD, drawn.square_K, lines_SK=lines_SK, worth_K=drawn.worth_K)
+    return OfColumns(squares_7P, mass_S, coef_4N)
 
 
 def squares_of_tokens(tokens: Tokens, dropped: Dropped, drawn: Drawn) -> torch.Tensor:
@@ -229,23 +234,24 @@ def squares_of_tokens(tokens: Tokens, dropped: Dropped, drawn: Drawn) -> torch.T
 def _squares(
     given: torch.Tensor, of_rows: torch.Tensor, away_ID: torch.Tensor, square_I: torch.Tensor,
     dropped: Dropped | None = None, share_S: torch.Tensor | None = None, lines_SK: torch.Tensor | None = None,
+    worth_K: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Square ``terms @ away_ID``: of columns R is the sample and I the columns, of tokens the other way round."""
     (num_inner, hidden_size), num_rows = away_ID.shape, of_rows.shape[0]
     block_r, block_d = 64, 512 // away_ID.itemsize
     blocks_r, blocks_d = cdiv(num_rows, block_r), cdiv(hidden_size, block_d)
-    squares_2P = torch.empty(
-        2 if lines_SK is None else 6, blocks_r * blocks_d, dtype=torch.float32, device=away_ID.device
+    squares_7P = torch.empty(
+        2 if lines_SK is None else 7, blocks_r * blocks_d, dtype=torch.float32, device=away_ID.device
     )
     shares_2V, moved_V, total = (None,) * 3 if dropped is None else (dropped.shares_2V, dropped.moved_V, dropped.total)
     _squares_kernel[(blocks_r * blocks_d,)](
-        given, of_rows, away_ID, square_I, shares_2V, moved_V, total, share_S, lines_SK,
-        squares_2P,
+        given, of_rows, away_ID, square_I, shares_2V, moved_V, total, share_S, lines_SK, worth_K,
+        squares_7P,
         num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
         OF_TOKENS=dropped is not None, BENT=lines_SK is not None, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_I=32,
         PRECISION=precision(away_ID.dtype), num_warps=8, num_stages=2,
     )  # fmt: skip
-    return squares_2P
+    return squares_7P
 
 
 @kernel("given_ptr", "of_rows_ptr", "away_ptr", "shares_ptr", "lines_ptr", "squares_ptr", "hidden_size")
@@ -259,7 +265,8 @@ def _squares_kernel(
     total_ptr,  # in: [] fp32, with OF_TOKENS
     share_ptr,  # in: [S] fp32, with OF_TOKENS
     lines_ptr,  # in: [S, K] fp32, with BENT
-    squares_ptr,  # out: [2 or 6, P] fp32: of the product, and of its terms; more with BENT
+    worth_ptr,  # in: [K] fp32, with BENT
+    squares_ptr,  # out: [2 or 7, P] fp32: of the product, and of its terms; more with BENT
     num_rows,
     num_inner,
     hidden_size,
@@ -290,8 +297,9 @@ def _squares_kernel(
     noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
     if BENT:
         line_acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-        both_noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+        both_noise = tl.zeros((BLOCK_R,), tl.float32)
         line_noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+        along = tl.zeros((BLOCK_R,), tl.float32)
         root = tl.abs(own) * root_of_own
     for first in range(0, num_inner, BLOCK_I):
         offs_i = first + tl.arange(0, BLOCK_I)
@@ -320,17 +328,27 @@ def _squares_kernel(
             square = tl.load(square_ptr + offs_i, mask=in_i, other=0)
             noise += term.to(tl.float32) * term.to(tl.float32) * square[None, :]
             if BENT:
-                both_noise += term.to(tl.float32) * line.to(tl.float32) * square[None, :]
+                both = term.to(tl.float32) * line.to(tl.float32)
+                both_noise += tl.sum(both * square[None, :], 1)
                 line_noise += line.to(tl.float32) * line.to(tl.float32) * square[None, :]
+                share = _one_over(tl.load(worth_ptr + offs_i, mask=in_i, other=0))
+                along += tl.sum(both * share[None, :], 1)
     num_programs = tl.num_programs(0)
     squares_ptr += tl.program_id(0)
     tl.store(squares_ptr, _sum_of_all(acc * acc))
     tl.store(squares_ptr + num_programs, tl.sum(tl.sum(noise, 0), 0))
     if BENT:
         tl.store(squares_ptr + 2 * num_programs, _sum_of_all(acc * line_acc))
-        tl.store(squares_ptr + 3 * num_programs, tl.sum(tl.sum(both_noise, 0), 0))
+        tl.store(squares_ptr + 3 * num_programs, tl.sum(both_noise, 0))
         tl.store(squares_ptr + 4 * num_programs, _sum_of_all(line_acc * line_acc))
         tl.store(squares_ptr + 5 * num_programs, tl.sum(tl.sum(line_noise, 0), 0))
+        tl.store(squares_ptr + 6 * num_programs, tl.sum(tl.where(own != 0, along / own, 0.0), 0))
+
+
+@triton.jit
+def _one_over(x):
+    """1 / x, and 0 of 0."""
+    return tl.where(x > 0, 1 / tl.where(x > 0, x, 1.0), 0.0)
 
 
 @triton.jit
@@ -343,12 +361,12 @@ class OfColumns(NamedTuple):
     """What the columns add to the sample's d_hidden, as numbers; see ``squares_of_columns``.
 
     Attributes:
-        squares_6P: [2 or 6, P] fp32.
+        squares_7P: [2 or 7, P] fp32.
         mass_S: What each sampled token drops, in units of ``coef_4N``.
         coef_4N: The coefficients that it was computed with.
     """
 
-    squares_6P: torch.Tensor
+    squares_7P: torch.Tensor
     mass_S: torch.Tensor
     coef_4N: torch.Tensor
 
@@ -371,36 +389,42 @@ def factors_of(
         num_spread: How many columns the spread would be taken from; 0: there is none.
     """
     num_columns, hidden_size = drawn.away_KD.shape
-    away = None if tokens is None else tokens.away
-    factors_5 = torch.empty(5, dtype=torch.float32, device=drawn.away_KD.device)
-    squares_6P, mass_S, coef_4N = (None,) * 3 if columns is None else columns
+    away = sample.away
+    factors_6 = torch.empty(6, dtype=torch.float32, device=drawn.away_KD.device)
+    squares_7P, mass_S, coef_4N = (None,) * 3 if columns is None else columns
     _factors_kernel[(cdiv(hidden_size, 64),)](
-        squares_6P, drawn.away_KD, tokens_2P, *((None, None) if away is None else (away.mean_D, away.mass)), dropped.total,
-        drawn.square_K, sample.token_S, mass_S, coef_4N,
-        shared_hidden_2D, shared_weight_2D, factors_5,
-        *(0 if squares is None else squares.shape[1] for squares in (squares_6P, tokens_2P)), num_columns, hidden_size,
+        squares_7P, drawn.away_KD, tokens_2P, *((None, None) if away is None else (away.mean_D, away.mass)), dropped.total,
+        sample.mean_D,
+        drawn.square_K, drawn.worth_K, dropped.center_D, sample.token_S, mass_S, coef_4N,
+        shared_hidden_2D, shared_weight_2D, factors_6,
+        *(0 if squares is None else squares.shape[1] for squares in (squares_7P, tokens_2P)), num_columns, hidden_size,
         num_columns / max(1, num_spread), drawn.x.logits.logit_scale, stand_in.LEAST_SHRUNK, stand_in.LEAST_CORRECTED,
+        stand_in.LEAST_ISOTROPIC,
         HAS_COLUMNS=columns is not None, HAS_TOKENS=tokens_2P is not None, BENT=num_spread > 0, BENDS=stand_in.BENDS,
+        HAS_WEIGHT=shared_weight_2D is not None,
         SAMPLE=sample.token_S.shape[0], BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
     )  # fmt: skip
-    return Factors(*factors_5.unbind())
+    return Factors(*factors_6.unbind())
 
 
 @kernel("columns_ptr", "away_ptr", "tokens_ptr", "shared_hidden_ptr", "shared_weight_ptr", "hidden_size")
 def _factors_kernel(
-    columns_ptr,  # in: [2 or 6, P] fp32, with HAS_COLUMNS
+    columns_ptr,  # in: [2 or 7, P] fp32, with HAS_COLUMNS
     away_ptr,  # in: [K, D]: of the columns
     tokens_ptr,  # in: [2, P] fp32, with HAS_TOKENS
     away_mean_ptr,  # in: [D] fp32: of the tokens
     mass_ptr,  # in: [] fp32
     total_ptr,  # in: [] fp32
+    mean_ptr,  # in: [D] fp32: the mean hidden state of all tokens by what they drop, with BENT
     square_ptr,  # in: [K] fp32: the squares of ``away``
+    worth_ptr,  # in: [K] fp32
+    center_ptr,  # in: [D] fp32: the mean of all columns by share
     token_ptr,  # in: [S] int32
     own_ptr,  # in: [S] fp32: what each token drops, with BENT
     coef_ptr,  # in: [4, N] fp32, with BENT
     shared_hidden_ptr,  # in, out: [2, D] fp32
     shared_weight_ptr,  # in, out: [2, D] fp32
-    factors_ptr,  # out: [5] fp32
+    factors_ptr,  # out: [6] fp32
     columns_parts,
     tokens_parts,
     num_columns,
@@ -409,10 +433,12 @@ def _factors_kernel(
     logit_scale,
     least_shrunk,
     least_corrected,
+    least_isotropic,
     HAS_COLUMNS: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
     BENT: tl.constexpr,
     BENDS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     SAMPLE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -424,6 +450,7 @@ def _factors_kernel(
     of_tokens = 0.0
     gain = 0.0
     bend = 0.0
+    isotropic = 0.0
     if HAS_COLUMNS:
         if BENT:
             # A gradient of d_hidden is about as long as a row of the weight, times its token's coefficient. A sampled token
@@ -453,12 +480,46 @@ def _factors_kernel(
         shared = tl.load(shared_weight_ptr + offs_d, mask=in_d, other=0)
         less = mass * tl.load(away_mean_ptr + offs_d, mask=in_d, other=0)
         tl.store(shared_weight_ptr + offs_d, shared - less, mask=in_d)
+    if BENT and HAS_WEIGHT:
+        factor = _isotropic(
+            columns_ptr + 6 * columns_parts, columns_parts, square_ptr, worth_ptr, mean_ptr, num_columns, hidden_size,
+            least_isotropic, SAMPLE, BLOCK_P,
+        )  # fmt: skip
+        isotropic = tl.where(of_tokens == 0, factor * tl.load(mass_ptr), 0.0)
+        shared = tl.load(shared_weight_ptr + offs_d, mask=in_d, other=0)
+        less = isotropic * tl.load(center_ptr + offs_d, mask=in_d, other=0)
+        tl.store(shared_weight_ptr + offs_d, shared - less, mask=in_d)
     if tl.program_id(0) == 0:
         tl.store(factors_ptr, of_columns)
         tl.store(factors_ptr + 1, of_tokens)
         tl.store(factors_ptr + 2, gain)
         tl.store(factors_ptr + 3, bend)
         tl.store(factors_ptr + 4, -of_columns / num_columns)
+        tl.store(factors_ptr + 5, isotropic)
+
+
+@triton.jit
+def _isotropic(
+    along_ptr, num_parts, square_ptr, worth_ptr, mean_ptr, num_columns, hidden_size, least,
+    SAMPLE: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """``stand_in.isotropic`` of products in parts, over what all tokens drop."""
+    square = 0.0
+    weighted = 0.0
+    for first in range(0, num_columns, BLOCK_P):
+        offs_k = first + tl.arange(0, BLOCK_P)
+        part = tl.load(square_ptr + offs_k, mask=offs_k < num_columns, other=0)
+        square += tl.sum(part, 0)
+        weighted += tl.sum(part * _one_over(tl.load(worth_ptr + offs_k, mask=offs_k < num_columns, other=0)), 0)
+    mean_square = 0.0
+    for first in range(0, hidden_size, BLOCK_P):
+        offs_d = first + tl.arange(0, BLOCK_P)
+        mean = tl.load(mean_ptr + offs_d, mask=offs_d < hidden_size, other=0)
+        mean_square += tl.sum(mean * mean, 0)
+    factor = _total(along_ptr, num_parts, BLOCK_P) / SAMPLE * _one_over(weighted)
+    # NaN counts as 0.
+    pays = factor * factor * square > least * mean_square * num_columns
+    return tl.where(pays, factor, 0.0)
 
 
 @triton.jit

@@ -40,6 +40,8 @@ BLOCK = 256  # listed columns of a program
 WARP_ELEMENTS = (
     1024  # of rows of the weight that a warp has at a time: with more, registers leave room for few programs
 )
+# Four programs of 4 warps then share a multiprocessor, and three do without. ROCm's compiler knows no such limit.
+REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
 FARTHEST = tl.constexpr(30.0)  # nats between bound and LSE; the marks of lse.py mean nothing beyond its HEADROOM
 
 
@@ -398,7 +400,7 @@ def listed_gradients(
     mass_B = torch.empty(most_blocks, dtype=torch.float32, device=x.hidden.device)
     kept_B = torch.empty(most_blocks, dtype=torch.int32, device=x.hidden.device)
     block_d = triton.next_power_of_2(hidden_size)
-    warps = min(8, max(1, block_d // 256))
+    warps = 8 if block_d > 4096 else min(4, max(1, block_d // 256))
     high_ND, low_ND = (None, None) if total is None else (total.high_ND, total.low_RD)
     _listed_gradients_kernel[(most_blocks,)](
         # in
@@ -413,7 +415,7 @@ def listed_gradients(
         HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0, WANT_ENTRIES=entries is not None,
         WANT_HIDDEN=total is not None, HAS_LOW=low_ND is not None,
         # tiles
-        ENTRIES=BLOCK, BLOCK_K=min(8, max(1, warps * WARP_ELEMENTS // block_d)), BLOCK_D=block_d, num_warps=warps,
+        ENTRIES=BLOCK, BLOCK_K=min(8, max(1, warps * WARP_ELEMENTS // block_d)), BLOCK_D=block_d, num_warps=warps, **REGISTERS,
     )  # fmt: skip
     num_listed_N = torch.empty_like(lists.count_N)
     shape = (num_tokens,) if entries is None else (2, num_tokens)
@@ -490,14 +492,20 @@ def _listed_gradients_kernel(
     d_hidden = tl.zeros((BLOCK_D,), tl.float32)
     listed = tl.zeros((BLOCK_K,), tl.float32)
     num_listed = tl.zeros((BLOCK_K,), tl.int32)
+    stop = tl.minimum(count, (number + 1) * ENTRIES)
     offs_k = number * ENTRIES + tl.arange(0, BLOCK_K)
-    column = tl.load(columns_ptr + offs_k, mask=offs_k < count, other=0)
-    for first in range(number * ENTRIES, tl.minimum(count, (number + 1) * ENTRIES), BLOCK_K):
+    column = tl.load(columns_ptr + offs_k, mask=offs_k < stop, other=0)
+    where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+    following = tl.load(where, mask=(offs_k < stop)[:, None] & in_d[None, :], other=0)
+    next_column = tl.load(columns_ptr + offs_k + BLOCK_K, mask=offs_k + BLOCK_K < stop, other=0)
+    for first in range(number * ENTRIES, stop, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
-        in_k = offs_k < count
-        where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-        w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
-        next_column = tl.load(columns_ptr + offs_k + BLOCK_K, mask=offs_k + BLOCK_K < count, other=0)
+        in_k = offs_k < stop
+        w = following
+        # The next rows are under way while these are multiplied, and so are the columns after theirs.
+        where = weight_ptr + next_column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        following = tl.load(where, mask=(offs_k + BLOCK_K < stop)[:, None] & in_d[None, :], other=0)
+        column_after = tl.load(columns_ptr + offs_k + 2 * BLOCK_K, mask=offs_k + 2 * BLOCK_K < stop, other=0)
         z = tl.sum(w.to(tl.float32) * h[None, :], 1)
         if HAS_BIAS:
             z += tl.load(bias_ptr + column, mask=in_k, other=0).to(tl.float32)
@@ -518,7 +526,8 @@ def _listed_gradients_kernel(
             tl.store(entry_grad_ptr + begin + offs_k, grad, mask=in_k)
             if WANT_HIDDEN:
                 d_hidden += tl.sum(tl.where(kept, grad, 0.0)[:, None] * w.to(tl.float32), 0)
-        column = next_column  # It was read while the rows were under way.
+        column = next_column
+        next_column = column_after
     if WANT_HIDDEN:
         alone = in_d & (count <= ENTRIES)
         high = d_hidden.to(high_ptr.dtype.element_ty)
