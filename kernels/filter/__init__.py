@@ -264,7 +264,7 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec:
         dropped_N, num_listed_N = listed_gradients(x, softmax, coef_4N, lists, how, True, None, None)
         num_labelled = (x.ids >= 0).sum().clamp(min=1)
         kept_N = torch.where(how.listed_labels >= 0, num_listed_N + lists.ids_H.shape[0], 0)
-        num_kept = kept_N.sum() + (how.num_dense[0] + how.num_few[0]) * num_valid
+        num_kept = kept_N.sum() + (how.num_dense[0] + how.num_few[0]).long() * num_valid
         return torch.stack((num_kept / (num_labelled * num_valid), dropped_N.sum() / num_labelled, dropped_N.amax()))
 
 
