@@ -2,14 +2,148 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from shards import DEVICE
+from shards import DEVICE, GPU, nan_memory
+from torch import Tensor
 
-from cce_dist.kernels import Filter, Operands, ShardLogits, Softmax, Spec, filter
+from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter
+from cce_dist.kernels.filter import lists
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
+DTYPE = torch.bfloat16 if GPU else torch.float32  # the interpreter misreads bf16
+EPS = 2.0**-9
+NUM_TOKENS, NUM_COLUMNS, HIDDEN = (37, 1100, 16) if not GPU else (600, 9000, 96)
+KEPT = 256 if GPU else 128  # columns: whole tiles
+
+
+class Shard(NamedTuple):
+    """A head all of whose logits are random, its labels, and the softmax of its logits."""
+
+    x: Operands
+    spec: Spec
+    softmax: Softmax
+    coef: Tensor
+
+
+@pytest.fixture(autouse=True)
+def _nan_memory() -> Iterator[None]:
+    with nan_memory():
+        yield
+
+
+def random_logits(deviation: float, num_tokens: int = NUM_TOKENS, eps: float = EPS) -> Shard:
+    hidden = (deviation * torch.randn(num_tokens, HIDDEN)).to(DEVICE, DTYPE)
+    weight = (torch.randn(NUM_COLUMNS, HIDDEN) * HIDDEN**-0.5).to(DEVICE, DTYPE)
+    labels = torch.randint(NUM_COLUMNS, (num_tokens,), device=DEVICE)
+    labels[::5] = -1
+    z = hidden.float() @ weight.float().T
+    maximum = z.amax(1)
+    coef = torch.zeros(4, num_tokens, device=DEVICE)
+    coef[0], coef[1] = 1 / num_tokens, -1 / num_tokens
+    coef[:, labels < 0] = 0.0
+    logits = ShardLogits(0, NUM_COLUMNS)
+    spec = Spec(logits, NUM_COLUMNS, filter=Filter(eps), want=Want(grad=True), workspace_bytes=64 << 20)
+    x = Operands(hidden, weight, None, labels, logits)
+    return Shard(x, spec, Softmax(maximum, (z - maximum[:, None]).exp().sum(1).log()), coef)
+
+
+def step(shard: Shard) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Statistics, what is saved, d_hidden and d_weight."""
+
+    def whole(stats: Tensor) -> Tensor:
+        return stats[0] + stats[1].log()
+
+    stats, saved = filter.statistics(shard.x, shard.spec, whole)
+    return stats, saved, gradients(shard, saved)
+
+
+def gradients(shard: Shard, saved: list[Tensor]) -> list[Tensor]:
+    found = filter.gradients(shard.x, shard.softmax, shard.coef, saved, Grads(), shard.spec)
+    return [grad for grad in found if grad is not None]
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Set what lists have room for, how many columns are kept where they have none, and what is decided in forward, if that."""
+
+    def set_room(capacity: int, kept: int = KEPT, decided: int | None = None) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        decide = filter.has_room
+
+        def spy(*args: Any) -> Tensor:
+            room = seen["room"] = decide(*args)
+            return room if decided is None else torch.full_like(room, decided)
+
+        monkeypatch.setattr(exact, "keeps", lambda *_: True)
+        monkeypatch.setattr(budget, "list_capacity", lambda *_: capacity)
+        monkeypatch.setattr(budget, "filter_columns_kept", lambda *_: kept)
+        monkeypatch.setattr(filter, "has_room", spy)
+        return seen
+
+    yield set_room
+
+
+@pytest.mark.parametrize("kept", [0, KEPT])
+def test_nothing_can_be_filtered(kept: int, room: Callable[..., dict[str, Any]]) -> None:
+    """All is as without a filter, to the bit where as many columns are kept. Catches: statistics of marks that nobody made,
+    exponentials of other rows, lists that are trusted, and a decision that a second backward does not find."""
+    shard = random_logits(2.0)
+    seen = room(capacity=100, kept=kept)
+    stats, saved, ours = step(shard)
+    assert seen["room"].item() == 0
+    expected_stats, expected_saved = exact.statistics(shard.x, shard.spec, columns=kept)
+    expected = exact.gradients(shard.x, shard.softmax, shard.coef, expected_saved, Grads(), shard.spec)
+    assert torch.equal(stats, expected_stats)
+    assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
+    assert all(torch.equal(a, b) for a, b in zip(ours, gradients(shard, saved), strict=True))
+    for tensor, like in zip(saved, filter.saved_like(shard.x, shard.spec), strict=True):
+        assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
+    assert filter.filter_stats(shard.x, shard.softmax, saved, shard.spec).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_exponentials_that_forward_did_not_keep_are_made_anew(room: Callable[..., dict[str, Any]]) -> None:
+    """Forward expects room for the lists, backward finds none. Catches: exponentials that nobody made, and a second backward
+    that takes the first one's word for them."""
+    shard = random_logits(2.0)
+    room(capacity=100)
+    _, _, expected = step(shard)
+    room(capacity=100, decided=1)
+    _, saved, ours = step(shard)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    saved[5].fill_(torch.nan)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(shard, saved), expected, strict=True))
+
+
+def test_room_for_exponentials_changes_nothing_where_lists_serve(room: Callable[..., dict[str, Any]]) -> None:
+    """It takes what the sampled tokens drop. Catches: exponentials of tokens that lists serve, and parts that overlap."""
+    shard = random_logits(0.5, num_tokens=300 if not GPU else NUM_TOKENS, eps=2.0**-7)
+    seen = room(capacity=1 << 16, kept=0)
+    stats, _, expected = step(shard)
+    assert seen["room"].item() == 1
+    room(capacity=1 << 16, kept=1152)
+    again, _, ours = step(shard)
+    assert torch.equal(stats, again)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize(("factor", "room_for_all"), [(0.4, 0), (0.6, 1), (2.0, 1)])
+def test_only_what_is_certain_is_decided_in_forward(
+    factor: float, room_for_all: int, room: Callable[..., dict[str, Any]]
+) -> None:
+    """Where the estimate is within twice the room, lists are made. Catches: an estimate of hot columns, of tokens without a
+    label or of a part of the tokens."""
+    shard = random_logits(2.0)
+    room(capacity=1 << 16)
+    _, saved, _ = step(shard)
+    total = int(saved[3].sum())
+    seen = room(capacity=int(factor * total))
+    step(shard)
+    assert seen["room"].item() == room_for_all
 
 
 def test_statistics_count_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:

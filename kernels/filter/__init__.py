@@ -143,7 +143,12 @@ def _new_kept(x: Operands, spec: Spec) -> Kept:
 
 
 def _columns_kept(x: Operands, spec: Spec) -> int:
-    return 0
+    """Return how many columns keep their exponentials where lists have no room."""
+    if spec.screened or spec.want.entropy or not exact.keeps(x, spec):
+        return 0
+    hot = num_hot(x.logits.num_valid, spec.filter.eps)
+    tile = choose_tiles(x.hidden.dtype, x.hidden.device).dlogits
+    return budget.filter_columns_kept(exact.sizes_of(x), spec.workspace_bytes, hot, tile.cols)
 
 
 def _split(saved: list[torch.Tensor]) -> tuple[Lists, Kept]:
@@ -259,6 +264,7 @@ def _exact_without_room(
     exact_KN, saved = exact.statistics(x._replace(ids=torch.where(has_lists, -1, x.ids)), spec, columns=columns)
     if columns:
         kept = Kept(*saved[2:])._replace(spent=room)
+        kept.reference[1] = stats_KN[2]  # also where backward makes the exponentials
     return torch.where(has_lists, stats_KN, exact_KN), kept
 
 
@@ -402,7 +408,7 @@ def _filtered_gradients(
         entries = new_entries(lists.columns_M.shape[0], num_valid, device)
         total = _listed_sum(d_hidden, x, spec)
         factor_2N, _ = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
-        stand = _stand_in(x, softmax, coef_4N, hot, how, factor_2N, tiles, grads, spec)
+        stand = _stand_in(x, softmax, coef_4N, hot, how, factor_2N, kept, tiles, grads, spec)
         work = _Work(hot, how, lists, entries, factor_2N, stand, tiles)
 
         num_hot_columns = lists.ids_H.shape[0]
@@ -446,8 +452,8 @@ def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum |
 
 
 def _stand_in(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, hot: Hot, how: Plan, factor_2N: torch.Tensor, tiles: Tiles,
-    grads: Grads, spec: Spec,
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, hot: Hot, how: Plan, factor_2N: torch.Tensor, kept: Kept,
+    tiles: Tiles, grads: Grads, spec: Spec,
 ) -> _StandIn:  # fmt: skip
     num_valid, weight = x.logits.num_valid, x.weight[: x.logits.num_valid]
     shared_weight_2D = sums_of_rows(factor_2N, x.hidden) if grads.want_weight else None
@@ -455,10 +461,8 @@ def _stand_in(
         shares_2V = shares_of(None, None, hot.slot_V, num_valid, spec.want.uniform).shares_2V
         return _StandIn(shares_2V[0], sums_of_rows(shares_2V, weight) if grads.want_hidden else None, shared_weight_2D)
     sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
-    keep_parts = grads.want_weight and budget.keeps_sample(
-        x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes
-    )
-    dropped = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse, keep_parts, spec.want.uniform)
+    parts_SV = _parts_of_sample(x, kept, spec) if grads.want_weight else None
+    dropped = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse, parts_SV, spec.want.uniform)
     share_V, num_columns = dropped.shares_2V[0], budget.stand_in_columns(num_valid)
     tokens = weigh_tokens(dropped, sample) if num_columns else None
     assert dropped.center_D is not None
@@ -489,6 +493,18 @@ def _stand_in(
         spread_DD = spread_of(dropped, num_spread, at_once, drawn, sample, factors, shared_2D, x, tiles)
         stand = stand._replace(spread_DD=spread_DD)
     return stand._replace(drawn=drawn if grads.want_hidden else None, tokens=tokens, factors=factors)
+
+
+def _parts_of_sample(x: Operands, kept: Kept, spec: Spec) -> torch.Tensor | None:
+    """Return room for what sampled tokens drop of every column, [S, V or more]; None: the budget has none.
+
+    It is that of kept exponentials where it fits there: a batch whose tokens drop something has none.
+    """
+    if budget.parts_bytes(exact.sizes_of(x), spec.workspace_bytes) == 0:
+        return None
+    shape = SAMPLE, cdiv(x.logits.num_valid, budget.ROWS) * budget.ROWS
+    room = kept.exp_NV.view(-1)
+    return room[: math.prod(shape)].view(shape) if room.numel() >= math.prod(shape) else x.hidden.new_empty(shape)
 
 
 def _add_few(

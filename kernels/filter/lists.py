@@ -68,8 +68,8 @@ def list_columns(
 ) -> None:  # fmt: skip
     """Write the marked columns that are not hot, ascending, and the label's, to the lists of the group's tokens.
 
-    The count is 0 for tokens without a label. ``taken``, [1] int64, is how much room groups took so far. Where ``room`` is given
-    and 0, nothing was marked, and each count is one more than there is room for.
+    The count is 0 for tokens without a label. ``taken``, [1] int64, is how much room groups took so far. Where ``room`` is
+    given and 0, nothing was marked, and each count is one more than there is room for.
     """
     num_rows, num_words = words_RW.shape
     _list_columns_kernel[(num_rows,)](

@@ -33,7 +33,7 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, stand_in
 from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
-from cce_dist.kernels.budget import ROWS, cdiv
+from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 from cce_dist.kernels.tokens import gathered, sums_of_rows
 
@@ -322,14 +322,14 @@ def _weight(centred, tilt):
 
 
 def dropped_shares(
-    rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile, keep_parts: bool = False,
-    uniform: bool = True,
+    rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile,
+    parts_SV: torch.Tensor | None = None, uniform: bool = True,
 ) -> Dropped:  # fmt: skip
     """Return each column's share of what the sample drops, and which columns are not hot, and the parts they are made of.
 
     A column is dropped where z < threshold, but for labels and hot columns; it counts exp(z - reference) times the softcap's
-    slope, and exp(-TILT * scale * (column . ahead_D)). ``rows_SD`` are the sample's hidden states. ``uniform``: as in
-    ``shares_of``.
+    slope, and exp(-TILT * scale * (column . ahead_D)). ``rows_SD`` are the sample's hidden states. ``parts_SV`` takes the
+    parts, where they are asked for. ``uniform``: as in ``shares_of``.
     """
     num_rows, hidden_size = rows_SD.shape
     logits = x.logits
@@ -337,7 +337,6 @@ def dropped_shares(
         tile = tile._replace(cols=max(16, tile.cols // 2))  # the epilogue over a whole tile spills registers
     num_blocks = cdiv(num_rows, tile.rows)
     sums_BV = torch.empty(num_blocks, logits.num_valid, dtype=torch.float32, device=rows_SD.device)
-    parts_SV = rows_SD.new_empty(num_rows, cdiv(logits.num_valid, ROWS) * ROWS) if keep_parts else None
     tma = has_tma(rows_SD, x.weight)
     _dropped_sums_kernel[(cdiv(logits.num_valid, tile.cols) * num_blocks,)](
         # in
@@ -350,7 +349,7 @@ def dropped_shares(
         # options
         logits.logit_scale, logits.softcap,
         HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0,
-        HAS_SOFTCAP=logits.softcap > 0.0, WANT_PARTS=keep_parts,
+        HAS_SOFTCAP=logits.softcap > 0.0, WANT_PARTS=parts_SV is not None,
         MASK_V=logits.num_valid % tile.cols != 0,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
