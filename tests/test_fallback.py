@@ -12,7 +12,6 @@ from shards import DEVICE, GPU, nan_memory
 from torch import Tensor
 
 from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter
-from cce_dist.kernels.filter import lists
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 DTYPE = torch.bfloat16 if GPU else torch.float32  # the interpreter misreads bf16
