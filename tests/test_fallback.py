@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from shards import DEVICE, GPU, nan_memory
 from torch import Tensor
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter
+from cce_dist.kernels.budget import cdiv
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 DTYPE = torch.bfloat16 if GPU else torch.float32  # the interpreter misreads bf16
@@ -103,6 +107,68 @@ def test_nothing_can_be_filtered(kept: int, room: Callable[..., dict[str, Any]])
     for tensor, like in zip(saved, filter.saved_like(shard.x, shard.spec), strict=True):
         assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
     assert filter.filter_stats(shard.x, shard.softmax, saved, shard.spec).tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter counts")
+def test_nothing_is_computed_for_what_nobody_will_read(
+    room: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of backward are those of the exact path, and the filter's own kernels read no matrix. Catches: a stand-in, its
+    squares or its sample where nothing is dropped, marks and lists that have no room."""
+    for module in (budget, filter):
+        monkeypatch.setattr(module, "SAMPLE", 16)
+    monkeypatch.setattr(budget, "stand_in_columns", lambda _: 32)
+    shard = random_logits(2.0)
+    room(capacity=100)
+    read, products = count_work(monkeypatch)
+    exact_saved = exact.statistics(shard.x, shard.spec, columns=KEPT)[1]
+    whole_vocabulary = products["_lse_kernel"]
+    exact.gradients(shard.x, shard.softmax, shard.coef, exact_saved, Grads(), shard.spec)
+    expected, in_exact = Counter(products), set(read)
+    read.clear()
+    products.clear()
+    _, saved = statistics(shard)
+    hot = cdiv(NUM_TOKENS * 4 // 5, 16) * cdiv(len(saved[4]), 32)  # tiles
+    assert products["_lse_kernel"] <= whole_vocabulary + hot
+    assert read["_list_columns_kernel"] <= 4 * NUM_TOKENS
+    read.clear()
+    products.clear()
+    gradients(shard, saved)
+    del expected["_lse_kernel"]
+    assert +products == expected
+    of_filter = {name: n for name, n in read.items() if name not in in_exact}
+    assert {"_squares_kernel", "_tilt_kernel", "_dropped_sums_kernel", "_stand_in_weight_kernel"} <= of_filter.keys()
+    # Entries are sorted, and columns drawn, whatever there is.
+    sorts_or_draws = {"_by_column_kernel", "_draw_columns_kernel", "_filtered_bias_kernel"}
+    assert all(n < 3 * NUM_COLUMNS for name, n in of_filter.items() if name not in sorts_or_draws), of_filter
+
+
+def count_work(monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], Counter[str]]:
+    """Elements that each kernel reads, and its products of tiles, from here on."""
+    read: Counter[str] = Counter()
+    products: Counter[str] = Counter()
+    name = ""
+    run, load, dot = (
+        GridExecutor.__call__, InterpreterBuilder.create_masked_load, InterpreterBuilder.create_dot
+    )  # fmt: skip
+
+    def running(executor: Any, *args: Any, **options: Any) -> None:
+        nonlocal name
+        name = executor.fn.__name__
+        run(executor, *args, **options)
+
+    def loading(builder: Any, pointers: Any, mask: Any, *args: Any, **options: Any) -> Any:
+        read[name] += int(np.sum(mask if isinstance(mask, np.ndarray) else mask.data))
+        return load(builder, pointers, mask, *args, **options)
+
+    def multiplying(builder: Any, *args: Any) -> Any:
+        products[name] += 1
+        return dot(builder, *args)
+
+    monkeypatch.setattr(GridExecutor, "__call__", running)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", loading)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", multiplying)
+    return read, products
 
 
 def test_exponentials_that_forward_did_not_keep_are_made_anew(room: Callable[..., dict[str, Any]]) -> None:
