@@ -379,7 +379,7 @@ def filter_columns_kept(sizes: Sizes, workspace_bytes: int, hot_columns: int, ti
     if min(kept * column_bytes, left + parts) >= parts:
         left += parts
     tiles = min(kept * column_bytes, left) // (256 * column_bytes)
-    return tiles * 256 if tiles >= LEAST_TILES else 0
+    return tiles * 256 if tiles >= min(LEAST_TILES, cdiv(sizes.num_columns, 256)) else 0
 
 
 def few_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:

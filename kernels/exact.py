@@ -117,16 +117,15 @@ def new_kept(x: Operands, columns: int = 0, entropy: bool = False) -> Kept:
 
 
 def statistics(
-    x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None, columns: int | None = None
+    x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None, kept: Kept | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
     """Return stats_KN; the compact order and ``Kept``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros.
 
-    ``columns``: how many keep their exponentials, if the budget does not say that.
+    ``kept``: where exponentials are kept, if the budget does not say that.
     """
     num_tokens = x.num_tokens
     fp32 = {"dtype": torch.float32, "device": x.hidden.device}
-    columns = columns_kept(x, spec) if columns is None else columns
-    order, kept = compact(x.ids), new_kept(x, columns, spec.want.entropy)
+    order, kept = compact(x.ids), kept or new_kept(x, columns_kept(x, spec), spec.want.entropy)
     saved = [*order, *kept]
     stats_KN = torch.empty(spec.num_rows, num_tokens, **fp32)
     keys_KN = stats_KN[spec.first_top :].view(torch.int32)

@@ -260,11 +260,11 @@ def _exact_without_room(
     x: Operands, room: torch.Tensor, stats_KN: torch.Tensor, kept: Kept, spec: Spec
 ) -> tuple[torch.Tensor, Kept]:
     """Take the statistics of all tokens from the exact kernels where lists have no room; else their launches return at once."""
-    has_lists, columns = room > 0, kept.exp_NV.shape[1]
-    exact_KN, saved = exact.statistics(x._replace(ids=torch.where(has_lists, -1, x.ids)), spec, columns=columns)
-    if columns:
-        kept = Kept(*saved[2:])._replace(spent=room)
+    has_lists = room > 0
+    exact_KN, _ = exact.statistics(x._replace(ids=torch.where(has_lists, -1, x.ids)), spec, kept=kept)
+    if kept.exp_NV.shape[1]:
         kept.reference[1] = stats_KN[2]  # also where backward makes the exponentials
+        kept = kept._replace(spent=room)
     return torch.where(has_lists, stats_KN, exact_KN), kept
 
 
