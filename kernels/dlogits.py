@@ -54,6 +54,8 @@ def dlogits_chunk(
     num_tiles = cdiv(min(dlogits_RV.shape[1], logits.num_valid - first_col), tile.cols)
     splits = choose_splits(num_rows, num_tiles, tile, dlogits_RV.device)
     tma = has_tma(rows.hidden, x.weight, dlogits_RV)
+    if one_wave:  # Nobody takes what another has left, so all parts are alike.
+        splits = num_tiles
     programs = cdiv(num_rows, tile.rows) * splits
     _dlogits_kernel[(min(programs, num_programs(dlogits_RV.device)) if one_wave else programs,)](
         # in

@@ -139,7 +139,7 @@ def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
 def _new_kept(x: Operands, spec: Spec) -> Kept:
     """Return room for the exponentials that are kept where lists have none; ``spent`` is 1 where they have, so none are."""
     columns = _columns_kept(x, spec)
-    return exact.new_kept(x, columns)._replace(spent=x.ids.new_ones(int(columns > 0), dtype=torch.int32))
+    return exact.new_kept(x, columns)._replace(spent=x.ids.new_full((int(columns > 0),), 1, dtype=torch.int32))
 
 
 def _columns_kept(x: Operands, spec: Spec) -> int:
@@ -188,7 +188,7 @@ def statistics(
         else:
             bound_3N, room = _marked_statistics(x, hot, first, lists, stats_KN, buffer_RD, at_once, spec)
             del buffer_RD
-            stats_KN, kept = _exact_without_room(x, room, stats_KN, kept, spec)
+            stats_KN, kept = _exact_without_room(x, first.order, room, stats_KN, kept, spec)
     return stats_KN, [*lists._replace(bound_3N=bound_3N, ids_H=ids_H), *kept]
 
 
@@ -226,7 +226,7 @@ def _marked_statistics(
     """Write the statistics of all columns to stats_KN, and the lists, unless these have no room.
 
     Returns:
-        ``Lists.bound_3N``; 0 where there is no room, [1] int32.
+        ``Lists.bound_3N``; what ``has_room`` says.
     """
     num_tokens, num_words = x.num_tokens, hot.words_W.shape[0]
     tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
@@ -244,9 +244,9 @@ def _marked_statistics(
         if room is None:
             num_outside = x.logits.num_valid - hot.ids_H.shape[0]
             room = has_room(first.drawn, num_outside, rows, marks, lists.columns_M.shape[0], tiles)
-        marked = rows._replace(num_kept=rows.num_kept * room)
+        marked = rows._replace(num_kept=rows.num_kept * room[:1])
         _log_sum_exp(x, marked, tiles, stats_KN, sloped_N, marks, spec.want)
-        list_columns(words, hot, x, rows, lists, taken, room)
+        list_columns(words, hot, x, rows, lists, taken, room[:1])
     assert room is not None
     hot_sum_N, sum_N = (
         (first.hot_3N[1], stats_KN[1])
@@ -257,15 +257,14 @@ def _marked_statistics(
 
 
 def _exact_without_room(
-    x: Operands, room: torch.Tensor, stats_KN: torch.Tensor, kept: Kept, spec: Spec
+    x: Operands, order: list[torch.Tensor], room: torch.Tensor, stats_KN: torch.Tensor, kept: Kept, spec: Spec
 ) -> tuple[torch.Tensor, Kept]:
     """Take the statistics of all tokens from the exact kernels where lists have no room; else their launches return at once."""
-    has_lists = room > 0
-    exact_KN, _ = exact.statistics(x._replace(ids=torch.where(has_lists, -1, x.ids)), spec, kept=kept)
+    exact_KN = exact.statistics_of(x, spec, [order[0], order[1] * room[1:]], kept)
     if kept.exp_NV.shape[1]:
         kept.reference[1] = stats_KN[2]  # also where backward makes the exponentials
-        kept = kept._replace(spent=room)
-    return torch.where(has_lists, stats_KN, exact_KN), kept
+        kept = kept._replace(spent=room[:1])
+    return torch.where(room[:1] > 0, stats_KN, exact_KN), kept
 
 
 def _look_again(x: Operands, suspects_N: torch.Tensor, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles) -> None:

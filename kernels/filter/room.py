@@ -28,7 +28,7 @@ CERTAIN = 2.0  # as many columns as there is room for
 def has_room(
     drawn: Operands, num_outside: int, rows: Rows, marks: Marks, capacity: int, tiles: Tiles
 ) -> torch.Tensor:  # fmt: skip
-    """Return 0 where lists of the group alone would surely take more than ``capacity``, else 1; [1] int32.
+    """Return 0 and 1 where lists of the group alone would surely take more than ``capacity``, else 1 and 0; [2] int32.
 
     Args:
         drawn: The drawn columns as a shard.
@@ -41,10 +41,10 @@ def has_room(
     tile, logits, device = tiles.lse, drawn.logits, rows.hidden.device
     num_rows, hidden_size = rows.hidden.shape
     if logits.num_valid == 0:
-        return torch.ones(1, dtype=torch.int32, device=device)
+        return torch.arange(1, -1, -1, dtype=torch.int32, device=device)
     blocks, parts = min(cdiv(num_rows, tile.rows), cdiv(LOOKED_AT, tile.rows)), cdiv(logits.num_valid, tile.cols)
     count_2P = torch.empty(2, blocks * parts, dtype=torch.int32, device=device)
-    room = torch.empty(1, dtype=torch.int32, device=device)
+    room = torch.empty(2, dtype=torch.int32, device=device)
     tma = has_tma(rows.hidden, drawn.weight)
     _marked_cells_kernel[(blocks * parts,)](
         # in
@@ -114,7 +114,7 @@ def _marked_cells_kernel(
 def _room_kernel(
     count_ptr,  # in: [2, P] int32
     num_kept_ptr,  # in: [1] int32
-    room_ptr,  # out: [1] int32
+    room_ptr,  # out: [2] int32
     num_parts,
     num_outside,
     most,
@@ -129,3 +129,4 @@ def _room_kernel(
     part = tl.sum(marked, 0).to(tl.float32) / tl.maximum(tl.sum(cells, 0), 1).to(tl.float32)
     needed = part * num_outside * tl.load(num_kept_ptr).to(tl.float32)
     tl.store(room_ptr, (needed <= most).to(tl.int32))
+    tl.store(room_ptr + 1, (needed > most).to(tl.int32))

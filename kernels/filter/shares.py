@@ -383,7 +383,7 @@ def _tilt_kernel(
     sums_ptr,  # in: [B, V] fp32
     weight_ptr,  # in: [V, D]
     ahead_ptr,  # in: [D], with HAS_AHEAD
-    num_sampled_ptr,  # in: [1] int32: the weight is not read where it is 0
+    num_sampled_ptr,  # in: [1] int32: nobody drops anything where it is 0
     tilted_ptr,  # out: [V] fp32
     moved_ptr,  # out: [V] fp32: the factors
     total_ptr,  # out: [P] fp32: sums of the tilted ones
@@ -399,22 +399,29 @@ def _tilt_kernel(
     offs_d = tl.arange(0, ALL_D)
     in_d = offs_d < hidden_size
     live = tl.load(num_sampled_ptr) > 0
-    if HAS_AHEAD:
-        ahead = tl.load(ahead_ptr + offs_d, mask=in_d & live, other=0).to(tl.float32)
     mean = tl.zeros((ALL_D,), tl.float32)
+    if not live:
+        for first in range(tl.program_id(0) * ALL_D, num_valid, tl.num_programs(0) * ALL_D):
+            tl.store(tilted_ptr + first + offs_d, mean, mask=first + offs_d < num_valid)
+            tl.store(moved_ptr + first + offs_d, mean + 1, mask=first + offs_d < num_valid)
+        tl.store(total_ptr + tl.program_id(0), 0.0)
+        tl.store(mean_ptr + tl.program_id(0).to(tl.int64) * hidden_size + offs_d, mean, mask=in_d)
+        return
+    if HAS_AHEAD:
+        ahead = tl.load(ahead_ptr + offs_d, mask=in_d, other=0).to(tl.float32)
     total = tl.zeros((BLOCK_V,), tl.float32)
     stride = num_valid.to(tl.int64)
     step = tl.num_programs(0) * BLOCK_V
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     where = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-    following = tl.load(where, mask=((offs_v < num_valid) & live)[:, None] & in_d[None, :], other=0)
+    following = tl.load(where, mask=(offs_v < num_valid)[:, None] & in_d[None, :], other=0)
     for first in range(tl.program_id(0) * BLOCK_V, num_valid, step):
         offs_v = first + tl.arange(0, BLOCK_V)
         in_v = offs_v < num_valid
         w = following.to(tl.float32)
         # The next rows are under way while these are summed.
         where += step.to(tl.int64) * hidden_size
-        following = tl.load(where, mask=((offs_v + step < num_valid) & live)[:, None] & in_d[None, :], other=0)
+        following = tl.load(where, mask=(offs_v + step < num_valid)[:, None] & in_d[None, :], other=0)
         sums = tl.zeros((BLOCK_V,), tl.float32)
         for block in range(0, num_blocks):
             sums += tl.load(sums_ptr + block * stride + offs_v, mask=in_v, other=0)
