@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 LEAST_BYTES = 32 << 20  # below this budget the rows of a chunk would no longer fill a device
 CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
+LEAST_TILES = 16  # of kept exponentials, if not all are kept
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2 << 30  # of the budget that is chosen where none is given
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
@@ -202,7 +203,7 @@ def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> in
     width = math.isqrt(CHUNK_COST * sizes.num_columns)
     recompute = num_tokens * (2 * sizes.hidden_bytes + width * sizes.cell_bytes)
     tiles = (workspace_bytes - recompute) // (num_tokens * _kept_tile_bytes(sizes, tile_cols))
-    return tiles * tile_cols if tiles >= 16 else 0
+    return tiles * tile_cols if tiles >= LEAST_TILES else 0
 
 
 def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> int:
@@ -298,6 +299,13 @@ def keeps_sample(num_tokens: int, num_columns: int, itemsize: int, workspace_byt
     return drawn and _sample_bytes(num_columns, itemsize) <= max(workspace_bytes, LEAST_BYTES) // 2
 
 
+def parts_bytes(sizes: Sizes, workspace_bytes: int) -> int:
+    """Bytes of what the sampled tokens drop of every column, where it is kept."""
+    if not keeps_sample(sizes.num_tokens, sizes.num_columns, sizes.itemsize, workspace_bytes):
+        return 0
+    return _sample_bytes(sizes.num_columns, sizes.itemsize)
+
+
 def _sample_bytes(num_columns: int, itemsize: int) -> int:
     return SAMPLE * cdiv(num_columns, ROWS) * ROWS * itemsize
 
@@ -381,6 +389,22 @@ def screen_pays(sizes: Sizes) -> bool:
     screen += 3 * hidden_size * (num_tokens + num_columns) / SCREEN_ROUNDED
     num_listed = num_tokens * min(SCREEN_LIST, num_columns // COLUMNS_PER_ENTRY)
     return screen + num_listed * sizes.hidden_bytes / SCREEN_LISTED < product
+
+
+def filter_columns_kept(sizes: Sizes, workspace_bytes: int, hot_columns: int, tile_cols: int) -> int:
+    """Return how many columns keep their exponentials where a filter's lists have no room: at most as many as without a filter.
+
+    Only the device knows whether they are kept, so their room is taken in any case. It stands beside what the lists' backward
+    takes, but for what the sampled tokens drop: that is where exponentials would have been.
+    """
+    column_bytes = max(1, sizes.num_tokens * _kept_tile_bytes(sizes, 256) // 256)
+    kept = columns_kept(sizes, workspace_bytes)
+    parts = parts_bytes(sizes, workspace_bytes)
+    left = workspace_bytes - _listed_bytes(sizes, workspace_bytes, hot_columns, tile_cols)
+    if min(kept * column_bytes, left + parts) >= parts:
+        left += parts
+    tiles = min(kept * column_bytes, left) // (256 * column_bytes)
+    return tiles * 256 if tiles >= min(LEAST_TILES, cdiv(sizes.num_columns, 256)) else 0
 
 
 def few_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
@@ -531,8 +555,11 @@ class Peak(NamedTuple):
 
 def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_once: int) -> Peak:
     """Predict what the exact kernels take; ``keep``: exponentials may be kept (bf16 without smoothing)."""
+    return _exact_peak(sizes, workspace_bytes, columns_kept(sizes, workspace_bytes) if keep else 0, tiles, at_once)
+
+
+def _exact_peak(sizes: Sizes, workspace_bytes: int, kept: int, tiles: Tiles, at_once: int) -> Peak:
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
-    kept = columns_kept(sizes, workspace_bytes) if keep else 0
     kept_bytes = num_tokens * kept * sizes.itemsize
     saved = kept_bytes + num_tokens * (
         (8 if kept else 0) + 4 + 8 + 8 + 12
@@ -559,8 +586,9 @@ def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_
 
 
 def filtered_peak(
-    sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: Tiles, at_once: int, screen: Tile | None = None
-) -> Peak:
+    sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: Tiles, at_once: int, screen: Tile | None = None,
+    keep: bool = True,
+) -> Peak:  # fmt: skip
     """Predict what the kernels with a filter take.
 
     Args:
@@ -570,6 +598,7 @@ def filtered_peak(
         tiles: Tiles of the device.
         at_once: Programs that the device runs at a time.
         screen: The tile in 8 bits of a screened forward; None: it is not screened.
+        keep: Exponentials may be kept where lists have no room, as in ``exact_peak``.
     """
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
     capacity = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
@@ -595,31 +624,52 @@ def filtered_peak(
             _again_bytes(sizes, workspace_bytes, tiles, at_once),
         )
 
+    # Where lists have no room, the exact kernels take the statistics once more, and may keep exponentials.
+    kept = (
+        filter_columns_kept(sizes, workspace_bytes, hot_columns, tiles.dlogits.cols) if keep and screen is None else 0
+    )
+    exact = _exact_peak(sizes, workspace_bytes, kept, tiles, at_once)
+    if screen is None:
+        forward = max(forward, exact.forward - exact.saved)
+    saved += num_tokens * (kept * sizes.itemsize + (8 if kept else 0))
+
     # The coefficients and the plan are there all the time. The exact kernels come first: for all tokens, whose room is taken
     # although they may be none, then for a few.
-    through = hot_bytes + 4 * 33 * cdiv(num_columns, 32) + num_tokens * (16 + 3 * (8 + 4 + 4) + 4)
-    exact = exact_peak(sizes, workspace_bytes, False, tiles, at_once)
+    through = (
+        hot_columns * sizes.hidden_bytes + 4 * 33 * cdiv(num_columns, 32) + num_tokens * (16 + 3 * (8 + 4 + 4) + 4)
+    )
     densely = exact.backward - exact.saved - num_tokens * 16
     cols = few_columns(num_columns, FEW, sizes.itemsize, workspace_bytes, tiles.dlogits.cols)
     few = FEW * (sizes.sum_bytes + cols * sizes.itemsize)
     few += _cut_tiles_bytes(FEW, cols, sizes.hidden_size, tiles, at_once)
-    # Then entries, each token's factors, the sample, the columns' shares, the hot columns' gradients and the drawn columns
-    # stay. Groups of tokens and the sort of the entries come one after the other, and the remainder goes before the sort.
+    listed = _listed_bytes(sizes, workspace_bytes, hot_columns, tiles.dlogits.cols)
+    parts = parts_bytes(sizes, workspace_bytes)
+    listed -= parts if parts <= num_tokens * kept * sizes.itemsize else 0
+    return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
+
+
+def _listed_bytes(sizes: Sizes, workspace_bytes: int, hot_columns: int, tile_cols: int) -> int:
+    """Bytes of the lists' part of the filter's backward."""
+    num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
+    capacity = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
+    # Entries, each token's factors, the sample, the columns' shares, the hot columns' gradients and the drawn columns stay.
+    # Groups of tokens and the sort of the entries come one after the other, and the remainder goes before the sort.
     drawn = stand_in_columns(num_columns)
-    listed = MADE_BYTES * capacity + num_tokens * 12 + SAMPLE * sizes.hidden_bytes + 8 * num_columns + hot_bytes
-    listed += drawn * (2 * sizes.hidden_bytes + 12)
+    listed = MADE_BYTES * capacity + num_tokens * 12 + SAMPLE * sizes.hidden_bytes + 8 * num_columns
+    listed += hot_columns * sizes.hidden_bytes + drawn * (2 * sizes.hidden_bytes + 12)
     if keeps_sample(num_tokens, num_columns, sizes.itemsize, workspace_bytes):
         listed += _sample_bytes(num_columns, sizes.itemsize) + SAMPLE * sizes.hidden_bytes
     making = SAMPLE * (sizes.hidden_bytes + drawn * sizes.itemsize)
     spread_at_once = spread_rows(sizes, workspace_bytes) if drawn else 0
     spread = sizes.hidden_size * sizes.hidden_bytes if spread_at_once else 0
     making = max(making, spread_at_once * sizes.hidden_bytes) + (4 * SAMPLE * drawn if spread else 0)
-    cols = cdiv(hot_columns, tiles.dlogits.cols) * tiles.dlogits.cols
+    cols = cdiv(hot_columns, tile_cols) * tile_cols
     at_a_time = filter_backward_rows(sizes, cols + drawn, workspace_bytes)
     whole = keeps_remainder(sizes, workspace_bytes)
     groups = at_a_time * ((sizes.hidden_bytes if whole else sizes.sum_bytes) + (cols + drawn) * sizes.itemsize)
-    listed += max(max(making, groups) + spread + (remainder_bytes(sizes) if whole else 0), SORTED_BYTES * capacity)
-    return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
+    return listed + max(
+        max(making, groups) + spread + (remainder_bytes(sizes) if whole else 0), SORTED_BYTES * capacity
+    )  # fmt: skip
 
 
 def _screen_bytes(

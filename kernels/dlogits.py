@@ -10,6 +10,7 @@ multiplications, which write each output once and need neither locks nor atomics
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax
@@ -41,7 +42,10 @@ def dlogits_chunk(
     *,
     one_wave: bool = False,
 ) -> None:
-    """Fill dlogits_RV with the columns from ``first_col`` (a multiple of the tile) on; ``one_wave``: by few, long programs.
+    """Fill dlogits_RV with the columns from ``first_col`` (a multiple of the tile) on.
+
+    ``one_wave``: as many programs as run at a time do the work of all, in the same order. Often no row is kept, and thousands
+    that return would take longer than these.
 
     Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it; columns past ``num_valid`` are 0.
     """
@@ -49,11 +53,11 @@ def dlogits_chunk(
     num_rows, hidden_size = rows.hidden.shape
     num_tiles = cdiv(min(dlogits_RV.shape[1], logits.num_valid - first_col), tile.cols)
     splits = choose_splits(num_rows, num_tiles, tile, dlogits_RV.device)
-    if one_wave:
-        splits = max(1, min(splits, num_programs(dlogits_RV.device) // cdiv(num_rows, tile.rows)))
     tma = has_tma(rows.hidden, x.weight, dlogits_RV)
-    grid = (cdiv(num_rows, tile.rows) * splits,)
-    _dlogits_kernel[grid](
+    if one_wave:  # Nobody takes what another has left, so all parts are alike.
+        splits = num_tiles
+    programs = cdiv(num_rows, tile.rows) * splits
+    _dlogits_kernel[(min(programs, num_programs(dlogits_RV.device)) if one_wave else programs,)](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
         x.ids, rows.index, rows.num_kept, softmax.max, softmax.log_sum, softmax.entropy, coef_4N, x.factors_N2,
@@ -67,6 +71,7 @@ def dlogits_chunk(
         HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.softcap > 0.0,
         HAS_SCALE=logits.logit_scale != 1.0 or x.factors_N2 is not None, HAS_FACTORS=x.factors_N2 is not None,
         HAS_ENTROPY=softmax.entropy is not None, FAST=has_fast_math(), MASK_V=logits.num_valid % tile.cols != 0,
+        ONE_WAVE=one_wave,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
@@ -105,6 +110,7 @@ def _dlogits_kernel(
     HAS_FACTORS: tl.constexpr,
     FAST: tl.constexpr,
     MASK_V: tl.constexpr,
+    ONE_WAVE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -115,9 +121,39 @@ def _dlogits_kernel(
     num_kept = tl.load(num_kept_ptr)
     num_row_blocks = tl.cdiv(num_kept, BLOCK_N)
     pid = tl.program_id(0)
-    if pid >= num_row_blocks * num_splits:
+    num_parts = num_row_blocks * num_splits
+    given = (
+        hidden, weight, bias_ptr, labels_ptr, index_ptr, max_ptr, log_sum_ptr, entropy_ptr, coef_ptr, factor_ptr, dlogits,
+        num_kept, num_rows, hidden_size, num_valid, start, num_tokens, dlogits_cols, first_col, num_tiles, num_splits,
+        logit_scale, softcap,
+    )  # fmt: skip
+    if ONE_WAVE:
+        for part in range(pid, num_parts, tl.num_programs(0)):
+            _write_part(
+                part, num_row_blocks, *given, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, HAS_ENTROPY, HAS_FACTORS, FAST, MASK_V,
+                BLOCK_N, BLOCK_V, BLOCK_D, GROUP, TMA, PRECISION,
+            )  # fmt: skip
         return
-    row_block, split = row_and_split(pid, num_row_blocks, num_splits, GROUP)
+    if pid >= num_parts:
+        return
+    _write_part(
+        pid, num_row_blocks, *given, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, HAS_ENTROPY, HAS_FACTORS, FAST, MASK_V,
+        BLOCK_N, BLOCK_V, BLOCK_D, GROUP, TMA, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _write_part(
+    part, num_row_blocks,
+    hidden, weight, bias_ptr, labels_ptr, index_ptr, max_ptr, log_sum_ptr, entropy_ptr, coef_ptr, factor_ptr, dlogits,
+    num_kept, num_rows, hidden_size, num_valid, start, num_tokens, dlogits_cols, first_col, num_tiles, num_splits,
+    logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    HAS_FACTORS: tl.constexpr, FAST: tl.constexpr, MASK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the tiles that a block of rows has in a part of the columns."""
+    row_block, split = row_and_split(part, num_row_blocks, num_splits, GROUP)
     row = row_block * BLOCK_N
     offs_n = row + tl.arange(0, BLOCK_N)
     live = offs_n < num_kept

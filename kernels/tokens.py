@@ -368,6 +368,17 @@ def _sums_of_rows_kernel(
     part = tl.program_id(0)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
+    target = partial_ptr + part.to(tl.int64) * 2 * hidden_size + offs_d
+    some = tl.zeros((BLOCK_R,), tl.int32)
+    for first in range(part * BLOCK_R, num_rows, tl.num_programs(0) * BLOCK_R):
+        offs_r = first + tl.arange(0, BLOCK_R)
+        some |= (tl.load(coef_ptr + offs_r, mask=offs_r < num_rows, other=0) != 0).to(tl.int32)
+        second = tl.load(coef_ptr + num_rows.to(tl.int64) + offs_r, mask=offs_r < num_rows, other=0)
+        some |= (second != 0).to(tl.int32)
+    if tl.max(some, 0) == 0:
+        tl.store(target, tl.zeros((BLOCK_D,), tl.float32), mask=in_d)
+        tl.store(target + hidden_size, tl.zeros((BLOCK_D,), tl.float32), mask=in_d)
+        return
     first_sum = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     second_sum = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for first in range(part * BLOCK_R, num_rows, tl.num_programs(0) * BLOCK_R):
@@ -380,6 +391,5 @@ def _sums_of_rows_kernel(
         row = tl.load(where, mask=mask, other=0).to(tl.float32)
         first_sum += first_coef[:, None] * row
         second_sum += second_coef[:, None] * row
-    target = partial_ptr + part.to(tl.int64) * 2 * hidden_size + offs_d
     tl.store(target, tl.sum(first_sum, 0), mask=in_d)
     tl.store(target + hidden_size, tl.sum(second_sum, 0), mask=in_d)

@@ -147,7 +147,7 @@ def dense(p: Problem) -> Dense:
 
 def kept_of(saved: tuple[Tensor, ...], p: Problem) -> Tensor:
     """The mask of what hot columns and lists hold."""
-    _, columns, begin, count, ids = saved
+    _, columns, begin, count, ids, *_ = saved
     kept = torch.zeros(len(p.labels), p.logits.num_valid, dtype=torch.bool, device=DEVICE)
     for row, (first, length) in enumerate(zip(begin.tolist(), count.tolist(), strict=True)):
         listed = columns[first : first + length].tolist()
@@ -167,13 +167,13 @@ def kept_by(saved: tuple[Tensor, ...], p: Problem, d: Dense, eps: float) -> Tens
     kept = (d.p >= eps * ratio) | d.is_label
     short = (saved[3] <= lists.BLOCK)[:, None]
     kept |= short & (d.z >= saved[0][0, :, None].double() + math.log(eps / lists.SLACK))
-    kept[:, saved[-1]] = True
+    kept[:, saved[4]] = True
     return kept
 
 
 def dense_tokens(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) -> Tensor:
     """Which tokens are exact: from the lists' limits and the bound."""
-    state, columns, _, count, _ = saved
+    state, columns, _, count, *_ = saved
     labelled = p.labels >= 0
     gap = (state[0] - d.maximum - d.log_sum).exp()
     whole = (p.coef[0] == 0) | (p.coef[1] == 0)
@@ -311,7 +311,7 @@ def test_matches_dense(case: Case, limits, drawn: dict[str, Any]) -> None:
     lse = d.maximum + d.log_sum
     assert_no_worse((stats[0] + stats[1].log())[labelled], lse.float()[labelled], lse[labelled])
 
-    state, columns, _, count, _ = saved
+    state, columns, _, count, *_ = saved
     room = case.capacity > 1000
     assert room == (count.sum() <= columns.shape[0])
     listed = labelled & ((state[0] - lse).exp() <= 1.125)
@@ -1096,7 +1096,7 @@ def test_drawn_columns_bound_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bound, "num_drawn", lambda _: size)
     _, *saved = local_stats(p, Case())
-    ids, hot_ids = drawn[1], saved[-1]
+    ids, hot_ids = drawn[1], saved[4]
     assert not torch.isin(ids, hot_ids).any()
     gaps = ids.diff()
     assert len(ids) == size and gaps.min() > 0 and gaps.max() < 4 * num_rows / size

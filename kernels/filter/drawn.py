@@ -293,6 +293,7 @@ def _squares_kernel(
         own = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
         factor = tl.zeros((BLOCK_R,), tl.float32) + num_inner
     root_of_own = tl.where(own != 0, 1 / tl.sqrt(tl.abs(own)), 0.0)
+    num_inner = tl.where(tl.max((own != 0).to(tl.int32), 0) > 0, num_inner, 0)  # Nothing is dropped where it is 0.
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
     if BENT:

@@ -43,7 +43,7 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, stand_in
 from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
-from cce_dist.kernels.budget import ROWS, cdiv
+from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 from cce_dist.kernels.tokens import gathered, sums_of_rows
 
@@ -332,14 +332,14 @@ def _weight(centred, tilt):
 
 
 def dropped_shares(
-    rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile, keep_parts: bool = False,
-    uniform: bool = True,
+    rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile,
+    parts_SV: torch.Tensor | None = None, uniform: bool = True,
 ) -> Dropped:  # fmt: skip
     """Return each column's share of what the sample drops, and which columns are not hot, and the parts they are made of.
 
     A column is dropped where z < threshold, but for labels and hot columns; it counts exp(z - reference) times the softcap's
-    slope, and exp(-TILT * scale * (column . ahead_D)). ``rows_SD`` are the sample's hidden states. ``uniform``: as in
-    ``shares_of``.
+    slope, and exp(-TILT * scale * (column . ahead_D)). ``rows_SD`` are the sample's hidden states. ``parts_SV`` takes the
+    parts, where they are asked for. ``uniform``: as in ``shares_of``.
     """
     num_rows, hidden_size = rows_SD.shape
     logits = x.logits
@@ -347,7 +347,6 @@ def dropped_shares(
         tile = tile._replace(cols=max(16, tile.cols // 2))  # the epilogue over a whole tile spills registers
     num_blocks = cdiv(num_rows, tile.rows)
     sums_BV = torch.empty(num_blocks, logits.num_valid, dtype=torch.float32, device=rows_SD.device)
-    parts_SV = rows_SD.new_empty(num_rows, cdiv(logits.num_valid, ROWS) * ROWS) if keep_parts else None
     tma = has_tma(rows_SD, x.weight)
     _dropped_sums_kernel[(cdiv(logits.num_valid, tile.cols) * num_blocks,)](
         # in
@@ -360,7 +359,7 @@ def dropped_shares(
         # options
         logits.logit_scale, logits.softcap,
         HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0,
-        HAS_SOFTCAP=logits.softcap > 0.0, WANT_PARTS=keep_parts,
+        HAS_SOFTCAP=logits.softcap > 0.0, WANT_PARTS=parts_SV is not None,
         MASK_V=logits.num_valid % tile.cols != 0,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
@@ -394,7 +393,7 @@ def _tilt_kernel(
     sums_ptr,  # in: [B, V] fp32
     weight_ptr,  # in: [V, D]
     ahead_ptr,  # in: [D], with HAS_AHEAD
-    num_sampled_ptr,  # in: [1] int32: the weight is not read where it is 0
+    num_sampled_ptr,  # in: [1] int32: nobody drops anything where it is 0
     tilted_ptr,  # out: [V] fp32
     moved_ptr,  # out: [V] fp32: the factors
     total_ptr,  # out: [P] fp32: sums of the tilted ones
@@ -410,22 +409,29 @@ def _tilt_kernel(
     offs_d = tl.arange(0, ALL_D)
     in_d = offs_d < hidden_size
     live = tl.load(num_sampled_ptr) > 0
-    if HAS_AHEAD:
-        ahead = tl.load(ahead_ptr + offs_d, mask=in_d & live, other=0).to(tl.float32)
     mean = tl.zeros((ALL_D,), tl.float32)
+    if not live:
+        for first in range(tl.program_id(0) * ALL_D, num_valid, tl.num_programs(0) * ALL_D):
+            tl.store(tilted_ptr + first + offs_d, mean, mask=first + offs_d < num_valid)
+            tl.store(moved_ptr + first + offs_d, mean + 1, mask=first + offs_d < num_valid)
+        tl.store(total_ptr + tl.program_id(0), 0.0)
+        tl.store(mean_ptr + tl.program_id(0).to(tl.int64) * hidden_size + offs_d, mean, mask=in_d)
+        return
+    if HAS_AHEAD:
+        ahead = tl.load(ahead_ptr + offs_d, mask=in_d, other=0).to(tl.float32)
     total = tl.zeros((BLOCK_V,), tl.float32)
     stride = num_valid.to(tl.int64)
     step = tl.num_programs(0) * BLOCK_V
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     where = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-    following = tl.load(where, mask=((offs_v < num_valid) & live)[:, None] & in_d[None, :], other=0)
+    following = tl.load(where, mask=(offs_v < num_valid)[:, None] & in_d[None, :], other=0)
     for first in range(tl.program_id(0) * BLOCK_V, num_valid, step):
         offs_v = first + tl.arange(0, BLOCK_V)
         in_v = offs_v < num_valid
         w = following.to(tl.float32)
         # The next rows are under way while these are summed.
         where += step.to(tl.int64) * hidden_size
-        following = tl.load(where, mask=((offs_v + step < num_valid) & live)[:, None] & in_d[None, :], other=0)
+        following = tl.load(where, mask=(offs_v + step < num_valid)[:, None] & in_d[None, :], other=0)
         sums = tl.zeros((BLOCK_V,), tl.float32)
         for block in range(0, num_blocks):
             sums += tl.load(sums_ptr + block * stride + offs_v, mask=in_v, other=0)
