@@ -2,20 +2,27 @@
 
     python tests/steps_for_plan.py torch sizes steps.json
     torchrun --nproc-per-node 2 tests/steps_for_plan.py megatron cuts steps.json
-    torchrun --nproc-per-node 2 tests/steps_for_plan.py deepspeed batches steps.json
+    torchrun --nproc-per-node 2 tests/steps_for_plan.py deepspeed batches steps.json turns
     python tests/steps_for_plan.py show steps.json more.json
 
 "sizes" are four models with each loss, on one GPU or as an even pipeline over two. "cuts" are all cuts of one model over two
-GPUs. "batches" are microbatches of 16, 4 and 1 sequences of one step, the vocabulary split over all ranks, and "large-head"
-those of a model with four times the vocabulary; "show" prints their table. Ids are drawn by Zipf's law. The file gets, for each
-run, the seconds of each timed step and the peak of each rank.
+GPUs. "batches" are microbatches of 16, 4 and 1 sequences of one step, the vocabulary split over all ranks, "large-head" those
+of a model with four times the vocabulary, and "tiny" those of a model for a CPU; "show" prints their table. Ids are drawn by
+Zipf's law. The file gets, for each run, the seconds of each timed step and the peak of each rank. "filtered" is what a user of
+``GradFilter()`` gets: exact gradients where its rule, of the sizes alone, says that they take less time. The table says where.
+
+Programs that name the same file of turns take steps one after another, and build their models meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import fcntl
 import gc
 import json
+import os
 import sys
 import time
 import warnings
@@ -30,17 +37,23 @@ import torch
 import torch.distributed as dist
 
 from cce_dist import report
+from cce_dist.kernels.budget import Sizes, filter_pays
 from cce_dist.pretrain.ranks import Ranks, make_mesh
 from cce_dist.pretrain.recipe import ENGINES, PRESETS, Recipe, Shape
 from cce_dist.pretrain.train import make_deterministic
 from cce_dist.ranks import in_torchrun, join, own_device
 
 WARM, TIMED = 3, 4
-WARM_OF_BATCHES, TIMED_OF_BATCHES = 6, 12
+STEPS_OF_BATCHES = {
+    16: (6, 12),
+    4: (3, 10),
+    1: (2, 6),
+}  # by sequences of a microbatch: steps that warm up, steps that are timed
 LOSSES_OF_BATCHES = ("dense", "exact", "filtered")
 BATCHES = {  # models whose steps are cut into microbatches; a filter pays on the second one's head
     "batches": ("base", PRESETS["base"]),
     "large-head": ("base-128k", dataclasses.replace(PRESETS["base"], num_layers=6, vocab_size=131072)),
+    "tiny": ("toy", PRESETS["toy"]),
 }
 SIZES = {
     "wide": (PRESETS["wide"], 16),
@@ -53,11 +66,11 @@ CUT_OF = Shape(hidden_size=2048, num_layers=6, num_heads=16, num_ffn=5632, seq_l
 CUT_BATCH, CUT_ACCUMULATE = 64, 4
 
 
-def recipes(engine: str, kind: str, size: int) -> Iterator[tuple[str, Recipe]]:
-    common: dict[str, Any] = {"engine": engine, "device": "cuda", "dtype": "bfloat16", "warmup": 4}
+def recipes(engine: str, kind: str, size: int, device: str) -> Iterator[tuple[str, Recipe]]:
+    common: dict[str, Any] = {"engine": engine, "device": device, "dtype": "bfloat16", "warmup": 4}
     if kind in BATCHES:
         name, shape = BATCHES[kind]
-        for sequences in (16, 4, 1):
+        for sequences in STEPS_OF_BATCHES:
             for loss in LOSSES_OF_BATCHES:
                 split: dict[str, Any] = {"batch_size": 16, "accumulate": 16 // sequences, "tp": size}
                 yield f"{name}, {sequences}", Recipe(shape=shape, loss=loss, **split, **common)
@@ -80,23 +93,62 @@ def draw(shape: Shape, batch: int, generator: np.random.Generator) -> tuple[np.n
     return ids[:, :-1], ids[:, 1:]
 
 
-def measure(recipe: Recipe, ranks: Ranks, warm: int, timed: int) -> dict[str, Any]:
+class Turns:
+    """Turns of programs that share the GPUs: one steps, the others build their models or wait. Without a file all step at once.
+
+    The first rank of a program takes the file's lock. The others wait for it in gloo, so that no GPU waits.
+    """
+
+    def __init__(self, path: str | None, world: int) -> None:
+        self.file = os.open(path, os.O_CREAT | os.O_WRONLY) if path else None
+        self.group = dist.new_group(backend="gloo") if path and world > 1 else None
+
+    @contextlib.contextmanager
+    def mine(self, rank: int) -> Iterator[None]:
+        if self.file is not None and rank == 0:
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+        self._meet()
+        yield
+        self._meet()
+        if self.file is not None and rank == 0:
+            fcntl.flock(self.file, fcntl.LOCK_UN)
+            time.sleep(0.2)  # for those who wait
+
+    def _meet(self) -> None:
+        if self.group is not None:
+            dist.barrier(self.group)
+
+
+def measure(recipe: Recipe, ranks: Ranks, turns: Turns, warm: int, timed: int) -> dict[str, Any]:
     """Return the seconds of each timed step, and the peak above what other runs have left."""
-    generator, seconds = np.random.default_rng(0), []
+    on_gpu, seconds, generator = ranks.device.type == "cuda", [], np.random.default_rng(0)
     make_deterministic(recipe.seed)
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated() if on_gpu else 0
     engine = getattr(import_module(f"cce_dist.pretrain.engines.{recipe.engine}"), ENGINES[recipe.engine])(recipe, ranks)
-    for step in range(1, warm + timed + 1):
-        batch = draw(recipe.shape, recipe.batch_size, generator)
-        if step == warm:
-            torch.cuda.reset_peak_memory_stats()
+    with turns.mine(ranks.rank):
+        for step in range(1, warm + timed + 1):
+            batch = draw(recipe.shape, recipe.batch_size, generator)
+            if step == warm and on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            finish(on_gpu)
+            start = time.perf_counter()
+            engine.step(step, *batch).loss.item()
+            finish(on_gpu)
+            if step > warm:
+                seconds.append(time.perf_counter() - start)
+    return {"seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated() - before if on_gpu else 0}
+
+
+def finish(on_gpu: bool) -> None:
+    if on_gpu:
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        engine.step(step, *batch).loss.item()
-        torch.cuda.synchronize()
-        if step > warm:
-            seconds.append(time.perf_counter() - start)
-    return {"seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated() - before}
+
+
+def filters(recipe: Recipe) -> bool:
+    """Return whether the recipe's loss drops anything on a GPU: it has a filter, and the filter's rule says that it pays."""
+    shape, tokens = recipe.shape, recipe.batch_size // (recipe.dp * recipe.accumulate) * recipe.shape.seq_len
+    sizes = Sizes(tokens, shape.hidden_size, -(-shape.vocab_size // recipe.tp), getattr(torch, recipe.dtype).itemsize)
+    return recipe.grad_filter is not None and (recipe.filter_always or filter_pays(sizes, True, 0))
 
 
 def forget(engine: str, kind: str) -> None:
@@ -120,18 +172,19 @@ def forget(engine: str, kind: str) -> None:
     torch.cuda.empty_cache()
 
 
-def keep_weights() -> None:
-    """Draw the weights of each model once; Megatron's engine copies from them."""
-    from cce_dist.pretrain.engines import megatron
-
-    drawn, draw_weights = {}, megatron.build_whole
+def keep_weights(engine: str) -> None:
+    """Draw the weights of each model once. Megatron's engine copies from them, DeepSpeed's takes the model itself."""
+    if engine == "torch":
+        return
+    module: Any = import_module(f"cce_dist.pretrain.engines.{engine}")
+    drawn, draw_weights = {}, module.build_whole
 
     def once(recipe: Recipe) -> Any:
         if recipe.shape not in drawn:
             drawn[recipe.shape] = draw_weights(recipe)
-        return drawn[recipe.shape]
+        return drawn[recipe.shape] if engine == "megatron" else copy.deepcopy(drawn[recipe.shape])
 
-    megatron.build_whole = once
+    module.build_whole = once
 
 
 def show(files: list[str]) -> None:
@@ -147,6 +200,9 @@ def show(files: list[str]) -> None:
         for loss in LOSSES_OF_BATCHES:
             peak = max(by_loss[loss]["peak_bytes"]) / 2**20 if loss in speed else 0
             cells[loss] = f"{speed[loss]:,.0f}; {peak:,.0f}" if loss in speed else "-"
+        cells["it filters"] = (
+            "-" if "filtered" not in speed else "yes" if by_loss["filtered"]["filters"] else "no: exact"
+        )
         for one, other in (("exact", "dense"), ("filtered", "exact")):
             cells[f"{one} / {other}"] = f"{speed[one] / speed[other]:.3f}" if {one, other} <= speed.keys() else "-"
         table.append(cells)
@@ -157,27 +213,28 @@ def median(run: dict[str, Any]) -> float:
     return sorted(run["seconds"])[len(run["seconds"]) // 2]
 
 
-def main(engine: str, kind: str, out: str) -> None:
+def main(engine: str, kind: str, out: str, turns_file: str | None = None) -> None:
     warnings.filterwarnings("ignore")
-    device = own_device("cuda")
+    device = own_device("cuda" if torch.cuda.is_available() else "cpu")
     if in_torchrun():
         join(device, 120.0, bind=True)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if engine == "megatron":
-        keep_weights()
-    steps_of = (WARM_OF_BATCHES, TIMED_OF_BATCHES) if kind in BATCHES else (WARM, TIMED)
+    turns = Turns(turns_file, world)
+    keep_weights(engine)
     found = []
-    for name, recipe in recipes(engine, kind, world):
+    for name, recipe in recipes(engine, kind, world, device.type):
         ranks = Ranks(device, rank, world, recipe.tp, recipe.dp, recipe.pp)
         if engine == "torch" and world > 1:
             ranks = make_mesh(device, recipe.tp, recipe.dp, timedelta(seconds=120))
         run = {
             "model": name, "engine": engine, "loss": recipe.loss, "pp": recipe.pp, "tp": recipe.tp,
             "batch_size": recipe.batch_size, "accumulate": recipe.accumulate, "layers_per_stage": recipe.layers_per_stage,
-            "workspace_bytes": 0,
-            "shape": dataclasses.asdict(recipe.shape), "device": torch.cuda.get_device_name(),
+            "workspace_bytes": 0, "filters": filters(recipe),
+            "shape": dataclasses.asdict(recipe.shape),
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         }  # fmt: skip
-        mine = measure(recipe, ranks, *steps_of)
+        warm, timed = STEPS_OF_BATCHES[16 // recipe.accumulate] if kind in BATCHES else (WARM, TIMED)
+        mine = measure(recipe, ranks, turns, warm, timed)
         forget(engine, kind)
         everyone = ranks.gather(mine)
         steps = [max(times) for times in zip(*(each["seconds"] for each in everyone), strict=True)]
