@@ -101,7 +101,7 @@ class Turns:
 
     def __init__(self, path: str | None, world: int) -> None:
         self.file = os.open(path, os.O_CREAT | os.O_WRONLY) if path else None
-        self.group = dist.new_group(backend="gloo") if path and world > 1 else None
+        self.group: Any = dist.new_group(backend="gloo") if path and world > 1 else None
 
     @contextlib.contextmanager
     def mine(self, rank: int) -> Iterator[None]:
