@@ -109,8 +109,14 @@ bench() {
 }
 
 stages() {
-    heads stage-megatron 110 "${SHAPES:-llama-3-8b}" --stage megatron --tp "$ranks"
-    heads stage-deepspeed 110 "${SHAPES:-llama-3-8b}" --stage deepspeed --tp "$ranks"
+    local ours=(cce-dist-default cce-dist-cached cce-dist-filtered) split=() liger=()
+    if [ "$ranks" -gt 1 ]; then
+        split=(megatron-sp megatron-fused-sp cce-dist-default-sp cce-dist-filtered-sp) liger=(deepspeed-liger)
+    fi
+    heads stage-megatron 110 "${SHAPES:-llama-3-8b}" --stage megatron --tp "$ranks" \
+        --methods megatron megatron-fused "${ours[@]}" cce-dist-main-grad "${split[@]}"
+    heads stage-deepspeed 110 "${SHAPES:-llama-3-8b}" --stage deepspeed --tp "$ranks" \
+        --methods deepspeed "${liger[@]}" deepspeed-linear "${ours[@]}"
 }
 
 # The layout: from 4 ranks on two data-parallel halves for torch, and two pipeline stages for the others, which have halves from 8
