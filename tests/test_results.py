@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import importlib
 import io
 import re
 import shlex
@@ -16,7 +17,9 @@ from cce_dist import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, FILES = ROOT / "docs" / "results.md", ROOT / "docs" / "results"
-TABLE = re.compile(r"<!-- ((?:cce-dist|python tests/steps_for_plan.py show) .+) -->\n\n((?:\|.*\n)*)")
+TABLE = re.compile(
+    r"<!-- ((?:cce-dist|python tests/(?:steps_for_plan.py show|show_rounds.py)) .+) -->\n\n((?:\|.*\n)*)"
+)
 TEXT = PAGE.read_text()
 COMMANDS = TABLE.findall(TEXT)
 
@@ -27,9 +30,7 @@ def printed(command: str) -> str:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         if program == "python":
-            import steps_for_plan
-
-            steps_for_plan.show(argv[2:])
+            importlib.import_module(Path(argv[0]).stem).show(argv[2:] if argv[1] == "show" else argv[1:])
         else:
             assert {"--show", "--columns"} <= set(argv), "it must neither measure nor draw"
             assert cli.main(argv) == 0
