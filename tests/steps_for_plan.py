@@ -2,7 +2,7 @@
 
     python tests/steps_for_plan.py torch sizes steps.json
     torchrun --nproc-per-node 2 tests/steps_for_plan.py megatron cuts steps.json
-    torchrun --nproc-per-node 2 tests/steps_for_plan.py deepspeed batches steps.json turns
+    torchrun --nproc-per-node 2 tests/steps_for_plan.py deepspeed batches steps.json
     python tests/steps_for_plan.py show steps.json more.json
 
 "sizes" are four models with each loss, on one GPU or as an even pipeline over two. "cuts" are all cuts of one model over two
@@ -11,22 +11,21 @@ of a model with four times the vocabulary, and "tiny" those of a model for a CPU
 Zipf's law. The file gets, for each run, the seconds of each timed step and the peak of each rank. "filtered" is what a user of
 ``GradFilter()`` gets: exact gradients where its rule, of the sizes alone, says that they take less time. The table says where.
 
-Programs that name the same file of turns take steps one after another, and build their models meanwhile.
+The losses of "batches" take steps in turns, in an order that rotates, since a host's speed drifts. A ratio is the median of those
+of the rounds, with its quartiles.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import fcntl
 import gc
 import json
-import os
+import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -44,11 +43,7 @@ from cce_dist.pretrain.train import make_deterministic
 from cce_dist.ranks import in_torchrun, join, own_device
 
 WARM, TIMED = 3, 4
-STEPS_OF_BATCHES = {
-    16: (6, 12),
-    4: (3, 10),
-    1: (2, 6),
-}  # by sequences of a microbatch: steps that warm up, steps that are timed
+STEPS_OF_BATCHES = {16: (6, 12), 4: (3, 9), 1: (2, 6)}  # by a microbatch's sequences: warm-up steps, timed steps
 LOSSES_OF_BATCHES = ("dense", "exact", "filtered")
 BATCHES = {  # models whose steps are cut into microbatches; a filter pays on the second one's head
     "batches": ("base", PRESETS["base"]),
@@ -93,50 +88,52 @@ def draw(shape: Shape, batch: int, generator: np.random.Generator) -> tuple[np.n
     return ids[:, :-1], ids[:, 1:]
 
 
-class Turns:
-    """Turns of programs that share the GPUs: one steps, the others build their models or wait. Without a file all step at once.
+class Run:
+    """An engine among others of this process, its steps, and its memory apart from theirs.
 
-    The first rank of a program takes the file's lock. The others wait for it in gloo, so that no GPU waits.
+    Attributes:
+        own: Bytes that its building and its steps have left allocated.
+        peak: The most that it had during a step.
     """
 
-    def __init__(self, path: str | None, world: int) -> None:
-        self.file = os.open(path, os.O_CREAT | os.O_WRONLY) if path else None
-        self.group: Any = dist.new_group(backend="gloo") if path and world > 1 else None
+    def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
+        self.recipe, self.on_gpu = recipe, ranks.device.type == "cuda"
+        self.seconds: list[float] = []
+        make_deterministic(recipe.seed)
+        before = allocated(self.on_gpu)
+        engine = getattr(import_module(f"cce_dist.pretrain.engines.{recipe.engine}"), ENGINES[recipe.engine])
+        self.engine = engine(recipe, ranks)
+        self.own, self.peak = allocated(self.on_gpu) - before, 0
 
-    @contextlib.contextmanager
-    def mine(self, rank: int) -> Iterator[None]:
-        if self.file is not None and rank == 0:
-            fcntl.flock(self.file, fcntl.LOCK_EX)
-        self._meet()
-        yield
-        self._meet()
-        if self.file is not None and rank == 0:
-            fcntl.flock(self.file, fcntl.LOCK_UN)
-            time.sleep(0.2)  # for those who wait
+    def step(self, number: int, batch: tuple[np.ndarray, np.ndarray], timed: bool) -> None:
+        before = allocated(self.on_gpu)
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        finish(self.on_gpu)
+        start = time.perf_counter()
+        self.engine.step(number, *batch).loss.item()
+        finish(self.on_gpu)
+        if timed:
+            self.seconds.append(time.perf_counter() - start)
+            most = torch.cuda.max_memory_allocated() if self.on_gpu else before
+            self.peak = max(self.peak, self.own + most - before)
+        self.own += allocated(self.on_gpu) - before
 
-    def _meet(self) -> None:
-        if self.group is not None:
-            dist.barrier(self.group)
+
+def measure(recipes: list[Recipe], ranks: Ranks, warm: int, timed: int) -> list[dict[str, Any]]:
+    """Return each recipe's seconds of each timed step, and the peak above what the others have; they step in turns."""
+    runs = [Run(recipe, ranks) for recipe in recipes]
+    generator = np.random.default_rng(0)
+    for number in range(1, warm + timed + 1):
+        batch = draw(recipes[0].shape, recipes[0].batch_size, generator)
+        first = number % len(runs)
+        for run in runs[first:] + runs[:first]:
+            run.step(number, batch, number > warm)
+    return [{"seconds": run.seconds, "peak_bytes": run.peak} for run in runs]
 
 
-def measure(recipe: Recipe, ranks: Ranks, turns: Turns, warm: int, timed: int) -> dict[str, Any]:
-    """Return the seconds of each timed step, and the peak above what other runs have left."""
-    on_gpu, seconds, generator = ranks.device.type == "cuda", [], np.random.default_rng(0)
-    make_deterministic(recipe.seed)
-    before = torch.cuda.memory_allocated() if on_gpu else 0
-    engine = getattr(import_module(f"cce_dist.pretrain.engines.{recipe.engine}"), ENGINES[recipe.engine])(recipe, ranks)
-    with turns.mine(ranks.rank):
-        for step in range(1, warm + timed + 1):
-            batch = draw(recipe.shape, recipe.batch_size, generator)
-            if step == warm and on_gpu:
-                torch.cuda.reset_peak_memory_stats()
-            finish(on_gpu)
-            start = time.perf_counter()
-            engine.step(step, *batch).loss.item()
-            finish(on_gpu)
-            if step > warm:
-                seconds.append(time.perf_counter() - start)
-    return {"seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated() - before if on_gpu else 0}
+def allocated(on_gpu: bool) -> int:
+    return torch.cuda.memory_allocated() if on_gpu else 0
 
 
 def finish(on_gpu: bool) -> None:
@@ -172,10 +169,20 @@ def forget(engine: str, kind: str) -> None:
     torch.cuda.empty_cache()
 
 
-def keep_weights(engine: str) -> None:
-    """Draw the weights of each model once. Megatron's engine copies from them, DeepSpeed's takes the model itself."""
+def share(engine: str) -> None:
+    """Draw the weights of each model once, and have Megatron's engines of one process live in the same groups.
+
+    Megatron's engine copies from the weights, DeepSpeed's takes the model itself.
+    """
     if engine == "torch":
         return
+    if engine == "megatron":
+        from megatron.core import parallel_state
+
+        make_groups = parallel_state.initialize_model_parallel
+        parallel_state.initialize_model_parallel = lambda *sizes, **options: (
+            parallel_state.model_parallel_is_initialized() or make_groups(*sizes, **options)
+        )
     module: Any = import_module(f"cce_dist.pretrain.engines.{engine}")
     drawn, draw_weights = {}, module.build_whole
 
@@ -204,49 +211,64 @@ def show(files: list[str]) -> None:
             "-" if "filtered" not in speed else "yes" if by_loss["filtered"]["filters"] else "no: exact"
         )
         for one, other in (("exact", "dense"), ("filtered", "exact")):
-            cells[f"{one} / {other}"] = f"{speed[one] / speed[other]:.3f}" if {one, other} <= speed.keys() else "-"
+            cells[f"{one} / {other}"] = ratio(by_loss[one], by_loss[other]) if {one, other} <= speed.keys() else "-"
         table.append(cells)
     print("\n".join(report.table(table)))
+
+
+def ratio(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """How many times as fast one run is: the median over rounds, and the quartiles."""
+    rounds = [slow / fast for fast, slow in zip(one["seconds"], other["seconds"], strict=True)]
+    low, middle, high = statistics.quantiles(rounds, n=4, method="inclusive")
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def median(run: dict[str, Any]) -> float:
     return sorted(run["seconds"])[len(run["seconds"]) // 2]
 
 
-def main(engine: str, kind: str, out: str, turns_file: str | None = None) -> None:
+def main(engine: str, kind: str, out: str) -> None:
     warnings.filterwarnings("ignore")
     device = own_device("cuda" if torch.cuda.is_available() else "cpu")
     if in_torchrun():
         join(device, 120.0, bind=True)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    turns = Turns(turns_file, world)
-    keep_weights(engine)
+    share(engine)
     found = []
-    for name, recipe in recipes(engine, kind, world, device.type):
+    every = list(recipes(engine, kind, world, device.type))
+    together = len(LOSSES_OF_BATCHES) if kind in BATCHES else 1
+    for some in (every[start : start + together] for start in range(0, len(every), together)):
+        recipe = some[0][1]
         ranks = Ranks(device, rank, world, recipe.tp, recipe.dp, recipe.pp)
         if engine == "torch" and world > 1:
             ranks = make_mesh(device, recipe.tp, recipe.dp, timedelta(seconds=120))
-        run = {
-            "model": name, "engine": engine, "loss": recipe.loss, "pp": recipe.pp, "tp": recipe.tp,
-            "batch_size": recipe.batch_size, "accumulate": recipe.accumulate, "layers_per_stage": recipe.layers_per_stage,
-            "workspace_bytes": 0, "filters": filters(recipe),
-            "shape": dataclasses.asdict(recipe.shape),
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        }  # fmt: skip
-        warm, timed = STEPS_OF_BATCHES[16 // recipe.accumulate] if kind in BATCHES else (WARM, TIMED)
-        mine = measure(recipe, ranks, turns, warm, timed)
+        steps = STEPS_OF_BATCHES[16 // recipe.accumulate] if kind in BATCHES else (WARM, TIMED)
+        mine = measure([recipe for _, recipe in some], ranks, *steps)
         forget(engine, kind)
-        everyone = ranks.gather(mine)
-        steps = [max(times) for times in zip(*(each["seconds"] for each in everyone), strict=True)]
-        found.append(run | {"seconds": steps, "peak_bytes": [each["peak_bytes"] for each in everyone]})
+        for (name, recipe), everyone in zip(some, zip(*ranks.gather(mine), strict=True), strict=True):
+            found.append(record(name, recipe, device, everyone))
+            if rank == 0:
+                print(said(found[-1]), flush=True)
         if rank == 0:
-            peaks = [round(each["peak_bytes"] / 2**20) for each in everyone]
-            tokens = recipe.batch_size * recipe.shape.seq_len / median(found[-1])
-            print(
-                f"{engine} {name} {recipe.loss} {recipe.layers_per_stage}: {tokens:,.0f} tokens/s, {peaks} MiB",
-                flush=True,
-            )
             Path(out).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def record(name: str, recipe: Recipe, device: torch.device, everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the file says of a run: the slowest rank's seconds of each step, and each rank's peak."""
+    return {
+        "model": name, "engine": recipe.engine, "loss": recipe.loss, "pp": recipe.pp, "tp": recipe.tp,
+        "batch_size": recipe.batch_size, "accumulate": recipe.accumulate, "layers_per_stage": recipe.layers_per_stage,
+        "workspace_bytes": 0, "filters": filters(recipe), "shape": dataclasses.asdict(recipe.shape),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "seconds": [max(times) for times in zip(*(each["seconds"] for each in everyone), strict=True)],
+        "peak_bytes": [each["peak_bytes"] for each in everyone],
+    }  # fmt: skip
+
+
+def said(run: dict[str, Any]) -> str:
+    tokens, peaks = run["batch_size"] * run["shape"]["seq_len"] / median(run), run["peak_bytes"]
+    cut = run["layers_per_stage"]
+    return f"{run['engine']} {run['model']} {run['loss']} {cut}: {tokens:,.0f} tokens/s, {[p >> 20 for p in peaks]} MiB"
 
 
 if __name__ == "__main__":
