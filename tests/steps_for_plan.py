@@ -11,8 +11,8 @@ of a model with four times the vocabulary, and "tiny" those of a model for a CPU
 Zipf's law. The file gets, for each run, the seconds of each timed step and the peak of each rank. "filtered" is what a user of
 ``GradFilter()`` gets: exact gradients where its rule, of the sizes alone, says that they take less time. The table says where.
 
-The losses of "batches" take steps in turns, in an order that rotates, since a host's speed drifts. A ratio is the median of those
-of the rounds, with its quartiles.
+The losses of "batches" take steps in turns, in an order that rotates, since a host's speed drifts. A ratio is the median of
+those of the rounds, with its quartiles.
 """
 
 from __future__ import annotations
