@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cce_dist import merge
 from cce_dist.agree import label_error
-from cce_dist.call import SCHEMA, Call
+from cce_dist.call import SCHEMA, Call, Layout
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, choose, num_counted
 from cce_dist.kernels.more import any_id, cell_gradients, masked, merge_more, merge_top, of_keys
@@ -183,7 +183,7 @@ def _run_backward(
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size)
         x = Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
-        sum_group = None if layout.partial else group
+        sum_group = _sum_group(layout, group)
         rows = None if sum_group is None else _rows_at_once(backend, x, spec, sum_group.size())
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
         hidden_sum = start_sum = None
@@ -207,6 +207,12 @@ def _run_backward(
         )
 
 
+def _sum_group(layout: Layout, group: Any) -> Any:
+    """The ranks that d_hidden is summed over, or None."""
+    one_rank = group is not None and group.size() == 1 and not layout.sequence_parallel
+    return None if layout.partial or one_rank else group
+
+
 def _with_mean(d_nll: Tensor | None, d_mean: Tensor | None, count: Tensor, ids: Tensor) -> Tensor | None:
     """The gradient of nll from its own and that of the mean."""
     if d_mean is None:
@@ -225,7 +231,7 @@ def _rows_at_once(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> 
 
 def _chosen(call: Call, x: Operands, group: Any) -> tuple[Backend, Spec]:
     """Choose the backend, and the budget if none was given, by the sizes of an even shard: the same on every rank."""
-    spec = call.spec
+    spec = call.spec._replace(alone=_sum_group(call.layout, group) is None)
     x = _of_even_shard(x, spec, 1 if group is None else group.size())
     backend = choose(call.backend, spec, x)
     if spec.workspace_bytes > 0:

@@ -136,6 +136,7 @@ class Spec(NamedTuple):
         num_ids: I, the ids of a token; 1: its label.
         factors: Whether each token has factors of its own.
         invariant: A token's outputs have the same bits whichever other tokens are in the call.
+        alone: d_hidden is not summed over ranks, so nobody waits for it while d_weight is computed.
     """
 
     logits: ShardLogits
@@ -147,6 +148,7 @@ class Spec(NamedTuple):
     num_ids: int = 1
     factors: bool = False
     invariant: bool = False
+    alone: bool = False
 
     @property
     def num_stats(self) -> int:

@@ -24,6 +24,8 @@ CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2 << 30  # of the budget that is chosen where none is given
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
+KEPT_ROWS = 16 * ROWS  # tokens, at least, whose exponentials are made at a time: row blocks that share the weight in L2
+PARTS_BYTES = 17 << 20  # of d_hidden's last wave, at most: a tile of 128 x 256 in fp32 for each of 132 programs
 # Every 63rd column is a sample of 1.6 % of a product. Once in a million tokens, too few of the largest logits are below its
 # threshold, or too many of all. A list has a place in eight columns at most, each of four logits and a column.
 TOP_STEP, RARELY, LEAST_SPARSE, TOP_PLACE_BYTES = 63, 1e-6, 8, 20
@@ -118,6 +120,7 @@ class Sizes(NamedTuple):
         itemsize: Bytes of an element of hidden states and weight.
         teacher_size: D of a teacher, whose hidden states stand beside the student's; 0: there is none.
         pair_bytes: Bytes of a cell of a chunk of both heads' logits (``pair_logits.py``), where there is a teacher.
+        alone: No sum over ranks waits for d_hidden (``Spec.alone``).
     """
 
     num_tokens: int
@@ -126,6 +129,7 @@ class Sizes(NamedTuple):
     itemsize: int
     teacher_size: int = 0
     pair_bytes: int = 0
+    alone: bool = False
 
     @property
     def num_heads(self) -> int:
@@ -156,9 +160,17 @@ class Chunks(NamedTuple):
 
 
 def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
-    """Return the least budget that keeps the exponentials of all columns."""
+    """Return the least budget that keeps the exponentials of all columns.
+
+    Beside them stand hidden states and references: of all tokens, or of a group of them where d_hidden is ``alone``. Backward
+    then has its hidden states in d_hidden's own storage, and beside that the parts of d_hidden's last wave.
+    """
     num_tiles = cdiv(sizes.num_columns, tile_cols)
-    return sizes.num_tokens * (sizes.hidden_bytes + num_tiles * _kept_tile_bytes(sizes, tile_cols))
+    row_bytes = _making_bytes(sizes, num_tiles)
+    beside = sizes.num_tokens * row_bytes
+    if sizes.alone:
+        beside = min(beside, max(KEPT_ROWS * row_bytes, PARTS_BYTES))
+    return sizes.num_tokens * num_tiles * tile_cols * sizes.cell_bytes + beside
 
 
 def _kept_tile_bytes(sizes: Sizes, tile_cols: int) -> int:
@@ -166,11 +178,16 @@ def _kept_tile_bytes(sizes: Sizes, tile_cols: int) -> int:
     return tile_cols * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads
 
 
+def _making_bytes(sizes: Sizes, num_tiles: int) -> int:
+    """Bytes that stand beside a token's exponentials while they are made: hidden state, a reference in each tile and head."""
+    return sizes.hidden_bytes + num_tiles * REFERENCE_BYTES * sizes.num_heads
+
+
 def default_workspace(sizes: Sizes, keeps: bool) -> int:
     """Return the budget where none is given: enough for all exponentials if they can be kept at all, within the two limits."""
     if not keeps:
         return LEAST_DEFAULT
-    return max(LEAST_DEFAULT, min(bytes_of_all(sizes), MOST_DEFAULT))
+    return max(LEAST_DEFAULT, min(bytes_of_all(sizes._replace(alone=False)), MOST_DEFAULT))
 
 
 def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int:
@@ -206,11 +223,19 @@ def cut_last_wave(num_tiles: int, num_steps: int, at_once: int) -> tuple[int, in
     return (num_tiles - last, splits) if splits > 1 else (num_tiles, 1)
 
 
-def forward_rows(sizes: Sizes, workspace_bytes: int, kept: bool) -> int:
-    """Return the tokens whose hidden states the exact forward gathers at a time; with kept exponentials all."""
-    if kept:
-        return sizes.num_tokens
-    return max(ROWS, max(workspace_bytes, LEAST_BYTES) // sizes.hidden_bytes // ROWS * ROWS)
+def forward_rows(sizes: Sizes, workspace_bytes: int, kept: int, tile_cols: int = 256) -> int:
+    """Return the tokens that the exact forward works on at a time; ``kept`` columns keep their exponentials.
+
+    With kept exponentials that is all tokens, or even groups where ``bytes_of_all`` has room for a group alone.
+    """
+    if not kept:
+        return max(ROWS, max(workspace_bytes, LEAST_BYTES) // sizes.hidden_bytes // ROWS * ROWS)
+    num_tokens = sizes.num_tokens
+    fit = (workspace_bytes - num_tokens * kept * sizes.cell_bytes) // _making_bytes(sizes, kept // tile_cols)
+    if fit >= num_tokens:
+        return num_tokens
+    groups = cdiv(num_tokens, max(KEPT_ROWS, fit // KEPT_ROWS * KEPT_ROWS))
+    return cdiv(cdiv(num_tokens, groups), KEPT_ROWS) * KEPT_ROWS
 
 
 def most_rows(sizes: Sizes, workspace_bytes: int) -> int:
@@ -513,7 +538,7 @@ def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_
         (8 if kept else 0) + 4 + 8 + 8 + 12
     )  # references, order, ids, merged and statistics
 
-    rows = min(num_tokens, forward_rows(sizes, workspace_bytes, kept > 0))
+    rows = min(num_tokens, forward_rows(sizes, workspace_bytes, kept))
     num_tiles, kept_tiles = cdiv(num_columns, tiles.lse.cols), kept // tiles.lse.cols
     counts = [n for n in (num_tiles - min(kept_tiles, num_tiles), min(kept_tiles, num_tiles)) if n > 0]
     parts = sum(num_parts(rows, n, tiles.lse.rows, at_once) for n in counts)
@@ -522,8 +547,10 @@ def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_
     left = max(0, num_columns - kept)
     rows, cols = exact_chunks(sizes._replace(num_columns=left), workspace_bytes, kept_bytes, tiles, at_once)
     several = kept > 0 if left <= cols else True
-    backward = rows * (sizes.sum_bytes if several and left else sizes.hidden_bytes)
-    backward += rows * cols * sizes.itemsize if left else 0
+    if left:
+        backward = rows * ((sizes.sum_bytes if several else sizes.hidden_bytes) + cols * sizes.itemsize)
+    else:
+        backward = 0 if sizes.alone else rows * sizes.hidden_bytes
     # The last group of tokens may be smaller, and then its last wave is cut into more parts.
     groups = {rows, num_tokens % rows or rows} if rows else {0}
     width = max(cols if left else 0, kept)
@@ -613,7 +640,7 @@ def _screen_bytes(
 def _again_bytes(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) -> int:
     """Bytes of the pass over tokens that a screen cannot serve."""
     parts = num_parts(FEW, cdiv(sizes.num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
-    rows = min(sizes.num_tokens, forward_rows(sizes, workspace_bytes, False))
+    rows = min(sizes.num_tokens, forward_rows(sizes, workspace_bytes, 0))
     return sizes.num_tokens * 24 + rows * (sizes.hidden_bytes + 4 * NUM_PLANES * parts)
 
 

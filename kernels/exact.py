@@ -65,9 +65,13 @@ def columns_kept(x: Operands, spec: Spec) -> int:
     """Return how many of the shard's first columns keep their exponentials within the budget."""
     if not keeps(x, spec):
         return 0
+    return budget.columns_kept(sizes_of(x)._replace(alone=spec.alone), _beside_lists(x, spec))
+
+
+def _beside_lists(x: Operands, spec: Spec) -> int:
+    """The budget, less the lists of all tokens for the largest logits."""
     plan = top_plan(x, spec)
-    lists = 0 if plan is None else x.num_tokens * budget.top_bytes(plan, spec.want.top_k)
-    return budget.columns_kept(sizes_of(x), spec.workspace_bytes - lists)
+    return spec.workspace_bytes - (0 if plan is None else x.num_tokens * budget.top_bytes(plan, spec.want.top_k))
 
 
 def top_plan(x: Operands, spec: Spec) -> budget.TopPlan | None:
@@ -148,37 +152,40 @@ def _sweep(
 ) -> torch.Tensor:
     """Fill the statistics. Returns ids [N] that are not negative where the largest logits are still to be found."""
     plan, target = top_plan(x, spec), stats_KN[spec.first_target :] if spec.several else stats_KN[2]
-    at_once = _forward_rows(x, spec, tiles, kept.exp_NV.shape[1] > 0)
+    at_once = _forward_rows(x, spec, tiles, kept)
     num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
-    keeping, parts = _kept_span(x, kept, tiles), 0
+    keeping, parts = _kept_span(x, kept, tiles, at_once), 0
     if keeping.last < num_tiles:
         cut_for = _some_rows(tiles) if spec.invariant else at_once
         parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
     buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
     find = partial(new_candidates, sampled(x, plan), plan, tiles) if plan else None
     left_N = torch.empty_like(x.ids) if find else x.ids
-    for group in token_groups(order, at_once):
+    for number, group in enumerate(token_groups(order, at_once)):
         rows = gathered(x.hidden, group, buffer_RD)
         target_logits(x, rows, target)
         lists = find(rows) if find else None
         partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
         if keeping.num_parts:
-            _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept, spec.want, lists)
-            kept.reference[1] = stats_KN[2]
+            _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept.of_group(number, at_once), spec.want, lists)
         if parts:
             span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
             lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want, lists=lists)
         merge_splits(partials_KPR, x, rows, stats_KN, want=spec.want)
         if lists:
             choose_listed(x, rows, lists, spec, stats_KN[spec.first_top :].view(torch.int32), left_N)
+    if keeping.num_parts:
+        kept.reference[1] = stats_KN[2]
     return left_N
 
 
-def _forward_rows(x: Operands, spec: Spec, tiles: Tiles, kept: bool) -> int:
+def _forward_rows(x: Operands, spec: Spec, tiles: Tiles, kept: Kept) -> int:
     """Tokens that forward works on at a time."""
-    plan, sizes = top_plan(x, spec), sizes_of(x)
-    rows = budget.forward_rows(sizes, spec.workspace_bytes, kept)
-    if plan is not None and not kept:
+    plan, sizes, columns = top_plan(x, spec), sizes_of(x), kept.exp_NV.shape[1]
+    if columns:
+        return min(x.num_tokens, budget.forward_rows(sizes, _beside_lists(x, spec), columns))
+    rows = budget.forward_rows(sizes, spec.workspace_bytes, 0)
+    if plan is not None:
         # Cut into a quarter of the programs that run at once (budget.num_parts), four blocks of rows fill the device.
         rows = min(rows, budget.top_rows(sizes, plan, spec.want.top_k, spec.workspace_bytes, 4 * tiles.lse.rows))
     return min(x.num_tokens, rows)
@@ -189,10 +196,10 @@ def _some_rows(tiles: Tiles) -> int:
     return 16 * tiles.lse.rows
 
 
-def _kept_span(x: Operands, kept: Kept, tiles: Tiles) -> Span:
-    """The tiles whose exponentials are kept, those of all tokens together; no parts where there are none."""
+def _kept_span(x: Operands, kept: Kept, tiles: Tiles, at_once: int) -> Span:
+    """The tiles whose exponentials are kept, cut for a group of so many tokens; no parts where there are none."""
     num_tiles = min(kept.exp_NV.shape[1] // tiles.lse.cols, cdiv(x.logits.num_valid, tiles.lse.cols))
-    parts = choose_splits(x.num_tokens, num_tiles, tiles.lse, x.hidden.device) if num_tiles else 0
+    parts = choose_splits(at_once, num_tiles, tiles.lse, x.hidden.device) if num_tiles else 0
     return Span(0, num_tiles, parts)
 
 
@@ -215,13 +222,16 @@ def _halved(tiles: Tiles) -> Tiles:
     return tiles._replace(lse=tile._replace(rows=tile.rows // 2, warps=tile.warps // 2)) if tile.warps >= 8 else tiles
 
 
-def _make_anew(x: Operands, order: list[torch.Tensor], kept: Kept, tiles: Tiles, want: Want) -> None:
+def _make_anew(x: Operands, order: list[torch.Tensor], kept: Kept, tiles: Tiles, spec: Spec) -> None:
     """Compute the exponentials again if a backward before this one made gradients of them; else every launch ends at once."""
     index_N, num_kept = order
-    rows = gathered(x.hidden, [index_N, num_kept * kept.spent], torch.empty_like(x.hidden))
-    span = _kept_span(x, kept, tiles)
-    # The same kernel, cut into the same parts, as in forward.
-    _keep_exponentials(x, rows, tiles, span, new_partials(span.num_parts, x.num_tokens, want, x.hidden), kept, want)
+    # The same kernel for the same groups, cut into the same parts, as in forward.
+    at_once = _forward_rows(x, spec, tiles, kept)
+    span, buffer_RD = _kept_span(x, kept, tiles, at_once), x.hidden.new_empty(at_once, x.hidden.shape[1])
+    for number, group in enumerate(token_groups([index_N, num_kept * kept.spent], at_once)):
+        rows = gathered(x.hidden, group, buffer_RD)
+        partials_KPR = new_partials(span.num_parts, rows.index.shape[0], spec.want, x.hidden)
+        _keep_exponentials(x, rows, tiles, span, partials_KPR, kept.of_group(number, at_once), spec.want)
 
 
 def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec: Spec) -> torch.Tensor:
@@ -241,6 +251,7 @@ class Output(NamedTuple):
         gain: What all of them are multiplied by, or None.
         ready: ``Grads.hidden_ready``.
         often_empty: See ``gradients``.
+        weight_first: d_hidden's storage has the rows that d_weight is made of, and comes after it.
     """
 
     hidden: Sum | None
@@ -249,6 +260,7 @@ class Output(NamedTuple):
     gain: torch.Tensor | None
     ready: Callable[[torch.Tensor], None] | None
     often_empty: bool
+    weight_first: bool = False
 
 
 class _Part(NamedTuple):
@@ -282,7 +294,11 @@ def gradients(
     A token without a label gets a d_hidden of exactly 0 and adds nothing elsewhere. With ``often_empty`` all tokens may be
     without one, and then d_weight need not be written at all.
     """
-    d_hidden, d_weight, d_bias = new_gradients(x, grads)
+    order, kept, last = saved[:2], Kept(*saved[2:]), x.logits.num_valid
+    num_kept = min(kept.exp_NV.shape[1], last)
+    # Scaled hidden states are of use to d_weight alone, and d_hidden's storage has room for them if it may wait.
+    weight_first = 0 < num_kept == last and grads.want_hidden and grads.want_weight and grads.hidden_ready is None
+    d_hidden, d_weight, d_bias = new_gradients(x, grads, zeros=not weight_first)
     returned = (d_hidden, None if grads.weight_out is not None else d_weight, d_bias)
     if x.num_tokens == 0 or x.logits.num_valid == 0:
         if d_hidden is not None and grads.hidden_ready is not None:
@@ -293,10 +309,8 @@ def gradients(
         coef_4N, gain = normalised(coef_4N, x.hidden.dtype, x.cells)
         if x.cells is not None and gain is not None:
             x = x._replace(cells=x.cells._replace(grad_NI=x.cells.grad_NI / gain))
-        order, kept, last = saved[:2], Kept(*saved[2:]), x.logits.num_valid
-        num_kept = min(kept.exp_NV.shape[1], last)
         if kept.spent.shape[0]:
-            _make_anew(x, order, kept, tiles, spec.want)
+            _make_anew(x, order, kept, tiles, spec)
             # Autograd, which counts what is written to saved tensors, sees no more of this than of the kernels' writing.
             kept.spent.data.fill_(softmax.entropy is not None)
         at_once, cols = budget.exact_chunks(
@@ -305,11 +319,14 @@ def gradients(
         )  # fmt: skip
         chunks = [(col, min(col + cols, last)) for col in range(num_kept, last, cols)]
         num_parts = len(chunks) + (num_kept > 0)
-        buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
+        gathers = (bool(chunks) or d_weight is not None) and not weight_first
+        buffer_RD = x.hidden.new_empty(at_once if gathers else 0, x.hidden.shape[1])
+        if weight_first and d_hidden is not None:
+            buffer_RD = d_hidden
         dlogits_RV = x.hidden.new_empty(at_once, cols) if chunks else kept.exp_NV
         low_RD = remainder(x.hidden, at_once) if num_parts > 1 and d_hidden is not None else None
         total = None if d_hidden is None else Sum(d_hidden, low_RD)
-        out = Output(total, d_weight, d_bias, gain, grads.hidden_ready, often_empty)
+        out = Output(total, d_weight, d_bias, gain, grads.hidden_ready, often_empty, weight_first)
 
         # Rows of kept exponentials are those of all tokens, in order: no group is finished before another.
         ready_rows = None if num_kept else grads.ready_rows
@@ -377,13 +394,8 @@ def add_chunks(
 def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -> None:
     """Add a part's products to the gradients."""
     columns = slice(part.first, part.stop)
-    if out.hidden is not None:
-        add_d_hidden(
-            out.hidden, part.dlogits_RV, x.weight[columns], rows, part.scale_R, out.gain, tiles.grad_hidden,
-            first=part.opens,
-        )  # fmt: skip
-        if out.ready is not None and part.num_final:
-            out.ready(out.hidden.high_ND[: part.num_final])
+    if not out.weight_first:
+        _add_hidden_part(out, part, x, rows, tiles)
     if out.weight is not None:
         add_d_weight(
             out.weight[columns], part.dlogits_RV, rows, out.gain, tiles.grad_weight, add=part.add,
@@ -391,11 +403,30 @@ def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -
         )  # fmt: skip
     if out.bias is not None:
         add_d_bias(out.bias[columns], part.dlogits_RV, rows, part.scale_R, out.gain)
+    if out.weight_first and out.hidden is not None:
+        out.hidden.high_ND.zero_()  # Tokens without a label have no row in the product.
+        _add_hidden_part(out, part, x, rows, tiles)
 
 
-def new_gradients(x: Operands, grads: Grads) -> Gradients:
-    """Return new tensors for what is wanted, or the buffer given: zeros, but for rows of d_weight that will be written."""
-    d_hidden = torch.zeros_like(x.hidden) if grads.want_hidden else None
+def _add_hidden_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -> None:
+    if out.hidden is None:
+        return
+    add_d_hidden(
+        out.hidden, part.dlogits_RV, x.weight[part.first : part.stop], rows, part.scale_R, out.gain, tiles.grad_hidden,
+        first=part.opens,
+    )  # fmt: skip
+    if out.ready is not None and part.num_final:
+        out.ready(out.hidden.high_ND[: part.num_final])
+
+
+def new_gradients(x: Operands, grads: Grads, zeros: bool = True) -> Gradients:
+    """Return new tensors for what is wanted, or the buffer given: zeros, but for rows of d_weight that will be written.
+
+    Without ``zeros`` d_hidden holds anything.
+    """
+    d_hidden = None
+    if grads.want_hidden:
+        d_hidden = torch.zeros_like(x.hidden) if zeros else torch.empty_like(x.hidden)
     num_rows = x.weight.shape[0]
     d_bias = torch.zeros(num_rows, dtype=torch.float32, device=x.weight.device) if grads.want_bias else None
     if not grads.want_weight or grads.weight_out is not None:

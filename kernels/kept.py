@@ -41,6 +41,11 @@ class Kept(NamedTuple):
     reference: torch.Tensor
     spent: torch.Tensor
 
+    def of_group(self, number: int, rows: int) -> Kept:
+        """Return the rows of a group of tokens, whose groups have ``rows`` each; the last one may have fewer."""
+        here = slice(number * rows, (number + 1) * rows)
+        return Kept(self.exp_NV[here], self.reference[:, here], self.spent)
+
 
 def level(keep: Keep, rows: Rows, reference_R: torch.Tensor, tile_cols: int) -> None:
     """Bring every row of exponentials to one reference, its largest, and write that to reference_R.

@@ -192,20 +192,24 @@ def test_lists_hold_what_reaches_the_threshold(dtype: torch.dtype, hidden_size: 
 
 
 def test_beside_kept_exponentials() -> None:
-    """The sweep that keeps them lists, too. Catches: lists of the columns that are not kept alone, other gradients."""
+    """The sweep that keeps them lists, too. Catches: lists of the columns that are not kept alone, other gradients, lists of
+    another group of tokens."""
     hidden, weight = torch.randn(6, 16), torch.randn(V, 16)
     ids = torch.randint(V, (6,), device=DEVICE)
     outputs = []
     tile_cols = choose_tiles(torch.float32, torch.device(DEVICE)).lse.cols
-    for top_k in (0, K):
+    for top_k, rows in ((0, 2048), (K, 2048), (K, 4)):
         h, w = (x.to(DEVICE).requires_grad_() for x in (hidden, weight))
-        with mock.patch.object(exact, "columns_kept", lambda *_: 4 * tile_cols):
+        columns = mock.patch.object(exact, "columns_kept", lambda *_: 4 * tile_cols)
+        groups = mock.patch.object(budget, "forward_rows", lambda *_, rows=rows: rows)
+        with columns, groups:
             out = linear_log_probs(h, w, ids, top_k=top_k, backend="triton")
             outputs.append((out, *torch.autograd.grad(out.log_probs.sum(), (h, w))))
-    (without, *grads), (out, *others) = outputs
-    assert torch.equal(out.log_probs, without.log_probs)
-    assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
-    assert torch.equal(out.top_ids.cpu(), largest(hidden @ weight.t(), K)[1])
+    without, *grads = outputs[0]
+    for out, *others in outputs[1:]:
+        assert torch.equal(out.log_probs, without.log_probs)
+        assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+        assert torch.equal(out.top_ids.cpu(), largest(hidden @ weight.t(), K)[1])
 
 
 def test_the_same_bits_in_every_run() -> None:

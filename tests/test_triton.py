@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
 from cce_dist import GradFilter, op
-from cce_dist.call import Call
+from cce_dist.call import Call, Layout
 from cce_dist.kernels import (
     IGNORED,
     OUTSIDE,
@@ -192,7 +193,7 @@ def operands(p: Problem) -> Operands:
 
 def spec_of(p: Problem, case: Case) -> Spec:
     want = Want(uniform=case.uniform, entropy=case.entropy)
-    return Spec(p.logits, case.ids or case.num_rows, want=want, workspace_bytes=case.budget)
+    return Spec(p.logits, case.ids or case.num_rows, want=want, workspace_bytes=case.budget, alone=True)
 
 
 def local_stats(p: Problem, case: Case) -> tuple[Tensor, ...]:
@@ -292,6 +293,60 @@ def test_second_backward_has_the_same_bits(cached: int, entropy: bool) -> None:
     results = [(gradients(p, case, merged, cache), without_entropy()) for p in (p, p._replace(coef=3 * p.coef), p)]
     for first, again in zip(results[0], results[2], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(first[:2], again[:2], strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"bias": True}, id="plain"),
+        pytest.param({"spread": 300.0}, id="references-to-level"),
+        pytest.param({"entropy": True, "spread": 100.0}, id="entropy"),
+        pytest.param({"start": 50, "num_valid": 77, "ids": 300, "logit_scale": 0.5, "softcap": 3.0}, id="padded-shard"),
+    ],
+)
+def test_exponentials_of_groups_have_the_same_bits(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that has room for the hidden states of some tokens alone. Catches: exponentials or references of a group that
+    are written where another's are, a group left out, or made anew in others than forward's."""
+    monkeypatch.setattr(budget, "KEPT_ROWS", 512 if GPU else 64)
+    whole = sized(num_tokens=150, cached=128, **options)
+    p, groups = problem(whole, torch.bfloat16 if GPU else torch.float32), whole._replace(budget=1)
+    seen = set()
+    made = exact._keep_exponentials
+    monkeypatch.setattr(
+        exact, "_keep_exponentials", lambda x, rows, *rest: (seen.add(len(rows.index)), made(x, rows, *rest))
+    )
+    results = []
+    for case in (whole, groups):
+        merged = dense(p, case, torch.float64).merged
+        stats, *cache = local_stats(p, case)
+        results.append(
+            (stats, *(grad for _ in range(2) for grad in gradients(p, case, merged, cache) if grad is not None))
+        )
+    assert len(seen) == 3, "all tokens, whole groups and a last one"
+    for ours, other in zip(*results, strict=True):
+        assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("options", [{"bias": True}, {"entropy": True}, {"num_valid": 90, "spread": 300.0}], ids=str)
+@pytest.mark.parametrize("into", [False, True])
+def test_nobody_sees_where_scaled_rows_lie(options: dict[str, Any], into: bool) -> None:
+    """The same bits whether somebody waits for d_hidden, which then comes first, or its storage has the rows that d_weight is
+    made of. Catches: d_weight made of rows that are overwritten, and such a row left to a token without a label."""
+    case = sized(num_tokens=70, ignored=0.5, cached=128, **options)
+    p = problem(case, torch.bfloat16 if GPU else torch.float32)
+    merged = dense(p, case, torch.float64).merged
+    _, *cache = local_stats(p, case)
+    results, seen = [], []
+    for ready in (None, lambda d_hidden: seen.append(d_hidden.clone())):
+        buffer = torch.ones_like(p.weight, dtype=torch.float32) if into else None
+        found = gradients(p, case, merged, cache, hidden_ready=ready, weight_out=buffer)
+        results.append([grad for grad in (*found, buffer) if grad is not None])
+    for ours, other in zip(*results, strict=True):
+        assert torch.equal(ours, other)
+    assert torch.equal(results[0][0], seen[0]) and (results[0][0][p.labels < 0] == 0).all()
+    for wanted in ({"want_weight": False}, {"want_hidden": False}, {"want_hidden": False, "want_weight": False}):
+        alone = [grad for grad in gradients(p, case, merged, cache, **wanted) if grad is not None]
+        assert all(any(torch.equal(grad, whole) for whole in results[0]) for grad in alone) or into
 
 
 @pytest.mark.parametrize("cached", [0, 128])
@@ -414,14 +469,18 @@ def test_fp16_keeps_gradients_of_a_mean_over_many_tokens() -> None:
     assert_no_worse(buffer, baseline, truth.d_weight, torch.float16)
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("mib", [32, 64, 256, 1024, 4096])
 @pytest.mark.parametrize("num_tokens", [1, 1000, 8192, 65536, 1 << 20])
-@pytest.mark.parametrize("shape", [(768, 50257), (2304, 256000), (8192, 128256)], ids=str)
-def test_plan_keeps_the_budget(shape: tuple[int, int], num_tokens: int, mib: int) -> None:
+@pytest.mark.parametrize("shape", [(768, 50257), (2304, 256000), (8192, 128256), (4096, 12000)], ids=str)
+def test_plan_keeps_the_budget(shape: tuple[int, int], num_tokens: int, mib: int, alone: bool) -> None:
     """Catches: a buffer that the plan forgets, a cache that leaves no room to recompute the rest."""
     hidden_size, num_rows = shape
-    sizes, workspace = budget.Sizes(num_tokens, hidden_size, num_rows, 2), mib << 20
+    sizes, workspace = budget.Sizes(num_tokens, hidden_size, num_rows, 2, alone=alone), mib << 20
     kept = budget.columns_kept(sizes, workspace)
+    if kept:
+        made = budget.forward_rows(sizes, workspace, kept) * (2 * hidden_size + 4 * kept // 256)
+        assert 2 * num_tokens * kept + made <= workspace
     assert kept % 256 == 0
     kept_bytes = 2 * num_tokens * kept
     left = max(0, num_rows - kept)
@@ -429,7 +488,8 @@ def test_plan_keeps_the_budget(shape: tuple[int, int], num_tokens: int, mib: int
         sizes._replace(num_columns=left), workspace, kept_bytes, tiles._TABLE[9, 16], at_once=132
     )
     recompute = 2 * rows * cols + 2 * rows * hidden_size if left else 0
-    assert kept_bytes + 2 * rows * hidden_size + recompute <= workspace
+    gathered = 0 if alone and not left else 2 * rows * hidden_size
+    assert kept_bytes + gathered + recompute <= workspace
     assert budget.columns_kept(sizes, 2 * workspace) >= kept
 
 
@@ -445,6 +505,46 @@ def test_the_budget_that_is_chosen(num_tokens, num_columns):
     else:
         assert chosen == 2 << 30
     assert budget.columns_kept(sizes, chosen) >= budget.columns_kept(sizes, 256 << 20)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden_size", "num_columns", "rows"),
+    [
+        pytest.param(8192, 4096, 128_256, 4096, id="llama-3-8b"),
+        pytest.param(4096, 4096, 128_256, 4096, id="llama-3-8b-that-fits"),
+        pytest.param(65536, 4096, 15_872, 6144, id="many-tokens"),
+        pytest.param(8192, 768, 130_816, None, id="parts-of-the-last-wave-do-not-fit"),
+        pytest.param(8192, 4096, 131_072, None, id="exponentials-take-all"),
+    ],
+)
+def test_the_default_keeps_all_that_fits(num_tokens: int, hidden_size: int, num_columns: int, rows: int | None):
+    """Catches a default that keeps a part where 2 GiB hold all beside a group's hidden states, groups where all tokens fit, and
+    one that counts on d_hidden's storage where ranks sum d_hidden."""
+    sizes = budget.Sizes(num_tokens, hidden_size, num_columns, 2, alone=True)
+    chosen = budget.default_workspace(sizes, True)
+    kept = budget.columns_kept(sizes, chosen)
+    assert (kept >= num_columns) == (rows is not None)
+    if rows is not None:
+        assert budget.forward_rows(sizes, chosen, kept) == rows
+    summed = sizes._replace(alone=False)
+    assert budget.default_workspace(summed, True) == chosen
+    of_part = budget.columns_kept(summed, chosen)
+    assert (of_part >= num_columns) == (budget.bytes_of_all(summed) <= 2 << 30) == (rows == num_tokens)
+    assert of_part == 0 or budget.forward_rows(summed, chosen, of_part) == num_tokens
+
+
+def test_who_waits_for_d_hidden() -> None:
+    """Catches: room that is counted on where a group sums d_hidden, or not where each rank's part is returned or there is one
+    rank. Under sequence parallelism that rank takes its slice, too."""
+    rows = torch.zeros(8, 16, dtype=torch.bfloat16)
+    x = Operands(rows, rows, None, torch.zeros(8, dtype=torch.int64), ShardLogits(0, 8))
+    one, two = (SimpleNamespace(size=lambda size=size: size) for size in (1, 2))
+    plain, partial, sliced = Layout(), Layout(partial=True), Layout(sequence_parallel=True)
+    for layout, group, alone in (
+        (plain, None, True), (plain, one, True), (plain, two, False), (partial, two, True), (sliced, one, False),
+        (sliced, two, False),
+    ):  # fmt: skip
+        assert op._chosen(Call(Spec(x.logits, 8), layout, "triton"), x, group)[1].alone == alone
 
 
 def test_where_exponentials_are_kept() -> None:
@@ -463,16 +563,13 @@ def test_where_exponentials_are_kept() -> None:
 
 
 @pytest.mark.parametrize("grad_filter", [None, GradFilter()], ids=["exact", "filtered"])
-@pytest.mark.parametrize("mib", [32, 64, 256, 1024])
+@pytest.mark.parametrize("mib", [32, 64, 256, 448, 1024])
 def test_what_is_alive_keeps_the_budget(
     mib: int, grad_filter: GradFilter | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches: rows of one group of tokens that live on while those of the next are gathered, and a prediction
     (``budget.exact_peak``) that moves away from what is allocated. Launches are left out."""
-    monkeypatch.undo()  # of NaN in what is not initialised
-    monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *_, **__: None)
-    monkeypatch.setattr(torch, "empty", torch.zeros)  # labels and indices are looked at
-    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    launch_nothing(monkeypatch)
     hidden = torch.zeros(65536, 2048, dtype=torch.bfloat16, device=DEVICE)
     weight, labels = hidden[:3000].clone(), torch.zeros(65536, dtype=torch.int64, device=DEVICE)
     kept = Filter() if grad_filter is None else Filter(grad_filter.eps, always=True)
@@ -485,7 +582,7 @@ def test_what_is_alive_keeps_the_budget(
         upstream = [losses[0], None, None, None, None]
         grads = op._backward(upstream, hidden, weight, None, saved, None, [True, True, False], *call)
     if grad_filter is None:
-        sizes = budget.Sizes(65536, 2048, 3000, 2)
+        sizes = budget.Sizes(65536, 2048, 3000, 2, alone=True)
         on = tiles.choose_tiles(hidden.dtype, hidden.device), tiles.num_programs(hidden.device)
         said = budget.exact_peak(sizes, mib << 20, True, *on)
         seen = (forward, live.peak - sum(x.nbytes for x in grads))
@@ -495,6 +592,47 @@ def test_what_is_alive_keeps_the_budget(
     few = 16 << 20  # a few numbers for each token and each column, and the rows of a filter's head
     assert forward - kept_bytes <= workspace + few
     assert live.peak - kept_bytes - sum(x.nbytes for x in grads) <= workspace + few
+
+
+def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # of NaN in what is not initialised
+    monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *_, **__: None)
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # labels and indices are looked at
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+
+
+@pytest.mark.parametrize("want", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("what", ["plain", "entropy", "main_grad"])
+def test_all_kept_in_the_least_budget(what: str, want: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exponentials of all columns, in the least budget that keeps them; a second backward too. Catches: hidden states of all
+    tokens in forward, in backward or where exponentials are made anew. Where d_hidden is not asked for, hidden states take the
+    room that it would have had."""
+    launch_nothing(monkeypatch)
+    num_tokens, hidden_size, num_rows = 32768, 2048, 3000
+    hidden = torch.zeros(num_tokens, hidden_size, dtype=torch.bfloat16, device=DEVICE)
+    weight, labels = hidden[:num_rows].clone(), torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
+    least = budget.bytes_of_all(budget.Sizes(num_tokens, hidden_size, num_rows, 2, alone=True))
+    asked = Want(entropy=what == "entropy")
+    call = Call(Spec(ShardLogits(0, num_rows), num_rows, want=asked, workspace_bytes=least), backend="triton").flat()
+    buffer = torch.zeros_like(weight, dtype=torch.float32) if what == "main_grad" else None
+    few = 12 << 20  # a few numbers for each token and each column
+    with Live() as live:
+        losses = op._forward(hidden, weight, None, labels, None, buffer, *call)
+        *_, saved = losses
+        kept_bytes = sum(x.nbytes for x in tree_leaves(losses))
+        exponentials = max(x.nbytes for x in saved)
+        assert exponentials == 2 * num_tokens * 3072
+        room = least - exponentials
+        assert room < 0.3 * hidden.nbytes
+        assert live.peak - kept_bytes <= room + few
+        for _ in range(2):
+            live.peak = 0
+            upstream = [losses[0], None, None, None, losses[4] if what == "entropy" else None, None]
+            grads = op._backward(upstream, hidden, weight, None, saved, buffer, [*want, False], *call)
+            in_place_of_d_hidden = 0 if want[0] else hidden.nbytes
+            given = kept_bytes + sum(x.nbytes for x in grads)
+            assert live.peak - given <= max(room, in_place_of_d_hidden) + few, (live.peak - given) >> 20
+            del grads
 
 
 def test_tile_file(tmp_path) -> None:
@@ -679,7 +817,7 @@ def test_peak_memory(num_tokens: int, mib: int) -> None:
     used = torch.cuda.max_memory_allocated() - before - d_hidden.nbytes - d_weight.nbytes
     assert used - stats.nbytes <= case.budget + (64 << 20)
     on = tiles.choose_tiles(torch.bfloat16, p.hidden.device), tiles.num_programs(p.hidden.device)
-    said = budget.exact_peak(budget.Sizes(num_tokens, 2048, 60000, 2), case.budget, True, *on)
+    said = budget.exact_peak(budget.Sizes(num_tokens, 2048, 60000, 2, alone=True), case.budget, True, *on)
     assert abs(max(said.forward, said.backward) - used) <= max(0.03 * used, 16 << 20)
 
 

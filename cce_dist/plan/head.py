@@ -40,6 +40,7 @@ class Head:
         main_grad: The weight's gradient is added to a buffer that is there already; a dummy is returned.
         sum_itemsize: Bytes of an element while d_hidden is summed; 0: those of an element.
         eps: The filter's threshold.
+        own_rows: Backward has room of its own for scaled hidden states wherever it is, as it did until 2026-11-22.
     """
 
     num_tokens: int
@@ -51,11 +52,13 @@ class Head:
     main_grad: bool = False
     sum_itemsize: int = 0
     eps: float = DEFAULT_EPS
+    own_rows: bool = False
 
     @property
     def sizes(self) -> Sizes:
         """Of the largest shard."""
-        return Sizes(self.num_tokens, self.hidden_size, cdiv(self.vocab_size, self.tp), self.itemsize)
+        alone = not (self.is_split or self.own_rows)
+        return Sizes(self.num_tokens, self.hidden_size, cdiv(self.vocab_size, self.tp), self.itemsize, alone=alone)
 
     @property
     def is_split(self) -> bool:

@@ -1,6 +1,7 @@
 """Predictions beside measurements: each row of a bench.json that a plan can say something of.
 
-A row's name says its budget: "@64MiB", "-default" for the one that the loss chooses, and 256 MiB where it says nothing.
+A row's name says its budget: "@64MiB", "-default" for the one that the loss chooses, and 256 MiB where it says nothing. A
+file's date says whether the exact backward had room of its own for hidden states: those files are predicted with it.
 
 Rows of other libraries, and of DeepSpeed's loss without logits, are not predicted: two measurements of the last differ by 15 %.
 Rows of the filter have a range, and the tests hold them to it, and to its times on six softmaxes in docs/results.md.
@@ -23,6 +24,7 @@ from cce_dist.plan.sizes import Model
 from cce_dist.plan.steps import Step, step
 
 OURS = re.compile(r"cce-dist(-cached|-default|-main-grad)?(-sp)?(-fp32-sum)?(?:@(\d+)MiB)?")
+IN_PLACE = "2026-11-22T17:00"  # since then hidden states lie in d_hidden's storage
 UNSAID = 256 << 20  # the budget of rows and runs that name none: the default of all of them, until it was chosen
 
 
@@ -63,7 +65,8 @@ def pairs(path: Path) -> Iterator[Pair]:
     results = read_json(path)
     device = device_of(results.environment["device"])
     for case in results.cases:
-        head = Head(case.num_tokens, case.hidden_size, case.vocab_size, case.num_ranks)
+        own_rows = results.environment["date"] < IN_PLACE
+        head = Head(case.num_tokens, case.hidden_size, case.vocab_size, case.num_ranks, own_rows=own_rows)
         for row in case.rows:
             if row.problem or row.peak_bytes is None or not row.total.seconds:
                 continue
