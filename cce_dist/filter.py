@@ -47,9 +47,10 @@ class GradFilter:
             as right as without. The log-sum-exp is off by some 1e-4 to 1e-3 nats, less than that of logits in bf16. It needs
             bf16, the Triton backend and a GPU of compute capability 9.0 (Hopper) or later; elsewhere "fp8" is an error. "auto"
             screens there if the sizes say that it takes less time (``kernels.budget.screen_pays``; with ``always`` whatever
-            they say), and nowhere else. Tokens whose sums cannot be trusted are computed again from all logits in bf16. A call
-            is not screened at all if it has label smoothing or an aux output that needs every logit ("entropy", "max_logit",
-            "label_is_max"). None: no screen.
+            they say), and nowhere else. Tokens whose sums cannot be trusted are computed again from all logits in bf16. The
+            entropy comes from the same sums, with two to five times the error of the log-sum-exp. A call is not screened at all
+            if it has label smoothing or an aux output that needs the largest logit ("max_logit", "label_is_max"). None: no
+            screen.
 
     **Where it does nothing.** A filter has a cost of its own, so on a small head exact gradients take less time. The Triton
     backend then computes those, as if no filter had been given: ``filter_stats`` says that all is kept, and the budget is that

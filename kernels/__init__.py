@@ -157,8 +157,8 @@ class Spec(NamedTuple):
 
     @property
     def screened(self) -> bool:
-        """Whether forward is screened: what needs all logits, or the largest one, is not."""
-        return self.filter.screen and not (self.want.uniform or self.want.entropy or self.want.largest)
+        """Whether forward is screened: what needs all logits alike, or the largest one, is not."""
+        return self.filter.screen and not (self.want.uniform or self.want.largest)
 
     @property
     def several(self) -> bool:

@@ -89,7 +89,7 @@ def is_whole(kernel: str) -> bool:
     """
     if CAPABILITY not in (90, 100):
         return Step.name in ("exact", "kept")
-    if Step.name == "screened":
+    if Step.name in ("screened", "screened, entropy"):
         return kernel not in Step.of_filter
     return "options" not in Step.name and Step.name != "filtered"
 
@@ -144,10 +144,11 @@ def step(name: str, workspace_bytes: int = 64 << 20, bias: bool = False, **optio
     hidden = torch.randn(600, 640).bfloat16().requires_grad_()
     weight = torch.randn(5000, 640).bfloat16().requires_grad_()
     linear_bias = torch.zeros(5000).bfloat16().requires_grad_() if bias else None
-    linear_cross_entropy(
+    out = linear_cross_entropy(
         hidden, weight, torch.arange(600), linear_bias=linear_bias, backend="triton", workspace_bytes=workspace_bytes,
         **options,
-    ).backward()  # fmt: skip
+    )  # fmt: skip
+    getattr(out, "loss", out).backward()
 
 
 def divergence(kind: str, kept: bool = False, bias: bool = False, **options: Any) -> None:
@@ -188,6 +189,7 @@ def main() -> None:
     step("filtered", grad_filter=GradFilter(always=True))
     if CAPABILITY >= 90 and not HIP:
         step("screened", grad_filter=GradFilter(always=True, screen="fp8"))
+        step("screened, entropy", grad_filter=GradFilter(always=True, screen="fp8"), return_aux=("entropy",))
         step("screened with options", bias=True, softcap=30.0, grad_filter=GradFilter(always=True, screen="fp8"))
     step("exact with options", bias=True, softcap=30.0, label_smoothing=0.1)
     step("filtered with options", bias=True, softcap=30.0, grad_filter=GradFilter(always=True))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import reference
+from cce_dist.call import AUX
 from cce_dist.filter import GradFilter
 from cce_dist.loss import TIE, LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
@@ -217,12 +218,15 @@ def _ours(
     if case.noncontiguous:
         hidden = hidden.t().contiguous().t()
     hidden.requires_grad_()
+    # The largest logit would turn a screen off.
+    screen = getattr(case.options.get("grad_filter"), "screen", None)
+    aux = True if screen is None else tuple(name for name in AUX if name not in ("max_logit", "label_is_max"))
     # What the buffer holds before is of dC's own size, so that adding to it rounds no more than dC is rounded.
     before = 2.0**-12
     out_buffer = torch.full(weight.shape, before, device=device) if case.accumulate else None
     with torch.autocast(device, torch.bfloat16) if case.autocast else nullcontext():
         out = linear_cross_entropy(
-            hidden, weight, labels, linear_bias=bias, shard=shard, return_aux=True, backend=backend,
+            hidden, weight, labels, linear_bias=bias, shard=shard, return_aux=aux, backend=backend,
             grad_weight_out=out_buffer, **case.options,
         )  # fmt: skip
     if upstream is not None:

@@ -159,7 +159,7 @@ def statistics(
             exact.sizes_of(x), num_words, spec.workspace_bytes, tiles.lse.rows, tiles.group
         )
         buffer_RD = x.hidden.new_empty(min(first_at_once, num_tokens), x.hidden.shape[1])
-        first = _before_all_columns(x, hot, tiles, buffer_RD, stats_KN, merge_bound)
+        first = _before_all_columns(x, hot, tiles, buffer_RD, stats_KN, merge_bound, spec)
         if spec.screened:
             del buffer_RD
             bound_3N, suspects_N = screened_statistics(x, hot, first, lists, stats_KN, spec, tiles)
@@ -171,11 +171,13 @@ def statistics(
 
 def _before_all_columns(
     x: Operands, hot: Hot, tiles: Tiles, buffer_RD: torch.Tensor, stats_KN: torch.Tensor,
-    merge_bound: Callable[[torch.Tensor], torch.Tensor],
+    merge_bound: Callable[[torch.Tensor], torch.Tensor], spec: Spec,
 ) -> First:  # fmt: skip
     """Write the labels' logits to stats_KN, and bound each token's log-sum-exp by them, hot columns and some others."""
     order, num_tokens = compact(x.ids), x.num_tokens
-    hot_3N = stats_KN.new_empty(3, num_tokens)
+    want = spec.want if spec.screened else NOTHING_MORE
+    hot_KN = stats_KN.new_empty(3 + want.entropy, num_tokens)
+    hot_3N, hot_moment_N = hot_KN[:3], hot_KN[3] if want.entropy else None
     hot_sloped_N = stats_KN.new_empty(num_tokens) if x.logits.softcap > 0.0 else None
     drawn_ids_S, drawn = draw_outside(hot, x)
     num_drawn = drawn_ids_S.shape[0]
@@ -183,11 +185,11 @@ def _before_all_columns(
     for group in exact.token_groups(order, buffer_RD.shape[0]):
         rows = gathered(x.hidden, group, buffer_RD)
         target_logits(x, rows, stats_KN[2])
-        _log_sum_exp(hot.x, rows, tiles, hot_3N, hot_sloped_N)
+        _log_sum_exp(hot.x, rows, tiles, hot_KN, hot_sloped_N, want=want)
         if num_drawn:
             drawn_sums(drawn_ids_S, drawn, x.logits.start, rows, tiles, sums_3PN)
     shard_3N = bound_of_shard(hot_3N, stats_KN[2], sums_3PN, num_drawn, x, hot)
-    return First(order, hot_3N, hot_sloped_N, shard_3N, merge_bound(shard_3N), drawn)
+    return First(order, hot_3N, hot_sloped_N, hot_moment_N, shard_3N, merge_bound(shard_3N), drawn)
 
 
 def _marked_statistics(
@@ -227,10 +229,12 @@ def _look_again(x: Operands, suspects_N: torch.Tensor, stats_KN: torch.Tensor, s
     """Take the statistics of tokens that have a label in ``suspects_N`` from all logits in 16 bits. There are few or none."""
     at_once = min(x.num_tokens, budget.forward_rows(exact.sizes_of(x), spec.workspace_bytes, False))
     buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
-    again_2N = torch.empty_like(stats_KN[:2])
+    again_KN = torch.empty_like(stats_KN)
     for group in exact.token_groups(compact(suspects_N), at_once):
-        _log_sum_exp(x, gathered(x.hidden, group, buffer_RD), tiles, again_2N, None, expected=FEW)
-    stats_KN[:2] = torch.where(suspects_N >= 0, again_2N, stats_KN[:2])
+        _log_sum_exp(x, gathered(x.hidden, group, buffer_RD), tiles, again_KN, None, want=spec.want, expected=FEW)
+    stats_KN[:2] = torch.where(suspects_N >= 0, again_KN[:2], stats_KN[:2])
+    if spec.want.entropy:
+        stats_KN[3] = torch.where(suspects_N >= 0, again_KN[3], stats_KN[3])
 
 
 def _log_sum_exp(

@@ -51,6 +51,7 @@ from cce_dist.kernels.filter.lists import FARTHEST, SLACK, Lists, list_columns
 from cce_dist.kernels.filter.middle import Middle, middle
 from cce_dist.kernels.tiles import Tile, Tiles, interpreted, num_programs, screen_tile
 
+NOWHERE = tl.constexpr(-1e4)  # powers of 2 that an exponential of 0 is below the bound
 ERRORS = 4.0  # standard errors that a logit may be higher than it is screened
 
 
@@ -61,6 +62,7 @@ class First(NamedTuple):
         order: The compact order, as ``tokens.compact`` returns it.
         hot_3N: Maximum and sum of exp over the hot columns.
         hot_sloped_N: That sum times the softcap's slopes, or None.
+        hot_moment_N: That sum times what the logits are above the maximum, for a screen with the entropy, or None.
         shard_3N: The shard's part of the bound, maximum and sum.
         bound_N: Lower bound of the log-sum-exp.
         drawn: The columns that are drawn for it, as a shard of their own.
@@ -69,6 +71,7 @@ class First(NamedTuple):
     order: list[torch.Tensor]
     hot_3N: torch.Tensor
     hot_sloped_N: torch.Tensor | None
+    hot_moment_N: torch.Tensor | None
     shard_3N: torch.Tensor
     bound_N: torch.Tensor
     drawn: Operands
@@ -77,7 +80,7 @@ class First(NamedTuple):
 def screened_statistics(
     x: Operands, hot: Hot, first: First, lists: Lists, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write maximum and sum of exp of each token to stats_KN, and the lists with their logits.
+    """Write maximum, sum of exp and, for the entropy, the moment of each token to stats_KN, and the lists with their logits.
 
     The "maximum" is the bound, which is near the log-sum-exp.
 
@@ -169,12 +172,13 @@ def _screen_columns(
     """Screen all columns for a group of tokens, and list the marks of each chunk.
 
     Returns:
-        Room for the sums of exp relative to the bound, and with a softcap those times its slopes, in P parts, fp32. Those of
-        what is not marked are written.
+        Room for the sums of exp relative to the bound, with a softcap those times its slopes, and with the entropy those times
+        what the logits are above the bound, in P parts, fp32. Those of what is not marked are written.
     """
+    planes = 1 + (x.logits.softcap > 0.0) + spec.want.entropy
     num_rows, nothing = rows.index.shape[0], x._replace(logits=x.logits._replace(num_valid=0))
     listed = 2 if interpreted() else budget.LISTED_PARTS
-    sums_KPR = around.weight_D.new_empty(1 + (x.logits.softcap > 0.0), room.num_screened + listed, num_rows)
+    sums_KPR = around.weight_D.new_empty(planes, room.num_screened + listed, num_rows)
     part = 0
     for number, ((first, last), split) in enumerate(zip(room.columns, room.splits, strict=True)):
         chunk = some_of(room.weight, last - first)
@@ -206,7 +210,7 @@ def screen_chunk(
         x: For the options of its logits.
         log_eps: Logits from ``bound + log_eps`` on are marked.
         parts: The parts of the sums that the chunk fills.
-        sums_KPR: out: sum of exp of what is not marked, relative to the bound.
+        sums_KPR: out: the sums over what is not marked.
         words_RW: out: the marks of the chunk.
         tile: Of the product.
         group: Row blocks that walk the weight together.
@@ -225,10 +229,15 @@ def screen_chunk(
         # options
         logits.softcap, log_eps,
         abs(logits.logit_scale) * ERRORS * ERROR / x.hidden.shape[1] ** 0.5, HAS_SOFTCAP=logits.softcap > 0.0,
+        WANT_MOMENT=_has_moment(sums_KPR, x),
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=group, TMA=tma,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def _has_moment(sums_KPR: torch.Tensor, x: Operands) -> bool:
+    return sums_KPR.shape[0] > 1 + (x.logits.softcap > 0.0)
 
 
 @kernel("hidden", "weight", "sums_ptr", "words_ptr", "num_inner", "num_cols")
@@ -251,6 +260,7 @@ def _screen_kernel(
     log_eps,
     error,
     HAS_SOFTCAP: tl.constexpr,
+    WANT_MOMENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -285,6 +295,7 @@ def _screen_kernel(
         limit = limit - row_number
     sum_exp = tl.zeros((BLOCK_N,), tl.float32)
     sum_sloped = tl.zeros((BLOCK_N,), tl.float32)
+    moment = tl.zeros((BLOCK_N,), tl.float32)
 
     for tile in tl.range(start, stop, flatten=True):
         acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
@@ -302,7 +313,13 @@ def _screen_kernel(
             y = tl.where((col_number > float("-inf"))[None, :], (z - bound) * LOG2_E, float("-inf"))
         # NaN counts as marked.
         others = y + row_error * col_error[None, :] < limit[:, None]
-        e = tl.where(others, tl.exp2(y), 0.0)
+        if WANT_MOMENT:
+            # Some finite number whose exponential is 0, so that the product is too.
+            y = tl.where(others, tl.maximum(y, NOWHERE), NOWHERE)
+            e = tl.exp2(y)
+            moment += tl.sum(e * y, 1)
+        else:
+            e = tl.where(others, tl.exp2(y), 0.0)
         sum_exp += tl.sum(e, 1)
         if HAS_SOFTCAP:
             sum_sloped += tl.sum(e * tl.where(others, softcap_slope(z, softcap), 0.0), 1)
@@ -312,6 +329,13 @@ def _screen_kernel(
         where = words_ptr + offs_n.to(tl.int64)[:, None] * num_words + offs_w[None, :]
         tl.store(where, words, mask=in_n[:, None])
 
+    if WANT_MOMENT:
+        if not HAS_SOFTCAP:
+            moment = (moment + row_number * sum_exp) * tl.exp2(row_number)
+        tl.store(
+            sums_ptr + ((1 + HAS_SOFTCAP) * num_parts + first_split + split).to(tl.int64) * num_rows + offs_n,
+            moment / LOG2_E, mask=in_n,
+        )  # fmt: skip
     if not HAS_SOFTCAP:
         sum_exp *= tl.exp2(row_number)
     where = sums_ptr + (first_split + split).to(tl.int64) * num_rows + offs_n
@@ -419,6 +443,7 @@ def _add_listed(
         room.num_screened, parts,
         # options
         x.logits.logit_scale, x.logits.softcap, HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0,
+        WANT_MOMENT=_has_moment(sums_KPR, x),
         # tiles
         BLOCK_K=16, BLOCK_D=min(256, triton.next_power_of_2(hidden_size)), STAGES=1 if interpreted() else 4, num_warps=4,
     )  # fmt: skip
@@ -450,6 +475,7 @@ def _listed_sums_kernel(
     softcap,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    WANT_MOMENT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
@@ -468,6 +494,7 @@ def _listed_sums_kernel(
 
     sum_exp = tl.zeros((BLOCK_K,), tl.float32)
     sum_sloped = tl.zeros((BLOCK_K,), tl.float32)
+    moment = tl.zeros((BLOCK_K,), tl.float32)
     for first in range(part * BLOCK_K, count, parts * BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < count
@@ -489,12 +516,16 @@ def _listed_sums_kernel(
             z = softcapped(z, softcap)
         e = tl.where(in_k & (column != unmarked), tl.exp(z - bound), 0.0)
         sum_exp += e
+        if WANT_MOMENT:
+            moment += tl.where(e > 0, e * (z - bound), 0.0)
         if HAS_SOFTCAP:
             sum_sloped += e * softcap_slope(z, softcap)
     where = sums_ptr + (first_part + part).to(tl.int64) * num_rows + row
     tl.store(where, tl.sum(sum_exp, 0))
     if HAS_SOFTCAP:
         tl.store(where + num_parts.to(tl.int64) * num_rows, tl.sum(sum_sloped, 0))
+    if WANT_MOMENT:
+        tl.store(where + (1 + HAS_SOFTCAP) * num_parts.to(tl.int64) * num_rows, tl.sum(moment, 0))
 
 
 def _merge(
@@ -505,12 +536,12 @@ def _merge(
     num_rows = rows.index.shape[0]
     error = ERROR * x.logits.logit_scale
     _merge_screened_kernel[(cdiv(num_rows, 128),)](
-        sums_KPR, hidden.numbers_KR, around.spread_P, first.hot_3N, first.shard_3N, first.bound_N, lists.count_N,
-        room.taken[1:], x.ids, rows.index, rows.num_kept,
+        sums_KPR, hidden.numbers_KR, around.spread_P, first.hot_3N, first.hot_moment_N, first.shard_3N, first.bound_N,
+        lists.count_N, room.taken[1:], x.ids, rows.index, rows.num_kept,
         *out,
         num_rows, x.num_tokens, sums_KPR.shape[1], room.num_screened, around.spread_P.shape[0], lists.columns_M.shape[0],
         lists_.LONGEST, error * error / (2 * x.hidden.shape[1]), SLACK,
-        HAS_SOFTCAP=x.logits.softcap > 0.0, BLOCK_N=128,
+        HAS_SOFTCAP=x.logits.softcap > 0.0, WANT_MOMENT=_has_moment(sums_KPR, x), BLOCK_N=128,
     )  # fmt: skip
 
 
@@ -520,6 +551,7 @@ def _merge_screened_kernel(
     row_ptr,  # in: [4, R] fp32: anything, anything, length, anything
     spread_ptr,  # in: [P] fp32
     hot_ptr,  # in: [3, N] fp32: maximum, sum
+    hot_moment_ptr,  # in: [N] fp32; with WANT_MOMENT
     shard_ptr,  # in: [3, N] fp32: maximum, sum
     bound_ptr,  # in: [N] fp32
     count_ptr,  # in: [N] int32
@@ -540,6 +572,7 @@ def _merge_screened_kernel(
     half_variance,
     slack,
     HAS_SOFTCAP: tl.constexpr,
+    WANT_MOMENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -551,15 +584,21 @@ def _merge_screened_kernel(
     bound = tl.load(bound_ptr + token, mask=live, other=0)
 
     # A number that is rounded to nearest lies around its code, so a logit lies around the one that is screened, and its
-    # exponential is exp(variance / 2) larger on average.
+    # exponential is exp(variance / 2) larger on average, and that times the logit by as much again of the variance.
     length = tl.load(row_ptr + 2 * row_stride + offs_n, mask=live, other=0)
-    gain = tl.exp(tl.minimum(length * length * sum_of_parts(spread_ptr, num_spread) * half_variance, 1.0))
+    half = tl.minimum(length * length * sum_of_parts(spread_ptr, num_spread) * half_variance, 1.0)
+    gain = tl.exp(half)
     others = tl.zeros((BLOCK_N,), tl.float32)
     sloped = tl.zeros((BLOCK_N,), tl.float32)
+    moment = tl.zeros((BLOCK_N,), tl.float32)
     for part in range(0, num_parts):
         factor = tl.where(part < num_screened, gain, 1.0)
         where = sums_ptr + part * row_stride + offs_n
-        others += factor * tl.load(where, mask=live, other=0)
+        of_part = factor * tl.load(where, mask=live, other=0)
+        others += of_part
+        if WANT_MOMENT:
+            moment += factor * tl.load(where + (1 + HAS_SOFTCAP) * num_parts * row_stride, mask=live, other=0)
+            moment += tl.where(part < num_screened, 2 * half, 0.0) * of_part
         if HAS_SOFTCAP:
             sloped += factor * tl.load(where + num_parts * row_stride, mask=live, other=0)
     if not HAS_SOFTCAP:
@@ -582,5 +621,9 @@ def _merge_screened_kernel(
     tl.store(state_ptr + token, tl.where(live & (trusted == 0), float("nan"), bound), mask=in_n)
     tl.store(state_ptr + stride + token, tl.where(live, sloped, 0.0), mask=in_n)
     tl.store(state_ptr + 2 * stride + token, bound, mask=in_n)
+    if WANT_MOMENT:
+        hot_moment = tl.load(hot_moment_ptr + token, mask=live, other=0) + (hot_max - bound) * hot_sum
+        moment += tl.where(hot_sum > 0, hot_moment, 0.0) * tl.exp(hot_max - bound)
+        tl.store(stats_ptr + 3 * stride + token, moment, mask=in_n)
     label = tl.load(labels_ptr + token, mask=in_n, other=-1)
     tl.store(suspects_ptr + token, tl.where(live & (trusted == 0), label, -1), mask=in_n)
