@@ -17,6 +17,7 @@
 # SHAPES, TOKENS, REPEATS   of bench (default: Llama-3-8B and Gemma-2-2B; 8192; 4) and of the stages (Llama-3-8B)
 # SIZES    of bench's groups (default: T,1)
 # PRESET, STEPS, CORPUS     of pretrain (default: base, 20, Python's standard library)
+# ENGINES  of pretrain (default: torch megatron deepspeed)
 # LIMIT    seconds of a step at most (default: its own limit)
 # ONLY     text in the names of verify's cases (default: all)
 # PYTHON   the interpreter (default: python3)
@@ -109,8 +110,14 @@ bench() {
 }
 
 stages() {
-    heads stage-megatron 110 "${SHAPES:-llama-3-8b}" --stage megatron --tp "$ranks"
-    heads stage-deepspeed 110 "${SHAPES:-llama-3-8b}" --stage deepspeed --tp "$ranks"
+    local ours=(cce-dist-default cce-dist-cached cce-dist-filtered) split=() liger=()
+    if [ "$ranks" -gt 1 ]; then
+        split=(megatron-sp megatron-fused-sp cce-dist-default-sp cce-dist-filtered-sp) liger=(deepspeed-liger)
+    fi
+    heads stage-megatron 110 "${SHAPES:-llama-3-8b}" --stage megatron --tp "$ranks" \
+        --no-forward --methods megatron megatron-fused "${ours[@]}" cce-dist-main-grad "${split[@]}"
+    heads stage-deepspeed 110 "${SHAPES:-llama-3-8b}" --stage deepspeed --tp "$ranks" \
+        --no-forward --methods deepspeed "${liger[@]}" deepspeed-linear "${ours[@]}"
 }
 
 # The layout: from 4 ranks on two data-parallel halves for torch, and two pipeline stages for the others, which have halves from 8
@@ -119,9 +126,11 @@ pretrain() {
     local two=$((ranks % 4 == 0 ? 2 : 1)) dp=$((ranks % 8 == 0 ? 2 : 1)) engine
     local half=(--dtype bfloat16 --batch-size $((4 * ranks)) --accumulate 2)
     [ "$device" = cuda ] || half=()
-    train step torch 75 --tp $((ranks / two)) --dp "$two" "${half[@]}"
-    for engine in megatron deepspeed; do
-        train on_gpus "$engine" 75 --tp $((ranks / two / dp)) --pp "$two" --dp "$dp" "${half[@]}"
+    for engine in ${ENGINES:-torch megatron deepspeed}; do
+        case $engine in
+            torch) train step torch 75 --tp $((ranks / two)) --dp "$two" "${half[@]}" ;;
+            *) train on_gpus "$engine" 75 --tp $((ranks / two / dp)) --pp "$two" --dp "$dp" "${half[@]}" ;;
+        esac
     done
 }
 

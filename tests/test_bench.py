@@ -313,9 +313,27 @@ def test_a_method_is_a_row_of_the_groups_that_it_can_run_in():
     both = ours | {"torch-compile", "cce"}
     assert both <= alone & split
     assert {"torch", "liger", "quack"} <= alone - split
-    assert {"cce-dist-sp@64MiB", "cce-dist-cached-sp", "megatron", "deepspeed", "torch-loss-parallel"} <= split - alone
+    assert {
+        "cce-dist-sp@64MiB",
+        "cce-dist-cached-sp",
+        "megatron",
+        "deepspeed-logits",
+        "torch-loss-parallel",
+    } <= split - alone
     chosen = choose(["cce-dist-sp", "cce-dist"], table)
     assert list(chosen) == ["cce-dist@64MiB", "cce-dist@128MiB", "cce-dist-sp@64MiB", "cce-dist-sp@128MiB"]
+
+
+def test_steps_can_be_timed_without_forward_alone():
+    """Catches steps that are left out too, and a table that asks for a median of nothing."""
+    workload = tiny_workload()
+    shard = VocabShard.even(len(workload.weight), None)
+    found = loop.measure(workload, shard, {"right": Method(lambda *case: dense)}, 2, forward=False)
+    assert not found.rows[0].forward.seconds and len(found.rows[0].total.seconds) == 2
+    (line,) = [
+        line for line in report.table(report.Case.of("tiny", 0.0, workload, found)).splitlines() if "right" in line
+    ]
+    assert line.split("|")[2].strip() == "-" and float(line.split("|")[3]) > 0
 
 
 def test_table_on_a_gpu_shows_times_and_memory():

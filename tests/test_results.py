@@ -17,7 +17,7 @@ from cce_dist import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, FILES = ROOT / "docs" / "results.md", ROOT / "docs" / "results"
-TABLE = re.compile(r"<!-- ((?:cce-dist|python tests/\w+.py show) .+) -->\n\n((?:\|.*\n)*)")
+TABLE = re.compile(r"<!-- ((?:cce-dist|python tests/\w+\.py) .+) -->\n\n((?:\|.*\n)*)")
 TEXT = PAGE.read_text()
 COMMANDS = TABLE.findall(TEXT)
 
@@ -28,7 +28,7 @@ def printed(command: str) -> str:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         if program == "python":
-            import_module(Path(argv[0]).stem).show(argv[2:])
+            import_module(Path(argv[0]).stem).show(argv[2:] if argv[1] == "show" else argv[1:])
         else:
             assert {"--show", "--columns"} <= set(argv), "it must neither measure nor draw"
             assert cli.main(argv) == 0

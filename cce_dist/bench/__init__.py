@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workspace", nargs="+", type=whole(1), metavar="MIB", help="workspaces of cce-dist, a row each (default: 256)"
     )
     add("--repeats", type=whole(1), default=20, help="rounds of timing, methods in turns")
+    add("--no-forward", action="store_true", help="do not time forward by itself, which takes a third of the time")
     add("--device", type=device, help="cuda, cuda:1, cpu (default: cuda if there is one)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of hidden states and weight")
     add("--out", type=folder, default=Path("runs/bench"), metavar="DIR", help="folder for bench.json and bench.png")

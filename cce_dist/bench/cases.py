@@ -125,8 +125,9 @@ def _measure_all(args: argparse.Namespace) -> int:
                 if rank < size:
                     shard, head = VocabShard.even(len(workload.weight), group), f"{label}, T {size}: "
                     found = measure(
-                        workload, shard, chosen, args.repeats, lambda line, head=head: show_progress(head + line)
-                    )
+                        workload, shard, chosen, args.repeats, lambda line, head=head: show_progress(head + line),
+                        not args.no_forward,
+                    )  # fmt: skip
                     results.cases.append(
                         report.Case.of(case.shape, ignored, workload, found, size, args.stage or "", case.rung)
                     )

@@ -152,6 +152,7 @@ def measure(
     methods: dict[str, Method],
     repeats: int,
     progress: Callable[[str], None] = lambda line: None,
+    forward: bool = True,
 ) -> Measured:
     """Check, then time; every rank of the shard's group calls it, and gets the same.
 
@@ -161,6 +162,7 @@ def measure(
         methods: What to compare, by name; those that are not for this size of group are left out.
         repeats: Rounds of timing.
         progress: Gets a line as each step begins.
+        forward: Time forward by itself too.
     """
     progress("reference")
     parts = _parts(workload, shard)
@@ -186,7 +188,7 @@ def measure(
     floor = Floor()
     jobs = _products(floor, operands)
     for row in rows:
-        jobs += [] if row.problem else _halves(row, *steps[row.name])
+        jobs += [] if row.problem else _jobs(row, *steps[row.name])[not forward :]
     time_in_turns(jobs, repeats, Clock(workload.hidden.device, shard), progress)
     ranks = _everyone([job.timing for job in jobs], shard)
     for job, of_ranks in zip(jobs, zip(*ranks, strict=True), strict=True):
@@ -315,7 +317,7 @@ def step(function: LossFn, workload: Workload) -> tuple[Tensor, Tensor, Tensor]:
     return loss.detach(), d_hidden, d_weight
 
 
-def _halves(row: Row, function: LossFn, workload: Workload) -> list[Job]:
+def _jobs(row: Row, function: LossFn, workload: Workload) -> list[Job]:
     """Forward alone, and the step."""
 
     def forward() -> None:

@@ -238,6 +238,22 @@ def deepspeed(shard: VocabShard, hidden: Tensor) -> LossFn:
     )  # fmt: skip
 
 
+def deepspeed_logits(shard: VocabShard, hidden: Tensor, backend: str = "torch") -> LossFn:
+    """DeepSpeed's loss of logits that are there, with its sum of dE over the group."""
+    quiet_deepspeed(hidden.device)
+    from deepspeed.module_inject.layers import ColumnParallel
+    from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        logits = F.linear(cast(Tensor, ColumnParallel.apply(shard.group, hidden)), weight)
+        return vocab_parallel_cross_entropy(
+            logits, labels, tp_group=shard.group, vocab_start_index=shard.start, vocab_end_index=shard.stop,
+            global_vocab_size=shard.vocab_size, ignore_index=IGNORE_INDEX, backend=backend,
+        )  # fmt: skip
+
+    return loss
+
+
 def quiet_deepspeed(device: torch.device) -> None:
     """Start DeepSpeed on the process group that there is, and have it say only what went wrong."""
     start_deepspeed(device)

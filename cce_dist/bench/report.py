@@ -172,10 +172,11 @@ def _cells(row: Row, case: Case) -> dict[str, str]:
     refused = row.problem.partition(":")[0]
 
     def ms(timing: Timing) -> str:
-        return _ms(timing.median, timing.spread) if not refused else "-"
+        return _ms(timing.median, timing.spread) if timing.seconds and not refused else "-"
 
     def ratio(timing: Timing, gemms: int) -> str:
-        return "-" if refused or case.floor.problem else f"{timing.median / case.floor.gemms(gemms):.2f}"
+        missing = refused or case.floor.problem or not timing.seconds
+        return "-" if missing else f"{timing.median / case.floor.gemms(gemms):.2f}"
 
     cells = {}
     if case.on_gpu:
