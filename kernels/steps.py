@@ -80,16 +80,21 @@ class Plan:
         } & new
         lives = {n: (first[n], last[n], tape.sizes[n]) for n in sorted(new)}
         passing = [(number, number, _temporary_bytes(step, device)) for number, step in enumerate(tape.steps)]
-        most = SLACK + max(_alive([*lives.values(), *passing], step, step) for step in range(end))
+        most = SLACK + _most_alive([*lives.values(), *passing], end)
         planned = new - returned - self.made
         self.offsets, self.workspace_bytes = lay_out(planned, tape.sizes, first, last)
         stops = [end]
         aside = sum(tape.sizes[n] for n in new - planned) + max((size for *_, size in passing), default=0)
         if aside + self.workspace_bytes > most:
-            planned = {n for n in planned if tape.sizes[n] <= LARGE}
-            self.offsets, self.workspace_bytes = lay_out(planned, tape.sizes, first, last)
-            others = [live for n, live in lives.items() if n not in planned]
-            stops = _cut([*others, *passing], most - self.workspace_bytes, end)
+            # What is planned is there all along. The less of it, the more is there only while it is used, in phases.
+            alone = passing
+            for largest in (LARGE >> halved for halved in range(11)):
+                planned = {n for n in planned if tape.sizes[n] <= largest}
+                self.offsets, self.workspace_bytes = lay_out(planned, tape.sizes, first, last)
+                alone = [*(live for n, live in lives.items() if n not in planned), *passing]
+                if _most_alive(alone, end) + self.workspace_bytes <= most:
+                    break
+            stops = _cut(alone, most - self.workspace_bytes, end)
         self.own = new - planned - self.made
         outside = {*range(tape.num_inputs), *returned}
         self.numbers = {n for n in outside if tape.firsts[n].size == ()}
@@ -131,6 +136,11 @@ def _temporary_bytes(step: Any, device: torch.device) -> int:
 def _alive(lives: Iterable[tuple[int, int, int]], start: int, last: int) -> int:
     """Return the bytes of what is alive at some of these steps."""
     return sum(size for begin, end, size in lives if begin <= last and start <= end)
+
+
+def _most_alive(lives: Sequence[tuple[int, int, int]], num_steps: int) -> int:
+    """Return the most bytes that are alive at one step."""
+    return max(_alive(lives, step, step) for step in range(num_steps))
 
 
 def _cut(lives: Sequence[tuple[int, int, int]], most: int, num_steps: int) -> list[int]:

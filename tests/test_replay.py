@@ -790,6 +790,27 @@ def test_phases_hold_no_more_than_the_recorded_call() -> None:
             there -= set(phase.dropped)
 
 
+def test_small_tensors_do_not_stay_beside_large_ones() -> None:
+    """Catches: a workspace of many tensors below ``LARGE`` that is there while one above it is."""
+
+    def function(x: Tensor) -> Tensor:
+        small = [torch.empty_like(x).fill_(float(n)) for n in range(12)]
+        total = sum(each.sum() for each in small)
+        del small
+        return torch.empty(16 * len(x), device=DEVICE).fill_(1.0).mul_(total)
+
+    x = torch.ones(3 * steps.LARGE // 16, device=DEVICE)
+    with Tape([x]) as tape:
+        tape.returned(function(x))
+    plan = steps.Plan(tape, x.device)
+    assert torch.equal(steps.Replay(plan)([x], [x.data_ptr()], replay._stream(x.device)), function(x))
+    there: set[int] = set()
+    for phase in plan.phases:
+        there |= set(phase.allocated)
+        assert plan.workspace_bytes + sum(tape.sizes[n] for n in there) <= 16 * x.nbytes + steps.SLACK
+        there -= set(phase.dropped)
+
+
 def test_an_unknown_launcher_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Catches: a Triton whose launcher takes other arguments; a switch that does nothing."""
     import triton
