@@ -25,8 +25,11 @@ def resolve(group_name: Any) -> dist.ProcessGroup | None:
 
 
 def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All-gather every rank's statistics: the one collective of forward, 4 K N bytes from each rank. -> [T, K, N]."""
-    if group is None:
+    """All-gather every rank's statistics: the one collective of forward, 4 K N bytes from each rank. -> [T, K, N].
+
+    A group of one rank has nothing to gather.
+    """
+    if group is None or group.size() == 1:
         return stats_KN.unsqueeze(0)
     return again(_all_gather, stats_KN, group).view(group.size(), *stats_KN.shape)
 

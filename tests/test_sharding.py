@@ -353,7 +353,8 @@ def _check_normalisation() -> None:
 
 
 def _check_one_collective_a_pass() -> None:
-    """One collective forward and one backward. Catches a second one, and a sum in another dtype than asked for."""
+    """One collective forward and one backward, none where a group is one rank. Catches a second one, and a sum in another dtype
+    than asked for."""
     _, line = meshes()
     hidden, weight, labels = data(33)
     shard = VocabShard.even(33, line.get_group())
@@ -373,6 +374,11 @@ def _check_one_collective_a_pass() -> None:
             assert forward.sizes == [*gathered, statistics]
             summed = ("all_reduce", N * D * size)  # gloo makes its reduce-scatter of one
             assert backward.sizes == [*gathered, summed]
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    operands = [x.detach().requires_grad_() for x in (hidden, weight)]
+    with Collectives(1) as both:
+        linear_cross_entropy(*operands, labels, shard=VocabShard.even(33, alone)).backward()
+    assert both.sizes == []
 
 
 def _check_sums() -> None:
