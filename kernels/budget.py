@@ -89,7 +89,7 @@ class FilterCosts(NamedTuple):
 
 
 # ``backward`` and ``passes`` are a fit to ten filtered times at eps 2^-10, heads of Llama-3-8B, Gemma-2-2B and Phi-3.5 (H200s,
-# bf16, N 8,192, 2026-11; tests/test_filtered.py has them), which it meets within 6 %. Phi-3.5's two are of older code. The
+# bf16, N 8,192, 2026-11; tests/test_filtered.py has them), met within 7 %. Phi-3.5's two are of older code. The
 # bend was on there; where the device leaves it out a step takes less. The other constants are of an older filter.
 FILTER_COSTS = FilterCosts()
 LISTED_OF = 32_064  # Phi-3.5's rows
