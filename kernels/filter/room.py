@@ -43,7 +43,7 @@ def has_room(
     if logits.num_valid == 0:
         return torch.arange(1, -1, -1, dtype=torch.int32, device=device)
     blocks, parts = min(cdiv(num_rows, tile.rows), cdiv(LOOKED_AT, tile.rows)), cdiv(logits.num_valid, tile.cols)
-    count_2P = torch.empty(2, blocks * parts, dtype=torch.int32, device=device)
+    count_2C = torch.empty(2, blocks * parts * tile.rows, dtype=torch.int32, device=device)
     room = torch.empty(2, dtype=torch.int32, device=device)
     tma = has_tma(rows.hidden, drawn.weight)
     _marked_cells_kernel[(blocks * parts,)](
@@ -51,7 +51,7 @@ def has_room(
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(drawn.weight, tile.cols, tile.inner, tma), drawn.bias,
         marks.bound_R, rows.num_kept,
         # out
-        count_2P,
+        count_2C,
         # sizes
         num_rows, hidden_size, logits.num_valid, blocks, parts,
         # options
@@ -62,7 +62,7 @@ def has_room(
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     _room_kernel[(1,)](
-        count_2P, rows.num_kept, room, blocks * parts, num_outside, CERTAIN * capacity, BLOCK=1024
+        count_2C, rows.num_kept, room, count_2C.shape[1], num_outside, CERTAIN * capacity, BLOCK=1024
     )  # fmt: skip
     return room
 
@@ -74,7 +74,7 @@ def _marked_cells_kernel(
     bias_ptr,  # in: [S]
     bound_ptr,  # in: [R] fp32
     num_kept_ptr,  # in: [1] int32
-    count_ptr,  # out: [2, P] int32: cells that would be marked; all cells
+    count_ptr,  # out: [2, P, BLOCK_N] int32: cells of a row in a part that would be marked; all of these
     num_rows,
     hidden_size,
     size,
@@ -105,27 +105,28 @@ def _marked_cells_kernel(
     live = offs_n < num_kept
     threshold = tl.load(bound_ptr + offs_n, mask=live, other=float("inf")) + log_eps
     marked = (live[:, None] & (z >= threshold[:, None])).to(tl.int32)
-    tl.store(count_ptr + pid, tl.sum(tl.sum(marked, 1), 0))
-    num_cells = tl.sum(live.to(tl.int32), 0) * tl.minimum(size - col, BLOCK_V)
-    tl.store(count_ptr + num_blocks * num_parts + pid, num_cells)
+    offs_c = pid * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(count_ptr + offs_c, tl.sum(marked, 1))
+    num_cells = live.to(tl.int32) * tl.minimum(size - col, BLOCK_V)
+    tl.store(count_ptr + num_blocks * num_parts * BLOCK_N + offs_c, num_cells)
 
 
 @kernel("count_ptr", "room_ptr")
 def _room_kernel(
-    count_ptr,  # in: [2, P] int32
+    count_ptr,  # in: [2, C] int32
     num_kept_ptr,  # in: [1] int32
     room_ptr,  # out: [2] int32
-    num_parts,
+    num_counts,
     num_outside,
     most,
     BLOCK: tl.constexpr,
 ):
     marked = tl.zeros((BLOCK,), tl.int32)
     cells = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, num_parts, BLOCK):
-        offs_p = first + tl.arange(0, BLOCK)
-        marked += tl.load(count_ptr + offs_p, mask=offs_p < num_parts, other=0)
-        cells += tl.load(count_ptr + num_parts + offs_p, mask=offs_p < num_parts, other=0)
+    for first in range(0, num_counts, BLOCK):
+        offs_c = first + tl.arange(0, BLOCK)
+        marked += tl.load(count_ptr + offs_c, mask=offs_c < num_counts, other=0)
+        cells += tl.load(count_ptr + num_counts + offs_c, mask=offs_c < num_counts, other=0)
     part = tl.sum(marked, 0).to(tl.float32) / tl.maximum(tl.sum(cells, 0), 1).to(tl.float32)
     needed = part * num_outside * tl.load(num_kept_ptr).to(tl.float32)
     tl.store(room_ptr, (needed <= most).to(tl.int32))
