@@ -133,7 +133,7 @@ def draw(files: list[str]) -> None:
     """Draw into the first file the same at every step that was judged, above the mean validation loss of the dense runs."""
     engines = by_engine(files[1:])
     first = next(iter(engines.values()))
-    title = f"filtered - dense, mean over seeds and its standard error\n{first.title}; {where(first.environment)}"
+    title = f"filtered - dense, mean over seeds and its standard error\n{first.title}\n{where(first.environment)}"
     with picture(Path(files[0]), title, (9, 7)) as figure:
         panels: Any = figure.subplots(len(engines) + 1, 1, sharex=True)
         for panel, (engine, comparison) in zip(panels, engines.items(), strict=False):
