@@ -374,7 +374,7 @@ def _check_one_collective_a_pass() -> None:
             assert forward.sizes == [*gathered, statistics]
             summed = ("all_reduce", N * D * size)  # gloo makes its reduce-scatter of one
             assert backward.sizes == [*gathered, summed]
-    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    alone: Any = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
     operands = [x.detach().requires_grad_() for x in (hidden, weight)]
     with Collectives(1) as both:
         linear_cross_entropy(*operands, labels, shard=VocabShard.even(33, alone)).backward()
