@@ -375,9 +375,9 @@ def _check_one_collective_a_pass() -> None:
             summed = ("all_reduce", N * D * size)  # gloo makes its reduce-scatter of one
             assert backward.sizes == [*gathered, summed]
     alone: Any = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
-    operands = [x.detach().requires_grad_() for x in (hidden, weight)]
+    hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
     with Collectives(1) as both:
-        linear_cross_entropy(*operands, labels, shard=VocabShard.even(33, alone)).backward()
+        linear_cross_entropy(hidden, weight, labels, shard=VocabShard.even(33, alone)).backward()
     assert both.sizes == []
 
 
