@@ -153,8 +153,10 @@ def test_a_killed_node_that_comes_back_costs_no_bit(tmp_path: Path, corpus: list
         nodes[0].wait_until(_has_finished(tmp_path, 11))
         nodes[1].kill()
         nodes.append(Node(tmp_path / "node1.log", *argv))
-        for node in (nodes[0], nodes[2]):
-            assert node.process.wait(120) == 0, node.output.read_text()
+        assert nodes[0].process.wait(120) == 0, nodes[0].output.read_text()
+        # torchrun's agent may abort at its end, if the node with the store has left before it.
+        code, said = nodes[2].process.wait(120), nodes[2].output.read_text()
+        assert code == 0 or (code == -signal.SIGABRT and "TCPStore" in said), said
     finally:
         for node in nodes:
             if node.process.poll() is None:
