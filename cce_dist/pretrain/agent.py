@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from cce_dist.pretrain.exits import AGAIN, BUG, HOPELESS, say
@@ -54,13 +55,14 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"  # the others are ours
     agent: _Agent | None = None
     try:
-        spec = WorkerSpec(
-            role="default", local_world_size=num_local, entrypoint=body, args=args, rdzv_handler=_rendezvous(meeting),
-            max_restarts=max_restarts, monitor_interval=0.1,
-        )  # fmt: skip
-        agent = _Agent(spec, DefaultLogsSpecs(), START_METHOD)
-        with agent.hearing():
-            result: Any = agent.run()
+        with _place_at(meeting) as handler:
+            spec = WorkerSpec(
+                role="default", local_world_size=num_local, entrypoint=body, args=args, rdzv_handler=handler,
+                max_restarts=max_restarts, monitor_interval=0.1,
+            )  # fmt: skip
+            agent = _Agent(spec, DefaultLogsSpecs(), START_METHOD)
+            with agent.hearing():
+                result: Any = agent.run()
     except _Asked as error:
         say(f"stopped by {error} before the ranks were started")
         return AGAIN
@@ -149,13 +151,25 @@ class _Agent(LocalElasticAgent):
                     return
 
 
-def _rendezvous(meeting: Meeting) -> RendezvousHandler:
+@contextlib.contextmanager
+def _place_at(meeting: Meeting) -> Iterator[RendezvousHandler]:
+    """Hold this node's place at the meeting; it stays open for nodes that come back.
+
+    A thread of the handler says every few seconds that this node is alive. It must have ended before the interpreter does:
+    when the node with the store has left first, its receive fails in a C++ frame that cannot be unwound, which aborts.
+    """
     if meeting.place is None:
-        return _Loopback(meeting.run_id)
+        yield _Loopback(meeting.run_id)
+        return
     parameters = RendezvousParameters(
         "c10d", meeting.place, meeting.run_id, meeting.num_nodes, meeting.num_nodes, **meeting.settings
     )
-    return get_rendezvous_handler(parameters)
+    handler = get_rendezvous_handler(parameters)
+    try:
+        yield handler
+    finally:
+        # Torch's shutdown() stops it too, but also closes the meeting for good.
+        cast(DynamicRendezvousHandler, handler)._stop_heartbeats()
 
 
 class _Loopback(RendezvousHandler):
