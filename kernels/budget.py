@@ -47,7 +47,7 @@ COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a list
 # What exact gradients take, for ``filter_pays``: one H200, bf16, N 8,192; 2026-11. Products are those of the logits' size.
 EXACT_PRODUCTS = 3.2  # loss and gradient with all exponentials kept
 RECOMPUTED = 1.1  # products more where none is kept
-USUAL_LIST = 60  # columns of a token that a filter lists
+USUAL_LIST = 40  # columns of a token that a filter lists: 34 where a model trains, 25 to 59 where the softmax is flat
 FILTER_HOST = 6.0e-3  # seconds that the host takes: 220 to 270 kernels took 8 to 14 ms, and there are 80 to 160
 MARGIN = 0.9  # of the exact time, that the filter may take
 
@@ -78,27 +78,26 @@ class FilterCosts(NamedTuple):
             cache.
     """
 
-    marks: float = 0.016
-    forward: float = 0.18e-3
-    backward: float = 1.70e-3
-    passes: float = 2.0
+    marks: float = 0.053
+    forward: float = 0.24e-3
+    backward: float = 0.69e-3
+    passes: float = 3.7
     sorted: float = 0.1e-9
-    listed: float = 0.42e-9
-    listed_wide: float = 1.10e-9
-    rarer: float = 0.34e-9
+    listed: float = 1.5e-9
+    listed_wide: float = 0.99e-9
+    rarer: float = 0.23e-9
 
 
-# ``backward`` and ``passes`` are a fit to ten filtered times at eps 2^-10, heads of Llama-3-8B, Gemma-2-2B and Phi-3.5 (H200s,
-# bf16, N 8,192, 2026-11; tests/test_filtered.py has them), met within 7 %. Phi-3.5's two are of older code. The
-# bend was on there; where the device leaves it out a step takes less. The other constants are of an older filter.
+# A fit to twenty filtered times at eps 2^-10, met within 7 %: six drawn softmaxes on the heads of Llama-3-8B, Gemma-2-2B and
+# Phi-3.5, two captured ones of D 768, V 32,768 (H200s, bf16, N 8,192, 2026-11; tests/test_filter_costs.py has them). What a
+# place of a list costs when it is sorted is of an older filter.
 FILTER_COSTS = FilterCosts()
 LISTED_OF = 32_064  # Phi-3.5's rows
 
-# What a screen takes in place of the forward product, for ``screen_pays``: one H200, bf16, N 8,192; heads of Llama-3-8B,
-# Gemma-2-2B and Phi-3.5; eps 2^-12; 2026-11. Of a product in 8 bits operations in a ms, and ms for each logit besides; bytes in
-# a ms that are rounded, or gathered for the listed columns, of which there were as many; and what is there whatever the sizes.
-SCREEN_OPERATIONS, SCREEN_LOGIT_MS = 1.5e12, 2.5e-10
-SCREEN_ROUNDED, SCREEN_LISTED, SCREEN_LIST, SCREEN_MS = 2.5e9, 4e9, 200, 0.3
+# What a screen takes in place of a filter's forward pass, for ``screen_pays``, fitted to the same softmaxes within 8 %. In a
+# second: operations of a product in 8 bits, bytes that are rounded, bytes of rows that are gathered for listed columns. And
+# seconds that are there whatever the sizes.
+SCREEN_OPERATIONS, SCREEN_ROUNDED, SCREEN_LISTED, SCREEN_SECONDS = 1.1e15, 2.5e12, 4.5e12, 0.55e-3
 
 NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the vocabulary (lse.py)
 
@@ -375,20 +374,25 @@ def listed_seconds(sizes: Sizes, num_columns: float) -> float:
 
 
 def screen_pays(sizes: Sizes) -> bool:
-    """Return whether a screen takes less time than the forward product in 16 bits, as far as sizes tell; ranks have to agree.
+    """Return whether a screen takes less time than a filter's forward pass in 16 bits, by sizes alone; ranks have to agree.
 
-    Lists are taken to be as long as a trained model's, so heads whose rows are long and whose product is short do without.
+    Lists are taken to have the usual length. So heads whose product is short do without.
 
     Args:
         sizes: Of the largest shard.
     """
+    rates, num_columns = H200[2], sizes.num_columns
+    forward, _ = filter_seconds(sizes, LEAST_DEFAULT, rates, hot_columns(num_columns, 0.0))
+    listed = min(USUAL_LIST, num_columns // COLUMNS_PER_ENTRY)
+    return screen_seconds(sizes, listed) < product_seconds(sizes, rates) + forward
+
+
+def screen_seconds(sizes: Sizes, num_listed: float) -> float:
+    """Return what a screened forward pass takes where so many columns of each token are listed."""
     num_tokens, hidden_size, num_columns = sizes[:3]
-    logits = num_tokens * num_columns
-    product = 1e3 * product_seconds(sizes, H200[2])
-    screen = 2 * hidden_size * logits / SCREEN_OPERATIONS + SCREEN_LOGIT_MS * logits + SCREEN_MS
-    screen += 3 * hidden_size * (num_tokens + num_columns) / SCREEN_ROUNDED
-    num_listed = num_tokens * min(SCREEN_LIST, num_columns // COLUMNS_PER_ENTRY)
-    return screen + num_listed * sizes.hidden_bytes / SCREEN_LISTED < product
+    product = 2 * num_tokens * hidden_size * num_columns / SCREEN_OPERATIONS
+    rounding = 3 * hidden_size * (num_tokens + num_columns) / SCREEN_ROUNDED
+    return product + rounding + num_tokens * num_listed * sizes.hidden_bytes / SCREEN_LISTED + SCREEN_SECONDS
 
 
 def filter_columns_kept(sizes: Sizes, workspace_bytes: int, hot_columns: int, tile_cols: int) -> int:

@@ -7,10 +7,8 @@ the kernels that it catches.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
-import statistics
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -790,74 +788,6 @@ def test_linear_cross_entropy(case: verify_cases.Case) -> None:
     case = replace(case, options={**case.options, "grad_filter": grad_filter}, problem=draw)
     for result in run_case(case, None, DEVICE, backend="triton"):
         assert result.ok, result
-
-
-MEASURED = {  # tokens, D, V of heads, and whether the filter took less time than exact gradients there
-    "llama-3-8b": ((8192, 4096, 128256), True),
-    "gemma-2-2b": ((8192, 2304, 256000), True),
-    "llama-3-8b-over-8": ((8192, 4096, 16032), False),
-    "base": ((8192, 768, 32768), False),
-    "few-tokens": ((512, 768, 131072), False),
-    "nothing": ((0, 768, 0), False),
-}
-
-
-@pytest.mark.parametrize(("sizes", "faster"), MEASURED.values(), ids=MEASURED)
-def test_filter_pays_where_it_was_faster(sizes: tuple[int, int, int], faster: bool) -> None:
-    """Catches a rule that a head of the benchmarks contradicts, and one that asks less of a filter where exact is slower."""
-    of = budget.Sizes(*sizes, 2)
-    assert budget.filter_pays(of, True, 0) == faster
-    assert budget.filter_pays(of, True, 1) >= budget.filter_pays(
-        of, True, 1 << 40
-    )  # exact recomputes within a small budget
-    assert budget.filter_pays(of, False, 0) >= faster
-
-
-# Listed columns of a token at eps 2^-10, of a script of the same month; for ``trained`` the logits that reach 2^-12.
-LISTED = {
-    ("llama-3-8b", "early"): 39.1,
-    ("llama-3-8b", "middle"): 42.6,
-    ("llama-3-8b", "trained"): 2.3,
-    ("llama-3-8b", "sharp"): 3.3,
-    ("gemma-2-2b", "early"): 50.7,
-    ("gemma-2-2b", "middle"): 38.6,
-    ("gemma-2-2b", "trained"): 2.2,
-    ("gemma-2-2b", "sharp"): 3.5,
-}
-LADDER = json.loads((Path(__file__).parents[1] / "docs/results/h200-ladder.json").read_text())["cases"]
-# D, V, listed columns of a token, ms of a plain product and of loss and gradient in one run; H200s, N 8,192, bf16, eps 2^-10,
-# 256 MiB, 2026-11. The rounds of Phi-3.5's two, of older code with bend and draws not left out, were not kept.
-TIMED = {
-    "phi-3.5, middle": (3072, 32_064, 35.8, 2.34, 7.13),
-    "phi-3.5, sharp": (3072, 32_064, 2.7, 2.33, 5.59),
-} | {
-    f"{case['shape']}, {case['rung']}": (
-        case["hidden_size"],
-        case["vocab_size"],
-        LISTED[case["shape"], case["rung"]],
-        statistics.median(case["floor"]["one"]["seconds"]) * 1e3,
-        statistics.median(row["total"]["seconds"]) * 1e3,
-    )
-    for case in LADDER
-    for row in case["rows"]
-    if row["name"] == "cce-dist-filtered" and (case["shape"], case["rung"]) in LISTED
-}
-
-
-def test_the_ladder_has_the_softmaxes_whose_lists_are_known() -> None:
-    """Catches a stored file that lost the times that the filter's costs are held to."""
-    assert len(TIMED) == 2 + len(LISTED)
-
-
-@pytest.mark.parametrize("timed", TIMED.values(), ids=TIMED)
-def test_filter_seconds_are_those_that_were_measured(timed: tuple[int, int, float, float, float]) -> None:
-    """Within 12 %, at the rate of the run's own product. Catches a cost that moves."""
-    hidden_size, num_columns, listed, product_ms, total_ms = timed
-    sizes = budget.Sizes(8192, hidden_size, num_columns, 2)
-    rates = budget.Rates(2 * 8192 * hidden_size * num_columns / (product_ms / 1e3), budget.H200[2].bytes_moved)
-    more = budget.filter_seconds(sizes, 256 << 20, rates, budget.hot_columns(num_columns, 2.0**-10))
-    seconds = product_ms / 1e3 + sum(more) + budget.listed_seconds(sizes, listed)
-    assert seconds * 1e3 == pytest.approx(total_ms, rel=0.12)
 
 
 def test_small_heads_are_exact_unless_the_filter_is_forced() -> None:

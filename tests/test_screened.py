@@ -352,22 +352,6 @@ def test_the_loss_with_a_screen() -> None:
         assert 0 < (a - b).norm() < 0.5 * (a - true).norm()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "faster"),
-    [
-        pytest.param((8192, 2304, 256_000), True, id="gemma-2-2b"),
-        pytest.param((8192, 4096, 128_256), True, id="llama-3-8b"),
-        pytest.param((8192, 3072, 32_064), False, id="phi-3.5-whose-lists-may-take-what-is-saved"),
-        pytest.param((8192, 768, 131_072), False, id="short-rows"),
-        pytest.param((128, 4096, 128_256), False, id="few-tokens"),
-        pytest.param((0, 4096, 128_256), False, id="no-tokens"),
-    ],
-)
-def test_a_screen_pays_where_it_was_faster(sizes: tuple[int, int, int], faster: bool) -> None:
-    """Catches a rule that a head of the benchmarks contradicts."""
-    assert budget.screen_pays(budget.Sizes(*sizes, 2)) == faster
-
-
 def test_auto_screens_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: "auto" on a head that takes longer, sizes of the whole vocabulary for those of a shard."""
     p = of_filter.problem(Case(num_tokens=20))

@@ -22,7 +22,7 @@ from cce_dist.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Device
 OURS = ("kept", "budget", "filtered")
 LOSSES = (*OURS, *DENSE)
 VECTOR_BYTES = 16  # rows of a whole number of them are read fastest
-FEW_LISTED, MANY_LISTED = 2, 109  # columns of a token: the bench's "trained" and "spread" at 2^-12, Llama-3-8B's head
+FEW_LISTED, MANY_LISTED = 2, 59  # columns of a token: the bench's "trained" and "spread" at 2^-10, Llama-3-8B's head
 DEFAULT_EPS = GradFilter.eps
 
 
@@ -158,9 +158,12 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = No
 
 
 def lists_have_room(head: Head, workspace_bytes: int) -> bool:
-    """Return whether lists hold ``MANY_LISTED`` columns of each token, and labels are enough to tell the hot columns."""
+    """Return whether lists hold ``MANY_LISTED`` columns of each token, and labels are enough to tell the hot columns.
+
+    Lists are taken before the log-sum-exp is known, at a bound of it, and hold up to a third more.
+    """
     num_tokens, num_columns = head.num_tokens, head.sizes.num_columns
-    room = budget.list_capacity(num_tokens, num_columns, workspace_bytes) >= MANY_LISTED * num_tokens / head.tp
+    room = budget.list_capacity(num_tokens, num_columns, workspace_bytes) >= 4 / 3 * MANY_LISTED * num_tokens / head.tp
     return room and num_tokens >= 4 * budget.hot_columns(num_columns, head.eps)
 
 
@@ -213,10 +216,11 @@ def _slowest(num_ranks: int) -> float:
 
 def _our_seconds(head: Head, loss: str, device: Device, workspace_bytes: int) -> tuple[float, float, list[Collective]]:
     """Return seconds of forward and backward, and the collectives."""
-    forward = head.product / device.flops + _exponentials(head, device) + _small_kernels(head, device)
+    product = head.product / device.flops
     if loss == "filtered":
-        backward, more = _filter_seconds(head, device, workspace_bytes)
-        return forward + more, backward, _our_collectives(head, device, 0.0, 2)
+        forward, backward = _filter_seconds(head, device, workspace_bytes)
+        return product + forward, backward, _our_collectives(head, device, 0.0, 2)
+    forward = product + _exponentials(head, device) + _small_kernels(head, device)
     backward, covering = _exact_backward(head, device, workspace_bytes)
     return forward, backward, _our_collectives(head, device, covering, 1)
 
@@ -266,14 +270,11 @@ def _chunk_seconds(head: Head, device: Device, rows: int) -> float:
 
 
 def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
-    """Return seconds of a filtered backward, and what a filter adds to forward."""
+    """Return what a filter adds to the product of forward, and its backward with the fewest listed columns."""
     hot = budget.hot_columns(head.sizes.num_columns, head.eps)
     rates = budget.Rates(device.flops, device.bandwidth)
     forward, backward = budget.filter_seconds(head.sizes, workspace_bytes, rates, hot)
-    # Launches that return at once are there, too.
-    chunks, _ = _chunks(head, device, workspace_bytes, 0)
-    backward += (COSTS.loss + COSTS.chunk * chunks) * COSTS.launch
-    return backward + listed_seconds(head, FEW_LISTED), forward
+    return forward, backward + listed_seconds(head, FEW_LISTED)
 
 
 def listed_seconds(head: Head, num_columns: float) -> float:
