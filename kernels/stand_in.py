@@ -81,7 +81,7 @@ def draw(share: Tensor, size: int) -> Drawn:
 def shrink(signal: Tensor, noise: Tensor) -> Tensor:
     """Return the factor on an estimate from its square and the sum of its terms' squares."""
     factor = (1 - noise / torch.where(signal > 0, signal, torch.inf)).nan_to_num(0.0)
-    return torch.where(factor > LEAST_SHRUNK, factor, 0.0)
+    return torch.where((factor > LEAST_SHRUNK) & (signal > 0), factor, 0.0)
 
 
 def isotropic(along: Tensor, weighted: Tensor, mean_square: Tensor, usual: Tensor) -> Tensor:

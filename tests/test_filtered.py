@@ -730,11 +730,16 @@ def assert_saved_as_said(p: Problem, case: Case, saved: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [Case(num_tokens=0), Case(num_rows=9, num_valid=0, ids=9), Case(ignored=2.0), Case(num_rows=1, ids=1)],
-    ids=["no-tokens", "only-padding", "all-ignored", "one-row"],
-)  # fmt: skip
+    "case",
+    [
+        pytest.param(Case(num_tokens=0), id="no-tokens"),
+        pytest.param(Case(num_rows=9, num_valid=0, ids=9), id="only-padding"),
+        pytest.param(Case(ignored=2.0), id="all-ignored"),
+        pytest.param(Case(num_rows=1, ids=1), id="one-row"),
+    ],
+)
 def test_nothing_to_do(case: Case) -> None:
-    """Catches: outputs left unwritten where no tile exists, a share of 0 / 0."""
+    """Catches: outputs left unwritten where no tile exists or nothing is sampled, a share of 0 / 0."""
     p = problem(case)
     stats, *saved = local_stats(p, case)
     assert_saved_as_said(p, case, saved)
@@ -751,6 +756,22 @@ def test_nothing_to_do(case: Case) -> None:
     assert kept == (1.0 if case.num_rows == 1 else 0.0)
     assert mean == pytest.approx(0.0, abs=1e-6)
     assert most == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(("ignored", "upstream"), [(2.0, 1.0), (0.1, 0.0)], ids=["all-ignored", "no-upstream"])
+def test_a_sample_that_drops_nothing(ignored: float, upstream: float, limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows of d_weight that two kernels leave to each other, where what is dropped weighs nothing."""
+    case = Case(num_tokens=70, hidden_size=32, drawn=32, ignored=ignored)
+    limits(case)
+    monkeypatch.setattr(filter, "SAMPLE", 32)
+    monkeypatch.setattr(budget, "SAMPLE", 32)
+    p = problem(case)
+    p = p._replace(coef=p.coef * upstream)
+    _, *saved = local_stats(p, case)
+    seen = watched(monkeypatch, "weigh_tokens")
+    d_hidden, d_weight, _ = gradients(p, case, dense(p), saved)
+    assert seen["weigh_tokens"] is not None
+    assert (d_hidden == 0).all() and (d_weight == 0).all()
 
 
 def test_filter_stats() -> None:

@@ -165,7 +165,7 @@ def listed_weight(
         share_V: Each column's part of the dropped mass.
         shared_2D: sum_i scale P_i m_i hidden_i and sum_i scale UNIFORM_i hidden_i, fp32.
         how: Where tokens are exact, d_weight_VD holds their gradient, to add to; where all are, it is left alone.
-        factors: Where ``factors.tokens`` is not 0, ``stand_in_weight`` has set the rows to all other parts.
+        factors: Where ``factors.gain`` is not 0, ``stand_in_weight`` has set the rows to all other parts.
         weight: The weight, which is read where ``factors.isotropic`` is not 0.
         add: Add to d_weight_VD in any case.
     """
@@ -175,7 +175,7 @@ def listed_weight(
         # in
         hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, hot_HD, share_V, shared_2D,
         how.num_dense, how.num_few,
-        weight, *((None, None) if factors is None else (factors.tokens, factors.isotropic)),
+        weight, *((None, None) if factors is None else (factors.gain, factors.isotropic)),
         # in, out
         d_weight_VD,
         # sizes
@@ -200,7 +200,7 @@ def _filtered_weight_kernel(
     num_dense_ptr,  # in: [1] int32
     num_few_ptr,  # in: [1] int32
     weight_ptr,  # in: [V, D]
-    tokens_ptr,  # in: [] fp32
+    gain_ptr,  # in: [] fp32
     isotropic_ptr,  # in: [] fp32
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
@@ -226,7 +226,7 @@ def _filtered_weight_kernel(
     slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
     share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
     adding = (add != 0) | (tl.load(num_few_ptr) > 0)
-    others_done = (tl.load(tokens_ptr) != 0) if HAS_FACTORS else False
+    others_done = (tl.load(gain_ptr) != 0) if HAS_FACTORS else False
     isotropic = tl.load(isotropic_ptr) if HAS_FACTORS else 0.0
     adding |= others_done
     by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)

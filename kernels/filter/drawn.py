@@ -452,6 +452,7 @@ def _factors_kernel(
     gain = 0.0
     bend = 0.0
     isotropic = 0.0
+    less = tl.zeros((BLOCK_D,), tl.float32)  # what is taken off the part of d_weight that all columns share
     if HAS_COLUMNS:
         if BENT:
             # A gradient of d_hidden is about as long as a row of the weight, times its token's coefficient. A sampled token
@@ -475,20 +476,20 @@ def _factors_kernel(
         tl.store(shared_hidden_ptr + offs_d, shared - of_columns * (tl.sum(away, 0) / num_columns), mask=in_d)
     if HAS_TOKENS:
         of_tokens = _shrunk(tokens_ptr, tokens_parts, least_shrunk, BLOCK_P)
-        mass = of_tokens * tl.load(mass_ptr)
         total = tl.load(total_ptr)
-        gain = tl.where(total > 0, mass / (PART * total), 0.0)
-        shared = tl.load(shared_weight_ptr + offs_d, mask=in_d, other=0)
-        less = mass * tl.load(away_mean_ptr + offs_d, mask=in_d, other=0)
-        tl.store(shared_weight_ptr + offs_d, shared - less, mask=in_d)
+        gain = tl.where(total > 0, of_tokens * tl.load(mass_ptr) / (PART * total), 0.0)
+        # A gain of 0 says that the tokens add nothing, as where it is too small for a number.
+        of_tokens = tl.where(gain != 0, of_tokens, 0.0)
+        less += of_tokens * tl.load(mass_ptr) * tl.load(away_mean_ptr + offs_d, mask=in_d, other=0)
     if BENT and HAS_WEIGHT:
         factor = _isotropic(
             columns_ptr + 6 * columns_parts, columns_parts, square_ptr, worth_ptr, mean_ptr, num_columns, hidden_size,
             least_isotropic, SAMPLE, BLOCK_P,
         )  # fmt: skip
         isotropic = tl.where(of_tokens == 0, factor * tl.load(mass_ptr), 0.0)
+        less += isotropic * tl.load(center_ptr + offs_d, mask=in_d, other=0)
+    if HAS_TOKENS or (BENT and HAS_WEIGHT):
         shared = tl.load(shared_weight_ptr + offs_d, mask=in_d, other=0)
-        less = isotropic * tl.load(center_ptr + offs_d, mask=in_d, other=0)
         tl.store(shared_weight_ptr + offs_d, shared - less, mask=in_d)
     if tl.program_id(0) == 0:
         tl.store(factors_ptr, of_columns)
@@ -561,7 +562,7 @@ def _shrunk(squares_ptr, num_parts, least_shrunk, BLOCK_P: tl.constexpr):
     """``stand_in.shrink`` of squares in parts."""
     signal = _total(squares_ptr, num_parts, BLOCK_P)
     factor = 1 - _total(squares_ptr + num_parts, num_parts, BLOCK_P) / tl.where(signal > 0, signal, float("inf"))
-    return tl.where(factor > least_shrunk, factor, 0.0)  # NaN counts as 0
+    return tl.where((factor > least_shrunk) & (signal > 0), factor, 0.0)  # NaN counts as 0
 
 
 def drawn_gradients(
