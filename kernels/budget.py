@@ -197,12 +197,17 @@ def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> in
         return 0
     if bytes_of_all(sizes, tile_cols) <= workspace_bytes:
         return cdiv(sizes.num_columns, tile_cols) * tile_cols
+    tiles = _part_kept(sizes, workspace_bytes, tile_cols)
+    return tiles * tile_cols if tiles >= LEAST_TILES else 0
+
+
+def _part_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int) -> int:
+    """Return how many tiles keep their exponentials beside what the others' recomputation takes, which may be negative."""
     # Columns that are not kept are recomputed in chunks. A chunk of ``width`` columns costs CHUNK_COST, so the chunk is widened
     # until the next column would save more as a kept one. Hidden states and remainder of every token stand beside it.
     width = math.isqrt(CHUNK_COST * sizes.num_columns)
-    recompute = num_tokens * (2 * sizes.hidden_bytes + width * sizes.cell_bytes)
-    tiles = (workspace_bytes - recompute) // (num_tokens * _kept_tile_bytes(sizes, tile_cols))
-    return tiles * tile_cols if tiles >= LEAST_TILES else 0
+    recompute = sizes.num_tokens * (2 * sizes.hidden_bytes + width * sizes.cell_bytes)
+    return (workspace_bytes - recompute) // (sizes.num_tokens * _kept_tile_bytes(sizes, tile_cols))
 
 
 def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> int:
@@ -398,8 +403,8 @@ def screen_seconds(sizes: Sizes, num_listed: float) -> float:
 def filter_columns_kept(sizes: Sizes, workspace_bytes: int, hot_columns: int, tile_cols: int) -> int:
     """Return how many columns keep their exponentials where a filter's lists have no room: at most as many as without a filter.
 
-    Only the device knows whether they are kept, so their room is taken in any case. It stands beside what the lists' backward
-    takes, but for what the sampled tokens drop: that is where exponentials would have been.
+    Only the device knows whether they are kept, so their room is taken in any case. It stands beside what forward's marks take,
+    and what the lists' backward takes, but for what the sampled tokens drop: that is where exponentials would have been.
     """
     column_bytes = max(1, sizes.num_tokens * _kept_tile_bytes(sizes, 256) // 256)
     kept = columns_kept(sizes, workspace_bytes)
@@ -407,8 +412,18 @@ def filter_columns_kept(sizes: Sizes, workspace_bytes: int, hot_columns: int, ti
     left = workspace_bytes - _listed_bytes(sizes, workspace_bytes, hot_columns, tile_cols)
     if min(kept * column_bytes, left + parts) >= parts:
         left += parts
+    left = min(left, workspace_bytes - _marked_bytes(sizes, workspace_bytes, hot_columns))
     tiles = min(kept * column_bytes, left) // (256 * column_bytes)
+    if 256 * tiles < sizes.num_columns:
+        tiles = min(tiles, _part_kept(sizes, workspace_bytes, 256)) if tiles else 0
     return tiles * 256 if tiles >= min(LEAST_TILES, cdiv(sizes.num_columns, 256)) else 0
+
+
+def _marked_bytes(sizes: Sizes, workspace_bytes: int, hot_columns: int) -> int:
+    """Bytes of hidden states and marks in the filter's forward pass, and of its columns that are hot or drawn."""
+    row_bytes = sizes.hidden_bytes + cdiv(sizes.num_columns, 8)
+    columns = hot_columns + drawn_columns(sizes.num_columns - hot_columns)
+    return min(sizes.num_tokens * row_bytes, workspace_bytes * 3 // 4) + columns * sizes.hidden_bytes
 
 
 def few_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -170,7 +171,8 @@ def test_a_node_leaves_with_its_last_sign_of_life() -> None:
         free.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{free.getsockname()[1]}"
     meeting, sending = agent.Meeting(1, place, "id", {"keep_alive_interval": "1"}), threading.Event()
-    with agent._place_at(meeting) as handler:
+    handler: Any = agent._rendezvous(meeting)
+    with agent._place_at(handler):
         handler.next_rendezvous()
         handler._op_executor.run = lambda *_: (sending.set(), time.sleep(1))
         assert sending.wait(10)

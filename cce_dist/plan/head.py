@@ -176,7 +176,7 @@ def _our_moments(head: Head, loss: str, device: Device, workspace_bytes: int) ->
     sizes, tiles = head.sizes, _tiles(head, device)
     if loss == "filtered":
         hot = budget.hot_columns(sizes.num_columns, head.eps)
-        peak = budget.filtered_peak(sizes, workspace_bytes, hot, tiles, device.multiprocessors)
+        peak = budget.filtered_peak(sizes._replace(alone=False), workspace_bytes, hot, tiles, device.multiprocessors)
     else:
         peak = budget.exact_peak(sizes, workspace_bytes, head.itemsize == 2, tiles, device.multiprocessors)
     saved = {"lists" if loss == "filtered" else "saved": peak.saved}

@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -55,14 +55,13 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"  # the others are ours
     agent: _Agent | None = None
     try:
-        with _place_at(meeting) as handler:
-            spec = WorkerSpec(
-                role="default", local_world_size=num_local, entrypoint=body, args=args, rdzv_handler=handler,
-                max_restarts=max_restarts, monitor_interval=0.1,
-            )  # fmt: skip
-            agent = _Agent(spec, DefaultLogsSpecs(), START_METHOD)
-            with agent.hearing():
-                result: Any = agent.run()
+        spec = WorkerSpec(
+            role="default", local_world_size=num_local, entrypoint=body, args=args, rdzv_handler=_rendezvous(meeting),
+            max_restarts=max_restarts, monitor_interval=0.1,
+        )  # fmt: skip
+        agent = _Agent(spec, DefaultLogsSpecs(), START_METHOD)
+        with agent.hearing(), _place_at(spec.rdzv_handler):
+            result: Any = agent.run()
     except _Asked as error:
         say(f"stopped by {error} before the ranks were started")
         return AGAIN
@@ -151,25 +150,27 @@ class _Agent(LocalElasticAgent):
                     return
 
 
+def _rendezvous(meeting: Meeting) -> RendezvousHandler:
+    if meeting.place is None:
+        return _Loopback(meeting.run_id)
+    parameters = RendezvousParameters(
+        "c10d", meeting.place, meeting.run_id, meeting.num_nodes, meeting.num_nodes, **meeting.settings
+    )
+    return get_rendezvous_handler(parameters)
+
+
 @contextlib.contextmanager
-def _place_at(meeting: Meeting) -> Iterator[RendezvousHandler]:
-    """Hold this node's place at the meeting; it stays open for nodes that come back.
+def _place_at(handler: RendezvousHandler) -> Iterator[None]:
+    """Hold this node's place at the meeting, which stays open for nodes that come back.
 
     A thread of the handler says every few seconds that this node is alive. It must have ended before the interpreter does:
     when the node with the store has left first, its receive fails in a C++ frame that cannot be unwound, which aborts.
     """
-    if meeting.place is None:
-        yield _Loopback(meeting.run_id)
-        return
-    parameters = RendezvousParameters(
-        "c10d", meeting.place, meeting.run_id, meeting.num_nodes, meeting.num_nodes, **meeting.settings
-    )
-    handler = get_rendezvous_handler(parameters)
     try:
-        yield handler
+        yield
     finally:
-        # Torch's shutdown() stops it too, but also closes the meeting for good.
-        cast(DynamicRendezvousHandler, handler)._stop_heartbeats()
+        if isinstance(handler, DynamicRendezvousHandler):
+            handler._stop_heartbeats()  # Torch's shutdown() stops them too, but also closes the meeting for good.
 
 
 class _Loopback(RendezvousHandler):

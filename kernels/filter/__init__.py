@@ -114,7 +114,8 @@ def pays(x: Operands, spec: Spec) -> bool:
     """
     with_grad = spec._replace(want=spec.want._replace(grad=True))
     exact_sides = (not spec.filter.hidden) + (not spec.filter.weight)
-    return budget.filter_pays(exact.sizes_of(x), exact.keeps(x, with_grad), spec.workspace_bytes, exact_sides)
+    sizes = exact.sizes_of(x)._replace(alone=spec.alone)
+    return budget.filter_pays(sizes, exact.keeps(x, with_grad), spec.workspace_bytes, exact_sides)
 
 
 def rows_at_once(x: Operands, spec: Spec) -> int | None:
