@@ -414,8 +414,8 @@ def filter_columns_kept(sizes: Sizes, workspace_bytes: int, hot_columns: int, ti
         left += parts
     left = min(left, workspace_bytes - _marked_bytes(sizes, workspace_bytes, hot_columns))
     tiles = min(kept * column_bytes, left) // (256 * column_bytes)
-    if 256 * tiles < sizes.num_columns:
-        tiles = min(tiles, _part_kept(sizes, workspace_bytes, 256)) if tiles else 0
+    if 0 < 256 * tiles < sizes.num_columns:
+        tiles = min(tiles, _part_kept(sizes, workspace_bytes, 256))
     return tiles * 256 if tiles >= min(LEAST_TILES, cdiv(sizes.num_columns, 256)) else 0
 
 
