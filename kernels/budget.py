@@ -99,6 +99,8 @@ LISTED_OF = 32_064  # Phi-3.5's rows
 # seconds that are there whatever the sizes.
 SCREEN_OPERATIONS, SCREEN_ROUNDED, SCREEN_LISTED, SCREEN_SECONDS = 1.1e15, 2.5e12, 4.5e12, 0.55e-3
 
+AXES = 32  # along which the screen's products in 8 bits are mended (filter/middle.py); as many columns beside the operands'
+
 NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the vocabulary (lse.py)
 
 LIVE_BLOCKS = 8  # fp32 blocks of logits that the dense backend has alive at a time, at most
@@ -395,7 +397,7 @@ def screen_pays(sizes: Sizes) -> bool:
 def screen_seconds(sizes: Sizes, num_listed: float) -> float:
     """Return what a screened forward pass takes where so many columns of each token are listed."""
     num_tokens, hidden_size, num_columns = sizes[:3]
-    product = 2 * num_tokens * hidden_size * num_columns / SCREEN_OPERATIONS
+    product = 2 * num_tokens * rounded_size(hidden_size, 128) * num_columns / SCREEN_OPERATIONS
     rounding = 3 * hidden_size * (num_tokens + num_columns) / SCREEN_ROUNDED
     return product + rounding + num_tokens * num_listed * sizes.hidden_bytes / SCREEN_LISTED + SCREEN_SECONDS
 
@@ -472,7 +474,12 @@ def screen_chunks(
 
 def _rounded_bytes(sizes: Sizes) -> int:
     """Bytes of a row in 8 bits and its numbers."""
-    return cdiv(sizes.hidden_size, 128) * 128 + 16
+    return rounded_size(sizes.hidden_size, 128) + 16
+
+
+def rounded_size(hidden_size: int, inner: int) -> int:
+    """Return the columns of operands in 8 bits, ``inner`` of which are worked on at a time: one for each axis beside their own."""
+    return cdiv(hidden_size + AXES, inner) * inner
 
 
 def keeps_remainder(sizes: Sizes, workspace_bytes: int) -> bool:

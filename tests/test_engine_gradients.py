@@ -219,10 +219,13 @@ def check(case: Case, world: int = 2) -> None:
     filtered, exact = (by_the_loss(found, ranks, case, each) for each in (FILTER, None))
     for name, mine, theirs, without in zip(("d_hidden", "d_weight"), ours, filtered, exact, strict=True):
         # Sums over ranks and microbatches may take another order, and the filter is a thousand times as far away. In bf16 an
-        # engine may add microbatches up in fp32, or round their sum.
-        most = 2.0**-8 if name == "d_weight" and GPU else 1e-7
+        # engine may add microbatches up in fp32, or round their sum. Megatron divides by the number of tokens at the end, so
+        # that its exponents round otherwise, and some elements of d_hidden with them: a fifth of what bf16's rounding is.
+        scaled = case.engine == "megatron"
+        most = {"d_weight": 2.0**-8, "d_hidden": 2.0**-11 if scaled else 1e-7}[name] if GPU else 1e-7
         assert distance(mine, theirs) <= most, f"{name}: relative error {distance(mine, theirs):.1e}"
-        assert distance(theirs, without) >= 1e-4 or not theirs.numel(), f"{name}: nothing was filtered"
+        least = 1e-4 if name == "d_weight" or not GPU else 2.0**-10
+        assert distance(theirs, without) >= least or not theirs.numel(), f"{name}: nothing was filtered"
     held = torch.tensor(ours[1].numel(), device=DEVICE)
     dist.all_reduce(held)
     assert held >= found.weight.numel(), "nobody has the gradient of some rows"
