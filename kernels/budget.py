@@ -701,7 +701,7 @@ def _listed_bytes(sizes: Sizes, workspace_bytes: int, hot_columns: int, tile_col
 def _screen_bytes(
     sizes: Sizes, num_columns: int, capacity: int, workspace_bytes: int, screen: Tile, tiles: Tiles, at_once: int
 ) -> int:  # fmt: skip
-    """Bytes of the screen: the operands in 8 bits, marks and lists of chunks, and the parts of the sums."""
+    """Bytes of the screen: operands in 8 bits and what they are less of, marks and lists of chunks, the parts of the sums."""
     num_tokens, row_bytes = sizes.num_tokens, _rounded_bytes(sizes)
     rows, cols = screen_chunks(sizes, num_columns, capacity, workspace_bytes, screen.rows, tiles.group, screen.cols)
     rows, firsts = min(rows, num_tokens), range(0, num_columns, cols)
@@ -710,7 +710,8 @@ def _screen_bytes(
         for first in firsts
     )
     lists = 4 * capacity + num_tokens * (8 * len(firsts) + 4)
-    return lists + rows * (row_bytes + cols // 8 + 4 * (splits + LISTED_PARTS)) + cols * row_bytes
+    around = (SAMPLE + 3 * AXES) * sizes.hidden_bytes
+    return lists + around + rows * (row_bytes + cols // 8 + 4 * (splits + LISTED_PARTS)) + cols * row_bytes
 
 
 def _again_bytes(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) -> int:

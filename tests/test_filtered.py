@@ -617,8 +617,9 @@ def test_columns_lean_along_their_own_row(coefs: str, limits, monkeypatch: pytes
     assert factor != 0
     torch.testing.assert_close(first["factors_of"].isotropic.double(), factor, rtol=0.05 if GPU else 1e-3, atol=0)
     expected = factor * share[:, None] * away
-    assert expected.abs().max() > 0.001 * rank_1.abs().max()
-    assert (ours.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max()
+    assert expected.abs().max() > (0.001 if not GPU else 5e-5) * rank_1.abs().max()  # by the columns that are drawn
+    rounding = 1e-5 * rank_1.abs().max() if GPU else 0.0
+    assert (ours.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max() + rounding
 
 
 def test_torch_leans_columns_along_their_own_row(monkeypatch: pytest.MonkeyPatch) -> None:

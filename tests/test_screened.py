@@ -85,7 +85,10 @@ def emulate(p: Problem, d: Dense, case: Case, saved: list[Tensor], around: scree
     codes = [rounded(rows, scale) for rows, scale in zip((hidden, weight), scales, strict=True)]
     u = codes[0] @ codes[1].T
     left = (hidden - codes[0].float()) / scales[0], weight / scales[1]
-    along = [rounded((rows.to(DTYPE).double() @ around.axes_KD.double().T).float()) for rows in left]
+    along = [
+        rounded((rows.to(DTYPE).double() @ around.axes_KD.double().T).float(), even)
+        for rows, even in zip(left, (0.125, 8.0), strict=True)
+    ]
     u += along[0] @ along[1].T * scales[0] * scales[1]
     slack = ACCUMULATED * abs(p.logits.logit_scale) * u.abs().amax(1)
     u = u + number[:, None] + weight.double() @ around.hidden_D.double()

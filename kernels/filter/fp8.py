@@ -24,7 +24,8 @@ column more for each axis:
 
     (hidden_i - m) . (weight_j - b)  ~  code_i . code_j  +  sum_k (hidden_i - m - code_i) . axis_k  (weight_j - b) . axis_k
 
-The numbers of these columns are in units of the rows' codes, and in 8 bits too: of an error of 2.65 % that is enough.
+The numbers of these columns are in units of the rows' codes and in 8 bits too, which is enough for what is left of 2.65 %. A
+hidden state's are small and a row of the weight's are large in these units, so a factor ``EVEN`` goes from one side to the other.
 
 A hidden state of which one element has more than half the square cannot be rounded, nor one whose logits would have a standard
 error above ``MOST_ERROR``. Such a row gets an infinite length and codes of 0, and its token is computed in 16 bits.
@@ -55,6 +56,9 @@ FARTHEST = tl.constexpr(
 )  # powers of 2 from the bound down to a token's number: exponentials are without the latter
 LEAST = tl.constexpr(1e-30)  # rows whose elements are all smaller count as zeros
 DTYPE = torch.float8_e4m3fn
+TILE = (64, 128, 8, 3)  # rows, columns, warps and stages
+EVEN = tl.constexpr(8.0)
+PACKED = tl.constexpr(8)  # neighbours in a row that a thread has
 
 
 class Rounded(NamedTuple):
@@ -105,7 +109,7 @@ def _launch(
     index_R, num_kept, bound_N = group or (None, None, None)
     is_hidden = group is not None
     means = (around.hidden_D, around.weight_D) if is_hidden else (around.weight_D, around.hidden_D)
-    rows = 16 if interpreted() else 64
+    rows, cols, warps, stages = (16, 128, 4, 1) if interpreted() else TILE
     _round_rows_kernel[(cdiv(num_rows, rows),)](
         x.hidden if is_hidden else x.weight, index_R, num_kept, bound_N, None if is_hidden else x.bias, slot_V, *means,
         around.spread_P, around.axes_KD,
@@ -113,7 +117,7 @@ def _launch(
         num_rows, hidden_size, num_inner, first, last, around.spread_P.shape[0],
         scale if softcap else scale * math.log2(math.e), (scale * ERROR / MOST_ERROR) ** 2 / hidden_size,
         HAS_INDEX=is_hidden, HAS_BIAS=x.bias is not None and not is_hidden, HAS_SOFTCAP=softcap, INTERPRETED=interpreted(),
-        MAX_SIDE=MAX_SIDE, AXES=AXES, BLOCK_N=rows, BLOCK_D=128, STAGES=1 if interpreted() else 3, num_warps=4,
+        MAX_SIDE=MAX_SIDE, AXES=AXES, BLOCK_N=rows, BLOCK_D=cols, STAGES=stages, num_warps=warps,
     )  # fmt: skip
 
 
@@ -168,28 +172,33 @@ def _round_rows_kernel(
     numbers_ptr += place
     plane = num_rows.to(tl.int64)
 
-    number = tl.zeros((BLOCK_N,), tl.float32)
-    square = tl.zeros((BLOCK_N,), tl.float32)
-    most = tl.zeros((BLOCK_N,), tl.float32)
+    # Sums of a thread's own elements; those of a row come last.
+    number = tl.zeros((BLOCK_N, BLOCK_D // PACKED), tl.float32)
+    square = tl.zeros((BLOCK_N, BLOCK_D // PACKED), tl.float32)
+    most = tl.zeros((BLOCK_N, BLOCK_D // PACKED), tl.int32)
     along = tl.zeros((BLOCK_N, AXES), tl.float32)
     for inner in tl.range(0, hidden_size, BLOCK_D, num_stages=STAGES):
         offs_d = inner + tl.arange(0, BLOCK_D)
         in_d = offs_d < hidden_size
         whole, away = _away(rows_ptr, mean_ptr, live, offs_d, in_d)  # pyright: ignore[reportGeneralTypeIssues]
         beside = tl.load(beside_ptr + offs_d, mask=in_d, other=0)
-        number += tl.sum((whole if HAS_INDEX else away) * beside[None, :], 1)
-        square += tl.sum(away * away, 1)
-        # NaN counts as infinite.
-        most = tl.maximum(most, tl.max(tl.where(away == away, tl.abs(away), float("inf")), 1))
+        number += tl.sum(_packed((whole if HAS_INDEX else away) * beside[None, :]), 2)
+        square += tl.sum(_packed(away * away), 2)
+        # Numbers without their signs are in the order of their bits, and NaN is above them all.
+        most = tl.maximum(most, tl.max(_packed(away.to(tl.int32, bitcast=True) & 0x7FFFFFFF), 2))
         if not HAS_INDEX:
             away *= 1 / usual
             _codes_at(codes_ptr + offs_d[None, :], away, in_n[:, None] & in_d[None, :], INTERPRETED)
             along = _add_along(along, away, axes_ptr, offs_d, hidden_size, AXES)
+    number = tl.sum(number, 1)
+    # The square of a column's length may overflow: then all tokens have it marked.
+    square = tl.sum(square, 1)
+    length = tl.sqrt(square)
+    most = tl.max(most, 1).to(tl.float32, bitcast=True)
+    most = tl.where(most == most, most, float("inf"))
     if HAS_BIAS:
         number += tl.load(bias_ptr + row, mask=live, other=0).to(tl.float32)
     number *= unit
-    # The square of a column's length may overflow: then all tokens have it marked.
-    length = tl.sqrt(square)
     if HAS_INDEX:
         most = tl.maximum(most, LEAST)
         scale = most / MOST
@@ -221,6 +230,7 @@ def _round_rows_kernel(
     # A column whose products are not finite has an infinite length, so that all tokens have it marked.
     along = tl.where(tl.abs(along) < float("inf"), along, 0.0)
     codes_ptr += hidden_size
+    along *= EVEN if HAS_INDEX else 1 / EVEN
     _codes_at(codes_ptr + tl.arange(0, AXES)[None, :], along, in_n[:, None], INTERPRETED)
     offs_d = AXES + tl.arange(0, BLOCK_D)
     nothing = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -235,6 +245,11 @@ def _away(rows_ptr, mean_ptr, live, offs_d, in_d):
     rows = tl.load(rows_ptr + offs_d[None, :], mask=live[:, None] & in_d[None, :], other=0).to(tl.float32)
     mean = tl.load(mean_ptr + offs_d, mask=in_d, other=0)
     return rows, tl.where(live[:, None], rows - mean[None, :], 0.0)
+
+
+@triton.jit
+def _packed(rows):
+    return tl.reshape(rows, (rows.shape[0], rows.shape[1] // PACKED, PACKED))
 
 
 @triton.jit

@@ -27,8 +27,8 @@ from cce_dist.kernels.budget import AXES, cdiv
 from cce_dist.kernels.tiles import Tile, interpreted, precision
 
 SAMPLE = 256  # tokens that say which columns the tail consists of
-# An axis is left out if less than this part of its square is not along the ones before: it would be noise.
-LEAST_NEW = 1e-3
+# An axis is left out if less than this part of its square is not along the ones before: rounding would turn it.
+LEAST_NEW = 1e-2
 
 
 class Middle(NamedTuple):
@@ -75,7 +75,7 @@ def middle(x: Operands, drawn: Operands, order: Sequence[torch.Tensor], bound_N:
     _tail_mean_kernel[(blocks_d,)](
         drawn.weight, mass_KS, weight_D, spread_P, span_KD, size, hidden_size, AXES=AXES, BLOCK_S=64, BLOCK_D=32
     )
-    _axes_kernel[(blocks_d,)](span_KD, axes_KD, hidden_size, LEAST_NEW, AXES=AXES, BLOCK_D=32)
+    _axes_kernel[(cdiv(hidden_size, 64),)](span_KD, axes_KD, hidden_size, LEAST_NEW, AXES=AXES, BLOCK_D=64, num_warps=4)
     return Middle(hidden_D, weight_D, spread_P, axes_KD)
 
 
@@ -218,7 +218,7 @@ def _axes_kernel(
         offs_d = first + tl.arange(0, BLOCK_D)
         where = span_ptr + offs_k[:, None] * hidden_size + offs_d[None, :]
         rows = tl.load(where, mask=(offs_d < hidden_size)[None, :], other=0)
-        products = tl.dot(rows, tl.trans(rows), products, input_precision="ieee")
+        products = tl.dot(rows, tl.trans(rows), products, input_precision="tf32x3")
     same = offs_k[:, None] == offs_k[None, :]
     square = tl.sum(tl.where(same, products, 0.0), 1)
     # Row k becomes what makes the k-th axis of the rows; products keep what is left of the rows from k on.
@@ -228,6 +228,7 @@ def _axes_kernel(
         left = tl.sum(tl.where(here[:, None], products, 0.0), 0)
         along = tl.sum(tl.where(here, left, 0.0), 0)
         is_new = along > least_new * tl.sum(tl.where(here, square, 0.0), 0)
+        left = tl.where(is_new, left, 0.0)
         per_length = tl.where(is_new, tl.rsqrt(tl.where(is_new, along, 1.0)), 0.0)
         axis = tl.sum(tl.where(here[:, None], makes, 0.0), 0) * per_length
         share = tl.where(offs_k > k, left * per_length, 0.0)
@@ -236,5 +237,5 @@ def _axes_kernel(
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = (offs_d < hidden_size)[None, :]
     where = offs_k[:, None] * hidden_size + offs_d[None, :]
-    axes = tl.dot(makes, tl.load(span_ptr + where, mask=in_d, other=0), input_precision="ieee")
+    axes = tl.dot(makes, tl.load(span_ptr + where, mask=in_d, other=0), input_precision="tf32x3")
     tl.store(axes_ptr + where, axes.to(axes_ptr.dtype.element_ty), mask=in_d)
