@@ -56,7 +56,7 @@ FARTHEST = tl.constexpr(
 )  # powers of 2 from the bound down to a token's number: exponentials are without the latter
 LEAST = tl.constexpr(1e-30)  # rows whose elements are all smaller count as zeros
 DTYPE = torch.float8_e4m3fn
-TILE = (64, 128, 8, 3)  # rows, columns, warps and stages
+TILE = (64, 128, 4, 3)  # rows, columns, warps and stages
 EVEN = tl.constexpr(8.0)
 PACKED = tl.constexpr(8)  # neighbours in a row that a thread has
 

@@ -75,7 +75,7 @@ def middle(x: Operands, drawn: Operands, order: Sequence[torch.Tensor], bound_N:
     _tail_mean_kernel[(blocks_d,)](
         drawn.weight, mass_KS, weight_D, spread_P, span_KD, size, hidden_size, AXES=AXES, BLOCK_S=64, BLOCK_D=32
     )
-    _axes_kernel[(cdiv(hidden_size, 64),)](span_KD, axes_KD, hidden_size, LEAST_NEW, AXES=AXES, BLOCK_D=64, num_warps=4)
+    _axes_kernel[(cdiv(hidden_size, 64),)](span_KD, axes_KD, hidden_size, LEAST_NEW, AXES=AXES, BLOCK_D=64, num_warps=2)
     return Middle(hidden_D, weight_D, spread_P, axes_KD)
 
 
