@@ -22,7 +22,10 @@ PRODUCTS = EXACT - {"_target_logit_kernel"} | {
     "_tail_masses_kernel",
 }
 # Bytes: of a whole row's logits in 16 warps on a device that was not tuned, and of hidden states that are rounded.
-SPILLS = {"90": {("_round_rows_kernel", "4")}, "100": {("_choose_kernel", "16"), ("_round_rows_kernel", "4")}}
+SPILLS = {
+    "90": {("_round_rows_kernel", "4")},
+    "100": {("_choose_kernel", "16"), ("_round_rows_kernel", "4"), ("_round_rows_kernel", "16")},
+}
 SHARED = {"80": 163, "90": 227, "100": 227, "120": 99, "gfx942": 64}  # KiB that a program of a device can have
 
 
