@@ -478,7 +478,7 @@ def _rounded_bytes(sizes: Sizes) -> int:
 
 
 def rounded_size(hidden_size: int, inner: int) -> int:
-    """Return the columns of operands in 8 bits, ``inner`` of which are worked on at a time: one for each axis beside their own."""
+    """Return the columns of operands in 8 bits, axes counted, ``inner`` of which are worked on at a time."""
     return cdiv(hidden_size + AXES, inner) * inner
 
 

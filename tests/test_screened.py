@@ -80,7 +80,7 @@ def emulate(p: Problem, d: Dense, case: Case, saved: list[Tensor], around: scree
     num_valid, size = p.logits.num_valid, p.hidden.shape[1]
     hidden, weight = p.hidden.float() - around.hidden_D, p.weight[:num_valid].float() - around.weight_D
     spread = around.spread_P.sum()
-    scales = hidden.abs().amax(1, keepdim=True).clamp_min(1e-30) / 448, (spread / size).sqrt() / 4
+    scales = hidden.abs().amax(1, keepdim=True).clamp_min(1e-30) / 448, (spread / size).sqrt().clamp_min(1e-30) / 4
     number = p.hidden.double() @ around.weight_D.double()
     codes = [rounded(rows, scale) for rows, scale in zip((hidden, weight), scales, strict=True)]
     u = codes[0] @ codes[1].T
@@ -266,7 +266,7 @@ def test_rows_unlike_the_others(side: str) -> None:
 
 
 def test_axes_along_which_tails_differ(around: list[screen.Middle], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens of some kinds, whose tails are columns of as many kinds: what rounding leaves of a hidden state moves all of its tail.
+    """Tokens and columns of some kinds: what rounding leaves of a hidden state moves all of its tail.
 
     Catches: an axis that is none, axes that are not orthonormal, a sign or a unit lost between the two sides, a group without
     its masses, the mean left in."""
@@ -275,7 +275,8 @@ def test_axes_along_which_tails_differ(around: list[screen.Middle], monkeypatch:
     p, kinds, generator = of_filter.problem(case), 6, torch.Generator().manual_seed(1)
     size = p.hidden.shape[1]
     centers = torch.linalg.qr(torch.randn(size, kinds, generator=generator)).Q.T
-    of_token, of_column = (torch.arange(n) % kinds for n in (case.num_tokens, case.num_rows))
+    of_token = torch.randint(kinds, (case.num_tokens,), generator=generator)  # in no order: samples are at equal steps
+    of_column = torch.arange(case.num_rows) % kinds
     noise = torch.randn(case.num_tokens, size, generator=generator)
     noise -= noise @ centers.T @ centers  # long and in no logit, but for what rounding leaves of it
     near = centers[of_column] + 0.05 * torch.randn(case.num_rows, size, generator=generator) / size**0.5
