@@ -297,7 +297,9 @@ def test_axes_along_which_tails_differ(around: list[screen.Middle], monkeypatch:
     assert (apart - apart @ axes.T @ axes).norm() < 0.1 * apart.norm()
 
     find = screen.middle
-    monkeypatch.setattr(screen, "middle", lambda *args: find(*args)._replace(axes_KD=torch.zeros_like(axes, dtype=DTYPE)))
+    monkeypatch.setattr(
+        screen, "middle", lambda *args: find(*args)._replace(axes_KD=torch.zeros_like(axes, dtype=DTYPE))
+    )
     without = error()
     assert without > 1e-3 and ours < 0.5 * without
 

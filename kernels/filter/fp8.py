@@ -24,8 +24,8 @@ column more for each axis:
 
     (hidden_i - m) . (weight_j - b)  ~  code_i . code_j  +  sum_k (hidden_i - m - code_i) . axis_k  (weight_j - b) . axis_k
 
-The numbers of these columns are in units of the rows' codes and in 8 bits too, which is enough for what is left of 2.65 %. Those
-of a hidden state are small in these units and those of the weight large, so a factor ``EVEN`` goes from one side to the other.
+The numbers of these columns are in units of the rows' codes and in 8 bits too, enough for what is left of 2.65 %. Those of a
+hidden state are small in these units and those of the weight large, so a factor ``EVEN`` goes from one side to the other.
 
 A hidden state of which one element has more than half the square cannot be rounded, nor one whose logits would have a standard
 error above ``MOST_ERROR``. Such a row gets an infinite length and codes of 0, and its token is computed in 16 bits.

@@ -7,8 +7,8 @@ weight. The tokens' own means differ from it along a few axes. Groups of sampled
     y_k = sum_s  mass_ks (weight_s - b)      over the drawn columns s; mass_ks is what group k has below the threshold there
 
 and the axes are the rows y_k, made orthonormal by Gram and Schmidt's process. 32 groups of 8 tokens leave the error that 32
-singular vectors of all sampled tokens' means do, within 10 % (two states of training, V 32,768 and 8,192, D 256 and 128; e4m3 in
-torch on a CPU, 2026-11).
+singular vectors of all sampled tokens' means do, within 10 % (two states of training, V 32,768 and 8,192, D 256 and 128; e4m3
+in torch on a CPU, 2026-11).
 """
 
 from __future__ import annotations
