@@ -56,8 +56,8 @@ FARTHEST = tl.constexpr(
 )  # powers of 2 from the bound down to a token's number: exponentials are without the latter
 LEAST = tl.constexpr(1e-30)  # rows whose elements are all smaller count as zeros
 DTYPE = torch.float8_e4m3fn
-# Rows, columns, warps and stages. A weight of 128,256 x 4,096 takes 0.70 ms, one of 256,000 x 2,304 0.92; with seven others 0.77
-# to 1.54 and 0.97 to 1.85 (H200, 2026-11).
+# Rows, columns, warps and stages. A weight of 128,256 x 4,096 takes 0.70 ms, one of 256,000 x 2,304 0.92; with seven others
+# 0.77 to 1.54 and 0.97 to 1.85 (H200, 2026-11).
 TILE = (64, 128, 4, 3)
 EVEN = tl.constexpr(8.0)
 PACKED = tl.constexpr(8)  # neighbours in a row that a thread has
