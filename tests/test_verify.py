@@ -3,6 +3,7 @@
 import copy
 import io
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from cce_dist import VocabParallelHead, VocabShard, linear_cross_entropy
+from cce_dist import VocabParallelHead, VocabShard, linear_cross_entropy, verify
 from cce_dist.ranks import run_ranks
 from cce_dist.verify import layouts, run_matrix
-from cce_dist.verify.cases import CASES
-from cce_dist.verify.check import assert_no_worse, compare, run_case
+from cce_dist.verify.cases import CASES, Case
+from cce_dist.verify.check import Error, assert_no_worse, compare, run_case
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -66,8 +67,28 @@ def test_four_ranks():
     run_ranks(_four_ranks, 4)
 
 
+def _check_order() -> None:
+    """Catches: groups that all begin at the same case, a case that one of them leaves out, one rank's failure that is lost."""
+    rank, ran = dist.get_rank(), []
+
+    def run_case(case: Case, group: dist.ProcessGroup | None, *_: object) -> list[Error]:
+        ran.append((1 if group is None else group.size(), case.name))
+        wrong = rank == 3 and group is None and case.name == "b"
+        return [Error("loss", 2.0 if wrong else 1.0, 1.5), Error("dE", 0.0, 0.0)]
+
+    cases = [Case(name, f"a mistake in {name}") for name in "abcde"]
+    with mock.patch.object(verify, "_matrix", lambda: [(case, run_case) for case in cases]):
+        [failure] = run_matrix("cpu", report=False)
+    assert failure.startswith("FAIL T=1 b ") and "a mistake in b?" in failure
+    orders = {size: "".join(name for taken, name in ran if taken == size) for size in (1, 2, 3, 4)}
+    assert orders[1] == {0: "abcde", 1: "bcdea", 2: "cdeab", 3: "deabc"}[rank]
+    assert orders[2] == ("abcde" if rank < 2 else "cdeab")
+    assert orders[3] == ("abcde" if rank < 3 else "") and orders[4] == "abcde"
+
+
 def _four_ranks():
     assert run_matrix("cpu", report=False) == []
+    _check_order()
     _check_shards()
     _check_head()
     _check_dtensor()
