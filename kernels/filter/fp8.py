@@ -44,7 +44,7 @@ from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.budget import AXES, cdiv, rounded_size
 from cce_dist.kernels.filter.middle import Middle
-from cce_dist.kernels.tiles import MAX_SIDE, interpreted
+from cce_dist.kernels.tiles import MAX_SIDE, Tile, interpreted
 
 ERROR = 2**0.5 * 0.0265
 MOST_ERROR = 0.25  # nats; with the default eps that is an error of 4e-3 of the log-sum-exp at most
@@ -56,9 +56,9 @@ FARTHEST = tl.constexpr(
 )  # powers of 2 from the bound down to a token's number: exponentials are without the latter
 LEAST = tl.constexpr(1e-30)  # rows whose elements are all smaller count as zeros
 DTYPE = torch.float8_e4m3fn
-# Rows, columns, warps and stages. A weight of 128,256 x 4,096 takes 0.70 ms, one of 256,000 x 2,304 0.92; with seven others
+# Of the products with the axes. A weight of 128,256 x 4,096 takes 0.70 ms, one of 256,000 x 2,304 0.92; with seven others
 # 0.77 to 1.54 and 0.97 to 1.85 (H200, 2026-11).
-TILE = (64, 128, 4, 3)
+TILE = Tile(64, AXES, 128, 4, 3)
 EVEN = tl.constexpr(8.0)
 PACKED = tl.constexpr(8)  # neighbours in a row that a thread has
 
@@ -111,15 +111,16 @@ def _launch(
     index_R, num_kept, bound_N = group or (None, None, None)
     is_hidden = group is not None
     means = (around.hidden_D, around.weight_D) if is_hidden else (around.weight_D, around.hidden_D)
-    rows, cols, warps, stages = (16, 128, 4, 1) if interpreted() else TILE
-    _round_rows_kernel[(cdiv(num_rows, rows),)](
+    tile = Tile(16, AXES, 128, 4, 1) if interpreted() else TILE
+    assert num_inner <= hidden_size + AXES + tile.inner  # what is beyond them is set to 0 at once
+    _round_rows_kernel[(cdiv(num_rows, tile.rows),)](
         x.hidden if is_hidden else x.weight, index_R, num_kept, bound_N, None if is_hidden else x.bias, slot_V, *means,
         around.spread_P, around.axes_KD,
         out.codes, out.numbers_KR,
         num_rows, hidden_size, num_inner, first, last, around.spread_P.shape[0],
         scale if softcap else scale * math.log2(math.e), (scale * ERROR / MOST_ERROR) ** 2 / hidden_size,
         HAS_INDEX=is_hidden, HAS_BIAS=x.bias is not None and not is_hidden, HAS_SOFTCAP=softcap, INTERPRETED=interpreted(),
-        MAX_SIDE=MAX_SIDE, AXES=AXES, BLOCK_N=rows, BLOCK_D=cols, STAGES=stages, num_warps=warps,
+        MAX_SIDE=MAX_SIDE, AXES=tile.cols, BLOCK_N=tile.rows, BLOCK_D=tile.inner, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
 
 
