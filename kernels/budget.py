@@ -89,17 +89,17 @@ class FilterCosts(NamedTuple):
 
 
 # A fit to twenty filtered times at eps 2^-10: six drawn softmaxes on the heads of Llama-3-8B, Gemma-2-2B and Phi-3.5, two
-# captured ones of D 768, V 32,768 (H200s, bf16, N 8,192, 2026-11). It meets another day's times of the former, and those of
-# six captured states of V 32,768 and 131,072, within 11 % (tests/test_filter_costs.py). What a place of a list costs when it
-# is sorted is of an older filter.
+# captured ones of D 768, V 32,768 (H200s, bf16, N 8,192, 2026-11). The kernels have become faster since: it meets times of
+# the former, mostly from above, and older ones of six captured states within 12 % (tests/test_filter_costs.py). What a place of
+# a list costs when it is sorted is of an older filter.
 FILTER_COSTS = FilterCosts()
 LISTED_OF = 32_064  # Phi-3.5's rows
 
 # What a screen takes in place of a filter's forward pass, for ``screen_pays``, fitted to 24 softmaxes: the 18 drawn ones and
-# three captured states of V 32,768 within 14 %. Three of V 131,072, where its lists are longer, take up to 24 % more. In a
+# three captured states of V 32,768 within 13 %. Three of V 131,072, where its lists are longer, take up to 24 % more. In a
 # second: operations of a product in 8 bits, bytes that are rounded, bytes of rows that are gathered for listed columns. And
 # seconds that are there whatever the sizes.
-SCREEN_OPERATIONS, SCREEN_ROUNDED, SCREEN_LISTED, SCREEN_SECONDS = 1.0e15, 2.5e12, 4.5e12, 0.55e-3
+SCREEN_OPERATIONS, SCREEN_ROUNDED, SCREEN_LISTED, SCREEN_SECONDS = 1.02e15, 2.8e12, 5.0e12, 0.65e-3
 
 AXES = 32  # along which the screen's products in 8 bits are mended (filter/middle.py); as many columns beside the operands'
 

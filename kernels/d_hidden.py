@@ -47,8 +47,12 @@ def add_d_hidden(
     tile: Tile,
     *,
     first: bool,
+    often_empty: bool = False,
 ) -> None:
-    """Add gain * scale_R * (dlogits_RV @ weight_VD) at the tokens of the group; ``first`` sets it instead."""
+    """Add gain * scale_R * (dlogits_RV @ weight_VD) at the tokens of the group; ``first`` sets it instead.
+
+    ``often_empty``: often no token is kept, so as many programs as run at a time do the work of all.
+    """
     num_rows, num_cols = dlogits_RV.shape[0], weight_VD.shape[0]
     hidden_size = weight_VD.shape[1]
     tma = has_tma(dlogits_RV, weight_VD)
@@ -70,10 +74,11 @@ def add_d_hidden(
         "BY_TOKEN": total.by_token,
     }
     blocks = {"BLOCK_N": tile.rows, "BLOCK_D": tile.cols}
-    _grad_hidden_kernel[(num_whole + num_parts,)](
+    programs = num_whole + num_parts
+    _grad_hidden_kernel[(min(programs, num_programs(weight_VD.device)) if often_empty else programs,)](
         operand(dlogits_RV, tile.rows, tile.inner, tma), operand(weight_VD, tile.inner, tile.cols, tma), *target, *sizes,
-        **options, **blocks, BLOCK_V=tile.inner, TMA=tma, PRECISION=precision(dlogits_RV.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        programs, **options, OFTEN_EMPTY=often_empty, **blocks, BLOCK_V=tile.inner, TMA=tma,
+        PRECISION=precision(dlogits_RV.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if num_parts:
         _add_parts_kernel[(num_tiles - num_whole, 4)](
@@ -99,10 +104,12 @@ def _grad_hidden_kernel(
     first,  # 0: add; 1: set; 2: set, and there is no remainder
     num_whole,
     splits,
+    num_pieces,  # whole tiles and parts of others
     HAS_SCALE: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_LOW: tl.constexpr,
     BY_TOKEN: tl.constexpr,
+    OFTEN_EMPTY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -110,34 +117,56 @@ def _grad_hidden_kernel(
     PRECISION: tl.constexpr,
 ):
     num_kept = tl.load(num_kept_ptr)
+    given = (
+        dlogits, weight, index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr, low_ptr, parts_ptr, num_rows, num_cols,
+        hidden_size, dlogits_stride, first, num_whole, splits,
+    )  # fmt: skip
+    if OFTEN_EMPTY:
+        for piece in range(tl.program_id(0), tl.where(num_kept > 0, num_pieces, 0), tl.num_programs(0)):
+            _write_piece(
+                piece, *given, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
+            )  # fmt: skip
+    else:
+        _write_piece(
+            tl.program_id(0), *given, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_piece(
+    piece, dlogits, weight, index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr, low_ptr, parts_ptr, num_rows, num_cols,
+    hidden_size, dlogits_stride, first, num_whole, splits,
+    HAS_SCALE: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_LOW: tl.constexpr, BY_TOKEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write a whole tile of d_hidden, or a part of the columns' sum for another."""
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
-    part = tl.program_id(0) - num_whole  # negative: a whole tile
+    part = piece - num_whole  # negative: a whole tile
     steps = tl.cdiv(tl.cdiv(num_cols, BLOCK_V), splits) * BLOCK_V
     begin = tl.where(part < 0, 0, part % splits * steps)
     end = tl.where(part < 0, num_cols, tl.minimum(begin + steps, num_cols))
     tile = num_whole + tl.where(part < 0, part, part // splits)
     row = tile // num_col_blocks * BLOCK_N
     col = tile % num_col_blocks * BLOCK_D
-    if row >= num_kept:
-        return
-    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for inner in range(begin, end, BLOCK_V):
-        g = load_tile(dlogits, row, inner, num_rows, num_cols, dlogits_stride, BLOCK_N, BLOCK_V, TMA)
-        w = load_tile(weight, inner, col, num_cols, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
-        acc = tl.dot(g, w, acc, input_precision=PRECISION)
+    if row < num_kept:
+        acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        for inner in range(begin, end, BLOCK_V):
+            g = load_tile(dlogits, row, inner, num_rows, num_cols, dlogits_stride, BLOCK_N, BLOCK_V, TMA)
+            w = load_tile(weight, inner, col, num_cols, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
+            acc = tl.dot(g, w, acc, input_precision=PRECISION)
 
-    # The tile is stored a quarter at a time: the whole of it beside its addresses spills registers.
-    for half in tl.static_range(2):
-        for quarter in tl.static_range(2):
-            some = halves(halves(acc)[half])[quarter]
-            number = 2 * half + quarter
-            if part >= 0:
-                tl.store(_part(parts_ptr, part, number, BLOCK_N, BLOCK_D), some)
-            else:
-                _add(
-                    some, row, col + number * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr,
-                    low_ptr, hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
-                )  # fmt: skip
+        # The tile is stored a quarter at a time: the whole of it beside its addresses spills registers.
+        for half in tl.static_range(2):
+            for quarter in tl.static_range(2):
+                some = halves(halves(acc)[half])[quarter]
+                number = 2 * half + quarter
+                if part >= 0:
+                    tl.store(_part(parts_ptr, part, number, BLOCK_N, BLOCK_D), some)
+                else:
+                    _add(
+                        some, row, col + number * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr,
+                        low_ptr, hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
+                    )  # fmt: skip
 
 
 @kernel("scale_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")

@@ -7,12 +7,13 @@ copy of the weight's size. With ``add`` the tile is added to what is there (Mega
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand, store_tile
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.tiles import Tile, precision
+from cce_dist.kernels.tiles import Tile, num_programs, precision
 
 
 def add_d_weight(
@@ -23,14 +24,19 @@ def add_d_weight(
     tile: Tile,
     *,
     add: bool,
-    skip_empty: bool = False,
+    often_empty: bool = False,
 ) -> None:
-    """Set d_weight_VD to gain * (dlogits_RV^T @ rows), or ``add`` that to it; ``skip_empty``: unless no row is kept."""
+    """Set d_weight_VD to gain * (dlogits_RV^T @ rows), or ``add`` that to it.
+
+    ``often_empty``: nothing is written where no row is kept. Where shared memory holds what a loop over tiles needs, as many
+    programs as run at a time do the work of all, since thousands that return would take longer than these.
+    """
     num_rows, hidden_size = rows.hidden.shape
     num_cols = d_weight_VD.shape[0]
     tma = has_tma(dlogits_RV, rows.hidden, d_weight_VD)
     num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
-    _grad_weight_kernel[(num_tiles,)](
+    in_one_wave = often_empty and tma and d_weight_VD.itemsize == 2
+    _grad_weight_kernel[(min(num_tiles, num_programs(d_weight_VD.device)) if in_one_wave else num_tiles,)](
         # in
         operand(dlogits_RV, tile.inner, tile.rows, tma), operand(rows.hidden, tile.inner, tile.cols, tma), rows.num_kept, gain,
         # out, or in and out
@@ -38,7 +44,7 @@ def add_d_weight(
         # sizes
         num_rows, num_cols, hidden_size, dlogits_RV.stride(0),
         # options
-        HAS_GAIN=gain is not None, ADD=add, SKIP_EMPTY=skip_empty,
+        HAS_GAIN=gain is not None, ADD=add, SKIP_EMPTY=often_empty, ONE_WAVE=in_one_wave,
         # tiles
         BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_N=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -59,6 +65,7 @@ def _grad_weight_kernel(
     HAS_GAIN: tl.constexpr,
     ADD: tl.constexpr,
     SKIP_EMPTY: tl.constexpr,
+    ONE_WAVE: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -66,11 +73,25 @@ def _grad_weight_kernel(
     PRECISION: tl.constexpr,
 ):
     num_kept = tl.load(num_kept_ptr)
-    if SKIP_EMPTY and num_kept == 0:
-        return
+    given = (dlogits, hidden, num_kept, gain_ptr, d_weight, num_rows, num_cols, hidden_size, dlogits_stride)
+    if ONE_WAVE:
+        num_tiles = tl.cdiv(num_cols, BLOCK_V) * tl.cdiv(hidden_size, BLOCK_D)
+        for tile in range(tl.program_id(0), tl.where(num_kept > 0, num_tiles, 0), tl.num_programs(0)):
+            _write_tile(tile, *given, HAS_GAIN, ADD, BLOCK_V, BLOCK_D, BLOCK_N, TMA, PRECISION)
+    elif not SKIP_EMPTY or num_kept > 0:
+        _write_tile(tl.program_id(0), *given, HAS_GAIN, ADD, BLOCK_V, BLOCK_D, BLOCK_N, TMA, PRECISION)
+
+
+@triton.jit
+def _write_tile(
+    tile, dlogits, hidden, num_kept, gain_ptr, d_weight, num_rows, num_cols, hidden_size, dlogits_stride,
+    HAS_GAIN: tl.constexpr, ADD: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of d_weight, or add to it."""
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
-    row = tl.program_id(0) // num_col_blocks * BLOCK_V
-    col = tl.program_id(0) % num_col_blocks * BLOCK_D
+    row = tile // num_col_blocks * BLOCK_V
+    col = tile % num_col_blocks * BLOCK_D
     acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
     for inner in range(0, num_kept, BLOCK_N):
         g = load_tile(dlogits, inner, row, num_rows, num_cols, dlogits_stride, BLOCK_N, BLOCK_V, TMA)

@@ -403,7 +403,7 @@ def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -
     if out.weight is not None:
         add_d_weight(
             out.weight[columns], part.dlogits_RV, rows, out.gain, tiles.grad_weight, add=part.add,
-            skip_empty=out.often_empty,
+            often_empty=out.often_empty,
         )  # fmt: skip
     if out.bias is not None:
         add_d_bias(out.bias[columns], part.dlogits_RV, rows, part.scale_R, out.gain)
@@ -417,7 +417,7 @@ def _add_hidden_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: T
         return
     add_d_hidden(
         out.hidden, part.dlogits_RV, x.weight[part.first : part.stop], rows, part.scale_R, out.gain, tiles.grad_hidden,
-        first=part.opens,
+        first=part.opens, often_empty=out.often_empty,
     )  # fmt: skip
     if out.ready is not None and part.num_final:
         out.ready(out.hidden.high_ND[: part.num_final])

@@ -342,9 +342,9 @@ def _coefficients_kernel(
 def sums_of_rows(coef_2R: torch.Tensor, rows_RD: torch.Tensor) -> torch.Tensor:
     """Return coef_2R @ rows_RD in fp32, [2, D]; rows whose coefficients are both 0 are not read, whatever they hold."""
     num_rows, hidden_size = rows_RD.shape
-    block_r, block_d = 32, 256
+    block_r, block_d = 64, 128
     blocks_d = cdiv(hidden_size, block_d)
-    parts = max(1, min(cdiv(num_rows, block_r), 8 * num_programs(rows_RD.device) // blocks_d))
+    parts = max(1, min(cdiv(num_rows, block_r), 2 * num_programs(rows_RD.device) // blocks_d))
     partial_P2D = torch.empty(parts, 2, hidden_size, dtype=torch.float32, device=rows_RD.device)
     _sums_of_rows_kernel[(parts, blocks_d)](
         coef_2R, rows_RD,

@@ -137,12 +137,15 @@ def begin(name: str) -> None:
     print(f"== {name}", flush=True)
 
 
-def step(name: str, workspace_bytes: int = 64 << 20, bias: bool = False, **options: Any) -> None:
+def step(
+    name: str, workspace_bytes: int = 64 << 20, bias: bool = False, size: int = 640, dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> None:  # fmt: skip
     from cce_dist import linear_cross_entropy
 
     begin(name)
-    hidden = torch.randn(600, 640).bfloat16().requires_grad_()
-    weight = torch.randn(5000, 640).bfloat16().requires_grad_()
+    hidden = torch.randn(600, size).to(dtype).requires_grad_()
+    weight = torch.randn(5000, size).to(dtype).requires_grad_()
     linear_bias = torch.zeros(5000).bfloat16().requires_grad_() if bias else None
     out = linear_cross_entropy(
         hidden, weight, torch.arange(600), linear_bias=linear_bias, backend="triton", workspace_bytes=workspace_bytes,
@@ -194,6 +197,8 @@ def main() -> None:
         step("screened with options", bias=True, softcap=30.0, grad_filter=GradFilter(always=True, screen="fp8"))
     step("exact with options", bias=True, softcap=30.0, label_smoothing=0.1)
     step("filtered with options", bias=True, softcap=30.0, grad_filter=GradFilter(always=True))
+    # The sizes of tests: blocks of rows are then many rows.
+    step("filtered with options of a narrow head", size=16, dtype=torch.float32, grad_filter=GradFilter(always=True))
     divergence("forward")
     for kind in ("forward", "reverse", "jsd"):
         divergence(kind, kept=True)

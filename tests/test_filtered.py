@@ -447,11 +447,14 @@ def test_sample_stands_for_all_tokens() -> None:
     torch.testing.assert_close(few.reference_S[used].cpu(), reference[:100][used[:100].cpu()])
 
 
-def test_shares_are_tilted_to_the_mean_of_all_tokens() -> None:
-    """Catches: a tilt the wrong way, without the logit scale, or taken as another column's, and a weight that is not finite."""
+@pytest.mark.parametrize("hidden_size", [16, 2304])
+def test_shares_are_tilted_to_the_mean_of_all_tokens(hidden_size: int) -> None:
+    """Catches: a tilt the wrong way, without the logit scale, or taken as another column's; a weight that is not finite; the
+    end of a long row left out."""
     torch.manual_seed(0)
-    size, hidden_size, num_valid, scale = 32, 16, 90, 0.5
+    size, num_valid, scale = 32, 90, 0.5
     rows, weight = (torch.randn(n, hidden_size).to(DEVICE, DTYPE) for n in (size, num_valid))
+    weight *= (16 / hidden_size) ** 0.5
     weight[7] = float("nan")
     ahead = (0.3 * torch.randn(hidden_size)).to(DEVICE, DTYPE)
     slot = torch.zeros(num_valid, dtype=torch.int32, device=DEVICE)
@@ -464,13 +467,18 @@ def test_shares_are_tilted_to_the_mean_of_all_tokens() -> None:
         ahead_D=ahead,
     )  # fmt: skip
     x = Operands(rows, weight, None, labels, ShardLogits(0, num_valid, scale))
-    ours = shares.dropped_shares(rows, x, sample, slot, choose_tiles(DTYPE, rows.device).lse).shares_2V[0]
+    dropped = shares.dropped_shares(rows, x, sample, slot, choose_tiles(DTYPE, rows.device).lse)
     z = scale * rows.double() @ weight.double().T
     e = torch.where(z < 0.4, z.exp(), 0.0)
     e[5, 11] = 0.0
     sums = e.sum(0) * (-shares.TILT * scale * (weight.double() @ ahead.double())).nan_to_num().exp()
     sums[3] = 0.0
-    torch.testing.assert_close(ours.double(), sums / sums.sum(), rtol=2e-2 if GPU else 1e-5, atol=1e-6)
+    share = sums / sums.sum()
+    rtol = 2e-2 if GPU else 1e-5
+    torch.testing.assert_close(dropped.shares_2V[0].double(), share, rtol=rtol, atol=1e-6)
+    assert dropped.center_D is not None
+    center = share @ weight.double().nan_to_num()
+    torch.testing.assert_close(dropped.center_D.double(), center, rtol=rtol, atol=1e-2 if GPU else 1e-6)
 
 
 @pytest.mark.parametrize("dtype", dict.fromkeys((torch.float32, DTYPE)), ids=str)

@@ -483,7 +483,7 @@ def _stand_in(
     at_once = budget.spread_rows(exact.sizes_of(x), spec.workspace_bytes) if sample.away is not None else 0
     num_spread = budget.spread_columns(num_valid, x.hidden.shape[1]) if at_once and grads.want_hidden else 0
     if tokens is not None:
-        of_tokens = squares_of_tokens(tokens, dropped, drawn)
+        of_tokens = squares_of_tokens(tokens, dropped, drawn, tiles)
     if grads.want_hidden:
         if num_spread:
             lines_SK = lines_of_sample(drawn, sample, x, tiles)
@@ -538,7 +538,7 @@ def _add_few(
         if d_weight is not None:
             add_d_weight(
                 d_weight[columns], dlogits_RV, rows, gain, tiles.grad_weight, add=grads.weight_out is not None,
-                skip_empty=True,
+                often_empty=True,
             )  # fmt: skip
         if d_bias is not None:
             add_d_bias(d_bias[columns], dlogits_RV, rows, None, gain)

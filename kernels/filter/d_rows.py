@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows
@@ -28,9 +29,7 @@ from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.drawn import Factors, Tokens
 from cce_dist.kernels.filter.lists import Entries, Lists, Plan
-from cce_dist.kernels.tiles import Tile, precision
-
-SHORT = 8  # entries of a column that goes together with others of its program in ``listed_weight``
+from cce_dist.kernels.tiles import Tile, num_programs, precision
 
 
 def add_listed_hidden(
@@ -81,14 +80,17 @@ def _filtered_hidden_kernel(
     if HAS_LOW:
         low_row = token if BY_TOKEN else row.to(tl.int64)
         acc += tl.load(low_ptr + low_row * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
-    for first in range(end - count, end, BLOCK_K):
-        offs_k = first + tl.arange(0, BLOCK_K)
-        column = tl.load(entry_column_ptr + offs_k, mask=offs_k < end, other=num_valid).to(tl.int64)
-        in_k = column < num_valid
-        grad = tl.load(entry_grad_ptr + offs_k, mask=in_k, other=0)
-        where = weight_ptr + column[:, None] * hidden_size + offs_d[None, :]
-        w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32)
+    offs_k = end - count + tl.arange(0, BLOCK_K)
+    column = tl.load(entry_column_ptr + offs_k, mask=offs_k < end, other=num_valid)
+    grad = tl.load(entry_grad_ptr + offs_k, mask=column < num_valid, other=0)
+    for _ in range(end - count, end, BLOCK_K):
+        w = _rows(weight_ptr, column, column < num_valid, offs_d, in_d, hidden_size)
+        offs_k += BLOCK_K  # The next entries are read while the rows of these are on their way.
+        next_column = tl.load(entry_column_ptr + offs_k, mask=offs_k < end, other=num_valid)
+        next_grad = tl.load(entry_grad_ptr + offs_k, mask=offs_k < end, other=0)
         acc += tl.sum(grad[:, None] * w, 0)
+        column = next_column
+        grad = tl.where(column < num_valid, next_grad, 0.0)
     tl.store(target, acc.to(d_hidden_ptr.dtype.element_ty), mask=in_d)
 
 
@@ -170,8 +172,10 @@ def listed_weight(
         add: Add to d_weight_VD in any case.
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
-    block_v, block_d = 4, 512
-    _filtered_weight_kernel[(cdiv(num_cols, block_v) * cdiv(hidden_size, block_d),)](
+    block_v = 4
+    block_d = next((size for size in (1024, 512) if cdiv(hidden_size, size) * size <= 1.125 * hidden_size), 256)
+    num_items = cdiv(num_cols, block_v) * cdiv(hidden_size, block_d)
+    _filtered_weight_kernel[(cdiv(num_items, 2),)](
         # in
         hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, hot_HD, share_V, shared_2D,
         how.num_dense, how.num_few,
@@ -179,11 +183,11 @@ def listed_weight(
         # in, out
         d_weight_VD,
         # sizes
-        num_cols, hidden_size, int(add),
+        num_cols, hidden_size, num_items, int(add),
         # options
         HAS_FACTORS=factors is not None,
         # tiles
-        BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, SHORT=SHORT, num_warps=2,
+        BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, SHORT=8, num_warps=block_d // 256,
     )  # fmt: skip
 
 
@@ -205,6 +209,7 @@ def _filtered_weight_kernel(
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
     hidden_size,
+    num_items,
     add,
     HAS_FACTORS: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -212,75 +217,90 @@ def _filtered_weight_kernel(
     BLOCK_K: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    num_dense = tl.load(num_dense_ptr)
-    if num_dense > 0:
+    if tl.load(num_dense_ptr) > 0:
         return
-    num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
-    # A program's columns are far apart: neighbours are often frequent together, and entries are gone through one by one.
-    offs_v = tl.program_id(0) // num_col_blocks + tl.arange(0, BLOCK_V) * tl.cdiv(num_cols, BLOCK_V)
-    offs_d = tl.program_id(0) % num_col_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-    in_v = offs_v < num_cols
-    in_d = offs_d < hidden_size
-    begin = tl.load(first_ptr + offs_v, mask=in_v, other=0)
-    end = tl.load(first_ptr + offs_v + 1, mask=in_v, other=0)
-    slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
-    share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
+    num_blocks_v = tl.cdiv(num_cols, BLOCK_V)
     adding = (add != 0) | (tl.load(num_few_ptr) > 0)
     others_done = (tl.load(gain_ptr) != 0) if HAS_FACTORS else False
     isotropic = tl.load(isotropic_ptr) if HAS_FACTORS else 0.0
     adding |= others_done
-    by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
-    by_column = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
+    # Programs side by side have the same part of all hidden states, which then stays in the cache.
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        # An item's columns are far apart: neighbours are often frequent together, and entries are gone through one by one.
+        offs_v = item % num_blocks_v + tl.arange(0, BLOCK_V) * num_blocks_v
+        offs_d = item // num_blocks_v * BLOCK_D + tl.arange(0, BLOCK_D)
+        in_v = offs_v < num_cols
+        in_d = offs_d < hidden_size
+        begin = tl.load(first_ptr + offs_v, mask=in_v, other=0)
+        end = tl.load(first_ptr + offs_v + 1, mask=in_v, other=0)
+        slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
+        share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
+        by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
+        by_column = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
 
-    # Most columns have few entries or none. All of these go together, entry by entry, so that many rows are under way at once.
-    few = in_v & (end - begin <= SHORT)
-    part = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
-    if not others_done:
-        hot = hot_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
-        is_hot = (slot > 0)[:, None]
-        part = tl.load(hot, mask=is_hot & in_d[None, :], other=0).to(tl.float32)
-        part = tl.where(is_hot, part, by_share[None, :] * share[:, None] + by_column[None, :])
-        if isotropic != 0:
-            own = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-            w = tl.load(own, mask=(few & (share > 0))[:, None] & in_d[None, :], other=0).to(tl.float32)
-            part += (isotropic * share)[:, None] * w
-    target = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-    mask = (few & ((end > begin) | (others_done == 0)))[:, None] & in_d[None, :]
-    part += tl.load(target, mask=mask & adding, other=0).to(tl.float32)
-    for step in range(0, tl.max(tl.where(few, end - begin, 0), 0)):
-        in_k = few & (begin + step < end)
-        token = tl.load(token_ptr + begin + step, mask=in_k, other=0).to(tl.int64)
-        grad = tl.load(grad_ptr + begin + step, mask=in_k, other=0)
-        h = tl.load(
-            hidden_ptr + token[:, None] * hidden_size + offs_d[None, :], mask=in_k[:, None] & in_d[None, :], other=0
-        )  # fmt: skip
-        part += grad[:, None] * h.to(tl.float32)
-    tl.store(target, part.to(d_weight_ptr.dtype.element_ty), mask=mask)
-
-    bit = 1 << tl.arange(0, BLOCK_V)
-    to_do = tl.sum(tl.where(end - begin > SHORT, bit, 0), 0)
-    while to_do > 0:  # The columns with more entries follow, one after another.
-        this = bit == (to_do & -to_do)
-        place = tl.sum(tl.where(this, offs_v, 0), 0).to(tl.int64) * hidden_size + offs_d
-        row = d_weight_ptr + place
-        acc = tl.zeros((BLOCK_D,), tl.float32)
+        # Most columns have few entries or none. All of these go together, so that many rows are under way at once. The next
+        # entries are read while the rows of these are on their way.
+        few = in_v & (end - begin <= SHORT)
+        part = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
         if not others_done:
-            its_share = tl.sum(tl.where(this, share, 0.0), 0)
-            acc += by_share * its_share + by_column
-            if isotropic * its_share != 0:
-                acc += isotropic * its_share * tl.load(weight_ptr + place, mask=in_d, other=0).to(tl.float32)
-        acc += tl.load(row, mask=in_d & adding, other=0).to(tl.float32)
-        row_end = tl.sum(tl.where(this, end, 0), 0)
-        for first in range(tl.sum(tl.where(this, begin, 0), 0), row_end, BLOCK_K):
-            offs_k = first + tl.arange(0, BLOCK_K)
-            in_k = offs_k < row_end
-            token = tl.load(token_ptr + offs_k, mask=in_k, other=0).to(tl.int64)
-            grad = tl.load(grad_ptr + offs_k, mask=in_k, other=0)
-            where = hidden_ptr + token[:, None] * hidden_size + offs_d[None, :]
-            h = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32)
-            acc += tl.sum(grad[:, None] * h, 0)
-        tl.store(row, acc.to(d_weight_ptr.dtype.element_ty), mask=in_d)
-        to_do &= to_do - 1
+            hot = hot_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
+            is_hot = (slot > 0)[:, None]
+            part = tl.load(hot, mask=is_hot & in_d[None, :], other=0).to(tl.float32)
+            part = tl.where(is_hot, part, by_share[None, :] * share[:, None] + by_column[None, :])
+            if isotropic != 0:
+                own = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+                w = tl.load(own, mask=(few & (share > 0))[:, None] & in_d[None, :], other=0).to(tl.float32)
+                part += (isotropic * share)[:, None] * w
+        target = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        mask = (few & ((end > begin) | (others_done == 0)))[:, None] & in_d[None, :]
+        part += tl.load(target, mask=mask & adding, other=0).to(tl.float32)
+        offs_k = begin
+        token, grad = _entries(token_ptr, grad_ptr, offs_k, few & (offs_k < end))
+        for _ in range(0, tl.max(tl.where(few, end - begin, 0), 0)):
+            rows = _rows(hidden_ptr, token, few & (offs_k < end), offs_d, in_d, hidden_size)
+            offs_k += 1
+            next_token, next_grad = _entries(token_ptr, grad_ptr, offs_k, few & (offs_k < end))
+            part += grad[:, None] * rows
+            token, grad = next_token, next_grad
+        tl.store(target, part.to(d_weight_ptr.dtype.element_ty), mask=mask)
+
+        bit = 1 << tl.arange(0, BLOCK_V)
+        to_do = tl.sum(tl.where(end - begin > SHORT, bit, 0), 0)
+        while to_do > 0:  # The columns with more entries follow, one after another.
+            this = bit == (to_do & -to_do)
+            place = tl.sum(tl.where(this, offs_v, 0), 0).to(tl.int64) * hidden_size + offs_d
+            row = d_weight_ptr + place
+            acc = tl.zeros((BLOCK_D,), tl.float32)
+            if not others_done:
+                its_share = tl.sum(tl.where(this, share, 0.0), 0)
+                acc += by_share * its_share + by_column
+                if isotropic * its_share != 0:
+                    acc += isotropic * its_share * tl.load(weight_ptr + place, mask=in_d, other=0).to(tl.float32)
+            acc += tl.load(row, mask=in_d & adding, other=0).to(tl.float32)
+            row_begin, row_end = tl.sum(tl.where(this, begin, 0), 0), tl.sum(tl.where(this, end, 0), 0)
+            these_k = row_begin + tl.arange(0, BLOCK_K)
+            tokens, grads = _entries(token_ptr, grad_ptr, these_k, these_k < row_end)
+            for _ in range(row_begin, row_end, BLOCK_K):
+                rows = _rows(hidden_ptr, tokens, these_k < row_end, offs_d, in_d, hidden_size)
+                these_k += BLOCK_K
+                next_tokens, next_grads = _entries(token_ptr, grad_ptr, these_k, these_k < row_end)
+                acc += tl.sum(grads[:, None] * rows, 0)
+                tokens, grads = next_tokens, next_grads
+            tl.store(row, acc.to(d_weight_ptr.dtype.element_ty), mask=in_d)
+            to_do &= to_do - 1
+
+
+@triton.jit
+def _entries(token_ptr, grad_ptr, offs_k, in_k):
+    """Token and gradient of some entries."""
+    return tl.load(token_ptr + offs_k, mask=in_k, other=0), tl.load(grad_ptr + offs_k, mask=in_k, other=0)
+
+
+@triton.jit
+def _rows(rows_ptr, number, in_k, offs_d, in_d, hidden_size):
+    """A part of some rows, fp32."""
+    where = rows_ptr + number.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+    return tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32)
 
 
 def stand_in_weight(
@@ -301,14 +321,15 @@ def stand_in_weight(
     parts_SV, away_SD = tokens.parts_SV, tokens.rows.hidden
     tile = tile._replace(cols=max(16, tile.cols // 2), warps=max(1, tile.warps // 2))
     tma = has_tma(parts_SV, away_SD)
-    _stand_in_weight_kernel[(cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols),)](
+    num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
+    _stand_in_weight_kernel[(min(num_tiles, 2 * num_programs(away_SD.device)),)](
         # in
         operand(parts_SV, tile.inner, tile.rows, tma), operand(away_SD, tile.inner, tile.cols, tma), tokens.rows.num_kept, gain,
         tokens.moved_V, slot_V, hot_HD, share_V, shared_2D, how.num_dense, how.num_few,
         # in, out
         d_weight_VD,
         # sizes
-        away_SD.shape[0], num_cols, hidden_size, parts_SV.stride(0), int(add),
+        away_SD.shape[0], num_cols, hidden_size, parts_SV.stride(0), num_tiles, int(add),
         # tiles
         BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_S=tile.inner, TMA=tma, PRECISION=precision(away_SD.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -333,6 +354,7 @@ def _stand_in_weight_kernel(
     num_cols,
     hidden_size,
     parts_stride,
+    num_tiles,
     add,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -341,37 +363,38 @@ def _stand_in_weight_kernel(
     PRECISION: tl.constexpr,
 ):
     gain = tl.load(gain_ptr)
-    if (tl.load(num_dense_ptr) > 0) | (gain == 0):
-        return
-    num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
-    row = tl.program_id(0) // num_col_blocks * BLOCK_V
-    col = tl.program_id(0) % num_col_blocks * BLOCK_D
-    acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
-    for inner in range(0, tl.load(num_sampled_ptr), BLOCK_S):
-        p = load_tile(parts, inner, row, num_rows, num_cols, parts_stride, BLOCK_S, BLOCK_V, TMA)
-        h = load_tile(away, inner, col, num_rows, hidden_size, hidden_size, BLOCK_S, BLOCK_D, TMA)
-        acc = tl.dot(p.T, h, acc, input_precision=PRECISION)
-    offs_v = row + tl.arange(0, BLOCK_V)
-    in_v = offs_v < num_cols
-    acc *= (gain * tl.load(moved_ptr + offs_v, mask=in_v, other=0))[:, None]
-    slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
-    share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
-    is_hot = (slot > 0)[:, None]
+    num_sampled = tl.load(num_sampled_ptr)
     adding = (add != 0) | (tl.load(num_few_ptr) > 0)
-    # The tile is stored a quarter at a time: the whole of it beside its addresses spills registers.
-    for half in tl.static_range(2):
-        for quarter in tl.static_range(2):
-            part = halves(halves(acc)[half])[quarter]
-            offs_d = col + (2 * half + quarter) * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
-            in_d = offs_d < hidden_size
-            part += tl.load(shared_ptr + offs_d, mask=in_d, other=0)[None, :] * share[:, None]
-            part += tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)[None, :]
-            hot = hot_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
-            part = tl.where(is_hot, tl.load(hot, mask=is_hot & in_d[None, :], other=0).to(tl.float32), part)
-            where = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-            mask = in_v[:, None] & in_d[None, :]
-            part += tl.load(where, mask=mask & adding, other=0).to(tl.float32)
-            tl.store(where, part.to(d_weight_ptr.dtype.element_ty), mask=mask)
+    num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
+    nothing = (tl.load(num_dense_ptr) > 0) | (gain == 0)
+    for tile in range(tl.program_id(0), tl.where(nothing, 0, num_tiles), tl.num_programs(0)):
+        row = tile // num_col_blocks * BLOCK_V
+        col = tile % num_col_blocks * BLOCK_D
+        acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
+        for inner in range(0, num_sampled, BLOCK_S):
+            p = load_tile(parts, inner, row, num_rows, num_cols, parts_stride, BLOCK_S, BLOCK_V, TMA)
+            h = load_tile(away, inner, col, num_rows, hidden_size, hidden_size, BLOCK_S, BLOCK_D, TMA)
+            acc = tl.dot(p.T, h, acc, input_precision=PRECISION)
+        offs_v = row + tl.arange(0, BLOCK_V)
+        in_v = offs_v < num_cols
+        acc *= (gain * tl.load(moved_ptr + offs_v, mask=in_v, other=0))[:, None]
+        slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
+        share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
+        is_hot = (slot > 0)[:, None]
+        # The tile is stored a quarter at a time: the whole of it beside its addresses spills registers.
+        for half in tl.static_range(2):
+            for quarter in tl.static_range(2):
+                part = halves(halves(acc)[half])[quarter]
+                offs_d = col + (2 * half + quarter) * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
+                in_d = offs_d < hidden_size
+                part += tl.load(shared_ptr + offs_d, mask=in_d, other=0)[None, :] * share[:, None]
+                part += tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)[None, :]
+                hot = hot_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
+                part = tl.where(is_hot, tl.load(hot, mask=is_hot & in_d[None, :], other=0).to(tl.float32), part)
+                where = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+                mask = in_v[:, None] & in_d[None, :]
+                part += tl.load(where, mask=mask & adding, other=0).to(tl.float32)
+                tl.store(where, part.to(d_weight_ptr.dtype.element_ty), mask=mask)
 
 
 def listed_bias(

@@ -23,7 +23,7 @@ from cce_dist.kernels import Operands, Rows, Softmax, stand_in
 from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter.shares import PART, RUN, Away, Dropped, Sample
-from cce_dist.kernels.tiles import Tiles, precision
+from cce_dist.kernels.tiles import Tile, Tiles, precision
 
 
 class Drawn(NamedTuple):
@@ -219,42 +219,49 @@ def squares_of_columns(
     drawn_gradients(drawn, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, threshold_N, grads_SK, tiles)
     # A token stands for as many as have its mass together. K keeps fp16 away from its ends.
     mass_S = sample.mass_S if gain is None else sample.mass_S / gain
-    squares_7P = _squares(grads_SK, mass_S, drawn.away_KD, drawn.square_K, lines_SK=lines_SK, worth_K=drawn.worth_K)
+    squares_7P = _squares(
+        grads_SK, mass_S, drawn.away_KD, drawn.square_K, tiles.lse, lines_SK=lines_SK, worth_K=drawn.worth_K
+    )  # fmt: skip
     return OfColumns(squares_7P, mass_S, coef_4N)
 
 
-def squares_of_tokens(tokens: Tokens, dropped: Dropped, drawn: Drawn) -> torch.Tensor:
+def squares_of_tokens(tokens: Tokens, dropped: Dropped, drawn: Drawn, tiles: Tiles) -> torch.Tensor:
     """Return the square of what the tokens add to the drawn rows of d_weight, and the sum of its terms' squares. -> [2, P]"""
     # A column stands for as many as have its share together. S and V keep fp16 away from its ends.
     return _squares(
-        tokens.parts_SV, drawn.column_K, tokens.away.rows_SD, tokens.away.square_S, dropped, tokens.away.share_S
-    )
+        tokens.parts_SV, drawn.column_K, tokens.away.rows_SD, tokens.away.square_S, tiles.lse, dropped,
+        tokens.away.share_S,
+    )  # fmt: skip
 
 
 def _squares(
-    given: torch.Tensor, of_rows: torch.Tensor, away_ID: torch.Tensor, square_I: torch.Tensor,
+    given: torch.Tensor, of_rows: torch.Tensor, away_ID: torch.Tensor, square_I: torch.Tensor, tile: Tile,
     dropped: Dropped | None = None, share_S: torch.Tensor | None = None, lines_SK: torch.Tensor | None = None,
     worth_K: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Square ``terms @ away_ID``: of columns R is the sample and I the columns, of tokens the other way round."""
+    """Square ``terms @ away_ID``: of columns R is the sample and I the columns, of tokens the other way round.
+
+    ``tile`` says how much of the inner axis shared memory holds.
+    """
     (num_inner, hidden_size), num_rows = away_ID.shape, of_rows.shape[0]
     block_r, block_d = 64, 512 // away_ID.itemsize
     blocks_r, blocks_d = cdiv(num_rows, block_r), cdiv(hidden_size, block_d)
-    squares_7P = torch.empty(
-        2 if lines_SK is None else 7, blocks_r * blocks_d, dtype=torch.float32, device=away_ID.device
-    )
+    parts = blocks_r * (blocks_d + 1)
+    squares_7P = torch.empty(2 if lines_SK is None else 7, parts, dtype=torch.float32, device=away_ID.device)
     shares_2V, moved_V, total = (None,) * 3 if dropped is None else (dropped.shares_2V, dropped.moved_V, dropped.total)
-    _squares_kernel[(blocks_r * blocks_d,)](
+    _squares_kernel[(parts,)](
         given, of_rows, away_ID, square_I, shares_2V, moved_V, total, share_S, lines_SK, worth_K,
         squares_7P,
         num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
-        OF_TOKENS=dropped is not None, BENT=lines_SK is not None, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_I=32,
-        PRECISION=precision(away_ID.dtype), num_warps=8, num_stages=2,
+        OF_TOKENS=dropped is not None, BENT=lines_SK is not None, BLOCK_R=block_r, BLOCK_D=block_d,
+        BLOCK_I=tile.inner, PRECISION=precision(away_ID.dtype), num_warps=8, num_stages=tile.stages,
     )  # fmt: skip
     return squares_7P
 
 
-@kernel("given_ptr", "of_rows_ptr", "away_ptr", "shares_ptr", "lines_ptr", "squares_ptr", "hidden_size")
+@kernel(
+    "given_ptr", "of_rows_ptr", "away_ptr", "shares_ptr", "lines_ptr", "squares_ptr", "num_inner", "hidden_size", "given_stride"
+)  # fmt: skip
 def _squares_kernel(
     given_ptr,  # in: [S, K] g of the columns, or [S, V or more]: parts of tokens
     of_rows_ptr,  # in: [S] fp32: what each token drops, or [K] int64: the columns
@@ -279,71 +286,103 @@ def _squares_kernel(
     BLOCK_I: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    blocks_d = tl.cdiv(hidden_size, BLOCK_D)
-    offs_r = tl.program_id(0) // blocks_d * BLOCK_R + tl.arange(0, BLOCK_R)
-    offs_d = tl.program_id(0) % blocks_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    # The last program of each block of rows has the terms' own squares, the others have the product's.
+    blocks = tl.cdiv(hidden_size, BLOCK_D) + 1
+    offs_r = tl.program_id(0) // blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    block_d = tl.program_id(0) % blocks
     in_r = offs_r < num_rows
-    in_d = offs_d < hidden_size
     if OF_TOKENS:
         column = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
         own = tl.load(shares_ptr + column, mask=in_r, other=0)
         total = tl.load(total_ptr)
         factor = tl.where(total > 0, 1 / (PART * total), 0.0) * tl.load(moved_ptr + column, mask=in_r, other=0)
+        given_ptr += column[:, None]
+        line_factor = factor
     else:
         own = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
         factor = tl.zeros((BLOCK_R,), tl.float32) + num_inner
+        given_ptr += offs_r.to(tl.int64)[:, None] * given_stride
+        line_factor = tl.sqrt(tl.abs(own))
     root_of_own = tl.where(own != 0, 1 / tl.sqrt(tl.abs(own)), 0.0)
-    num_inner = tl.where(tl.max((own != 0).to(tl.int32), 0) > 0, num_inner, 0)  # Nothing is dropped where it is 0.
-    acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
-    if BENT:
+    if OF_TOKENS:
+        root_of_own *= num_inner * root
+    lines_row = offs_r.to(tl.int64)[:, None] * num_inner
+    end = tl.where(tl.max((own != 0).to(tl.int32), 0) > 0, num_inner, 0)  # Nothing is dropped where it is 0.
+    sums_ptr = squares_ptr + tl.program_id(0)
+    num_parts = tl.num_programs(0)
+    if block_d < blocks - 1:
+        offs_d = block_d * BLOCK_D + tl.arange(0, BLOCK_D)
+        acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
         line_acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-        both_noise = tl.zeros((BLOCK_R,), tl.float32)
-        line_noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
-        along = tl.zeros((BLOCK_R,), tl.float32)
-        root = tl.abs(own) * root_of_own
-    for first in range(0, num_inner, BLOCK_I):
-        offs_i = first + tl.arange(0, BLOCK_I)
-        in_i = offs_i < num_inner
-        mask = (own != 0)[:, None] & in_i[None, :]
-        if OF_TOKENS:
-            where = given_ptr + offs_i.to(tl.int64)[None, :] * given_stride + column[:, None]
-            rest = own[:, None] * tl.load(share_ptr + offs_i, mask=in_i, other=0)[None, :]
-        else:
-            where = given_ptr + offs_r.to(tl.int64)[:, None] * given_stride + offs_i[None, :]
-            rest = own[:, None]
-        term = (tl.load(where, mask=mask, other=0).to(tl.float32) * factor[:, None] - rest) * root_of_own[:, None]
-        if OF_TOKENS:
-            term *= num_inner * root
-        term = tl.where(mask, term, 0.0).to(away_ptr.dtype.element_ty)
-        away = tl.load(
-            away_ptr + offs_i.to(tl.int64)[:, None] * hidden_size + offs_d[None, :],
-            mask=in_i[:, None] & in_d[None, :], other=0,
-        )  # fmt: skip
-        acc = tl.dot(term, away, acc, input_precision=PRECISION)
-        if BENT:
-            where = lines_ptr + offs_r.to(tl.int64)[:, None] * num_inner + offs_i[None, :]
-            line = tl.where(mask, tl.load(where, mask=mask, other=0) * root[:, None], 0.0).to(away_ptr.dtype.element_ty)
-            line_acc = tl.dot(line, away, line_acc, input_precision=PRECISION)
-        if tl.program_id(0) % blocks_d == 0:  # The terms are the same for all columns of the product.
-            square = tl.load(square_ptr + offs_i, mask=in_i, other=0)
-            noise += term.to(tl.float32) * term.to(tl.float32) * square[None, :]
+        for first in range(0, end, BLOCK_I):
+            offs_i = first + tl.arange(0, BLOCK_I)
+            in_i = offs_i < num_inner
+            mask = (own != 0)[:, None] & in_i[None, :]
+            term = _terms(
+                given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own,
+                away_ptr.dtype.element_ty, OF_TOKENS,
+            )  # fmt: skip
+            away = tl.load(
+                away_ptr + offs_i.to(tl.int64)[:, None] * hidden_size + offs_d[None, :],
+                mask=in_i[:, None] & (offs_d < hidden_size)[None, :], other=0,
+            )  # fmt: skip
+            acc = tl.dot(term, away, acc, input_precision=PRECISION)
             if BENT:
-                both = term.to(tl.float32) * line.to(tl.float32)
-                both_noise += tl.sum(both * square[None, :], 1)
-                line_noise += line.to(tl.float32) * line.to(tl.float32) * square[None, :]
-                share = _one_over(tl.load(worth_ptr + offs_i, mask=in_i, other=0))
-                along += tl.sum(both * share[None, :], 1)
-    num_programs = tl.num_programs(0)
-    squares_ptr += tl.program_id(0)
-    tl.store(squares_ptr, _sum_of_all(acc * acc))
-    tl.store(squares_ptr + num_programs, tl.sum(tl.sum(noise, 0), 0))
-    if BENT:
-        tl.store(squares_ptr + 2 * num_programs, _sum_of_all(acc * line_acc))
-        tl.store(squares_ptr + 3 * num_programs, tl.sum(both_noise, 0))
-        tl.store(squares_ptr + 4 * num_programs, _sum_of_all(line_acc * line_acc))
-        tl.store(squares_ptr + 5 * num_programs, tl.sum(tl.sum(line_noise, 0), 0))
-        tl.store(squares_ptr + 6 * num_programs, tl.sum(tl.where(own != 0, along / own, 0.0), 0))
+                line = tl.load(lines_ptr + lines_row + offs_i[None, :], mask=mask, other=0) * line_factor[:, None]
+                line_acc = tl.dot(line.to(away_ptr.dtype.element_ty), away, line_acc, input_precision=PRECISION)
+        tl.store(sums_ptr, _sum_of_all(acc * acc))
+        tl.store(sums_ptr + num_parts, 0.0)
+        if BENT:
+            tl.store(sums_ptr + 2 * num_parts, _sum_of_all(acc * line_acc))
+            tl.store(sums_ptr + 3 * num_parts, 0.0)
+            tl.store(sums_ptr + 4 * num_parts, _sum_of_all(line_acc * line_acc))
+            tl.store(sums_ptr + 5 * num_parts, 0.0)
+            tl.store(sums_ptr + 6 * num_parts, 0.0)
+    else:
+        noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+        both_noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+        line_noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+        along = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+        for first in range(0, end, BLOCK_I):
+            offs_i = first + tl.arange(0, BLOCK_I)
+            in_i = offs_i < num_inner
+            mask = (own != 0)[:, None] & in_i[None, :]
+            square = tl.load(square_ptr + offs_i, mask=in_i, other=0)[None, :]
+            term = _terms(
+                given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own,
+                away_ptr.dtype.element_ty, OF_TOKENS,
+            ).to(tl.float32)  # fmt: skip
+            noise += term * term * square
+            if BENT:
+                line = tl.load(lines_ptr + lines_row + offs_i[None, :], mask=mask, other=0) * line_factor[:, None]
+                line = line.to(away_ptr.dtype.element_ty).to(tl.float32)
+                both_noise += term * line * square
+                line_noise += line * line * square
+                along += term * line * _one_over(tl.load(worth_ptr + offs_i, mask=in_i, other=0))[None, :]
+        tl.store(sums_ptr, 0.0)
+        tl.store(sums_ptr + num_parts, _sum_of_all(noise))
+        if BENT:
+            tl.store(sums_ptr + 2 * num_parts, 0.0)
+            tl.store(sums_ptr + 3 * num_parts, _sum_of_all(both_noise))
+            tl.store(sums_ptr + 4 * num_parts, 0.0)
+            tl.store(sums_ptr + 5 * num_parts, _sum_of_all(line_noise))
+            of_row = tl.sum(along, 1)
+            tl.store(sums_ptr + 6 * num_parts, tl.sum(tl.where(own != 0, of_row / own, 0.0), 0))
+
+
+@triton.jit
+def _terms(
+    given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own, dtype: tl.constexpr,
+    OF_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Terms of rows, 0 outside of the mask."""
+    if OF_TOKENS:
+        given = tl.load(given_ptr + offs_i.to(tl.int64)[None, :] * given_stride, mask=mask, other=0)
+        rest = own[:, None] * tl.load(share_ptr + offs_i, mask=in_i, other=0)[None, :]
+    else:
+        given = tl.load(given_ptr + offs_i[None, :], mask=mask, other=0)
+        rest = own[:, None]
+    return tl.where(mask, (given.to(tl.float32) * factor[:, None] - rest) * root_of_own[:, None], 0.0).to(dtype)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from cce_dist.kernels.blocks import kernel, softcap_slope, softcapped
 from cce_dist.kernels.budget import FEW, cdiv
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.hot import Hot
+from cce_dist.kernels.tiles import stages_of_rows
 
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
 # Columns of a list. No more than 1/eps of a list are kept, so most of a long one is read once and gathered no more, while a
@@ -74,11 +75,12 @@ def list_columns(
     given and 0, nothing was marked, and each count is one more than there is room for.
     """
     num_rows, num_words = words_RW.shape
+    aligned = min(16, num_words & -num_words)
     _list_columns_kernel[(num_rows,)](
         words_RW, hot.words_W, x.ids, rows.index, rows.num_kept, room, taken,
         lists.columns_M, lists.begin_N, lists.count_N,
-        num_words, lists.columns_M.shape[0], x.logits.start, x.logits.num_valid,
-        BLOCK_W=512, num_warps=1,
+        num_words // aligned, lists.columns_M.shape[0], x.logits.start, x.logits.num_valid,
+        BLOCK_W=512, ALIGNED=aligned, num_warps=1,
     )  # fmt: skip
 
 
@@ -114,11 +116,12 @@ def _list_columns_kernel(
     columns_ptr,  # out: [M] int32
     begin_ptr,  # out: [N] int32
     count_ptr,  # out: [N] int32
-    num_words,
+    num_units,  # of ALIGNED words each
     capacity,
     start,
     num_valid,
     BLOCK_W: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     row = tl.program_id(0)
     token = tl.load(index_ptr + row).to(tl.int64)
@@ -136,6 +139,7 @@ def _list_columns_kernel(
     here = (label >= 0) & (label < num_valid)
     label_word = tl.where(here, label // 32, -1)
     label_bit = tl.full((), 1, tl.uint32) << (tl.where(here, label, 0) % 32).to(tl.uint32)
+    num_words = num_units * ALIGNED  # which says how wide reads may be
     words_ptr += row.to(tl.int64) * num_words
 
     counts = tl.zeros((BLOCK_W,), tl.int32)
@@ -410,6 +414,7 @@ def listed_gradients(
     kept_B = torch.empty(most_blocks, dtype=torch.int32, device=x.hidden.device)
     block_d = triton.next_power_of_2(hidden_size)
     warps = 8 if block_d > 4096 else min(4, max(1, block_d // 256))
+    block_k = min(8, max(1, warps * WARP_ELEMENTS // block_d))
     high_ND, low_ND = (None, None) if total is None else (total.high_ND, total.low_RD)
     _listed_gradients_kernel[(most_blocks,)](
         # in
@@ -424,7 +429,8 @@ def listed_gradients(
         HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0, WANT_ENTRIES=entries is not None,
         WANT_HIDDEN=total is not None, HAS_LOW=low_ND is not None,
         # tiles
-        ENTRIES=BLOCK, BLOCK_K=min(8, max(1, warps * WARP_ELEMENTS // block_d)), BLOCK_D=block_d, num_warps=warps, **REGISTERS,
+        ENTRIES=BLOCK, BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
+        num_warps=warps, **REGISTERS,
     )  # fmt: skip
     num_listed_N = torch.empty_like(lists.count_N)
     shape = (num_tokens,) if entries is None else (2, num_tokens)
@@ -479,6 +485,7 @@ def _listed_gradients_kernel(
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     block = tl.program_id(0)
     if block >= tl.load(num_blocks_ptr):
@@ -502,19 +509,13 @@ def _listed_gradients_kernel(
     listed = tl.zeros((BLOCK_K,), tl.float32)
     num_listed = tl.zeros((BLOCK_K,), tl.int32)
     stop = tl.minimum(count, (number + 1) * ENTRIES)
-    offs_k = number * ENTRIES + tl.arange(0, BLOCK_K)
-    column = tl.load(columns_ptr + offs_k, mask=offs_k < stop, other=0)
-    where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-    following = tl.load(where, mask=(offs_k < stop)[:, None] & in_d[None, :], other=0)
-    next_column = tl.load(columns_ptr + offs_k + BLOCK_K, mask=offs_k + BLOCK_K < stop, other=0)
-    for first in range(number * ENTRIES, stop, BLOCK_K):
+    # Rows are on their way to shared memory while others are multiplied, and so are the columns that say which they are.
+    for first in tl.range(number * ENTRIES, stop, BLOCK_K, num_stages=STAGES):
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < stop
-        w = following
-        # The next rows are under way while these are multiplied, and so are the columns after theirs.
-        where = weight_ptr + next_column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-        following = tl.load(where, mask=(offs_k + BLOCK_K < stop)[:, None] & in_d[None, :], other=0)
-        column_after = tl.load(columns_ptr + offs_k + 2 * BLOCK_K, mask=offs_k + 2 * BLOCK_K < stop, other=0)
+        column = tl.load(columns_ptr + offs_k, mask=in_k, other=0)
+        where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
         z = tl.sum(w.to(tl.float32) * h[None, :], 1)
         if HAS_BIAS:
             z += tl.load(bias_ptr + column, mask=in_k, other=0).to(tl.float32)
@@ -535,8 +536,6 @@ def _listed_gradients_kernel(
             tl.store(entry_grad_ptr + begin + offs_k, grad, mask=in_k)
             if WANT_HIDDEN:
                 d_hidden += tl.sum(tl.where(kept, grad, 0.0)[:, None] * w.to(tl.float32), 0)
-        column = next_column
-        next_column = column_after
     if WANT_HIDDEN:
         alone = in_d & (count <= ENTRIES)
         high = d_hidden.to(high_ptr.dtype.element_ty)

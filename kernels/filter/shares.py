@@ -47,7 +47,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands, stand_in
 from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.tiles import Tile, num_programs, precision
+from cce_dist.kernels.tiles import Tile, num_programs, precision, sample_tile, stages_of_rows
 from cce_dist.kernels.tokens import gathered, sums_of_rows
 
 TILT = 0.7
@@ -346,6 +346,7 @@ def dropped_shares(
     """
     num_rows, hidden_size = rows_SD.shape
     logits = x.logits
+    tile = sample_tile(tile, num_rows, rows_SD.itemsize, rows_SD.device)
     if logits.softcap > 0.0:
         tile = tile._replace(cols=max(16, tile.cols // 2))  # the epilogue over a whole tile spills registers
     num_blocks = cdiv(num_rows, tile.rows)
@@ -374,9 +375,12 @@ def dropped_shares(
 def _tilted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, uniform: bool) -> Dropped:
     """Tilt the columns' sums, and average the columns' rows by them: the weight is read once for both."""
     (num_blocks, num_valid), hidden_size, device = sums_BV.shape, x.weight.shape[1], sums_BV.device
-    all_d = triton.next_power_of_2(hidden_size)
-    block_v = max(1, 16384 // all_d)
-    parts = min(cdiv(num_valid, block_v), 2 * num_programs(device))
+    main_d = triton.next_power_of_2(hidden_size)
+    block_v, rest_d = min(16, max(1, 4096 // main_d)), 0
+    if block_v == 1 and main_d > hidden_size:
+        main_d //= 2  # A long row is in registers as two blocks, not as one that is half empty.
+        rest_d = triton.next_power_of_2(hidden_size - main_d)
+    parts = min(cdiv(num_valid, block_v), (6 if num_valid >= 1 << 16 else 4) * num_programs(device))
     sums_V, moved_V = torch.empty(2, num_valid, dtype=torch.float32, device=device).unbind()
     total_P, mean_PD = (
         torch.empty(shape, dtype=torch.float32, device=device) for shape in (parts, (parts, hidden_size))
@@ -384,8 +388,9 @@ def _tilted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Te
     _tilt_kernel[(parts,)](
         sums_BV, x.weight, sample.ahead_D, sample.size,
         sums_V, moved_V, total_P, mean_PD,
-        num_blocks, num_valid, hidden_size, TILT * x.logits.logit_scale,
-        HAS_AHEAD=sample.ahead_D is not None, BLOCK_V=block_v, ALL_D=all_d, num_warps=8,
+        num_valid, hidden_size, TILT * x.logits.logit_scale,
+        HAS_AHEAD=sample.ahead_D is not None, NUM_BLOCKS=num_blocks, BLOCK_V=block_v, MAIN_D=main_d, REST_D=rest_d,
+        STAGES=stages_of_rows(block_v * (main_d + rest_d) * x.weight.itemsize), num_warps=4,
     )  # fmt: skip
     dropped = shares_of(sums_V[None], total_P, slot_V, num_valid, uniform)
     return dropped._replace(center_D=mean_PD.sum(0) / dropped.total.clamp(min=TINY.value), moved_V=moved_V)
@@ -401,46 +406,49 @@ def _tilt_kernel(
     moved_ptr,  # out: [V] fp32: the factors
     total_ptr,  # out: [P] fp32: sums of the tilted ones
     mean_ptr,  # out: [P, D] fp32: rows of the weight times the tilted ones
-    num_blocks,
     num_valid,
     hidden_size,
     tilt,
     HAS_AHEAD: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    ALL_D: tl.constexpr,
+    MAIN_D: tl.constexpr,
+    REST_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    offs_d = tl.arange(0, ALL_D)
+    offs_d = tl.arange(0, MAIN_D)
     in_d = offs_d < hidden_size
+    mean = tl.zeros((MAIN_D,), tl.float32)
+    ahead = tl.load(ahead_ptr + offs_d, mask=in_d, other=0).to(tl.float32) if HAS_AHEAD else mean
+    if REST_D > 0:
+        rest_d = MAIN_D + tl.arange(0, REST_D)
+        in_rest = rest_d < hidden_size
+        rest_mean = tl.zeros((REST_D,), tl.float32)
+        rest_ahead = tl.load(ahead_ptr + rest_d, mask=in_rest, other=0).to(tl.float32) if HAS_AHEAD else rest_mean
     live = tl.load(num_sampled_ptr) > 0
-    mean = tl.zeros((ALL_D,), tl.float32)
     if not live:
-        for first in range(tl.program_id(0) * ALL_D, num_valid, tl.num_programs(0) * ALL_D):
+        for first in range(tl.program_id(0) * MAIN_D, num_valid, tl.num_programs(0) * MAIN_D):
             tl.store(tilted_ptr + first + offs_d, mean, mask=first + offs_d < num_valid)
             tl.store(moved_ptr + first + offs_d, mean + 1, mask=first + offs_d < num_valid)
-        tl.store(total_ptr + tl.program_id(0), 0.0)
-        tl.store(mean_ptr + tl.program_id(0).to(tl.int64) * hidden_size + offs_d, mean, mask=in_d)
-        return
-    if HAS_AHEAD:
-        ahead = tl.load(ahead_ptr + offs_d, mask=in_d, other=0).to(tl.float32)
     total = tl.zeros((BLOCK_V,), tl.float32)
-    stride = num_valid.to(tl.int64)
-    step = tl.num_programs(0) * BLOCK_V
-    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    where = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-    following = tl.load(where, mask=(offs_v < num_valid)[:, None] & in_d[None, :], other=0)
-    for first in range(tl.program_id(0) * BLOCK_V, num_valid, step):
+    end = tl.where(live, num_valid, 0)
+    # Rows are on their way to shared memory while others are summed.
+    for first in tl.range(tl.program_id(0) * BLOCK_V, end, tl.num_programs(0) * BLOCK_V, num_stages=STAGES):
         offs_v = first + tl.arange(0, BLOCK_V)
         in_v = offs_v < num_valid
-        w = following.to(tl.float32)
-        # The next rows are under way while these are summed.
-        where += step.to(tl.int64) * hidden_size
-        following = tl.load(where, mask=(offs_v + step < num_valid)[:, None] & in_d[None, :], other=0)
+        where = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size
+        w = tl.load(where + offs_d[None, :], mask=in_v[:, None] & in_d[None, :], other=0).to(tl.float32)
+        if REST_D > 0:
+            rest = tl.load(where + rest_d[None, :], mask=in_v[:, None] & in_rest[None, :], other=0).to(tl.float32)
         sums = tl.zeros((BLOCK_V,), tl.float32)
-        for block in range(0, num_blocks):
-            sums += tl.load(sums_ptr + block * stride + offs_v, mask=in_v, other=0)
+        for block in tl.static_range(NUM_BLOCKS):
+            sums += tl.load(sums_ptr + block * num_valid.to(tl.int64) + offs_v, mask=in_v, other=0)
         moved = tl.full((BLOCK_V,), 1.0, tl.float32)
         if HAS_AHEAD:
-            along = tilt * tl.sum(w * ahead[None, :], 1)
+            along = tl.sum(w * ahead[None, :], 1)
+            if REST_D > 0:
+                along += tl.sum(rest * rest_ahead[None, :], 1)
+            along *= tilt
             moved = tl.exp(-tl.where(tl.abs(along) < FARTHEST, along, 0.0))
         sums *= moved
         tl.store(tilted_ptr + offs_v, sums, mask=in_v)
@@ -448,8 +456,13 @@ def _tilt_kernel(
         total += sums
         # A column that nobody drops may hold anything.
         mean += tl.sum(tl.where(sums[:, None] > 0, sums[:, None] * w, 0.0), 0)
+        if REST_D > 0:
+            rest_mean += tl.sum(tl.where(sums[:, None] > 0, sums[:, None] * rest, 0.0), 0)
     tl.store(total_ptr + tl.program_id(0), tl.sum(total, 0))
-    tl.store(mean_ptr + tl.program_id(0).to(tl.int64) * hidden_size + offs_d, mean, mask=in_d)
+    mean_ptr += tl.program_id(0).to(tl.int64) * hidden_size
+    tl.store(mean_ptr + offs_d, mean, mask=in_d)
+    if REST_D > 0:
+        tl.store(mean_ptr + rest_d, rest_mean, mask=in_rest)
 
 
 @kernel("hidden", "weight", "bias_ptr", "slot_ptr", "sums_ptr", "parts", "hidden_size")
