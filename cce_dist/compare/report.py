@@ -34,7 +34,7 @@ STYLES = {  # color and dash of the methods that are compared by default; others
     "dense": ("black", "-"),
     "exact": (report.OURS_COLOR, "--"),
     "filtered": ("#2a9d4e", "-"),
-    "screened": ("#1f77b4", "--"),
+    "screened": ("#9467bd", ":"),
     "filtered-plain": ("#d62728", "-"),
     "full-c": ("#7fbf3f", "--"),
     "full-c-plain": ("#ff9896", "--"),

@@ -59,12 +59,14 @@ class Pair(NamedTuple):
 
 
 def pairs(path: Path) -> Iterator[Pair]:
-    """Yield the rows of a bench.json that were measured and can be predicted."""
+    """Yield the rows of a bench.json that were measured and can be predicted; no ignored labels can."""
     from cce_dist.bench.report import read_json
 
     results = read_json(path)
     device = device_of(results.environment["device"])
     for case in results.cases:
+        if case.ignored:
+            continue
         own_rows = results.environment["date"] < IN_PLACE
         head = Head(case.num_tokens, case.hidden_size, case.vocab_size, case.num_ranks, own_rows=own_rows)
         for row in case.rows:
