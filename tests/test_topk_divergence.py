@@ -13,10 +13,17 @@ from torch import Tensor
 
 from cce_dist import VocabShard, linear_kl_divergence, linear_log_probs, topk_kl_divergence
 from cce_dist.topk_divergence import KINDS, OUTSIDE
-from cce_dist.verify.check import assert_no_worse
+from cce_dist.verify.check import compare
 
 N, D, V, K = 9, 8, 30, 6
+ROUNDED = 2.0**-23 * 16  # what fp32 leaves of log-probabilities of 16 nats; those here go to 22
 any_call: Any = topk_kl_divergence
+
+
+def assert_near(got: Tensor, rough: Tensor, true: Tensor, quantity: str) -> None:
+    """As ``assert_no_worse``, and with the rounding of log-probabilities, which processors leave in different places."""
+    found = compare(quantity, got, rough, true, torch.float32)
+    assert found.error <= found.bound + ROUNDED * true.abs().max(), found
 
 
 @pytest.fixture
@@ -68,7 +75,7 @@ def test_matches_dense(data, kind: str, outside: str) -> None:
     found = ours(data, kind=kind, outside=outside)
     baseline, truth = (dense(data, kind, outside, dtype) for dtype in (torch.float32, torch.float64))
     for name, got, rough, true in zip(("value", "dE", "dC", "dbias"), found, baseline, truth, strict=True):
-        assert_no_worse(got, rough, true, quantity=name)
+        assert_near(got, rough, true, name)
     assert found[0][5] == 0 and not found[1][5].any()
 
 
@@ -136,7 +143,7 @@ def _on_ranks() -> None:
         baseline, rows = dense(data, kind, outside, torch.float32), slice(shard.start, shard.stop)
         for number, (got, rough, true) in enumerate(zip(found, baseline, truth, strict=True)):
             mine = rows if number > 1 else slice(None)
-            assert_no_worse(got, rough[mine], true[mine])
+            assert_near(got, rough[mine], true[mine], f"{kind}, {number}")
 
 
 def test_two_ranks(ranks2: Callable) -> None:
