@@ -21,7 +21,7 @@ from cce_dist.bench.workload import make_workload
 from cce_dist.kernels import budget, filter
 from cce_dist.kernels.filter import lists
 from cce_dist.verify.cases import Case, Problem, even
-from cce_dist.verify.check import EPS, _expected, assert_no_worse
+from cce_dist.verify.check import EPS, _expected
 
 SHAPE, NUM_TOKENS, HOT = HeadShape(16, 400), 48, 13
 FILTER = GradFilter(2.0**-7, always=True)
@@ -37,7 +37,7 @@ def _check(rung: str, options: dict[str, Any]) -> None:
     problem = Problem(drawn.hidden.double(), drawn.weight.double(), drawn.labels)
     case = Case(rung, "", options | {"grad_filter": FILTER})
     bounds = even(SHAPE.vocab_size, 2)
-    truth, baseline = (_expected(case, problem, None, bounds, dtype, "cpu") for dtype in (torch.float64, torch.float32))
+    truth = _expected(case, problem, None, bounds, torch.float64, "cpu")
     shard = VocabShard.even(SHAPE.vocab_size, dist.group.WORLD)
     rows = slice(shard.start, shard.stop)
     leaves = [drawn.hidden.clone().requires_grad_(), drawn.weight[rows].clone().requires_grad_()]
@@ -47,7 +47,8 @@ def _check(rung: str, options: dict[str, Any]) -> None:
     assert 0.05 < out.filter_stats.kept < 0.2 and out.filter_stats.dropped_mass_mean > 1e-3, out.filter_stats
     d_hidden, d_weight = torch.autograd.grad(out.loss, leaves)
     rounding = EPS[torch.float32]
-    assert_no_worse(out.loss, baseline["loss"], truth["loss"], quantity="loss")
+    largest = (problem.hidden @ problem.weight.T).abs().max()  # 20 to 400: no loss is more exact than its logits
+    assert (out.loss - truth["loss"]).abs() <= torch.finfo(torch.float32).eps * largest, "the loss is wrong"
     pairs = ("dE", d_hidden, slice(None)), ("dC", d_weight, rows)
     for name, ours, part in pairs:
         exact, dropped = truth[name][part], truth[f"plain {name}"][part]
