@@ -297,12 +297,11 @@ def _squares_kernel(
         total = tl.load(total_ptr)
         factor = tl.where(total > 0, 1 / (PART * total), 0.0) * tl.load(moved_ptr + column, mask=in_r, other=0)
         given_ptr += column[:, None]
-        line_factor = factor
     else:
         own = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
         factor = tl.zeros((BLOCK_R,), tl.float32) + num_inner
         given_ptr += offs_r.to(tl.int64)[:, None] * given_stride
-        line_factor = tl.sqrt(tl.abs(own))
+        root_of_lines = tl.sqrt(tl.abs(own))
     root_of_own = tl.where(own != 0, 1 / tl.sqrt(tl.abs(own)), 0.0)
     if OF_TOKENS:
         root_of_own *= num_inner * root
@@ -328,8 +327,8 @@ def _squares_kernel(
             )  # fmt: skip
             acc = tl.dot(term, away, acc, input_precision=PRECISION)
             if BENT:
-                line = tl.load(lines_ptr + lines_row + offs_i[None, :], mask=mask, other=0) * line_factor[:, None]
-                line_acc = tl.dot(line.to(away_ptr.dtype.element_ty), away, line_acc, input_precision=PRECISION)
+                line = _lines(lines_ptr + lines_row, offs_i, mask, root_of_lines, away_ptr.dtype.element_ty)
+                line_acc = tl.dot(line, away, line_acc, input_precision=PRECISION)
         tl.store(sums_ptr, _sum_of_all(acc * acc))
         tl.store(sums_ptr + num_parts, 0.0)
         if BENT:
@@ -354,8 +353,8 @@ def _squares_kernel(
             ).to(tl.float32)  # fmt: skip
             noise += term * term * square
             if BENT:
-                line = tl.load(lines_ptr + lines_row + offs_i[None, :], mask=mask, other=0) * line_factor[:, None]
-                line = line.to(away_ptr.dtype.element_ty).to(tl.float32)
+                line = _lines(lines_ptr + lines_row, offs_i, mask, root_of_lines, away_ptr.dtype.element_ty)
+                line = line.to(tl.float32)
                 both_noise += term * line * square
                 line_noise += line * line * square
                 along += term * line * _one_over(tl.load(worth_ptr + offs_i, mask=in_i, other=0))[None, :]
@@ -383,6 +382,12 @@ def _terms(
         given = tl.load(given_ptr + offs_i[None, :], mask=mask, other=0)
         rest = own[:, None]
     return tl.where(mask, (given.to(tl.float32) * factor[:, None] - rest) * root_of_own[:, None], 0.0).to(dtype)
+
+
+@triton.jit
+def _lines(lines_ptr, offs_i, mask, root, dtype: tl.constexpr):
+    """Linear terms of rows, 0 outside of the mask."""
+    return (tl.load(lines_ptr + offs_i[None, :], mask=mask, other=0) * root[:, None]).to(dtype)
 
 
 @triton.jit
