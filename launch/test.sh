@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check of the project, as CI runs them: sets up .venv, then ruff, pyright and pytest.
+# Every check of the project, as CI runs them: sets up .venv, then ruff, pyright, the resolver of constraints.txt and pytest.
 # Further arguments go to pytest, e.g. `launch/test.sh -k merge`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,6 +11,7 @@ failed=()
 ruff check . || failed+=("ruff check")
 ruff format --check . || failed+=("ruff format")
 pyright || failed+=("pyright")
+launch/resolve.sh || failed+=("constraints.txt")
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'FAILED: %s\n' "${failed[@]}" >&2
 fi
