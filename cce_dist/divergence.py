@@ -12,7 +12,7 @@ from cce_dist import agree, checks, divergence_op, merge
 from cce_dist.call import Layout, Options
 from cce_dist.divergence_op import PUBLIC_NAME, DivergenceCall
 from cce_dist.kernels import ShardLogits
-from cce_dist.kernels.heads import KINDS, Divergence
+from cce_dist.kernels.divergence.heads import KINDS, Divergence
 from cce_dist.operands import NAMES, Names, check_buffer, check_head, choose_backend, environment, shape_of_tokens
 from cce_dist.shard import VocabShard, local_rows
 

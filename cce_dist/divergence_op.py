@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from cce_dist import merge
+from cce_dist.autograd import Operator, refuse_transforms, replayed
 from cce_dist.call import Layout, build, schema, values_of
-from cce_dist.kernels import IGNORED, Grads, Operands, dense_heads, heads
-from cce_dist.kernels.heads import Divergence, Heads, Pair
-from cce_dist.kernels.tape import again
-from cce_dist.once import Operator, refuse_transforms, replayed
+from cce_dist.kernels import IGNORED, Grads, Operands
+from cce_dist.kernels.divergence import dense as dense_heads
+from cce_dist.kernels.divergence import heads
+from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair
+from cce_dist.kernels.launch.tape import again
 from cce_dist.shard import even_rows
 
 PUBLIC_NAME = "linear_kl_divergence"
@@ -52,7 +54,7 @@ def _backend(call: DivergenceCall) -> ModuleType:
     """The backend's arithmetic for two heads; that of Triton is imported by its first use."""
     if call.backend == "torch":
         return dense_heads
-    from cce_dist.kernels import divergence
+    from cce_dist.kernels.divergence import kernels as divergence
 
     return divergence
 

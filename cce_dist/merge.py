@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from cce_dist.kernels.tape import again
+from cce_dist.kernels.launch.tape import again
 
 # torch 2.13 renamed the two; the old names warn there
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from cce_dist import merge
 from cce_dist.agree import label_error
+from cce_dist.autograd import Operator, refuse_transforms, replayed
 from cce_dist.call import SCHEMA, Call, Layout
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, choose, num_counted
-from cce_dist.kernels.more import any_id, cell_gradients, masked, merge_more, merge_top, of_keys
-from cce_dist.kernels.rehearsal import rehearse
-from cce_dist.kernels.tape import again
-from cce_dist.once import Operator, refuse_transforms, replayed
+from cce_dist.kernels.extras import any_id, cell_gradients, masked, merge_more, merge_top, of_keys
+from cce_dist.kernels.launch.rehearsal import rehearse
+from cce_dist.kernels.launch.tape import again
 from cce_dist.shard import even_rows
 
 _US = "linear_cross_entropy (or linear_log_probs)"  # in messages of what both have

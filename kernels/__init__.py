@@ -43,7 +43,7 @@ row   name         value
 last  SUM_MOMENT   sum_j exp(z_j - m) (z_j - m); only where the entropy is wanted
 ====  ===========  ====================================================================================
 
-``linear_log_probs`` has up to four more kinds of rows behind these (``more.py`` merges them), in this order: SUM_SQUARE, the
+``linear_log_probs`` has up to four more kinds of rows behind these (``extras.py`` merges them), in this order: SUM_SQUARE, the
 sum of exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; I rows of logits, those of each token's
 ids, 0 where the id is no valid row of this shard; and 2 k rows of bits, the keys of the k largest logits. TARGET is of no use
 beside several ids.

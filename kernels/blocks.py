@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cce_dist.kernels.ahead import compiled_ahead
-from cce_dist.kernels.tape import noted
+from cce_dist.kernels.launch.ahead import compiled_ahead
+from cce_dist.kernels.launch.tape import noted
 from cce_dist.kernels.tiles import interpreted, real_device
 
 

@@ -15,8 +15,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import IGNORED, OUTSIDE, Gradients, Grads, Operands, ShardLogits, Softmax, Spec, budget, stand_in
-from cce_dist.kernels.more import LEAST_KEY, keys_of, largest_keys, rows_of_keys
+from cce_dist.kernels import (
+    IGNORED,
+    OUTSIDE,
+    Gradients,
+    Grads,
+    Operands,
+    ShardLogits,
+    Softmax,
+    Spec,
+    budget,
+    compensation,
+)
+from cce_dist.kernels.extras import LEAST_KEY, keys_of, largest_keys, rows_of_keys
 
 FLOOR = torch.finfo(torch.float32).min  # stands for a maximum of -inf where a difference of infinities would be NaN
 
@@ -147,7 +158,7 @@ def statistics(
 
 
 def top_keys(x: Operands, spec: Spec) -> Tensor:
-    """Return the keys (``more.keys_of``) of the ``spec.want.top_k`` largest logits, filled up with LEAST_KEY. -> [N, k]."""
+    """Return the keys (``extras.keys_of``) of the ``spec.want.top_k`` largest logits, filled up with LEAST_KEY. -> [N, k]."""
     keys_NC = torch.full((x.num_tokens, spec.want.top_k), LEAST_KEY, dtype=torch.int64, device=x.hidden.device)
     # Keys take twice the bytes of logits, and the largest of them are copies.
     for _, blocks in blocks_of(x, spec._replace(workspace_bytes=spec.workspace_bytes // 2)):
@@ -232,7 +243,7 @@ def gradients(
     With a filter an element is kept where it holds the label or where ``|P p| >= eps |LABEL|`` (``eps |P|`` where LABEL is 0).
     Elsewhere that part of the gradient is dropped; the LABEL and UNIFORM terms never are. Compensated, the dropped R [N, V]
     (gradients with respect to ``hidden @ weight.T``) is replaced by ``r_i q_j``: r are its row sums, q the column sums of |R|
-    over their total; some columns of R correct that for d_hidden, some rows for d_weight (``stand_in.py``). dbias is exact.
+    over their total; some columns of R correct that for d_hidden, some rows for d_weight (``compensation.py``). dbias is exact.
     Where the entropy is differentiated nothing is dropped.
     """
     gain = torch.ones((), dtype=torch.float32, device=x.hidden.device)
@@ -319,7 +330,7 @@ def _reaches(grad: Tensor, coef_4R1: Tensor, spec: Spec) -> Tensor:
 def _add_stand_in(
     sums: _Sums, x: Operands, softmax: Softmax, coef_4N: Tensor, grads: Grads, spec: Spec, gain: Tensor
 ) -> None:
-    """Add what stands for all that was dropped; see ``stand_in.py``.
+    """Add what stands for all that was dropped; see ``compensation.py``.
 
     Padding rows are left out: they may hold anything, and 0 times infinity is not 0.
     """
@@ -344,7 +355,7 @@ def _from_columns(
     dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, center_D: Tensor
 ) -> Tensor:
     """Return what drawn columns, and the bend of the tail, add to d_hidden, [N, D]."""
-    column_K, worth_K = stand_in.draw(share_V, budget.stand_in_columns(x.logits.num_valid))
+    column_K, worth_K = compensation.draw(share_V, budget.stand_in_columns(x.logits.num_valid))
     bias_K = None if x.bias is None else x.bias[column_K]
     columns = x._replace(weight=x.weight[column_K], bias=bias_K, logits=x.logits._replace(num_valid=len(column_K)))
     away_KD = columns.weight.float() - center_D
@@ -364,7 +375,7 @@ def _from_columns(
             lines_ND[block.rows] += lines @ away_KD[cols]
     noise_part = len(column_K) / max(1, budget.spread_columns(x.logits.num_valid, x.hidden.shape[1]))
     usual = (coef_4N[0] * x.logits.logit_scale).square().sum() * squares_K.mean()
-    bend, part = stand_in.bend(estimate_ND, lines_ND, noise_3, noise_part, usual)
+    bend, part = compensation.bend(estimate_ND, lines_ND, noise_3, noise_part, usual)
     return bend * moved_ND + part * (estimate_ND - bend * lines_ND)
 
 
@@ -377,7 +388,7 @@ def _tilt(dropped_N: Tensor, x: Operands, share_V: Tensor, center_D: Tensor) -> 
     hidden_ND = x.hidden.float().masked_fill(dropped_N[:, None] == 0, 0.0)
     share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
     tilt_ND = dropped_N[:, None] * (hidden_ND - share_N @ hidden_ND)
-    away_MD = x.weight[stand_in.draw(share_V, num_columns).place].float() - center_D
+    away_MD = x.weight[compensation.draw(share_V, num_columns).place].float() - center_D
     return tilt_ND, tilt_ND @ (away_MD.t() @ away_MD / num_columns)
 
 
@@ -387,7 +398,7 @@ def _from_tokens(
     """Return what drawn tokens add to d_weight, [V, D]."""
     total = dropped_N.abs().sum()
     share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
-    token_S, worth_S = stand_in.draw(share_N, budget.SAMPLE)
+    token_S, worth_S = compensation.draw(share_N, budget.SAMPLE)
     away_SD = hidden_ND[token_S] - share_N @ hidden_ND
     squares_S = away_SD.square().sum(1)
     tokens = x._replace(hidden=x.hidden[token_S], ids=x.ids[token_S])
@@ -403,13 +414,13 @@ def _from_tokens(
             terms *= worth_S[block.rows, None]
             noise += terms.square().sum(1) @ squares_S[block.rows]
             estimate_VD[cols] += terms.t() @ away_SD[block.rows]
-    factor = stand_in.shrink(estimate_VD.square().sum(), noise)
+    factor = compensation.shrink(estimate_VD.square().sum(), noise)
     if not budget.spread_columns(x.logits.num_valid, x.hidden.shape[1]):
         return factor * estimate_VD
     weight_VD = x.weight[: x.logits.num_valid].float()
     away_VD = weight_VD - share_V @ weight_VD
     square_V, share_V1 = away_VD.square().sum(1), share_V[:, None]
-    isotropic = stand_in.isotropic(
+    isotropic = compensation.isotropic(
         (share_V1 * estimate_VD * away_VD).sum(), share_V.square() @ square_V, share_V @ square_V,
         (total * (share_N @ hidden_ND)).square().sum(),
     )  # fmt: skip

@@ -29,6 +29,7 @@ from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
+from cce_dist.kernels.extras import LEAST_KEY
 from cce_dist.kernels.kept import Kept, label_cells, level, row_scales
 from cce_dist.kernels.largest import choose_among_all, choose_listed
 from cce_dist.kernels.lse import (
@@ -42,7 +43,6 @@ from cce_dist.kernels.lse import (
     new_partials,
     target_logits,
 )
-from cce_dist.kernels.more import LEAST_KEY
 from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import (
     coefficients,

@@ -29,8 +29,8 @@ from cce_dist.kernels.candidates import (
     ordinals_at,
     reached_by,
 )
+from cce_dist.kernels.extras import LEAST_KEY
 from cce_dist.kernels.logits import logits_chunk
-from cce_dist.kernels.more import LEAST_KEY
 from cce_dist.kernels.tiles import Tiles
 from cce_dist.kernels.tokens import compact, gathered, token_groups
 
@@ -44,7 +44,7 @@ def choose_listed(
     """Write the largest keys of the tokens whose list is whole.
 
     Args:
-        keys_KN: out: see ``more.rows_of_keys``.
+        keys_KN: out: see ``extras.rows_of_keys``.
         left_N: out, at the tokens of the group: int64, 0 where the list is not whole, else IGNORED.
     """
     _launch(x, rows, lists.list_RM, lists, spec, keys_KN, left_N)

@@ -24,9 +24,10 @@ from triton.runtime.jit import KernelInterface
 
 from cce_dist import VocabShard, divergence_op, linear_kl_divergence
 from cce_dist.divergence_op import DivergenceCall
-from cce_dist.kernels import Operands, ShardLogits, budget, d_hidden, divergence
-from cce_dist.kernels.heads import KINDS, Divergence, Heads
-from cce_dist.kernels.pair_logits import fill_logits, new_pair_logits
+from cce_dist.kernels import Operands, ShardLogits, budget, d_hidden
+from cce_dist.kernels.divergence import kernels as divergence
+from cce_dist.kernels.divergence.heads import KINDS, Divergence, Heads
+from cce_dist.kernels.divergence.pair_logits import fill_logits, new_pair_logits
 from cce_dist.kernels.tiles import choose_tiles, table_tiles
 from cce_dist.kernels.tokens import compact, gathered
 from cce_dist.verify.cases import even, padded, uneven, with_empty
@@ -494,7 +495,7 @@ def test_operators_are_well_formed() -> None:
     from cce_dist.call import Layout
     from cce_dist.divergence_op import DivergenceCall
     from cce_dist.kernels import ShardLogits
-    from cce_dist.kernels.heads import Divergence
+    from cce_dist.kernels.divergence.heads import Divergence
 
     p = draw(Case(num_tokens=4, bias=True), torch.float32)
     call = DivergenceCall(Divergence(ShardLogits(0, 75), ShardLogits(0, 75), "jsd"), 75, Layout())

@@ -29,8 +29,20 @@ from cce_dist.bench.loop import reference, relative_error, step
 from cce_dist.bench.shapes import HeadShape
 from cce_dist.bench.workload import make_workload
 from cce_dist.call import Call
-from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter, stand_in
-from cce_dist.kernels.filter import bound, hot, lists, shares
+from cce_dist.kernels import (
+    Filter,
+    Grads,
+    Operands,
+    ShardLogits,
+    Softmax,
+    Spec,
+    Want,
+    budget,
+    compensation,
+    exact,
+    filter,
+)
+from cce_dist.kernels.filter import bound, frequent, lists, shares
 from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.verify import cases as verify_cases
 from cce_dist.verify.check import assert_no_worse, run_case
@@ -214,7 +226,7 @@ def correction(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case, colu
     by_mass = terms.square() / part.sum(1, keepdim=True).abs().clamp_min(1e-300)
     signal = ((terms @ away).square() / part.sum(1, keepdim=True).abs().clamp_min(1e-300)).sum()
     shrink = 1 - (by_mass * away.square().sum(1)).sum() / signal
-    shrink = torch.where(shrink > stand_in.LEAST_SHRUNK, shrink, 0.0)
+    shrink = torch.where(shrink > compensation.LEAST_SHRUNK, shrink, 0.0)
     whole = torch.zeros_like(part).index_add_(1, column, terms) - terms.sum(1, keepdim=True) * share
     return shrink * whole, shrink
 
@@ -250,7 +262,7 @@ def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(budget, "LEAST_BYTES", 1 << 10)
     monkeypatch.setattr(budget, "list_capacity", lambda *_: Case().capacity)
     monkeypatch.setattr(budget, "stand_in_columns", lambda _: 0)
-    monkeypatch.setattr(stand_in, "LEAST_SHRUNK", 0.0)  # draws that are mostly noise are added all the same
+    monkeypatch.setattr(compensation, "LEAST_SHRUNK", 0.0)  # draws that are mostly noise are added all the same
     monkeypatch.setattr(lists, "BLOCK", 16)  # lists of several blocks
     monkeypatch.setattr(filter, "SAMPLE", 1024 if not GPU else 4096)  # all tokens: then the column sums are exact
     # fewer than the labels
@@ -493,7 +505,7 @@ def test_sampled_tokens_correct_d_weight(
     size = 32
     monkeypatch.setattr(filter, "SAMPLE", size)
     monkeypatch.setattr(budget, "SAMPLE", size)
-    monkeypatch.setattr(stand_in, "LEAST_ISOTROPIC", torch.inf)  # else it may stand in where the sampled tokens do not
+    monkeypatch.setattr(compensation, "LEAST_ISOTROPIC", torch.inf)  # else it may stand in where the sampled tokens do not
     p = problem(case, dtype)
     d = dense(p)
     _, *saved = local_stats(p, case)
@@ -503,7 +515,7 @@ def test_sampled_tokens_correct_d_weight(
     monkeypatch.setattr(filter, "weigh_tokens", lambda *_: None)
     alone = gradients(p, case, d, saved)[1]
     monkeypatch.setattr(filter, "weigh_tokens", weigh)
-    monkeypatch.setattr(stand_in, "LEAST_SHRUNK", 0.999)
+    monkeypatch.setattr(compensation, "LEAST_SHRUNK", 0.999)
     assert torch.equal(gradients(p, case, d, saved)[1], alone)
 
     dropped, sample = first["given to weigh_tokens"]
@@ -564,7 +576,7 @@ def test_hidden_states_bend_the_tail(limits, monkeypatch: pytest.MonkeyPatch) ->
     tilt = mass * (p.hidden.double() - sample.mean_D.double())
     terms = part[:, column] / (len(column) * share[column].double()) - mass / len(column)
     lines = tilt @ away.T / len(column)
-    apart = p.weight[stand_in.draw(share, num_spread).place].double() - center
+    apart = p.weight[compensation.draw(share, num_spread).place].double() - center
 
     # A sampled token stands for as many as have its mass together.
     token = sample.token_S.long()
@@ -573,7 +585,7 @@ def test_hidden_states_bend_the_tail(limits, monkeypatch: pytest.MonkeyPatch) ->
     noises = [(a * b * away.square().sum(1)).sum() for a, b in ((some, some), (some, straight), (straight, straight))]
     coef = p.coef[0, token].double() * p.logits.logit_scale
     usual = (coef.square()[:, None] * weight.square()).sum() * away.square().sum(1).mean()
-    fitted = stand_in.bend(some @ away, straight @ away, torch.stack(noises), len(column) / num_spread, usual)
+    fitted = compensation.bend(some @ away, straight @ away, torch.stack(noises), len(column) / num_spread, usual)
     for ours, theirs in zip((factors.bend, factors.columns), fitted, strict=True):
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=0.05 if GPU else 1e-3, atol=1e-3)
     assert 0.1 < factors.bend < 1.0
@@ -598,7 +610,7 @@ def test_columns_lean_along_their_own_row(coefs: str, limits, monkeypatch: pytes
     monkeypatch.setattr(budget, "SAMPLE", size)
     monkeypatch.setattr(budget, "spread_rows", lambda *_: 32)
     monkeypatch.setattr(budget, "spread_columns", lambda *_: 48)
-    monkeypatch.setattr(stand_in, "LEAST_ISOTROPIC", 0.0)
+    monkeypatch.setattr(compensation, "LEAST_ISOTROPIC", 0.0)
     p = problem(case, torch.float32)
     d = dense(p)
     _, *saved = local_stats(p, case)
@@ -607,7 +619,7 @@ def test_columns_lean_along_their_own_row(coefs: str, limits, monkeypatch: pytes
     assert seen["factors_of"].tokens > 0 == seen["factors_of"].isotropic
     monkeypatch.setattr(filter, "weigh_tokens", lambda *_: None)
     ours, first = gradients(p, case, d, saved)[1], dict(seen)
-    monkeypatch.setattr(stand_in, "LEAST_ISOTROPIC", torch.inf)
+    monkeypatch.setattr(compensation, "LEAST_ISOTROPIC", torch.inf)
     rank_1 = gradients(p, case, d, saved)[1]
     assert seen["factors_of"].isotropic == 0
 
@@ -633,7 +645,7 @@ def test_columns_lean_along_their_own_row(coefs: str, limits, monkeypatch: pytes
 def test_torch_leans_columns_along_their_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: the sign of it, the columns' mean left in, a factor that is fitted to something else."""
     monkeypatch.setattr(budget, "stand_in_columns", lambda _: 128)
-    monkeypatch.setattr(stand_in, "LEAST_SHRUNK", 0.25)
+    monkeypatch.setattr(compensation, "LEAST_SHRUNK", 0.25)
     w = make_workload(HeadShape(256, 4096), 512, rung="early", dtype=torch.float32, device=DEVICE)
     truth = reference(w.hidden, w.weight, w.labels)
     loss = functools.partial(linear_cross_entropy, backend="torch", grad_filter=GradFilter())
@@ -642,7 +654,7 @@ def test_torch_leans_columns_along_their_own_row(monkeypatch: pytest.MonkeyPatch
         return relative_error(step(loss, w)[2], truth.d_weight)
 
     with_it = error()
-    monkeypatch.setattr(stand_in, "LEAST_ISOTROPIC", torch.inf)
+    monkeypatch.setattr(compensation, "LEAST_ISOTROPIC", torch.inf)
     assert with_it < 0.9 * error()
 
 
@@ -1104,5 +1116,5 @@ def test_hot_columns_are_those_labelled_most() -> None:
     """Catches: ties broken by chance, labels of other shards or ignored ones counted."""
     labels = torch.tensor([7, 7, 7, 5, 5, 9, 3, 3, -1, -100, 100, 0], device=DEVICE)
     nothing = torch.zeros(0, device=DEVICE)
-    ids = hot.most_labelled(Operands(nothing, nothing, None, labels, ShardLogits(3, 20)), 6)
+    ids = frequent.most_labelled(Operands(nothing, nothing, None, labels, ShardLogits(3, 20)), 6)
     assert ids.tolist() == [0, 1, 2, 3, 4, 6]  # counts 2, 0, 2, 0, 3, 1: of those never seen the first

@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 
 from cce_dist import cli, reference
-from cce_dist.kernels import dense, dense_heads, more
+from cce_dist.kernels import dense, extras
+from cce_dist.kernels.divergence import dense as dense_heads
 from cce_dist.ranks import run_ranks
 from cce_dist.verify.cases import random_problem
 from cce_dist.verify.check import assert_no_worse
@@ -55,7 +56,7 @@ def test_triton_of(function: str):
 
 
 def test_a_mutation_of_the_log_probs_is_seen(monkeypatch: pytest.MonkeyPatch):
-    off = lambda *args, merged=more.merge_more: merged(*args)._replace(nll_NI=1.001 * merged(*args).nll_NI)  # noqa: E731
+    off = lambda *args, merged=extras.merge_more: merged(*args)._replace(nll_NI=1.001 * merged(*args).nll_NI)  # noqa: E731
     monkeypatch.setattr("cce_dist.op.merge_more", off)
     found = failures(Setting(1, backend="torch", function="log-probs"), 30)
     assert (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cce_dist import GradFilter, LogProbs, VocabShard, linear_cross_entropy, linear_log_probs, reference
 from cce_dist.bench import methods, peers
-from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Operands, ShardLogits, Spec, budget, exact, more
+from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Operands, ShardLogits, Spec, budget, exact, extras
 from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.verify.cases import zipf_problem
 from cce_dist.verify.check import assert_no_worse
@@ -141,16 +141,16 @@ def test_nothing_that_depends_on_other_tokens_is_kept() -> None:
 def test_an_id_outside_is_nan_alone() -> None:
     """As on a GPU, where ids are not read. Catches: a gradient that goes to another id, a row that is lost with its entry."""
     ids = torch.tensor([[3, OUTSIDE, 3], [IGNORED, OUTSIDE, IGNORED], [IGNORED, IGNORED, IGNORED]])
-    of_tokens = more.any_id(ids)
+    of_tokens = extras.any_id(ids)
     assert of_tokens.tolist() == [3, OUTSIDE, IGNORED]
     spec = Spec(ShardLogits(0, V), V, num_ids=3)
-    nll = more.merge_more(torch.ones(1, 6, 3), torch.zeros(2, 3), of_tokens, Cells(ids), spec).nll_NI
+    nll = extras.merge_more(torch.ones(1, 6, 3), torch.zeros(2, 3), of_tokens, Cells(ids), spec).nll_NI
     assert nll.tolist()[0][::2] == [-1, -1] and nll.isnan().tolist() == [
         [False, True, False],
         [False, True, False],
         [False] * 3,
     ]
-    cells, total = more.cell_gradients(torch.ones(3, 3), torch.zeros(3, 3), ids)
+    cells, total = extras.cell_gradients(torch.ones(3, 3), torch.zeros(3, 3), ids)
     assert total.tolist() == [2, 0, 0]
     assert cells.grad_NI is not None and cells.grad_NI[cells.ids_NI >= 0].tolist() == [-2]
 

@@ -37,8 +37,9 @@ from cce_dist import (
     linear_log_probs,
     op,
 )
-from cce_dist.kernels import budget, exact, graphs, replay, steps
-from cce_dist.kernels.tape import Again, Launch, Matrix, Place, Tape, again, mapped
+from cce_dist.kernels import budget, exact
+from cce_dist.kernels.launch import graphs, replay, steps
+from cce_dist.kernels.launch.tape import Again, Launch, Matrix, Place, Tape, again, mapped
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 DTYPE = torch.bfloat16 if GPU else torch.float32

@@ -21,7 +21,8 @@ from cce_dist import GradFilter, VocabShard, linear_cross_entropy, loss
 from cce_dist.call import Call
 from cce_dist.integrations.options import named_filter
 from cce_dist.kernels import Filter, Softmax, Want, budget, filter
-from cce_dist.kernels.filter import fp8, lists, screen
+from cce_dist.kernels.filter import lists, screen
+from cce_dist.kernels.filter.screen import fp8
 from cce_dist.verify.check import assert_no_worse
 
 pytestmark = of_filter.pytestmark

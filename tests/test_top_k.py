@@ -10,7 +10,7 @@ from shards import DEVICE, GPU
 from torch import Tensor
 
 from cce_dist import linear_log_probs
-from cce_dist.kernels import Operands, ShardLogits, Spec, Want, budget, candidates, exact, more
+from cce_dist.kernels import Operands, ShardLogits, Spec, Want, budget, candidates, exact, extras
 from cce_dist.kernels.budget import TopPlan
 from cce_dist.kernels.lse import Span, lse_partials, new_partials
 from cce_dist.kernels.tiles import choose_tiles
@@ -128,7 +128,7 @@ def test_two_shards() -> None:
         x = Operands(hidden, weight[rows], bias[rows], labels, ShardLogits(start, len(weight[rows])))
         spec = Spec(x.logits, V, want=Want(grad=False, top_k=K), workspace_bytes=256 << 20)
         stats.append(exact.statistics(x, spec)[0])
-    z, ids = more.of_keys(more.merge_top(torch.stack(stats), spec))
+    z, ids = extras.of_keys(extras.merge_top(torch.stack(stats), spec))
     values, expected = largest(hidden @ weight.t() + bias, K)
     assert torch.equal(ids[labels >= 0], expected[labels >= 0])
     torch.testing.assert_close(z[labels >= 0], values[labels >= 0])

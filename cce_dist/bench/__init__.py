@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cce_dist.arguments import device, file, folder, number, whole
 from cce_dist.bench.shapes import SHAPES
-from cce_dist.kernels.heads import KINDS
+from cce_dist.kernels.divergence.heads import KINDS
 
 DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
     "cuda": (["gemma-2-2b", "llama-3-8b", "phi-3.5"], [8192]),

@@ -21,7 +21,7 @@ from cce_dist.arguments import whole
 from cce_dist.bench.shapes import HeadShape
 from cce_dist.bench.tasks import Method, Prepared, Setting, Step, Task, add_arguments, as_command, run
 from cce_dist.bench.workload import make_workload
-from cce_dist.kernels.heads import KINDS
+from cce_dist.kernels.divergence.heads import KINDS
 
 CHUNK_BYTES = 1 << 30  # of the truth's logits
 Mean = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # both heads -> mean divergence over all tokens

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.bench.shapes import HeadShape
-from cce_dist.kernels.filter.hot import num_hot
+from cce_dist.kernels.filter.frequent import num_hot
 
 IGNORE_INDEX = -100
 MATTERS = 2.0**-12  # probabilities from here on are counted

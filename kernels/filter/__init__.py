@@ -40,8 +40,8 @@ from cce_dist.kernels.budget import FEW, NUM_PLANES, SAMPLE, cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
-from cce_dist.kernels.filter.bend import lines_of_sample, spread_of
 from cce_dist.kernels.filter.bound import bound_of_shard, draw_outside, drawn_sums
+from cce_dist.kernels.filter.covariance import lines_of_sample, spread_of
 from cce_dist.kernels.filter.d_hidden import Pair, add_products
 from cce_dist.kernels.filter.d_rows import (
     ByColumn,
@@ -51,18 +51,7 @@ from cce_dist.kernels.filter.d_rows import (
     listed_weight,
     stand_in_weight,
 )
-from cce_dist.kernels.filter.drawn import (
-    Drawn,
-    Factors,
-    Tokens,
-    draw_columns,
-    drawn_gradients,
-    factors_of,
-    squares_of_columns,
-    squares_of_tokens,
-    weigh_tokens,
-)
-from cce_dist.kernels.filter.hot import Hot, gather_hot, most_labelled, num_hot, outside_hot
+from cce_dist.kernels.filter.frequent import Hot, gather_hot, most_labelled, num_hot, outside_hot
 from cce_dist.kernels.filter.lists import (
     SLACK,
     Entries,
@@ -74,6 +63,17 @@ from cce_dist.kernels.filter.lists import (
     plan,
 )
 from cce_dist.kernels.filter.room import has_room
+from cce_dist.kernels.filter.sampling import (
+    Drawn,
+    Factors,
+    Tokens,
+    draw_columns,
+    drawn_gradients,
+    factors_of,
+    squares_of_columns,
+    squares_of_tokens,
+    weigh_tokens,
+)
 from cce_dist.kernels.filter.screen import First, screened_statistics
 from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
 from cce_dist.kernels.kept import Kept

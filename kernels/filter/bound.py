@@ -18,7 +18,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import has_tma, kernel, operand, tile_of_logits
 from cce_dist.kernels.budget import cdiv, drawn_columns
-from cce_dist.kernels.filter.hot import Hot
+from cce_dist.kernels.filter.frequent import Hot
 from cce_dist.kernels.tiles import Tiles, interpreted, precision
 
 ERRORS = 2.0  # standard errors

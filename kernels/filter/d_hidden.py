@@ -1,8 +1,8 @@
 """The products that make d_hidden of listed tokens, in one pass over it: it is large beside products as short as these.
 
     d_hidden_i  +=  sum of hot j  g_ij weight_j            their gradients, as ``dlogits.py`` writes them
-                 +  sum of drawn k  g_ik away_k            what corrects the stand-in (``drawn.py``)
-                 +  r_i bend * (hidden_i spread)           how hidden states bend it (``bend.py``)
+                 +  sum of drawn k  g_ik away_k            what corrects the stand-in (``sampling.py``)
+                 +  r_i bend * (hidden_i spread)           how hidden states bend it (``covariance.py``)
                  +  r_i shared_0 + u_i shared_1            the stand-in and the uniform part, with what is left of the two above
 
 The lists of tokens are added before (``lists.listed_gradients``), those that are too long for that after (``d_rows.py``).
@@ -19,8 +19,8 @@ from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.filter.drawn import Factors
 from cce_dist.kernels.filter.lists import Lists
+from cce_dist.kernels.filter.sampling import Factors
 from cce_dist.kernels.tiles import Tile, precision
 
 

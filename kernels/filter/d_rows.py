@@ -7,7 +7,7 @@ For a token, with m its softmax mass of the columns that are neither listed nor 
                 + isotropic share_j (weight_j - share . weight)
 
 where ``share`` is the columns' part of the dropped mass of all tokens (``shares.py``), and ``isotropic`` a factor
-(``stand_in.py``). m is the mass that is left after hot and listed columns, so the row sums of the softmax are right
+(``compensation.py``). m is the mass that is left after hot and listed columns, so the row sums of the softmax are right
 whatever was dropped.
 
 The entries come token by token. A stable sort by column turns them over, so each row of d_weight is summed in registers, in the
@@ -27,8 +27,8 @@ from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.filter.drawn import Factors, Tokens
 from cce_dist.kernels.filter.lists import Entries, Lists, Plan
+from cce_dist.kernels.filter.sampling import Factors, Tokens
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 
 

@@ -30,7 +30,7 @@ from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel, softcap_slope, softcapped
 from cce_dist.kernels.budget import FEW, cdiv
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.filter.hot import Hot
+from cce_dist.kernels.filter.frequent import Hot
 from cce_dist.kernels.tiles import stages_of_rows
 
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served

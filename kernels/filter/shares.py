@@ -44,7 +44,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import Operands, stand_in
+from cce_dist.kernels import Operands, compensation
 from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.tiles import Tile, num_programs, precision, sample_tile, stages_of_rows
@@ -108,7 +108,7 @@ class Dropped(NamedTuple):
     Attributes:
         shares_2V: Each column's share, of 1 in all (0 where nothing is dropped), and 1 where it is not hot and that is asked
             for, else 0.
-        count_B: [B] int64: shares as whole numbers, summed over each ``RUN`` columns; see ``stand_in.draw``.
+        count_B: [B] int64: shares as whole numbers, summed over each ``RUN`` columns; see ``compensation.draw``.
         total: Sum of all parts before ``PART``, a 0-d fp32 tensor.
         center_D: The columns' rows of the weight, averaged by their shares, fp32; None without a sample.
         moved_V: What tilts the parts of each column, fp32; None without a sample.
@@ -541,7 +541,7 @@ def shares_of(
     _shares_kernel[(num_runs,)](
         sums_BV, total_P, slot_V,
         shares_2V, count_B, total,
-        0 if sums_BV is None else sums_BV.shape[0], 0 if total_P is None else total_P.shape[0], num_valid, stand_in.PARTS,
+        0 if sums_BV is None else sums_BV.shape[0], 0 if total_P is None else total_P.shape[0], num_valid, compensation.PARTS,
         int(uniform),
         HAS_SUMS=sums_BV is not None, BLOCK_V=RUN,
     )  # fmt: skip

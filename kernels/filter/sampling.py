@@ -6,7 +6,7 @@
     g_ik = scale * P p_ik slope_ik / (K share_k)   where column k is dropped
     a_sj: token s's part of share_j, times what all tokens drop, with the sign of P;    a_s its sum over j
 
-``stand_in.py`` says where that comes from. The K columns are drawn by the shares, so no hot column is drawn. The sampled tokens
+``compensation.py`` says where that comes from. The K columns are drawn by the shares, so no hot column is drawn. The sampled tokens
 decide on the shrinkage of the first, the drawn columns on that of the second. Where the latter is 0, the sampled tokens at
 the drawn columns say by which factor a row of d_weight leans along its own row of the weight.
 """
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import Operands, Rows, Softmax, stand_in
+from cce_dist.kernels import Operands, Rows, Softmax, compensation
 from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter.shares import PART, RUN, Away, Dropped, Sample
@@ -67,7 +67,7 @@ class Factors(NamedTuple):
         columns: On what the drawn columns add to d_hidden.
         tokens: On what the sampled tokens add to d_weight.
         gain: That times what all tokens drop, in units of ``parts_SV``.
-        bend: On what a token's hidden state adds to d_hidden (``bend.py``); 0 without.
+        bend: On what a token's hidden state adds to d_hidden (``covariance.py``); 0 without.
         lines: Minus ``columns`` over K: what takes the drawn columns' linear part off that.
         isotropic: On what a column's own row of the weight adds to d_weight, times its share; 0 where ``tokens`` is not.
     """
@@ -81,7 +81,7 @@ class Factors(NamedTuple):
 
 
 def draw_columns(dropped: Dropped, size: int, center_D: torch.Tensor, x: Operands) -> Drawn:
-    """Draw columns by their shares, as ``stand_in.draw``, and copy their rows; ``center_D`` is the mean of all by share."""
+    """Draw columns by their shares, as ``compensation.draw``, and copy their rows; ``center_D`` is the mean of all by share."""
     device, hidden_size = x.weight.device, x.weight.shape[1]
     column_K = torch.empty(size, dtype=torch.int64, device=device)
     worth_K, square_K = torch.empty(2, size, dtype=torch.float32, device=device).unbind()
@@ -114,7 +114,7 @@ def _launch_draws(
     _draw_columns_kernel[(away_KD.shape[0],)](
         dropped.shares_2V, dropped.count_B, center_D, x.weight, x.bias, bend,
         column_K, worth_K, weight_KD, away_KD, square_K, bias_K,
-        first, num_runs, x.logits.num_valid, x.weight.shape[1], size, stand_in.PARTS,
+        first, num_runs, x.logits.num_valid, x.weight.shape[1], size, compensation.PARTS,
         HAS_BIAS=bias_K is not None, AWAY_ALONE=column_K is None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(), BLOCK_D=1024,
     )  # fmt: skip
 
@@ -443,9 +443,9 @@ def factors_of(
         drawn.square_K, drawn.worth_K, dropped.center_D, sample.token_S, mass_S, coef_4N,
         shared_hidden_2D, shared_weight_2D, factors_6,
         *(0 if squares is None else squares.shape[1] for squares in (squares_7P, tokens_2P)), num_columns, hidden_size,
-        num_columns / max(1, num_spread), drawn.x.logits.logit_scale, stand_in.LEAST_SHRUNK, stand_in.LEAST_CORRECTED,
-        stand_in.LEAST_ISOTROPIC,
-        HAS_COLUMNS=columns is not None, HAS_TOKENS=tokens_2P is not None, BENT=num_spread > 0, BENDS=stand_in.BENDS,
+        num_columns / max(1, num_spread), drawn.x.logits.logit_scale, compensation.LEAST_SHRUNK, compensation.LEAST_CORRECTED,
+        compensation.LEAST_ISOTROPIC,
+        HAS_COLUMNS=columns is not None, HAS_TOKENS=tokens_2P is not None, BENT=num_spread > 0, BENDS=compensation.BENDS,
         HAS_WEIGHT=shared_weight_2D is not None,
         SAMPLE=sample.token_S.shape[0], BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
     )  # fmt: skip
@@ -549,7 +549,7 @@ def _isotropic(
     along_ptr, num_parts, square_ptr, worth_ptr, mean_ptr, num_columns, hidden_size, least,
     SAMPLE: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """``stand_in.isotropic`` of products in parts, over what all tokens drop."""
+    """``compensation.isotropic`` of products in parts, over what all tokens drop."""
     square = 0.0
     weighted = 0.0
     for first in range(0, num_columns, BLOCK_P):
@@ -580,7 +580,7 @@ def _total(parts_ptr, num_parts, BLOCK_P: tl.constexpr):
 
 @triton.jit
 def _bent(squares_ptr, num_parts, noise_part, least, least_shrunk, BENDS: tl.constexpr, BLOCK_P: tl.constexpr):
-    """``stand_in.bend`` of squares and products in parts; NaN counts as 0."""
+    """``compensation.bend`` of squares and products in parts; NaN counts as 0."""
     number = tl.arange(0, BENDS)
     bend = number.to(tl.float32) / (BENDS - 1)
     signal = _total(squares_ptr, num_parts, BLOCK_P)
@@ -603,7 +603,7 @@ def _bent(squares_ptr, num_parts, noise_part, least, least_shrunk, BENDS: tl.con
 
 @triton.jit
 def _shrunk(squares_ptr, num_parts, least_shrunk, BLOCK_P: tl.constexpr):
-    """``stand_in.shrink`` of squares in parts."""
+    """``compensation.shrink`` of squares in parts."""
     signal = _total(squares_ptr, num_parts, BLOCK_P)
     factor = 1 - _total(squares_ptr + num_parts, num_parts, BLOCK_P) / tl.where(signal > 0, signal, float("inf"))
     return tl.where((factor > least_shrunk) & (signal > 0), factor, 0.0)  # NaN counts as 0

@@ -1,6 +1,6 @@
 """An operator that is differentiable once: what it saves, who computes its gradients, and the derivatives that it refuses.
 
-Its two functions are replayed where they can be (``kernels/replay.py``).
+Its two functions are replayed where they can be (``kernels/launch/replay.py``).
 
 torch.library serves torch.compile and whoever looks at operators (dispatch modes, tensors of a class of their own). Everybody
 else gets the same functions through ``Operator.eager``, without half a millisecond of torch.library on the host a step.
@@ -17,8 +17,8 @@ from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
 from torch.autograd import forward_ad
 
 from cce_dist import merge
-from cce_dist.kernels import replay
-from cce_dist.kernels.replay import Replayed
+from cce_dist.kernels.launch import replay
+from cce_dist.kernels.launch.replay import Replayed
 
 
 class Operator(NamedTuple):

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import graphs
-from cce_dist.kernels.tape import Again, Launch, Matrix, Op, Place, Tape, Thing, aten, mapped
+from cce_dist.kernels.launch import graphs
+from cce_dist.kernels.launch.tape import Again, Launch, Matrix, Op, Place, Tape, Thing, aten, mapped
 
 LARGE = 1 << 20  # bytes; an allocation of more costs as much time, and is worth giving back early
 MOST_BEYOND = 4 << 20  # bytes that a call's peak may be above that of an ordinary one

@@ -2,8 +2,8 @@
 
     d_hidden_i  +=  r_i * bend * (e_i - e) @ spread            spread [D, D]  =  1 / Q  sum_q away_q away_q^T
 
-``stand_in.py`` says where that comes from. The Q columns are drawn by the shares, as those of ``drawn.py`` are, but they are
-others. e is the mean hidden state of all tokens by what they drop. The drawn columns of ``drawn.py`` are a sample of the same
+``compensation.py`` says where that comes from. The Q columns are drawn by the shares, as those of ``sampling.py`` are, but they are
+others. e is the mean hidden state of all tokens by what they drop. The drawn columns of ``sampling.py`` are a sample of the same
 sum, so the linear part of theirs is taken off ``spread``, times their factor, and ``r_i * (e_i @ spread - e @ spread)`` is all
 that the tokens need: a product of hidden states with a matrix of D x D.
 """
@@ -14,7 +14,7 @@ import torch
 
 from cce_dist.kernels import Operands, Rows, ShardLogits
 from cce_dist.kernels.d_weight import add_d_weight
-from cce_dist.kernels.filter.drawn import Drawn, Factors, draw_away
+from cce_dist.kernels.filter.sampling import Drawn, Factors, draw_away
 from cce_dist.kernels.filter.shares import TILT, Dropped, Sample
 from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.tiles import Tiles

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cce_dist.kernels import Gradients, Grads, Spec, budget
 from cce_dist.kernels.dense import FLOOR, Block, blocks_of
-from cce_dist.kernels.heads import Divergence, Heads, Pair, above_mixture, merge
+from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, above_mixture, merge
 
 
 def rows_at_once(x: Heads, spec: Divergence) -> int | None:

@@ -26,6 +26,8 @@ from cce_dist.kernels import Gradients, Grads, Rows, budget
 from cce_dist.kernels.blocks import kernel, on_device, softcap_slope
 from cce_dist.kernels.budget import Sizes, cdiv
 from cce_dist.kernels.d_hidden import Sum
+from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair
+from cce_dist.kernels.divergence.pair_logits import PairLogits, cell_bytes, fill_logits, new_pair_logits
 from cce_dist.kernels.exact import (
     Output,
     add_chunks,
@@ -36,8 +38,6 @@ from cce_dist.kernels.exact import (
     token_groups,
 )
 from cce_dist.kernels.fast_math import LOG2_E, LOG_2, fast_exp2, fast_log2, has_fast_math
-from cce_dist.kernels.heads import Divergence, Heads, Pair
-from cce_dist.kernels.pair_logits import PairLogits, cell_bytes, fill_logits, new_pair_logits
 from cce_dist.kernels.tiles import MAX_SIDE, Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import compact, gathered
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels import Grads, Operands, Softmax, Spec
-from cce_dist.kernels.ahead import available, launches_compiled
 from cce_dist.kernels.backends import Backend, num_counted
+from cce_dist.kernels.launch.ahead import available, launches_compiled
 
 _LOG = logging.getLogger("cce_dist")
 _REHEARSED: set[tuple] = set()

@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_dist.kernels.steps import Plan, Replay
-from cce_dist.kernels.tape import Launch, Tape
+from cce_dist.kernels.launch.steps import Plan, Replay
+from cce_dist.kernels.launch.tape import Launch, Tape
 
 _LOG = logging.getLogger("cce_dist")
 MOST_PLANS, MOST_SEEN = 64, 256  # of a function: calls that can be replayed; calls that came once

@@ -36,7 +36,10 @@ from cce_dist.kernels.blocks import (
 )
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter import lists as lists_
-from cce_dist.kernels.filter.fp8 import (
+from cce_dist.kernels.filter.frequent import Hot
+from cce_dist.kernels.filter.lists import FARTHEST, SLACK, Lists, list_columns
+from cce_dist.kernels.filter.screen.centering import Middle, middle
+from cce_dist.kernels.filter.screen.fp8 import (
     ERROR,
     LOG2_E,
     Rounded,
@@ -46,9 +49,6 @@ from cce_dist.kernels.filter.fp8 import (
     some_of,
     sum_of_parts,
 )
-from cce_dist.kernels.filter.hot import Hot
-from cce_dist.kernels.filter.lists import FARTHEST, SLACK, Lists, list_columns
-from cce_dist.kernels.filter.middle import Middle, middle
 from cce_dist.kernels.tiles import Tile, Tiles, interpreted, num_programs, screen_tile
 
 NOWHERE = tl.constexpr(-1e4)  # powers of 2 that an exponential of 0 is below the bound

@@ -19,7 +19,7 @@ Rounding to e4m3 moves an element by 2.65 % (rms) whatever its size, so the prod
 error is 3.5 % of the one above with D 4,096 (H200, 2026-11), where the two vectors leave no direction that all rows share.
 
 The errors of a hidden state's elements are the same in all of its logits: they average out over many elements, not over
-columns. So what they leave along the axes of ``middle.py``, on which tails differ, is kept beside them, and the product has one
+columns. So what they leave along the axes of ``centering.py``, on which tails differ, is kept beside them, and the product has one
 column more for each axis:
 
     (hidden_i - m) . (weight_j - b)  ~  code_i . code_j  +  sum_k (hidden_i - m - code_i) . axis_k  (weight_j - b) . axis_k
@@ -43,7 +43,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.budget import AXES, cdiv, rounded_size
-from cce_dist.kernels.filter.middle import Middle
+from cce_dist.kernels.filter.screen.centering import Middle
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, interpreted
 
 ERROR = 2**0.5 * 0.0265
