@@ -101,7 +101,7 @@ LISTED_OF = 32_064  # Phi-3.5's rows
 # seconds that are there whatever the sizes.
 SCREEN_OPERATIONS, SCREEN_ROUNDED, SCREEN_LISTED, SCREEN_SECONDS = 1.02e15, 2.8e12, 5.0e12, 0.65e-3
 
-AXES = 32  # along which the screen's products in 8 bits are mended (filter/screen/centering.py); as many columns beside the operands'
+AXES = 32  # columns beside the operands of the screen's products in 8 bits (filter/screen/centering.py)
 
 NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the vocabulary (lse.py)
 

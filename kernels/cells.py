@@ -3,8 +3,8 @@
     dL/du = scale * slope * (P p + g - ENTROPY p (log p + H)),  p = exp(z - max - log_sum)
 
 with z the id's own logit, saved in fp32 by forward, and g the gradient of its log-probability. An id stands once in a row
-(``extras.distinct``), so that each cell is written once, and nothing depends on an order. The products that follow take d_hidden
-and d_weight of the ids from these cells.
+(``extras.distinct``), so that each cell is written once, and nothing depends on an order. The products that follow take
+d_hidden and d_weight of the ids from these cells.
 
 16 bits would round ``P p`` before g is added, and the two nearly cancel at a likely id: such a cell is computed anew. In fp32 g
 is added to what stands there. The id's own logit is a sum in another order than that of the tile, by some units in the last

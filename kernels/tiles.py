@@ -50,7 +50,7 @@ _TABLE = {
     (8, 32): Tiles(*(Tile(64, 64, 32, 4, 2),) * 4, 8),
 }
 _FALLBACK = Tiles(*(Tile(64, 64, 16, 4, 2),) * 4, 8)  # ieee fp32, and devices that no row names
-# Of products in 8 bits (filter/screen/__init__.py), by capability and whether the logits have a softcap, whose epilogue over the wider
+# Products in 8 bits (filter/screen), by capability and whether the logits have a softcap, whose epilogue over the wider
 # tile spills. The rows of 9 compile without spills. The others were not tuned and did not run.
 _OF_SCREEN = {
     (12, False): Tile(128, 64, 128, 8, 3),

@@ -505,7 +505,9 @@ def test_sampled_tokens_correct_d_weight(
     size = 32
     monkeypatch.setattr(filter, "SAMPLE", size)
     monkeypatch.setattr(budget, "SAMPLE", size)
-    monkeypatch.setattr(compensation, "LEAST_ISOTROPIC", torch.inf)  # else it may stand in where the sampled tokens do not
+    monkeypatch.setattr(
+        compensation, "LEAST_ISOTROPIC", torch.inf
+    )  # else it may stand in where the sampled tokens do not
     p = problem(case, dtype)
     d = dense(p)
     _, *saved = local_stats(p, case)

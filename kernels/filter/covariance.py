@@ -2,9 +2,9 @@
 
     d_hidden_i  +=  r_i * bend * (e_i - e) @ spread            spread [D, D]  =  1 / Q  sum_q away_q away_q^T
 
-``compensation.py`` says where that comes from. The Q columns are drawn by the shares, as those of ``sampling.py`` are, but they are
-others. e is the mean hidden state of all tokens by what they drop. The drawn columns of ``sampling.py`` are a sample of the same
-sum, so the linear part of theirs is taken off ``spread``, times their factor, and ``r_i * (e_i @ spread - e @ spread)`` is all
+``compensation.py`` says where that comes from. The Q columns are drawn by the shares, as those of ``sampling.py`` are, but
+they are others. e is the mean hidden state of all tokens by what they drop. The columns of ``sampling.py`` sample the same sum,
+so the linear part of theirs is taken off ``spread``, times their factor, and ``r_i * (e_i @ spread - e @ spread)`` is all
 that the tokens need: a product of hidden states with a matrix of D x D.
 """
 

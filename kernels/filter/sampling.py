@@ -6,9 +6,9 @@
     g_ik = scale * P p_ik slope_ik / (K share_k)   where column k is dropped
     a_sj: token s's part of share_j, times what all tokens drop, with the sign of P;    a_s its sum over j
 
-``compensation.py`` says where that comes from. The K columns are drawn by the shares, so no hot column is drawn. The sampled tokens
-decide on the shrinkage of the first, the drawn columns on that of the second. Where the latter is 0, the sampled tokens at
-the drawn columns say by which factor a row of d_weight leans along its own row of the weight.
+``compensation.py`` says where that comes from. The K columns are drawn by the shares, so no hot column is drawn. The sampled
+tokens decide on the shrinkage of the first, the drawn columns on that of the second. Where the latter is 0, the sampled tokens
+at the drawn columns say by which factor a row of d_weight leans along its own row of the weight.
 """
 
 from __future__ import annotations

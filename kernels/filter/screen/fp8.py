@@ -19,8 +19,8 @@ Rounding to e4m3 moves an element by 2.65 % (rms) whatever its size, so the prod
 error is 3.5 % of the one above with D 4,096 (H200, 2026-11), where the two vectors leave no direction that all rows share.
 
 The errors of a hidden state's elements are the same in all of its logits: they average out over many elements, not over
-columns. So what they leave along the axes of ``centering.py``, on which tails differ, is kept beside them, and the product has one
-column more for each axis:
+columns. So what they leave along the axes of ``centering.py``, on which tails differ, is kept beside them, and the product has
+one column more for each axis:
 
     (hidden_i - m) . (weight_j - b)  ~  code_i . code_j  +  sum_k (hidden_i - m - code_i) . axis_k  (weight_j - b) . axis_k
 
