@@ -32,3 +32,4 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$key" ]; then
     echo "$key" >"$stamp"
 fi
 export PATH="$PWD/.venv/bin:$PATH"
+unset PYTHON # it named the interpreter of .venv; launch/pretrain.sh would take it for its own
