@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 import triton
 
+from cce_dist.kernels.precision import fp32_precision
+
 
 class Tile(NamedTuple):
     """Tile of one product: ``rows`` x ``cols`` of the output, ``inner`` of the summed axis at a time."""
@@ -169,5 +171,5 @@ def real_device(device: torch.device) -> torch.device:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """``input_precision`` of a dot: what torch.set_float32_matmul_precision asks for."""
-    return "ieee" if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """``input_precision`` of a dot: as torch multiplies fp32 matrices on a GPU."""
+    return "ieee" if dtype != torch.float32 else fp32_precision()

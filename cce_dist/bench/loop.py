@@ -30,6 +30,7 @@ from cce_dist.bench.collectives import Collective, Collectives
 from cce_dist.bench.methods import Method
 from cce_dist.bench.peers import LossFn
 from cce_dist.bench.workload import IGNORE_INDEX, Workload
+from cce_dist.kernels.precision import ieee_products
 from cce_dist.report import describe
 
 # Relative, of the loss and (Frobenius norm) of dE and dC. Methods that round to bf16 have 2e-3 to 2e-2.
@@ -249,9 +250,7 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Reference:
     d_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     d_weight = torch.zeros(weight.shape, dtype=dtype, device=hidden.device)
     rows = max(1, REFERENCE_CHUNK_BYTES // (weight.shape[0] * wide_weight.element_size()))
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
+    with ieee_products():
         for start in range(0, hidden.shape[0], rows):
             chunk, label = hidden[start : start + rows].to(dtype), labels[start : start + rows]
             kept = (label != IGNORE_INDEX).to(dtype)
@@ -263,8 +262,6 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Reference:
             d_logits *= (kept / num_valid)[:, None]
             torch.mm(d_logits, wide_weight, out=d_hidden[start : start + rows])
             d_weight.addmm_(d_logits.T, chunk)
-    finally:
-        torch.set_float32_matmul_precision(precision)
     return Reference((loss / num_valid).item(), d_hidden, d_weight)
 
 

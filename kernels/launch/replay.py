@@ -34,6 +34,7 @@ from torch import Tensor
 
 from cce_dist.kernels.launch.steps import Plan, Replay
 from cce_dist.kernels.launch.tape import Launch, Tape
+from cce_dist.kernels.precision import fp32_precision
 
 _LOG = logging.getLogger("cce_dist")
 MOST_PLANS, MOST_SEEN = 64, 256  # of a function: calls that can be replayed; calls that came once
@@ -122,7 +123,7 @@ def _add_bounded(entries: OrderedDict, key: tuple, value: Any, most: int) -> Non
 
 def _tensors_and_key(args: Sequence[Any], more: tuple) -> tuple[list[Tensor], list[int], tuple]:
     tensors: list[Tensor] = []
-    settings = torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision(), os.environ.get("CCE_DIST_TILES")
+    settings = torch.is_inference_mode_enabled(), fp32_precision(), os.environ.get("CCE_DIST_TILES")
     key: list[Any] = [more, settings]
     addresses: list[int] = []
     for arg in args:

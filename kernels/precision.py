@@ -1,0 +1,41 @@
+"""How torch multiplies fp32 matrices, by the newer of its two settings where there are two. No Triton is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def fp32_precision() -> str:
+    """Whether torch multiplies fp32 matrices on a GPU in "ieee" or in "tf32".
+
+    ``torch.get_float32_matmul_precision`` raises once the newer setting (torch 2.9 on) was used, so it is asked where the newer
+    one does not exist.
+    """
+    newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    is_tf32 = torch.get_float32_matmul_precision() != "highest" if newer is None else newer == "tf32"
+    return "tf32" if is_tf32 else "ieee"
+
+
+@contextmanager
+def ieee_products() -> Iterator[None]:
+    """Have torch multiply fp32 matrices without rounding their elements."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        was = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(was)
+        return
+    settings = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings:
+            setting.fp32_precision = "ieee"
+        yield
+    finally:
+        for setting, was in zip(settings, before, strict=True):
+            setting.fp32_precision = was

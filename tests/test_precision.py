@@ -1,0 +1,50 @@
+"""torch's two settings of how fp32 matrices are multiplied. Its older one raises once the newer one was used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from shards import DEVICE
+
+from cce_dist import linear_cross_entropy
+from cce_dist.kernels.launch import replay
+from cce_dist.kernels.precision import fp32_precision, ieee_products
+
+MATMUL = torch.backends.cuda.matmul
+
+
+@pytest.fixture(autouse=True)
+def _settings_stay() -> Iterator[None]:
+    newer = getattr(MATMUL, "fp32_precision", None)
+    yield
+    if newer is not None:
+        MATMUL.fp32_precision = newer
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.skipif(not hasattr(MATMUL, "fp32_precision"), reason="this torch has the older setting alone")
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.filterwarnings("ignore"))])
+def test_the_newer_setting_is_asked(backend: str) -> None:
+    """Catches: a call, its key for replays or the benchmark's truth that ask the older setting, which raises."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    hidden, weight = torch.ones(4, 16, device=DEVICE, requires_grad=True), torch.ones(20, 16, device=DEVICE)
+    for newer, wanted in (("tf32", "tf32"), ("ieee", "ieee")):
+        MATMUL.fp32_precision = newer
+        assert fp32_precision() == wanted
+        with ieee_products():
+            assert fp32_precision() == "ieee"
+        assert fp32_precision() == wanted
+        replay._tensors_and_key((hidden, None), ())
+        linear_cross_entropy(hidden, weight, torch.arange(4, device=DEVICE), backend=backend).backward()
+
+
+def test_the_older_setting_is_followed() -> None:
+    for older, wanted in (("high", "tf32"), ("medium", "tf32"), ("highest", "ieee")):
+        torch.set_float32_matmul_precision(older)
+        assert fp32_precision() == wanted
+        with ieee_products():
+            assert fp32_precision() == "ieee"
+        assert fp32_precision() == wanted
