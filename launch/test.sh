@@ -1,19 +1,30 @@
 #!/usr/bin/env bash
-# Every check of the project, as CI runs them: sets up .venv, then ruff, pyright, the resolver of constraints.txt and pytest.
-# Further arguments go to pytest, e.g. `launch/test.sh -k merge`.
+# The checks of the project: ruff, pyright and pytest, in .venv.
+#
+#   launch/test.sh [PYTEST ARGUMENTS]       a newcomer's: every kind of thing once
+#   launch/test.sh all [PYTEST ARGUMENTS]   what CI runs: all tests but sweeps, and whether constraints.txt can be installed
+#
+# For example, `launch/test.sh -k merge`. `-m sweep` runs the sweeps (CONTRIBUTING.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/prepare.sh dev
 
-# Two files of tests run side by side: most of them use one core.
+checks=("ruff check ." "ruff format --check ." pyright)
+tests=(-m "not slow and not sweep")
+if [ "${1:-}" = all ]; then
+    shift
+    checks+=(launch/resolve.sh)
+    tests=(-m "not sweep")
+fi
+
 # All checks run even when an early one fails; pytest comes last, so that its summary closes the output.
 failed=()
-ruff check . || failed+=("ruff check")
-ruff format --check . || failed+=("ruff format")
-pyright || failed+=("pyright")
-launch/resolve.sh || failed+=("constraints.txt")
+for check in "${checks[@]}"; do
+    $check || failed+=("$check")
+done
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'FAILED: %s\n' "${failed[@]}" >&2
 fi
-pytest -n 2 --dist loadfile "$@" || failed+=("pytest")
+# Two tests run side by side: most of them use one core. Tests of one `xdist_group` share what its first one made.
+pytest -n 2 --dist loadgroup "${tests[@]}" "$@" || failed+=("pytest")
 [ ${#failed[@]} -eq 0 ]
