@@ -14,6 +14,7 @@ Letters: B sequences, S tokens of a sequence, D hidden size, V_r the rows of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,57 +23,56 @@ from torch import Tensor
 
 from cce_dist import linear_log_probs
 from cce_dist.integrations.megatron.loss import shard_of
-from cce_dist.integrations.stand_in import Function, call_options, parameters_of, say_once
+from cce_dist.integrations.options import Options
+from cce_dist.integrations.patching import Patch, say_once
 
-FUNCTION = Function(
-    "nemo_rl.distributed.model_utils", "from_parallel_hidden_states_to_logprobs", "NeMo-RL 0.7 and main of 2026-08"
-)
 PARAMETERS = (
     "tensor_parallel_hidden_states", "output_weight_layer", "runtime_gather_output", "target", "vocab_start_index",
     "vocab_end_index", "tp_group", "inference_only", "cp_group", "chunk_size",
 )  # fmt: skip
 
 
-def install(*, backend: str = "auto", workspace_bytes: int | None = None) -> None:
-    """Have NeMo-RL's models take log-probabilities from here. A second call changes the options of the first.
-
-    ``fused_linear_logprobs_chunk_size`` then means nothing: ``workspace_bytes`` bounds the memory.
-
-    Args:
-        backend, workspace_bytes: As in ``linear_log_probs``.
-
-    Raises:
-        ImportError: There is no NeMo-RL.
-        RuntimeError: This NeMo-RL's function is another than the one that is known here.
-        ValueError: A value is not allowed.
-    """
-    options = call_options(backend, workspace_bytes)
-    uninstall()
-    theirs = getattr(FUNCTION.home(), FUNCTION.name, None)
-    FUNCTION.require(f"{FUNCTION.name} takes", parameters_of(theirs), PARAMETERS)
-
+def _make(_: Any, options: Options) -> Callable:
+    # NeMo-RL's fused_linear_logprobs_chunk_size means nothing here: workspace_bytes bounds the memory.
     def from_parallel_hidden_states_to_logprobs(
-        tensor_parallel_hidden_states: Tensor, output_weight_layer: Tensor, runtime_gather_output: bool | None, target: Tensor,
-        vocab_start_index: int, vocab_end_index: int, tp_group: dist.ProcessGroup, inference_only: bool = False,
-        cp_group: dist.ProcessGroup | None = None, chunk_size: int | None = None,
-    ) -> Tensor:  # fmt: skip
+        tensor_parallel_hidden_states: Tensor,
+        output_weight_layer: Tensor,
+        runtime_gather_output: bool | None,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        tp_group: dist.ProcessGroup,
+        inference_only: bool = False,
+        cp_group: dist.ProcessGroup | None = None,
+        chunk_size: int | None = None,
+    ) -> Tensor:
         hidden, weight = tensor_parallel_hidden_states, output_weight_layer
         shard = shard_of(weight.shape[0], tp_group, None)
         slices = _refuse(hidden, target, (vocab_start_index, vocab_end_index), shard, cp_group)
         say_once("NeMo-RL's log-probabilities come from hidden states (linear_log_probs)")
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
             found = linear_log_probs(
-                hidden.to(weight.dtype), weight, target.roll(-1, dims=-1).t(),
-                shard=shard, sequence_parallel=slices, **options,
-            )  # fmt: skip
+                hidden.to(weight.dtype),
+                weight,
+                target.roll(-1, dims=-1).t(),
+                shard=shard,
+                sequence_parallel=slices,
+                backend=options.backend,
+                workspace_bytes=options.workspace_bytes,
+            )
         return found.log_probs.t()[:, :-1]
 
-    FUNCTION.replace(from_parallel_hidden_states_to_logprobs)
+    return from_parallel_hidden_states_to_logprobs
 
 
-def uninstall() -> None:
-    """Undo ``install``."""
-    FUNCTION.restore()
+PATCH = Patch(
+    "nemo_rl.distributed.model_utils",
+    "from_parallel_hidden_states_to_logprobs",
+    "NeMo-RL 0.7 and main of 2026-08",
+    {"from_parallel_hidden_states_to_logprobs": PARAMETERS},
+    _make,
+)
+install, uninstall = PATCH.install, PATCH.uninstall
 
 
 def _refuse(hidden: Tensor, target: Tensor, rows: tuple[int, int], shard: Any, cp_group: Any) -> bool:

@@ -30,34 +30,18 @@ from cce_dist import VocabShard, linear_cross_entropy
 from cce_dist.integrations import peft
 from cce_dist.integrations.deferred import Head, Task, TensorLogits, check_class, give_back, take
 from cce_dist.integrations.options import Options
-from cce_dist.integrations.stand_in import Function, parameters_of
+from cce_dist.integrations.patching import Patch
 
 PARAMETERS = ("model", "temperature", "cast_lm_head_to_fp32", "outputs")
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
 OUTPUTS = FIELDS[1:6]
 AUX = {"entropy": "entropy", "is_top1": "label_is_max"}  # outputs that the loss computes if they are named
-FUNCTION = Function("trl.trainer.utils", "add_fused_lm_head", "TRL 1.16")
 
 
-def install(*, backend: str = "auto", workspace_bytes: int | None = None) -> None:
-    """Have TRL's trainers take log-probabilities from hidden states. A second call changes the options of the first.
-
-    A trainer that was made before keeps what it has. A filter is not served: policies have upstream gradients of both signs.
-
-    Args:
-        backend, workspace_bytes: As in ``linear_cross_entropy``.
-
-    Raises:
-        ImportError: There is no TRL.
-        RuntimeError: This TRL's function is another than the one that is known here.
-        ValueError: A value is not allowed.
-    """
-    options = Options.read({"backend": backend, "workspace_bytes": workspace_bytes}, spell=str)
-    uninstall()
-    original = _known()
-
-    @functools.wraps(original)
-    def ours(
+def _make(utils: Any, options: Options) -> Callable:
+    # The parameters are TRL's. A filter is not served: policies have upstream gradients of both signs.
+    @functools.wraps(utils.add_fused_lm_head)
+    def add_fused_lm_head(
         model: Any,
         temperature: float = 1.0,
         cast_lm_head_to_fp32: bool = False,
@@ -68,23 +52,18 @@ def install(*, backend: str = "auto", workspace_bytes: int | None = None) -> Non
             raise ValueError(f"cce_dist serves TRL's {', '.join(OUTPUTS)}; {', '.join(unknown)} is none of them")
         _add_forward(model, _Score(temperature, cast_lm_head_to_fp32, ("log_probs", *outputs), options))
 
-    FUNCTION.replace(ours)
+    return add_fused_lm_head
 
 
-def uninstall() -> None:
-    """Undo ``install``, for trainers that are made from now on."""
-    FUNCTION.restore()
-
-
-def _known() -> Callable:
-    """Return TRL's function if it and its result are what this module was written for."""
-    theirs = FUNCTION.home()
-    function = getattr(theirs, FUNCTION.name, None)
-    FUNCTION.require(f"{FUNCTION.name} takes", parameters_of(function), PARAMETERS)
-    fields = getattr(getattr(theirs, "FusedCausalLMOutput", None), "__dataclass_fields__", ())
-    FUNCTION.require("FusedCausalLMOutput has", fields, FIELDS)
-    assert function is not None
-    return function
+PATCH = Patch(
+    "trl.trainer.utils",
+    "add_fused_lm_head",
+    "TRL 1.16",
+    {"add_fused_lm_head": PARAMETERS, "FusedCausalLMOutput": FIELDS},
+    _make,
+)
+# Both are for trainers that are made from now on; a trainer that was made before keeps what it has.
+install, uninstall = PATCH.install, PATCH.uninstall
 
 
 def _add_forward(model: Any, score: _Score) -> None:

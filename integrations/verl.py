@@ -16,56 +16,59 @@ Letters: N tokens, D hidden size, V_r the rows of the vocabulary on this rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import linear_log_probs
 from cce_dist.integrations.megatron.loss import shard_of
-from cce_dist.integrations.stand_in import Function, call_options, parameters_of, say_once
+from cce_dist.integrations.options import Options
+from cce_dist.integrations.patching import Patch, say_once
 
-FUNCTION = Function("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy", "verl 0.5 to 0.9")
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
 
 
-def install(*, backend: str = "auto", workspace_bytes: int | None = None) -> None:
-    """Have verl's models take log-probabilities and entropies from here. A second call changes the options of the first.
-
-    Args:
-        backend, workspace_bytes: As in ``linear_log_probs``.
-
-    Raises:
-        ImportError: There is no verl.
-        RuntimeError: This verl's function is another than the one that is known here.
-        ValueError: A value is not allowed.
-    """
-    options = call_options(backend, workspace_bytes)
-    uninstall()
-    theirs = getattr(FUNCTION.home(), "LinearCrossEntropy", None)
-    FUNCTION.require("LinearCrossEntropy.forward takes", parameters_of(getattr(theirs, "forward", None)), PARAMETERS)
-
+def _make(_: Any, options: Options) -> Callable:
     def linear_cross_entropy(
-        hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, reduction: str = "none",
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor = 1.0,
+        reduction: str = "none",
         dist_process_group: dist.ProcessGroup | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         _refuse(hidden, weight, labels, reduction)
         say_once("verl's log-probabilities come from hidden states (linear_log_probs)")
         if isinstance(temperature, Tensor):
             temperature = temperature.expand_as(labels).reshape(-1)
         found = linear_log_probs(
-            hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature=temperature, entropy=True,
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight,
+            labels.reshape(-1),
+            temperature=temperature,
+            entropy=True,
             shard=shard_of(weight.shape[0], dist_process_group, None),
-            input_grad="partial" if was_gathered(hidden) else "summed", **options,
-        )  # fmt: skip
+            input_grad="partial" if was_gathered(hidden) else "summed",
+            backend=options.backend,
+            workspace_bytes=options.workspace_bytes,
+        )
         assert found.entropy is not None
         return found.log_probs, found.entropy
 
-    FUNCTION.replace(linear_cross_entropy)
+    return linear_cross_entropy
 
 
-def uninstall() -> None:
-    """Undo ``install``."""
-    FUNCTION.restore()
+PATCH = Patch(
+    "verl.utils.kernel.linear_cross_entropy",
+    "linear_cross_entropy",
+    "verl 0.5 to 0.9",
+    {"LinearCrossEntropy.forward": PARAMETERS},
+    _make,
+)
+install, uninstall = PATCH.install, PATCH.uninstall
 
 
 def was_gathered(hidden: Tensor) -> bool:

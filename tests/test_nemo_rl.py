@@ -19,7 +19,7 @@ from dense_scores import TOKENS, VOCAB, compare, dense_scores, operands, policy_
 from torch import Tensor
 
 from cce_dist.integrations import nemo_rl as cce_nemo_rl
-from cce_dist.integrations import stand_in
+from cce_dist.integrations import patching
 from cce_dist.verify.check import assert_no_worse
 
 
@@ -59,7 +59,7 @@ def nemo() -> Any:
 @pytest.fixture(autouse=True)
 def _nemos_own_again() -> Iterator[None]:
     nemo()
-    stand_in.say_once.cache_clear()
+    patching.say_once.cache_clear()
     yield
     cce_nemo_rl.uninstall()
 
@@ -183,12 +183,12 @@ def test_a_call_that_is_not_served_is_one_line(call: Callable, message: str) -> 
 
 
 def test_another_nemo_rl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nemo(), cce_nemo_rl.FUNCTION.name, of_0_6)
+    monkeypatch.setattr(nemo(), cce_nemo_rl.PATCH.name, of_0_6)
     with pytest.raises(
         RuntimeError, match=r"knows NeMo-RL 0.7 .*: there from_parallel_.* takes .*; in .* output_weight, "
     ):
         cce_nemo_rl.install()
-    monkeypatch.setitem(sys.modules, cce_nemo_rl.FUNCTION.module, None)
+    monkeypatch.setitem(sys.modules, cce_nemo_rl.PATCH.module, None)
     with pytest.raises(ImportError, match="needs NeMo-RL"):
         cce_nemo_rl.install()
     with pytest.raises(ValueError, match="backend must be one of"):

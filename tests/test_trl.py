@@ -417,6 +417,10 @@ def test_another_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(utils, "add_fused_lm_head")
     with pytest.raises(RuntimeError, match="add_fused_lm_head takes"):
         cce_trl.install()
+    monkeypatch.undo()
+    monkeypatch.setattr(utils, "FusedCausalLMOutput", other_function)
+    with pytest.raises(RuntimeError, match="FusedCausalLMOutput takes loss, "):
+        cce_trl.install()
     monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
     with pytest.raises(ImportError, match="needs TRL"):
         cce_trl.install()

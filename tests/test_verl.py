@@ -22,7 +22,7 @@ pytest.importorskip("megatron.core")
 
 from dense_scores import TOKENS, VOCAB, compare, dense_scores, operands, policy_loss
 
-from cce_dist.integrations import stand_in
+from cce_dist.integrations import patching
 from cce_dist.integrations import verl as cce_verl
 from cce_dist.verify.check import assert_no_worse
 
@@ -78,7 +78,7 @@ def verl() -> Any:
 @pytest.fixture(autouse=True)
 def _verls_own_again() -> Iterator[None]:
     verl()
-    stand_in.say_once.cache_clear()
+    patching.say_once.cache_clear()
     yield
     cce_verl.uninstall()
 
@@ -152,7 +152,7 @@ def test_transformers_forward_of_verl() -> None:
 
 
 def test_install_is_undone_and_done_again(caplog: pytest.LogCaptureFixture) -> None:
-    kernel, fused = sys.modules[cce_verl.FUNCTION.module], verl()
+    kernel, fused = sys.modules[cce_verl.PATCH.module], verl()
     theirs = fused.linear_cross_entropy
     cce_verl.install()
     ours = fused.linear_cross_entropy
@@ -186,7 +186,7 @@ def test_a_call_that_is_not_served_is_one_line(change: Callable, message: str) -
 
 
 def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = sys.modules[cce_verl.FUNCTION.module]
+    kernel = sys.modules[cce_verl.PATCH.module]
 
     class Other:
         @staticmethod

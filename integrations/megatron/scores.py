@@ -21,7 +21,7 @@ from cce_dist import LogProbs
 from cce_dist.integrations.deferred import Head
 from cce_dist.integrations.megatron.loss import Options, vocab_parallel_log_probs
 from cce_dist.integrations.megatron.swap import call_of, reason_against
-from cce_dist.integrations.stand_in import say_once
+from cce_dist.integrations.patching import say_once
 
 ARGUMENTS = ("output_processor", "output_processor_context")
 

@@ -1,0 +1,99 @@
+"""The installer under TRL, verl and NeMo-RL: a function of ours in the place of another package's, and back.
+
+Each of the three asks one function of its own for log-probabilities. Other modules of the package may have imported that
+function by name, so ``Patch`` replaces it in all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from cce_dist.integrations.options import Options
+
+_log = logging.getLogger("cce_dist").warning
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """One function of another package, and what replaces it.
+
+    Args:
+        module: The module that defines the function, "verl.utils.kernel.linear_cross_entropy" say.
+        name: The function's name.
+        known: Versions that the adapter was written for, as a message says them.
+        parameters: What each name of the module takes in these versions; classes take the fields of their instances.
+        make: Called with the module and the options, returns the replacement.
+    """
+
+    module: str
+    name: str
+    known: str
+    parameters: Mapping[str, tuple[str, ...]]
+    make: Callable[[Any, Options], Callable]
+
+    def install(self, *, backend: str = "auto", workspace_bytes: int | None = None) -> None:
+        """Have the package take its log-probabilities from hidden states. A second call changes the options of the first.
+
+        Args:
+            backend, workspace_bytes: As in ``linear_log_probs``.
+
+        Raises:
+            ImportError: The package is missing.
+            RuntimeError: The package's function is another than the one that is known here.
+            ValueError: A value is not allowed.
+        """
+        options = Options.read({"backend": backend, "workspace_bytes": workspace_bytes}, spell=str)
+        self.uninstall()
+        try:
+            home = importlib.import_module(self.module)
+        except ImportError as error:
+            raise ImportError(f"cce_dist needs {self.known}, and cannot import {self.module}: {error}") from error
+        self._check(home)
+        ours: Any = self.make(home, options)
+        ours.cce_original = getattr(home, self.name)
+        self._swap(ours.cce_original, ours)
+
+    def uninstall(self) -> None:
+        """Undo ``install``; nothing happens where it was not called."""
+        ours: Any = getattr(sys.modules.get(self.module), self.name, None)
+        if hasattr(ours, "cce_original"):
+            self._swap(ours, ours.cce_original)
+
+    def _check(self, home: Any) -> None:
+        for name, wanted in self.parameters.items():
+            found = home
+            for part in name.split("."):
+                found = getattr(found, part, None)
+            names = tuple(inspect.signature(found).parameters) if callable(found) else ()
+            if names != wanted:
+                version = getattr(sys.modules.get(self._package), "__version__", "this version")
+                raise RuntimeError(
+                    f"cce_dist knows {self.known}: there {name} takes {', '.join(wanted)}; in {version} "
+                    f"{', '.join(names) or 'nothing'}"
+                )
+
+    @property
+    def _package(self) -> str:
+        return self.module.partition(".")[0]
+
+    def _swap(self, old: Any, new: Any) -> None:
+        # Modules that are imported later take the name from the module that defines it.
+        for path, module in list(sys.modules.items()):
+            if path.partition(".")[0] == self._package and vars(module).get(self.name) is old:
+                setattr(module, self.name, new)
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """Say once, on the first rank, that a function of ours is in use."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _log(f"cce_dist: {line}")
