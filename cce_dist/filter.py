@@ -94,8 +94,3 @@ class FilterStats(NamedTuple):
     kept: Tensor
     dropped_mass_mean: Tensor
     dropped_mass_max: Tensor
-
-    @property
-    def kept_tiles(self) -> Tensor:
-        """The older name of ``kept``."""
-        return self.kept

@@ -307,13 +307,6 @@ def keeps_sample(num_tokens: int, num_columns: int, itemsize: int, workspace_byt
     return drawn and _sample_bytes(num_columns, itemsize) <= max(workspace_bytes, LEAST_BYTES) // 2
 
 
-def parts_bytes(sizes: Sizes, workspace_bytes: int) -> int:
-    """Bytes of what the sampled tokens drop of every column, where it is kept."""
-    if not keeps_sample(sizes.num_tokens, sizes.num_columns, sizes.itemsize, workspace_bytes):
-        return 0
-    return _sample_bytes(sizes.num_columns, sizes.itemsize)
-
-
 def _sample_bytes(num_columns: int, itemsize: int) -> int:
     return SAMPLE * cdiv(num_columns, ROWS) * ROWS * itemsize
 
@@ -402,32 +395,6 @@ def screen_seconds(sizes: Sizes, num_listed: float) -> float:
     product = 2 * num_tokens * rounded_size(hidden_size, 128) * num_columns / SCREEN_OPERATIONS
     rounding = 3 * hidden_size * (num_tokens + num_columns) / SCREEN_ROUNDED
     return product + rounding + num_tokens * num_listed * sizes.hidden_bytes / SCREEN_LISTED + SCREEN_SECONDS
-
-
-def filter_columns_kept(sizes: Sizes, workspace_bytes: int, hot_columns: int, tile_cols: int) -> int:
-    """Return how many columns keep their exponentials where a filter's lists have no room: at most as many as without a filter.
-
-    Only the device knows whether they are kept, so their room is taken in any case. It stands beside what forward's marks take,
-    and what the lists' backward takes, but for what the sampled tokens drop: that is where exponentials would have been.
-    """
-    column_bytes = max(1, sizes.num_tokens * _kept_tile_bytes(sizes, 256) // 256)
-    kept = columns_kept(sizes, workspace_bytes)
-    parts = parts_bytes(sizes, workspace_bytes)
-    left = workspace_bytes - _listed_bytes(sizes, workspace_bytes, hot_columns, tile_cols)
-    if min(kept * column_bytes, left + parts) >= parts:
-        left += parts
-    left = min(left, workspace_bytes - _marked_bytes(sizes, workspace_bytes, hot_columns))
-    tiles = min(kept * column_bytes, left) // (256 * column_bytes)
-    if 0 < 256 * tiles < sizes.num_columns:
-        tiles = min(tiles, _part_kept(sizes, workspace_bytes, 256))
-    return tiles * 256 if tiles >= min(LEAST_TILES, cdiv(sizes.num_columns, 256)) else 0
-
-
-def _marked_bytes(sizes: Sizes, workspace_bytes: int, hot_columns: int) -> int:
-    """Bytes of hidden states and marks in the filter's forward pass, and of its columns that are hot or drawn."""
-    row_bytes = sizes.hidden_bytes + cdiv(sizes.num_columns, 8)
-    columns = hot_columns + drawn_columns(sizes.num_columns - hot_columns)
-    return min(sizes.num_tokens * row_bytes, workspace_bytes * 3 // 4) + columns * sizes.hidden_bytes
 
 
 def few_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
@@ -583,11 +550,8 @@ class Peak(NamedTuple):
 
 def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_once: int) -> Peak:
     """Predict what the exact kernels take; ``keep``: exponentials may be kept (bf16 without smoothing)."""
-    return _exact_peak(sizes, workspace_bytes, columns_kept(sizes, workspace_bytes) if keep else 0, tiles, at_once)
-
-
-def _exact_peak(sizes: Sizes, workspace_bytes: int, kept: int, tiles: Tiles, at_once: int) -> Peak:
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
+    kept = columns_kept(sizes, workspace_bytes) if keep else 0
     kept_bytes = num_tokens * kept * sizes.itemsize
     saved = kept_bytes + num_tokens * (
         (8 if kept else 0) + 4 + 8 + 8 + 12
@@ -614,8 +578,7 @@ def _exact_peak(sizes: Sizes, workspace_bytes: int, kept: int, tiles: Tiles, at_
 
 
 def filtered_peak(
-    sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: Tiles, at_once: int, screen: Tile | None = None,
-    keep: bool = True,
+    sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: Tiles, at_once: int, screen: Tile | None = None
 ) -> Peak:  # fmt: skip
     """Predict what the kernels with a filter take.
 
@@ -626,7 +589,6 @@ def filtered_peak(
         tiles: Tiles of the device.
         at_once: Programs that the device runs at a time.
         screen: The tile in 8 bits of a screened forward; None: it is not screened.
-        keep: Exponentials may be kept where lists have no room, as in ``exact_peak``.
     """
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
     capacity = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
@@ -652,15 +614,7 @@ def filtered_peak(
             _again_bytes(sizes, workspace_bytes, tiles, at_once),
         )
 
-    # Where lists have no room, the exact kernels take the statistics once more, and may keep exponentials.
-    kept = (
-        filter_columns_kept(sizes, workspace_bytes, hot_columns, tiles.dlogits.cols) if keep and screen is None else 0
-    )
-    exact = _exact_peak(sizes, workspace_bytes, kept, tiles, at_once)
-    if screen is None:
-        forward = max(forward, exact.forward - exact.saved)
-    saved += num_tokens * (kept * sizes.itemsize + (8 if kept else 0))
-
+    exact = exact_peak(sizes, workspace_bytes, False, tiles, at_once)
     # The coefficients and the plan are there all the time. The exact kernels come first: for all tokens, whose room is taken
     # although they may be none, then for a few.
     through = (
@@ -671,8 +625,6 @@ def filtered_peak(
     few = FEW * (sizes.sum_bytes + cols * sizes.itemsize)
     few += _cut_tiles_bytes(FEW, cols, sizes.hidden_size, tiles, at_once)
     listed = _listed_bytes(sizes, workspace_bytes, hot_columns, tiles.dlogits.cols)
-    parts = parts_bytes(sizes, workspace_bytes)
-    listed -= parts if parts <= num_tokens * kept * sizes.itemsize else 0
     return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
 
 

@@ -125,12 +125,7 @@ def statistics(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN; the compact order and ``Kept``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
     order, kept = compact(x.ids), new_kept(x, columns_kept(x, spec), spec.want.entropy)
-    return statistics_of(x, spec, order, kept), [*order, *kept]
-
-
-def statistics_of(x: Operands, spec: Spec, order: list[torch.Tensor], kept: Kept) -> torch.Tensor:
-    """Return the statistics of the tokens that ``order`` counts, and fill ``kept``."""
-    num_tokens = x.num_tokens
+    num_tokens, saved = x.num_tokens, [*order, *kept]
     fp32 = {"dtype": torch.float32, "device": x.hidden.device}
     stats_KN = torch.empty(spec.num_rows, num_tokens, **fp32)
     keys_KN = stats_KN[spec.first_top :].view(torch.int32)
@@ -138,7 +133,7 @@ def statistics_of(x: Operands, spec: Spec, order: list[torch.Tensor], kept: Kept
         keys_KN.zero_()[: spec.want.top_k] = LEAST_KEY >> 32
     if num_tokens == 0 or x.logits.num_valid == 0:
         stats_KN[: spec.first_top].zero_()[0] = float("-inf")
-        return stats_KN
+        return stats_KN, saved
     if spec.several:
         stats_KN[2].zero_()
     with on_device(x.hidden):
@@ -148,7 +143,7 @@ def statistics_of(x: Operands, spec: Spec, order: list[torch.Tensor], kept: Kept
             choose_among_all(x, left_N, spec, tiles, keys_KN)
         if spec.want.best:  # columns become ids
             stats_KN[spec.num_stats + spec.want.sum_p_squared].view(torch.int32).add_(x.logits.start)
-    return stats_KN
+    return stats_KN, saved
 
 
 def _sweep(

@@ -181,25 +181,6 @@ def test_filtered_peak_is_what_is_alive(
         assert abs(ours - true) <= max(0.03 * true, 16 << 20), (ours >> 20, true >> 20)
 
 
-@pytest.mark.parametrize("num_tokens", [2048, 8192, 32_768])
-@pytest.mark.parametrize(
-    "head", [(2304, 256_000), (4096, 128_256), (8192, 16_032), (16_384, 16_032)], ids="{0[0]}x{0[1]}".format
-)
-def test_exponentials_that_a_filter_keeps_stand_within_the_budget(head: tuple[int, int], num_tokens: int) -> None:
-    """Catches exponentials that leave no room for their columns' recomputation, or for the marks of forward."""
-    on, kept_somewhere = (tiles.table_tiles(9, 16), 132), False
-    sizes = budget.Sizes(num_tokens, *head, 2)
-    hot = budget.hot_columns(sizes.num_columns, DEFAULT_EPS)
-    beside = (24 << 20) + hot * sizes.hidden_bytes  # the parts of d_hidden's last wave, and what is there in any case
-    for mib in range(512, 12 << 10, 256):
-        kept = budget.filter_columns_kept(sizes, mib << 20, hot, on[0].dlogits.cols)
-        kept_somewhere |= kept > 0
-        said = [budget.filtered_peak(sizes, mib << 20, hot, *on, keep=keep) for keep in (True, False)]
-        most, least = (max(peak.forward, peak.backward) for peak in said)
-        assert kept == 0 or most <= max(least, (mib << 20) + beside), (mib, kept, most >> 20, least >> 20)
-    assert kept_somewhere
-
-
 def test_the_head_in_layers() -> None:
     """The worth of a head that the issue of pipelines is about: measured times over a layer's products."""
     names = ("llama-3-8b", "gemma-2-2b")

@@ -59,7 +59,7 @@ def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndar
             options = {**head.loss_options, "return_aux": ("filter_stats",)}
             output = linear_cross_entropy(hidden, head.weight, part_labels, **options)
         assert isinstance(output, LinearCrossEntropyOutput) and output.filter_stats is not None
-        kept_tiles = output.filter_stats.kept_tiles.item()
+        kept_tiles = output.filter_stats.kept.item()
     return Agreement(cosine, norm, kept_tiles)
 
 

@@ -62,7 +62,6 @@ from cce_dist.kernels.filter.lists import (
     new_entries,
     plan,
 )
-from cce_dist.kernels.filter.room import has_room
 from cce_dist.kernels.filter.sampling import (
     Drawn,
     Factors,
@@ -76,7 +75,6 @@ from cce_dist.kernels.filter.sampling import (
 )
 from cce_dist.kernels.filter.screen import First, screened_statistics
 from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
-from cce_dist.kernels.kept import Kept
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
     Marks,
@@ -134,41 +132,21 @@ def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
         *(x.hidden.new_empty(n, dtype=torch.int32) for n in (capacity, num_tokens, num_tokens)),
         x.hidden.new_empty(num_hot(num_valid, spec.filter.eps), dtype=torch.int64),
     )
-    return [*lists, *_new_kept(x, spec)]
-
-
-def _new_kept(x: Operands, spec: Spec) -> Kept:
-    """Return room for the exponentials that are kept where lists have none; ``spent`` is 1 where they have, so none are."""
-    columns = _columns_kept(x, spec)
-    return exact.new_kept(x, columns)._replace(spent=x.ids.new_full((int(columns > 0),), 1, dtype=torch.int32))
-
-
-def _columns_kept(x: Operands, spec: Spec) -> int:
-    """Return how many columns keep their exponentials where lists have no room."""
-    if spec.screened or spec.want.entropy or not exact.keeps(x, spec):
-        return 0
-    hot = num_hot(x.logits.num_valid, spec.filter.eps)
-    tile = choose_tiles(x.hidden.dtype, x.hidden.device).dlogits
-    return budget.filter_columns_kept(exact.sizes_of(x), spec.workspace_bytes, hot, tile.cols)
-
-
-def _split(saved: list[torch.Tensor]) -> tuple[Lists, Kept]:
-    num_of_lists = len(Lists._fields)
-    return Lists(*saved[:num_of_lists]), Kept(*saved[num_of_lists:])
+    return list(lists)
 
 
 def statistics(
     x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return stats_KN as ``exact`` does, and ``Lists`` and ``Kept``."""
+    """Return stats_KN as ``exact`` does, and ``Lists``."""
     num_tokens, num_valid = x.num_tokens, x.logits.num_valid
     stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=x.hidden.device)
-    lists, kept = _split(saved_like(x, spec))
+    lists = Lists(*saved_like(x, spec))
     if num_tokens == 0 or num_valid == 0:
         lists.count_N.zero_()
         stats_KN.zero_()[0] = float("-inf")
         bound_3N = torch.stack((merge_bound(stats_KN[:3]), torch.zeros_like(stats_KN[0]), stats_KN[0]))
-        return stats_KN, [*lists._replace(bound_3N=bound_3N), *kept]
+        return stats_KN, list(lists._replace(bound_3N=bound_3N))
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
         unit = tiles.lse.cols
@@ -187,10 +165,8 @@ def statistics(
             bound_3N, suspects_N = screened_statistics(x, hot, first, lists, stats_KN, spec, tiles)
             _look_again(x, suspects_N, stats_KN, spec, tiles)
         else:
-            bound_3N, room = _marked_statistics(x, hot, first, lists, stats_KN, buffer_RD, at_once, spec)
-            del buffer_RD
-            stats_KN, kept = _exact_without_room(x, first.order, room, stats_KN, kept, spec)
-    return stats_KN, [*lists._replace(bound_3N=bound_3N, ids_H=ids_H), *kept]
+            bound_3N = _marked_statistics(x, hot, first, lists, stats_KN, buffer_RD, at_once, spec)
+    return stats_KN, list(lists._replace(bound_3N=bound_3N, ids_H=ids_H))
 
 
 def _before_all_columns(
@@ -225,18 +201,13 @@ def _marked_statistics(
     buffer_RD: torch.Tensor,
     at_once: int,
     spec: Spec,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the statistics of all columns to stats_KN, and the lists, unless these have no room.
-
-    Returns:
-        ``Lists.bound_3N``; what ``has_room`` says.
-    """
+) -> torch.Tensor:
+    """Write the statistics of all columns to stats_KN, and the lists. Returns ``Lists.bound_3N``."""
     num_tokens, num_words = x.num_tokens, hot.words_W.shape[0]
     tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
     sloped_N = None if first.hot_sloped_N is None else torch.empty_like(first.hot_sloped_N)
     taken = torch.zeros(1, dtype=torch.int64, device=x.hidden.device)
     words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=x.hidden.device)
-    room = None
     for group in exact.token_groups(first.order, at_once):
         if at_once < num_tokens:
             rows = gathered(x.hidden, group, buffer_RD)
@@ -244,30 +215,14 @@ def _marked_statistics(
             rows = Rows(group[0], group[1], buffer_RD)
         words = words_RW[: group[0].shape[0]]
         marks = Marks(first.bound_N.index_select(0, group[0]), math.log(spec.filter.eps / SLACK), words)
-        if room is None:
-            num_outside = x.logits.num_valid - hot.ids_H.shape[0]
-            room = has_room(first.drawn, num_outside, rows, marks, lists.columns_M.shape[0], tiles)
-        marked = rows._replace(num_kept=rows.num_kept * room[:1])
-        _log_sum_exp(x, marked, tiles, stats_KN, sloped_N, marks, spec.want)
-        list_columns(words, hot, x, rows, lists, taken, room[:1])
-    assert room is not None
+        _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
+        list_columns(words, hot, x, rows, lists, taken)
     hot_sum_N, sum_N = (
         (first.hot_3N[1], stats_KN[1])
         if sloped_N is None or first.hot_sloped_N is None
         else (first.hot_sloped_N, sloped_N)
     )
-    return outside_hot(first.bound_N, first.hot_3N[0], hot_sum_N, stats_KN[0], sum_N), room
-
-
-def _exact_without_room(
-    x: Operands, order: list[torch.Tensor], room: torch.Tensor, stats_KN: torch.Tensor, kept: Kept, spec: Spec
-) -> tuple[torch.Tensor, Kept]:
-    """Take the statistics of all tokens from the exact kernels where lists have no room; else their launches return at once."""
-    exact_KN = exact.statistics_of(x, spec, [order[0], order[1] * room[1:]], kept)
-    if kept.exp_NV.shape[1]:
-        kept.reference[1] = stats_KN[2]  # also where backward makes the exponentials
-        kept = kept._replace(spent=room[:1])
-    return torch.where(room[:1] > 0, stats_KN, exact_KN), kept
+    return outside_hot(first.bound_N, first.hot_3N[0], hot_sum_N, stats_KN[0], sum_N)
 
 
 def _look_again(x: Operands, suspects_N: torch.Tensor, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles) -> None:
@@ -304,7 +259,7 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec:
     num_tokens, num_valid = x.num_tokens, x.logits.num_valid
     if num_tokens == 0 or num_valid == 0:
         return softmax.max.new_zeros(3)
-    lists, _ = _split(saved)
+    lists = Lists(*saved)
     with on_device(x.hidden):
         # Coefficients of the plain loss, but for the sign, which decides nothing here.
         coef_4N = torch.zeros(4, num_tokens, dtype=torch.float32, device=x.hidden.device)
@@ -340,7 +295,7 @@ def gradients(
         want_bias=grads.want_bias and sides.weight, weight_out=grads.weight_out if sides.weight else None,
     )  # fmt: skip
     if here.want_hidden or here.want_weight or here.want_bias:
-        filtered = _filtered_gradients(x, softmax, coef_4N, *_split(saved), here, spec)
+        filtered = _filtered_gradients(x, softmax, coef_4N, Lists(*saved), here, spec)
         d_hidden = d_hidden if filtered[0] is None else filtered[0]
         d_weight, d_bias = filtered[1:]
     if (grads.want_weight or grads.want_bias) and not sides.weight:
@@ -393,18 +348,16 @@ class _Work(NamedTuple):
 
 
 def _filtered_gradients(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, kept: Kept, grads: Grads, spec: Spec
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, grads: Grads, spec: Spec
 ) -> Gradients:
     num_valid, device = x.logits.num_valid, x.hidden.device
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, device)
         hot = gather_hot(lists.ids_H, x, cdiv(num_valid, 32))
         how = plan(x, softmax, coef_4N, lists, hot.slot_V, spec.filter.eps)
-        # The first gradients are those of tokens that are exact, all of them or a few; the others are added. Exponentials that
-        # forward did not keep, since it took lists to have room, are made anew: a backward says of a copy that it has them.
-        kept = kept._replace(spent=kept.spent.clone())
+        # The first gradients are those of the tokens that are exact: all of them, or a few. The others are added.
         d_hidden, d_weight, d_bias = exact.gradients(
-            x._replace(ids=how.dense_labels), softmax, coef_4N, [*how.dense_order, *kept],
+            x._replace(ids=how.dense_labels), softmax, coef_4N, [*how.dense_order, *exact.new_kept(x)],
             grads._replace(hidden_ready=None, ready_rows=None), spec, often_empty=True,
         )  # fmt: skip
         target = d_weight if grads.weight_out is None else grads.weight_out
@@ -412,7 +365,7 @@ def _filtered_gradients(
         entries = new_entries(lists.columns_M.shape[0], num_valid, device)
         total = _listed_sum(d_hidden, x, spec)
         factor_2N, _ = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
-        stand = _stand_in(x, softmax, coef_4N, hot, how, factor_2N, kept, tiles, grads, spec)
+        stand = _stand_in(x, softmax, coef_4N, hot, how, factor_2N, tiles, grads, spec)
         work = _Work(hot, how, lists, entries, factor_2N, stand, tiles)
 
         num_hot_columns = lists.ids_H.shape[0]
@@ -457,8 +410,8 @@ def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum |
 
 
 def _stand_in(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, hot: Hot, how: Plan, factor_2N: torch.Tensor, kept: Kept,
-    tiles: Tiles, grads: Grads, spec: Spec,
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, hot: Hot, how: Plan, factor_2N: torch.Tensor, tiles: Tiles,
+    grads: Grads, spec: Spec,
 ) -> _StandIn:  # fmt: skip
     num_valid, weight = x.logits.num_valid, x.weight[: x.logits.num_valid]
     shared_weight_2D = sums_of_rows(factor_2N, x.hidden) if grads.want_weight else None
@@ -466,7 +419,9 @@ def _stand_in(
         shares_2V = shares_of(None, None, hot.slot_V, num_valid, spec.want.uniform).shares_2V
         return _StandIn(shares_2V[0], sums_of_rows(shares_2V, weight) if grads.want_hidden else None, shared_weight_2D)
     sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
-    parts_SV = _parts_of_sample(x, kept, spec) if grads.want_weight else None
+    parts_SV = None
+    if grads.want_weight and budget.keeps_sample(x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes):
+        parts_SV = x.hidden.new_empty(SAMPLE, cdiv(num_valid, budget.ROWS) * budget.ROWS)
     dropped = dropped_shares(rows_SD, x, sample, hot.slot_V, tiles.lse, parts_SV, spec.want.uniform)
     share_V, num_columns = dropped.shares_2V[0], budget.stand_in_columns(num_valid)
     tokens = weigh_tokens(dropped, sample) if num_columns else None
@@ -498,18 +453,6 @@ def _stand_in(
         spread_DD = spread_of(dropped, num_spread, at_once, drawn, sample, factors, shared_2D, x, tiles)
         stand = stand._replace(spread_DD=spread_DD)
     return stand._replace(drawn=drawn if grads.want_hidden else None, tokens=tokens, factors=factors)
-
-
-def _parts_of_sample(x: Operands, kept: Kept, spec: Spec) -> torch.Tensor | None:
-    """Return room for what sampled tokens drop of every column, [S, V or more]; None: the budget has none.
-
-    It is that of kept exponentials where it fits there: a batch whose tokens drop something has none.
-    """
-    if budget.parts_bytes(exact.sizes_of(x), spec.workspace_bytes) == 0:
-        return None
-    shape = SAMPLE, cdiv(x.logits.num_valid, budget.ROWS) * budget.ROWS
-    room = kept.exp_NV.view(-1)
-    return room[: math.prod(shape)].view(shape) if room.numel() >= math.prod(shape) else x.hidden.new_empty(shape)
 
 
 def _add_few(

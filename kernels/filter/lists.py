@@ -66,18 +66,16 @@ class Lists(NamedTuple):
 
 
 def list_columns(
-    words_RW: torch.Tensor, hot: Hot, x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor,
-    room: torch.Tensor | None = None,
+    words_RW: torch.Tensor, hot: Hot, x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor
 ) -> None:  # fmt: skip
     """Write the marked columns that are not hot, ascending, and the label's, to the lists of the group's tokens.
 
-    The count is 0 for tokens without a label. ``taken``, [1] int64, is how much room groups took so far. Where ``room`` is
-    given and 0, nothing was marked, and each count is one more than there is room for.
+    The count is 0 for tokens without a label. ``taken``, [1] int64, is how much room groups took so far.
     """
     num_rows, num_words = words_RW.shape
     aligned = min(16, num_words & -num_words)
     _list_columns_kernel[(num_rows,)](
-        words_RW, hot.words_W, x.ids, rows.index, rows.num_kept, room, taken,
+        words_RW, hot.words_W, x.ids, rows.index, rows.num_kept, taken,
         lists.columns_M, lists.begin_N, lists.count_N,
         num_words // aligned, lists.columns_M.shape[0], x.logits.start, x.logits.num_valid,
         BLOCK_W=512, ALIGNED=aligned, num_warps=1,
@@ -111,7 +109,6 @@ def _list_columns_kernel(
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    room_ptr,  # in: [1] int32, or None
     taken_ptr,  # in, out: [1] int64
     columns_ptr,  # out: [M] int32
     begin_ptr,  # out: [N] int32
@@ -129,12 +126,6 @@ def _list_columns_kernel(
         tl.store(begin_ptr + token, 0)
         tl.store(count_ptr + token, 0)
         return
-    if room_ptr is not None:
-        no_room = tl.load(room_ptr) == 0
-        if no_room:
-            tl.store(begin_ptr + token, 0)
-            tl.store(count_ptr + token, (capacity + 1).to(tl.int32))
-            return
     label = tl.load(labels_ptr + token) - start
     here = (label >= 0) & (label < num_valid)
     label_word = tl.where(here, label // 32, -1)
