@@ -1,0 +1,334 @@
+"""Say in hashes what the kernels and the calls compute, so that a change that should move no bit can be seen to move none.
+
+    python tests/fingerprint.py write OLD.json             # before a change; --part ptx or --part bits for a half
+    python tests/fingerprint.py compare OLD.json NEW.json  # every difference by name; exit code 1 if there is one
+
+ptx: the PTX of every kernel variant that compile_for_gpu.py compiles for sm_80, sm_90 and sm_100, without comments, debug lines
+and the kernel's own name. Names of modules, functions and arguments may change; arithmetic may not.
+
+bits: SHA-256 of the outputs and gradients of every case of ``cce-dist verify`` and of random calls (FUZZ), on each rank of
+T = 1, 2 and 4 over gloo, by the torch backend and by interpreted kernels. A key says "exact" or "filtered", so a change of the
+filter can be seen to be one of the filter alone. The tensors that go into a call are hashed, too: where they differ, the case
+was drawn otherwise, and its outputs say nothing.
+
+Hashes hold for one machine and one version of torch and Triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ARCHITECTURES = ("80", "90", "100")
+WORLDS = (1, 2, 4)
+SEED = 30
+# Random calls of each function. The interpreter takes a hundred times as long as the torch backend.
+FUZZ = {
+    "torch": {"loss": 200, "log-probs": 50, "divergence": 50},
+    "triton": {"loss": 50, "log-probs": 15, "divergence": 15},
+}
+LARGEST = (48, 32, 600)  # tokens, hidden size and columns of verify's large cases in the interpreter
+
+
+def digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
+
+
+def normalised(ptx: str, name: str) -> str:
+    """PTX without the kernel's name, comments and debug lines."""
+    ptx = re.split(r"^\s*\.section\s+\.debug", ptx, flags=re.MULTILINE)[0]
+    ptx = re.sub(rf"\b{re.escape(name)}(?=_param_\d|\W)", "kernel", re.sub(r"//.*", "", ptx))
+    lines = (" ".join(line.split()) for line in ptx.splitlines())
+    return "\n".join(line for line in lines if line and not re.match(r"\.(file|loc)\b", line))
+
+
+def compiled(architecture: str) -> dict[str, list[str]]:
+    """Return the hash of each variant's PTX, and the names of the kernels that have it. Needs a process of its own."""
+    sys.argv = ["", architecture]  # compile_for_gpu reads it when it is imported
+    import compile_for_gpu
+    import torch
+    from triton import knobs
+    from triton.compiler import CompiledKernel
+
+    def without_assembler(backend: Any = None, stages: Any = None, *others: Any) -> Any:
+        if stages is None:
+            return ("fingerprint",) * 2  # part of the key of Triton's cache
+        stages["cubin"] = lambda ptx, metadata: b""
+
+    kernels: list[Any] = []
+
+    def remember(kernel: Any, *args: Any, made: Any = CompiledKernel.__init__, **options: Any) -> None:
+        made(kernel, *args, **options)
+        kernels.append(kernel)
+
+    knobs.runtime.add_stages_inspection_hook = without_assembler  # pyright: ignore
+    torch.manual_seed(0)
+    with mock.patch.object(CompiledKernel, "__init__", remember), contextlib.redirect_stdout(None):
+        compile_for_gpu.main()
+    found: dict[str, list[str]] = {}
+    for kernel in kernels:
+        name = kernel.metadata.name
+        text = f"{normalised(kernel.asm['ptx'], name)}\nshared {kernel.metadata.shared}"
+        found.setdefault(digest(text.encode()), []).append(name)
+    return {key: sorted(names) for key, names in sorted(found.items())}
+
+
+def write_ptx(folder: str) -> dict[str, dict[str, list[str]]]:
+    """Compile for one architecture after the other."""
+    found = {}
+    for architecture in ARCHITECTURES:
+        start, file = time.monotonic(), Path(folder, f"{architecture}.json")
+        command = [sys.executable, "-W", "ignore", __file__, "compile", architecture, file]
+        subprocess.run(command, check=True)
+        found[f"sm_{architecture}"] = json.loads(file.read_text())
+        print(
+            f"sm_{architecture}: {len(found[f'sm_{architecture}'])} variants, {time.monotonic() - start:.0f} s",
+            flush=True,
+        )
+    return found
+
+
+class Recorded(BaseException):
+    """Everything of a call has been recorded; what verify would do with it is left out."""
+
+
+class Recorder:
+    """Hashes the first call of a public function that a case of verify makes, and the gradients that are asked for next."""
+
+    def __init__(self) -> None:
+        self.bound: dict[str, Any] | None = None
+        self.hashes: dict[str, str] = {}
+
+    def call(self, function: Callable, *args: Any, **options: Any) -> Any:
+        self.bound = dict(inspect.signature(function).bind(*args, **options).arguments)
+        self.hashes = {"called with": of_tensors(self.bound)}
+        try:
+            out = function(*args, **options)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            self.hashes["refused"] = type(error).__name__
+            raise Recorded from error
+        values = out._asdict() if hasattr(out, "_asdict") else {"value": out}
+        self.hashes |= {name: of_tensors({name: value}) for name, value in values.items() if value is not None}
+        if not any(getattr(value, "requires_grad", False) for value in self.bound.values()):
+            raise Recorded
+        return out
+
+    def grad(self, outputs: Any, inputs: Any, *args: Any, differentiate: Callable, **options: Any) -> Any:
+        grads = differentiate(outputs, inputs, *args, **options)
+        if self.bound is None:
+            return grads  # of a reference, before the call
+        for leaf, grad in zip(inputs, grads, strict=True):
+            name = next(name for name, value in self.bound.items() if value is leaf)
+            self.hashes[f"gradient of {name}"] = of_tensors({name: grad})
+        if self.bound.get("grad_weight_out") is not None:
+            self.hashes["grad_weight_out"] = of_tensors({"": self.bound["grad_weight_out"]})
+        raise Recorded
+
+    def of(self, run: Callable, *args: Any) -> dict[str, str]:
+        """Run a case as far as the gradients of its first call; return the hashes."""
+        self.bound, self.hashes = None, {}
+        with contextlib.suppress(Recorded):
+            run(*args)
+            raise AssertionError(f"no public function was called, or no gradient was asked for: {args}")
+        return self.hashes
+
+    @property
+    def kind(self) -> str:
+        return "exact" if (self.bound or {}).get("grad_filter") is None else "filtered"
+
+
+def of_tensors(values: dict[str, Any]) -> str:
+    """Hash dtype, shape and bytes of the tensors of a record, also of those in tuples."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    parts = []
+    for tensor in tree_leaves(values):
+        if isinstance(tensor, torch.Tensor):
+            raw = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+            parts += [f"{tensor.dtype} {tuple(tensor.shape)}".encode(), raw.numpy().tobytes()]
+    return digest(*parts)
+
+
+def for_interpreter(case: Any) -> Any:
+    """Return a case of verify that the interpreter can run, and in seconds: no bf16, and a large problem cut to LARGEST."""
+    import torch
+
+    if case.dtype == torch.bfloat16:  # the interpreter misreads it
+        case = replace(case, dtype=torch.float16)
+    if case.problem is None:
+        return case
+
+    def smaller(generator: torch.Generator) -> Any:
+        whole = case.problem(generator)
+        if whole.hidden.shape[0] * whole.weight.shape[0] < 100_000:
+            return whole
+        tokens, size, columns = LARGEST
+        hidden, weight = whole.hidden[:tokens, :size], whole.weight[:columns, :size]
+        labels, bias = (
+            whole.labels[:tokens].clamp(max=columns - 1),
+            None if whole.bias is None else whole.bias[:columns],
+        )
+        return replace(whole, hidden=hidden, weight=weight, labels=labels, bias=bias)
+
+    return replace(case, problem=smaller)
+
+
+def cases(world: int, group: Any) -> Iterator[tuple[str, Callable, tuple]]:
+    """Name, function and arguments of every case. Here and in ``for_interpreter`` stands all that is known of verify."""
+    from cce_dist.verify import check, divergence, log_probs
+    from cce_dist.verify.cases import CASES
+    from cce_dist.verify.fuzz import Setting
+    from cce_dist.verify.fuzz_cases import FUNCTIONS
+
+    lists = (
+        (CASES, check.run_case),
+        (log_probs.LOG_PROB_CASES, log_probs.run_case),
+        (divergence.DIVERGENCE_CASES, divergence.run_case),
+    )
+    for backend, counts in FUZZ.items():
+        for named, run_case in lists:
+            for case in named:
+                case = for_interpreter(case) if backend == "triton" else case
+                yield f"{backend} T={world} {case.name}", run_case, (case, group, "cpu", backend)
+        for function, count in counts.items():
+            setting = Setting(SEED, "cpu", backend, group, function=function)
+            for number in range(count):
+                yield f"{backend} T={world} {function} {number}", FUNCTIONS[function].run, (setting, number)
+
+
+def watch(recorder: Recorder) -> None:
+    """Have the recorder see what verify calls and differentiates, from here on."""
+    import torch
+
+    import cce_dist
+
+    public = {getattr(cce_dist, name) for name in cce_dist.__all__ if name.startswith("linear_")}
+    for name, module in list(sys.modules.items()):
+        for attribute, value in list(vars(module).items()) if name.startswith("cce_dist.verify") else ():
+            if inspect.isfunction(value) and value in public:
+                setattr(module, attribute, partial(recorder.call, value))
+    torch.autograd.grad = partial(recorder.grad, differentiate=torch.autograd.grad)
+
+
+def record_rank(folder: str) -> None:
+    """Record all cases on one rank of a world, into a file."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    todo = list(cases(world, dist.group.WORLD if world > 1 else None))
+    recorder, found = Recorder(), {}
+    watch(recorder)
+    start = said = time.monotonic()
+    for number, (name, run, args) in enumerate(todo, 1):
+        hashes = recorder.of(run, *args)
+        found[f"{name} ({recorder.kind}) rank {rank}"] = hashes
+        if rank == 0 and (time.monotonic() - said > 20 or number == len(todo)):
+            said = time.monotonic()
+            seconds = f"{said - start:.0f} s, {time.process_time():.0f} s of a processor on rank 0"
+            print(f"T={world}: {number} of {len(todo)} cases, {seconds}; {name}", flush=True)
+    Path(folder, f"{world}.{rank}.json").write_text(json.dumps(found))
+
+
+def write_bits(folder: str) -> dict[str, dict[str, str]]:
+    os.environ |= {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    from cce_dist.ranks import run_ranks
+
+    found: dict[str, dict[str, str]] = {}
+    for world in WORLDS:
+        run_ranks(record_rank, world, folder, timeout_seconds=900)
+        for rank in range(world):
+            found |= json.loads(Path(folder, f"{world}.{rank}.json").read_text())
+    refused = sorted(name for name, hashes in found.items() if "refused" in hashes)
+    print(f"{len(found)} calls, {len(refused)} refused: {', '.join(refused)}")
+    return found
+
+
+def write(file: str, parts: list[str]) -> None:
+    for name in [name for name in os.environ if name.startswith("CCE_DIST_")]:
+        del os.environ[name]
+    found: dict[str, Any] = {"made with": {name: version(name) for name in ("torch", "triton")}}
+    with tempfile.TemporaryDirectory() as folder:
+        for part in parts:
+            found[part] = {"ptx": write_ptx, "bits": write_bits}[part](folder)
+    Path(file).write_text(json.dumps(found, indent=0, sort_keys=True))
+
+
+def changed(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What differs in two files: its kind and its name."""
+    for package in sorted(old["made with"]):
+        was, now = old["made with"][package], new["made with"][package]
+        if was != now:
+            yield "version", f"{package} {was} and {now}"
+    for part in ("ptx", "bits"):
+        if (part in old) != (part in new):
+            yield part, "only one of the files has this part"
+    was, now = old.get("ptx", {}), new.get("ptx", {})
+    for architecture in sorted((was.keys() | now.keys()) if was and now else ()):
+        a, b = was.get(architecture, {}), now.get(architecture, {})
+        for word, one, other in (("vanished", a, b), ("appeared", b, a)):
+            for key in sorted(one.keys() - other.keys(), key=one.__getitem__):
+                yield f"ptx {architecture}", f"{word} {', '.join(sorted(set(one[key])))} {key}"
+    was, now = old.get("bits", {}), new.get("bits", {})
+    for name in sorted((was.keys() | now.keys()) if was and now else ()):
+        kind = "bits filtered" if "(filtered)" in name else "bits exact"
+        a, b = was.get(name, {}), now.get(name, {})
+        if not a or not b:
+            yield kind, f"{name} {'vanished' if a else 'appeared'}"
+        elif a["called with"] != b["called with"]:
+            yield kind, f"{name}: called with other tensors"
+        elif a != b:
+            outputs = (output for output in sorted(a.keys() | b.keys()) if a.get(output) != b.get(output))
+            yield kind, f"{name}: {', '.join(outputs)}"
+
+
+def compare(old: str, new: str) -> int:
+    count: Counter[str] = Counter()
+    for kind, name in changed(*(json.loads(Path(file).read_text()) for file in (old, new))):
+        count[kind] += 1
+        print(f"{kind}: {name}")
+    print("; ".join(f"{kind} {number}" for kind, number in count.items()) or "no difference")
+    return 1 if count else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("write", help="hash everything, into a file")
+    command.add_argument("file")
+    command.add_argument("--part", choices=("ptx", "bits"))
+    command = commands.add_parser("compare", help="say what differs in two files")
+    command.add_argument("old")
+    command.add_argument("new")
+    command = commands.add_parser("compile", help="the part of write for one architecture, in a process of its own")
+    command.add_argument("architecture")
+    command.add_argument("file")
+    args = parser.parse_args()
+    if args.command == "compare":
+        return compare(args.old, args.new)
+    if args.command == "compile":
+        Path(args.file).write_text(json.dumps(compiled(args.architecture)))
+    else:
+        write(args.file, [args.part] if args.part else ["ptx", "bits"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
