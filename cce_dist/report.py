@@ -20,8 +20,14 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 PACKAGES = (
-    "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "megatron-core", "deepspeed",
-)  # fmt: skip
+    "triton",
+    "cut-cross-entropy",
+    "liger-kernel",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "megatron-core",
+    "deepspeed",
+)
 OURS_COLOR, OTHER_COLOR = "#1f6fb4", "#9aa5b1"
 
 Record = TypeVar("Record")

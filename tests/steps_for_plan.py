@@ -256,13 +256,21 @@ def main(engine: str, kind: str, out: str) -> None:
 def record(name: str, recipe: Recipe, device: torch.device, everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what the file says of a run: the slowest rank's seconds of each step, and each rank's peak."""
     return {
-        "model": name, "engine": recipe.engine, "loss": recipe.loss, "pp": recipe.pp, "tp": recipe.tp,
-        "batch_size": recipe.batch_size, "accumulate": recipe.accumulate, "layers_per_stage": recipe.layers_per_stage,
-        "workspace_bytes": 0, "filters": filters(recipe), "shape": dataclasses.asdict(recipe.shape),
+        "model": name,
+        "engine": recipe.engine,
+        "loss": recipe.loss,
+        "pp": recipe.pp,
+        "tp": recipe.tp,
+        "batch_size": recipe.batch_size,
+        "accumulate": recipe.accumulate,
+        "layers_per_stage": recipe.layers_per_stage,
+        "workspace_bytes": 0,
+        "filters": filters(recipe),
+        "shape": dataclasses.asdict(recipe.shape),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "seconds": [max(times) for times in zip(*(each["seconds"] for each in everyone), strict=True)],
         "peak_bytes": [each["peak_bytes"] for each in everyone],
-    }  # fmt: skip
+    }
 
 
 def said(run: dict[str, Any]) -> str:

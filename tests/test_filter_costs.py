@@ -56,10 +56,13 @@ def _timed() -> dict[str, Timed]:
             product = statistics.median(case["floor"]["one"]["seconds"])
             shape = case["shape"] + (f", V {case['vocab_size']:,}" if case["shape"] == "captured" else "")
             found[f"{shape}, {case['rung']}"] = Timed(
-                sizes, LISTED[shape][case["rung"]],
+                sizes,
+                LISTED[shape][case["rung"]],
                 budget.Rates(2 * sizes.num_tokens * sizes.hidden_size * sizes.num_columns / product, budget.H200[2][1]),
-                rows["cce-dist-filtered"], rows["cce-dist-screened"], rows.get("cce-dist-cached", (0, None))[1],
-            )  # fmt: skip
+                rows["cce-dist-filtered"],
+                rows["cce-dist-screened"],
+                rows.get("cce-dist-cached", (0, None))[1],
+            )
     return found
 
 

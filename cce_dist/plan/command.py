@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from cce_dist.plan import measured, paper
 from cce_dist.plan.devices import DEVICES, HOSTS, Device, measure
 from cce_dist.plan.layers import RECOMPUTE, Layout
 from cce_dist.plan.planning import LOSSES, METHODS, MIB, Plan, named, plan
@@ -21,9 +19,17 @@ from cce_dist.report import table
 BY_HAND = ("hidden_size", "vocab_size", "num_layers", "num_heads", "ffn_size")
 DEFAULTS = {"tokens": 8192, "micro_batch": 1, "tp": 1, "pp": 1, "cp": 1}  # which a config's own sizes go before
 ITEMS = (
-    "weights", "main_grad", "gradients", "optimizer", "activations", "hidden states", "head's gradient", "statistics",
-    "lists", "workspace",
-)  # fmt: skip
+    "weights",
+    "main_grad",
+    "gradients",
+    "optimizer",
+    "activations",
+    "hidden states",
+    "head's gradient",
+    "statistics",
+    "lists",
+    "workspace",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,13 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--scale", type=_counts, metavar="G,G", help="a step on each of these numbers of GPUs")
     shown.add_argument("--loss", choices=LOSSES, help="with --scale: rows of this loss alone")
     shown.add_argument("--global-tokens", type=int, default=GLOBAL_TOKENS, metavar="N", help="of a step, with --scale")
-    shown.add_argument(
-        "--paper", action="store_true", help="only the table behind figure 1 of the paper, computed from sizes"
-    )
-    shown.add_argument(
-        "--against", type=Path, nargs="+", metavar="JSON", help="only predictions beside a bench.json's rows"
-    )
-    shown.add_argument("--summary", action="store_true", help="with --against: a line for each file")
     shown.add_argument("--json", action="store_true", help="print JSON")
     shown.add_argument("--picture", type=Path, metavar="PNG", help="draw the last stage's memory and the cut")
 
@@ -77,13 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a plan. Returns the exit code; a user's mistake is one line."""
     try:
-        if args.paper:
-            print("\n".join(table(paper.table())))
-            return 0
-        if args.against:
-            show = _summary if args.summary else _against
-            print("\n".join(table([row for path in args.against for row in show(path)])))
-            return 0
         device = measure() if args.measure else named(DEVICES, args.gpu, "GPU")
         if args.workspace is not None and args.workspace < 1:
             raise ValueError(f"--workspace must be at least 1 MiB, got {args.workspace}")
@@ -142,12 +134,20 @@ def _model_and_layout(args: argparse.Namespace) -> tuple[Model, Layout]:
     if cp < 1 or options["tokens"] % cp:
         raise ValueError(f"--tokens {options['tokens']} cannot be split over --cp {cp} ranks")
     layout = Layout(
-        tp=options["tp"], pp=options["pp"], dp=args.dp, cp=cp, vpp=args.vpp, zero_stage=args.zero_stage,
+        tp=options["tp"],
+        pp=options["pp"],
+        dp=args.dp,
+        cp=cp,
+        vpp=args.vpp,
+        zero_stage=args.zero_stage,
         num_tokens=options["tokens"] // cp * options["micro_batch"],
-        seq_len=options["tokens"] if args.attention else 0, recompute=args.recompute,
-        sequence_parallel=not args.no_sequence_parallel, framework=args.framework, elementwise=1.0 if args.eager else 0.0,
+        seq_len=options["tokens"] if args.attention else 0,
+        recompute=args.recompute,
+        sequence_parallel=not args.no_sequence_parallel,
+        framework=args.framework,
+        elementwise=1.0 if args.eager else 0.0,
         host=args.host,
-    )  # fmt: skip
+    )
     return model, layout
 
 
@@ -182,9 +182,10 @@ def _row(found: Plan, each: Any, workspace: int | None) -> dict[str, str]:
     row = {
         "loss": f"{each.loss} ({cost.loss})" if each.loss in ("dense", "fused") else each.loss,
         "ms": f"{cost.seconds * 1e3:.2f}" + (f" to {cost.at_most * 1e3:.2f}" if cost.at_most > cost.seconds else ""),
-        "exposed ms": f"{exposed * 1e3:.2f}", "layers": f"{each.layers:.2f}",
+        "exposed ms": f"{exposed * 1e3:.2f}",
+        "layers": f"{each.layers:.2f}",
         "MiB": f"{cost.workspace / MIB:,.0f}",
-    }  # fmt: skip
+    }
     if each.loss == "budget":
         row["loss"] = f"budget ({f'{workspace} MiB' if workspace else 'default'})"
     if found.layout.pp > 1:
@@ -230,51 +231,18 @@ def _scale(steps: list[Step]) -> list[str]:
         return []
     rows = [
         {
-            "GPUs": f"{step.gpus:,}", "tp x pp x dp": f"{step.tp} x {step.pp} x {step.dp}",
-            "microbatches": str(step.microbatches), "loss": step.loss, "head ms": f"{step.head_ms:.2f}",
-            "head exposed": f"{step.head_exposed_ms:.2f}", "layers exposed": f"{step.layers_exposed_ms:.2f}",
-            "gradients exposed": f"{step.gradients_exposed_ms:.1f}", "bubble": f"{step.bubble:.1%}",
-            "step ms": f"{step.step_ms:,.0f}", "tokens/s": f"{step.tokens_per_second:,.0f}",
+            "GPUs": f"{step.gpus:,}",
+            "tp x pp x dp": f"{step.tp} x {step.pp} x {step.dp}",
+            "microbatches": str(step.microbatches),
+            "loss": step.loss,
+            "head ms": f"{step.head_ms:.2f}",
+            "head exposed": f"{step.head_exposed_ms:.2f}",
+            "layers exposed": f"{step.layers_exposed_ms:.2f}",
+            "gradients exposed": f"{step.gradients_exposed_ms:.1f}",
+            "bubble": f"{step.bubble:.1%}",
+            "step ms": f"{step.step_ms:,.0f}",
+            "tokens/s": f"{step.tokens_per_second:,.0f}",
         }
         for step in steps
-    ]  # fmt: skip
+    ]
     return ["The same batch on more GPUs; exposed: ms of communication that nothing covers:\n" + "\n".join(table(rows))]
-
-
-def _against(path: Path) -> list[dict[str, str]]:
-    """Return predictions beside the rows of a bench.json, or of a file of ``tests/steps_for_plan.py``."""
-    if measured.is_steps(path):
-        return [_step_row(pair) for pair in measured.step_pairs(path)]
-    rows = []
-    for pair in measured.pairs(path):
-        head = pair.head
-        rows.append({
-            "row": f"{pair.stage} {pair.row}".strip(), "N": f"{head.num_tokens:,}", "D": f"{head.hidden_size:,}",
-            "V": f"{head.vocab_size:,} / {head.tp}", "MiB said": f"{pair.said.workspace / MIB:,.0f}",
-            "measured": f"{pair.peak_bytes / MIB:,.0f}", "ms said": f"{pair.said.seconds * 1e3:.2f}",
-            "was": f"{pair.seconds * 1e3:.2f}", "off": f"{pair.time_error:+.1%}",
-        })  # fmt: skip
-    return rows
-
-
-def _step_row(pair: measured.StepPair) -> dict[str, str]:
-    def mib(sizes: list[int]) -> str:
-        return "; ".join(f"{size / MIB:,.0f}" for size in sizes) or "-"
-
-    return {
-        "step": pair.row, "MiB said": mib(pair.said.peak_bytes), "measured": mib(pair.peak_bytes),
-        "ms said": f"{pair.said.seconds * 1e3:.0f}", "was": f"{pair.seconds * 1e3:.0f}", "off": f"{pair.time_error:+.0%}",
-    }  # fmt: skip
-
-
-def _summary(path: Path) -> list[dict[str, str]]:
-    """Return how far predictions are from the rows of a bench.json, in a line."""
-    found = list(measured.pairs(path))
-    memory = [pair.memory_error / MIB for pair in found]
-    times = [pair.time_error for pair in found]
-    if not times:
-        return []
-    return [{
-        "file": path.name, "rows": str(len(found)), "MiB off": f"{min(memory):+.1f} to {max(memory):+.1f}",
-        "time off": f"{min(times):+.1%} to {max(times):+.1%}", "median": f"{statistics.median(times):+.1%}",
-    }]  # fmt: skip

@@ -55,6 +55,15 @@ DEVICES = {
     )
 }
 
+
+def device_of(name: str) -> Device:
+    """Return the table's GPU of a name as torch gives it. Raises ValueError."""
+    for device in DEVICES.values():
+        if device.name in name.lower():
+            return device
+    raise ValueError(f"the table of GPUs has no {name}; it has {', '.join(DEVICES)}")
+
+
 GPUS_PER_NODE = 8
 
 
@@ -137,13 +146,12 @@ class Dense(NamedTuple):
 
 # ``bytes_alive`` is read off the code: bf16 logits count 2, an fp32 copy, exponentials, their gradient 4 each. torch: logits,
 # log-softmax and gradient in fp32. Megatron: bf16 logits and one fp32 buffer; fused: that and another fp32 one. DeepSpeed: bf16
-# logits and three fp32 buffers. loss_parallel: four fp32 buffers. ``bytes_moved`` is from the time of the rows of the files
+# logits and three fp32 buffers. ``bytes_moved`` is from the time of the rows of the files
 # above less three products, at the bandwidth above.
 DENSE = {
     "torch": Dense(12, 50),
     "torch-compile": Dense(2, 14),
     "torch-compile-tp": Dense(6, 18),
-    "torch-loss-parallel": Dense(16, 97, small_sums=3),
     "megatron": Dense(6, 76, sums_exposed=False, small_sums=3),
     "megatron-fused": Dense(10, 49, sums_exposed=False),
     "deepspeed": Dense(14, 85, small_sums=3),
@@ -187,9 +195,13 @@ def measure() -> Device:
     # ROCm's versions are not CUDA's compute capabilities, and its devices have small tiles (kernels/tiles.py).
     major = 0 if torch.version.hip else properties.major
     return like_the_table(
-        properties.name, major, properties.multi_processor_count, properties.total_memory, 2 * side**3 / product_seconds,
+        properties.name,
+        major,
+        properties.multi_processor_count,
+        properties.total_memory,
+        2 * side**3 / product_seconds,
         2 * _GIB / copy_seconds,
-    )  # fmt: skip
+    )
 
 
 def like_the_table(name: str, major: int, multiprocessors: int, memory: int, flops: float, bandwidth: float) -> Device:

@@ -24,6 +24,7 @@ LOSSES = (*OURS, *DENSE)
 VECTOR_BYTES = 16  # rows of a whole number of them are read fastest
 FEW_LISTED, MANY_LISTED = 2, 59  # columns of a token: the bench's "trained" and "spread" at 2^-10, Llama-3-8B's head
 DEFAULT_EPS = GradFilter.eps
+ITEMSIZE = 2  # bytes of an element of hidden states and weight: bf16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,30 +36,20 @@ class Head:
         hidden_size: D.
         vocab_size: V, of all ranks.
         tp: T, ranks that the vocabulary is split over.
-        itemsize: Bytes of an element of hidden states and weight.
         sequence_parallel: Hidden states and their gradient are this rank's slices.
-        main_grad: The weight's gradient is added to a buffer that is there already; a dummy is returned.
-        sum_itemsize: Bytes of an element while d_hidden is summed; 0: those of an element.
-        eps: The filter's threshold.
-        own_rows: Backward has room of its own for scaled hidden states wherever it is, as it did until 2026-11-22.
     """
 
     num_tokens: int
     hidden_size: int
     vocab_size: int
     tp: int = 1
-    itemsize: int = 2
     sequence_parallel: bool = False
-    main_grad: bool = False
-    sum_itemsize: int = 0
-    eps: float = DEFAULT_EPS
-    own_rows: bool = False
 
     @property
     def sizes(self) -> Sizes:
         """Of the largest shard."""
-        alone = not (self.is_split or self.own_rows)
-        return Sizes(self.num_tokens, self.hidden_size, cdiv(self.vocab_size, self.tp), self.itemsize, alone=alone)
+        columns = cdiv(self.vocab_size, self.tp)
+        return Sizes(self.num_tokens, self.hidden_size, columns, ITEMSIZE, alone=not self.is_split)
 
     @property
     def is_split(self) -> bool:
@@ -124,7 +115,7 @@ class Cost:
 
 def chosen_workspace(head: Head, loss: str) -> int:
     """Return the budget that a loss of ``OURS`` chooses where it is given none."""
-    return budget.default_workspace(head.sizes, keeps=head.itemsize == 2 and loss != "filtered")
+    return budget.default_workspace(head.sizes, keeps=loss != "filtered")
 
 
 def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = None) -> Cost:
@@ -139,7 +130,7 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = No
     """
     workspace_bytes = workspace_bytes or chosen_workspace(head, loss)
     if loss == "kept":
-        workspace_bytes = 2 * head.num_tokens * head.vocab_size * head.itemsize + (1 << 30)
+        workspace_bytes = 2 * head.num_tokens * head.vocab_size * ITEMSIZE + (1 << 30)
     items = _peak(_our_moments(head, loss, device, workspace_bytes) if loss in OURS else _dense_moments(head, loss))
     items["gradients"] = items.get("gradients", 0) - head.gradient_bytes
     items = {name: size for name, size in items.items() if size}
@@ -164,7 +155,7 @@ def lists_have_room(head: Head, workspace_bytes: int) -> bool:
     """
     num_tokens, num_columns = head.num_tokens, head.sizes.num_columns
     room = budget.list_capacity(num_tokens, num_columns, workspace_bytes) >= 4 / 3 * MANY_LISTED * num_tokens / head.tp
-    return room and num_tokens >= 4 * budget.hot_columns(num_columns, head.eps)
+    return room and num_tokens >= 4 * budget.hot_columns(num_columns, DEFAULT_EPS)
 
 
 def _peak(moments: list[dict[str, int]]) -> dict[str, int]:
@@ -175,25 +166,21 @@ def _our_moments(head: Head, loss: str, device: Device, workspace_bytes: int) ->
     """Return what is alive in forward, while backward's products run, while d_hidden is summed, and at the end."""
     sizes, tiles = head.sizes, _tiles(head, device)
     if loss == "filtered":
-        hot = budget.hot_columns(sizes.num_columns, head.eps)
+        hot = budget.hot_columns(sizes.num_columns, DEFAULT_EPS)
         peak = budget.filtered_peak(sizes._replace(alone=False), workspace_bytes, hot, tiles, device.multiprocessors)
     else:
-        peak = budget.exact_peak(sizes, workspace_bytes, head.itemsize == 2, tiles, device.multiprocessors)
+        peak = budget.exact_peak(sizes, workspace_bytes, True, tiles, device.multiprocessors)
     saved = {"lists" if loss == "filtered" else "saved": peak.saved}
     in_slices = head.sequence_parallel and head.is_split
     gathered = {"gathered hidden": head.hidden_bytes if in_slices else 0}
-    d_weight = 0 if head.main_grad else head.weight_bytes
-    summed = head.slice_bytes if in_slices else 0
-    if head.is_split and head.sum_itemsize not in (0, head.itemsize):
-        summed += head.hidden_bytes * head.sum_itemsize // head.itemsize
+    gradients = {"gradients": head.hidden_bytes + head.weight_bytes}
+    summed = {"sum": head.slice_bytes if in_slices else 0}
     return [
         saved | gathered | {"workspace": peak.forward - peak.saved},
-        saved | gathered | {"workspace": peak.backward - peak.saved, "gradients": head.hidden_bytes + d_weight},
-        saved | gathered | {
-            "workspace": peak.backward - peak.saved - peak.parts, "gradients": head.hidden_bytes + d_weight, "sum": summed,
-        },
-        saved | {"gradients": head.slice_bytes + head.weight_bytes},
-    ]  # fmt: skip
+        saved | gathered | gradients | {"workspace": peak.backward - peak.saved},
+        saved | gathered | gradients | summed | {"workspace": peak.backward - peak.saved - peak.parts},
+        saved | {"gradients": head.gradient_bytes},
+    ]
 
 
 def _dense_moments(head: Head, loss: str) -> list[dict[str, int]]:
@@ -201,12 +188,12 @@ def _dense_moments(head: Head, loss: str) -> list[dict[str, int]]:
     logits = head.num_tokens * head.sizes.num_columns
     return [
         {"logits": DENSE[loss].bytes_alive * logits},
-        {"logits": head.itemsize * logits, "gradients": head.gradient_bytes},
+        {"logits": ITEMSIZE * logits, "gradients": head.gradient_bytes},
     ]
 
 
 def _tiles(head: Head, device: Device) -> Tiles:
-    return table_tiles(device.major, 8 * head.itemsize)
+    return table_tiles(device.major, 8 * ITEMSIZE)
 
 
 def _slowest(num_ranks: int) -> float:
@@ -237,7 +224,7 @@ def _small_kernels(head: Head, device: Device) -> float:
 def _exact_backward(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
     """Return seconds of the exact backward, and those of its last product, which runs behind the sum of d_hidden."""
     product = head.product / device.flops
-    kept = budget.columns_kept(head.sizes, workspace_bytes) if head.itemsize == 2 else 0
+    kept = budget.columns_kept(head.sizes, workspace_bytes)
     recomputed = max(0, head.sizes.num_columns - kept) / max(1, head.sizes.num_columns)
     chunks, rows = _chunks(head, device, workspace_bytes, kept)
     seconds = COSTS.backward * (2 + recomputed) * product + recomputed * _exponentials(head, device)
@@ -251,10 +238,9 @@ def _chunks(head: Head, device: Device, workspace_bytes: int, kept: int) -> tupl
     left = max(0, sizes.num_columns - kept)
     if left == 0:
         return 0, sizes.num_tokens
-    rows, cols = budget.exact_chunks(
-        sizes._replace(num_columns=left), workspace_bytes, kept * sizes.num_tokens * sizes.itemsize,
-        _tiles(head, device), device.multiprocessors,
-    )  # fmt: skip
+    some, kept_bytes = sizes._replace(num_columns=left), kept * sizes.num_tokens * sizes.itemsize
+    tiles = _tiles(head, device)
+    rows, cols = budget.exact_chunks(some, workspace_bytes, kept_bytes, tiles, device.multiprocessors)
     return cdiv(sizes.num_tokens, rows) * cdiv(left, cols), rows
 
 
@@ -271,7 +257,7 @@ def _chunk_seconds(head: Head, device: Device, rows: int) -> float:
 
 def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
     """Return what a filter adds to the product of forward, and its backward with the fewest listed columns."""
-    hot = budget.hot_columns(head.sizes.num_columns, head.eps)
+    hot = budget.hot_columns(head.sizes.num_columns, DEFAULT_EPS)
     rates = budget.Rates(device.flops, device.bandwidth)
     forward, backward = budget.filter_seconds(head.sizes, workspace_bytes, rates, hot)
     return forward, backward + listed_seconds(head, FEW_LISTED)
@@ -286,7 +272,7 @@ def _dense_seconds(head: Head, loss: str, device: Device, _: int) -> tuple[float
     """Return seconds of forward and backward, and the collectives, of a loss that holds logits."""
     how = DENSE[loss]
     # The plain products read rows of logits, which the library is slow with where they are not a whole number of vectors.
-    aligned = head.sizes.num_columns * head.itemsize % VECTOR_BYTES == 0
+    aligned = head.sizes.num_columns * ITEMSIZE % VECTOR_BYTES == 0
     product = head.product / device.flops / (1.0 if aligned else COSTS.unaligned)
     fixed = COSTS.loss * COSTS.launch / 2
     moved = how.bytes_moved * head.num_tokens * head.sizes.num_columns / device.bandwidth
@@ -310,8 +296,7 @@ def _our_collectives(head: Head, device: Device, covering: float, gathers: int) 
 def _hidden_sum(head: Head, device: Device, covering: float) -> list[Collective]:
     """Return the sum of d_hidden over the ranks, of which ``covering`` seconds of products hide a part."""
     name = "reduce_scatter" if head.sequence_parallel else "all_reduce"
-    size = head.hidden_bytes * (head.sum_itemsize or head.itemsize) // head.itemsize
-    whole = _of(name, 1, size, head.tp, device)
+    whole = _of(name, 1, head.hidden_bytes, head.tp, device)
     return [whole._replace(exposed=max(0.0, whole.seconds - covering))]
 
 

@@ -11,10 +11,17 @@ from cce_dist.plan.planning import MIB, LossPlan, Plan
 
 # By item: states of the weights in greys, activations in browns, the head in blues.
 COLORS = {
-    "weights": "#c9ced6", "main_grad": "#aab2bd", "gradients": "#aab2bd", "optimizer": "#8b95a3", "activations": "#d9b382",
-    "hidden states": "#c98f52", "head's gradient": "#9ec5e8", "statistics": "#6ba7db", "lists": "#3f86c6",
+    "weights": "#c9ced6",
+    "main_grad": "#aab2bd",
+    "gradients": "#aab2bd",
+    "optimizer": "#8b95a3",
+    "activations": "#d9b382",
+    "hidden states": "#c98f52",
+    "head's gradient": "#9ec5e8",
+    "statistics": "#6ba7db",
+    "lists": "#3f86c6",
     "workspace": report.OURS_COLOR,
-}  # fmt: skip
+}
 HEAD_COLOR, LAYER_COLOR = report.OURS_COLOR, "#d9b382"
 
 

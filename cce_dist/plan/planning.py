@@ -103,11 +103,13 @@ class Plan:
         """What the head adds beside inputs and gradients, and its loss and gradient: loss, workspace_mib, ms, layers."""
         return [
             {
-                "loss": each.loss, "workspace_mib": round(each.cost.workspace / MIB, 1),
-                "ms": round(each.cost.seconds * 1e3, 3), "layers": round(each.layers, 3),
+                "loss": each.loss,
+                "workspace_mib": round(each.cost.workspace / MIB, 1),
+                "ms": round(each.cost.seconds * 1e3, 3),
+                "layers": round(each.layers, 3),
             }
             for each in self.losses
-        ]  # fmt: skip
+        ]
 
     def record(self) -> dict[str, Any]:
         """Return all of it as what JSON can hold; bytes in MiB, seconds in ms."""
@@ -116,25 +118,32 @@ class Plan:
             "layout": dataclasses.asdict(self.layout),
             "device": dataclasses.asdict(self.device),
             "layer": {
-                "params": self.model.layer_params, "ms": self.layer.seconds * 1e3,
+                "params": self.model.layer_params,
+                "ms": self.layer.seconds * 1e3,
                 "collectives_ms": self.layer.collectives * 1e3,
                 "activation_mib": activation_bytes(self.model, self.layout) / MIB,
             },
             "head": self.head,
             "losses": [self._record(each) for each in self.losses],
-        }  # fmt: skip
+        }
 
     def _record(self, each: LossPlan) -> dict[str, Any]:
         return {
-            "loss": each.loss, "method": each.cost.loss, "forward_ms": each.cost.forward * 1e3,
+            "loss": each.loss,
+            "method": each.cost.loss,
+            "forward_ms": each.cost.forward * 1e3,
             "ms_at_most": each.cost.at_most * 1e3,
-            "peak_mib": _mib(each.cost.items), "collectives": [one._asdict() for one in each.cost.collectives],
-            "last_stage_mib": _mib(each.last_stage), "first_stage_mib": _mib(each.first_stage),
+            "peak_mib": _mib(each.cost.items),
+            "collectives": [one._asdict() for one in each.cost.collectives],
+            "last_stage_mib": _mib(each.last_stage),
+            "first_stage_mib": _mib(each.first_stage),
             "largest_tokens": each.largest_tokens,
-            "layers_per_stage": each.cut.layers, "stage_ms": [seconds * 1e3 for seconds in each.cut.seconds],
-            "imbalance": each.cut.imbalance, "imbalance_of_default": each.default_cut.imbalance,
+            "layers_per_stage": each.cut.layers,
+            "stage_ms": [seconds * 1e3 for seconds in each.cut.seconds],
+            "imbalance": each.cut.imbalance,
+            "imbalance_of_default": each.default_cut.imbalance,
             "advice": each.advice(self.layout, self.model.num_layers),
-        }  # fmt: skip
+        }
 
 
 def plan(
@@ -210,9 +219,12 @@ def launches(layout: Layout, loss: str) -> LaunchTimes:
 def head_cost(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> Cost:
     """Predict the head with a loss of ``LOSSES``."""
     head = Head(
-        layout.num_tokens, model.hidden_size, model.vocab_size, layout.tp,
+        layout.num_tokens,
+        model.hidden_size,
+        model.vocab_size,
+        layout.tp,
         sequence_parallel=layout.sequence_parallel and layout.tp > 1,
-    )  # fmt: skip
+    )
     method = METHODS[layout.framework].get(loss, loss)
     if method == "torch-compile" and layout.tp > 1:
         method = "torch-compile-tp"

@@ -98,9 +98,20 @@ def _step(found: Plan, each: LossPlan, microbatches: int) -> Step:
     tokens = microbatches * layout.num_tokens * layout.dp * layout.cp
     exposed = sum(one.exposed for one in each.cost.collectives)
     return Step(
-        layout.num_gpus, layout.tp, layout.pp, layout.dp, microbatches, each.loss, each.cost.seconds * 1e3, exposed * 1e3,
-        layers * found.layer.collectives * 1e3, gradients * 1e3, fill / total, total * 1e3, tokens / total,
-    )  # fmt: skip
+        layout.num_gpus,
+        layout.tp,
+        layout.pp,
+        layout.dp,
+        microbatches,
+        each.loss,
+        each.cost.seconds * 1e3,
+        exposed * 1e3,
+        layers * found.layer.collectives * 1e3,
+        gradients * 1e3,
+        fill / total,
+        total * 1e3,
+        tokens / total,
+    )
 
 
 def _gradients_exposed(found: Plan, microbatch: float) -> float:

@@ -191,14 +191,19 @@ def _read_hugging_face(text: str) -> Config:
     inner = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size", "n_inner", "ffn_dim")
     kind = values.get("model_type", "")
     model = Model(
-        hidden_size, _first(values, "vocab_size"), _first(values, "num_hidden_layers", "n_layer", "num_layers"), num_heads,
+        hidden_size,
+        _first(values, "vocab_size"),
+        _first(values, "num_hidden_layers", "n_layer", "num_layers"),
+        num_heads,
         _first(values, *inner, default=4 * hidden_size if kind in _WITHOUT_GATE else None),
-        _first(values, "num_key_value_heads", default=0), _first(values, "head_dim", default=0),
+        _first(values, "num_key_value_heads", default=0),
+        _first(values, "head_dim", default=0),
         is_gated=kind not in _WITHOUT_GATE,
         # Transformers ties the two where a file does not say.
         is_tied=bool(values.get("tie_word_embeddings", outer.get("tie_word_embeddings", kind != "llama"))),
-        num_experts=experts, experts_per_token=_first(values, "num_experts_per_tok", default=0),
-    )  # fmt: skip
+        num_experts=experts,
+        experts_per_token=_first(values, "num_experts_per_tok", default=0),
+    )
     return Config(model, {})
 
 
@@ -220,16 +225,27 @@ def _read_megatron(text: str) -> Config:
     hidden_size, num_heads = _first(values, "hidden-size"), _first(values, "num-attention-heads")
     is_gated = is_on("swiglu") or is_on("gated-linear-unit")
     model = Model(
-        hidden_size, _first(values, "padded-vocab-size", "vocab-size"), _first(values, "num-layers"), num_heads,
-        _first(values, "ffn-hidden-size", default=int(4 * hidden_size * 2 / 3) // 64 * 64 if is_gated else 4 * hidden_size),
-        _first(values, "num-query-groups", default=0), _first(values, "kv-channels", default=0), is_gated=is_gated,
+        hidden_size,
+        _first(values, "padded-vocab-size", "vocab-size"),
+        _first(values, "num-layers"),
+        num_heads,
+        _first(
+            values, "ffn-hidden-size", default=int(4 * hidden_size * 2 / 3) // 64 * 64 if is_gated else 4 * hidden_size
+        ),
+        _first(values, "num-query-groups", default=0),
+        _first(values, "kv-channels", default=0),
+        is_gated=is_gated,
         is_tied=not is_on("untie-embeddings-and-output-weights"),
-        num_experts=_first(values, "num-experts", default=0), experts_per_token=_first(values, "moe-router-topk", default=0),
-    )  # fmt: skip
+        num_experts=_first(values, "num-experts", default=0),
+        experts_per_token=_first(values, "moe-router-topk", default=0),
+    )
     names = {
-        "tensor-model-parallel-size": "tp", "pipeline-model-parallel-size": "pp", "context-parallel-size": "cp",
-        "micro-batch-size": "micro_batch", "seq-length": "tokens",
-    }  # fmt: skip
+        "tensor-model-parallel-size": "tp",
+        "pipeline-model-parallel-size": "pp",
+        "context-parallel-size": "cp",
+        "micro-batch-size": "micro_batch",
+        "seq-length": "tokens",
+    }
     return Config(model, {ours: _first(values, name) for name, ours in names.items() if name in values})
 
 
@@ -245,10 +261,12 @@ def _read_torchtitan(text: str) -> Config:
         known = ", ".join(f"{name} {flavor}" for name, flavor in _FLAVORS)
         raise ValueError(f"knows no model {key[0]} {key[1]}; it knows {known}; give sizes by hand")
     names = {
-        ("parallelism", "tensor_parallel_degree"): "tp", ("parallelism", "pipeline_parallel_degree"): "pp",
-        ("parallelism", "context_parallel_degree"): "cp", ("training", "local_batch_size"): "micro_batch",
+        ("parallelism", "tensor_parallel_degree"): "tp",
+        ("parallelism", "pipeline_parallel_degree"): "pp",
+        ("parallelism", "context_parallel_degree"): "cp",
+        ("training", "local_batch_size"): "micro_batch",
         ("training", "seq_len"): "tokens",
-    }  # fmt: skip
+    }
     said = {ours: (name, _part(tables, table).get(name)) for (table, name), ours in names.items()}
     options = {ours: _whole(name, value) for ours, (name, value) in said.items() if value is not None}
     return Config(MODELS[_FLAVORS[key]], options)

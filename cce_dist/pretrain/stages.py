@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from cce_dist.plan import Layout, Model, plan
-from cce_dist.plan.devices import DEVICES, Device
-from cce_dist.plan.measured import device_of
+from cce_dist.plan.devices import DEVICES, Device, device_of
 from cce_dist.plan.steps import ENGINES
 from cce_dist.pretrain.exits import UsageError
 from cce_dist.pretrain.recipe import MEGATRON_FUSED, Recipe
