@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cce_dist.kernels.launch.ahead import compiled_ahead
 from cce_dist.kernels.launch.tape import noted
 from cce_dist.kernels.tiles import interpreted, real_device
 
@@ -42,7 +41,7 @@ def kernel(*specialized: str) -> Callable[[Callable], Any]:
             do_not_specialize=[name for name in free if not name.endswith("_ptr")],
             do_not_specialize_on_alignment=[name for name in free if name.endswith("_ptr")],
         )
-        return compiled_ahead(noted(declared(function)), frozenset(specialized))
+        return noted(declared(function))
 
     return declare
 

@@ -20,31 +20,29 @@ os.environ["CCE_DIST_COMPILE_AHEAD"] = sys.argv[1]
 
 import pretend_gpu
 import torch
-from triton.runtime.jit import JITFunction
+import triton
 
 from cce_dist import GradFilter, linear_cross_entropy, linear_log_probs
-from cce_dist.kernels.launch import ahead
+from cce_dist.kernels.launch import rehearsal
 
 BROKEN = sys.argv[2:]  # names of kernels that do not compile
 compiled: Counter[tuple[Any, str]] = Counter()
 by_launch: list[str] = []
 
 
-def compile_nothing(function: Any, key: str, *others: Any) -> Any:
+def compile_nothing(source: Any, target: Any = None, options: Any = None, _env_vars: Any = None) -> Any:
     """Stand in for Triton's compiler, which takes its time."""
     if threading.current_thread() is threading.main_thread():
-        by_launch.append(function.__name__)
+        by_launch.append(source.fn.__name__)
     else:
         time.sleep(0.05)
-    if function.__name__ in BROKEN:
-        raise RuntimeError(f"{function.__name__} does not compile")
-    compiled[function, key] += 1
-    nothing = SimpleNamespace(
+    if source.fn.__name__ in BROKEN:
+        raise RuntimeError(f"{source.fn.__name__} does not compile")
+    compiled[source.hash(), str(options)] += 1
+    return SimpleNamespace(
         src=None, metadata=None, function=0, packed_metadata=(), run=lambda *args: None,
         launch_metadata=lambda *args: None,
     )  # fmt: skip
-    function.device_caches[0][0][key] = nothing
-    return nothing
 
 
 def begin(name: str) -> None:
@@ -53,9 +51,8 @@ def begin(name: str) -> None:
 
 
 def told() -> None:
-    while any(thread.name.startswith("cce_dist-compile") for thread in threading.enumerate()):
-        time.sleep(0.01)
-    print("compiled", sum(compiled.values()), "twice", sum(n > 1 for n in compiled.values()), "late", *by_launch)
+    twice = sum(n > 1 for n in compiled.values())
+    print("kinds", len(rehearsal._REHEARSED), "compiled", len(compiled), "twice", twice, "late", *by_launch)
 
 
 def step(name: str, bias: bool = False, dtype: torch.dtype = torch.bfloat16, out: bool = False, **options: Any) -> None:
@@ -71,11 +68,13 @@ def step(name: str, bias: bool = False, dtype: torch.dtype = torch.bfloat16, out
 
 
 def main() -> None:
-    JITFunction._do_compile = compile_nothing  # pyright: ignore
+    triton.compiler.compile = compile_nothing
     pretend_gpu.begin("90")
-    ahead.num_threads = lambda: 4  # pyright: ignore
+    rehearsal.num_threads = lambda: 4  # pyright: ignore
     step("default")
     step("default again")
+    step("scale", logit_scale=2.0)
+    step("another scale", logit_scale=3.0)
     step("chunks", workspace_bytes=1)
     step("partly kept", workspace_bytes=12 << 20)
     step("options", bias=True, softcap=30.0, label_smoothing=0.1)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels.launch.steps import Plan, Replay
-from cce_dist.kernels.launch.tape import Launch, Tape
+from cce_dist.kernels.launch.tape import Launch, Tape, add_bounded
 from cce_dist.kernels.precision import fp32_precision
 
 _LOG = logging.getLogger("cce_dist")
@@ -89,7 +89,7 @@ class Replayed:
             plan = self.plans.get(key)
             record = not known and key in self.seen
             if not known and not record:
-                _add_bounded(self.seen, key, None, MOST_SEEN)
+                add_bounded(self.seen, key, None, MOST_SEEN)
         if plan is not None and not _watched():
             return plan(tensors, addresses)
         return self._record(args, tensors, key) if record else self.function(*args)
@@ -111,14 +111,8 @@ class Replayed:
         plan = None if tape.refused else Shared(Plan(tape, tensors[0].device))
         with self.lock:
             self.seen.pop(key, None)
-            _add_bounded(self.plans, key, plan, MOST_PLANS)
+            add_bounded(self.plans, key, plan, MOST_PLANS)
         return result
-
-
-def _add_bounded(entries: OrderedDict, key: tuple, value: Any, most: int) -> None:
-    entries[key] = value
-    if len(entries) > most:
-        entries.popitem(last=False)
 
 
 def _tensors_and_key(args: Sequence[Any], more: tuple) -> tuple[list[Tensor], list[int], tuple]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -153,11 +154,11 @@ class Tape(TorchDispatchMode):
                 self.refused = "two inputs share memory and begin at different places in it"
 
     def __enter__(self) -> Tape:
-        _RECORDING.tape = self
+        _THREAD.tape, _THREAD.launch = self, self._launch_noted
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _RECORDING.tape = None
+        _THREAD.tape = _THREAD.launch = None
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,6 +175,12 @@ class Tape(TorchDispatchMode):
             yield
         finally:
             self._paused = was
+
+    def _launch_noted(self, kernel: Any, args: Any, grid: Any, kwargs: dict[str, Any]) -> Any:
+        with self.paused():
+            compiled = type(kernel).run(kernel, *args, grid=grid, warmup=False, **kwargs)
+        self.launched(kernel, compiled, grid, args, kwargs)
+        return compiled
 
     def launched(self, kernel: Any, compiled: Any, grid: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self._note(self._launch, kernel.arg_names, compiled, grid, args, kwargs)
@@ -272,7 +279,7 @@ def again(function: Callable[..., Any], *args: Any) -> Any:
 
     It returns a tensor, an object that is only given to later such calls, or None.
     """
-    tape = _RECORDING.tape
+    tape = _THREAD.tape
     if tape is None:
         return function(*args)
     with tape.paused():
@@ -281,24 +288,39 @@ def again(function: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-class _Recording(threading.local):
+class _Thread(threading.local):
     tape: Tape | None = None
+    launch: Callable[..., Any] | None = None  # in place of Triton's: takes kernel, args, grid, kwargs
 
 
-_RECORDING = _Recording()
+_THREAD = _Thread()
+
+
+@contextmanager
+def launching(instead: Callable[..., Any]) -> Iterator[None]:
+    """Have this thread's launches go through a function that takes the kernel, its arguments, the grid and the options."""
+    before, _THREAD.launch = _THREAD.launch, instead
+    try:
+        yield
+    finally:
+        _THREAD.launch = before
 
 
 def noted(kernel: Any) -> Any:
-    """Return a kernel of ``triton.jit`` whose launches a tape can see."""
+    """Return a kernel of ``triton.jit`` whose launches a tape and a rehearsal can see."""
+    launch = type(kernel).run
 
     def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        tape, launch = _RECORDING.tape, type(kernel).run
-        if tape is None:
+        if _THREAD.launch is None or warmup:
             return launch(kernel, *args, grid=grid, warmup=warmup, **kwargs)
-        with tape.paused():
-            compiled = launch(kernel, *args, grid=grid, warmup=warmup, **kwargs)
-        tape.launched(kernel, compiled, grid, args, kwargs)
-        return compiled
+        return _THREAD.launch(kernel, args, grid, kwargs)
 
     kernel.run = run
     return kernel
+
+
+def add_bounded(entries: OrderedDict, key: Any, value: Any, most: int) -> None:
+    """Add an entry to a dictionary of at most ``most``; the oldest goes."""
+    entries[key] = value
+    if len(entries) > most:
+        entries.popitem(last=False)
