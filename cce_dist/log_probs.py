@@ -133,16 +133,14 @@ def linear_log_probs(
     call = operands.call_of(x, _spec(x, scale is None, shard, options), shard, options)
     factors = _factors(logit_scale, temperature, x, tokens, call) if scale is None else None
     agree.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature}, shard, options, call)
-    nll, lse, _, _, entropies, _, _, largest, measured, *_ = op.forward(
-        x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors
-    )
-    squares = measured[0].view(tokens) if sum_p_squared else None
-    best = measured[int(sum_p_squared)].view(tokens) if argmax else None
-    top_log_probs, top_ids = (values.view(*tokens, top_k) for values in measured[-2:]) if top_k else (None, None)
+    found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
+    statistics = (found.sum_p_squared, found.max_logit, found.argmax)
+    squares, max_logit, best = (None if values is None else values.view(tokens) for values in statistics)
+    most = (None if values is None else values.view(*tokens, top_k) for values in (found.top_log_probs, found.top_ids))
+    entropies = found.entropy.view(tokens) if entropy else None
     return LogProbs(
-        (0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None, squares,
-        largest.view(tokens) if argmax else None, best, top_log_probs, top_ids,
-    )  # fmt: skip
+        (0.0 - found.nll).view(ids.shape), found.lse.view(tokens), entropies, squares, max_logit, best, *most
+    )
 
 
 def _spec(x: Operands, factors: bool, shard: VocabShard, options: LogProbOptions) -> Spec:

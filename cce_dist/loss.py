@@ -20,6 +20,7 @@ from cce_dist.call import DTYPES, Call, LossOptions, Options
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.kernels import Filter, Operands, Spec, Want
 from cce_dist.kernels.backends import screen_pays, why_not_screened
+from cce_dist.kernels.extras import Outputs
 from cce_dist.shard import VocabShard, even_rows
 
 
@@ -189,30 +190,27 @@ def linear_cross_entropy(
     call = operands.call_of(x, _spec(x, weight, shard, options), shard, options)
     call = _screened(call, x, shard, options.grad_filter)
     agree.check_ranks(x, {"weight": weight}, shard, options, call)
-    nll, lse, target_logit, uniform_nll, entropy, mean, filter_stats, largest, *_ = op.forward(
-        x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call
-    )
-    loss = nll if options.label_smoothing == 0 else (1 - options.label_smoothing) * nll
+    found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call)
+    loss = found.nll if options.label_smoothing == 0 else (1 - options.label_smoothing) * found.nll
     if call.spec.want.uniform:
-        loss = loss + options.label_smoothing * uniform_nll
+        loss = loss + options.label_smoothing * found.uniform_nll
     if options.z_loss_weight != 0:
-        loss = loss + options.z_loss_weight * lse.square()
+        loss = loss + options.z_loss_weight * found.lse.square()
     class_weights = None
     if weight is not None:
         class_weights = terms.ClassWeights(weight, x, shard, options.ignore_index)
-        loss = class_weights.weigh(loss, lse, options.label_smoothing)
+        loss = class_weights.weigh(loss, found.lse, options.label_smoothing)
     if reduction == "none":
         loss = loss.view(target.shape)
     elif call.spec.want.mean:
-        loss = mean
+        loss = found.mean
     else:
         loss = loss.sum()
         if reduction == "mean":
             loss = loss / _divisor(x, options, class_weights)
     if not return_aux:
         return loss
-    per_token = [nll, lse, target_logit, entropy, options.z_loss_weight * lse.square(), largest]
-    return _output(loss, per_token, filter_stats, target, call.spec)
+    return _output(loss, found, options.z_loss_weight * found.lse.square(), target, call.spec)
 
 
 def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options) -> Spec:
@@ -248,22 +246,29 @@ def _is_plain_mean(options: Options) -> bool:
     return plain and options.reduction == "mean" and options.num_tokens is None
 
 
-def _output(
-    loss: Tensor, per_token: list[Tensor], filter_stats: Tensor, target: Tensor, spec: Spec
-) -> LinearCrossEntropyOutput:  # fmt: skip
+def _output(loss: Tensor, found: Outputs, z_loss: Tensor, target: Tensor, spec: Spec) -> LinearCrossEntropyOutput:
     """Give the outputs target's shape, leave out those that are not wanted, and compare the label's logit with the largest."""
-    nll, lse, target_logit, entropy, z_loss, largest = (
-        x.view(target.shape) if x.numel() == target.numel() else x for x in per_token
-    )
-    want, label_is_max = spec.want, None
-    stats = FilterStats(*filter_stats.unbind()) if want.filter_stats else None
-    if want.largest:
-        reached = target_logit.detach() + TIE * largest.abs().clamp(min=1) >= largest
+
+    def shaped(values: Tensor) -> Tensor:
+        return values.view(target.shape)
+
+    max_logit = label_is_max = None
+    target_logit = shaped(found.target_logit)
+    if found.max_logit is not None:
+        max_logit = shaped(found.max_logit)
+        reached = target_logit.detach() + TIE * max_logit.abs().clamp(min=1) >= max_logit
         label_is_max = (reached & (target != spec.ignore_index)).float()
     return LinearCrossEntropyOutput(
-        loss, nll, lse, target_logit, entropy if want.entropy else None, z_loss, stats,
-        largest if want.largest else None, label_is_max,
-    )  # fmt: skip
+        loss,
+        shaped(found.nll),
+        shaped(found.lse),
+        target_logit,
+        shaped(found.entropy) if spec.want.entropy else None,
+        shaped(z_loss),
+        None if found.filter_stats is None else FilterStats(*found.filter_stats.unbind()),
+        max_logit,
+        label_is_max,
+    )
 
 
 def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | None) -> float | Tensor:

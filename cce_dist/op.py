@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +20,44 @@ from cce_dist.autograd import Operator, refuse_transforms, replayed
 from cce_dist.call import SCHEMA, Call, Layout
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, choose, num_counted
-from cce_dist.kernels.extras import any_id, cell_gradients, masked, merge_more, merge_top, of_keys
+from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
 from cce_dist.kernels.launch.rehearsal import rehearse
 from cce_dist.kernels.launch.tape import again
 from cce_dist.shard import even_rows
 
 _US = "linear_cross_entropy (or linear_log_probs)"  # in messages of what both have
-# Results of forward that are differentiable: nll, lse, target logit, nll of the uniform distribution, entropy, mean.
-NUM_LOSSES = 6
+
+
+class Saved(NamedTuple):
+    """What backward needs of forward beside the operands; a list of tensors between the two.
+
+    Attributes:
+        merged: Maximum, logarithm of the sum and entropy over the whole vocabulary, [2 or 3, N].
+        ids: [N] as in ``Operands``.
+        count: [] how many labels there are, with the mean.
+        ids_NI: Several ids of each token.
+        target_NI: Their logits.
+        factors_N2: As in ``Operands``.
+        of_backend: What the backend saves.
+    """
+
+    merged: Tensor
+    ids: Tensor
+    count: Tensor | None
+    ids_NI: Tensor | None
+    target_NI: Tensor | None
+    factors_N2: Tensor | None
+    of_backend: list[Tensor]
+
+    def listed(self) -> list[Tensor]:
+        return [*(tensor for tensor in self[:-1] if tensor is not None), *self.of_backend]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor], spec: Spec) -> Saved:
+        """Name the tensors of a list; the task says which of them there are."""
+        rest = iter(tensors)
+        there = (True, True, spec.want.mean, spec.several, spec.several, spec.factors)
+        return cls(*(next(rest) if it_is else None for it_is in there), list(rest))  # type: ignore[arg-type]
 
 
 def _forward(
@@ -39,12 +69,7 @@ def _forward(
     ``labels`` are [N], or [N, I]: several ids of each token. ``factors`` are [N, 2] fp32, see ``Operands``.
 
     Returns:
-        nll, lse, target logit, nll of the uniform distribution, entropy: [N] fp32 each, the last two empty unless wanted; of
-        several ids nll is [N, I]. Then the mean of nll [], the filter's statistics [3], and the largest logit [N], each empty
-        unless wanted. Then a list of what else is wanted: sum of squared probabilities [N], id of the largest logit [N],
-        log-probabilities and ids of the largest logits [N, k]. Then what backward needs: the merged maximum, logarithm of the
-        sum and entropy, [2 or 3, N]; the label ids; with the mean, how many there are; several ids and their logits; factors;
-        what the backend saves.
+        The losses of ``Outputs``, the list of its other tensors that are wanted, and the list of ``Saved``.
     """
     return _forward_again(hidden, weight, bias, labels, factors, grad_weight_out, Call.of(flat))
 
@@ -75,20 +100,20 @@ def _run_forward(
             x, stats_KN, saved = _statistics_on_arrival(arriving, backend, x, spec, merge_bound)
         stats_TKN = merge.gather_stats(stats_KN, group)
         *losses, merged = backend.token_losses(stats_TKN, x.ids, spec)
-        measured, of_ids = _measure_more(stats_TKN, merged, losses, x, spec)
-        mean, count = merged.new_empty(0), []
+        ids_NI = target_NI = count = None
+        if x.cells is not None:
+            ids_NI = x.cells.ids_NI
+            losses[0], target_NI = merge_cells(stats_TKN, merged, ids_NI, spec)
+        mean = merged.new_empty(0)
         if spec.want.mean:
-            count = [num_counted(call.backend, labels, spec.ignore_index)]
-            mean = losses[0].sum() / count[0]
-
-        filter_stats = merged.new_empty(0)
+            count = num_counted(call.backend, labels, spec.ignore_index)
+            mean = losses[0].sum() / count
+        found = merge_listed(stats_TKN, merged, x.ids, spec)
         if spec.want.filter_stats:
-            filter_stats = backend.filter_stats(x, Softmax(merged[0], merged[1]), saved, spec)
-        largest = merged.new_empty(0)
-        if spec.want.largest:  # 0 or NaN where there is no label, as in the log-sum-exp
-            largest = torch.where(x.ids >= 0, merged[0], losses[1])
-        own = [] if x.factors_N2 is None else [x.factors_N2]
-        return *losses, mean, filter_stats, largest, measured, [merged, x.ids, *count, *of_ids, *own, *saved]
+            found["filter_stats"] = backend.filter_stats(x, Softmax(merged[0], merged[1]), saved, spec)
+        others = [found[name] for name in listed(spec.want, 0)]
+        kept = Saved(merged, x.ids, count, ids_NI, target_NI, x.factors_N2, saved)
+        return *losses, mean, others, kept.listed()
 
 
 def _start_gather(hidden: Tensor, group: Any) -> merge.SequenceGather | None:
@@ -106,25 +131,6 @@ def _operands(
     if factors is not None:
         factors = torch.where(ids[:, None] >= 0, factors, 1.0)  # what an ignored token has may be anything
     return Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
-
-
-def _measure_more(
-    stats_TKN: Tensor, merged: Tensor, losses: list[Tensor], x: Operands, spec: Spec
-) -> tuple[list[Tensor], list[Tensor]]:
-    """What is wanted beside the losses, and what backward needs of several ids, whose nll takes the place of the label's."""
-    want = spec.want
-    measured, of_ids = [], []
-    if want.sum_p_squared or want.best or x.cells is not None:
-        more = merge_more(stats_TKN, merged, x.ids, x.cells, spec)
-        measured += [more.sum_p_squared_N] * want.sum_p_squared + [more.best_N] * want.best
-        if x.cells is not None:
-            losses[0] = more.nll_NI
-            of_ids = [x.cells.ids_NI, more.target_NI]
-    if want.top_k:
-        z_NC, ids_NC = of_keys(merge_top(stats_TKN, spec))
-        log_p_NC = (z_NC - merged[0][:, None]) - merged[1][:, None]
-        measured += [masked(log_p_NC, x.ids[:, None]), ids_NC.masked_fill(x.ids[:, None] < 0, -1)]
-    return measured, of_ids
 
 
 def _statistics_on_arrival(
@@ -164,20 +170,16 @@ def _run_backward(
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     layout, group = call.layout, merge.resolve(call.layout.group_name)
-    merged, ids, *saved = saved
+    merged, ids, count, ids_NI, target_NI, factors, saved = Saved.of(saved, call.spec)
     backend, spec = _chosen(call, Operands(hidden, weight, bias, ids, call.spec.logits), group)
     *d_losses, d_mean = d_losses
-    if spec.want.mean:
-        count, *saved = saved
+    if count is not None:
         d_losses[0] = _with_mean(d_losses[0], d_mean, count, ids)
-    cells = factors = None
-    if spec.several:
-        ids_NI, target_NI, *saved = saved
+    cells = None
+    if ids_NI is not None and target_NI is not None:
         # The gradient of a log-sum-exp is that of all ids together; cells hold each id's own.
         cells, d_sum = cell_gradients(d_losses[0], target_NI, ids_NI)
         d_losses = [None, d_sum if d_losses[1] is None else d_sum + d_losses[1], *d_losses[2:]]
-    if spec.factors:
-        factors, *saved = saved
     want_hidden, want_weight, want_bias = want
     with torch.autocast(hidden.device.type, enabled=False):
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
@@ -255,18 +257,13 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     ids = labels.new_empty(num_tokens)
     x = Operands(hidden, weight, bias, ids, call.spec.logits)
     backend, spec = _chosen(call, x, merge.resolve(call.layout.group_name))
-    saved = backend.saved_like(x, spec)
-    of_ids = [torch.empty_like(labels), empty(*labels.shape)] if spec.several else []
-    own = [torch.empty_like(factors)] if factors is not None else []
-    filter_stats = empty(3 if want.filter_stats else 0)
-    largest = empty(num_tokens if want.largest else 0)
-    measured = [empty(num_tokens)] * want.sum_p_squared + [torch.empty_like(ids)] * want.best
-    if want.top_k:
-        measured += [empty(num_tokens, want.top_k), ids.new_empty(num_tokens, want.top_k)]
-    count = [ids.new_empty(())] * want.mean
-    mean = empty() if want.mean else empty(0)
-    saved = [empty(2 + want.entropy, num_tokens), ids, *count, *of_ids, *own, *saved]
-    return nll, *losses, mean, filter_stats, largest, measured, saved
+    others = [hidden.new_empty(shape, dtype=dtype) for shape, dtype in listed(want, num_tokens).values()]
+    saved = Saved(
+        empty(2 + want.entropy, num_tokens), ids, ids.new_empty(()) if want.mean else None,
+        torch.empty_like(labels) if spec.several else None, empty(*labels.shape) if spec.several else None,
+        None if factors is None else torch.empty_like(factors), backend.saved_like(x, spec),
+    )  # fmt: skip
+    return nll, *losses, empty() if want.mean else empty(0), others, saved.listed()
 
 
 _forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
@@ -276,19 +273,19 @@ _OPERATOR = Operator(_US, _forward_again, _backward_again, "forward", "backward"
 def forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None, call: Call,
     factors: Tensor | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The operator as the loss calls it; see ``_forward``. The first NUM_LOSSES results are differentiable."""
+) -> Outputs:  # fmt: skip
+    """The operator as the loss calls it; see ``_forward``."""
     refuse_transforms(_US, hidden, weight, bias)
     tensors = (hidden, weight, bias, labels, factors, grad_weight_out)
     if torch.compiler.is_compiling() or not call.spec.want.grad:
-        return torch.ops.cce_dist.forward(*tensors, *call.flat())
-    return _OPERATOR.eager(*tensors, call)
+        return Outputs.of(torch.ops.cce_dist.forward(*tensors, *call.flat()), call.spec.want)
+    return Outputs.of(_OPERATOR.eager(*tensors, call), call.spec.want)
 
 
 _LIBRARY = torch.library.Library("cce_dist", "DEF")
 _LIBRARY.define(
     "forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? factors, Tensor? grad_weight_out, "
-    f"{SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[], Tensor[])"
+    f"{SCHEMA}) -> ({'Tensor, ' * NUM_LOSSES}Tensor[], Tensor[])"
 )
 _LIBRARY.define(
     "backward(Tensor?[] d_losses, Tensor hidden, Tensor weight, Tensor? bias, Tensor[] saved, "

@@ -166,9 +166,19 @@ class Spec(NamedTuple):
         return self.num_ids > 1
 
     @property
+    def square_row(self) -> int:
+        """The row of the statistics that is SUM_SQUARE, where that is wanted."""
+        return self.num_stats
+
+    @property
+    def best_row(self) -> int:
+        """The row of the statistics that is BEST, where that is wanted."""
+        return self.num_stats + self.want.sum_p_squared
+
+    @property
     def first_target(self) -> int:
         """The row of the statistics where the logits of several ids begin."""
-        return self.num_stats + self.want.sum_p_squared + self.want.best
+        return self.best_row + self.want.best
 
     @property
     def first_top(self) -> int:

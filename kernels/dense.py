@@ -186,7 +186,7 @@ def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:
         below_R += (new_max[:, None] - z).sum(1)
     scale = step.exp()
     if spec.want.best:
-        best_R = stats_KR[spec.num_stats + spec.want.sum_p_squared].view(torch.int32)
+        best_R = stats_KR[spec.best_row].view(torch.int32)
         best_R.copy_(torch.where(new_max > max_R, z.argmax(1) + spec.logits.start + block.cols.start, best_R))
     z -= new_max.clamp(min=FLOOR)[:, None]
     if spec.want.entropy:
@@ -196,7 +196,7 @@ def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:
         moment_R += torch.where(z == -torch.inf, 0.0, z.exp() * z).sum(1)
     sum_R.copy_(sum_R * scale + z.exp_().sum(1))
     if spec.want.sum_p_squared:
-        squares_R = stats_KR[spec.num_stats]
+        squares_R = stats_KR[spec.square_row]
         squares_R.copy_(squares_R * scale.square() + z.square_().sum(1))
     max_R.copy_(new_max)
 

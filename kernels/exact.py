@@ -142,7 +142,7 @@ def statistics(
         if spec.want.top_k:
             choose_among_all(x, left_N, spec, tiles, keys_KN)
         if spec.want.best:  # columns become ids
-            stats_KN[spec.num_stats + spec.want.sum_p_squared].view(torch.int32).add_(x.logits.start)
+            stats_KN[spec.best_row].view(torch.int32).add_(x.logits.start)
     return stats_KN, saved
 
 

@@ -1,4 +1,4 @@
-"""What ``linear_log_probs`` has beside the loss: several ids a token, more statistics, the largest logits. Plain torch.
+"""The outputs of a token in one record, and the merger of those that the loss's own kernel does not merge. Plain torch.
 
 These are numbers of tokens and of their ids, none of the vocabulary's size, so every backend shares them. Each function's order
 of operations is fixed: the bits are the same in every run and on every rank.
@@ -6,12 +6,13 @@ of operations is fixed: the bits are the same in every run and on every rank.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Spec
+from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Spec, Want
 
 LEAST_KEY = torch.iinfo(torch.int64).min  # of no column
 _LOW_BITS = (1 << 32) - 1
@@ -23,43 +24,91 @@ def any_id(ids_NI: Tensor) -> Tensor:
     return torch.where(largest >= 0, largest, ids_NI.amin(1))
 
 
-class More(NamedTuple):
-    """Outputs from the statistics of all shards; empty where not asked for.
+class Outputs(NamedTuple):
+    """Every result of the operator that a caller sees, fp32 but for ids; 0 where a token is IGNORED, NaN where it is OUTSIDE.
+
+    The first NUM_LOSSES are differentiable, and empty unless wanted. The others, a list in this order, are None unless wanted.
 
     Attributes:
-        nll_NI: Negative log-probabilities of several ids; 0 where an id is IGNORED, NaN where it is OUTSIDE.
-        target_NI: Their logits.
-        sum_p_squared_N: 0 or NaN where there is no id, as in the next.
-        best_N: Id of the largest logit, the smallest of equal ones; -1 where there is no id.
+        nll: [N], of several ids [N, I].
+        lse: [N].
+        target_logit: [N].
+        uniform_nll: [N] nll of the uniform distribution.
+        entropy: [N].
+        mean: [] mean of nll over the labels that are not ignored.
+        filter_stats: [3].
+        max_logit: [N].
+        sum_p_squared: [N].
+        argmax: [N] int64, the smallest id of equal logits; -1 where there is no id.
+        top_log_probs: [N, k], in falling order.
+        top_ids: [N, k] int64; -1 where there is no id.
     """
 
-    nll_NI: Tensor
-    target_NI: Tensor
-    sum_p_squared_N: Tensor
-    best_N: Tensor
+    nll: Tensor
+    lse: Tensor
+    target_logit: Tensor
+    uniform_nll: Tensor
+    entropy: Tensor
+    mean: Tensor
+    filter_stats: Tensor | None = None
+    max_logit: Tensor | None = None
+    sum_p_squared: Tensor | None = None
+    argmax: Tensor | None = None
+    top_log_probs: Tensor | None = None
+    top_ids: Tensor | None = None
+
+    @classmethod
+    def of(cls, results: Sequence[Any], want: Want) -> Outputs:
+        """Name the operator's results: NUM_LOSSES tensors, then the list."""
+        return cls(*results[:NUM_LOSSES], **dict(zip(listed(want, 0), results[NUM_LOSSES], strict=True)))
 
 
-def merge_more(stats_TKN: Tensor, merged_KN: Tensor, ids_N: Tensor, cells: Cells | None, spec: Spec) -> More:
+NUM_LOSSES = 6
+
+
+def listed(want: Want, num_tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the outputs behind the losses that are wanted, in order, with shape and dtype."""
+    fp32, ids = torch.float32, torch.int64
+    every = {
+        "filter_stats": (want.filter_stats, (3,), fp32),
+        "max_logit": (want.largest, (num_tokens,), fp32),
+        "sum_p_squared": (want.sum_p_squared, (num_tokens,), fp32),
+        "argmax": (want.best, (num_tokens,), ids),
+        "top_log_probs": (want.top_k, (num_tokens, want.top_k), fp32),
+        "top_ids": (want.top_k, (num_tokens, want.top_k), ids),
+    }
+    return {name: (shape, dtype) for name, (wanted, shape, dtype) in every.items() if wanted}
+
+
+def merge_listed(stats_TKN: Tensor, merged_KN: Tensor, ids_N: Tensor, spec: Spec) -> dict[str, Tensor]:
     """Merge what the shards' statistics have beside those of the loss; ``merged_KN`` holds the maximum and log of the sum."""
-    max_N, log_sum_N = merged_KN[0], merged_KN[1]
-    nothing = merged_KN.new_empty(0)
-    nll_NI = target_NI = sum_p_squared_N = best_N = nothing
-    row = spec.num_stats
-    if spec.want.sum_p_squared:
+    max_N, log_sum_N, want = merged_KN[0], merged_KN[1], spec.want
+    found = {}
+    if want.largest:
+        found["max_logit"] = masked(max_N, ids_N)
+    if want.sum_p_squared:
         # An empty shard and a row of -inf logits have a maximum of -inf, whose difference to itself would be NaN.
         below_TN = torch.where(stats_TKN[:, 0] == max_N, 0.0, stats_TKN[:, 0] - max_N)
-        squares_N = (stats_TKN[:, row] * (2 * below_TN).exp()).sum(0)
-        sum_p_squared_N = masked(squares_N * (-2 * log_sum_N).exp(), ids_N)
-        row += 1
-    if spec.want.best:
-        ids_TN = stats_TKN[:, row].contiguous().view(torch.int32)
+        squares_N = (stats_TKN[:, spec.square_row] * (2 * below_TN).exp()).sum(0)
+        found["sum_p_squared"] = masked(squares_N * (-2 * log_sum_N).exp(), ids_N)
+    if want.best:
+        ids_TN = stats_TKN[:, spec.best_row].contiguous().view(torch.int32)
         here = stats_TKN[:, 0] == max_N
         best_N = torch.where(here, ids_TN, torch.iinfo(torch.int32).max).amin(0).long()
-        best_N = best_N.masked_fill((ids_N < 0) | ~here.any(0), -1)  # a maximum of NaN is nobody's
-    if cells is not None:
-        target_NI = stats_TKN[:, spec.first_target : spec.first_top].sum(0).t().contiguous()  # 0 on all shards but one
-        nll_NI = masked(max_N[:, None] - target_NI + log_sum_N[:, None], cells.ids_NI)
-    return More(nll_NI, target_NI, sum_p_squared_N, best_N)
+        found["argmax"] = best_N.masked_fill((ids_N < 0) | ~here.any(0), -1)  # a maximum of NaN is nobody's
+    if want.top_k:
+        z_NC, ids_NC = of_keys(merge_top(stats_TKN, spec))
+        log_p_NC = (z_NC - max_N[:, None]) - log_sum_N[:, None]
+        found["top_log_probs"] = masked(log_p_NC, ids_N[:, None])
+        found["top_ids"] = ids_NC.masked_fill(ids_N[:, None] < 0, -1)
+    return found
+
+
+def merge_cells(stats_TKN: Tensor, merged_KN: Tensor, ids_NI: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Return the negative log-probabilities of several ids, and their logits, [N, I] each."""
+    target_NI = stats_TKN[:, spec.first_target : spec.first_top].sum(0).t().contiguous()  # 0 on all shards but one
+    nll_NI = merged_KN[0][:, None] - target_NI + merged_KN[1][:, None]
+    return masked(nll_NI, ids_NI), target_NI
 
 
 def merge_top(stats_TKN: Tensor, spec: Spec) -> Tensor:

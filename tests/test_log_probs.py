@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cce_dist import GradFilter, LogProbs, VocabShard, linear_cross_entropy, linear_log_probs, reference
 from cce_dist.bench import methods, peers
-from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Operands, ShardLogits, Spec, budget, exact, extras
+from cce_dist.kernels import IGNORED, OUTSIDE, Operands, ShardLogits, Spec, budget, exact, extras
 from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.verify.cases import zipf_problem
 from cce_dist.verify.check import assert_no_worse
@@ -144,7 +144,7 @@ def test_an_id_outside_is_nan_alone() -> None:
     of_tokens = extras.any_id(ids)
     assert of_tokens.tolist() == [3, OUTSIDE, IGNORED]
     spec = Spec(ShardLogits(0, V), V, num_ids=3)
-    nll = extras.merge_more(torch.ones(1, 6, 3), torch.zeros(2, 3), of_tokens, Cells(ids), spec).nll_NI
+    nll, _ = extras.merge_cells(torch.ones(1, 6, 3), torch.zeros(2, 3), ids, spec)
     assert nll.tolist()[0][::2] == [-1, -1] and nll.isnan().tolist() == [
         [False, True, False],
         [False, True, False],
