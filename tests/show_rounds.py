@@ -13,19 +13,10 @@ from pathlib import Path
 
 from cce_dist import report
 
-KEPT = {  # variants of the kept path's kernels, by their names in the files; "mms" are the plain products
-    "old": "before their last changes",
-    "new": "as they are",
-    "base": "as they are: 128 x 256, 3 stages, 16 row blocks together",
-    "g8": "8 row blocks together",
-    "g32": "32 row blocks together",
-    "lse4": "log-sum-exp: 4 stages",
-    "gh4": "dE: 4 stages",
-    "gw4": "dC: 4 stages",
-    "ghR": "dE: 256 x 128",
-    "gwR": "dC: 256 x 128",
-}
-SIZES = {"": "2,048 tokens, D 768, 16,384 rows", "large ": "8,192 tokens, D 768, 32,768 rows"}
+AS_THEY_ARE = {
+    "new",
+    "base",
+}  # the names of today's kernels in the files; "mms" are the plain products, the others were tried
 LOSSES = {
     "default": "exponentials kept",
     "filtered": "filtered, `always=True`",
@@ -41,36 +32,29 @@ def show(argv: list[str]) -> None:
 
 
 def kept(stored: list[dict]) -> list[dict[str, str]]:
-    """A row of each variant, a column of each file's heads: medians over the products', in brackets the rounds' spread."""
-    rows: dict[str, dict[str, str]] = {}
+    """A column of each file's heads: the median over the products', in brackets the rounds' spread."""
+    row = {"/ 3 GEMMs (IQR)": "kept"}
     for file in stored:
         for head, variants in file["milliseconds"].items():
-            column = f"{head}, {file['device'].split()[1]}"
             floor = statistics.median(variants["mms"]["total"])
-            for name, label in KEPT.items():
-                if name in variants:
-                    low, middle, high = statistics.quantiles(variants[name]["total"], n=4, method="inclusive")
-                    cell = f"{middle / floor:.3f} ({(high - low) / floor:.3f})"
-                    rows.setdefault(name, {"/ 3 GEMMs (IQR)": label})[column] = cell
-    columns = dict.fromkeys(column for row in rows.values() for column in row)
-    return [{column: row.get(column, "-") for column in columns} for row in rows.values()]
+            (name,) = AS_THEY_ARE & variants.keys()
+            low, middle, high = statistics.quantiles(variants[name]["total"], n=4, method="inclusive")
+            row[f"{head}, {file['device'].split()[1]}"] = f"{middle / floor:.3f} ({(high - low) / floor:.3f})"
+    return [row]
 
 
 def host(stored: list[dict]) -> list[dict[str, str]]:
-    """A row of each loss and size: the host's median for forward and backward, in brackets its least; then with the wait."""
+    """A row of each loss: the host's median for forward and backward, in brackets its least; then with the wait."""
     table = []
     for file in stored:
-        for prefix, size in SIZES.items():
-            for loss, label in LOSSES.items():
-                rounds = {way: file["rounds"].get(f"{prefix}{loss} {way}") for way in WAYS}
-                if prefix + loss in file["rounds"]:
-                    rounds["graphs"] = file["rounds"][prefix + loss]  # whatever runs, it is launched one way
-                if not any(rounds.values()):
-                    continue
-                row = {"the host's part of": f"{file['device'].split()[1]}: {size}, {label}"}
-                row |= {column: _host_cell(rounds[way]) for way, column in WAYS.items()}
-                waited = (rounds["graphs"] or {}).get("waited")
-                table.append(row | {"with the wait": f"{statistics.median(waited) / 1e3:.2f}" if waited else "-"})
+        for loss, label in LOSSES.items():
+            rounds = {way: file["rounds"].get(f"{loss} {way}") for way in WAYS}
+            if loss in file["rounds"]:
+                rounds["graphs"] = file["rounds"][loss]  # whatever runs, it is launched one way
+            row = {"the host's part of": f"{file['device'].split()[1]}, {label}"}
+            row |= {column: _host_cell(rounds[way]) for way, column in WAYS.items()}
+            waited = (rounds["graphs"] or {}).get("waited")
+            table.append(row | {"with the wait": f"{statistics.median(waited) / 1e3:.2f}" if waited else "-"})
     return table
 
 

@@ -11,8 +11,6 @@ from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 from cce_dist import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,21 +33,18 @@ def printed(command: str) -> str:
     return output.getvalue()
 
 
-@pytest.mark.parametrize(("command", "table"), COMMANDS, ids=[c.partition("results/")[2] for c, _ in COMMANDS])
-def test_a_table_is_what_its_command_prints(command, table):
+def test_a_table_is_what_its_command_prints():
     """Catches a number changed by hand, and a printed column that changes its form."""
-    assert table == printed(command)
+    assert len(COMMANDS) > 15
+    for command, table in COMMANDS:
+        assert table == printed(command), command
 
 
-def test_a_table_by_hand_says_that_it_has_no_raw_rounds():
+def test_every_table_has_its_command():
     """Catches a measured table that lost its command; the table of methods holds no number."""
-    blocks = TEXT.split("\n\n")
-    for before, block in pairwise(blocks):
+    for before, block in pairwise(TEXT.split("\n\n")):
         if block.startswith("|") and not block.startswith("| method | what it is |"):
-            said = " ".join(before.split())
-            assert said.startswith(("<!-- cce-dist ", "<!-- python ")) or said.endswith(
-                "the raw rounds were not kept:"
-            ), block
+            assert before.startswith(("<!-- cce-dist ", "<!-- python ")), block
 
 
 def test_the_page_names_every_file_and_no_other():
