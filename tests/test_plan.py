@@ -23,10 +23,10 @@ from cce_dist import cli, op
 from cce_dist.call import Call
 from cce_dist.kernels import Filter, ShardLogits, Spec, budget, tiles
 from cce_dist.plan import Layout, Model, devices, plan
-from cce_dist.plan.cut import best_cut, deepspeed_weights, last_stage_layers, megatron_layout, timed
+from cce_dist.plan.cut import Times, best_cut, deepspeed_weights, last_stage_layers, megatron_layout, timed
 from cce_dist.plan.devices import DEVICES, HOSTS
 from cce_dist.plan.head import DEFAULT_EPS, Head, cost, listed_seconds
-from cce_dist.plan.planning import LOSSES, check_megatron_layout
+from cce_dist.plan.planning import LOSSES
 from cce_dist.plan.scale import grow
 from cce_dist.plan.sizes import MODELS, read_config
 from cce_dist.plan.steps import ENGINES
@@ -156,33 +156,30 @@ def test_the_best_cut_is_the_best_of_all() -> None:
         layer, head = 1.0, generator.uniform(0, 8)
         launches = (generator.uniform(0, 2), generator.uniform(0, 8)) if generator.random() < 0.5 else (0.0, 0.0)
         layout = Layout(pp=pp)
-        best = best_cut(num_layers, layer, head, layout, launches)
+        seconds = Times(layer, head, *launches)
+        best = best_cut(num_layers, seconds, layout)
         assert sum(best.layers) == num_layers and min(best.layers) >= 0
         cuts = combinations(range(num_layers + pp - 1), pp - 1)  # bars among stars
         counts = [[b - a - 1 for a, b in zip((-1, *bars), (*bars, num_layers + pp - 1), strict=True)] for bars in cuts]
-        times = [max(timed(count, layer, head, layout, launches).seconds) for count in counts]
+        times = [max(timed(count, seconds, layout).seconds) for count in counts]
         assert max(best.seconds) <= min(times) + 1e-9
 
 
 def test_layouts_pass_megatrons_parser() -> None:
     """Catches a stage that the compressed string repeats too often, and one without layers that it drops."""
     layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
-    for num_layers, pp, vpp, head in (
-        (32, 4, 1, 2.5),
-        (32, 4, 1, 20.0),
-        (80, 8, 2, 1.1),
-        (26, 4, 1, 11.0),
-        (26, 16, 1, 3.5),
-    ):
-        cut = best_cut(num_layers, 1.0, head, Layout(pp=pp, vpp=vpp))
+    sizes = (32, 4, 1, 2.5), (32, 4, 1, 20.0), (80, 8, 2, 1.1), (26, 4, 1, 11.0), (26, 16, 1, 3.5)
+    for num_layers, pp, vpp, head in sizes:
+        cut = best_cut(num_layers, Times(1.0, head), Layout(pp=pp, vpp=vpp))
         text = megatron_layout(cut.layers)
-        assert check_megatron_layout(text, num_layers, pp).startswith("checked")
+        read = layouts.PipelineParallelLayerLayout.from_str(text, pp)
+        read.validate_layer_layout(num_layers, 0)
         parsed = layouts.PipelineParallelLayerLayout(text, pp).layout
         decoder = layouts.LayerType.decoder
         counts = [parsed[rank][chunk].count(decoder) for chunk in range(vpp) for rank in range(pp)]
         assert counts == cut.layers
         with pytest.raises(AssertionError):
-            check_megatron_layout(text, num_layers + 1, pp)
+            read.validate_layer_layout(num_layers + 1, 0)
     assert last_stage_layers([9, 9, 9, 5]) == 5
     assert last_stage_layers([8, 9, 9, 6]) is None and last_stage_layers([11, 11, 0]) is None
 
@@ -193,7 +190,7 @@ def test_deepspeeds_partition_is_the_cut() -> None:
     from cce_dist.integrations.deepspeed import layer_weights
 
     for num_layers, pp, head in ((32, 4, 2.5), (32, 4, 20.0), (26, 8, 3.5), (12, 2, 4.0)):
-        cut = best_cut(num_layers, 1.0, head, Layout(pp=pp))
+        cut = best_cut(num_layers, Times(1.0, head), Layout(pp=pp))
         module: Any = pipe.PipelineModule.__new__(pipe.PipelineModule)
         stage = SimpleNamespace(get_coord=lambda rank: SimpleNamespace(pipe=0))
         module.__dict__ |= {"num_stages": pp, "_topo": stage, "global_rank": 1, "loss_fn": None}
@@ -307,7 +304,7 @@ def test_config_files(name: str, tmp_path: Path) -> None:
         pytest.param(["--model", "gpt-2", "--tokens", "0"], "--tokens and --micro-batch must be", id="tokens"),
         pytest.param(["--model", "gpt-2", "--workspace", "0"], "--workspace must be", id="workspace"),
         pytest.param(["--config", "/nowhere/config.json"], "No such file", id="no-file"),
-        pytest.param(["--config", str(ROOT / "LICENSE")], "has no hidden-size", id="other-file"),
+        pytest.param(["--config", str(ROOT / "LICENSE")], "has no hidden_size", id="other-file"),
         pytest.param(["--model", "gpt-2", "--scale", "8", "--tp", "3"], "cannot be split", id="scale"),
         pytest.param(["--model", "gpt-2", "--num-kv-heads", "-2"], "must not be negative", id="negative"),
         pytest.param(["--model", "gpt-2", "--picture", "/nowhere/plan.png"], "No such file", id="picture"),

@@ -210,11 +210,10 @@ def _memory(found: Plan) -> list[dict[str, str]]:
 def _cuts(found: Plan) -> list[str]:
     lines = []
     for each in found.losses:
-        advice = each.advice(found.layout, found.model.num_layers)
+        advice = each.advice(found.layout)
         last = advice["decoder_last_pipeline_num_layers"]
         lines.append(f"  {each.loss}: {', '.join(map(str, each.cut.layers))} layers")
         lines.append(f"    Megatron    --pipeline-model-parallel-layout '{advice['pipeline_model_parallel_layout']}'")
-        lines[-1] += f" ({advice['layout']})"
         if last is not None:
             lines.append(f"    or          --decoder-last-pipeline-num-layers {last}")
         if "deepspeed_weights" in advice:

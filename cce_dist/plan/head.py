@@ -11,7 +11,6 @@ frequent ids. A trained model's softmax has a few of a token, the early one of t
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 from cce_dist.filter import GradFilter
 from cce_dist.kernels import budget
@@ -80,7 +79,8 @@ class Head:
         return 2.0 * self.num_tokens * self.hidden_size * self.sizes.num_columns
 
 
-class Collective(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Collective:
     """Collectives of one kind in a step: their bytes, whole; their seconds, and those that nothing covers."""
 
     name: str
@@ -297,7 +297,7 @@ def _hidden_sum(head: Head, device: Device, covering: float) -> list[Collective]
     """Return the sum of d_hidden over the ranks, of which ``covering`` seconds of products hide a part."""
     name = "reduce_scatter" if head.sequence_parallel else "all_reduce"
     whole = _of(name, 1, head.hidden_bytes, head.tp, device)
-    return [whole._replace(exposed=max(0.0, whole.seconds - covering))]
+    return [dataclasses.replace(whole, exposed=max(0.0, whole.seconds - covering))]
 
 
 def _gathers(head: Head, device: Device) -> list[Collective]:

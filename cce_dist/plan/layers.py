@@ -102,11 +102,12 @@ def activation_bytes(model: Model, layout: Layout) -> int:
     return layout.num_tokens * (4 * between + split // layout.tp)
 
 
-def working_bytes(model: Model, layout: Layout) -> int:
-    """Return the bytes of the one layer that is recomputed for its backward; 0 without recomputation."""
-    if layout.recompute != "full":
-        return 0
-    return activation_bytes(model, dataclasses.replace(layout, recompute="none"))
+def stage_activations(model: Model, layout: Layout, layers: int, rank: int) -> int:
+    """Return the bytes of activations that so many layers of a pipeline rank hold."""
+    kept = activation_bytes(model, layout) * layers * chunks_in_flight(layout, rank) // layout.vpp
+    if layers and layout.recompute == "full":  # the one layer that is recomputed for its backward
+        kept += activation_bytes(model, dataclasses.replace(layout, recompute="none"))
+    return kept
 
 
 def chunks_in_flight(layout: Layout, rank: int) -> int:

@@ -5,30 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeVar, cast
 
-from cce_dist.plan.cut import (
-    UNSEEN,
-    Cut,
-    LaunchTimes,
-    best_cut,
-    check_megatron_layout,
-    deepspeed_weights,
-    even_cut,
-    last_stage_layers,
-    megatron_layout,
-    torchtitan_layers,
-)
+from cce_dist.plan.cut import Cut, Times, advice, best_cut, even_cut
 from cce_dist.plan.devices import DEVICES, HOSTS, Device
 from cce_dist.plan.head import Cost, Head, cost
-from cce_dist.plan.layers import (
-    RECOMPUTE,
-    LayerTime,
-    Layout,
-    activation_bytes,
-    chunks_in_flight,
-    layer_time,
-    state_bytes,
-    working_bytes,
-)
+from cce_dist.plan.layers import RECOMPUTE, LayerTime, Layout, layer_time, stage_activations, state_bytes
 from cce_dist.plan.sizes import MODELS, Model
 
 T = TypeVar("T")
@@ -69,17 +49,9 @@ class LossPlan:
     first_stage: dict[str, int]
     largest_tokens: int
 
-    def advice(self, layout: Layout, num_layers: int) -> dict[str, Any]:
+    def advice(self, layout: Layout) -> dict[str, Any]:
         """Return what to tell each framework, by the framework's own name of the option."""
-        text = megatron_layout(self.cut.layers)
-        advice: dict[str, Any] = {
-            "pipeline_model_parallel_layout": text,
-            "layout": check_megatron_layout(text, num_layers, layout.pp),
-            "decoder_last_pipeline_num_layers": last_stage_layers(self.cut.layers) if layout.vpp == 1 else None,
-        }
-        if layout.vpp == 1:
-            advice["deepspeed_weights"] = deepspeed_weights(self.cut.layers)
-        return advice | torchtitan_layers(self.layers)
+        return advice(self.cut.layers, self.layers, layout.vpp)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,38 +84,9 @@ class Plan:
         ]
 
     def record(self) -> dict[str, Any]:
-        """Return all of it as what JSON can hold; bytes in MiB, seconds in ms."""
-        return {
-            "model": dataclasses.asdict(self.model),
-            "layout": dataclasses.asdict(self.layout),
-            "device": dataclasses.asdict(self.device),
-            "layer": {
-                "params": self.model.layer_params,
-                "ms": self.layer.seconds * 1e3,
-                "collectives_ms": self.layer.collectives * 1e3,
-                "activation_mib": activation_bytes(self.model, self.layout) / MIB,
-            },
-            "head": self.head,
-            "losses": [self._record(each) for each in self.losses],
-        }
-
-    def _record(self, each: LossPlan) -> dict[str, Any]:
-        return {
-            "loss": each.loss,
-            "method": each.cost.loss,
-            "forward_ms": each.cost.forward * 1e3,
-            "ms_at_most": each.cost.at_most * 1e3,
-            "peak_mib": _mib(each.cost.items),
-            "collectives": [one._asdict() for one in each.cost.collectives],
-            "last_stage_mib": _mib(each.last_stage),
-            "first_stage_mib": _mib(each.first_stage),
-            "largest_tokens": each.largest_tokens,
-            "layers_per_stage": each.cut.layers,
-            "stage_ms": [seconds * 1e3 for seconds in each.cut.seconds],
-            "imbalance": each.cut.imbalance,
-            "imbalance_of_default": each.default_cut.imbalance,
-            "advice": each.advice(self.layout, self.model.num_layers),
-        }
+        """Return all of it as what JSON can hold: the fields in bytes and seconds, ``head``, and each loss's advice."""
+        losses = [dataclasses.asdict(each) | {"advice": each.advice(self.layout)} for each in self.losses]
+        return dataclasses.asdict(self) | {"head": self.head, "losses": losses}
 
 
 def plan(
@@ -168,16 +111,34 @@ def plan(
     check(model, layout)
     if workspace_bytes is not None and workspace_bytes < 1:
         raise ValueError(f"the workspace must be positive, got {workspace_bytes} bytes")
-    layer = layer_time(model, layout, device)
-    losses = []
-    for loss in LOSSES:
-        found = head_cost(model, layout, device, loss, workspace_bytes)
-        times = model.num_layers, layer.seconds, found.seconds, layout, launches(layout, loss)
-        best, even = best_cut(*times), even_cut(*times)
-        first, last = (stage_bytes(model, layout, best, found, rank) for rank in (0, layout.pp - 1))
-        largest = _largest_tokens(model, layout, device, loss, workspace_bytes)
-        losses.append(LossPlan(loss, found, found.seconds / layer.seconds, best, even, last, first, largest))
-    return Plan(model, layout, device, layer, losses)
+    losses = [_loss_plan(model, layout, device, loss, workspace_bytes) for loss in LOSSES]
+    return Plan(model, layout, device, layer_time(model, layout, device), losses)
+
+
+def _loss_plan(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> LossPlan:
+    """Return the plan of one loss; the largest microbatch is looked for in steps of 128 tokens of each tensor-parallel rank."""
+
+    def at(num_tokens: int) -> LossPlan:
+        there = dataclasses.replace(layout, num_tokens=num_tokens)
+        found, layer = head_cost(model, there, device, loss, workspace_bytes), layer_time(model, there, device).seconds
+        launches = (HOSTS[layout.host].layer, HOSTS[layout.host].head(loss)) if layout.host else ()
+        times = Times(layer, found.seconds, *launches)
+        best, even = best_cut(model.num_layers, times, there), even_cut(model.num_layers, times, there)
+        first, last = (stage_bytes(model, there, best, found, rank) for rank in (0, layout.pp - 1))
+        return LossPlan(loss, found, found.seconds / layer, best, even, last, first, 0)
+
+    def fits(steps: int) -> bool:
+        there = at(steps * step)
+        return max(sum(there.first_stage.values()), sum(there.last_stage.values())) <= USABLE * device.memory
+
+    step = 128 * layout.tp
+    fitting, above = 0, 1
+    while fits(above):
+        fitting, above = above, 2 * above
+    while above - fitting > 1:
+        middle = (fitting + above) // 2
+        fitting, above = (middle, above) if fits(middle) else (fitting, middle)
+    return dataclasses.replace(at(layout.num_tokens), largest_tokens=fitting * step)
 
 
 def named(table: dict[str, T], value: T | str, kind: str) -> T:
@@ -211,11 +172,6 @@ def check(model: Model, layout: Layout) -> None:
         raise ValueError(f"{model.num_layers} layers cannot be cut into {layout.pp} x {layout.vpp} stages")
 
 
-def launches(layout: Layout, loss: str) -> LaunchTimes:
-    """Return the host's seconds for a layer and for the head, if the layout counts a host."""
-    return (HOSTS[layout.host].layer, HOSTS[layout.host].head(loss)) if layout.host else UNSEEN
-
-
 def head_cost(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> Cost:
     """Predict the head with a loss of ``LOSSES``."""
     head = Head(
@@ -240,8 +196,7 @@ def stage_bytes(model: Model, layout: Layout, cut: Cut, head: Cost, rank: int) -
     params = layers * model.layer_params + model.hidden_size * is_last
     params += model.head_params * (is_last + (rank == 0 and not (is_last and model.is_tied)))
     items = state_bytes(params // layout.tp, layout)
-    kept = activation_bytes(model, layout) * layers * chunks_in_flight(layout, rank) // layout.vpp
-    items["activations"] = kept + (working_bytes(model, layout) if layers else 0)
+    items["activations"] = stage_activations(model, layout, layers, rank)
     if not is_last:
         return items
     hidden = 2 * layout.num_tokens * model.hidden_size // layout.in_slices
@@ -252,31 +207,3 @@ def stage_bytes(model: Model, layout: Layout, cut: Cut, head: Cost, rank: int) -
         # Exponentials are the workspace's; a few numbers for each token are not.
         parts["statistics"] = min(head.items["saved"], 40 * layout.num_tokens)
     return items | parts | {"workspace": max(0, head.workspace - sum(parts.values()))}
-
-
-def _largest_tokens(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> int:
-    """Return the largest microbatch whose first and last stage fit, in steps of 128 tokens of each tensor-parallel rank."""
-    step = 128 * layout.tp
-    room = USABLE * device.memory
-
-    def fits(steps: int) -> bool:
-        wider = dataclasses.replace(layout, num_tokens=steps * step)
-        found = head_cost(model, wider, device, loss, workspace_bytes)
-        seconds = layer_time(model, wider, device).seconds
-        best = best_cut(model.num_layers, seconds, found.seconds, wider, launches(wider, loss))
-        stages = (stage_bytes(model, wider, best, found, rank) for rank in {0, layout.pp - 1})
-        return max(sum(items.values()) for items in stages) <= room
-
-    if not fits(1):
-        return 0
-    fitting, above = 1, 2
-    while fits(above):
-        fitting, above = above, 2 * above
-    while above - fitting > 1:
-        middle = (fitting + above) // 2
-        fitting, above = (middle, above) if fits(middle) else (fitting, middle)
-    return fitting * step
-
-
-def _mib(items: dict[str, int]) -> dict[str, float]:
-    return {name: round(size / MIB, 1) for name, size in items.items()}

@@ -129,6 +129,26 @@ _FLAVORS = {
 }
 _WITHOUT_GATE = {"gpt2", "gpt_neo", "gptj", "gpt_neox", "phi", "opt", "bloom", "falcon", "gpt_bigcode"}
 
+# The names that files have for a size; Megatron's are written with underscores here.
+_SIZES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "vocab_size": ("padded_vocab_size", "vocab_size"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "ffn_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "num_kv_heads": ("num_key_value_heads", "num_query_groups"),
+    "head_size": ("head_dim", "kv_channels"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts_per_token": ("num_experts_per_tok", "moe_router_topk"),
+}
+_OPTIONS = {
+    "tp": ("tensor_model_parallel_size", "tensor_parallel_degree"),
+    "pp": ("pipeline_model_parallel_size", "pipeline_parallel_degree"),
+    "cp": ("context_parallel_size", "context_parallel_degree"),
+    "micro_batch": ("micro_batch_size", "local_batch_size"),
+    "tokens": ("seq_length", "seq_len"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -154,13 +174,24 @@ def read_config(path: Path) -> Config:
         raise ValueError(f"--config {path}: {error}") from error
 
 
-def _first(values: dict[str, Any], *names: str, default: int | None = None) -> int:
-    for name in names:
-        if values.get(name) is not None:
-            return _whole(name, values[name])
-    if default is None:
-        raise ValueError(f"has no {names[0]}")
-    return default
+def _model(values: dict[str, Any], is_gated: bool, is_tied: bool, ffn_size: int | None) -> Model:
+    """Return the model of a file; ``ffn_size`` stands for an inner width that the file does not have."""
+    sizes = {size: _first(values, names) for size, names in _SIZES.items()}
+    sizes["ffn_size"] = sizes["ffn_size"] or ffn_size
+    needed = [field.name for field in dataclasses.fields(Model) if field.default is dataclasses.MISSING]
+    for size in needed:
+        if sizes[size] is None:
+            raise ValueError(f"has no {' or '.join(_SIZES[size])}")
+    return Model(**{size: value or 0 for size, value in sizes.items()}, is_gated=is_gated, is_tied=is_tied)
+
+
+def _options(values: dict[str, Any]) -> dict[str, int]:
+    found = {option: _first(values, names) for option, names in _OPTIONS.items()}
+    return {option: value for option, value in found.items() if value is not None}
+
+
+def _first(values: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((_whole(name, values[name]) for name in names if values.get(name) is not None), None)
 
 
 def _whole(name: str, value: Any) -> int:
@@ -185,26 +216,13 @@ def _read_hugging_face(text: str) -> Config:
         raise ValueError("is not a config.json")
     # Models of several kinds of input have their language model's sizes in a part.
     outer, values = values, _part(values, "text_config") or values
-    hidden_size = _first(values, "hidden_size", "n_embd", "d_model")
-    num_heads = _first(values, "num_attention_heads", "n_head", "num_heads")
-    experts = _first(values, "num_local_experts", "num_experts", "n_routed_experts", default=0)
-    inner = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size", "n_inner", "ffn_dim")
     kind = values.get("model_type", "")
-    model = Model(
-        hidden_size,
-        _first(values, "vocab_size"),
-        _first(values, "num_hidden_layers", "n_layer", "num_layers"),
-        num_heads,
-        _first(values, *inner, default=4 * hidden_size if kind in _WITHOUT_GATE else None),
-        _first(values, "num_key_value_heads", default=0),
-        _first(values, "head_dim", default=0),
-        is_gated=kind not in _WITHOUT_GATE,
-        # Transformers ties the two where a file does not say.
-        is_tied=bool(values.get("tie_word_embeddings", outer.get("tie_word_embeddings", kind != "llama"))),
-        num_experts=experts,
-        experts_per_token=_first(values, "num_experts_per_tok", default=0),
-    )
-    return Config(model, {})
+    if _first(values, _SIZES["num_experts"]) and "moe_intermediate_size" in values:
+        values = values | {"intermediate_size": values["moe_intermediate_size"]}
+    ffn_size = 4 * (_first(values, _SIZES["hidden_size"]) or 0) if kind in _WITHOUT_GATE else None
+    # Transformers ties embedding and head where a file does not say.
+    is_tied = bool(values.get("tie_word_embeddings", outer.get("tie_word_embeddings", kind != "llama")))
+    return Config(_model(values, kind not in _WITHOUT_GATE, is_tied, ffn_size), {})
 
 
 def _read_megatron(text: str) -> Config:
@@ -217,36 +235,17 @@ def _read_megatron(text: str) -> Config:
     for word, after in zip(words, [*words[1:], "--"], strict=True):
         word = word.strip("\"'()")
         if word.startswith("--"):
-            values.setdefault(word[2:].replace("_", "-"), "true" if after.startswith("--") else after.strip("\"'()"))
+            values.setdefault(word[2:].replace("-", "_"), "true" if after.startswith("--") else after.strip("\"'()"))
 
     def is_on(name: str) -> bool:
         return str(values.get(name, "false")).lower() not in ("false", "0", "no")
 
-    hidden_size, num_heads = _first(values, "hidden-size"), _first(values, "num-attention-heads")
-    is_gated = is_on("swiglu") or is_on("gated-linear-unit")
-    model = Model(
-        hidden_size,
-        _first(values, "padded-vocab-size", "vocab-size"),
-        _first(values, "num-layers"),
-        num_heads,
-        _first(
-            values, "ffn-hidden-size", default=int(4 * hidden_size * 2 / 3) // 64 * 64 if is_gated else 4 * hidden_size
-        ),
-        _first(values, "num-query-groups", default=0),
-        _first(values, "kv-channels", default=0),
-        is_gated=is_gated,
-        is_tied=not is_on("untie-embeddings-and-output-weights"),
-        num_experts=_first(values, "num-experts", default=0),
-        experts_per_token=_first(values, "moe-router-topk", default=0),
-    )
-    names = {
-        "tensor-model-parallel-size": "tp",
-        "pipeline-model-parallel-size": "pp",
-        "context-parallel-size": "cp",
-        "micro-batch-size": "micro_batch",
-        "seq-length": "tokens",
-    }
-    return Config(model, {ours: _first(values, name) for name, ours in names.items() if name in values})
+    is_gated = is_on("swiglu") or is_on("gated_linear_unit")
+    ffn_size = 4 * (_first(values, _SIZES["hidden_size"]) or 0)
+    if is_gated:
+        ffn_size = int(ffn_size * 2 / 3) // 64 * 64
+    is_tied = not is_on("untie_embeddings_and_output_weights")
+    return Config(_model(values, is_gated, is_tied, ffn_size), _options(values))
 
 
 def _read_torchtitan(text: str) -> Config:
@@ -260,13 +259,4 @@ def _read_torchtitan(text: str) -> Config:
     if key not in _FLAVORS:
         known = ", ".join(f"{name} {flavor}" for name, flavor in _FLAVORS)
         raise ValueError(f"knows no model {key[0]} {key[1]}; it knows {known}; give sizes by hand")
-    names = {
-        ("parallelism", "tensor_parallel_degree"): "tp",
-        ("parallelism", "pipeline_parallel_degree"): "pp",
-        ("parallelism", "context_parallel_degree"): "cp",
-        ("training", "local_batch_size"): "micro_batch",
-        ("training", "seq_len"): "tokens",
-    }
-    said = {ours: (name, _part(tables, table).get(name)) for (table, name), ours in names.items()}
-    options = {ours: _whole(name, value) for ours, (name, value) in said.items() if value is not None}
-    return Config(MODELS[_FLAVORS[key]], options)
+    return Config(MODELS[_FLAVORS[key]], _options(_part(tables, "training") | _part(tables, "parallelism")))

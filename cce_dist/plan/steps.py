@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from cce_dist.plan.cut import even_cut, timed
+from cce_dist.plan.cut import Times, even_cut, timed
 from cce_dist.plan.devices import COSTS, HOSTS, Device
 from cce_dist.plan.head import Cost, Head, cost
 from cce_dist.plan.layers import LayerTime, Layout, layer_time
@@ -88,8 +88,9 @@ def step(
     how = ENGINES[engine]
     head = head_of(model, how, loss, layout, device, workspace_bytes)
     layer = layer_of(model, how, layout, device).seconds
-    counts = layers or even_cut(model.num_layers, layer, head.seconds, layout).layers
-    stages = timed(counts, layer, head.seconds, layout, (HOSTS[engine].layer, HOSTS[engine].head(loss))).seconds
+    times = Times(layer, head.seconds, HOSTS[engine].layer, HOSTS[engine].head(loss))
+    cut = timed(layers, times, layout) if layers else even_cut(model.num_layers, times, layout)
+    counts, stages = cut.layers, cut.seconds
     params = [_stage_params(model, count, rank, layout.pp - 1) for rank, count in enumerate(counts)]
     once = max(OPTIMIZER_PASSES * max(params) / device.bandwidth, HOSTS[engine].step)
     seconds = (microbatches - 1) * max(stages) + sum(stages) + once
