@@ -40,11 +40,10 @@ class Device:
 _GIB = 2**30
 _SHARE = "data sheet x the share of it that the H200 reaches"
 
-# The H200's rates: 3 plain products of 8,192 tokens of Llama-3-8B's and Gemma-2-2B's heads on one GPU (docs/results/h200.json);
-# bytes a second of F.cross_entropy's elementwise passes over their logits in the same file; one all-reduce of 64 MiB over
-# four GPUs in 0.33 ms (docs/results/h200-group-tp4.json). The others' are the data sheet's times the same shares: 0.71 of 989
-# Tflop/s, 0.83 of 4.8 TB/s, 0.68 of 450 GB/s of NVLink in one direction. InfiniBand counts 0.8 of 400 Gb/s (200 for the A100),
-# which nobody measured here.
+# The H200's rates, read on November 21, 2026: 3 plain products of 8,192 tokens of Llama-3-8B's and Gemma-2-2B's heads on one
+# GPU; bytes a second of F.cross_entropy's elementwise passes over their logits; one all-reduce of 64 MiB over four GPUs in
+# 0.33 ms. The others' are the data sheet's times the same shares: 0.71 of 989 Tflop/s, 0.83 of 4.8 TB/s, 0.68 of 450 GB/s of
+# NVLink in one direction. InfiniBand counts 0.8 of 400 Gb/s (200 for the A100), which nobody measured here.
 DEVICES = {
     device.name: device
     for device in (
@@ -91,9 +90,9 @@ class Costs(NamedTuple):
     latency: float = 10e-6
 
 
-# docs/results/h200.json, h200-tp2.json, h200-stage-*.json and an older file of four GPUs, read before November 22, 2026:
-# ``slowest`` from the plain products at T = 1, 2 and 4; ``backward`` from the rows of cce-dist-cached less those products. Our
-# launches are those of docs/results.md#small-shards. A filter's costs are ``budget.FILTER_COSTS``.
+# Read on H200s on November 21, 2026: ``slowest`` from the plain products at T = 1, 2 and 4; ``backward`` from the rows of
+# cce-dist-cached less those products. Our launches are those of docs/results.md#small-shards. A filter's costs are
+# ``budget.FILTER_COSTS``.
 COSTS = Costs()
 
 
@@ -117,10 +116,9 @@ class Host(NamedTuple):
         return self.exact + (FILTER_LAUNCHES if loss == "filtered" else 0.0)
 
 
-# A least-squares fit of the logarithms of step times in docs/results/h200-steps.json, which does not name its hosts. "torch":
-# the four exact rows and the first dense one. The other three dense rows and both of DeepSpeed, which has the same layers, were
-# held against it. "megatron": the first, third, ... of its rows; the others were held. Other hosts differ: one was faster than
-# the GPU.
+# A least-squares fit of the logarithms of step times of small models on one machine with H200s, November 2026.
+# "torch" is also DeepSpeed's, which has the same layers; other runs of both were met within 12 %. Hosts differ: that of
+# docs/results/h200-steps-two.json was faster.
 _PLAIN = Host(3.4e-3, 5.9e-3, 4.3e-3)
 HOSTS = {"torch": _PLAIN, "deepspeed": _PLAIN, "megatron": Host(5.2e-3, 2.0e-3, 12.8e-3)}
 # docs/results.md#small-shards: a dense loss on the host, and what a filter takes there beyond the exact loss.

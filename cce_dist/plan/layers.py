@@ -19,7 +19,7 @@ RECOMPUTE = ("none", "full")
 # attention and its transposes, 24 of residual sums; each element of the inner layer has 58 of gate and product.
 EAGER_HIDDEN_BYTES, EAGER_INNER_BYTES = 326, 58
 # Plain torch takes so much longer than those bytes: strided reads, deterministic backwards. The factor is from the rates of
-# ``--engine torch`` and ``deepspeed`` on one GPU in docs/results.md#whole-training-steps.
+# ``--engine torch`` and ``deepspeed`` on one H200.
 STRIDED = 1.85
 
 
