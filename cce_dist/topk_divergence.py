@@ -8,6 +8,7 @@ from torch import Tensor
 from cce_dist import checks
 from cce_dist.call import DTYPES
 from cce_dist.log_probs import linear_log_probs
+from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
 
 KINDS = ("forward", "reverse")
@@ -88,14 +89,16 @@ def topk_kl_divergence(
         As in ``linear_log_probs``, with K ids.
 
     Raises:
-        ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit; before any kernel or collective.
+        ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit; before any kernel or collective. A token
+            has a log-probability above 0, probabilities whose sum is above 1, or an id twice (CPU, or CCE_DIST_DEBUG=1; on
+            a GPU that token's divergence is NaN instead).
         IndexError: An id outside the vocabulary, as in ``linear_log_probs``, which calls it ``ids``.
         RuntimeError: Double backward, forward mode, torch.func, vmap; ranks that disagree (CCE_DIST_DEBUG=1).
     """
     checks.choice("kind", kind, KINDS)
     checks.choice("outside", outside, OUTSIDE)
     checks.choice("reduction", reduction, ("none", "mean", "sum"))
-    _check(teacher_ids, teacher_log_probs, mask)
+    _check(input, teacher_ids, teacher_log_probs, mask)
     ignored = -100 if ignore_index is None else checks.integer("ignore_index", ignore_index)
     if mask is not None:
         teacher_ids = teacher_ids.masked_fill(~mask.unsqueeze(-1), ignored)
@@ -106,19 +109,25 @@ def topk_kl_divergence(
     ).log_probs  # fmt: skip
     in_set = teacher_ids != ignored
     counts = in_set.any(-1)
-    student, teacher = (_outcomes(log_q, in_set, outside) for log_q in (log_p, teacher_log_probs.detach().float()))
+    log_t = teacher_log_probs.detach()
+    impossible = _impossible_tokens(teacher_ids, log_t, in_set)
+    student, teacher = (_outcomes(log_q, in_set, outside) for log_q in (log_p, log_t.float()))
     value = torch.where(counts, _kl(teacher, student) if kind == "forward" else _kl(student, teacher), 0.0)
+    value = value.masked_fill(impossible, torch.nan)
     if reduction == "none":
         return value
     return value.sum() if reduction == "sum" else value.sum() / counts.sum().clamp(min=1)
 
 
-def _check(ids: Tensor, log_probs: Tensor, mask: Tensor | None) -> None:
-    checks.tensors(teacher_ids=ids, teacher_log_probs=log_probs, **({} if mask is None else {"mask": mask}))
+def _check(input: Tensor, ids: Tensor, log_probs: Tensor, mask: Tensor | None) -> None:
+    given = {"input": input, "teacher_ids": ids, "teacher_log_probs": log_probs}
+    checks.tensors(**given, **({} if mask is None else {"mask": mask}))
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"teacher_ids must be int64 or int32 ids, got {ids.dtype}")
-    if ids.dim() < 1 or ids.shape[-1] == 0:
-        raise ValueError(f"teacher_ids must be [..., K] with K > 0, got {tuple(ids.shape)}")
+    if ids.dim() != max(1, input.dim()) or ids.shape[-1] == 0:
+        raise ValueError(
+            f"teacher_ids must be [..., K] with K > 0 for input {tuple(input.shape)}, got {tuple(ids.shape)}"
+        )
     if log_probs.dtype not in (*DTYPES, torch.float64):
         raise TypeError(f"teacher_log_probs must be of a floating-point dtype, got {log_probs.dtype}")
     if log_probs.shape != ids.shape:
@@ -131,12 +140,35 @@ def _check(ids: Tensor, log_probs: Tensor, mask: Tensor | None) -> None:
         raise ValueError(f"mask must be {tuple(ids.shape[:-1])} like teacher_ids's tokens, got {tuple(mask.shape)}")
 
 
+def _impossible_tokens(ids: Tensor, log_t: Tensor, in_set: Tensor) -> Tensor:
+    """Tokens whose ids and log-probabilities are those of no softmax, [...] bool.
+
+    Raises:
+        ValueError: There is such a token, and reading it does not wait for a GPU (or CCE_DIST_DEBUG=1).
+    """
+    slack = max(1e-3, 4 * torch.finfo(log_t.dtype).eps)  # log-probabilities are rounded, and so is their sum
+    log_t = torch.where(in_set, log_t.double(), -torch.inf)
+    apart = -1 - torch.arange(ids.shape[-1], device=ids.device)
+    in_order = torch.where(in_set, ids.long(), apart).sort(-1).values
+    found = {
+        "has a log-probability above 0": (log_t > slack).any(-1),
+        "has probabilities whose sum is above 1": log_t.exp().sum(-1) > 1 + slack,
+        "has an id twice": (in_order[..., 1:] == in_order[..., :-1]).any(-1),
+    }
+    if not torch.compiler.is_compiling() and (environment()[1] or not ids.is_cuda):
+        for what, tokens in found.items():
+            if tokens.any():
+                raise ValueError(f"the teacher's token {int(tokens.flatten().nonzero()[0])} (flattened) {what}")
+    return torch.stack(list(found.values())).any(0)
+
+
 def _outcomes(log_q: Tensor, in_set: Tensor, outside: str) -> Tensor:
     """Log-probabilities of the outcomes that are compared, [..., K] or with a tail [..., K + 1]; -inf out of the set."""
     log_q = torch.where(in_set, log_q, -torch.inf)
     if outside == "drop":
         return log_q
-    log_sum = log_q.logsumexp(-1, keepdim=True)
+    # A token without ids has a sum of -inf, whose difference to itself would be NaN.
+    log_sum = log_q.logsumexp(-1, keepdim=True).masked_fill(~in_set.any(-1, keepdim=True), 0.0)
     if outside == "renormalise":
         return log_q - log_sum
     tail = -torch.expm1(log_sum.clamp(max=-LEAST_TAIL))
@@ -145,6 +177,6 @@ def _outcomes(log_q: Tensor, in_set: Tensor, outside: str) -> Tensor:
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
     """Sum of a (log a - log b); nothing where a is 0, in the gradient too."""
-    here = log_a.exp() > 0
+    here = log_a.exp() != 0  # NaN stays
     log_a, log_b = torch.where(here, log_a, 0.0), torch.where(here, log_b, 0.0)
     return (torch.where(here, log_a.exp(), 0.0) * (log_a - log_b)).sum(-1)

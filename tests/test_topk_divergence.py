@@ -158,6 +158,12 @@ BAD = [
         dict(teacher_log_probs=torch.zeros(N, K + 1)), ValueError, "teacher_log_probs must be .9, 6", id="shape"
     ),
     pytest.param(dict(teacher_log_probs=torch.zeros(N, K).int()), TypeError, "floating-point dtype", id="dtype"),
+    pytest.param(
+        dict(teacher_ids=torch.zeros(N).long()), ValueError, r"teacher_ids must be \[\.\.\., K\]", id="one-id"
+    ),
+    pytest.param(dict(teacher_ids=torch.zeros(N, K).long()), ValueError, r"token 0 .* an id twice", id="twice"),
+    pytest.param(dict(teacher_log_probs=torch.ones(N, K)), ValueError, r"token 0 .* above 0", id="positive"),
+    pytest.param(dict(teacher_log_probs=-torch.ones(N, K)), ValueError, r"token 0 .* sum is above 1", id="sum"),
     pytest.param(dict(mask=torch.ones(N)), TypeError, "mask must be bool", id="mask"),
     pytest.param(dict(mask=torch.ones(N, K, dtype=torch.bool)), ValueError, r"mask must be \(9,\)", id="mask-shape"),
 ]
@@ -170,6 +176,24 @@ def test_bad_input_is_one_line(data, change: dict, error: type, says: str) -> No
     with pytest.raises(error, match=says) as caught:
         any_call(**arguments)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "outside"), list(itertools.product(KINDS, OUTSIDE)))
+def test_nan_stays_nan(data, kind: str, outside: str) -> None:
+    """Of the token that has it alone, in the student's hidden state or in the teacher's numbers."""
+    data[0][0], data[4][1, 0] = torch.nan, torch.nan
+    value, d_hidden, *_ = ours(data, kind=kind, outside=outside)
+    assert value[:2].isnan().all() and value[2:].isfinite().all()
+    assert d_hidden[0].isnan().all() and d_hidden[2:].isfinite().all()
+
+
+def test_what_is_no_softmax_is_nan_where_it_is_not_read(data, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, of such a token alone."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    hidden, weight, _, ids, log_t, _ = data
+    ids[0, 1], log_t[1, 0] = ids[0, 0], 1.0
+    value = any_call(hidden, weight, ids, log_t, outside="tail")
+    assert value[:2].isnan().all() and value[2:].isfinite().all()
 
 
 def test_compiles_whole(data) -> None:
