@@ -62,6 +62,8 @@ class Block(NamedTuple):
         columns_RI: The same of several ids, or None, as are the next.
         ids_RI: Whether each of these ids is in the block.
         factors_2R1: Each token's factors, or None.
+        unlabelled_R1: Whether a token has no label. Its logits are 0, since its hidden state may hold anything, and 0 times a
+            weight or bias that is not finite is not 0.
     """
 
     rows: slice
@@ -71,6 +73,7 @@ class Block(NamedTuple):
     bias_C: Tensor | None
     column_R1: Tensor
     label_R1: Tensor
+    unlabelled_R1: Tensor
     columns_RI: Tensor | None = None
     ids_RI: Tensor | None = None
     factors_2R1: Tensor | None = None
@@ -87,7 +90,7 @@ class Block(NamedTuple):
             z = z.div_(logits.softcap).tanh_().mul_(logits.softcap)
             if self.factors_2R1 is not None:
                 z *= self.factors_2R1[1]
-        return z
+        return z.masked_fill_(self.unlabelled_R1, 0.0)
 
     def slope(self, z: Tensor, logits: ShardLogits) -> Tensor | float:
         """Derivative of the logits z with respect to ``hidden @ weight.T + bias``."""
@@ -110,8 +113,8 @@ def blocks_of(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[Block]]
             rows = slice(start, min(start + num_rows, x.num_tokens))
             column_R1 = torch.where(x.ids[rows] >= 0, x.ids[rows] - logits.start - cols.start, -1)[:, None]
             width = cols.stop - cols.start
-            # Hidden states without a label may hold anything, and 0 times infinity is not 0.
-            hidden_RD = x.hidden[rows].masked_fill(x.ids[rows, None] < 0, 0.0)
+            unlabelled_R1 = x.ids[rows, None] < 0
+            hidden_RD = x.hidden[rows].masked_fill(unlabelled_R1, 0.0)
             columns_RI = ids_RI = None
             if x.cells is not None:
                 columns_RI = torch.where(
@@ -120,7 +123,7 @@ def blocks_of(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[Block]]
                 columns_RI, ids_RI = columns_RI.clamp(0, width - 1), (columns_RI >= 0) & (columns_RI < width)
             yield Block(
                 rows, cols, hidden_RD, x.weight[cols], None if x.bias is None else x.bias[cols],
-                column_R1.clamp(0, width - 1), (column_R1 >= 0) & (column_R1 < width), columns_RI, ids_RI,
+                column_R1.clamp(0, width - 1), (column_R1 >= 0) & (column_R1 < width), unlabelled_R1, columns_RI, ids_RI,
                 None if x.factors_N2 is None else x.factors_N2[rows].t()[:, :, None],
             )  # fmt: skip
 
@@ -275,7 +278,7 @@ def gradients(
             sums.weight_VD[cols] += (d_weight_CD * gain).to(sums.weight_VD.dtype)
     if spec.filter.eps > 0 and spec.filter.compensate:
         _add_stand_in(sums, x, softmax, coef_4N, grads, spec, gain)
-    d_hidden = (sums.hidden_ND * gain).to(x.hidden.dtype)
+    d_hidden = (sums.hidden_ND * gain).to(x.hidden.dtype).masked_fill_(x.ids[:, None] < 0, 0.0)
     if grads.want_hidden and grads.hidden_ready is not None:
         grads.hidden_ready(d_hidden)
     return (

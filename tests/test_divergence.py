@@ -411,6 +411,17 @@ def _without(p: Problem, columns: slice, kind: str) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_that_the_teacher_rules_out_are_nothing_to_masked_tokens(kind: str, backend: str) -> None:
+    """Where no token counts the gradients are 0. Catches 0 times the infinite gradient of a token that is masked."""
+    p = draw(Case(bias=True), torch.float32)
+    assert p.teacher_bias is not None
+    p.teacher_bias[::3] = -torch.inf
+    masked = p._replace(mask=torch.zeros(len(p.hidden), dtype=torch.bool, device=DEVICE))
+    assert not any(x.any() for x in ours(masked, Case(), kind, backend) if x is not None)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_what_does_not_count_may_hold_anything(backend: str) -> None:
     """Catches 0 times NaN in dC, and a mean over all tokens."""
     p = draw(Case(masked=0.5), torch.float32)

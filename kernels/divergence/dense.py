@@ -103,7 +103,7 @@ def gradients(
                 d_weight_CD += d_logits.t() @ block.hidden_RD.float()
         if grads.want_weight:
             d_weight[cols] += d_weight_CD.to(d_weight.dtype)
-    whole = d_hidden.to(student.hidden.dtype)
+    whole = d_hidden.to(student.hidden.dtype).masked_fill_(student.ids[:, None] < 0, 0.0)
     if grads.want_hidden and grads.hidden_ready is not None:
         grads.hidden_ready(whole)
     return (
