@@ -33,7 +33,7 @@ class LossOptions(TypedDict, total=False):
     label_smoothing: float
     logit_scale: float | Tensor
     softcap: float | None
-    z_loss_weight: float
+    z_loss_weight: float | Tensor
     num_tokens: int | Tensor | None
     shard: VocabShard | None
     sequence_parallel: bool
@@ -43,6 +43,7 @@ class LossOptions(TypedDict, total=False):
     backend: str
     workspace_bytes: int | None
     grad_weight_out: Tensor | None
+    options: None
 
 
 def _plain(name: str, value: Any) -> float:
@@ -54,6 +55,13 @@ def _plain(name: str, value: Any) -> float:
             raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}")
         value = value.item()
     return number(name, value)
+
+
+def _z_loss_weight(name: str, value: Any) -> float | Tensor:
+    """As ``_plain``; a compiled graph reads no tensor, and multiplies by it instead."""
+    if torch.compiler.is_compiling() and isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad:
+        return value
+    return _plain(name, value)
 
 
 def _ignore_index(name: str, value: Any) -> int:
@@ -138,7 +146,7 @@ class Options(NamedTuple):
     label_smoothing: float = 0.0
     logit_scale: float = 1.0
     softcap: float | None = None
-    z_loss_weight: float = 0.0
+    z_loss_weight: float | Tensor = 0.0
     num_tokens: float | Tensor | None = None
     sequence_parallel: bool = False
     input_grad: str = "summed"
@@ -159,6 +167,10 @@ class Options(NamedTuple):
         if options.num_tokens is not None and options.reduction != "mean":
             raise ValueError(f'num_tokens divides the mean; reduction is "{options.reduction}"')
         return options
+
+    @property
+    def has_z_loss(self) -> bool:
+        return isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight != 0
 
 
 class LogProbOptions(NamedTuple):
@@ -210,7 +222,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "label_smoothing": _smoothing,
     "logit_scale": _scale,
     "softcap": _softcap,
-    "z_loss_weight": _plain,
+    "z_loss_weight": _z_loss_weight,
     "num_tokens": _num_tokens,
     "sequence_parallel": boolean,
     "input_grad": lambda name, value: choice(name, value, ("summed", "partial")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from cce_dist import merge
 from cce_dist.call import Options
-from cce_dist.checks import integer
-from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
+from cce_dist.checks import integer, number, tensors
+from cce_dist.loss import LinearCrossEntropyOutput, check_class_weights, linear_cross_entropy
+from cce_dist.operands import check_buffer
 from cce_dist.shard import VocabShard
 
 INIT_ROWS = 1024  # rows of the weight that one generator draws, whatever the sharding
@@ -43,7 +45,8 @@ class VocabParallelHead(nn.Module):
         init_std: Standard deviation of the initial weight; None draws it as ``nn.Linear`` does.
         class_weights: [V] weights of the classes, of the whole vocabulary on every rank: ``weight`` of the loss.
         device, dtype: Of the parameters.
-        **loss_options: Passed to every ``linear_cross_entropy``: reduction, softcap, sequence_parallel, grad_filter, ...
+        **loss_options: Passed to every ``linear_cross_entropy``: reduction, softcap, sequence_parallel, grad_filter, ... An
+            ``nn.Parameter`` as logit_scale is one of the module's parameters.
 
     Raises:
         ValueError, TypeError: Sizes or options do not fit; one line that names the argument.
@@ -70,13 +73,19 @@ class VocabParallelHead(nn.Module):
         **loss_options,
     ) -> None:
         super().__init__()
+        _check_kinds(mesh, weight, init_std)
         if mesh is not None and (group is not None or mesh.ndim != 1):
             raise ValueError("mesh must be 1-D, and comes instead of group")
         integer("hidden_size", hidden_size, 1)
         _check_options(loss_options)
+        if class_weights is not None:
+            check_class_weights(class_weights, integer("vocab_size", vocab_size, 1))
         self.hidden_size, self.vocab_size, self.init_std = hidden_size, vocab_size, init_std
         self.shard = VocabShard.even(vocab_size, group if mesh is None else mesh.get_group())
         self.mesh, self.loss_options = mesh, loss_options
+        self.logit_scale = None
+        if isinstance(loss_options.get("logit_scale"), nn.Parameter):
+            self.logit_scale = loss_options.pop("logit_scale")
         self.register_buffer("class_weights", class_weights, persistent=False)
         own = weight is None
         if weight is None:
@@ -89,6 +98,9 @@ class VocabParallelHead(nn.Module):
                 f"the tied weight has {rows} local rows of {columns}, this head's shard {self.shard.num_rows} of {hidden_size}"
             )
         self.weight = weight
+        if loss_options.get("grad_weight_out") is not None:
+            tensors(grad_weight_out=loss_options["grad_weight_out"])
+            check_buffer(loss_options["grad_weight_out"], _local(weight))
         self.bias = None
         if bias:
             self.bias = nn.Parameter(self._new_parameter(torch.zeros(rows, device=weight.device, dtype=weight.dtype)))
@@ -128,8 +140,12 @@ class VocabParallelHead(nn.Module):
             return self._local_logits(hidden)
         return linear_cross_entropy(
             hidden, _local(self.weight), labels, linear_bias=None if self.bias is None else _local(self.bias),
-            weight=self.class_weights, shard=self.shard, num_tokens=num_tokens, **self.loss_options,
+            weight=self.class_weights, shard=self.shard, num_tokens=num_tokens, **self.options_of_loss(),
         )  # fmt: skip
+
+    def options_of_loss(self) -> dict[str, Any]:
+        """``loss_options``, and the learnable scale if there is one, as the module holds it now."""
+        return self.loss_options if self.logit_scale is None else {**self.loss_options, "logit_scale": self.logit_scale}
 
     def extra_repr(self) -> str:
         rows = f"rows [{self.shard.start}, {self.shard.stop}) of {self.vocab_size}"
@@ -142,7 +158,7 @@ class VocabParallelHead(nn.Module):
                 raise ValueError("logits of a sequence-parallel head are for inference: call it under torch.no_grad()")
             hidden = merge.gather_sequence(hidden, self.shard.group)
         logits = nn.functional.linear(hidden, _local(self.weight), None if self.bias is None else _local(self.bias))
-        logits = logits * self.loss_options.get("logit_scale", 1.0)
+        logits = logits * self.options_of_loss().get("logit_scale", 1.0)
         softcap = self.loss_options.get("softcap")
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
@@ -159,6 +175,15 @@ class VocabParallelHead(nn.Module):
 
     def _new_parameter(self, local: Tensor) -> Tensor:
         return local if self.mesh is None else _distribute(local, self.vocab_size, self.mesh)
+
+
+def _check_kinds(mesh: Any, weight: Any, init_std: Any) -> None:
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}")
+    if weight is not None and not isinstance(weight, Tensor):
+        raise TypeError(f"weight must be a parameter to tie to (embedding.weight, say), got {type(weight).__name__}")
+    if init_std is not None and number("init_std", init_std) < 0:
+        raise ValueError(f"init_std must not be negative, got {init_std}")
 
 
 def _check_options(loss_options: dict) -> None:

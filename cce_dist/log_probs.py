@@ -96,7 +96,7 @@ def linear_log_probs(
             ``linear_cross_entropy``. With sequence_parallel ids and tensors of a number for each token are whole.
         batch_invariant: A token's outputs have the same bits whatever other tokens are in the call, on one device with the same
             options. Gradients are not promised to. No exponentials are kept for backward then, and calls of few tokens use a
-            part of the GPU. The torch backend promises nothing.
+            part of the GPU. The Triton backend alone keeps the promise, so it is an error on the torch backend.
 
     Returns:
         ``LogProbs``. The same bits on every rank of the group, and in every run.
@@ -131,6 +131,8 @@ def linear_log_probs(
         raise ValueError(f"top_k is {options.top_k}, the vocabulary has {shard.vocab_size} ids")
     tokens = ids.shape[: input.dim() - 1]
     call = operands.call_of(x, _spec(x, scale is None, shard, options), shard, options)
+    if options.batch_invariant and call.backend == "torch":
+        raise ValueError("batch_invariant needs the Triton backend: sums of the torch backend depend on the batch")
     factors = _factors(logit_scale, temperature, x, tokens, call) if scale is None else None
     agree.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature}, shard, options, call)
     found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)

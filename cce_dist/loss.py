@@ -82,7 +82,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     logit_scale: float | Tensor = 1.0,
     softcap: float | None = None,
-    z_loss_weight: float = 0.0,
+    z_loss_weight: float | Tensor = 0.0,
     num_tokens: int | Tensor | None = None,
     shard: VocabShard | None = None,
     sequence_parallel: bool = False,
@@ -93,13 +93,15 @@ def linear_cross_entropy(
     backend: str = "auto",
     workspace_bytes: int | None = None,
     grad_weight_out: Tensor | None = None,
+    options: None = None,
 ) -> Tensor | LinearCrossEntropyOutput:
     """Cross-entropy of a language-model head, from hidden states, without ever holding the logits.
 
     The logits are ``softcap * tanh(u / softcap)`` with ``u = logit_scale * (input @ linear_weight.T + linear_bias)``,
     and the loss of a token is ``(1 - label_smoothing) * nll + label_smoothing * mean_j(lse - logit_j) +
     z_loss_weight * lse**2``, in nats. Argument names are those of ``torch.nn.functional.linear_cross_entropy``. Numbers may be
-    0-d tensors that need no gradient: one that is on a GPU is read, which waits for it (``num_tokens`` is not).
+    0-d tensors that need no gradient: one that is on a GPU is read, which waits for it (``num_tokens`` is not). Under
+    ``torch.compile(fullgraph=True)``, which reads none, only ``num_tokens`` and ``z_loss_weight`` may be tensors.
 
     Args:
         input: [..., D] hidden states, fp32, bf16 or fp16 (under autocast: cast as ``F.linear`` would).
@@ -137,6 +139,7 @@ def linear_cross_entropy(
             least memory, 1 << 40 keeps everything and is fastest.
         grad_weight_out: [V_r, D] contiguous buffer (fp32, say, as Megatron's main_grad) that backward adds dC into;
             linear_weight itself then gets no gradient.
+        options: None alone; it stands for the argument of that name in ``torch.nn.functional.linear_cross_entropy``.
 
     Returns:
         The loss, fp32: 0-d, or target's shape for "none". The same bits on every rank of the group, and in every run.
@@ -168,7 +171,9 @@ def linear_cross_entropy(
         Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al.); Online normalizer calculation for softmax
         (Milakov & Gimelshein); Megatron-LM's vocab-parallel cross-entropy for the sharding.
     """
-    options = Options.of(
+    if options is not None:
+        raise TypeError("options of F.linear_cross_entropy are not supported: leave options None")
+    chosen = Options.of(
         ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, logit_scale=logit_scale,
         softcap=softcap, z_loss_weight=z_loss_weight, num_tokens=num_tokens, sequence_parallel=sequence_parallel,
         input_grad=input_grad, reduce_dtype=reduce_dtype, grad_filter=grad_filter, return_aux=return_aux, backend=backend,
@@ -177,29 +182,30 @@ def linear_cross_entropy(
     if weight is not None:
         checks.tensors(weight=weight)
     x, shard = operands.prepare(
-        input, linear_weight, target, linear_bias, grad_weight_out, shard, options.logit_scale, options
+        input, linear_weight, target, linear_bias, grad_weight_out, shard, chosen.logit_scale, chosen
     )  # fmt: skip
     if weight is not None:
-        _check_class_weights(weight, input, shard, options, grad_weight_out)
-    if isinstance(options.num_tokens, Tensor) and options.num_tokens.device not in (input.device, torch.device("cpu")):
-        raise ValueError(f"input is on {input.device}, num_tokens on {options.num_tokens.device}")
+        check_class_weights(weight, shard.vocab_size)
+        _check_weighted(weight, input, chosen, grad_weight_out)
+    if isinstance(chosen.num_tokens, Tensor) and chosen.num_tokens.device not in (input.device, torch.device("cpu")):
+        raise ValueError(f"input is on {input.device}, num_tokens on {chosen.num_tokens.device}")
     if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
         part = sequence_parallel or input_grad == "partial"
-        hidden, bias = terms.learn_scale(logit_scale, options.logit_scale, x.hidden, x.bias, shard.group, part)
+        hidden, bias = terms.learn_scale(logit_scale, chosen.logit_scale, x.hidden, x.bias, shard.group, part)
         x = x._replace(hidden=hidden, bias=bias)
-    call = operands.call_of(x, _spec(x, weight, shard, options), shard, options)
-    call = _screened(call, x, shard, options.grad_filter)
-    agree.check_ranks(x, {"weight": weight}, shard, options, call)
+    call = operands.call_of(x, _spec(x, weight, shard, chosen), shard, chosen)
+    call = _screened(call, x, shard, chosen.grad_filter)
+    agree.check_ranks(x, {"weight": weight}, shard, chosen, call)
     found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call)
-    loss = found.nll if options.label_smoothing == 0 else (1 - options.label_smoothing) * found.nll
+    loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll
     if call.spec.want.uniform:
-        loss = loss + options.label_smoothing * found.uniform_nll
-    if options.z_loss_weight != 0:
-        loss = loss + options.z_loss_weight * found.lse.square()
+        loss = loss + chosen.label_smoothing * found.uniform_nll
+    if chosen.has_z_loss:
+        loss = loss + chosen.z_loss_weight * found.lse.square()
     class_weights = None
     if weight is not None:
-        class_weights = terms.ClassWeights(weight, x, shard, options.ignore_index)
-        loss = class_weights.weigh(loss, found.lse, options.label_smoothing)
+        class_weights = terms.ClassWeights(weight, x, shard, chosen.ignore_index)
+        loss = class_weights.weigh(loss, found.lse, chosen.label_smoothing)
     if reduction == "none":
         loss = loss.view(target.shape)
     elif call.spec.want.mean:
@@ -207,10 +213,10 @@ def linear_cross_entropy(
     else:
         loss = loss.sum()
         if reduction == "mean":
-            loss = loss / _divisor(x, options, class_weights)
+            loss = loss / _divisor(x, chosen, class_weights)
     if not return_aux:
         return loss
-    return _output(loss, found, options.z_loss_weight * found.lse.square(), target, call.spec)
+    return _output(loss, found, chosen.z_loss_weight * found.lse.square(), target, call.spec)
 
 
 def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options) -> Spec:
@@ -242,7 +248,7 @@ def _screened(call: Call, x: Operands, shard: VocabShard, grad_filter: GradFilte
 
 def _is_plain_mean(options: Options) -> bool:
     """Whether the loss is the mean of nll, which the operator takes itself: its launches can be replayed."""
-    plain = options.label_smoothing == 0 and options.z_loss_weight == 0
+    plain = options.label_smoothing == 0 and not options.has_z_loss
     return plain and options.reduction == "mean" and options.num_tokens is None
 
 
@@ -284,15 +290,19 @@ def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | 
     return (divisor + (divisor == 0)).float()
 
 
-def _check_class_weights(
-    weight: Tensor, input: Tensor, shard: VocabShard, options: Options, buffer: Tensor | None
-) -> None:  # fmt: skip
+def check_class_weights(weight: Tensor, vocab_size: int) -> None:
+    """Raise unless these can be weights of so many classes."""
+    checks.tensors(weight=weight)
     if weight.requires_grad:
         raise TypeError("weight has no gradient here: pass class weights that require none")
     if weight.dtype not in DTYPES:
         raise TypeError(f"weight must be float32, bfloat16 or float16, got {weight.dtype}")
-    if weight.shape != (shard.vocab_size,):
-        raise ValueError(f"weight must be [{shard.vocab_size}], one for each class, got {tuple(weight.shape)}")
+    if weight.shape != (vocab_size,):
+        raise ValueError(f"weight must be [{vocab_size}], one for each class, got {tuple(weight.shape)}")
+
+
+def _check_weighted(weight: Tensor, input: Tensor, options: Options, buffer: Tensor | None) -> None:
+    """Raise unless class weights go with the other arguments."""
     if weight.device != input.device:
         raise ValueError(f"input is on {input.device}, weight on {weight.device}")
     others = {

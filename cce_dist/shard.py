@@ -62,11 +62,7 @@ class VocabShard:
                     "the other rows are nowhere; pass the process group that holds them"
                 )
             return
-        outside = self.group is dist.GroupMember.NON_GROUP_MEMBER
-        if not outside and not isinstance(self.group, dist.ProcessGroup):
-            raise TypeError(f"group must be a ProcessGroup or None, got {type(self.group).__name__}")
-        if outside or dist.get_group_rank(self.group, dist.get_rank()) < 0:
-            raise ValueError("this rank is not a member of the shard's process group")
+        _check_member(self.group)
         object.__setattr__(self, "group_name", self.group.group_name)
         object.__setattr__(self, "group_size", self.group.size())
 
@@ -125,6 +121,8 @@ class VocabShard:
         """
         integer("vocab_size", vocab_size, 1)
         integer("multiple_of", multiple_of, 1)
+        if group is not None:
+            _check_member(group)
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         return cls(*even_rows(vocab_size, rank, size, multiple_of), vocab_size, group)
 
@@ -154,6 +152,15 @@ class VocabShard:
         if placements[sharded[0]] != Shard(0):
             raise ValueError(f"linear_weight's DTensor must be sharded on dim 0, the vocabulary, got {placements}")
         return cls.even(weight.shape[0], weight.device_mesh.get_group(sharded[0]))
+
+
+def _check_member(group: Any) -> None:
+    """Raise unless this is a process group that this rank is in."""
+    member = group is not dist.GroupMember.NON_GROUP_MEMBER
+    if member and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a ProcessGroup or None, got {type(group).__name__}")
+    if not member or dist.get_group_rank(group, dist.get_rank()) < 0:  # type: ignore[arg-type]
+        raise ValueError("this rank is not a member of the shard's process group")
 
 
 def _without_group(start: int, stop: int, vocab_size: int, group_size: int) -> VocabShard:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from cce_dist import VocabParallelHead, VocabShard, linear_cross_entropy
@@ -171,6 +171,30 @@ def test_compiles_with_a_number_that_changes(data, name):
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for value in (0.5, 0.25, 0.125, 0.75):
         torch.testing.assert_close(compiled(hidden, value), loss(hidden, value))
+
+
+def test_compiles_with_a_tensor_for_the_z_loss(data):
+    """A schedule in a 0-d tensor. Catches a tensor whose value is read, and one whose value is baked into the graph."""
+    torch._dynamo.reset()
+    hidden, weight, target = data
+    compiled = torch.compile(any_call, fullgraph=True, backend="aot_eager")
+    for value in (torch.tensor(0.5), torch.tensor(0.25)):
+        expected = any_call(hidden, weight, target, z_loss_weight=float(value))
+        torch.testing.assert_close(compiled(hidden, weight, target, z_loss_weight=value), expected)
+
+
+def test_a_scale_that_a_head_learns_is_its_parameter(data):
+    """Catches a scale that no optimizer sees, and one that a copy or a loaded state leaves behind."""
+    hidden, _, target = data
+    head = VocabParallelHead(D, V, logit_scale=nn.Parameter(torch.tensor(2.0)))
+    assert "logit_scale" in dict(head.named_parameters()) and "logit_scale" in head.state_dict()
+    twin = VocabParallelHead(D, V, logit_scale=nn.Parameter(torch.tensor(1.0)))
+    twin.load_state_dict(head.state_dict())
+    loss = twin(hidden, target)
+    loss.backward()
+    torch.testing.assert_close(loss, head(hidden, target))
+    assert isinstance(twin.logit_scale, nn.Parameter) and twin.logit_scale.grad != 0
+    torch.testing.assert_close(twin(hidden), 2 * hidden @ head.weight.t())
 
 
 COPIES = [

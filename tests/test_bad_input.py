@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cce_dist import GradFilter, VocabParallelHead, VocabShard, linear_cross_entropy
@@ -34,6 +35,9 @@ def data() -> dict[str, Any]:
         "linear_weight": torch.randn(V, D, generator=generator, requires_grad=True),
         "target": torch.randint(V, (N,), generator=generator),
     }
+
+
+any_head: Any = VocabParallelHead
 
 
 def jagged() -> torch.Tensor:
@@ -162,6 +166,7 @@ OPTIONS = [
     bad("return-aux-name", ValueError, "return_aux must be one of .*'accuracy'", return_aux=("nll", "accuracy")),
     bad("class-weights-shape", ValueError, r"weight must be \[20\].*\(21,\)", weight=torch.ones(V + 1)),
     bad("class-weights-int", TypeError, "weight must be .*int64", weight=torch.ones(V).long()),
+    bad("torchs-options", TypeError, "options", options={}),
     bad("class-weights-list", TypeError, "weight must be a tensor.*list", weight=[1.0] * V),
     bad("class-weights-learnable", TypeError, "weight.*gradient", weight=torch.ones(V, requires_grad=True)),
     bad(
@@ -202,6 +207,21 @@ def test_a_bad_argument_is_named(data, change, error, says):
         pytest.param(lambda: VocabShard("0", 5, 5), TypeError, "start", id="shard-string"),  # type: ignore[arg-type]
         pytest.param(lambda: VocabShard(0, 5, None), TypeError, "vocab_size", id="shard-none"),  # type: ignore[arg-type]
         pytest.param(lambda: VocabShard(0, 5, 5, "tp"), TypeError, "group", id="shard-group"),  # type: ignore[arg-type]
+        pytest.param(lambda: VocabShard.even(20, 2), TypeError, "group.*int", id="even-group"),  # type: ignore[arg-type]
+        pytest.param(lambda: any_head(D, V, group="tp"), TypeError, "group.*str", id="head-group"),
+        pytest.param(lambda: any_head(D, V, mesh="tp"), TypeError, "mesh.*str", id="head-mesh"),
+        pytest.param(lambda: any_head(D, V, weight=nn.Embedding(V, D)), TypeError, "weight.*Embedding", id="head-tied"),
+        pytest.param(lambda: any_head(D, V, init_std=-1), ValueError, "init_std", id="head-std"),
+        pytest.param(lambda: any_head(D, V, class_weights=[1.0] * V), TypeError, "weight.*list", id="head-classes"),
+        pytest.param(
+            lambda: any_head(D, V, class_weights=torch.ones(V + 1)),
+            ValueError,
+            r"weight must be \[",
+            id="head-more-classes",
+        ),
+        pytest.param(
+            lambda: any_head(D, V, grad_weight_out=torch.zeros(D, V)), ValueError, "grad_weight_out", id="head-buffer"
+        ),
         pytest.param(lambda: VocabParallelHead(0, V), ValueError, "hidden_size", id="head-no-columns"),
         pytest.param(lambda: VocabParallelHead(-1, V), ValueError, "hidden_size", id="head-negative"),
         pytest.param(lambda: VocabParallelHead(8.0, V), TypeError, "hidden_size", id="head-float"),  # type: ignore[arg-type]
@@ -253,6 +273,18 @@ def test_ignore_index_none_is_torchs(data):
     if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
         torch.testing.assert_close(ours, F.linear_cross_entropy(**data, ignore_index=None))
     torch.testing.assert_close(ours, linear_cross_entropy(**data, ignore_index=-100))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_weight_that_is_not_finite_is_nothing_to_ignored_tokens(data, number, backend):
+    """Where all labels are ignored the gradients are 0. Catches 0 times infinity in dE, dC and dbias."""
+    data["target"].fill_(-100)
+    weight, bias = data["linear_weight"].detach().clone(), torch.zeros(V)
+    weight[3, 2] = bias[1] = number
+    operands = (data["input"], weight.requires_grad_(), bias.requires_grad_())
+    loss = linear_cross_entropy(operands[0], weight, data["target"], linear_bias=bias, backend=backend, options=None)
+    assert loss == 0 and not any(gradient.any() for gradient in torch.autograd.grad(loss, operands))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])

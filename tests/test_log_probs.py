@@ -326,6 +326,7 @@ BAD: list[Any] = [
     pytest.param(dict(ids=torch.zeros(N, 2, 2).long()), ValueError, "ids must be", id="shape"),
     pytest.param(dict(ids=torch.zeros(N, 0).long()), ValueError, "ids must be", id="no-ids"),
     pytest.param(dict(ids=torch.zeros(N)), TypeError, "ids must be int64", id="dtype"),
+    pytest.param(dict(batch_invariant=True, backend="torch"), ValueError, "batch_invariant needs", id="invariant"),
     pytest.param(dict(ids=torch.full((N, 2), V)), IndexError, r"ids\[0\] .* is 37", id="outside"),
     pytest.param(dict(temperature=0.0), ValueError, "temperature must be positive", id="temperature-0"),
     pytest.param(dict(temperature="1"), TypeError, "temperature must be a number", id="temperature-text"),

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from cce_dist import VocabParallelHead, VocabShard, linear_cross_entropy, verify
+from cce_dist import VocabParallelHead, VocabShard, cli, linear_cross_entropy, verify
 from cce_dist.ranks import run_ranks
 from cce_dist.verify import layouts, run_matrix
 from cce_dist.verify.cases import CASES, Case
@@ -23,6 +23,12 @@ from cce_dist.verify.check import Error, assert_no_worse, compare, run_case
 def test_one_process(case):
     for result in run_case(case, None, "cpu"):
         assert result.ok, f"{result} <- {case.catches}?"
+
+
+def test_triton_without_a_gpu_is_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert cli.main(["verify", "--backend", "triton", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_bound_can_fail():
@@ -137,7 +143,7 @@ def _check_head():
         head.reset_parameters()
         head.load_state_dict({key: value.clone() for key, value in whole.state_dict().items()})
         torch.testing.assert_close(head(hidden, labels), expected, msg=name)
-    folder = [None]
+    folder: list[Any] = [None]
     if rank == 0:
         import tempfile
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,9 @@ def run(args: argparse.Namespace) -> int:
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.backend == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        print("cce-dist verify: --backend triton needs a GPU, or TRITON_INTERPRET=1", file=sys.stderr)
+        return 2
     world = int(os.environ.get("WORLD_SIZE", "1"))
     here = ranks.own_device(device)
     if world > 1:
@@ -166,7 +170,7 @@ def run_matrix(device: str, backend: str = "auto", only: str = "", report: bool 
                 index = (step + mine * len(cases) // len(members)) % len(cases)
                 case, run_case = cases[index]
                 worst = index, max(run_case(case, made[mine], device, backend, mine), key=_how_bad)
-            everyone = [worst]
+            everyone: list[Any] = [worst]
             if world > 1:
                 everyone = [None] * world
                 dist.all_gather_object(everyone, worst)

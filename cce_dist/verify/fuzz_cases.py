@@ -33,7 +33,8 @@ def draw_log_probs(setting: Setting, number: int) -> LogProbCase:
     for name, least in (("logit_scale", -2.0), ("temperature", 0.2)):
         if name not in own and kind.random() < 0.3:
             options[name] = r.uniform(least, 2.0)
-    if kind.random() < 0.2:
+    on_triton = setting.backend == "triton" or (setting.backend == "auto" and setting.device == "cuda")
+    if kind.random() < 0.2 and on_triton:
         options["batch_invariant"] = True
     of_ids = r.choice((None, ignored, repeated)) if num_ids > 1 else None
     return LogProbCase(
