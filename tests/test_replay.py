@@ -39,6 +39,7 @@ from cce_dist import (
 )
 from cce_dist.kernels import budget, exact
 from cce_dist.kernels.launch import graphs, replay, steps
+from cce_dist.kernels.launch import tape as tape_module
 from cce_dist.kernels.launch.tape import Again, Launch, Matrix, Place, Tape, again, mapped
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
@@ -148,7 +149,7 @@ class Address:
 class InPlace(steps.Replay):
     """A replay whose workspace is where it was, as that of a GPU's allocator often is."""
 
-    def __init__(self, plan: steps.Plan) -> None:
+    def __init__(self, plan: steps.ReplayPlan) -> None:
         super().__init__(plan)
         self.storage: Any = self.workspace
         self.storage.resize_(plan.workspace_bytes)
@@ -308,6 +309,14 @@ def test_same_bits_as_graphs(case: str) -> None:
         assert len(set(map(id, launched))) >= 2
 
 
+def run(replay_: steps.Replay, given: list[Tensor]) -> Any:
+    try:
+        replay_.begin(given, [x.data_ptr() for x in given])
+        return replay_.run(replay._stream(given[0].device))
+    finally:
+        replay_.end()
+
+
 BY_HAND = pytest.mark.skipif(GPU, reason="moves memory by hand, which a GPU's allocator does by itself")
 
 
@@ -327,14 +336,14 @@ def test_whatever_moves_is_seen() -> None:
     with Tape(given) as tape:
         tape.returned(function(*given))
     with capturing() as launched, mock.patch.object(graphs, "MOST_GRAPHS", 99):
-        replay_ = InPlace(steps.Plan(tape, torch.device("cpu")))
-        (allocate,) = (step for step in replay_.steps if isinstance(step, steps._Allocate))
+        replay_ = InPlace(steps.ReplayPlan(tape, torch.device("cpu")))
+        allocate: Any = replay_.first.func
         outputs: list[Any] = [allocator for _, allocator in allocate.allocators]
         assert len(outputs) == 2 and replay_.plan.workspace_bytes
 
         def is_right() -> bool:
             """Whether a call gives what it should at these addresses, and a graph was launched."""
-            num_launched, found = len(launched), replay_(given, [x.data_ptr() for x in given], 0)
+            num_launched, found = len(launched), run(replay_, given)
             assert all(torch.equal(a, b) for a, b in zip(found, function(*given), strict=True))
             return len(launched) > num_launched
 
@@ -402,7 +411,7 @@ def test_collectives_stand_between_graphs() -> None:
     (plan,) = replayed.plans.values()
     assert plan is not None
     kinds = [type(step).__name__ for step in plan.idle[0].steps]
-    assert kinds == ["_Allocate", "Together", "_Again", "Together"]
+    assert kinds == ["Together", "_Again", "Together"]
 
 
 class Stretch:
@@ -681,7 +690,7 @@ def test_threads_replay_side_by_side() -> None:
     assert len(plan.idle) == 2
 
 
-OUTSIDE = torch.ones(9, device=DEVICE)
+OUTSIDE, NUMBER = torch.ones(12, device=DEVICE), torch.tensor(2.0)
 
 
 @pytest.mark.parametrize(
@@ -689,7 +698,8 @@ OUTSIDE = torch.ones(9, device=DEVICE)
     [
         pytest.param(lambda x, y, call: (x + y if x.sum() > 0 else x,), "no tensor", id="reads a value"),
         pytest.param(lambda x, y, call: (x + OUTSIDE,), "elsewhere", id="a tensor from elsewhere"),
-        pytest.param(lambda x, y, call: (x + y,), "share memory", id="two parts of one tensor"),
+        pytest.param(lambda x, y, call: (x * NUMBER,), "elsewhere", id="a number from elsewhere"),
+        pytest.param(lambda x, y, call: (x[3:] + y,), "overlap", id="overlapping inputs"),
         pytest.param(lambda x, y, call: (x + 1,), "several devices", id="two devices"),
     ],
 )
@@ -700,11 +710,218 @@ def test_what_cannot_be_followed_stays_ordinary(
     replayed = replay.Replayed(function, lambda call: ())
     with caplog.at_level("DEBUG", "cce_dist"):
         for value in (1.0, 2.0, -3.0, 4.0):
-            x, y = torch.full((18,), value, device=DEVICE).split(9)
-            y = y if "memory" in reason else torch.ones(9, device="meta" if "devices" in reason else DEVICE)
+            x = torch.full((12,), value, device=DEVICE)
+            y = torch.ones(12, device="meta" if "devices" in reason else DEVICE)
+            y = x[3:] if "overlap" in reason else y
             assert torch.equal(replayed(x, y, 0)[0], function(x, y, 0)[0])
     assert reason in caplog.text
     assert list(replayed.plans.values()) == [None]
+
+
+def test_numbers_of_the_code_are_constants() -> None:
+    """Catches a number that torch made a tensor of taken for one from elsewhere."""
+    replayed = replay.Replayed(lambda x, call: (torch.maximum(x, torch.tensor(0.5)) * 2,), lambda call: ())
+    for number in range(4):
+        x = torch.linspace(-number, 1, 9)
+        assert torch.equal(replayed(x, None)[0], x.clamp(min=0.5) * 2)
+    assert None not in replayed.plans.values()
+
+
+def test_parts_of_one_storage_are_replayed() -> None:
+    """Two halves of a batch, tensors in a flat buffer. Catches: one that is found by its distance from another."""
+
+    def function(x: Tensor, y: Tensor, call: Any) -> tuple[Tensor, ...]:
+        return x[1:] - 2 * y[:-1], y.view(3, 3).sum(0)
+
+    replayed = replay.Replayed(function, lambda call: ())
+    for number, begin in enumerate((16, 16, 16, 32, 64)):
+        flat = torch.linspace(-1, number, 80, device=DEVICE)
+        x, y = flat[:9], flat[begin : begin + 9]
+        x, y = (x, y) if number % 2 else (y, x)
+        assert all(torch.equal(a, b) for a, b in zip(replayed(x, y, 0), function(x, y, 0), strict=True))
+    assert len(replayed.plans) == 1 and None not in replayed.plans.values()
+
+
+def test_an_expanded_tensor_is_no_whole_storage() -> None:
+    """As many elements as its storage has, and fewer places. Catches memory that is too small."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        out = torch.empty(4, device=DEVICE).copy_(x)
+        return out[:2].expand(2, 2), out
+
+    x = torch.arange(4.0, device=DEVICE)
+    with Tape([x]) as tape:
+        tape.returned(function(x))
+    found = run(steps.Replay(steps.ReplayPlan(tape, x.device)), [x])
+    assert all(torch.equal(a, b) for a, b in zip(found, function(x), strict=True))
+    assert not found[0].stride(0)
+
+
+FAILURES = [
+    "replay._tensors_and_key", "replay._launches", "tape.Tape.__init__", "tape.Tape._operator", "tape.Tape._returned",
+    "replay.ReplayPlan", "replay.Replay", "steps.lay_out", "steps._Op.__init__", "steps.Replay.begin", "steps.Replay._joined",
+    "steps._Allocate.__call__", "replay._stream",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_an_error_in_a_shortcut_costs_a_line(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches: a call that fails because it could not be recorded, planned or replayed; memory or a tape that stays."""
+    replayed = replay.Replayed(plain, lambda factor: ())
+    module, _, name = where.partition(".")
+    owner: Any = {"replay": replay, "steps": steps, "tape": tape_module}[module]
+    *path, name = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    with (
+        mock.patch.object(owner, name, mock.Mock(side_effect=RuntimeError("injected"))) as failing,
+        mock.patch.object(replay, "_WARNED", False),
+        caplog.at_level("DEBUG", "cce_dist"),
+    ):
+        for seed in range(5):
+            first, others = given(seed)
+            assert same(replayed(first, others, 2.0), plain(first, others, 2.0))
+        assert failing.called
+    assert "injected" in caplog.text
+    assert sum(record.levelname == "WARNING" for record in caplog.records) <= 1
+    assert tape_module._THREAD.tape is tape_module._THREAD.launch is None
+    replayed.forget()
+    for seed in range(4):
+        assert same(replayed(*given(seed), 2.0), plain(*given(seed), 2.0))
+    assert None not in replayed.plans.values()
+
+
+def test_an_error_after_a_launch_is_told() -> None:
+    """Inputs may have been written to, and collectives made. Catches a second attempt."""
+    made: list[Tensor] = []
+
+    def function(x: Tensor, call: Any) -> tuple[Tensor]:
+        x.add_(1)
+        again(made.append, x)
+        return (x * 2,)
+
+    replayed, x = replay.Replayed(function, lambda call: ()), torch.zeros(9, device=DEVICE)
+    for _ in range(3):
+        replayed(x, None)
+    with (
+        mock.patch.object(steps._Again, "__call__", side_effect=RuntimeError("injected")),
+        pytest.raises(RuntimeError, match="injected"),
+    ):
+        replayed(x, None)
+    assert x[0] == 4 and len(made) == 3
+    assert torch.equal(replayed(x, None)[0], torch.full((9,), 10.0, device=DEVICE)) and len(made) == 4
+
+
+@pytest.mark.parametrize("hook", [None, print], ids=["none", "a function"])
+def test_a_hook_in_place_of_tritons_chain(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a call that fails where somebody set a hook as in older versions of Triton."""
+    from triton import knobs
+
+    replayed = replay.Replayed(plain, lambda factor: ())
+    for seed in range(6):
+        if seed in (1, 4):  # while it would be recorded, and while it would be replayed
+            monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hook)
+        assert same(replayed(*given(seed), 2.0), plain(*given(seed), 2.0))
+        monkeypatch.undo()
+    assert None not in replayed.plans.values()
+
+
+def test_check_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CCE_DIST_REPLAY=check. Catches: a result or an input that only the ordinary call would get right."""
+
+    def function(x: Tensor, out: Tensor, call: Any) -> tuple[Any, ...]:
+        out.add_(x)
+        return x * 2, [torch.empty(3, device=DEVICE)]
+
+    monkeypatch.setattr(replay, "_checks", lambda: True)
+    monkeypatch.setattr(graphs, "is_captured", lambda: False)
+    replayed = replay.Replayed(function, lambda call: ())
+    buffer = torch.zeros(10, device=DEVICE)[1:]
+    for number in range(5):
+        assert replayed(torch.full((9,), 2.0, device=DEVICE), buffer, None)[0].tolist() == [4.0] * 9
+        assert buffer[0] == 2.0 * (number + 1)
+    (shared,) = replayed.plans.values()
+    assert shared is not None
+    for step in shared.idle[0].steps:
+        if isinstance(step, steps._Op):
+            function_ = step.function
+            step.function = lambda *given, f=function_, **kwargs: f(*given, **kwargs).mul_(3)
+            with pytest.raises(RuntimeError, match="CCE_DIST_REPLAY=check"):
+                replayed(torch.ones(9, device=DEVICE), buffer, None)
+            step.function = function_
+
+
+def test_kinds_by_turns_keep_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: shapes by turns, one more than plans, each of which is recorded again and again; a plan that nobody needs."""
+    monkeypatch.setattr(replay, "MOST_PLANS", 3)
+    monkeypatch.setattr(replay, "PATIENCE", 12)
+    replayed, recorded = replay.Replayed(lambda x, call: (x + 1,), lambda call: ()), []
+    keep = replayed._keep
+    monkeypatch.setattr(replayed, "_keep", lambda key, plan: recorded.append(key) or keep(key, plan))
+    for _ in range(9):
+        for size in range(1, 5):
+            replayed(torch.ones(size, device=DEVICE), None)
+    assert len(recorded) == 3
+    for _ in range(20):
+        replayed(torch.ones(9, device=DEVICE), None)
+    assert len(recorded) == 4 and len(replayed.plans) == len(replayed.used) == 3
+
+
+def test_plans_die_without_the_collector() -> None:
+    """Catches: a cycle, which keeps a plan that was evicted until the collector comes by."""
+    replayed = replay.Replayed(plain, lambda factor: ())
+    gc.collect()
+    gc.disable()
+    try:
+        for seed in range(4):
+            replayed(*given(seed), 2.0)
+        (shared,) = replayed.plans.values()
+        assert shared is not None
+        alive = [weakref.ref(x) for x in (shared, shared.plan, shared.idle[0], *shared.idle[0].steps)]
+        del shared
+        replayed.forget()
+        assert [reference() for reference in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
+
+
+class FakeDriver:
+    """CUDA's driver as far as captures go: whether one is on, and handles that are not given back."""
+
+    def __init__(self, interrupts: str) -> None:
+        self.interrupts, self.capturing, self.graphs = interrupts, False, 0
+
+    def cuStreamBeginCapture_v2(self, stream: int, mode: int) -> int:
+        self.capturing = True
+        if self.interrupts == "begin":
+            raise KeyboardInterrupt
+        return 0
+
+    def cuStreamEndCapture(self, stream: int, graph: Any) -> int:
+        self.capturing, was = False, self.capturing
+        graph._obj.value, self.graphs = (7, self.graphs + 1) if was else (None, self.graphs)
+        return 0 if was else 900
+
+    def cuGraphDestroy(self, graph: Any) -> int:
+        self.graphs -= 1
+        return 0
+
+
+@pytest.mark.parametrize("where", ["begin", "step"])
+def test_an_interrupted_capture_ends(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a thread that goes on capturing after Ctrl-C."""
+    driver = FakeDriver(where)
+    monkeypatch.setattr(graphs, "_driver", lambda: driver)
+    monkeypatch.setattr(graphs, "_side_stream", lambda device: SimpleNamespace(cuda_stream=3))
+    monkeypatch.setattr(graphs, "_num_allocations", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+    def step(stream: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        graphs.capture([step], torch.device("cpu"))
+    assert not driver.capturing and not driver.graphs and not graphs._CAPTURING.locked()
 
 
 def test_a_launch_that_no_tape_sees_is_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -779,8 +996,8 @@ def test_phases_hold_no_more_than_the_recorded_call() -> None:
         tape.returned(function(x))
     for slack, num_phases in ((0, 6), (2 * x.nbytes, 1)):
         with mock.patch.object(steps, "SLACK", slack):
-            plan = steps.Plan(tape, x.device)
-        found = steps.Replay(plan)([x], [x.data_ptr()], replay._stream(x.device))
+            plan = steps.ReplayPlan(tape, x.device)
+        found = run(steps.Replay(plan), [x])
         assert all(torch.equal(a, b) for a, b in zip(found, function(x), strict=True))
         assert len(plan.phases) == num_phases
         there: set[int] = set()
@@ -803,8 +1020,8 @@ def test_small_tensors_do_not_stay_beside_large_ones() -> None:
     x = torch.ones(3 * steps.LARGE // 16, device=DEVICE)
     with Tape([x]) as tape:
         tape.returned(function(x))
-    plan = steps.Plan(tape, x.device)
-    assert torch.equal(steps.Replay(plan)([x], [x.data_ptr()], replay._stream(x.device)), function(x))
+    plan = steps.ReplayPlan(tape, x.device)
+    assert torch.equal(run(steps.Replay(plan), [x]), function(x))
     there: set[int] = set()
     for phase in plan.phases:
         there |= set(phase.allocated)

@@ -137,16 +137,15 @@ def is_captured() -> bool:
 
 def capture(steps: Sequence[Callable[[int], None]], device: torch.device) -> Graph | None:
     """Return a graph of what the steps launch at their present addresses; nothing runs. None: it did not come about."""
-    with _CAPTURING:
-        before = _num_allocations(device)
-        try:
+    try:
+        with _CAPTURING:
+            before = _num_allocations(device)
             graph = _captured(steps, _side_stream(device))
-        except RuntimeError as error:
-            _LOG.debug("cce_dist launches one by one what it could not capture: %s", error)
-            return None
-        if _num_allocations(device) == before:
-            return graph
-    _LOG.debug("cce_dist threw a capture away: memory was allocated meanwhile")
+            if _num_allocations(device) == before:
+                return graph
+            _LOG.debug("cce_dist threw a capture away: memory was allocated meanwhile")
+    except Exception as error:
+        _LOG.debug("cce_dist launches one by one what it could not capture: %r", error)
     return None
 
 
@@ -156,18 +155,20 @@ _CAPTURING = threading.Lock()  # one stream serves all threads
 def _captured(steps: Sequence[Callable[[int], None]], side: torch.cuda.Stream) -> Graph:
     driver, stream = _driver(), side.cuda_stream
     graph, handle = ctypes.c_void_p(), ctypes.c_void_p()
-    with torch.cuda.stream(side):
-        _check(driver.cuStreamBeginCapture_v2(stream, _THIS_THREAD_ALONE))
-        try:
-            for step in steps:
-                step(stream)
-        finally:
-            code = driver.cuStreamEndCapture(stream, ctypes.byref(graph))
     try:
+        with torch.cuda.stream(side):
+            try:
+                # Within, so that an interruption (Ctrl-C) at any moment ends the capture. To end none is an error code alone.
+                _check(driver.cuStreamBeginCapture_v2(stream, _THIS_THREAD_ALONE))
+                for step in steps:
+                    step(stream)
+            finally:
+                code = driver.cuStreamEndCapture(stream, ctypes.byref(graph))
         _check(code)
         _check(driver.cuGraphInstantiateWithFlags(ctypes.byref(handle), graph, 0))
     finally:
-        driver.cuGraphDestroy(graph)
+        if graph.value:
+            driver.cuGraphDestroy(graph)
     return Graph(handle)
 
 

@@ -13,7 +13,11 @@ A replay takes the tensors where they are, and holds no memory between calls. It
 compiled for the recorded call, with the same numbers, so the bits are the same. It can be captured into a CUDA graph by the
 user, and several threads and streams may replay the same call side by side.
 
-``CCE_DIST_REPLAY=0`` turns replays off, and ``CCE_DIST_REPLAY=launches`` the graphs alone. Replays need a GPU of NVIDIA and a
+An error in recording, planning or in what a replay does before its first launch costs a line in the log: the call is made
+ordinarily, and so are all of its kind from then on.
+
+``CCE_DIST_REPLAY=0`` turns replays off, and ``CCE_DIST_REPLAY=launches`` the graphs alone. ``CCE_DIST_REPLAY=check`` makes each
+call a second time, ordinarily and on copies of its inputs, and raises where a bit differs. Replays need a GPU of NVIDIA and a
 Triton whose launcher is known; else, and while somebody has hooks on Triton's launches, every call is ordinary.
 """
 
@@ -25,20 +29,23 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cce_dist.kernels.launch.steps import Plan, Replay
-from cce_dist.kernels.launch.tape import Launch, Tape, add_bounded
+from cce_dist.kernels.launch import graphs
+from cce_dist.kernels.launch.steps import Replay, ReplayPlan
+from cce_dist.kernels.launch.tape import Launch, Refused, Tape, add_bounded, mapped
 from cce_dist.kernels.precision import fp32_precision
 
 _LOG = logging.getLogger("cce_dist")
 MOST_PLANS, MOST_SEEN = 64, 256  # of a function: calls that can be replayed; calls that came once
+PATIENCE = 4 * MOST_PLANS  # calls that a plan is kept for without being used, if another wants its place
 _NO_CHANGE = nullcontext()
+_WARNED = False
 
 
 @lru_cache(maxsize=1)
@@ -52,13 +59,19 @@ def available() -> bool:
     if knobs.runtime.interpret or not torch.cuda.is_available():
         return False
     call = "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,"
-    is_known = call in inspect.getsource(triton.runtime.jit.JITFunction.run)
-    if not is_known or not hasattr(getattr(knobs.runtime, "launch_enter_hook", None), "calls"):
+    try:
+        is_known = call in inspect.getsource(triton.runtime.jit.JITFunction.run) and hasattr(knobs, "HookChain")
+    except OSError:  # no source
+        is_known = False
+    if not is_known:
         _LOG.warning(
             "cce_dist launches kernels ordinarily: it does not know the launcher of Triton %s", triton.__version__
         )
-        return False
-    return True
+    return is_known
+
+
+class NotBegun(Exception):
+    """A replay failed before it launched anything."""
 
 
 class Replayed:
@@ -75,43 +88,103 @@ class Replayed:
         self.function, self.replayable = function, replayable
         self.plans: OrderedDict[tuple, Shared | None] = OrderedDict()
         self.seen: OrderedDict[tuple, None] = OrderedDict()
+        self.used: dict[tuple, int] = {}  # number of the last call of each plan
+        self.calls = 0
         self.lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
         more = self.replayable(args[-1])
-        if more is None:
+        if more is None or _watched():
             return self.function(*args)
-        tensors, addresses, key = _tensors_and_key(args, more)
-        with self.lock:
-            known = key in self.plans
-            if known:
-                self.plans.move_to_end(key)
-            plan = self.plans.get(key)
-            record = not known and key in self.seen
-            if not known and not record:
-                add_bounded(self.seen, key, None, MOST_SEEN)
-        if plan is not None and not _watched():
-            return plan(tensors, addresses)
+        if _checks() and not graphs.is_captured():
+            return checked(self._call, self.function, args, more)
+        return self._call(args, more)
+
+    def _call(self, args: Any, more: tuple) -> Any:
+        key, plan, record, tensors, addresses = None, None, False, [], []
+        try:
+            tensors, addresses, key = _tensors_and_key(args, more)
+            plan, record = self._look_up(key)
+        except Exception as error:
+            self._give_up(None, error)
+        if plan is not None:
+            try:
+                return plan(tensors, addresses)
+            except NotBegun as error:
+                self._give_up(key, error.__cause__)
+            except (
+                Exception
+            ) as error:  # What was launched may have written to inputs, or met other ranks: no second attempt.
+                self._give_up(key, error)
+                raise
         return self._record(args, tensors, key) if record else self.function(*args)
+
+    def _look_up(self, key: tuple) -> tuple[Shared | None, bool]:
+        """Return the plan of a kind of call, if there is one, and whether to record the call.
+
+        A kind that comes for the second time is recorded if there is room, or if the plan that was used least recently was of
+        no use for ``PATIENCE`` calls. So many kinds by turns do not drive each other's plans out.
+        """
+        with self.lock:
+            self.calls += 1
+            if key in self.plans:
+                self.plans.move_to_end(key)
+                self.used[key] = self.calls
+                return self.plans[key], False
+            if key not in self.seen:
+                add_bounded(self.seen, key, None, MOST_SEEN)
+                return None, False
+            if len(self.plans) >= MOST_PLANS:
+                oldest = next(iter(self.plans))
+                if self.calls - self.used[oldest] <= PATIENCE:
+                    return None, False
+                del self.plans[oldest], self.used[oldest]
+            return None, True
 
     def forget(self) -> None:
         """Forget all calls, as whoever changes what a call does must: a test that replaces a part of it."""
         with self.lock:
             self.plans.clear()
             self.seen.clear()
+            self.used.clear()
 
-    def _record(self, args: Any, tensors: list[Tensor], key: tuple) -> Any:
-        with _launches() as launches, Tape(tensors) as tape:
-            result = self.function(*args)
-            tape.returned(result)
-        if launches and len(launches) != sum(isinstance(step, Launch) for step in tape.steps):
-            tape.refused = "a kernel was launched that does not show its launches to tapes"
-        if tape.refused:
-            _LOG.debug("cce_dist does not replay a call: %s", tape.refused)
-        plan = None if tape.refused else Shared(Plan(tape, tensors[0].device))
+    def _keep(self, key: tuple, plan: Shared | None) -> None:
         with self.lock:
             self.seen.pop(key, None)
-            add_bounded(self.plans, key, plan, MOST_PLANS)
+            self.plans[key], self.used[key] = plan, self.calls
+            while len(self.plans) > MOST_PLANS:  # several threads recorded
+                del self.used[self.plans.popitem(last=False)[0]]
+
+    def _give_up(self, key: tuple | None, error: BaseException | None) -> None:
+        """Have calls of a kind made ordinarily, and say so once."""
+        global _WARNED
+        if key is not None:
+            self._keep(key, None)
+        _LOG.log(logging.DEBUG if _WARNED else logging.WARNING, "cce_dist does not replay a call: %r", error)
+        _WARNED = True
+
+    def _record(self, args: Any, tensors: list[Tensor], key: Any) -> Any:
+        with ExitStack() as stack:
+            try:
+                launches, tape = stack.enter_context(_launches()), Tape(tensors)
+                stack.enter_context(tape)
+            except Exception as error:
+                self._give_up(key, error)
+                stack.close()
+                return self.function(*args)
+            result = self.function(*args)
+            tape.returned(result)
+        try:
+            if launches and len(launches) != sum(isinstance(step, Launch) for step in tape.steps):
+                tape.refused = "a kernel was launched that does not show its launches to tapes"
+            if tape.refused:
+                raise Refused(tape.refused)
+            self._keep(key, Shared(ReplayPlan(tape, tensors[0].device)))
+        except Refused as reason:
+            _LOG.debug("cce_dist does not replay a call: %s", reason)
+            self._keep(key, None)
+        except Exception as error:
+            self._give_up(key, error)
         return result
 
 
@@ -137,20 +210,18 @@ def _tensors_and_key(args: Sequence[Any], more: tuple) -> tuple[list[Tensor], li
 @contextmanager
 def _launches() -> Iterator[list[Any]]:
     """List the launches of this thread that Triton knows of."""
-    from triton import knobs
-
     launches: list[Any] = []
-    thread = threading.get_ident()
+    thread, hooks = threading.get_ident(), _knobs().runtime.launch_enter_hook
 
     def launched(metadata: Any) -> None:
         if threading.get_ident() == thread:
             launches.append(metadata)
 
-    knobs.runtime.launch_enter_hook.add(launched)
+    hooks.add(launched)
     try:
         yield launches
     finally:
-        knobs.runtime.launch_enter_hook.remove(launched)
+        hooks.remove(launched)
 
 
 @lru_cache(maxsize=1)
@@ -161,27 +232,93 @@ def _knobs() -> Any:
 
 
 def _watched() -> bool:
-    """Whether somebody has hooks on Triton's launches, which a replay would pass by."""
-    return bool(_knobs().runtime.launch_enter_hook.calls or _knobs().runtime.launch_exit_hook.calls)
+    """Whether somebody has hooks on Triton's launches, which a replay would pass by, or a hook in place of Triton's chain."""
+    runtime = _knobs().runtime
+    return any(getattr(hook, "calls", True) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+
+
+@lru_cache(maxsize=1)
+def _checks() -> bool:
+    return os.environ.get("CCE_DIST_REPLAY") == "check"
+
+
+def checked(call: Callable[..., Any], function: Callable[..., Any], args: Any, more: tuple) -> Any:
+    """Make a call, and make it ordinarily on copies of its inputs; raise if a result or what is written to an input differs.
+
+    The last result may be a list of what backward needs, with cells that nobody writes: it is not compared.
+    """
+    twins: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    def twin(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        where = value.data_ptr(), value.dtype, value.shape, value.stride()
+        return twins.setdefault(where, (value, _twin(value)))[1]
+
+    copies = mapped(args[:-1], twin)
+    results = call(args, more)
+    again = function(*copies, args[-1])
+    last = len(results) - isinstance(results[-1], list)
+    pairs = [("result", ours, wanted) for ours, wanted in zip(results[:last], again[:last], strict=True)]
+    for name, ours, wanted in [*pairs, *(("input", *pair) for pair in twins.values())]:
+        for one, other in zip(_tensors(ours), _tensors(wanted), strict=True):
+            if one.shape != other.shape or not torch.equal(_bytes(one), _bytes(other)):
+                raise RuntimeError(
+                    f"CCE_DIST_REPLAY=check: another {name} of {tuple(one.shape)} than an ordinary call's"
+                )
+    return results
+
+
+def _twin(tensor: Tensor) -> Tensor:
+    """Return a copy that is laid out likewise, at an address with the same alignment to 16 bytes."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() == 0:
+        return tensor.clone()
+    shift = tensor.data_ptr() % 16 // tensor.itemsize
+    flat = torch.empty(shift + span, dtype=tensor.dtype, device=tensor.device)[shift:]
+    flat.copy_(tensor.detach().as_strided((span,), (1,)))
+    return flat.as_strided(tensor.shape, tensor.stride())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    mapped(value, lambda item: found.append(item) if isinstance(item, Tensor) else None)
+    return found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class Shared:
     """A plan that several threads may replay at a time: each call takes a replay that is idle, or a new one."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ReplayPlan) -> None:
         self.plan, self.idle = plan, [Replay(plan)]
 
     def __call__(self, tensors: list[Tensor], addresses: list[int]) -> Any:
-        try:
-            replay = self.idle.pop()
-        except IndexError:
-            replay = Replay(self.plan)
         device = self.plan.device
         try:
+            replay = self._idle_one()
+        except Exception as error:
+            raise NotBegun from error
+        try:
             with _current(device), _without_autocast(device.type):
-                return replay(tensors, addresses, _stream(device))
+                try:
+                    replay.begin(tensors, addresses)
+                    stream = _stream(device)
+                except Exception as error:
+                    raise NotBegun from error
+                return replay.run(stream)
         finally:
+            replay.end()
             self.idle.append(replay)
+
+    def _idle_one(self) -> Replay:
+        try:
+            return self.idle.pop()
+        except IndexError:
+            return Replay(self.plan)
 
 
 def _current(device: torch.device) -> AbstractContextManager:

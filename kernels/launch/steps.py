@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels.launch import graphs
-from cce_dist.kernels.launch.tape import Again, Launch, Matrix, Op, Place, Tape, Thing, aten, mapped
+from cce_dist.kernels.launch.tape import Again, Launch, Matrix, Op, Place, Refused, Tape, Thing, aten, mapped
 
 LARGE = 1 << 20  # bytes; an allocation of more costs as much time, and is worth giving back early
 MOST_BEYOND = 4 << 20  # bytes that a call's peak may be above that of an ordinary one
@@ -42,7 +42,7 @@ WORKSPACE = 0  # the workspace's place among the tensors of a call; storage n of
 _FACTORY = {"dtype", "layout", "device", "pin_memory", "memory_format"}  # arguments that a result's memory answers
 
 
-class Plan:
+class ReplayPlan:
     """All that is known of a call before its tensors are.
 
     Attributes:
@@ -102,6 +102,7 @@ class Plan:
         self.whole = {
             n: _whole(n, tape.sizes[n], places) if n in self.own else place for n, place in enumerate(tape.firsts)
         }
+        assert all(_is_dense(self.whole[n]) and _num_bytes(self.whole[n]) == tape.sizes[n] for n in self.own)
         self.phases = [
             Phase(
                 slice(start, stop),
@@ -130,7 +131,11 @@ def _temporary_bytes(step: Any, device: torch.device) -> int:
     """What an operator may allocate while it works, if it is one that does: a sort takes about what it reads and writes."""
     if not isinstance(step, Op) or _launches_alone(step if step.result is None else _into_memory(step, device) or step):
         return 0
-    return sum(torch.Size(place.size).numel() * place.dtype.itemsize for place in _places(step))
+    return sum(map(_num_bytes, _places(step)))
+
+
+def _num_bytes(place: Place) -> int:
+    return torch.Size(place.size).numel() * place.dtype.itemsize
 
 
 def _alive(lives: Iterable[tuple[int, int, int]], start: int, last: int) -> int:
@@ -180,10 +185,21 @@ def _first_and_last(uses: Sequence[Sequence[Place]]) -> tuple[dict[int, int], di
 def _whole(number: int, size: int, places: Sequence[Place]) -> Place:
     """Return the tensor to allocate for a storage: one that is all of it, else bytes."""
     for place in places:
-        filled = torch.Size(place.size).numel() * place.dtype.itemsize
-        if place.storage == number and place.offset == 0 and filled == size:
+        if place.storage == number and place.offset == 0 and _num_bytes(place) == size and _is_dense(place):
             return place
     return Place(number, 0, torch.uint8, (size,), (1,))
+
+
+def _is_dense(place: Place) -> bool:
+    """Whether no two of a tensor's elements are one, and no memory lies between them."""
+    width = 1
+    if 0 in place.size:
+        return True
+    for stride, size in sorted(zip(place.stride, place.size, strict=True)):
+        if size != 1 and stride != width:
+            return False
+        width *= size
+    return True
 
 
 def lay_out(
@@ -271,7 +287,7 @@ class Replay:
     The tensors in the workspace that operators work on live here for good. The workspace is empty between calls.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ReplayPlan) -> None:
         self.plan = plan
         # Tensors, addresses and other objects of a call.
         self.held: list[Any] = [None] * (plan.num_storages + 1)
@@ -280,8 +296,9 @@ class Replay:
         self.planned: dict[Place, Tensor] = {}
         self.workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=plan.device).untyped_storage()
         self.steps: list[Callable[[int], None]] = []
-        for phase in plan.phases:
-            self.steps += [_Allocate(self, phase.allocated)] if phase.allocated else []
+        self.first = partial(_Allocate(self, plan.phases[0].allocated), 0)
+        for number, phase in enumerate(plan.phases):
+            self.steps += [_Allocate(self, phase.allocated)] if number and phase.allocated else []
             self.steps += self._joined([_KINDS[type(step)](self, step) for step in plan.steps[phase.steps]])
             self.steps += [_Drop(self, phase.dropped)] if phase.dropped else []
         self.result = self.bring(mapped(plan.result, self.fixed))
@@ -308,29 +325,30 @@ class Replay:
             joined.append(graphs.Together(stretch, parts, self.address, numbers, self.plan.device))
         return joined
 
-    def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int], stream: int) -> Any:
+    def begin(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
+        """Take a call's tensors, and the memory that is needed before anything is launched."""
         held, address = self.held, self.address
         inputs = slice(1, len(tensors) + 1)
-        try:
-            held[inputs], address[inputs] = tensors, addresses
-            if self.planned:
-                self.workspace.resize_(self.plan.workspace_bytes)
-                address[WORKSPACE] = self.workspace.data_ptr()
-            elif self.plan.workspace_bytes:
-                tensor = held[WORKSPACE] = self.allocate()
-                address[WORKSPACE] = tensor.data_ptr()
-            for step in self.steps:
-                step(stream)
-            return self.result()
-        finally:
-            held[:], self.things[:] = [None] * len(held), [None] * len(self.things)
-            if self.planned:
-                self.workspace.resize_(0)
+        held[inputs], address[inputs] = tensors, addresses
+        if self.planned:
+            self.workspace.resize_(self.plan.workspace_bytes)
+            address[WORKSPACE] = self.workspace.data_ptr()
+        elif self.plan.workspace_bytes:
+            tensor = held[WORKSPACE] = self.allocate()
+            address[WORKSPACE] = tensor.data_ptr()
+        self.first()
 
-    def keep(self, place: Place, tensor: Tensor) -> None:
-        """Take a tensor that a step allocated or made."""
-        self.held[place.storage + 1] = tensor
-        self.address[place.storage + 1] = tensor.data_ptr()
+    def run(self, stream: int) -> Any:
+        """Make the call's steps; return its result."""
+        for step in self.steps:
+            step(stream)
+        return self.result()
+
+    def end(self) -> None:
+        """Give back what the call had."""
+        self.held[:], self.things[:] = [None] * len(self.held), [None] * len(self.things)
+        if self.planned:
+            self.workspace.resize_(0)
 
     def source(self, place: Place) -> tuple[int, int]:
         """Return the number and the offset that a place's address is made of."""
@@ -361,6 +379,8 @@ class Replay:
         if template == whole:
             return lambda: held[number]
         if template.dtype != whole.dtype:
+            if not _is_dense(whole):
+                raise Refused("a tensor with gaps is read as another dtype")
             return lambda: _view(held[number].view(template.dtype), template)
         return lambda: _view(held[number], template)
 
@@ -536,7 +556,8 @@ class _Op:
     """A torch operator's call, into memory that is there or into tensors of its own."""
 
     def __init__(self, replay: Replay, op: Op) -> None:
-        self.replay, self.made = replay, ()
+        # No reference to the replay, which has this step: a cycle would keep it until the collector comes by.
+        self.held, self.address, self.made = replay.held, replay.address, ()
         call: Any = op
         if op.result is not None and all(place.storage in replay.plan.made for place in _places(op.result)):
             self.made = _places(op.result)
@@ -565,7 +586,13 @@ class _Op:
         result = self.function(*args, **kwargs)
         if self.made:
             for place, tensor in zip(self.made, (result,) if isinstance(result, Tensor) else result, strict=True):
-                self.replay.keep(place, tensor)
+                _keep(self, place, tensor)
+
+
+def _keep(step: _Op | _Again, place: Place, tensor: Tensor) -> None:
+    """Take a tensor that a step made."""
+    step.held[place.storage + 1] = tensor
+    step.address[place.storage + 1] = tensor.data_ptr()
 
 
 class _Again:
@@ -574,15 +601,16 @@ class _Again:
     joins = False
 
     def __init__(self, replay: Replay, again: Again) -> None:
-        self.replay, self.function, self.result = replay, again.function, again.result
+        self.held, self.address, self.things = replay.held, replay.address, replay.things
+        self.function, self.result = again.function, again.result
         self.args = replay.bring(mapped(again.args, replay.fixed))
 
     def __call__(self, stream: int) -> None:
         result = self.function(*self.args())
         if isinstance(self.result, Thing):
-            self.replay.things[self.result.number] = result
+            self.things[self.result.number] = result
         elif self.result is not None:
-            self.replay.keep(self.result, result)
+            _keep(self, self.result, result)
 
 
 _KINDS: dict[type, Callable[[Replay, Any], Callable[[int], None]]] = {Launch: _Launch, Op: _Op, Again: _Again}

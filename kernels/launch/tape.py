@@ -5,7 +5,7 @@ and those that its operators made. Nothing is noted of views and of uninitialise
 a tape into steps that need neither the tensors nor the code that made them.
 
 A call that the tape cannot follow is refused, with a reason, and goes on undisturbed: one that reads a tensor nobody gave it,
-asks a tensor for its value, or gets inputs that are on several devices or different parts of one tensor.
+asks a tensor for its value, or gets inputs that are on several devices or overlap. So is a call whose noting fails.
 """
 
 from __future__ import annotations
@@ -138,8 +138,9 @@ class Tape(TorchDispatchMode):
         self.result: Any = None
         self.refused = ""
         self._paused = False
-        self._numbers: dict[int, int] = {}
-        self._begins: list[int] = []
+        self._numbers: dict[int, list[int]] = {}  # by storage; an input's storage may have several inputs in it
+        self._spans: list[tuple[int, int]] = []  # of each first tensor: bytes of its storage that it begins and ends at
+        self._constants: dict[int, Tensor] = {}  # by storage: numbers that the code made tensors of
         # By identity. One object may come twice, and then has two numbers.
         self._things: dict[int, tuple[Thing, Any]] = {}
         self._num_things = 0
@@ -148,10 +149,7 @@ class Tape(TorchDispatchMode):
         if len({tensor.device for tensor in inputs}) > 1:
             self.refused = "the inputs are on several devices"
         for tensor in inputs:
-            number = self._numbers.get(tensor.untyped_storage()._cdata)
             self._add(tensor, 0)
-            if number is not None and self._begins[number] != self._begins[-1]:
-                self.refused = "two inputs share memory and begin at different places in it"
 
     def __enter__(self) -> Tape:
         _THREAD.tape, _THREAD.launch = self, self._launch_noted
@@ -211,6 +209,8 @@ class Tape(TorchDispatchMode):
                 note(*what)
             except Refused as reason:
                 self.refused = str(reason)
+            except Exception as error:
+                self.refused = repr(error)
 
     def _launch(self, names: Sequence[str], compiled: Any, grid: Any, args: Any, kwargs: dict[str, Any]) -> None:
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -227,6 +227,9 @@ class Tape(TorchDispatchMode):
         self.steps.append(Launch(compiled, (*grid, 1, 1)[:3], [noted(value) for value in values]))
 
     def _operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        if func is aten.lift_fresh.default:
+            self._constants[args[0].untyped_storage()._cdata] = args[0]
+            return
         tensors: list[Tensor] = []
         mapped(result, lambda item: tensors.append(item) if isinstance(item, Tensor) else None)
         if not tensors:
@@ -234,6 +237,8 @@ class Tape(TorchDispatchMode):
         args, kwargs = self._places((args, kwargs))
         new = self._add_new(tensors)
         if func._schema.is_mutable:
+            if isinstance(args[0], Tensor):
+                raise Refused(f"{func} writes to a constant")
             self.steps.append(Op(func, args, kwargs, None))
         elif new and func.overloadpacket not in _UNINITIALISED:
             self.steps.append(Op(func, args, kwargs, self._places(result)))
@@ -258,20 +263,35 @@ class Tape(TorchDispatchMode):
 
     def _add(self, tensor: Tensor, size: Any) -> None:
         storage = tensor.untyped_storage()
-        self._numbers[storage._cdata] = len(self.sizes)
+        self._numbers.setdefault(storage._cdata, []).append(len(self.sizes))
         self._storages.append(StorageWeakRef(storage))
-        self._begins.append(int(tensor.storage_offset()) * tensor.itemsize)
+        self._spans.append(_span(tensor))
         self.sizes.append(int(size))
         self.firsts.append(Place(len(self.firsts), 0, tensor.dtype, tuple(tensor.shape), tensor.stride()))
 
     def _place(self, tensor: Tensor) -> Place | Tensor:
-        number = self._numbers.get(tensor.untyped_storage()._cdata)
-        if number is not None:
-            offset = tensor.storage_offset() * tensor.itemsize - self._begins[number]
-            return Place(number, int(offset), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if tensor.dim() == 0 and tensor.is_cpu:
-            return tensor.clone()  # a number that torch made a tensor of
-        raise Refused(f"a tensor of {tuple(tensor.shape)} came from elsewhere")
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._constants and tensor.dim() == 0 and tensor.is_cpu:
+            return tensor
+        numbers = self._numbers.get(storage)
+        if numbers is None:
+            raise Refused(f"a tensor of {tuple(tensor.shape)} came from elsewhere")
+        begin, end = _span(tensor)
+        if len(numbers) > 1:
+            # Other calls' inputs lie apart in another way. So the tensor has to be a part of one input alone.
+            inside = [n for n in numbers if self._spans[n][0] <= begin and end <= self._spans[n][1]]
+            if len({self._spans[n][0] for n in inside}) != 1:
+                raise Refused("inputs overlap, or a tensor is no part of one of them")
+            numbers = inside
+        offset = begin - self._spans[numbers[-1]][0]
+        return Place(numbers[-1], offset, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage that a tensor begins and ends at."""
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.itemsize * (tensor.numel() > 0)
 
 
 def again(function: Callable[..., Any], *args: Any) -> Any:
