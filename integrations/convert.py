@@ -28,7 +28,7 @@ def convert(model: Any, **options: Any) -> Any:
     them as soon as somebody looks at them, and always without labels. One rank says in a line that the loss is in use.
 
     Call it on every rank, before or after ``fully_shard``, and before DDP, ``Trainer(...)`` and ``accelerator.prepare``; after
-    PEFT. On a converted model it replaces the options, and without options it changes nothing.
+    PEFT. On a converted model it replaces the options, where there are any. Call it again after ``resize_token_embeddings``.
 
     Args:
         model: Any ``nn.Module`` with one head that is an ``nn.Linear``: its output embedding, or a module called lm_head or
@@ -46,20 +46,21 @@ def convert(model: Any, **options: Any) -> Any:
         TypeError: It is no ``nn.Module``.
     """
     chosen = ModelOptions.read(options, lambda key: f"cce_dist.convert: {key}", "cce_dist.convert")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"cce_dist.convert needs an nn.Module, got {type(model).__name__}")
+    heads = _heads(model, "convert")
     inner = innermost(model)
-    heads = _heads(inner)
     if heads:
         for head in heads.values():
-            head.cce_task.options = chosen if options else head.cce_task.options
+            task = head.cce_task
+            task.options = chosen if options else task.options
+            if task.shard.group is None:
+                task.shard = _all_rows(head)
         return model
     _unwatch(inner)
     transformers.refuse(inner)
     if type(inner).__module__.startswith("megatron."):
         raise ValueError(f"a {type(inner).__name__} is Megatron's: call cce_dist.integrations.megatron.convert")
     name, head = find_head(inner, chosen.head)
-    task = transformers.Task(chosen, VocabShard(0, head.out_features, head.out_features))
+    task = transformers.Task(chosen, _all_rows(head))
     task.watch(inner)
     take(head, task)
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
@@ -73,8 +74,9 @@ def revert(model: Any) -> Any:
 
     Raises:
         ValueError: The head's class was changed again since, by FSDP2 say.
+        TypeError: It is no ``nn.Module``.
     """
-    for name, head in _heads(model).items():
+    for name, head in _heads(model, "revert").items():
         if type(head).__bases__[0] is not Head:
             raise ValueError(f"the class of {name} was changed again since convert(), by FSDP2 say: revert it before")
         give_back(head)
@@ -91,8 +93,9 @@ def require(model: Any) -> None:
 
     Raises:
         RuntimeError: No head is converted; or forwards in training have ended, and other code computed the loss of all of them.
+        TypeError: It is no ``nn.Module``.
     """
-    heads = _heads(model)
+    heads = _heads(model, "require")
     if not heads:
         advice = "call cce_dist.convert(model), before Trainer, accelerator.prepare or DDP"
         if transformers.section_of_trainer() is not None:
@@ -114,5 +117,11 @@ def _unwatch(module: nn.Module) -> None:
                 handle.remove()
 
 
-def _heads(model: nn.Module) -> dict[str, Any]:
+def _heads(model: Any, called: str) -> dict[str, Any]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"cce_dist.{called} needs an nn.Module, got {type(model).__name__}")
     return {name: module for name, module in model.named_modules() if isinstance(module, Head)}
+
+
+def _all_rows(head: Any) -> VocabShard:
+    return VocabShard(0, head.out_features, head.out_features)

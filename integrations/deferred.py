@@ -4,7 +4,8 @@
 returns ``DeferredLogits``: no numbers, but the hidden states that the head was called with. They go through the model's own
 code, which may scale them and, in the end, ask for their loss. That request calls the head again, through ``__call__`` and with
 ``ask=``, a function that runs inside of the head's ``forward``: the hooks of FSDP or ZeRO-3 gather the weight around its
-real use. In training all other uses of the logits raise an error that names the use. In evaluation another use computes them.
+real use. In training all other uses of the logits raise an error that names the use. In evaluation another use computes them,
+unless what they are computed from has changed since: ``unchanged`` has the checks, and a change raises an error, too.
 
 A model that calls ``F.cross_entropy`` itself needs ``TensorLogits`` and ``Task``, whose hooks watch the model's forward; they
 need no framework but PyTorch. Other frameworks have a subclass of ``DeferredLogits`` and of ``Task``.
@@ -36,6 +37,7 @@ from torch.utils import _pytree as pytree
 
 from cce_dist.integrations import peft
 from cce_dist.integrations.on_demand import OnDemand
+from cce_dist.integrations.unchanged import Seal, Version
 from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
 
@@ -61,6 +63,7 @@ class DeferredLogits:
         self._head, self._task, self._hidden, self._given = head, task, hidden, given
         self._factor, self._softcap = 1.0, None  # _factor: before the tanh; _softcap: behind it
         self._made_with_grad = torch.is_grad_enabled()
+        self._training = task.training(head)
 
     def __mul__(self, factor: Any) -> Any:
         if not isinstance(factor, (int, float)):
@@ -145,7 +148,13 @@ class TensorLogits(DeferredLogits):
             task.shard.vocab_size
         )  # fewer where the caller has cut off the columns that pad the vocabulary
         self._added: Tensor | None = None  # a bias [V]
-        self._training = head.training
+        self._version, self._weight_version = Version(hidden), Version(getattr(head, "weight", None))
+        # Logits for training are never looked at, and those of a split vocabulary have no answer to a look.
+        may_look = not (self._training and self._made_with_grad) and task.shard.group is None
+        # All logits that are derived from these share the seal of the weight, and the tensors that were looked at.
+        self._seal = Seal() if may_look else None
+        self._hidden_seal: Seal | None = None  # from the end of the forward on
+        self._looks: list[tuple[Tensor, Version]] = []
         kind = hidden.device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
@@ -178,7 +187,8 @@ class TensorLogits(DeferredLogits):
             return self._other_use("__add__", "__add__", other)
         if other.numel() != rows:
             return self._other_use("a sum with other numbers for each token", "__add__", other)
-        return self._with(added=other.reshape(rows), cast=torch.promote_types(self.dtype, other.dtype))
+        # A copy: the model may change its bias before somebody looks.
+        return self._with(added=other.reshape(rows).clone(), cast=torch.promote_types(self.dtype, other.dtype))
 
     # The loss is computed in fp32 from what the products accumulate, whatever dtype the caller casts to.
     def to(self, *args: Any, **kwargs: Any) -> TensorLogits:
@@ -231,13 +241,29 @@ class TensorLogits(DeferredLogits):
         if function in cls.ANSWERED and isinstance(first, cls):
             return super().__torch_function__(function, types, args, kwargs)
         name = getattr(function, "__name__", str(function))
+        given = kwargs or {}
+        in_place = is_in_place(name) or given.get("inplace")
+        if (in_place and isinstance(first, cls)) or isinstance(given.get("out"), cls):
+            raise cls._refused_in_place(name)
         args, kwargs = pytree.tree_map_only(cls, lambda logits: logits._computed(name), (args, kwargs or {}))
         return function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"logits have no attribute {name}")
+        if is_in_place(name):
+            raise self._refused_in_place(name)
         return getattr(self._computed(name), name)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise self._refused_in_place("an assignment to a part")
+
+    @classmethod
+    def _refused_in_place(cls, name: str) -> NotComputedError:
+        # It would change a tensor that is computed for it, and neither the loss nor the next look would know.
+        return NotComputedError(
+            f"cce_dist: {name} changes in place logits that are not computed; use its form that returns a new tensor"
+        )
 
     def _other_use(self, use: str, name: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._computed(use, name), name)(*args, **kwargs)
@@ -257,10 +283,11 @@ class TensorLogits(DeferredLogits):
             )
         if "_value" not in vars(self):
             with torch.set_grad_enabled(self._made_with_grad):
-                logits = self._ask(lambda head, hidden: _dense(head, hidden, self._added))
+                logits = self._ask(lambda head, hidden: _dense(head, hidden, self._added, self._seal))
                 logits = logits[..., : self._vocab_size] * self._factor
                 logits = logits if self._softcap is None else logits.tanh() * self._softcap
                 self._value = logits.to(self._cast or logits.dtype)
+            self._looks.append((self._value, Version(self._value)))
         return self._value
 
     def _scaling(self) -> dict[str, Any]:
@@ -268,26 +295,57 @@ class TensorLogits(DeferredLogits):
 
     def _ask(self, compute: Callable) -> Any:
         # The head's product has the dtype of the place where the model called the head, wherever its loss is asked for.
+        for value, versions in self._looks:
+            versions.check("logits that were looked at", value)
+        self._check_hidden()
+        if self._seal is None and not self._task.calls:
+            self._weight_version.check("the head's weight", getattr(self._head, "weight", None))
         kind, dtype, enabled = self._autocast
         with torch.autocast(kind, dtype, enabled):
-            return super()._ask(compute)
+            answer = super()._ask(compute)
+        if self._seal is not None:
+            self._seal.check("the head's weight, or its bias,")
+        return answer
 
     def _with(self, **changes: Any) -> Any:
+        if "hidden" in changes:
+            self._check_hidden()
+            changes |= {"version": Version(changes["hidden"]), "hidden_seal": None}
         new = super()._with(**changes)
         vars(new).pop("_value", None)
         return new
 
+    def _check_hidden(self) -> None:
+        self._version.check("hidden states", self._hidden)
+        if self._hidden_seal is not None:
+            self._hidden_seal.read(self._hidden)
+            self._hidden_seal.check("hidden states")
 
-def _for_looking(output: Any) -> Any:
-    """Return a model's output with deferred logits as tensors that are computed at the first look."""
+    def _for_later(self) -> Any:
+        """Return what the caller of the model gets for logits of evaluation.
+
+        A loss of the forward has sealed the weight. Where there was none, the logits are computed now: outside of the forward
+        nobody could tell whether the weight is still the same.
+        """
+        if self._seal is not None and not self._seal.closed:
+            return self._computed("the end of the forward")
+        self._hidden_seal = Seal()
+        self._hidden_seal.read(self._hidden)
+        if torch.is_grad_enabled():
+            return self
+        return OnDemand(self.shape, self.dtype, self.device, functools.partial(self._computed, "a look"))
+
+
+def _for_later(output: Any) -> Any:
+    """Return a model's output with deferred logits as their ``_for_later`` says."""
     if isinstance(output, TensorLogits):
-        return OnDemand(output.shape, output.dtype, output.device, functools.partial(output._computed, "a look"))
+        return output._for_later()
     if type(output) is tuple:
-        return tuple(_for_looking(part) for part in output)
+        return tuple(_for_later(part) for part in output)
     if isinstance(output, dict):
         for name, part in output.items():
             if isinstance(part, TensorLogits):
-                output[name] = _for_looking(part)
+                output[name] = part._for_later()
     return output
 
 
@@ -296,14 +354,21 @@ def _operator(name: str) -> Callable:
 
 
 # Python looks operators up on the class, never by ``__getattr__``.
-for _name in ("radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", "gt", "ge", "len", "iter", "array"):
+_OPERATORS = """
+radd sub rsub rtruediv floordiv rfloordiv mod rmod neg abs pow rpow matmul rmatmul lt le gt ge eq ne and or xor invert
+bool float int len iter contains array
+"""
+for _name in _OPERATORS.split():
     setattr(TensorLogits, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def _dense(head: Any, hidden: Tensor, added: Tensor | None = None) -> Tensor:
+def _dense(head: Any, hidden: Tensor, added: Tensor | None = None, seal: Seal | None = None) -> Tensor:
     """Return the head's logits. Communication: outside of the forward in which FSDP2 gathers the weight, an all-gather."""
-    hidden, *factors = peft.operands(head, hidden, added)
+    hidden, *factors = peft.operands(head, hidden)
     whole: list[Any] = [x.full_tensor().to(hidden.dtype) if isinstance(x, DTensor) else x for x in factors]
+    if seal is not None:
+        seal.read(*whole)
+    whole[1] = peft.sum_of_biases(whole[1], added)
     return F.linear(hidden, *whole)
 
 
@@ -325,7 +390,10 @@ def _cross_entropy(
         )
     task = input._task
     task.check_place(input._head)
-    call = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, **input._scaling())
+    call = dict(
+        ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, training=input._training,
+        seal=input._seal, **input._scaling(),
+    )  # fmt: skip
     if input._vocab_size != task.shard.vocab_size:
         call["shard"] = dataclasses.replace(task.shard, vocab_size=input._vocab_size)
     return task.outside(input._ask(lambda head, hidden: task.inside(head, hidden, target, call)))
@@ -342,6 +410,7 @@ class Task:
         num_forwards: Training forwards that have ended.
         num_losses: Losses in training that the head was asked for.
         num_asked: Requests to the head in the outermost forward that is under way, or was last.
+        trains: Whether the model was in training in that forward; None: no forward was watched.
         hooks: Handles of the hooks of ``watch``.
     """
 
@@ -351,6 +420,7 @@ class Task:
     num_forwards: int = 0
     num_losses: int = 0
     num_asked: int = 0
+    trains: bool | None = None
     hooks: tuple = ()
 
     def watch(self, model: nn.Module) -> None:
@@ -364,6 +434,7 @@ class Task:
         """Decide whether the head defers in this call of the model, from the very module that runs: a copy has its own mode."""
         if not self.calls:
             self.num_asked = 0
+        self.trains = model.training
         trains = model.training and torch.is_grad_enabled()
         self.calls.append(trains or has_labels(model, args, kwargs))
 
@@ -377,7 +448,7 @@ class Task:
         if self.calls or output is None:  # None: an error is under way
             return None
         if not (model.training and torch.is_grad_enabled()):
-            return None if torch.is_grad_enabled() else _for_looking(output)
+            return _for_later(output)
         self.num_forwards = one_more(self.num_forwards)
         if has_labels(model, args, kwargs) and not self.num_asked:
             raise RuntimeError(
@@ -390,8 +461,22 @@ class Task:
     def deferring(self) -> bool:
         return bool(self.calls) and self.calls[-1]
 
+    def training(self, head: Any) -> bool:
+        """Return whether a loss is one of training: by the mode of the model, whatever mode its head alone was put in."""
+        return head.training if self.trains is None else self.trains
+
     def defer(self, head: Any, hidden: Tensor) -> Any:
-        """Return what the head returns instead of logits."""
+        """Return what the head returns instead of logits.
+
+        Raises:
+            ValueError: The head has other rows than at its conversion.
+        """
+        rows = getattr(head, "out_features", self.shard.num_rows)
+        if self.shard.group is None and rows != self.shard.num_rows:
+            raise ValueError(
+                f"cce_dist: the head has {rows} rows, and had {self.shard.num_rows} when it was converted: convert the model "
+                "again after resize_token_embeddings"
+            )
         return TensorLogits(head, self, hidden)
 
     def check_place(self, head: Any) -> None:
@@ -420,22 +505,25 @@ class Task:
         """Look at what a loss was made of, where ``aux`` names something; ``valid`` says which labels are not ignored."""
 
     def loss(
-        self, head: Any, hidden: Tensor, target: Tensor, *, label_smoothing: float, added: Tensor | None = None, **call: Any
+        self, head: Any, hidden: Tensor, target: Tensor, *, label_smoothing: float, training: bool,
+        added: Tensor | None = None, seal: Seal | None = None, **call: Any,
     ) -> Any:  # fmt: skip
         """Return what ``linear_cross_entropy`` returns for this head and its options.
 
-        The label smoothing and the z-loss of the options are for training: where ``head.training`` is false, the loss has the
+        The label smoothing and the z-loss of the options are for training: where ``training`` is false, the loss has the
         caller's own ``label_smoothing`` alone, and is comparable with any other evaluation loss.
         """
         options, aux = self.options, self.aux()
-        if head.training:
+        if training:
             self.num_losses = one_more(self.num_losses)
             label_smoothing = label_smoothing or options.label_smoothing
             call["z_loss_weight"] = options.z_loss_weight
         call.setdefault("shard", self.shard)
-        hidden, weight, bias = peft.operands(head, hidden, added)
+        hidden, weight, bias = peft.operands(head, hidden)
+        if seal is not None:
+            seal.read(weight, bias)
         output: Any = linear_cross_entropy(
-            hidden, weight, target, linear_bias=bias,
+            hidden, weight, target, linear_bias=peft.sum_of_biases(bias, added),
             label_smoothing=label_smoothing, reduce_dtype=options.reduce_dtype, grad_filter=options.grad_filter,
             backend=options.backend, workspace_bytes=options.workspace_bytes, return_aux=aux or False, **call,
         )  # fmt: skip
@@ -467,6 +555,11 @@ class Task:
         new.calls, new.num_forwards, new.num_losses, new.num_asked = [], 0, 0, 0
         new.hooks = copy.deepcopy(self.hooks, memo)
         return new
+
+
+def is_in_place(name: str) -> bool:
+    """Return whether a function of torch with this name changes its first argument."""
+    return name.endswith("_") and not name.endswith("__")
 
 
 def one_more(count: int) -> int:
@@ -517,6 +610,7 @@ def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[s
     check_class(type(head), own, found[0])
     if "forward" in vars(head):
         raise ValueError(f"cce_dist cannot take over {found[0]}: somebody has replaced its forward")
+    check_hooks(head, found[0])
     return found[0], head
 
 
@@ -550,6 +644,30 @@ def check_class(kind: type, own: tuple[type, ...] = (), path: str = "") -> None:
         )
 
 
+# Their hooks gather and release the weight, and return a head's output as it is.
+HOOKS_OF = ("torch.distributed.fsdp.", "deepspeed.", "megatron.")
+
+
+def check_hooks(head: nn.Module, path: str = "") -> None:
+    """Raise if a head has a forward hook that expects logits: it would be given the loss.
+
+    Raises:
+        ValueError: There is a hook of somebody else than FSDP, ZeRO and Megatron.
+    """
+    for hook in head._forward_hooks.values():
+        function: Any = hook
+        while isinstance(function, functools.partial):
+            function = function.func
+        module = getattr(function, "__module__", None) or type(function).__module__
+        if not module.startswith(HOOKS_OF):
+            which = f" {path}" if path else ""
+            name = getattr(function, "__qualname__", type(function).__name__)
+            raise ValueError(
+                f"cce_dist: the head{which} has the forward hook {name} of {module}, which would be given the loss in place of "
+                "logits: remove the hook, or do its work in the model's forward"
+            )
+
+
 class Head(nn.Module):
     """Stands before the class of a head. Given ``ask``, forward runs it where the parameters are whole."""
 
@@ -557,6 +675,8 @@ class Head(nn.Module):
 
     def __call__(self, *args: Any, ask: Callable | None = None, **kwargs: Any) -> Any:
         # A deferred call is answered before the module's hooks: none of them gathers a weight that is not used yet.
+        if self._forward_hooks and (ask is not None or self.cce_task.deferring()):
+            check_hooks(self)
         if ask is None and self.cce_task.deferring():
             return self.cce_task.defer(self, *args, **kwargs)
         if ask is None:

@@ -42,13 +42,12 @@ def is_lora(kind: type) -> bool:
     return peft is not None and issubclass(kind, peft.tuners.lora.Linear)
 
 
-def operands(head: Any, hidden: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return what the head's logits are the product of: hidden states, weight and bias of ``linear_cross_entropy``.
 
     Args:
         head: ``nn.Linear``, or the LoRA layer around one.
         hidden: [..., D] what the head is called with.
-        added: [V] a bias beside the head's own.
 
     Returns:
         hidden [..., D + r], weight [V, D + r] in hidden's dtype, bias [V] or None; r is the sum of all active adapters' ranks.
@@ -57,13 +56,13 @@ def operands(head: Any, hidden: Tensor, added: Tensor | None = None) -> tuple[Te
         ValueError: The head is of a kind of LoRA that is no sum of products, or its weight is not whole here.
     """
     if not is_lora(type(head)):
-        return hidden, head.weight, _sum(getattr(head, "bias", None), added)
+        return hidden, head.weight, getattr(head, "bias", None)
     if head.disable_adapters and head.merged:
         head.unmerge()
     base = head.base_layer
     _check(head, base)
     adapters = () if head.disable_adapters or head.merged else head.active_adapters
-    rows, columns, bias = [hidden], [base.weight], _sum(base.bias, added)
+    rows, columns, bias = [hidden], [base.weight], base.bias
     for name in adapters:
         if name not in head.lora_A:
             continue
@@ -72,13 +71,14 @@ def operands(head: Any, hidden: Tensor, added: Tensor | None = None) -> tuple[Te
         rows.append(low.to(hidden.dtype))
         columns.append(up.weight.to(base.weight.dtype))
         if up.bias is not None:
-            bias = _sum(bias, scale * up.bias)
+            bias = sum_of_biases(bias, scale * up.bias)
     if len(rows) == 1:
         return hidden, base.weight, bias
     return torch.cat(rows, -1), torch.cat(columns, 1), None if bias is None else bias.to(base.weight.dtype)
 
 
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def sum_of_biases(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the sum of two biases [V], either of which may be missing."""
     return one if other is None else other if one is None else one + other
 
 

@@ -155,7 +155,8 @@ class _Score:
     ) -> tuple[Tensor, ...]:
         kind = hidden.device.type
         with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not self.in_fp32):
-            hidden, weight, bias = peft.operands(head, hidden.float() if self.in_fp32 else hidden, added)
+            hidden, weight, bias = peft.operands(head, hidden.float() if self.in_fp32 else hidden)
+            bias = peft.sum_of_biases(bias, added)
             aux = {"nll", *(AUX[name] for name in self.outputs if name in AUX)}
             call = functools.partial(
                 linear_cross_entropy, hidden, weight.to(hidden.dtype), labels, reduction="none", return_aux=tuple(aux),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import subprocess
 import sys
@@ -191,6 +192,152 @@ def test_evaluation_with_gradients_may_look_too(dense: list[int]) -> None:
     torch.testing.assert_close(ours.lm_head.weight.grad, stock.lm_head.weight.grad)
 
 
+def put_an_average_back(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.copy_(0.5 * parameter.data)  # which no version counter sees
+
+
+def step(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+CHANGES: dict[str, Callable] = {
+    "average": put_an_average_back,
+    "other-storage": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data + 1),
+    "optimizer": step,
+    "load": lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}),
+    "bias": lambda model: model.lm_head.bias.data.zero_(),
+    "hidden": lambda model: model.hidden.mul_(2),
+    "hidden-data": lambda model: model.hidden.data.mul_(2),
+}
+
+
+class KeepsHidden(Model):
+    """Hands its hidden states out, as models with ``output_hidden_states`` do."""
+
+    hidden: Tensor
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        self.hidden = self.embed(ids)
+        logits = self.lm_head(self.hidden)
+        return {"loss": None if labels is None else loss_of(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_logits_of_evaluation_are_those_of_the_forward(change: Callable, mode: Callable) -> None:
+    """Catches logits of other weights than the loss beside them."""
+    stock, ours = (model.eval() for model in pair(KeepsHidden))
+    with mode():
+        looked, unseen = (ours(batch(), labels=batch())["logits"] for _ in range(2))
+        expected = stock(batch())["logits"]
+        torch.testing.assert_close(looked + 0, expected)
+    with torch.inference_mode(mode is torch.inference_mode), torch.no_grad():
+        change(ours)
+    torch.testing.assert_close(looked + 0, expected)
+    with pytest.raises(RuntimeError, match="changed between the model's forward and this use of its logits"):
+        unseen.argmax(-1)
+
+
+def test_a_loss_behind_the_forward_is_of_its_weights() -> None:
+    _, ours = pair()
+    for model in (ours.train(), ours.eval()):
+        logits = model(batch(), labels=batch())["logits"]
+        loss_of(logits, batch())
+        step(model)
+        with pytest.raises(RuntimeError, match=r"the head's weight.* changed between"):
+            loss_of(logits, batch())
+
+
+def test_evaluation_that_asks_for_no_loss_gets_logits() -> None:
+    """Nobody has read the weight then, so that a later look could not tell whether it is the same."""
+
+    class LeavesLabels(Model):
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+            return {"logits": self.lm_head(self.embed(ids))}
+
+    stock, ours = (model.eval() for model in pair(LeavesLabels))
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            logits = ours(batch(), labels=batch())["logits"]
+            assert type(logits) is Tensor
+            torch.testing.assert_close(logits, stock(batch())["logits"])
+
+
+IN_PLACE: dict[str, Callable] = {
+    "method": lambda x: x.div_(2),
+    "function": lambda x: torch.relu_(x),
+    "argument": lambda x: F.relu(x, inplace=True),
+    "out": lambda x: torch.mul(torch.ones(()), 2, out=x),
+    "assignment": lambda x: x.__setitem__((..., 0), 0.0),
+    "view": lambda x: x[..., 0].fill_(9.0),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
+def test_changes_in_place_before_a_loss_raise(change: Callable) -> None:
+    """Catches a change of a copy that the loss does not know."""
+
+    class Changes(Model):
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+            logits = self.lm_head(self.embed(ids))
+            change(logits)
+            return {"loss": None if labels is None else loss_of(logits, labels), "logits": logits}
+
+    _, ours = pair(Changes)
+    with torch.no_grad(), pytest.raises((TypeError, RuntimeError), match=r"in place|changed between"):
+        ours.eval()(batch(), labels=batch())
+
+
+def doubles(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 2
+
+
+def test_a_forward_hook_on_the_head_is_refused() -> None:
+    """It would scale the loss in place of the logits. Without a loss it gets logits, and may stay."""
+    model = Model()
+    handle = model.lm_head.register_forward_hook(functools.partial(doubles))
+    with pytest.raises(ValueError, match="the head lm_head has the forward hook doubles of test_convert, which"):
+        cce_dist.convert(model)
+    handle.remove()
+    stock, ours = pair()
+    for model in (stock, ours):
+        model.lm_head.register_forward_hook(doubles)
+    with pytest.raises(ValueError, match="the head has the forward hook doubles"):
+        ours(batch(), labels=batch())
+    with torch.no_grad():
+        torch.testing.assert_close(ours(batch())["logits"], stock(batch())["logits"])
+
+
+def test_a_head_that_was_enlarged_is_converted_again() -> None:
+    _, ours = pair()
+    ours.lm_head.weight = nn.Parameter(torch.randn(VOCAB + 3, HIDDEN))
+    ours.lm_head.bias, ours.lm_head.out_features = None, VOCAB + 3
+    with pytest.raises(ValueError, match="has 40 rows, and had 37 when it was converted: convert the model again"):
+        ours(batch(), labels=batch())
+    loss = cce_dist.convert(ours)(batch(), labels=batch())["loss"]
+    logits = F.linear(ours.embed(batch()), ours.lm_head.weight)
+    torch.testing.assert_close(loss, loss_of(logits, batch()))
+
+
+def test_a_head_in_evaluation_mode_trains_with_its_model() -> None:
+    """Catches a count, and options, that follow the mode of the head alone."""
+    _, ours = pair(z_loss_weight=0.5)
+    ours.lm_head.eval()
+    loss = ours(batch(), labels=batch())["loss"]
+    cce_dist.require(ours)
+    torch.testing.assert_close(loss, ours.train()(batch(), labels=batch())["loss"])
+    assert loss > ours.eval()(batch(), labels=batch())["loss"] + 1
+
+
+@pytest.mark.parametrize("function", [cce_dist.convert, cce_dist.require, cce_dist.revert])
+def test_what_is_no_model_is_one_line(function: Callable) -> None:
+    with pytest.raises(TypeError, match=f"cce_dist.{function.__name__} needs an nn.Module, got NoneType"):
+        function(None)
+
+
 def test_logits_on_demand_pass_for_a_tensor_from_outside_python(dense: list[int]) -> None:
     class Same(torch.autograd.Function):
         @staticmethod
@@ -305,6 +452,10 @@ def under_fsdp2() -> None:
             with torch.no_grad():
                 expected, got = (model.eval()(batch(), labels=batch())["logits"] for model in (stock, ours))
                 torch.testing.assert_close(got.float() + 0, expected)  # gathers the weight anew
+                unseen = ours(batch(), labels=batch())["logits"]
+                step(ours)
+            with pytest.raises(RuntimeError, match="changed between the model's forward"):
+                unseen.argmax(-1)
             ours.train()
             with pytest.raises(RuntimeError, match="must be computed in the model's forward"):
                 loss_of(ours(batch())["logits"], batch())

@@ -142,6 +142,24 @@ def test_two_adapters_add_up_and_switched_off_ones_do_not() -> None:
     torch.testing.assert_close(stock(**batch()).loss, plain)
 
 
+def test_logits_of_another_adapter_are_refused() -> None:
+    """Catches logits of evaluation that are computed from other adapters than the loss beside them."""
+    model = model_of("llama", **CONFIGS["lora"]).eval()
+    model.add_adapter("other", LoraConfig(r=8, target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    convert(model)
+    with torch.no_grad():
+        looked, unseen = (model(**batch()).logits for _ in range(2))
+        expected = looked + 0
+        with model.disable_adapter(), pytest.raises(RuntimeError, match=r"the head's weight.* changed between"):
+            unseen.argmax(-1)
+        assert torch.equal(unseen + 0, expected)  # the adapter is back
+        late = model(**batch()).logits
+        model.set_adapter("other")
+        with pytest.raises(RuntimeError, match=r"the head's weight.* changed between"):
+            late.argmax(-1)
+        assert torch.equal(looked + 0, expected)
+
+
 def test_dropout_of_an_adapter_is_drawn_once() -> None:
     stock = model_of("llama", target_modules=["lm_head"], lora_dropout=0.5)
     ours = copy.deepcopy(stock)

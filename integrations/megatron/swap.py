@@ -108,7 +108,7 @@ class MegatronLogits(deferred.DeferredLogits):
             weight, call = call_of(head, weight)
             return vocab_parallel_loss(hidden, weight, labels, **call, options=self._task.options, **self._scaling())
 
-        self._task.num_losses += self._head.training
+        self._task.num_losses += self._training
         return self._ask(loss)
 
     def max(self, dim: int) -> tuple[Tensor, Tensor]:
@@ -201,6 +201,7 @@ def _deferring(model_class: type, name: str, function: Callable) -> Callable:
             )
             return inherited(*args, **kwargs)
         task = self.output_layer.cce_task
+        task.trains = self.training
         # Someone else wants to see logits: a loss of the instance's own, or a log on disk. The head then computes them.
         wanted = "compute_language_model_loss" in vars(self) or getattr(self.config, "config_logger_dir", "")
         # An output_processor (0.18 on) replaces the loss, and was written for a head that returns logits. It gets them; the
