@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from cce_dist import cli
-from cce_dist.pretrain import agent, launch  # noqa: F401 - all that the command needs, imported once
+from cce_dist.pretrain import launch, torchrun  # noqa: F401 - all that the command needs, imported once
 from cce_dist.pretrain.engines import torch as torch_engine  # noqa: F401
 
 
@@ -103,7 +103,7 @@ def _run(argv: list[str], output: Path, start: str, file_limit: int | None, envi
     torch.set_num_threads(1)  # this process was forked from one that had read the variable already
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
-    agent.START_METHOD = start
+    torchrun.START_METHOD = start
     try:
         code = cli.main(argv)
     except SystemExit as error:

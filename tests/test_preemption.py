@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -28,7 +29,7 @@ from test_faults import Torchrun
 from toy_runs import CORPUS
 
 from cce_dist import cli
-from cce_dist.pretrain import agent, exits, launch, stop
+from cce_dist.pretrain import exits, launch, stop, torchrun
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
 AGAIN, HOPELESS = 75, 1
@@ -72,6 +73,7 @@ def go_on(run: list[str], out: Path) -> None:
         pytest.param(signal.SIGTERM, "agent", id="kubernetes"),
         pytest.param(signal.SIGUSR1, "all", id="slurm"),
         pytest.param(signal.SIGINT, "last-rank", id="one-rank"),
+        pytest.param(signal.SIGHUP, "agent", id="terminal-closed"),
     ],
 )
 def test_d5_a_signal_stores_the_step_and_costs_no_bit(
@@ -96,7 +98,7 @@ def test_d5_a_signal_before_the_first_step_ends_at_once(tmp_path: Path, run: lis
         command.wait_until(lambda: len(command.ranks()) == 2)
         kill(command.pid, signal.SIGTERM)
         assert command.wait() == AGAIN
-    # The ranks are there before their agent has noted that they are, and one may hear of the other's end first.
+    # One rank may hear of the other's end first.
     when = "stopped by SIGTERM before the (first step|ranks were started)|lost a peer"
     assert re.search(when, command.text) and "Traceback" not in command.text
     assert not (tmp_path / "checkpoints" / "latest").exists()
@@ -175,6 +177,19 @@ def test_d5_a_signal_is_one_whatever_code_makes_of_it(
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert in_child(rank) == AGAIN
     assert capfd.readouterr().err == "cce-dist pretrain: stopped by SIGUSR1 before the first step\n"
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_d5_a_second_signal_within_a_second_is_the_first_one(tmp_path: Path, run: list[str], ranks: str) -> None:
+    """Catches a process that says what happened and meanwhile dies of the same wish, which schedulers pass on twice."""
+    with Command([*run, "--tp", ranks, "--out", str(tmp_path)], tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 3))
+        kill(command.pid, signal.SIGTERM)
+        while is_running(command.pid):
+            time.sleep(0.001)
+            if len(command.lines) > 1 or "stopped by" in command.text or random.random() < 0.01:
+                kill(command.pid, signal.SIGTERM)
+        assert command.wait() == AGAIN, command.text
 
 
 def test_d3_a_rank_whose_agent_has_ended_meanwhile_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +386,7 @@ def test_s2_ranks_of_one_machine_talk_over_loopback(
     """Catches gloo and NCCL at the address of the host's name, on a machine whose name is none of loopback too."""
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(agent, "run", lambda *_: 0)
+    monkeypatch.setattr(torchrun, "run", lambda *_: 0)
     assert cli.main([*run, "--out", str(tmp_path)]) == 0
     assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == "lo"
 

@@ -1,11 +1,11 @@
 """How a run ends: exit codes that say whether to start it again, and the errors behind them.
 
-| code | of the command | of a rank under this package's agent |
+| code | of the command | of a rank under an agent |
 |---|---|---|
 | 0 | finished | finished |
 | 2 | an argument that cannot be read | |
-| 1 | a restart does not help: usage, corpus, a loss that is not finite, a full disk; or a bug | the same, but for bugs |
-| 70, 76 | | a bug; a lost peer or a fault of the storage that may pass: the agent starts the ranks again |
+| 1 | a restart does not help: usage, corpus, a loss that is not finite, a full disk; or a bug | the same |
+| 76 | | a lost peer, or a fault of the storage that may pass: the agent starts the ranks again |
 | 75 | stopped on request: the same command goes on | the same |
 """
 
@@ -17,12 +17,12 @@ import signal
 import sys
 import time
 
-AGENT = "CCE_DIST_AGENT"  # names the process id of this package's agent to its ranks
-HOPELESS, BUG, AGAIN, LOST = 1, 70, 75, 76  # the last three as BSD's sysexits.h has them
-PASSING = {
-    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENETDOWN, errno.ENETUNREACH,
-    errno.ECONNRESET, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO, errno.ENOLCK,
-}  # fmt: skip
+AGENT = "CCE_DIST_AGENT"  # the process id of the agent, where this package has started it
+HOPELESS, AGAIN, LOST = 1, 75, 76  # the last two as BSD's sysexits.h has them
+NO_RESTART = signal.SIGUSR2  # tells an agent of this package that its ranks leave, and are not to be started again
+MAY_PASS = """EIO ESTALE ETIMEDOUT EAGAIN EINTR ENETDOWN ENETUNREACH ECONNRESET ECONNREFUSED EHOSTDOWN EHOSTUNREACH
+    EREMOTEIO ENOLCK"""
+PASSING = {getattr(errno, name) for name in MAY_PASS.split()}
 
 
 class UsageError(Exception):
@@ -66,10 +66,10 @@ def say(line: str) -> None:
 
 
 def tell_torchrun(code: int) -> None:
-    """Have torchrun end. It knows no exit code of a rank after which it would not start all ranks again."""
-    ours = os.environ.get(AGENT) == str(os.getppid())
-    if code in (HOPELESS, AGAIN) and not ours and "TORCHELASTIC_RUN_ID" in os.environ:
+    """Have the agent end. It knows no exit code of a rank after which it would not start all ranks again."""
+    if code in (HOPELESS, AGAIN) and "TORCHELASTIC_RUN_ID" in os.environ:
         if os.environ.get("LOCAL_RANK") == "0":
-            os.kill(os.getppid(), signal.SIGTERM)
+            ours = os.environ.get(AGENT) == str(os.getppid())
+            os.kill(os.getppid(), NO_RESTART if ours else signal.SIGTERM)
         else:
             time.sleep(1)  # the first of a node's ranks that leaves would be the reason for a restart

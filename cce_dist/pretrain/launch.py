@@ -12,7 +12,6 @@ import ctypes
 import dataclasses
 import json
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -31,7 +30,6 @@ from cce_dist.pretrain.engines import Engine
 from cce_dist.pretrain.exits import (
     AGAIN,
     AGENT,
-    BUG,
     HOPELESS,
     LOST,
     CheckpointError,
@@ -45,7 +43,7 @@ from cce_dist.pretrain.exits import (
 from cce_dist.pretrain.log import check_writers
 from cce_dist.pretrain.ranks import Ranks, check_gpus, join
 from cce_dist.pretrain.recipe import ENGINES, MEGATRON_FUSED, Recipe
-from cce_dist.pretrain.stop import Notice
+from cce_dist.pretrain.stop import SIGNALS, Notice
 from cce_dist.pretrain.train import make_deterministic, train
 from cce_dist.ranks import in_torchrun
 
@@ -100,8 +98,8 @@ def read_recipe(args: argparse.Namespace) -> Recipe:
 
 
 def _start_ranks(recipe: Recipe, num_local: int) -> int:
-    """Start this node's ranks, under this package's agent."""
-    from cce_dist.pretrain import agent
+    """Start this node's ranks, under torchrun's agent."""
+    from cce_dist.pretrain import torchrun
 
     # Torchrun sets this to 1; here the ranks share all cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_local)))
@@ -110,8 +108,8 @@ def _start_ranks(recipe: Recipe, num_local: int) -> int:
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     settings = dict(each.split("=", 1) for each in (recipe.meet_conf or "").split(",") if "=" in each)
     run_id = recipe.run_id if recipe.nodes > 1 else uuid.uuid4().hex
-    meeting = agent.Meeting(recipe.nodes, recipe.meet if recipe.nodes > 1 else None, run_id, settings)
-    return agent.run(_rank_process, (recipe, os.getpid()), num_local, recipe.max_restarts, meeting)
+    meeting = torchrun.Meeting(recipe.nodes, recipe.meet if recipe.nodes > 1 else None, run_id, settings)
+    return torchrun.run(_rank_process, (recipe, os.getpid()), num_local, recipe.max_restarts, meeting)
 
 
 def _rank_process(recipe: Recipe, agent: int) -> None:
@@ -120,7 +118,7 @@ def _rank_process(recipe: Recipe, agent: int) -> None:
         code = run_rank(recipe)
     except Exception:
         traceback.print_exc()
-        code = BUG
+        code = 1
     if code:
         sys.stderr.flush()
         sys.exit(code)
@@ -160,7 +158,7 @@ def _end_early(error: Exception) -> int:
 
 def _leave(code: int, everywhere: bool) -> int:
     """End this rank early; ``everywhere`` says that all ranks do."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in SIGNALS:
         with contextlib.suppress(ValueError):  # not on the main thread
             signal.signal(number, signal.SIG_IGN if dist.is_initialized() else signal.getsignal(number))
     if dist.is_initialized():
@@ -260,8 +258,10 @@ def check_engine(recipe: Recipe) -> None:
 
 def _report(error: BaseException) -> int:
     """Print one line about ``error`` and return the exit code."""
-    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    say(rank + (_name_collective(error) if _is_lost_peer(error) else str(error)))
+    rank, text = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else "", str(error)
+    if _is_lost_peer(error):
+        text = f"{'time-out' if 'Timed out' in text else 'lost a peer'} in a collective: {text.split('. ')[0]}"
+    say(rank + text)
     if os.environ.get("CCE_DIST_DEBUG") == "1":
         traceback.print_exception(error)
     return HOPELESS
@@ -273,22 +273,3 @@ def _is_lost_peer(error: BaseException) -> bool:
         return True
     signs = ("Timed out", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-
-
-def _name_collective(error: BaseException) -> str:
-    """Return what happened, with the collective that this rank entered last."""
-    try:
-        from torch._C._distributed_c10d import _dump_fr_trace  # pyright: ignore[reportAttributeAccessIssue]
-
-        entries = pickle.loads(_dump_fr_trace())["entries"]
-    except (ImportError, KeyError, RuntimeError):
-        entries = []
-    happened = "time-out" if "Timed out" in str(error) else "lost a peer"
-    reason = str(error).split(". ")[0]
-    if not entries:
-        return f"{happened} in a collective: {reason}"
-    last = max(entries, key=lambda entry: entry["time_created_ns"])
-    ours = [frame for frame in last["frames"] if f"{os.sep}torch{os.sep}" not in frame["filename"]]
-    where = f", called at {os.path.relpath(ours[0]['filename'])}:{ours[0]['line']}" if ours else ""
-    group = last["process_group"][1]
-    return f"{happened} in {last['profiling_name']} of {last['input_sizes']} in group {group!r}{where}: {reason}"

@@ -97,8 +97,6 @@ def join(recipe: Recipe) -> Ranks:
     """
     # cuBLAS is deterministic with this workspace alone, and reads it when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # The flight recorder remembers collectives, so that a time-out can name the one that hung.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     check_gpus(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     device = ranks.own_device(recipe.device)
     if int(os.environ.get("WORLD_SIZE", "1")) == recipe.num_ranks == 1:

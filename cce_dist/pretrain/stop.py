@@ -21,12 +21,12 @@ import torch.distributed as dist
 from cce_dist.pretrain.exits import AGAIN, Stopped, say, speaks_for_all, tell_torchrun
 from cce_dist.pretrain.ranks import Ranks
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME_SECONDS = 2.0  # a terminal, a scheduler and an agent may each pass one wish on
 
 
 class Notice:
-    """As a context, hears SIGTERM, SIGINT and SIGUSR1.
+    """As a context, hears SIGTERM, SIGINT, SIGUSR1 and SIGHUP (which ``nohup`` keeps from it).
 
     Outside of the training loop, where nothing can be lost, the first one raises ``Stopped`` at once. A thread ends the process
     after ``SAME_SECONDS`` if that has not come through: the main thread may wait in C++ for a rank that has left. In the loop,
@@ -51,7 +51,8 @@ class Notice:
             heard, self._pipe = os.pipe()
             os.set_blocking(self._pipe, False)
             threading.Thread(target=self._watch, args=(heard,), daemon=True).start()
-            self._former = {number: signal.signal(number, self._hear) for number in SIGNALS}
+            heard_here = [number for number in SIGNALS if not is_kept_away(number)]
+            self._former = {number: signal.signal(number, self._hear) for number in heard_here}
             self._former_pipe = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
             try:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # an agent starts its ranks with signals held back
@@ -64,16 +65,11 @@ class Notice:
         self._left.set()
         for number, handler in self._former.items():
             # Who passes a signal on may do so again, while the process says what happened.
-            signal.signal(number, handler if self.raised is None else signal.SIG_IGN)
+            signal.signal(number, handler if self.name is None else signal.SIG_IGN)
         if self._pipe >= 0:
             signal.set_wakeup_fd(self._former_pipe)
             os.close(self._pipe)
             self._pipe = -1
-
-    def ignore(self) -> None:
-        """Hear nothing more: the process is about to end by itself."""
-        for number in self._former:
-            signal.signal(number, signal.SIG_IGN)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.name is None:
@@ -94,6 +90,11 @@ class Notice:
                     say(_early(signal.Signals(number[0]).name))
                 tell_torchrun(AGAIN)
                 os._exit(AGAIN)
+
+
+def is_kept_away(number: signal.Signals) -> bool:
+    """Whether a process was started by ``nohup``, and this is the signal that it is not to hear."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _early(name: str) -> str:
