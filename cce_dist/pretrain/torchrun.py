@@ -56,9 +56,9 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are heard here
-    patience = (
-        {"shutdown_timeout": PATIENCE} if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters else {}
-    )
+    patience: dict[str, Any] = {"shutdown_timeout": PATIENCE}
+    if "shutdown_timeout" not in inspect.signature(LocalElasticAgent).parameters:
+        patience.clear()
     ear, handler = _Ear(), None
     try:
         with ear.hearing():
