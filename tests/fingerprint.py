@@ -1,6 +1,6 @@
 """Say in hashes what the kernels and the calls compute, so that a change that should move no bit can be seen to move none.
 
-    python tests/fingerprint.py write OLD.json             # before a change; --part ptx or --part bits for a half
+    python tests/fingerprint.py write OLD.json             # before a change; --part ptx, torch, triton or bits
     python tests/fingerprint.py compare OLD.json NEW.json  # every difference by name; exit code 1 if there is one
 
 ptx: the PTX of every kernel variant that compile_for_gpu.py compiles for sm_80, sm_90 and sm_100, without comments, debug lines
@@ -42,8 +42,10 @@ SEED = 30
 # Random calls of each function. The interpreter takes a hundred times as long as the torch backend.
 FUZZ = {
     "torch": {"loss": 200, "log-probs": 50, "divergence": 50},
-    "triton": {"loss": 50, "log-probs": 15, "divergence": 15},
+    "triton": {"loss": 40, "log-probs": 12, "divergence": 12},
 }
+BACKENDS = tuple(FUZZ)
+PARTS = {"all": ("ptx", *BACKENDS), "ptx": ("ptx",), "bits": BACKENDS, "torch": ("torch",), "triton": ("triton",)}
 LARGEST = (48, 32, 600)  # tokens, hidden size and columns of verify's large cases in the interpreter
 
 
@@ -191,7 +193,7 @@ def for_interpreter(case: Any) -> Any:
     return replace(case, problem=smaller)
 
 
-def cases(world: int, group: Any) -> Iterator[tuple[str, Callable, tuple]]:
+def cases(backends: list[str], world: int, group: Any) -> Iterator[tuple[str, Callable, tuple]]:
     """Name, function and arguments of every case. Here and in ``for_interpreter`` stands all that is known of verify."""
     from cce_dist.verify import check, divergence, log_probs
     from cce_dist.verify.cases import CASES
@@ -203,12 +205,12 @@ def cases(world: int, group: Any) -> Iterator[tuple[str, Callable, tuple]]:
         (log_probs.LOG_PROB_CASES, log_probs.run_case),
         (divergence.DIVERGENCE_CASES, divergence.run_case),
     )
-    for backend, counts in FUZZ.items():
+    for backend in backends:
         for named, run_case in lists:
             for case in named:
                 case = for_interpreter(case) if backend == "triton" else case
                 yield f"{backend} T={world} {case.name}", run_case, (case, group, "cpu", backend)
-        for function, count in counts.items():
+        for function, count in FUZZ[backend].items():
             setting = Setting(SEED, "cpu", backend, group, function=function)
             for number in range(count):
                 yield f"{backend} T={world} {function} {number}", FUNCTIONS[function].run, (setting, number)
@@ -228,12 +230,12 @@ def watch(recorder: Recorder) -> None:
     torch.autograd.grad = partial(recorder.grad, differentiate=torch.autograd.grad)
 
 
-def record_rank(folder: str) -> None:
+def record_rank(folder: str, backends: list[str]) -> None:
     """Record all cases on one rank of a world, into a file."""
     import torch.distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    todo = list(cases(world, dist.group.WORLD if world > 1 else None))
+    todo = list(cases(backends, world, dist.group.WORLD if world > 1 else None))
     recorder, found = Recorder(), {}
     watch(recorder)
     start = said = time.monotonic()
@@ -247,13 +249,13 @@ def record_rank(folder: str) -> None:
     Path(folder, f"{world}.{rank}.json").write_text(json.dumps(found))
 
 
-def write_bits(folder: str) -> dict[str, dict[str, str]]:
+def write_bits(folder: str, backends: list[str]) -> dict[str, dict[str, str]]:
     os.environ |= {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     from cce_dist.ranks import run_ranks
 
     found: dict[str, dict[str, str]] = {}
-    for world in WORLDS:
-        run_ranks(record_rank, world, folder, timeout_seconds=900)
+    for world in WORLDS if backends else ():
+        run_ranks(record_rank, world, folder, backends, timeout_seconds=900)
         for rank in range(world):
             found |= json.loads(Path(folder, f"{world}.{rank}.json").read_text())
     refused = sorted(name for name, hashes in found.items() if "refused" in hashes)
@@ -261,51 +263,53 @@ def write_bits(folder: str) -> dict[str, dict[str, str]]:
     return found
 
 
-def write(file: str, parts: list[str]) -> None:
+def write(file: str, parts: tuple[str, ...]) -> None:
     for name in [name for name in os.environ if name.startswith("CCE_DIST_")]:
         del os.environ[name]
     found: dict[str, Any] = {"made with": {name: version(name) for name in ("torch", "triton")}}
     with tempfile.TemporaryDirectory() as folder:
-        for part in parts:
-            found[part] = {"ptx": write_ptx, "bits": write_bits}[part](folder)
+        if "ptx" in parts:
+            found["ptx"] = write_ptx(folder)
+        bits = write_bits(folder, [part for part in FUZZ if part in parts])
+    for name, hashes in bits.items():
+        found.setdefault(name.split()[0], {})[name] = hashes
     Path(file).write_text(json.dumps(found, indent=0, sort_keys=True))
 
 
-def changed(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What differs in two files: its kind and its name."""
-    for package in sorted(old["made with"]):
-        was, now = old["made with"][package], new["made with"][package]
-        if was != now:
-            yield "version", f"{package} {was} and {now}"
-    for part in ("ptx", "bits"):
-        if (part in old) != (part in new):
-            yield part, "only one of the files has this part"
-    was, now = old.get("ptx", {}), new.get("ptx", {})
-    for architecture in sorted((was.keys() | now.keys()) if was and now else ()):
-        a, b = was.get(architecture, {}), now.get(architecture, {})
-        for word, one, other in (("vanished", a, b), ("appeared", b, a)):
+def changed_ptx(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Kind and name of what differs; a kernel that is now compiled once more, or once less, does not."""
+    for architecture in sorted(old.keys() | new.keys()):
+        was, now = old.get(architecture, {}), new.get(architecture, {})
+        for word, one, other in (("vanished", was, now), ("appeared", now, was)):
             for key in sorted(one.keys() - other.keys(), key=one.__getitem__):
-                yield f"ptx {architecture}", f"{word} {', '.join(sorted(set(one[key])))} {key}"
-    was, now = old.get("bits", {}), new.get("bits", {})
-    for name in sorted((was.keys() | now.keys()) if was and now else ()):
-        kind = "bits filtered" if "(filtered)" in name else "bits exact"
-        a, b = was.get(name, {}), now.get(name, {})
-        if not a or not b:
-            yield kind, f"{name} {'vanished' if a else 'appeared'}"
-        elif a["called with"] != b["called with"]:
-            yield kind, f"{name}: called with other tensors"
-        elif a != b:
-            outputs = (output for output in sorted(a.keys() | b.keys()) if a.get(output) != b.get(output))
-            yield kind, f"{name}: {', '.join(outputs)}"
+                yield f"ptx {architecture}", f"{word}: {', '.join(sorted(set(one[key])))} {key}"
+
+
+def changed_bits(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Kind and name of what differs."""
+    for name in sorted(old.keys() | new.keys()):
+        was, now = old.get(name, {}), new.get(name, {})
+        outputs = [output for output in sorted(was.keys() | now.keys()) if was.get(output) != now.get(output)]
+        if not was or not now:
+            outputs = ["vanished" if was else "appeared"]
+        elif "called with" in outputs:
+            outputs = ["called with other tensors"]
+        if outputs:
+            yield "bits filtered" if "(filtered)" in name else "bits exact", f"{name}: {', '.join(outputs)}"
 
 
 def compare(old: str, new: str) -> int:
+    was, now = (json.loads(Path(file).read_text()) for file in (old, new))
+    if was.pop("made with") != now.pop("made with"):
+        sys.exit("the files were made with different versions of torch or Triton")
     count: Counter[str] = Counter()
-    for kind, name in changed(*(json.loads(Path(file).read_text()) for file in (old, new))):
-        count[kind] += 1
-        print(f"{kind}: {name}")
-    print("; ".join(f"{kind} {number}" for kind, number in count.items()) or "no difference")
-    return 1 if count else 0
+    for part in sorted(was.keys() & now.keys()):
+        for kind, name in (changed_ptx if part == "ptx" else changed_bits)(was[part], now[part]):
+            count[kind] += 1
+            print(f"{kind}: {name}")
+    print(f"compared: {', '.join(sorted(was.keys() & now.keys())) or 'nothing'}", end="; ")
+    print(", ".join(f"{number} {kind}" for kind, number in sorted(count.items())) or "no difference")
+    return 1 if count or not was.keys() & now.keys() else 0
 
 
 def main() -> int:
@@ -313,7 +317,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("write", help="hash everything, into a file")
     command.add_argument("file")
-    command.add_argument("--part", choices=("ptx", "bits"))
+    command.add_argument("--part", choices=PARTS, default="all")
     command = commands.add_parser("compare", help="say what differs in two files")
     command.add_argument("old")
     command.add_argument("new")
@@ -326,7 +330,7 @@ def main() -> int:
     if args.command == "compile":
         Path(args.file).write_text(json.dumps(compiled(args.architecture)))
     else:
-        write(args.file, [args.part] if args.part else ["ptx", "bits"])
+        write(args.file, PARTS[args.part])
     return 0
 
 
