@@ -373,9 +373,15 @@ def _dense(head: Any, hidden: Tensor, added: Tensor | None = None, seal: Seal | 
 
 
 def _cross_entropy(
-    input: Any, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None, ignore_index: int = -100,
-    reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
-) -> Tensor:  # fmt: skip
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
     """``F.cross_entropy`` of deferred logits [N, V] and class ids [N]."""
     if not isinstance(input, TensorLogits):
         raise TensorLogits._refused("cross_entropy with labels")
@@ -391,9 +397,13 @@ def _cross_entropy(
     task = input._task
     task.check_place(input._head)
     call = dict(
-        ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, training=input._training,
-        seal=input._seal, **input._scaling(),
-    )  # fmt: skip
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        training=input._training,
+        seal=input._seal,
+        **input._scaling(),
+    )
     if input._vocab_size != task.shard.vocab_size:
         call["shard"] = dataclasses.replace(task.shard, vocab_size=input._vocab_size)
     return task.outside(input._ask(lambda head, hidden: task.inside(head, hidden, target, call)))
@@ -505,9 +515,17 @@ class Task:
         """Look at what a loss was made of, where ``aux`` names something; ``valid`` says which labels are not ignored."""
 
     def loss(
-        self, head: Any, hidden: Tensor, target: Tensor, *, label_smoothing: float, training: bool,
-        added: Tensor | None = None, seal: Seal | None = None, **call: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        head: Any,
+        hidden: Tensor,
+        target: Tensor,
+        *,
+        label_smoothing: float,
+        training: bool,
+        added: Tensor | None = None,
+        seal: Seal | None = None,
+        **call: Any,
+    ) -> Any:
         """Return what ``linear_cross_entropy`` returns for this head and its options.
 
         The label smoothing and the z-loss of the options are for training: where ``training`` is false, the loss has the
@@ -523,10 +541,18 @@ class Task:
         if seal is not None:
             seal.read(weight, bias)
         output: Any = linear_cross_entropy(
-            hidden, weight, target, linear_bias=peft.sum_of_biases(bias, added),
-            label_smoothing=label_smoothing, reduce_dtype=options.reduce_dtype, grad_filter=options.grad_filter,
-            backend=options.backend, workspace_bytes=options.workspace_bytes, return_aux=aux or False, **call,
-        )  # fmt: skip
+            hidden,
+            weight,
+            target,
+            linear_bias=peft.sum_of_biases(bias, added),
+            label_smoothing=label_smoothing,
+            reduce_dtype=options.reduce_dtype,
+            grad_filter=options.grad_filter,
+            backend=options.backend,
+            workspace_bytes=options.workspace_bytes,
+            return_aux=aux or False,
+            **call,
+        )
         if not aux:
             return output
         self.keep(output, target != call["ignore_index"])
@@ -598,9 +624,10 @@ def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[s
     else:
         names = ("lm_head", "embed_out")
         found = [
-            path for path, module in modules.items()
+            path
+            for path, module in modules.items()
             if isinstance(module, own) or module is output or path.split(".")[-1] in names
-        ]  # fmt: skip
+        ]
     if len(found) != 1:
         raise ValueError(
             f"cce_dist looked for the head of {kind}, whose logits are over the vocabulary, and found "

@@ -27,9 +27,17 @@ from cce_dist.integrations.options import Options
 from cce_dist.integrations.patching import Patch, say_once
 
 PARAMETERS = (
-    "tensor_parallel_hidden_states", "output_weight_layer", "runtime_gather_output", "target", "vocab_start_index",
-    "vocab_end_index", "tp_group", "inference_only", "cp_group", "chunk_size",
-)  # fmt: skip
+    "tensor_parallel_hidden_states",
+    "output_weight_layer",
+    "runtime_gather_output",
+    "target",
+    "vocab_start_index",
+    "vocab_end_index",
+    "tp_group",
+    "inference_only",
+    "cp_group",
+    "chunk_size",
+)
 
 
 def _make(_: Any, options: Options) -> Callable:

@@ -25,9 +25,13 @@ REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 
 def named_filter(
-    name: str, eps: float = GradFilter.eps, hidden: bool = True, weight: bool = True, always: bool = False,
+    name: str,
+    eps: float = GradFilter.eps,
+    hidden: bool = True,
+    weight: bool = True,
+    always: bool = False,
     screen: str = "off",
-) -> GradFilter | None:  # fmt: skip
+) -> GradFilter | None:
     """Return the filter that a name of ``FILTERS`` stands for, None for "off".
 
     eps, hidden, weight, always and screen are as in ``GradFilter``, but for a screen of "off", which is none.

@@ -94,12 +94,20 @@ class CCELoss(ChunkedLossWrapper):
     def _loss(self, head: Any, pred: Tensor, labels: Tensor, count: Tensor | None) -> Tensor:
         options, trains = self.options, head.training
         return linear_cross_entropy(
-            _local(pred), head.weight, labels, linear_bias=head.bias, shard=_shard(head), input_grad="partial",
-            reduction="sum" if count is None else "mean", num_tokens=count, grad_filter=options.grad_filter,
+            _local(pred),
+            head.weight,
+            labels,
+            linear_bias=head.bias,
+            shard=_shard(head),
+            input_grad="partial",
+            reduction="sum" if count is None else "mean",
+            num_tokens=count,
+            grad_filter=options.grad_filter,
             z_loss_weight=options.z_loss_weight if trains else 0.0,
             label_smoothing=options.label_smoothing if trains else 0.0,
-            backend=options.backend, workspace_bytes=options.workspace_bytes,
-        )  # fmt: skip
+            backend=options.backend,
+            workspace_bytes=options.workspace_bytes,
+        )
 
 
 def _local(pred: Tensor) -> Tensor:

@@ -113,9 +113,13 @@ def _fused_output(parts: list, kwargs: dict, output: Any) -> Any:
         x.view(batch, length)[:, : labels.shape[1]] for x in (parts[0].nll, parts[0].entropy, parts[0].label_is_max)
     )
     return FusedCausalLMOutput(
-        loss=output[0] if isinstance(output, tuple) else output.loss, log_probs=-nll, entropy=entropy,
-        is_top1=is_max.bool(), label_mask=labels != -100, aux_loss=getattr(output, "aux_loss", None),
-    )  # fmt: skip
+        loss=output[0] if isinstance(output, tuple) else output.loss,
+        log_probs=-nll,
+        entropy=entropy,
+        is_top1=is_max.bool(),
+        label_mask=labels != -100,
+        aux_loss=getattr(output, "aux_loss", None),
+    )
 
 
 def refuse(model: nn.Module) -> None:

@@ -76,9 +76,14 @@ def _add_forward(model: Any, score: _Score) -> None:
     # generate() reads the signature of forward
     @functools.wraps(type(model).forward)
     def forward(
-        self: Any, *args: Any, fused_lm_head: bool = False, labels: Tensor | None = None,
-        shift_labels: Tensor | None = None, num_items_in_batch: Any = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self: Any,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
         if not fused_lm_head:
             return original(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
@@ -159,10 +164,16 @@ class _Score:
             bias = peft.sum_of_biases(bias, added)
             aux = {"nll", *(AUX[name] for name in self.outputs if name in AUX)}
             call = functools.partial(
-                linear_cross_entropy, hidden, weight.to(hidden.dtype), labels, reduction="none", return_aux=tuple(aux),
-                linear_bias=None if bias is None else bias.to(hidden.dtype), backend=self.options.backend,
+                linear_cross_entropy,
+                hidden,
+                weight.to(hidden.dtype),
+                labels,
+                reduction="none",
+                return_aux=tuple(aux),
+                linear_bias=None if bias is None else bias.to(hidden.dtype),
+                backend=self.options.backend,
                 workspace_bytes=self.options.workspace_bytes,
-            )  # fmt: skip
+            )
             # A loss that is all smoothing is lse - mean_j z_j.
             smoothing = float("mean_logits" in self.outputs)
             found: Any = call(logit_scale=logit_scale, softcap=softcap, label_smoothing=smoothing)

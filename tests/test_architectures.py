@@ -12,9 +12,17 @@ pytest.importorskip("transformers")
 import transformers
 from count_architectures import compare, difference, quiet
 
-NAMES = ["LlamaForCausalLM", "RobertaForCausalLM", "CohereForCausalLM", "MixtralForCausalLM", "Inkling2ForCausalLM",
-         "MambaForCausalLM", "BartForConditionalGeneration", "UMT5ForConditionalGeneration",
-         "Gemma3ForConditionalGeneration"]  # fmt: skip
+NAMES = [
+    "LlamaForCausalLM",
+    "RobertaForCausalLM",
+    "CohereForCausalLM",
+    "MixtralForCausalLM",
+    "Inkling2ForCausalLM",
+    "MambaForCausalLM",
+    "BartForConditionalGeneration",
+    "UMT5ForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -145,10 +145,12 @@ def pipeline(case: Pipe, ours: bool) -> Any:
         first = TiedLayerSpec("embedding", nn.Embedding, VOCAB, HIDDEN)
         last = TiedLayerSpec("embedding", nn.Embedding, VOCAB, HIDDEN, forward_fn=tied_logits)
     module = PipelineModule(
-        [first, LayerSpec(Block), LayerSpec(Block), last], topology=topology, partition_method="uniform",
+        [first, LayerSpec(Block), LayerSpec(Block), last],
+        topology=topology,
+        partition_method="uniform",
         loss_fn=weighted_loss if case.weighted else cce.loss_fn,
         activation_checkpoint_interval=1 if case.checkpoint else 0,
-    )  # fmt: skip
+    )
     for name, parameter in module.named_parameters():
         # By name: a layer has the same weights whatever the stage or the split.
         generator = torch.Generator().manual_seed(sum(name.encode()))
@@ -160,9 +162,14 @@ def pipeline(case: Pipe, ours: bool) -> Any:
         with torch.no_grad():
             parameter.copy_(0.3 * whole)
     config = ds_config(
-        ours, train_micro_batch_size_per_gpu=BATCH, gradient_accumulation_steps=MICROBATCHES, gradient_clipping=case.clip,
-        zero_optimization={"stage": case.zero}, pipeline={"use_reentrant": False}, **in_half(case),
-    )  # fmt: skip
+        ours,
+        train_micro_batch_size_per_gpu=BATCH,
+        gradient_accumulation_steps=MICROBATCHES,
+        gradient_clipping=case.clip,
+        zero_optimization={"stage": case.zero},
+        pipeline={"use_reentrant": False},
+        **in_half(case),
+    )
     if case.bf16:  # BF16_Optimizer, which clears what gradients there are where it sees backward begin
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if case.report:
@@ -308,12 +315,17 @@ def linear() -> nn.Module:
 
 def engine_of(model: nn.Module, ours: bool, case: Case, mpu: Any = None) -> Any:
     config = ds_config(
-        ours, train_micro_batch_size_per_gpu=BATCH, gradient_accumulation_steps=MICROBATCHES, gradient_clipping=case.clip,
+        ours,
+        train_micro_batch_size_per_gpu=BATCH,
+        gradient_accumulation_steps=MICROBATCHES,
+        gradient_clipping=case.clip,
         zero_optimization={
-            "stage": case.zero, "stage3_param_persistence_threshold": 0, "reduce_scatter": case.reduce_scatter
+            "stage": case.zero,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_scatter": case.reduce_scatter,
         },
         **in_half(case),
-    )  # fmt: skip
+    )
     if case.offload:
         config["zero_optimization"] |= {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "param")}
         config["zero_force_ds_cpu_optimizer"] = False  # which a compiler would have to make
@@ -524,10 +536,18 @@ def compare_hugging_face(case: Case, name: str = "Llama") -> None:
     import transformers
 
     sizes: dict[str, Any] = dict(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=4, tie_word_embeddings=case.tied, pad_token_id=0, attn_implementation="eager",
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        tie_word_embeddings=case.tied,
+        pad_token_id=0,
+        attn_implementation="eager",
         initializer_range=0.3,
-    )  # fmt: skip
+    )
     if name == "Gemma2":
         sizes["final_logit_softcapping"] = 2.0
     torch.manual_seed(0)

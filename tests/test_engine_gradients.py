@@ -192,9 +192,14 @@ def by_the_loss(found: Found, ranks: Ranks, case: Case, grad_filter: GradFilter 
     for hidden, (_, here) in zip(found.hidden, ranks.microbatches(ids, labels, case.accumulate), strict=True):
         leaves = [x.to(DTYPE, copy=True).requires_grad_() for x in (hidden, found.weight)]
         loss = linear_cross_entropy(
-            leaves[0], leaves[1], here, shard=shard, sequence_parallel=case.sequence_parallel, num_tokens=num_valid(labels),
+            leaves[0],
+            leaves[1],
+            here,
+            shard=shard,
+            sequence_parallel=case.sequence_parallel,
+            num_tokens=num_valid(labels),
             grad_filter=grad_filter,
-        )  # fmt: skip
+        )
         gradients = torch.autograd.grad(loss, leaves)
         d_hidden.append(gradients[0])
         d_weight += gradients[1]
@@ -209,10 +214,20 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 def check(case: Case, world: int = 2) -> None:
     recipe = Recipe(
-        engine=case.engine, shape=SHAPE, loss="filtered", filter_eps=FILTER.eps, filter_always=True, batch_size=BATCH,
-        accumulate=case.accumulate, tp=case.tp, dp=world // case.tp, zero_stage=case.zero_stage,
-        sequence_parallel=case.sequence_parallel, device=DEVICE, dtype=str(DTYPE)[6:],
-    )  # fmt: skip
+        engine=case.engine,
+        shape=SHAPE,
+        loss="filtered",
+        filter_eps=FILTER.eps,
+        filter_always=True,
+        batch_size=BATCH,
+        accumulate=case.accumulate,
+        tp=case.tp,
+        dp=world // case.tp,
+        zero_stage=case.zero_stage,
+        sequence_parallel=case.sequence_parallel,
+        device=DEVICE,
+        dtype=str(DTYPE)[6:],
+    )
     ranks = Ranks(torch.device(DEVICE), dist.get_rank(), world, recipe.tp, recipe.dp)
     found = ENGINES[case.engine](recipe, ranks, case)
     ours = torch.stack(found.d_hidden).float(), found.d_weight.float().flatten()[found.mine]

@@ -69,13 +69,19 @@ class Case:
 UNIFORM = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 BLOCK = dict(UNIFORM, recompute_method="block", distribute_saved_activations=True)
 SELECTIVE = dict(
-    recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "layernorm"],
+    recompute_granularity="selective",
+    recompute_modules=["core_attn", "mlp", "layernorm"],
     add_bias_linear=False,  # with a bias, which it returns besides, recomputing the MLP never ends without a fused kernel
-)  # fmt: skip
+)
 EXPERTS = dict(
-    num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32, moe_token_dispatcher_type="allgather",
-    moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01, add_bias_linear=False,
-)  # fmt: skip
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=32,
+    moe_token_dispatcher_type="allgather",
+    moe_aux_loss_coeff=0.1,
+    moe_z_loss_coeff=0.01,
+    add_bias_linear=False,
+)
 
 CASES = {
     "plain": Case(),
@@ -123,17 +129,32 @@ def build(case: Case, **overrides: Any) -> list[Any]:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     settings: dict[str, Any] = dict(
-        num_layers=(case.vpp or 1) * 2, hidden_size=16, num_attention_heads=4, ffn_hidden_size=32,
-        bf16=case.dtype == torch.bfloat16, fp16=case.dtype == torch.float16, params_dtype=case.dtype,
-        pipeline_dtype=case.dtype, use_cpu_initialization=True, init_method_std=0.1,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
-        hidden_dropout=0.0, attention_dropout=0.0, sequence_parallel=case.sequence_parallel, mtp_num_layers=case.mtp,
+        num_layers=(case.vpp or 1) * 2,
+        hidden_size=16,
+        num_attention_heads=4,
+        ffn_hidden_size=32,
+        bf16=case.dtype == torch.bfloat16,
+        fp16=case.dtype == torch.float16,
+        params_dtype=case.dtype,
+        pipeline_dtype=case.dtype,
+        use_cpu_initialization=True,
+        init_method_std=0.1,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        sequence_parallel=case.sequence_parallel,
+        mtp_num_layers=case.mtp,
         mtp_loss_scaling_factor=0.1,
-        tensor_model_parallel_size=case.tp, pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.vpp, context_parallel_size=case.cp,
-        expert_model_parallel_size=case.ep, calculate_per_token_loss=case.per_token,
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        context_parallel_size=case.cp,
+        expert_model_parallel_size=case.ep,
+        calculate_per_token_loss=case.per_token,
         deallocate_pipeline_outputs=case.pp > 1,
-    )  # fmt: skip
+    )
     config = TransformerConfig(**(settings | case.settings | overrides))
     spec: Any = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
     norm: Any = Norm
@@ -155,9 +176,17 @@ def build(case: Case, **overrides: Any) -> list[Any]:
                 layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = norm
         block: Any = TransformerBlockSubmodules(layers, layer_norm=norm)
         model = GPTModel(
-            config, block, VOCAB, SEQ, pre_process=first, post_process=last, share_embeddings_and_output_weights=case.tied,
-            position_embedding_type="learned_absolute", mtp_block_spec=mtp, **virtual,
-        )  # fmt: skip
+            config,
+            block,
+            VOCAB,
+            SEQ,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=case.tied,
+            position_embedding_type="learned_absolute",
+            mtp_block_spec=mtp,
+            **virtual,
+        )
         chunks.append(model)
     return chunks
 
@@ -189,17 +218,26 @@ class Trainer:
         if case.ddp:
             distributed = case.ddp == "distributed-optimizer"
             ddp_config = DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, bucket_size=1,
-                overlap_grad_reduce=case.overlap, overlap_param_gather=case.overlap and distributed,
-            )  # fmt: skip
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=distributed,
+                bucket_size=1,
+                overlap_grad_reduce=case.overlap,
+                overlap_param_gather=case.overlap and distributed,
+            )
             self.chunks = [DistributedDataParallel(self.config, ddp_config, chunk) for chunk in self.chunks]
             self.optimizer = get_megatron_optimizer(
                 OptimizerConfig(
-                    optimizer="adam", lr=1e-2, clip_grad=1.0, use_distributed_optimizer=distributed,
-                    bf16=self.config.bf16, fp16=self.config.fp16, initial_loss_scale=case.loss_scale, hysteresis=1,
+                    optimizer="adam",
+                    lr=1e-2,
+                    clip_grad=1.0,
+                    use_distributed_optimizer=distributed,
+                    bf16=self.config.bf16,
+                    fp16=self.config.fp16,
+                    initial_loss_scale=case.loss_scale,
+                    hysteresis=1,
                 ),
                 self.chunks,
-            )  # fmt: skip
+            )
             if case.overlap and len(self.chunks) == 1:
                 self.config.no_sync_func = self.chunks[0].no_sync
         else:
@@ -235,9 +273,12 @@ class Trainer:
         reports = get_forward_backward_func()(
             forward_step_func=functools.partial(forward_step, case=self.case),
             data_iterator=[microbatches(step, num_microbatches) for _ in self.chunks],
-            model=self.chunks, num_microbatches=num_microbatches, seq_length=SEQ, micro_batch_size=BATCH,
+            model=self.chunks,
+            num_microbatches=num_microbatches,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
             forward_only=forward_only,
-        )  # fmt: skip
+        )
         return [report["loss"].item() for report in reports]
 
 
@@ -614,6 +655,7 @@ def the_weight_is_there_only_between_the_heads_hooks() -> None:
     def free(*_: Any) -> None:
         weight.fill_(torch.nan)
 
+    free.__module__ = "torch.distributed.fsdp.stand_in"  # a hook of anybody else is refused
     with torch.no_grad():
         losses = model(**inputs, labels=labels)
         model.output_layer.register_forward_pre_hook(gather)
@@ -739,8 +781,12 @@ def a_loss_that_is_not_ours_is_told() -> None:
     with pytest.raises(RuntimeError, match=r"1 forward.* none asked the head output_layer for its loss"):
         cce.require([model])
     del model.compute_language_model_loss
+    model.output_layer.eval()  # the mode of the model counts, not that of its head
     model(**inputs, labels=labels)
     cce.require([model])
+    model.output_layer.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="the head has the forward hook"):
+        model(**inputs, labels=labels)
 
 
 def an_output_processor_gets_logits() -> None:
@@ -839,10 +885,16 @@ def mamba_models_are_taken_over() -> None:
     for _ in ("ours", "Megatron's"):
         torch.manual_seed(0)
         config = TransformerConfig(
-            num_layers=2, hidden_size=16, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0,
-            attention_dropout=0.0, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
+            num_layers=2,
+            hidden_size=16,
+            num_attention_heads=4,
+            use_cpu_initialization=True,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            gradient_accumulation_fusion=False,
+            masked_softmax_fusion=False,
             bias_dropout_fusion=False,
-        )  # fmt: skip
+        )
         spec = ModuleSpec(module=stack.MambaStack, submodules=layers)
         models.append(
             MambaModel(config, spec, VOCAB, SEQ, hybrid_override_pattern="*-", position_embedding_type="none")

@@ -46,9 +46,16 @@ def with_hook(model: Any) -> Any:
             processor, context = self.hook
             tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
             return processor(
-                hidden_states=hidden_states, output_layer=self.output_layer, output_weight=tied, labels=labels, context=context,
-                loss_mask=None, runtime_gather_output=None, scale_logits=lambda logits: logits, config=self.config,
-            )  # fmt: skip
+                hidden_states=hidden_states,
+                output_layer=self.output_layer,
+                output_weight=tied,
+                labels=labels,
+                context=context,
+                loss_mask=None,
+                runtime_gather_output=None,
+                scale_logits=lambda logits: logits,
+                config=self.config,
+            )
 
     if not hook_exists():
         model.__class__ = WithHook
@@ -71,9 +78,11 @@ def step(model: Any, ours: bool) -> dict[str, Tensor]:
     outside = (labels < 0) | (labels >= VOCAB)
     if ours:
         found = with_hook(model)(
-            **inputs, labels=labels, output_processor=processor(entropy=True, argmax=True),
+            **inputs,
+            labels=labels,
+            output_processor=processor(entropy=True, argmax=True),
             output_processor_context={"temperature": TEMPERATURE},
-        )  # fmt: skip
+        )
         log_probs, entropy = found.log_probs, found.entropy
         assert found.argmax.shape == found.lse.shape == (BATCH, SEQ) and found.log_probs.is_contiguous()
     else:
@@ -87,9 +96,10 @@ def on_one_layout(case: Case) -> None:
     for convert in (False, True):
         models = [build(case)[0] for _ in range(3)]
         results = [
-            step(cce.convert(models[0]) if convert else models[0], ours=True), step(models[1], ours=False),
+            step(cce.convert(models[0]) if convert else models[0], ours=True),
+            step(models[1], ours=False),
             step(models[2].double(), ours=False),
-        ]  # fmt: skip
+        ]
         assert results[0].keys() == results[1].keys() == results[2].keys() and len(results[0]) > 10
         for name in results[0]:
             ours, baseline, truth = (result[name] for result in results)

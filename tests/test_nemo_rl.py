@@ -24,9 +24,17 @@ from cce_dist.verify.check import assert_no_worse
 
 
 def from_parallel_hidden_states_to_logprobs(
-    tensor_parallel_hidden_states, output_weight_layer, runtime_gather_output, target, vocab_start_index, vocab_end_index,
-    tp_group, inference_only=False, cp_group=None, chunk_size=None,
-):  # fmt: skip
+    tensor_parallel_hidden_states,
+    output_weight_layer,
+    runtime_gather_output,
+    target,
+    vocab_start_index,
+    vocab_end_index,
+    tp_group,
+    inference_only=False,
+    cp_group=None,
+    chunk_size=None,
+):
     """Has the parameters of NeMo-RL's, as of 0.7."""
     raise AssertionError("this is NeMo-RL's own")
 
@@ -70,9 +78,16 @@ def scores(
     """Return what NeMo-RL's function returns, called as its ``GPTModel.forward`` does, and no entropy."""
     rows = len(weight)
     log_probs = nemo().from_parallel_hidden_states_to_logprobs(
-        hidden, weight, None, labels, vocab_start_index=rank * rows, vocab_end_index=(rank + 1) * rows, tp_group=group,
-        chunk_size=4, **more,
-    )  # fmt: skip
+        hidden,
+        weight,
+        None,
+        labels,
+        vocab_start_index=rank * rows,
+        vocab_end_index=(rank + 1) * rows,
+        tp_group=group,
+        chunk_size=4,
+        **more,
+    )
     return log_probs, log_probs.new_zeros(())
 
 
@@ -101,9 +116,13 @@ def over_two_ranks(sequence_parallel: bool) -> None:
     mine, rows = (slice(rank * size // 2, (rank + 1) * size // 2) for size in (TOKENS, VOCAB))
     try:
         compare(
-            lambda h, w: scores(h, w, labels, group, rank), lambda h, w: dense(h, w, labels), hidden.transpose(0, 1), weight,
-            mine if sequence_parallel else slice(None), rows,
-        )  # fmt: skip
+            lambda h, w: scores(h, w, labels, group, rank),
+            lambda h, w: dense(h, w, labels),
+            hidden.transpose(0, 1),
+            weight,
+            mine if sequence_parallel else slice(None),
+            rows,
+        )
         if hasattr(nemo(), "patch_gpt_model_forward_for_linear_ce_fusion"):  # NeMo-RL itself
             from test_megatron import Case, on_layout
 

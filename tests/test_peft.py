@@ -25,10 +25,18 @@ from cce_dist.verify.check import assert_no_worse
 
 HIDDEN, VOCAB, SEQ = 32, 67, 12
 SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=1,
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    eos_token_id=1,
+    bos_token_id=1,
     tie_word_embeddings=False,
-)  # fmt: skip
+)
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
     "gemma2": lambda: transformers.Gemma2ForCausalLM(
@@ -198,9 +206,18 @@ def test_the_trainer_of_transformers_trains_adapters(config: str, tmp_path: Path
         model, out = model_of("gemma2", **CONFIGS[config]), tmp_path / str(ours)
         task = convert(model) if ours else None
         args = transformers.TrainingArguments(
-            str(out), max_steps=4, per_device_train_batch_size=1, gradient_accumulation_steps=2, learning_rate=1e-2,
-            logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, optim="sgd",
-        )  # fmt: skip
+            str(out),
+            max_steps=4,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            optim="sgd",
+        )
         rows = [{name: x[0] for name, x in batch(seed).items()} for seed in range(8)]
         trainer = transformers.Trainer(model, args, train_dataset=rows)  # type: ignore[arg-type]
         trainer.train()
@@ -238,11 +255,17 @@ def test_trl_asks_a_lora_head() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(lambda head: setattr(head, "base_layer", Twice(HIDDEN, VOCAB)), "LoRA on a head .* Twice", id="base"),
-        pytest.param(lambda head: head.lora_variant.update(default=Twice(1, 1)), "a head with Twice: only plain", id="variant"),
-        pytest.param(lambda head: setattr(head.base_layer, "weight", nn.Parameter(torch.zeros(0))), "is a piece", id="zero3"),
+        pytest.param(
+            lambda head: setattr(head, "base_layer", Twice(HIDDEN, VOCAB)), "LoRA on a head .* Twice", id="base"
+        ),
+        pytest.param(
+            lambda head: head.lora_variant.update(default=Twice(1, 1)), "a head with Twice: only plain", id="variant"
+        ),
+        pytest.param(
+            lambda head: setattr(head.base_layer, "weight", nn.Parameter(torch.zeros(0))), "is a piece", id="zero3"
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_sum_of_products_is_one_line(change: Callable, message: str) -> None:
     model = model_of("llama", **CONFIGS["lora"])
     convert(model)

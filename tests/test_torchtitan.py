@@ -227,9 +227,12 @@ def compare_spmd_types() -> None:
     dims = ParallelDims(1, world // 2, 1, 2, 1, 1, world)
     replicated, split = (dense_activation_placement(tp=kind) for kind in (spmd.R, spmd.S(-1)))
     sharding = ShardingConfig(
-        state_shardings={"weight": dense_param_placement(tp=spmd.S(0))}, in_src_shardings={"input": replicated},
-        in_dst_shardings={"input": replicated}, out_src_shardings=split, out_dst_shardings=split,
-    )  # fmt: skip
+        state_shardings={"weight": dense_param_placement(tp=spmd.S(0))},
+        in_src_shardings={"input": replicated},
+        in_dst_shardings={"input": replicated},
+        out_src_shardings=split,
+        out_dst_shardings=split,
+    )
     torch.manual_seed(0)
     count, found = torch.tensor(13), []
     hidden, weight = torch.randn(2, 6, 8), torch.randn(VOCAB, 8)
@@ -298,14 +301,23 @@ def test_the_override_is_torchtitans_own() -> None:
 @pytest.mark.parametrize(
     ("make", "keys", "message"),
     [
-        pytest.param(functools.partial(load_config, "llama3_debugmodel_ce_loss"), {}, "got CrossEntropyLoss", id="plain"),
-        pytest.param(graph_config, {}, "got ChunkedLossWrapperWithParamGrads.Config: .*graph_trainer has its own", id="graph"),
-        pytest.param(functools.partial(load_config, "llama3_debugmodel"), {"fliter": "plain"}, 'no key "fliter"', id="key"),
         pytest.param(
-            functools.partial(load_config, "llama3_debugmodel"), {"z_loss_weight": -1}, '"z_loss_weight" of cce_', id="value"
+            functools.partial(load_config, "llama3_debugmodel_ce_loss"), {}, "got CrossEntropyLoss", id="plain"
+        ),
+        pytest.param(
+            graph_config, {}, "got ChunkedLossWrapperWithParamGrads.Config: .*graph_trainer has its own", id="graph"
+        ),
+        pytest.param(
+            functools.partial(load_config, "llama3_debugmodel"), {"fliter": "plain"}, 'no key "fliter"', id="key"
+        ),
+        pytest.param(
+            functools.partial(load_config, "llama3_debugmodel"),
+            {"z_loss_weight": -1},
+            '"z_loss_weight" of cce_',
+            id="value",
         ),
     ],
-)  # fmt: skip
+)
 def test_other_losses_and_keys_are_one_line(make: Any, keys: dict[str, Any], message: str) -> None:
     from torchtitan.config.override import OverrideConfig, apply_overrides
 

@@ -79,11 +79,14 @@ def trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
         more |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     if case.zero is not None:
         more["deepspeed"] = {
-            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
             "zero_optimization": {"stage": case.zero, "stage3_gather_16bit_weights_on_model_save": True},
-            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
             **({"cce_dist": {"enabled": True}} if ours and case.way == "section" else {}),
-        }  # fmt: skip
+        }
     if case.fsdp:
         # An optimizer without state has none that FSDP2 could load.
         more |= {

@@ -29,14 +29,44 @@ from cce_dist.shard import VocabShard
 from cce_dist.verify.check import assert_no_worse
 
 WORDS = [
-    "<pad>", "<eos>", "<unk>", "the", "a", "cat", "dog", "bird", "sat", "ran", "flew", "on", "over", "under", "mat", "log",
-    "house", "and", "then", "it", "was", "red", "blue", "fast",
-]  # fmt: skip
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "bird",
+    "sat",
+    "ran",
+    "flew",
+    "on",
+    "over",
+    "under",
+    "mat",
+    "log",
+    "house",
+    "and",
+    "then",
+    "it",
+    "was",
+    "red",
+    "blue",
+    "fast",
+]
 VOCAB, SEQ = 67, 12
 SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=1,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    eos_token_id=1,
+    bos_token_id=1,
+)
 EAGER: dict[str, Any] = {"experts_implementation": "eager"}  # its grouped product has no float64
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
@@ -47,11 +77,16 @@ MODELS: dict[str, Callable[[], Any]] = {
     "phi": lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**SIZES)),  # a head with a bias
     "qwen2-moe": lambda: transformers.Qwen2MoeForCausalLM(
         transformers.Qwen2MoeConfig(
-            **SIZES, **EAGER, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-            shared_expert_intermediate_size=16, output_router_logits=True,
+            **SIZES,
+            **EAGER,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            output_router_logits=True,
         )
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -144,10 +179,20 @@ def test_all_outputs_and_gradients_are_trls(name: str, temperature: float) -> No
 
 
 TRAINING: dict[str, Any] = dict(
-    max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no",
-    use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True, lr_scheduler_type="constant",
-    optim="sgd", max_grad_norm=1.0,
-)  # fmt: skip
+    max_steps=3,
+    per_device_train_batch_size=2,
+    learning_rate=1e-2,
+    logging_steps=1,
+    report_to=[],
+    save_strategy="no",
+    use_cpu=True,
+    bf16=False,
+    gradient_checkpointing=False,
+    disable_tqdm=True,
+    lr_scheduler_type="constant",
+    optim="sgd",
+    max_grad_norm=1.0,
+)
 TIMES = ("runtime", "per_second", "step_time", "epoch", "flos")
 
 
@@ -220,9 +265,12 @@ def rloo(model: Any, out: Path) -> Any:
     from trl import RLOOConfig, RLOOTrainer
 
     return RLOOTrainer(
-        model, short_is_better, RLOOConfig(str(out), **ROLLOUT, **TRAINING), train_dataset=rows("prompt"),
+        model,
+        short_is_better,
+        RLOOConfig(str(out), **ROLLOUT, **TRAINING),
+        train_dataset=rows("prompt"),
         processing_class=tokenizer(),
-    )  # fmt: skip
+    )
 
 
 def trained(make: Callable, name: str, out: Path) -> tuple[list[dict[str, float]], dict[str, Tensor], list[str]]:
@@ -314,12 +362,16 @@ def check_zero3(name: str, expected: Any) -> None:
     model = model_of(name)
     add(model, outputs=OUTPUTS)
     config = {
-        "train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": {
-            "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0,
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
         },
-    }  # fmt: skip
+    }
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     for step in range(STEPS):

@@ -124,10 +124,13 @@ def test_labels_that_are_shifted_already() -> None:
 def two_ranks(folder: Path) -> None:
     prepare_rank()
     zero = {
-        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
         "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-    }  # fmt: skip
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
     compare(folder)
     cce.install()
     compare(folder, deepspeed=zero, ours_too={"deepspeed": zero | {"cce_dist": {"enabled": True}}})

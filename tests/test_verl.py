@@ -111,10 +111,13 @@ def over_two_ranks(sequence_parallel: bool) -> None:
 
     def ours(hidden: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
         found = fused.fused_output_processor(
-            hidden_states=hidden, output_layer=SimpleNamespace(weight=shard), output_weight=None, labels=labels,
+            hidden_states=hidden,
+            output_layer=SimpleNamespace(weight=shard),
+            output_weight=None,
+            labels=labels,
             context=SimpleNamespace(temperature=0.7),
             config=SimpleNamespace(sequence_parallel=sequence_parallel, config_logger_dir=""),
-        )  # fmt: skip
+        )
         return found.log_probs, found.entropy
 
     def dense(hidden: Tensor, weight: Tensor) -> list[Tensor]:

@@ -22,9 +22,17 @@ def tiny_model(name: str = "Llama", **more: Any) -> Any:
     import transformers
 
     sizes: dict[str, Any] = dict(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=4, pad_token_id=0, initializer_range=0.3, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        pad_token_id=0,
+        initializer_range=0.3,
+        attn_implementation="eager",
+    )
     if name == "Gemma2":
         sizes |= {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}
     torch.manual_seed(0)
@@ -93,10 +101,20 @@ def arguments(folder: Path, kind: Any = None, **more: Any) -> Any:
     import transformers
 
     given: dict[str, Any] = dict(
-        per_device_train_batch_size=2, per_device_eval_batch_size=2, gradient_accumulation_steps=2, max_steps=STEPS,
-        logging_steps=1, optim="sgd", learning_rate=0.3, max_grad_norm=0.5, report_to=[], use_cpu=True, save_strategy="no",
-        disable_tqdm=True, ddp_find_unused_parameters=False,
-    )  # fmt: skip
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        logging_steps=1,
+        optim="sgd",
+        learning_rate=0.3,
+        max_grad_norm=0.5,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+    )
     if dist.is_initialized():
         given |= {"ddp_backend": "gloo", "use_cpu": not more.keys() & {"fsdp", "deepspeed"}}
     return (kind or transformers.TrainingArguments)(str(folder), **given | more)

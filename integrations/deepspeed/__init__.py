@@ -34,6 +34,21 @@ from cce_dist.integrations.deferred import TensorLogits as DeferredLogits
 from cce_dist.integrations.options import FILTERS, SECTION
 
 __all__ = [
-    "FILTERS", "SECTION", "CCEEmbedding", "CCEEmbeddingSpec", "CCEHead", "CCEHeadSpec", "DeferredLogits", "Options",
-    "convert", "initialize", "install", "layer_weights", "loss_fn", "main", "require", "sum_over_shards", "uninstall",
-]  # fmt: skip
+    "FILTERS",
+    "SECTION",
+    "CCEEmbedding",
+    "CCEEmbeddingSpec",
+    "CCEHead",
+    "CCEHeadSpec",
+    "DeferredLogits",
+    "Options",
+    "convert",
+    "initialize",
+    "install",
+    "layer_weights",
+    "loss_fn",
+    "main",
+    "require",
+    "sum_over_shards",
+    "uninstall",
+]

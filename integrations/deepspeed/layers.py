@@ -28,9 +28,16 @@ class CCEHead(nn.Linear):
     """
 
     def __init__(
-        self, hidden_size: int, vocab_size: int, *, tp_rank: int = 0, tp_size: int = 1, bias: bool = False,
-        device: Any = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.rows = Rows(vocab_size, tp_rank, tp_size)
         super().__init__(hidden_size, self.rows.count, bias=bias, device=device, dtype=dtype)
         self.rows.mark(self)
@@ -51,9 +58,15 @@ class CCEEmbedding(nn.Embedding):
     """
 
     def __init__(
-        self, hidden_size: int, vocab_size: int, *, tp_rank: int = 0, tp_size: int = 1, device: Any = None,
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        device: Any = None,
         dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rows = Rows(vocab_size, tp_rank, tp_size)
         super().__init__(self.rows.count, hidden_size, device=device, dtype=dtype)
         self.rows.mark(self)

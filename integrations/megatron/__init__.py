@@ -47,6 +47,16 @@ from cce_dist.integrations.megatron.scores import log_probs_processor
 from cce_dist.integrations.megatron.swap import convert, require, revert
 
 __all__ = [
-    "Options", "add_arguments", "convert", "install", "log_probs_processor", "options_from_args", "require", "revert",
-    "uninstall", "vocab_parallel_log_probs", "vocab_parallel_loss", "vocab_parallel_max",
-]  # fmt: skip
+    "Options",
+    "add_arguments",
+    "convert",
+    "install",
+    "log_probs_processor",
+    "options_from_args",
+    "require",
+    "revert",
+    "uninstall",
+    "vocab_parallel_log_probs",
+    "vocab_parallel_loss",
+    "vocab_parallel_max",
+]

@@ -69,9 +69,14 @@ def vocab_parallel_loss(
     options = options or Options()
     operands, call = _prepared(hidden, weight, labels, tp_group, sequence_parallel, main_grad, options)
     loss = linear_cross_entropy(
-        *operands, reduction="none", logit_scale=logit_scale, softcap=softcap, input_grad=input_grad,
-        grad_filter=options.grad_filter, **call,
-    )  # fmt: skip
+        *operands,
+        reduction="none",
+        logit_scale=logit_scale,
+        softcap=softcap,
+        input_grad=input_grad,
+        grad_filter=options.grad_filter,
+        **call,
+    )
     return loss.t().contiguous()
 
 
@@ -116,8 +121,14 @@ def vocab_parallel_log_probs(
 
 
 def _prepared(
-    hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: Any, sequence_parallel: bool, main_grad: Any, options: Options
-) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    tp_group: Any,
+    sequence_parallel: bool,
+    main_grad: Any,
+    options: Options,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     """Return hidden states, weight and labels [s, b], and the arguments that every function of hidden states takes."""
     shard = shard_of(weight.shape[0], tp_group, options.vocab_size)
     labels = labels.t()
@@ -125,9 +136,13 @@ def _prepared(
     if main_grad is not None:
         weight = _GradientInMainGrad.apply(weight)
     call = {
-        "ignore_index": IGNORED, "shard": shard, "sequence_parallel": sequence_parallel and shard.group is not None,
-        "backend": options.backend, "workspace_bytes": options.workspace_bytes, "grad_weight_out": main_grad,
-    }  # fmt: skip
+        "ignore_index": IGNORED,
+        "shard": shard,
+        "sequence_parallel": sequence_parallel and shard.group is not None,
+        "backend": options.backend,
+        "workspace_bytes": options.workspace_bytes,
+        "grad_weight_out": main_grad,
+    }
     return (hidden.to(weight.dtype), weight, labels), call
 
 

@@ -65,9 +65,17 @@ class _Processor:
         self.temperature, self.options, self.wanted = temperature, options, wanted
 
     def __call__(
-        self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, labels: Tensor | None,
-        context: dict[str, Any] | None, scale_logits: Callable, config: Any, **_: Any,
-    ) -> LogProbs:  # fmt: skip
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: Any,
+        output_weight: Tensor | None,
+        labels: Tensor | None,
+        context: dict[str, Any] | None,
+        scale_logits: Callable,
+        config: Any,
+        **_: Any,
+    ) -> LogProbs:
         context = {"temperature": self.temperature} | (context or {})
         reason = "the call has no labels" if labels is None else reason_against(output_layer, config)
         if context.keys() != {"temperature"}:
@@ -81,9 +89,15 @@ class _Processor:
         def compute(head: Any, hidden: Tensor, weight: Tensor | None) -> LogProbs:
             whole, call = call_of(head, weight)
             return vocab_parallel_log_probs(
-                hidden, whole, labels, **call, **context, **self.wanted, options=options,  # type: ignore[arg-type]
+                hidden,
+                whole,
+                labels,
+                **call,
+                **context,
+                **self.wanted,
+                options=options,  # type: ignore[arg-type]
                 logit_scale=float(scale_logits(torch.ones(()))),
-            )  # fmt: skip
+            )
 
         # Through the call of a converted head, whose hooks gather parameters just in time.
         if converted:

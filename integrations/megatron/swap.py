@@ -118,9 +118,13 @@ class MegatronLogits(deferred.DeferredLogits):
 
         def largest(head: Any, hidden: Tensor, weight: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
             return vocab_parallel_max(
-                hidden, head.weight if weight is None else weight, _tp_group(head),
-                sequence_parallel=head.sequence_parallel, gathered=self._gathered(), options=self._task.options,
-            )  # fmt: skip
+                hidden,
+                head.weight if weight is None else weight,
+                _tp_group(head),
+                sequence_parallel=head.sequence_parallel,
+                gathered=self._gathered(),
+                options=self._task.options,
+            )
 
         values, indices = self._ask(largest)
         values = values * self._factor
@@ -286,9 +290,11 @@ def call_of(head: Any, weight: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
         # Megatron-FSDP lays its buffer out during backward, and copies an ordinary gradient there.
         main_grad = None if hasattr(whole, "__fsdp_param__") else getattr(whole, "main_grad", None)
     return whole, {
-        "tp_group": _tp_group(head), "sequence_parallel": head.sequence_parallel, "main_grad": main_grad,
+        "tp_group": _tp_group(head),
+        "sequence_parallel": head.sequence_parallel,
+        "main_grad": main_grad,
         "input_grad": "summed" if head.sequence_parallel or head.allreduce_dgrad else "partial",
-    }  # fmt: skip
+    }
 
 
 def _tp_group(head: Any) -> dist.ProcessGroup:
