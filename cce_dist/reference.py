@@ -144,7 +144,7 @@ def filtered_gradients(
     kept = (softmax_part.abs() >= grad_filter.eps * size) | is_label
     dropped = softmax_part.masked_fill(kept, 0.0) * slope
     filtered = d_logits * slope - dropped
-    for_hidden, for_weight = filtered.clone(), filtered.clone()
+    for_hidden, for_weight, own_rows = filtered.clone(), filtered.clone(), torch.zeros_like(linear_weight)
     usual = softmax_part.sum(1).square().sum()  # a token's d_hidden is about as long as its coefficient times a row
     if grad_filter.compensate:
         hidden, weight = (x.detach().to(dropped.dtype) for x in (input.masked_fill(~valid, 0.0), linear_weight))
@@ -161,7 +161,12 @@ def filtered_gradients(
                 continue
             of_weight = weight[start:stop]
             if len(input) > 256:
-                for_weight[:, start:stop] += _correction((part - rank_1).t(), row_share, hidden, 256).t()
+                correction = _correction((part - rank_1).t(), row_share, hidden, 256)
+                for_weight[:, start:stop] += correction.t()
+                if not correction.any():
+                    center = row_sums.abs().sum() * (row_share @ hidden)
+                    estimate = _estimate((part - rank_1).t(), row_share, hidden, 256)
+                    own_rows[start:stop] = _of_own_rows(estimate, share, of_weight, center)
                 tilt = row_sums[:, None] * (hidden - row_share @ hidden)
             else:
                 tilt = torch.zeros_like(hidden)
@@ -170,6 +175,8 @@ def filtered_gradients(
     exact = d_logits * slope
     d_hidden = (for_hidden if grad_filter.hidden else exact).to(linear_weight.dtype) @ linear_weight
     d_weight = (for_weight if grad_filter.weight else exact).to(input.dtype).t() @ input
+    if grad_filter.weight:
+        d_weight = d_weight + own_rows
     return d_hidden, d_weight, filtered.sum(0)
 
 
@@ -213,6 +220,30 @@ def _correction(
     part = part if max(0.0, signal - noise) - left > least else 0.0
     model = tilt @ (operand[many] - center).t() / len(many)
     return _at(columns, part * (terms - bend * lines), share) + bend * _at(many, model, share)
+
+
+def _estimate(difference: Tensor, share: Tensor, operand: Tensor, size: int) -> Tensor:
+    """Return the product of ``difference`` and ``operand`` as drawn columns estimate it, with row sums of 0."""
+    columns = _drawn(share, size)
+    return difference[:, columns] / (size * share[columns]) @ (operand[columns] - share @ operand)
+
+
+def _of_own_rows(estimate: Tensor, share: Tensor, weight: Tensor, center: Tensor) -> Tensor:
+    """Return a multiple of each column's own row less the mean, times its share: what is added to dC where draws find nothing.
+
+    It takes the covariance of the tokens' hidden states for a multiple of the identity. Least squares decide on the factor.
+
+    Args:
+        estimate: Of what the rank-1 matrix leaves of dC, [V, D].
+        center: What shares multiply in dC. A factor that adds less than 2**-10 of its square is 0.
+    """
+    away = weight - share @ weight
+    squares = away.square().sum(1)
+    weighted = (share.square() @ squares).item()
+    factor = (share @ (estimate * away).sum(1)).item() / weighted if weighted > 0 else 0.0
+    if factor**2 * (share @ squares).item() <= 2.0**-10 * center.square().sum().item():
+        return torch.zeros_like(away)
+    return factor * share[:, None] * away
 
 
 def _drawn(share: Tensor, size: int) -> Tensor:

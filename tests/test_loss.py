@@ -203,3 +203,23 @@ def test_head_draws_the_same_weight_from_the_same_seed():
     torch.manual_seed(5)
     b = VocabParallelHead(8, 3000)
     assert torch.equal(a.weight, b.weight) and a.weight.unique(dim=0).shape[0] == 3000
+
+
+def test_a_columns_own_row_is_in_the_specification() -> None:
+    """Where draws of tokens find nothing of dC, a multiple of the weight's own row is added. Catches a reference without it."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (scale * torch.randn(rows, 384, generator=generator) for rows, scale in ((300, 1.0), (1024, 0.02)))
+    labels = (torch.rand(300, generator=generator) ** 8 * 1024).long()
+    bias = -torch.arange(1, 1025).float().log()
+    ours = weight.clone().requires_grad_()
+    loss = linear_cross_entropy(
+        hidden, ours, labels, linear_bias=bias, reduction="sum", grad_filter=GradFilter(eps=2**-7), backend="torch"
+    )
+    truth, baseline = (
+        reference.filtered_gradients(
+            hidden.to(dtype), weight.to(dtype), labels, torch.ones(300, dtype=dtype), GradFilter(eps=2**-7), [0],
+            linear_bias=bias.to(dtype),
+        )[1]
+        for dtype in (torch.float64, torch.float32)
+    )  # fmt: skip
+    assert_no_worse(torch.autograd.grad(loss, ours)[0], baseline, truth, torch.float32, "dC")
