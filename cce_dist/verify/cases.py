@@ -24,6 +24,11 @@ class Problem:
     labels: Tensor
     bias: Tensor | None = None
 
+    def tensors(self, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states, weight and bias in a dtype on a device, for autograd to start at."""
+        bias = None if self.bias is None else self.bias.to(device, dtype).detach()
+        return self.hidden.to(device, dtype).detach(), self.weight.to(device, dtype).detach(), bias
+
 
 @dataclass(frozen=True)
 class Case:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -80,9 +80,7 @@ def run_case(
     truth = _expected(case, problem, upstream, bounds, torch.float64, device)
     baseline = _expected(case, problem, upstream, bounds, torch.bfloat16 if case.autocast else case.dtype, device)
 
-    start, stop = bounds[rank]
-    mine = slice(start, min(stop, vocab_size))
-    shard = VocabShard(start, stop, vocab_size, group)
+    shard = VocabShard(*bounds[rank], vocab_size, group)
     first, again = (_ours(case, problem, upstream, shard, rank, device, backend) for _ in range(2))
     dtype = torch.bfloat16 if case.autocast else case.dtype
     errors = []
@@ -91,14 +89,8 @@ def run_case(
         expected = [baseline[name], truth[name]]
         if filtered:
             expected += [truth[f"plain {name}"], baseline[f"filtered {name}"], truth[f"filtered {name}"]]
-        if name in ("dC", "dbias"):  # padding must be exactly 0
-            errors.append(Error(f"{name} of padding", ours[max(0, mine.stop - start) :].abs().sum().item(), 0.0))
-            ours, expected = ours[: max(0, mine.stop - start)], [value[mine] for value in expected]
-        if name == "dE" and case.options.get("sequence_parallel"):
-            expected = [value.chunk(ranks)[rank] for value in expected]
-        if name == "dE" and case.options.get("input_grad") == "partial" and group is not None:
-            ours = ours.float().clone()
-            dist.all_reduce(ours, group=group)
+        padding, ours, expected = of_rank(name, ours, expected, case.options, shard)
+        errors += padding
         if name == "label_is_max":
             errors.append(_wrong_ties(ours, truth, baseline))
             continue
@@ -110,6 +102,30 @@ def run_case(
             continue
         errors.append(compare(name, ours, expected[0], expected[1], held_in))
     return errors + same_bits(first, again, ("loss",), group)
+
+
+def of_rank(
+    name: str, ours: Tensor, wholes: list[Tensor], options: dict, shard: VocabShard
+) -> tuple[list[Error], Tensor, list[Tensor]]:
+    """Bring a value of this rank and whole ones to one shape; gradients of padding must be exactly 0."""
+    if name in ("dC", "dbias"):
+        rows = slice(shard.start, shard.start + shard.num_valid)
+        padding = Error(f"{name} of padding", ours[shard.num_valid :].abs().sum().item(), 0.0)
+        return [padding], ours[: shard.num_valid], [whole[rows] for whole in wholes]
+    if name == "dE" and shard.group is not None:
+        if options.get("sequence_parallel"):
+            wholes = [whole.chunk(shard.group_size)[shard.group.rank()] for whole in wholes]
+        if options.get("input_grad") == "partial":
+            ours = ours.float().clone()
+            dist.all_reduce(ours, group=shard.group)
+    return [], ours, wholes
+
+
+def gradients_twice(objective: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the gradients, after checking that a second backward has their bits."""
+    first, second = (torch.autograd.grad(objective, inputs, retain_graph=again) for again in (True, False))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True)), "second backward differs"
+    return first
 
 
 def same_bits(
@@ -233,22 +249,18 @@ def _ours(
         upstream = upstream.to(device, torch.float32).view(out.loss.shape)
     objective = _objective(case, out, upstream)
     inputs = [x for x in (hidden, weight, bias) if x is not None]
-    grads = torch.autograd.grad(objective, inputs, retain_graph=True, allow_unused=case.accumulate)
-    if case.accumulate:
-        assert grads[1] is None and out_buffer is not None, "a gradient was returned beside grad_weight_out"
-        grads = (grads[0], out_buffer - before, *grads[2:])
+    if out_buffer is None:
+        grads = gradients_twice(objective, inputs)
     else:
-        second = torch.autograd.grad(objective, inputs)
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(grads, second, strict=True)), "second backward differs"
+        grads = torch.autograd.grad(objective, inputs, allow_unused=True)
+        assert grads[1] is None, "a gradient was returned beside grad_weight_out"
+        grads = (grads[0], out_buffer - before, *grads[2:])
     values = {name: value.detach() for name, value in out._asdict().items() if isinstance(value, Tensor)}
     return values | dict(zip(("dE", "dC", "dbias"), grads, strict=False))
 
 
 def _tensors(case: Case, problem: Problem, dtype: torch.dtype, device: str) -> tuple:
-    hidden, weight = problem.hidden.to(device, dtype), problem.weight.to(device, dtype)
-    bias = None if problem.bias is None else problem.bias.to(device, dtype)
-    labels = problem.labels.to(device)
-    hidden, weight = hidden.detach(), weight.detach()
+    (hidden, weight, bias), labels = problem.tensors(dtype, device), problem.labels.to(device)
     if case.shape is not None:
         hidden, labels = hidden.view(*case.shape, -1), labels.view(case.shape)
     return hidden, weight, labels, bias

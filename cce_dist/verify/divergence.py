@@ -18,7 +18,7 @@ from cce_dist import reference
 from cce_dist.divergence import linear_kl_divergence
 from cce_dist.shard import VocabShard
 from cce_dist.verify.cases import BF16, FP16, Bounds, Problem, even, padded, random_problem, uneven, with_empty
-from cce_dist.verify.check import Error, bits, compare, local_rows, rounded, same_bits
+from cce_dist.verify.check import Error, compare, gradients_twice, local_rows, of_rank, rounded, same_bits
 
 TEACHER_SIZE = 40  # the teacher's D; the student's is that of its problem
 
@@ -101,23 +101,19 @@ def run_case(
     drawn = _draw(case, torch.Generator().manual_seed(zlib.crc32(case.name.encode()) + salt), device)
     truth, baseline = (_expected(case, drawn, dtype) for dtype in (torch.float64, case.dtype))
     vocab_size = drawn.student.weight.shape[0]
-    start, stop = case.shards(vocab_size, ranks)[rank]
-    shard = VocabShard(start, stop, vocab_size, group)
+    shard = VocabShard(*case.shards(vocab_size, ranks)[rank], vocab_size, group)
     first, again = (_ours(case, drawn, shard, rank, backend) for _ in range(2))
 
     unavoidable = _unavoidable(case, drawn)
-    errors, rows_here = [], torch.arange(start, start + shard.num_valid, device=device)
+    errors, rows_here = [], torch.arange(shard.num_valid, device=device) + shard.start
     for name, ours in first.items():
         rough, exact = baseline[name], truth[name]
-        if name in ("dC", "dbias"):
-            errors.append(Error(f"{name} of padding", ours[shard.num_valid :].abs().sum().item(), 0.0))
-            # The whole, ours in these rows: a shard of a few rows is held to the size of the whole gradient.
-            ours = exact.to(ours.dtype).index_copy(0, rows_here, ours[: shard.num_valid])
-        if name == "dE" and case.options.get("sequence_parallel"):
-            rough, exact = (whole.chunk(ranks)[rank] for whole in (rough, exact))
-        if name == "dE" and case.options.get("input_grad") == "partial" and group is not None:
-            ours = ours.float().clone()
-            dist.all_reduce(ours, group=group)
+        padding, ours, wholes = of_rank(name, ours, [rough, exact], case.options, shard)
+        errors += padding
+        if padding:  # the whole, ours in these rows: a shard of a few rows is held to the size of the whole gradient
+            ours = exact.to(ours.dtype).index_copy(0, rows_here, ours)
+        else:
+            rough, exact = wholes
         error = compare(name, ours, rough, exact, torch.float32 if name == "divergence" else case.dtype)
         errors.append(error._replace(bound=error.bound + unavoidable.get(name, 0.0)))
     return errors + same_bits(first, again, ("divergence",), group)
@@ -157,7 +153,7 @@ def _unavoidable(case: DivergenceCase, drawn: _Drawn) -> dict[str, float]:
 
 def _tensors(problem: Problem, dtype: torch.dtype, device: str) -> list[Tensor]:
     """Hidden states, weight, and bias if there is one."""
-    return [x.to(device, dtype).detach() for x in (problem.hidden, problem.weight, problem.bias) if x is not None]
+    return [x for x in problem.tensors(dtype, device) if x is not None]
 
 
 def _expected(case: DivergenceCase, drawn: _Drawn, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -188,8 +184,5 @@ def _ours(case: DivergenceCase, drawn: _Drawn, shard: VocabShard, rank: int, bac
         hidden.requires_grad_(), rows[0], teacher, teacher_rows[0], mask=drawn.mask, shard=shard,
         teacher_shard=teacher_shard, backend=backend, **biases, **case.options,
     )  # fmt: skip
-    objective = (value * drawn.upstream).sum()
-    grads = torch.autograd.grad(objective, (hidden, *rows), retain_graph=True)
-    second = torch.autograd.grad(objective, (hidden, *rows))
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(grads, second, strict=True)), "second backward differs"
+    grads = gradients_twice((value * drawn.upstream).sum(), (hidden, *rows))
     return {"divergence": value.detach(), **dict(zip(("dE", "dC", "dbias"), grads, strict=False))}

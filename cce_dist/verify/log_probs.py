@@ -19,7 +19,7 @@ from cce_dist import reference
 from cce_dist.log_probs import LogProbs, linear_log_probs
 from cce_dist.shard import VocabShard
 from cce_dist.verify.cases import BF16, FP16, Bounds, Problem, even, padded, random_problem, uneven, with_empty
-from cce_dist.verify.check import EPS, Error, compare, local_rows, rounded, same_bits
+from cce_dist.verify.check import EPS, Error, compare, local_rows, of_rank, rounded, same_bits
 
 TOP = 5
 OF_LOGITS = ("log_probs", "lse", "max_logit", "top_log_probs")
@@ -113,14 +113,18 @@ def run_case(
     truth, baseline = (_expected(drawn, dtype) for dtype in (torch.float64, case.dtype))
     vocab_size = drawn.problem.weight.shape[0]
 
-    start, stop = (case.shards or even)(vocab_size, ranks)[rank]
-    shard = VocabShard(start, stop, vocab_size, group)
+    shard = VocabShard(*(case.shards or even)(vocab_size, ranks)[rank], vocab_size, group)
     first, again = (_ours(drawn, case.dtype, shard, rank, backend) for _ in range(2))
-    errors = [
-        error
-        for name, ours in first.items()
-        for error in _errors(name, ours, baseline, truth, case, drawn, shard, rank)
-    ]
+    errors = []
+    for name, ours in first.items():
+        if name in ("argmax", "top_ids"):
+            errors.append(_wrong_ids(name, ours, baseline, truth))
+            continue
+        padding, ours, (rough, exact) = of_rank(name, ours, [baseline[name], truth[name]], case.options, shard)
+        held_in = case.dtype if name in ("dE", "dC", "dbias") else torch.float32
+        error = compare(name, ours, rough, exact, held_in)
+        more = _softcap_noise(drawn.options) if name in OF_LOGITS else 0.0
+        errors += [*padding, error._replace(bound=error.bound + more)]
     return errors + same_bits(first, again, LogProbs._fields, group)
 
 
@@ -149,30 +153,6 @@ def _draw(case: LogProbCase, generator: torch.Generator, device: str) -> _Drawn:
     return _Drawn(problem, ids, options, upstream, device)
 
 
-def _errors(
-    name: str, ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor], case: LogProbCase, drawn: _Drawn,
-    shard: VocabShard, rank: int,
-) -> list[Error]:  # fmt: skip
-    if name in ("argmax", "top_ids"):
-        return [_wrong_ids(name, ours, baseline, truth)]
-    of_rank, of_truth, held_in = (
-        baseline[name],
-        truth[name],
-        case.dtype if name in ("dE", "dC", "dbias") else torch.float32,
-    )
-    padding = []
-    if name in ("dC", "dbias"):
-        mine = slice(shard.start, min(shard.stop, shard.vocab_size))
-        padding = [Error(f"{name} of padding", ours[shard.num_valid :].abs().sum().item(), 0.0)]
-        ours, of_rank, of_truth = ours[: shard.num_valid], of_rank[mine], of_truth[mine]
-    if name == "dE" and case.options.get("sequence_parallel"):
-        of_rank, of_truth = (value.chunk(shard.group_size)[rank] for value in (of_rank, of_truth))
-    error = compare(name, ours, of_rank, of_truth, held_in)
-    if name in OF_LOGITS:
-        error = error._replace(bound=error.bound + _softcap_noise(drawn.options))
-    return [*padding, error]
-
-
 def _softcap_noise(options: dict[str, Any]) -> float:
     """Error of a logit under a softcap: a tanh made of exponentials is right to two units in the last place of 1."""
     temperature = torch.as_tensor(options.get("temperature", 1.0)).amin().item()
@@ -197,18 +177,9 @@ def _objective(out: LogProbs, upstream: dict[str, Tensor]) -> Tensor:
     )
 
 
-def _tensors(drawn: _Drawn, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    hidden, weight, bias = (
-        None if x is None else x.to(drawn.device, dtype).detach()
-        for x in (drawn.problem.hidden, drawn.problem.weight, drawn.problem.bias)
-    )
-    assert hidden is not None and weight is not None
-    return hidden, weight, bias
-
-
 def _expected(drawn: _Drawn, dtype: torch.dtype) -> dict[str, Tensor]:
     """Outputs and gradients of the dense reference in a dtype, and all log-probabilities."""
-    hidden, weight, bias = _tensors(drawn, dtype)
+    hidden, weight, bias = drawn.problem.tensors(dtype, drawn.device)
     inputs = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
     known = ("softcap", "temperature", "logit_scale")
     wide = torch.promote_types(dtype, torch.float32)
@@ -224,7 +195,7 @@ def _expected(drawn: _Drawn, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def _ours(drawn: _Drawn, dtype: torch.dtype, shard: VocabShard, rank: int, backend: str) -> dict[str, Tensor]:
     """The same from ``linear_log_probs`` on this rank's shard."""
-    hidden, weight, bias = _tensors(drawn, dtype)
+    hidden, weight, bias = drawn.problem.tensors(dtype, drawn.device)
     weight, bias = local_rows(weight, shard), None if bias is None else local_rows(bias, shard)
     if drawn.options.get("sequence_parallel"):
         hidden = hidden.chunk(shard.group_size)[rank].contiguous()
