@@ -17,7 +17,7 @@ R       tokens of a group that is worked on together, those with a label first
 S       tokens of a sample
 D       hidden size
 V       rows of the weight on this shard: columns of its logits
-H       hot columns: those that the filter keeps for every token
+F       frequent columns: those that the filter keeps for every token
 B       blocks: tiles side by side, of columns or of rows
 W       words of 32 columns, a bit each
 L       columns that a token's list has room for

@@ -104,7 +104,7 @@ def choose(name: str, spec: Spec, x: Operands) -> Backend:
     from cce_dist.kernels import exact, filter
 
     filtering = spec.filter.eps > 0 and (spec.filter.hidden or spec.filter.weight)
-    # A uniform term under a softcap has no rank-1 stand-in: then nothing is dropped.
+    # A uniform term under a softcap has no control variate: then nothing is dropped.
     filtering = filtering and not (spec.want.uniform and spec.logits.softcap > 0)
     return filter if filtering and (spec.filter.always or filter.pays(x, spec)) else exact
 

@@ -31,8 +31,10 @@ PARTS_BYTES = 17 << 20  # of d_hidden's last wave, at most: a tile of 128 x 256 
 # threshold, or too many of all. A list has a place in eight columns at most, each of four logits and a column.
 TOP_STEP, RARELY, LEAST_SPARSE, TOP_PLACE_BYTES = 63, 1e-6, 8, 20
 
-FEW = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
-MOST_SPREAD = 1 << 25  # elements of the columns that ``spread_columns`` counts: their noise falls with both sizes
+FALLBACK = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
+MOST_COVARIANCE = (
+    1 << 25
+)  # elements of the columns that ``covariance_columns`` counts: their noise falls with both sizes
 SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a power of 2
 
 # Bytes of a listed column in backward: column, token and gradient as they are made; while they are sorted also column and
@@ -88,20 +90,20 @@ class FilterCosts(NamedTuple):
     rarer: float = 0.23e-9
 
 
-# A fit to twenty filtered times at eps 2^-10: six drawn softmaxes on the heads of Llama-3-8B, Gemma-2-2B and Phi-3.5, two
+# A fit to twenty filtered times at eps 2^-10: six synthetic softmaxes on the heads of Llama-3-8B, Gemma-2-2B and Phi-3.5, two
 # captured ones of D 768, V 32,768 (H200s, bf16, N 8,192, 2026-11). The kernels have become faster since: it meets times of
 # the former, mostly from above, and older ones of six captured states within 12 % (tests/test_filter_costs.py). What a place of
 # a list costs when it is sorted is of an older filter.
 FILTER_COSTS = FilterCosts()
 LISTED_OF = 32_064  # Phi-3.5's rows
 
-# What a screen takes in place of a filter's forward pass, for ``screen_pays``, fitted to 24 softmaxes: the 18 drawn ones and
-# three captured states of V 32,768 within 13 %. Three of V 131,072, where its lists are longer, take up to 24 % more. In a
-# second: operations of a product in 8 bits, bytes that are rounded, bytes of rows that are gathered for listed columns. And
+# What a screen takes in place of a filter's forward pass, for ``screen_pays``, fitted to 24 softmaxes: the 18 synthetic ones
+# and three captured states of V 32,768 within 13 %. Three of V 131,072, where its lists are longer, take up to 24 % more. In
+# a second: operations of a product in 8 bits, bytes that are rounded, bytes of rows that are gathered for listed columns. And
 # seconds that are there whatever the sizes.
 SCREEN_OPERATIONS, SCREEN_ROUNDED, SCREEN_LISTED, SCREEN_SECONDS = 1.02e15, 2.8e12, 5.0e12, 0.65e-3
 
-AXES = 32  # columns beside the operands of the screen's products in 8 bits (filter/screen/centering.py)
+RANK = 32  # columns beside the operands of the screen's products in 8 bits (filter/screen/centering.py)
 
 NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the vocabulary (lse.py)
 
@@ -303,8 +305,8 @@ def _fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_onc
 
 def keeps_sample(num_tokens: int, num_columns: int, itemsize: int, workspace_bytes: int) -> bool:
     """Return whether what the sampled tokens drop of every column is kept for d_weight: where half of the budget holds it."""
-    drawn = num_tokens > SAMPLE and stand_in_columns(num_columns) > 0
-    return drawn and _sample_bytes(num_columns, itemsize) <= max(workspace_bytes, LEAST_BYTES) // 2
+    sampled = num_tokens > SAMPLE and sampled_columns(num_columns) > 0
+    return sampled and _sample_bytes(num_columns, itemsize) <= max(workspace_bytes, LEAST_BYTES) // 2
 
 
 def _sample_bytes(num_columns: int, itemsize: int) -> int:
@@ -337,7 +339,7 @@ def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: in
     kept = columns_kept(sizes, workspace_bytes or default_workspace(sizes, keeps)) if keeps else 0
     recomputed = RECOMPUTED * (1 - min(1.0, kept / max(1, num_columns)))
     exact = (EXACT_PRODUCTS + recomputed) * product
-    more = filter_seconds(sizes, workspace_bytes or LEAST_DEFAULT, rates, hot_columns(num_columns, 0.0))
+    more = filter_seconds(sizes, workspace_bytes or LEAST_DEFAULT, rates, frequent_columns(num_columns, 0.0))
     lists = listed_seconds(sizes, min(USUAL_LIST, num_columns // COLUMNS_PER_ENTRY))
     filtered = (1 + exact_sides * (1 + RECOMPUTED)) * product + sum(more) + lists
     return max(FILTER_HOST, filtered) < MARGIN * exact
@@ -348,16 +350,16 @@ def product_seconds(sizes: Sizes, rates: Rates) -> float:
     return 2 * sizes.num_tokens * sizes.hidden_size * sizes.num_columns / rates.operations
 
 
-def filter_seconds(sizes: Sizes, workspace_bytes: int, rates: Rates, hot: int) -> tuple[float, float]:
+def filter_seconds(sizes: Sizes, workspace_bytes: int, rates: Rates, frequent: int) -> tuple[float, float]:
     """Return what a filter adds to the product of forward, and all of its backward but lists."""
     costs, num_tokens, num_columns = FILTER_COSTS, sizes.num_tokens, max(1, sizes.num_columns)
     product = product_seconds(sizes, rates)
     marks_bytes = num_tokens * num_columns // 4  # a bit of each logit, in and out
-    few = (hot + drawn_columns(num_columns - hot)) / num_columns
+    few = (frequent + bound_columns(num_columns - frequent)) / num_columns
     forward = (costs.marks + few) * product + marks_bytes / rates.bytes_moved + costs.forward
-    wide = 3 * hot + 2 * stand_in_columns(num_columns)
-    if spread_rows(sizes, workspace_bytes):
-        wide += sizes.hidden_size * (1 + spread_columns(num_columns, sizes.hidden_size) / num_tokens)
+    wide = 3 * frequent + 2 * sampled_columns(num_columns)
+    if covariance_rows(sizes, workspace_bytes):
+        wide += sizes.hidden_size * (1 + covariance_columns(num_columns, sizes.hidden_size) / num_tokens)
     products = wide / num_columns + 2 * SAMPLE / max(SAMPLE, num_tokens)
     num_bytes = costs.passes * num_columns * sizes.hidden_bytes + 6 * num_tokens * sizes.hidden_bytes
     sorted_columns = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
@@ -384,7 +386,7 @@ def screen_pays(sizes: Sizes) -> bool:
         sizes: Of the largest shard.
     """
     rates, num_columns = H200[2], sizes.num_columns
-    forward, _ = filter_seconds(sizes, LEAST_DEFAULT, rates, hot_columns(num_columns, 0.0))
+    forward, _ = filter_seconds(sizes, LEAST_DEFAULT, rates, frequent_columns(num_columns, 0.0))
     listed = min(USUAL_LIST, num_columns // COLUMNS_PER_ENTRY)
     return screen_seconds(sizes, listed) < product_seconds(sizes, rates) + forward
 
@@ -397,14 +399,15 @@ def screen_seconds(sizes: Sizes, num_listed: float) -> float:
     return product + rounding + num_tokens * num_listed * sizes.hidden_bytes / SCREEN_LISTED + SCREEN_SECONDS
 
 
-def few_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
+def fallback_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
     """Return the columns at a time of the exact gradient of a few tokens: a quarter of the budget."""
     most = max(workspace_bytes, LEAST_BYTES) // 4 // (rows * itemsize) // tile_cols * tile_cols
     return max(tile_cols, min(most, cdiv(num_columns, tile_cols) * tile_cols))
 
 
 def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int) -> Chunks:
-    """Return the tokens at a time of the filter's two forward passes: over all columns (``rows``), over hot ones (``cols``).
+    """Return the tokens at a time of the filter's two forward passes: over all columns (``rows``), over frequent ones
+    (``cols``).
 
     The first has hidden states and ``num_words`` words of marks for each of its tokens, the second hidden states alone.
     """
@@ -448,7 +451,7 @@ def _rounded_bytes(sizes: Sizes) -> int:
 
 def rounded_size(hidden_size: int, inner: int) -> int:
     """Return the columns of operands in 8 bits, axes counted, ``inner`` of which are worked on at a time."""
-    return cdiv(hidden_size + AXES, inner) * inner
+    return cdiv(hidden_size + RANK, inner) * inner
 
 
 def keeps_remainder(sizes: Sizes, workspace_bytes: int) -> bool:
@@ -462,7 +465,8 @@ def remainder_bytes(sizes: Sizes) -> int:
 
 
 def filter_backward_rows(sizes: Sizes, columns: int, workspace_bytes: int) -> int:
-    """Return the tokens at a time of the filter's backward: hidden states, remainder, gradients of hot and of drawn columns."""
+    """Return the tokens at a time of the filter's backward: hidden states, remainder, gradients of frequent and of sampled
+    columns."""
     room, row_bytes = max(workspace_bytes, LEAST_BYTES) // 2, sizes.sum_bytes + columns * sizes.itemsize
     if keeps_remainder(sizes, workspace_bytes):
         room, row_bytes = room - remainder_bytes(sizes), sizes.hidden_bytes + columns * sizes.itemsize
@@ -578,33 +582,33 @@ def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_
 
 
 def filtered_peak(
-    sizes: Sizes, workspace_bytes: int, hot_columns: int, tiles: Tiles, at_once: int, screen: Tile | None = None
+    sizes: Sizes, workspace_bytes: int, frequent_columns: int, tiles: Tiles, at_once: int, screen: Tile | None = None
 ) -> Peak:  # fmt: skip
     """Predict what the kernels with a filter take.
 
     Args:
         sizes: Of the shard.
         workspace_bytes: The budget.
-        hot_columns: H, from ``hot_columns``.
+        frequent_columns: H, from ``frequent_columns``.
         tiles: Tiles of the device.
         at_once: Programs that the device runs at a time.
         screen: The tile in 8 bits of a screened forward; None: it is not screened.
     """
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
     capacity = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
-    hot_bytes = hot_columns * sizes.hidden_bytes
-    # The lists: bound, begin and count, columns, hot columns. Beside them ids, merged and statistics.
-    saved = num_tokens * (12 + 8) + 4 * capacity + 8 * hot_columns + num_tokens * (8 + 8 + 12)
+    frequent_bytes = frequent_columns * sizes.hidden_bytes
+    # The lists: bound, begin and count, columns, frequent columns. Beside them ids, merged and statistics.
+    saved = num_tokens * (12 + 8) + 4 * capacity + 8 * frequent_columns + num_tokens * (8 + 8 + 12)
 
     unit = tiles.lse.cols if screen is None else max(tiles.lse.cols, screen.cols)
     num_words = cdiv(num_columns, unit) * unit // 32
     rows, first_rows = filter_forward_rows(sizes, num_words, workspace_bytes, tiles.lse.rows, tiles.group)
     rows, first_rows = min(rows, num_tokens), min(first_rows, num_tokens)
     parts = num_parts(rows, cdiv(num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
-    drawn = drawn_columns(num_columns - hot_columns, tiles.lse.cols)
-    forward = hot_bytes + 4 * 33 * num_words + drawn * (sizes.hidden_bytes + 4)
-    # The compact order, the hot columns' statistics, the sums of those drawn, the bound.
-    forward += num_tokens * (4 + 12 + 12 * cdiv(drawn, tiles.lse.cols) + 4)
+    sampled = bound_columns(num_columns - frequent_columns, tiles.lse.cols)
+    forward = frequent_bytes + 4 * 33 * num_words + sampled * (sizes.hidden_bytes + 4)
+    # The compact order, the frequent columns' statistics, the sums of those sampled, the bound.
+    forward += num_tokens * (4 + 12 + 12 * cdiv(sampled, tiles.lse.cols) + 4)
     if screen is None:
         forward += first_rows * sizes.hidden_bytes + rows * 4 * (num_words + NUM_PLANES * parts + 1)
     else:
@@ -618,37 +622,37 @@ def filtered_peak(
     # The coefficients and the plan are there all the time. The exact kernels come first: for all tokens, whose room is taken
     # although they may be none, then for a few.
     through = (
-        hot_columns * sizes.hidden_bytes + 4 * 33 * cdiv(num_columns, 32) + num_tokens * (16 + 3 * (8 + 4 + 4) + 4)
+        frequent_columns * sizes.hidden_bytes + 4 * 33 * cdiv(num_columns, 32) + num_tokens * (16 + 3 * (8 + 4 + 4) + 4)
     )
     densely = exact.backward - exact.saved - num_tokens * 16
-    cols = few_columns(num_columns, FEW, sizes.itemsize, workspace_bytes, tiles.dlogits.cols)
-    few = FEW * (sizes.sum_bytes + cols * sizes.itemsize)
-    few += _cut_tiles_bytes(FEW, cols, sizes.hidden_size, tiles, at_once)
-    listed = _listed_bytes(sizes, workspace_bytes, hot_columns, tiles.dlogits.cols)
+    cols = fallback_columns(num_columns, FALLBACK, sizes.itemsize, workspace_bytes, tiles.dlogits.cols)
+    few = FALLBACK * (sizes.sum_bytes + cols * sizes.itemsize)
+    few += _cut_tiles_bytes(FALLBACK, cols, sizes.hidden_size, tiles, at_once)
+    listed = _listed_bytes(sizes, workspace_bytes, frequent_columns, tiles.dlogits.cols)
     return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
 
 
-def _listed_bytes(sizes: Sizes, workspace_bytes: int, hot_columns: int, tile_cols: int) -> int:
+def _listed_bytes(sizes: Sizes, workspace_bytes: int, frequent_columns: int, tile_cols: int) -> int:
     """Bytes of the lists' part of the filter's backward."""
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
     capacity = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
-    # Entries, each token's factors, the sample, the columns' shares, the hot columns' gradients and the drawn columns stay.
-    # Groups of tokens and the sort of the entries come one after the other, and the remainder goes before the sort.
-    drawn = stand_in_columns(num_columns)
+    # Entries, each token's factors, the sample, the columns' shares, the frequent columns' gradients and the sampled columns
+    # stay. Groups of tokens and the sort of the entries come one after the other, and the remainder goes before the sort.
+    sampled = sampled_columns(num_columns)
     listed = MADE_BYTES * capacity + num_tokens * 12 + SAMPLE * sizes.hidden_bytes + 8 * num_columns
-    listed += hot_columns * sizes.hidden_bytes + drawn * (2 * sizes.hidden_bytes + 12)
+    listed += frequent_columns * sizes.hidden_bytes + sampled * (2 * sizes.hidden_bytes + 12)
     if keeps_sample(num_tokens, num_columns, sizes.itemsize, workspace_bytes):
         listed += _sample_bytes(num_columns, sizes.itemsize) + SAMPLE * sizes.hidden_bytes
-    making = SAMPLE * (sizes.hidden_bytes + drawn * sizes.itemsize)
-    spread_at_once = spread_rows(sizes, workspace_bytes) if drawn else 0
-    spread = sizes.hidden_size * sizes.hidden_bytes if spread_at_once else 0
-    making = max(making, spread_at_once * sizes.hidden_bytes) + (4 * SAMPLE * drawn if spread else 0)
-    cols = cdiv(hot_columns, tile_cols) * tile_cols
-    at_a_time = filter_backward_rows(sizes, cols + drawn, workspace_bytes)
+    making = SAMPLE * (sizes.hidden_bytes + sampled * sizes.itemsize)
+    covariance_at_once = covariance_rows(sizes, workspace_bytes) if sampled else 0
+    covariance = sizes.hidden_size * sizes.hidden_bytes if covariance_at_once else 0
+    making = max(making, covariance_at_once * sizes.hidden_bytes) + (4 * SAMPLE * sampled if covariance else 0)
+    cols = cdiv(frequent_columns, tile_cols) * tile_cols
+    at_a_time = filter_backward_rows(sizes, cols + sampled, workspace_bytes)
     whole = keeps_remainder(sizes, workspace_bytes)
-    groups = at_a_time * ((sizes.hidden_bytes if whole else sizes.sum_bytes) + (cols + drawn) * sizes.itemsize)
+    groups = at_a_time * ((sizes.hidden_bytes if whole else sizes.sum_bytes) + (cols + sampled) * sizes.itemsize)
     return listed + max(
-        max(making, groups) + spread + (remainder_bytes(sizes) if whole else 0), SORTED_BYTES * capacity
+        max(making, groups) + covariance + (remainder_bytes(sizes) if whole else 0), SORTED_BYTES * capacity
     )  # fmt: skip
 
 
@@ -664,42 +668,43 @@ def _screen_bytes(
         for first in firsts
     )
     lists = 4 * capacity + num_tokens * (8 * len(firsts) + 4)
-    around = (SAMPLE + 3 * AXES) * sizes.hidden_bytes
+    around = (SAMPLE + 3 * RANK) * sizes.hidden_bytes
     return lists + around + rows * (row_bytes + cols // 8 + 4 * (splits + LISTED_PARTS)) + cols * row_bytes
 
 
 def _again_bytes(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) -> int:
     """Bytes of the pass over tokens that a screen cannot serve."""
-    parts = num_parts(FEW, cdiv(sizes.num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
+    parts = num_parts(FALLBACK, cdiv(sizes.num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
     rows = min(sizes.num_tokens, forward_rows(sizes, workspace_bytes, 0))
     return sizes.num_tokens * 24 + rows * (sizes.hidden_bytes + 4 * NUM_PLANES * parts)
 
 
-def drawn_columns(num_outside: int, unit: int = 256) -> int:
-    """Return how many of the columns that are not hot bound the others: 1,024 or a thirty-second if less, in whole ``unit``."""
+def bound_columns(num_outside: int, unit: int = 256) -> int:
+    """Return how many of the columns that are not frequent bound the others: 1,024 or a thirty-second if less, in whole
+    ``unit``."""
     return min(num_outside, max(1, round(min(1024, num_outside / 32) / unit)) * unit)
 
 
-def stand_in_columns(num_columns: int) -> int:
-    """Return K, the columns that the stand-in for what is dropped of d_hidden is taken from: 32 of 1,024, at most 1,024."""
+def sampled_columns(num_columns: int) -> int:
+    """Return K, the sampled columns that correct d_hidden: 32 of 1,024, at most 1,024."""
     return min(1024, num_columns // 1024 * 32)
 
 
-def spread_columns(num_columns: int, hidden_size: int) -> int:
-    """Return Q, the columns that the bend of d_hidden's stand-in is taken from: 64 of 1,024, at most 2^25 elements."""
-    return min(num_columns // 1024 * 64, MOST_SPREAD // hidden_size)
+def covariance_columns(num_columns: int, hidden_size: int) -> int:
+    """Return Q, the sampled columns of d_hidden's linear correction: 64 of 1,024, at most 2^25 elements."""
+    return min(num_columns // 1024 * 64, MOST_COVARIANCE // hidden_size)
 
 
-def spread_rows(sizes: Sizes, workspace_bytes: int) -> int:
-    """Return how many of those are drawn at a time; 0: a quarter of the budget does not hold the matrix made of them."""
+def covariance_rows(sizes: Sizes, workspace_bytes: int) -> int:
+    """Return how many of those are sampled at a time; 0: a quarter of the budget does not hold the matrix made of them."""
     room = max(workspace_bytes, LEAST_BYTES) // 4
     if sizes.num_tokens <= SAMPLE or sizes.hidden_size * sizes.hidden_bytes > room:
         return 0
     most = max(ROWS, room // 2 // sizes.hidden_bytes // ROWS * ROWS)
-    return min(most, spread_columns(sizes.num_columns, sizes.hidden_size))
+    return min(most, covariance_columns(sizes.num_columns, sizes.hidden_size))
 
 
-def hot_columns(num_columns: int, eps: float, unit: int = 256) -> int:
+def frequent_columns(num_columns: int, eps: float, unit: int = 256) -> int:
     """Return H, the columns kept for every token: 1,024, or 1/eps or 1/16 of the shard if less, in whole ``unit``."""
     return min(num_columns, max(1, round(min(1024, 1 / eps if eps else 1024, num_columns / 16) / unit)) * unit)
 

@@ -253,5 +253,7 @@ def _add(
             some += tl.load(low, mask=mask, other=0).to(tl.float32)
     rounded = some.to(d_hidden_ptr.dtype.element_ty)
     if HAS_LOW:
-        tl.store(low, (some - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=mask & (first != 2))
+        tl.store(
+            low, (some - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=tl.where(first != 2, mask, False)
+        )
     tl.store(high, rounded, mask=mask)

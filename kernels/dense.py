@@ -277,7 +277,7 @@ def gradients(
         if grads.want_weight:
             sums.weight_VD[cols] += (d_weight_CD * gain).to(sums.weight_VD.dtype)
     if spec.filter.eps > 0 and spec.filter.compensate:
-        _add_stand_in(sums, x, softmax, coef_4N, grads, spec, gain)
+        _add_compensation(sums, x, softmax, coef_4N, grads, spec, gain)
     d_hidden = (sums.hidden_ND * gain).to(x.hidden.dtype).masked_fill_(x.ids[:, None] < 0, 0.0)
     if grads.want_hidden and grads.hidden_ready is not None:
         grads.hidden_ready(d_hidden)
@@ -330,7 +330,7 @@ def _reaches(grad: Tensor, coef_4R1: Tensor, spec: Spec) -> Tensor:
     return ~(grad.abs() < spec.filter.eps * torch.where(label_coef != 0, label_coef, p_coef).abs())
 
 
-def _add_stand_in(
+def _add_compensation(
     sums: _Sums, x: Operands, softmax: Softmax, coef_4N: Tensor, grads: Grads, spec: Spec, gain: Tensor
 ) -> None:
     """Add what stands for all that was dropped; see ``compensation.py``.
@@ -344,66 +344,66 @@ def _add_stand_in(
     if grads.want_hidden and spec.filter.hidden:
         center_D = share_V @ x.weight[: x.logits.num_valid].float()
         sums.hidden_ND.addcmul_(sums.dropped_N[:, None], center_D)
-        if own and budget.stand_in_columns(x.logits.num_valid):
+        if own and budget.sampled_columns(x.logits.num_valid):
             sums.hidden_ND.add_(_from_columns(sums.dropped_N, x, softmax, coef_4N, spec, share_V, center_D))
     if grads.want_weight and spec.filter.weight:
         hidden_ND = x.hidden.float().masked_fill(x.ids[:, None] < 0, 0.0)
-        stand_in_VD = share_V[:, None] * (sums.dropped_N @ hidden_ND)
-        if own and x.num_tokens > budget.SAMPLE and budget.stand_in_columns(x.logits.num_valid):
-            stand_in_VD += _from_tokens(sums.dropped_N, x, softmax, coef_4N, spec, share_V, hidden_ND)
-        sums.weight_VD[: x.logits.num_valid].add_((stand_in_VD * gain).to(sums.weight_VD.dtype))
+        rank_1_VD = share_V[:, None] * (sums.dropped_N @ hidden_ND)
+        if own and x.num_tokens > budget.SAMPLE and budget.sampled_columns(x.logits.num_valid):
+            rank_1_VD += _from_tokens(sums.dropped_N, x, softmax, coef_4N, spec, share_V, hidden_ND)
+        sums.weight_VD[: x.logits.num_valid].add_((rank_1_VD * gain).to(sums.weight_VD.dtype))
 
 
 def _from_columns(
     dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, center_D: Tensor
 ) -> Tensor:
-    """Return what drawn columns, and the bend of the tail, add to d_hidden, [N, D]."""
-    column_K, worth_K = compensation.draw(share_V, budget.stand_in_columns(x.logits.num_valid))
+    """Return what sampled columns, and the linear correction, add to d_hidden, [N, D]."""
+    column_K, inverse_share_K = compensation.sample(share_V, budget.sampled_columns(x.logits.num_valid))
     bias_K = None if x.bias is None else x.bias[column_K]
     columns = x._replace(weight=x.weight[column_K], bias=bias_K, logits=x.logits._replace(num_valid=len(column_K)))
-    away_KD = columns.weight.float() - center_D
-    squares_K = away_KD.square().sum(1)
-    tilt_ND, moved_ND = _tilt(dropped_N, x, share_V, center_D)
+    centered_KD = columns.weight.float() - center_D
+    squares_K = centered_KD.square().sum(1)
+    weighted_ND, linear_ND = _linear_terms(dropped_N, x, share_V, center_D)
     estimate_ND, lines_ND = (_zeros(*x.hidden.shape, like=x.hidden) for _ in range(2))
     noise_3 = _zeros(3, like=x.hidden)
     for cols, blocks in blocks_of(columns, spec):
         for block in blocks:
             is_label = x.ids[block.rows, None] == column_K[cols] + x.logits.start
-            terms = _dropped(block, softmax, coef_4N, spec, is_label) * worth_K[cols]
+            terms = _dropped(block, softmax, coef_4N, spec, is_label) * inverse_share_K[cols]
             terms -= dropped_N[block.rows, None] / len(column_K)
-            lines = tilt_ND[block.rows] @ away_KD[cols].t() / len(column_K)
+            lines = weighted_ND[block.rows] @ centered_KD[cols].t() / len(column_K)
             for noise, product in zip(noise_3, (terms.square(), terms * lines, lines.square()), strict=True):
                 noise += product.sum(0) @ squares_K[cols]
-            estimate_ND[block.rows] += terms @ away_KD[cols]
-            lines_ND[block.rows] += lines @ away_KD[cols]
-    noise_part = len(column_K) / max(1, budget.spread_columns(x.logits.num_valid, x.hidden.shape[1]))
+            estimate_ND[block.rows] += terms @ centered_KD[cols]
+            lines_ND[block.rows] += lines @ centered_KD[cols]
+    noise_part = len(column_K) / max(1, budget.covariance_columns(x.logits.num_valid, x.hidden.shape[1]))
     usual = (coef_4N[0] * x.logits.logit_scale).square().sum() * squares_K.mean()
-    bend, part = compensation.bend(estimate_ND, lines_ND, noise_3, noise_part, usual)
-    return bend * moved_ND + part * (estimate_ND - bend * lines_ND)
+    linear, part = compensation.linear(estimate_ND, lines_ND, noise_3, noise_part, usual)
+    return linear * linear_ND + part * (estimate_ND - linear * lines_ND)
 
 
-def _tilt(dropped_N: Tensor, x: Operands, share_V: Tensor, center_D: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``r_i (e_i - e)``, and that times the spread of the columns, [N, D] each; zeros where there are few tokens."""
-    num_columns, total = budget.spread_columns(x.logits.num_valid, x.hidden.shape[1]), dropped_N.abs().sum()
+def _linear_terms(dropped_N: Tensor, x: Operands, share_V: Tensor, center_D: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``r_i (e_i - e)``, and that times the covariance of the columns, [N, D] each; zeros where there are few tokens."""
+    num_columns, total = budget.covariance_columns(x.logits.num_valid, x.hidden.shape[1]), dropped_N.abs().sum()
     if x.num_tokens <= budget.SAMPLE or not num_columns:
         nothing_ND = _zeros(*x.hidden.shape, like=x.hidden)
         return nothing_ND, nothing_ND
     hidden_ND = x.hidden.float().masked_fill(dropped_N[:, None] == 0, 0.0)
     share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
-    tilt_ND = dropped_N[:, None] * (hidden_ND - share_N @ hidden_ND)
-    away_MD = x.weight[compensation.draw(share_V, num_columns).place].float() - center_D
-    return tilt_ND, tilt_ND @ (away_MD.t() @ away_MD / num_columns)
+    weighted_ND = dropped_N[:, None] * (hidden_ND - share_N @ hidden_ND)
+    centered_MD = x.weight[compensation.sample(share_V, num_columns).place].float() - center_D
+    return weighted_ND, weighted_ND @ (centered_MD.t() @ centered_MD / num_columns)
 
 
 def _from_tokens(
     dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, hidden_ND: Tensor
 ) -> Tensor:
-    """Return what drawn tokens add to d_weight, [V, D]."""
+    """Return what sampled tokens add to d_weight, [V, D]."""
     total = dropped_N.abs().sum()
     share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
-    token_S, worth_S = compensation.draw(share_N, budget.SAMPLE)
-    away_SD = hidden_ND[token_S] - share_N @ hidden_ND
-    squares_S = away_SD.square().sum(1)
+    token_S, inverse_share_S = compensation.sample(share_N, budget.SAMPLE)
+    centered_SD = hidden_ND[token_S] - share_N @ hidden_ND
+    squares_S = centered_SD.square().sum(1)
     tokens = x._replace(hidden=x.hidden[token_S], ids=x.ids[token_S])
     of_tokens = Softmax(softmax.max[token_S], softmax.log_sum[token_S])
     estimate_VD, noise = _zeros(len(share_V), x.hidden.shape[1], like=x.hidden), _zeros(like=x.hidden)
@@ -414,20 +414,20 @@ def _from_tokens(
             ) & block.label_R1
             terms = _dropped(block, of_tokens, coef_4N[:, token_S], spec, is_label)
             terms -= dropped_N[token_S[block.rows], None] * share_V[cols]
-            terms *= worth_S[block.rows, None]
+            terms *= inverse_share_S[block.rows, None]
             noise += terms.square().sum(1) @ squares_S[block.rows]
-            estimate_VD[cols] += terms.t() @ away_SD[block.rows]
-    factor = compensation.shrink(estimate_VD.square().sum(), noise)
-    if not budget.spread_columns(x.logits.num_valid, x.hidden.shape[1]):
+            estimate_VD[cols] += terms.t() @ centered_SD[block.rows]
+    factor = compensation.signal_share(estimate_VD.square().sum(), noise)
+    if not budget.covariance_columns(x.logits.num_valid, x.hidden.shape[1]):
         return factor * estimate_VD
     weight_VD = x.weight[: x.logits.num_valid].float()
-    away_VD = weight_VD - share_V @ weight_VD
-    square_V, share_V1 = away_VD.square().sum(1), share_V[:, None]
-    isotropic = compensation.isotropic(
-        (share_V1 * estimate_VD * away_VD).sum(), share_V.square() @ square_V, share_V @ square_V,
+    centered_VD = weight_VD - share_V @ weight_VD
+    square_V, share_V1 = centered_VD.square().sum(1), share_V[:, None]
+    shrinkage = compensation.shrinkage(
+        (share_V1 * estimate_VD * centered_VD).sum(), share_V.square() @ square_V, share_V @ square_V,
         (total * (share_N @ hidden_ND)).square().sum(),
     )  # fmt: skip
-    return factor * estimate_VD + torch.where(factor > 0, 0.0, isotropic) * share_V1 * away_VD
+    return factor * estimate_VD + torch.where(factor > 0, 0.0, shrinkage) * share_V1 * centered_VD
 
 
 def _dropped(block: Block, softmax: Softmax, coef_4N: Tensor, spec: Spec, is_label: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """A filter gives the same gradient through every engine: that of the plain loss, microbatch by microbatch.
 
-A filter looks at the tokens that it gets: the hot columns, what is drawn and what is kept are a microbatch's own. So the
+A filter looks at the tokens that it gets: the frequent columns, the samples and what is kept are a microbatch's own. So the
 gradient of a batch is the sum over its microbatches of what the plain loss gives for the hidden states and labels of each.
 An engine may scale that sum, and add it where it likes, and may add nothing to it.
 """

@@ -103,7 +103,7 @@ def test_nothing_is_computed_for_what_nobody_will_read(monkeypatch: pytest.Monke
     control variate, its squares or its sample where nothing is dropped."""
     for module in (budget, filter):
         monkeypatch.setattr(module, "SAMPLE", 16)
-    monkeypatch.setattr(budget, "stand_in_columns", lambda _: 32)
+    monkeypatch.setattr(budget, "sampled_columns", lambda _: 32)
     shard = random_logits(2.0)
     _, saved = statistics(shard)
     read, products = count_work(monkeypatch)
@@ -114,9 +114,14 @@ def test_nothing_is_computed_for_what_nobody_will_read(monkeypatch: pytest.Monke
     gradients(shard, saved)
     assert +products == expected
     of_filter = {name: n for name, n in read.items() if name not in in_exact}
-    assert {"_squares_kernel", "_tilt_kernel", "_dropped_sums_kernel", "_stand_in_weight_kernel"} <= of_filter.keys()
-    # Entries are sorted, and columns drawn, whatever there is.
-    sorts_or_draws = {"_by_column_kernel", "_draw_columns_kernel", "_filtered_bias_kernel"}
+    assert {
+        "_squares_kernel",
+        "_reweight_kernel",
+        "_dropped_sums_kernel",
+        "_compensated_weight_kernel",
+    } <= of_filter.keys()
+    # Entries are sorted, and columns sampled, whatever there is.
+    sorts_or_draws = {"_by_column_kernel", "_sample_columns_kernel", "_filtered_bias_kernel"}
     assert all(n < 3 * NUM_COLUMNS for name, n in of_filter.items() if name not in sorts_or_draws), of_filter
 
 
@@ -154,10 +159,10 @@ def test_statistics_count_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> Non
     ids = torch.zeros(size, dtype=torch.int64, device=DEVICE)
     nothing = torch.zeros(size, device=DEVICE)
     how = SimpleNamespace(
-        listed_labels=ids - 1, num_dense=torch.tensor([size], dtype=torch.int32, device=DEVICE),
-        num_few=torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        listed_labels=ids - 1, num_exact=torch.tensor([size], dtype=torch.int32, device=DEVICE),
+        num_fallback=torch.zeros(1, dtype=torch.int32, device=DEVICE),
     )  # fmt: skip
-    monkeypatch.setattr(filter, "plan", lambda *_: how)
+    monkeypatch.setattr(filter, "decide", lambda *_: how)
     monkeypatch.setattr(filter, "listed_gradients", lambda *_: (nothing, nothing.int()))
     logits = ShardLogits(0, size)
     x = Operands(nothing[:, None], nothing[:, None], None, ids, logits)

@@ -79,8 +79,8 @@ def test_the_stored_softmaxes_are_those_whose_lists_are_known() -> None:
 def test_filter_seconds_are_those_that_were_measured(timed: Timed) -> None:
     """Within 12 %, forward and all, at the rate of the run's own product. Catches a cost that moves."""
     product = budget.product_seconds(timed.sizes, timed.rates)
-    hot = budget.hot_columns(timed.sizes.num_columns, 2.0**-10)
-    forward, backward = budget.filter_seconds(timed.sizes, budget.LEAST_DEFAULT, timed.rates, hot)
+    frequent = budget.frequent_columns(timed.sizes.num_columns, 2.0**-10)
+    forward, backward = budget.filter_seconds(timed.sizes, budget.LEAST_DEFAULT, timed.rates, frequent)
     assert product + forward == pytest.approx(timed.filtered[0], rel=0.12)
     said = product + forward + backward + budget.listed_seconds(timed.sizes, timed.listed)
     assert said == pytest.approx(timed.filtered[1], rel=0.12)

@@ -1,7 +1,7 @@
 """The filter's kernels against a dense construction of the same filter, in float64: interpreted on the CPU, compiled on a GPU.
 
-Only the hot columns are read from what the kernels saved. Uninitialised memory is NaN here. Each test names the mutation of
-the kernels that it catches.
+Only the frequent columns are read from what the kernels saved. Uninitialised memory is NaN here. Each test names the mutation
+of the kernels that it catches.
 """
 
 from __future__ import annotations
@@ -69,30 +69,30 @@ class Case(NamedTuple):
     budget: int = 1 << 30
     longest: int = 8192  # more than there are columns
     capacity: int = 8192 if not GPU else 1 << 20  # more than all lists hold
-    few: int = 128
-    drawn: int = 0
+    fallback: int = 128
+    sampled: int = 0
 
 
 CASES = [
     pytest.param(Case(), id="tails-of-all-axes"),
-    pytest.param(Case(hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, drawn=32), id="bias-scale-softcap"),
+    pytest.param(Case(hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, sampled=32), id="bias-scale-softcap"),
     pytest.param(
         Case(hidden_size=19, coefs="smoothing", bias=True), id="smoothing-and-rows-no-descriptor-can-describe"
     ),
-    pytest.param(Case(coefs="signed", drawn=64), id="upstream-of-both-signs-and-zero"),
+    pytest.param(Case(coefs="signed", sampled=64), id="upstream-of-both-signs-and-zero"),
     pytest.param(
-        Case(start=50, num_valid=77, ids=300, drawn=32)
+        Case(start=50, num_valid=77, ids=300, sampled=32)
         if not GPU
-        else Case(start=3000, num_valid=4100, ids=9000, drawn=96),
+        else Case(start=3000, num_valid=4100, ids=9000, sampled=96),
         id="padded-shard",
     ),
     pytest.param(Case(grad_filter=Case().grad_filter._replace(compensate=False), coefs="smoothing"), id="plain"),
     pytest.param(
-        Case(coefs="large", longest=3 if not GPU else 130, bias=True, drawn=32), id="tokens-that-lists-cannot-serve"
+        Case(coefs="large", longest=3 if not GPU else 130, bias=True, sampled=32), id="tokens-that-lists-cannot-serve"
     ),
-    pytest.param(Case(num_tokens=150 if not GPU else 3000, budget=1000, drawn=32), id="groups-of-tokens"),
+    pytest.param(Case(num_tokens=150 if not GPU else 3000, budget=1000, sampled=32), id="groups-of-tokens"),
     pytest.param(Case(capacity=50 if not GPU else 400, bias=True), id="lists-without-room-so-all-is-exact"),
-    pytest.param(Case(coefs="large", few=2), id="more-than-a-few-are-not-served-so-all-is-exact"),
+    pytest.param(Case(coefs="large", fallback=2), id="more-than-a-few-are-not-served-so-all-is-exact"),
 ]
 
 
@@ -108,7 +108,7 @@ def problem(case: Case, dtype: torch.dtype = DTYPE) -> Problem:
         hidden += size * candidate / candidate.square().sum(1, keepdim=True)
     hidden[:, 0] = 1.0
     gumbel = -(-torch.rand(case.num_tokens, ids).log()).log()
-    labels = (hidden @ weight.T + gumbel).argmax(1)  # drawn from the softmax
+    labels = (hidden @ weight.T + gumbel).argmax(1)  # sampled from the softmax
     labels[::6] = torch.randint(ids, labels[::6].shape)  # labels that nothing else would list
     labels[torch.rand(case.num_tokens) < case.ignored] = -100
     num_valid = case.num_rows if case.num_valid is None else case.num_valid
@@ -156,7 +156,7 @@ def dense(p: Problem) -> Dense:
 
 
 def kept_of(saved: tuple[Tensor, ...], p: Problem) -> Tensor:
-    """The mask of what hot columns and lists hold."""
+    """The mask of what frequent columns and lists hold."""
     _, columns, begin, count, ids, *_ = saved
     kept = torch.zeros(len(p.labels), p.logits.num_valid, dtype=torch.bool, device=DEVICE)
     for row, (first, length) in enumerate(zip(begin.tolist(), count.tolist(), strict=True)):
@@ -171,7 +171,7 @@ def kept_of(saved: tuple[Tensor, ...], p: Problem) -> Tensor:
 
 
 def kept_by(saved: tuple[Tensor, ...], p: Problem, d: Dense, eps: float) -> Tensor:
-    """The mask of what the definition keeps, of the hot columns, and of short lists."""
+    """The mask of what the definition keeps, of the frequent columns, and of short lists."""
     coef_p, coef_label = p.coef[:2].double().abs()[:, :, None]
     ratio = torch.where((coef_p == 0) | (coef_label == 0), 1.0, coef_label / coef_p)
     kept = (d.p >= eps * ratio) | d.is_label
@@ -181,7 +181,7 @@ def kept_by(saved: tuple[Tensor, ...], p: Problem, d: Dense, eps: float) -> Tens
     return kept
 
 
-def dense_tokens(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) -> Tensor:
+def exact_tokens(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) -> Tensor:
     """Which tokens are exact: from the lists' limits and the bound."""
     state, columns, _, count, *_ = saved
     labelled = p.labels >= 0
@@ -189,46 +189,48 @@ def dense_tokens(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) ->
     whole = (p.coef[0] == 0) | (p.coef[1] == 0)
     ratio = torch.where(whole, 1.0, p.coef[0].abs() / p.coef[1].abs())
     exact = labelled & ((count > case.longest) | (gap * ratio > 1.125) | state[0].isnan())
-    return labelled if count.sum() > columns.shape[0] or exact.sum() > case.few else exact
+    return labelled if count.sum() > columns.shape[0] or exact.sum() > case.fallback else exact
 
 
 def gradient_of_logits(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """The [N, V] matrix that stands for the filtered gradient, the exact one, and the tokens that are exact.
 
-    Drawn columns correct the first for d_hidden: see ``correction``.
+    SampledColumns columns correct the first for d_hidden: see ``correction``.
     """
     kept = kept_by(saved, p, d, case.grad_filter.eps)
     coef_p, coef_label, coef_uniform, _ = p.coef.double()[:, :, None].unbind()
     softmax_part = coef_p * d.p * d.slope
     rest = coef_label * d.is_label * d.slope + coef_uniform
-    exact = dense_tokens(saved, p, d, case)
+    exact = exact_tokens(saved, p, d, case)
     served = (p.labels >= 0) & ~exact
     dropped = torch.where(kept | ~served[:, None], 0.0, d.p * d.slope)
     share = (coef_p.abs() * dropped).sum(0)
-    stand_in = (
+    compensation = (
         coef_p * dropped.sum(1, keepdim=True) * share / share.sum().clamp_min(1e-300) * case.grad_filter.compensate
     )
-    # the stand-in is a whole row of shares, at the listed columns too: only so it is of rank 1
-    filtered_part = torch.where(kept | exact[:, None], softmax_part, 0.0) + torch.where(exact[:, None], 0.0, stand_in)
+    # the control variate is a whole row of shares, at the listed columns too: only so it is of rank 1
+    filtered_part = torch.where(kept | exact[:, None], softmax_part, 0.0) + torch.where(
+        exact[:, None], 0.0, compensation
+    )
     valid = (p.labels >= 0)[:, None] * p.logits.logit_scale
     return (filtered_part + rest) * valid, (softmax_part + rest) * valid, exact
 
 
 def correction(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case, column: Tensor) -> tuple[Tensor, Tensor]:
-    """What the drawn columns add to the matrix of d_hidden, [N, V], and the factor on it that is in it."""
+    """What the sampled columns add to the matrix of d_hidden, [N, V], and the factor on it that is in it."""
     weight = p.weight[: p.logits.num_valid].double()
     kept = kept_by(saved, p, d, case.grad_filter.eps)
-    served = (p.labels >= 0) & ~dense_tokens(saved, p, d, case)
+    served = (p.labels >= 0) & ~exact_tokens(saved, p, d, case)
     part = p.coef[0, :, None].double() * torch.where(kept | ~served[:, None], 0.0, d.p * d.slope) * p.logits.logit_scale
     share = part.abs().sum(0) / part.abs().sum()
     terms = (part - part.sum(1, keepdim=True) * share)[:, column] / (len(column) * share[column])
-    away = weight[column] - share @ weight
+    centered = weight[column] - share @ weight
     by_mass = terms.square() / part.sum(1, keepdim=True).abs().clamp_min(1e-300)
-    signal = ((terms @ away).square() / part.sum(1, keepdim=True).abs().clamp_min(1e-300)).sum()
-    shrink = 1 - (by_mass * away.square().sum(1)).sum() / signal
-    shrink = torch.where(shrink > compensation.LEAST_SHRUNK, shrink, 0.0)
+    signal = ((terms @ centered).square() / part.sum(1, keepdim=True).abs().clamp_min(1e-300)).sum()
+    signal_share = 1 - (by_mass * centered.square().sum(1)).sum() / signal
+    signal_share = torch.where(signal_share > compensation.LEAST_SIGNAL, signal_share, 0.0)
     whole = torch.zeros_like(part).index_add_(1, column, terms) - terms.sum(1, keepdim=True) * share
-    return shrink * whole, shrink
+    return signal_share * whole, signal_share
 
 
 def operands(p: Problem) -> Operands:
@@ -261,12 +263,12 @@ def gradients(p: Problem, case: Case, merged: Dense | Softmax, saved, **how) -> 
 def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(budget, "LEAST_BYTES", 1 << 10)
     monkeypatch.setattr(budget, "list_capacity", lambda *_: Case().capacity)
-    monkeypatch.setattr(budget, "stand_in_columns", lambda _: 0)
-    monkeypatch.setattr(compensation, "LEAST_SHRUNK", 0.0)  # draws that are mostly noise are added all the same
+    monkeypatch.setattr(budget, "sampled_columns", lambda _: 0)
+    monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.0)  # draws that are mostly noise are added all the same
     monkeypatch.setattr(lists, "BLOCK", 16)  # lists of several blocks
     monkeypatch.setattr(filter, "SAMPLE", 1024 if not GPU else 4096)  # all tokens: then the column sums are exact
     # fewer than the labels
-    monkeypatch.setattr(filter, "num_hot", lambda num_valid, _: min(num_valid, 100 if GPU else 13))
+    monkeypatch.setattr(filter, "num_frequent", lambda num_valid, _: min(num_valid, 100 if GPU else 13))
     with nan_memory():
         yield
 
@@ -275,10 +277,10 @@ def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def limits(monkeypatch: pytest.MonkeyPatch):
     def set_limits(case: Case) -> None:
         monkeypatch.setattr(lists, "LONGEST", case.longest)
-        monkeypatch.setattr(lists, "FEW", case.few)
-        monkeypatch.setattr(filter, "FEW", case.few)
+        monkeypatch.setattr(lists, "FALLBACK", case.fallback)
+        monkeypatch.setattr(filter, "FALLBACK", case.fallback)
         monkeypatch.setattr(budget, "list_capacity", lambda *_: case.capacity)
-        monkeypatch.setattr(budget, "stand_in_columns", lambda _: case.drawn)
+        monkeypatch.setattr(budget, "sampled_columns", lambda _: case.sampled)
 
     return set_limits
 
@@ -301,17 +303,17 @@ def watched(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The columns that a backward draws, and the factors on what they add."""
-    return watched(monkeypatch, "draw_columns", "factors_of")
+    return watched(monkeypatch, "sample_columns", "factors_of")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_matches_dense(case: Case, limits, drawn: dict[str, Any]) -> None:
-    """Catches: a hit left out of the list, a label that is not hot lost, hot columns twice, the slope or the bias left
-    out, a stand-in for kept columns, coefficients that ask for more served all the same, padding with gradient.
+def test_matches_dense(case: Case, limits, sampled: dict[str, Any]) -> None:
+    """Catches: a hit left out of the list, a label that is not frequent lost, frequent columns twice, the slope or the bias
+    left out, a control variate for kept columns, coefficients that ask for more served all the same, padding with gradient.
 
-    Of drawn columns: what is kept counted as dropped, a label or a mean not taken off, the shrinkage left out.
+    Of sampled columns: what is kept counted as dropped, a label or a mean not taken off, the shrinkage left out.
     """
     limits(case)
     p = problem(case)
@@ -334,16 +336,18 @@ def test_matches_dense(case: Case, limits, drawn: dict[str, Any]) -> None:
     d_hidden, d_weight, d_bias = gradients(p, case, d, saved)
     weight, hidden = p.weight[: p.logits.num_valid], p.hidden
     rounded, of_hidden = grad.to(DTYPE), grad
-    assert ("draw_columns" in drawn) == (case.drawn > 0)
-    if case.drawn and not exact[labelled].all():
-        added, shrink = correction(tuple(saved), p, d, case, drawn["draw_columns"].column_K)
-        torch.testing.assert_close(drawn["factors_of"].columns.double(), shrink, rtol=0.05 if GPU else 1e-3, atol=0)
-        assert 0.01 < shrink < 0.99
+    assert ("sample_columns" in sampled) == (case.sampled > 0)
+    if case.sampled and not exact[labelled].all():
+        added, signal_share = correction(tuple(saved), p, d, case, sampled["sample_columns"].column_K)
+        torch.testing.assert_close(
+            sampled["factors_of"].columns.double(), signal_share, rtol=0.05 if GPU else 1e-3, atol=0
+        )
+        assert 0.01 < signal_share < 0.99
         of_hidden = grad + added
     assert_no_worse(d_hidden, of_hidden.to(DTYPE) @ weight, of_hidden @ weight.double(), DTYPE, "d_hidden")
     baseline = torch.zeros_like(d_weight[: p.logits.num_valid])
     for group in labelled.nonzero()[:, 0].split(case.num_tokens if case.budget > 1000 else budget.ROWS):
-        baseline += rounded[group].T @ hidden[group]  # rounded once a group, as rows of hot columns are
+        baseline += rounded[group].T @ hidden[group]  # rounded once a group, as rows of frequent columns are
     assert_no_worse(d_weight[: p.logits.num_valid], baseline, grad.T @ hidden.double(), DTYPE, "d_weight")
     if d_bias is not None:
         assert_no_worse(d_bias[: p.logits.num_valid], grad.float().sum(0), grad.sum(0), DTYPE, "d_bias")
@@ -353,18 +357,18 @@ def test_matches_dense(case: Case, limits, drawn: dict[str, Any]) -> None:
 
     # the case is one: something is dropped, and where the name says so, some tokens are exact and some are not
     served = labelled & ~exact
-    all_exact = not room or case.few < 10
+    all_exact = not room or case.fallback < 10
     assert all_exact == (not served.any())
     assert all_exact or (grad - exact_grad)[served].abs().sum() > 0
     assert all_exact or exact.any() == (case.coefs == "large")
 
 
-def test_two_shards(limits, drawn: dict[str, Any]) -> None:
-    """Their d_hidden add up, each with its own hot columns, lists, shares and draws, under one bound.
+def test_two_shards(limits, sampled: dict[str, Any]) -> None:
+    """Their d_hidden add up, each with its own frequent columns, lists, shares and draws, under one bound.
 
     Catches: a bound or a threshold of the shard's own, a label of the other shard listed, mass relative to the shard's LSE.
     """
-    case = Case(bias=True, drawn=32)
+    case = Case(bias=True, sampled=32)
     limits(case)
     whole = problem(case)
     d = dense(whole)
@@ -387,7 +391,7 @@ def test_two_shards(limits, drawn: dict[str, Any]) -> None:
         part = d._replace(z=d.z[:, rows], p=d.p[:, rows], slope=d.slope[:, rows], is_label=d.is_label[:, rows])
         grad = gradient_of_logits(tuple(saved), half, part, case)[0]
         ours = gradients(half, case, part, saved)
-        of_hidden = grad + correction(tuple(saved), half, part, case, drawn["draw_columns"].column_K)[0]
+        of_hidden = grad + correction(tuple(saved), half, part, case, sampled["sample_columns"].column_K)[0]
         d_hidden += ours[0].double()
         expected += of_hidden @ half.weight.double()
         rounded += of_hidden.to(DTYPE) @ half.weight
@@ -397,7 +401,7 @@ def test_two_shards(limits, drawn: dict[str, Any]) -> None:
 
 def test_sums_of_the_softmax_are_right() -> None:
     """Row sums to rounding, column sums as far as the bound is one: the mean gradient. Catches: the mass of the list counted as
-    dropped, shares that do not add up, a stand-in for the wrong tokens."""
+    dropped, shares that do not add up, a control variate for the wrong tokens."""
     case = Case(bias=True, ignored=0.0)
     p = problem(case)
     one = torch.zeros_like(p.weight)
@@ -446,9 +450,9 @@ def test_sample_stands_for_all_tokens() -> None:
     torch.testing.assert_close(weight.mean(), torch.ones((), dtype=torch.float64), rtol=1e-5, atol=0)
     assert (weight - 1).abs().max() < 0.9
 
-    ahead = ((weight[:, None] * rows.cpu().double()).sum(0) / weight.sum()) - mean
-    assert sample.ahead_D is not None and ahead.norm() > 0.03
-    torch.testing.assert_close(sample.ahead_D.cpu().double(), ahead, rtol=1e-4, atol=1e-5)
+    mean_shift = ((weight[:, None] * rows.cpu().double()).sum(0) / weight.sum()) - mean
+    assert sample.mean_shift_D is not None and mean_shift.norm() > 0.03
+    torch.testing.assert_close(sample.mean_shift_D.cpu().double(), mean_shift, rtol=1e-4, atol=1e-5)
 
     none, _ = shares.sample_tokens(given[0], torch.zeros(num_tokens, device=DEVICE), *given[2:], most=size)
     assert none.size.item() == 0
@@ -460,15 +464,15 @@ def test_sample_stands_for_all_tokens() -> None:
 
 
 @pytest.mark.parametrize("hidden_size", [16, 2304])
-def test_shares_are_tilted_to_the_mean_of_all_tokens(hidden_size: int) -> None:
-    """Catches: a tilt the wrong way, without the logit scale, or taken as another column's; a weight that is not finite; the
-    end of a long row left out."""
+def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> None:
+    """Catches: a strength the wrong way, without the logit scale, or taken as another column's; a weight that is not
+    finite; the end of a long row left out."""
     torch.manual_seed(0)
     size, num_valid, scale = 32, 90, 0.5
     rows, weight = (torch.randn(n, hidden_size).to(DEVICE, DTYPE) for n in (size, num_valid))
     weight *= (16 / hidden_size) ** 0.5
     weight[7] = float("nan")
-    ahead = (0.3 * torch.randn(hidden_size)).to(DEVICE, DTYPE)
+    mean_shift = (0.3 * torch.randn(hidden_size)).to(DEVICE, DTYPE)
     slot = torch.zeros(num_valid, dtype=torch.int32, device=DEVICE)
     slot[3] = 1
     numbers = torch.zeros(2, size, device=DEVICE)
@@ -476,14 +480,14 @@ def test_shares_are_tilted_to_the_mean_of_all_tokens(hidden_size: int) -> None:
     labels[5] = 11
     sample = shares.Sample(
         labels.int(), numbers[0], numbers[1] + 0.4, labels, torch.full_like(labels[:1].int(), size), numbers[0],
-        ahead_D=ahead,
+        mean_shift_D=mean_shift,
     )  # fmt: skip
     x = Operands(rows, weight, None, labels, ShardLogits(0, num_valid, scale))
     dropped = shares.dropped_shares(rows, x, sample, slot, choose_tiles(DTYPE, rows.device).lse)
     z = scale * rows.double() @ weight.double().T
     e = torch.where(z < 0.4, z.exp(), 0.0)
     e[5, 11] = 0.0
-    sums = e.sum(0) * (-shares.TILT * scale * (weight.double() @ ahead.double())).nan_to_num().exp()
+    sums = e.sum(0) * (-shares.REWEIGHTING * scale * (weight.double() @ mean_shift.double())).nan_to_num().exp()
     sums[3] = 0.0
     share = sums / sums.sum()
     rtol = 2e-2 if GPU else 1e-5
@@ -498,50 +502,53 @@ def test_shares_are_tilted_to_the_mean_of_all_tokens(hidden_size: int) -> None:
 def test_sampled_tokens_correct_d_weight(
     coefs: str, dtype: torch.dtype, limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """Catches: a part of a hot, kept or label's column, a part without slope or tilt, the mean hidden state left in or taken
-    off twice, a sign lost, the shrinkage left out, a sum that is written over, a draw that is left out and waited for."""
-    case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs=coefs, drawn=32)
+    """Catches: a part of a frequent, kept or label's column, a part without slope or strength, the mean hidden state left
+    in or taken off twice, a sign lost, the shrinkage left out, a sum that is written over, a sample that is left out and
+    waited for."""
+    case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs=coefs, sampled=32)
     limits(case)
     size = 32
     monkeypatch.setattr(filter, "SAMPLE", size)
     monkeypatch.setattr(budget, "SAMPLE", size)
     monkeypatch.setattr(
-        compensation, "LEAST_ISOTROPIC", torch.inf
-    )  # else it may stand in where the sampled tokens do not
+        compensation, "LEAST_SHRINKAGE", torch.inf
+    )  # else it may comp in where the sampled tokens do not
     p = problem(case, dtype)
     d = dense(p)
     _, *saved = local_stats(p, case)
-    seen = watched(monkeypatch, "weigh_tokens", "draw_columns", "factors_of")
+    seen = watched(monkeypatch, "weigh_tokens", "sample_columns", "factors_of")
     ours = gradients(p, case, d, saved)[1]
     first, weigh = dict(seen), filter.weigh_tokens
     monkeypatch.setattr(filter, "weigh_tokens", lambda *_: None)
     alone = gradients(p, case, d, saved)[1]
     monkeypatch.setattr(filter, "weigh_tokens", weigh)
-    monkeypatch.setattr(compensation, "LEAST_SHRUNK", 0.999)
+    monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.999)
     assert torch.equal(gradients(p, case, d, saved)[1], alone)
 
     dropped, sample = first["given to weigh_tokens"]
-    tokens, column = first["weigh_tokens"], first["draw_columns"].column_K
+    tokens, column = first["weigh_tokens"], first["sample_columns"].column_K
     token, share = sample.token_S.long(), dropped.shares_2V[0].double()
     part = p.coef[0, :, None].double() * torch.where(
         kept_by(tuple(saved), p, d, case.grad_filter.eps), 0.0, d.p * d.slope
     )
     part = part.masked_fill(p.labels[:, None] < 0, 0.0) * p.logits.logit_scale
-    moved = (-shares.TILT * p.logits.logit_scale * (p.weight.double() @ sample.ahead_D.double())).exp()
-    parts = (part[token] / part[token].sum(1, keepdim=True)) * sample.away.share_S.double()[:, None] * moved
+    reweighting = (
+        -shares.REWEIGHTING * p.logits.logit_scale * (p.weight.double() @ sample.mean_shift_D.double())
+    ).exp()
+    parts = (part[token] / part[token].sum(1, keepdim=True)) * sample.centered.share_S.double()[:, None] * reweighting
     torch.testing.assert_close(parts.sum(0) / parts.sum(), share, rtol=2e-2 if GPU else 1e-4, atol=1e-7)
-    away = (p.hidden[token].double() - sample.mean_D.double()) * part[token].sum(1, keepdim=True).sign()
-    terms = (parts / parts.sum()).T - share[:, None] * sample.away.share_S.double()
+    centered = (p.hidden[token].double() - sample.mean_D.double()) * part[token].sum(1, keepdim=True).sign()
+    terms = (parts / parts.sum()).T - share[:, None] * sample.centered.share_S.double()
     some = terms[column] * share[column, None].rsqrt()
-    shrink = 1 - (some.square().sum(0) * away.square().sum(1)).sum() / (some @ away).square().sum()
-    assert 0.05 < shrink < 0.99
-    torch.testing.assert_close(first["factors_of"].tokens.double(), shrink, rtol=0.05 if GPU else 1e-3, atol=0)
+    signal_share = 1 - (some.square().sum(0) * centered.square().sum(1)).sum() / (some @ centered).square().sum()
+    assert 0.05 < signal_share < 0.99
+    torch.testing.assert_close(first["factors_of"].tokens.double(), signal_share, rtol=0.05 if GPU else 1e-3, atol=0)
     rtol = 1e-2 if GPU else 1e-4
     torch.testing.assert_close(part[token].sum(1), sample.mass_S.double(), rtol=rtol, atol=1e-9)
-    torch.testing.assert_close(part.sum(1).abs().sum(), tokens.away.mass.double(), rtol=rtol, atol=0)
-    expected = shrink * part.sum(1).abs().sum() * terms @ away
+    torch.testing.assert_close(part.sum(1).abs().sum(), tokens.centered.mass.double(), rtol=rtol, atol=0)
+    expected = signal_share * part.sum(1).abs().sum() * terms @ centered
     added = ours.double() - alone.double()
-    if dtype != torch.float32:  # 16 bits round away each number of the correction, not the sum of all.
+    if dtype != torch.float32:  # 16 bits round centered each number of the correction, not the sum of all.
         assert (added - expected).abs().max() < 2**-7 * alone.abs().max()
         assert abs((added * expected).sum() / expected.square().sum() - 1) < 0.1
     else:
@@ -549,105 +556,109 @@ def test_sampled_tokens_correct_d_weight(
     assert tokens.rows.num_kept.item() == size
 
 
-def test_hidden_states_bend_the_tail(limits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: the drawn columns' linear part left in, the mean hidden state left in, a mass or a sign lost, the wrong columns
-    in the spread, a factor fitted on other terms than those that are added."""
-    case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs="signed", drawn=32)
+def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: the sampled columns' linear part left in, the mean hidden state left in, a mass or a sign lost, the wrong
+    columns in the covariance, a factor fitted on other terms than those that are added."""
+    case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs="signed", sampled=32)
     limits(case)
-    size, num_spread = 32, 48
+    size, num_covariance = 32, 48
     monkeypatch.setattr(filter, "SAMPLE", size)
-    monkeypatch.setattr(budget, "spread_rows", lambda *_: 32)
+    monkeypatch.setattr(budget, "covariance_rows", lambda *_: 32)
     p = problem(case, torch.float32)
     d = dense(p)
     _, *saved = local_stats(p, case)
-    seen = watched(monkeypatch, "draw_columns", "squares_of_columns", "factors_of")
-    monkeypatch.setattr(budget, "spread_columns", lambda *_: num_spread)
+    seen = watched(monkeypatch, "sample_columns", "squares_of_columns", "factors_of")
+    monkeypatch.setattr(budget, "covariance_columns", lambda *_: num_covariance)
     bent = gradients(p, case, d, saved)[0]
     factors = seen["factors_of"]
-    limits(case._replace(drawn=0))
+    limits(case._replace(sampled=0))
     rank_1 = gradients(p, case, d, saved)[0]
 
-    sample, column = seen["given to squares_of_columns"][1], seen["draw_columns"].column_K
-    share = seen["given to draw_columns"][0].shares_2V[0]
+    sample, column = seen["given to squares_of_columns"][1], seen["sample_columns"].column_K
+    share = seen["given to sample_columns"][0].shares_2V[0]
     center = share.double() @ p.weight.double()
     kept = kept_by(tuple(saved), p, d, case.grad_filter.eps)
     part = p.coef[0, :, None].double() * torch.where(kept, 0.0, d.p * d.slope) * p.logits.logit_scale
     part = part.masked_fill(p.labels[:, None] < 0, 0.0)
     mass = part.sum(1, keepdim=True)
-    away = p.weight[column].double() - center
-    tilt = mass * (p.hidden.double() - sample.mean_D.double())
+    centered = p.weight[column].double() - center
+    strength = mass * (p.hidden.double() - sample.mean_D.double())
     terms = part[:, column] / (len(column) * share[column].double()) - mass / len(column)
-    lines = tilt @ away.T / len(column)
-    apart = p.weight[compensation.draw(share, num_spread).place].double() - center
+    lines = strength @ centered.T / len(column)
+    apart = p.weight[compensation.sample(share, num_covariance).place].double() - center
 
     # A sampled token stands for as many as have its mass together.
     token = sample.token_S.long()
     weight = mass[token].abs().rsqrt()
     some, straight = terms[token] * weight, lines[token] * weight
-    noises = [(a * b * away.square().sum(1)).sum() for a, b in ((some, some), (some, straight), (straight, straight))]
+    noises = [
+        (a * b * centered.square().sum(1)).sum() for a, b in ((some, some), (some, straight), (straight, straight))
+    ]
     coef = p.coef[0, token].double() * p.logits.logit_scale
-    usual = (coef.square()[:, None] * weight.square()).sum() * away.square().sum(1).mean()
-    fitted = compensation.bend(some @ away, straight @ away, torch.stack(noises), len(column) / num_spread, usual)
-    for ours, theirs in zip((factors.bend, factors.columns), fitted, strict=True):
+    usual = (coef.square()[:, None] * weight.square()).sum() * centered.square().sum(1).mean()
+    fitted = compensation.linear(
+        some @ centered, straight @ centered, torch.stack(noises), len(column) / num_covariance, usual
+    )
+    for ours, theirs in zip((factors.linear, factors.columns), fitted, strict=True):
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=0.05 if GPU else 1e-3, atol=1e-3)
-    assert 0.1 < factors.bend < 1.0
-    whole, of_draws = factors.bend.double(), factors.columns.double()
-    expected = whole * tilt @ (apart.T @ apart) / num_spread + of_draws * (terms - whole * lines) @ away
-    # The shares were moved towards the mean of all tokens less far than the bend says.
-    spread = apart.T @ apart / num_spread - of_draws * away.T @ away / len(column)
-    more = (whole - shares.TILT * p.logits.logit_scale).clamp(min=0)
-    expected -= mass * more * (sample.ahead_D.double() @ spread)
+    assert 0.1 < factors.linear < 1.0
+    whole, of_draws = factors.linear.double(), factors.columns.double()
+    expected = whole * strength @ (apart.T @ apart) / num_covariance + of_draws * (terms - whole * lines) @ centered
+    # The shares were moved towards the mean of all tokens less far than the linear says.
+    spread = apart.T @ apart / num_covariance - of_draws * centered.T @ centered / len(column)
+    more = (whole - shares.REWEIGHTING * p.logits.logit_scale).clamp(min=0)
+    expected -= mass * more * (sample.mean_shift_D.double() @ spread)
     assert expected.abs().max() > 0.002 * rank_1.abs().max()
     assert (bent.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max()
 
 
 @pytest.mark.parametrize("coefs", ["mean", "signed"])
-def test_columns_lean_along_their_own_row(coefs: str, limits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a sign, a mass or a share lost in the factor, the columns' mean left in, a row of the weight added to a hot
+def test_shrinkage_of_the_covariance(coefs: str, limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a sign, a mass or a share lost in the factor, the columns' mean left in, a row of the weight added to a frequent
     column or left out of one with entries, the factor used beside the sampled tokens or where it corrects too little."""
-    case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs=coefs, drawn=32)
+    case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs=coefs, sampled=32)
     limits(case)
     size = 32
     monkeypatch.setattr(filter, "SAMPLE", size)
     monkeypatch.setattr(budget, "SAMPLE", size)
-    monkeypatch.setattr(budget, "spread_rows", lambda *_: 32)
-    monkeypatch.setattr(budget, "spread_columns", lambda *_: 48)
-    monkeypatch.setattr(compensation, "LEAST_ISOTROPIC", 0.0)
+    monkeypatch.setattr(budget, "covariance_rows", lambda *_: 32)
+    monkeypatch.setattr(budget, "covariance_columns", lambda *_: 48)
+    monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", 0.0)
     p = problem(case, torch.float32)
     d = dense(p)
     _, *saved = local_stats(p, case)
-    seen = watched(monkeypatch, "draw_columns", "squares_of_columns", "factors_of")
+    seen = watched(monkeypatch, "sample_columns", "squares_of_columns", "factors_of")
     gradients(p, case, d, saved)
-    assert seen["factors_of"].tokens > 0 == seen["factors_of"].isotropic
+    assert seen["factors_of"].tokens > 0 == seen["factors_of"].shrinkage
     monkeypatch.setattr(filter, "weigh_tokens", lambda *_: None)
     ours, first = gradients(p, case, d, saved)[1], dict(seen)
-    monkeypatch.setattr(compensation, "LEAST_ISOTROPIC", torch.inf)
+    monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", torch.inf)
     rank_1 = gradients(p, case, d, saved)[1]
-    assert seen["factors_of"].isotropic == 0
+    assert seen["factors_of"].shrinkage == 0
 
-    sample, column = first["given to squares_of_columns"][1], first["draw_columns"].column_K
-    share = first["given to draw_columns"][0].shares_2V[0].double()
-    away = p.weight.double() - share @ p.weight.double()
+    sample, column = first["given to squares_of_columns"][1], first["sample_columns"].column_K
+    share = first["given to sample_columns"][0].shares_2V[0].double()
+    centered = p.weight.double() - share @ p.weight.double()
     kept = kept_by(tuple(saved), p, d, case.grad_filter.eps)
     part = p.coef[0, :, None].double() * torch.where(kept, 0.0, d.p * d.slope) * p.logits.logit_scale
     part = part.masked_fill(p.labels[:, None] < 0, 0.0)
     mass, token = part.sum(1, keepdim=True), sample.token_S.long()
-    worth = mass.abs().sum() / (size * mass[token].abs())
-    terms = worth * (part[token][:, column] - mass[token] * share[column])
+    inverse_share = mass.abs().sum() / (size * mass[token].abs())
+    terms = inverse_share * (part[token][:, column] - mass[token] * share[column])
     estimate = terms.T @ (p.hidden[token].double() - sample.mean_D.double())
-    factor = (estimate * away[column]).sum() / (share[column, None] * away[column].square()).sum()
+    factor = (estimate * centered[column]).sum() / (share[column, None] * centered[column].square()).sum()
     assert factor != 0
-    torch.testing.assert_close(first["factors_of"].isotropic.double(), factor, rtol=0.05 if GPU else 1e-3, atol=0)
-    expected = factor * share[:, None] * away
-    assert expected.abs().max() > (0.001 if not GPU else 5e-5) * rank_1.abs().max()  # by the columns that are drawn
+    torch.testing.assert_close(first["factors_of"].shrinkage.double(), factor, rtol=0.05 if GPU else 1e-3, atol=0)
+    expected = factor * share[:, None] * centered
+    assert expected.abs().max() > (0.001 if not GPU else 5e-5) * rank_1.abs().max()  # by the columns that are sampled
     rounding = 1e-5 * rank_1.abs().max() if GPU else 0.0
     assert (ours.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max() + rounding
 
 
-def test_torch_leans_columns_along_their_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_shrinks_the_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: the sign of it, the columns' mean left in, a factor that is fitted to something else."""
-    monkeypatch.setattr(budget, "stand_in_columns", lambda _: 128)
-    monkeypatch.setattr(compensation, "LEAST_SHRUNK", 0.25)
+    monkeypatch.setattr(budget, "sampled_columns", lambda _: 128)
+    monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.25)
     w = make_workload(HeadShape(256, 4096), 512, rung="early", dtype=torch.float32, device=DEVICE)
     truth = reference(w.hidden, w.weight, w.labels)
     loss = functools.partial(linear_cross_entropy, backend="torch", grad_filter=GradFilter())
@@ -656,7 +667,7 @@ def test_torch_leans_columns_along_their_own_row(monkeypatch: pytest.MonkeyPatch
         return relative_error(step(loss, w)[2], truth.d_weight)
 
     with_it = error()
-    monkeypatch.setattr(compensation, "LEAST_ISOTROPIC", torch.inf)
+    monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", torch.inf)
     assert with_it < 0.9 * error()
 
 
@@ -742,7 +753,8 @@ def test_non_finite_and_ignored_tokens_stay_alone() -> None:
     (d_hidden, _, _), (d_hidden_broken, d_weight_broken, _) = results
     assert not d_hidden_broken[victim].isfinite().any()
     assert d_hidden_broken[others].isfinite().all()
-    # the victim's label is not counted in one of them, which may change hot columns: no bits to compare, but nearly the same
+    # the victim's label is not counted in one of them, which may change frequent columns: no bits to compare, but nearly the
+    # same
     assert (d_hidden - d_hidden_broken)[others].abs().max() < 0.1 * d_hidden.abs().max()
     assert not d_weight_broken.isfinite().all()
 
@@ -780,7 +792,7 @@ def test_nothing_to_do(case: Case) -> None:
 @pytest.mark.parametrize(("ignored", "upstream"), [(2.0, 1.0), (0.1, 0.0)], ids=["all-ignored", "no-upstream"])
 def test_a_sample_that_drops_nothing(ignored: float, upstream: float, limits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches rows of d_weight that two kernels leave to each other, where what is dropped weighs nothing."""
-    case = Case(num_tokens=70, hidden_size=32, drawn=32, ignored=ignored)
+    case = Case(num_tokens=70, hidden_size=32, sampled=32, ignored=ignored)
     limits(case)
     monkeypatch.setattr(filter, "SAMPLE", 32)
     monkeypatch.setattr(budget, "SAMPLE", 32)
@@ -794,7 +806,7 @@ def test_a_sample_that_drops_nothing(ignored: float, upstream: float, limits, mo
 
 
 def test_filter_stats() -> None:
-    """Catches: ignored tokens counted, the hot columns' mass counted as dropped."""
+    """Catches: ignored tokens counted, the frequent columns' mass counted as dropped."""
     case = Case()
     p = problem(case)
     d = dense(p)
@@ -832,7 +844,7 @@ def test_linear_cross_entropy(case: verify_cases.Case) -> None:
 
 def test_small_heads_are_exact_unless_the_filter_is_forced() -> None:
     """Catches: a filter that runs where it costs more, a rule that looks at a rank's own shard, one that backward forgets."""
-    p = problem(Case(num_tokens=18, num_rows=80 if not GPU else 500, ignored=0.0))  # more than are hot
+    p = problem(Case(num_tokens=18, num_rows=80 if not GPU else 500, ignored=0.0))  # more than are frequent
     results = []
     for grad_filter in (None, GradFilter(2.0**-6), GradFilter(2.0**-6, always=True)):
         leaves = [p.hidden.detach().clone().requires_grad_(), p.weight.detach().clone().requires_grad_()]
@@ -906,9 +918,9 @@ def errors_of(state: tuple[Tensor, Tensor, Tensor], eps: float = 2.0**-10) -> di
 
 
 def test_errors_on_a_trained_model(trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a stand-in that does not know what tokens differ in: rank 1 alone is several times as wrong."""
+    """Catches a control variate that does not know what tokens differ in: rank 1 alone is several times as wrong."""
     rank_1 = errors_of(trained)
-    monkeypatch.setattr(budget, "stand_in_columns", lambda num_columns: num_columns // 8)  # 256: as many as of 8,192
+    monkeypatch.setattr(budget, "sampled_columns", lambda num_columns: num_columns // 8)  # 256: as many as of 8,192
     ours = errors_of(trained)
     assert all(ours[name] < 0.65 * rank_1[name] for name in ("dE", "dC", "rare"))
     assert ours["mean dE"] < 1e-5
@@ -920,7 +932,7 @@ def test_noise_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight = torch.randn(600, 64), torch.randn(2048, 64) * 0.3
     labels = torch.randint(2048, (600,))
     rank_1 = errors_of((hidden, weight, labels), 2.0**-9)
-    monkeypatch.setattr(budget, "stand_in_columns", lambda num_columns: num_columns // 32)
+    monkeypatch.setattr(budget, "sampled_columns", lambda num_columns: num_columns // 32)
     ours = errors_of((hidden, weight, labels), 2.0**-9)
     assert ours["dE"] <= 1.01 * rank_1["dE"] and ours["dC"] <= 1.01 * rank_1["dC"]
 
@@ -1043,39 +1055,39 @@ def test_peak_memory(mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.cuda.max_memory_allocated() - before - kept <= case.budget + (64 << 20)
 
 
-def test_drawn_columns_bound_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: hot columns drawn, columns that are not spread evenly, a label counted twice, the error left out or taken twice,
-    and an error where every column is drawn."""
-    num_hot, num_rows, size = 100 if GPU else 13, 600, 64
+def test_sampled_columns_bound_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: frequent columns sampled, columns that are not spread evenly, a label counted twice, the error left out or
+    taken twice, and an error where every column is sampled."""
+    num_frequent, num_rows, size = 100 if GPU else 13, 600, 64
     p = problem(Case(start=20, num_rows=num_rows, ids=700, ignored=0.0))
     d = dense(p)
-    lse, num_outside = d.maximum + d.log_sum, num_rows - num_hot
-    drawn: list[Tensor] = []
-    draw = bound.draw_outside
+    lse, num_outside = d.maximum + d.log_sum, num_rows - num_frequent
+    sampled: list[Tensor] = []
+    draw = bound.sample_outside
 
     def spy(*args: Any) -> Any:
         result = draw(*args)
-        drawn.append(result[0].long())
+        sampled.append(result[0].long())
         return result
 
-    monkeypatch.setattr(filter, "draw_outside", spy)
-    monkeypatch.setattr(bound, "num_drawn", lambda num_outside: num_outside)
+    monkeypatch.setattr(filter, "sample_outside", spy)
+    monkeypatch.setattr(bound, "num_sampled", lambda num_outside: num_outside)
     every = local_stats(p, Case())[1][0].double()
-    assert len(drawn[0].unique()) == num_outside
+    assert len(sampled[0].unique()) == num_outside
     torch.testing.assert_close(every, lse, rtol=0, atol=2e-2 if GPU else 1e-5)
 
-    monkeypatch.setattr(bound, "num_drawn", lambda _: size)
+    monkeypatch.setattr(bound, "num_sampled", lambda _: size)
     _, *saved = local_stats(p, Case())
-    ids, hot_ids = drawn[1], saved[4]
-    assert not torch.isin(ids, hot_ids).any()
+    ids, frequent_ids = sampled[1], saved[4]
+    assert not torch.isin(ids, frequent_ids).any()
     gaps = ids.diff()
     assert len(ids) == size and gaps.min() > 0 and gaps.max() < 4 * num_rows / size
     e = (d.z - lse[:, None]).exp()
-    is_hot = torch.zeros(num_rows, dtype=torch.bool, device=DEVICE).index_fill(0, hot_ids, True)
+    is_frequent = torch.zeros(num_rows, dtype=torch.bool, device=DEVICE).index_fill(0, frequent_ids, True)
     sample = torch.where(d.is_label, 0.0, e)[:, ids]
     error = bound.ERRORS * ((1 - size / num_outside) / (size - 1)) ** 0.5 * sample.std(1, correction=0)
     rest = num_outside * (sample.mean(1) - error).clamp_min(0)
-    expected = lse + (torch.where(is_hot | d.is_label, e, 0.0).sum(1) + rest).log()
+    expected = lse + (torch.where(is_frequent | d.is_label, e, 0.0).sum(1) + rest).log()
     torch.testing.assert_close(saved[0][0].double(), expected, rtol=0, atol=2e-2 if GPU else 1e-4)
     assert (rest > 0).any() and (rest == 0).any()
 
@@ -1102,7 +1114,7 @@ def test_a_bound_that_is_too_high_loses_nothing(monkeypatch: pytest.MonkeyPatch,
     assert_no_worse(ours[2], grad.float().sum(0), grad.sum(0), DTYPE, "d_bias")
 
 
-def test_lists_have_room_as_the_budget_and_their_cost_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_is_what_the_budget_and_the_cost_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a share of the budget that sorting exceeds, and lists that cost more than the exact gradient."""
     monkeypatch.undo()
     assert budget.list_capacity(8192, 256_000, 256 << 20) * 56 + 256 * 256_000 * 2 <= 256 << 20
@@ -1114,7 +1126,7 @@ def test_lists_have_room_as_the_budget_and_their_cost_say(monkeypatch: pytest.Mo
     assert budget.list_capacity(0, 32_000, 256 << 20) == 1
 
 
-def test_hot_columns_are_those_labelled_most() -> None:
+def test_frequent_columns_are_those_labelled_most() -> None:
     """Catches: ties broken by chance, labels of other shards or ignored ones counted."""
     labels = torch.tensor([7, 7, 7, 5, 5, 9, 3, 3, -1, -100, 100, 0], device=DEVICE)
     nothing = torch.zeros(0, device=DEVICE)

@@ -1,7 +1,7 @@
-"""The filter's kernels on two shards, each with hot columns and lists of its own, over rungs of the bench's ladder.
+"""The filter's kernels on two shards, each with frequent columns and lists of its own, over rungs of the bench's ladder.
 
-Interpreted, on CPUs. The truth is the dense reference in float64; ``cce-dist verify`` has the same, and other, traps on a drawn
-softmax. ``reference.filtered_gradients`` says what a filter without a stand-in leaves.
+Interpreted, on CPUs. The truth is the dense reference in float64; ``cce-dist verify`` has the same, and other, traps on a
+sampled softmax. ``reference.filtered_gradients`` says what a filter without a control variate leaves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cce_dist.kernels.filter import lists
 from cce_dist.verify.cases import Case, Problem, even
 from cce_dist.verify.check import EPS, _expected
 
-SHAPE, NUM_TOKENS, HOT = HeadShape(16, 400), 48, 13
+SHAPE, NUM_TOKENS, FREQUENT = HeadShape(16, 400), 48, 13
 FILTER = GradFilter(2.0**-7, always=True)
 CASES: list[tuple[str, dict[str, Any]]] = [  # rung and further options; of all, two thirds of the labels are ignored
     ("early", {"softcap": 12.0}),
@@ -33,16 +33,22 @@ CASES: list[tuple[str, dict[str, Any]]] = [  # rung and further options; of all,
 
 
 def _check(rung: str, options: dict[str, Any]) -> None:
-    drawn = make_workload(SHAPE, NUM_TOKENS, rung=rung, ignored=0.67, dtype=torch.float32)
-    problem = Problem(drawn.hidden.double(), drawn.weight.double(), drawn.labels)
+    sampled = make_workload(SHAPE, NUM_TOKENS, rung=rung, ignored=0.67, dtype=torch.float32)
+    problem = Problem(sampled.hidden.double(), sampled.weight.double(), sampled.labels)
     case = Case(rung, "", options | {"grad_filter": FILTER})
     bounds = even(SHAPE.vocab_size, 2)
     truth = _expected(case, problem, None, bounds, torch.float64, "cpu")
     shard = VocabShard.even(SHAPE.vocab_size, dist.group.WORLD)
     rows = slice(shard.start, shard.stop)
-    leaves = [drawn.hidden.clone().requires_grad_(), drawn.weight[rows].clone().requires_grad_()]
+    leaves = [sampled.hidden.clone().requires_grad_(), sampled.weight[rows].clone().requires_grad_()]
     out: Any = linear_cross_entropy(
-        leaves[0], leaves[1], drawn.labels, shard=shard, backend="triton", return_aux=("filter_stats",), **case.options
+        leaves[0],
+        leaves[1],
+        sampled.labels,
+        shard=shard,
+        backend="triton",
+        return_aux=("filter_stats",),
+        **case.options,
     )
     assert 0.05 < out.filter_stats.kept < 0.2 and out.filter_stats.dropped_mass_mean > 1e-3, out.filter_stats
     d_hidden, d_weight = torch.autograd.grad(out.loss, leaves)
@@ -59,8 +65,8 @@ def _check(rung: str, options: dict[str, Any]) -> None:
 
 
 def _on_two_ranks() -> None:
-    limits = {"LEAST_BYTES": 1 << 10, "list_capacity": lambda *_: 8192, "stand_in_columns": lambda _: 32}
-    small = {"num_hot": lambda num_valid, _: min(num_valid, HOT), "SAMPLE": 1024}
+    limits = {"LEAST_BYTES": 1 << 10, "list_capacity": lambda *_: 8192, "sampled_columns": lambda _: 32}
+    small = {"num_frequent": lambda num_valid, _: min(num_valid, FREQUENT), "SAMPLE": 1024}
     with (
         mock.patch.multiple(budget, **limits),
         mock.patch.multiple(filter, **small),
@@ -76,7 +82,6 @@ def _on_two_ranks() -> None:
 @pytest.mark.skipif(GPU, reason="of the interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 def test_rungs_on_two_shards(ranks2: Callable[..., None]) -> None:
-    """Catches: a dropped mass of both shards in place of one's; a stand-in without the softcap's slope; exact gradients in
-    place of a filter's.
-    """
+    """Catches: a dropped mass of both shards in place of one's; a control variate without the softcap's slope; exact
+    gradients in place of a filter's."""
     ranks2(_on_two_ranks)

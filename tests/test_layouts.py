@@ -174,7 +174,7 @@ def test_hidden_states_of_ignored_tokens_are_not_read(option, value, backend):
 
 @pytest.mark.parametrize("option", ["plain", "everything", "filter"])
 def test_padding_rows_of_the_weight_are_not_read(option, backend):
-    """Catches 0 times NaN where a stand-in for dropped elements is multiplied by all rows of the weight."""
+    """Catches 0 times NaN where a control variate for dropped elements is multiplied by all rows of the weight."""
     options = OPTIONS[option] | {"shard": VocabShard(0, V, V - 7)}
     values, clean = arguments(), arguments()
     for name, filling in (("linear_weight", float("nan")), ("linear_bias", float("nan"))):

@@ -122,7 +122,7 @@ def test_filtered_peak_is_what_is_alive(
             [losses[0], *[None] * 4], hidden, weight, None, losses[-1], None, [True, True, False], *call
         )
     on = tiles.choose_tiles(hidden.dtype, hidden.device), tiles.num_programs(hidden.device)
-    hot = budget.hot_columns(3000, DEFAULT_EPS, 32 if tiles.interpreted() else 256)
+    hot = budget.frequent_columns(3000, DEFAULT_EPS, 32 if tiles.interpreted() else 256)
     tile = tiles.screen_tile(hidden.device, False) if screen else None
     said = budget.filtered_peak(budget.Sizes(num_tokens, 2048, 3000, 2), mib << 20, hot, *on, tile)
     seen = (forward, live.peak - sum(x.nbytes for x in tree_leaves(grads)))

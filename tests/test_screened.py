@@ -54,9 +54,9 @@ class Emulated(NamedTuple):
     Attributes:
         z: Screened logits.
         limit: Logits from here on are marked.
-        marked: The marks, hot columns left out.
+        marked: The marks, frequent columns left out.
         total: Sum of exp relative to the bound.
-        outside: That outside the hot columns, times the softcap's slopes.
+        outside: That outside the frequent columns, times the softcap's slopes.
         moment: The total, each term times what its logit is above the bound.
         fits: Tokens whose hidden state can be rounded.
         slack: Nats that a GPU's logits of the token may be off by.
@@ -76,23 +76,23 @@ def rounded(rows: Tensor, scale: Tensor | float = 1.0) -> Tensor:
     return (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale
 
 
-def emulate(p: Problem, d: Dense, case: Case, saved: list[Tensor], around: screen.Middle) -> Emulated:
+def emulate(p: Problem, d: Dense, case: Case, saved: list[Tensor], centering: screen.Centering) -> Emulated:
     """Everything as the docstrings of fp8.py and screen.py say, in float64 but for the rounding."""
     num_valid, size = p.logits.num_valid, p.hidden.shape[1]
-    hidden, weight = p.hidden.float() - around.hidden_D, p.weight[:num_valid].float() - around.weight_D
-    spread = around.spread_P.sum()
-    scales = hidden.abs().amax(1, keepdim=True).clamp_min(1e-30) / 448, (spread / size).sqrt().clamp_min(1e-30) / 4
-    number = p.hidden.double() @ around.weight_D.double()
+    hidden, weight = p.hidden.float() - centering.hidden_D, p.weight[:num_valid].float() - centering.weight_D
+    variance = centering.variance_P.sum()
+    scales = hidden.abs().amax(1, keepdim=True).clamp_min(1e-30) / 448, (variance / size).sqrt().clamp_min(1e-30) / 4
+    number = p.hidden.double() @ centering.weight_D.double()
     codes = [rounded(rows, scale) for rows, scale in zip((hidden, weight), scales, strict=True)]
     u = codes[0] @ codes[1].T
     left = (hidden - codes[0].float()) / scales[0], weight / scales[1]
     along = [
-        rounded((rows.to(DTYPE).double() @ around.axes_KD.double().T).float(), even)
+        rounded((rows.to(DTYPE).double() @ centering.basis_KD.double().T).float(), even)
         for rows, even in zip(left, (0.125, 8.0), strict=True)
     ]
     u += along[0] @ along[1].T * scales[0] * scales[1]
     slack = ACCUMULATED * abs(p.logits.logit_scale) * u.abs().amax(1)
-    u = u + number[:, None] + weight.double() @ around.hidden_D.double()
+    u = u + number[:, None] + weight.double() @ centering.hidden_D.double()
     if p.bias is not None:
         u += p.bias[:num_valid].double()
     u *= p.logits.logit_scale
@@ -102,12 +102,12 @@ def emulate(p: Problem, d: Dense, case: Case, saved: list[Tensor], around: scree
     error = factor * hidden.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
     bound = saved[0][2].double()[:, None]
     limit = bound + math.log(case.grad_filter.eps / lists.SLACK) - 4 * error
-    hot = torch.zeros(num_valid, dtype=torch.bool, device=DEVICE)
-    hot[saved[4]] = True
-    variance = (factor * hidden.double().norm(dim=1)).square() * spread.double()
+    frequent = torch.zeros(num_valid, dtype=torch.bool, device=DEVICE)
+    frequent[saved[4]] = True
+    variance = (factor * hidden.double().norm(dim=1)).square() * variance.double()
     square = hidden.double().square()
     fits = (variance < fp8.MOST_ERROR**2) & (square.sum(1) >= 2 * square.amax(1))
-    marked, others = (z >= limit) & ~hot & fits[:, None], (z < limit) & ~hot
+    marked, others = (z >= limit) & ~frequent & fits[:, None], (z < limit) & ~frequent
     gain = (variance / 2).exp()
     slope = 1 - (z / softcap).square() if softcap else torch.ones_like(z)
     sums = [
@@ -115,19 +115,19 @@ def emulate(p: Problem, d: Dense, case: Case, saved: list[Tensor], around: scree
         + torch.where(marked, (d.z - bound).exp() * t, 0.0).sum(1)
         for s, t in ((1.0, 1.0), (slope, d.slope))
     ]
-    above, exactly = d.z - bound, marked | hot
-    total = sums[0] + torch.where(hot, above.exp(), 0.0).sum(1)
+    above, exactly = d.z - bound, marked | frequent
+    total = sums[0] + torch.where(frequent, above.exp(), 0.0).sum(1)
     noisy = torch.where(others, (z - bound).exp() * (z - bound + variance[:, None]), 0.0).sum(1)
     moment = gain * noisy + torch.where(exactly, above.exp() * above, 0.0).sum(1)
     return Emulated(z, limit, marked, total, sums[1], moment, fits, slack)
 
 
 @pytest.fixture
-def around(monkeypatch: pytest.MonkeyPatch) -> list[screen.Middle]:
+def centering(monkeypatch: pytest.MonkeyPatch) -> list[screen.Centering]:
     """What the operands were rounded less of."""
-    seen: list[screen.Middle] = []
-    find = screen.middle
-    monkeypatch.setattr(screen, "middle", lambda *args: seen.append(find(*args)) or seen[-1])
+    seen: list[screen.Centering] = []
+    find = screen.find_centering
+    monkeypatch.setattr(screen, "find_centering", lambda *args: seen.append(find(*args)) or seen[-1])
     return seen
 
 
@@ -136,8 +136,8 @@ def of(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_statistics_and_lists(case: Case, limits, around: list[screen.Middle]) -> None:
-    """Catches: a row's or a column's number or scale left out, hot columns or padding summed, a mark lost or summed twice, an
+def test_statistics_and_lists(case: Case, limits, centering: list[screen.Centering]) -> None:
+    """Catches: a row's or a column's number or scale left out, frequent columns or padding summed, a mark lost or summed
     error not counted, an unmarked label summed twice, a chunk's parts or words in the wrong place, a token that cannot be
     trusted not computed again, the gain of the variance left out."""
     limits(case)
@@ -146,18 +146,18 @@ def test_statistics_and_lists(case: Case, limits, around: list[screen.Middle]) -
     d = of_filter.dense(p)
     stats, *saved = of_filter.local_stats(p, case)
     labelled = p.labels >= 0
-    e = emulate(p, d, case, saved, around[0])
+    e = emulate(p, d, case, saved, centering[0])
 
-    suspect = saved[0][0].isnan()
+    fallback = saved[0][0].isnan()
     no_room = bool(saved[3].sum() > case.capacity)
     too_high = e.total < 1 / lists.SLACK
     expected = labelled & (no_room | ~e.fits | too_high | (saved[3] > case.longest))
-    assert torch.equal(suspect, expected) or "groups" in str(case)
+    assert torch.equal(fallback, expected) or "groups" in str(case)
     lse = d.maximum + d.log_sum
     ours = stats[0] + stats[1].log()
-    if suspect.any():
-        assert_no_worse(ours[suspect], lse.float()[suspect], lse[suspect])
-    sure = labelled & ~suspect
+    if fallback.any():
+        assert_no_worse(ours[fallback], lse.float()[fallback], lse[fallback])
+    sure = labelled & ~fallback
     emulated = saved[0][2].double() + e.total.log()
     assert ((ours - emulated).abs() < 1e-5 + e.slack)[sure].all()
     assert ((saved[0][1] - e.outside).abs() < 1e-6 + (1e-4 + e.slack) * e.outside)[sure].all()
@@ -166,30 +166,34 @@ def test_statistics_and_lists(case: Case, limits, around: list[screen.Middle]) -
     if no_room:
         return
     kept = of_filter.kept_of(tuple(saved), p)
-    hot = torch.zeros_like(kept)
-    hot[:, saved[4]] = True
+    frequent = torch.zeros_like(kept)
+    frequent[:, saved[4]] = True
     sharp = (e.z - e.limit).abs() > 1e-4 + e.slack[:, None]
-    assert torch.equal((kept & labelled[:, None])[sharp], ((e.marked | d.is_label | hot) & labelled[:, None])[sharp])
-    assert case.start or (kept & ~hot & ~e.marked & labelled[:, None]).any()  # a label that is listed and not marked
+    assert torch.equal(
+        (kept & labelled[:, None])[sharp], ((e.marked | d.is_label | frequent) & labelled[:, None])[sharp]
+    )
+    assert (
+        case.start or (kept & ~frequent & ~e.marked & labelled[:, None]).any()
+    )  # a label that is listed and not marked
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[5]])
-def test_entropy(case: Case, limits, around: list[screen.Middle]) -> None:
-    """Catches: a moment without a row's number, without the hot columns', the listed ones' or the variance's part, relative to
-    something else, a chunk's in the wrong place, one in 8 bits of a token that is computed again."""
+def test_entropy(case: Case, limits, centering: list[screen.Centering]) -> None:
+    """Catches: a moment without a row's number, without the frequent columns', the listed ones' or the variance's part,
+    relative to something else, a chunk's in the wrong place, one in 8 bits of a token that is computed again."""
     limits(case)
     case = of(case)
     p = of_filter.problem(case)
     d = of_filter.dense(p)
     spec = of_filter.spec_of(p, case)._replace(want=Want(entropy=True))
     stats, saved = filter.statistics(of_filter.operands(p), spec, of_filter.whole)
-    labelled, suspect = p.labels >= 0, saved[0][0].isnan()
-    e = emulate(p, d, case, saved, around[0])
+    labelled, fallback = p.labels >= 0, saved[0][0].isnan()
+    e = emulate(p, d, case, saved, centering[0])
     entropy = stats[1].log() - stats[3] / stats[1]
     truth = -(d.p * d.p.log()).sum(1)
-    if suspect.any():
-        assert_no_worse(entropy[suspect], -torch.xlogy(d.p.float(), d.p.float()).sum(1)[suspect], truth[suspect])
-    sure = labelled & ~suspect
+    if fallback.any():
+        assert_no_worse(entropy[fallback], -torch.xlogy(d.p.float(), d.p.float()).sum(1)[fallback], truth[fallback])
+    sure = labelled & ~fallback
     assert ((stats[3] - e.moment).abs() < 2e-5 + 10 * e.slack)[sure].all()
     assert (entropy - truth)[sure].square().mean().sqrt() < MOST_OF_ENTROPY
     assert (stats[3, ~labelled] == 0).all()
@@ -220,10 +224,10 @@ def test_gradients(case: Case, limits) -> None:
     p = of_filter.problem(case)
     d = of_filter.dense(p)
     _, *saved = of_filter.local_stats(p, case)
-    hot = torch.zeros(p.logits.num_valid, dtype=torch.bool, device=DEVICE)
-    hot[saved[4]] = True
+    frequent = torch.zeros(p.logits.num_valid, dtype=torch.bool, device=DEVICE)
+    frequent[saved[4]] = True
     # What the screen leaves in the mass outside is no matter of gradients: test_statistics_and_lists has it.
-    saved[0][1] = torch.where(hot, 0.0, (d.z - saved[0][2].double()[:, None]).exp() * d.slope).sum(1)
+    saved[0][1] = torch.where(frequent, 0.0, (d.z - saved[0][2].double()[:, None]).exp() * d.slope).sum(1)
     grad = of_filter.gradient_of_logits(tuple(saved), p, d, case)[0]
     d_hidden, d_weight, d_bias = of_filter.gradients(p, case, d, saved)
     weight, hidden = p.weight[: p.logits.num_valid], p.hidden
@@ -266,7 +270,7 @@ def test_rows_unlike_the_others(side: str) -> None:
             assert broken is None or not math.isnan(broken) or ours.isnan().all()
 
 
-def test_axes_along_which_tails_differ(around: list[screen.Middle], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_basis_of_the_rounding_correction(centering: list[screen.Centering], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and columns of some kinds: what rounding leaves of a hidden state moves all of its tail.
 
     Catches: an axis that is none, axes that are not orthonormal, a sign or a unit lost between the two sides, a group without
@@ -290,16 +294,16 @@ def test_axes_along_which_tails_differ(around: list[screen.Middle], monkeypatch:
         return (stats[0].double() + stats[1].double().log() - truth).square().mean().sqrt().item()
 
     ours = error()
-    axes = around[-1].axes_KD.double()
+    axes = centering[-1].basis_KD.double()
     products = axes @ axes.T
     assert ((products - products.diag().diag()).abs() < (0.01 if not GPU else 0.03)).all()
     assert ((products.diag() - 1).abs() < (0.01 if not GPU else 0.03)).logical_or(products.diag() == 0).all()
     apart = (centers - centers.mean(0)).double().to(axes.device)
     assert (apart - apart @ axes.T @ axes).norm() < 0.1 * apart.norm()
 
-    find = screen.middle
+    find = screen.find_centering
     monkeypatch.setattr(
-        screen, "middle", lambda *args: find(*args)._replace(axes_KD=torch.zeros_like(axes, dtype=DTYPE))
+        screen, "find_centering", lambda *args: find(*args)._replace(basis_KD=torch.zeros_like(axes, dtype=DTYPE))
     )
     without = error()
     assert without > 1e-3 and ours < 0.5 * without
@@ -319,10 +323,10 @@ def test_an_estimate_that_is_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(filter, "bound_of_shard", too_high)
     stats, *saved = of_filter.local_stats(p, case)
-    lse, suspect = d.maximum + d.log_sum, saved[0][0].isnan()
+    lse, fallback = d.maximum + d.log_sum, saved[0][0].isnan()
     high = (saved[0][2] - lse).exp() > lists.SLACK * 1.01
-    assert suspect[high].all() and high.any() and not suspect.all()
-    assert_no_worse((stats[0] + stats[1].log())[suspect], lse.float()[suspect], lse[suspect])
+    assert fallback[high].all() and high.any() and not fallback.all()
+    assert_no_worse((stats[0] + stats[1].log())[fallback], lse.float()[fallback], lse[fallback])
 
 
 def test_two_shards() -> None:

@@ -155,7 +155,7 @@ def lists_have_room(head: Head, workspace_bytes: int) -> bool:
     """
     num_tokens, num_columns = head.num_tokens, head.sizes.num_columns
     room = budget.list_capacity(num_tokens, num_columns, workspace_bytes) >= 4 / 3 * MANY_LISTED * num_tokens / head.tp
-    return room and num_tokens >= 4 * budget.hot_columns(num_columns, DEFAULT_EPS)
+    return room and num_tokens >= 4 * budget.frequent_columns(num_columns, DEFAULT_EPS)
 
 
 def _peak(moments: list[dict[str, int]]) -> dict[str, int]:
@@ -166,7 +166,7 @@ def _our_moments(head: Head, loss: str, device: Device, workspace_bytes: int) ->
     """Return what is alive in forward, while backward's products run, while d_hidden is summed, and at the end."""
     sizes, tiles = head.sizes, _tiles(head, device)
     if loss == "filtered":
-        hot = budget.hot_columns(sizes.num_columns, DEFAULT_EPS)
+        hot = budget.frequent_columns(sizes.num_columns, DEFAULT_EPS)
         peak = budget.filtered_peak(sizes._replace(alone=False), workspace_bytes, hot, tiles, device.multiprocessors)
     else:
         peak = budget.exact_peak(sizes, workspace_bytes, True, tiles, device.multiprocessors)
@@ -257,7 +257,7 @@ def _chunk_seconds(head: Head, device: Device, rows: int) -> float:
 
 def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
     """Return what a filter adds to the product of forward, and its backward with the fewest listed columns."""
-    hot = budget.hot_columns(head.sizes.num_columns, DEFAULT_EPS)
+    hot = budget.frequent_columns(head.sizes.num_columns, DEFAULT_EPS)
     rates = budget.Rates(device.flops, device.bandwidth)
     forward, backward = budget.filter_seconds(head.sizes, workspace_bytes, rates, hot)
     return forward, backward + listed_seconds(head, FEW_LISTED)

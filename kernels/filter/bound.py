@@ -1,13 +1,13 @@
-"""A lower bound of each token's log-sum-exp, before that is known: what the marks of forward are relative to.
+"""A lower bound of each token's log-sum-exp, which the marks of forward are relative to.
 
-    sum of exp over the hot columns, + exp of the label, + an estimate of all other columns less its error
+    sum of exp over the frequent columns, + exp of the label, + an estimate of all other columns less its error
 
-The lists hold whatever reaches eps of the bound, so they are as much too long as the bound is too low: with hot columns and
-label alone by two to three times. The estimate comes from columns drawn evenly among the others: one from each of equally many
-runs of neighbours, since ids that are near each other are about as frequent. ``ERRORS`` standard errors are taken off.
+The lists hold each logit that reaches eps of the bound, so they are too long by as much as the bound is too low: two to three
+times with frequent columns and label alone. The estimate comes from a stratified sample: the other columns are cut into equally
+many runs of neighbours, since neighbouring ids are about as frequent, and one column is taken from each run. ``ERRORS``
+standard errors are taken off the estimate.
 
-A token for which the estimate is too high all the same shows it once the log-sum-exp is known, and then the lists do not serve
-it (``lists.plan``).
+Where the estimate is too high, the log-sum-exp shows it, and the token falls back (``lists.decide``).
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import has_tma, kernel, operand, tile_of_logits
-from cce_dist.kernels.budget import cdiv, drawn_columns
-from cce_dist.kernels.filter.frequent import Hot
+from cce_dist.kernels.budget import bound_columns, cdiv
+from cce_dist.kernels.filter.frequent import Frequent
 from cce_dist.kernels.tiles import Tiles, interpreted, precision
 
 ERRORS = 2.0  # standard errors
 
 
-def num_drawn(num_outside: int) -> int:
-    """Return how many columns are drawn of those that are not hot, in whole tiles."""
-    return drawn_columns(num_outside, 32 if interpreted() else 256)
+def num_sampled(num_outside: int) -> int:
+    """Return how many columns are sampled of those that are not frequent, in whole tiles."""
+    return bound_columns(num_outside, 32 if interpreted() else 256)
 
 
-def draw_outside(hot: Hot, x: Operands) -> tuple[torch.Tensor, Operands]:
-    """Return columns of the shard that are not hot, [S] int32 ascending, and those columns as a shard of their own."""
+def sample_outside(frequent: Frequent, x: Operands) -> tuple[torch.Tensor, Operands]:
+    """Return columns of the shard that are not frequent, [S] int32 ascending, and those columns as a shard of their own."""
     num_valid, hidden_size = x.logits.num_valid, x.weight.shape[1]
-    num_outside = num_valid - hot.ids_H.shape[0]
-    size = num_drawn(num_outside)
+    num_outside = num_valid - frequent.ids_F.shape[0]
+    size = num_sampled(num_outside)
     ids_S = torch.empty(size, dtype=torch.int32, device=x.weight.device)
     weight_SD = x.weight.new_empty(size, hidden_size)
     bias_S = None if x.bias is None else x.bias.new_empty(size)
     if size:
-        _draw_outside_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
-            hot.ids_H, x.weight, x.bias,
+        _sample_outside_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
+            frequent.ids_F, x.weight, x.bias,
             ids_S, weight_SD, bias_S,
             size, num_outside, num_valid - num_outside, hidden_size, (num_valid - num_outside).bit_length(),
             HAS_BIAS=x.bias is not None, BLOCK_S=16, BLOCK_D=256,
@@ -47,9 +47,9 @@ def draw_outside(hot: Hot, x: Operands) -> tuple[torch.Tensor, Operands]:
     return ids_S, x._replace(weight=weight_SD, bias=bias_S, logits=x.logits._replace(start=0, num_valid=size))
 
 
-@kernel("hot_ptr", "weight_ptr", "bias_ptr", "ids_ptr", "weight_out_ptr", "bias_out_ptr", "hidden_size")
-def _draw_outside_kernel(
-    hot_ptr,  # in: [H] int64: the hot columns, ascending
+@kernel("frequent_ptr", "weight_ptr", "bias_ptr", "ids_ptr", "weight_out_ptr", "bias_out_ptr", "hidden_size")
+def _sample_outside_kernel(
+    frequent_ptr,  # in: [F] int64: the frequent columns, ascending
     weight_ptr,  # in: [V, D]
     bias_ptr,  # in: [V]
     ids_ptr,  # out: [S] int32
@@ -57,7 +57,7 @@ def _draw_outside_kernel(
     bias_out_ptr,  # out: [S]
     size,
     num_outside,
-    num_hot,
+    num_frequent,
     hidden_size,
     num_steps,
     HAS_BIAS: tl.constexpr,
@@ -66,18 +66,18 @@ def _draw_outside_kernel(
 ):
     offs_s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     in_s = offs_s < size
-    # A run's column is drawn by a hash of the run's number (Knuth's multiplicative one), the same in every step.
+    # A run's column is sampled by a hash of the run's number (Knuth's multiplicative one), the same in every step.
     first = (offs_s.to(tl.int64) * num_outside // size).to(tl.int32)
     length = ((offs_s + 1).to(tl.int64) * num_outside // size).to(tl.int32) - first
     hashed = (offs_s.to(tl.uint32) * 2654435761) >> 16
     place = first + (hashed.to(tl.int64) * length >> 16).to(tl.int32)
-    # The column at this place among those that are not hot comes after as many hot ones as have fewer others before them.
+    # ``place`` counts the columns that are not frequent. Bisection finds how many frequent ones stand before that column.
     num_before = tl.zeros((BLOCK_S,), tl.int32)
-    last = num_before + num_hot
+    last = num_before + num_frequent
     for _ in range(0, num_steps):
         middle = (num_before + last) // 2
-        hot = tl.load(hot_ptr + middle, mask=in_s & (num_before < last), other=0).to(tl.int32)
-        before = (hot - middle <= place) & (num_before < last)
+        frequent = tl.load(frequent_ptr + middle, mask=in_s & (num_before < last), other=0).to(tl.int32)
+        before = (frequent - middle <= place) & (num_before < last)
         num_before = tl.where(before, middle + 1, num_before)
         last = tl.where(before, last, middle)
     column = place + num_before
@@ -92,33 +92,33 @@ def _draw_outside_kernel(
             tl.store(bias_out_ptr + offs_s, tl.load(bias_ptr + column, mask=in_s, other=0), mask=in_s)
 
 
-def drawn_sums(
-    ids_S: torch.Tensor, drawn: Operands, start: int, rows: Rows, tiles: Tiles, sums_3PN: torch.Tensor
+def sampled_sums(
+    ids_S: torch.Tensor, sampled: Operands, start: int, rows: Rows, tiles: Tiles, sums_3PN: torch.Tensor
 ) -> None:  # fmt: skip
-    """Write maximum, sum of exp and sum of their squares over the drawn columns, but for the label, in P parts.
+    """Write maximum, sum of exp and sum of their squares over the sampled columns, but for the label, in P parts.
 
     Args:
-        ids_S: The columns, as ``draw_outside`` returns them.
-        drawn: They as a shard.
+        ids_S: The columns, as ``sample_outside`` returns them.
+        sampled: They as a shard.
         start: First id of the shard that they are from.
-        rows: Tokens.
+        rows: SampledTokens.
         tiles: Tiles of the device; a part is one tile of columns.
         sums_3PN: out: at the tokens of the group.
     """
-    tile, logits = tiles.lse, drawn.logits
+    tile, logits = tiles.lse, sampled.logits
     num_rows, hidden_size = rows.hidden.shape
-    tma = has_tma(rows.hidden, drawn.weight)
-    _drawn_sums_kernel[(cdiv(num_rows, tile.rows) * sums_3PN.shape[1],)](
+    tma = has_tma(rows.hidden, sampled.weight)
+    _sampled_sums_kernel[(cdiv(num_rows, tile.rows) * sums_3PN.shape[1],)](
         # in
-        operand(rows.hidden, tile.rows, tile.inner, tma), operand(drawn.weight, tile.cols, tile.inner, tma), drawn.bias,
-        ids_S, drawn.ids, rows.index, rows.num_kept,
+        operand(rows.hidden, tile.rows, tile.inner, tma), operand(sampled.weight, tile.cols, tile.inner, tma), sampled.bias,
+        ids_S, sampled.ids, rows.index, rows.num_kept,
         # out
         sums_3PN,
         # sizes
-        num_rows, hidden_size, logits.num_valid, start, sums_3PN.shape[1], drawn.num_tokens,
+        num_rows, hidden_size, logits.num_valid, start, sums_3PN.shape[1], sampled.num_tokens,
         # options
         logits.logit_scale, logits.softcap,
-        HAS_BIAS=drawn.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
+        HAS_BIAS=sampled.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -126,7 +126,7 @@ def drawn_sums(
 
 
 @kernel("hidden", "weight", "bias_ptr", "hidden_size")
-def _drawn_sums_kernel(
+def _sampled_sums_kernel(
     hidden,  # in: [R, D] descriptor or pointer
     weight,  # in: [S, D] descriptor or pointer
     bias_ptr,  # in: [S]
@@ -179,35 +179,35 @@ def _drawn_sums_kernel(
 
 
 def bound_of_shard(
-    hot_3N: torch.Tensor, target_N: torch.Tensor, sums_3PN: torch.Tensor, num_drawn: int, x: Operands, hot: Hot
+    frequent_3N: torch.Tensor, target_N: torch.Tensor, sums_3PN: torch.Tensor, num_sampled: int, x: Operands, frequent: Frequent
 ) -> torch.Tensor:  # fmt: skip
     """Return the shard's part of the bound as a maximum, a sum relative to it, and zeros, [3, N] fp32.
 
     Args:
-        hot_3N: Maximum and sum of exp over the hot columns.
+        frequent_3N: Maximum and sum of exp over the frequent columns.
         target_N: The label's logit. It counts where it is another column of the shard.
-        sums_3PN: What ``drawn_sums`` writes.
-        num_drawn: How many columns were drawn.
+        sums_3PN: What ``sampled_sums`` writes.
+        num_sampled: How many columns were sampled.
         x: The shard.
-        hot: Its hot columns.
+        frequent: Its frequent columns.
     """
-    stats_3N = torch.empty_like(hot_3N)
-    num_outside = x.logits.num_valid - hot.ids_H.shape[0]
-    # The error of a mean of ``num_drawn`` out of ``num_outside``; it is 0 where all of them are drawn.
-    left_out = 1.0 - num_drawn / num_outside if num_outside else 0.0
-    error = ERRORS * (left_out / max(1, num_drawn - 1)) ** 0.5
+    stats_3N = torch.empty_like(frequent_3N)
+    num_outside = x.logits.num_valid - frequent.ids_F.shape[0]
+    # The error of a mean of ``num_sampled`` out of ``num_outside``; it is 0 where all of them are sampled.
+    left_out = 1.0 - num_sampled / num_outside if num_outside else 0.0
+    error = ERRORS * (left_out / max(1, num_sampled - 1)) ** 0.5
     _bound_of_shard_kernel[(cdiv(x.num_tokens, 256),)](
-        hot_3N, target_N, sums_3PN, x.ids, hot.slot_V,
+        frequent_3N, target_N, sums_3PN, x.ids, frequent.slot_V,
         stats_3N,
-        x.num_tokens, x.logits.start, x.logits.num_valid, sums_3PN.shape[1], max(1, num_drawn), num_outside, error,
+        x.num_tokens, x.logits.start, x.logits.num_valid, sums_3PN.shape[1], max(1, num_sampled), num_outside, error,
         BLOCK_N=256,
     )  # fmt: skip
     return stats_3N
 
 
-@kernel("hot_ptr", "slot_ptr", "stats_ptr")
+@kernel("frequent_ptr", "slot_ptr", "stats_ptr")
 def _bound_of_shard_kernel(
-    hot_ptr,  # in: [3, N] fp32: maximum, sum, anything
+    frequent_ptr,  # in: [3, N] fp32: maximum, sum, anything
     target_ptr,  # in: [N] fp32
     sums_ptr,  # in: [3, P, N] fp32: reference, sum, sum of squares
     labels_ptr,  # in: [N] int64
@@ -217,7 +217,7 @@ def _bound_of_shard_kernel(
     start,
     num_valid,
     num_parts,
-    num_drawn,
+    num_sampled,
     num_outside,
     error,
     BLOCK_N: tl.constexpr,
@@ -229,8 +229,8 @@ def _bound_of_shard_kernel(
     here = (label >= 0) & (label >= start) & (label - start < num_valid)
     beside = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=1) == 0
     target = tl.where(beside, tl.load(target_ptr + offs_n, mask=in_n, other=0), float("-inf"))
-    hot_max = tl.load(hot_ptr + offs_n, mask=in_n, other=0)
-    hot_sum = tl.load(hot_ptr + stride + offs_n, mask=in_n, other=0)
+    frequent_max = tl.load(frequent_ptr + offs_n, mask=in_n, other=0)
+    frequent_sum = tl.load(frequent_ptr + stride + offs_n, mask=in_n, other=0)
 
     # Tokens without a label have no sums.
     live = in_n & (label >= 0)
@@ -246,16 +246,16 @@ def _bound_of_shard_kernel(
         factor = tl.exp(tl.load(where, mask=live, other=0) - reference)
         total += tl.load(where + plane, mask=live, other=0) * factor
         squares += tl.load(where + 2 * plane, mask=live, other=0) * factor * factor
-    mean = total / num_drawn
-    deviation = tl.sqrt(tl.maximum(squares / num_drawn - mean * mean, 0.0))
+    mean = total / num_sampled
+    deviation = tl.sqrt(tl.maximum(squares / num_sampled - mean * mean, 0.0))
     rest = num_outside * tl.maximum(mean - error * deviation, 0.0)
     reference = tl.where(rest > 0, reference, float("-inf"))
 
-    maximum = tl.maximum(tl.maximum(hot_max, target), reference)
+    maximum = tl.maximum(tl.maximum(frequent_max, target), reference)
     base = tl.where(maximum > float("-inf"), maximum, 0.0)
-    # NaN of a hot column must stay: the maximum may hide it, the sum does not.
+    # NaN of a frequent column must stay: the maximum may hide it, the sum does not.
     sum_exp = (
-        hot_sum * tl.exp(hot_max - base)
+        frequent_sum * tl.exp(frequent_max - base)
         + tl.exp(target - base)
         + tl.where(rest > 0, rest * tl.exp(reference - base), 0.0)
     )

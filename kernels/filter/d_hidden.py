@@ -1,9 +1,9 @@
 """The products that make d_hidden of listed tokens, in one pass over it: it is large beside products as short as these.
 
-    d_hidden_i  +=  sum of hot j  g_ij weight_j            their gradients, as ``dlogits.py`` writes them
-                 +  sum of drawn k  g_ik away_k            what corrects the stand-in (``sampling.py``)
-                 +  r_i bend * (hidden_i spread)           how hidden states bend it (``covariance.py``)
-                 +  r_i shared_0 + u_i shared_1            the stand-in and the uniform part, with what is left of the two above
+    d_hidden_i  +=  sum of frequent j  g_ij weight_j            their gradients, as ``dlogits.py`` writes them
+                 +  sum of sampled k  g_ik centered_k            the correction from samples (``sampling.py``)
+                 +  r_i linear * (hidden_i covariance)      the linear correction (``covariance.py``)
+                 +  r_i shared_0 + u_i shared_1            control variate, uniform part, and the means of the two above
 
 The lists of tokens are added before (``lists.listed_gradients``), those that are too long for that after (``d_rows.py``).
 """
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 
 
 def add_products(
-    total: Sum, rows: Rows, hot: Pair, drawn: Pair | None, spread_DD: torch.Tensor | None, factors: Factors | None,
+    total: Sum, rows: Rows, frequent: Pair, sampled: Pair | None, covariance_DD: torch.Tensor | None, factors: Factors | None,
     gain: torch.Tensor | None, factor_2N: torch.Tensor, shared_2D: torch.Tensor, later: tuple[Lists, int], tile: Tile, *,
     first: bool,
 ) -> None:  # fmt: skip
@@ -45,35 +45,36 @@ def add_products(
 
     Args:
         total: The remainder is written where lists are to come, and nowhere else.
-        hot: Of the hot columns.
-        drawn: Of the drawn columns, or None.
-        spread_DD: As ``bend.spread_of`` returns it, or None.
-        factors: With ``drawn`` or ``spread_DD``: a product whose factor is 0 is left out.
+        frequent: Of the frequent columns.
+        sampled: Of the sampled columns, or None.
+        covariance_DD: As ``linear.covariance_of`` returns it, or None.
+        factors: With ``sampled`` or ``covariance_DD``: a product whose factor is 0 is left out.
         gain: Multiplies the products of both pairs, 0-d fp32; or None.
         factor_2N: r_i and u_i of each token, fp32.
         shared_2D: What they multiply, fp32.
         later: The lists, and the length of those that were added before.
     """
     hidden_size, num_rows = total.high_ND.shape[1], rows.hidden.shape[0]
-    others = [*(drawn or ()), *(() if spread_DD is None else (rows.hidden, spread_DD))]
-    tma = has_tma(*hot, *others)
+    others = [*(sampled or ()), *(() if covariance_DD is None else (rows.hidden, covariance_DD))]
+    tma = has_tma(*frequent, *others)
 
     def pair(given: torch.Tensor, of_rows: torch.Tensor) -> list[object]:
         return [operand(given, tile.rows, tile.inner, tma), operand(of_rows, tile.inner, tile.cols, tma)]
 
     _hidden_products_kernel[(cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols),)](
         # in
-        *pair(*hot), *([None, None] if drawn is None else pair(*drawn)),
-        *([None, None] if spread_DD is None else pair(rows.hidden, spread_DD)),
-        *((None, None) if factors is None else (factors.columns, factors.bend)),
+        *pair(*frequent), *([None, None] if sampled is None else pair(*sampled)),
+        *([None, None] if covariance_DD is None else pair(rows.hidden, covariance_DD)),
+        *((None, None) if factors is None else (factors.columns, factors.linear)),
         rows.index, rows.num_kept, gain, factor_2N, shared_2D, later[0].count_N,
         # in, out
         total.high_ND, total.low_RD,
         # sizes
-        num_rows, *(0 if each is None else each.rows_CD.shape[0] for each in (hot, drawn)), hidden_size, factor_2N.shape[1],
-        hot.given_RC.stride(0), 0 if drawn is None else drawn.given_RC.stride(0), later[1], int(first),
+        num_rows, *(0 if each is None else each.rows_CD.shape[0] for each in (frequent, sampled)), hidden_size,
+        factor_2N.shape[1],
+        frequent.given_RC.stride(0), 0 if sampled is None else sampled.given_RC.stride(0), later[1], int(first),
         # options
-        HAS_DRAWN=drawn is not None, HAS_SPREAD=spread_DD is not None, HAS_GAIN=gain is not None,
+        HAS_SAMPLED=sampled is not None, HAS_COVARIANCE=covariance_DD is not None, HAS_GAIN=gain is not None,
         HAS_LOW=total.low_RD is not None, BY_TOKEN=total.by_token,
         # tiles
         BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
@@ -82,18 +83,19 @@ def add_products(
 
 
 @kernel(
-    "hot_grads", "hot_weight", "drawn_grads", "drawn_weight", "hidden", "spread", "shared_ptr", "d_hidden_ptr", "low_ptr",
+    "frequent_grads", "frequent_weight", "sampled_grads", "sampled_weight", "hidden", "spread", "shared_ptr", "d_hidden_ptr",
+    "low_ptr",
     "hidden_size",
 )  # fmt: skip
 def _hidden_products_kernel(
-    hot_grads,  # in: [R, columns] descriptor or pointer
-    hot_weight,  # in: [H, D] descriptor or pointer
-    drawn_grads,  # in: [R, K] descriptor or pointer, with HAS_DRAWN
-    drawn_weight,  # in: [K, D] descriptor or pointer, with HAS_DRAWN
-    hidden,  # in: [R, D] descriptor or pointer, with HAS_SPREAD
-    spread,  # in: [D, D] descriptor or pointer, with HAS_SPREAD
-    drawn_factor_ptr,  # in: [] fp32, with HAS_DRAWN
-    bend_ptr,  # in: [] fp32, with HAS_SPREAD
+    frequent_grads,  # in: [R, columns] descriptor or pointer
+    frequent_weight,  # in: [F, D] descriptor or pointer
+    sampled_grads,  # in: [R, K] descriptor or pointer, with HAS_SAMPLED
+    sampled_weight,  # in: [K, D] descriptor or pointer, with HAS_SAMPLED
+    hidden,  # in: [R, D] descriptor or pointer, with HAS_COVARIANCE
+    covariance,  # in: [D, D] descriptor or pointer, with HAS_COVARIANCE
+    sampled_factor_ptr,  # in: [] fp32, with HAS_SAMPLED
+    linear_ptr,  # in: [] fp32, with HAS_COVARIANCE
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     gain_ptr,  # in: [] fp32
@@ -103,16 +105,16 @@ def _hidden_products_kernel(
     d_hidden_ptr,  # in, out: [N, D]
     low_ptr,  # in, out: [R or N, D] bf16
     num_rows,
-    num_hot,
-    num_drawn,
+    num_frequent,
+    num_sampled,
     hidden_size,
     num_tokens,
-    hot_stride,
-    drawn_stride,
+    frequent_stride,
+    sampled_stride,
     num_before,
     first,
-    HAS_DRAWN: tl.constexpr,
-    HAS_SPREAD: tl.constexpr,
+    HAS_SAMPLED: tl.constexpr,
+    HAS_COVARIANCE: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_LOW: tl.constexpr,
     BY_TOKEN: tl.constexpr,
@@ -135,21 +137,21 @@ def _hidden_products_kernel(
     gain = tl.load(gain_ptr) if HAS_GAIN else 1.0
 
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    if HAS_SPREAD:
-        bend = tl.load(bend_ptr)
-        for inner in range(0, tl.where(bend > 0, hidden_size, 0), BLOCK_V):
+    if HAS_COVARIANCE:
+        linear = tl.load(linear_ptr)
+        for inner in range(0, tl.where(linear > 0, hidden_size, 0), BLOCK_V):
             h = load_tile(hidden, row, inner, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_V, TMA)
-            s = load_tile(spread, inner, col, hidden_size, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
+            s = load_tile(covariance, inner, col, hidden_size, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
             acc = tl.dot(h, s, acc, input_precision=PRECISION)
-        acc *= (mass * (bend / gain))[:, None]
-    if HAS_DRAWN:
-        for inner in range(0, tl.where(tl.load(drawn_factor_ptr) > 0, num_drawn, 0), BLOCK_V):
-            g = load_tile(drawn_grads, row, inner, num_rows, num_drawn, drawn_stride, BLOCK_N, BLOCK_V, TMA)
-            w = load_tile(drawn_weight, inner, col, num_drawn, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
+        acc *= (mass * (linear / gain))[:, None]
+    if HAS_SAMPLED:
+        for inner in range(0, tl.where(tl.load(sampled_factor_ptr) > 0, num_sampled, 0), BLOCK_V):
+            g = load_tile(sampled_grads, row, inner, num_rows, num_sampled, sampled_stride, BLOCK_N, BLOCK_V, TMA)
+            w = load_tile(sampled_weight, inner, col, num_sampled, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
             acc = tl.dot(g, w, acc, input_precision=PRECISION)
-    for inner in range(0, num_hot, BLOCK_V):
-        g = load_tile(hot_grads, row, inner, num_rows, num_hot, hot_stride, BLOCK_N, BLOCK_V, TMA)
-        w = load_tile(hot_weight, inner, col, num_hot, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
+    for inner in range(0, num_frequent, BLOCK_V):
+        g = load_tile(frequent_grads, row, inner, num_rows, num_frequent, frequent_stride, BLOCK_N, BLOCK_V, TMA)
+        w = load_tile(frequent_weight, inner, col, num_frequent, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
         acc = tl.dot(g, w, acc, input_precision=PRECISION)
     if HAS_GAIN:
         acc *= gain
@@ -166,7 +168,7 @@ def _hidden_products_kernel(
             some += mass[:, None] * tl.load(shared_ptr + offs_d, mask=in_d, other=0)[None, :]
             some += uniform[:, None] * tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)[None, :]
             high = d_hidden_ptr + token[:, None] * hidden_size + offs_d[None, :]
-            before = (live & (first == 0))[:, None] & in_d[None, :]
+            before = tl.where(first == 0, live[:, None] & in_d[None, :], False)
             some += tl.load(high, mask=before, other=0).to(tl.float32)
             if HAS_LOW:
                 low = low_ptr + low_row[:, None] * hidden_size + offs_d[None, :]

@@ -1,18 +1,18 @@
-"""Gradient rows from the listed gradients g and from the stand-in: d_hidden of tokens, d_weight and d_bias of columns.
+"""Gradient rows from the listed gradients g and from the control variate: d_hidden of tokens, d_weight and d_bias of columns.
 
-For a token, with m its softmax mass of the columns that are neither listed nor hot, and for a column j,
+For a token, with m its softmax mass of the columns that are neither listed nor frequent, and for a column j,
 
-    d_hidden   += sum_j g_j weight_j    + scale P m (share . weight)            + scale UNIFORM (sum of weight rows not hot)
+    d_hidden   += sum_j g_j weight_j    + scale P m (share . weight)            + scale UNIFORM (sum of infrequent rows)
     d_weight_j  = sum_i g_i hidden_i    + share_j sum_i scale P_i m_i hidden_i  + sum_i scale UNIFORM_i hidden_i
-                + isotropic share_j (weight_j - share . weight)
+                + shrinkage share_j (weight_j - share . weight)
 
-where ``share`` is the columns' part of the dropped mass of all tokens (``shares.py``), and ``isotropic`` a factor
-(``compensation.py``). m is the mass that is left after hot and listed columns, so the row sums of the softmax are right
+where ``share`` is the columns' part of the dropped mass of all tokens (``shares.py``), and ``shrinkage`` a factor
+(``compensation.py``). m is the mass that is left after frequent and listed columns, so the row sums of the softmax are right
 whatever was dropped.
 
 The entries come token by token. A stable sort by column turns them over, so each row of d_weight is summed in registers, in the
-order of the tokens, and written once: no atomics, and the same bits every run. Rows of hot columns come from the product that
-made them (``filter/__init__.py``) and are only carried to their place.
+order of the tokens, and written once: no atomics, and the same bits every run. Rows of frequent columns come from the product
+that made them (``filter/__init__.py``) and are only carried to their place.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.filter.lists import Entries, Lists, Plan
-from cce_dist.kernels.filter.sampling import Factors, Tokens
+from cce_dist.kernels.filter.lists import Decisions, Entries, Lists
+from cce_dist.kernels.filter.sampling import Factors, SampledTokens
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 
 
 def add_listed_hidden(
-    total: Sum, x: Operands, rows: Rows, lists: Lists, how: Plan, entries: Entries, *, longer_than: int
+    total: Sum, x: Operands, rows: Rows, lists: Lists, how: Decisions, entries: Entries, *, longer_than: int
 ) -> None:  # fmt: skip
     """Add the listed columns' part to d_hidden at the tokens of the group whose lists are longer than that."""
     num_rows, hidden_size = rows.index.shape[0], x.weight.shape[1]
@@ -155,20 +155,20 @@ def _by_column_kernel(
 
 
 def listed_weight(
-    d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, hot_HD: torch.Tensor,
-    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Plan, factors: Factors | None, weight: torch.Tensor, *, add: bool,
+    d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
+    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, factors: Factors | None, weight: torch.Tensor, *, add: bool,
 ) -> None:  # fmt: skip
     """Set the rows of d_weight_VD to the sum of all their parts, or add it.
 
     Args:
         d_weight_VD: in, out: may have more rows than there are columns; those are left alone.
-        slot_V: Place among the hot columns for each column, from 1 on, or 0.
-        hot_HD: The hot columns' rows of the gradient.
+        slot_V: Place among the frequent columns for each column, from 1 on, or 0.
+        frequent_FD: The frequent columns' rows of the gradient.
         share_V: Each column's part of the dropped mass.
         shared_2D: sum_i scale P_i m_i hidden_i and sum_i scale UNIFORM_i hidden_i, fp32.
         how: Where tokens are exact, d_weight_VD holds their gradient, to add to; where all are, it is left alone.
-        factors: Where ``factors.gain`` is not 0, ``stand_in_weight`` has set the rows to all other parts.
-        weight: The weight, which is read where ``factors.isotropic`` is not 0.
+        factors: Where ``factors.gain`` is not 0, ``compensated_weight`` has set the rows to all other parts.
+        weight: The weight, which is read where ``factors.shrinkage`` is not 0.
         add: Add to d_weight_VD in any case.
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
@@ -177,9 +177,9 @@ def listed_weight(
     num_items = cdiv(num_cols, block_v) * cdiv(hidden_size, block_d)
     _filtered_weight_kernel[(cdiv(num_items, 2),)](
         # in
-        hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, hot_HD, share_V, shared_2D,
-        how.num_dense, how.num_few,
-        weight, *((None, None) if factors is None else (factors.gain, factors.isotropic)),
+        hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, frequent_FD, share_V, shared_2D,
+        how.num_exact, how.num_fallback,
+        weight, *((None, None) if factors is None else (factors.gain, factors.shrinkage)),
         # in, out
         d_weight_VD,
         # sizes
@@ -191,21 +191,23 @@ def listed_weight(
     )  # fmt: skip
 
 
-@kernel("hidden_ptr", "first_ptr", "slot_ptr", "hot_ptr", "shared_ptr", "weight_ptr", "d_weight_ptr", "hidden_size")
+@kernel(
+    "hidden_ptr", "first_ptr", "slot_ptr", "frequent_ptr", "shared_ptr", "weight_ptr", "d_weight_ptr", "hidden_size"
+)
 def _filtered_weight_kernel(
     hidden_ptr,  # in: [N, D]
     first_ptr,  # in: [V + 1] int32
     token_ptr,  # in: [M] int32
     grad_ptr,  # in: [M] fp32
     slot_ptr,  # in: [V] int32
-    hot_ptr,  # in: [H, D]
+    frequent_ptr,  # in: [F, D]
     share_ptr,  # in: [V] fp32
     shared_ptr,  # in: [2, D] fp32
-    num_dense_ptr,  # in: [1] int32
-    num_few_ptr,  # in: [1] int32
+    num_exact_ptr,  # in: [1] int32
+    num_fallback_ptr,  # in: [1] int32
     weight_ptr,  # in: [V, D]
     gain_ptr,  # in: [] fp32
-    isotropic_ptr,  # in: [] fp32
+    shrinkage_ptr,  # in: [] fp32
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
     hidden_size,
@@ -217,12 +219,12 @@ def _filtered_weight_kernel(
     BLOCK_K: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    if tl.load(num_dense_ptr) > 0:
+    if tl.load(num_exact_ptr) > 0:
         return
     num_blocks_v = tl.cdiv(num_cols, BLOCK_V)
-    adding = (add != 0) | (tl.load(num_few_ptr) > 0)
+    adding = (add != 0) | (tl.load(num_fallback_ptr) > 0)
     others_done = (tl.load(gain_ptr) != 0) if HAS_FACTORS else False
-    isotropic = tl.load(isotropic_ptr) if HAS_FACTORS else 0.0
+    shrinkage = tl.load(shrinkage_ptr) if HAS_FACTORS else 0.0
     adding |= others_done
     # Programs side by side have the same part of all hidden states, which then stays in the cache.
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -243,17 +245,17 @@ def _filtered_weight_kernel(
         few = in_v & (end - begin <= SHORT)
         part = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
         if not others_done:
-            hot = hot_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
-            is_hot = (slot > 0)[:, None]
-            part = tl.load(hot, mask=is_hot & in_d[None, :], other=0).to(tl.float32)
-            part = tl.where(is_hot, part, by_share[None, :] * share[:, None] + by_column[None, :])
-            if isotropic != 0:
+            frequent = frequent_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
+            is_frequent = (slot > 0)[:, None]
+            part = tl.load(frequent, mask=is_frequent & in_d[None, :], other=0).to(tl.float32)
+            part = tl.where(is_frequent, part, by_share[None, :] * share[:, None] + by_column[None, :])
+            if shrinkage != 0:
                 own = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
                 w = tl.load(own, mask=(few & (share > 0))[:, None] & in_d[None, :], other=0).to(tl.float32)
-                part += (isotropic * share)[:, None] * w
+                part += (shrinkage * share)[:, None] * w
         target = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-        mask = (few & ((end > begin) | (others_done == 0)))[:, None] & in_d[None, :]
-        part += tl.load(target, mask=mask & adding, other=0).to(tl.float32)
+        mask = (few & tl.where(others_done, end > begin, True))[:, None] & in_d[None, :]
+        part += tl.load(target, mask=tl.where(adding, mask, False), other=0).to(tl.float32)
         offs_k = begin
         token, grad = _entries(token_ptr, grad_ptr, offs_k, few & (offs_k < end))
         for _ in range(0, tl.max(tl.where(few, end - begin, 0), 0)):
@@ -274,9 +276,9 @@ def _filtered_weight_kernel(
             if not others_done:
                 its_share = tl.sum(tl.where(this, share, 0.0), 0)
                 acc += by_share * its_share + by_column
-                if isotropic * its_share != 0:
-                    acc += isotropic * its_share * tl.load(weight_ptr + place, mask=in_d, other=0).to(tl.float32)
-            acc += tl.load(row, mask=in_d & adding, other=0).to(tl.float32)
+                if shrinkage * its_share != 0:
+                    acc += shrinkage * its_share * tl.load(weight_ptr + place, mask=in_d, other=0).to(tl.float32)
+            acc += tl.load(row, mask=tl.where(adding, in_d, False), other=0).to(tl.float32)
             row_begin, row_end = tl.sum(tl.where(this, begin, 0), 0), tl.sum(tl.where(this, end, 0), 0)
             these_k = row_begin + tl.arange(0, BLOCK_K)
             tokens, grads = _entries(token_ptr, grad_ptr, these_k, these_k < row_end)
@@ -303,9 +305,9 @@ def _rows(rows_ptr, number, in_k, offs_d, in_d, hidden_size):
     return tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32)
 
 
-def stand_in_weight(
-    d_weight_VD: torch.Tensor, tokens: Tokens, gain: torch.Tensor, slot_V: torch.Tensor, hot_HD: torch.Tensor,
-    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Plan, tile: Tile, *, add: bool,
+def compensated_weight(
+    d_weight_VD: torch.Tensor, tokens: SampledTokens, gain: torch.Tensor, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
+    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, tile: Tile, *, add: bool,
 ) -> None:  # fmt: skip
     """Set the rows of d_weight_VD to all of their parts but the listed gradients, what sampled tokens add included, or add it.
 
@@ -315,40 +317,41 @@ def stand_in_weight(
         gain: The factor on what they add; where it is 0, nothing is written.
         tile: Of a long product. Half of it is taken: this one is short, so most of its time is that of stores, which another
             program of the same multiprocessor then hides.
-        slot_V, hot_HD, share_V, shared_2D, how, add: As in ``listed_weight``.
+        slot_V, frequent_FD, share_V, shared_2D, how, add: As in ``listed_weight``.
     """
     num_cols, hidden_size = d_weight_VD.shape
-    parts_SV, away_SD = tokens.parts_SV, tokens.rows.hidden
+    parts_SV, centered_SD = tokens.parts_SV, tokens.rows.hidden
     tile = tile._replace(cols=max(16, tile.cols // 2), warps=max(1, tile.warps // 2))
-    tma = has_tma(parts_SV, away_SD)
+    tma = has_tma(parts_SV, centered_SD)
     num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
-    _stand_in_weight_kernel[(min(num_tiles, 2 * num_programs(away_SD.device)),)](
+    _compensated_weight_kernel[(min(num_tiles, 2 * num_programs(centered_SD.device)),)](
         # in
-        operand(parts_SV, tile.inner, tile.rows, tma), operand(away_SD, tile.inner, tile.cols, tma), tokens.rows.num_kept, gain,
-        tokens.moved_V, slot_V, hot_HD, share_V, shared_2D, how.num_dense, how.num_few,
+        operand(parts_SV, tile.inner, tile.rows, tma), operand(centered_SD, tile.inner, tile.cols, tma),
+        tokens.rows.num_kept, gain,
+        tokens.reweighting_V, slot_V, frequent_FD, share_V, shared_2D, how.num_exact, how.num_fallback,
         # in, out
         d_weight_VD,
         # sizes
-        away_SD.shape[0], num_cols, hidden_size, parts_SV.stride(0), num_tiles, int(add),
+        centered_SD.shape[0], num_cols, hidden_size, parts_SV.stride(0), num_tiles, int(add),
         # tiles
-        BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_S=tile.inner, TMA=tma, PRECISION=precision(away_SD.dtype),
+        BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_S=tile.inner, TMA=tma, PRECISION=precision(centered_SD.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-@kernel("parts", "away", "slot_ptr", "hot_ptr", "shared_ptr", "d_weight_ptr", "hidden_size")
-def _stand_in_weight_kernel(
+@kernel("parts", "centered", "slot_ptr", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size")
+def _compensated_weight_kernel(
     parts,  # in: [S, V or more] descriptor or pointer
-    away,  # in: [S, D] descriptor or pointer
+    centered,  # in: [S, D] descriptor or pointer
     num_sampled_ptr,  # in: [1] int32
     gain_ptr,  # in: [] fp32
-    moved_ptr,  # in: [V] fp32
+    reweighting_ptr,  # in: [V] fp32
     slot_ptr,  # in: [V] int32
-    hot_ptr,  # in: [H, D]
+    frequent_ptr,  # in: [F, D]
     share_ptr,  # in: [V] fp32
     shared_ptr,  # in: [2, D] fp32
-    num_dense_ptr,  # in: [1] int32
-    num_few_ptr,  # in: [1] int32
+    num_exact_ptr,  # in: [1] int32
+    num_fallback_ptr,  # in: [1] int32
     d_weight_ptr,  # in, out: [V, D]
     num_rows,
     num_cols,
@@ -364,23 +367,23 @@ def _stand_in_weight_kernel(
 ):
     gain = tl.load(gain_ptr)
     num_sampled = tl.load(num_sampled_ptr)
-    adding = (add != 0) | (tl.load(num_few_ptr) > 0)
+    adding = (add != 0) | (tl.load(num_fallback_ptr) > 0)
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
-    nothing = (tl.load(num_dense_ptr) > 0) | (gain == 0)
+    nothing = (tl.load(num_exact_ptr) > 0) | (gain == 0)
     for tile in range(tl.program_id(0), tl.where(nothing, 0, num_tiles), tl.num_programs(0)):
         row = tile // num_col_blocks * BLOCK_V
         col = tile % num_col_blocks * BLOCK_D
         acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
         for inner in range(0, num_sampled, BLOCK_S):
             p = load_tile(parts, inner, row, num_rows, num_cols, parts_stride, BLOCK_S, BLOCK_V, TMA)
-            h = load_tile(away, inner, col, num_rows, hidden_size, hidden_size, BLOCK_S, BLOCK_D, TMA)
+            h = load_tile(centered, inner, col, num_rows, hidden_size, hidden_size, BLOCK_S, BLOCK_D, TMA)
             acc = tl.dot(p.T, h, acc, input_precision=PRECISION)
         offs_v = row + tl.arange(0, BLOCK_V)
         in_v = offs_v < num_cols
-        acc *= (gain * tl.load(moved_ptr + offs_v, mask=in_v, other=0))[:, None]
+        acc *= (gain * tl.load(reweighting_ptr + offs_v, mask=in_v, other=0))[:, None]
         slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
         share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
-        is_hot = (slot > 0)[:, None]
+        is_frequent = (slot > 0)[:, None]
         # The tile is stored a quarter at a time: the whole of it beside its addresses spills registers.
         for half in tl.static_range(2):
             for quarter in tl.static_range(2):
@@ -389,40 +392,42 @@ def _stand_in_weight_kernel(
                 in_d = offs_d < hidden_size
                 part += tl.load(shared_ptr + offs_d, mask=in_d, other=0)[None, :] * share[:, None]
                 part += tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)[None, :]
-                hot = hot_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
-                part = tl.where(is_hot, tl.load(hot, mask=is_hot & in_d[None, :], other=0).to(tl.float32), part)
+                frequent = frequent_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
+                part = tl.where(
+                    is_frequent, tl.load(frequent, mask=is_frequent & in_d[None, :], other=0).to(tl.float32), part
+                )
                 where = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
                 mask = in_v[:, None] & in_d[None, :]
-                part += tl.load(where, mask=mask & adding, other=0).to(tl.float32)
+                part += tl.load(where, mask=tl.where(adding, mask, False), other=0).to(tl.float32)
                 tl.store(where, part.to(d_weight_ptr.dtype.element_ty), mask=mask)
 
 
 def listed_bias(
-    d_bias_V: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, hot_H: torch.Tensor, share_V: torch.Tensor,
+    d_bias_V: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_F: torch.Tensor, share_V: torch.Tensor,
     factor_2: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Add the column sums of the listed gradients, of the hot columns and of the stand-in to d_bias_V.
+    """Add the column sums of the listed gradients, of the frequent columns and of the control variate to d_bias_V.
 
     Args:
         slot_V: As in ``listed_weight``.
-        hot_H: The hot columns' part, fp32.
+        frequent_F: The frequent columns' part, fp32.
         factor_2: sum_i scale P_i m_i and sum_i scale UNIFORM_i.
     """
     num_cols = entries.first_V.shape[0] - 1
     _filtered_bias_kernel[(cdiv(num_cols, 128),)](
-        entries.first_V, entries.grad, slot_V, hot_H, share_V, factor_2,
+        entries.first_V, entries.grad, slot_V, frequent_F, share_V, factor_2,
         d_bias_V,
         num_cols,
         BLOCK_V=128,
     )  # fmt: skip
 
 
-@kernel("first_ptr", "slot_ptr", "hot_ptr", "factor_ptr", "d_bias_ptr")
+@kernel("first_ptr", "slot_ptr", "frequent_ptr", "factor_ptr", "d_bias_ptr")
 def _filtered_bias_kernel(
     first_ptr,  # in: [V + 1] int32
     grad_ptr,  # in: [M] fp32
     slot_ptr,  # in: [V] int32
-    hot_ptr,  # in: [H] fp32
+    frequent_ptr,  # in: [F] fp32
     share_ptr,  # in: [V] fp32
     factor_ptr,  # in: [2] fp32
     d_bias_ptr,  # in, out: [V] fp32
@@ -435,8 +440,8 @@ def _filtered_bias_kernel(
     end = tl.load(first_ptr + offs_v + 1, mask=in_v, other=0)
     slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
     share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
-    stand_in = share * tl.load(factor_ptr) + tl.load(factor_ptr + 1)
-    part = tl.where(slot > 0, tl.load(hot_ptr + slot - 1, mask=slot > 0, other=0), stand_in)
+    compensation = share * tl.load(factor_ptr) + tl.load(factor_ptr + 1)
+    part = tl.where(slot > 0, tl.load(frequent_ptr + slot - 1, mask=slot > 0, other=0), compensation)
     total = tl.load(d_bias_ptr + offs_v, mask=in_v, other=0) + part
     for step in range(0, tl.max(end - begin, 0)):
         total += tl.load(grad_ptr + begin + step, mask=begin + step < end, other=0)

@@ -1,4 +1,4 @@
-"""Lists: for each token the single columns that the filter keeps beside the hot ones, and their gradients.
+"""Lists: for each token the single columns that the filter keeps beside the frequent ones, and their gradients.
 
 Forward marks columns (``lse.py``) and ``list_columns`` turns the marks into lists. Backward knows the log-sum-exp and the
 coefficients, and ``plan`` decides for each token whether the lists can serve it, and from which logit on they keep:
@@ -7,9 +7,9 @@ coefficients, and ``plan`` decides for each token whether the lists can serve it
 
 The lists hold what is ``SLACK`` below ``bound + log eps``, so they serve unless the threshold is lower than that. Where a list
 is short all of it is kept: by then its rows of the weight have been read. A token whose list is too long, or that has anything
-that is not finite, is not served. A few such tokens take the exact path while the lists serve the others. All tokens take the
-exact path where there are more, or where the lists had no room: they have as much as they may cost (``budget.list_capacity``).
-``listed_gradients`` then computes, for the listed columns j of a token,
+that is not finite, is not served. Up to ``FALLBACK`` such tokens fall back to the exact path while the lists serve the others.
+All tokens do where there are more, or where the lists overflow: their capacity is what they may cost
+(``budget.list_capacity``). ``listed_gradients`` then computes, for the listed columns j of a token,
 
     z_j = hidden . weight_j        g_j = scale * slope * (P p_j + LABEL [j = label])
 
@@ -28,9 +28,9 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel, softcap_slope, softcapped
-from cce_dist.kernels.budget import FEW, cdiv
+from cce_dist.kernels.budget import FALLBACK, cdiv
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.filter.frequent import Hot
+from cce_dist.kernels.filter.frequent import Frequent
 from cce_dist.kernels.tiles import stages_of_rows
 
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
@@ -38,9 +38,7 @@ SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a
 # single token that no list serves takes one tile of rows through the exact kernels: 1.7 ms for gemma-2-2b (H200, 2026-11).
 LONGEST = 16384
 BLOCK = 256  # listed columns of a program
-WARP_ELEMENTS = (
-    1024  # of rows of the weight that a warp has at a time: with more, registers leave room for few programs
-)
+WARP_ELEMENTS = 1024  # of rows of the weight that a warp has at a time: with more, registers allow few programs
 # Four programs of 4 warps then share a multiprocessor, and three do without. ROCm's compiler knows no such limit.
 REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
 FARTHEST = tl.constexpr(30.0)  # nats between bound and LSE; the marks of lse.py mean nothing beyond its HEADROOM
@@ -50,32 +48,32 @@ class Lists(NamedTuple):
     """The lists of all tokens, which forward keeps for backward.
 
     Attributes:
-        bound_3N: [3, N] fp32: the bound of the log-sum-exp; the sum of exp outside the hot columns, times the softcap's slopes,
-            relative to the shard's maximum; that maximum.
-        columns_M: [M] int32: room for the columns of all tokens. Those of a token stand together, ascending.
+        bound_3N: [3, N] fp32: the bound of the log-sum-exp; the sum of exp outside the frequent columns, times the softcap's
+            slopes, relative to the shard's maximum; that maximum.
+        columns_M: [M] int32: the columns of all tokens. Those of a token stand together, ascending.
         begin_N: [N] int32: where a token's columns begin. Tokens may stand in any order, which may differ from run to run.
-        count_N: [N] int32: how many there are, also where there was no room for them.
-        ids_H: [H] int64: the hot columns.
+        count_N: [N] int32: how many there are, also where they overflowed.
+        ids_F: [F] int64: the frequent columns.
     """
 
     bound_3N: torch.Tensor
     columns_M: torch.Tensor
     begin_N: torch.Tensor
     count_N: torch.Tensor
-    ids_H: torch.Tensor
+    ids_F: torch.Tensor
 
 
 def list_columns(
-    words_RW: torch.Tensor, hot: Hot, x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor
+    words_RW: torch.Tensor, frequent: Frequent, x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor
 ) -> None:  # fmt: skip
-    """Write the marked columns that are not hot, ascending, and the label's, to the lists of the group's tokens.
+    """Write the marked columns that are not frequent, ascending, and the label's, to the lists of the group's tokens.
 
-    The count is 0 for tokens without a label. ``taken``, [1] int64, is how much room groups took so far.
+    The count is 0 for tokens without a label. ``taken``, [1] int64, is how many places groups took so far.
     """
     num_rows, num_words = words_RW.shape
     aligned = min(16, num_words & -num_words)
     _list_columns_kernel[(num_rows,)](
-        words_RW, hot.words_W, x.ids, rows.index, rows.num_kept, taken,
+        words_RW, frequent.words_W, x.ids, rows.index, rows.num_kept, taken,
         lists.columns_M, lists.begin_N, lists.count_N,
         num_words // aligned, lists.columns_M.shape[0], x.logits.start, x.logits.num_valid,
         BLOCK_W=512, ALIGNED=aligned, num_warps=1,
@@ -92,20 +90,20 @@ def _bits_set(word):
 
 
 @triton.jit
-def _listed_words(words_ptr, hot_words_ptr, label_word, label_bit, first, num_words, BLOCK_W: tl.constexpr):
-    """Read some words of a row's marks, with the label's bit and without those of hot columns."""
+def _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W: tl.constexpr):
+    """Read some words of a row's marks, with the label's bit and without those of frequent columns."""
     offs_w = first + tl.arange(0, BLOCK_W)
     in_w = offs_w < num_words
     word = tl.load(words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
-    hot = tl.load(hot_words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
+    frequent = tl.load(frequent_words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
     word |= tl.where(offs_w == label_word, label_bit, 0)
-    return word ^ (word & hot)
+    return word ^ (word & frequent)
 
 
-@kernel("words_ptr", "hot_words_ptr", "taken_ptr", "columns_ptr")
+@kernel("words_ptr", "frequent_words_ptr", "taken_ptr", "columns_ptr")
 def _list_columns_kernel(
     words_ptr,  # in: [R, W] int32
-    hot_words_ptr,  # in: [W] int32
+    frequent_words_ptr,  # in: [W] int32
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
@@ -135,19 +133,21 @@ def _list_columns_kernel(
 
     counts = tl.zeros((BLOCK_W,), tl.int32)
     for first in range(0, num_words, BLOCK_W):
-        counts += _bits_set(_listed_words(words_ptr, hot_words_ptr, label_word, label_bit, first, num_words, BLOCK_W))
+        counts += _bits_set(
+            _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W)
+        )
     count = tl.sum(counts, 0)
     # The place of a list depends on which program comes first. Nothing else does: backward takes lists in the tokens' order.
     begin = tl.atomic_add(taken_ptr, count.to(tl.int64), sem="relaxed")
-    room = tl.minimum(tl.maximum(capacity - begin, 0), count).to(tl.int32)
+    stored = tl.minimum(tl.maximum(capacity - begin, 0), count).to(tl.int32)
     tl.store(begin_ptr + token, tl.minimum(begin, capacity).to(tl.int32))
     tl.store(count_ptr + token, count)
     columns_ptr += tl.minimum(begin, capacity)
 
     total = tl.zeros((), tl.int32)
     first = tl.zeros((), tl.int32)
-    while total < room:  # All words are gone through, or fewer: those after the last column are not.
-        word = _listed_words(words_ptr, hot_words_ptr, label_word, label_bit, first, num_words, BLOCK_W)
+    while total < stored:  # All words are gone through, or fewer: those after the last column are not.
+        word = _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W)
         if tl.max(word, 0) > 0:
             counts = _bits_set(word)
             place = total + tl.cumsum(counts, 0) - counts
@@ -156,48 +156,48 @@ def _list_columns_kernel(
             while tl.max(word, 0) > 0:
                 rest = word & (word - 1)
                 column = (first + tl.arange(0, BLOCK_W)) * 32 + _bits_set((word ^ rest) - 1)
-                tl.store(columns_ptr + place, column, mask=(word > 0) & (place < room))
+                tl.store(columns_ptr + place, column, mask=(word > 0) & (place < stored))
                 place += (word > 0).to(tl.int32)
                 word = rest
         first += BLOCK_W
 
 
-class Plan(NamedTuple):
+class Decisions(NamedTuple):
     """The decision for each token, [N]; rows of tokens that are not listed hold nothing but the labels.
 
     Attributes:
-        listed_labels: The label if hot columns and list serve the token, else -1; int64.
-        dense_labels: The label if all tokens take the exact path, else -1; int64.
-        hot_labels: The label's place among the hot columns if it has one and the token is listed, else -1; int64.
+        listed_labels: The label if frequent columns and list serve the token, else -1; int64.
+        exact_labels: The label if all tokens take the exact path, else -1; int64.
+        frequent_labels: The label's place among the frequent columns if it has one and the token is listed, else -1; int64.
         end: Where the token's entries end; int32.
-        index: The listed tokens, or all with a label if those are dense, in order, then the others; int32.
+        index: The listed tokens, or all with a label if those are exact, in order, then the others; int32.
         last_block: The place after the token's blocks; int32.
         threshold: Logits below it are dropped, fp32.
-        mass: Softmax mass of the shard's columns that are not hot, times the softcap's slopes, fp32.
+        mass: Softmax mass of the shard's columns that are not frequent, times the softcap's slopes, fp32.
         reference: LSE less log |P|, fp32: exp(z - reference) = |P| p.
-        num_dense: [1] int32.
+        num_exact: [1] int32.
         num_listed: [1] int32.
-        num_few: [1] int32: tokens that are exact while others are listed.
+        num_fallback: [1] int32: tokens that are exact while others are listed.
         num_blocks: [1] int32.
-        few: [FEW] int32: those tokens.
+        fallback: [FALLBACK] int32: those tokens.
         block_token: int32: the token of each block; the entries of a token are cut into blocks of BLOCK.
         block: BLOCK.
     """
 
     listed_labels: torch.Tensor
-    dense_labels: torch.Tensor
-    hot_labels: torch.Tensor
+    exact_labels: torch.Tensor
+    frequent_labels: torch.Tensor
     end: torch.Tensor
     index: torch.Tensor
     last_block: torch.Tensor
     threshold: torch.Tensor
     mass: torch.Tensor
     reference: torch.Tensor
-    num_dense: torch.Tensor
+    num_exact: torch.Tensor
     num_listed: torch.Tensor
-    num_few: torch.Tensor
+    num_fallback: torch.Tensor
     num_blocks: torch.Tensor
-    few: torch.Tensor
+    fallback: torch.Tensor
     block_token: torch.Tensor
     block: int
 
@@ -207,39 +207,40 @@ class Plan(NamedTuple):
         return [self.index, self.num_listed]
 
     @property
-    def dense_order(self) -> list[torch.Tensor]:
-        """Where all tokens are dense those with a label first, and their number."""
-        return [self.index, self.num_dense]
+    def exact_order(self) -> list[torch.Tensor]:
+        """Where all tokens are exact, those with a label first, and their number."""
+        return [self.index, self.num_exact]
 
 
-def plan(
+def decide(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, slot_V: torch.Tensor | None, eps: float
-) -> Plan:  # fmt: skip
-    """Decide for every token. Without ``slot_V`` there are no hot_labels.
+) -> Decisions:  # fmt: skip
+    """Decide for every token. Without ``slot_V`` there are no frequent_labels.
 
-    All tokens are dense where the lists did not have room, or where more than FEW tokens are not served.
+    All tokens are exact where the lists overflowed, or where lists do not serve more than FALLBACK tokens.
     """
     num_tokens, capacity, device = x.num_tokens, lists.columns_M.shape[0], x.ids.device
     fp32_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
     int64_3N = torch.empty(3, num_tokens, dtype=torch.int64, device=device)
     int32_3N, num_4 = (torch.empty(size, dtype=torch.int32, device=device) for size in ((3, num_tokens), (4, 1)))
-    few, block_token = (torch.empty(n, dtype=torch.int32, device=device) for n in (FEW, num_tokens + capacity // BLOCK))
-    _plan_kernel[(1,)](
+    fallback = torch.empty(FALLBACK, dtype=torch.int32, device=device)
+    block_token = torch.empty(num_tokens + capacity // BLOCK, dtype=torch.int32, device=device)
+    _decide_kernel[(1,)](
         x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.count_N, slot_V,
-        int64_3N, int32_3N, fp32_3N, num_4, few, block_token,
+        int64_3N, int32_3N, fp32_3N, num_4, fallback, block_token,
         num_tokens, LONGEST, capacity, x.logits.start, x.logits.num_valid,
         math.log(eps), SLACK,
-        HAS_SLOT=slot_V is not None, FEW=FEW, ENTRIES=BLOCK, BLOCK=4096, num_warps=32,
+        HAS_SLOT=slot_V is not None, FALLBACK=FALLBACK, ENTRIES=BLOCK, BLOCK=4096, num_warps=32,
     )  # fmt: skip
     per_token = (*int64_3N.unbind(), *int32_3N.unbind(), *fp32_3N.unbind())
-    return Plan(*per_token, *num_4.unbind(), few=few, block_token=block_token, block=BLOCK)
+    return Decisions(*per_token, *num_4.unbind(), fallback=fallback, block_token=block_token, block=BLOCK)
 
 
 @triton.jit
 def _served(
     max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack, entries
 ):  # fmt: skip
-    """Say which tokens hot columns and list serve; also the list's length, and the token's threshold, mass and reference."""
+    """Return which tokens the lists serve, and each list's length, the token's threshold, mass and reference."""
     stride = num_tokens.to(tl.int64)
     coef_p = tl.abs(tl.load(coef_ptr + offs_n, mask=in_n, other=0))
     coef_label = tl.abs(tl.load(coef_ptr + stride + offs_n, mask=in_n, other=0))
@@ -259,20 +260,20 @@ def _served(
     return served, count, threshold, outside * tl.exp(relative_to - lse), lse - tl.log(coef_p)
 
 
-@kernel("slot_ptr", "out_labels_ptr", "out_int_ptr", "out_ptr", "num_ptr", "few_ptr", "block_token_ptr")
-def _plan_kernel(
+@kernel("slot_ptr", "out_labels_ptr", "out_int_ptr", "out_ptr", "num_ptr", "fallback_ptr", "block_token_ptr")
+def _decide_kernel(
     labels_ptr,  # in: [N] int64
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
-    bound_ptr,  # in: [3, N] fp32: bound, sum outside the hot columns, what that is relative to
+    bound_ptr,  # in: [3, N] fp32: bound, sum outside the frequent columns, what that is relative to
     count_ptr,  # in: [N] int32
     slot_ptr,  # in: [V] int32
     out_labels_ptr,  # out: [3, N] int64
     out_int_ptr,  # out: [3, N] int32: where the entries end; the compact order; where the blocks end
     out_ptr,  # out: [3, N] fp32
-    num_ptr,  # out: [4] int32: tokens that are dense, listed, few; blocks
-    few_ptr,  # out: [FEW] int32
+    num_ptr,  # out: [4] int32: tokens that are exact, listed, and that fall back; blocks
+    fallback_ptr,  # out: [FALLBACK] int32
     block_token_ptr,  # out: [blocks] int32
     num_tokens,
     longest,
@@ -282,13 +283,13 @@ def _plan_kernel(
     log_eps,
     slack,
     HAS_SLOT: tl.constexpr,
-    FEW: tl.constexpr,
+    FALLBACK: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # One program, as in tokens.py: the places of the entries are a running sum. It goes through the tokens twice, since one
     # decision is for all.
-    room_needed = tl.zeros((), tl.int64)
+    needed = tl.zeros((), tl.int64)
     num_unserved = tl.zeros((), tl.int32)
     for first in range(0, num_tokens, BLOCK):
         offs_n = first + tl.arange(0, BLOCK)
@@ -298,15 +299,15 @@ def _plan_kernel(
             max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack,
             ENTRIES,
         )  # fmt: skip
-        # Forward gave room to all lists in the order in which they came: it was enough for all or nobody knows for which.
-        room_needed += tl.sum(count.to(tl.int64), 0)
+        # Forward stored the lists in any order: either all of them fit, or nobody knows which do.
+        needed += tl.sum(count.to(tl.int64), 0)
         num_unserved += tl.sum((live & (served == 0)).to(tl.int32), 0)
-    all_dense = (room_needed > capacity) | (num_unserved > FEW)
+    all_exact = (needed > capacity) | (num_unserved > FALLBACK)
 
     stride = num_tokens.to(tl.int64)
-    room_taken = tl.zeros((), tl.int32)
+    taken = tl.zeros((), tl.int32)
     num_chosen = tl.zeros((), tl.int32)
-    num_few = tl.zeros((), tl.int32)
+    num_fallback = tl.zeros((), tl.int32)
     num_blocks = tl.zeros((), tl.int32)
     for first in range(0, num_tokens, BLOCK):
         offs_n = first + tl.arange(0, BLOCK)
@@ -321,29 +322,30 @@ def _plan_kernel(
         tl.store(out_ptr + 2 * stride + offs_n, reference, mask=in_n)
 
         live = label >= 0
-        few = live & (served == 0) & (all_dense == 0)
-        served &= all_dense == 0
-        dense = live & all_dense
+        # Triton 3.9's interpreter takes no scalar beside a block of booleans but in tl.where.
+        fallback = tl.where(all_exact, False, live & (served == 0))
+        served = tl.where(all_exact, False, served)
+        exact = tl.where(all_exact, live, False)
         length = tl.where(live & served, count, 0)
-        tl.store(out_int_ptr + offs_n, room_taken + tl.cumsum(length, 0), mask=in_n)
-        room_taken += tl.sum(length, 0)
+        tl.store(out_int_ptr + offs_n, taken + tl.cumsum(length, 0), mask=in_n)
+        taken += tl.sum(length, 0)
 
         tl.store(out_labels_ptr + offs_n, tl.where(served, label, -1), mask=in_n)
-        tl.store(out_labels_ptr + stride + offs_n, tl.where(dense, label, -1), mask=in_n)
+        tl.store(out_labels_ptr + stride + offs_n, tl.where(exact, label, -1), mask=in_n)
         if HAS_SLOT:
             here = live & served & (label >= start) & (label - start < num_valid)
             slot = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=0)
             tl.store(out_labels_ptr + 2 * stride + offs_n, slot.to(tl.int64) - 1, mask=in_n)
 
-        chosen = (dense | (live & served)).to(tl.int32)
+        chosen = (exact | (live & served)).to(tl.int32)
         chosen_before = num_chosen + tl.cumsum(chosen, 0) - chosen
         place = tl.where(chosen > 0, chosen_before, num_tokens - 1 - (offs_n - chosen_before))
         num_chosen += tl.sum(chosen, 0)
         tl.store(out_int_ptr + stride + place, offs_n, mask=in_n)
 
-        place = num_few + tl.cumsum(few.to(tl.int32), 0) - 1
-        tl.store(few_ptr + place, offs_n, mask=few)
-        num_few += tl.sum(few.to(tl.int32), 0)
+        place = num_fallback + tl.cumsum(fallback.to(tl.int32), 0) - 1
+        tl.store(fallback_ptr + place, offs_n, mask=fallback)
+        num_fallback += tl.sum(fallback.to(tl.int32), 0)
 
         blocks = (length + ENTRIES - 1) // ENTRIES
         block = num_blocks + tl.cumsum(blocks, 0)
@@ -352,9 +354,9 @@ def _plan_kernel(
         while tl.max(blocks, 0) > 0:
             tl.store(block_token_ptr + block - blocks, offs_n, mask=blocks > 0)
             blocks = tl.maximum(blocks - 1, 0)
-    tl.store(num_ptr, tl.where(all_dense, num_chosen, 0))
-    tl.store(num_ptr + 1, tl.where(all_dense, 0, num_chosen))
-    tl.store(num_ptr + 2, num_few)
+    tl.store(num_ptr, tl.where(all_exact, num_chosen, 0))
+    tl.store(num_ptr + 1, tl.where(all_exact, 0, num_chosen))
+    tl.store(num_ptr + 2, num_fallback)
     tl.store(num_ptr + 3, num_blocks)
 
 
@@ -373,7 +375,7 @@ class Entries(NamedTuple):
 
 
 def new_entries(capacity: int, num_cols: int, device: torch.device) -> Entries:
-    """Return room for entries, all of it unused."""
+    """Return memory for entries, all of it unused."""
     return Entries(
         torch.full((capacity,), num_cols, dtype=torch.int32, device=device),
         torch.empty(capacity, dtype=torch.int32, device=device),
@@ -382,7 +384,7 @@ def new_entries(capacity: int, num_cols: int, device: torch.device) -> Entries:
 
 
 def listed_gradients(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Plan, compensate: bool,
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions, compensate: bool,
     entries: Entries | None, total: Sum | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute the listed gradients, and the mass that is dropped, of the listed tokens.
@@ -396,7 +398,7 @@ def listed_gradients(
         total: out, at tokens whose list is one block: the list's part of d_hidden; or None.
 
     Returns:
-        The factors that each token multiplies the stand-in by, scale * P * m (or 0) and scale * UNIFORM, [2, N]; without
+        The factors that each token multiplies the control variate by, scale * P * m (or 0) and scale * UNIFORM, [2, N]; without
         entries m alone, [N]. Then how many columns of the list are kept, [N] int32. All are 0 for the other tokens.
     """
     num_tokens, hidden_size = x.hidden.shape
@@ -528,7 +530,7 @@ def _listed_gradients_kernel(
             if WANT_HIDDEN:
                 d_hidden += tl.sum(tl.where(kept, grad, 0.0)[:, None] * w.to(tl.float32), 0)
     if WANT_HIDDEN:
-        alone = in_d & (count <= ENTRIES)
+        alone = tl.where(count <= ENTRIES, in_d, False)
         high = d_hidden.to(high_ptr.dtype.element_ty)
         tl.store(high_ptr + token * hidden_size + offs_d, high, mask=alone)
         if HAS_LOW:
@@ -545,7 +547,7 @@ def _dropped_kernel(
     labels_ptr,  # in: [N] int64: negative where the token is not listed
     last_block_ptr,  # in: [N] int32
     count_ptr,  # in: [N] int32
-    outside_ptr,  # in: [N] fp32: softmax mass outside the hot columns
+    outside_ptr,  # in: [N] fp32: softmax mass outside the frequent columns
     coef_ptr,  # in: [4, N] fp32
     factor_ptr,  # out: [2, N] fp32; without factors [N], the mass alone
     num_listed_ptr,  # out: [N] int32

@@ -1,14 +1,16 @@
-"""What corrects the rank-1 stand-in: for d_hidden some columns, for d_weight the sampled tokens of ``shares.py``.
+"""Corrections of the rank-1 control variate: sampled columns for d_hidden, the sampled tokens of ``shares.py`` for d_weight.
 
-    d_hidden_i  =  r_i c              + shrink * (sum_k g_ik away_k  -  r_i / K sum_k away_k)          away_k = weight_k - c
-    d_weight_j  =  share_j sum_i r_i e_i  + shrink * (sum_s a_sj away_s  -  share_j sum_s a_s away_s)  away_s = hidden_s - e
+    d_hidden_i  =  r_i c
+                   + factor * (sum_k g_ik centered_k  -  r_i / K sum_k centered_k)              centered_k = weight_k - c
+    d_weight_j  =  share_j sum_i r_i e_i
+                   + factor * (sum_s a_sj centered_s  -  share_j sum_s a_s centered_s)          centered_s = hidden_s - e
 
-    g_ik = scale * P p_ik slope_ik / (K share_k)   where column k is dropped
+    g_ik = scale * P p_ik slope_ik / (K share_k)   where token i drops column k
     a_sj: token s's part of share_j, times what all tokens drop, with the sign of P;    a_s its sum over j
 
-``compensation.py`` says where that comes from. The K columns are drawn by the shares, so no hot column is drawn. The sampled
-tokens decide on the shrinkage of the first, the drawn columns on that of the second. Where the latter is 0, the sampled tokens
-at the drawn columns say by which factor a row of d_weight leans along its own row of the weight.
+``compensation.py`` derives both. 1 / (K share_k) is a column's inverse-probability weight. The K columns are sampled by their
+shares, so none is frequent. The factor of d_hidden is estimated on the sampled tokens, that of d_weight on the sampled columns.
+Where the latter is 0, d_weight gets the shrinkage target of ``compensation.py``, whose factor is fitted on both samples.
 """
 
 from __future__ import annotations
@@ -22,137 +24,140 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows, Softmax, compensation
 from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.filter.shares import PART, RUN, Away, Dropped, Sample
+from cce_dist.kernels.filter.shares import PART, RUN, Centered, Dropped, Sample
 from cce_dist.kernels.tiles import Tile, Tiles, precision
 
 
-class Drawn(NamedTuple):
-    """The drawn columns.
+class SampledColumns(NamedTuple):
+    """The sampled columns.
 
     Attributes:
         column_K: [K] int64, ascending; one may be there more than once.
-        worth_K: [K] fp32: 1 / (K share).
+        inverse_share_K: [K] fp32: 1 / (K share).
         x: They as a shard of their own, but for its first id, which is that of the shard they are from.
-        away_KD: Their weight less the mean by share, in the weight's dtype.
+        centered_KD: Their weight less the mean by share, in the weight's dtype.
         square_K: The square of that, fp32.
     """
 
     column_K: torch.Tensor
-    worth_K: torch.Tensor
+    inverse_share_K: torch.Tensor
     x: Operands
-    away_KD: torch.Tensor
+    centered_KD: torch.Tensor
     square_K: torch.Tensor
 
 
-class Tokens(NamedTuple):
+class SampledTokens(NamedTuple):
     """What the sampled tokens add to d_weight, but for the factor on it.
 
     Attributes:
         parts_SV: As in ``shares.Dropped``, and the next.
-        moved_V: What tilts them.
-        rows: The tokens; their hidden states are away_s, in the hidden states' dtype.
-        away: They as ``shares`` made them.
+        reweighting_V: The factor on each column's parts.
+        rows: The tokens; their hidden states are centered_s, in the hidden states' dtype.
+        centered: They as ``shares`` made them.
     """
 
     parts_SV: torch.Tensor
-    moved_V: torch.Tensor
+    reweighting_V: torch.Tensor
     rows: Rows
-    away: Away
+    centered: Centered
 
 
 class Factors(NamedTuple):
-    """The factors on what corrects the stand-in, 0-d fp32 tensors.
+    """The factors on the corrections of the control variate, 0-d fp32 tensors.
 
     Attributes:
-        columns: On what the drawn columns add to d_hidden.
+        columns: On what the sampled columns add to d_hidden.
         tokens: On what the sampled tokens add to d_weight.
         gain: That times what all tokens drop, in units of ``parts_SV``.
-        bend: On what a token's hidden state adds to d_hidden (``covariance.py``); 0 without.
-        lines: Minus ``columns`` over K: what takes the drawn columns' linear part off that.
-        isotropic: On what a column's own row of the weight adds to d_weight, times its share; 0 where ``tokens`` is not.
+        linear: On what a token's hidden state adds to d_hidden (``covariance.py``); 0 without.
+        lines: Minus ``columns`` over K: what takes the sampled columns' linear part off that.
+        shrinkage: On what a column's own row of the weight adds to d_weight, times its share; 0 where ``tokens`` is not.
     """
 
     columns: torch.Tensor
     tokens: torch.Tensor
     gain: torch.Tensor
-    bend: torch.Tensor
+    linear: torch.Tensor
     lines: torch.Tensor
-    isotropic: torch.Tensor
+    shrinkage: torch.Tensor
 
 
-def draw_columns(dropped: Dropped, size: int, center_D: torch.Tensor, x: Operands) -> Drawn:
-    """Draw columns by their shares, as ``compensation.draw``, and copy their rows; ``center_D`` is the mean of all by share."""
+def sample_columns(dropped: Dropped, size: int, center_D: torch.Tensor, x: Operands) -> SampledColumns:
+    """Sample columns by share, as ``compensation.sample``, and copy their rows; ``center_D`` is the mean row by share."""
     device, hidden_size = x.weight.device, x.weight.shape[1]
     column_K = torch.empty(size, dtype=torch.int64, device=device)
-    worth_K, square_K = torch.empty(2, size, dtype=torch.float32, device=device).unbind()
-    weight_KD, away_KD = (x.weight.new_empty(size, hidden_size) for _ in range(2))
+    inverse_share_K, square_K = torch.empty(2, size, dtype=torch.float32, device=device).unbind()
+    weight_KD, centered_KD = (x.weight.new_empty(size, hidden_size) for _ in range(2))
     bias_K = None if x.bias is None else x.bias.new_empty(size)
-    _launch_draws(dropped, 0, size, center_D, x, away_KD, column_K, worth_K, weight_KD, square_K, bias_K)
+    _launch_sampling(dropped, 0, size, center_D, x, centered_KD, column_K, inverse_share_K, weight_KD, square_K, bias_K)
     of_columns = x._replace(weight=weight_KD, bias=bias_K, logits=x.logits._replace(num_valid=size))
-    return Drawn(column_K, worth_K, of_columns, away_KD, square_K)
+    return SampledColumns(column_K, inverse_share_K, of_columns, centered_KD, square_K)
 
 
-def draw_away(
-    dropped: Dropped, first: int, count: int, size: int, center_D: torch.Tensor, x: Operands, bend: torch.Tensor
+def sample_centered(
+    dropped: Dropped, first: int, count: int, size: int, center_D: torch.Tensor, x: Operands, linear: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
-    """Return the weight less ``center_D`` of ``count`` columns from the ``first`` on, of the ``size`` that would be drawn.
+    """Return the weight less ``center_D`` of ``count`` columns from the ``first`` on, of the ``size`` that would be sampled.
 
-    Nothing is written where ``bend`` is 0.
+    Nothing is written where ``linear`` is 0.
     """
-    away_QD = x.weight.new_empty(count, x.weight.shape[1])
-    _launch_draws(dropped, first, size, center_D, x, away_QD, bend=bend)
-    return away_QD
+    centered_QD = x.weight.new_empty(count, x.weight.shape[1])
+    _launch_sampling(dropped, first, size, center_D, x, centered_QD, linear=linear)
+    return centered_QD
 
 
-def _launch_draws(
-    dropped: Dropped, first: int, size: int, center_D: torch.Tensor, x: Operands, away_KD: torch.Tensor,
-    *numbers: torch.Tensor | None, bend: torch.Tensor | None = None,
+def _launch_sampling(
+    dropped: Dropped, first: int, size: int, center_D: torch.Tensor, x: Operands, centered_KD: torch.Tensor,
+    *numbers: torch.Tensor | None, linear: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch a program for each row of away_KD. ``numbers``: column_K, worth_K, weight_KD, square_K and bias_K, or none."""
-    column_K, worth_K, weight_KD, square_K, bias_K = numbers or (None,) * 5
+    """Launch a program for each row of centered_KD. ``numbers``: column, inverse share, weight, square and bias, or none."""
+    column_K, inverse_share_K, weight_KD, square_K, bias_K = numbers or (None,) * 5
     num_runs = dropped.count_B.shape[0]
-    _draw_columns_kernel[(away_KD.shape[0],)](
-        dropped.shares_2V, dropped.count_B, center_D, x.weight, x.bias, bend,
-        column_K, worth_K, weight_KD, away_KD, square_K, bias_K,
+    _sample_columns_kernel[(centered_KD.shape[0],)](
+        dropped.shares_2V, dropped.count_B, center_D, x.weight, x.bias, linear,
+        column_K, inverse_share_K, weight_KD, centered_KD, square_K, bias_K,
         first, num_runs, x.logits.num_valid, x.weight.shape[1], size, compensation.PARTS,
-        HAS_BIAS=bias_K is not None, AWAY_ALONE=column_K is None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(), BLOCK_D=1024,
+        HAS_BIAS=bias_K is not None, CENTERED_ALONE=column_K is None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(),
+        BLOCK_D=1024,
     )  # fmt: skip
 
 
-@kernel("shares_ptr", "count_ptr", "center_ptr", "weight_ptr", "bias_ptr", "weight_out_ptr", "away_ptr", "hidden_size")
-def _draw_columns_kernel(
+@kernel(
+    "shares_ptr", "count_ptr", "center_ptr", "weight_ptr", "bias_ptr", "weight_out_ptr", "centered_ptr", "hidden_size"
+)
+def _sample_columns_kernel(
     shares_ptr,  # in: [2, V] fp32
     count_ptr,  # in: [runs] int64: shares as whole numbers, summed over each run
     center_ptr,  # in: [D] fp32
     weight_ptr,  # in: [V, D]
     bias_ptr,  # in: [V]
-    bend_ptr,  # in: [] fp32, with AWAY_ALONE
+    linear_ptr,  # in: [] fp32, with CENTERED_ALONE
     column_ptr,  # out: [K] int64
-    worth_ptr,  # out: [K] fp32
+    inverse_share_ptr,  # out: [K] fp32
     weight_out_ptr,  # out: [K, D]
-    away_ptr,  # out: [K, D]
+    centered_ptr,  # out: [K, D]
     square_ptr,  # out: [K] fp32
     bias_out_ptr,  # out: [K]
-    first_draw,
+    first_sample,
     num_runs,
     num_valid,
     hidden_size,
     size,
     whole,
     HAS_BIAS: tl.constexpr,
-    AWAY_ALONE: tl.constexpr,
+    CENTERED_ALONE: tl.constexpr,
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    nobody_reads = (tl.load(bend_ptr) == 0) if AWAY_ALONE else False
+    nobody_reads = (tl.load(linear_ptr) == 0) if CENTERED_ALONE else False
     if nobody_reads:
         return
     row = tl.program_id(0).to(tl.int64)
-    draw = first_draw + row
+    number = first_sample + row
     offs_b = tl.arange(0, RUNS)
     count = tl.load(count_ptr + offs_b, mask=offs_b < num_runs, other=0)
-    wanted = (2 * draw + 1) * (tl.sum(count, 0) // (2 * size))
+    wanted = (2 * number + 1) * (tl.sum(count, 0) // (2 * size))
     # The run, then the column of it, that is the first to end beyond the place.
     run = tl.sum(((tl.cumsum(count, 0) <= wanted) & (offs_b < num_runs)).to(tl.int32), 0)
     run = tl.minimum(run, num_runs - 1)
@@ -163,10 +168,10 @@ def _draw_columns_kernel(
     end = before + tl.cumsum((share * whole.to(tl.float32)).to(tl.int64), 0)
     column = run * RUN + tl.sum(((end <= wanted) & in_v).to(tl.int32), 0)
     column = tl.minimum(column, num_valid - 1)
-    if not AWAY_ALONE:
+    if not CENTERED_ALONE:
         share = tl.load(shares_ptr + column)
         tl.store(column_ptr + row, column.to(tl.int64))
-        tl.store(worth_ptr + row, tl.where(share > 0, 1 / (size * share), 0.0))
+        tl.store(inverse_share_ptr + row, tl.where(share > 0, 1 / (size * share), 0.0))
     if HAS_BIAS:
         tl.store(bias_out_ptr + row, tl.load(bias_ptr + column))
 
@@ -175,112 +180,121 @@ def _draw_columns_kernel(
         offs_d = first + tl.arange(0, BLOCK_D)
         in_d = offs_d < hidden_size
         w = tl.load(weight_ptr + column.to(tl.int64) * hidden_size + offs_d, mask=in_d, other=0)
-        away = w.to(tl.float32) - tl.load(center_ptr + offs_d, mask=in_d, other=0)
-        away = away.to(away_ptr.dtype.element_ty)
-        tl.store(away_ptr + row * hidden_size + offs_d, away, mask=in_d)
-        if not AWAY_ALONE:
+        centered = w.to(tl.float32) - tl.load(center_ptr + offs_d, mask=in_d, other=0)
+        centered = centered.to(centered_ptr.dtype.element_ty)
+        tl.store(centered_ptr + row * hidden_size + offs_d, centered, mask=in_d)
+        if not CENTERED_ALONE:
             tl.store(weight_out_ptr + row * hidden_size + offs_d, w, mask=in_d)
-            square += away.to(tl.float32) * away.to(tl.float32)
-    if not AWAY_ALONE:
+            square += centered.to(tl.float32) * centered.to(tl.float32)
+    if not CENTERED_ALONE:
         tl.store(square_ptr + row, tl.sum(square, 0))
 
 
-def weigh_tokens(dropped: Dropped, sample: Sample) -> Tokens | None:
+def weigh_tokens(dropped: Dropped, sample: Sample) -> SampledTokens | None:
     """Return what the sample adds to d_weight; None where nothing was kept of it, or where it is all tokens."""
-    if dropped.parts_SV is None or dropped.moved_V is None or sample.away is None:
+    if dropped.parts_SV is None or dropped.reweighting_V is None or sample.centered is None:
         return None
-    return Tokens(
-        dropped.parts_SV, dropped.moved_V, Rows(sample.token_S, sample.size, sample.away.rows_SD), sample.away
+    return SampledTokens(
+        dropped.parts_SV,
+        dropped.reweighting_V,
+        Rows(sample.token_S, sample.size, sample.centered.rows_SD),
+        sample.centered,
     )
 
 
 def squares_of_columns(
-    drawn: Drawn, sample: Sample, rows_SD: torch.Tensor, gain: torch.Tensor | None, softmax: Softmax,
+    sampled: SampledColumns, sample: Sample, rows_SD: torch.Tensor, gain: torch.Tensor | None, softmax: Softmax,
     coef_4N: torch.Tensor, threshold_N: torch.Tensor, tiles: Tiles, lines_SK: torch.Tensor | None,
 ) -> OfColumns:  # fmt: skip
     """Return the square of what the columns add to the sample's d_hidden, and the sum of its terms' squares. -> [2, P]
 
     With ``lines_SK`` the products of these terms with the linear ones follow likewise, and the squares of the latter; then
-    what the terms have along the linear ones, for ``Factors.isotropic``. -> [7, P]
+    what the terms have along the linear ones, for ``Factors.shrinkage``. -> [7, P]
 
     Args:
-        drawn: The columns.
-        sample: Tokens.
+        sampled: The columns.
+        sample: SampledTokens.
         rows_SD: Their hidden states.
         gain: What ``coef_4N`` was divided by, or None.
         softmax: Statistics of the whole vocabulary.
-        coef_4N: As ``drawn_gradients`` gets them.
+        coef_4N: As ``sampled_gradients`` gets them.
         threshold_N: Logits below it are dropped.
         tiles: Tiles of the device.
-        lines_SK: As ``bend.lines_of_sample`` returns them, or None.
+        lines_SK: As ``linear.lines_of_sample`` returns them, or None.
     """
-    size, num_columns = rows_SD.shape[0], drawn.column_K.shape[0]
+    size, num_columns = rows_SD.shape[0], sampled.column_K.shape[0]
     grads_SK = rows_SD.new_empty(size, num_columns)
-    drawn_gradients(drawn, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, threshold_N, grads_SK, tiles)
+    sampled_gradients(
+        sampled, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, threshold_N, grads_SK, tiles
+    )
     # A token stands for as many as have its mass together. K keeps fp16 away from its ends.
     mass_S = sample.mass_S if gain is None else sample.mass_S / gain
     squares_7P = _squares(
-        grads_SK, mass_S, drawn.away_KD, drawn.square_K, tiles.lse, lines_SK=lines_SK, worth_K=drawn.worth_K
+        grads_SK, mass_S, sampled.centered_KD, sampled.square_K, tiles.lse, lines_SK=lines_SK,
+        inverse_share_K=sampled.inverse_share_K,
     )  # fmt: skip
     return OfColumns(squares_7P, mass_S, coef_4N)
 
 
-def squares_of_tokens(tokens: Tokens, dropped: Dropped, drawn: Drawn, tiles: Tiles) -> torch.Tensor:
-    """Return the square of what the tokens add to the drawn rows of d_weight, and the sum of its terms' squares. -> [2, P]"""
+def squares_of_tokens(tokens: SampledTokens, dropped: Dropped, sampled: SampledColumns, tiles: Tiles) -> torch.Tensor:
+    """Return the square of what the tokens add to the sampled rows of d_weight, and the sum of its terms' squares. -> [2, P]"""
     # A column stands for as many as have its share together. S and V keep fp16 away from its ends.
     return _squares(
-        tokens.parts_SV, drawn.column_K, tokens.away.rows_SD, tokens.away.square_S, tiles.lse, dropped,
-        tokens.away.share_S,
+        tokens.parts_SV, sampled.column_K, tokens.centered.rows_SD, tokens.centered.square_S, tiles.lse, dropped,
+        tokens.centered.share_S,
     )  # fmt: skip
 
 
 def _squares(
-    given: torch.Tensor, of_rows: torch.Tensor, away_ID: torch.Tensor, square_I: torch.Tensor, tile: Tile,
+    given: torch.Tensor, of_rows: torch.Tensor, centered_ID: torch.Tensor, square_I: torch.Tensor, tile: Tile,
     dropped: Dropped | None = None, share_S: torch.Tensor | None = None, lines_SK: torch.Tensor | None = None,
-    worth_K: torch.Tensor | None = None,
+    inverse_share_K: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Square ``terms @ away_ID``: of columns R is the sample and I the columns, of tokens the other way round.
+    """Square ``terms @ centered_ID``: of columns R is the sample and I the columns, of tokens the other way round.
 
     ``tile`` says how much of the inner axis shared memory holds.
     """
-    (num_inner, hidden_size), num_rows = away_ID.shape, of_rows.shape[0]
-    block_r, block_d = 64, 512 // away_ID.itemsize
+    (num_inner, hidden_size), num_rows = centered_ID.shape, of_rows.shape[0]
+    block_r, block_d = 64, 512 // centered_ID.itemsize
     blocks_r, blocks_d = cdiv(num_rows, block_r), cdiv(hidden_size, block_d)
     parts = blocks_r * (blocks_d + 1)
-    squares_7P = torch.empty(2 if lines_SK is None else 7, parts, dtype=torch.float32, device=away_ID.device)
-    shares_2V, moved_V, total = (None,) * 3 if dropped is None else (dropped.shares_2V, dropped.moved_V, dropped.total)
+    squares_7P = torch.empty(2 if lines_SK is None else 7, parts, dtype=torch.float32, device=centered_ID.device)
+    shares_2V, reweighting_V, total = (
+        (None,) * 3 if dropped is None else (dropped.shares_2V, dropped.reweighting_V, dropped.total)
+    )
     _squares_kernel[(parts,)](
-        given, of_rows, away_ID, square_I, shares_2V, moved_V, total, share_S, lines_SK, worth_K,
+        given, of_rows, centered_ID, square_I, shares_2V, reweighting_V, total, share_S, lines_SK, inverse_share_K,
         squares_7P,
         num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
-        OF_TOKENS=dropped is not None, BENT=lines_SK is not None, BLOCK_R=block_r, BLOCK_D=block_d,
-        BLOCK_I=tile.inner, PRECISION=precision(away_ID.dtype), num_warps=8, num_stages=tile.stages,
+        OF_TOKENS=dropped is not None, LINEAR=lines_SK is not None, BLOCK_R=block_r, BLOCK_D=block_d,
+        BLOCK_I=tile.inner, PRECISION=precision(centered_ID.dtype), num_warps=8, num_stages=tile.stages,
     )  # fmt: skip
     return squares_7P
 
 
 @kernel(
-    "given_ptr", "of_rows_ptr", "away_ptr", "shares_ptr", "lines_ptr", "squares_ptr", "num_inner", "hidden_size", "given_stride"
+    "given_ptr", "of_rows_ptr", "centered_ptr", "shares_ptr", "lines_ptr", "squares_ptr", "num_inner", "hidden_size",
+    "given_stride",
 )  # fmt: skip
 def _squares_kernel(
     given_ptr,  # in: [S, K] g of the columns, or [S, V or more]: parts of tokens
     of_rows_ptr,  # in: [S] fp32: what each token drops, or [K] int64: the columns
-    away_ptr,  # in: [K or S, D]
+    centered_ptr,  # in: [K or S, D]
     square_ptr,  # in: [K or S] fp32: the squares of its rows
     shares_ptr,  # in: [2, V] fp32, with OF_TOKENS
-    moved_ptr,  # in: [V] fp32, with OF_TOKENS
+    reweighting_ptr,  # in: [V] fp32, with OF_TOKENS
     total_ptr,  # in: [] fp32, with OF_TOKENS
     share_ptr,  # in: [S] fp32, with OF_TOKENS
-    lines_ptr,  # in: [S, K] fp32, with BENT
-    worth_ptr,  # in: [K] fp32, with BENT
-    squares_ptr,  # out: [2 or 7, P] fp32: of the product, and of its terms; more with BENT
+    lines_ptr,  # in: [S, K] fp32, with LINEAR
+    inverse_share_ptr,  # in: [K] fp32, with LINEAR
+    squares_ptr,  # out: [2 or 7, P] fp32: of the product, and of its terms; more with LINEAR
     num_rows,
     num_inner,
     hidden_size,
     given_stride,
     root,
     OF_TOKENS: tl.constexpr,
-    BENT: tl.constexpr,
+    LINEAR: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -295,7 +309,7 @@ def _squares_kernel(
         column = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
         own = tl.load(shares_ptr + column, mask=in_r, other=0)
         total = tl.load(total_ptr)
-        factor = tl.where(total > 0, 1 / (PART * total), 0.0) * tl.load(moved_ptr + column, mask=in_r, other=0)
+        factor = tl.where(total > 0, 1 / (PART * total), 0.0) * tl.load(reweighting_ptr + column, mask=in_r, other=0)
         given_ptr += column[:, None]
     else:
         own = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
@@ -319,19 +333,19 @@ def _squares_kernel(
             mask = (own != 0)[:, None] & in_i[None, :]
             term = _terms(
                 given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own,
-                away_ptr.dtype.element_ty, OF_TOKENS,
+                centered_ptr.dtype.element_ty, OF_TOKENS,
             )  # fmt: skip
-            away = tl.load(
-                away_ptr + offs_i.to(tl.int64)[:, None] * hidden_size + offs_d[None, :],
+            centered = tl.load(
+                centered_ptr + offs_i.to(tl.int64)[:, None] * hidden_size + offs_d[None, :],
                 mask=in_i[:, None] & (offs_d < hidden_size)[None, :], other=0,
             )  # fmt: skip
-            acc = tl.dot(term, away, acc, input_precision=PRECISION)
-            if BENT:
-                line = _lines(lines_ptr + lines_row, offs_i, mask, root_of_lines, away_ptr.dtype.element_ty)
-                line_acc = tl.dot(line, away, line_acc, input_precision=PRECISION)
+            acc = tl.dot(term, centered, acc, input_precision=PRECISION)
+            if LINEAR:
+                line = _lines(lines_ptr + lines_row, offs_i, mask, root_of_lines, centered_ptr.dtype.element_ty)
+                line_acc = tl.dot(line, centered, line_acc, input_precision=PRECISION)
         tl.store(sums_ptr, _sum_of_all(acc * acc))
         tl.store(sums_ptr + num_parts, 0.0)
-        if BENT:
+        if LINEAR:
             tl.store(sums_ptr + 2 * num_parts, _sum_of_all(acc * line_acc))
             tl.store(sums_ptr + 3 * num_parts, 0.0)
             tl.store(sums_ptr + 4 * num_parts, _sum_of_all(line_acc * line_acc))
@@ -349,18 +363,18 @@ def _squares_kernel(
             square = tl.load(square_ptr + offs_i, mask=in_i, other=0)[None, :]
             term = _terms(
                 given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own,
-                away_ptr.dtype.element_ty, OF_TOKENS,
+                centered_ptr.dtype.element_ty, OF_TOKENS,
             ).to(tl.float32)  # fmt: skip
             noise += term * term * square
-            if BENT:
-                line = _lines(lines_ptr + lines_row, offs_i, mask, root_of_lines, away_ptr.dtype.element_ty)
+            if LINEAR:
+                line = _lines(lines_ptr + lines_row, offs_i, mask, root_of_lines, centered_ptr.dtype.element_ty)
                 line = line.to(tl.float32)
                 both_noise += term * line * square
                 line_noise += line * line * square
-                along += term * line * _one_over(tl.load(worth_ptr + offs_i, mask=in_i, other=0))[None, :]
+                along += term * line * _one_over(tl.load(inverse_share_ptr + offs_i, mask=in_i, other=0))[None, :]
         tl.store(sums_ptr, 0.0)
         tl.store(sums_ptr + num_parts, _sum_of_all(noise))
-        if BENT:
+        if LINEAR:
             tl.store(sums_ptr + 2 * num_parts, 0.0)
             tl.store(sums_ptr + 3 * num_parts, _sum_of_all(both_noise))
             tl.store(sums_ptr + 4 * num_parts, 0.0)
@@ -417,56 +431,60 @@ class OfColumns(NamedTuple):
 
 
 def factors_of(
-    columns: OfColumns | None, tokens_2P: torch.Tensor | None, drawn: Drawn, dropped: Dropped, sample: Sample,
-    tokens: Tokens | None, shared_hidden_2D: torch.Tensor | None, shared_weight_2D: torch.Tensor | None, num_spread: int,
+    columns: OfColumns | None, tokens_2P: torch.Tensor | None, sampled: SampledColumns, dropped: Dropped, sample: Sample,
+    tokens: SampledTokens | None, shared_hidden_2D: torch.Tensor | None, shared_weight_2D: torch.Tensor | None,
+    num_covariance: int,
 ) -> Factors:  # fmt: skip
-    """Return the factors, and take what the draws add on average off what the tokens' factors and the shares multiply.
+    """Return the factors, and take what the samples add on average off what the tokens' factors and the shares multiply.
 
     Args:
         columns: As ``squares_of_columns`` returns them, or None.
         tokens_2P: As ``squares_of_tokens`` returns them, or None.
-        drawn: The columns.
+        sampled: The columns.
         dropped: What the sample drops.
         sample: It.
         tokens: What the sample adds to d_weight, or None.
         shared_hidden_2D: in, out: what the tokens' factors multiply in d_hidden, with ``columns``.
         shared_weight_2D: in, out: what the shares multiply in d_weight, with ``tokens_2P``.
-        num_spread: How many columns the spread would be taken from; 0: there is none.
+        num_covariance: How many columns the covariance would be taken from; 0: there is none.
     """
-    num_columns, hidden_size = drawn.away_KD.shape
-    away = sample.away
-    factors_6 = torch.empty(6, dtype=torch.float32, device=drawn.away_KD.device)
+    num_columns, hidden_size = sampled.centered_KD.shape
+    centered = sample.centered
+    factors_6 = torch.empty(6, dtype=torch.float32, device=sampled.centered_KD.device)
     squares_7P, mass_S, coef_4N = (None,) * 3 if columns is None else columns
     _factors_kernel[(cdiv(hidden_size, 64),)](
-        squares_7P, drawn.away_KD, tokens_2P, *((None, None) if away is None else (away.mean_D, away.mass)), dropped.total,
+        squares_7P, sampled.centered_KD, tokens_2P, *((None, None) if centered is None else (centered.mean_D,
+        centered.mass)), dropped.total,
         sample.mean_D,
-        drawn.square_K, drawn.worth_K, dropped.center_D, sample.token_S, mass_S, coef_4N,
+        sampled.square_K, sampled.inverse_share_K, dropped.center_D, sample.token_S, mass_S, coef_4N,
         shared_hidden_2D, shared_weight_2D, factors_6,
         *(0 if squares is None else squares.shape[1] for squares in (squares_7P, tokens_2P)), num_columns, hidden_size,
-        num_columns / max(1, num_spread), drawn.x.logits.logit_scale, compensation.LEAST_SHRUNK, compensation.LEAST_CORRECTED,
-        compensation.LEAST_ISOTROPIC,
-        HAS_COLUMNS=columns is not None, HAS_TOKENS=tokens_2P is not None, BENT=num_spread > 0, BENDS=compensation.BENDS,
+        num_columns / max(1, num_covariance), sampled.x.logits.logit_scale, compensation.LEAST_SIGNAL,
+        compensation.LEAST_CORRECTED,
+        compensation.LEAST_SHRINKAGE,
+        HAS_COLUMNS=columns is not None, HAS_TOKENS=tokens_2P is not None, LINEAR=num_covariance > 0,
+        LINEAR_FACTORS=compensation.LINEAR_FACTORS,
         HAS_WEIGHT=shared_weight_2D is not None,
         SAMPLE=sample.token_S.shape[0], BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
     )  # fmt: skip
     return Factors(*factors_6.unbind())
 
 
-@kernel("columns_ptr", "away_ptr", "tokens_ptr", "shared_hidden_ptr", "shared_weight_ptr", "hidden_size")
+@kernel("columns_ptr", "centered_ptr", "tokens_ptr", "shared_hidden_ptr", "shared_weight_ptr", "hidden_size")
 def _factors_kernel(
     columns_ptr,  # in: [2 or 7, P] fp32, with HAS_COLUMNS
-    away_ptr,  # in: [K, D]: of the columns
+    centered_ptr,  # in: [K, D]: of the columns
     tokens_ptr,  # in: [2, P] fp32, with HAS_TOKENS
-    away_mean_ptr,  # in: [D] fp32: of the tokens
+    centered_mean_ptr,  # in: [D] fp32: of the tokens
     mass_ptr,  # in: [] fp32
     total_ptr,  # in: [] fp32
-    mean_ptr,  # in: [D] fp32: the mean hidden state of all tokens by what they drop, with BENT
-    square_ptr,  # in: [K] fp32: the squares of ``away``
-    worth_ptr,  # in: [K] fp32
+    mean_ptr,  # in: [D] fp32: the mean hidden state of all tokens by what they drop, with LINEAR
+    square_ptr,  # in: [K] fp32: the squares of ``centered``
+    inverse_share_ptr,  # in: [K] fp32
     center_ptr,  # in: [D] fp32: the mean of all columns by share
     token_ptr,  # in: [S] int32
-    own_ptr,  # in: [S] fp32: what each token drops, with BENT
-    coef_ptr,  # in: [4, N] fp32, with BENT
+    own_ptr,  # in: [S] fp32: what each token drops, with LINEAR
+    coef_ptr,  # in: [4, N] fp32, with LINEAR
     shared_hidden_ptr,  # in, out: [2, D] fp32
     shared_weight_ptr,  # in, out: [2, D] fp32
     factors_ptr,  # out: [6] fp32
@@ -476,13 +494,13 @@ def _factors_kernel(
     hidden_size,
     noise_part,
     logit_scale,
-    least_shrunk,
+    least_signal,
     least_corrected,
-    least_isotropic,
+    least_shrinkage,
     HAS_COLUMNS: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
-    BENT: tl.constexpr,
-    BENDS: tl.constexpr,
+    LINEAR: tl.constexpr,
+    LINEAR_FACTORS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     SAMPLE: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -494,11 +512,11 @@ def _factors_kernel(
     of_columns = 0.0
     of_tokens = 0.0
     gain = 0.0
-    bend = 0.0
-    isotropic = 0.0
+    linear = 0.0
+    shrinkage = 0.0
     less = tl.zeros((BLOCK_D,), tl.float32)  # what is taken off the part of d_weight that all columns share
     if HAS_COLUMNS:
-        if BENT:
+        if LINEAR:
             # A gradient of d_hidden is about as long as a row of the weight, times its token's coefficient. A sampled token
             # stands for as many as have its mass together.
             offs_s = tl.arange(0, SAMPLE)
@@ -506,57 +524,57 @@ def _factors_kernel(
             coef_p = tl.load(coef_ptr + tl.load(token_ptr + offs_s)) * logit_scale
             usual = tl.sum(tl.where(own > 0, coef_p * coef_p / own, 0.0), 0) * num_columns
             usual *= _total(square_ptr, num_columns, BLOCK_P)
-            bend, of_columns = _bent(
-                columns_ptr, columns_parts, noise_part, least_corrected * usual, least_shrunk, BENDS, BLOCK_P
+            linear, of_columns = _linear_factors(
+                columns_ptr, columns_parts, noise_part, least_corrected * usual, least_signal, LINEAR_FACTORS, BLOCK_P
             )
         else:
-            of_columns = _shrunk(columns_ptr, columns_parts, least_shrunk, BLOCK_P)
-        away = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+            of_columns = _signal_share(columns_ptr, columns_parts, least_signal, BLOCK_P)
+        centered = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
         for first in range(0, num_columns, BLOCK_K):
             offs_k = first + tl.arange(0, BLOCK_K)
-            where = away_ptr + offs_k[:, None] * hidden_size + offs_d[None, :]
-            away += tl.load(where, mask=(offs_k < num_columns)[:, None] & in_d[None, :], other=0).to(tl.float32)
+            where = centered_ptr + offs_k[:, None] * hidden_size + offs_d[None, :]
+            centered += tl.load(where, mask=(offs_k < num_columns)[:, None] & in_d[None, :], other=0).to(tl.float32)
         shared = tl.load(shared_hidden_ptr + offs_d, mask=in_d, other=0)
-        tl.store(shared_hidden_ptr + offs_d, shared - of_columns * (tl.sum(away, 0) / num_columns), mask=in_d)
+        tl.store(shared_hidden_ptr + offs_d, shared - of_columns * (tl.sum(centered, 0) / num_columns), mask=in_d)
     if HAS_TOKENS:
-        of_tokens = _shrunk(tokens_ptr, tokens_parts, least_shrunk, BLOCK_P)
+        of_tokens = _signal_share(tokens_ptr, tokens_parts, least_signal, BLOCK_P)
         total = tl.load(total_ptr)
         gain = tl.where(total > 0, of_tokens * tl.load(mass_ptr) / (PART * total), 0.0)
         # A gain of 0 says that the tokens add nothing, as where it is too small for a number.
         of_tokens = tl.where(gain != 0, of_tokens, 0.0)
-        less += of_tokens * tl.load(mass_ptr) * tl.load(away_mean_ptr + offs_d, mask=in_d, other=0)
-    if BENT and HAS_WEIGHT:
-        factor = _isotropic(
-            columns_ptr + 6 * columns_parts, columns_parts, square_ptr, worth_ptr, mean_ptr, num_columns, hidden_size,
-            least_isotropic, SAMPLE, BLOCK_P,
+        less += of_tokens * tl.load(mass_ptr) * tl.load(centered_mean_ptr + offs_d, mask=in_d, other=0)
+    if LINEAR and HAS_WEIGHT:
+        factor = _shrinkage(
+            columns_ptr + 6 * columns_parts, columns_parts, square_ptr, inverse_share_ptr, mean_ptr, num_columns, hidden_size,
+            least_shrinkage, SAMPLE, BLOCK_P,
         )  # fmt: skip
-        isotropic = tl.where(of_tokens == 0, factor * tl.load(mass_ptr), 0.0)
-        less += isotropic * tl.load(center_ptr + offs_d, mask=in_d, other=0)
-    if HAS_TOKENS or (BENT and HAS_WEIGHT):
+        shrinkage = tl.where(of_tokens == 0, factor * tl.load(mass_ptr), 0.0)
+        less += shrinkage * tl.load(center_ptr + offs_d, mask=in_d, other=0)
+    if HAS_TOKENS or (LINEAR and HAS_WEIGHT):
         shared = tl.load(shared_weight_ptr + offs_d, mask=in_d, other=0)
         tl.store(shared_weight_ptr + offs_d, shared - less, mask=in_d)
     if tl.program_id(0) == 0:
         tl.store(factors_ptr, of_columns)
         tl.store(factors_ptr + 1, of_tokens)
         tl.store(factors_ptr + 2, gain)
-        tl.store(factors_ptr + 3, bend)
+        tl.store(factors_ptr + 3, linear)
         tl.store(factors_ptr + 4, -of_columns / num_columns)
-        tl.store(factors_ptr + 5, isotropic)
+        tl.store(factors_ptr + 5, shrinkage)
 
 
 @triton.jit
-def _isotropic(
-    along_ptr, num_parts, square_ptr, worth_ptr, mean_ptr, num_columns, hidden_size, least,
+def _shrinkage(
+    along_ptr, num_parts, square_ptr, inverse_share_ptr, mean_ptr, num_columns, hidden_size, least,
     SAMPLE: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """``compensation.isotropic`` of products in parts, over what all tokens drop."""
+    """``compensation.shrinkage`` of products in parts, over what all tokens drop."""
     square = 0.0
     weighted = 0.0
     for first in range(0, num_columns, BLOCK_P):
         offs_k = first + tl.arange(0, BLOCK_P)
         part = tl.load(square_ptr + offs_k, mask=offs_k < num_columns, other=0)
         square += tl.sum(part, 0)
-        weighted += tl.sum(part * _one_over(tl.load(worth_ptr + offs_k, mask=offs_k < num_columns, other=0)), 0)
+        weighted += tl.sum(part * _one_over(tl.load(inverse_share_ptr + offs_k, mask=offs_k < num_columns, other=0)), 0)
     mean_square = 0.0
     for first in range(0, hidden_size, BLOCK_P):
         offs_d = first + tl.arange(0, BLOCK_P)
@@ -579,52 +597,56 @@ def _total(parts_ptr, num_parts, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def _bent(squares_ptr, num_parts, noise_part, least, least_shrunk, BENDS: tl.constexpr, BLOCK_P: tl.constexpr):
-    """``compensation.bend`` of squares and products in parts; NaN counts as 0."""
-    number = tl.arange(0, BENDS)
-    bend = number.to(tl.float32) / (BENDS - 1)
+def _linear_factors(
+    squares_ptr, num_parts, noise_part, least, least_signal, LINEAR_FACTORS: tl.constexpr, BLOCK_P: tl.constexpr
+):
+    """``compensation.linear`` of squares and products in parts; NaN counts as 0."""
+    number = tl.arange(0, LINEAR_FACTORS)
+    linear = number.to(tl.float32) / (LINEAR_FACTORS - 1)
     signal = _total(squares_ptr, num_parts, BLOCK_P)
     noise = _total(squares_ptr + num_parts, num_parts, BLOCK_P)
     line_noise = _total(squares_ptr + 5 * num_parts, num_parts, BLOCK_P)
-    square = bend * bend
+    square = linear * linear
     signal += square * _total(squares_ptr + 4 * num_parts, num_parts, BLOCK_P)
-    signal -= 2 * bend * _total(squares_ptr + 2 * num_parts, num_parts, BLOCK_P)
-    noise += square * line_noise - 2 * bend * _total(squares_ptr + 3 * num_parts, num_parts, BLOCK_P)
+    signal -= 2 * linear * _total(squares_ptr + 2 * num_parts, num_parts, BLOCK_P)
+    noise += square * line_noise - 2 * linear * _total(squares_ptr + 3 * num_parts, num_parts, BLOCK_P)
     factor = 1 - noise / tl.where(signal > 0, signal, float("inf"))
-    factor = tl.where((factor > least_shrunk) & (signal > 0), factor, 0.0)
+    factor = tl.where((factor > least_signal) & (signal > 0), factor, 0.0)
     left = tl.where(factor > 0, factor * noise, tl.maximum(signal - noise, 0.0)) + square * line_noise * noise_part
     left = tl.where(left >= 0, left, float("inf"))
     straight = tl.sum(tl.where(number == 0, left, 0.0), 0)
     best = tl.where(straight - tl.min(left, 0) > least, tl.argmin(left, 0), 0)
     rank_1 = tl.sum(tl.where(number == 0, tl.maximum(signal - noise, 0.0), 0.0), 0)
     factor = tl.where(rank_1 - tl.sum(tl.where(number == best, left, 0.0), 0) > least, factor, 0.0)
-    return tl.sum(tl.where(number == best, bend, 0.0), 0), tl.sum(tl.where(number == best, factor, 0.0), 0)
+    return tl.sum(tl.where(number == best, linear, 0.0), 0), tl.sum(tl.where(number == best, factor, 0.0), 0)
 
 
 @triton.jit
-def _shrunk(squares_ptr, num_parts, least_shrunk, BLOCK_P: tl.constexpr):
-    """``compensation.shrink`` of squares in parts."""
+def _signal_share(squares_ptr, num_parts, least_signal, BLOCK_P: tl.constexpr):
+    """``compensation.signal_share`` of squares in parts."""
     signal = _total(squares_ptr, num_parts, BLOCK_P)
     factor = 1 - _total(squares_ptr + num_parts, num_parts, BLOCK_P) / tl.where(signal > 0, signal, float("inf"))
-    return tl.where((factor > least_shrunk) & (signal > 0), factor, 0.0)  # NaN counts as 0
+    return tl.where((factor > least_signal) & (signal > 0), factor, 0.0)  # NaN counts as 0
 
 
-def drawn_gradients(
-    drawn: Drawn, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, threshold_N: torch.Tensor, grads_RK: torch.Tensor,
+def sampled_gradients(
+    sampled: SampledColumns, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, threshold_N: torch.Tensor,
+    grads_RK: torch.Tensor,
     tiles: Tiles, factor: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write g of the group's tokens to grads_RK, times a factor if one is given; where that is 0, nothing.
 
     Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it.
     """
-    tile, x, logits = tiles.dlogits, drawn.x, drawn.x.logits
+    tile, x, logits = tiles.dlogits, sampled.x, sampled.x.logits
     num_rows, hidden_size = rows.hidden.shape
     num_columns = logits.num_valid
     tma = has_tma(rows.hidden, x.weight, grads_RK)
-    _drawn_gradients_kernel[(cdiv(num_rows, tile.rows) * cdiv(num_columns, tile.cols),)](
+    _sampled_gradients_kernel[(cdiv(num_rows, tile.rows) * cdiv(num_columns, tile.cols),)](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
-        drawn.column_K, drawn.worth_K, x.ids, rows.index, rows.num_kept, threshold_N, softmax.max, softmax.log_sum, coef_4N,
+        sampled.column_K, sampled.inverse_share_K, x.ids, rows.index, rows.num_kept, threshold_N, softmax.max,
+        softmax.log_sum, coef_4N,
         factor,
         # out
         operand(grads_RK, tile.rows, tile.cols // 2, tma),
@@ -641,12 +663,12 @@ def drawn_gradients(
 
 
 @kernel("hidden", "weight", "bias_ptr", "grads", "hidden_size")
-def _drawn_gradients_kernel(
+def _sampled_gradients_kernel(
     hidden,  # in: [R, D] descriptor or pointer
     weight,  # in: [K, D] descriptor or pointer
     bias_ptr,  # in: [K]
     column_ptr,  # in: [K] int64
-    worth_ptr,  # in: [K] fp32
+    inverse_share_ptr,  # in: [K] fp32
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
@@ -698,13 +720,22 @@ def _drawn_gradients_kernel(
     offs_k = col + tl.arange(0, BLOCK_V)
     in_k = offs_k < num_columns
     column = tl.load(column_ptr + offs_k, mask=in_k, other=-1)
-    worth = tl.load(worth_ptr + offs_k, mask=in_k, other=0)
+    inverse_share = tl.load(inverse_share_ptr + offs_k, mask=in_k, other=0)
     if HAS_FACTOR:
-        worth *= tl.load(factor_ptr)
+        inverse_share *= tl.load(factor_ptr)
     dropped = (z < threshold[:, None]) & (column.to(tl.int32)[None, :] != label.to(tl.int32)[:, None])
     p = tl.where(dropped, tl.exp((z - row_max[:, None]) - log_sum[:, None]), 0.0)
     if HAS_SOFTCAP:
         p = sloped(p, z, softcap)
     store_tile(
-        grads, row, col, p * coef_p[:, None] * worth[None, :], num_rows, num_columns, num_columns, BLOCK_N, BLOCK_V, TMA
+        grads,
+        row,
+        col,
+        p * coef_p[:, None] * inverse_share[None, :],
+        num_rows,
+        num_columns,
+        num_columns,
+        BLOCK_N,
+        BLOCK_V,
+        TMA,
     )

@@ -1,6 +1,6 @@
 """Each column's share of the softmax mass that a filter drops, from a sample of the tokens.
 
-    sum over sampled tokens i of weight_i p_ij slope_ij / m_i   where z_ij < threshold_i, j not hot and not the label
+    sum over sampled tokens i of weight_i p_ij slope_ij / m_i   where z_ij < threshold_i, j not frequent and not the label
 
 Tokens differ in how much they drop, the m_i, more than in where, so the shares of a few hundred tokens stand for those of all,
 while each token's own mass (``d_rows.py``) is exact. Two ideas of survey sampling make the most of them:
@@ -14,10 +14,10 @@ while each token's own mass (``d_rows.py``) is exact. Two ideas of survey sampli
 
 In all other directions the sample's mean hidden state stays off by some d, and then its shares lean towards columns along d. A
 softmax whose hidden state is moved by -d has its probabilities multiplied by exp(-column . d), up to a constant, so the shares
-are too. ``TILT`` shrinks that: what is kept cuts the upper end of what would move. With 0.7 the error that is left in the mean
-of dE falls from 0.022, 0.014, 0.010 and 0.011 to 0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder, early to
-trained (V 16,384, D 512, N 4,096, 512 sampled, fp32; 2026-11). With 256 tokens, in half the time, it is 0.020, 0.008, 0.006 and
-0.005, and rows of the weight that are no label are as right as with 512 that are not moved.
+are too. ``REWEIGHTING`` shrinks that: what is kept cuts the upper end of what would move. With 0.7 the error that is left in
+the mean of dE falls from 0.022, 0.014, 0.010 and 0.011 to 0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder,
+early to trained (V 16,384, D 512, N 4,096, 512 sampled, fp32; 2026-11). With 256 tokens, in half the time, it is 0.020,
+0.008, 0.006 and 0.005, and rows of the weight that are no label are as right as with 512 that are not moved.
 
 More tokens leave smaller errors, and 256 more take 0.05 of a product of all hidden states with the weight. Shares of all tokens
 would still leave an error of 0.072 in rows of the weight that are no label, where 256 tokens leave 0.086, 512 0.079 and 1,024
@@ -28,11 +28,13 @@ Four other ways to the shares were tried likewise, and left out:
 * Sums over the columns in forward. A token's LSE is not known there, so the token is weighed by its bound. Moved to the mean
   hidden state of all tokens, with a factor of 1, the sums of all tokens leave 0.0075 in the mean of dE, where the sample leaves
   0.020. On ``spread`` (D 2,304) they leave 0.025 and the sample 0.022: the bound's error varies by 0.4 nats over tokens there.
-* Shares drawn towards a fit of the mean logit and the row's length (Fay and Herriot, 1979). Frequent columns weigh most
+* Shares sampled towards a fit of the mean logit and the row's length (Fay and Herriot, 1979). Frequent columns weigh most
   and fit worst: rows that are no label are off by 0.109 in place of 0.078 (``early``, V 32,768, D 2,304, N 4,096).
 * The second moment of the hidden states beside their mean. Errors move by a tenth, up and down, for a product of D x D.
-* A factor fitted to the drawn columns, whose sums over all tokens are known, in place of ``TILT``. It is 0.73 to 0.96, and
-  leaves in the mean of dE what ``TILT`` does, 0.014 to 0.032 (``early``, ``spread``, ``middle``; two seeds, eps 2^-10). The
+* A factor fitted to the sampled columns, whose sums over all tokens are known, in place of ``REWEIGHTING``. It is 0.73 to
+0.96, and
+  leaves in the mean of dE what ``REWEIGHTING`` does, 0.014 to 0.032 (``early``, ``spread``, ``middle``; two seeds,
+  eps 2^-10). The
   best factor that there is does no better: what is left is each column's own.
 """
 
@@ -50,7 +52,7 @@ from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.tiles import Tile, num_programs, precision, sample_tile, stages_of_rows
 from cce_dist.kernels.tokens import gathered, sums_of_rows
 
-TILT = 0.7
+REWEIGHTING = 0.7
 RUN = 1024  # columns whose shares are summed together, as whole numbers
 PART = tl.constexpr(4096.0)  # factor on what a token drops of a column, in units of its mass, where fp16 must hold it
 FARTHEST = tl.constexpr(20.0)  # nats; a column that is moved farther is not finite, or nothing is known of it
@@ -67,9 +69,9 @@ class Sample(NamedTuple):
         label_S: int64.
         size: [1] int32: later places are not used.
         mass_S: P times the mass that the token drops, fp32; 0 for a place that is not used.
-        away: What the weighted sample is to d_weight; None where the sample is all tokens, as are the next two.
-        ahead_D: Mean hidden state of the sample, weighted, less that of all tokens by what they drop, in the hidden states'
-            dtype.
+        centered: What the weighted sample is to d_weight; None where the sample is all tokens, as are the next two.
+        mean_shift_D: Mean hidden state of the sample, weighted, less that of all tokens by what they drop, in the hidden
+            states' dtype.
         mean_D: That of all tokens, fp32.
     """
 
@@ -79,12 +81,12 @@ class Sample(NamedTuple):
     label_S: torch.Tensor
     size: torch.Tensor
     mass_S: torch.Tensor
-    away: Away | None = None
-    ahead_D: torch.Tensor | None = None
+    centered: Centered | None = None
+    mean_shift_D: torch.Tensor | None = None
     mean_D: torch.Tensor | None = None
 
 
-class Away(NamedTuple):
+class Centered(NamedTuple):
     """The sampled tokens, as far as they are not the mean of all.
 
     Attributes:
@@ -106,21 +108,21 @@ class Dropped(NamedTuple):
     """What the sample drops.
 
     Attributes:
-        shares_2V: Each column's share, of 1 in all (0 where nothing is dropped), and 1 where it is not hot and that is asked
-            for, else 0.
-        count_B: [B] int64: shares as whole numbers, summed over each ``RUN`` columns; see ``compensation.draw``.
+        shares_2V: Each column's share, of 1 in all (0 where nothing is dropped), and 1 where it is not frequent and that is
+            asked for, else 0.
+        count_B: [B] int64: shares as whole numbers, summed over each ``RUN`` columns; see ``compensation.sample``.
         total: Sum of all parts before ``PART``, a 0-d fp32 tensor.
         center_D: The columns' rows of the weight, averaged by their shares, fp32; None without a sample.
-        moved_V: What tilts the parts of each column, fp32; None without a sample.
+        reweighting_V: The factor on each column's parts, fp32; None without a sample.
         parts_SV: [S, V or more]: ``PART`` times what each token drops of each column, in units of its own mass, before the
-            tilt, 0 at hot columns, in the weight's dtype; None where it was not asked for.
+            strength, 0 at frequent columns, in the weight's dtype; None where it was not asked for.
     """
 
     shares_2V: torch.Tensor
     count_B: torch.Tensor
     total: torch.Tensor
     center_D: torch.Tensor | None = None
-    moved_V: torch.Tensor | None = None
+    reweighting_V: torch.Tensor | None = None
     parts_SV: torch.Tensor | None = None
 
 
@@ -162,17 +164,27 @@ def sample_tokens(
         return sample, gathered(hidden_ND, [token_S, size], rows_SD).hidden
     mean_D = sums_of_rows(size_3N[:2], hidden_ND)[0]
     along_S, square_S, share_S = torch.empty_like(number_3S).unbind()
-    away = Away(torch.empty_like(rows_SD), square_S, share_S, torch.empty_like(mean_D), mass)
-    ahead_D = hidden_ND.new_empty(hidden_size)
-    _away_from_mean_kernel[(most,)](
-        hidden_ND, token_S, mass_S, mean_D, size, rows_SD, away.rows_SD, along_S, square_S, hidden_size, BLOCK_D=1024
+    centered = Centered(torch.empty_like(rows_SD), square_S, share_S, torch.empty_like(mean_D), mass)
+    mean_shift_D = hidden_ND.new_empty(hidden_size)
+    _center_rows_kernel[(most,)](
+        hidden_ND,
+        token_S,
+        mass_S,
+        mean_D,
+        size,
+        rows_SD,
+        centered.rows_SD,
+        along_S,
+        square_S,
+        hidden_size,
+        BLOCK_D=1024,
     )
     _calibrate_kernel[(cdiv(hidden_size, 32),)](
-        rows_SD, away.rows_SD, along_S, mean_D, size, reference_S, share_S, ahead_D, away.mean_D,
+        rows_SD, centered.rows_SD, along_S, mean_D, size, reference_S, share_S, mean_shift_D, centered.mean_D,
         hidden_size,
         SAMPLE=most, BLOCK_S=min(most, 64), ALL_D=1024, BLOCK_D=32,
     )  # fmt: skip
-    return sample._replace(away=away, ahead_D=ahead_D, mean_D=mean_D), rows_SD
+    return sample._replace(centered=centered, mean_shift_D=mean_shift_D, mean_D=mean_D), rows_SD
 
 
 @kernel("size_ptr", "token_ptr", "number_ptr", "label_ptr", "num_sampled_ptr", "mass_ptr")
@@ -240,17 +252,17 @@ def _sample_tokens_kernel(
     tl.store(label_ptr + place, tl.load(labels_ptr + token, mask=in_n, other=-1))
 
 
-@kernel("hidden_ptr", "mean_ptr", "rows_ptr", "away_ptr", "hidden_size")
-def _away_from_mean_kernel(
+@kernel("hidden_ptr", "mean_ptr", "rows_ptr", "centered_ptr", "hidden_size")
+def _center_rows_kernel(
     hidden_ptr,  # in: [N, D]
     token_ptr,  # in: [S] int32
     mass_ptr,  # in: [S] fp32
     mean_ptr,  # in: [D] fp32: the mean of all tokens by what they drop
     num_sampled_ptr,  # in: [1] int32
     rows_ptr,  # out: [S, D]: the sample's hidden states
-    away_ptr,  # out: [S, D]: they less the mean, with the sign of what the token drops
+    centered_ptr,  # out: [S, D]: they less the mean, with the sign of what the token drops
     along_ptr,  # out: [S] fp32: the component along the mean, times its length
-    square_ptr,  # out: [S] fp32: the square of what is in ``away``
+    square_ptr,  # out: [S] fp32: the square of what is in ``centered``
     hidden_size,
     BLOCK_D: tl.constexpr,
 ):
@@ -264,28 +276,28 @@ def _away_from_mean_kernel(
     for first in range(0, hidden_size, BLOCK_D):
         offs_d = first + tl.arange(0, BLOCK_D)
         in_d = offs_d < hidden_size
-        h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d & live, other=0)
+        h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=tl.where(live, in_d, False), other=0)
         mean = tl.load(mean_ptr + offs_d, mask=in_d, other=0)
-        away = ((h.to(tl.float32) - mean) * sign).to(away_ptr.dtype.element_ty)
+        centered = ((h.to(tl.float32) - mean) * sign).to(centered_ptr.dtype.element_ty)
         tl.store(rows_ptr + row * hidden_size + offs_d, h, mask=in_d)
-        tl.store(away_ptr + row * hidden_size + offs_d, away, mask=in_d)
+        tl.store(centered_ptr + row * hidden_size + offs_d, centered, mask=in_d)
         along += h.to(tl.float32) * mean
-        square += away.to(tl.float32) * away.to(tl.float32)
+        square += centered.to(tl.float32) * centered.to(tl.float32)
     tl.store(along_ptr + row, tl.sum(along, 0))
     tl.store(square_ptr + row, tl.sum(square, 0))
 
 
-@kernel("rows_ptr", "away_ptr", "mean_ptr", "ahead_ptr", "away_mean_ptr", "hidden_size")
+@kernel("rows_ptr", "centered_ptr", "mean_ptr", "mean_shift_ptr", "centered_mean_ptr", "hidden_size")
 def _calibrate_kernel(
     rows_ptr,  # in: [S, D]
-    away_ptr,  # in: [S, D]
+    centered_ptr,  # in: [S, D]
     along_ptr,  # in: [S] fp32
     mean_ptr,  # in: [D] fp32
     num_sampled_ptr,  # in: [1] int32
     reference_ptr,  # in, out: [S] fp32
     share_ptr,  # out: [S] fp32: the weights, of 1 in all
-    ahead_ptr,  # out: [D]
-    away_mean_ptr,  # out: [D] fp32
+    mean_shift_ptr,  # out: [D]
+    centered_mean_ptr,  # out: [D] fp32
     hidden_size,
     SAMPLE: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -301,19 +313,19 @@ def _calibrate_kernel(
     along = tl.load(along_ptr + tl.arange(0, SAMPLE))
     mean_along = tl.sum(along, 0) / SAMPLE
     variance = tl.sum((along - mean_along) * (along - mean_along), 0) / SAMPLE
-    tilt = tl.where(variance > 0, (tl.sum(square, 0) - mean_along) / variance, 0.0)
+    strength = tl.where(variance > 0, (tl.sum(square, 0) - mean_along) / variance, 0.0)
     num_sampled = tl.load(num_sampled_ptr)
-    total = tl.sum(_weight(along - mean_along, tilt), 0)
+    total = tl.sum(_weight(along - mean_along, strength), 0)
 
     # Every program has all weights, and its part of the two means.
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
     rows_sum = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
-    away_sum = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    centered_sum = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     for first in range(0, SAMPLE, BLOCK_S):
         offs_s = first + tl.arange(0, BLOCK_S)
         live = offs_s < num_sampled
-        weight = _weight(tl.load(along_ptr + offs_s) - mean_along, tilt)
+        weight = _weight(tl.load(along_ptr + offs_s) - mean_along, strength)
         share = weight / total
         if tl.program_id(0) == 0:
             reference = tl.load(reference_ptr + offs_s)
@@ -322,27 +334,31 @@ def _calibrate_kernel(
         where = offs_s[:, None] * hidden_size + offs_d[None, :]
         mask = live[:, None] & in_d[None, :]
         rows_sum += share[:, None] * tl.load(rows_ptr + where, mask=mask, other=0).to(tl.float32)
-        away_sum += share[:, None] * tl.load(away_ptr + where, mask=mask, other=0).to(tl.float32)
-    ahead = tl.sum(rows_sum, 0) - tl.load(mean_ptr + offs_d, mask=in_d, other=0)
-    tl.store(ahead_ptr + offs_d, tl.where(num_sampled > 0, ahead, 0.0).to(ahead_ptr.dtype.element_ty), mask=in_d)
-    tl.store(away_mean_ptr + offs_d, tl.sum(away_sum, 0), mask=in_d)
+        centered_sum += share[:, None] * tl.load(centered_ptr + where, mask=mask, other=0).to(tl.float32)
+    mean_shift = tl.sum(rows_sum, 0) - tl.load(mean_ptr + offs_d, mask=in_d, other=0)
+    tl.store(
+        mean_shift_ptr + offs_d,
+        tl.where(num_sampled > 0, mean_shift, 0.0).to(mean_shift_ptr.dtype.element_ty),
+        mask=in_d,
+    )
+    tl.store(centered_mean_ptr + offs_d, tl.sum(centered_sum, 0), mask=in_d)
 
 
 @triton.jit
-def _weight(centred, tilt):
+def _weight(centred, strength):
     """A token may not stand for too many, nor for none."""
-    return tl.minimum(tl.maximum(1 + tilt * centred, 0.125), 8.0)
+    return tl.minimum(tl.maximum(1 + strength * centred, 0.125), 8.0)
 
 
 def dropped_shares(
     rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile,
     parts_SV: torch.Tensor | None = None, uniform: bool = True,
 ) -> Dropped:  # fmt: skip
-    """Return each column's share of what the sample drops, and which columns are not hot, and the parts they are made of.
+    """Return each column's share of what the sample drops, and which columns are not frequent, and the parts they are made of.
 
-    A column is dropped where z < threshold, but for labels and hot columns; it counts exp(z - reference) times the softcap's
-    slope, and exp(-TILT * scale * (column . ahead_D)). ``rows_SD`` are the sample's hidden states. ``parts_SV`` takes the
-    parts, where they are asked for. ``uniform``: as in ``shares_of``.
+    A column is dropped where z < threshold, but for labels and frequent columns; it counts exp(z - reference) times the
+    softcap's slope, and exp(-REWEIGHTING * scale * (column . mean_shift_D)). ``rows_SD`` are the sample's hidden states.
+    ``parts_SV`` takes the parts, where they are asked for. ``uniform``: as in ``shares_of``.
     """
     num_rows, hidden_size = rows_SD.shape
     logits = x.logits
@@ -369,10 +385,10 @@ def dropped_shares(
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return _tilted(sums_BV, x, sample, slot_V, uniform)._replace(parts_SV=parts_SV)
+    return _reweighted(sums_BV, x, sample, slot_V, uniform)._replace(parts_SV=parts_SV)
 
 
-def _tilted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, uniform: bool) -> Dropped:
+def _reweighted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, uniform: bool) -> Dropped:
     """Tilt the columns' sums, and average the columns' rows by them: the weight is read once for both."""
     (num_blocks, num_valid), hidden_size, device = sums_BV.shape, x.weight.shape[1], sums_BV.device
     main_d = triton.next_power_of_2(hidden_size)
@@ -381,35 +397,35 @@ def _tilted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Te
         main_d //= 2  # A long row is in registers as two blocks, not as one that is half empty.
         rest_d = triton.next_power_of_2(hidden_size - main_d)
     parts = min(cdiv(num_valid, block_v), (6 if num_valid >= 1 << 16 else 4) * num_programs(device))
-    sums_V, moved_V = torch.empty(2, num_valid, dtype=torch.float32, device=device).unbind()
+    sums_V, reweighting_V = torch.empty(2, num_valid, dtype=torch.float32, device=device).unbind()
     total_P, mean_PD = (
         torch.empty(shape, dtype=torch.float32, device=device) for shape in (parts, (parts, hidden_size))
     )
-    _tilt_kernel[(parts,)](
-        sums_BV, x.weight, sample.ahead_D, sample.size,
-        sums_V, moved_V, total_P, mean_PD,
-        num_valid, hidden_size, TILT * x.logits.logit_scale,
-        HAS_AHEAD=sample.ahead_D is not None, NUM_BLOCKS=num_blocks, BLOCK_V=block_v, MAIN_D=main_d, REST_D=rest_d,
+    _reweight_kernel[(parts,)](
+        sums_BV, x.weight, sample.mean_shift_D, sample.size,
+        sums_V, reweighting_V, total_P, mean_PD,
+        num_valid, hidden_size, REWEIGHTING * x.logits.logit_scale,
+        HAS_SHIFT=sample.mean_shift_D is not None, NUM_BLOCKS=num_blocks, BLOCK_V=block_v, MAIN_D=main_d, REST_D=rest_d,
         STAGES=stages_of_rows(block_v * (main_d + rest_d) * x.weight.itemsize), num_warps=4,
     )  # fmt: skip
     dropped = shares_of(sums_V[None], total_P, slot_V, num_valid, uniform)
-    return dropped._replace(center_D=mean_PD.sum(0) / dropped.total.clamp(min=TINY.value), moved_V=moved_V)
+    return dropped._replace(center_D=mean_PD.sum(0) / dropped.total.clamp(min=TINY.value), reweighting_V=reweighting_V)
 
 
-@kernel("sums_ptr", "weight_ptr", "ahead_ptr", "mean_ptr", "hidden_size")
-def _tilt_kernel(
+@kernel("sums_ptr", "weight_ptr", "mean_shift_ptr", "mean_ptr", "hidden_size")
+def _reweight_kernel(
     sums_ptr,  # in: [B, V] fp32
     weight_ptr,  # in: [V, D]
-    ahead_ptr,  # in: [D], with HAS_AHEAD
+    mean_shift_ptr,  # in: [D], with HAS_SHIFT
     num_sampled_ptr,  # in: [1] int32: nobody drops anything where it is 0
-    tilted_ptr,  # out: [V] fp32
-    moved_ptr,  # out: [V] fp32: the factors
-    total_ptr,  # out: [P] fp32: sums of the tilted ones
-    mean_ptr,  # out: [P, D] fp32: rows of the weight times the tilted ones
+    reweighted_ptr,  # out: [V] fp32
+    reweighting_ptr,  # out: [V] fp32: the factors
+    total_ptr,  # out: [P] fp32: sums of the reweighted ones
+    mean_ptr,  # out: [P, D] fp32: rows of the weight times the reweighted ones
     num_valid,
     hidden_size,
-    tilt,
-    HAS_AHEAD: tl.constexpr,
+    strength,
+    HAS_SHIFT: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     MAIN_D: tl.constexpr,
@@ -419,17 +435,17 @@ def _tilt_kernel(
     offs_d = tl.arange(0, MAIN_D)
     in_d = offs_d < hidden_size
     mean = tl.zeros((MAIN_D,), tl.float32)
-    ahead = tl.load(ahead_ptr + offs_d, mask=in_d, other=0).to(tl.float32) if HAS_AHEAD else mean
+    mean_shift = tl.load(mean_shift_ptr + offs_d, mask=in_d, other=0).to(tl.float32) if HAS_SHIFT else mean
     if REST_D > 0:
         rest_d = MAIN_D + tl.arange(0, REST_D)
         in_rest = rest_d < hidden_size
         rest_mean = tl.zeros((REST_D,), tl.float32)
-        rest_ahead = tl.load(ahead_ptr + rest_d, mask=in_rest, other=0).to(tl.float32) if HAS_AHEAD else rest_mean
+        rest_shift = tl.load(mean_shift_ptr + rest_d, mask=in_rest, other=0).to(tl.float32) if HAS_SHIFT else rest_mean
     live = tl.load(num_sampled_ptr) > 0
     if not live:
         for first in range(tl.program_id(0) * MAIN_D, num_valid, tl.num_programs(0) * MAIN_D):
-            tl.store(tilted_ptr + first + offs_d, mean, mask=first + offs_d < num_valid)
-            tl.store(moved_ptr + first + offs_d, mean + 1, mask=first + offs_d < num_valid)
+            tl.store(reweighted_ptr + first + offs_d, mean, mask=first + offs_d < num_valid)
+            tl.store(reweighting_ptr + first + offs_d, mean + 1, mask=first + offs_d < num_valid)
     total = tl.zeros((BLOCK_V,), tl.float32)
     end = tl.where(live, num_valid, 0)
     # Rows are on their way to shared memory while others are summed.
@@ -443,16 +459,16 @@ def _tilt_kernel(
         sums = tl.zeros((BLOCK_V,), tl.float32)
         for block in tl.static_range(NUM_BLOCKS):
             sums += tl.load(sums_ptr + block * num_valid.to(tl.int64) + offs_v, mask=in_v, other=0)
-        moved = tl.full((BLOCK_V,), 1.0, tl.float32)
-        if HAS_AHEAD:
-            along = tl.sum(w * ahead[None, :], 1)
+        reweighting = tl.full((BLOCK_V,), 1.0, tl.float32)
+        if HAS_SHIFT:
+            along = tl.sum(w * mean_shift[None, :], 1)
             if REST_D > 0:
-                along += tl.sum(rest * rest_ahead[None, :], 1)
-            along *= tilt
-            moved = tl.exp(-tl.where(tl.abs(along) < FARTHEST, along, 0.0))
-        sums *= moved
-        tl.store(tilted_ptr + offs_v, sums, mask=in_v)
-        tl.store(moved_ptr + offs_v, moved, mask=in_v)
+                along += tl.sum(rest * rest_shift[None, :], 1)
+            along *= strength
+            reweighting = tl.exp(-tl.where(tl.abs(along) < FARTHEST, along, 0.0))
+        sums *= reweighting
+        tl.store(reweighted_ptr + offs_v, sums, mask=in_v)
+        tl.store(reweighting_ptr + offs_v, reweighting, mask=in_v)
         total += sums
         # A column that nobody drops may hold anything.
         mean += tl.sum(tl.where(sums[:, None] > 0, sums[:, None] * w, 0.0), 0)
@@ -517,9 +533,9 @@ def _dropped_sums_kernel(
         e = tl.where(dropped, tl.exp(z - reference[:, None]), 0.0)
         if HAS_SOFTCAP:
             e = sloped(e, z, softcap)
-        is_hot = tl.load(slot_ptr + offs_v, mask=in_v, other=0) > 0
-        sums = tl.where(is_hot, 0.0, tl.sum(e, 0))
-        factor = tl.where(is_hot, 0.0, PART)
+        is_frequent = tl.load(slot_ptr + offs_v, mask=in_v, other=0) > 0
+        sums = tl.where(is_frequent, 0.0, tl.sum(e, 0))
+        factor = tl.where(is_frequent, 0.0, PART)
         if WANT_PARTS:
             store_tile(
                 parts, row, col, e * factor[None, :], num_rows, parts_cols, parts_cols, BLOCK_N, BLOCK_V, TMA
@@ -533,7 +549,8 @@ def shares_of(
 ) -> Dropped:  # fmt: skip
     """Return the shares of columns from blocks of their sums, and those of all sums; without sums they are 0.
 
-    ``uniform``: which columns are not hot is asked for. Else the weight is read where a column has a share, and nowhere else.
+    ``uniform``: which columns are not frequent is asked for. Else the weight is read where a column has a share, and nowhere
+    else.
     """
     device, num_runs = slot_V.device, cdiv(num_valid, RUN)
     shares_2V, total = (torch.empty(shape, dtype=torch.float32, device=device) for shape in ((2, num_valid), ()))

@@ -2,15 +2,16 @@
 
 The product of ``fp8.py`` costs half of the one in 16 bits, and its logits are some hundredths of a nat off. Its epilogue marks
 each logit that may reach the threshold, its error counted, and adds the exponentials of the others. Marks become lists as
-always (``lists.py``). The marked logits are then computed from the operands themselves, as the hot columns and the label are:
+always (``lists.py``). The marked logits are then computed from the operands themselves, as the frequent columns and the label
+are:
 
-    sum of exp  =  hot columns (16 bits)  +  marked columns (16 bits)  +  all others (8 bits)
+    sum of exp  =  frequent columns (16 bits)  +  marked columns (16 bits)  +  all others (8 bits)
 
 Everything is relative to the token's bound. What is not marked is below it, so no maximum runs along, and the bound is the same
 on all shards.
 
 A token is computed again in 16 bits, all columns, where the sum cannot be trusted: something is not finite, its hidden state
-cannot be rounded (``fp8.py``), its list is too long or found no room, or its bound was too high. Only the device knows: the
+cannot be rounded (``fp8.py``), its list is too long or overflowed, or its bound was too high. Only the device knows: the
 launches return at once where there is none. The error that is counted is that of the row and the column, so a row that is
 larger than others has more marks.
 """
@@ -36,9 +37,9 @@ from cce_dist.kernels.blocks import (
 )
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter import lists as lists_
-from cce_dist.kernels.filter.frequent import Hot
+from cce_dist.kernels.filter.frequent import Frequent
 from cce_dist.kernels.filter.lists import FARTHEST, SLACK, Lists, list_columns
-from cce_dist.kernels.filter.screen.centering import Middle, middle
+from cce_dist.kernels.filter.screen.centering import Centering, find_centering
 from cce_dist.kernels.filter.screen.fp8 import (
     ERROR,
     LOG2_E,
@@ -60,25 +61,25 @@ class First(NamedTuple):
 
     Attributes:
         order: The compact order, as ``tokens.compact`` returns it.
-        hot_3N: Maximum and sum of exp over the hot columns.
-        hot_sloped_N: That sum times the softcap's slopes, or None.
-        hot_moment_N: That sum times what the logits are above the maximum, for a screen with the entropy, or None.
+        frequent_3N: Maximum and sum of exp over the frequent columns.
+        frequent_sloped_N: That sum times the softcap's slopes, or None.
+        frequent_moment_N: That sum times what the logits are above the maximum, for a screen with the entropy, or None.
         shard_3N: The shard's part of the bound, maximum and sum.
         bound_N: Lower bound of the log-sum-exp.
-        drawn: The columns that are drawn for it, as a shard of their own.
+        sampled: The columns that are sampled for it, as a shard of their own.
     """
 
     order: list[torch.Tensor]
-    hot_3N: torch.Tensor
-    hot_sloped_N: torch.Tensor | None
-    hot_moment_N: torch.Tensor | None
+    frequent_3N: torch.Tensor
+    frequent_sloped_N: torch.Tensor | None
+    frequent_moment_N: torch.Tensor | None
     shard_3N: torch.Tensor
     bound_N: torch.Tensor
-    drawn: Operands
+    sampled: Operands
 
 
 def screened_statistics(
-    x: Operands, hot: Hot, first: First, lists: Lists, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles
+    x: Operands, frequent: Frequent, first: First, lists: Lists, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write maximum, sum of exp and, for the entropy, the moment of each token to stats_KN, and the lists with their logits.
 
@@ -88,22 +89,22 @@ def screened_statistics(
         ``Lists.bound_3N``, with a bound of NaN where the token's sum cannot be trusted, so that lists do not serve it; and the
         labels of those tokens, -1 for all others, [N] int64.
     """
-    room = _Room.of(x, hot, lists.columns_M.shape[0], spec, tiles)
-    around = middle(x, first.drawn, first.order, first.bound_N, spec.filter.eps)
+    chunks = _Chunks.of(x, frequent, lists.columns_M.shape[0], spec, tiles)
+    centering = find_centering(x, first.sampled, first.order, first.bound_N, spec.filter.eps)
     bound_3N = stats_KN.new_empty(3, x.num_tokens)
-    suspects_N = torch.empty_like(x.ids)
-    for index_R, num_kept in exact.token_groups(first.order, room.at_once):
+    fallback_N = torch.empty_like(x.ids)
+    for index_R, num_kept in exact.token_groups(first.order, chunks.at_once):
         rows = Rows(index_R, num_kept, x.hidden)
-        hidden = some_of(room.hidden, index_R.shape[0])
-        round_hidden(x, index_R, num_kept, first.bound_N, around, hidden)
-        sums_KPR = _screen_columns(x, hot, rows, hidden, around, lists, room, spec, tiles.group)
-        _join_lists(x, hot, rows, room, lists)
-        _add_listed(x, rows, lists, room, first.bound_N, sums_KPR)
-        _merge(x, rows, first, lists, room, hidden, around, sums_KPR, (stats_KN, bound_3N, suspects_N))
-    return bound_3N, suspects_N
+        hidden = some_of(chunks.hidden, index_R.shape[0])
+        round_hidden(x, index_R, num_kept, first.bound_N, centering, hidden)
+        sums_KPR = _screen_columns(x, frequent, rows, hidden, centering, lists, chunks, spec, tiles.group)
+        _join_lists(x, frequent, rows, chunks, lists)
+        _add_listed(x, rows, lists, chunks, first.bound_N, sums_KPR)
+        _merge(x, rows, first, lists, chunks, hidden, centering, sums_KPR, (stats_KN, bound_3N, fallback_N))
+    return bound_3N, fallback_N
 
 
-class _Room(NamedTuple):
+class _Chunks(NamedTuple):
     """Chunks of tokens and of columns, and memory for a chunk and for the lists of its marks. C chunks of columns.
 
     Attributes:
@@ -118,7 +119,7 @@ class _Room(NamedTuple):
         begin_CN: Where the list of a token in a chunk begins; int32.
         count_CN: How many columns it has; int32.
         unmarked_N: The label's column where it is listed and not marked, else -1; int32.
-        taken: [2] int64: room that the lists of chunks took, and those of tokens.
+        taken: [2] int64: places that the lists of chunks took, and those of tokens.
     """
 
     at_once: int
@@ -135,10 +136,10 @@ class _Room(NamedTuple):
     taken: torch.Tensor
 
     @staticmethod
-    def of(x: Operands, hot: Hot, capacity: int, spec: Spec, tiles: Tiles) -> _Room:
+    def of(x: Operands, frequent: Frequent, capacity: int, spec: Spec, tiles: Tiles) -> _Chunks:
         (num_tokens, hidden_size), device = x.hidden.shape, x.hidden.device
         tile = screen_tile(device, x.logits.softcap > 0.0)
-        num_columns = 32 * hot.words_W.shape[0]
+        num_columns = 32 * frequent.words_W.shape[0]
         at_once, cols = budget.screen_chunks(
             exact.sizes_of(x), num_columns, capacity, spec.workspace_bytes, tile.rows, tiles.group, tile.cols
         )
@@ -154,7 +155,7 @@ class _Room(NamedTuple):
         words, columns_M, unmarked_N = (
             torch.empty(n, dtype=torch.int32, device=device) for n in (at_once * cols // 32, capacity, num_tokens)
         )
-        return _Room(
+        return _Chunks(
             at_once, columns, splits, tile,
             new_rounded(at_once, hidden_size, tile.inner, 4, device), new_rounded(cols, hidden_size, tile.inner, 2, device),
             words, columns_M, begin_CN, count_CN, unmarked_N, torch.zeros(2, dtype=torch.int64, device=device),
@@ -167,7 +168,8 @@ class _Room(NamedTuple):
 
 
 def _screen_columns(
-    x: Operands, hot: Hot, rows: Rows, hidden: Rounded, around: Middle, lists: Lists, room: _Room, spec: Spec, group: int
+    x: Operands, frequent: Frequent, rows: Rows, hidden: Rounded, centering: Centering, lists: Lists, chunks: _Chunks,
+    spec: Spec, group: int,
 ) -> torch.Tensor:  # fmt: skip
     """Screen all columns for a group of tokens, and list the marks of each chunk.
 
@@ -178,21 +180,22 @@ def _screen_columns(
     planes = 1 + (x.logits.softcap > 0.0) + spec.want.entropy
     num_rows, nothing = rows.index.shape[0], x._replace(logits=x.logits._replace(num_valid=0))
     listed = 2 if interpreted() else budget.LISTED_PARTS
-    sums_KPR = around.weight_D.new_empty(planes, room.num_screened + listed, num_rows)
+    sums_KPR = centering.weight_D.new_empty(planes, chunks.num_screened + listed, num_rows)
     part = 0
-    for number, ((first, last), split) in enumerate(zip(room.columns, room.splits, strict=True)):
-        chunk = some_of(room.weight, last - first)
-        words_RW = room.words[: num_rows * (last - first) // 32].view(num_rows, -1)
-        round_weight(x, hot.slot_V, around, chunk, first)
+    for number, ((first, last), split) in enumerate(zip(chunks.columns, chunks.splits, strict=True)):
+        chunk = some_of(chunks.weight, last - first)
+        words_RW = chunks.words[: num_rows * (last - first) // 32].view(num_rows, -1)
+        round_weight(x, frequent.slot_V, centering, chunk, first)
         screen_chunk(
             hidden, chunk, rows.num_kept, x, math.log(spec.filter.eps / SLACK), range(part, part + split), sums_KPR,
-            words_RW, room.tile, group,
+            words_RW, chunks.tile, group,
         )  # fmt: skip
         # Labels are none of a shard without columns: they join the lists later.
         of_chunk = lists._replace(
-            columns_M=room.columns_M, begin_N=room.begin_CN[number], count_N=room.count_CN[number]
+            columns_M=chunks.columns_M, begin_N=chunks.begin_CN[number], count_N=chunks.count_CN[number]
         )
-        list_columns(words_RW, hot._replace(words_W=hot.words_W[first // 32 :]), nothing, rows, of_chunk, room.taken)
+        frequent_here = frequent._replace(words_W=frequent.words_W[first // 32 :])
+        list_columns(words_RW, frequent_here, nothing, rows, of_chunk, chunks.taken)
         part += split
     return sums_KPR
 
@@ -344,12 +347,12 @@ def _screen_kernel(
         tl.store(where + num_parts.to(tl.int64) * num_rows, sum_sloped, mask=in_n)
 
 
-def _join_lists(x: Operands, hot: Hot, rows: Rows, room: _Room, lists: Lists) -> None:
-    """Join the lists of the chunks, ascending, with the label's column among them unless it is hot."""
+def _join_lists(x: Operands, frequent: Frequent, rows: Rows, chunks: _Chunks, lists: Lists) -> None:
+    """Join the lists of the chunks, ascending, with the label's column among them unless it is frequent."""
     _join_lists_kernel[(rows.index.shape[0],)](
-        room.columns_M, room.begin_CN, room.count_CN, hot.slot_V, x.ids, rows.index, rows.num_kept, room.taken[1:],
-        lists.columns_M, lists.begin_N, lists.count_N, room.unmarked_N,
-        x.num_tokens, len(room.columns), room.columns[0][1], lists.columns_M.shape[0], x.logits.start, x.logits.num_valid,
+        chunks.columns_M, chunks.begin_CN, chunks.count_CN, frequent.slot_V, x.ids, rows.index, rows.num_kept, chunks.taken[1:],
+        lists.columns_M, lists.begin_N, lists.count_N, chunks.unmarked_N,
+        x.num_tokens, len(chunks.columns), chunks.columns[0][1], lists.columns_M.shape[0], x.logits.start, x.logits.num_valid,
         BLOCK=128, num_warps=1,
     )  # fmt: skip
 
@@ -425,22 +428,22 @@ def _join_lists_kernel(
 
 
 def _add_listed(
-    x: Operands, rows: Rows, lists: Lists, room: _Room, bound_N: torch.Tensor, sums_KPR: torch.Tensor
+    x: Operands, rows: Rows, lists: Lists, chunks: _Chunks, bound_N: torch.Tensor, sums_KPR: torch.Tensor
 ) -> None:  # fmt: skip
     """Compute the logits of the lists, and write the sums of those that are marked: their parts of the sums.
 
     A label that is listed but not marked has been counted where it was screened.
     """
-    parts, hidden_size = sums_KPR.shape[1] - room.num_screened, x.hidden.shape[1]
+    parts, hidden_size = sums_KPR.shape[1] - chunks.num_screened, x.hidden.shape[1]
     _listed_sums_kernel[(rows.index.shape[0] * parts,)](
         # in
-        x.hidden, x.weight, x.bias, rows.index, rows.num_kept, room.unmarked_N, lists.columns_M, lists.begin_N, lists.count_N,
-        room.taken[1:], bound_N,
+        x.hidden, x.weight, x.bias, rows.index, rows.num_kept, chunks.unmarked_N, lists.columns_M, lists.begin_N, lists.count_N,
+        chunks.taken[1:], bound_N,
         # out
         sums_KPR,
         # sizes
         rows.index.shape[0], hidden_size, x.logits.num_valid, lists.columns_M.shape[0], lists_.LONGEST, sums_KPR.shape[1],
-        room.num_screened, parts,
+        chunks.num_screened, parts,
         # options
         x.logits.logit_scale, x.logits.softcap, HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0,
         WANT_MOMENT=_has_moment(sums_KPR, x),
@@ -529,29 +532,30 @@ def _listed_sums_kernel(
 
 
 def _merge(
-    x: Operands, rows: Rows, first: First, lists: Lists, room: _Room, hidden: Rounded, around: Middle,
+    x: Operands, rows: Rows, first: First, lists: Lists, chunks: _Chunks, hidden: Rounded, centering: Centering,
     sums_KPR: torch.Tensor, out: tuple[torch.Tensor, ...],
 ) -> None:  # fmt: skip
-    """Write stats_KN, bound_3N and the labels of suspects at the tokens of the group; see ``screened_statistics``."""
+    """Write what ``screened_statistics`` returns, at the tokens of the group."""
     num_rows = rows.index.shape[0]
     error = ERROR * x.logits.logit_scale
     _merge_screened_kernel[(cdiv(num_rows, 128),)](
-        sums_KPR, hidden.numbers_KR, around.spread_P, first.hot_3N, first.hot_moment_N, first.shard_3N, first.bound_N,
-        lists.count_N, room.taken[1:], x.ids, rows.index, rows.num_kept,
+        sums_KPR, hidden.numbers_KR, centering.variance_P, first.frequent_3N, first.frequent_moment_N, first.shard_3N,
+        first.bound_N,
+        lists.count_N, chunks.taken[1:], x.ids, rows.index, rows.num_kept,
         *out,
-        num_rows, x.num_tokens, sums_KPR.shape[1], room.num_screened, around.spread_P.shape[0], lists.columns_M.shape[0],
+        num_rows, x.num_tokens, sums_KPR.shape[1], chunks.num_screened, centering.variance_P.shape[0], lists.columns_M.shape[0],
         lists_.LONGEST, error * error / (2 * x.hidden.shape[1]), SLACK,
         HAS_SOFTCAP=x.logits.softcap > 0.0, WANT_MOMENT=_has_moment(sums_KPR, x), BLOCK_N=128,
     )  # fmt: skip
 
 
-@kernel("sums_ptr", "stats_ptr", "state_ptr", "suspects_ptr")
+@kernel("sums_ptr", "stats_ptr", "state_ptr", "fallback_ptr")
 def _merge_screened_kernel(
     sums_ptr,  # in: [K, P, R] fp32: screened parts first
     row_ptr,  # in: [4, R] fp32: anything, anything, length, anything
-    spread_ptr,  # in: [P] fp32
-    hot_ptr,  # in: [3, N] fp32: maximum, sum
-    hot_moment_ptr,  # in: [N] fp32; with WANT_MOMENT
+    variance_ptr,  # in: [P] fp32
+    frequent_ptr,  # in: [3, N] fp32: maximum, sum
+    frequent_moment_ptr,  # in: [N] fp32; with WANT_MOMENT
     shard_ptr,  # in: [3, N] fp32: maximum, sum
     bound_ptr,  # in: [N] fp32
     count_ptr,  # in: [N] int32
@@ -561,12 +565,12 @@ def _merge_screened_kernel(
     num_kept_ptr,  # in: [1] int32
     stats_ptr,  # out: [K, N] fp32: maximum, sum, ...
     state_ptr,  # out: [3, N] fp32
-    suspects_ptr,  # out: [N] int64
+    fallback_ptr,  # out: [N] int64
     num_rows,
     num_tokens,
     num_parts,
     num_screened,
-    num_spread,
+    num_variance,
     capacity,
     longest,
     half_variance,
@@ -586,7 +590,7 @@ def _merge_screened_kernel(
     # A number that is rounded to nearest lies around its code, so a logit lies around the one that is screened, and its
     # exponential is exp(variance / 2) larger on average, and that times the logit by as much again of the variance.
     length = tl.load(row_ptr + 2 * row_stride + offs_n, mask=live, other=0)
-    half = tl.minimum(length * length * sum_of_parts(spread_ptr, num_spread) * half_variance, 1.0)
+    half = tl.minimum(length * length * sum_of_parts(variance_ptr, num_variance) * half_variance, 1.0)
     gain = tl.exp(half)
     others = tl.zeros((BLOCK_N,), tl.float32)
     sloped = tl.zeros((BLOCK_N,), tl.float32)
@@ -603,14 +607,14 @@ def _merge_screened_kernel(
             sloped += factor * tl.load(where + num_parts * row_stride, mask=live, other=0)
     if not HAS_SOFTCAP:
         sloped = others
-    hot_max = tl.load(hot_ptr + token, mask=live, other=0)
-    hot_sum = tl.load(hot_ptr + stride + token, mask=live, other=0)
-    total = others + hot_sum * tl.exp(hot_max - bound)
+    frequent_max = tl.load(frequent_ptr + token, mask=live, other=0)
+    frequent_sum = tl.load(frequent_ptr + stride + token, mask=live, other=0)
+    total = others + frequent_sum * tl.exp(frequent_max - bound)
     # The estimate in the bound was not too high if this shard's part of it is none that this shard does not have.
     shard_max = tl.load(shard_ptr + token, mask=live, other=0)
     claimed = tl.load(shard_ptr + stride + token, mask=live, other=0) * tl.exp(shard_max - bound)
     count = tl.load(count_ptr + token, mask=live, other=0)
-    # Lists find room in any order, so it is enough for all of the group or for none. NaN makes this false too.
+    # Lists are stored in any order: either all of a group fit, or nobody knows which do. NaN makes this false too.
     trusted = (
         (count <= longest) & (tl.load(taken_ptr) <= capacity) & (total < tl.exp(FARTHEST)) & (claimed <= slack * total)
     )
@@ -622,8 +626,10 @@ def _merge_screened_kernel(
     tl.store(state_ptr + stride + token, tl.where(live, sloped, 0.0), mask=in_n)
     tl.store(state_ptr + 2 * stride + token, bound, mask=in_n)
     if WANT_MOMENT:
-        hot_moment = tl.load(hot_moment_ptr + token, mask=live, other=0) + (hot_max - bound) * hot_sum
-        moment += tl.where(hot_sum > 0, hot_moment, 0.0) * tl.exp(hot_max - bound)
+        frequent_moment = (
+            tl.load(frequent_moment_ptr + token, mask=live, other=0) + (frequent_max - bound) * frequent_sum
+        )
+        moment += tl.where(frequent_sum > 0, frequent_moment, 0.0) * tl.exp(frequent_max - bound)
         tl.store(stats_ptr + 3 * stride + token, moment, mask=in_n)
     label = tl.load(labels_ptr + token, mask=in_n, other=-1)
-    tl.store(suspects_ptr + token, tl.where(live & (trusted == 0), label, -1), mask=in_n)
+    tl.store(fallback_ptr + token, tl.where(live & (trusted == 0), label, -1), mask=in_n)

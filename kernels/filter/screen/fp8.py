@@ -42,8 +42,8 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import kernel
-from cce_dist.kernels.budget import AXES, cdiv, rounded_size
-from cce_dist.kernels.filter.screen.centering import Middle
+from cce_dist.kernels.budget import RANK, cdiv, rounded_size
+from cce_dist.kernels.filter.screen.centering import Centering
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, interpreted
 
 ERROR = 2**0.5 * 0.0265
@@ -58,7 +58,7 @@ LEAST = tl.constexpr(1e-30)  # rows whose elements are all smaller count as zero
 DTYPE = torch.float8_e4m3fn
 # Of the products with the axes. A weight of 128,256 x 4,096 takes 0.70 ms, one of 256,000 x 2,304 0.92; with seven others
 # 0.77 to 1.54 and 0.97 to 1.85 (H200, 2026-11).
-TILE = Tile(64, AXES, 128, 4, 3)
+TILE = Tile(64, RANK, 128, 4, 3)
 EVEN = tl.constexpr(8.0)
 PACKED = tl.constexpr(8)  # neighbours in a row that a thread has
 
@@ -67,7 +67,7 @@ class Rounded(NamedTuple):
     """Rows in 8 bits.
 
     Attributes:
-        codes: [R, D + AXES or more] e4m3; what belongs to the axes from column D on, then zeros.
+        codes: [R, D + RANK or more] e4m3; what belongs to the axes from column D on, then zeros.
         numbers_KR: [K, R] fp32. Of the weight the row's number of the sum above, bias counted, and its length less the shared
             vector; -inf and 0 of a column that takes no part. Of hidden states the scale of the product, the number less the
             bound, the length, the bound. Without a softcap scales and numbers are those of logits to base 2; with one they are
@@ -79,52 +79,57 @@ class Rounded(NamedTuple):
 
 
 def new_rounded(num_rows: int, hidden_size: int, inner: int, num_numbers: int, device: torch.device) -> Rounded:
-    """Return room for rows, ``inner`` of whose columns are worked on at a time."""
+    """Return memory for rows, ``inner`` of whose columns are worked on at a time."""
     codes = torch.empty(num_rows, rounded_size(hidden_size, inner), dtype=DTYPE, device=device)
     return Rounded(codes, torch.empty(num_numbers, num_rows, dtype=torch.float32, device=device))
 
 
 def some_of(rounded: Rounded, num_rows: int) -> Rounded:
-    """Return the room of the first rows, as room for so many."""
+    """Return the memory of the first rows."""
     count = rounded.numbers_KR.shape[0]
     return Rounded(rounded.codes[:num_rows], rounded.numbers_KR.view(-1)[: count * num_rows].view(count, num_rows))
 
 
 def round_hidden(
-    x: Operands, index_R: torch.Tensor, num_kept: torch.Tensor, bound_N: torch.Tensor, around: Middle, out: Rounded
+    x: Operands,
+    index_R: torch.Tensor,
+    num_kept: torch.Tensor,
+    bound_N: torch.Tensor,
+    centering: Centering,
+    out: Rounded,
 ) -> None:
     """Gather and round a group's hidden states; rows past ``num_kept`` in the last live tile are 0."""
-    _launch(x, (index_R, num_kept, bound_N), None, around, out, 0, index_R.shape[0])
+    _launch(x, (index_R, num_kept, bound_N), None, centering, out, 0, index_R.shape[0])
 
 
-def round_weight(x: Operands, slot_V: torch.Tensor, around: Middle, out: Rounded, first: int) -> None:
-    """Round rows of the weight from ``first`` on. Hot columns and padding take no part."""
-    _launch(x, None, slot_V, around, out, first, x.logits.num_valid)
+def round_weight(x: Operands, slot_V: torch.Tensor, centering: Centering, out: Rounded, first: int) -> None:
+    """Round rows of the weight from ``first`` on. Frequent columns and padding take no part."""
+    _launch(x, None, slot_V, centering, out, first, x.logits.num_valid)
 
 
 def _launch(
-    x: Operands, group: tuple[torch.Tensor, ...] | None, slot_V: torch.Tensor | None, around: Middle, out: Rounded,
+    x: Operands, group: tuple[torch.Tensor, ...] | None, slot_V: torch.Tensor | None, centering: Centering, out: Rounded,
     first: int, last: int,
 ) -> None:  # fmt: skip
     num_rows, num_inner = out.codes.shape
     hidden_size, scale, softcap = x.hidden.shape[1], x.logits.logit_scale, x.logits.softcap > 0.0
     index_R, num_kept, bound_N = group or (None, None, None)
     is_hidden = group is not None
-    means = (around.hidden_D, around.weight_D) if is_hidden else (around.weight_D, around.hidden_D)
-    tile = Tile(16, AXES, 128, 4, 1) if interpreted() else TILE
-    assert num_inner <= hidden_size + AXES + tile.inner  # what is beyond them is set to 0 at once
+    means = (centering.hidden_D, centering.weight_D) if is_hidden else (centering.weight_D, centering.hidden_D)
+    tile = Tile(16, RANK, 128, 4, 1) if interpreted() else TILE
+    assert num_inner <= hidden_size + RANK + tile.inner  # what is beyond them is set to 0 at once
     _round_rows_kernel[(cdiv(num_rows, tile.rows),)](
         x.hidden if is_hidden else x.weight, index_R, num_kept, bound_N, None if is_hidden else x.bias, slot_V, *means,
-        around.spread_P, around.axes_KD,
+        centering.variance_P, centering.basis_KD,
         out.codes, out.numbers_KR,
-        num_rows, hidden_size, num_inner, first, last, around.spread_P.shape[0],
+        num_rows, hidden_size, num_inner, first, last, centering.variance_P.shape[0],
         scale if softcap else scale * math.log2(math.e), (scale * ERROR / MOST_ERROR) ** 2 / hidden_size,
         HAS_INDEX=is_hidden, HAS_BIAS=x.bias is not None and not is_hidden, HAS_SOFTCAP=softcap, INTERPRETED=interpreted(),
-        MAX_SIDE=MAX_SIDE, AXES=tile.cols, BLOCK_N=tile.rows, BLOCK_D=tile.inner, STAGES=tile.stages, num_warps=tile.warps,
+        MAX_SIDE=MAX_SIDE, RANK=tile.cols, BLOCK_N=tile.rows, BLOCK_D=tile.inner, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
 
 
-@kernel("rows_ptr", "axes_ptr", "codes_ptr", "hidden_size", "num_inner")
+@kernel("rows_ptr", "basis_ptr", "codes_ptr", "hidden_size", "num_inner")
 def _round_rows_kernel(
     rows_ptr,  # in: [N or V, D]
     index_ptr,  # in: [R] int32
@@ -134,8 +139,8 @@ def _round_rows_kernel(
     slot_ptr,  # in: [V] int32; without HAS_INDEX
     mean_ptr,  # in: [D] fp32
     beside_ptr,  # in: [D] fp32
-    spread_ptr,  # in: [P] fp32
-    axes_ptr,  # in: [K, D]
+    variance_ptr,  # in: [P] fp32
+    basis_ptr,  # in: [K, D]
     codes_ptr,  # out: [R, D + K or more] e4m3
     numbers_ptr,  # out: [4, R] fp32; without HAS_INDEX [2, R]
     num_rows,
@@ -143,7 +148,7 @@ def _round_rows_kernel(
     num_inner,
     first_row,
     last_row,
-    num_spread,
+    num_variance,
     unit,
     per_square,
     HAS_INDEX: tl.constexpr,
@@ -151,7 +156,7 @@ def _round_rows_kernel(
     HAS_SOFTCAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
     MAX_SIDE: tl.constexpr,
-    AXES: tl.constexpr,
+    RANK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
@@ -168,8 +173,8 @@ def _round_rows_kernel(
         row = first_row + place
         live = in_n & (row < last_row)
         live &= tl.load(slot_ptr + row, mask=live, other=0) == 0
-    spread = sum_of_parts(spread_ptr, num_spread)
-    usual = tl.maximum(tl.sqrt(spread / hidden_size), LEAST) * (1 / USUAL)
+    variance = sum_of_parts(variance_ptr, num_variance)
+    usual = tl.maximum(tl.sqrt(variance / hidden_size), LEAST) * (1 / USUAL)
     rows_ptr += row.to(tl.int64)[:, None] * hidden_size
     codes_ptr += place.to(tl.int64)[:, None] * num_inner
     numbers_ptr += place
@@ -179,20 +184,20 @@ def _round_rows_kernel(
     number = tl.zeros((BLOCK_N, BLOCK_D // PACKED), tl.float32)
     square = tl.zeros((BLOCK_N, BLOCK_D // PACKED), tl.float32)
     most = tl.zeros((BLOCK_N, BLOCK_D // PACKED), tl.int32)
-    along = tl.zeros((BLOCK_N, AXES), tl.float32)
+    along = tl.zeros((BLOCK_N, RANK), tl.float32)
     for inner in tl.range(0, hidden_size, BLOCK_D, num_stages=STAGES):
         offs_d = inner + tl.arange(0, BLOCK_D)
         in_d = offs_d < hidden_size
-        whole, away = _away(rows_ptr, mean_ptr, live, offs_d, in_d)  # pyright: ignore[reportGeneralTypeIssues]
+        whole, centered = _centered(rows_ptr, mean_ptr, live, offs_d, in_d)  # pyright: ignore[reportGeneralTypeIssues]
         beside = tl.load(beside_ptr + offs_d, mask=in_d, other=0)
-        number += tl.sum(_packed((whole if HAS_INDEX else away) * beside[None, :]), 2)
-        square += tl.sum(_packed(away * away), 2)
+        number += tl.sum(_packed((whole if HAS_INDEX else centered) * beside[None, :]), 2)
+        square += tl.sum(_packed(centered * centered), 2)
         # Numbers without their signs are in the order of their bits, and NaN is above them all.
-        most = tl.maximum(most, tl.max(_packed(away.to(tl.int32, bitcast=True) & 0x7FFFFFFF), 2))
+        most = tl.maximum(most, tl.max(_packed(centered.to(tl.int32, bitcast=True) & 0x7FFFFFFF), 2))
         if not HAS_INDEX:
-            away *= 1 / usual
-            _codes_at(codes_ptr + offs_d[None, :], away, in_n[:, None] & in_d[None, :], INTERPRETED)
-            along = _add_along(along, away, axes_ptr, offs_d, hidden_size, AXES)
+            centered *= 1 / usual
+            _codes_at(codes_ptr + offs_d[None, :], centered, in_n[:, None] & in_d[None, :], INTERPRETED)
+            along = _add_along(along, centered, basis_ptr, offs_d, hidden_size, RANK)
     number = tl.sum(number, 1)
     # The square of a column's length may overflow: then all tokens have it marked.
     square = tl.sum(square, 1)
@@ -209,7 +214,7 @@ def _round_rows_kernel(
         if not HAS_SOFTCAP:
             number -= bound * LOG2_E
         # NaN makes this false.
-        fits = (square * per_square * spread < 1.0) & ((square >= 2.0 * most * most) | (square < LEAST))
+        fits = (square * per_square * variance < 1.0) & ((square >= 2.0 * most * most) | (square < LEAST))
         fits &= tl.abs(bound) < float("inf")
         if not HAS_SOFTCAP:
             fits &= (number > -FARTHEST) & (number < FARTHEST / 4)
@@ -222,10 +227,10 @@ def _round_rows_kernel(
         for inner in tl.range(0, hidden_size, BLOCK_D, num_stages=STAGES):
             offs_d = inner + tl.arange(0, BLOCK_D)
             in_d = offs_d < hidden_size
-            _, away = _away(rows_ptr, mean_ptr, live & fits, offs_d, in_d)  # pyright: ignore[reportGeneralTypeIssues]
-            away *= per_scale
-            codes = _codes_at(codes_ptr + offs_d[None, :], away, in_n[:, None] & in_d[None, :], INTERPRETED)
-            along = _add_along(along, away - codes.to(tl.float32), axes_ptr, offs_d, hidden_size, AXES)
+            _, centered = _centered(rows_ptr, mean_ptr, live & fits, offs_d, in_d)  # pyright: ignore[reportGeneralTypeIssues]
+            centered *= per_scale
+            codes = _codes_at(codes_ptr + offs_d[None, :], centered, in_n[:, None] & in_d[None, :], INTERPRETED)
+            along = _add_along(along, centered - codes.to(tl.float32), basis_ptr, offs_d, hidden_size, RANK)
     else:
         length = tl.where(most <= usual * MOST, length, float("inf"))
         tl.store(numbers_ptr, tl.where(live, number, float("-inf")), mask=in_n)
@@ -234,8 +239,8 @@ def _round_rows_kernel(
     along = tl.where(tl.abs(along) < float("inf"), along, 0.0)
     codes_ptr += hidden_size
     along *= EVEN if HAS_INDEX else 1 / EVEN
-    _codes_at(codes_ptr + tl.arange(0, AXES)[None, :], along, in_n[:, None], INTERPRETED)
-    offs_d = AXES + tl.arange(0, BLOCK_D)
+    _codes_at(codes_ptr + tl.arange(0, RANK)[None, :], along, in_n[:, None], INTERPRETED)
+    offs_d = RANK + tl.arange(0, BLOCK_D)
     nothing = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     _codes_at(
         codes_ptr + offs_d[None, :], nothing, in_n[:, None] & (offs_d < num_inner - hidden_size)[None, :], INTERPRETED
@@ -243,7 +248,7 @@ def _round_rows_kernel(
 
 
 @triton.jit
-def _away(rows_ptr, mean_ptr, live, offs_d, in_d):
+def _centered(rows_ptr, mean_ptr, live, offs_d, in_d):
     """Return some columns of rows, and those less their mean; 0 of rows that take no part; fp32."""
     rows = tl.load(rows_ptr + offs_d[None, :], mask=live[:, None] & in_d[None, :], other=0).to(tl.float32)
     mean = tl.load(mean_ptr + offs_d, mask=in_d, other=0)
@@ -256,9 +261,9 @@ def _packed(rows):
 
 
 @triton.jit
-def _add_along(along, rows, axes_ptr, offs_d, hidden_size, AXES: tl.constexpr):
+def _add_along(along, rows, basis_ptr, offs_d, hidden_size, RANK: tl.constexpr):
     """Add the products of some columns of rows with the axes."""
-    where = axes_ptr + tl.arange(0, AXES)[None, :] * hidden_size + offs_d[:, None]
+    where = basis_ptr + tl.arange(0, RANK)[None, :] * hidden_size + offs_d[:, None]
     axes = tl.load(where, mask=(offs_d < hidden_size)[:, None], other=0)
     return tl.dot(rows.to(axes.dtype), axes, along)
 
