@@ -7,24 +7,9 @@ Reading order: ``sizes`` (models, and the files that hold their sizes), ``device
 
 from __future__ import annotations
 
-import argparse
-
+from cce_dist.plan.command import add_arguments, run
 from cce_dist.plan.layers import Layout
 from cce_dist.plan.planning import Plan, plan
 from cce_dist.plan.sizes import Model
 
 __all__ = ["Layout", "Model", "Plan", "add_arguments", "plan", "run"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``cce-dist plan``."""
-    from cce_dist.plan import command
-
-    command.add_arguments(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print a plan. Returns the exit code."""
-    from cce_dist.plan import command
-
-    return command.run(args)

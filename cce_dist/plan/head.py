@@ -113,11 +113,6 @@ class Cost:
     collectives: list[Collective]
 
 
-def chosen_workspace(head: Head, loss: str) -> int:
-    """Return the budget that a loss of ``OURS`` chooses where it is given none."""
-    return budget.default_workspace(head.sizes, keeps=loss != "filtered")
-
-
 def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = None) -> Cost:
     """Predict one loss.
 
@@ -128,7 +123,7 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = No
         device: The GPU.
         workspace_bytes: The budget of "budget" and "filtered"; None: the one that the loss chooses.
     """
-    workspace_bytes = workspace_bytes or chosen_workspace(head, loss)
+    workspace_bytes = workspace_bytes or budget.default_workspace(head.sizes, keeps=loss != "filtered")
     if loss == "kept":
         workspace_bytes = 2 * head.num_tokens * head.vocab_size * ITEMSIZE + (1 << 30)
     items = _peak(_our_moments(head, loss, device, workspace_bytes) if loss in OURS else _dense_moments(head, loss))

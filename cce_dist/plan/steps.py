@@ -13,7 +13,7 @@ from typing import NamedTuple
 from cce_dist.plan.cut import Times, even_cut, timed
 from cce_dist.plan.devices import COSTS, HOSTS, Device
 from cce_dist.plan.head import Cost, Head, cost
-from cce_dist.plan.layers import LayerTime, Layout, layer_time
+from cce_dist.plan.layers import Layout, layer_time
 from cce_dist.plan.sizes import Model
 
 
@@ -86,8 +86,11 @@ def step(
         workspace_bytes: The budget of "budget" and "filtered"; None: the one that the loss chooses.
     """
     how = ENGINES[engine]
-    head = head_of(model, how, loss, layout, device, workspace_bytes)
-    layer = layer_of(model, how, layout, device).seconds
+    sizes = Head(layout.num_tokens, model.hidden_size, model.vocab_size)
+    head = cost(sizes, how.dense if loss == "dense" else loss, device, workspace_bytes)
+    layer = layer_time(model, dataclasses.replace(layout, elementwise=how.elementwise), device).seconds
+    # Autocast reads and writes a copy of each weight; kernels have gaps between them.
+    layer += 6 * how.casts * model.layer_params / device.bandwidth + LAYER_LAUNCHES * COSTS.launch
     times = Times(layer, head.seconds, HOSTS[engine].layer, HOSTS[engine].head(loss))
     cut = timed(layers, times, layout) if layers else even_cut(model.num_layers, times, layout)
     counts, stages = cut.layers, cut.seconds
@@ -98,21 +101,6 @@ def step(
         how = how._replace(states=how.states + how.more)
     peaks = [_peak(model, how, head, layout, count, rank, loss) for rank, count in enumerate(counts)]
     return Step(seconds, peaks)
-
-
-def head_of(
-    model: Model, how: Engine, loss: str, layout: Layout, device: Device, workspace_bytes: int | None = None
-) -> Cost:
-    """Predict the head of an engine."""
-    head = Head(layout.num_tokens, model.hidden_size, model.vocab_size)
-    return cost(head, how.dense if loss == "dense" else loss, device, workspace_bytes)
-
-
-def layer_of(model: Model, how: Engine, layout: Layout, device: Device) -> LayerTime:
-    """Predict a layer of an engine, its elementwise kernels counted."""
-    plain = layer_time(model, dataclasses.replace(layout, elementwise=how.elementwise), device)
-    more = 6 * how.casts * model.layer_params / device.bandwidth + LAYER_LAUNCHES * COSTS.launch
-    return dataclasses.replace(plain, products=plain.products + more)
 
 
 def _stage_params(model: Model, layers: int, rank: int, last: int) -> int:
