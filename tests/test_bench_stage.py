@@ -14,7 +14,7 @@ from megatron_on_cpu import use_cpu
 
 from cce_dist import VocabShard, cli
 from cce_dist.bench.cases import run
-from cce_dist.bench.loop import measure
+from cce_dist.bench.loop import loss_of, measure
 from cce_dist.bench.methods import all_methods
 from cce_dist.bench.shapes import HeadShape
 from cce_dist.bench.workload import make_workload
@@ -49,7 +49,7 @@ def _two_ranks():
             use_cpu()
         methods = {name: method._replace(needs_cuda=False) for name, method in all_methods(framework).items()}
         methods.pop("deepspeed-liger", None)
-        rows, _, traffic = measure(workload, shard, methods, 1)
+        rows, _, traffic = measure(loss_of(*workload[:3]), shard, methods, 1)
         assert [row.name for row in rows] == list(methods)
         for row in rows:
             assert not row.problem and row.errors is not None, (framework, row)
@@ -70,4 +70,4 @@ def test_all_ranks_or_one_line(monkeypatch):
         monkeypatch.setenv(name, value)
     for sizes in ([1], [2, 1]):
         with pytest.raises(SystemExit, match="--stage takes all 2 ranks"):
-            run(argparse.Namespace(stage="megatron", tp=sizes, methods=None))
+            run(argparse.Namespace(stage="megatron", tp=sizes, methods=None, log_probs=None, kl=None))

@@ -1,9 +1,9 @@
 """``cce-dist bench``: time, memory and error of the loss and its gradients, against other libraries and plain products.
 
 Reading order: ``shapes`` (heads by name), ``workload`` (input with a trained model's statistics), ``methods`` (what is
-compared: this library, ``peers``, and ``stage``, the ends of frameworks' last stages), ``loop`` (check, then time, on one rank
-or a group), ``collectives`` (what is sent), ``report`` (table, JSON, figure), ``cases`` (all of a command), ``tasks`` (the same
-for those of ``log_probs`` and ``divergence``).
+compared: this library, ``peers``, and ``stage``, the ends of frameworks' last stages), ``loop`` (check a problem, then time, on
+one rank or a group), ``tasks`` (the problems: losses, log-probabilities, divergences), ``collectives`` (what is sent),
+``report`` (table, JSON, figure), ``cases`` (all of a command).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from cce_dist.arguments import device, file, folder, number, whole
-from cce_dist.bench.shapes import SHAPES
+from cce_dist.bench.shapes import COLUMNS, LOG_PROBS, SHAPES
 from cce_dist.kernels.divergence.heads import KINDS
 
 DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
@@ -20,12 +20,6 @@ DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
     "cpu": (["toy"], [512]),
 }
 STAGES = ("megatron", "deepspeed")
-LOG_PROBS = ("entropy", "ids-1", "ids-64", "ids-128", "scores")  # tasks of ``log_probs``
-COLUMNS = {  # what --columns calls the columns of a case's table
-    "fwd": "fwd ms (IQR)", "fwd/1": "/1 GEMM", "total": "fwd+bwd ms (IQR)", "total/3": "/3 GEMMs", "total/4": "/4 GEMMs",
-    "host": "host ms", "first": "first s", "MiB": "MiB", "dE": "err dE", "dC": "err dC", "mean-dE": "err mean dE",
-    "loss": "err loss", "sends": "sends",
-}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,10 +91,7 @@ def run(args: argparse.Namespace) -> int:
         raise SystemExit(f"cce-dist bench: {missing[0]} is neither a rung ({', '.join(RUNGS)}) nor a file")
     args.shapes, args.tokens, args.ignored = args.shapes or shapes, args.tokens or tokens, args.ignored or [0.0]
     if args.log_probs or args.kl is not None:
-        from cce_dist.bench import divergence, log_probs, tasks
-
-        kinds = [] if args.kl is None else args.kl or KINDS
-        return tasks.run(args, [*log_probs.tasks_of(args.log_probs or []), *divergence.tasks_of(kinds)])
+        args.ignored = [0.0]  # every token counts
     return cases.run(args)
 
 
@@ -110,31 +101,18 @@ def _show(args: argparse.Namespace) -> int:
 
     asked = {"shape": args.shapes, "num_tokens": args.tokens, "ignored": args.ignored, "num_ranks": args.tp}
     try:
-        if all(path.name.endswith("tasks.json") for path in args.show):
-            return _show_tasks(args)
         files = {path: report.read_json(path) for path in args.show}
         shown = {path: report.select(results.cases, asked, args.methods) for path, results in files.items()}
         if not any(shown.values()):
             raise ValueError(f"nothing of what is asked for is in {', '.join(map(str, args.show))}")
-        if args.columns:
-            every = [case for cases in shown.values() for case in cases]
-            print("\n".join(report.summary(every, [COLUMNS[name] for name in args.columns])))
-            return 0
+        every = [case for cases in shown.values() for case in cases]
+        lines = report.summary(every, args.columns) if args.columns else []
     except (OSError, ValueError) as error:
         raise SystemExit(f"cce-dist bench: {error}") from error
-    print("\n\n".join(report.table(case) for cases in shown.values() for case in cases))
-    if not any((*asked.values(), args.methods)):
+    print("\n".join(lines) if lines else "\n\n".join(map(report.table, every)))
+    if not any((args.columns, *asked.values(), args.methods)):
         for path, results in files.items():
             report.write_figure(path.with_suffix(".png"), results.environment, results.cases)
-    return 0
-
-
-def _show_tasks(args: argparse.Namespace) -> int:
-    """Print files of tasks again: a table for each task, or one table of the columns asked for."""
-    from cce_dist.bench import tasks
-
-    cases = [case for path in args.show for case in tasks.read(path).cases]
-    print("\n".join(tasks.summary(cases, args.columns) if args.columns else map(tasks.text, cases)))
     return 0
 
 

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from cce_dist import VocabShard
-from cce_dist.bench import methods, report
+from cce_dist.bench import report
 from cce_dist.bench.loop import measure
+from cce_dist.bench.methods import UNNAMED_MIB, Method
 from cce_dist.bench.shapes import SHAPES
+from cce_dist.bench.tasks import Task, tasks_of
 from cce_dist.bench.workload import RUNGS, Workload, make_workload, read_workload
 from cce_dist.ranks import in_torchrun, join, own_device, run_ranks
 from cce_dist.report import describe, describe_environment, write_json
@@ -40,11 +42,12 @@ def run(args: argparse.Namespace) -> int:
             raise SystemExit(f"cce-dist bench: --stage takes all {world} ranks as one group; leave --tp out")
         sizes = [world]
     args.tp = sizes
+    available = {name: method for task in tasks_of(args) for name, method in _available(task, args).items()}
     if args.methods == ["list"]:
-        print("\n".join(_available(args)))
+        print("\n".join(available))
         return 0
     # An unknown name fails here, once.
-    choose(args.methods, _available(args))
+    choose(args.methods, available)
     if is_rank:
         _join(args)
         try:
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     return _exit_code(report.read_json(result).cases if result.exists() else [])
 
 
-def choose(names: Sequence[str] | None, available: dict[str, Any]) -> dict[str, Any]:
+def choose(names: Sequence[str] | None, available: dict[str, Method]) -> dict[str, Method]:
     """The methods named, in the order of the table (None: all); ``cce-dist`` means each of its workspaces."""
     if names is None:
         return available
@@ -83,10 +86,9 @@ def show_progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _available(args: argparse.Namespace) -> dict[str, methods.Method]:
-    """The methods of the stage, or those of the loss that are rows for any of the sizes of groups."""
-    chosen = "log-probs" if args.log_probs is not None else args.stage or ""
-    table = methods.all_methods(chosen, args.workspace or [methods.UNNAMED_MIB])
+def _available(task: Task, args: argparse.Namespace) -> dict[str, Method]:
+    """The methods of a last stage, or those that are rows for any of the sizes of groups."""
+    table = task.methods(args.workspace or [UNNAMED_MIB])
     return {name: method for name, method in table.items() if args.stage or any(map(method.is_for, args.tp))}
 
 
@@ -107,7 +109,8 @@ def _measure_all(args: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     elif device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    chosen = choose(args.methods, _available(args))
+    tasks = [(task, _available(task, args)) for task in tasks_of(args)]
+    known = choose(args.methods, {name: method for _, table in tasks for name, method in table.items()})
     groups: dict[int, Any] = {size: dist.new_group(range(size)) if size > 1 else None for size in args.tp}
     results = report.Results(describe_environment(device), [])
     args.out.mkdir(parents=True, exist_ok=True)
@@ -118,18 +121,28 @@ def _measure_all(args: argparse.Namespace) -> int:
         try:
             show_progress(f"{label}: drawing the workload")
             dtype = getattr(torch, args.dtype)
-            workload = case.make(ignored=ignored, dtype=dtype, device=device)
+            try:
+                workload = case.make(ignored=ignored, dtype=dtype, device=device)
+            except (OSError, ValueError) as error:
+                raise SystemExit(f"cce-dist bench: {error}") from error
             for tensor in () if alone else workload[:3]:
                 dist.broadcast(tensor, src=0)
-            for size, group in groups.items():
+            for (task, table), (size, group) in product(tasks, groups.items()):
                 if rank < size:
-                    shard, head = VocabShard.even(len(workload.weight), group), f"{label}, T {size}: "
+                    shard, head = VocabShard.even(len(workload.weight), group), f"{label}, {task.name} T {size}: "
+                    problem = task.problem(workload)
                     found = measure(
-                        workload, shard, chosen, args.repeats, lambda line, head=head: show_progress(head + line),
+                        problem,
+                        shard,
+                        {name: method for name, method in table.items() if name in known},
+                        args.repeats,
+                        lambda line, head=head: show_progress(head + line),
                         not args.no_forward,
-                    )  # fmt: skip
+                    )
                     results.cases.append(
-                        report.Case.of(case.shape, ignored, workload, found, size, args.stage or "", case.rung)
+                        report.Case.of(
+                            case.shape, ignored, workload, problem, found, size, args.stage or "", case.rung, task.name
+                        )
                     )
                 if rank == 0:
                     _report(results, args.out, has_figure)

@@ -1,6 +1,6 @@
-"""Check each method's loss and gradients, then time those that are right, in turns, next to plain matrix products.
+"""Check each method's values and gradients, then time those that are right, in turns, next to plain matrix products.
 
-A fast wrong gradient is worth nothing, so a method whose loss or gradients are off is refused a time. Methods that are right
+A fast wrong gradient is worth nothing, so a method whose values or gradients are off is refused a time. Methods that are right
 are timed in turns (one step of each method, then the next round, in another order), so that clocks and temperature drift for
 all alike and nobody always follows the same neighbour.
 
@@ -17,7 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import VocabShard
+from cce_dist import reference as specification
 from cce_dist.bench.collectives import Collective, Collectives
 from cce_dist.bench.methods import Method
-from cce_dist.bench.peers import LossFn
-from cce_dist.bench.workload import IGNORE_INDEX, Workload
+from cce_dist.bench.workload import IGNORE_INDEX
 from cce_dist.kernels.precision import ieee_products
 from cce_dist.report import describe
 
@@ -38,13 +38,63 @@ MAX_ERROR = 5e-2
 REFERENCE_CHUNK_BYTES = 1 << 30
 HEAT_SIDE, HEAT_PRODUCTS = 8192, 32  # square bf16 products before each timed job: about 50 ms on an H200
 
+Function = Callable[..., Tensor]  # hidden, weight, and what else a problem has -> its values
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the methods of a case compute, and on what.
+
+    Attributes:
+        tokens: What there is of each token: hidden states [N, D], then labels [N], ids [N, K] or a teacher's hidden states.
+        weights: The head's weight [V, D], then a teacher's.
+        upstream: [N] or [N, M] gradient that reaches each of a token's outputs.
+        values: The specification: takes ``operands`` and returns the outputs, [N] or [N, M].
+        reduced: A method returns the outputs' sum, weighted by ``upstream``, in place of the outputs.
+        grad: Whether gradients of hidden states and weight are asked for.
+        again: How often a method that keeps no logits computes them.
+    """
+
+    tokens: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    upstream: Tensor
+    values: Function
+    reduced: bool = True
+    grad: bool = True
+    again: int = 2
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """Hidden states and weight, which are differentiated, then the others, in the order in which a method takes them."""
+        return self.tokens[0], self.weights[0], *self.tokens[1:], *self.weights[1:]
+
+    @property
+    def counts(self) -> list[int]:
+        """The plain products of forward, of a step that keeps the logits, and of one that computes them again."""
+        heads, gradients = len(self.weights), 2 * self.grad
+        return [heads, heads + gradients, heads * self.again + gradients]
+
+
+def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Problem:
+    """The mean loss over the labels that are not ignored."""
+    kept = (labels != IGNORE_INDEX).double()
+    return Problem((hidden, labels), (weight,), kept / kept.sum().clamp_min(1), _losses)
+
+
+def _losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return specification.linear_cross_entropy(hidden, weight, labels, reduction="none").loss
+
 
 class Reference(NamedTuple):
-    """The truth: loss, dE [N, D] and dC [V, D] of the mean over labels that are not ignored."""
+    """The truth: the values, 0-d where they are reduced, and where gradients are asked for dE [N, D] and dC [V, D]."""
 
-    loss: float
+    value: Tensor
     d_hidden: Tensor
     d_weight: Tensor
+
+    @property
+    def loss(self) -> float:
+        return self.value.item()
 
 
 @dataclass(frozen=True)
@@ -68,7 +118,7 @@ class Errors:
 
 @dataclass
 class Timing:
-    """Seconds of each round, and those of the host, which launches; no host's where it computes, and in older files."""
+    """Seconds of each round, and those of the host, which launches; none of the host where it computes."""
 
     seconds: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
@@ -99,7 +149,7 @@ class Row:
         missing: The library is not installed, or not for this device.
         peak_bytes: Peak memory of a step above inputs and gradients; None on a CPU.
         first: Seconds of the first loss and gradient, what is compiled for it counted. Code that an earlier row, or a run
-            before, left in a cache is not compiled again. None if there was none, and in older files.
+            before, left in a cache is not compiled again. None if there was none.
     """
 
     name: str
@@ -117,8 +167,9 @@ class Row:
 class Floor:
     """The matrix products that no method can do without, as plain ``torch.mm``.
 
-    ``one`` is forward's, ``three`` adds those of dE and dC, ``four`` computes the logits twice. Each is timed as one job:
-    a GPU at its power limit runs three products in a row slower than three alone.
+    ``one`` is forward's, ``three`` adds those of dE and dC, ``four`` computes the logits again. With two heads each has more
+    products (``Problem.counts``). Each is timed as one job: a GPU at its power limit runs three products in a row slower than
+    three alone.
     """
 
     one: Timing = field(default_factory=Timing)
@@ -127,7 +178,7 @@ class Floor:
     problem: str = ""
 
     def gemms(self, count: int) -> float:
-        """Median seconds of 1, 3 or 4 products."""
+        """Median seconds of the first, second or third of a case's counts of products, which a loss calls 1, 3 and 4."""
         return {1: self.one, 3: self.three, 4: self.four}[count].median
 
 
@@ -148,7 +199,7 @@ class Job(NamedTuple):
 
 
 def measure(
-    workload: Workload,
+    problem: Problem,
     shard: VocabShard,
     methods: dict[str, Method],
     repeats: int,
@@ -158,7 +209,7 @@ def measure(
     """Check, then time; every rank of the shard's group calls it, and gets the same.
 
     Args:
-        workload: The whole input, the same on every rank; hidden and weight need no gradient themselves.
+        problem: The whole input, the same on every rank.
         shard: This rank's rows.
         methods: What to compare, by name; those that are not for this size of group are left out.
         repeats: Rounds of timing.
@@ -166,31 +217,33 @@ def measure(
         forward: Time forward by itself too.
     """
     progress("reference")
-    parts = _parts(workload, shard)
-    operands = parts[False].workload
+    parts = _parts(problem, shard)
+    hidden = problem.tokens[0]
     rows, steps, sent = [], {}, {}
     for name, method in methods.items():
         if not method.is_for(shard.group_size):
             continue
         progress(f"checking {name}")
-        row, function = _checked(name, method, parts[method.sequence_parallel], shard)
+        part = parts[method.sequence_parallel]
+        row, function = _checked(name, method, part, shard)
         rows.append(_worst(_everyone(row, shard)))
-        if not rows[-1].problem:
-            steps[name] = function, parts[method.sequence_parallel].workload
+        if function is not None and not rows[-1].problem:
+            steps[name] = function, part.problem
             if shard.group_size > 1:
                 with Collectives(shard.group_size) as seen:
                     step(*steps[name])
                 sent[name] = _least_waiting(_everyone(seen.kinds, shard))
-        free_memory(workload.hidden)
+        free_memory(hidden)
     # The timed steps need the truth's memory.
+    own = parts[False].problem
     del parts
-    free_memory(workload.hidden)
+    free_memory(hidden)
 
     floor = Floor()
-    jobs = _products(floor, operands)
+    jobs = _products(floor, own)
     for row in rows:
-        jobs += [] if row.problem else _jobs(row, *steps[row.name])[not forward :]
-    time_in_turns(jobs, repeats, Clock(workload.hidden.device, shard), progress)
+        jobs += [] if row.problem else _jobs(row, steps[row.name], forward)
+    time_in_turns(jobs, repeats, Clock(hidden.device, shard), progress)
     ranks = _everyone([job.timing for job in jobs], shard)
     for job, of_ranks in zip(jobs, zip(*ranks, strict=True), strict=True):
         job.timing.seconds = _slowest([timing.seconds for timing in of_ranks])
@@ -201,32 +254,34 @@ def measure(
 class Part(NamedTuple):
     """A rank's part of the input, and of what should come out."""
 
-    workload: Workload
+    problem: Problem
     truth: Reference
 
 
-def _parts(workload: Workload, shard: VocabShard) -> dict[bool, Part]:
-    """This rank's rows of the weight with all tokens (False), and with its slice of them for sequence parallelism (True)."""
-    truth = reference(*workload[:3])
+def _parts(problem: Problem, shard: VocabShard) -> dict[bool, Part]:
+    """This rank's rows of the weights with all tokens (False), and with its slice of them for sequence parallelism (True)."""
+    truth = truth_of(problem)
     if shard.group is None:
-        return dict.fromkeys((False, True), Part(workload, truth))
-    size, rank, num_tokens = shard.group_size, shard.group.rank(), len(workload.hidden)
-    rows, tokens = slice(shard.start, shard.stop), slice(rank * num_tokens // size, (rank + 1) * num_tokens // size)
-    whole = Part(workload._replace(weight=workload.weight[rows].clone()), truth._replace(d_weight=truth.d_weight[rows]))
-    hidden, d_hidden = workload.hidden[tokens].clone(), truth.d_hidden[tokens]
-    return {False: whole, True: Part(whole.workload._replace(hidden=hidden), whole.truth._replace(d_hidden=d_hidden))}
+        return dict.fromkeys((False, True), Part(problem, truth))
+    (hidden, *others), size, rank = problem.tokens, shard.group_size, shard.group.rank()
+    rows, tokens = slice(shard.start, shard.stop), slice(rank * len(hidden) // size, (rank + 1) * len(hidden) // size)
+    own = replace(problem, weights=tuple(weight[rows].clone() for weight in problem.weights))
+    truth = truth._replace(d_weight=truth.d_weight[rows])
+    sliced = replace(own, tokens=(hidden[tokens].clone(), *others))
+    return {False: Part(own, truth), True: Part(sliced, truth._replace(d_hidden=truth.d_hidden[tokens]))}
 
 
-def _checked(name: str, method: Method, part: Part, shard: VocabShard) -> tuple[Row, LossFn | None]:
-    """Build and check a method: this rank's row, and the loss function if it is right."""
-    row, function = Row(name, method.ours), None
+def _checked(name: str, method: Method, part: Part, shard: VocabShard) -> tuple[Row, Function | None]:
+    """Build and check a method: this rank's row, and the function if it is right."""
+    row, function, hidden = Row(name, method.ours), None, part.problem.tokens[0]
     try:
-        if method.needs_cuda and not part.workload.hidden.is_cuda:
+        if method.needs_cuda and not hidden.is_cuda:
             raise ImportError("needs a GPU")
-        if method.sequence_parallel and len(part.workload.labels) % shard.group_size:
-            raise ValueError(f"{len(part.workload.labels)} tokens are not {shard.group_size} equal slices")
-        function = method.build(shard, part.workload.hidden)
-        check(row, function, part.workload, part.truth)
+        num_tokens = len(part.problem.tokens[1])
+        if method.sequence_parallel and num_tokens % shard.group_size:
+            raise ValueError(f"{num_tokens} tokens are not {shard.group_size} equal slices")
+        function = method.build(shard, hidden)
+        check(row, function, part.problem, part.truth)
     except ImportError as error:
         row.problem, row.missing = describe(error), True
     # Whatever another library raises, the other methods go on.
@@ -236,33 +291,33 @@ def _checked(name: str, method: Method, part: Part, shard: VocabShard) -> tuple[
 
 
 def reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Reference:
-    """Mean loss and gradients with fp32 logits and sums (fp64 for fp32 inputs), a chunk of tokens at a time.
+    """Mean loss and gradients; hidden [N, D], weight [V, D] of the whole vocabulary, labels [N], -100 where ignored."""
+    return truth_of(loss_of(hidden, weight, labels))
 
-    Args:
-        hidden: [N, D].
-        weight: [V, D], the whole vocabulary.
-        labels: [N], -100 where ignored.
-    """
+
+def truth_of(problem: Problem) -> Reference:
+    """The values of a step with fp32 logits and sums (fp64 for fp32 inputs), a chunk of tokens at a time."""
+    hidden, weight = problem.tokens[0], problem.weights[0]
     dtype = torch.float64 if hidden.dtype == torch.float32 else torch.float32
-    num_valid = (labels != IGNORE_INDEX).sum().clamp_min(1).to(dtype)
-    wide_weight = weight.to(dtype)
-    loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    d_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    d_weight = torch.zeros(weight.shape, dtype=dtype, device=hidden.device)
-    rows = max(1, REFERENCE_CHUNK_BYTES // (weight.shape[0] * wide_weight.element_size()))
+    weights = [each.to(dtype) for each in problem.weights]
+    rows = max(1, REFERENCE_CHUNK_BYTES // (len(weight) * weights[0].element_size()))
+    values, d_hidden, d_weight = [], [], torch.zeros_like(weights[0])
+    upstream = problem.upstream.to(dtype)
     with ieee_products():
-        for start in range(0, hidden.shape[0], rows):
-            chunk, label = hidden[start : start + rows].to(dtype), labels[start : start + rows]
-            kept = (label != IGNORE_INDEX).to(dtype)
-            label = label.clamp_min(0)[:, None]
-            log_probability = (chunk @ wide_weight.T).log_softmax(1)
-            loss -= (log_probability.gather(1, label).squeeze(1) * kept).sum()
-            d_logits = log_probability.exp_()
-            d_logits.scatter_add_(1, label, torch.full_like(label, -1, dtype=dtype))
-            d_logits *= (kept / num_valid)[:, None]
-            torch.mm(d_logits, wide_weight, out=d_hidden[start : start + rows])
-            d_weight.addmm_(d_logits.T, chunk)
-    return Reference((loss / num_valid).item(), d_hidden, d_weight)
+        for start in range(0, len(hidden), rows):
+            some = slice(start, start + rows)
+            first, *others = (each[some] for each in problem.tokens)
+            others = tuple(each.to(dtype) if each.is_floating_point() else each for each in others)
+            chunk = replace(problem, tokens=(first.to(dtype), *others), weights=tuple(weights), upstream=upstream[some])
+            value, *gradients = step(problem.values, replace(chunk, reduced=False))
+            values.append(value)
+            if problem.grad:
+                d_hidden.append(gradients[0])
+                d_weight += gradients[1]
+    value = torch.cat(values)
+    if problem.reduced:
+        value = (value.double() * problem.upstream.double()).sum()
+    return Reference(value, torch.cat(d_hidden) if d_hidden else torch.zeros_like(hidden), d_weight)
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
@@ -275,58 +330,66 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
     return (difference / norm).sqrt().item()
 
 
-def check(row: Row, function: LossFn, workload: Workload, truth: Reference) -> None:
+def check(row: Row, function: Function, problem: Problem, truth: Reference) -> None:
     """Fill in errors and the time of the first call, and peak memory if errors are small enough."""
+    on_gpu = problem.tokens[0].is_cuda
     start = time.perf_counter()
-    loss, d_hidden, d_weight = step(function, workload)
-    if workload.hidden.is_cuda:
+    value, *gradients = step(function, problem)
+    if on_gpu:
         torch.cuda.synchronize()
     row.first = time.perf_counter() - start
-    # A framework that adds up dC itself returns a dummy.
-    d_weight = getattr(function, "main_grad", d_weight)
-    row.errors = Errors(
-        loss=abs(loss.item() - truth.loss) / max(abs(truth.loss), 1e-30),
-        d_hidden=relative_error(d_hidden, truth.d_hidden),
-        d_weight=relative_error(d_weight, truth.d_weight),
-        d_hidden_mean=relative_error(
-            d_hidden.mean(0, keepdim=True, dtype=truth.d_hidden.dtype), truth.d_hidden.mean(0, keepdim=True)
-        ),
-    )
+    row.errors = Errors(relative_error(value.reshape(-1, 1), truth.value.reshape(-1, 1)), 0.0, 0.0, 0.0)
+    if problem.grad:
+        # A framework that adds up dC itself returns a dummy.
+        d_hidden, d_weight = gradients[0], getattr(function, "main_grad", gradients[1])
+        means = (d.mean(0, keepdim=True, dtype=truth.d_hidden.dtype) for d in (d_hidden, truth.d_hidden))
+        row.errors = replace(
+            row.errors,
+            d_hidden=relative_error(d_hidden, truth.d_hidden),
+            d_weight=relative_error(d_weight, truth.d_weight),
+            d_hidden_mean=relative_error(*means),
+        )
+        del d_hidden, d_weight, means
     row.problem = row.errors.verdict()
-    del loss, d_hidden, d_weight
-    if workload.hidden.is_cuda and not row.problem:
+    del value, gradients
+    if on_gpu and not row.problem:
         # A second step is free of compilation and autotuning.
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        gradients = step(function, workload)
+        outputs = sum(tensor.nbytes for tensor in step(function, problem))
         torch.cuda.synchronize()
-        outputs = sum(tensor.numel() * tensor.element_size() for tensor in gradients)
         row.peak_bytes = max(0, torch.cuda.max_memory_allocated() - before - outputs)
 
 
-def step(function: LossFn, workload: Workload) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and both gradients. The leaves are fresh, so that nothing is accumulated."""
-    hidden = workload.hidden.detach().requires_grad_()
-    weight = workload.weight.detach().requires_grad_()
-    loss = function(hidden, weight, workload.labels)
-    d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
-    return loss.detach(), d_hidden, d_weight
+def step(function: Function, problem: Problem) -> tuple[Tensor, ...]:
+    """The values, and where they are asked for both gradients. The leaves are fresh, so that nothing is accumulated."""
+    hidden, weight, *others = problem.operands
+    hidden, weight = (tensor.detach().requires_grad_(problem.grad) for tensor in (hidden, weight))
+    value = function(hidden, weight, *others)
+    if not problem.grad:
+        return (value,)
+    upstream = None if problem.reduced else problem.upstream.to(value.dtype)
+    return value.detach(), *torch.autograd.grad(value, (hidden, weight), upstream)
 
 
-def _jobs(row: Row, function: LossFn, workload: Workload) -> list[Job]:
-    """Forward alone, and the step."""
+def _jobs(row: Row, call: tuple[Function, Problem], forward: bool) -> list[Job]:
+    """Forward alone if it is asked for, and the step where there are gradients."""
 
-    def forward() -> None:
+    function, problem = call
+
+    def alone() -> None:
         with torch.no_grad():
-            function(workload.hidden, workload.weight, workload.labels)
+            function(*problem.operands)
 
-    return [Job(row, row.forward, forward), Job(row, row.total, partial(step, function, workload))]
+    jobs = [Job(row, row.forward, alone)] if forward or not problem.grad else []
+    return jobs + [Job(row, row.total, partial(step, function, problem))] * problem.grad
 
 
-def _products(floor: Floor, workload: Workload) -> list[Job]:
+def _products(floor: Floor, problem: Problem) -> list[Job]:
     """The plain products of the real operands: the power that a product draws, and so its clock, depends on the values."""
-    hidden, weight = workload.hidden, workload.weight
+    (hidden, *_), (weight, *_) = problem.tokens, problem.weights
+    heads = list(zip(problem.tokens, problem.weights, strict=False))  # a teacher's tokens are hidden states, too
     try:
         d_logits = torch.mm(hidden, weight.T)
         for chunk in d_logits.split(1024):
@@ -337,13 +400,17 @@ def _products(floor: Floor, workload: Workload) -> list[Job]:
 
     def products(logits: int, gradients: int) -> None:
         for _ in range(logits):
-            torch.mm(hidden, weight.T)
+            for states, rows in heads:
+                torch.mm(states, rows.T)
         for _ in range(gradients):
             torch.mm(d_logits, weight)
             torch.mm(d_logits.T, hidden)
 
-    counts = ((floor.one, 1, 0), (floor.three, 1, 1), (floor.four, 2, 1))
-    return [Job(floor, timing, partial(products, *count)) for timing, *count in counts]
+    jobs = [Job(floor, floor.one, partial(products, 1, 0))]
+    if problem.grad:
+        jobs.append(Job(floor, floor.three, partial(products, 1, 1)))
+        jobs.append(Job(floor, floor.four, partial(products, problem.again, 1)))
+    return jobs
 
 
 def time_in_turns(jobs: Sequence[Job], repeats: int, clock: Clock, progress: Callable[[str], None]) -> None:

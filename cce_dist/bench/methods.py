@@ -5,7 +5,8 @@ sequence parallelism the rank's slice of it), weight the rank's rows, labels who
 not -100. Building raises ``ImportError`` where the library, or the part of it that is asked for, is missing.
 
 Four tables have rows of this one kind: the loss by itself, log-probabilities and entropies, and the end of the last stage of
-Megatron and of DeepSpeed. ``peers`` builds the losses of others, ``stage`` the ends of stages.
+Megatron and of DeepSpeed. ``peers`` builds the losses of others, ``stage`` the ends of stages. Those of ``tasks`` take other
+operands and return other values.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ def all_methods(table: str = "", workspace_mib: Sequence[int] = (UNNAMED_MIB,)) 
         workspace_mib: Budgets of ``cce-dist``, a row each.
     """
     tables = {"": _losses, "log-probs": _log_probs, "megatron": _megatron_stages, "deepspeed": _deepspeed_stages}
-    return tables[table](_our_options(workspace_mib))
+    return tables[table](our_options(workspace_mib))
 
 
-def _our_options(workspace_mib: Sequence[int]) -> dict[str, dict[str, Any]]:
+def our_options(workspace_mib: Sequence[int]) -> dict[str, dict[str, Any]]:
     """This library's rows in every table, with the options of each; a budget of None is one for all exponentials.
 
     A name without a budget has ``UNNAMED_MIB``, which a stored row is predicted with. ``cce-dist-default`` is what a user gets
@@ -92,7 +93,7 @@ def _beside(ours: dict[str, dict[str, Any]], suffix: str, **more: Any) -> dict[s
     return {_named(name, suffix): options | more}
 
 
-def _ours(build: Build, options: dict[str, Any], shard: VocabShard, hidden: Tensor, **more: Any) -> LossFn:
+def build_ours(build: Build, options: dict[str, Any], shard: VocabShard, hidden: Tensor, **more: Any) -> LossFn:
     """Build a row of this library.
 
     An exact row takes the kernels on a GPU, or is an error, since a row says what it timed. A filtered row takes what a user
@@ -129,14 +130,14 @@ def _named(name: str, suffix: str) -> str:
 
 
 def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
-    table = {name: Method(partial(_ours, _our_loss, options), ours=True) for name, options in ours.items()}
+    table = {name: Method(partial(build_ours, _our_loss, options), ours=True) for name, options in ours.items()}
     for name, options in ours.items():
-        build = partial(_ours, _our_loss, options | {"sequence_parallel": True})
+        build = partial(build_ours, _our_loss, options | {"sequence_parallel": True})
         table[_named(name, "-sp")] = Method(build, ours=True, sequence_parallel=True, needs_group=True)
     for name, options in _beside(ours, "-fp32-sum", reduce_dtype=torch.float32).items():
-        table[name] = Method(partial(_ours, _our_loss, options), ours=True, needs_group=True)
+        table[name] = Method(partial(build_ours, _our_loss, options), ours=True, needs_group=True)
     for name, options in _beside(ours, "-torch", backend="torch").items():
-        table[name] = Method(partial(_ours, _our_loss, options), ours=True, needs_whole=True)
+        table[name] = Method(partial(build_ours, _our_loss, options), ours=True, needs_whole=True)
 
     table["torch"] = Method(peers.torch_eager, needs_whole=True)
     table["torch-compile"] = Method(peers.torch_compile)
@@ -173,8 +174,10 @@ def _log_probs(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
     for name, options in ours.items():
         if "grad_filter" in options:
             continue
-        table[name] = Method(partial(_ours, _our_log_probs, options), ours=True)
-        table[_named(name, "-alone")] = Method(partial(_ours, _our_log_probs, options | {"entropy": False}), ours=True)
+        table[name] = Method(partial(build_ours, _our_log_probs, options), ours=True)
+        table[_named(name, "-alone")] = Method(
+            partial(build_ours, _our_log_probs, options | {"entropy": False}), ours=True
+        )
     table["torch"] = Method(peers.torch_log_probs, needs_whole=True)
     table["torch-compile"] = Method(partial(peers.torch_log_probs, compiled=True), needs_whole=True)
     table["trl-chunked"] = Method(peers.trl_log_probs, needs_whole=True)
@@ -204,7 +207,7 @@ def _megatron_stages(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
             main_grad = "-main-grad" in name
             build = partial(stage.megatron, sequence_parallel=sequence_parallel, main_grad=main_grad)
             table[_named(name, "-sp" * sequence_parallel)] = Method(
-                partial(_ours, build, options), True, sequence_parallel, needs_group=sequence_parallel
+                partial(build_ours, build, options), True, sequence_parallel, needs_group=sequence_parallel
             )
     return table
 
@@ -217,5 +220,5 @@ def _deepspeed_stages(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
         "deepspeed-linear": Method(peers.deepspeed),
     }
     for name, options in ours.items():
-        table[name] = Method(partial(_ours, stage.deepspeed, options), ours=True)
+        table[name] = Method(partial(build_ours, stage.deepspeed, options), ours=True)
     return table

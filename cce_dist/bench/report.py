@@ -9,8 +9,12 @@ from typing import Any
 
 from cce_dist import report
 from cce_dist.bench.collectives import Collective
-from cce_dist.bench.loop import Floor, Measured, Row, Timing
+from cce_dist.bench.loop import Floor, Measured, Problem, Row, Timing
+from cce_dist.bench.shapes import COLUMNS
 from cce_dist.bench.workload import Workload
+
+# Headings of a table whose cases need different numbers of products.
+NEEDED = {"fwd/1": "/ products", "total/3": "/ products", "total/4": "/ products, logits twice"}
 
 
 @dataclass
@@ -18,8 +22,8 @@ class Case:
     """One table: a shape, a number of tokens, a share of ignored labels, and what was measured there.
 
     ``on_gpu`` decides whether times are shown: on a CPU only ratios to the plain products of the same run are. ``stage`` is the
-    framework whose last stage was measured, or nothing; ``rung`` is the workload's name. The last two fields are those of the
-    ``Workload``, and None in older files.
+    framework whose last stage was measured, or nothing; ``rung`` is the workload's name; ``task`` is none for a loss;
+    ``counts`` has the products of forward, of a step, and of a step that computes the logits again.
     """
 
     shape: str
@@ -40,19 +44,43 @@ class Case:
     rung: str = "trained"
     num_above: float | None = None
     num_outside: float | None = None
+    task: str = ""
+    teacher_size: int = 0
+    counts: list[int] = field(default_factory=lambda: [1, 3, 4])
 
     @classmethod
     def of(
-        cls, shape: str, ignored: float, workload: Workload, found: Measured, num_ranks: int = 1, stage: str = "",
+        cls,
+        shape: str,
+        ignored: float,
+        workload: Workload,
+        problem: Problem,
+        found: Measured,
+        num_ranks: int = 1,
+        stage: str = "",
         rung: str = "trained",
-    ) -> Case:  # fmt: skip
+        task: str = "",
+    ) -> Case:
         (num_tokens, hidden_size), vocab_size = workload.hidden.shape, workload.weight.shape[0]
-        dtype = str(workload.hidden.dtype).removeprefix("torch.")
         return cls(
-            shape, num_tokens, hidden_size, vocab_size, ignored, dtype, workload.hidden.is_cuda, workload.loss,
-            workload.top_probability, workload.probability_50, found.rows, found.floor, num_ranks, found.collectives, stage,
-            rung, workload.num_above, workload.num_outside,
-        )  # fmt: skip
+            shape=shape,
+            num_tokens=num_tokens,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            ignored=ignored,
+            dtype=str(workload.hidden.dtype).removeprefix("torch."),
+            on_gpu=workload.hidden.is_cuda,
+            rows=found.rows,
+            floor=found.floor,
+            num_ranks=num_ranks,
+            collectives=found.collectives,
+            stage=stage,
+            rung=rung,
+            task=task,
+            teacher_size=problem.weights[-1].shape[1] if len(problem.weights) > 1 else 0,
+            counts=problem.counts,
+            **workload.drawn,
+        )
 
     @property
     def present(self) -> list[Row]:
@@ -65,10 +93,19 @@ class Case:
         split = f" / {self.num_ranks}" if self.num_ranks > 1 else ""
         stage = f"end of {self.stage}'s last stage, " if self.stage else ""
         rung = f", {self.rung}" if self.rung != "trained" else ""
+        task, teacher = self.task and f"{self.task}, ", self.teacher_size and f", teacher D {self.teacher_size:,}"
         return (
-            f"{stage}{self.shape}{rung}, N {self.num_tokens:,}, D {self.hidden_size:,}, V {self.vocab_size:,}{split}, "
-            f"{self.dtype}{ignored}"
+            f"{stage}{task}{self.shape}{rung}, N {self.num_tokens:,}, D {self.hidden_size:,}, V {self.vocab_size:,}{split}"
+            f"{teacher or ''}, {self.dtype}{ignored}"
         )
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The heading of each column by what ``--columns`` calls it."""
+        over = dict(
+            zip(("fwd/1", "total/3", "total/4"), (f"/{n} GEMM{'s' * (n > 1)}" for n in self.counts), strict=True)
+        )
+        return COLUMNS | over
 
 
 @dataclass
@@ -97,26 +134,28 @@ def select(cases: Sequence[Case], asked: dict[str, Any], methods: Sequence[str] 
 
 def table(case: Case) -> str:
     """The case as Markdown."""
-    drawn = (
-        f"Workload: loss {case.loss:.2f} nats, top probability {case.top_probability:.2f}, "
-        f"50th {case.probability_50:.1e}"
-    )
-    if case.num_above is not None and case.num_outside is not None:
-        drawn += f", {case.num_above:.0f} a token above 2^-12, {case.num_outside:.1f} outside the frequent ids"
-    drawn += ". Floor: "
-    if case.floor.problem:
-        drawn += case.floor.problem + "."
-    elif case.on_gpu:
-        one, three, four = (_ms(case.floor.gemms(count)) for count in (1, 3, 4))
-        drawn += f"1 GEMM {one} ms, 3 GEMMs {three} ms, 4 GEMMs {four} ms."
+    drawn = ""
+    if case.loss == case.loss:
+        drawn = (
+            f"Workload: loss {case.loss:.2f} nats, top probability {case.top_probability:.2f}, "
+            f"50th {case.probability_50:.1e}"
+        )
+        if case.num_above is not None and case.num_outside is not None:
+            drawn += f", {case.num_above:.0f} a token above 2^-12, {case.num_outside:.1f} outside the frequent ids"
+        drawn += ". "
+    if case.floor.problem or not case.on_gpu:
+        drawn += f"Floor: {case.floor.problem or 'plain matrix products on this CPU, so ratios only'}."
     else:
-        drawn += "plain matrix products on this CPU, so ratios only."
+        drawn += f"Floor, of {' / '.join(map(str, case.counts))} products: {_floor(case)} ms."
     sends = [f"* {name} sends {_sent(kinds)}." for name, kinds in case.collectives.items()]
     notes = [f"* {row.name}: {row.problem}" for row in case.present if row.problem]
     missing = [f"{row.name} ({row.problem})" for row in case.rows if row.missing]
     if missing:
         notes.append(f"Not here: {', '.join(missing)}.")
-    body = report.table([{"method": row.name, **_cells(row, case)} for row in case.present])
+    cells = [(row, _cells(row, case)) for row in case.present]
+    body = report.table(
+        [{"method": row.name} | {case.columns[name]: text for name, text in each.items()} for row, each in cells]
+    )
     return "\n".join([f"### {case.title}", "", drawn, "", *body, "", *sends, *([""] if sends else []), *notes])
 
 
@@ -125,9 +164,18 @@ def summary(cases: Sequence[Case], columns: Sequence[str]) -> list[str]:
 
     Args:
         cases: The columns. Where times are asked for, the first row has the plain products.
-        columns: The numbers of each cell, by the columns of a case's table; "sends" for its collectives.
+        columns: The numbers of each cell, by the keys of ``COLUMNS``.
     """
-    first, floor = "; ".join(columns), "plain GEMMs, ms: 1 / 3 / 4"
+    # Cases of one task have one heading; others have the products that each of them needs.
+    headings = [{name: case.columns[name] for name in columns} for case in cases]
+    alike = all(each == headings[0] for each in headings)
+    first = "; ".join((headings[0] if alike else COLUMNS | NEEDED)[name] for name in columns)
+    counts = (
+        " / ".join(map(str, cases[0].counts))
+        if alike and len({*map(str, (c.counts for c in cases))}) == 1
+        else "needed"
+    )
+    floor = f"plain GEMMs, ms: {counts}"
     names = dict.fromkeys(row.name for case in cases for row in case.present)
     rows = {name: {first: name} for name in (floor, *names)}
     for case in cases:
@@ -137,11 +185,11 @@ def summary(cases: Sequence[Case], columns: Sequence[str]) -> list[str]:
         for line in rows.values():
             line[title] = "-"
         if not case.floor.problem:
-            rows[floor][title] = " / ".join(_ms(case.floor.gemms(count)) for count in (1, 3, 4))
+            rows[floor][title] = _floor(case)
         for row in case.present:
             cells = {**_cells(row, case), "sends": _sent(case.collectives.get(row.name, []))}
             rows[row.name][title] = "; ".join(cells.get(column, "-") for column in columns)
-    if not any("ms" in column for column in columns) or not all(case.on_gpu for case in cases):
+    if not {"fwd", "total", "host"} & set(columns) or not all(case.on_gpu for case in cases):
         del rows[floor]
     return report.table(list(rows.values()))
 
@@ -149,7 +197,8 @@ def summary(cases: Sequence[Case], columns: Sequence[str]) -> list[str]:
 def _column(case: Case, cases: Sequence[Case]) -> str:
     """The name of a case among others: its shape and vocabulary, and what else they differ in."""
     split = f" / {case.num_ranks}" if case.num_ranks > 1 else ""
-    name = f"{case.shape}, V {case.vocab_size:,}{split}"
+    task = f"{case.task}, " if case.task else ""
+    name = f"{task}{case.shape}, V {case.vocab_size:,}{split}"
     if len({other.rung for other in cases}) > 1:
         name += f", {case.rung}"
     if len({other.num_tokens for other in cases}) > 1:
@@ -174,28 +223,34 @@ def _cells(row: Row, case: Case) -> dict[str, str]:
     def ms(timing: Timing) -> str:
         return _ms(timing.median, timing.spread) if timing.seconds and not refused else "-"
 
-    def ratio(timing: Timing, gemms: int) -> str:
-        missing = refused or case.floor.problem or not timing.seconds
-        return "-" if missing else f"{timing.median / case.floor.gemms(gemms):.2f}"
+    def ratio(timing: Timing, products: Timing) -> str:
+        missing = refused or case.floor.problem or not timing.seconds or not products.seconds
+        return "-" if missing else f"{timing.median / products.median:.2f}"
 
     cells = {}
     if case.on_gpu:
-        cells["fwd ms (IQR)"] = ms(row.forward)
-    cells["/1 GEMM"] = ratio(row.forward, 1)
+        cells["fwd"] = ms(row.forward)
+    cells["fwd/1"] = ratio(row.forward, case.floor.one)
     if case.on_gpu:
-        cells["fwd+bwd ms (IQR)"] = ms(row.total)
-    cells["/3 GEMMs"] = refused or ratio(row.total, 3)
-    cells["/4 GEMMs"] = ratio(row.total, 4)
+        cells["total"] = ms(row.total)
+    cells["total/3"] = refused or ratio(row.total, case.floor.three)
+    cells["total/4"] = ratio(row.total, case.floor.four)
     if case.on_gpu:
         if any(other.total.host for other in case.rows):
             host = row.total.host_median
-            cells["host ms"] = "-" if refused or host is None else _ms(host)
+            cells["host"] = "-" if refused or host is None else _ms(host)
         if any(other.first is not None for other in case.rows):
-            cells["first s"] = "-" if row.first is None else f"{row.first:.1f}"
+            cells["first"] = "-" if row.first is None else f"{row.first:.1f}"
         cells["MiB"] = "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}"
-    for name, column in (("d_hidden", "dE"), ("d_weight", "dC"), ("d_hidden_mean", "mean dE"), ("loss", "loss")):
-        cells[f"err {column}"] = f"{getattr(row.errors, name):.1e}" if row.errors else "-"
+    for name, column in (("d_hidden", "dE"), ("d_weight", "dC"), ("d_hidden_mean", "mean-dE"), ("loss", "loss")):
+        cells[column] = f"{getattr(row.errors, name):.1e}" if row.errors else "-"
     return cells
+
+
+def _floor(case: Case) -> str:
+    """Milliseconds of each count of products."""
+    timings = (case.floor.one, case.floor.three, case.floor.four)
+    return " / ".join(_ms(timing.median) if timing.seconds else "-" for timing in timings)
 
 
 def _ms(seconds: float, spread: float | None = None) -> str:
@@ -206,7 +261,7 @@ def _ms(seconds: float, spread: float | None = None) -> str:
 
 
 def write_figure(path: Path, environment: dict[str, Any], cases: Sequence[Case]) -> None:
-    """Bars of time over three matrix products, and of memory below them; up to three cases side by side."""
+    """Bars of time over the products that a step needs, and of memory below them; up to three cases side by side."""
     panels = [_time_panel, _memory_panel] if cases[0].on_gpu else [_time_panel]
     columns = min(3, len(cases))
     bands = -(-len(cases) // columns) * len(panels)
@@ -224,17 +279,19 @@ def write_figure(path: Path, environment: dict[str, Any], cases: Sequence[Case])
 
 
 def _time_panel(axis: Any, case: Case) -> None:
-    floor = case.floor
+    floor = case.floor.three if case.floor.three.seconds else case.floor.one
     values, spreads, labels = [], [], []
     for row in case.present:
-        timed = not (row.problem or floor.problem)
-        values.append(row.total.median / floor.gemms(3) if timed else 0.0)
-        spreads.append(row.total.spread / floor.gemms(3) if timed else 0.0)
-        label = f"{values[-1]:.2f}" if timed else (row.problem or floor.problem).partition(":")[0]
-        labels.append(f"{label}   {_ms(row.total.median)} ms" if timed and case.on_gpu else label)
+        timing = row.total if case.floor.three.seconds else row.forward
+        problem = row.problem or case.floor.problem
+        values.append(0.0 if problem else timing.median / floor.median)
+        spreads.append(0.0 if problem else timing.spread / floor.median)
+        label = problem.partition(":")[0] or f"{values[-1]:.2f}"
+        labels.append(label if problem or not case.on_gpu else f"{label}   {_ms(timing.median)} ms")
     report.bars(axis, [(row.name, row.ours) for row in case.present], values, labels, spreads)
     axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
-    axis.set_xlabel("loss + gradient / 3 plain matrix products" + ("" if case.on_gpu else " (CPU)"), fontsize=8)
+    count = case.counts[1 if case.floor.three.seconds else 0]
+    axis.set_xlabel(f"time / {count} plain matrix products" + ("" if case.on_gpu else " (CPU)"), fontsize=8)
 
 
 def _memory_panel(axis: Any, case: Case) -> None:

@@ -1,4 +1,4 @@
-"""Heads of well-known models by name, shared by the benchmark and the tests."""
+"""What options of the benchmark name: heads of well-known models, tasks of log-probabilities, columns."""
 
 from __future__ import annotations
 
@@ -29,3 +29,15 @@ SHAPES = {
     "gpt-2": HeadShape(768, 50_257),
     "toy": HeadShape(256, 4_096),  # for a CPU, and for tests
 }
+LOG_PROBS = {  # tasks: ids of a token, whether entropies too, how many of the largest logits, whether gradients
+    "entropy": (1, True, 0, True),
+    "ids-1": (1, False, 0, True),
+    "ids-64": (64, False, 0, True),
+    "ids-128": (128, False, 0, True),
+    "scores": (1, True, 64, False),
+}
+COLUMNS = {  # what --columns calls the columns of a case's table
+    "fwd": "fwd ms (IQR)", "fwd/1": "/1 GEMM", "total": "fwd+bwd ms (IQR)", "total/3": "/3 GEMMs", "total/4": "/4 GEMMs",
+    "host": "host ms", "first": "first s", "MiB": "MiB", "dE": "err dE", "dC": "err dC", "mean-dE": "err mean dE",
+    "loss": "err loss", "sends": "sends",
+}  # fmt: skip

@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,15 +56,18 @@ def run(args: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise SystemExit("cce-dist tune: needs a GPU, tile sizes are a property of the device")
+    from cce_dist.bench.loop import loss_of
     from cce_dist.bench.workload import make_workload
     from cce_dist.kernels.tiles import choose_tiles
 
     device, dtype = torch.device("cuda"), getattr(torch, args.dtype)
     start = choose_tiles(dtype, device)
-    workloads = [make_workload(SHAPES[shape], args.tokens, dtype=dtype, device=device) for shape in args.shapes]
+    problems = [
+        loss_of(*make_workload(SHAPES[shape], args.tokens, dtype=dtype, device=device)[:3]) for shape in args.shapes
+    ]
     name = torch.cuda.get_device_name(device)
     with tempfile.TemporaryDirectory() as folder:
-        race = _race_on_gpu(workloads, name, args.dtype, Path(folder), args.repeats)
+        race = _race_on_gpu(problems, name, args.dtype, Path(folder), args.repeats)
         best = search(start, race, lambda line: print(line, file=sys.stderr, flush=True))
     merge_into(args.out, name, args.dtype, best)
     print(f"{args.out}: {name}, {args.dtype}\nexport {VARIABLE}={args.out.resolve()}")
@@ -106,7 +110,7 @@ def merge_into(path: Path, device: str, dtype: str, tiles: Tiles) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _race_on_gpu(workloads: list[Any], device: str, dtype: str, folder: Path, repeats: int) -> Race:
+def _race_on_gpu(problems: list[Any], device: str, dtype: str, folder: Path, repeats: int) -> Race:
     import torch
 
     from cce_dist import linear_cross_entropy
@@ -117,7 +121,7 @@ def _race_on_gpu(workloads: list[Any], device: str, dtype: str, folder: Path, re
 
     clock = Clock(torch.device("cuda"))
     # The truth is what the tiles at hand give, which the tests check.
-    truths = [step(loss, workload)[1:] for workload in workloads]
+    truths = [step(loss, problem)[1:] for problem in problems]
     files: dict[Tiles, Path] = {}
 
     def use(tiles: Tiles) -> None:
@@ -131,16 +135,16 @@ def _race_on_gpu(workloads: list[Any], device: str, dtype: str, folder: Path, re
         before = os.environ.get(VARIABLE)
         log_ratio = 0.0
         try:
-            for workload, truth in zip(workloads, truths, strict=True):
+            for problem, truth in zip(problems, truths, strict=True):
                 use(candidate)
-                gradients = step(loss, workload)[1:]
+                gradients = step(loss, problem)[1:]
                 if not all(relative_error(g, t) < 2e-2 for g, t in zip(gradients, truth, strict=True)):
                     return math.inf
                 seconds: dict[Tiles, list[float]] = {best: [], candidate: []}
                 for _ in range(repeats):
                     for tiles, times in seconds.items():
                         use(tiles)
-                        times.append(clock(lambda workload=workload: step(loss, workload)))
+                        times.append(clock(partial(step, loss, problem)))
                 log_ratio += math.log(statistics.median(seconds[candidate]) / statistics.median(seconds[best]))
         except Exception:  # too many registers, too much shared memory, tiles that do not fit one another
             return math.inf
@@ -148,6 +152,6 @@ def _race_on_gpu(workloads: list[Any], device: str, dtype: str, folder: Path, re
             os.environ.pop(VARIABLE)
             if before is not None:
                 os.environ[VARIABLE] = before
-        return math.exp(log_ratio / len(workloads))
+        return math.exp(log_ratio / len(problems))
 
     return race

@@ -23,6 +23,7 @@ file that ``cce-dist pretrain --capture`` wrote: hidden states, weight and label
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -88,6 +89,11 @@ class Workload(NamedTuple):
     num_above: float
     num_outside: float
 
+    @property
+    def drawn(self) -> dict[str, float]:
+        """What it looks like, by name."""
+        return dict(zip(self._fields[3:], self[3:], strict=True))
+
 
 def make_workload(
     shape: HeadShape,
@@ -151,7 +157,11 @@ def read_workload(
     """
     if not 0.0 <= ignored < 1.0:
         raise ValueError(f"the share of ignored labels must be in [0, 1), got {ignored}")
-    captured = torch.load(path, map_location=device, weights_only=True)
+    try:
+        captured = torch.load(path, map_location=device, weights_only=True)
+    # What torch raises on a file of another kind is not told: pickle's errors, KeyError, EOFError, RuntimeError.
+    except (pickle.UnpicklingError, LookupError, EOFError, RuntimeError, ValueError):
+        captured = None
     if not isinstance(captured, dict) or not captured.keys() >= {"hidden", "weight", "labels"}:
         raise ValueError(f"{path} was not written by 'cce-dist pretrain --capture'")
     hidden, weight = captured["hidden"].to(dtype), captured["weight"].to(dtype)
