@@ -41,6 +41,7 @@ from cce_dist.kernels import budget, exact
 from cce_dist.kernels.launch import graphs, replay, steps
 from cce_dist.kernels.launch import tape as tape_module
 from cce_dist.kernels.launch.tape import Again, Launch, Matrix, Place, Tape, again, mapped
+from cce_dist.verify.check import further_runs, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -849,6 +850,15 @@ def test_check_compares(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(RuntimeError, match="CCE_DIST_REPLAY=check"):
                 replayed(torch.ones(9, device=DEVICE), buffer, None)
             step.function = function_
+
+
+def test_verify_makes_four_runs_on_a_gpu() -> None:
+    """Ordinary, recorded, replayed, at old addresses. Catches a replay that verify and its fuzzing never reach."""
+    values = [torch.zeros(3)] * 3 + [torch.ones(3)]
+    runs = iter(values)
+    first = {"loss": next(runs)}
+    errors = same_bits(first, lambda: {"loss": next(runs)}, further_runs("cuda"), ("loss",), None)
+    assert [error.ok for error in errors] == [True, True, False]
 
 
 def test_kinds_by_turns_keep_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:

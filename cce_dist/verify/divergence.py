@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from cce_dist import reference
 from cce_dist.divergence import linear_kl_divergence
 from cce_dist.shard import VocabShard
 from cce_dist.verify.cases import BF16, FP16, Bounds, Problem, even, padded, random_problem, uneven, with_empty
-from cce_dist.verify.check import Error, compare, gradients_twice, local_rows, of_rank, rounded, same_bits
+from cce_dist.verify.check import Error, compare, further_runs, gradients_twice, local_rows, of_rank, rounded, same_bits
 
 TEACHER_SIZE = 40  # the teacher's D; the student's is that of its problem
 
@@ -102,7 +103,8 @@ def run_case(
     truth, baseline = (_expected(case, drawn, dtype) for dtype in (torch.float64, case.dtype))
     vocab_size = drawn.student.weight.shape[0]
     shard = VocabShard(*case.shards(vocab_size, ranks)[rank], vocab_size, group)
-    first, again = (_ours(case, drawn, shard, rank, backend) for _ in range(2))
+    run = partial(_ours, case, drawn, shard, rank, backend)
+    first = run()
 
     unavoidable = _unavoidable(case, drawn)
     errors, rows_here = [], torch.arange(shard.num_valid, device=device) + shard.start
@@ -116,7 +118,7 @@ def run_case(
             rough, exact = wholes
         error = compare(name, ours, rough, exact, torch.float32 if name == "divergence" else case.dtype)
         errors.append(error._replace(bound=error.bound + unavoidable.get(name, 0.0)))
-    return errors + same_bits(first, again, ("divergence",), group)
+    return errors + same_bits(first, run, further_runs(device), ("divergence",), group)
 
 
 def _draw(case: DivergenceCase, generator: torch.Generator, device: str) -> _Drawn:

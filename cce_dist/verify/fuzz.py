@@ -24,7 +24,7 @@ from cce_dist.filter import GradFilter
 from cce_dist.loss import linear_cross_entropy
 from cce_dist.shard import VocabShard
 from cce_dist.verify.cases import Bounds, Problem, even, padded
-from cce_dist.verify.check import EPS, Error, compare, same_bits
+from cce_dist.verify.check import EPS, Error, compare, further_runs, same_bits
 from cce_dist.verify.oracle import PER_TOKEN, Truth, truth
 from cce_dist.verify.views import LAYOUTS, WRITABLE, constant, view_of
 
@@ -469,10 +469,14 @@ def run_one(setting: Setting, number: int) -> list[Error]:
             errors.append(_sane(value))
         else:
             errors += _compare(call, name, value, baseline[name], expected, setting)
-    again = None
-    if call.twice:
-        again = _ours(call, _operands(call, problem, size, setting), upstream, setting)
-    return errors + same_bits(ours, again, ("loss",), setting.group)
+    runs = further_runs(setting.device) if call.twice or setting.device == "cuda" else 0
+    return errors + same_bits(
+        ours,
+        lambda: _ours(call, _operands(call, problem, size, setting), upstream, setting),
+        runs,
+        ("loss",),
+        setting.group,
+    )
 
 
 def _compare(call: Draw, name: str, ours: Tensor, baseline: Tensor, expected: Truth, setting: Setting) -> list[Error]:
