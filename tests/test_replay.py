@@ -1082,13 +1082,43 @@ def encoded(arg: Any, metadata: Any) -> list[Any]:
     return [("map", metadata, arg.base.data_ptr()), *arg.shape, *arg.strides]
 
 
-def test_the_launcher_in_c_gets_what_triton_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: another order of arguments, a tensor map of another address."""
+@pytest.fixture(params=["3.6", "installed"])
+def launcher_and_seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list]]:
+    """Triton's launcher of a kernel with two descriptors, over a stand-in of its part in C, and what that was given."""
+    import triton
     from triton.backends.nvidia import driver
 
-    monkeypatch.setattr(driver, "make_tensordesc_arg", encoded)
-    seen: list[tuple[Any, ...]] = []
-    launcher = Launcher(lambda *args: seen.append(args), ["first", "second"])
+    seen: list[Any] = []
+    if request.param == "3.6":
+        monkeypatch.setattr(driver, "make_tensordesc_arg", encoded)
+        yield Launcher(lambda *args: seen.append(args), ["first", "second"]), seen
+        return
+    if triton.__version__.startswith("3.6"):
+        pytest.skip("the installed Triton is 3.6")
+    parts = SimpleNamespace(
+        launch=lambda *args: seen.append([list(x) if isinstance(x, list | tuple) else x for x in args]),
+        build_signature_metadata=lambda types: str(list(types)).encode(),
+        fill_tma_descriptor_tiled=lambda *given: ("map", *map(str, given)),
+    )  # fmt: skip
+    for name, value in {"PyKernelArg": SimpleNamespace, "ARG_KERNEL": 0, "ARG_CONSTEXPR": 1, "ARG_TUPLE": 2}.items():
+        monkeypatch.setattr(driver, name, value, raising=False)  # which come from the part in C
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=parts))
+    meta = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [8, 8], "fp4_padded": False}
+    matrix = "tensordesc<fp32[8, 8]>"
+    source = SimpleNamespace(
+        signature={"a": matrix, "b": "*fp32", "c": "i32", "d": "constexpr", "e": matrix}, constants={}
+    )
+    metadata = SimpleNamespace(
+        tensordesc_meta=[meta, {**meta, "swizzle": 2}], num_ctas=1, global_scratch_size=0, global_scratch_align=1,
+        profile_scratch_size=0, profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=True,
+        instrumentation_mode="",
+    )  # fmt: skip
+    yield driver.CudaLauncher(source, metadata), seen
+
+
+def test_the_launcher_in_c_gets_what_triton_gives_it(launcher_and_seen: tuple[Any, list]) -> None:
+    """Catches: another order of arguments, a tensor map of another address."""
+    launcher, seen = launcher_and_seen
     compiled = SimpleNamespace(run=launcher, function=7, packed_metadata=(4, 1, 0))
     matrices = [torch.zeros(16, 16, device=DEVICE) for _ in range(3)]
     place = Place(0, 0, torch.float32, (16, 16), (16, 1))
@@ -1103,6 +1133,22 @@ def test_the_launcher_in_c_gets_what_triton_gives_it(monkeypatch: pytest.MonkeyP
         described = TensorDescriptor.from_tensor(matrix, [8, 8])
         launcher(1, 2, 3, 9, 7, (4, 1, 0), None, None, None, described, matrix.data_ptr(), 5, "ieee", described)
         assert seen[-1] == seen[-2]
+
+
+def test_a_launcher_of_another_form_costs_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches: a Triton whose launcher is taken for one that is known, and a short way that is off without a word."""
+
+    class Other(Launcher):
+        def __call__(self, *args: Any) -> None:
+            self.launch(*args)
+
+    compiled = SimpleNamespace(run=Other(print, ["first"]), function=7, packed_metadata=(4, 1, 0))
+    call = SimpleNamespace(address=[0, 0], source=lambda place: (1, 0))
+    steps._say_once.cache_clear()
+    for _ in range(3):
+        launch = steps._Launch(call, Launch(compiled, (1, 2, 3), [5]))  # pyright: ignore[reportArgumentType]
+        assert launch.run is compiled.run and launch.args == [1, 2, 3, 0, 7, (4, 1, 0), None, None, None, 5]
+    assert caplog.text.count("another form") == 1
 
 
 def _on_ranks() -> None:

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
+import re
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import lru_cache, partial
 from itertools import groupby, pairwise
@@ -30,6 +32,7 @@ from torch import Tensor
 from cce_dist.kernels.launch import graphs
 from cce_dist.kernels.launch.tape import Again, Launch, Matrix, Op, Place, Refused, Tape, Thing, aten, mapped
 
+_LOG = logging.getLogger("cce_dist")
 LARGE = 1 << 20  # bytes; an allocation of more costs as much time, and is worth giving back early
 MOST_BEYOND = 4 << 20  # bytes that a call's peak may be above that of an ordinary one
 # Bytes of these that a plan uses, by its own count. The rest is for what the plan cannot count: torch's allocator adds up to
@@ -468,62 +471,106 @@ class _Launch:
     def __init__(self, replay: Replay, launch: Launch) -> None:
         self.places = _places(launch)
         compiled, self.address = launch.compiled, replay.address
-        self.run, first, encoders = _c_launcher(compiled) or (compiled.run, [compiled.packed_metadata], None)
         # Nobody watches launches, or the call would be ordinary: no metadata for hooks, and no hooks.
-        self.args = [*launch.grid, 0, compiled.function, *first, None, None, None]
+        ordinary = Launcher(compiled.run, [compiled.packed_metadata, None, None, None], None, False)
+        self.run, behind, encoders, in_one = _c_launcher(compiled) or ordinary
+        self.args = [*launch.grid, 0, compiled.function, *behind]
+        self.values: list[Any] = [] if in_one else self.args
         self.pointers: list[tuple[int, int, int]] = []
         self.matrices: list[tuple[slice, _Described, int, int]] = []
         for value in launch.values:
-            begin = len(self.args)
+            begin = len(self.values)
             if isinstance(value, Matrix):
                 rank = len(value.descriptor.shape)
                 encode, width = (None, 1) if encoders is None else (encoders[len(self.matrices)], 1 + 2 * rank)
                 described = _Described(value.descriptor, encode, width)
                 self.matrices.append((slice(begin, begin + width), described, *replay.source(value.place)))
-                self.args += [None] * width
+                self.values += [None] * width
                 continue
             if isinstance(value, Place):
                 self.pointers.append((begin, *replay.source(value)))
-            self.args.append(value)
+            self.values.append(value)
+        if in_one:
+            self.args.append(self.values)
 
     def __call__(self, stream: int) -> None:
-        args, address = self.args, self.address
-        args[3] = stream
+        values, address = self.values, self.address
+        self.args[3] = stream
         for position, source, offset in self.pointers:
-            args[position] = address[source] + offset
+            values[position] = address[source] + offset
         for where, described, source, offset in self.matrices:
-            args[where] = described.at(address[source] + offset)
-        self.run(*args)
+            values[where] = described.at(address[source] + offset)
+        self.run(*self.args)
 
 
-def _c_launcher(compiled: Any) -> tuple[Callable[..., None], list[Any], list[Callable[[Any], list[Any]]]] | None:
-    """Return Triton 3.6's launcher in C, the arguments behind the kernel's handle, and what encodes its tensor descriptors.
+class Launcher(NamedTuple):
+    """A function that launches a kernel: of the grid's three sizes, the stream and the kernel's handle, and of what is here.
 
-    The Python around it allocates scratch, where there is any, and encodes descriptors at each launch. None: it is not known.
+    Attributes:
+        run: The function.
+        behind: Its arguments between the kernel's handle and the kernel's own arguments.
+        encoders: Each makes the launcher's arguments of a tensor descriptor; None: the launcher does.
+        in_one: The kernel's own arguments are one sequence.
     """
+
+    run: Callable[..., None]
+    behind: list[Any]
+    encoders: list[Callable[[Any], list[Any]]] | None
+    in_one: bool
+
+
+def _c_launcher(compiled: Any) -> Launcher | None:
+    """Return Triton's launcher in C for a kernel. None: this Triton's is not known, and that in Python has to do.
+
+    The Python around it allocates scratch, where there is any, and encodes descriptors at each launch.
+    """
+    try:
+        return _known_launcher(compiled)
+    except Exception as error:
+        _say_once(f"cce_dist launches through Triton's Python: {error!r}")
+    return None
+
+
+def _known_launcher(compiled: Any) -> Launcher | None:
     run = compiled.run
-    if "global_scratch, profile_scratch, *args)" not in _source_of_call(type(run)):
+    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         return None
-    if run.global_scratch_size or run.profile_scratch_size:
-        return None
-    first = [run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata]
-    within = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else None
-    if within is None:
-        return run.launch, first, []
-    metas = within.get("tensordesc_meta")
-    if "launcher" not in within or not metas or None in metas:
+    said, how = _source_of_call(type(run)), [run.launch_cooperative_grid, run.launch_pdl]
+    if "global_scratch, profile_scratch, *args)" in said:  # Triton 3.6
+        behind, in_one = [*how, None, None, compiled.packed_metadata, None, None, None], False
+    elif re.search(
+        r"profile_scratch, self.arg_annotations, self.kernel_signature, (kernel_)?args\)", said
+    ):  # 3.7 to 3.9
+        nothing = [None] * 5  # metadata for hooks, two hooks, two kinds of scratch
+        behind, in_one = [*how, compiled.packed_metadata, *nothing, run.arg_annotations, run.kernel_signature], True
+    else:
+        raise ValueError(f"the launcher of {type(run)} has another form")
+    if not inspect.isfunction(run.launch):  # a kernel without descriptors
+        return Launcher(run.launch, behind, [], in_one)
+    within = inspect.getclosurevars(run.launch).nonlocals
+    metas = within["tensordesc_meta"]
+    if not metas or None in metas:
         return None
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    return within["launcher"], first, [partial(make_tensordesc_arg, metadata=meta) for meta in metas]
+    others = [None] * (
+        len(inspect.signature(make_tensordesc_arg).parameters) - 2
+    )  # from 3.8 on one more, which it ignores
+
+    def encoder(meta: Any) -> Callable[[Any], list[Any]]:
+        return lambda descriptor: make_tensordesc_arg(descriptor, meta, *others)
+
+    return Launcher(within["launcher"], behind, [encoder(meta) for meta in metas], in_one)
+
+
+@lru_cache(maxsize=8)
+def _say_once(message: str) -> None:
+    _LOG.warning(message)
 
 
 @lru_cache(maxsize=8)
 def _source_of_call(launcher: type) -> str:
-    try:
-        return inspect.getsource(launcher.__call__)
-    except (OSError, TypeError):
-        return ""
+    return inspect.getsource(launcher.__call__)
 
 
 def _unwatched(bring: Callable[[], Any]) -> Callable[[], Any]:
