@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cce_dist.pretrain.corpus import EOS, CorpusError, also_called, prepare
+from cce_dist.pretrain.corpus import EOS, CorpusError, prepare
 from cce_dist.pretrain.exits import UsageError
 
 __all__ = ["EOS", "IGNORED", "Batches", "Corpus", "CorpusError", "num_valid", "prepare"]
@@ -26,7 +26,6 @@ class Corpus:
     Attributes:
         train, held_out: 1-D uint16 or uint32 arrays.
         key: Names files and vocabulary; equal keys mean equal ids.
-        names: The key, and what checkpoints of the same corpus may call it otherwise.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,7 +34,6 @@ class Corpus:
         num_train = len(ids) - int(len(ids) * HELD_OUT)
         self.train, self.held_out = ids[:num_train], ids[num_train:]
         self.key = folder.name
-        self.names = {self.key, *also_called(folder)}
 
 
 class Batches:

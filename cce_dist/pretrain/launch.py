@@ -65,13 +65,8 @@ def launch(args: argparse.Namespace) -> int:
         return 1 if code == LOST else code
     try:
         check_gpus(recipe, num_local := recipe.ranks_per_node or recipe.num_ranks // recipe.nodes)
-        with Notice():
-            data.prepare(*recipe.text)  # a bad corpus fails once here, not on every rank
-    except (UsageError, data.CorpusError) as error:
+    except UsageError as error:
         return _report(error)
-    except Stopped as error:
-        say(str(error))
-        return AGAIN
     return _start_ranks(recipe, num_local)
 
 

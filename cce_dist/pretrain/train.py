@@ -127,7 +127,7 @@ class _Run:
             if not recipe.resume and not restarted:
                 checkpoint.clear(path)
         ranks.gather(None)
-        state = checkpoint.load(path, engine.load_tensors, same | {"corpus": corpus.names}, ranks)
+        state = checkpoint.load(path, engine.load_tensors, same, ranks)
         self.former = {} if state is None else state.get("arguments", {})
         return {"step": 0, "position": 0} | (state or {}) | {"same": same, "arguments": recipe.arguments()}
 
