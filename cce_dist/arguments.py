@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def pattern(value: str) -> str:
 def folder(value: str) -> Path:
     """Read the name of a folder, which need not be there yet."""
     path = _path(value)
-    there = next((each for each in (path, *path.parents) if each.exists()), None)
+    there = next((each for each in (path, *path.parents) if os.path.exists(each)), None)
     if there is not None and not there.is_dir():
         raise argparse.ArgumentTypeError(f"{there} is not a folder")
     return path

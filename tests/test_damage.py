@@ -295,19 +295,6 @@ def test_d6_if_none_is_whole_nothing_begins_anew(cache: Path, run: Path) -> None
     assert len(records(run)) == 8
 
 
-def test_d6_a_checkpoint_of_before_there_were_manifests_is_read(
-    cache: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = run / "checkpoints" / EIGHT
-    (folder / "manifest.json").unlink()
-    state = torch.load(folder / "state.pt", weights_only=True)
-    for name in ("has_manifest", "arguments"):
-        del state[name]
-    torch.save(state, folder / "state.pt")
-    go_on(cache, run)
-    assert "resumed after step 8" in capsys.readouterr().out
-
-
 def test_d14_metrics_survive_a_bad_line(cache: Path, run: Path, finished: Path) -> None:
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     lines[3:3] = [
@@ -377,15 +364,10 @@ class _Spy:
         return os.system, (f"touch {self.path}",)
 
 
-@pytest.mark.parametrize("name", [".metadata", "state.pt", "__0_0.distcp"])
-def test_s1_resuming_runs_no_code_from_the_folder(cache: Path, run: Path, tmp_path: Path, name: str) -> None:
-    """A folder whose manifest is that of the evil file: only the loaders can refuse it."""
+def test_s1_a_state_runs_no_code(cache: Path, run: Path, tmp_path: Path) -> None:
+    """A folder whose manifest is that of the evil file: only the loader can refuse it."""
     folder = run / "checkpoints" / EIGHT
-    evil = pickle.dumps(_Spy(tmp_path / "ran"))
-    if name == "__0_0.distcp":
-        _replace_a_plain_value(folder, evil)
-    else:
-        (folder / name).write_bytes(evil)
+    (folder / "state.pt").write_bytes(pickle.dumps(_Spy(tmp_path / "ran")))
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"] = {each: checkpoint.checksum(folder / each) for each in manifest["files"]}
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -394,26 +376,45 @@ def test_s1_resuming_runs_no_code_from_the_folder(cache: Path, run: Path, tmp_pa
     assert not (tmp_path / "ran").exists()
 
 
-def test_s1_a_state_without_a_manifest_runs_no_code(
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        pytest.param(lambda folder: None, "names 'step-00000008', which is gone", id="gone"),
+        pytest.param(
+            lambda folder: ((folder / "latest").unlink(), (folder / "latest").mkdir()), "is a folder", id="folder"
+        ),
+    ],
+)
+def test_a_latest_that_names_nothing_is_one_line(cache: Path, run: Path, spoil: Callable, message: str) -> None:
+    """Catches a run that begins anew, and cuts its metrics, because its checkpoints were moved away."""
+    folder = run / "checkpoints"
+    for step in folder.glob("step-*"):
+        shutil.rmtree(step)
+    spoil(folder)
+    with pytest.raises(UsageError, match=message):
+        go_on(cache, run)
+    assert len(records(run)) == 8
+
+
+def test_a_checkpoint_behind_a_link_is_read_and_stays(
     cache: Path, run: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether a checkpoint is older than manifests stands in its state, which is read as carefully."""
-    folder = run / "checkpoints" / EIGHT
-    (folder / "manifest.json").unlink()
-    (folder / "state.pt").write_bytes(pickle.dumps(_Spy(tmp_path / "ran")))
+    folder, elsewhere = run / "checkpoints", tmp_path / "elsewhere"
+    (folder / EIGHT).rename(elsewhere)
+    (folder / EIGHT).symlink_to(elsewhere)
     go_on(cache, run)
-    assert "manifest.json is missing" in capsys.readouterr().err and losses(run) == losses(finished)
-    assert not (tmp_path / "ran").exists()
+    assert "resumed after step 8" in capsys.readouterr().out and losses(run) == losses(finished)
+    go_on(cache, run, "--no-resume", "--steps", "4")
+    assert not (folder / EIGHT).exists() and (elsewhere / "state.pt").exists()
 
 
-def _replace_a_plain_value(folder: Path, evil: bytes) -> None:
-    """Put a pickle where torch stores a value of the optimizer that is no tensor."""
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    place = next(place for index, place in metadata.storage_data.items() if index.fqn.endswith(".lr"))
-    content = bytearray((folder / place.relative_path).read_bytes())
-    place.offset, place.length = len(content), len(evil)
-    (folder / place.relative_path).write_bytes(content + evil)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+def test_a_folder_that_is_deleted_in_the_middle_is_said(cache: Path, tmp_path: Path) -> None:
+    from cce_dist.pretrain.engines.torch import TorchEngine
+
+    out = tmp_path / "run"
+    deleted = pytest.raises(CheckpointError, match=r"metrics.jsonl: deleted while the run wrote to it")
+    with _before_step(TorchEngine, 3, lambda: shutil.rmtree(out), only_rank=0), deleted:
+        go_on(cache, out, "--checkpoint-every", "0")
 
 
 def test_power_loss_finds_names_of_what_is_on_disk_alone(

@@ -220,6 +220,11 @@ def test_the_learning_rate_warms_up_and_decays_to_a_tenth(tmp_path: Path) -> Non
         pytest.param(["--pp", "2"], "--pp needs --engine megatron", id="pipeline-of-torch"),
         pytest.param(["--loss", "megatron-fused"], "needs --engine megatron", id="megatrons-loss-in-torch"),
         pytest.param(["--engine", "megatron"], "--engine megatron needs GPUs", id="megatron-on-cpu"),
+        pytest.param(
+            ["--filter-eps", "0.1"], "--filter-eps and --filter-always need a --loss that filters", id="no-filter"
+        ),
+        pytest.param(["--layers-per-stage", "1,1"], "--layers-per-stage needs --pp", id="no-stages"),
+        pytest.param(["--out", "o" * 300], "File name too long", id="long-out"),
     ],
 )
 def test_a_wrong_option_is_one_line(

@@ -4,13 +4,13 @@ A checkpoint is written to ``step-00000100.tmp`` with a manifest of sizes and ch
 ``step-00000100``, and only then named in the file ``latest``. Loading verifies the manifest and passes a damaged checkpoint
 over. Tensors are stored by their global shape (``torch.distributed.checkpoint``), so a run goes on with any number of ranks.
 
-Reading runs no code from the folder: pickles are read by loaders that know a few classes of torch and nothing else.
-DeepSpeed's own files are an exception, which only DeepSpeed reads.
+A manifest finds damage; it is no signature. Torch reads the metadata of tensors as a pickle, and so does DeepSpeed: go on from
+folders alone that you trust.
 """
 
 from __future__ import annotations
 
-import enum
+import contextlib
 import hashlib
 import io
 import json
@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from cce_dist.pretrain import durable
 from cce_dist.pretrain.exits import CheckpointError, UsageError, may_pass, say
@@ -88,9 +86,11 @@ def load(
     ``same`` is what a run and its resumption must have in common. Where a value is a set, any of its elements will do.
 
     Raises:
-        UsageError: ``same`` differs from ``state["same"]``, or all checkpoints are damaged; on every rank.
+        UsageError: ``same`` differs from ``state["same"]``, or all checkpoints are damaged or gone; on every rank.
     """
-    candidates = ranks.gather(_candidates(folder) if ranks.rank == 0 else None)[0]
+    problem, candidates = ranks.gather(_candidates(folder) if ranks.rank == 0 else None)[0]
+    if problem:
+        raise UsageError(f"{folder / LATEST} {problem}: --no-resume starts anew")
     for path in candidates:
         damage = _damage(path, ranks)
         if damage is None:
@@ -104,10 +104,11 @@ def load(
 
 def clear(folder: Path) -> None:
     """Delete the checkpoints in ``folder``, and nothing else."""
-    (folder / LATEST).unlink(missing_ok=True)
+    if not (folder / LATEST).is_dir():  # ``load`` says so on every rank
+        (folder / LATEST).unlink(missing_ok=True)
     for old in folder.glob("step-*"):
         if _is_ours(old):
-            shutil.rmtree(old)
+            _delete(old)
 
 
 def sweep(folder: Path) -> None:
@@ -142,63 +143,10 @@ def read_tensors(folder: Path, tensors: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         try:
-            dcp.load(tensors, storage_reader=_Reader(folder), planner=_Planner())
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
         except dcp.CheckpointException as error:
             reason = next(iter(error.failures.values()))[0]
             raise _unreadable(folder, reason) from error
-
-
-class _Reader(dcp.FileSystemReader):
-    """Torch's reader, whose ``read_metadata`` would run what a pickle says."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
-        metadata = _Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = dcp_metadata.StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _Planner(DefaultLoadPlanner):
-    """Torch's planner, whose ``load_bytes`` would run what a pickle says."""
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)
-        plain.seek(0)
-        super().load_bytes(read_item, plain)
-
-
-METADATA = {  # what the metadata of torch.distributed.checkpoint is made of: modules by class
-    **dict.fromkeys(
-        ("Metadata", "MetadataIndex", "TensorProperties", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
-         "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"), "torch.distributed.checkpoint.metadata",
-    ),
-    "_StorageInfo": "torch.distributed.checkpoint.filesystem", "Size": "torch", "_get_layout": "torch.serialization",
-    "OrderedDict": "collections", "PosixPath": "pathlib",
-}  # fmt: skip
-
-
-def _member(kind: Any, name: Any) -> Any:
-    """Return a member of an enumeration, and nothing of anything else."""
-    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)) or name not in kind.__members__:
-        raise UsageError(f"the metadata of a checkpoint asks for {name!r} of {kind!r}: it is not read")
-    return kind[name]
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes objects of torch's metadata and of nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        # Python 3.13 says pathlib._local.
-        if is_dtype or module.removesuffix("._local") == METADATA.get(name):
-            return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):
-            return _member  # how some versions of Python 3.11 store a member of an enumeration
-        raise UsageError(
-            f"the metadata of a checkpoint names {module}.{name}, which is none of torch's: it is not read"
-        )
 
 
 def _load(path: Path, load_tensors: Callable[[Path], None], same: dict[str, Any]) -> dict[str, Any]:
@@ -225,23 +173,39 @@ def _unreadable(path: Path, reason: BaseException) -> UsageError:
     return UsageError(f"cannot read checkpoint {path}: {text.splitlines()[0]}")
 
 
-def _candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints to try, the newest first: up to the one that ``latest`` names, if it names one."""
-    there = sorted((path for path in folder.glob("step-*") if _is_ours(path)), reverse=True)
-    whole = [path for path in there if NAME.fullmatch(path.name)]
+def _candidates(folder: Path) -> tuple[str, list[Path]]:
+    """Return what is wrong with the file ``latest``, and the checkpoints to try, the newest first.
+
+    They are those up to the one that ``latest`` names, and all where it names none that is there.
+    """
+    whole = sorted(
+        (path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and _is_ours(path)), reverse=True
+    )
     try:
         newest = (folder / LATEST).read_text(errors="replace").strip()
+    except IsADirectoryError:
+        return "is a folder, where the name of the newest checkpoint should stand in a file", []
     except OSError:
-        newest = ""
-    return [path for path in whole if path.name <= newest] if folder / newest in whole else whole
+        return "", whole
+    if not whole:
+        return f"names {newest!r}, which is gone, and there is no other checkpoint", []
+    return "", [path for path in whole if path.name <= newest] if folder / newest in whole else whole
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a folder is a checkpoint of ours, whole, damaged or half written."""
-    if path.is_symlink() or not path.is_dir() or not NAME.fullmatch(path.name.removesuffix(".tmp")):
+    """Whether a folder, or a link to one, is a checkpoint of ours, whole, damaged or half written."""
+    if not path.is_dir() or not NAME.fullmatch(path.name.removesuffix(".tmp")):
         return False
     files = {each.name for each in path.iterdir()}
     return path.suffix == ".tmp" or not files or bool(files & {MANIFEST, STATE, ".metadata"})
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint. Of a link the link goes, and what it names stays."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _damage(path: Path, ranks: Ranks) -> str | None:
@@ -253,9 +217,7 @@ def _damage(path: Path, ranks: Ranks) -> str | None:
         wrong = [name for name, sum in mine if (path / name).stat().st_size != sum[0] or checksum(path / name) != sum]
         problem = f"{wrong[0]} is not what was written" if wrong else None
     except FileNotFoundError as error:
-        # Before there were manifests, a state told nothing of one.
-        if Path(error.filename).name != MANIFEST or not _is_of_old(path):
-            problem = f"{Path(error.filename).relative_to(path)} is missing"
+        problem = f"{Path(error.filename).relative_to(path)} is missing"
     except (ValueError, KeyError, TypeError, AttributeError):
         problem = f"{MANIFEST} cannot be read"
     except OSError as error:
@@ -263,17 +225,10 @@ def _damage(path: Path, ranks: Ranks) -> str | None:
     return next((each for each in ranks.gather(problem) if each is not None), None)
 
 
-def _is_of_old(path: Path) -> bool:
-    try:
-        return not torch.load(path / STATE, weights_only=True).get("has_manifest", False)
-    except Exception:  # whatever torch raises for a file that is none of its own
-        return False
-
-
 def _add_state(scratch: Path, state: dict[str, Any]) -> list[str]:
     """Write the state to a checkpoint, and return the names of all its files."""
     buffer = io.BytesIO()
-    torch.save({**state, "rng": _rng(), "has_manifest": True}, buffer)
+    torch.save({**state, "rng": _rng()}, buffer)
     (scratch / STATE).write_bytes(buffer.getbuffer())
     return sorted(path.relative_to(scratch).as_posix() for path in scratch.rglob("*") if path.is_file())
 
@@ -282,13 +237,14 @@ def _publish(scratch: Path, final: Path, keep: int, sums: dict[str, list[Any]]) 
     """Give a whole checkpoint its manifest and its name, point ``latest`` at it, and drop the oldest."""
     durable.write(scratch / MANIFEST, json.dumps({"files": sums}, indent=1) + "\n")
     if _is_ours(final):
-        shutil.rmtree(final)  # damaged, or left by a crash between the two renames below
+        _delete(final)  # damaged, or left by a crash between the two renames below
     durable.publish(scratch, final)
     durable.write(final.with_name(LATEST), final.name + "\n")
     finished = sorted(path for path in final.parent.glob("step-*") if _is_ours(path) and path.name <= final.name)
     finished = [path for path in finished if path.suffix != ".tmp"]
     for old in finished[: -max(keep, 1)]:
-        shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _delete(old)
 
 
 def _failure(error: BaseException, final: Path) -> CheckpointError:

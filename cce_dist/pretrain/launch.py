@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from cce_dist import GradFilter
 from cce_dist.pretrain import data
 from cce_dist.pretrain.engines import Engine
 from cce_dist.pretrain.exits import (
@@ -225,6 +226,9 @@ def check_engine(recipe: Recipe) -> None:
     engine, stage = recipe.engine, recipe.zero_stage
     problems = {
         f"--loss {MEGATRON_FUSED} needs --engine megatron": recipe.loss == MEGATRON_FUSED and engine != "megatron",
+        f"--filter-eps and --filter-always need a --loss that filters, not {recipe.loss}": recipe.grad_filter is None
+        and (recipe.filter_always or recipe.filter_eps != GradFilter.eps),
+        "--layers-per-stage needs --pp": recipe.layers_per_stage != "even" and recipe.pp == 1,
         "--zero-stage needs --engine deepspeed": stage > 1 and engine != "deepspeed",
         "--pp needs --engine megatron or deepspeed": recipe.pp > 1 and engine == "torch",
         "--compile is for --engine torch": recipe.compile and engine != "torch",

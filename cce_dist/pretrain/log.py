@@ -48,6 +48,7 @@ class Log:
         Raises:
             OSError: With the file's name, where it could not be written whole.
         """
+        self._check_is_there()
         line = (json.dumps(record) + "\n").encode()
         try:
             written = self._file.write(line)
@@ -77,7 +78,13 @@ class Log:
 
     def sync(self) -> None:
         """Flush the records to disk: a checkpoint must not outlive those of its steps."""
+        self._check_is_there()
         os.fsync(self._file.fileno())
+
+    def _check_is_there(self) -> None:
+        """Raise where the file has lost its name: nobody would find what is written to it."""
+        if os.fstat(self._file.fileno()).st_nlink == 0 or not os.path.exists(self._file.name):
+            raise OSError(errno.ENOENT, "deleted while the run wrote to it", str(self._file.name))
 
     def close(self) -> None:
         """Close all writers. A second call does nothing."""

@@ -1,14 +1,7 @@
-"""Signals that ask a run to stop, and how all ranks come to stop after the same step.
-
-The first rank grants steps: its host says, one step ahead, up to where all may go. The other hosts read that before each step.
-So a wish to stop, wherever it is heard, ends the grants, and every rank stops where they end. Only hosts wait, for one
-another and never for a GPU.
-"""
+"""Signals that ask a run to stop, and how all ranks come to stop after the same step."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import signal
 import threading
@@ -16,12 +9,15 @@ import time
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cce_dist.pretrain.exits import AGAIN, Stopped, say, speaks_for_all, tell_torchrun
 from cce_dist.pretrain.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+FAILED = 1000  # no signal's number
 SAME_SECONDS = 2.0  # a terminal, a scheduler and an agent may each pass one wish on
 
 
@@ -112,72 +108,32 @@ class Stop(NamedTuple):
 class Agreement:
     """Has all ranks stop after the same step.
 
-    Args:
-        ranks: This process's place.
-        notice: The signals of this process.
-        timeout_seconds: A rank that hears nothing of the first one for so long raises.
+    Each step begins with an all-reduce of a number: the signal that a rank has heard, or 0. Its result is read one step later,
+    so that no host waits for the step that its GPU has under way.
     """
 
-    _numbers = itertools.count()
-
-    def __init__(self, ranks: Ranks, notice: Notice, timeout_seconds: float) -> None:
-        self._is_first, self._notice, self._timeout = ranks.rank == 0, notice, timeout_seconds
-        self._granted: int | None = None
-        self._stop: Stop | None = None
-        self._asked = False
-        number = next(self._numbers)  # ranks make the same ones in the same order
-        self._store: dist.Store | None = None
-        if ranks.world_size > 1:
-            self._store = dist.PrefixStore(f"stop-{number}", dist.distributed_c10d._get_default_store())
+    def __init__(self, ranks: Ranks, notice: Notice) -> None:
+        self._ranks, self._notice = ranks, notice
+        self._failure: Stop | None = None
+        self._flag: Tensor | None = None
 
     def fail(self, reason: str, passing: bool = False) -> None:
         """Have all ranks stop because of what went wrong on this one, the first."""
-        self._stop = self._stop or Stop(reason, True, passing)
+        self._failure = self._failure or Stop(reason, True, passing)
 
-    def before(self, step: int) -> Stop | None:
-        """Return None if all ranks take this step, else why none does. Every rank calls it, before each step."""
-        if self._is_first:
-            self._grant(step)
-        elif self._store is not None:
-            if self._notice.name is not None and not self._asked:
-                self._store.set("asked", self._notice.name)
-                self._asked = True
-            self._await(step, self._store)
-        assert self._granted is not None
-        return None if step <= self._granted else self._stop
+    def before_step(self) -> Stop | None:
+        """Return None if all ranks take the next step, else why none does. Every rank calls it."""
+        asked = 0 if self._notice.name is None else signal.Signals[self._notice.name]
+        wish = FAILED if self._failure is not None else int(asked)
+        if self._ranks.world_size > 1:
+            flag = torch.full((), wish, dtype=torch.int32, device=self._ranks.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            flag, self._flag = self._flag, flag
+            wish = 0 if flag is None else int(flag)
+        if wish == FAILED:
+            return self.settle()
+        return Stop(signal.Signals(wish).name) if wish else None
 
     def settle(self) -> Stop | None:
-        """Return what went wrong on the first rank after the last grant. Every rank calls it, at the end."""
-        stop = self._stop if self._stop is not None and self._stop.failed else None
-        if self._store is None:
-            return stop
-        box = [stop]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-    def _grant(self, step: int) -> None:
-        ahead = 0 if self._store is None else 1  # alone, nobody has to hear of it first
-        if self._granted is None:
-            self._granted = step - 1
-        if self._stop is None:
-            name = self._notice.name
-            if name is None and self._store is not None and self._store.check(["asked"]):
-                name = self._store.get("asked").decode()
-            self._stop = None if name is None else Stop(name)
-        if self._stop is None:
-            self._granted = step + ahead
-        if self._store is not None:
-            self._store.set("granted", json.dumps([self._granted, self._stop]))
-
-    def _await(self, step: int, store: dist.Store) -> None:
-        deadline, pause = time.monotonic() + self._timeout, 0.0002
-        while self._stop is None and (self._granted is None or self._granted < step):
-            if store.check(["granted"]):
-                granted, stop = json.loads(store.get("granted"))
-                self._granted, self._stop = granted, None if stop is None else Stop(*stop)
-                if granted >= step:
-                    return
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"Timed out: the first rank has not come to step {step} for {self._timeout:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+        """Return what went wrong on the first rank. Every rank calls it."""
+        return self._ranks.gather(self._failure)[0]

@@ -65,7 +65,7 @@ class _Run:
     def __init__(self, engine: Engine, corpus: Corpus, held_out: Batches, notice: Notice, restarted: bool) -> None:
         self.engine, self.held_out, self.notice = engine, held_out, notice
         self.recipe, self.ranks = engine.recipe, engine.ranks
-        self.agreement = Agreement(self.ranks, notice, self.recipe.timeout)
+        self.agreement = Agreement(self.ranks, notice)
         self.unseen: list[tuple[int, Tensor]] = []  # steps whose numbers nobody has looked at yet
         self.state = self._resume(corpus, restarted)
         self.stored = self.state["step"]
@@ -77,7 +77,7 @@ class _Run:
         val_loss, tokens, clock = math.nan, 0, time.perf_counter()
         self.notice.patient = True
         for step in range(state["step"] + 1, recipe.steps + 1):
-            stop = self.agreement.before(step)
+            stop = self.agreement.before_step()
             if stop is not None:
                 self._stop(stop)
             ids, labels = batches.at(state["position"], recipe.batch_size)
