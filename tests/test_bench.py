@@ -446,10 +446,17 @@ def test_torchs_own_loss_is_a_row_with_every_way_of_chunking(monkeypatch):
     assert row.missing and row.problem == f"torch {torch.__version__} has no chunks with acc_policy=auto"
 
 
-@pytest.mark.parametrize(("name", "library"), [
-    ("liger", "liger_kernel"), ("liger-cute", "liger_kernel"), ("quack", "quack"), ("cce", "cut_cross_entropy"),
-    ("cce-exact", "cut_cross_entropy"), ("cce-kahan-full-c", "cut_cross_entropy"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [
+        ("liger", "liger_kernel"),
+        ("liger-cute", "liger_kernel"),
+        ("quack", "quack"),
+        ("cce", "cut_cross_entropy"),
+        ("cce-exact", "cut_cross_entropy"),
+        ("cce-kahan-full-c", "cut_cross_entropy"),
+    ],
+)
 def test_a_library_that_is_not_here_is_one_line(name, library, monkeypatch):
     """Catches a peer whose absence ends the run, and one that is no row."""
     monkeypatch.setitem(sys.modules, library, None)

@@ -28,10 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", help=f"heads to time: {', '.join(SHAPES)}")
     add("--tokens", nargs="+", type=whole(1), metavar="N", help="numbers of tokens (default: 8192; on a CPU 512)")
     add(
-        "--workload", nargs="+", default=["trained"], metavar="RUNG",
+        "--workload",
+        nargs="+",
+        default=["trained"],
+        metavar="RUNG",
         help="how sure the softmax is: unigram, early, spread, middle, trained, sharp, or all of this 'ladder'; or files that "
         "'cce-dist pretrain --capture' wrote, which have their own shape and tokens (default: trained)",
-    )  # fmt: skip
+    )
     add("--methods", nargs="+", metavar="METHOD", help="rows of the table; 'list' prints them (default: all)")
     add(
         "--ignored",
@@ -42,14 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--tp", type=_sizes, metavar="T,T", help="split the vocabulary over so many ranks, under torchrun or alone")
     add(
-        "--log-probs", nargs="*", choices=LOG_PROBS, metavar="TASK",
+        "--log-probs",
+        nargs="*",
+        choices=LOG_PROBS,
+        metavar="TASK",
         help="time log-probabilities and entropies, as policies take them, in place of the loss; the entropy has no gradient. "
         f"With a task time that: {', '.join(LOG_PROBS)}",
-    )  # fmt: skip
+    )
     add(
-        "--kl", nargs="*", choices=KINDS, metavar="KIND",
+        "--kl",
+        nargs="*",
+        choices=KINDS,
+        metavar="KIND",
         help=f"time the divergence of two heads: {', '.join(KINDS)} (default: all)",
-    )  # fmt: skip
+    )
     add(
         "--teacher-size", type=whole(1), metavar="D", help="hidden size of the teacher of --kl (default: the student's)"
     )
@@ -63,14 +72,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of hidden states and weight")
     add("--out", type=folder, default=Path("runs/bench"), metavar="DIR", help="folder for bench.json and bench.png")
     add(
-        "--show", nargs="+", type=file, metavar="JSON",
+        "--show",
+        nargs="+",
+        type=file,
+        metavar="JSON",
         help="measure nothing; print each bench.json again and draw its figure. With --shapes, --tokens, --methods, --ignored "
         "or --tp print a part, and draw nothing",
-    )  # fmt: skip
+    )
     add(
-        "--columns", nargs="+", choices=COLUMNS, metavar="COLUMN",
+        "--columns",
+        nargs="+",
+        choices=COLUMNS,
+        metavar="COLUMN",
         help=f"with --show: print one table, a column per case, with these numbers, and draw nothing: {', '.join(COLUMNS)}",
-    )  # fmt: skip
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -204,9 +204,14 @@ def megatron(shard: VocabShard, hidden: Tensor, fused: bool, sequence_parallel: 
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         logits = linear_with_grad_accumulation_and_async_allreduce(
-            hidden, weight, None, gradient_accumulation_fusion=False, allreduce_dgrad=not sequence_parallel,
-            sequence_parallel=sequence_parallel, tp_group=group,
-        ).unsqueeze(1)  # fmt: skip
+            hidden,
+            weight,
+            None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=not sequence_parallel,
+            sequence_parallel=sequence_parallel,
+            tp_group=group,
+        ).unsqueeze(1)
         if fused:
             losses = fused_vocab_parallel_cross_entropy(logits, labels[:, None], group)
         else:
@@ -233,9 +238,12 @@ def deepspeed(shard: VocabShard, hidden: Tensor) -> LossFn:
     from deepspeed.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
     return partial(
-        vocab_parallel_linear_cross_entropy, tp_group=shard.group, vocab_start_index=shard.start, vocab_end_index=shard.stop,
+        vocab_parallel_linear_cross_entropy,
+        tp_group=shard.group,
+        vocab_start_index=shard.start,
+        vocab_end_index=shard.stop,
         ignore_index=IGNORE_INDEX,
-    )  # fmt: skip
+    )
 
 
 def deepspeed_logits(shard: VocabShard, hidden: Tensor, backend: str = "torch") -> LossFn:
@@ -247,9 +255,15 @@ def deepspeed_logits(shard: VocabShard, hidden: Tensor, backend: str = "torch") 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         logits = F.linear(cast(Tensor, ColumnParallel.apply(shard.group, hidden)), weight)
         return vocab_parallel_cross_entropy(
-            logits, labels, tp_group=shard.group, vocab_start_index=shard.start, vocab_end_index=shard.stop,
-            global_vocab_size=shard.vocab_size, ignore_index=IGNORE_INDEX, backend=backend,
-        )  # fmt: skip
+            logits,
+            labels,
+            tp_group=shard.group,
+            vocab_start_index=shard.start,
+            vocab_end_index=shard.stop,
+            global_vocab_size=shard.vocab_size,
+            ignore_index=IGNORE_INDEX,
+            backend=backend,
+        )
 
     return loss
 

@@ -37,7 +37,17 @@ LOG_PROBS = {  # tasks: ids of a token, whether entropies too, how many of the l
     "scores": (1, True, 64, False),
 }
 COLUMNS = {  # what --columns calls the columns of a case's table
-    "fwd": "fwd ms (IQR)", "fwd/1": "/1 GEMM", "total": "fwd+bwd ms (IQR)", "total/3": "/3 GEMMs", "total/4": "/4 GEMMs",
-    "host": "host ms", "first": "first s", "MiB": "MiB", "dE": "err dE", "dC": "err dC", "mean-dE": "err mean dE",
-    "loss": "err loss", "sends": "sends",
-}  # fmt: skip
+    "fwd": "fwd ms (IQR)",
+    "fwd/1": "/1 GEMM",
+    "total": "fwd+bwd ms (IQR)",
+    "total/3": "/3 GEMMs",
+    "total/4": "/4 GEMMs",
+    "host": "host ms",
+    "first": "first s",
+    "MiB": "MiB",
+    "dE": "err dE",
+    "dC": "err dC",
+    "mean-dE": "err mean dE",
+    "loss": "err loss",
+    "sends": "sends",
+}

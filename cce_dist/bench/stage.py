@@ -79,13 +79,18 @@ def megatron(
         parallel_state.initialize_model_parallel(size, create_gloo_process_groups=False)
 
     config = TransformerConfig(
-        num_layers=1, hidden_size=hidden.shape[1], num_attention_heads=size, tensor_model_parallel_size=size,
-        sequence_parallel=sequence_parallel, cross_entropy_loss_fusion=fused,
+        num_layers=1,
+        hidden_size=hidden.shape[1],
+        num_attention_heads=size,
+        tensor_model_parallel_size=size,
+        sequence_parallel=sequence_parallel,
+        cross_entropy_loss_fusion=fused,
         # The weight comes with each call; memory of the host that nothing writes to costs nothing.
-        use_cpu_initialization=True, perform_initialization=False,
+        use_cpu_initialization=True,
+        perform_initialization=False,
         # The fusion takes a kernel of Apex, which need not be there.
         gradient_accumulation_fusion=False,
-    )  # fmt: skip
+    )
     no_layers: Any = TransformerBlockSubmodules([])
     model: Any = GPTModel(config, no_layers, shard.vocab_size, 1, pre_process=False, post_process=True)
     if options is not None:
@@ -119,9 +124,15 @@ def deepspeed(
 
     def vocab_parallel_loss(logits: Tensor, labels: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(
-            logits, labels, tp_group=shard.group, vocab_start_index=shard.start, vocab_end_index=shard.stop,
-            global_vocab_size=shard.vocab_size, ignore_index=IGNORE_INDEX, backend=backend,
-        )  # fmt: skip
+            logits,
+            labels,
+            tp_group=shard.group,
+            vocab_start_index=shard.start,
+            vocab_end_index=shard.stop,
+            global_vocab_size=shard.vocab_size,
+            ignore_index=IGNORE_INDEX,
+            backend=backend,
+        )
 
     class VocabParallelLinear(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:

@@ -18,19 +18,37 @@ from typing import Any
 
 import torch
 
+from cce_dist.report import table
+
 HEADS: dict[str, dict[str, Any]] = {
     "Llama-3-8B": dict(
-        kind="Llama", hidden_size=4096, vocab_size=128_256, intermediate_size=14_336, num_attention_heads=32,
+        kind="Llama",
+        hidden_size=4096,
+        vocab_size=128_256,
+        intermediate_size=14_336,
+        num_attention_heads=32,
         num_key_value_heads=8,
     ),
     "Gemma-2-2B": dict(
-        kind="Gemma2", hidden_size=2304, vocab_size=256_000, intermediate_size=9216, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=256, final_logit_softcapping=30.0, attn_implementation="eager",
+        kind="Gemma2",
+        hidden_size=2304,
+        vocab_size=256_000,
+        intermediate_size=9216,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        final_logit_softcapping=30.0,
+        attn_implementation="eager",
     ),
     "tiny": dict(
-        kind="Llama", hidden_size=32, vocab_size=512, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        kind="Llama",
+        hidden_size=32,
+        vocab_size=512,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     ),
-}  # fmt: skip
+}
 WAYS: dict[str, dict[str, Any] | None] = {  # options of cce_dist.convert; None: the model's own loss, or Liger's
     "stock": None,
     "liger": None,
@@ -85,10 +103,21 @@ def measure(head: str, way: str, batch: int, length: int, steps: int) -> dict[st
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
-            folder, per_device_train_batch_size=batch, max_steps=steps, bf16=on_gpu, optim="sgd", learning_rate=1e-4,
-            max_grad_norm=0.0, logging_steps=steps, report_to=[], save_strategy="no", disable_tqdm=True,
-            use_liger_kernel=way == "liger", liger_kernel_config=liger if way == "liger" else None, use_cpu=not on_gpu,
-        )  # fmt: skip
+            folder,
+            per_device_train_batch_size=batch,
+            max_steps=steps,
+            bf16=on_gpu,
+            optim="sgd",
+            learning_rate=1e-4,
+            max_grad_norm=0.0,
+            logging_steps=steps,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            use_liger_kernel=way == "liger",
+            liger_kernel_config=liger if way == "liger" else None,
+            use_cpu=not on_gpu,
+        )
         data: Any = [{"input_ids": x, "labels": x} for x in ids]
         trainer = Trainer(model, args, train_dataset=data, callbacks=[clock])
         trainer.train()
@@ -96,10 +125,13 @@ def measure(head: str, way: str, batch: int, length: int, steps: int) -> dict[st
         cce_dist.require(model)
     seconds = statistics.median(b - a for a, b in zip(clock.ends[1:], clock.ends[2:], strict=False))
     return {
-        "head": head, "way": way, "tokens_per_second": round(batch * length / seconds), "step_ms": round(1000 * seconds, 1),
+        "head": head,
+        "way": way,
+        "tokens_per_second": round(batch * length / seconds),
+        "step_ms": round(1000 * seconds, 1),
         "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if on_gpu else None,
         "loss": round(trainer.state.log_history[0]["loss"], 4),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -116,25 +148,16 @@ def main() -> None:
         print(json.dumps(measure(args.one[0], args.one[1], args.batch, args.length, args.steps)))
         return
     rows = []
-    print(
-        "| head | loss | tokens/s | ms a step | peak MiB | loss after the run |\n|---|---|---:|---:|---:|---:|",
-        flush=True,
-    )
     for head in args.heads:
         for way in args.ways:
             command = [sys.executable, "-m", "cce_dist.bench.trainer", "--one", head, way]
             command += ["--batch", str(args.batch), "--length", str(args.length), "--steps", str(args.steps)]
             done = subprocess.run(command, capture_output=True, text=True)
             lines = [line for line in done.stdout.splitlines() if line.startswith('{"head"')]
-            if not lines:
-                print(
-                    f"| {head} | {way} | {(done.stderr.strip().splitlines() or ['no output'])[-1][:200]} | | | |",
-                    flush=True,
-                )
-                continue
-            row = json.loads(lines[-1])
-            rows.append(row)
-            print("| " + " | ".join(str(row[column]) for column in COLUMNS) + " |", flush=True)
+            failed = {"head": head, "way": way, "loss": (done.stderr.strip().splitlines() or ["no output"])[-1][:200]}
+            rows.append(json.loads(lines[-1]) if lines else failed)
+            print(f"{head}, {way}: done", file=sys.stderr)
+    print("\n".join(table([{column: str(row.get(column, "-")) for column in COLUMNS} for row in rows])))
     if args.out:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         with open(args.out, "w") as file:

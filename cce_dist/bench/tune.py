@@ -41,9 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cce-dist tune``."""
     add = parser.add_argument
     add(
-        "--shapes", nargs="+", choices=SHAPES, default=["llama-3-8b"], metavar="SHAPE",
+        "--shapes",
+        nargs="+",
+        choices=SHAPES,
+        default=["llama-3-8b"],
+        metavar="SHAPE",
         help="heads to tune for (default: llama-3-8b)",
-    )  # fmt: skip
+    )
     add("--tokens", type=whole(1), default=8192, metavar="N", help="number of tokens")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of hidden states and weight")
     add("--repeats", type=whole(1), default=7, help="steps of each candidate")

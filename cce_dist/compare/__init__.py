@@ -20,14 +20,28 @@ from cce_dist.arguments import file, folder, number, whole
 METHODS = (*pretrain.LOSSES, "cce", "cce-kahan-full-c")
 DEFAULTS: dict[str, dict[str, Any]] = {  # by device: minutes, not hours
     "cuda": {
-        "preset": "wide", "steps": 400, "batch_size": 32, "dtype": "bfloat16", "lr": 6e-4, "warmup": 40, "seeds": 3,
-        "measure_every": 50, "filter_eps": GradFilter.eps,
+        "preset": "wide",
+        "steps": 400,
+        "batch_size": 32,
+        "dtype": "bfloat16",
+        "lr": 6e-4,
+        "warmup": 40,
+        "seeds": 3,
+        "measure_every": 50,
+        "filter_eps": GradFilter.eps,
     },
     "cpu": {
-        "preset": "small", "steps": 30, "batch_size": 8, "dtype": "float32", "lr": 1e-3, "warmup": 5, "seeds": 2,
-        "measure_every": 10, "filter_eps": 2**-8,  # a smaller vocabulary has larger probabilities
+        "preset": "small",
+        "steps": 30,
+        "batch_size": 8,
+        "dtype": "float32",
+        "lr": 1e-3,
+        "warmup": 5,
+        "seeds": 2,
+        "measure_every": 10,
+        "filter_eps": 2**-8,  # a smaller vocabulary has larger probabilities
     },
-}  # fmt: skip
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,12 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("run")
     run.add_argument("--out", type=folder, default=Path("runs/compare"), help="folder of compare.json and compare.png")
     run.add_argument(
-        "--methods", nargs="+", default=list(METHODS), metavar="METHOD",
+        "--methods",
+        nargs="+",
+        default=list(METHODS),
+        metavar="METHOD",
         help="dense (all logits in memory), exact, filtered (and compensated), screened (the same, its forward in 8 bits "
         "where the GPU can), filtered-plain (not compensated), full-c (dC exact, dE filtered), full-c-plain, or another "
         "library's row of 'cce-dist bench' "
         f"(default: {' '.join(METHODS)})",
-    )  # fmt: skip
+    )
     run.add_argument("--seeds", type=whole(1), metavar="N", help="runs of each method, a seed each")
     run.add_argument("--first-seed", type=whole(0), default=0, metavar="SEED", help="of N in a row (default: 0)")
     run.add_argument("--steps", type=whole(1), help="optimizer steps of a run")
@@ -56,9 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--filter-eps", type=number(0, below=1), metavar="P", help="softmax below which the filter drops a gradient"
     )
     run.add_argument(
-        "--show", type=file, nargs="+", metavar="JSON",
+        "--show",
+        type=file,
+        nargs="+",
+        metavar="JSON",
         help="train nothing; print and draw a compare.json again, or several, of other seeds or methods, as one",
-    )  # fmt: skip
+    )
     run.add_argument(
         "--columns", nargs="+", metavar="COLUMN", help="with --show: print these columns, and draw nothing"
     )

@@ -26,9 +26,16 @@ TITLES = {
     "rare dC": "dC of tokens not in the batch",
 }
 COLUMNS = {  # what --columns calls the columns of the table
-    "val-loss": "val loss (sd)", "excess": f"- {BASELINE} (sd)", "excess-se": f"- {BASELINE} (s.e.)", "dE": "dE",
-    "mean-dE": "mean dE", "dC": "dC", "rare-dC": "rare dC", "kept": "kept", "tokens/s": "tokens/s",
-}  # fmt: skip
+    "val-loss": "val loss (sd)",
+    "excess": f"- {BASELINE} (sd)",
+    "excess-se": f"- {BASELINE} (s.e.)",
+    "dE": "dE",
+    "mean-dE": "mean dE",
+    "dC": "dC",
+    "rare-dC": "rare dC",
+    "kept": "kept",
+    "tokens/s": "tokens/s",
+}
 OF_A_COMMAND = {"out", "methods", "seeds", "first_seed", "show", "columns", "cache"}  # options that change no run
 STYLES = {  # color and dash of the methods that are compared by default; others take what is left
     "dense": ("black", "-"),

@@ -54,9 +54,15 @@ class Run:
 
 
 def train_all(
-    recipe: Recipe, ranks: Ranks, corpus: Corpus, methods: dict[str, MakeHead], *, seeds: Iterable[int], measure_every: int,
+    recipe: Recipe,
+    ranks: Ranks,
+    corpus: Corpus,
+    methods: dict[str, MakeHead],
+    *,
+    seeds: Iterable[int],
+    measure_every: int,
     advance: Callable[[], Any],
-) -> Iterator[Run]:  # fmt: skip
+) -> Iterator[Run]:
     """Yield each run as it ends, all methods of a seed before the next seed; ``advance`` is called after every step."""
     seq_len = recipe.shape.seq_len
     held_out = Batches(corpus.held_out, seq_len, seed=0)  # seeds are judged by the same text
@@ -83,9 +89,14 @@ def train_all(
 
 
 def _train(
-    engine: TorchEngine, head: nn.Module, batches: Batches, held_out: Batches, run: Run, measure_every: int,
+    engine: TorchEngine,
+    head: nn.Module,
+    batches: Batches,
+    held_out: Batches,
+    run: Run,
+    measure_every: int,
     advance: Callable[[], Any],
-) -> None:  # fmt: skip
+) -> None:
     """Train the engine's model with ``head`` as its last layer; between steps it has its own, exact one."""
     recipe, exact = engine.recipe, engine.model.head
     losses: list[Tensor] = []
