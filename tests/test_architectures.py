@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import transformers
-from count_architectures import compare, difference, quiet
+from count_architectures import compare, difference, names_of, quiet, run
 
 NAMES = [
     "LlamaForCausalLM",
@@ -39,6 +39,15 @@ def _quiet() -> Iterator[None]:
 def test_equal(name: str) -> None:
     result = compare(name)
     assert result.outcome == "equal", result
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mapping", ["causal_lm", "image_text_to_text", "masked_lm", "seq_to_seq_causal_lm"])
+def test_every_class_is_equal_or_says_why_not(mapping: str) -> None:
+    results = [run(name, limit_seconds=120) for name in names_of(mapping)]
+    wrong = [result for result in results if result.outcome in ("differs", "no answer")]
+    assert not wrong and sum(result.outcome == "equal" for result in results) > len(results) / 2, wrong
 
 
 def test_the_script_sees_a_difference() -> None:
