@@ -19,7 +19,7 @@ from cce_dist.kernels import IGNORED, Grads, Operands
 from cce_dist.kernels.divergence import dense as dense_heads
 from cce_dist.kernels.divergence import heads
 from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair
-from cce_dist.kernels.launch.tape import again
+from cce_dist.kernels.launch.tape import recorded
 from cce_dist.shard import even_rows
 
 PUBLIC_NAME = "linear_kl_divergence"
@@ -100,8 +100,8 @@ def _gathered(
     """The operands of both heads with all tokens; both gathers are under way together."""
     group, spec = merge.resolve(call.layout.group_name), call.spec
     if call.layout.sequence_parallel and group is not None:
-        arriving = [again(merge.SequenceGather, slice_, group) for slice_ in (hidden, teacher_hidden)]
-        hidden, teacher_hidden = (again(merge.SequenceGather.wait, gather) for gather in arriving)
+        arriving = [recorded(merge.SequenceGather, slice_, group) for slice_ in (hidden, teacher_hidden)]
+        hidden, teacher_hidden = (recorded(merge.SequenceGather.wait, gather) for gather in arriving)
     ids = torch.where(mask, 0, IGNORED)
     return Heads(
         Operands(hidden, weight, bias, ids, spec.student),
@@ -133,14 +133,14 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, T
         rows = None if sum_group is None else backend.rows_at_once(_of_even_shard(x, call, sum_group.size()), spec)
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
         num_tokens = x.student.num_tokens
-        hidden_sum = again(merge.HiddenGradSum, sum_group, layout.sequence_parallel, reduce_dtype, num_tokens, rows)
+        hidden_sum = recorded(merge.HiddenGradSum, sum_group, layout.sequence_parallel, reduce_dtype, num_tokens, rows)
         coef_N = d_values[0].masked_fill(x.student.ids < 0, 0.0)
-        start_sum = partial(again, merge.HiddenGradSum.start, hidden_sum)
+        start_sum = partial(recorded, merge.HiddenGradSum.start, hidden_sum)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
         _, d_weight, d_bias = backend.gradients(x, Pair(*saved[0]), coef_N, saved[1:], grads, spec)
         nothing = hidden.new_empty(0)
         return (
-            again(merge.HiddenGradSum.wait, hidden_sum) if want_hidden else nothing,
+            recorded(merge.HiddenGradSum.wait, hidden_sum) if want_hidden else nothing,
             nothing if d_weight is None else d_weight,
             nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
         )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from cce_dist.kernels.launch.tape import again
+from cce_dist.kernels.launch.tape import recorded
 
 # torch 2.13 renamed the two; the old names warn there
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -21,7 +21,7 @@ _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 def resolve(group_name: Any) -> dist.ProcessGroup | None:
     """The group of that name; the empty name is "not split"."""
-    return again(_resolve_process_group, group_name) if group_name else None
+    return recorded(_resolve_process_group, group_name) if group_name else None
 
 
 def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -31,7 +31,7 @@ def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     if group is None or group.size() == 1:
         return stats_KN.unsqueeze(0)
-    return again(_all_gather, stats_KN, group).view(group.size(), *stats_KN.shape)
+    return recorded(_all_gather, stats_KN, group).view(group.size(), *stats_KN.shape)
 
 
 def gather_sequence(local_hidden: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -22,7 +22,7 @@ from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, choose, num_counted
 from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
 from cce_dist.kernels.launch.rehearsal import rehearse
-from cce_dist.kernels.launch.tape import again
+from cce_dist.kernels.launch.tape import recorded
 from cce_dist.shard import even_rows
 
 _US = "linear_cross_entropy (or linear_log_probs)"  # in messages of what both have
@@ -117,7 +117,7 @@ def _run_forward(
 
 
 def _start_gather(hidden: Tensor, group: Any) -> merge.SequenceGather | None:
-    return None if group is None else again(merge.SequenceGather, hidden, group)
+    return None if group is None else recorded(merge.SequenceGather, hidden, group)
 
 
 def _operands(
@@ -142,7 +142,7 @@ def _statistics_on_arrival(
     """
     saved = backend.saved_of_slices(x, spec)
     if saved is None:
-        x = x._replace(hidden=again(merge.SequenceGather.wait, arriving))
+        x = x._replace(hidden=recorded(merge.SequenceGather.wait, arriving))
         return x, *backend.statistics(x, spec, merge_bound)
     keep_nothing = spec._replace(want=spec.want._replace(grad=False))
 
@@ -152,7 +152,7 @@ def _statistics_on_arrival(
     here = arriving.here
     before, after = slice(0, here.start), slice(here.stop, x.num_tokens)
     local_KN = of(here, arriving.local)
-    hidden = again(merge.SequenceGather.wait, arriving)
+    hidden = recorded(merge.SequenceGather.wait, arriving)
     stats_KN = torch.cat((of(before, hidden[before]), local_KN, of(after, hidden[after])), 1)
     return x._replace(hidden=hidden), stats_KN, saved
 
@@ -191,16 +191,16 @@ def _run_backward(
         hidden_sum = start_sum = None
         if sum_group is not None:
             sequence = layout.sequence_parallel
-            hidden_sum = again(merge.HiddenGradSum, sum_group, sequence, reduce_dtype, ids.numel(), rows)
-            start_sum = partial(again, merge.HiddenGradSum.start, hidden_sum)
+            hidden_sum = recorded(merge.HiddenGradSum, sum_group, sequence, reduce_dtype, ids.numel(), rows)
+            start_sum = partial(recorded, merge.HiddenGradSum.start, hidden_sum)
         if arriving is not None:
-            x = x._replace(hidden=again(merge.SequenceGather.wait, arriving))
+            x = x._replace(hidden=recorded(merge.SequenceGather.wait, arriving))
 
         softmax = Softmax(merged[0], merged[1], None if d_losses[-1] is None else merged[2])
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
         d_hidden, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
         if hidden_sum is not None and want_hidden:
-            d_hidden = again(merge.HiddenGradSum.wait, hidden_sum)
+            d_hidden = recorded(merge.HiddenGradSum.wait, hidden_sum)
         nothing = hidden.new_empty(0)
         return (
             nothing if d_hidden is None else d_hidden,

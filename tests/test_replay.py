@@ -40,7 +40,7 @@ from cce_dist import (
 from cce_dist.kernels import budget, exact
 from cce_dist.kernels.launch import graphs, replay, steps
 from cce_dist.kernels.launch import tape as tape_module
-from cce_dist.kernels.launch.tape import Again, Launch, Matrix, Place, Tape, again, mapped
+from cce_dist.kernels.launch.tape import Launch, Matrix, Place, Recorded, Tape, mapped, recorded
 from cce_dist.verify.check import further_runs, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
@@ -398,7 +398,7 @@ def test_collectives_stand_between_graphs() -> None:
         return given_away[-1]
 
     def function(x: Tensor, call: Any) -> tuple[Tensor, ...]:
-        there = again(collective, (x * 2 + 1).exp() - x)
+        there = recorded(collective, (x * 2 + 1).exp() - x)
         return (there - 1).exp() * 2, there * there
 
     replayed, x = replay.Replayed(function, lambda call: ()), torch.linspace(-1, 1, 300, device=DEVICE)
@@ -412,7 +412,7 @@ def test_collectives_stand_between_graphs() -> None:
     (plan,) = replayed.plans.values()
     assert plan is not None
     kinds = [type(step).__name__ for step in plan.idle[0].steps]
-    assert kinds == ["Together", "_Again", "Together"]
+    assert kinds == ["Together", "_Recorded", "Together"]
 
 
 class Stretch:
@@ -625,10 +625,10 @@ def test_what_a_collective_reads_stays() -> None:
     under_way: list[Tensor] = []
 
     def function(x: Tensor, call: float) -> tuple[Tensor]:
-        again(under_way.append, x * 2)
+        recorded(under_way.append, x * 2)
         for _ in range(4):
             x = x * 3
-        again(wait)
+        recorded(wait)
         return (x,)
 
     def wait() -> None:
@@ -648,11 +648,11 @@ def test_one_object_that_comes_twice_is_no_other() -> None:
     group = SimpleNamespace(factor=3.0)
 
     def function(x: Tensor, call: Any) -> tuple[Tensor]:
-        again(lambda: group)
-        found = again(lambda: group)
-        work = again(SimpleNamespace)
-        again(lambda work, x: work.__dict__.update(x=x.clone()), work, x)
-        return (again(lambda found, work: found.factor * work.x, found, work),)
+        recorded(lambda: group)
+        found = recorded(lambda: group)
+        work = recorded(SimpleNamespace)
+        recorded(lambda work, x: work.__dict__.update(x=x.clone()), work, x)
+        return (recorded(lambda found, work: found.factor * work.x, found, work),)
 
     replayed = replay.Replayed(function, lambda call: ())
     for number in range(4):
@@ -798,14 +798,14 @@ def test_an_error_after_a_launch_is_told() -> None:
 
     def function(x: Tensor, call: Any) -> tuple[Tensor]:
         x.add_(1)
-        again(made.append, x)
+        recorded(made.append, x)
         return (x * 2,)
 
     replayed, x = replay.Replayed(function, lambda call: ()), torch.zeros(9, device=DEVICE)
     for _ in range(3):
         replayed(x, None)
     with (
-        mock.patch.object(steps._Again, "__call__", side_effect=RuntimeError("injected")),
+        mock.patch.object(steps._Recorded, "__call__", side_effect=RuntimeError("injected")),
         pytest.raises(RuntimeError, match="injected"),
     ):
         replayed(x, None)
@@ -1172,7 +1172,7 @@ def _on_ranks() -> None:
             return [loss.detach(), *(x.grad for x in given if x.grad is not None)]
 
         plans = check(step)
-        assert all(any(isinstance(step, Again) for step in plan.plan.steps) for plan in plans)
+        assert all(any(isinstance(step, Recorded) for step in plan.plan.steps) for plan in plans)
 
     mine = slice(shard.start, shard.stop)
 

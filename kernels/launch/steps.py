@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels.launch import graphs
-from cce_dist.kernels.launch.tape import Again, Launch, Matrix, Op, Place, Refused, Tape, Thing, aten, mapped
+from cce_dist.kernels.launch.tape import Launch, Matrix, Op, Place, Recorded, Refused, Tape, Thing, aten, mapped
 
 _LOG = logging.getLogger("cce_dist")
 LARGE = 1 << 20  # bytes; an allocation of more costs as much time, and is worth giving back early
@@ -68,7 +68,7 @@ class ReplayPlan:
         first, last = _first_and_last(uses)
         returned = {place.storage for place in _places(tape.result)}
         for step in tape.steps:  # A collective may be under way until the call ends.
-            if isinstance(step, Again):
+            if isinstance(step, Recorded):
                 last.update((place.storage, len(tape.steps)) for place in _places(step.args))
         end = max(len(tape.steps), 1)
         for number in returned:
@@ -79,7 +79,7 @@ class ReplayPlan:
             place.storage
             for step in tape.steps
             for place in _places(getattr(step, "result", None))
-            if isinstance(step, Again) or _into_memory(step, device) is None
+            if isinstance(step, Recorded) or _into_memory(step, device) is None
         } & new
         lives = {n: (first[n], last[n], tape.sizes[n]) for n in sorted(new)}
         passing = [(number, number, _temporary_bytes(step, device)) for number, step in enumerate(tape.steps)]
@@ -89,7 +89,7 @@ class ReplayPlan:
         stops = [end]
         aside = sum(tape.sizes[n] for n in new - planned) + max((size for *_, size in passing), default=0)
         if aside + self.workspace_bytes > most:
-            # What is planned is there all along. The less of it, the more is there only while it is used, in phases.
+            # The workspace lives as long as the call. Tensors above ``largest`` bytes leave it, and are allocated in phases.
             alone = passing
             for largest in (LARGE >> halved for halved in range(11)):
                 planned = {n for n in planned if tape.sizes[n] <= largest}
@@ -295,7 +295,7 @@ class Replay:
         # Tensors, addresses and other objects of a call.
         self.held: list[Any] = [None] * (plan.num_storages + 1)
         self.address = [0] * (plan.num_storages + 1)
-        self.things: list[Any] = [None] * sum(isinstance(step, Again) for step in plan.steps)
+        self.things: list[Any] = [None] * sum(isinstance(step, Recorded) for step in plan.steps)
         self.planned: dict[Place, Tensor] = {}
         self.workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=plan.device).untyped_storage()
         self.steps: list[Callable[[int], None]] = []
@@ -636,21 +636,21 @@ class _Op:
                 _keep(self, place, tensor)
 
 
-def _keep(step: _Op | _Again, place: Place, tensor: Tensor) -> None:
+def _keep(step: _Op | _Recorded, place: Place, tensor: Tensor) -> None:
     """Take a tensor that a step made."""
     step.held[place.storage + 1] = tensor
     step.address[place.storage + 1] = tensor.data_ptr()
 
 
-class _Again:
+class _Recorded:
     """A call of a function as it is."""
 
     joins = False
 
-    def __init__(self, replay: Replay, again: Again) -> None:
+    def __init__(self, replay: Replay, call: Recorded) -> None:
         self.held, self.address, self.things = replay.held, replay.address, replay.things
-        self.function, self.result = again.function, again.result
-        self.args = replay.bring(mapped(again.args, replay.fixed))
+        self.function, self.result = call.function, call.result
+        self.args = replay.bring(mapped(call.args, replay.fixed))
 
     def __call__(self, stream: int) -> None:
         result = self.function(*self.args())
@@ -660,4 +660,4 @@ class _Again:
             _keep(self, self.result, result)
 
 
-_KINDS: dict[type, Callable[[Replay, Any], Callable[[int], None]]] = {Launch: _Launch, Op: _Op, Again: _Again}
+_KINDS: dict[type, Callable[[Replay, Any], Callable[[int], None]]] = {Launch: _Launch, Op: _Op, Recorded: _Recorded}

@@ -82,12 +82,12 @@ class Op(NamedTuple):
 
 
 class Thing(NamedTuple):
-    """An object that is no tensor: what the ``Again`` of this number gave."""
+    """An object that is no tensor: what the ``Recorded`` of this number gave."""
 
     number: int
 
 
-class Again(NamedTuple):
+class Recorded(NamedTuple):
     """A call of a function that is called again as it is, such as a collective.
 
     Attributes:
@@ -134,7 +134,7 @@ class Tape(TorchDispatchMode):
         self.num_inputs = len(inputs)
         self.sizes: list[int] = []
         self.firsts: list[Place] = []
-        self.steps: list[Launch | Op | Again] = []
+        self.steps: list[Launch | Op | Recorded] = []
         self.result: Any = None
         self.refused = ""
         self._paused = False
@@ -184,7 +184,7 @@ class Tape(TorchDispatchMode):
         self._note(self._launch, kernel.arg_names, compiled, grid, args, kwargs)
 
     def called(self, function: Callable[..., Any], args: Any, result: Any) -> None:
-        self._note(self._again, function, args, result)
+        self._note(self._recorded, function, args, result)
 
     def returned(self, result: Any) -> None:
         """Note what the call returns: ``result``."""
@@ -243,7 +243,7 @@ class Tape(TorchDispatchMode):
         elif new and func.overloadpacket not in _UNINITIALISED:
             self.steps.append(Op(func, args, kwargs, self._places(result)))
 
-    def _again(self, function: Callable[..., Any], args: Any, result: Any) -> None:
+    def _recorded(self, function: Callable[..., Any], args: Any, result: Any) -> None:
         places = self._places(args)
         place: Place | Thing | Tensor | None = None
         if isinstance(result, Tensor):
@@ -252,7 +252,7 @@ class Tape(TorchDispatchMode):
             place = Thing(self._num_things)
             self._num_things += 1
             self._things[id(result)] = place, result
-        self.steps.append(Again(function, places, place))
+        self.steps.append(Recorded(function, places, place))
 
     def _add_new(self, tensors: Sequence[Tensor]) -> bool:
         """Number the storages that have none; return whether there were any."""
@@ -294,7 +294,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.itemsize * (tensor.numel() > 0)
 
 
-def again(function: Callable[..., Any], *args: Any) -> Any:
+def recorded(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function which a replay is to call, too, with its own tensors and objects in place of those given.
 
     It returns a tensor, an object that is only given to later such calls, or None.
