@@ -59,14 +59,22 @@ def join_alone(device: torch.device) -> None:
 
 
 def _start_group(
-    device: torch.device, store: dist.Store, rank: int, world_size: int,
-    timeout: datetime.timedelta | None = None, bind: bool = False,
-) -> None:  # fmt: skip
+    device: torch.device,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: datetime.timedelta | None = None,
+    bind: bool = False,
+) -> None:
     on_gpu = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout,
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
         device_id=device if on_gpu and bind else None,
-    )  # fmt: skip
+    )
 
 
 def run_ranks(body: Callable, world: int, *args, device: str = "cpu", timeout_seconds: float = 120) -> None:
@@ -102,9 +110,13 @@ class Pool:
     """
 
     def __init__(
-        self, world: int, device: str = "cpu", timeout_seconds: float = 120, limit_seconds: float | None = None,
+        self,
+        world: int,
+        device: str = "cpu",
+        timeout_seconds: float = 120,
+        limit_seconds: float | None = None,
         seed: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.world, self.limit_seconds, self.seed = world, limit_seconds, seed
         self._group = world, device, datetime.timedelta(seconds=timeout_seconds)
         self._ranks: list[tuple[Any, Connection]] = []  # process, pipe

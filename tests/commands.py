@@ -34,9 +34,14 @@ class Command:
     """
 
     def __init__(
-        self, argv: list[str], output: Path, *, start: str = "forkserver", file_limit: int | None = None,
+        self,
+        argv: list[str],
+        output: Path,
+        *,
+        start: str = "forkserver",
+        file_limit: int | None = None,
         environment: dict[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         context: Any = multiprocessing.get_context(start)
         if start == "forkserver":
             context.set_forkserver_preload(["commands"])

@@ -1,4 +1,4 @@
-"""Half a minute of what ``launch/chaos.sh`` does for hours."""
+"""Some rounds of what ``launch/chaos.sh`` does for hours."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import chaos
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
 @pytest.mark.timeout(250)
-def test_a_disturbed_run_ends_in_the_bits_of_an_undisturbed_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert chaos.main(["--rounds", "8", "--seconds", "30", "--seed", "12"]) == 0
+@pytest.mark.parametrize("rounds", ["3", pytest.param("20", marks=pytest.mark.sweep)])
+def test_a_disturbed_run_ends_in_the_bits_of_an_undisturbed_one(
+    capsys: pytest.CaptureFixture[str], rounds: str
+) -> None:
+    assert chaos.main(["--rounds", rounds, "--seconds", "100", "--seed", "12"]) == 0
     assert "all bit for bit those of an undisturbed one" in capsys.readouterr().out

@@ -465,9 +465,13 @@ def test_records_tell_the_share_of_the_peak_and_the_end_says_where_all_is(
 
 @pytest.mark.parametrize("writer", [["--tensorboard"], ["--wandb", "project"]], ids=lambda writer: writer[0])
 def test_writers_are_off_by_default_and_said_to_be_missing(
-    cache: Path, tmp_path: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    cache: Path,
+    tmp_path: Path,
+    finished: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     writer: list[str],
-) -> None:  # fmt: skip
+) -> None:
     assert not (finished / "tensorboard").exists() and not (finished / "wandb").exists()
     monkeypatch.setattr(log, "find_spec", lambda name: None)
     argv = ["pretrain", *TOY, *SHORT, "--tp", "1", "--cache", str(cache), "--out", str(tmp_path / "run"), *writer]

@@ -19,6 +19,8 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
+from commands import Command, descendants, has_taken, kill
+
 from cce_dist import cli
 from cce_dist.pretrain import data, log, torchrun
 
@@ -53,11 +55,6 @@ class Torchrun:
         with open(output, "w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
 
-    def pid_of_rank(self, rank: int) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
-        return next(pid for pid, environment in environments.items() if f"RANK={rank}".encode() in environment)
-
     def wait_until(self, happened: Callable[[], bool]) -> None:
         while not happened():
             assert self.process.poll() is None, self.output.read_text()
@@ -70,35 +67,13 @@ class Torchrun:
         self.process.wait(60)
 
 
-def _has_finished(out: Path, step: int) -> Callable[[], bool]:
-    metrics = out / "metrics.jsonl"
-    return lambda: metrics.exists() and f'{{"step": {step},' in metrics.read_text()
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, corpus: list[str]) -> Path:
     """A run of two ranks that nothing happens to."""
     out = tmp_path_factory.mktemp("whole")
-    run = Torchrun(out / "log", 0, [*TOY, *LONG, *corpus, "--tp", "2", "--out", str(out)])
-    try:
-        assert run.process.wait(200) == 0, run.output.read_text()
-    finally:
-        run.stop()
+    with Command([*TOY, *LONG, *corpus, "--tp", "2", "--out", str(out)], out / "log") as command:
+        assert command.wait() == 0, command.text
     return out
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds a rank's process in /proc")
-@pytest.mark.timeout(280)
-def test_a_killed_rank_costs_no_bit(tmp_path: Path, corpus: list[str], whole: Path) -> None:
-    run = Torchrun(tmp_path / "log", 1, [*TOY, *LONG, *corpus, "--tp", "2", "--out", str(tmp_path)])
-    try:
-        run.wait_until(_has_finished(tmp_path, 11))
-        os.kill(run.pid_of_rank(1), signal.SIGKILL)
-        assert run.process.wait(200) == 0, run.output.read_text()
-    finally:
-        run.stop()
-    assert "resumed after step 8" in run.output.read_text()
-    assert losses(tmp_path) == losses(whole)
 
 
 class Node:
@@ -130,15 +105,9 @@ class Node:
 
     def kill(self) -> None:
         """End torchrun and its ranks at once, as a power failure does."""
-        for pid in reversed(list(_descendants(self.process.pid))):
-            os.kill(pid, signal.SIGKILL)
+        for pid in [*reversed(list(descendants(self.process.pid))), self.process.pid]:
+            kill(pid, signal.SIGKILL)
         self.process.wait(60)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    yield pid
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        yield from _descendants(int(child))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds a node's processes in /proc")
@@ -152,7 +121,7 @@ def test_a_killed_node_that_comes_back_costs_no_bit(tmp_path: Path, corpus: list
     try:
         nodes[0].wait_until(nodes[0].is_met_at)  # or the second would be the one where they meet
         nodes.append(Node(tmp_path / "node1.log", *argv))
-        nodes[0].wait_until(_has_finished(tmp_path, 11))
+        nodes[0].wait_until(has_taken(tmp_path, 11))
         nodes[1].kill()
         nodes.append(Node(tmp_path / "node1.log", *argv))
         for node in (nodes[0], nodes[2]):
@@ -181,20 +150,15 @@ def test_a_node_leaves_with_its_last_sign_of_life() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds a rank's process in /proc")
-@pytest.mark.timeout(280)
 def test_a_hung_rank_ends_in_a_time_out(tmp_path: Path, corpus: list[str]) -> None:
-    argv = [*TOY, *LONG, *corpus, "--tp", "2", "--timeout", "20", "--out", str(tmp_path)]
-    run = Torchrun(tmp_path / "log", 0, argv)
-    try:
-        run.wait_until(_has_finished(tmp_path, 2))
-        hung = run.pid_of_rank(1)
-        os.kill(hung, signal.SIGSTOP)
-        run.wait_until(lambda: "time-out" in run.output.read_text())
-        os.kill(hung, signal.SIGKILL)  # torchrun would do it, half a minute later
-        assert run.process.wait(60) != 0
-    finally:
-        run.stop()
-    [line] = [line for line in run.output.read_text().splitlines() if "time-out" in line]
+    argv = [*TOY, *LONG, *corpus, "--tp", "2", "--timeout", "12", "--out", str(tmp_path)]
+    with Command(argv, tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 2))
+        kill(hung := command.ranks()[1], signal.SIGSTOP)
+        command.wait_until(lambda: "time-out" in command.text)
+        kill(hung, signal.SIGKILL)  # the agent would do it, half a minute later
+        assert command.wait() == 1
+    [line] = [line for line in command.lines if "time-out" in line]
     assert line.startswith("cce-dist pretrain: rank 0: time-out in a collective: ")
 
 

@@ -357,9 +357,14 @@ def test_d10_a_lost_rank_is_restarted(tmp_path: Path, run: list[str], whole: lis
     ],
 )
 def test_d11_a_requeued_run_goes_on_in_spite_of_no_resume(
-    tmp_path: Path, run: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    first: dict[str, str], second: dict[str, str], goes_on: bool,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    run: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    first: dict[str, str],
+    second: dict[str, str],
+    goes_on: bool,
+) -> None:
     argv = [*run, "--tp", "1", "--batch-size", "2", "--out", str(tmp_path), "--no-resume", "--steps"]
     for steps, environment in (("5", first), ("6", second)):
         for name in ("RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):

@@ -32,17 +32,23 @@ def build_model(recipe: Recipe, ranks: Ranks) -> GPT:
 
 def build_head(
     recipe: Recipe, ranks: Ranks, *, weight: nn.Parameter | None = None, want_stats: bool = False
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """Return the head that the recipe's loss names, over ``weight`` if there is one.
 
     ``want_stats`` has a filtered head return what its filter did.
     """
     shape, grad_filter = recipe.shape, recipe.grad_filter
     head = VocabParallelHead(
-        shape.hidden_size, shape.vocab_size, mesh=ranks.tp_mesh, weight=weight, init_std=0.02, device=ranks.device,
-        sequence_parallel=recipe.sequence_parallel and ranks.tp > 1, grad_filter=grad_filter,
+        shape.hidden_size,
+        shape.vocab_size,
+        mesh=ranks.tp_mesh,
+        weight=weight,
+        init_std=0.02,
+        device=ranks.device,
+        sequence_parallel=recipe.sequence_parallel and ranks.tp > 1,
+        grad_filter=grad_filter,
         return_aux=("filter_stats",) if want_stats and grad_filter is not None else False,
-    )  # fmt: skip
+    )
     return DenseHead(head, ranks.tp_mesh, recipe.sequence_parallel) if recipe.loss == "dense" else head
 
 

@@ -34,9 +34,7 @@ MANIFEST, STATE, LATEST = "manifest.json", "state.pt", "latest"
 NAME = re.compile(r"step-\d{8,}")
 
 
-def save(
-    folder: Path, keep: int, save_tensors: Callable[[Path], None], state: dict[str, Any], ranks: Ranks
-) -> None:  # fmt: skip
+def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: dict[str, Any], ranks: Ranks) -> None:
     """Write model, optimizer, RNG and ``state`` (plain values; ``state["step"]`` names the checkpoint).
 
     ``save_tensors`` is the engine's. Only the ``keep`` newest checkpoints stay.

@@ -79,9 +79,11 @@ class Recipe:
 
     out: Path = flag("run", Path("runs/pretrain"), "folder of metrics, figure, checkpoints", type=folder)
     resume: bool = flag(
-        "run", True, "go on from the last checkpoint in --out; --no-resume deletes the checkpoints there and starts anew",
+        "run",
+        True,
+        "go on from the last checkpoint in --out; --no-resume deletes the checkpoints there and starts anew",
         action=argparse.BooleanOptionalAction,
-    )  # fmt: skip
+    )
     steps: int = flag("run", 300, "optimizer steps of the whole run")
     seed: int = flag("run", 0, "of weights and of data order", type=whole(0))
     log_every: int = flag("run", 1, metavar="STEPS")
@@ -90,18 +92,25 @@ class Recipe:
     checkpoint_every: int = flag("run", 100, "0: never", type=whole(0), metavar="STEPS")
     keep: int = flag("run", 2, "how many of the newest stay on disk", metavar="CHECKPOINTS")
     tensorboard: bool = flag("run", False, "write the records to --out/tensorboard too (needs tensorboard)")
-    wandb: str | None = flag("run", None, "write the records to this project of Weights & Biases too (needs wandb)",
-                             metavar="PROJECT")  # fmt: skip
+    wandb: str | None = flag(
+        "run", None, "write the records to this project of Weights & Biases too (needs wandb)", metavar="PROJECT"
+    )
 
     capture: tuple[int, ...] = flag(
-        "run", (), "steps at which to write what the head gets, for 'cce-dist bench --workload' (--engine torch, one rank)",
-        type=whole(1), nargs="+", metavar="STEP",
-    )  # fmt: skip
+        "run",
+        (),
+        "steps at which to write what the head gets, for 'cce-dist bench --workload' (--engine torch, one rank)",
+        type=whole(1),
+        nargs="+",
+        metavar="STEP",
+    )
 
     loss: str = flag(
-        "loss", "exact", f"dense and {MEGATRON_FUSED}, which is Megatron's own, hold all logits; the others never do",
+        "loss",
+        "exact",
+        f"dense and {MEGATRON_FUSED}, which is Megatron's own, hold all logits; the others never do",
         choices=(*LOSSES, MEGATRON_FUSED),
-    )  # fmt: skip
+    )
     filter_eps: float = flag(
         "loss", GradFilter.eps, "softmax below which the gradient is dropped", type=number(0, below=1)
     )
@@ -113,8 +122,11 @@ class Recipe:
         "data", None, "folder of UTF-8 text files (default: Python's standard library)", type=folder
     )
     pattern: str | None = flag(
-        "data", None, "file names to read, such as '*.txt' (default: '*', or '*.py' with no --corpus)", type=file_pattern
-    )  # fmt: skip
+        "data",
+        None,
+        "file names to read, such as '*.txt' (default: '*', or '*.py' with no --corpus)",
+        type=file_pattern,
+    )
     corpus_mib: int | None = flag(
         "data", None, "read files, in mixed order, up to this size", type=whole(1), metavar="MIB"
     )
@@ -132,13 +144,18 @@ class Recipe:
     dp: int = flag("ranks", 1, "data-parallel size (FSDP2, or the engine's)")
     pp: int = flag("ranks", 1, "pipeline stages, with --engine megatron or deepspeed")
     layers_per_stage: str = flag(
-        "ranks", "even", "layers of each pipeline stage: even, auto (as cce-dist plan cuts them), or numbers such as 7,5",
+        "ranks",
+        "even",
+        "layers of each pipeline stage: even, auto (as cce-dist plan cuts them), or numbers such as 7,5",
         metavar="LAYERS",
-    )  # fmt: skip
+    )
     zero_stage: int = flag(
-        "ranks", 1, "with --engine deepspeed: 1 trains a pipeline of --pp stages, also of one; 2 and 3 a plain model",
-        type=int, choices=(1, 2, 3),
-    )  # fmt: skip
+        "ranks",
+        1,
+        "with --engine deepspeed: 1 trains a pipeline of --pp stages, also of one; 2 and 3 a plain model",
+        type=int,
+        choices=(1, 2, 3),
+    )
     sequence_parallel: bool = flag("ranks", False, "slice activations between tensor-parallel layers")
     timeout: float = flag(
         "ranks", 600.0, "of every collective", type=number(below=1e6, positive=True), metavar="SECONDS"
@@ -154,9 +171,12 @@ class Recipe:
     dtype: str = flag("device", "float32", "of arithmetic, by autocast", choices=("float32", "bfloat16"))
     compile: bool = flag("device", False, "torch.compile every block")
     peak_tflops: float | None = flag(
-        "device", None, "of one GPU, for the records' mfu (default: known for A100, H100, H200, B200)",
-        type=number(positive=True), metavar="TFLOPS",
-    )  # fmt: skip
+        "device",
+        None,
+        "of one GPU, for the records' mfu (default: known for A100, H100, H200, B200)",
+        type=number(positive=True),
+        metavar="TFLOPS",
+    )
 
     @classmethod
     def of(cls, args: argparse.Namespace, **fields: Any) -> Recipe:

@@ -47,10 +47,16 @@ def planned_layers(recipe: Recipe) -> list[int]:
     shape = recipe.shape
     model = Model(shape.hidden_size, shape.vocab_size, shape.num_layers, shape.num_heads, shape.num_ffn)
     layout = Layout(
-        tp=recipe.tp, pp=recipe.pp, dp=recipe.dp, seq_len=shape.seq_len, sequence_parallel=recipe.sequence_parallel,
-        num_tokens=recipe.batch_size // (recipe.dp * recipe.accumulate) * shape.seq_len, framework=recipe.engine,
-        elementwise=ENGINES[recipe.engine].elementwise, host=recipe.engine,
-    )  # fmt: skip
+        tp=recipe.tp,
+        pp=recipe.pp,
+        dp=recipe.dp,
+        seq_len=shape.seq_len,
+        sequence_parallel=recipe.sequence_parallel,
+        num_tokens=recipe.batch_size // (recipe.dp * recipe.accumulate) * shape.seq_len,
+        framework=recipe.engine,
+        elementwise=ENGINES[recipe.engine].elementwise,
+        host=recipe.engine,
+    )
     loss = PLANNED.get(recipe.loss, "filtered")
     try:
         found = plan(model, layout, _device())

@@ -27,13 +27,21 @@ from cce_dist.pretrain.stop import Agreement, Notice, Stop
 
 # Arguments that say where a run is, not what it is.
 PLACES = {
-    "out", "cache", "corpus", "resume", "nodes", "ranks_per_node", "meet", "meet_conf", "run_id", "max_restarts", "timeout",
-}  # fmt: skip
+    "out",
+    "cache",
+    "corpus",
+    "resume",
+    "nodes",
+    "ranks_per_node",
+    "meet",
+    "meet_conf",
+    "run_id",
+    "max_restarts",
+    "timeout",
+}
 
 
-def train(
-    engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches, notice: Notice | None = None
-) -> float:  # fmt: skip
+def train(engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches, notice: Notice | None = None) -> float:
     """Train as the engine's recipe says. Both batches are from ``corpus``; ``notice`` hears signals that ask to stop.
 
     Returns:
@@ -215,9 +223,14 @@ class _Run:
         """Return the metrics of a step: ``tokens`` were seen in the last ``seconds``. Every rank calls it."""
         engine, rate = self.engine, tokens / seconds
         record = {
-            "step": step, "split": "train", "loss": done.loss.item(), "lr": self.recipe.learning_rate(step),
-            "grad_norm": done.grad_norm.item(), "tokens_per_s": rate, "peak_mb": engine.peak_mb(),
-        }  # fmt: skip
+            "step": step,
+            "split": "train",
+            "loss": done.loss.item(),
+            "lr": self.recipe.learning_rate(step),
+            "grad_norm": done.grad_norm.item(),
+            "tokens_per_s": rate,
+            "peak_mb": engine.peak_mb(),
+        }
         peak = flops.peak(self.recipe, self.ranks.device)
         if peak is not None:
             record["mfu"] = rate * flops.per_token(self.recipe.shape) / (peak * self.ranks.world_size)

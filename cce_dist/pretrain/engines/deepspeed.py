@@ -245,9 +245,15 @@ def _vocab_parallel_loss(head: cce.CCEHead) -> Callable[[Tensor, tuple[Tensor, T
     def loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
         ids, scale = labels
         return scale * vocab_parallel_cross_entropy(
-            logits, ids, tp_group=rows.group, vocab_start_index=rows.start, vocab_end_index=rows.stop,
-            global_vocab_size=rows.vocab_size, ignore_index=IGNORED, reduction="sum",
-        )  # fmt: skip
+            logits,
+            ids,
+            tp_group=rows.group,
+            vocab_start_index=rows.start,
+            vocab_end_index=rows.stop,
+            global_vocab_size=rows.vocab_size,
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
 
     return loss
 

@@ -51,13 +51,23 @@ class MegatronEngine(Engine):
         config = self.model.config
         module: Any = Float16Module(config, self.model) if config.bf16 else self.model
         ddp_config = distributed.DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
-        )  # fmt: skip
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+        )
         self.chunk: Any = distributed.DistributedDataParallel(config, ddp_config, module)
         optimizer_config = optimizer.OptimizerConfig(
-            optimizer="adam", lr=recipe.lr, weight_decay=recipe.weight_decay, adam_beta1=0.9, adam_beta2=0.95,
-            clip_grad=recipe.clip, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=True,
-        )  # fmt: skip
+            optimizer="adam",
+            lr=recipe.lr,
+            weight_decay=recipe.weight_decay,
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            clip_grad=recipe.clip,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=True,
+        )
         # Vectors do not decay: an argument says so from 0.16 on, and it is the default before.
         overrides = getattr(optimizer, "get_standard_config_overrides", None)
         said = {} if overrides is None else {"config_overrides": overrides(optimizer_config)}
@@ -120,10 +130,14 @@ class MegatronEngine(Engine):
         accumulate = self.recipe.accumulate
         with torch.set_grad_enabled(not forward_only):
             losses = get_forward_backward_func()(
-                forward_step_func=_forward_step, data_iterator=self.ranks.microbatches(ids, labels, accumulate),
-                model=[self.chunk], num_microbatches=accumulate, seq_length=self.recipe.shape.seq_len,
-                micro_batch_size=len(ids) // (self.ranks.dp * accumulate), forward_only=forward_only,
-            )  # fmt: skip
+                forward_step_func=_forward_step,
+                data_iterator=self.ranks.microbatches(ids, labels, accumulate),
+                model=[self.chunk],
+                num_microbatches=accumulate,
+                seq_length=self.recipe.shape.seq_len,
+                micro_batch_size=len(ids) // (self.ranks.dp * accumulate),
+                forward_only=forward_only,
+            )
         total = torch.zeros((), device=self.ranks.device)
         for report in losses:  # empty but on the last stage
             total += report["loss"]
@@ -160,25 +174,48 @@ def _build(recipe: Recipe, ranks: Ranks, is_first: bool, is_last: bool) -> Any:
     # An even cut needs no word, and older versions know none.
     cut: dict[str, Any] = {"pipeline_model_parallel_layout": megatron_layout(layers)} if layers else {}
     config = TransformerConfig(
-        num_layers=shape.num_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_heads,
-        ffn_hidden_size=shape.num_ffn, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        normalization="RMSNorm", layernorm_epsilon=1e-5, hidden_dropout=0.0, attention_dropout=0.0,
-        bf16=dtype == torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype, tensor_model_parallel_size=ranks.tp,
-        pipeline_model_parallel_size=ranks.pp, sequence_parallel=recipe.sequence_parallel and ranks.tp > 1,
-        calculate_per_token_loss=True, use_cpu_initialization=True, init_method=leave_empty,
-        output_layer_init_method=leave_empty, cross_entropy_loss_fusion=recipe.loss == MEGATRON_FUSED,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        ffn_hidden_size=shape.num_ffn,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-5,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=ranks.tp,
+        pipeline_model_parallel_size=ranks.pp,
+        sequence_parallel=recipe.sequence_parallel and ranks.tp > 1,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=True,
+        init_method=leave_empty,
+        output_layer_init_method=leave_empty,
+        cross_entropy_loss_fusion=recipe.loss == MEGATRON_FUSED,
         # These kernels are those of Apex and Transformer Engine, which need not be installed.
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False, **cut,
-    )  # fmt: skip
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        **cut,
+    )
     layer: Any = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
     layer.submodules.self_attention.submodules.core_attention = _Attention
     norm: Any = _Norm
     block: Any = TransformerBlockSubmodules([layer] * num_layers, layer_norm=norm)
     model = GPTModel(
-        config, block, shape.vocab_size, shape.seq_len, pre_process=is_first, post_process=is_last,
+        config,
+        block,
+        shape.vocab_size,
+        shape.seq_len,
+        pre_process=is_first,
+        post_process=is_last,
         position_embedding_type="rope",
-    )  # fmt: skip
+    )
     _load_weights(model, recipe, ranks)
     model.to(ranks.device)
     if recipe.loss not in ("dense", MEGATRON_FUSED):
