@@ -713,6 +713,7 @@ def test_two_ranks() -> None:
     run_ranks(two_ranks, 2)
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_four_ranks() -> None:
     run_ranks(four_ranks, 4)

@@ -78,6 +78,7 @@ def _go_on_in_another_layout(cache: Path, out: Path) -> None:
     assert loss == pytest.approx(losses(out / "pipe-model-exact")[-1], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.timeout(240)
 def test_deepspeed_trains_as_torch_does(tmp_path: Path) -> None:

@@ -258,6 +258,7 @@ def _on_two_ranks() -> None:
             raise AssertionError(str(case)) from error
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="on CPUs")
 @pytest.mark.skipif(find_spec("deepspeed") is None or find_spec("megatron") is None, reason="needs both frameworks")
 @pytest.mark.timeout(240)

@@ -535,6 +535,7 @@ def _on_four_ranks(folder: Path) -> None:
     pretrain_with_megatron(folder / "cache", folder)
 
 
+@pytest.mark.slow
 def test_training_with_our_head_is_training_with_megatrons(tmp_path: Path) -> None:
     train(options(tmp_path / "cache", tmp_path / "torch"), Ranks(torch.device("cpu")), prepared(tmp_path / "cache"))
     torch.use_deterministic_algorithms(False)

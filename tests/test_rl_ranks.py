@@ -32,5 +32,6 @@ def both_ways() -> None:
                 raise AssertionError(f"{body.__module__}, sequence_parallel={sequence_parallel}: {error}") from error
 
 
+@pytest.mark.slow
 def test_two_tensor_parallel_ranks() -> None:
     run_ranks(both_ways, 2)

@@ -261,7 +261,7 @@ def compare_spmd_types() -> None:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_trainer_trains_as_with_its_own_loss(world: int, tmp_path: Path) -> None:
     """Catches a dE that is summed twice, a count of one rank's tokens, and a weight that is read outside of FSDP2's hooks."""
     from tokenizers import Tokenizer, models

@@ -164,6 +164,7 @@ def pool() -> Iterator[Pool]:
         yield ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "FSDPLlamaForCausalLM"])
 def test_accelerate(pool: Pool, wrapper: str) -> None:
     pool.run(accelerated, wrapper)

@@ -396,6 +396,7 @@ def two_ranks() -> None:
         check_zero3(name, expected)
 
 
+@pytest.mark.slow
 def test_fsdp2_and_zero3_gather_the_head_themselves() -> None:
     """Catches a weight that is read outside of the head's hooks, and one that is kept whole from forward to backward."""
     run_ranks(two_ranks, 2)

@@ -136,5 +136,6 @@ def two_ranks(folder: Path) -> None:
     compare(folder, deepspeed=zero, ours_too={"deepspeed": zero | {"cce_dist": {"enabled": True}}})
 
 
+@pytest.mark.slow
 def test_sft_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(two_ranks, 2, tmp_path)
