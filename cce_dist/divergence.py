@@ -117,16 +117,22 @@ def linear_kl_divergence(
         softmax (Milakov & Gimelshein) for the sums; Cut Your Losses (Wijmans et al.) for the backward.
     """
     options = Options.of(
-        logit_scale=_without_gradient("logit_scale", logit_scale), softcap=softcap, reduction=reduction,
-        sequence_parallel=sequence_parallel, input_grad=input_grad, reduce_dtype=reduce_dtype, backend=backend,
+        logit_scale=_without_gradient("logit_scale", logit_scale),
+        softcap=softcap,
+        reduction=reduction,
+        sequence_parallel=sequence_parallel,
+        input_grad=input_grad,
+        reduce_dtype=reduce_dtype,
+        backend=backend,
         workspace_bytes=workspace_bytes,
-    )  # fmt: skip
+    )
     kind, beta = checks.choice("kind", kind, KINDS), _beta(beta)
     student, teacher = _heads(
         Head(NAMES, input, linear_weight, linear_bias, NOT_YET),
         Head(TEACHER_NAMES, teacher_input, teacher_weight, teacher_bias, NOT_YET),
-        shard, teacher_shard,
-    )  # fmt: skip
+        shard,
+        teacher_shard,
+    )
     mask = _mask(mask, student, options)
     if grad_weight_out is not None:
         checks.tensors(grad_weight_out=grad_weight_out)
@@ -135,13 +141,17 @@ def linear_kl_divergence(
     spec = Divergence(
         student.logits(options.logit_scale, options.softcap),
         teacher.logits(*_teacher_options(teacher_logit_scale, teacher_softcap)),
-        kind, beta, options.workspace_bytes,
+        kind,
+        beta,
+        options.workspace_bytes,
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in student[1:4]),
-    )  # fmt: skip
+    )
     call = DivergenceCall(
-        spec, student.shard.vocab_size, Layout.of(student.shard, options),
+        spec,
+        student.shard.vocab_size,
+        Layout.of(student.shard, options),
         choose_backend(options.backend, forced_backend, student.input),
-    )  # fmt: skip
+    )
     if debug and student.shard.group is not None and not torch.compiler.is_compiling():
         _check_ranks(student, teacher, mask, options, call)
     value = divergence_op.forward(
@@ -199,7 +209,7 @@ def _teacher_options(logit_scale: Any, softcap: Any) -> tuple[float, float | Non
 
 def _heads(
     student: Head, teacher: Head, shard: VocabShard | None, teacher_shard: VocabShard | None
-) -> tuple[Head, Head]:  # fmt: skip
+) -> tuple[Head, Head]:
     """Check both heads, and return them with their local rows and shards; the teacher's tensors are detached."""
     for head in (student, teacher):
         given = {head.names.input: head.input, head.names.weight: head.weight}

@@ -148,9 +148,12 @@ def linear_log_probs(
 def _spec(x: Operands, factors: bool, shard: VocabShard, options: LogProbOptions) -> Spec:
     want = Want(
         grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.bias)),
-        entropy=options.entropy, largest=options.argmax, sum_p_squared=options.sum_p_squared, best=options.argmax,
+        entropy=options.entropy,
+        largest=options.argmax,
+        sum_p_squared=options.sum_p_squared,
+        best=options.argmax,
         top_k=options.top_k,
-    )  # fmt: skip
+    )
     return Spec(
         x.logits, shard.vocab_size, options.ignore_index, want=want, workspace_bytes=options.workspace_bytes,
         num_ids=x.ids.shape[1] if x.ids.dim() == 2 else 1, factors=factors, invariant=options.batch_invariant,

@@ -59,15 +59,24 @@ TIE = 2.0**-17  # see LinearCrossEntropyOutput.label_is_max; relative to the lar
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_aux: Literal[False] = False, **options: Unpack[LossOptions]
-) -> Tensor: ...  # fmt: skip
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_aux: Literal[False] = False,
+    **options: Unpack[LossOptions],
+) -> Tensor: ...
 
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_aux: Literal[True] | Collection[str],
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_aux: Literal[True] | Collection[str],
     **options: Unpack[LossOptions],
-) -> LinearCrossEntropyOutput: ...  # fmt: skip
+) -> LinearCrossEntropyOutput: ...
 
 
 def linear_cross_entropy(
@@ -183,7 +192,7 @@ def linear_cross_entropy(
         checks.tensors(weight=weight)
     x, shard = operands.prepare(
         input, linear_weight, target, linear_bias, grad_weight_out, shard, chosen.logit_scale, chosen
-    )  # fmt: skip
+    )
     if weight is not None:
         check_class_weights(weight, shard.vocab_size)
         _check_weighted(weight, input, chosen, grad_weight_out)
@@ -222,11 +231,12 @@ def linear_cross_entropy(
 def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options) -> Spec:
     want = Want(
         grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.bias)),
-        uniform=options.label_smoothing > 0 and class_weights is None, entropy="entropy" in options.return_aux,
+        uniform=options.label_smoothing > 0 and class_weights is None,
+        entropy="entropy" in options.return_aux,
         filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
         largest=not {"max_logit", "label_is_max"}.isdisjoint(options.return_aux),
         mean=_is_plain_mean(options) and class_weights is None,
-    )  # fmt: skip
+    )
     f = options.grad_filter
     kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
     return Spec(x.logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
@@ -306,9 +316,11 @@ def _check_weighted(weight: Tensor, input: Tensor, options: Options, buffer: Ten
     if weight.device != input.device:
         raise ValueError(f"input is on {input.device}, weight on {weight.device}")
     others = {
-        "softcap": options.softcap is not None, "sequence_parallel": options.sequence_parallel,
-        'input_grad="partial"': options.input_grad == "partial", "grad_weight_out": buffer is not None,
-    }  # fmt: skip
+        "softcap": options.softcap is not None,
+        "sequence_parallel": options.sequence_parallel,
+        'input_grad="partial"': options.input_grad == "partial",
+        "grad_weight_out": buffer is not None,
+    }
     refused = [name for name, given in others.items() if given and options.label_smoothing != 0]
     if refused:
         raise ValueError(f"weight with label_smoothing does not go with {', '.join(refused)}")

@@ -91,8 +91,13 @@ class HiddenGradSum:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, scatter: bool, dtype: torch.dtype | None, num_tokens: int, rows: int | None
-    ) -> None:  # fmt: skip
+        self,
+        group: dist.ProcessGroup | None,
+        scatter: bool,
+        dtype: torch.dtype | None,
+        num_tokens: int,
+        rows: int | None,
+    ) -> None:
         self.group, self.dtype = group, dtype
         self.scatter = scatter and group is not None and num_tokens > 0
         self.at_once = rows is None or rows >= num_tokens
@@ -162,8 +167,13 @@ def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def assert_ranks_agree(
-    function: str, facts: dict[str, Any], rows: tuple[int, int], group: dist.ProcessGroup, vocab_size: int, error: str = ""
-) -> None:  # fmt: skip
+    function: str,
+    facts: dict[str, Any],
+    rows: tuple[int, int],
+    group: dist.ProcessGroup,
+    vocab_size: int,
+    error: str = "",
+) -> None:
     """Raise on every rank if a rank has an error, if their facts differ, or if their rows do not tile the vocabulary.
 
     A collective of its own, made only under CCE_DIST_DEBUG=1.

@@ -61,9 +61,14 @@ class Saved(NamedTuple):
 
 
 def _forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor | None,
-    grad_weight_out: Tensor | None, *flat,
-) -> tuple[Any, ...]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    factors: Tensor | None,
+    grad_weight_out: Tensor | None,
+    *flat,
+) -> tuple[Any, ...]:
     """Per-token statistics of the whole vocabulary, 0 where the label is ignored, NaN where it is outside the vocabulary.
 
     ``labels`` are [N], or [N, I]: several ids of each token. ``factors`` are [N, 2] fp32, see ``Operands``.
@@ -75,9 +80,14 @@ def _forward(
 
 
 def _run_forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor | None,
-    grad_weight_out: Tensor | None, call: Call,
-) -> tuple[Any, ...]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    factors: Tensor | None,
+    grad_weight_out: Tensor | None,
+    call: Call,
+) -> tuple[Any, ...]:
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     x = Operands(hidden, weight, bias, labels, call.spec.logits)
     backend, spec = _chosen(call, x, group)
@@ -259,10 +269,14 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     backend, spec = _chosen(call, x, merge.resolve(call.layout.group_name))
     others = [hidden.new_empty(shape, dtype=dtype) for shape, dtype in listed(want, num_tokens).values()]
     saved = Saved(
-        empty(2 + want.entropy, num_tokens), ids, ids.new_empty(()) if want.mean else None,
-        torch.empty_like(labels) if spec.several else None, empty(*labels.shape) if spec.several else None,
-        None if factors is None else torch.empty_like(factors), backend.saved_like(x, spec),
-    )  # fmt: skip
+        empty(2 + want.entropy, num_tokens),
+        ids,
+        ids.new_empty(()) if want.mean else None,
+        torch.empty_like(labels) if spec.several else None,
+        empty(*labels.shape) if spec.several else None,
+        None if factors is None else torch.empty_like(factors),
+        backend.saved_like(x, spec),
+    )
     return nll, *losses, empty() if want.mean else empty(0), others, saved.listed()
 
 
@@ -271,9 +285,14 @@ _OPERATOR = Operator(_US, _forward_again, _backward_again, "forward", "backward"
 
 
 def forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None, call: Call,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    grad_weight_out: Tensor | None,
+    call: Call,
     factors: Tensor | None = None,
-) -> Outputs:  # fmt: skip
+) -> Outputs:
     """The operator as the loss calls it; see ``_forward``."""
     refuse_transforms(_US, hidden, weight, bias)
     tensors = (hidden, weight, bias, labels, factors, grad_weight_out)

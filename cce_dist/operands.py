@@ -129,7 +129,7 @@ def _needs_local(name: str) -> str:
 
 def _check_operands(
     input: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, shard: VocabShard, name: str
-) -> None:  # fmt: skip
+) -> None:
     """Raise unless dtypes, devices and sizes fit each other and the shard."""
     check_head(input, weight, bias)
     if isinstance(labels, DTensor):

@@ -19,9 +19,12 @@ IGNORE_INDEX = -100  # of the filtered gradients
 
 
 def logits(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None, logit_scale: float | Tensor = 1.0,
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    logit_scale: float | Tensor = 1.0,
     softcap: float | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """[..., V] logits in at least fp32; the product itself is rounded to input's dtype, as an eager model does it."""
     u = F.linear(input, linear_weight, linear_bias)
     u = (u if u.dtype == torch.float64 else u.float()) * logit_scale
@@ -181,8 +184,13 @@ def filtered_gradients(
 
 
 def _correction(
-    difference: Tensor, share: Tensor, operand: Tensor, size: int, tilt: Tensor | None = None, usual: Tensor | None = None
-) -> Tensor:  # fmt: skip
+    difference: Tensor,
+    share: Tensor,
+    operand: Tensor,
+    size: int,
+    tilt: Tensor | None = None,
+    usual: Tensor | None = None,
+) -> Tensor:
     """Return a matrix whose product with ``operand`` estimates that of ``difference``, from ``size`` of its columns.
 
     The columns are drawn by ``share``. Row sums stay 0, and the estimate is shrunk by the part of its square that is noise;

@@ -15,8 +15,13 @@ from cce_dist.shard import VocabShard
 
 
 def learn_scale(
-    scale: Tensor, value: float, hidden: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None, hidden_is_part: bool
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    scale: Tensor,
+    value: float,
+    hidden: Tensor,
+    bias: Tensor | None,
+    group: dist.ProcessGroup | None,
+    hidden_is_part: bool,
+) -> tuple[Tensor, Tensor | None]:
     """Return hidden states and bias as they are, but such that backward gives ``scale`` its gradient.
 
     The logits depend on scale times (hidden @ weight.T + bias), so that scale times its gradient is the sum over tokens of

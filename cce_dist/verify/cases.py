@@ -111,9 +111,13 @@ def random_problem(
 
 
 def zipf_problem(
-    num_tokens: int = 300, hidden_size: int = 96, vocab_size: int = 4000, *, bias: bool = False,
+    num_tokens: int = 300,
+    hidden_size: int = 96,
+    vocab_size: int = 4000,
+    *,
+    bias: bool = False,
     labels: Callable[[Tensor, int], Tensor] | None = None,
-) -> Callable[[torch.Generator], Problem]:  # fmt: skip
+) -> Callable[[torch.Generator], Problem]:
     """Logits with a Zipf unigram and a likely label a token: about half of the tiles are worth dropping."""
 
     def draw(generator: torch.Generator) -> Problem:

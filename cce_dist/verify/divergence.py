@@ -164,10 +164,13 @@ def _expected(case: DivergenceCase, drawn: _Drawn, dtype: torch.dtype) -> dict[s
     inputs = [x.requires_grad_() for x in student]
     known = ("kind", "beta", *OF_BOTH)
     value = reference.linear_kl_divergence(
-        *student[:2], *teacher[:2], linear_bias=student[2] if len(student) > 2 else None,
-        teacher_bias=teacher[2] if len(teacher) > 2 else None, mask=drawn.mask,
+        *student[:2],
+        *teacher[:2],
+        linear_bias=student[2] if len(student) > 2 else None,
+        teacher_bias=teacher[2] if len(teacher) > 2 else None,
+        mask=drawn.mask,
         **{name: option for name, option in case.options.items() if name in known},
-    )  # fmt: skip
+    )
     grads = torch.autograd.grad((value * drawn.upstream).sum(), inputs)
     return {"divergence": value.detach(), **dict(zip(("dE", "dC", "dbias"), grads, strict=False))}
 

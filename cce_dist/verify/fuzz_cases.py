@@ -37,9 +37,7 @@ def draw_log_probs(setting: Setting, number: int) -> LogProbCase:
     if kind.random() < 0.2 and on_triton:
         options["batch_invariant"] = True
     of_ids = r.choice((None, ignored, repeated)) if num_ids > 1 else None
-    return LogProbCase(
-        f"log-probs {number}", "", num_ids, options, problem, of_ids, own, shards, dtype, tuple(outputs)
-    )  # fmt: skip
+    return LogProbCase(f"log-probs {number}", "", num_ids, options, problem, of_ids, own, shards, dtype, tuple(outputs))
 
 
 def draw_divergence(setting: Setting, number: int) -> DivergenceCase:

@@ -61,9 +61,12 @@ class _Tokens(NamedTuple):
 
 
 def truth(
-    problem: Problem, options: dict[str, Any], upstream: dict[str, Tensor], eps: float = 0.0,
+    problem: Problem,
+    options: dict[str, Any],
+    upstream: dict[str, Tensor],
+    eps: float = 0.0,
     bounds: Sequence[tuple[int, int]] = (),
-) -> Truth:  # fmt: skip
+) -> Truth:
     """Compute what ``linear_cross_entropy(..., **options)`` has to return.
 
     Args:
