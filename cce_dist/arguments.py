@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-MOST = 2**31 - 1  # what no count of steps, tokens, ranks or files of a run comes near
+MOST = 2**31 - 1  # no count of steps, tokens, ranks or files comes near it
 
 
 def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:

@@ -108,7 +108,7 @@ def replayed(function: Callable[..., Any]) -> Replayed:
 
 
 def _replayable(call: Any) -> tuple | None:
-    """What else a call follows from than its own values; None: it is not replayed."""
+    """Return the rest of a call's key: its rank and group size. None: the call is not replayed."""
     if call.backend != "triton" or getattr(call, "debug", False) or not replay.available():
         return None
     group = merge.resolve(call.layout.group_name)

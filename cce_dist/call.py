@@ -19,7 +19,7 @@ from cce_dist.shard import VocabShard
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("auto", "triton", "torch")
-MOST_TOP = 1024  # of top_k
+MOST_TOP = 1024  # the largest top_k
 AUX = ("nll", "lse", "target_logit", "entropy", "z_loss", "filter_stats", "max_logit", "label_is_max")
 
 
@@ -139,7 +139,7 @@ def _top_k(name: str, value: Any) -> int:
 class Options(NamedTuple):
     """The options of ``linear_cross_entropy`` that are neither operands nor a shard, under their public names."""
 
-    function, labels = "linear_cross_entropy", "target"  # what messages call the function, and its labels
+    function, labels = "linear_cross_entropy", "target"  # names of function and labels in messages
 
     ignore_index: int = -100
     reduction: str = "mean"
@@ -198,7 +198,7 @@ class LogProbOptions(NamedTuple):
 
 
 _Either = TypeVar("_Either", Options, LogProbOptions)
-# Values of these types are told apart by type and value: what was once right is right again.
+# Arguments of these types are keys of the cache of checked options: equal type and value give an equal answer.
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, GradFilter})
 
 
@@ -313,4 +313,4 @@ def schema(record: type, prefix: str = "") -> Iterator[str]:
             yield f"{kind.__name__} {prefix}{name}"
 
 
-SCHEMA = ", ".join(schema(Call))  # of an operator's arguments that hold a flat call
+SCHEMA = ", ".join(schema(Call))  # arguments of an operator that hold a flat call

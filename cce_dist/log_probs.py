@@ -187,7 +187,7 @@ def _check_kind(name: str, value: Tensor) -> None:
 def _factors(
     logit_scale: float | Tensor, temperature: float | Tensor, x: Operands, tokens: torch.Size, call: Call
 ) -> Tensor:
-    """What each token's products are multiplied by, and what its bounded logits are; NaN where that is no number. -> [N, 2]."""
+    """Return each token's factors before and after the softcap, NaN where the argument is no number. -> [N, 2]."""
     counts = x.ids != call.spec.ignore_index
     counts = counts.any(1) if counts.dim() == 2 else counts
     readable = not torch.compiler.is_compiling() and (call.debug or not x.ids.is_cuda)  # reading waits for a GPU

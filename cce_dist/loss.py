@@ -288,7 +288,7 @@ def _output(loss: Tensor, found: Outputs, z_loss: Tensor, target: Tensor, spec: 
 
 
 def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | None) -> float | Tensor:
-    """What "mean" divides by: a tensor of 0 counts as 1, so that the mean of nothing is 0."""
+    """Return the divisor of "mean". A tensor that holds 0 counts as 1, so that the mean of nothing is 0."""
     divisor = options.num_tokens
     if divisor is None and class_weights is None:
         return (x.ids != options.ignore_index).sum().clamp(min=1)

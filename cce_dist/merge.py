@@ -76,11 +76,11 @@ class HiddenGradSum:
     One collective, of N D elements: an all-reduce, or with sequence parallelism a reduce-scatter that leaves this rank's slice.
     Where only ``rows`` tokens at a time become final, one for each of those: all-reduces, or with sequence parallelism a reduce
     of each slice to its owner (a reduce-scatter would need a part of every slice, and tokens are finished in their order).
-    Which they are follows from the arguments, so ranks agree on them however much each has to compute.
+    The arguments decide which rows those are, so ranks agree on them however much each has to compute.
 
     ``start`` takes the first rows of d_hidden, all that are final, and at last the whole. It returns at once: the sums run on
     the communication stream, after what the current stream has been given. ``wait`` makes the current stream, not the host,
-    wait, and gives the result in d_hidden's dtype. What the communication stream reads is held until it has been waited for.
+    wait, and gives the result in d_hidden's dtype. Tensors that the communication stream reads are held until then.
 
     Args:
         group: The ranks; None: nothing is summed.
@@ -111,7 +111,7 @@ class HiddenGradSum:
         self.result: Tensor | None = None
 
     def start(self, d_hidden: Tensor) -> None:
-        self._finish()  # what was started a group of tokens ago: its memory is free then
+        self._finish()  # the sum of the previous group of tokens; its memory is free then
         if not self.scatter:
             self.result = d_hidden
         while self.ranges and self.ranges[0].stop <= d_hidden.shape[0]:

@@ -139,7 +139,7 @@ def _operands(
         cells = Cells(ids.view(-1, spec.num_ids))
         ids = any_id(cells.ids_NI)
     if factors is not None:
-        factors = torch.where(ids[:, None] >= 0, factors, 1.0)  # what an ignored token has may be anything
+        factors = torch.where(ids[:, None] >= 0, factors, 1.0)  # an ignored token's factors may be anything
     return Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
 
 
@@ -236,7 +236,7 @@ def _with_mean(d_nll: Tensor | None, d_mean: Tensor | None, count: Tensor, ids: 
 def _rows_at_once(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> int | None:
     """Tokens whose dE can be summed over the group while that of others is computed; None: all are final together.
 
-    Every rank gets the same answer, right for even shards: what a rank really does depends on its own.
+    Every rank gets the same answer, right for even shards. Where a rank's own shard is smaller, so is its work.
     """
     return backend.rows_at_once(_of_even_shard(x, spec, num_ranks), spec)
 

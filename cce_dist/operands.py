@@ -91,7 +91,7 @@ def choose_backend(backend: str, forced: str, input: Tensor) -> str:
 
 
 class Names(NamedTuple):
-    """What the arguments of a head are called."""
+    """Names of a head's arguments in messages."""
 
     input: str
     weight: str

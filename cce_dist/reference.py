@@ -15,7 +15,7 @@ from cce_dist.filter import GradFilter
 from cce_dist.log_probs import LogProbs
 from cce_dist.loss import LinearCrossEntropyOutput
 
-IGNORE_INDEX = -100  # of the filtered gradients
+IGNORE_INDEX = -100  # ignored label of filtered_gradients
 
 
 def logits(

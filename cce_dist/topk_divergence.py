@@ -13,7 +13,7 @@ from cce_dist.shard import VocabShard
 
 KINDS = ("forward", "reverse")
 OUTSIDE = ("renormalise", "tail", "drop")
-LEAST_TAIL = 2.0**-24  # of a probability that fp32 can tell from 0 as a difference to 1
+LEAST_TAIL = 2.0**-24  # smallest probability outside the set that 1 - sum can show in fp32
 
 
 def topk_kl_divergence(

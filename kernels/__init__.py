@@ -157,7 +157,7 @@ class Spec(NamedTuple):
 
     @property
     def screened(self) -> bool:
-        """Whether forward is screened: what needs all logits alike, or the largest one, is not."""
+        """Whether forward is screened. Outputs that need all logits alike, or the largest one, turn the screen off."""
         return self.filter.screen and not (self.want.uniform or self.want.largest)
 
     @property
@@ -226,7 +226,8 @@ class Operands(NamedTuple):
         hidden: [N, D] contiguous; fp32, bf16 or fp16.
         weight: [V, D] contiguous, the same dtype.
         bias: [V] contiguous, or None.
-        ids: [N] int64, label ids in the whole vocabulary; IGNORED and OUTSIDE are negative. Of several ids, any that is in it.
+        ids: [N] int64, label ids in the whole vocabulary; IGNORED and OUTSIDE are negative. With several ids a
+            token: any one of them that is in it.
         logits: The shard.
         cells: Several ids of each token, or None.
         factors_N2: [N, 2] fp32 contiguous, what each token's logits are multiplied by: before and after the softcap; or None.

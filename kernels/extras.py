@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Spec, Want
 
-LEAST_KEY = torch.iinfo(torch.int64).min  # of no column
+LEAST_KEY = torch.iinfo(torch.int64).min  # the key of no column
 _LOW_BITS = (1 << 32) - 1
 
 

@@ -598,7 +598,7 @@ def run_many(
 
 
 def _verdict(cases: Cases, setting: Setting, number: int) -> str:
-    """What failed in a case on this rank; empty: nothing."""
+    """Return a line with the failures of a case on this rank; empty: none."""
     try:
         wrong = [error for error in cases.run(setting, number) if not error.ok]
     except Exception as error:  # a call that raises is a failure of this case, not the end of the run

@@ -78,7 +78,7 @@ FUNCTIONS = {
 
 
 def _randoms(setting: Setting, number: int) -> tuple[random.Random, random.Random]:
-    """What decides on the kernels of a case, and what on the rest of it."""
+    """Return two generators: the first draws what kernels are compiled for, the second the rest of the case."""
     of = f"{setting.function} {setting.seed}"
     return random.Random(f"{of} {number // setting.alike}"), random.Random(f"{of} {number} {setting.ranks}")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 LAYOUTS = ("contiguous", "strided", "transposed", "sliced", "unaligned", "expanded")
-WRITABLE = ("contiguous", "unaligned")  # what a buffer that the loss writes to may be
+WRITABLE = ("contiguous", "unaligned")  # layouts of a buffer that the loss may write to
 POISON_ID = -77_777
 
 

@@ -102,7 +102,7 @@ def merge(stats_T5N: Tensor, spec: Divergence) -> Tensor:
     lead = spec.leads // 2
     between_TN = below_T2N[:, lead] - below_T2N[:, 1 - lead]
     moved_TN = weight_T2N[:, lead] * (stats_T5N[:, 4] + between_TN * sum_T2N[:, lead])
-    # What underflows, or is empty, is 0, whatever the other head has there.
+    # A shard that underflows or is empty adds 0, also where the other head's moment is infinite.
     moved_TN = torch.where((weight_T2N[:, lead] == 0) | (sum_T2N[:, lead] == 0), 0.0, moved_TN)
     return torch.stack((max_2N[0], sum_2N[0], max_2N[1], sum_2N[1], moved_TN.sum(0)))
 

@@ -130,7 +130,7 @@ def mixture_sums(x: Heads, pair: Pair, saved: list[torch.Tensor], spec: Divergen
 
 
 class _Work(NamedTuple):
-    """What a pass over the columns works with.
+    """Sizes and buffers of a pass over the columns.
 
     Attributes:
         at_once: Tokens at a time.
@@ -198,7 +198,7 @@ def _sweep(
 
 @triton.jit
 def _shift_of(maximum):
-    """What sums of exponentials are relative to: the maximum, or 0 where no logit is finite yet."""
+    """Return the reference of sums of exponentials: the maximum, or 0 where no logit is finite yet."""
     return tl.where(maximum > float("-inf"), maximum, 0.0)
 
 
@@ -212,7 +212,7 @@ def _moved(total, drop):
 def _moved_moment(moment, total, drop, other_drop):
     """The moment relative to references that are higher by so much; ``total`` is the leading head's sum before."""
     factor = tl.exp(-drop)
-    # What underflows, or is empty, is 0, whatever the other head has there.
+    # A part that underflows or is empty adds 0, also where the other head's moment is infinite.
     return tl.where((total > 0) & (factor > 0), factor * (moment - (drop - other_drop) * total), 0.0)
 
 
