@@ -26,10 +26,12 @@ def test_every_method_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     task = tasks.scores_task(name) if name in LOG_PROBS else tasks.divergence_task(name, 2 * D)
     problem = task.problem(make_workload(HeadShape(D, V), N, dtype=torch.float32))
     truth = loop.truth_of(problem)
+    if name in LOG_PROBS:
+        assert truth.value.shape == (N, sum(LOG_PROBS[name][:3]))  # ids, the entropy, the largest logits
     rows = task.methods([256])
     assert {"cce-dist", "cce-dist-default", "cce-dist-cached", "cce-dist-torch", "torch", "torch-compile"} <= set(rows)
-    for name, method in rows.items():
-        if name in ("torch-compile", "liger", "verl"):
+    for row, method in rows.items():
+        if row in ("torch-compile", "liger", "verl"):
             continue
         function = method.build(VocabShard(0, V, V), problem.tokens[0])
         expected = truth if problem.grad else truth[:1]
