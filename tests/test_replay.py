@@ -852,6 +852,17 @@ def test_check_compares(monkeypatch: pytest.MonkeyPatch) -> None:
             step.function = function_
 
 
+def test_check_holds_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a comparison of memory that nobody writes, and a copy of an input that makes another kind of call."""
+    monkeypatch.setattr(replay, "_checks", lambda: True)
+    monkeypatch.setattr(graphs, "is_captured", lambda: False)
+    hidden, weight, labels = tensors()
+    with replaying() as used:
+        for _ in range(3):
+            loss_of(leaves(hidden, weight), labels).backward()
+    assert len(used) == 2
+
+
 def test_verify_makes_four_runs_on_a_gpu() -> None:
     """Ordinary, recorded, replayed, at old addresses. Catches a replay that verify and its fuzzing never reach."""
     values = [torch.zeros(3)] * 3 + [torch.ones(3)]
