@@ -115,8 +115,11 @@ def store_tile(
 @triton.jit
 def softcapped(u, softcap):
     """softcap * tanh(u / softcap), by one exponential that cannot overflow."""
-    t = tl.exp(tl.abs(u) * (-2.0 / softcap))
+    exponent = tl.abs(u) * (-2.0 / softcap)
+    t = tl.exp(exponent)
     bounded = softcap * (1.0 - t) / (1.0 + t)
+    # 1 - t cancels where u is far below the softcap. There tanh x = x - x^3 / 3, to rounding, with 2 x = -exponent.
+    bounded = tl.where(exponent > -0.03125, tl.abs(u) * (1.0 - exponent * exponent * (1.0 / 12.0)), bounded)
     return tl.where(u < 0, -bounded, bounded)
 
 

@@ -100,6 +100,9 @@ CASES = [
     pytest.param(sized(start=50, num_valid=77, ids=300), id="padded-shard-in-the-middle"),
     pytest.param(sized(start=50, num_valid=77, ids=300, uniform=True, entropy=True, bias=True), id="smoothing-entropy"),
     pytest.param(sized(softcap=5.0, uniform=True, entropy=True, num_valid=90), id="softcap-smoothing-entropy"),
+    pytest.param(sized(softcap=1e4), id="softcap-1e4"),  # 1 - exp(-2 u / softcap) would cancel
+    pytest.param(sized(softcap=1e6), id="softcap-1e6"),
+    pytest.param(sized(softcap=1e38), id="softcap-1e38"),
     pytest.param(sized(spread=100.0), id="gaps-of-hundreds"),
     pytest.param(sized(offset=1e4, bias=True), id="all-at-1e4"),
     pytest.param(sized(offset=-1e4, bias=True, entropy=True), id="all-at-minus-1e4"),
