@@ -101,7 +101,7 @@ def store_tile(
     A descriptor writes half a tile at a time: a whole one in bf16 next to its fp32 source spills registers.
     """
     if TMA:
-        left, right = halves(tile)
+        left, right = halves(tile)  # pyright: ignore[reportGeneralTypeIssues]
         target.store([row, col], left.to(target.dtype))
         target.store([row, col + COLS // 2], right.to(target.dtype))
     else:
