@@ -37,9 +37,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("command", "argument"), [(command, each) for command, arguments in CASES.items() for each in arguments]
 )
-def test_d13_an_argument_without_sense_is_one_line(
-    command: str, argument: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_argument_without_sense_is_one_line(command: str, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main([command, *argument.split()])
     assert end.value.code == 2

@@ -160,6 +160,7 @@ def test_the_default_dtype_changes_no_initial_weight():
 
 
 @pytest.mark.parametrize("name", ["z_loss_weight", "logit_scale", "label_smoothing", "softcap"])
+@pytest.mark.slow
 def test_compiles_with_a_number_that_changes(data, name):
     """A schedule of the z-loss. Catches a check that asks the symbolic number for its value."""
     torch._dynamo.reset()
@@ -219,6 +220,7 @@ def test_a_head_can_be_copied(data, make_copy):
     assert torch.equal(twin(hidden, target), head(hidden, target)) and twin.weight is not head.weight
 
 
+@pytest.mark.slow
 def test_copies_with_a_group():
     run_ranks(_copies_with_a_group, 2)
 
@@ -285,6 +287,7 @@ def _check_class_weights(
         assert_no_worse(value, baseline, truth, quantity=name)
 
 
+@pytest.mark.slow
 def test_class_weights_over_ranks():
     run_ranks(_class_weights_over_ranks, 2)
 

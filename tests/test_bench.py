@@ -191,6 +191,7 @@ def test_a_method_that_fails_says_why_and_the_rest_goes_on():
     assert floor.gemms(1) == floor.one.median and floor.gemms(4) == floor.four.median > 0
 
 
+@pytest.mark.slow
 def test_every_method_that_needs_no_gpu_is_right_or_says_why(monkeypatch):
     available = methods.all_methods(workspace_mib=[1])
     chosen = {name: m for name, m in available.items() if "compile" not in name}  # compiling takes a minute

@@ -9,6 +9,7 @@ from cce_dist.bench.collectives import Collective, _times, _union
 from cce_dist.bench.loop import Errors, Row, _least_waiting, _worst
 
 
+@pytest.mark.slow
 def test_bench_starts_its_ranks_and_says_what_they_send(tmp_path, capfd):
     methods = ["cce-dist", "cce-dist-sp", "torch-loss-parallel", "megatron-sp"]
     command = ["bench", "--shapes", "toy", "--tokens", "32", "--repeats", "2", "--device", "cpu", "--tp", "2"]

@@ -27,6 +27,7 @@ OURS = ["cce-dist", "cce-dist-cached", "cce-dist-filtered"]
     ("framework", "theirs"),
     [("megatron", ["megatron"]), ("deepspeed", ["deepspeed", "deepspeed-linear"])],
 )
+@pytest.mark.slow
 def test_one_rank(framework, theirs, tmp_path, capfd):
     command = ["bench", "--stage", framework, "--shapes", "toy", "--tokens", "32", "--repeats", "1", "--device", "cpu"]
     assert cli.main([*command, "--methods", *theirs, *OURS, "--out", str(tmp_path)]) == 0
@@ -61,6 +62,7 @@ def _two_ranks():
         assert traffic["cce-dist"][1].num_bytes == 24 * 32 * 4  # dE
 
 
+@pytest.mark.slow
 def test_two_ranks():
     run_ranks(_two_ranks, 2)
 

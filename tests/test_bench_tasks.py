@@ -46,6 +46,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("some", "num_ranks", "over"), COMMANDS)
+@pytest.mark.slow
 def test_a_command_writes_what_it_measured(
     some: list[str], num_ranks: int, over: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

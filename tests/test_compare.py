@@ -19,6 +19,8 @@ from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.recipe import PRESETS, Recipe
 from cce_dist.report import write_json
 
+pytestmark = pytest.mark.xdist_group("compare")
+
 CORPUS = Path(sysconfig.get_path("stdlib")) / "email"
 # 4,096 ids to 128 tokens, and eps above a uniform softmax: much of the gradient holds no label, and goes.
 TOY = ["--preset", "toy", "--vocab-size", "4096", "--corpus", str(CORPUS), "--pattern", "*.py", "--device", "cpu"]

@@ -30,6 +30,7 @@ SHARED = {"80": 163, "90": 227, "100": 227, "120": 99, "gfx942": 64}  # KiB that
 
 
 @pytest.mark.parametrize("target", SHARED)
+@pytest.mark.slow
 def test_every_kernel_compiles(target: str) -> None:
     """Catches what the interpreter lets pass (branches of different types, shapes without a layout, spilled registers), and
     tiles that a device has no room for."""

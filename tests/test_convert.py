@@ -464,5 +464,6 @@ def under_fsdp2() -> None:
     assert dist.get_world_size() == 2
 
 
+@pytest.mark.slow
 def test_fsdp2(ranks2: Callable) -> None:
     ranks2(under_fsdp2)

@@ -49,7 +49,7 @@ def decode(folder: Path, tokens: list[int]) -> str:
     return tokenizer_of(folder).decode(tokens, skip_special_tokens=False)
 
 
-def test_d4_a_line_without_spaces_takes_linear_time(tmp_path: Path, texts: Path) -> None:
+def test_a_line_without_spaces_takes_linear_time(tmp_path: Path, texts: Path) -> None:
     """Took a minute for 400 KB."""
     rng = np.random.default_rng(0)
     line = rng.choice(np.frombuffer(b"abcdefgh", dtype=np.uint8), 400_000).tobytes()
@@ -63,7 +63,8 @@ def test_d4_a_line_without_spaces_takes_linear_time(tmp_path: Path, texts: Path)
     assert max(len(word) for word, _ in words) <= corpus.WORD
 
 
-def test_d4_memory_does_not_grow_with_a_file(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_memory_does_not_grow_with_a_file(tmp_path: Path) -> None:
     """A file of 4 MiB took 1.1 GB."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "large.txt").write_text("words of a line, one after another\n" * (4 << 20 >> 5))
@@ -78,7 +79,7 @@ def test_d4_memory_does_not_grow_with_a_file(tmp_path: Path) -> None:
     assert int(taken) < 200 << 10  # KiB
 
 
-def test_d4_pieces_are_encoded_as_the_whole_is(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_encoded_as_the_whole_is(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a cut inside a word or a run of spaces, and a newline that Python reads otherwise."""
     (texts / "code.txt").write_text("def f(x):\n\n    return x  \n\n\n# done\r\nnext = 'é'\n" * 200)
     whole = prepare(texts, "*.txt", 300, tmp_path / "whole")
@@ -89,7 +90,7 @@ def test_d4_pieces_are_encoded_as_the_whole_is(tmp_path: Path, texts: Path, monk
     assert "\r" not in decode(whole, ids(whole))
 
 
-def test_d4_tokenizing_can_be_stopped(tmp_path: Path) -> None:
+def test_tokenizing_can_be_stopped(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     rng = np.random.default_rng(0)
     words = [bytes(rng.integers(97, 123, 8, dtype=np.uint8)).decode() for _ in range(60_000)]
@@ -116,7 +117,7 @@ def test_d4_tokenizing_can_be_stopped(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*/meta.json"))  # the next start deletes what is half written
 
 
-def test_d8_a_touch_changes_no_key_and_a_change_does(tmp_path: Path, texts: Path) -> None:
+def test_a_touch_changes_no_key_and_a_change_does(tmp_path: Path, texts: Path) -> None:
     cache = tmp_path / "cache"
     first = prepare(texts, "*.txt", 300, cache)
     os.utime(texts / "a.txt", (1, 1))
@@ -133,7 +134,7 @@ def test_d8_a_touch_changes_no_key_and_a_change_does(tmp_path: Path, texts: Path
         pytest.param(lambda ids: ids.with_name("meta.json").write_text("{}"), id="meta"),
     ],
 )
-def test_d8_a_damaged_cache_is_made_anew(
+def test_a_damaged_cache_is_made_anew(
     tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None]
 ) -> None:
     folder = prepare(texts, "*.txt", 300, tmp_path / "cache")
@@ -143,7 +144,7 @@ def test_d8_a_damaged_cache_is_made_anew(
     assert "is damaged, and made anew" in capsys.readouterr().err
 
 
-def test_d9_a_cache_serves_all_users(tmp_path: Path, texts: Path) -> None:
+def test_a_cache_serves_all_users(tmp_path: Path, texts: Path) -> None:
     """Made by one user, read by another: folders that mkdtemp closes, and locks that only their maker may take."""
     cache = tmp_path / "cache"
     folder = prepare(texts, "*.txt", 300, cache)
@@ -183,7 +184,7 @@ def test_d9_a_cache_serves_all_users(tmp_path: Path, texts: Path) -> None:
         ),
     ],
 )
-def test_d15_an_odd_file_is_one_line(
+def test_an_odd_file_is_one_line(
     tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], reason: str
 ) -> None:
     spoil(texts)
@@ -193,13 +194,13 @@ def test_d15_an_odd_file_is_one_line(
     assert reason in line
 
 
-def test_d15_a_name_need_not_be_utf8(tmp_path: Path, texts: Path) -> None:
+def test_a_name_need_not_be_utf8(tmp_path: Path, texts: Path) -> None:
     (texts / os.fsdecode(b"odd\xff.txt")).write_text("good text")
     folder = prepare(texts, "*.txt", 300, tmp_path / "cache")
     assert "good text" in decode(folder, ids(folder))
 
 
-def test_d15_an_unreadable_folder_is_told(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_folder_is_told(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root reads everything, so the system's refusal is played."""
     (texts / "closed").mkdir()
     scandir = os.scandir
@@ -214,7 +215,7 @@ def test_d15_an_unreadable_folder_is_told(texts: Path, tmp_path: Path, monkeypat
         prepare(texts, "*.txt", 300, tmp_path / "cache")
 
 
-def test_d15_the_text_of_the_special_token_is_text(tmp_path: Path, texts: Path) -> None:
+def test_the_text_of_the_special_token_is_text(tmp_path: Path, texts: Path) -> None:
     """Catches documents that end where somebody wrote <eos>."""
     (texts / "a.txt").write_text("before<eos>after")
     folder = prepare(texts, "*.txt", 300, tmp_path / "cache")
@@ -223,9 +224,7 @@ def test_d15_the_text_of_the_special_token_is_text(tmp_path: Path, texts: Path) 
 
 
 @pytest.mark.parametrize("change", [4, -4], ids=["grows", "shrinks"])
-def test_d15_a_file_that_changes_is_told(
-    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, change: int
-) -> None:
+def test_a_file_that_changes_is_told(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, change: int) -> None:
     found = corpus._find(texts, "*.txt", None)
     os.truncate(texts / "a.txt", (texts / "a.txt").stat().st_size + change)
     monkeypatch.setattr(corpus, "_find", lambda *_: found)
@@ -233,7 +232,7 @@ def test_d15_a_file_that_changes_is_told(
         prepare(texts, "*.txt", 300, tmp_path / "cache")
 
 
-def test_d16_scratch_folders_of_a_killed_process_go(tmp_path: Path, texts: Path) -> None:
+def test_scratch_folders_of_a_killed_process_go(tmp_path: Path, texts: Path) -> None:
     folder = prepare(texts, "*.txt", 300, tmp_path / "elsewhere")
     left = tmp_path / "cache" / f"{folder.name}.123"
     left.mkdir(parents=True)
@@ -241,7 +240,7 @@ def test_d16_scratch_folders_of_a_killed_process_go(tmp_path: Path, texts: Path)
     assert not left.exists()
 
 
-def test_d18_no_home_is_one_line(
+def test_no_home_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def homeless() -> Path:
@@ -264,7 +263,7 @@ def test_d18_no_home_is_one_line(
         pytest.param(["--device", "cuda"], "torch sees no GPU", id="no-gpu"),
     ],
 )
-def test_d12_sizes_are_checked_before_anything_is_tokenized(
+def test_sizes_are_checked_before_anything_is_tokenized(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
 ) -> None:
     import torch

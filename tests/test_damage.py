@@ -32,6 +32,8 @@ from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.stop import Notice
 from cce_dist.ranks import run_ranks
 
+pytestmark = pytest.mark.xdist_group("damage")
+
 ALONE = Ranks(torch.device("cpu"))
 EIGHT = "step-00000008"
 
@@ -182,6 +184,7 @@ def _forget_groups(name: str) -> None:
 
 @pytest.mark.parametrize("engine", ["torch", "deepspeed", "megatron"])
 @pytest.mark.timeout(280)
+@pytest.mark.slow
 def test_every_engine_loses_nothing(tmp_path: Path, cache: Path, engine: str) -> None:
     """D1, D5, D6, D19."""
     if engine != "torch" and importlib.util.find_spec(engine) is None:
@@ -193,7 +196,7 @@ def test_every_engine_loses_nothing(tmp_path: Path, cache: Path, engine: str) ->
 # One rank ------------------------------------------------------------------------------------------------------------------
 
 
-def test_d1_no_checkpoint_of_weights_that_are_not_finite(cache: Path, tmp_path: Path) -> None:
+def test_no_checkpoint_of_weights_that_are_not_finite(cache: Path, tmp_path: Path) -> None:
     """Loss and gradient of the fourth step are finite; its update is not."""
     recipe = options(cache, tmp_path, "--log-every", "100", "--eval-every", "100", "--keep", "9")
 
@@ -220,7 +223,7 @@ def test_d1_no_checkpoint_of_weights_that_are_not_finite(cache: Path, tmp_path: 
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
-def test_d1_a_stop_stores_no_step_that_was_not_finite(cache: Path, tmp_path: Path) -> None:
+def test_a_stop_stores_no_step_that_was_not_finite(cache: Path, tmp_path: Path) -> None:
     """The third step is not finite, and a signal asks to stop before anybody has looked."""
     from cce_dist.pretrain.engines.torch import TorchEngine
 
@@ -238,7 +241,7 @@ def test_d1_a_stop_stores_no_step_that_was_not_finite(cache: Path, tmp_path: Pat
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
-def test_d2_a_rank_that_may_not_write_is_found(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_may_not_write_is_found(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may write everywhere, so the system's refusal is played."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match=r"rank 0 on .* may not write to .*checkpoints"):
@@ -247,7 +250,7 @@ def test_d2_a_rank_that_may_not_write_is_found(cache: Path, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EIO, exits.LOST), (errno.ENOSPC, exits.HOPELESS)])
-def test_d10_a_fault_of_the_storage_that_may_pass_is_worth_a_restart(
+def test_a_fault_of_the_storage_that_may_pass_is_worth_a_restart(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
     def fail(*_: Any) -> None:
@@ -267,7 +270,7 @@ def _flip(path: Path) -> None:
 @pytest.mark.parametrize(
     "spoil", [_flip, lambda path: os.truncate(path, 100), Path.unlink], ids=["flip", "cut", "drop"]
 )
-def test_d6_damage_is_one_line_and_the_older_checkpoint_is_taken(
+def test_damage_is_one_line_and_the_older_checkpoint_is_taken(
     cache: Path, run: Path, finished: Path, capsys: pytest.CaptureFixture[str], name: str, spoil: Callable[[Path], Any]
 ) -> None:
     spoil(run / "checkpoints" / EIGHT / name)
@@ -279,7 +282,7 @@ def test_d6_damage_is_one_line_and_the_older_checkpoint_is_taken(
     assert losses(run) == losses(finished)
 
 
-def test_d6_checkpoints_without_latest_are_no_new_run(
+def test_checkpoints_without_latest_are_no_new_run(
     cache: Path, run: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "checkpoints" / "latest").unlink()
@@ -287,7 +290,7 @@ def test_d6_checkpoints_without_latest_are_no_new_run(
     assert "resumed after step 8" in capsys.readouterr().out and losses(run) == losses(finished)
 
 
-def test_d6_if_none_is_whole_nothing_begins_anew(cache: Path, run: Path) -> None:
+def test_if_none_is_whole_nothing_begins_anew(cache: Path, run: Path) -> None:
     for step in (4, 8):
         _flip(run / "checkpoints" / f"step-{step:08d}" / "__0_0.distcp")
     with pytest.raises(UsageError, match=r"no checkpoint in .* is whole: --no-resume starts anew"):
@@ -295,7 +298,7 @@ def test_d6_if_none_is_whole_nothing_begins_anew(cache: Path, run: Path) -> None
     assert len(records(run)) == 8
 
 
-def test_d14_metrics_survive_a_bad_line(cache: Path, run: Path, finished: Path) -> None:
+def test_metrics_survive_a_bad_line(cache: Path, run: Path, finished: Path) -> None:
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     lines[3:3] = [
         b'{"step": 3, "spl\n',
@@ -310,7 +313,7 @@ def test_d14_metrics_survive_a_bad_line(cache: Path, run: Path, finished: Path) 
     assert losses(run) == losses(finished)
 
 
-def test_d16_scratch_folders_of_a_killed_run_go(cache: Path, run: Path) -> None:
+def test_scratch_folders_of_a_killed_run_go(cache: Path, run: Path) -> None:
     folder = run / "checkpoints"
     shutil.copytree(folder / EIGHT, folder / "step-00000012.tmp")
     (folder / "latest.tmp").touch()
@@ -318,7 +321,7 @@ def test_d16_scratch_folders_of_a_killed_run_go(cache: Path, run: Path) -> None:
     assert not list(folder.glob("*.tmp"))
 
 
-def test_d17_no_resume_deletes_its_own_and_nothing_else(cache: Path, run: Path) -> None:
+def test_no_resume_deletes_its_own_and_nothing_else(cache: Path, run: Path) -> None:
     folder = run / "checkpoints"
     others = ["step-by-step.txt", "step-00000099/notes.txt", "step-1/weights.bin", "step-00000004.kept/state.pt"]
     for name in others:
@@ -340,16 +343,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_d19_a_full_disk_is_called_that(cache: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_called_that(cache: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["pretrain", *TOY, *SHORT, "--tp", "1", "--cache", str(cache), "--out", str(small_disk / "run")]
     assert cli.main(argv) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "cannot write checkpoint" in line and "No space left on device" in line
 
 
-def test_d20_a_resumed_run_tells_which_arguments_differ(
-    cache: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_tells_which_arguments_differ(cache: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     go_on(cache, run, "--lr", "0.5", "--steps", "9")
     assert "resumed with other arguments: lr 0.5 (was 0.003), steps 9 (was 8)" in capsys.readouterr().out
 
@@ -364,7 +365,7 @@ class _Spy:
         return os.system, (f"touch {self.path}",)
 
 
-def test_s1_a_state_runs_no_code(cache: Path, run: Path, tmp_path: Path) -> None:
+def test_a_state_runs_no_code(cache: Path, run: Path, tmp_path: Path) -> None:
     """A folder whose manifest is that of the evil file: only the loader can refuse it."""
     folder = run / "checkpoints" / EIGHT
     (folder / "state.pt").write_bytes(pickle.dumps(_Spy(tmp_path / "ran")))

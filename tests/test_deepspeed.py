@@ -709,6 +709,7 @@ def run(check: Callable, *args: Any) -> None:
 
 
 @needs_deepspeed
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(two_ranks, 2)
 

@@ -86,6 +86,7 @@ def launched(folder: Path, script: str, *arguments: str) -> subprocess.Completed
     return subprocess.run(command, capture_output=True, text=True, cwd=folder.parent)
 
 
+@pytest.mark.slow
 def test_launcher(tmp_path: Path) -> None:
     script = (
         "import sys, beside, deepspeed\nprint(hasattr(deepspeed.initialize, 'cce_original'), __name__, sys.argv[1:])\n"

@@ -650,6 +650,7 @@ def _four_ranks() -> None:
     _check_refusals()
 
 
+@pytest.mark.slow
 def test_four_ranks(ranks4: Callable) -> None:
     """As two ranks; then weights that are DTensors, shards that do not fit, and ranks that disagree."""
     ranks4(_four_ranks)

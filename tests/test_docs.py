@@ -70,6 +70,7 @@ def test_files_that_pages_name_are_there(page: str) -> None:
         assert (ROOT / name).exists(), name
 
 
+@pytest.mark.slow
 def test_the_readmes_example_runs(tmp_path: Path) -> None:
     """On two ranks; the same loss on both, and each its own rows."""
     (example,) = blocks("README.md", "python")

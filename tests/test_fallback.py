@@ -80,6 +80,7 @@ def no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_capacity")
+@pytest.mark.slow
 def test_nothing_can_be_filtered() -> None:
     """Gradients are those without a filter, to the bit. Catches: lists that are trusted though they overflow, rows of other
     tokens, and a second backward that differs from the first."""

@@ -24,6 +24,8 @@ from commands import Command, descendants, has_taken, kill
 from cce_dist import cli
 from cce_dist.pretrain import data, log, torchrun
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("faults")]
+
 PRETRAIN = Path(__file__).parent.parent / "launch" / "pretrain.sh"
 CORPUS = Path(sysconfig.get_path("stdlib")) / "email"
 TOY = ["pretrain", "--preset", "toy", "--device", "cpu", "--warmup", "4", "--eval-batches", "2"]

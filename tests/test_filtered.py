@@ -309,6 +309,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_matches_dense(case: Case, limits, sampled: dict[str, Any]) -> None:
     """Catches: a hit left out of the list, a label that is not frequent lost, frequent columns twice, the slope or the bias
     left out, a control variate for kept columns, coefficients that ask for more served all the same, padding with gradient.
@@ -363,6 +364,7 @@ def test_matches_dense(case: Case, limits, sampled: dict[str, Any]) -> None:
     assert all_exact or exact.any() == (case.coefs == "large")
 
 
+@pytest.mark.slow
 def test_two_shards(limits, sampled: dict[str, Any]) -> None:
     """Their d_hidden add up, each with its own frequent columns, lists, shares and draws, under one bound.
 
@@ -499,6 +501,7 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
 
 @pytest.mark.parametrize("dtype", dict.fromkeys((torch.float32, DTYPE)), ids=str)
 @pytest.mark.parametrize("coefs", ["mean", "signed"])
+@pytest.mark.slow
 def test_sampled_tokens_correct_d_weight(
     coefs: str, dtype: torch.dtype, limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -672,6 +675,7 @@ def test_torch_shrinks_the_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("side", ["hidden", "weight"])
+@pytest.mark.slow
 def test_one_side_stays_exact(side: str) -> None:
     """FullE and FullC. Catches: the flag of one read for the other, what is exact computed from lists."""
     case = Case(bias=True)
@@ -692,6 +696,7 @@ def test_one_side_stays_exact(side: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPU else torch.float16], ids=str)
+@pytest.mark.slow
 def test_lists_are_added_first_or_last(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the budget has room for the remainder of all tokens, or not. Catches: a list added twice or not at all, a remainder
     that another token gets, one that is not there."""

@@ -81,6 +81,7 @@ def _on_two_ranks() -> None:
 
 @pytest.mark.skipif(GPU, reason="of the interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
+@pytest.mark.slow
 def test_rungs_on_two_shards(ranks2: Callable[..., None]) -> None:
     """Catches: a dropped mass of both shards in place of one's; a control variate without the softcap's slope; exact
     gradients in place of a filter's."""

@@ -50,6 +50,7 @@ def test_torch_of(function: str):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as above
 @pytest.mark.parametrize("function", OTHERS)
+@pytest.mark.slow
 def test_triton_of(function: str):
     setting = Setting(1, "cuda" if GPU else "cpu", "triton", function=function)
     assert failures(setting, 100 if GPU else 15) == ""

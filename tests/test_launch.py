@@ -121,6 +121,7 @@ def test_slurm_queues_a_stopped_job_again_and_no_failed_one(tmp_path: Path) -> N
     assert "requeue" not in queue(tmp_path, CODE="75", SLURM_RESTART_COUNT="1000").stdout
 
 
+@pytest.mark.slow
 def test_a_group_is_measured_as_far_as_cpus_can(tmp_path: Path) -> None:
     """Catches a step that no longer starts, a result that is not kept, a failed step that is called none."""
     (tmp_path / "corpus").mkdir()

@@ -49,6 +49,7 @@ def test_kernels_match_dense(name: str) -> None:
     "differentiated", [("log_probs", "lse"), ("log_probs", "lse", "entropy"), ("entropy",)], ids=str
 )
 @pytest.mark.parametrize(("name", "columns"), [("everything", 96), ("repeated", 224), ("own-factors", 224)])
+@pytest.mark.slow
 def test_kept_exponentials_match_dense(name: str, columns: int, differentiated: tuple[str, ...]) -> None:
     """A part of the columns, and all. Catches: a cell left as an exponential, factors left out of the scale of a row."""
     case = replace(CASES[name], differentiated=differentiated)

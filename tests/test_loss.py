@@ -66,6 +66,7 @@ def test_names_of_aux_are_the_outputs():
     assert LinearCrossEntropyOutput._fields[1:] == AUX
 
 
+@pytest.mark.slow
 def test_compiles_as_one_graph(data):
     """Catches a graph break. ``opcheck`` below compares the fakes with the operators, so nothing has to be generated here."""
     hidden, _, target = data

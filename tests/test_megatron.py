@@ -1025,6 +1025,7 @@ def _on_one_rank() -> None:
             raise AssertionError(check.__name__) from error
 
 
+@pytest.mark.slow
 def test_one_model() -> None:
     run_ranks(_on_one_rank, 1)
 

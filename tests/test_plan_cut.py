@@ -51,6 +51,7 @@ def _both_cuts(engine: str, cut: str) -> None:
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("engine", "cut"), [("megatron", "3,1"), ("deepspeed", "4,0")])
+@pytest.mark.slow
 def test_an_uneven_cut_trains_alike(engine: str, cut: str) -> None:
     """Catches layers that get another layer's weights, and a stage without layers that loses its gradient."""
     if importlib.util.find_spec(engine) is None:

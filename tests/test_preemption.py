@@ -31,7 +31,11 @@ from toy_runs import CORPUS
 from cce_dist import cli
 from cce_dist.pretrain import exits, launch, stop, torchrun
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc"),
+    pytest.mark.slow,
+    pytest.mark.xdist_group("preemption"),
+]
 AGAIN, HOPELESS = 75, 1
 RUN = ["pretrain", "--preset", "toy", "--device", "cpu", "--corpus", str(CORPUS), "--pattern", "*.py", "--tp", "2"]
 RUN += ["--batch-size", "32", "--steps", "12", "--warmup", "4", "--eval-every", "6", "--eval-batches", "2"]
@@ -76,7 +80,7 @@ def go_on(run: list[str], out: Path) -> None:
         pytest.param(signal.SIGHUP, "agent", id="terminal-closed"),
     ],
 )
-def test_d5_a_signal_stores_the_step_and_costs_no_bit(
+def test_a_signal_stores_the_step_and_costs_no_bit(
     tmp_path: Path, run: list[str], whole: list[tuple], number: signal.Signals, whom: str
 ) -> None:
     """Catches ranks that stop after different steps, a checkpoint that is not written, and two signals where one was meant."""
@@ -93,7 +97,7 @@ def test_d5_a_signal_stores_the_step_and_costs_no_bit(
     assert history(tmp_path) == whole
 
 
-def test_d5_a_signal_before_the_first_step_ends_at_once(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
     with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
         command.wait_until(lambda: len(command.ranks()) == 2)
         kill(command.pid, signal.SIGTERM)
@@ -104,7 +108,7 @@ def test_d5_a_signal_before_the_first_step_ends_at_once(tmp_path: Path, run: lis
     assert not (tmp_path / "checkpoints" / "latest").exists()
 
 
-def test_d5_a_second_signal_ends_at_once(tmp_path: Path, run: list[str]) -> None:
+def test_a_second_signal_ends_at_once(tmp_path: Path, run: list[str]) -> None:
     """A rank that hangs keeps the others from agreeing: the second signal does not wait for it."""
     with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
         command.wait_until(has_taken(tmp_path, 2))
@@ -117,7 +121,7 @@ def test_d5_a_second_signal_ends_at_once(tmp_path: Path, run: list[str]) -> None
         assert command.wait(20) == 128 + signal.SIGTERM and time.monotonic() - start < 10
 
 
-def test_d5_one_rank_alone_stores_its_step(tmp_path: Path, run: list[str]) -> None:
+def test_one_rank_alone_stores_its_step(tmp_path: Path, run: list[str]) -> None:
     alone = [*run, "--tp", "1", "--checkpoint-every", "100"]
     with Command([*alone, "--out", str(tmp_path)], tmp_path / "log") as command:
         command.wait_until(has_taken(tmp_path, 3))
@@ -126,7 +130,7 @@ def test_d5_one_rank_alone_stores_its_step(tmp_path: Path, run: list[str]) -> No
     assert newest(tmp_path) == history(tmp_path)[-1][0] >= 3
 
 
-def test_d5_a_second_signal_ends_a_rank_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_ends_a_rank_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "SAME_SECONDS", 0.2)
 
     def rank() -> None:
@@ -140,9 +144,7 @@ def test_d5_a_second_signal_ends_a_rank_without_an_agent(monkeypatch: pytest.Mon
     assert in_child(rank) == 128 + signal.SIGTERM
 
 
-def test_d5_a_signal_ends_a_rank_that_waits_in_cpp(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_signal_ends_a_rank_that_waits_in_cpp(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     """Before the first step a rank may wait for one that has left already, where no Python code runs."""
     monkeypatch.setattr(stop, "SAME_SECONDS", 0.2)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -158,7 +160,7 @@ def test_d5_a_signal_ends_a_rank_that_waits_in_cpp(
     assert capfd.readouterr().err == "cce-dist pretrain: stopped by SIGTERM before the first step\n"
 
 
-def test_d5_a_signal_is_one_whatever_code_makes_of_it(
+def test_a_signal_is_one_whatever_code_makes_of_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     """Catches a bug that is told, and not run again, because code of torch wraps what the signal raised."""
@@ -180,7 +182,7 @@ def test_d5_a_signal_is_one_whatever_code_makes_of_it(
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_d5_a_second_signal_within_a_second_is_the_first_one(tmp_path: Path, run: list[str], ranks: str) -> None:
+def test_a_second_signal_within_a_second_is_the_first_one(tmp_path: Path, run: list[str], ranks: str) -> None:
     """Catches a process that says what happened and meanwhile dies of the same wish, which schedulers pass on twice."""
     with Command([*run, "--tp", ranks, "--out", str(tmp_path)], tmp_path / "log") as command:
         command.wait_until(has_taken(tmp_path, 3))
@@ -192,7 +194,7 @@ def test_d5_a_second_signal_within_a_second_is_the_first_one(tmp_path: Path, run
         assert command.wait() == AGAIN, command.text
 
 
-def test_d3_a_rank_whose_agent_has_ended_meanwhile_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_agent_has_ended_meanwhile_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an agent that dies before its rank has asked the system to die with it."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     monkeypatch.setenv(exits.AGENT, str(os.getpid()))
@@ -214,7 +216,7 @@ def in_child(act: Callable[[], None]) -> int:
 
 
 @pytest.mark.timeout(200)
-def test_d3_d5_torchrun_too_lets_the_ranks_store_their_step_and_takes_them_with_it(
+def test_torchrun_too_lets_the_ranks_store_their_step_and_takes_them_with_it(
     tmp_path: Path, run: list[str], whole: list[tuple]
 ) -> None:
     """Under torchrun itself: SIGTERM loses nothing, and ranks die with a torchrun that is killed."""
@@ -247,7 +249,7 @@ def test_d3_d5_torchrun_too_lets_the_ranks_store_their_step_and_takes_them_with_
 
 
 @pytest.mark.timeout(120)
-def test_d10_torchrun_too_does_not_restart_what_cannot_be_mended(tmp_path: Path, run: list[str]) -> None:
+def test_torchrun_too_does_not_restart_what_cannot_be_mended(tmp_path: Path, run: list[str]) -> None:
     process = Torchrun(tmp_path / "log", 3, [*run, "--out", str(tmp_path), "--batch-size", "9", "--accumulate", "2"])
     try:
         assert process.process.wait(100) != 0
@@ -256,7 +258,7 @@ def test_d10_torchrun_too_does_not_restart_what_cannot_be_mended(tmp_path: Path,
     assert process.output.read_text().count("batch size 9 cannot be split 2 ways") == 1
 
 
-def test_d3_a_folder_has_one_run_at_a_time(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
     argv = [*run, "--out", str(tmp_path)]
     with ExitStack() as stack:
         first = stack.enter_context(Command(argv, tmp_path / "log"))
@@ -274,7 +276,7 @@ def test_d3_a_folder_has_one_run_at_a_time(tmp_path: Path, run: list[str], whole
     assert history(tmp_path) == whole
 
 
-def test_d3_ranks_die_with_their_agent(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+def test_ranks_die_with_their_agent(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
     with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
         command.wait_until(has_taken(tmp_path, 6))
         for rank in command.ranks():
@@ -308,14 +310,14 @@ def two_ranks(tmp_path: Path, run: list[str]) -> Iterator:
         yield start
 
 
-def test_d2_an_out_that_nodes_do_not_share_is_found_before_the_first_step(tmp_path: Path, two_ranks) -> None:
+def test_an_out_that_nodes_do_not_share_is_found_before_the_first_step(tmp_path: Path, two_ranks) -> None:
     first, _ = two_ranks([], ["--out", str(tmp_path / "elsewhere")])
     assert len(first.lines) == 1 and "elsewhere of rank 1" not in first.lines[0]
     assert "is not that of rank 0" in first.lines[0] and "rank 1 on " in first.lines[0]
     assert not list(tmp_path.rglob("metrics.jsonl")) and not list(tmp_path.rglob("step-*"))
 
 
-def test_d7_ranks_that_were_started_unlike_say_how(tmp_path: Path, two_ranks) -> None:
+def test_ranks_that_were_started_unlike_say_how(tmp_path: Path, two_ranks) -> None:
     first, _ = two_ranks(["--lr", "0.5"], ["--lr", "0.25", "--seed", "3"])
     assert len(first.lines) == 1
     assert "rank 1 has seed 3 in place of 0, lr 0.25 in place of 0.5" in first.lines[0]
@@ -329,7 +331,7 @@ def test_d7_ranks_that_were_started_unlike_say_how(tmp_path: Path, two_ranks) ->
         pytest.param(["--corpus", "/dev", "--pattern", "null"], None, "no regular file", id="corpus"),
     ],
 )
-def test_d10_what_a_restart_cannot_mend_is_not_restarted(
+def test_what_a_restart_cannot_mend_is_not_restarted(
     tmp_path: Path, run: list[str], whole: list[tuple], more: list[str], file_limit: int | None, reason: str
 ) -> None:
     argv = [*run, "--out", str(tmp_path / "out"), "--max-restarts", "5", *more]
@@ -338,7 +340,7 @@ def test_d10_what_a_restart_cannot_mend_is_not_restarted(
     assert len([line for line in command.lines if "cce-dist pretrain" in line]) == 1 and reason in command.text
 
 
-def test_d10_a_lost_rank_is_restarted(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+def test_a_lost_rank_is_restarted(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
     with Command([*run, "--out", str(tmp_path), "--max-restarts", "1"], tmp_path / "log") as command:
         command.wait_until(has_taken(tmp_path, 6))
         kill(command.ranks()[1], signal.SIGKILL)
@@ -356,7 +358,7 @@ def test_d10_a_lost_rank_is_restarted(tmp_path: Path, run: list[str], whole: lis
         pytest.param({}, {}, False, id="by-hand"),
     ],
 )
-def test_d11_a_requeued_run_goes_on_in_spite_of_no_resume(
+def test_a_requeued_run_goes_on_in_spite_of_no_resume(
     tmp_path: Path,
     run: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -375,7 +377,7 @@ def test_d11_a_requeued_run_goes_on_in_spite_of_no_resume(
     assert ("resumed after step 5" in capsys.readouterr().out) is goes_on
 
 
-def test_s2_one_machine_listens_on_loopback_alone(tmp_path: Path, run: list[str]) -> None:
+def test_one_machine_listens_on_loopback_alone(tmp_path: Path, run: list[str]) -> None:
     """Catches the rendezvous of torch, which listens on every address, and gloo on the address of the host's name."""
     with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
         command.wait_until(has_taken(tmp_path, 1))
@@ -385,7 +387,7 @@ def test_s2_one_machine_listens_on_loopback_alone(tmp_path: Path, run: list[str]
     assert addresses and addresses <= {"0100007F", "0" * 24 + "01000000"}, addresses
 
 
-def test_s2_ranks_of_one_machine_talk_over_loopback(
+def test_ranks_of_one_machine_talk_over_loopback(
     tmp_path: Path, run: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches gloo and NCCL at the address of the host's name, on a machine whose name is none of loopback too."""

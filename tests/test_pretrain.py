@@ -26,6 +26,8 @@ from cce_dist.pretrain.launch import train_on
 from cce_dist.pretrain.ranks import Ranks, make_mesh
 from cce_dist.pretrain.recipe import PRESETS
 
+pytestmark = pytest.mark.xdist_group("pretrain")
+
 ALONE = Ranks(torch.device("cpu"))
 
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from cce_dist.ranks import Pool, RankError
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
@@ -48,6 +50,7 @@ def _fail_otherwise() -> None:
     raise ValueError(f"this is rank {dist.get_rank()}")
 
 
+@pytest.mark.slow
 def test_the_first_failure_is_raised_and_the_next_body_meets_new_ranks(pool: Pool, tmp_path: Path) -> None:
     """Catches a pool that waits for the ranks that the failed one has left alone, or sends them the next body."""
     before, start = processes(pool, tmp_path / "before"), time.monotonic()

@@ -136,6 +136,7 @@ def of(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_statistics_and_lists(case: Case, limits, centering: list[screen.Centering]) -> None:
     """Catches: a row's or a column's number or scale left out, frequent columns or padding summed, a mark lost or summed
     error not counted, an unmarked label summed twice, a chunk's parts or words in the wrong place, a token that cannot be
@@ -178,6 +179,7 @@ def test_statistics_and_lists(case: Case, limits, centering: list[screen.Centeri
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[5]])
+@pytest.mark.slow
 def test_entropy(case: Case, limits, centering: list[screen.Centering]) -> None:
     """Catches: a moment without a row's number, without the frequent columns', the listed ones' or the variance's part,
     relative to something else, a chunk's in the wrong place, one in 8 bits of a token that is computed again."""
@@ -217,6 +219,7 @@ def test_gradient_of_the_entropy() -> None:
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[5]])
+@pytest.mark.slow
 def test_gradients(case: Case, limits) -> None:
     """Catches: a token that cannot be trusted served, a hit that the screen left out, a mass relative to something else."""
     limits(case)
@@ -240,6 +243,7 @@ def test_gradients(case: Case, limits) -> None:
 
 
 @pytest.mark.parametrize("side", ["hidden", "weight"])
+@pytest.mark.slow
 def test_rows_unlike_the_others(side: str) -> None:
     """Zero, huge, tiny, of one element, not finite: all but the latter are right, and that hurts nobody else.
 

@@ -583,5 +583,6 @@ CHECKS: list[tuple[str, Callable[..., None], tuple]] = [
 
 
 @pytest.mark.parametrize(("check", "args"), [pytest.param(*rest, id=name) for name, *rest in CHECKS])
+@pytest.mark.slow
 def test_four_ranks(ranks4: Callable[..., None], check: Callable[..., None], args: tuple) -> None:
     ranks4(check, *args)

@@ -68,6 +68,7 @@ def test_layouts_cover_all_none_and_a_rest():
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_four_ranks():
     """T = 2 (two groups side by side), 3 (one rank left out) and 4: one spawn for everything that needs ranks."""
     run_ranks(_four_ranks, 4)
