@@ -251,7 +251,7 @@ class Operands(NamedTuple):
         return self._replace(
             hidden=hidden, ids=self.ids[rows], cells=None if cells is None else Cells(cells.ids_NI[rows]),
             factors_N2=None if factors is None else factors[rows],
-        )  # fmt: skip
+        )
 
 
 class Softmax(NamedTuple):

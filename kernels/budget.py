@@ -583,7 +583,7 @@ def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_
 
 def filtered_peak(
     sizes: Sizes, workspace_bytes: int, frequent_columns: int, tiles: Tiles, at_once: int, screen: Tile | None = None
-) -> Peak:  # fmt: skip
+) -> Peak:
     """Predict what the kernels with a filter take.
 
     Args:
@@ -653,12 +653,12 @@ def _listed_bytes(sizes: Sizes, workspace_bytes: int, frequent_columns: int, til
     groups = at_a_time * ((sizes.hidden_bytes if whole else sizes.sum_bytes) + (cols + sampled) * sizes.itemsize)
     return listed + max(
         max(making, groups) + covariance + (remainder_bytes(sizes) if whole else 0), SORTED_BYTES * capacity
-    )  # fmt: skip
+    )
 
 
 def _screen_bytes(
     sizes: Sizes, num_columns: int, capacity: int, workspace_bytes: int, screen: Tile, tiles: Tiles, at_once: int
-) -> int:  # fmt: skip
+) -> int:
     """Bytes of the screen: operands in 8 bits and what they are less of, marks and lists of chunks, the parts of the sums."""
     num_tokens, row_bytes = sizes.num_tokens, _rounded_bytes(sizes)
     rows, cols = screen_chunks(sizes, num_columns, capacity, workspace_bytes, screen.rows, tiles.group, screen.cols)

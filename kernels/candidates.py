@@ -80,7 +80,7 @@ def new_candidates(sample: Operands, plan: TopPlan, tiles: Tiles, rows: Rows) ->
         z_RS, rows.num_kept,
         threshold_R,
         size, cols, min(plan.nth, size), BLOCK=block, PIVOTS=num_pivots(), num_warps=max(1, block // 2048),
-    )  # fmt: skip
+    )
     return Candidates(threshold_R, list_RM, torch.zeros(num_rows, dtype=torch.int32, device=device))
 
 
@@ -167,7 +167,7 @@ def by_hand() -> bool:
 def list_candidates(
     z, threshold, list_ptr, count_ptr, room, col, offs_n, live, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
     BY_HAND: tl.constexpr,
-):  # fmt: skip
+):
     """Append the places of a tile of logits that reach their row's threshold to the row's list."""
     # Four lanes of a warp share a row of an accumulator, and a lane's next columns are eight further: [row, lane, cell, place,
     # pair, neighbour]. A thread has all but the first two, so nothing moves.
@@ -229,7 +229,7 @@ def list_candidates(
             "=r,f,f,f,f,f,f,r,r,l,r,r",
             [z_0, z_1, z_8, z_9, top, limit, place, room, list_ptr.to(tl.int64), row, column],
             dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        )
     else:
         mask = (listed > 0) & (place < room)
         row = list_ptr + 4 * row.to(tl.int64)

@@ -24,7 +24,7 @@ from cce_dist.kernels.budget import cdiv
 def write_cells(
     x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, first_col: int, dlogits_RV: torch.Tensor,
     scale_R: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Set the cells of each token's ids among the columns from ``first_col`` on.
 
     Args:
@@ -42,7 +42,7 @@ def write_cells(
         logits.logit_scale, logits.softcap,
         HAS_SOFTCAP=logits.softcap > 0.0, HAS_ENTROPY=softmax.entropy is not None, HAS_FACTORS=x.factors_N2 is not None,
         HAS_SCALE=scale_R is not None, ADD=scale_R is None and dlogits_RV.dtype == torch.float32, BLOCK=256,
-    )  # fmt: skip
+    )
 
 
 @kernel()

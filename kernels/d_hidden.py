@@ -79,7 +79,7 @@ def add_d_hidden(
         operand(dlogits_RV, tile.rows, tile.inner, tma), operand(weight_VD, tile.inner, tile.cols, tma), *target, *sizes,
         programs, **options, OFTEN_EMPTY=often_empty, **blocks, BLOCK_V=tile.inner, TMA=tma,
         PRECISION=precision(dlogits_RV.dtype), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
     if num_parts:
         _add_parts_kernel[(num_tiles - num_whole, 4)](
             *target, hidden_size, opens, num_whole, splits, **options, **blocks
@@ -120,16 +120,16 @@ def _grad_hidden_kernel(
     given = (
         dlogits, weight, index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr, low_ptr, parts_ptr, num_rows, num_cols,
         hidden_size, dlogits_stride, first, num_whole, splits,
-    )  # fmt: skip
+    )
     if OFTEN_EMPTY:
         for piece in range(tl.program_id(0), tl.where(num_kept > 0, num_pieces, 0), tl.num_programs(0)):
             _write_piece(
                 piece, *given, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
-            )  # fmt: skip
+            )
     else:
         _write_piece(
             tl.program_id(0), *given, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
-        )  # fmt: skip
+        )
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def _write_piece(
     hidden_size, dlogits_stride, first, num_whole, splits,
     HAS_SCALE: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_LOW: tl.constexpr, BY_TOKEN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Write a whole tile of d_hidden, or a part of the columns' sum for another."""
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     part = piece - num_whole  # negative: a whole tile
@@ -166,7 +166,7 @@ def _write_piece(
                     _add(
                         some, row, col + number * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr,
                         low_ptr, hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
-                    )  # fmt: skip
+                    )
 
 
 @kernel("scale_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")
@@ -203,7 +203,7 @@ def _add_parts_kernel(
     _add(
         some, row, col + quarter * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr, low_ptr,
         hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
-    )  # fmt: skip
+    )
 
 
 @triton.jit

@@ -48,7 +48,7 @@ def add_d_weight(
         # tiles
         BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_N=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
 
 
 @kernel("dlogits", "hidden", "d_weight", "hidden_size")
@@ -87,7 +87,7 @@ def _write_tile(
     tile, dlogits, hidden, num_kept, gain_ptr, d_weight, num_rows, num_cols, hidden_size, dlogits_stride,
     HAS_GAIN: tl.constexpr, ADD: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Write a tile of d_weight, or add to it."""
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     row = tile // num_col_blocks * BLOCK_V
@@ -128,7 +128,7 @@ def add_d_bias(
         d_bias_V,
         num_cols, dlogits_RV.stride(0),
         HAS_SCALE=scale_R is not None, HAS_GAIN=gain is not None, BLOCK_V=128, BLOCK_N=32,
-    )  # fmt: skip
+    )
 
 
 @kernel("dlogits_ptr", "scale_ptr", "d_bias_ptr")

@@ -125,7 +125,7 @@ def blocks_of(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[Block]]
                 rows, cols, hidden_RD, x.weight[cols], None if x.bias is None else x.bias[cols],
                 column_R1.clamp(0, width - 1), (column_R1 >= 0) & (column_R1 < width), unlabelled_R1, columns_RI, ids_RI,
                 None if x.factors_N2 is None else x.factors_N2[rows].t()[:, :, None],
-            )  # fmt: skip
+            )
 
     for start in range(0, logits.num_valid, num_cols):
         cols = slice(start, min(start + num_cols, logits.num_valid))
@@ -262,7 +262,7 @@ def gradients(
     sums = _Sums(
         _zeros(*x.hidden.shape, like=x.hidden), torch.zeros_like(x.weight) if grads.weight_out is None else grads.weight_out,
         _zeros(num_rows, like=x.hidden), _zeros(x.num_tokens, like=x.hidden), _zeros(num_rows, like=x.hidden),
-    )  # fmt: skip
+    )
     for cols, blocks in blocks_of(x, spec):
         d_weight_CD = _zeros(*x.weight[cols].shape, like=x.hidden)
         for block in blocks:
@@ -426,7 +426,7 @@ def _from_tokens(
     shrinkage = compensation.shrinkage(
         (share_V1 * estimate_VD * centered_VD).sum(), share_V.square() @ square_V, share_V @ square_V,
         (total * (share_N @ hidden_ND)).square().sum(),
-    )  # fmt: skip
+    )
     return factor * estimate_VD + torch.where(factor > 0, 0.0, shrinkage) * share_V1 * centered_VD
 
 

@@ -75,7 +75,7 @@ def dlogits_chunk(
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
 
 
 @kernel("hidden", "weight", "bias_ptr", "dlogits", "hidden_size")
@@ -126,20 +126,20 @@ def _dlogits_kernel(
         hidden, weight, bias_ptr, labels_ptr, index_ptr, max_ptr, log_sum_ptr, entropy_ptr, coef_ptr, factor_ptr, dlogits,
         num_kept, num_rows, hidden_size, num_valid, start, num_tokens, dlogits_cols, first_col, num_tiles, num_splits,
         logit_scale, softcap,
-    )  # fmt: skip
+    )
     if ONE_WAVE:
         for part in range(pid, num_parts, tl.num_programs(0)):
             _write_part(
                 part, num_row_blocks, *given, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, HAS_ENTROPY, HAS_FACTORS, FAST, MASK_V,
                 BLOCK_N, BLOCK_V, BLOCK_D, GROUP, TMA, PRECISION,
-            )  # fmt: skip
+            )
         return
     if pid >= num_parts:
         return
     _write_part(
         pid, num_row_blocks, *given, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, HAS_ENTROPY, HAS_FACTORS, FAST, MASK_V,
         BLOCK_N, BLOCK_V, BLOCK_D, GROUP, TMA, PRECISION,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def _write_part(
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     HAS_FACTORS: tl.constexpr, FAST: tl.constexpr, MASK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Write the tiles that a block of rows has in a part of the columns."""
     row_block, split = row_and_split(part, num_row_blocks, num_splits, GROUP)
     row = row_block * BLOCK_N
@@ -186,7 +186,7 @@ def _write_part(
         z = tile_of_logits(
             hidden, weight, bias_ptr, row, first_col + col, num_rows, num_valid, hidden_size, logit_scale, softcap,
             HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-        )  # fmt: skip
+        )
         if HAS_FACTORS and HAS_SOFTCAP:
             z *= after[:, None]
         offs_v = col + tl.arange(0, BLOCK_V)

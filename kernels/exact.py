@@ -58,7 +58,7 @@ from cce_dist.kernels.tokens import (
 __all__ = [
     "coefficients", "default_workspace", "filter_stats", "gradients", "label_ids", "merged_lse", "rows_at_once",
     "saved_like", "saved_of_slices", "statistics", "token_losses",
-]  # fmt: skip
+]
 
 
 def columns_kept(x: Operands, spec: Spec) -> int:
@@ -205,7 +205,7 @@ def _kept_span(x: Operands, kept: Kept, tiles: Tiles, at_once: int) -> Span:
 def _keep_exponentials(
     x: Operands, rows: Rows, tiles: Tiles, span: Span, partials_KPR: torch.Tensor, kept: Kept, want: Want,
     lists: Candidates | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run the log-sum-exp over a span, keeping its exponentials and each row's reference: the first tile's maximum."""
     num_rows = rows.index.shape[0]
     first_KPR = new_partials(1, num_rows, NOTHING_MORE, partials_KPR)
@@ -287,7 +287,7 @@ class _Part(NamedTuple):
 def gradients(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Spec,
     *, often_empty: bool = False,
-) -> Gradients:  # fmt: skip
+) -> Gradients:
     """Return d_hidden, d_weight and d_bias; see ``Backend.gradients``.
 
     A token without a label gets a d_hidden of exactly 0 and adds nothing elsewhere. With ``often_empty`` all tokens may be
@@ -315,7 +315,7 @@ def gradients(
         at_once, cols = budget.exact_chunks(
             sizes_of(x)._replace(num_columns=last - num_kept), spec.workspace_bytes, kept.exp_NV.nbytes, tiles,
             num_programs(x.hidden.device),
-        )  # fmt: skip
+        )
         chunks = [(col, min(col + cols, last)) for col in range(num_kept, last, cols)]
         num_parts = len(chunks) + (num_kept > 0)
         gathers = (bool(chunks) or d_weight is not None) and not weight_first
@@ -358,7 +358,7 @@ def _kept_operand(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N
 def _fill_chunk(
     x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, tiles: Tiles, one_wave: bool, first: int,
     grads_RV: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Write the logits' gradient of the columns from ``first`` on, and each token's ids among them."""
     dlogits_chunk(x, rows, softmax, coef_4N, first, grads_RV, tiles, one_wave=one_wave)
     if x.cells is not None:
@@ -368,7 +368,7 @@ def _fill_chunk(
 def add_chunks(
     out: Output, x: Operands, rows: Rows, chunks: list[tuple[int, int]], dlogits_RV: torch.Tensor,
     fill: Callable[[int, torch.Tensor], None], tiles: Tiles, *, add: bool, num_final: int, opens: bool = True,
-) -> None:  # fmt: skip
+) -> None:
     """Have ``fill`` write the logits' gradient of a group of tokens a chunk of columns after another, and add its products.
 
     Args:
@@ -399,7 +399,7 @@ def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -
         add_d_weight(
             out.weight[columns], part.dlogits_RV, rows, out.gain, tiles.grad_weight, add=part.add,
             often_empty=out.often_empty,
-        )  # fmt: skip
+        )
     if out.bias is not None:
         add_d_bias(out.bias[columns], part.dlogits_RV, rows, part.scale_R, out.gain)
     if out.weight_first and out.hidden is not None:
@@ -413,7 +413,7 @@ def _add_hidden_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: T
     add_d_hidden(
         out.hidden, part.dlogits_RV, x.weight[part.first : part.stop], rows, part.scale_R, out.gain, tiles.grad_hidden,
         first=part.opens, often_empty=out.often_empty,
-    )  # fmt: skip
+    )
     if out.ready is not None and part.num_final:
         out.ready(out.hidden.high_ND[: part.num_final])
 

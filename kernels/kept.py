@@ -61,7 +61,7 @@ def level(keep: Keep, rows: Rows, reference_R: torch.Tensor, tile_cols: int) -> 
         keep.exp_RV, keep.tile_reference_BR, reference_R, rows.num_kept,
         num_rows, num_tiles, keep.exp_RV.shape[1],
         BLOCK_N=64, BLOCK_V=tile_cols, BLOCK_T=16,
-    )  # fmt: skip
+    )
 
 
 @kernel("tile_reference_ptr")
@@ -138,7 +138,7 @@ def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: t
         logits.logit_scale, logits.softcap,
         HAS_SOFTCAP=logits.softcap > 0.0, HAS_FACTORS=x.factors_N2 is not None, SEVERAL=num_ids is not None,
         HAS_ENTROPY=factor_2R is not None, BLOCK_N=128,
-    )  # fmt: skip
+    )
     if factor_2R is not None:
         num_cols = kept.exp_NV.shape[1]
         _with_entropy_kernel[(num_rows * cdiv(num_cols, 2048),)](

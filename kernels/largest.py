@@ -68,7 +68,7 @@ def choose_among_all(x: Operands, left_N: torch.Tensor, spec: Spec, tiles: Tiles
 def _launch(
     x: Operands, rows: Rows, z_RM: torch.Tensor, lists: Candidates | None, spec: Spec, keys_KN: torch.Tensor,
     left_N: torch.Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     num_rows, top_k = rows.index.shape[0], spec.want.top_k
     threshold_R, _, count_R = lists or (None, None, None)
     chosen_RK = torch.empty(num_rows, top_k, dtype=torch.int64, device=z_RM.device)
@@ -82,7 +82,7 @@ def _launch(
         x.num_tokens, z_RM.shape[1], None if lists is None else lists.room, x.logits.num_valid, x.logits.start, top_k,
         LISTED=lists is not None, TOGETHER=TOGETHER, PIVOTS=PIVOTS if lists is None else num_pivots(), BLOCK_K=power,
         PART=min(64, max(1, 1024 * warps // power)), BLOCK=block, CHUNK=max(1, block // 4), num_warps=warps,
-    )  # fmt: skip
+    )
 
 
 @kernel("z_ptr", "chosen_ptr", "num_cols")

@@ -39,7 +39,7 @@ def logits_chunk(x: Operands, rows: Rows, first_col: int, z_RV: torch.Tensor, ti
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
 
 
 @kernel("hidden", "weight", "bias_ptr", "z", "hidden_size", "num_cols")
@@ -85,7 +85,7 @@ def _logits_kernel(
     some = tile_of_logits(
         hidden, weight, bias_ptr, row, first_col + tile * BLOCK_V, num_rows, num_valid, hidden_size, logit_scale, softcap,
         HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, True, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-    )  # fmt: skip
+    )
     if HAS_FACTORS and HAS_SOFTCAP:
         some *= tl.load(factor + 1, mask=live, other=1)[:, None]
     store_tile(z, row, tile * BLOCK_V, some, num_rows, num_cols, num_cols, BLOCK_N, BLOCK_V, TMA)

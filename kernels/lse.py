@@ -143,7 +143,7 @@ def lse_partials(
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
 
 
 def choose_splits(num_rows: int, num_tiles: int, tile: Tile, device: torch.device) -> int:
@@ -266,14 +266,14 @@ def _lse_kernel(
         z = tile_of_logits(
             hidden, weight, bias_ptr, row, tile * BLOCK_V, num_rows, num_valid, hidden_size, logit_scale, softcap,
             HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-        )  # fmt: skip
+        )
         if HAS_FACTORS and HAS_SOFTCAP:
             z *= after
         if LIST:
             list_candidates(
                 z, limit, list_ptr, count_ptr, room, tile * BLOCK_V, offs_n, offs_n < num_kept,
                 BLOCK_N, BLOCK_V, BY_HAND,
-            )  # fmt: skip
+            )
         tile_max = tl.max(z, 1)
         new_max = tl.maximum(running_max, tile_max)
         if WANT_BEST:
@@ -353,7 +353,7 @@ def _exp(x, FAST: tl.constexpr):
 @triton.jit
 def _mark(
     words_ptr, e, limit, tile, offs_n, in_n, num_words, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, FAST: tl.constexpr
-):  # fmt: skip
+):
     """Store one bit per logit of a tile, 0 where its exponential is below that of ``limit``."""
     # Compare exponentials, not logits: z may then leave its registers. NaN counts as kept; if the limit underflows, the whole
     # row is kept.
@@ -384,7 +384,7 @@ def merge_splits(
         num_rows, stats_KN.shape[1], partials_KPR.shape[1], x.logits.num_valid,
         WANT_BELOW=want.uniform, WANT_MOMENT=want.entropy, WANT_SLOPED=sloped_N is not None,
         WANT_SQUARE=want.sum_p_squared, WANT_BEST=want.best, BLOCK_N=128,
-    )  # fmt: skip
+    )
 
 
 @kernel("partial_ptr")
@@ -480,7 +480,7 @@ def target_logits(x: Operands, rows: Rows, target_N: torch.Tensor) -> None:
         logits.logit_scale, logits.softcap,
         HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.softcap > 0.0, HAS_FACTORS=x.factors_N2 is not None,
         SEVERAL=num_ids is not None, BLOCK_N=4, BLOCK_D=512,
-    )  # fmt: skip
+    )
 
 
 @kernel("rows_ptr", "weight_ptr", "bias_ptr", "hidden_size")

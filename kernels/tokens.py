@@ -139,7 +139,7 @@ def gather_rows(hidden_ND: torch.Tensor, rows: Rows, scale_R: torch.Tensor | Non
         hidden_ND, rows.index, rows.num_kept, scale_R, rows.hidden,
         num_rows, hidden_size,
         HAS_SCALE=scale_R is not None, MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
-    )  # fmt: skip
+    )
 
 
 @kernel("hidden_ptr", "scale_ptr", "rows_ptr", "hidden_size")
@@ -185,7 +185,7 @@ def token_losses(stats_TKN: torch.Tensor, ids_N: torch.Tensor, spec: Spec) -> tu
         _token_losses_kernel, num_tokens, stats_TKN, ids_N,
         nll_N, lse_N, target_N, uniform_nll_N, entropy_N, merged_KN, num_shards, num_stats, spec.vocab_size,
         WANT_UNIFORM=uniform, WANT_ENTROPY=entropy,
-    )  # fmt: skip
+    )
     return nll_N, lse_N, target_N, uniform_nll_N, entropy_N, merged_KN
 
 
@@ -351,7 +351,7 @@ def sums_of_rows(coef_2R: torch.Tensor, rows_RD: torch.Tensor) -> torch.Tensor:
         partial_P2D,
         num_rows, hidden_size,
         BLOCK_R=block_r, BLOCK_D=block_d, num_warps=8,
-    )  # fmt: skip
+    )
     return partial_P2D.sum(0)
 
 

@@ -77,7 +77,7 @@ def mixture_sums(x: Heads, pair: Pair, saved: list[Tensor], spec: Divergence) ->
             log_p, log_t, _ = _log_softmaxes(student, teacher, x, pair)
             for sum_N, log_q, log_other, share in (
                 (sums_2N[0], log_t, log_p, 1 - spec.beta), (sums_2N[1], log_p, log_t, spec.beta),
-            ):  # fmt: skip
+            ):
                 q = log_q.exp()
                 sum_N[student.rows] += torch.where(q == 0, 0.0, q * above_mixture(log_q, log_other, share)).sum(1)
     return sums_2N
@@ -85,7 +85,7 @@ def mixture_sums(x: Heads, pair: Pair, saved: list[Tensor], spec: Divergence) ->
 
 def gradients(
     x: Heads, pair: Pair, coef_N: Tensor, saved: list[Tensor], grads: Grads, spec: Divergence
-) -> Gradients:  # fmt: skip
+) -> Gradients:
     """Return d_hidden, d_weight and d_bias of the student; ``coef_N`` is the gradient of each token's divergence."""
     student, out = x.student, grads.weight_out
     fp32 = {"dtype": torch.float32, "device": student.hidden.device}

@@ -78,7 +78,7 @@ def sizes_of(x: Heads) -> Sizes:
     return Sizes(
         student.num_tokens, student.hidden.shape[1], student.logits.num_valid, student.hidden.itemsize,
         x.teacher.hidden.shape[1], cell_bytes(student.hidden.dtype),
-    )  # fmt: skip
+    )
 
 
 def columns_kept(x: Heads, spec: Divergence) -> int:
@@ -156,7 +156,7 @@ def _work(x: Heads, spec: Divergence, kept: Kept) -> _Work:
     left = sizes._replace(num_columns=max(0, sizes.num_columns - kept.columns))
     at_once, cols = budget.exact_chunks(
         left, spec.workspace_bytes, kept.nbytes, tiles, num_programs(student.hidden.device)
-    )  # fmt: skip
+    )
     at_once = min(at_once, sizes.num_tokens)
     hidden = tuple(head.hidden.new_empty(at_once, head.hidden.shape[1]) for head in (student, teacher))
     room = new_pair_logits(at_once, cols if left.num_columns else 0, tiles.lse.cols, student.hidden)
@@ -176,7 +176,7 @@ def _fill_both(x: Heads, both: tuple[Rows, Rows], logits: PairLogits, first: int
 
 def _sweep(
     x: Heads, pair: Pair | None, task: tl.constexpr, sums_KN: torch.Tensor, spec: Divergence, kept: Kept
-) -> None:  # fmt: skip
+) -> None:
     """Go over both heads' logits once, a group of tokens at a time, and write each token's K sums.
 
     The first sweep, without a ``pair``, computes what is kept; that of the mixture reads it.
@@ -249,7 +249,7 @@ def _above_mixture(log_p, log_t, beta, FAST: tl.constexpr, FAST_LOG: tl.constexp
 def _add_up(
     rows: Rows, pair: Pair | None, sums_KN: torch.Tensor, task: tl.constexpr, beta: float, tiles: Tiles,
     logits: PairLogits, first: int, last: int,
-) -> None:  # fmt: skip
+) -> None:
     """Add columns [first, last) to the sums of the group's tokens, which the first column sets."""
     num_rows, (z_2RC, top_2BR) = rows.index.shape[0], logits
     _pair_sums_kernel[(num_rows,)](
@@ -264,7 +264,7 @@ def _add_up(
         beta,
         TASK=task.value, FAST=has_fast_math(), FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_V=tiles.lse.cols,
         TILES=SUMS_TILES, num_warps=1,
-    )  # fmt: skip
+    )
 
 
 @kernel("z_s_ptr", "z_t_ptr", "z_stride")
@@ -405,7 +405,7 @@ def gradients(
 def _kept_gradients(
     x: Heads, rows: Rows, kept: Kept, pair: Pair, coef_N: torch.Tensor, spec: Divergence, tiles: Tiles, first: int,
     grads_RV: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Turn what is kept of the student's logits into their gradient; make it anew if a backward before did so."""
     last = min(kept.columns, x.student.logits.num_valid)
     spent = rows._replace(num_kept=rows.num_kept * kept.spent)  # or else no row, and the launch ends at once
@@ -418,7 +418,7 @@ def _kept_gradients(
 def _chunk_gradients(
     x: Heads, both: tuple[Rows, Rows], work: _Work, pair: Pair, coef_N: torch.Tensor, spec: Divergence, first: int,
     grads_RV: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Compute a chunk of both heads' logits, and turn the student's into their gradient."""
     last = min(first + grads_RV.shape[1], x.student.logits.num_valid)
     _fill_both(x, both, work.room, first, last, work.tiles)
@@ -428,7 +428,7 @@ def _chunk_gradients(
 def _write_gradients(
     x: Heads, rows: Rows, logits: PairLogits, num_cols: int, pair: Pair, coef_N: torch.Tensor, spec: Divergence, tiles: Tiles,
     grads_RV: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Write the gradient of the student's logits to ``grads_RV``, ``logits.gradient(...)``."""
     student, (z_2RC, top_2BR), num_rows = x.student.logits, logits, rows.index.shape[0]
     _pair_gradients_kernel[(cdiv(num_cols, tiles.lse.cols), cdiv(num_rows, BLOCK_N))](
@@ -442,7 +442,7 @@ def _write_gradients(
         student.logit_scale, student.softcap, spec.beta,
         TASK=TASKS[spec.kind].value, HAS_SOFTCAP=student.softcap > 0.0, FAST=has_fast_math(),
         FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_N=BLOCK_N, BLOCK_V=tiles.lse.cols, MAX_SIDE=MAX_SIDE,
-    )  # fmt: skip
+    )
 
 
 @kernel("z_s_ptr", "z_t_ptr", "dlogits_ptr", "z_stride")

@@ -89,7 +89,7 @@ def fill_logits(
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=GROUP, TMA=tma,
         PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
 
 
 @kernel("hidden", "weight", "bias_ptr", "z", "hidden_size", "z_stride")
@@ -128,7 +128,7 @@ def _pair_logits_kernel(
         some = tile_of_logits(
             hidden, weight, bias_ptr, row, first_col + tile * BLOCK_V, num_rows, num_valid, hidden_size, logit_scale,
             softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-        )  # fmt: skip
+        )
         top = tl.max(some, 1)
         some -= tl.where(top > float("-inf"), top, 0.0)[:, None]
         store_tile(z, row, tile * BLOCK_V, some, num_rows, num_tiles * BLOCK_V, z_stride, BLOCK_N, BLOCK_V, TMA)

@@ -98,7 +98,7 @@ from cce_dist.kernels.tokens import (
 __all__ = [
     "coefficients", "default_workspace", "filter_stats", "gradients", "label_ids", "merged_lse", "rows_at_once",
     "saved_like", "saved_of_slices", "statistics", "token_losses",
-]  # fmt: skip
+]
 
 
 def default_workspace(x: Operands, spec: Spec) -> int:
@@ -172,7 +172,7 @@ def statistics(
 def _before_all_columns(
     x: Operands, frequent: Frequent, tiles: Tiles, buffer_RD: torch.Tensor, stats_KN: torch.Tensor,
     merge_bound: Callable[[torch.Tensor], torch.Tensor], spec: Spec,
-) -> First:  # fmt: skip
+) -> First:
     """Write the labels' logits to stats_KN, and bound each token's log-sum-exp by them, frequent columns and some others."""
     order, num_tokens = compact(x.ids), x.num_tokens
     want = spec.want if spec.screened else NOTHING_MORE
@@ -240,7 +240,7 @@ def _look_again(x: Operands, fallback_N: torch.Tensor, stats_KN: torch.Tensor, s
 def _log_sum_exp(
     x: Operands, rows: Rows, tiles: Tiles, stats_KN: torch.Tensor, sloped_N: torch.Tensor | None,
     marks: Marks | None = None, want: Want = NOTHING_MORE, expected: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group.
 
     ``expected``: how many of them have a label, if it is far from all.
@@ -251,7 +251,7 @@ def _log_sum_exp(
     partials_KPR = stats_KN.new_empty(NUM_PLANES, parts, num_rows)
     lse_partials(
         x, rows, tiles, Span(0, num_tiles, parts), partials_KPR, want=want, marks=marks, want_sloped=sloped_N is not None
-    )  # fmt: skip
+    )
     merge_splits(partials_KPR, x, rows, stats_KN, want=want, sloped_N=sloped_N)
 
 
@@ -293,7 +293,7 @@ def gradients(
     here = grads._replace(
         want_hidden=grads.want_hidden and sides.hidden, want_weight=grads.want_weight and sides.weight,
         want_bias=grads.want_bias and sides.weight, weight_out=grads.weight_out if sides.weight else None,
-    )  # fmt: skip
+    )
     if here.want_hidden or here.want_weight or here.want_bias:
         filtered = _filtered_gradients(x, softmax, coef_4N, Lists(*saved), here, spec)
         d_hidden = d_hidden if filtered[0] is None else filtered[0]
@@ -360,7 +360,7 @@ def _filtered_gradients(
         d_hidden, d_weight, d_bias = exact.gradients(
             x._replace(ids=how.exact_labels), softmax, coef_4N, [*how.exact_order, *exact.new_kept(x)],
             grads._replace(hidden_ready=None, ready_rows=None), spec, often_empty=True,
-        )  # fmt: skip
+        )
         target = d_weight if grads.weight_out is None else grads.weight_out
         _add_fallback(x, softmax, coef_4N, how, (d_hidden, target, d_bias), grads, spec)
         entries = new_entries(lists.columns_M.shape[0], num_valid, device)
@@ -398,10 +398,10 @@ def _finish_weight(
         rows_VD, gain = target[: x.logits.num_valid], comp.factors.gain
         compensated_weight(
             rows_VD, comp.tokens, gain, *parts, comp.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
-        )  # fmt: skip
+        )
     listed_weight(
         target, x.hidden, columns, *parts, comp.shared_weight_2D, work.how, comp.factors, x.weight, add=add
-    )  # fmt: skip
+    )
 
 
 def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum | None:
@@ -416,7 +416,7 @@ def _compensation(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, frequent: Frequent, how: Decisions, factor_2N: torch.Tensor,
     tiles: Tiles,
     grads: Grads, spec: Spec,
-) -> Compensation:  # fmt: skip
+) -> Compensation:
     num_valid, weight = x.logits.num_valid, x.weight[: x.logits.num_valid]
     shared_weight_2D = sums_of_rows(factor_2N, x.hidden) if grads.want_weight else None
     if not spec.filter.compensate:
@@ -451,10 +451,10 @@ def _compensation(
         coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
         of_columns = squares_of_columns(
             sampled, sample, rows_SD, gain, softmax, coef_4N, how.threshold, tiles, lines_SK
-        )  # fmt: skip
+        )
     factors = factors_of(
         of_columns, of_tokens, sampled, dropped, sample, tokens, shared_2D, shared_weight_2D, num_covariance
-    )  # fmt: skip
+    )
     if num_covariance:
         covariance_DD = covariance_of(dropped, num_covariance, at_once, sampled, sample, factors, shared_2D, x, tiles)
         comp = comp._replace(covariance_DD=covariance_DD)
@@ -483,12 +483,12 @@ def _add_fallback(
         if total is not None:
             add_d_hidden(
                 total, dlogits_RV, x.weight[columns], rows, None, gain, tiles.grad_hidden, first=first == 0
-            )  # fmt: skip
+            )
         if d_weight is not None:
             add_d_weight(
                 d_weight[columns], dlogits_RV, rows, gain, tiles.grad_weight, add=grads.weight_out is not None,
                 often_empty=True,
-            )  # fmt: skip
+            )
         if d_bias is not None:
             add_d_bias(d_bias[columns], dlogits_RV, rows, None, gain)
 
@@ -496,7 +496,7 @@ def _add_fallback(
 def _add_rows(
     out: Gradients, listed: Sum | None, x: Operands, softmax: Softmax, coef_4N: torch.Tensor, work: _Work, grads: Grads,
     spec: Spec,
-) -> None:  # fmt: skip
+) -> None:
     """Finish d_hidden, a group of tokens at a time, and make the frequent columns' gradients of weight and bias on the way.
 
     ``listed`` is d_hidden where ``listed_gradients`` has begun it.
@@ -528,13 +528,13 @@ def _add_rows(
                 of_sampled = Pair(sampled_RK[: rows.index.shape[0]], sampled.centered_KD)
                 sampled_gradients(
                     sampled, rows, softmax, coef_4N, work.how.threshold, of_sampled.given_RC, tiles, factors.columns
-                )  # fmt: skip
+                )
             longest = work.how.block if listed is not None else 0
             add_products(
                 total, rows, Pair(grads_RF, frequent.weight), of_sampled, work.compensation.covariance_DD, factors, gain,
                 work.factor_2N,
                 shared_2D, (work.lists, longest), tiles.grad_hidden, first=listed is None,
-            )  # fmt: skip
+            )
             add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, longer_than=longest)
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])

@@ -43,7 +43,7 @@ def sample_outside(frequent: Frequent, x: Operands) -> tuple[torch.Tensor, Opera
             ids_S, weight_SD, bias_S,
             size, num_outside, num_valid - num_outside, hidden_size, (num_valid - num_outside).bit_length(),
             HAS_BIAS=x.bias is not None, BLOCK_S=16, BLOCK_D=256,
-        )  # fmt: skip
+        )
     return ids_S, x._replace(weight=weight_SD, bias=bias_S, logits=x.logits._replace(start=0, num_valid=size))
 
 
@@ -94,7 +94,7 @@ def _sample_outside_kernel(
 
 def sampled_sums(
     ids_S: torch.Tensor, sampled: Operands, start: int, rows: Rows, tiles: Tiles, sums_3PN: torch.Tensor
-) -> None:  # fmt: skip
+) -> None:
     """Write maximum, sum of exp and sum of their squares over the sampled columns, but for the label, in P parts.
 
     Args:
@@ -122,7 +122,7 @@ def sampled_sums(
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
 
 
 @kernel("hidden", "weight", "bias_ptr", "hidden_size")
@@ -160,7 +160,7 @@ def _sampled_sums_kernel(
     z = tile_of_logits(
         hidden, weight, bias_ptr, row, part * BLOCK_V, num_rows, size, hidden_size, logit_scale, softcap,
         HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, True, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-    )  # fmt: skip
+    )
     offs_n = row + tl.arange(0, BLOCK_N)
     live = offs_n < num_kept
     token = tl.load(index_ptr + offs_n, mask=live, other=0).to(tl.int64)
@@ -180,7 +180,7 @@ def _sampled_sums_kernel(
 
 def bound_of_shard(
     frequent_3N: torch.Tensor, target_N: torch.Tensor, sums_3PN: torch.Tensor, num_sampled: int, x: Operands, frequent: Frequent
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return the shard's part of the bound as a maximum, a sum relative to it, and zeros, [3, N] fp32.
 
     Args:
@@ -201,7 +201,7 @@ def bound_of_shard(
         stats_3N,
         x.num_tokens, x.logits.start, x.logits.num_valid, sums_3PN.shape[1], max(1, num_sampled), num_outside, error,
         BLOCK_N=256,
-    )  # fmt: skip
+    )
     return stats_3N
 
 

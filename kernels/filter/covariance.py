@@ -35,7 +35,7 @@ def covariance_of(
     dropped: Dropped, size: int, at_once: int, sampled: SampledColumns, sample: Sample, factors: Factors,
     shared_2D: torch.Tensor,
     x: Operands, tiles: Tiles,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return the covariance, and take its product with the mean hidden state off ``shared_2D``. -> [D, D]
 
     ``size`` columns are sampled, some at a time. Where the linear's factor is 0 the covariance is 0, and the products cost

@@ -40,7 +40,7 @@ def add_products(
     total: Sum, rows: Rows, frequent: Pair, sampled: Pair | None, covariance_DD: torch.Tensor | None, factors: Factors | None,
     gain: torch.Tensor | None, factor_2N: torch.Tensor, shared_2D: torch.Tensor, later: tuple[Lists, int], tile: Tile, *,
     first: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Add everything but lists to d_hidden at the tokens of the group; ``first`` sets it instead.
 
     Args:
@@ -79,14 +79,14 @@ def add_products(
         # tiles
         BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
 
 
 @kernel(
     "frequent_grads", "frequent_weight", "sampled_grads", "sampled_weight", "hidden", "spread", "shared_ptr", "d_hidden_ptr",
     "low_ptr",
     "hidden_size",
-)  # fmt: skip
+)
 def _hidden_products_kernel(
     frequent_grads,  # in: [R, columns] descriptor or pointer
     frequent_weight,  # in: [F, D] descriptor or pointer

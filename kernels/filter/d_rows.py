@@ -34,7 +34,7 @@ from cce_dist.kernels.tiles import Tile, num_programs, precision
 
 def add_listed_hidden(
     total: Sum, x: Operands, rows: Rows, lists: Lists, how: Decisions, entries: Entries, *, longer_than: int
-) -> None:  # fmt: skip
+) -> None:
     """Add the listed columns' part to d_hidden at the tokens of the group whose lists are longer than that."""
     num_rows, hidden_size = rows.index.shape[0], x.weight.shape[1]
     _filtered_hidden_kernel[(num_rows, cdiv(hidden_size, 1024))](
@@ -43,7 +43,7 @@ def add_listed_hidden(
         total.high_ND,
         hidden_size, x.logits.num_valid, longer_than,
         HAS_LOW=total.low_RD is not None, BY_TOKEN=total.by_token, BLOCK_K=8, BLOCK_D=1024, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 @kernel("weight_ptr", "entry_column_ptr", "entry_grad_ptr", "low_ptr", "d_hidden_ptr", "hidden_size")
@@ -119,7 +119,7 @@ def by_column(entries: Entries, num_cols: int) -> ByColumn:
         *columns,
         capacity, num_cols, capacity.bit_length(),
         BLOCK=256,
-    )  # fmt: skip
+    )
     return columns
 
 
@@ -157,7 +157,7 @@ def _by_column_kernel(
 def listed_weight(
     d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
     share_V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, factors: Factors | None, weight: torch.Tensor, *, add: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Set the rows of d_weight_VD to the sum of all their parts, or add it.
 
     Args:
@@ -188,7 +188,7 @@ def listed_weight(
         HAS_FACTORS=factors is not None,
         # tiles
         BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, SHORT=8, num_warps=block_d // 256,
-    )  # fmt: skip
+    )
 
 
 @kernel(
@@ -308,7 +308,7 @@ def _rows(rows_ptr, number, in_k, offs_d, in_d, hidden_size):
 def compensated_weight(
     d_weight_VD: torch.Tensor, tokens: SampledTokens, gain: torch.Tensor, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
     share_V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, tile: Tile, *, add: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Set the rows of d_weight_VD to all of their parts but the listed gradients, what sampled tokens add included, or add it.
 
     Args:
@@ -336,7 +336,7 @@ def compensated_weight(
         # tiles
         BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_S=tile.inner, TMA=tma, PRECISION=precision(centered_SD.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
 
 
 @kernel("parts", "centered", "slot_ptr", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size")
@@ -405,7 +405,7 @@ def _compensated_weight_kernel(
 def listed_bias(
     d_bias_V: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_F: torch.Tensor, share_V: torch.Tensor,
     factor_2: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Add the column sums of the listed gradients, of the frequent columns and of the control variate to d_bias_V.
 
     Args:
@@ -419,7 +419,7 @@ def listed_bias(
         d_bias_V,
         num_cols,
         BLOCK_V=128,
-    )  # fmt: skip
+    )
 
 
 @kernel("first_ptr", "slot_ptr", "frequent_ptr", "factor_ptr", "d_bias_ptr")

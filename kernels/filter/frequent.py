@@ -129,7 +129,7 @@ def gather_frequent(ids_F: torch.Tensor, x: Operands, num_words: int) -> Frequen
         slot_V, words_W, weight_FD, bias_F,
         size, hidden_size,
         HAS_BIAS=x.bias is not None, BLOCK_F=16, BLOCK_D=256,
-    )  # fmt: skip
+    )
     logits = x.logits._replace(start=0, num_valid=size)
     return Frequent(ids_F, slot_V, words_W, x._replace(weight=weight_FD, bias=bias_F, logits=logits))
 

@@ -65,7 +65,7 @@ class Lists(NamedTuple):
 
 def list_columns(
     words_RW: torch.Tensor, frequent: Frequent, x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor
-) -> None:  # fmt: skip
+) -> None:
     """Write the marked columns that are not frequent, ascending, and the label's, to the lists of the group's tokens.
 
     The count is 0 for tokens without a label. ``taken``, [1] int64, is how many places groups took so far.
@@ -77,7 +77,7 @@ def list_columns(
         lists.columns_M, lists.begin_N, lists.count_N,
         num_words // aligned, lists.columns_M.shape[0], x.logits.start, x.logits.num_valid,
         BLOCK_W=512, ALIGNED=aligned, num_warps=1,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -214,7 +214,7 @@ class Decisions(NamedTuple):
 
 def decide(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, slot_V: torch.Tensor | None, eps: float
-) -> Decisions:  # fmt: skip
+) -> Decisions:
     """Decide for every token. Without ``slot_V`` there are no frequent_labels.
 
     All tokens are exact where the lists overflowed, or where lists do not serve more than FALLBACK tokens.
@@ -231,7 +231,7 @@ def decide(
         num_tokens, LONGEST, capacity, x.logits.start, x.logits.num_valid,
         math.log(eps), SLACK,
         HAS_SLOT=slot_V is not None, FALLBACK=FALLBACK, ENTRIES=BLOCK, BLOCK=4096, num_warps=32,
-    )  # fmt: skip
+    )
     per_token = (*int64_3N.unbind(), *int32_3N.unbind(), *fp32_3N.unbind())
     return Decisions(*per_token, *num_4.unbind(), fallback=fallback, block_token=block_token, block=BLOCK)
 
@@ -239,7 +239,7 @@ def decide(
 @triton.jit
 def _served(
     max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack, entries
-):  # fmt: skip
+):
     """Return which tokens the lists serve, and each list's length, the token's threshold, mass and reference."""
     stride = num_tokens.to(tl.int64)
     coef_p = tl.abs(tl.load(coef_ptr + offs_n, mask=in_n, other=0))
@@ -298,7 +298,7 @@ def _decide_kernel(
         served, count, _, _, _ = _served(
             max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack,
             ENTRIES,
-        )  # fmt: skip
+        )
         # Forward stored the lists in any order: either all of them fit, or nobody knows which do.
         needed += tl.sum(count.to(tl.int64), 0)
         num_unserved += tl.sum((live & (served == 0)).to(tl.int32), 0)
@@ -316,7 +316,7 @@ def _decide_kernel(
         served, count, threshold, mass, reference = _served(
             max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack,
             ENTRIES,
-        )  # fmt: skip
+        )
         tl.store(out_ptr + offs_n, threshold, mask=in_n)
         tl.store(out_ptr + stride + offs_n, mass, mask=in_n)
         tl.store(out_ptr + 2 * stride + offs_n, reference, mask=in_n)
@@ -386,7 +386,7 @@ def new_entries(capacity: int, num_cols: int, device: torch.device) -> Entries:
 def listed_gradients(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions, compensate: bool,
     entries: Entries | None, total: Sum | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the listed gradients, and the mass that is dropped, of the listed tokens.
 
     A listed logit below the threshold that backward knows is dropped all the same; its entry is one of no column.
@@ -424,7 +424,7 @@ def listed_gradients(
         # tiles
         ENTRIES=BLOCK, BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
         num_warps=warps, **REGISTERS,
-    )  # fmt: skip
+    )
     num_listed_N = torch.empty_like(lists.count_N)
     shape = (num_tokens,) if entries is None else (2, num_tokens)
     factor = torch.empty(shape, dtype=torch.float32, device=x.hidden.device)
@@ -433,14 +433,14 @@ def listed_gradients(
         factor, num_listed_N,
         num_tokens, x.logits.logit_scale,
         WANT_FACTORS=entries is not None, COMPENSATE=compensate, ENTRIES=BLOCK, BLOCK_N=128,
-    )  # fmt: skip
+    )
     return factor, num_listed_N
 
 
 @kernel(
     "hidden_ptr", "weight_ptr", "bias_ptr", "columns_ptr", "entry_column_ptr", "entry_token_ptr", "entry_grad_ptr",
     "high_ptr", "low_ptr", "hidden_size",
-)  # fmt: skip
+)
 def _listed_gradients_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]

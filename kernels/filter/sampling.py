@@ -96,7 +96,7 @@ def sample_columns(dropped: Dropped, size: int, center_D: torch.Tensor, x: Opera
 
 def sample_centered(
     dropped: Dropped, first: int, count: int, size: int, center_D: torch.Tensor, x: Operands, linear: torch.Tensor
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return the weight less ``center_D`` of ``count`` columns from the ``first`` on, of the ``size`` that would be sampled.
 
     Nothing is written where ``linear`` is 0.
@@ -109,7 +109,7 @@ def sample_centered(
 def _launch_sampling(
     dropped: Dropped, first: int, size: int, center_D: torch.Tensor, x: Operands, centered_KD: torch.Tensor,
     *numbers: torch.Tensor | None, linear: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Launch a program for each row of centered_KD. ``numbers``: column, inverse share, weight, square and bias, or none."""
     column_K, inverse_share_K, weight_KD, square_K, bias_K = numbers or (None,) * 5
     num_runs = dropped.count_B.shape[0]
@@ -119,7 +119,7 @@ def _launch_sampling(
         first, num_runs, x.logits.num_valid, x.weight.shape[1], size, compensation.PARTS,
         HAS_BIAS=bias_K is not None, CENTERED_ALONE=column_K is None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(),
         BLOCK_D=1024,
-    )  # fmt: skip
+    )
 
 
 @kernel(
@@ -205,7 +205,7 @@ def weigh_tokens(dropped: Dropped, sample: Sample) -> SampledTokens | None:
 def squares_of_columns(
     sampled: SampledColumns, sample: Sample, rows_SD: torch.Tensor, gain: torch.Tensor | None, softmax: Softmax,
     coef_4N: torch.Tensor, threshold_N: torch.Tensor, tiles: Tiles, lines_SK: torch.Tensor | None,
-) -> OfColumns:  # fmt: skip
+) -> OfColumns:
     """Return the square of what the columns add to the sample's d_hidden, and the sum of its terms' squares. -> [2, P]
 
     With ``lines_SK`` the products of these terms with the linear ones follow likewise, and the squares of the latter; then
@@ -232,7 +232,7 @@ def squares_of_columns(
     squares_7P = _squares(
         grads_SK, mass_S, sampled.centered_KD, sampled.square_K, tiles.lse, lines_SK=lines_SK,
         inverse_share_K=sampled.inverse_share_K,
-    )  # fmt: skip
+    )
     return OfColumns(squares_7P, mass_S, coef_4N)
 
 
@@ -242,14 +242,14 @@ def squares_of_tokens(tokens: SampledTokens, dropped: Dropped, sampled: SampledC
     return _squares(
         tokens.parts_SV, sampled.column_K, tokens.centered.rows_SD, tokens.centered.square_S, tiles.lse, dropped,
         tokens.centered.share_S,
-    )  # fmt: skip
+    )
 
 
 def _squares(
     given: torch.Tensor, of_rows: torch.Tensor, centered_ID: torch.Tensor, square_I: torch.Tensor, tile: Tile,
     dropped: Dropped | None = None, share_S: torch.Tensor | None = None, lines_SK: torch.Tensor | None = None,
     inverse_share_K: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Square ``terms @ centered_ID``: of columns R is the sample and I the columns, of tokens the other way round.
 
     ``tile`` says how much of the inner axis shared memory holds.
@@ -268,14 +268,14 @@ def _squares(
         num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
         OF_TOKENS=dropped is not None, LINEAR=lines_SK is not None, BLOCK_R=block_r, BLOCK_D=block_d,
         BLOCK_I=tile.inner, PRECISION=precision(centered_ID.dtype), num_warps=8, num_stages=tile.stages,
-    )  # fmt: skip
+    )
     return squares_7P
 
 
 @kernel(
     "given_ptr", "of_rows_ptr", "centered_ptr", "shares_ptr", "lines_ptr", "squares_ptr", "num_inner", "hidden_size",
     "given_stride",
-)  # fmt: skip
+)
 def _squares_kernel(
     given_ptr,  # in: [S, K] g of the columns, or [S, V or more]: parts of tokens
     of_rows_ptr,  # in: [S] fp32: what each token drops, or [K] int64: the columns
@@ -334,11 +334,11 @@ def _squares_kernel(
             term = _terms(
                 given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own,
                 centered_ptr.dtype.element_ty, OF_TOKENS,
-            )  # fmt: skip
+            )
             centered = tl.load(
                 centered_ptr + offs_i.to(tl.int64)[:, None] * hidden_size + offs_d[None, :],
                 mask=in_i[:, None] & (offs_d < hidden_size)[None, :], other=0,
-            )  # fmt: skip
+            )
             acc = tl.dot(term, centered, acc, input_precision=PRECISION)
             if LINEAR:
                 line = _lines(lines_ptr + lines_row, offs_i, mask, root_of_lines, centered_ptr.dtype.element_ty)
@@ -364,7 +364,7 @@ def _squares_kernel(
             term = _terms(
                 given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own,
                 centered_ptr.dtype.element_ty, OF_TOKENS,
-            ).to(tl.float32)  # fmt: skip
+            ).to(tl.float32)
             noise += term * term * square
             if LINEAR:
                 line = _lines(lines_ptr + lines_row, offs_i, mask, root_of_lines, centered_ptr.dtype.element_ty)
@@ -387,7 +387,7 @@ def _squares_kernel(
 def _terms(
     given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own, dtype: tl.constexpr,
     OF_TOKENS: tl.constexpr,
-):  # fmt: skip
+):
     """Terms of rows, 0 outside of the mask."""
     if OF_TOKENS:
         given = tl.load(given_ptr + offs_i.to(tl.int64)[None, :] * given_stride, mask=mask, other=0)
@@ -434,7 +434,7 @@ def factors_of(
     columns: OfColumns | None, tokens_2P: torch.Tensor | None, sampled: SampledColumns, dropped: Dropped, sample: Sample,
     tokens: SampledTokens | None, shared_hidden_2D: torch.Tensor | None, shared_weight_2D: torch.Tensor | None,
     num_covariance: int,
-) -> Factors:  # fmt: skip
+) -> Factors:
     """Return the factors, and take what the samples add on average off what the tokens' factors and the shares multiply.
 
     Args:
@@ -466,7 +466,7 @@ def factors_of(
         LINEAR_FACTORS=compensation.LINEAR_FACTORS,
         HAS_WEIGHT=shared_weight_2D is not None,
         SAMPLE=sample.token_S.shape[0], BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
-    )  # fmt: skip
+    )
     return Factors(*factors_6.unbind())
 
 
@@ -547,7 +547,7 @@ def _factors_kernel(
         factor = _shrinkage(
             columns_ptr + 6 * columns_parts, columns_parts, square_ptr, inverse_share_ptr, mean_ptr, num_columns, hidden_size,
             least_shrinkage, SAMPLE, BLOCK_P,
-        )  # fmt: skip
+        )
         shrinkage = tl.where(of_tokens == 0, factor * tl.load(mass_ptr), 0.0)
         less += shrinkage * tl.load(center_ptr + offs_d, mask=in_d, other=0)
     if HAS_TOKENS or (LINEAR and HAS_WEIGHT):
@@ -566,7 +566,7 @@ def _factors_kernel(
 def _shrinkage(
     along_ptr, num_parts, square_ptr, inverse_share_ptr, mean_ptr, num_columns, hidden_size, least,
     SAMPLE: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+):
     """``compensation.shrinkage`` of products in parts, over what all tokens drop."""
     square = 0.0
     weighted = 0.0
@@ -633,7 +633,7 @@ def sampled_gradients(
     sampled: SampledColumns, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, threshold_N: torch.Tensor,
     grads_RK: torch.Tensor,
     tiles: Tiles, factor: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write g of the group's tokens to grads_RK, times a factor if one is given; where that is 0, nothing.
 
     Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it.
@@ -659,7 +659,7 @@ def sampled_gradients(
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
 
 
 @kernel("hidden", "weight", "bias_ptr", "grads", "hidden_size")
@@ -708,7 +708,7 @@ def _sampled_gradients_kernel(
     z = tile_of_logits(
         hidden, weight, bias_ptr, row, col, num_rows, num_columns, hidden_size, logit_scale, softcap,
         HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-    )  # fmt: skip
+    )
     offs_n = row + tl.arange(0, BLOCK_N)
     live = offs_n < num_kept
     token = tl.load(index_ptr + offs_n, mask=live, other=0)

@@ -155,7 +155,7 @@ def sample_tokens(
         size_3N, token_S, number_3S, label_S, size, mass,
         num_tokens, (num_tokens - 1).bit_length(),
         TAKE_ALL=take_all, SAMPLE=most, BLOCK=4096, num_warps=16,
-    )  # fmt: skip
+    )
     reference_S, threshold_S, mass_S = number_3S.unbind()
     sample = Sample(token_S, reference_S, threshold_S, label_S, size, mass_S)
     hidden_size = hidden_ND.shape[1]
@@ -183,7 +183,7 @@ def sample_tokens(
         rows_SD, centered.rows_SD, along_S, mean_D, size, reference_S, share_S, mean_shift_D, centered.mean_D,
         hidden_size,
         SAMPLE=most, BLOCK_S=min(most, 64), ALL_D=1024, BLOCK_D=32,
-    )  # fmt: skip
+    )
     return sample._replace(centered=centered, mean_shift_D=mean_shift_D, mean_D=mean_D), rows_SD
 
 
@@ -353,7 +353,7 @@ def _weight(centred, strength):
 def dropped_shares(
     rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile,
     parts_SV: torch.Tensor | None = None, uniform: bool = True,
-) -> Dropped:  # fmt: skip
+) -> Dropped:
     """Return each column's share of what the sample drops, and which columns are not frequent, and the parts they are made of.
 
     A column is dropped where z < threshold, but for labels and frequent columns; it counts exp(z - reference) times the
@@ -384,7 +384,7 @@ def dropped_shares(
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
     return _reweighted(sums_BV, x, sample, slot_V, uniform)._replace(parts_SV=parts_SV)
 
 
@@ -407,7 +407,7 @@ def _reweighted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torc
         num_valid, hidden_size, REWEIGHTING * x.logits.logit_scale,
         HAS_SHIFT=sample.mean_shift_D is not None, NUM_BLOCKS=num_blocks, BLOCK_V=block_v, MAIN_D=main_d, REST_D=rest_d,
         STAGES=stages_of_rows(block_v * (main_d + rest_d) * x.weight.itemsize), num_warps=4,
-    )  # fmt: skip
+    )
     dropped = shares_of(sums_V[None], total_P, slot_V, num_valid, uniform)
     return dropped._replace(center_D=mean_PD.sum(0) / dropped.total.clamp(min=TINY.value), reweighting_V=reweighting_V)
 
@@ -523,7 +523,7 @@ def _dropped_sums_kernel(
         z = tile_of_logits(
             hidden, weight, bias_ptr, row, col, num_rows, num_valid, hidden_size, logit_scale, softcap,
             HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-        )  # fmt: skip
+        )
         offs_n = row + tl.arange(0, BLOCK_N)
         live = offs_n < num_sampled
         reference = tl.load(reference_ptr + offs_n, mask=live, other=0)
@@ -539,14 +539,14 @@ def _dropped_sums_kernel(
         if WANT_PARTS:
             store_tile(
                 parts, row, col, e * factor[None, :], num_rows, parts_cols, parts_cols, BLOCK_N, BLOCK_V, TMA
-            )  # fmt: skip
+            )
     where = sums_ptr + (tl.program_id(0) % num_blocks).to(tl.int64) * num_valid + offs_v
     tl.store(where, sums, mask=in_v)
 
 
 def shares_of(
     sums_BV: torch.Tensor | None, total_P: torch.Tensor | None, slot_V: torch.Tensor, num_valid: int, uniform: bool
-) -> Dropped:  # fmt: skip
+) -> Dropped:
     """Return the shares of columns from blocks of their sums, and those of all sums; without sums they are 0.
 
     ``uniform``: which columns are not frequent is asked for. Else the weight is read where a column has a share, and nowhere
@@ -561,7 +561,7 @@ def shares_of(
         0 if sums_BV is None else sums_BV.shape[0], 0 if total_P is None else total_P.shape[0], num_valid, compensation.PARTS,
         int(uniform),
         HAS_SUMS=sums_BV is not None, BLOCK_V=RUN,
-    )  # fmt: skip
+    )
     return Dropped(shares_2V, count_B, total)
 
 

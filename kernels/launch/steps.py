@@ -596,7 +596,7 @@ def _launches_alone(call: Any) -> bool:
 _LAUNCHING = {
     aten.zero_, aten.fill_, aten.copy_, aten.masked_fill_, aten.where, aten.sum, aten.amax, aten.amin, aten.cat,
     aten.gather, aten.index_select,
-}  # fmt: skip
+}
 
 
 class _Op:

@@ -151,7 +151,7 @@ class _Chunks(NamedTuple):
         ]
         begin_CN, count_CN = torch.empty(
             2, len(columns), num_tokens, dtype=torch.int32, device=device
-        ).unbind()  # fmt: skip
+        ).unbind()
         words, columns_M, unmarked_N = (
             torch.empty(n, dtype=torch.int32, device=device) for n in (at_once * cols // 32, capacity, num_tokens)
         )
@@ -159,7 +159,7 @@ class _Chunks(NamedTuple):
             at_once, columns, splits, tile,
             new_rounded(at_once, hidden_size, tile.inner, 4, device), new_rounded(cols, hidden_size, tile.inner, 2, device),
             words, columns_M, begin_CN, count_CN, unmarked_N, torch.zeros(2, dtype=torch.int64, device=device),
-        )  # fmt: skip
+        )
 
     @property
     def num_screened(self) -> int:
@@ -170,7 +170,7 @@ class _Chunks(NamedTuple):
 def _screen_columns(
     x: Operands, frequent: Frequent, rows: Rows, hidden: Rounded, centering: Centering, lists: Lists, chunks: _Chunks,
     spec: Spec, group: int,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Screen all columns for a group of tokens, and list the marks of each chunk.
 
     Returns:
@@ -189,7 +189,7 @@ def _screen_columns(
         screen_chunk(
             hidden, chunk, rows.num_kept, x, math.log(spec.filter.eps / SLACK), range(part, part + split), sums_KPR,
             words_RW, chunks.tile, group,
-        )  # fmt: skip
+        )
         # Labels are none of a shard without columns: they join the lists later.
         of_chunk = lists._replace(
             columns_M=chunks.columns_M, begin_N=chunks.begin_CN[number], count_N=chunks.count_CN[number]
@@ -203,7 +203,7 @@ def _screen_columns(
 def screen_chunk(
     hidden: Rounded, weight: Rounded, num_kept: torch.Tensor, x: Operands, log_eps: float, parts: range,
     sums_KPR: torch.Tensor, words_RW: torch.Tensor, tile: Tile, group: int,
-) -> None:  # fmt: skip
+) -> None:
     """Screen a chunk of columns, whole tiles, for a group of tokens.
 
     Args:
@@ -236,7 +236,7 @@ def screen_chunk(
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=group, TMA=tma,
         num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
 
 
 def _has_moment(sums_KPR: torch.Tensor, x: Operands) -> bool:
@@ -338,7 +338,7 @@ def _screen_kernel(
         tl.store(
             sums_ptr + ((1 + HAS_SOFTCAP) * num_parts + first_split + split).to(tl.int64) * num_rows + offs_n,
             moment / LOG2_E, mask=in_n,
-        )  # fmt: skip
+        )
     if not HAS_SOFTCAP:
         sum_exp *= tl.exp2(row_number)
     where = sums_ptr + (first_split + split).to(tl.int64) * num_rows + offs_n
@@ -354,7 +354,7 @@ def _join_lists(x: Operands, frequent: Frequent, rows: Rows, chunks: _Chunks, li
         lists.columns_M, lists.begin_N, lists.count_N, chunks.unmarked_N,
         x.num_tokens, len(chunks.columns), chunks.columns[0][1], lists.columns_M.shape[0], x.logits.start, x.logits.num_valid,
         BLOCK=128, num_warps=1,
-    )  # fmt: skip
+    )
 
 
 @kernel("segment_ptr", "taken_ptr", "columns_ptr")
@@ -429,7 +429,7 @@ def _join_lists_kernel(
 
 def _add_listed(
     x: Operands, rows: Rows, lists: Lists, chunks: _Chunks, bound_N: torch.Tensor, sums_KPR: torch.Tensor
-) -> None:  # fmt: skip
+) -> None:
     """Compute the logits of the lists, and write the sums of those that are marked: their parts of the sums.
 
     A label that is listed but not marked has been counted where it was screened.
@@ -449,7 +449,7 @@ def _add_listed(
         WANT_MOMENT=_has_moment(sums_KPR, x),
         # tiles
         BLOCK_K=16, BLOCK_D=min(256, triton.next_power_of_2(hidden_size)), STAGES=1 if interpreted() else 4, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 @kernel("hidden_ptr", "weight_ptr", "bias_ptr", "columns_ptr", "sums_ptr", "hidden_size")
@@ -534,7 +534,7 @@ def _listed_sums_kernel(
 def _merge(
     x: Operands, rows: Rows, first: First, lists: Lists, chunks: _Chunks, hidden: Rounded, centering: Centering,
     sums_KPR: torch.Tensor, out: tuple[torch.Tensor, ...],
-) -> None:  # fmt: skip
+) -> None:
     """Write what ``screened_statistics`` returns, at the tokens of the group."""
     num_rows = rows.index.shape[0]
     error = ERROR * x.logits.logit_scale
@@ -546,7 +546,7 @@ def _merge(
         num_rows, x.num_tokens, sums_KPR.shape[1], chunks.num_screened, centering.variance_P.shape[0], lists.columns_M.shape[0],
         lists_.LONGEST, error * error / (2 * x.hidden.shape[1]), SLACK,
         HAS_SOFTCAP=x.logits.softcap > 0.0, WANT_MOMENT=_has_moment(sums_KPR, x), BLOCK_N=128,
-    )  # fmt: skip
+    )
 
 
 @kernel("sums_ptr", "stats_ptr", "state_ptr", "fallback_ptr")

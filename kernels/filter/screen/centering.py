@@ -73,7 +73,7 @@ def find_centering(
             HAS_BIAS=sampled.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
             BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TOKENS=CENTERING_TOKENS // RANK, TMA=tma,
             PRECISION=precision(rows_TD.dtype), num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+        )
     _tail_mean_kernel[(blocks_d,)](
         sampled.weight, mass_KS, weight_D, variance_P, span_KD, size, hidden_size, RANK=RANK, BLOCK_S=64, BLOCK_D=32
     )
@@ -150,7 +150,7 @@ def _tail_masses_kernel(
     z = tile_of_logits(
         hidden, weight, bias_ptr, row, col, num_rows, size, hidden_size, logit_scale, softcap,
         HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, True, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-    )  # fmt: skip
+    )
     place = row + tl.arange(0, BLOCK_N)
     token = tl.load(index_ptr + place.to(tl.int64) * tl.load(num_kept_ptr) // num_rows)
     below = z - tl.load(bound_ptr + token)[:, None]

@@ -110,7 +110,7 @@ def round_weight(x: Operands, slot_V: torch.Tensor, centering: Centering, out: R
 def _launch(
     x: Operands, group: tuple[torch.Tensor, ...] | None, slot_V: torch.Tensor | None, centering: Centering, out: Rounded,
     first: int, last: int,
-) -> None:  # fmt: skip
+) -> None:
     num_rows, num_inner = out.codes.shape
     hidden_size, scale, softcap = x.hidden.shape[1], x.logits.logit_scale, x.logits.softcap > 0.0
     index_R, num_kept, bound_N = group or (None, None, None)
@@ -126,7 +126,7 @@ def _launch(
         scale if softcap else scale * math.log2(math.e), (scale * ERROR / MOST_ERROR) ** 2 / hidden_size,
         HAS_INDEX=is_hidden, HAS_BIAS=x.bias is not None and not is_hidden, HAS_SOFTCAP=softcap, INTERPRETED=interpreted(),
         MAX_SIDE=MAX_SIDE, RANK=tile.cols, BLOCK_N=tile.rows, BLOCK_D=tile.inner, STAGES=tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
+    )
 
 
 @kernel("rows_ptr", "basis_ptr", "codes_ptr", "hidden_size", "num_inner")
