@@ -2,7 +2,8 @@
 # The checks of the project: ruff, pyright and pytest, in .venv.
 #
 #   launch/test.sh [PYTEST ARGUMENTS]       a newcomer's: every kind of thing once
-#   launch/test.sh all [PYTEST ARGUMENTS]   what CI runs: all tests but sweeps, and whether constraints.txt can be installed
+#   launch/test.sh all [PYTEST ARGUMENTS]   what CI runs: all tests but sweeps, whether constraints.txt can be installed, and
+#                                           the kernels under the newest Triton
 #
 # For example, `launch/test.sh -k merge`. `-m sweep` runs the sweeps (CONTRIBUTING.md).
 set -euo pipefail
@@ -13,7 +14,7 @@ checks=("ruff check ." "ruff format --check ." pyright)
 tests=(-m "not slow and not sweep")
 if [ "${1:-}" = all ]; then
     shift
-    checks+=(launch/resolve.sh)
+    checks+=(launch/resolve.sh launch/newest_triton.sh)
     tests=(-m "not sweep")
 fi
 

@@ -18,7 +18,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -28,13 +27,12 @@ os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # which nobody reads, and which ne
 
 import pretend_gpu
 import torch
-import triton
 from triton import knobs
 from triton.backends import backends
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
 HIP, CAPABILITY = pretend_gpu.kind(sys.argv[1])
-PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas" if CAPABILITY < 100 else "ptxas-blackwell")
 SUFFIX = "a" if CAPABILITY >= 90 else ""
 
 
@@ -66,7 +64,7 @@ def assemble(ptx: str, metadata: dict[str, Any]) -> bytes:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [PTXAS, "-v", f"--gpu-name=sm_{CAPABILITY}{SUFFIX}", file.name, "-o", os.devnull]
+        command = [get_ptxas(CAPABILITY).path, "-v", f"--gpu-name=sm_{CAPABILITY}{SUFFIX}", file.name, "-o", os.devnull]
         said = subprocess.run(command, capture_output=True, text=True)
     if said.returncode:
         raise RuntimeError(said.stderr)

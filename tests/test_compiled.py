@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,13 @@ PRODUCTS = EXACT - {"_target_logit_kernel"} | {
     "_round_rows_kernel",
     "_tail_masses_kernel",
 }
-# Bytes: of a whole row's logits in 16 warps on a device that was not tuned, and of hidden states that are rounded.
+# Bytes, by Triton's version: of a whole row's logits in 16 warps on a device that was not tuned, and of hidden states that are
+# rounded.
 SPILLS = {
-    "90": {("_round_rows_kernel", "4")},
-    "100": {("_choose_kernel", "16"), ("_round_rows_kernel", "4"), ("_round_rows_kernel", "16")},
+    "3.7": {
+        "90": {("_round_rows_kernel", "4")},
+        "100": {("_choose_kernel", "16"), ("_round_rows_kernel", "4"), ("_round_rows_kernel", "16")},
+    },
 }
 SHARED = {"80": 163, "90": 227, "100": 227, "120": 99, "gfx942": 64}  # KiB that a program of a device can have
 
@@ -46,6 +50,7 @@ def test_every_kernel_compiles(target: str) -> None:
         SCREENED if target in ("90", "100", "120") else set()
     )
     assert all(int(line.split()[-1]) <= SHARED[target] << 10 for lines in steps.values() for line in lines), said.stdout
+    known = SPILLS[version("triton")[:3]]  # a new Triton's are to be looked at and listed
     # Options spill: a softcap with a bias, with smoothing, or with factors of tokens.
     for name, lines in steps.items():
         if "options" not in name and name != "filtered":
@@ -53,7 +58,7 @@ def test_every_kernel_compiles(target: str) -> None:
             others = {line.split()[0] for line in steps["filtered"]} if name.startswith("screened") else ()
             kernels = [line.split() for line in lines if line.split()[0] not in others]
             spills = {(kernel, spilled) for kernel, _, spilled, *_ in kernels if spilled != "0"}
-            assert spills <= SPILLS.get(target, set()) or target not in ("90", "100"), lines
+            assert spills <= known.get(target, set()) or target not in ("90", "100"), lines
             assert all((int(n) > 0) == (kernel in PRODUCTS) for kernel, *_, n, _, _ in kernels) or target != "90", lines
 
 
