@@ -112,9 +112,8 @@ class Replayed:
                 return plan(tensors, addresses)
             except NotBegun as error:
                 self._give_up(key, error.__cause__)
-            except (
-                Exception
-            ) as error:  # What was launched may have written to inputs, or met other ranks: no second attempt.
+            except Exception as error:
+                # What was launched may have written to inputs, or met other ranks: no second attempt.
                 self._give_up(key, error)
                 raise
         return self._record(args, tensors, key) if record else self.function(*args)
