@@ -23,15 +23,15 @@ class GradFilter:
     would be very long, and all of all tokens where the lists would cost more than the exact gradient.
 
     What is dropped is tiny, element by element, but it all pushes the same way: without compensation the mean of dE over
-    tokens is wrong by tens of percent. With compensation a rank-1 matrix stands in for the dropped part: its row sums, times
+    tokens is wrong by tens of percent. With compensation a rank-1 matrix replaces the dropped part: its row sums, times
     each column's share of the column sums (taken of absolute values). So the mean of dE is right, where upstream gradients have
     one sign, and every row of the weight gets its gradient. The torch backend takes the shares from all tokens; the Triton
-    backend takes them from a sample of 256, drawn in proportion to what a token drops, and moves them to the mean hidden state
-    of all.
+    backend takes them from a sample of 256, sampled in proportion to what a token drops, and reweights them to the mean
+    hidden state of all.
 
     The rank-1 matrix gives all tokens the same mix of columns, and the tokens of a trained model differ in it. To first order
     that is a matrix of D x D times their hidden states, taken from 64 columns of every 1,024 on the shard. What is dropped of
-    some columns (32 of every 1,024, at most 1,024, drawn by their shares) corrects both for dE, and what 256 tokens drop
+    some columns (32 of every 1,024, at most 1,024, sampled by their shares) corrects both for dE, and what 256 tokens drop
     corrects the rank-1 matrix for dC, as far as that is more than noise. Smaller shards, and for dC and the D x D matrix
     smaller batches, have the rank-1 matrix alone. On Triton so has dC where half of ``workspace_bytes`` does not hold 256
     numbers for each column, and dE has no such matrix where a quarter does not hold it.

@@ -169,12 +169,12 @@ def filtered_gradients(
                 if not correction.any():
                     center = row_sums.abs().sum() * (row_share @ hidden)
                     estimate = _estimate((part - rank_1).t(), row_share, hidden, 256)
-                    own_rows[start:stop] = _of_own_rows(estimate, share, of_weight, center)
-                tilt = row_sums[:, None] * (hidden - row_share @ hidden)
+                    own_rows[start:stop] = _shrinkage(estimate, share, of_weight, center)
+                reweighting = row_sums[:, None] * (hidden - row_share @ hidden)
             else:
-                tilt = torch.zeros_like(hidden)
+                reweighting = torch.zeros_like(hidden)
             num_columns = min(1024, (stop - start) // 1024 * 32)
-            for_hidden[:, start:stop] += _correction(part - rank_1, share, of_weight, num_columns, tilt, usual)
+            for_hidden[:, start:stop] += _correction(part - rank_1, share, of_weight, num_columns, reweighting, usual)
     exact = d_logits * slope
     d_hidden = (for_hidden if grad_filter.hidden else exact).to(linear_weight.dtype) @ linear_weight
     d_weight = (for_weight if grad_filter.weight else exact).to(input.dtype).t() @ input
@@ -188,73 +188,73 @@ def _correction(
     share: Tensor,
     operand: Tensor,
     size: int,
-    tilt: Tensor | None = None,
+    reweighting: Tensor | None = None,
     usual: Tensor | None = None,
 ) -> Tensor:
     """Return a matrix whose product with ``operand`` estimates that of ``difference``, from ``size`` of its columns.
 
-    The columns are drawn by ``share``. Row sums stay 0, and the estimate is shrunk by the part of its square that is noise;
+    The columns are sampled by ``share``. Row sums stay 0, and the estimate is shrunk by the part of its square that is noise;
     where less than a quarter would be left it is 0.
 
     Args:
-        tilt: Each row's mass times its hidden state less the mean. With it the estimate is that of what a linear model leaves,
-            which is taken from 64 of 1,024 rows of ``operand``, times the factor that is expected to leave the least error.
+        reweighting: Each row's mass times its hidden state less the mean. With it a linear model is taken from 64 of 1,024 rows
+            of ``operand``, times the factor that minimises the expected error, and the sample estimates the rest.
         usual: Square of the product's rows over that of a row of ``operand``. What corrects less than 4e-6 of it is left out.
     """
     center = share @ operand
-    columns = _drawn(share, size)
+    columns = _sampled(share, size)
     terms = difference[:, columns] / (size * share[columns])
-    away = operand[columns] - center
-    squares = away.square().sum(1)
+    centered = operand[columns] - center
+    squares = centered.square().sum(1)
 
     def shrunk(terms: Tensor) -> tuple[float, float, float]:
-        signal, noise = (terms @ away).square().sum().item(), (terms.square() * squares).sum().item()
+        signal, noise = (terms @ centered).square().sum().item(), (terms.square() * squares).sum().item()
         part = 1 - noise / signal if signal > 0 else 0.0
         return signal, noise, part if part > 0.25 else 0.0
 
-    if tilt is None or usual is None or not tilt.any():
+    if reweighting is None or usual is None or not reweighting.any():
         return _at(columns, shrunk(terms)[2] * terms, share)
-    many = _drawn(share, min(len(share) // 1024 * 64, (1 << 25) // operand.shape[1]))
-    lines = tilt @ away.t() / size
+    many = _sampled(share, min(len(share) // 1024 * 64, (1 << 25) // operand.shape[1]))
+    lines = reweighting @ centered.t() / size
     own_noise = (lines.square() * squares).sum().item() * size / len(many)
     found = []
-    for bend in torch.linspace(0, 1, 32).tolist():
-        signal, noise, part = shrunk(terms - bend * lines)
+    for linear in torch.linspace(0, 1, 32).tolist():
+        signal, noise, part = shrunk(terms - linear * lines)
         left = part * noise if part else max(0.0, signal - noise)
-        found.append((left + bend**2 * own_noise, bend, part))
+        found.append((left + linear**2 * own_noise, linear, part))
     least = 4e-6 * (usual * squares.mean()).item()
-    left, bend, part = min(found) if found[0][0] - min(found)[0] > least else found[0]
+    left, linear, part = min(found) if found[0][0] - min(found)[0] > least else found[0]
     signal, noise, _ = shrunk(terms)
     part = part if max(0.0, signal - noise) - left > least else 0.0
-    model = tilt @ (operand[many] - center).t() / len(many)
-    return _at(columns, part * (terms - bend * lines), share) + bend * _at(many, model, share)
+    model = reweighting @ (operand[many] - center).t() / len(many)
+    return _at(columns, part * (terms - linear * lines), share) + linear * _at(many, model, share)
 
 
 def _estimate(difference: Tensor, share: Tensor, operand: Tensor, size: int) -> Tensor:
-    """Return the product of ``difference`` and ``operand`` as drawn columns estimate it, with row sums of 0."""
-    columns = _drawn(share, size)
+    """Return the product of ``difference`` and ``operand`` as sampled columns estimate it, with row sums of 0."""
+    columns = _sampled(share, size)
     return difference[:, columns] / (size * share[columns]) @ (operand[columns] - share @ operand)
 
 
-def _of_own_rows(estimate: Tensor, share: Tensor, weight: Tensor, center: Tensor) -> Tensor:
-    """Return a multiple of each column's own row less the mean, times its share: what is added to dC where draws find nothing.
+def _shrinkage(estimate: Tensor, share: Tensor, weight: Tensor, center: Tensor) -> Tensor:
+    """Return what dC gets where the sample finds nothing: a multiple of each column's own row less the mean, times its share.
 
-    It takes the covariance of the tokens' hidden states for a multiple of the identity. Least squares decide on the factor.
+    The covariance of the tokens' hidden states is shrunk to a multiple of the identity. Least squares give the factor.
 
     Args:
         estimate: Of what the rank-1 matrix leaves of dC, [V, D].
         center: What shares multiply in dC. A factor that adds less than 2**-10 of its square is 0.
     """
-    away = weight - share @ weight
-    squares = away.square().sum(1)
+    centered = weight - share @ weight
+    squares = centered.square().sum(1)
     weighted = (share.square() @ squares).item()
-    factor = (share @ (estimate * away).sum(1)).item() / weighted if weighted > 0 else 0.0
+    factor = (share @ (estimate * centered).sum(1)).item() / weighted if weighted > 0 else 0.0
     if factor**2 * (share @ squares).item() <= 2.0**-10 * center.square().sum().item():
-        return torch.zeros_like(away)
-    return factor * share[:, None] * away
+        return torch.zeros_like(centered)
+    return factor * share[:, None] * centered
 
 
-def _drawn(share: Tensor, size: int) -> Tensor:
+def _sampled(share: Tensor, size: int) -> Tensor:
     """Draw ``size`` places by their share, at equal steps."""
     end = (share * 2**40).long().cumsum(0)
     places = (2 * torch.arange(size, device=share.device) + 1) * (end[-1] // (2 * size))

@@ -229,7 +229,7 @@ def _describe(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[float, fl
         totals += torch.stack([loss, top[:, 0].sum(), top[:, -1].sum()])
         above += (probability >= MATTERS).sum(0)
     num_tokens = max(1, int(live.sum()))
-    hot = torch.bincount(labels[live], minlength=vocab_size).topk(num_frequent(vocab_size, MATTERS)).indices
-    outside = above.index_fill(0, hot, 0)
+    frequent = torch.bincount(labels[live], minlength=vocab_size).topk(num_frequent(vocab_size, MATTERS)).indices
+    outside = above.index_fill(0, frequent, 0)
     loss, top_probability, probability_50 = (totals / num_tokens).tolist()
     return loss, top_probability, probability_50, above.sum().item() / num_tokens, outside.sum().item() / num_tokens

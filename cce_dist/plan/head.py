@@ -137,20 +137,21 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = No
     if loss == "filtered":
         # Where the lists have no room all tokens go through the exact backward as well.
         more = listed_seconds(head, MANY_LISTED - FEW_LISTED)
-        if not lists_have_room(head, workspace_bytes):
+        if not lists_have_capacity(head, workspace_bytes):
             more = _exact_backward(head, device, workspace_bytes)[0]
         most += more * _slowest(head.tp)
     return Cost(loss, max(0, sum(items.values())), items, forward, total, most, collectives)
 
 
-def lists_have_room(head: Head, workspace_bytes: int) -> bool:
-    """Return whether lists hold ``MANY_LISTED`` columns of each token, and labels are enough to tell the hot columns.
+def lists_have_capacity(head: Head, workspace_bytes: int) -> bool:
+    """Return whether lists hold ``MANY_LISTED`` columns of each token, and labels are enough to tell the frequent columns.
 
     Lists are taken before the log-sum-exp is known, at a bound of it, and hold up to a third more.
     """
     num_tokens, num_columns = head.num_tokens, head.sizes.num_columns
-    room = budget.list_capacity(num_tokens, num_columns, workspace_bytes) >= 4 / 3 * MANY_LISTED * num_tokens / head.tp
-    return room and num_tokens >= 4 * budget.frequent_columns(num_columns, DEFAULT_EPS)
+    needed = 4 / 3 * MANY_LISTED * num_tokens / head.tp
+    there_is = budget.list_capacity(num_tokens, num_columns, workspace_bytes) >= needed
+    return there_is and num_tokens >= 4 * budget.frequent_columns(num_columns, DEFAULT_EPS)
 
 
 def _peak(moments: list[dict[str, int]]) -> dict[str, int]:
@@ -161,8 +162,10 @@ def _our_moments(head: Head, loss: str, device: Device, workspace_bytes: int) ->
     """Return what is alive in forward, while backward's products run, while d_hidden is summed, and at the end."""
     sizes, tiles = head.sizes, _tiles(head, device)
     if loss == "filtered":
-        hot = budget.frequent_columns(sizes.num_columns, DEFAULT_EPS)
-        peak = budget.filtered_peak(sizes._replace(alone=False), workspace_bytes, hot, tiles, device.multiprocessors)
+        frequent = budget.frequent_columns(sizes.num_columns, DEFAULT_EPS)
+        peak = budget.filtered_peak(
+            sizes._replace(alone=False), workspace_bytes, frequent, tiles, device.multiprocessors
+        )
     else:
         peak = budget.exact_peak(sizes, workspace_bytes, True, tiles, device.multiprocessors)
     saved = {"lists" if loss == "filtered" else "saved": peak.saved}
@@ -252,9 +255,9 @@ def _chunk_seconds(head: Head, device: Device, rows: int) -> float:
 
 def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
     """Return what a filter adds to the product of forward, and its backward with the fewest listed columns."""
-    hot = budget.frequent_columns(head.sizes.num_columns, DEFAULT_EPS)
+    frequent = budget.frequent_columns(head.sizes.num_columns, DEFAULT_EPS)
     rates = budget.Rates(device.flops, device.bandwidth)
-    forward, backward = budget.filter_seconds(head.sizes, workspace_bytes, rates, hot)
+    forward, backward = budget.filter_seconds(head.sizes, workspace_bytes, rates, frequent)
     return forward, backward + listed_seconds(head, FEW_LISTED)
 
 
