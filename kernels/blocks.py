@@ -113,13 +113,14 @@ def store_tile(
 
 
 @triton.jit
-def softcapped(u, softcap):
-    """softcap * tanh(u / softcap), by one exponential that cannot overflow."""
+def softcapped(u, softcap, HAS_SOFTCAP: tl.constexpr):
+    """softcap * tanh(u / softcap), by one exponential that cannot overflow; ``ShardLogits.capped`` is the last argument."""
     exponent = tl.abs(u) * (-2.0 / softcap)
     t = tl.exp(exponent)
     bounded = softcap * (1.0 - t) / (1.0 + t)
-    # 1 - t cancels where u is far below the softcap. There tanh x = x - x^3 / 3, to rounding, with 2 x = -exponent.
-    bounded = tl.where(exponent > -0.03125, tl.abs(u) * (1.0 - exponent * exponent * (1.0 / 12.0)), bounded)
+    if HAS_SOFTCAP == 2:
+        # 1 - t cancels where u is far below the softcap. There tanh x = x - x^3 / 3, to rounding, with 2 x = -exponent.
+        bounded = tl.where(exponent > -0.03125, tl.abs(u) * (1.0 - exponent * exponent * (1.0 / 12.0)), bounded)
     return tl.where(u < 0, -bounded, bounded)
 
 
@@ -150,7 +151,7 @@ def logits_of(
     if HAS_SCALE:
         z *= logit_scale
     if HAS_SOFTCAP:
-        z = softcapped(z, softcap)
+        z = softcapped(z, softcap, HAS_SOFTCAP)
     if MASK_V:
         z = tl.where((offs_v < num_valid)[None, :], z, float("-inf"))
     return z

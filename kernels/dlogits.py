@@ -68,7 +68,7 @@ def dlogits_chunk(
         splits,
         # options
         logits.logit_scale, logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.softcap > 0.0,
+        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.capped,
         HAS_SCALE=logits.logit_scale != 1.0 or x.factors_N2 is not None, HAS_FACTORS=x.factors_N2 is not None,
         HAS_ENTROPY=softmax.entropy is not None, FAST=has_fast_math(), MASK_V=logits.num_valid % tile.cols != 0,
         ONE_WAVE=one_wave,

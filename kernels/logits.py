@@ -35,7 +35,7 @@ def logits_chunk(x: Operands, rows: Rows, first_col: int, z_RV: torch.Tensor, ti
         # options
         logits.logit_scale, logits.softcap,
         HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0 or x.factors_N2 is not None,
-        HAS_SOFTCAP=logits.softcap > 0.0, HAS_FACTORS=x.factors_N2 is not None,
+        HAS_SOFTCAP=logits.capped, HAS_FACTORS=x.factors_N2 is not None,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
         PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,

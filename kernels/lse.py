@@ -133,7 +133,7 @@ def lse_partials(
         None if lists is None else lists.room,
         # options
         logits.logit_scale, logits.softcap, log_eps,
-        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.softcap > 0.0,
+        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.capped,
         HAS_SCALE=logits.logit_scale != 1.0 or x.factors_N2 is not None, HAS_FACTORS=x.factors_N2 is not None,
         MASK_V=logits.num_valid % tile.cols != 0, WANT_BELOW=want.uniform, WANT_MOMENT=want.entropy,
         WANT_SQUARE=want.sum_p_squared, WANT_BEST=want.best,
@@ -478,7 +478,7 @@ def target_logits(x: Operands, rows: Rows, target_N: torch.Tensor) -> None:
         target_N,
         num_rows, hidden_size, logits.start, logits.num_valid, num_ids, None if num_ids is None else x.num_tokens,
         logits.logit_scale, logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.softcap > 0.0, HAS_FACTORS=x.factors_N2 is not None,
+        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.capped, HAS_FACTORS=x.factors_N2 is not None,
         SEVERAL=num_ids is not None, BLOCK_N=4, BLOCK_D=512,
     )
 
@@ -541,7 +541,7 @@ def _target_logit_kernel(
         logit_scale = tl.load(factor_ptr + 2 * token.to(tl.int64), mask=live, other=1)
     u *= logit_scale
     if HAS_SOFTCAP:
-        u = softcapped(u, softcap)
+        u = softcapped(u, softcap, HAS_SOFTCAP)
         if HAS_FACTORS:
             u *= tl.load(factor_ptr + 2 * token.to(tl.int64) + 1, mask=live, other=1)
     tl.store(target_ptr + token, tl.where(live, u, 0.0), mask=in_n)

@@ -37,6 +37,7 @@ ROUNDING = 2**0.5 * 0.0265  # rms of a product whose two factors have 4 signific
 CASES = [
     pytest.param(Case(), id="tails-of-all-axes"),
     pytest.param(Case(hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0), id="bias-scale-softcap"),
+    pytest.param(Case(softcap=900.0), id="softcap-far"),
     pytest.param(Case(hidden_size=19, coefs="signed", logit_scale=-1.0), id="rows-no-descriptor-can-describe"),
     pytest.param(Case(start=50, num_valid=77, ids=300), id="padded-shard"),
     pytest.param(

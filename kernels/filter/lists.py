@@ -419,7 +419,7 @@ def listed_gradients(
         num_tokens, hidden_size, x.logits.start, x.logits.num_valid,
         # options
         x.logits.logit_scale, x.logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0, WANT_ENTRIES=entries is not None,
+        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.capped, WANT_ENTRIES=entries is not None,
         WANT_HIDDEN=total is not None, HAS_LOW=low_ND is not None,
         # tiles
         ENTRIES=BLOCK, BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
@@ -515,7 +515,7 @@ def _listed_gradients_kernel(
         z *= logit_scale
         slope = tl.full((BLOCK_K,), 1.0, tl.float32)
         if HAS_SOFTCAP:
-            z = softcapped(z, softcap)
+            z = softcapped(z, softcap, HAS_SOFTCAP)
             slope = softcap_slope(z, softcap)
         is_label = column == label
         kept = in_k & ((z >= threshold) | is_label)

@@ -379,7 +379,7 @@ def dropped_shares(
         # options
         logits.logit_scale, logits.softcap,
         HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0,
-        HAS_SOFTCAP=logits.softcap > 0.0, WANT_PARTS=parts_SV is not None,
+        HAS_SOFTCAP=logits.capped, WANT_PARTS=parts_SV is not None,
         MASK_V=logits.num_valid % tile.cols != 0,
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),

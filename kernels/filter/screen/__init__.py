@@ -231,7 +231,7 @@ def screen_chunk(
         num_rows, num_inner, weight.codes.shape[0], words_RW.shape[1], sums_KPR.shape[1], len(parts), parts.start,
         # options
         logits.softcap, log_eps,
-        abs(logits.logit_scale) * ERRORS * ERROR / x.hidden.shape[1] ** 0.5, HAS_SOFTCAP=logits.softcap > 0.0,
+        abs(logits.logit_scale) * ERRORS * ERROR / x.hidden.shape[1] ** 0.5, HAS_SOFTCAP=logits.capped,
         WANT_MOMENT=_has_moment(sums_KPR, x),
         # tiles
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=group, TMA=tma,
@@ -312,7 +312,7 @@ def _screen_kernel(
         # Logarithms are to base 2 from here on, relative to the bound.
         y = acc * row_scale + col_number[None, :]
         if HAS_SOFTCAP:
-            z = softcapped(y + row_number[:, None], softcap)
+            z = softcapped(y + row_number[:, None], softcap, HAS_SOFTCAP)
             y = tl.where((col_number > float("-inf"))[None, :], (z - bound) * LOG2_E, float("-inf"))
         # NaN counts as marked.
         others = y + row_error * col_error[None, :] < limit[:, None]
@@ -336,7 +336,7 @@ def _screen_kernel(
         if not HAS_SOFTCAP:
             moment = (moment + row_number * sum_exp) * tl.exp2(row_number)
         tl.store(
-            sums_ptr + ((1 + HAS_SOFTCAP) * num_parts + first_split + split).to(tl.int64) * num_rows + offs_n,
+            sums_ptr + ((1 + (HAS_SOFTCAP > 0)) * num_parts + first_split + split).to(tl.int64) * num_rows + offs_n,
             moment / LOG2_E, mask=in_n,
         )
     if not HAS_SOFTCAP:
@@ -445,7 +445,7 @@ def _add_listed(
         rows.index.shape[0], hidden_size, x.logits.num_valid, lists.columns_M.shape[0], lists_.LONGEST, sums_KPR.shape[1],
         chunks.num_screened, parts,
         # options
-        x.logits.logit_scale, x.logits.softcap, HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.softcap > 0.0,
+        x.logits.logit_scale, x.logits.softcap, HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.capped,
         WANT_MOMENT=_has_moment(sums_KPR, x),
         # tiles
         BLOCK_K=16, BLOCK_D=min(256, triton.next_power_of_2(hidden_size)), STAGES=1 if interpreted() else 4, num_warps=4,
@@ -516,7 +516,7 @@ def _listed_sums_kernel(
             z += tl.load(bias_ptr + column, mask=in_k, other=0).to(tl.float32)
         z *= logit_scale
         if HAS_SOFTCAP:
-            z = softcapped(z, softcap)
+            z = softcapped(z, softcap, HAS_SOFTCAP)
         e = tl.where(in_k & (column != unmarked), tl.exp(z - bound), 0.0)
         sum_exp += e
         if WANT_MOMENT:
@@ -528,7 +528,7 @@ def _listed_sums_kernel(
     if HAS_SOFTCAP:
         tl.store(where + num_parts.to(tl.int64) * num_rows, tl.sum(sum_sloped, 0))
     if WANT_MOMENT:
-        tl.store(where + (1 + HAS_SOFTCAP) * num_parts.to(tl.int64) * num_rows, tl.sum(moment, 0))
+        tl.store(where + (1 + (HAS_SOFTCAP > 0)) * num_parts.to(tl.int64) * num_rows, tl.sum(moment, 0))
 
 
 def _merge(
@@ -601,7 +601,7 @@ def _merge_screened_kernel(
         of_part = factor * tl.load(where, mask=live, other=0)
         others += of_part
         if WANT_MOMENT:
-            moment += factor * tl.load(where + (1 + HAS_SOFTCAP) * num_parts * row_stride, mask=live, other=0)
+            moment += factor * tl.load(where + (1 + (HAS_SOFTCAP > 0)) * num_parts * row_stride, mask=live, other=0)
             moment += tl.where(part < num_screened, 2 * half, 0.0) * of_part
         if HAS_SOFTCAP:
             sloped += factor * tl.load(where + num_parts * row_stride, mask=live, other=0)

@@ -70,7 +70,7 @@ def find_centering(
             operand(rows_TD, tile.rows, tile.inner, tma), operand(sampled.weight, tile.cols, tile.inner, tma), sampled.bias,
             *order, bound_N, mass_KS,
             CENTERING_TOKENS, size, hidden_size, logits.logit_scale, logits.softcap, math.log(eps),
-            HAS_BIAS=sampled.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.softcap > 0.0,
+            HAS_BIAS=sampled.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.capped,
             BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TOKENS=CENTERING_TOKENS // RANK, TMA=tma,
             PRECISION=precision(rows_TD.dtype), num_warps=tile.warps, num_stages=tile.stages,
         )
