@@ -100,6 +100,8 @@ class Command:
 
 
 def _run(argv: list[str], output: Path, start: str, file_limit: int | None, environment: dict[str, str]) -> None:
+    for number in (signal.SIGHUP, signal.SIGINT):  # ``nohup`` and a shell's ``&`` have the tests ignore them
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGHUP else signal.default_int_handler)
     os.setsid()
     handle = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(handle, 1)
