@@ -13,7 +13,7 @@ import itertools
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from shards import DEVICE, GPU, needs_gpu
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist import (
@@ -227,15 +228,62 @@ def loss_of(given: list[Tensor], labels: Tensor, **options: Any) -> Tensor:
     return linear_cross_entropy(hidden, weight, labels, backend="triton", **options)
 
 
+def backward(loss: Tensor, given: list[Tensor]) -> list[Tensor]:
+    """Return the loss and the gradients that are made for it alone."""
+    for leaf in given:
+        leaf.grad = None
+    loss.backward()
+    return [loss.detach(), *gradients(given)]
+
+
+def gradients(given: list[Tensor]) -> list[Tensor]:
+    return [leaf.grad for leaf in given if leaf.grad is not None]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two nests of tensors hold the same bits, laid out alike."""
+    pairs = list(zip(tree_leaves(a), tree_leaves(b), strict=True))
+    return all(torch.equal(x, y) and x.stride() == y.stride() for x, y in pairs)
+
+
+def ordinary() -> Any:
+    return mock.patch.object(replay, "available", lambda: False)
+
+
+def small_chunks(rows: int = 16) -> Any:
+    return mock.patch.multiple(budget, LEAST_BYTES=1 << 10, ROWS=rows)
+
+
+def follow(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> replay.Replayed:
+    """Make calls replayed and ordinarily, and compare. -> What replayed them, which has a plan for each kind."""
+    replayed = replay.Replayed(function, lambda call: ())
+    for args in calls:
+        assert same(replayed(*args), function(*args))
+    assert replayed.plans and None not in replayed.plans.values()
+    return replayed
+
+
+def plan_of(replayed: replay.Replayed) -> Any:
+    """Return the one plan that there is."""
+    (plan,) = replayed.plans.values()
+    assert plan is not None
+    return plan
+
+
+def planned(function: Callable[..., Any], *given: Tensor) -> tuple[Tape, steps.ReplayPlan]:
+    with Tape(given) as tape:
+        tape.returned(function(*given))
+    return tape, steps.ReplayPlan(tape, given[0].device)
+
+
 def check(step: Callable[[], list[Tensor]], calls: int = 2) -> list[replay.Shared]:
     """Compare a step with itself replayed, where it makes ``calls`` calls. -> The plans of the last step."""
-    with mock.patch.object(replay, "available", lambda: False):
+    with ordinary():
         wanted = step()
     with replaying() as used:
         for _ in range(3):
             used.clear()
-            got = step()
-            assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+            assert same(wanted, step())
         assert len(used) == calls, "a call was not replayed"
         held = [idle.workspace.nbytes() for plan in used for idle in plan.idle]
         assert not any(held), "memory is held between calls"
@@ -261,10 +309,9 @@ def test_same_bits(options: dict[str, Any]) -> None:
 
     def step() -> list[Tensor]:
         given = leaves(hidden, weight, bias)
-        with mock.patch("cce_dist.kernels.budget.LEAST_BYTES", 1 << 10), mock.patch("cce_dist.kernels.budget.ROWS", 16):
+        with small_chunks():
             loss = loss_of(given, labels, linear_bias=given[2], **{"workspace_bytes": 1 << 20, **options})
-            loss.backward()
-        return [loss.detach(), *(x.grad for x in given if x.grad is not None)]
+            return backward(loss, given)
 
     check(step)
 
@@ -278,9 +325,7 @@ def test_same_bits_with_kept_exponentials_of_groups() -> None:
     def step() -> list[Tensor]:
         given = leaves(hidden, weight)
         with kept, groups:
-            loss = loss_of(given, labels)
-            loss.backward()
-        return [loss.detach(), *(x.grad for x in given if x.grad is not None)]
+            return backward(loss_of(given, labels), given)
 
     check(step)
 
@@ -295,17 +340,17 @@ def test_same_bits_as_graphs(case: str) -> None:
     def step(given: list[Tensor], one: Tensor) -> list[Tensor]:
         for leaf in given:
             leaf.grad = None
-        with mock.patch("cce_dist.kernels.budget.LEAST_BYTES", 1 << 10), mock.patch("cce_dist.kernels.budget.ROWS", 16):
+        with small_chunks():
             loss = loss_of(given, labels, **{"workspace_bytes": 1 << 20, **CASES[case]})
             loss.backward(one)
-        return [loss.detach().clone(), *(x.grad.clone() for x in given if x.grad is not None)]
+        return [x.clone() for x in (loss.detach(), *gradients(given))]
 
-    with mock.patch.object(replay, "available", lambda: False):
+    with ordinary():
         wanted = [step(*given) for given in zip(both, ones, strict=True)]
     with replaying(), capturing() as launched:
         for _ in range(8 if GPU else 4):
             for given, one, right in zip(both, ones, wanted, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(step(given, one), right, strict=True))
+                assert same(step(given, one), right)
         assert len(launched) >= 4
         assert len(set(map(id, launched))) >= 2
 
@@ -334,10 +379,9 @@ def test_whatever_moves_is_seen() -> None:
         return [torch.randn(4, 300) for _ in range(2)]
 
     given = inputs()
-    with Tape(given) as tape:
-        tape.returned(function(*given))
+    _, plan = planned(function, *given)
     with capturing() as launched, mock.patch.object(graphs, "MOST_GRAPHS", 99):
-        replay_ = InPlace(steps.ReplayPlan(tape, torch.device("cpu")))
+        replay_ = InPlace(plan)
         allocate: Any = replay_.first.func
         outputs: list[Any] = [allocator for _, allocator in allocate.allocators]
         assert len(outputs) == 2 and replay_.plan.workspace_bytes
@@ -345,21 +389,22 @@ def test_whatever_moves_is_seen() -> None:
         def is_right() -> bool:
             """Whether a call gives what it should at these addresses, and a graph was launched."""
             num_launched, found = len(launched), run(replay_, given)
-            assert all(torch.equal(a, b) for a, b in zip(found, function(*given), strict=True))
+            assert same(found, function(*given))
             return len(launched) > num_launched
 
-        assert [is_right() for _ in range(6)] == [False] * 2 + [True] * 4
+        def is_seen() -> bool:
+            return [is_right() for _ in range(4)] == [False, False, True, True]
+
+        assert is_seen()
         for number, other in enumerate(inputs()):
             given[number] = other
-            assert not is_right() and not is_right() and is_right() and is_right()
+            assert is_seen()
         for output in outputs:
-            output.turns, output.places = (
-                itertools.cycle([2, 3]),
-                [*output.places, *map(torch.empty_like, output.places)],
-            )
-            assert not is_right() and not is_right() and is_right() and is_right()
+            output.turns = itertools.cycle([2, 3])
+            output.places += [torch.empty_like(place) for place in output.places]
+            assert is_seen()
         replay_.move()
-        assert not is_right() and not is_right() and is_right() and is_right()
+        assert is_seen()
 
 
 def test_a_loss_that_is_kept_moves_no_graph() -> None:
@@ -382,8 +427,7 @@ def test_a_loss_that_is_kept_moves_no_graph() -> None:
             loss, y = replayed(x, d_loss, None)
             assert torch.equal(loss, function(x, d_loss, None)[0]) and torch.equal(y, 2 * number * x - 1)
             kept += [loss, d_loss]
-    (shared,) = replayed.plans.values()
-    assert shared is not None and shared.plan.workspace_bytes > 1 << 20
+    assert plan_of(replayed).plan.workspace_bytes > 1 << 20
     # Two calls are no replays, and the first replay sees its addresses for the first time.
     assert len(launched) == 6 and len(set(map(id, launched))) == 1
 
@@ -401,17 +445,12 @@ def test_collectives_stand_between_graphs() -> None:
         there = recorded(collective, (x * 2 + 1).exp() - x)
         return (there - 1).exp() * 2, there * there
 
-    replayed, x = replay.Replayed(function, lambda call: ()), torch.linspace(-1, 1, 300, device=DEVICE)
+    x = torch.empty(300, device=DEVICE)
     with capturing() as launched:
-        for number in range(9):
-            x.copy_(torch.linspace(-1, number / 9, 300))
-            found, wanted = replayed(x, None), function(x, None)
-            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        replayed = follow(function, ((x.copy_(torch.linspace(-1, n / 9, 300)), None) for n in range(9)))
     assert len(given_away) == 18
     assert len(set(map(id, launched))) == 1
-    (plan,) = replayed.plans.values()
-    assert plan is not None
-    kinds = [type(step).__name__ for step in plan.idle[0].steps]
+    kinds = [type(step).__name__ for step in plan_of(replayed).idle[0].steps]
     assert kinds == ["Together", "_Recorded", "Together"]
 
 
@@ -493,28 +532,24 @@ def test_other_uses() -> None:
         loss = loss_of(given, labels)
         loss.backward(retain_graph=True)
         (3 * loss).backward()
-        return [loss.detach(), *(x.grad for x in given if x.grad is not None)]
+        return [loss.detach(), *gradients(given)]
 
     def into_buffer() -> list[Tensor]:
         given, buffer = leaves(hidden, weight), torch.ones(weight.shape, device=DEVICE)
-        loss_of(given, labels, grad_weight_out=buffer).backward()
-        assert given[0].grad is not None
-        return [given[0].grad, buffer]
+        return [*backward(loss_of(given, labels, grad_weight_out=buffer), given), buffer]
 
     def log_probs() -> list[Tensor]:
         given, ids = leaves(hidden, weight), torch.stack((labels, labels.clamp(min=1) - 1), 1)
         out = linear_log_probs(given[0], given[1], ids, entropy=True, top_k=3, backend="triton")
         assert out.entropy is not None and out.top_log_probs is not None
-        (out.log_probs.sum() + out.entropy.sum()).backward()
-        return [out.log_probs.detach(), out.top_log_probs, *(x.grad for x in given if x.grad is not None)]
+        return [out.log_probs.detach(), out.top_log_probs, *backward(out.log_probs.sum() + out.entropy.sum(), given)]
 
     def divergence() -> list[Tensor]:
         given = leaves(hidden, weight)
         value = linear_kl_divergence(
             given[0], given[1], hidden.flip(0), weight.flip(0), kind="jsd", reduction="sum", backend="triton"
         )
-        value.backward()
-        return [value.detach(), *(x.grad for x in given if x.grad is not None)]
+        return backward(value, given)
 
     def without_gradients() -> list[Tensor]:
         with torch.no_grad():
@@ -534,14 +569,9 @@ def test_alignment_is_part_of_the_key() -> None:
     def step() -> list[Tensor]:
         results: list[Tensor] = []
         for shift in (0, 1):
-            given = torch.empty(hidden.numel() + 1, dtype=DTYPE, device=DEVICE)[shift:][: hidden.numel()].view_as(
-                hidden
-            )
-            given = given.copy_(hidden).requires_grad_()
-            loss = linear_cross_entropy(given, weight, labels, backend="triton")
-            loss.backward()
-            assert given.grad is not None
-            results += [loss.detach(), given.grad]
+            room = torch.empty(hidden.numel() + 1, dtype=DTYPE, device=DEVICE)
+            shifted = room[shift:][: hidden.numel()].view_as(hidden).copy_(hidden).requires_grad_()
+            results += backward(loss_of([shifted, weight], labels), [shifted])
         return results
 
     plans = check(step, 4)
@@ -564,19 +594,73 @@ def given(seed: float) -> tuple[Tensor, list[Tensor]]:
     return torch.arange(9.0, device=DEVICE) + seed, [torch.linspace(-seed, 5, 9, device=DEVICE).sin() for _ in range(3)]
 
 
-def same(a: Any, b: Any) -> bool:
-    return torch.equal(a[0], b[0]) and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+def row(number: float) -> Tensor:
+    return torch.full((9,), float(number), device=DEVICE)
 
 
-def test_operators() -> None:
-    """Catches: an operator's result in the place of one that is still needed, a constant that belongs to the first call."""
-    replayed = replay.Replayed(plain, lambda factor: ())
-    for seed in range(6):
-        first, others = given(seed)
-        assert same(replayed(first, others, 2.0), plain(first, others, 2.0))
-    (plan,) = replayed.plans.values()
-    assert plan is not None
-    assert plan.plan.workspace_bytes > 0
+GROUP = SimpleNamespace(factor=3.0)
+
+
+def through_a_group(x: Tensor, call: Any) -> tuple[Tensor]:
+    recorded(lambda: GROUP)
+    found = recorded(lambda: GROUP)
+    work = recorded(SimpleNamespace)
+    recorded(lambda work, x: work.__dict__.update(x=x.clone()), work, x)
+    return (recorded(lambda found, work: found.factor * work.x, found, work),)
+
+
+def below_autocast(x: Tensor, call: Any) -> tuple[Tensor]:
+    with torch.autocast(DEVICE, enabled=False):
+        return (x @ x.T,)
+
+
+def expanded(x: Tensor, call: Any) -> tuple[Tensor, ...]:
+    out = torch.empty(4, device=DEVICE).copy_(x)
+    return out[:2].expand(2, 2), out
+
+
+def two_parts(number: int) -> tuple[Any, ...]:
+    flat, begin = torch.linspace(-1, number, 96, device=DEVICE), 16 * max(1, number - 2)
+    x, y = flat[:9], flat[begin : begin + 9]
+    return (x, y, 0) if number % 2 else (y, x, 0)
+
+
+def twice(x: Tensor, y: Tensor, call: Any) -> tuple[Tensor]:
+    return (x - 2 * y,)
+
+
+def parts(x: Tensor, y: Tensor, call: Any) -> tuple[Tensor, ...]:
+    return x[1:] - 2 * y[:-1], y.view(3, 3).sum(0)
+
+
+def number(x: Tensor, call: Any) -> tuple[Tensor]:
+    return (torch.maximum(x, torch.tensor(0.5)),)
+
+
+FOLLOWED = {  # function, arguments of the n-th call, number of plans
+    # Catches: an operator's result in the place of one that is still needed, a constant that belongs to the first call.
+    "operators": (plain, lambda n: (*given(n), 2.0), 1),
+    # Catches: the same tensor in two arguments taken for two that are apart, or the other way around.
+    "one tensor twice": (twice, lambda n: (x := row(n), x if n % 2 else row(1), 0), 2),
+    # Two halves of a batch, tensors in a flat buffer. Catches: one that is found by its distance from another.
+    "parts of one storage": (parts, two_parts, 1),
+    # Catches: an operator that was noted below autocast, and is cast at a replay.
+    "autocast": (below_autocast, lambda n: (torch.randn(8, 8, device=DEVICE), 0), 1),
+    # Catches: a number that torch made a tensor of taken for one from elsewhere.
+    "number": (number, lambda n: (torch.linspace(-n, 1, 9), 0), 1),
+    # As many elements as its storage has, and fewer places. Catches: memory that is too small.
+    "expanded tensor": (expanded, lambda n: (torch.arange(n, n + 4.0, device=DEVICE), 0), 1),
+    # A group that a call asks for in two places. Catches: an object that is taken for a later one.
+    "one object twice": (through_a_group, lambda n: (row(n), None), 1),
+}
+
+
+@pytest.mark.parametrize("case", FOLLOWED)
+def test_the_same_again(case: str) -> None:
+    function, arguments, num_kinds = FOLLOWED[case]
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=case == "autocast"):
+        replayed = follow(function, map(arguments, range(8)))
+    assert len(replayed.plans) == num_kinds
 
 
 def test_what_is_written_behind_autograd_is_not_counted() -> None:
@@ -586,38 +670,12 @@ def test_what_is_written_behind_autograd_is_not_counted() -> None:
         flag.data.fill_(7)
         return (x * flag,)
 
-    with replaying():
-        replayed = replay.Replayed(function, lambda call: ())
-        for number in range(4):
-            flag, x = torch.zeros(1, device=DEVICE), torch.full((5,), float(number), device=DEVICE)
-            (y,) = replayed(flag, x, None)
-            assert flag.item() == 7 and torch.equal(y, 7 * x) and flag._version == 0
-
-
-def test_one_tensor_twice() -> None:
-    """Catches: the same tensor in two arguments taken for two that are apart, or the other way around."""
-    replayed = replay.Replayed(lambda x, y, call: (x - 2 * y,), lambda call: ())
-    for number in range(8):
-        x = torch.full((9,), float(number), device=DEVICE)
-        y = x if number % 2 else torch.ones(9, device=DEVICE)
-        assert torch.equal(replayed(x, y, 0)[0], x - 2 * y)
-    assert len(replayed.plans) == 2
-    assert None not in replayed.plans.values()
-
-
-def test_autocast_changes_nothing() -> None:
-    """Catches: an operator that was noted below autocast, and is cast at a replay."""
-
-    def function(x: Tensor, call: int) -> tuple[Tensor]:
-        with torch.autocast(DEVICE, enabled=False):
-            return (x @ x.T,)
-
     replayed = replay.Replayed(function, lambda call: ())
-    x = torch.randn(8, 8, device=DEVICE)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        results = [replayed(x, 0)[0] for _ in range(4)]
-    assert all(torch.equal(result, results[0]) and result.dtype == torch.float32 for result in results)
-    assert None not in replayed.plans.values()
+    for number in range(4):
+        flag = torch.zeros(1, device=DEVICE)
+        (y,) = replayed(flag, row(number), None)
+        assert flag.item() == 7 and torch.equal(y, row(7 * number)) and flag._version == 0
+    plan_of(replayed)
 
 
 def test_what_a_collective_reads_stays() -> None:
@@ -638,28 +696,7 @@ def test_what_a_collective_reads_stays() -> None:
     for seed in range(4):
         first, _ = given(seed)
         replayed(first, 1.0)
-    (plan,) = replayed.plans.values()
-    assert plan is not None
-    assert len(plan.plan.offsets) > 1
-
-
-def test_one_object_that_comes_twice_is_no_other() -> None:
-    """A group that a call asks for in two places. Catches an object that is taken for a later one."""
-    group = SimpleNamespace(factor=3.0)
-
-    def function(x: Tensor, call: Any) -> tuple[Tensor]:
-        recorded(lambda: group)
-        found = recorded(lambda: group)
-        work = recorded(SimpleNamespace)
-        recorded(lambda work, x: work.__dict__.update(x=x.clone()), work, x)
-        return (recorded(lambda found, work: found.factor * work.x, found, work),)
-
-    replayed = replay.Replayed(function, lambda call: ())
-    for number in range(4):
-        (y,) = replayed(torch.full((5,), float(number), device=DEVICE), None)
-        assert torch.equal(y, torch.full((5,), 3.0 * number, device=DEVICE))
-    (plan,) = replayed.plans.values()
-    assert plan is not None
+    assert len(plan_of(replayed).plan.offsets) > 1
 
 
 def test_threads_replay_side_by_side() -> None:
@@ -686,9 +723,7 @@ def test_threads_replay_side_by_side() -> None:
         for thread in threads:
             thread.join()
     assert not wrong
-    (plan,) = replayed.plans.values()
-    assert plan is not None
-    assert len(plan.idle) == 2
+    assert len(plan_of(replayed).idle) == 2
 
 
 OUTSIDE, NUMBER = torch.ones(12, device=DEVICE), torch.tensor(2.0)
@@ -719,45 +754,6 @@ def test_what_cannot_be_followed_stays_ordinary(
     assert list(replayed.plans.values()) == [None]
 
 
-def test_numbers_of_the_code_are_constants() -> None:
-    """Catches a number that torch made a tensor of taken for one from elsewhere."""
-    replayed = replay.Replayed(lambda x, call: (torch.maximum(x, torch.tensor(0.5)) * 2,), lambda call: ())
-    for number in range(4):
-        x = torch.linspace(-number, 1, 9)
-        assert torch.equal(replayed(x, None)[0], x.clamp(min=0.5) * 2)
-    assert None not in replayed.plans.values()
-
-
-def test_parts_of_one_storage_are_replayed() -> None:
-    """Two halves of a batch, tensors in a flat buffer. Catches: one that is found by its distance from another."""
-
-    def function(x: Tensor, y: Tensor, call: Any) -> tuple[Tensor, ...]:
-        return x[1:] - 2 * y[:-1], y.view(3, 3).sum(0)
-
-    replayed = replay.Replayed(function, lambda call: ())
-    for number, begin in enumerate((16, 16, 16, 32, 64)):
-        flat = torch.linspace(-1, number, 80, device=DEVICE)
-        x, y = flat[:9], flat[begin : begin + 9]
-        x, y = (x, y) if number % 2 else (y, x)
-        assert all(torch.equal(a, b) for a, b in zip(replayed(x, y, 0), function(x, y, 0), strict=True))
-    assert len(replayed.plans) == 1 and None not in replayed.plans.values()
-
-
-def test_an_expanded_tensor_is_no_whole_storage() -> None:
-    """As many elements as its storage has, and fewer places. Catches memory that is too small."""
-
-    def function(x: Tensor) -> tuple[Tensor, ...]:
-        out = torch.empty(4, device=DEVICE).copy_(x)
-        return out[:2].expand(2, 2), out
-
-    x = torch.arange(4.0, device=DEVICE)
-    with Tape([x]) as tape:
-        tape.returned(function(x))
-    found = run(steps.Replay(steps.ReplayPlan(tape, x.device)), [x])
-    assert all(torch.equal(a, b) for a, b in zip(found, function(x), strict=True))
-    assert not found[0].stride(0)
-
-
 FAILURES = [
     "replay._tensors_and_key", "replay._launches", "tape.Tape.__init__", "tape.Tape._operator", "tape.Tape._returned",
     "replay.ReplayPlan", "replay.Replay", "steps.lay_out", "steps._Op.__init__", "steps.Replay.begin", "steps.Replay._joined",
@@ -771,25 +767,20 @@ def test_an_error_in_a_shortcut_costs_a_line(where: str, caplog: pytest.LogCaptu
     replayed = replay.Replayed(plain, lambda factor: ())
     module, _, name = where.partition(".")
     owner: Any = {"replay": replay, "steps": steps, "tape": tape_module}[module]
-    *path, name = name.split(".")
-    for part in path:
-        owner = getattr(owner, part)
+    if "." in name:
+        owner, name = getattr(owner, name.split(".")[0]), name.split(".")[1]
     with (
         mock.patch.object(owner, name, mock.Mock(side_effect=RuntimeError("injected"))) as failing,
         mock.patch.object(replay, "_WARNED", False),
         caplog.at_level("DEBUG", "cce_dist"),
     ):
         for seed in range(5):
-            first, others = given(seed)
-            assert same(replayed(first, others, 2.0), plain(first, others, 2.0))
+            assert same(replayed(*given(seed), 2.0), plain(*given(seed), 2.0))
         assert failing.called
     assert "injected" in caplog.text
     assert sum(record.levelname == "WARNING" for record in caplog.records) <= 1
     assert tape_module._THREAD.tape is tape_module._THREAD.launch is None
-    replayed.forget()
-    for seed in range(4):
-        assert same(replayed(*given(seed), 2.0), plain(*given(seed), 2.0))
-    assert None not in replayed.plans.values()
+    follow(plain, ((*given(seed), 2.0) for seed in range(4)))
 
 
 def test_an_error_after_a_launch_is_told() -> None:
@@ -841,9 +832,7 @@ def test_check_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         assert replayed(torch.full((9,), 2.0, device=DEVICE), buffer, None)[0].tolist() == [4.0] * 9
         assert buffer[0] == 2.0 * (number + 1)
-    (shared,) = replayed.plans.values()
-    assert shared is not None
-    for step in shared.idle[0].steps:
+    for step in plan_of(replayed).idle[0].steps:
         if isinstance(step, steps._Op):
             function_ = step.function
             step.function = lambda *given, f=function_, **kwargs: f(*given, **kwargs).mul_(3)
@@ -896,8 +885,7 @@ def test_plans_die_without_the_collector() -> None:
     try:
         for seed in range(4):
             replayed(*given(seed), 2.0)
-        (shared,) = replayed.plans.values()
-        assert shared is not None
+        shared = plan_of(replayed)
         alive = [weakref.ref(x) for x in (shared, shared.plan, shared.idle[0], *shared.idle[0].steps)]
         del shared
         replayed.forget()
@@ -957,7 +945,7 @@ def test_a_launch_that_no_tape_sees_is_refused(caplog: pytest.LogCaptureFixture)
 
 def test_every_launched_kernel_is_declared() -> None:
     """Catches it before a GPU does."""
-    folder = Path(replay.__file__).parent
+    folder = Path(budget.__file__).parent
     for path in folder.rglob("*.py"):
         text = path.read_text()
         hidden = set(re.findall(r"@triton\.jit\s+def (\w+)", text)) & set(re.findall(r"(\w+)\[", text))
@@ -990,15 +978,25 @@ def test_places_do_not_meet() -> None:
     for _ in range(50):
         sizes = torch.randint(0, 5000, (12,), generator=generator).tolist()
         used = torch.randint(0, 30, (12, 2), generator=generator).sort(1).values.tolist()
-        offsets, total = steps.lay_out(
-            set(range(12)), sizes, *({n: use[i] for n, use in enumerate(used)} for i in (0, 1))
-        )
+        first, last = (dict(enumerate(each)) for each in zip(*used, strict=True))
+        offsets, total = steps.lay_out(set(range(12)), sizes, first, last)
         for a in range(12):
             assert offsets[a] % steps.ALIGNMENT == 0
             assert offsets[a] + sizes[a] <= total
             for b in range(a):
                 apart = offsets[a] + sizes[a] <= offsets[b] or offsets[b] + sizes[b] <= offsets[a]
                 assert apart or used[a][0] > used[b][1] or used[b][0] > used[a][1]
+
+
+def most_held(tape: Tape, plan: steps.ReplayPlan) -> int:
+    """Return the most bytes that a replay holds at a time."""
+    there: set[int] = set()
+    most = 0
+    for phase in plan.phases:
+        there |= set(phase.allocated)
+        most = max(most, plan.workspace_bytes + sum(tape.sizes[n] for n in there))
+        there -= set(phase.dropped)
+    return most
 
 
 def test_phases_hold_no_more_than_the_recorded_call() -> None:
@@ -1013,20 +1011,13 @@ def test_phases_hold_no_more_than_the_recorded_call() -> None:
         return tuple(results)
 
     x = torch.ones(1 << 18, device=DEVICE)
-    with Tape([x]) as tape:
-        tape.returned(function(x))
     for slack, num_phases in ((0, 6), (2 * x.nbytes, 1)):
         with mock.patch.object(steps, "SLACK", slack):
-            plan = steps.ReplayPlan(tape, x.device)
-        found = run(steps.Replay(plan), [x])
-        assert all(torch.equal(a, b) for a, b in zip(found, function(x), strict=True))
+            tape, plan = planned(function, x)
+        assert same(run(steps.Replay(plan), [x]), function(x))
         assert len(plan.phases) == num_phases
-        there: set[int] = set()
-        for phase in plan.phases:
-            there |= set(phase.allocated)
-            # Two results and a large tensor of four times their size are what the recorded call had at most.
-            assert plan.workspace_bytes + sum(tape.sizes[n] for n in there) <= 6 * x.nbytes + slack + 4096
-            there -= set(phase.dropped)
+        # Two results and a large tensor of four times their size are what the recorded call had at most.
+        assert most_held(tape, plan) <= 6 * x.nbytes + slack + 4096
 
 
 def test_small_tensors_do_not_stay_beside_large_ones() -> None:
@@ -1039,15 +1030,9 @@ def test_small_tensors_do_not_stay_beside_large_ones() -> None:
         return torch.empty(16 * len(x), device=DEVICE).fill_(1.0).mul_(total)
 
     x = torch.ones(3 * steps.LARGE // 16, device=DEVICE)
-    with Tape([x]) as tape:
-        tape.returned(function(x))
-    plan = steps.ReplayPlan(tape, x.device)
+    tape, plan = planned(function, x)
     assert torch.equal(run(steps.Replay(plan), [x]), function(x))
-    there: set[int] = set()
-    for phase in plan.phases:
-        there |= set(phase.allocated)
-        assert plan.workspace_bytes + sum(tape.sizes[n] for n in there) <= 16 * x.nbytes + steps.SLACK
-        there -= set(phase.dropped)
+    assert most_held(tape, plan) <= 16 * x.nbytes + steps.SLACK
 
 
 def test_an_unknown_launcher_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -1174,13 +1159,8 @@ def _on_ranks() -> None:
         def step(options: dict[str, Any] = options) -> list[Tensor]:
             local = hidden.chunk(world)[rank] if "sequence_parallel" in options else hidden
             given = leaves(local, weight[shard.start : shard.stop])
-            with (
-                mock.patch("cce_dist.kernels.budget.LEAST_BYTES", 1 << 10),
-                mock.patch("cce_dist.kernels.budget.ROWS", 8),
-            ):
-                loss = loss_of(given, labels, shard=shard, **options)
-                loss.backward()
-            return [loss.detach(), *(x.grad for x in given if x.grad is not None)]
+            with small_chunks(rows=8):
+                return backward(loss_of(given, labels, shard=shard, **options), given)
 
         plans = check(step)
         assert all(any(isinstance(step, Recorded) for step in plan.plan.steps) for plan in plans)
@@ -1192,8 +1172,7 @@ def _on_ranks() -> None:
         teacher = (hidden.flip(0).chunk(world)[rank].contiguous(), weight[mine].flip(0).contiguous())
         options: dict[str, Any] = {"shard": shard, "sequence_parallel": True, "reduction": "mean", "backend": "triton"}
         value = linear_kl_divergence(given[0], given[1], *teacher, kind="jsd", **options)
-        value.backward()
-        return [value.detach(), *(x.grad for x in given if x.grad is not None)]
+        return backward(value, given)
 
     check(divergence)
 
@@ -1211,13 +1190,9 @@ def training(
     given = leaves(hidden.roll(seed, 1), weight)
 
     def step() -> list[Tensor]:
-        for leaf in given:
-            leaf.grad = None
-        loss = loss_of(given, labels, **options)
-        loss.backward()
-        return [loss.detach(), *(leaf.grad for leaf in given if leaf.grad is not None)]
+        return backward(loss_of(given, labels, **options), given)
 
-    with mock.patch.object(replay, "available", lambda: False):
+    with ordinary():
         return step, [x.clone() for x in step()]
 
 
@@ -1247,7 +1222,7 @@ def test_graphs_wait_for_nothing(options: dict[str, Any]) -> None:
         assert not asleep.query(), "the device was waited for, or the host is very slow"
         # Six steps are replays. Memory is the same before each, so all addresses come again.
         assert len(launched) >= 2 * len(stretches(used)) > 0
-        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+        assert same(wanted, found)
 
 
 @needs_gpu
@@ -1267,9 +1242,9 @@ def test_peak_is_that_of_ordinary_calls(options: dict[str, Any]) -> None:
         assert after["requested_bytes.all.current"] == before
         return after["requested_bytes.all.peak"] - before
 
-    with mock.patch.object(replay, "available", lambda: False):
-        ordinary = peak()
-    assert max(peak() for _ in range(6)) <= ordinary + steps.MOST_BEYOND
+    with ordinary():
+        usual = peak()
+    assert max(peak() for _ in range(6)) <= usual + steps.MOST_BEYOND
 
 
 @needs_gpu
@@ -1283,18 +1258,15 @@ def test_graphs_of_threads_and_streams(options: dict[str, Any]) -> None:
     alone, together, quiet = threading.Lock(), threading.Barrier(len(steps_)), []
 
     def work(step: Callable[[], list[Tensor]], wanted: list[Tensor]) -> None:
-        def right() -> bool:
-            return all(torch.equal(a, b) for a, b in zip(wanted, step(), strict=True))
-
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
                 with alone:
                     before = len(launched)
-                    assert all(right() for _ in range(8))
+                    assert all(same(wanted, step()) for _ in range(8))
                     quiet.append(len(launched) - before)
                 together.wait()
                 for _ in range(20):
-                    assert right()
+                    assert same(wanted, step())
                     torch.rand(64, device=DEVICE)
         except Exception as error:
             errors.append(error)
@@ -1320,17 +1292,13 @@ def test_captured_compiled_and_on_another_stream(options: dict[str, Any]) -> Non
     given = leaves(hidden, weight)
 
     def step(function: Callable[..., Any] = linear_cross_entropy) -> list[Tensor]:
-        for leaf in given:
-            leaf.grad = None
-        loss = function(*given, labels, **options)
-        loss.backward()
-        return [loss.detach(), *(leaf.grad for leaf in given if leaf.grad is not None)]
+        return backward(function(*given, labels, **options), given)
 
     def equal(found: list[Tensor]) -> bool:
         torch.cuda.synchronize()
-        return all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+        return same(wanted, found)
 
-    with mock.patch.object(replay, "available", lambda: False):
+    with ordinary():
         wanted = [x.clone() for x in step()]
     with replaying() as used:
         side = torch.cuda.Stream()
