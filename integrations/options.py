@@ -24,25 +24,6 @@ FILTERS = ("off", "compensated", "plain")
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def named_filter(
-    name: str,
-    eps: float = GradFilter.eps,
-    hidden: bool = True,
-    weight: bool = True,
-    always: bool = False,
-    screen: str = "off",
-) -> GradFilter | None:
-    """Return the filter that a name of ``FILTERS`` stands for, None for "off".
-
-    eps, hidden, weight, always and screen are as in ``GradFilter``, but for a screen of "off", which is none.
-    """
-    if name not in FILTERS:
-        raise ValueError(f"a filter must be one of {', '.join(FILTERS)}, got {name!r}")
-    if name == "off":
-        return None
-    return GradFilter(eps, name == "compensated", hidden, weight, always, None if screen == "off" else screen)
-
-
 def _one_of(names: Iterable[str]) -> tuple[Callable[[Any], bool], str]:
     return lambda value: value in names, f"one of {', '.join(names)}"
 
@@ -114,8 +95,12 @@ class Options:
         fields = {key: value for key, value in values.items() if key in names}
         if "reduce_dtype" in fields:
             fields["reduce_dtype"] = REDUCE_DTYPES[fields["reduce_dtype"]]
-        of_filter = {key[len("filter_") :]: value for key, value in values.items() if key.startswith("filter_")}
-        return cls(named_filter(values.get("filter", "off"), **of_filter), **fields)
+        if values.get("filter", "off") != "off":
+            of_filter = {key[len("filter_") :]: value for key, value in values.items() if key.startswith("filter_")}
+            if of_filter.get("screen") == "off":
+                of_filter["screen"] = None
+            fields["grad_filter"] = GradFilter(compensate=values["filter"] == "compensated", **of_filter)
+        return cls(**fields)
 
 
 @dataclasses.dataclass(frozen=True)

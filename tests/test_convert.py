@@ -1,4 +1,4 @@
-"""cce_dist.convert, revert and require on plain PyTorch models: loops, copies, files, evaluation, FSDP2, refusals."""
+"""cce_dist.convert, revert and require on plain PyTorch models: deferred logits, loops, copies, evaluation, FSDP2, refusals."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from torch._dynamo.testing import CompileCounter
 
 import cce_dist
 from cce_dist.integrations import deferred
+from cce_dist.integrations.deferred import NotComputedError, TensorLogits
 from cce_dist.integrations.on_demand import OnDemand
 
 HIDDEN, VOCAB, LENGTH, BATCH = 16, 37, 6, 2
+IGNORED = -100
 
 
 class Model(nn.Module):
@@ -32,8 +34,11 @@ class Model(nn.Module):
         self.embed, self.lm_head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-        logits = self.lm_head(self.embed(ids))
+        logits = self.logits(self.embed(ids))
         return {"loss": None if labels is None else loss_of(logits, labels), "logits": logits}
+
+    def logits(self, hidden: Tensor) -> Any:
+        return self.lm_head(hidden)
 
 
 class BiasOutside(Model):
@@ -43,17 +48,25 @@ class BiasOutside(Model):
         super().__init__()
         self.final_logits_bias = nn.Buffer(torch.randn(1, VOCAB))
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-        logits = self.lm_head(self.embed(ids)) + self.final_logits_bias
-        return {"loss": None if labels is None else loss_of(logits, labels), "logits": logits}
+    def logits(self, hidden: Tensor) -> Any:
+        return self.lm_head(hidden) + self.final_logits_bias
 
 
 class ReadsTheWeight(Model):
     """Computes its loss from the head's weight, as Liger's forward does."""
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-        logits = F.linear(self.embed(ids), self.lm_head.weight)
-        return {"loss": None if labels is None else loss_of(logits, labels), "logits": logits}
+    def logits(self, hidden: Tensor) -> Any:
+        return F.linear(hidden, self.lm_head.weight)
+
+
+class KeepsHidden(Model):
+    """Hands its hidden states out, as models with ``output_hidden_states`` do."""
+
+    hidden: Tensor
+
+    def logits(self, hidden: Tensor) -> Any:
+        self.hidden = hidden
+        return self.lm_head(hidden)
 
 
 def loss_of(logits: Any, labels: Tensor) -> Tensor:
@@ -107,12 +120,127 @@ def test_a_converted_model_trains_as_it_did() -> None:
     assert cce_dist.convert(ours).lm_head.cce_task.options.z_loss_weight == 0.5
 
 
-def test_a_loss_of_the_training_loop() -> None:
-    """On one GPU and under DDP the weight is whole behind the model's forward, too."""
+def causal(logits: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, logits.size(-1)), labels[:, 1:].flatten())
+
+
+def capped(logits: Any, labels: Tensor) -> Tensor:
+    logits = torch.tanh(0.5 * logits / 3.0) * 3.0
+    return nn.CrossEntropyLoss(label_smoothing=0.1)(logits.float().reshape((-1, VOCAB)), labels.view(-1))
+
+
+def picked(logits: Any, labels: Tensor) -> Tensor:
+    kept = labels != IGNORED
+    one = F.cross_entropy(logits[kept] * 2, labels[kept], reduction="sum")
+    return one + F.cross_entropy(logits[0, 1:], labels[0, 1:])
+
+
+def biased(logits: Any, labels: Tensor) -> Tensor:
+    """As BART's family does: the bias is a buffer of the model, [1, V]."""
+    return loss_of(torch.tanh((logits + torch.arange(VOCAB).sin()[None]) * 0.5) * 3, labels)
+
+
+def cut_short(logits: Any, labels: Tensor) -> Tensor:
+    """Without the columns that pad the vocabulary."""
+    assert logits[..., :-5].shape[-1] == VOCAB - 5
+    return loss_of(logits[..., :-5], labels.clamp(max=VOCAB - 6))
+
+
+@pytest.mark.parametrize("loss", [loss_of, causal, capped, picked, biased, cut_short])
+def test_deferred_logits_meet_the_users_own_loss(loss: Callable) -> None:
+    """In a loop of training, behind the model's forward, where the weight is whole on one GPU and under DDP."""
     stock, ours = pair()
-    for model in (stock, ours):
-        loss_of(model(batch())["logits"], batch()).backward()
-    torch.testing.assert_close(ours.lm_head.weight.grad, stock.lm_head.weight.grad)
+    labels = batch()
+    labels[0, 2] = labels[1, 4] = IGNORED
+    losses = [loss(model(batch())["logits"], labels) for model in (stock, ours)]
+    for each in losses:
+        each.backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    for expected, parameter in zip(stock.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=2e-5, atol=1e-6)
+
+
+USES: dict[str, Callable] = {
+    "column": lambda x: x[..., 0],
+    "columns": lambda x: x[..., 1:],
+    "element": lambda x: x[0, 0, 0],
+    "none": lambda x: x[None],
+    "argmax": lambda x: x.argmax(-1),
+    "softmax": lambda x: torch.softmax(x, -1),
+    "tensor-factor": lambda x: x * torch.ones(()),
+    "factor-tensor": lambda x: torch.ones(()) * x,
+    "sum": lambda x: x + 1,
+    "sum-of-tokens": lambda x: x + torch.ones(LENGTH, 1),
+    "bias-behind-a-factor": lambda x: 2 * x + torch.ones(VOCAB),
+    "bias-of-more-ids": lambda x: x[..., :5] + torch.ones(VOCAB),
+    "two-biases": lambda x: x + torch.ones(VOCAB) + torch.ones(VOCAB),
+    "two-tanh": lambda x: x.tanh().tanh(),
+    "abs": lambda x: abs(x),
+    "remainder": lambda x: x % 2,
+    "equal": lambda x: x == 0,
+    "assignment": lambda x: x.__setitem__(0, 0.0),
+    "flatten": lambda x: x.flatten(),
+    "view": lambda x: x.view(-1, VOCAB + 1),
+    "not-flat": lambda x: F.cross_entropy(x, batch()),
+    "probabilities": lambda x: F.cross_entropy(x[0], torch.ones(LENGTH, VOCAB)),
+    "class-weights": lambda x: F.cross_entropy(x[0], batch()[0], torch.ones(VOCAB)),
+    "as-target": lambda x: F.cross_entropy(torch.ones(LENGTH, VOCAB), x),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_other_uses_of_deferred_logits_raise(use: Callable) -> None:
+    with pytest.raises((NotComputedError, ValueError)):
+        use(pair()[1](batch())["logits"])
+
+
+def test_a_loss_that_would_have_no_gradient_or_other_smoothing_raises() -> None:
+    head = pair()[1].lm_head
+    head.cce_task.calls = [True]
+    with pytest.raises(AttributeError, match="label smoothing is an option of the conversion"):
+        F.log_softmax(head(torch.ones(1, HIDDEN)), dim=-1)
+    with torch.no_grad():
+        logits = head(torch.ones(1, HIDDEN))  # inside of a reentrant checkpoint
+    with pytest.raises(RuntimeError, match="ran without gradients"):
+        F.cross_entropy(logits, batch()[0, :1])
+
+
+def test_options_are_for_training_alone() -> None:
+    """Catches options, and a count, that follow the mode of the head alone."""
+    stock, ours = pair(label_smoothing=0.2, z_loss_weight=0.5, filter="compensated", backend="torch")
+    ours.lm_head.eval()
+    logits = 2 * stock(batch())["logits"].flatten(0, 1)
+    expected = (
+        F.cross_entropy(logits, batch().flatten(), label_smoothing=0.2) + 0.5 * logits.logsumexp(-1).square().mean()
+    )
+    torch.testing.assert_close(ours(batch(), labels=batch())["loss"], expected)
+    cce_dist.require(ours)
+    plain = stock(batch(), labels=batch())["loss"]
+    torch.testing.assert_close(ours.eval()(batch(), labels=batch())["loss"], plain)
+
+
+def test_logits_are_deferred_in_training_or_with_labels() -> None:
+    stock, ours = pair()
+    assert isinstance(ours(batch())["logits"], TensorLogits)
+    assert isinstance(ours.eval()(batch(), labels=batch())["logits"], TensorLogits)
+    assert isinstance(ours(batch())["logits"], Tensor) and isinstance(ours.lm_head(torch.zeros(1, HIDDEN)), Tensor)
+    with torch.no_grad():  # ``generate``, and the passes of a reference model
+        logits = ours.train()(batch())["logits"]
+    assert type(logits) is Tensor
+    torch.testing.assert_close(logits, stock(batch())["logits"])
+
+
+def test_require_counts_training_alone() -> None:
+    _, ours = pair()
+    ours.eval()(batch(), labels=batch())
+    with torch.no_grad():
+        ours.train()(batch())
+    cce_dist.require(ours)
+    ours(batch())
+    with pytest.raises(RuntimeError, match="none asked the head lm_head for its loss"):
+        cce_dist.require(ours)
+    ours(batch(), labels=batch())
+    cce_dist.require(ours)
 
 
 def test_a_bias_that_is_added_to_the_logits(dense: list[int]) -> None:
@@ -131,28 +259,27 @@ def test_a_copy_is_a_converted_model_of_its_own(through: str) -> None:
     ours(batch(), labels=batch())
     if through == "deepcopy":
         other = copy.deepcopy(ours)
+        assert other.lm_head.cce_task.num_losses == 0
     else:
         file = io.BytesIO()
         torch.save(ours, file)
         file.seek(0)
         other = torch.load(file, weights_only=False)
+    assert isinstance(other.eval()(batch())["logits"], Tensor) and isinstance(ours(batch())["logits"], TensorLogits)
+    inside: list[Any] = []
+    hook = ours.embed.register_forward_hook(lambda *_: inside.append(other.lm_head(torch.zeros(1, HIDDEN))))
+    ours(batch())
+    hook.remove()
+    assert isinstance(inside[0], Tensor)  # the original's forward does not have the copy's head defer
+    assert type(ours.lm_head).__name__ == type(ours.lm_head).__qualname__ == "Linear"
     cce_dist.revert(ours)
     assert type(ours.lm_head) is nn.Linear and isinstance(ours(batch())["logits"], Tensor)
     assert not ours._forward_hooks and not ours._forward_pre_hooks and not hasattr(ours.lm_head, "cce_task")
     assert_same_step(stock, ours)
-    assert_same_step(stock, other)
+    assert_same_step(stock, other.train())
     cce_dist.require(other)
     cce_dist.revert(other)
     assert type(other.lm_head) is nn.Linear and not other._forward_hooks
-
-
-def test_no_gradients_and_no_labels_give_logits() -> None:
-    stock, ours = pair()
-    with torch.no_grad():
-        for train in (True, False):
-            logits = ours.train(train)(batch())["logits"]
-            assert type(logits) is Tensor
-            torch.testing.assert_close(logits, stock(batch())["logits"])
 
 
 LOOKS: dict[str, Callable] = {
@@ -214,17 +341,6 @@ CHANGES: dict[str, Callable] = {
 }
 
 
-class KeepsHidden(Model):
-    """Hands its hidden states out, as models with ``output_hidden_states`` do."""
-
-    hidden: Tensor
-
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-        self.hidden = self.embed(ids)
-        logits = self.lm_head(self.hidden)
-        return {"loss": None if labels is None else loss_of(logits, labels), "logits": logits}
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_logits_of_evaluation_are_those_of_the_forward(change: Callable, mode: Callable) -> None:
@@ -256,7 +372,7 @@ def test_evaluation_that_asks_for_no_loss_gets_logits() -> None:
 
     class LeavesLabels(Model):
         def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-            return {"logits": self.lm_head(self.embed(ids))}
+            return super().forward(ids)
 
     stock, ours = (model.eval() for model in pair(LeavesLabels))
     for mode in (torch.no_grad, torch.enable_grad):
@@ -281,10 +397,10 @@ def test_changes_in_place_before_a_loss_raise(change: Callable) -> None:
     """Catches a change of a copy that the loss does not know."""
 
     class Changes(Model):
-        def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-            logits = self.lm_head(self.embed(ids))
+        def logits(self, hidden: Tensor) -> Any:
+            logits = self.lm_head(hidden)
             change(logits)
-            return {"loss": None if labels is None else loss_of(logits, labels), "logits": logits}
+            return logits
 
     _, ours = pair(Changes)
     with torch.no_grad(), pytest.raises((TypeError, RuntimeError), match=r"in place|changed between"):
@@ -322,22 +438,6 @@ def test_a_head_that_was_enlarged_is_converted_again() -> None:
     torch.testing.assert_close(loss, loss_of(logits, batch()))
 
 
-def test_a_head_in_evaluation_mode_trains_with_its_model() -> None:
-    """Catches a count, and options, that follow the mode of the head alone."""
-    _, ours = pair(z_loss_weight=0.5)
-    ours.lm_head.eval()
-    loss = ours(batch(), labels=batch())["loss"]
-    cce_dist.require(ours)
-    torch.testing.assert_close(loss, ours.train()(batch(), labels=batch())["loss"])
-    assert loss > ours.eval()(batch(), labels=batch())["loss"] + 1
-
-
-@pytest.mark.parametrize("function", [cce_dist.convert, cce_dist.require, cce_dist.revert])
-def test_what_is_no_model_is_one_line(function: Callable) -> None:
-    with pytest.raises(TypeError, match=f"cce_dist.{function.__name__} needs an nn.Module, got NoneType"):
-        function(None)
-
-
 def test_logits_on_demand_pass_for_a_tensor_from_outside_python(dense: list[int]) -> None:
     class Same(torch.autograd.Function):
         @staticmethod
@@ -353,16 +453,6 @@ def test_logits_on_demand_pass_for_a_tensor_from_outside_python(dense: list[int]
         logits = ours.eval()(batch(), labels=batch())["logits"]
         assert isinstance(Same.apply(logits), OnDemand) and dense == [0]  # DeepSpeed does so to all outputs
         assert "OnDemand" in repr(logits) and dense == [0]
-
-
-def test_columns_that_pad_the_vocabulary_can_be_cut() -> None:
-    stock, ours = pair()
-    ids = batch().clamp(max=VOCAB - 6)
-    for model in (stock, ours):
-        logits = model(ids)["logits"][..., :-5]
-        assert logits.shape[-1] == VOCAB - 5
-        loss_of(logits, ids).backward()
-    torch.testing.assert_close(ours.lm_head.weight.grad, stock.lm_head.weight.grad)
 
 
 def test_a_training_forward_that_never_asked_raises() -> None:
@@ -396,26 +486,29 @@ def test_compiled_code_is_compiled_once() -> None:
     cce_dist.require(compiled)
 
 
-@pytest.mark.parametrize(
-    ("build", "options", "message"),
-    [
-        pytest.param(Model, {"fliter": "plain"}, 'cce_dist.convert has no key "fliter"', id="unknown"),
-        pytest.param(Model, {"filter_eps": 2}, "cce_dist.convert: filter_eps must be in", id="range"),
-        pytest.param(Model, {"head": "output"}, "which Model does not have", id="name"),
-        pytest.param(lambda: nn.Sequential(nn.Linear(2, 2)), {}, "found none", id="none"),
-        pytest.param(lambda: nn.ModuleDict({"lm_head": nn.Embedding(2, 2)}), {}, "that is a Embedding", id="class"),
-    ],
-)
-def test_a_refusal_is_one_line(build: Callable, options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        cce_dist.convert(build(), **options)
+def replaced_forward() -> nn.Module:
+    model = Model()
+    model.lm_head.forward = model.lm_head.forward  # as accelerate's hooks do
+    return model
+
+
+REFUSED: dict[str, tuple] = {
+    "unknown": (Model(), {"fliter": "plain"}, 'cce_dist.convert has no key "fliter"'),
+    "range": (Model(), {"filter_eps": 2}, "cce_dist.convert: filter_eps must be in"),
+    "name": (Model(), {"head": "output"}, "which Model does not have"),
+    "class": (Model(), {"head": "embed"}, "a head that is a Embedding"),
+    "none": (nn.Sequential(nn.Linear(2, 2)), {}, 'found none: name it in "cce_dist.head"'),
+    "two": (nn.ModuleDict({"lm_head": nn.Linear(4, 4), "embed_out": nn.Linear(4, 4)}), {}, "found lm_head, emb"),
+    "forward": (replaced_forward(), {}, "somebody has replaced its forward"),
+    "no model": (None, {}, "cce_dist.convert needs an nn.Module, got NoneType"),
+}
+
+
+@pytest.mark.parametrize(("model", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_refusal_is_one_line(model: Any, options: dict, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        cce_dist.convert(model, **options)
     assert "\n" not in str(error.value)
-
-
-def test_label_smoothing_of_the_caller_says_what_to_do() -> None:
-    _, ours = pair()
-    with pytest.raises(AttributeError, match="label smoothing is an option of the conversion"):
-        F.log_softmax(ours(batch())["logits"], dim=-1)
 
 
 def test_import_stays_light() -> None:

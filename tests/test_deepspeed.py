@@ -20,9 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from test_options import DS_CONFIG
 from torch import Tensor, nn
 
-from cce_dist import GradFilter
 from cce_dist.integrations import deepspeed as cce
 from cce_dist.integrations import deferred
 from cce_dist.ranks import run_ranks
@@ -30,19 +30,6 @@ from cce_dist.ranks import run_ranks
 HIDDEN, VOCAB, SEQ, BATCH, STEPS, MICROBATCHES = 16, 37, 6, 2, 2, 2
 IGNORED = -100
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-
-# The README's ds_config.
-DS_CONFIG = """
-{
-  "train_micro_batch_size_per_gpu": 2,
-  "gradient_accumulation_steps": 2,
-  "gradient_clipping": 1.0,
-  "zero_allow_untested_optimizer": true,
-  "zero_optimization": {"stage": 1},
-  "cce_dist": {"enabled": true, "filter": "off", "z_loss_weight": 0.0}
-}
-"""
-
 
 REPORT = {"report": True, "z_loss_weight": 0.1, "filter": "compensated", "filter_eps": 1e-30}
 
@@ -718,41 +705,3 @@ def test_two_ranks() -> None:
 @needs_deepspeed
 def test_four_ranks() -> None:
     run_ranks(four_ranks, 4)
-
-
-# Without DeepSpeed
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        pytest.param("on", "must be a section", id="no-section"),
-        pytest.param({"enabled": True, "fitler": "plain"}, 'has no key "fitler"', id="unknown"),
-        pytest.param({"enabled": 1}, '"cce_dist.enabled" must be true or false', id="bool"),
-        pytest.param({"enabled": True, "filter": True}, '"cce_dist.filter" must be a string', id="string"),
-        pytest.param({"enabled": True, "filter": "exact"}, '"cce_dist.filter" must be one of off,', id="choice"),
-        pytest.param({"enabled": True, "filter_eps": "1e-5"}, '"cce_dist.filter_eps" must be a number', id="number"),
-        pytest.param({"enabled": True, "filter_eps": 1}, r'"cce_dist.filter_eps" must be in \[0, 1\)', id="eps"),
-        pytest.param({"enabled": True, "workspace_bytes": 1.5}, "must be a whole number", id="whole"),
-        pytest.param({"enabled": True, "label_smoothing": 2}, '"cce_dist.label_smoothing" must be in', id="smoothing"),
-        pytest.param(
-            {"enabled": False, "reduce_dtype": "fp32"}, '"cce_dist.reduce_dtype" must be one of', id="disabled"
-        ),
-        pytest.param({"filter": "plain"}, 'needs the key "enabled"', id="no-enabled"),
-    ],
-)
-def test_wrong_section_is_one_line_naming_the_key(section: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        cce.Options.from_config({"cce_dist": section})
-    assert "\n" not in str(error.value)
-
-
-def test_section() -> None:
-    assert cce.Options.from_config({}) is None
-    assert cce.Options.from_config({"cce_dist": {"enabled": False, "filter": "plain"}}) is None
-    assert cce.Options.from_config(json.loads(DS_CONFIG)) == cce.Options()
-    assert DS_CONFIG.strip() in (Path(__file__).parent.parent / "README.md").read_text()
-    section = {"enabled": True, "filter": "plain", "filter_eps": 0.01, "filter_weight": False, "report": True}
-    filtered = GradFilter(eps=0.01, compensate=False, weight=False)
-    expected = cce.Options(grad_filter=filtered, reduce_dtype=torch.float32, report=True)
-    assert cce.Options.from_config({"cce_dist": section | {"reduce_dtype": "float32"}}) == expected

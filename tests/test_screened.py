@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cce_dist import GradFilter, VocabShard, linear_cross_entropy, loss
 from cce_dist.call import Call
-from cce_dist.integrations.options import named_filter
+from cce_dist.integrations.options import Options
 from cce_dist.kernels import Filter, Softmax, Want, budget, filter
 from cce_dist.kernels.filter import lists, screen
 from cce_dist.kernels.filter.screen import fp8
@@ -439,5 +439,6 @@ def test_where_there_are_no_products_in_8_bits() -> None:
     assert torch.equal(*losses)
     with pytest.raises(ValueError, match=r"GradFilter\.screen must be one of"):
         GradFilter(screen="fp4")
-    assert named_filter("compensated", screen="auto") == GradFilter(screen="auto")
-    assert named_filter("plain") == GradFilter(compensate=False)
+    for screen, expected in ("auto", "auto"), ("off", None):
+        read = Options.read({"filter": "compensated", "filter_screen": screen}, str)
+        assert read.grad_filter == GradFilter(screen=expected)
