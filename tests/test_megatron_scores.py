@@ -1,7 +1,7 @@
 """Megatron's ``output_processor`` with ours: scores and gradients of a real GPTModel, beside those of its own logits.
 
 megatron-core before 0.18 has no such argument: there a stand-in calls the processor as 0.18 does. ``launch/rl_packages.sh``
-runs this file with newer ones. ``test_rl_ranks.py`` runs what needs ranks.
+runs this file with newer ones. test_rl.py runs what needs ranks.
 """
 
 from __future__ import annotations

@@ -439,6 +439,6 @@ def test_where_there_are_no_products_in_8_bits() -> None:
     assert torch.equal(*losses)
     with pytest.raises(ValueError, match=r"GradFilter\.screen must be one of"):
         GradFilter(screen="fp4")
-    for screen, expected in ("auto", "auto"), ("off", None):
-        read = Options.read({"filter": "compensated", "filter_screen": screen}, str)
+    for name, expected in ("auto", "auto"), ("off", None):
+        read = Options.read({"filter": "compensated", "filter_screen": name}, str)
         assert read.grad_filter == GradFilter(screen=expected)

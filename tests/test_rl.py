@@ -1,0 +1,363 @@
+"""verl's, NeMo-RL's and TRL's functions with ours inside: dense arithmetic beside them, on one rank and on two.
+
+verl 0.9 needs an older transformers than the other tests; NeMo-RL is on GitHub alone and needs Python 3.13. Stand-ins have
+their parameters. ``launch/rl_packages.sh`` runs this file with the packages themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+pytest.importorskip("megatron.core")
+
+import test_megatron_scores
+from dense_scores import TOKENS, VOCAB, compare, dense_scores, operands, policy_loss
+from megatron_on_cpu import use_cpu
+
+from cce_dist.integrations import nemo_rl as cce_nemo_rl
+from cce_dist.integrations import patching
+from cce_dist.integrations import trl as cce_trl
+from cce_dist.integrations import verl as cce_verl
+from cce_dist.ranks import run_ranks
+from cce_dist.verify.check import assert_no_worse
+
+
+class LinearCrossEntropy:
+    """The parameters of verl's, as of 0.5 to 0.9."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None): ...
+
+    @classmethod
+    def apply(cls, *_: Any) -> None:
+        raise AssertionError("this is verl's own kernel")
+
+
+def fused_output_processor(
+    *, hidden_states: Any, output_layer: Any, output_weight: Any, labels: Any, context: Any, config: Any
+) -> Any:
+    """Calls the function as verl's of this name does: with hidden states that Megatron has gathered."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    if config.sequence_parallel:
+        hidden_states = gather_from_sequence_parallel_region(hidden_states)
+    weight = output_layer.weight if output_weight is None else output_weight
+    group = parallel_state.get_tensor_model_parallel_group()
+    scores = verl().linear_cross_entropy(hidden_states, weight, labels, context.temperature, "none", group)
+    return SimpleNamespace(log_probs=scores[0], entropy=scores[1])
+
+
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states,
+    output_weight_layer,
+    runtime_gather_output,
+    target,
+    vocab_start_index,
+    vocab_end_index,
+    tp_group,
+    inference_only=False,
+    cp_group=None,
+    chunk_size=None,
+):
+    """Has the parameters of NeMo-RL's, as of 0.7."""
+    raise AssertionError("this is NeMo-RL's own")
+
+
+def stand_in(path: str, **names: Any) -> Any:
+    """Return the module of a package, its own or one with these names."""
+    try:
+        return importlib.import_module(path)
+    except ImportError:
+        parts = path.split(".")
+        for count in range(1, len(parts)):
+            sys.modules.setdefault(".".join(parts[:count]), types.ModuleType(".".join(parts[:count])))
+        sys.modules[path] = module = types.ModuleType(path)
+        vars(module).update(names)
+        return module
+
+
+def verl() -> Any:
+    """Return verl's module of models, which has imported the function from that of the kernel."""
+    apply: Any = LinearCrossEntropy.apply
+    kernel = stand_in(cce_verl.PATCH.module, LinearCrossEntropy=LinearCrossEntropy, linear_cross_entropy=apply)
+    return stand_in(
+        "verl.models.mcore.model_forward_fused",
+        linear_cross_entropy=kernel.linear_cross_entropy,
+        fused_output_processor=fused_output_processor,
+    )
+
+
+def nemo() -> Any:
+    name = cce_nemo_rl.PATCH.name
+    return stand_in(cce_nemo_rl.PATCH.module, **{name: from_parallel_hidden_states_to_logprobs})
+
+
+ADAPTERS = {"verl": cce_verl, "NeMo-RL": cce_nemo_rl, "TRL": cce_trl}
+# The module of the package that calls the function by a name of its own.
+CALLERS: dict[str, Callable] = {
+    "verl": verl,
+    "NeMo-RL": nemo,
+    "TRL": lambda: importlib.import_module("trl.trainer.grpo_trainer"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _their_own_again() -> Iterator[None]:
+    verl(), nemo()
+    patching.say_once.cache_clear()
+    yield
+    for adapter in ADAPTERS.values():
+        adapter.uninstall()
+
+
+@pytest.mark.parametrize(
+    "temperature",
+    [0.7, torch.tensor(0.7), torch.rand(2, TOKENS).add(0.5), torch.tensor([[0.5], [2.0]])],
+    ids=["number", "0-d", "per-token", "per-sample"],
+)
+def test_verl_with_the_whole_vocabulary(temperature: Any) -> None:
+    """As verl's forwards of transformers call it. Catches a temperature of another token, outputs that are not flat."""
+    cce_verl.install()
+    hidden, weight, labels = operands(2)
+    per_token = temperature.expand_as(labels) if isinstance(temperature, Tensor) else temperature
+
+    def dense(hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        return [x.view(-1) for x in dense_scores(hidden @ weight.t(), labels, per_token)]
+
+    compare(lambda *x: verl().linear_cross_entropy(*x, labels, temperature, "none"), dense, hidden, weight)
+
+
+class Alone:
+    """A group of one rank, or of another size."""
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = lambda: size
+
+    def rank(self) -> int:
+        return 0
+
+
+def nemos(hidden: Tensor, weight: Tensor, labels: Tensor, group: Any, rank: int = 0, **more: Any) -> tuple:
+    """Return what NeMo-RL's function returns, called as its ``GPTModel.forward`` does, and no entropy."""
+    rows = len(weight)
+    rest = {"vocab_start_index": rank * rows, "vocab_end_index": (rank + 1) * rows, "tp_group": group, "chunk_size": 4}
+    log_probs = nemo().from_parallel_hidden_states_to_logprobs(hidden, weight, None, labels, **rest, **more)
+    return log_probs, log_probs.new_zeros(())
+
+
+def next_ids(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities [B, S - 1] of the next ids, of hidden states [S, B, D]."""
+    log_probs, _ = dense_scores((hidden @ weight.t()).transpose(0, 1)[:, :-1], labels[:, 1:])
+    return log_probs, log_probs.new_zeros(())
+
+
+def test_nemo_rl_on_one_rank() -> None:
+    """Catches log-probabilities of a token itself in place of the next, and of another order of tokens."""
+    cce_nemo_rl.install()
+    hidden, weight, labels = operands(2)
+    hidden = hidden.transpose(0, 1)
+    compare(lambda h, w: nemos(h, w, labels, Alone()), lambda h, w: next_ids(h, w, labels), hidden, weight)
+    log_probs, _ = nemos(hidden, weight.requires_grad_(), labels, Alone(), inference_only=True)
+    assert not log_probs.requires_grad and log_probs.shape == (2, TOKENS - 1)
+
+
+def verl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) -> None:
+    """Catches a gradient of hidden states that is a shard's part alone, and one that is summed twice."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(2)
+    hidden, weight, labels = operands(1)
+
+    def ours(hidden: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
+        found = verl().fused_output_processor(
+            hidden_states=hidden,
+            output_layer=SimpleNamespace(weight=shard),
+            output_weight=None,
+            labels=labels,
+            context=SimpleNamespace(temperature=0.7),
+            config=SimpleNamespace(sequence_parallel=sequence_parallel, config_logger_dir=""),
+        )
+        return found.log_probs, found.entropy
+
+    def dense(hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        return [x.view(-1) for x in dense_scores((hidden @ weight.t()).transpose(0, 1), labels, 0.7)]
+
+    try:
+        compare(ours, dense, hidden.transpose(0, 1), weight, mine, rows)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def nemo_rl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) -> None:
+    """Catches hidden states that are gathered though they are whole, and a gradient that is summed twice or never."""
+    hidden, weight, labels = operands(2)
+    compare(
+        lambda h, w: nemos(h, w, labels, dist.group.WORLD, dist.get_rank()),
+        lambda h, w: next_ids(h, w, labels),
+        hidden.transpose(0, 1),
+        weight,
+        mine,
+        rows,
+    )
+    if hasattr(nemo(), "patch_gpt_model_forward_for_linear_ce_fusion"):  # NeMo-RL itself
+        from test_megatron import Case, on_layout
+
+        on_layout(Case(tp=2, sequence_parallel=sequence_parallel), through_nemos_forward)
+
+
+def through_nemos_forward(case: Any) -> None:
+    """NeMo-RL's own ``GPTModel.forward`` on a real model, beside the model's logits."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+    from test_megatron import batch, build
+
+    kind: Any = GPTModel
+    results, forward = [], kind.forward
+    for dtype, ours in ((torch.float32, True), (torch.float32, False), (torch.float64, False)):
+        model = build(case)[0].to(dtype)
+        inputs, _ = batch(model)
+        ids = inputs["input_ids"]
+        if ours:
+            nemo().patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=4)
+            model.cp_group = None  # the group of one rank
+            log_probs = model(**inputs, labels=ids, return_logprobs_for_linear_ce_fusion=True)
+            kind.forward, kind._linear_ce_fusion_forward_patched = forward, False
+        else:
+            logits = gather_from_tensor_model_parallel_region(model(**inputs))
+            log_probs, _ = dense_scores(logits[:, :-1], ids[:, 1:])
+        policy_loss(log_probs, log_probs.new_zeros(())).backward()
+        results.append({"log_probs": log_probs, **{name: p.grad for name, p in model.named_parameters()}})
+    for name, mine in results[0].items():
+        if mine is not None:
+            assert_no_worse(mine, results[1][name], results[2][name], quantity=f"through NeMo-RL's forward: {name}")
+
+
+def two_ranks() -> None:
+    use_cpu()
+    verl(), nemo()
+    cce_verl.install(), cce_nemo_rl.install()
+    rank = dist.get_rank()
+    half, rows = (slice(rank * size // 2, (rank + 1) * size // 2) for size in (TOKENS, VOCAB))
+    for sequence_parallel in (True, False):
+        mine = half if sequence_parallel else slice(None)
+        verl_over_two_ranks(sequence_parallel, mine, rows)
+        nemo_rl_over_two_ranks(sequence_parallel, mine, rows)
+        test_megatron_scores.over_two_ranks(sequence_parallel)
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks() -> None:
+    run_ranks(two_ranks, 2)
+
+
+def test_transformers_forward_of_verl() -> None:
+    """verl's own forward of a transformers model, beside verl's own in plain torch."""
+    theirs = pytest.importorskip("verl.models.transformers.dense_common", reason="verl itself: launch/rl_packages.sh")
+    from tiny_trainer import VOCAB as size
+    from tiny_trainer import tiny_model
+
+    cce_verl.install()
+    ids, results = torch.randint(1, size, (2, TOKENS), generator=torch.Generator().manual_seed(0)), []
+    for forward in (theirs.forward_with_triton_backend, theirs.forward_with_torch_backend, None):
+        model = tiny_model()
+        if forward is None:
+            log_probs, entropy = dense_scores(model.double()(ids).logits, ids.roll(-1, -1), 0.7)
+        else:
+            out = forward(model, input_ids=ids, temperature=0.7, return_dict=True)
+            log_probs, entropy = out.log_probs.view(ids.shape), out.entropy.view(ids.shape)
+        policy_loss(log_probs, entropy).backward()
+        results.append({"log_probs": log_probs, "entropy": entropy} | {n: p.grad for n, p in model.named_parameters()})
+    for name in results[0]:
+        ours, baseline, truth = (result[name] for result in results)
+        assert_no_worse(ours, baseline, truth, quantity=name)
+
+
+@pytest.mark.parametrize("package", ADAPTERS)
+def test_install_is_undone_and_done_again(package: str) -> None:
+    if package == "TRL":
+        pytest.importorskip("trl")
+    adapter, caller = ADAPTERS[package], CALLERS[package]()
+    home, name = sys.modules[adapter.PATCH.module], adapter.PATCH.name
+    theirs = getattr(home, name)
+    adapter.install()
+    ours = getattr(caller, name)
+    assert ours is getattr(home, name) and ours != theirs
+    adapter.install(workspace_bytes=1 << 20)
+    assert getattr(caller, name) is getattr(home, name) is not ours
+    assert getattr(caller, name).cce_original == theirs
+    adapter.uninstall()
+    adapter.uninstall()
+    assert getattr(caller, name) == getattr(home, name) == theirs
+
+
+def test_one_line_says_that_ours_is_in_use(caplog: pytest.LogCaptureFixture) -> None:
+    hidden, weight, labels = operands(2)
+    cce_verl.install(), cce_nemo_rl.install()
+    for _ in range(2):
+        verl().linear_cross_entropy(hidden, weight, labels)
+        nemos(hidden.transpose(0, 1), weight, labels, Alone())
+    lines = [record.getMessage() for record in caplog.records if record.name == "cce_dist"]
+    said = "cce_dist: {}'s log-probabilities come from hidden states (linear_log_probs)"
+    assert lines == [said.format("verl"), said.format("NeMo-RL")]
+
+
+NOT_SERVED: dict[str, tuple[Callable, str]] = {
+    "context": (lambda h, w, y: nemos(h, w, y, Alone(), cp_group=Alone(2)), "do not know context parallelism"),
+    "rows": (lambda h, w, y: nemos(h, w, y, Alone(), rank=1), r"has the rows \[0, 64\], NeMo-RL says"),
+    "length": (lambda h, w, y: nemos(h[1:], w, y, Alone()), "neither whole nor slices"),
+    "order": (lambda h, w, y: verl().linear_cross_entropy(h, w, y), "one order of tokens"),
+    "mean": (
+        lambda h, w, y: verl().linear_cross_entropy(h, w, y, reduction="mean"),
+        "serves verl's reduction 'none', got 'mean'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), NOT_SERVED.values(), ids=NOT_SERVED)
+def test_a_call_that_is_not_served_is_one_line(call: Callable, message: str) -> None:
+    cce_verl.install(), cce_nemo_rl.install()
+    hidden, weight, labels = operands(2)
+    with pytest.raises(ValueError, match=message) as error:
+        call(hidden.transpose(0, 1), weight, labels)
+    assert "\n" not in str(error.value)
+
+
+def other(model, temperature=1.0, outputs=()): ...
+
+
+@pytest.mark.parametrize(
+    ("package", "place", "message"),
+    [
+        ("verl", "LinearCrossEntropy", r"knows verl 0.5 to 0.9: there .* temperature, .*; in .* nothing"),
+        ("NeMo-RL", cce_nemo_rl.PATCH.name, "knows NeMo-RL 0.7 .*: there from_parallel_.* takes .*; in .* outputs"),
+        ("TRL", "add_fused_lm_head", r"knows TRL 1\.16: there add_fused_lm_head takes .*; in .* model, temperature, o"),
+        ("TRL", "FusedCausalLMOutput", "FusedCausalLMOutput takes loss, "),
+    ],
+)
+def test_another_version_is_refused(package: str, place: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if package == "TRL":
+        pytest.importorskip("trl")
+    adapter = ADAPTERS[package]
+    CALLERS[package]()
+    monkeypatch.setattr(sys.modules[adapter.PATCH.module], place, other)
+    with pytest.raises(RuntimeError, match=message):
+        adapter.install()
+    monkeypatch.delattr(sys.modules[adapter.PATCH.module], place)
+    with pytest.raises(RuntimeError, match=r"in .* nothing$"):
+        adapter.install()
+    monkeypatch.setitem(sys.modules, adapter.PATCH.module, None)
+    with pytest.raises(ImportError, match=f"needs {package}"):
+        adapter.install()
+    with pytest.raises(ValueError, match="backend must be one of"):
+        adapter.install(backend="cuda")
