@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from test_options import DS_CONFIG
+from tiny_trainer import tiny_model
 from torch import Tensor, nn
 
 from cce_dist.integrations import deepspeed as cce
@@ -520,25 +521,7 @@ def compare_models(case: Case) -> None:
 
 
 def compare_hugging_face(case: Case, name: str = "Llama") -> None:
-    import transformers
-
-    sizes: dict[str, Any] = dict(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        tie_word_embeddings=case.tied,
-        pad_token_id=0,
-        attn_implementation="eager",
-        initializer_range=0.3,
-    )
-    if name == "Gemma2":
-        sizes["final_logit_softcapping"] = 2.0
-    torch.manual_seed(0)
-    stock = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
+    stock = tiny_model(name, vocab_size=VOCAB, num_hidden_layers=1, tie_word_embeddings=case.tied)
     if case.zero == 3:
         stock.gradient_checkpointing_enable()
     ours = copy.deepcopy(stock)

@@ -12,38 +12,17 @@ import torch
 
 pytest.importorskip("peft")
 
-import transformers
 from peft import LoraConfig, get_peft_model
+from tiny_trainer import VOCAB, arguments, batch, tiny_model
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from cce_dist import VocabShard, linear_cross_entropy
+import cce_dist
+from cce_dist import linear_cross_entropy
 from cce_dist.integrations import peft
-from cce_dist.integrations.deferred import Task, find_head, give_back, take
-from cce_dist.integrations.options import ModelOptions
 from cce_dist.verify.check import assert_no_worse
 
-HIDDEN, VOCAB, SEQ = 32, 67, 12
-SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=48,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    eos_token_id=1,
-    bos_token_id=1,
-    tie_word_embeddings=False,
-)
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
-    "gemma2": lambda: transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0)
-    ),
-    "phi": lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**SIZES)),  # a head with a bias
-}
+HIDDEN = 16
 CONFIGS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q_proj", "lm_head"]},
     "lora-rs-bias": {"target_modules": ["lm_head"], "use_rslora": True, "lora_bias": True, "r": 5},
@@ -53,12 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def model_of(name: str, **config: Any) -> Any:
-    torch.manual_seed(0)
-    model = MODELS[name]().train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(4)
+    model = tiny_model(name, tie_word_embeddings=False)
     wrapped = get_peft_model(model, LoraConfig(**{"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM", **config}))
     with torch.no_grad():  # LoRA starts at B = 0, where dA is 0
         for where, parameter in wrapped.named_parameters():
@@ -67,48 +41,41 @@ def model_of(name: str, **config: Any) -> Any:
     return wrapped
 
 
-def convert(model: Any) -> Task:
-    """Let the head of a model defer, as an adapter for plain PyTorch does."""
-    _, head = find_head(model)
-    task = Task(ModelOptions(), VocabShard(0, VOCAB, VOCAB))
-    task.watch(model)
-    take(head, task)
-    return task
+def trained(model: Any) -> Tensor:
+    """Return a loss, and leave its gradients."""
+    loss = model(**batch()).loss
+    loss.backward()
+    return loss.detach()
 
 
-def batch(seed: int = 1) -> dict[str, Tensor]:
-    ids = torch.randint(2, VOCAB, (3, SEQ), generator=torch.Generator().manual_seed(seed))
-    labels = ids.clone()
-    labels[:, :4] = labels[1, 9:] = -100
-    return {"input_ids": ids, "labels": labels}
+def assert_gradients_no_worse(ours: Any, stock: Any, truth: Any, dtype: torch.dtype | None = None) -> list[str]:
+    """Return which parameters have gradients: those that train."""
+    names = []
+    for (name, mine), theirs, true in zip(ours.named_parameters(), stock.parameters(), truth.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None) == (not mine.requires_grad), name
+        if mine.grad is not None:
+            names.append(name)
+            assert_no_worse(mine.grad, theirs.grad, true.grad, dtype, name)
+    return names
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Phi"])
 def test_loss_and_gradients_are_the_stocks(name: str, config: str) -> None:
     """Catches an adapter that the loss leaves out, a scale on one side of the gradients, and a gradient that nobody wants."""
     stock = model_of(name, **CONFIGS[config])
-    ours, truth = copy.deepcopy(stock), copy.deepcopy(stock).double()
-    task = convert(ours)
-    losses = [model(**batch()).loss for model in (stock, ours, truth)]
-    for loss in losses:
-        loss.backward()
-    assert task.num_losses == 1
-    assert_no_worse(losses[1], losses[0], losses[2])
-    changed = 0
-    for (where, mine), theirs, true in zip(
-        ours.named_parameters(), stock.parameters(), truth.parameters(), strict=True
-    ):
-        assert (mine.grad is None) == (theirs.grad is None) == (not mine.requires_grad), where
-        if mine.grad is not None and theirs.grad is not None and true.grad is not None:
-            changed += "lm_head" in where
-            assert_no_worse(mine.grad, theirs.grad, true.grad, quantity=where)
-    assert changed == {"lora": 2, "lora-rs-bias": 3, "modules-to-save": 1 + (name == "phi"), "frozen": 0}[config]
+    ours, truth = cce_dist.convert(copy.deepcopy(stock)), copy.deepcopy(stock).double()
+    losses = [trained(model) for model in (ours, stock, truth)]
+    cce_dist.require(ours)
+    assert_no_worse(*losses)
+    of_head = [where for where in assert_gradients_no_worse(ours, stock, truth) if "lm_head" in where]
+    expected = {"lora": 2, "lora-rs-bias": 3, "modules-to-save": 1 + (name == "Phi"), "frozen": 0}
+    assert len(of_head) == expected[config]
 
 
 def test_bfloat16_keeps_what_a_young_adapter_adds() -> None:
     """Catches a sum W + s B A in the weight's dtype, whose rounding is larger than a B A of the first steps."""
-    stock = model_of("llama", **CONFIGS["lora"])
+    stock = model_of("Llama", **CONFIGS["lora"])
     with torch.no_grad():
         for where, parameter in stock.named_parameters():
             if "lora_B" in where:
@@ -119,25 +86,17 @@ def test_bfloat16_keeps_what_a_young_adapter_adds() -> None:
     for where, parameter in stock.named_parameters():
         if "lora" not in where:  # PEFT keeps adapters in fp32
             parameter.data = parameter.data.bfloat16()
-    ours = copy.deepcopy(stock)
-    convert(ours)
-    losses = [model(**batch()).loss for model in (stock, ours, truth)]
-    for loss in losses:
-        loss.backward()
+    ours = cce_dist.convert(copy.deepcopy(stock))
+    losses = [trained(model) for model in (stock, ours, truth)]
     assert losses[1].dtype == torch.float32
-    for (where, mine), theirs, true in zip(
-        ours.named_parameters(), stock.parameters(), truth.parameters(), strict=True
-    ):
-        if mine.grad is not None and theirs.grad is not None and true.grad is not None:
-            assert_no_worse(mine.grad, theirs.grad, true.grad, torch.bfloat16, where)
+    assert assert_gradients_no_worse(ours, stock, truth, torch.bfloat16)
 
 
 def test_two_adapters_add_up_and_switched_off_ones_do_not() -> None:
-    stock = model_of("llama", **CONFIGS["lora"])
+    stock = model_of("Llama", **CONFIGS["lora"])
     stock.add_adapter("more", LoraConfig(r=4, lora_alpha=4, target_modules=["lm_head"], init_lora_weights=False))
     stock.base_model.set_adapter(["default", "more"])
-    ours = copy.deepcopy(stock)
-    convert(ours)
+    ours = cce_dist.convert(copy.deepcopy(stock))
     plain = stock(**batch()).loss
     torch.testing.assert_close(ours(**batch()).loss, plain)
     with stock.disable_adapter(), ours.disable_adapter():
@@ -152,9 +111,9 @@ def test_two_adapters_add_up_and_switched_off_ones_do_not() -> None:
 
 def test_logits_of_another_adapter_are_refused() -> None:
     """Catches logits of evaluation that are computed from other adapters than the loss beside them."""
-    model = model_of("llama", **CONFIGS["lora"]).eval()
+    model = model_of("Llama", **CONFIGS["lora"]).eval()
     model.add_adapter("other", LoraConfig(r=8, target_modules=["lm_head"], task_type="CAUSAL_LM"))
-    convert(model)
+    cce_dist.convert(model)
     with torch.no_grad():
         looked, unseen = (model(**batch()).logits for _ in range(2))
         expected = looked + 0
@@ -169,9 +128,8 @@ def test_logits_of_another_adapter_are_refused() -> None:
 
 
 def test_dropout_of_an_adapter_is_drawn_once() -> None:
-    stock = model_of("llama", target_modules=["lm_head"], lora_dropout=0.5)
-    ours = copy.deepcopy(stock)
-    convert(ours)
+    stock = model_of("Llama", target_modules=["lm_head"], lora_dropout=0.5)
+    ours = cce_dist.convert(copy.deepcopy(stock))
     grads = []
     for model in (stock, ours):
         torch.manual_seed(3)
@@ -200,30 +158,19 @@ def test_a_frozen_head_saves_the_product_of_dc(trains: bool, products: int) -> N
 def test_the_trainer_of_transformers_trains_adapters(config: str, tmp_path: Path) -> None:
     """A real Trainer on real adapters: what it logs, what it learns, and what save_pretrained writes."""
     from safetensors.torch import load_file
+    from transformers import Trainer
 
     runs = []
     for ours in (False, True):
-        model, out = model_of("gemma2", **CONFIGS[config]), tmp_path / str(ours)
-        task = convert(model) if ours else None
-        args = transformers.TrainingArguments(
-            str(out),
-            max_steps=4,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-2,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
-            optim="sgd",
-        )
-        rows = [{name: x[0] for name, x in batch(seed).items()} for seed in range(8)]
-        trainer = transformers.Trainer(model, args, train_dataset=rows)  # type: ignore[arg-type]
+        model, out = model_of("Gemma2", **CONFIGS[config]), tmp_path / str(ours)
+        if ours:
+            cce_dist.convert(model)
+        rows: Any = [{name: x[0] for name, x in batch(seed).items()} for seed in range(8)]
+        trainer = Trainer(model, arguments(out, per_device_train_batch_size=1, learning_rate=1e-2), train_dataset=rows)
         trainer.train()
-        if task is not None:
-            assert task.num_losses == 8
-            give_back(peft.in_use(model.get_output_embeddings()))
+        if ours:
+            cce_dist.require(model)
+            cce_dist.revert(model)
         model.save_pretrained(out)
         logs = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
         runs.append((logs, load_file(out / "adapter_model.safetensors")))
@@ -238,7 +185,7 @@ def test_trl_asks_a_lora_head() -> None:
     trl = pytest.importorskip("trl")
     from cce_dist.integrations import trl as cce_trl
 
-    stock = model_of("llama", **CONFIGS["lora"])
+    stock = model_of("Llama", **CONFIGS["lora"])
     ours = copy.deepcopy(stock)
     with torch.no_grad():  # TRL's own reads lm_head.weight, which has no adapters: merged, it has
         stock.merge_adapter()
@@ -252,23 +199,25 @@ def test_trl_asks_a_lora_head() -> None:
     assert ours.base_model.model.lm_head.lora_A["default"].weight.grad.any()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        pytest.param(
-            lambda head: setattr(head, "base_layer", Twice(HIDDEN, VOCAB)), "LoRA on a head .* Twice", id="base"
-        ),
-        pytest.param(
-            lambda head: head.lora_variant.update(default=Twice(1, 1)), "a head with Twice: only plain", id="variant"
-        ),
-        pytest.param(
-            lambda head: setattr(head.base_layer, "weight", nn.Parameter(torch.zeros(0))), "is a piece", id="zero3"
-        ),
-    ],
-)
+class Twice(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def no_piece(head: Any) -> None:
+    head.base_layer.weight = nn.Parameter(torch.zeros(0))
+
+
+REFUSED: dict[str, tuple[Callable, str]] = {
+    "base": (lambda head: setattr(head, "base_layer", Twice(HIDDEN, VOCAB)), "LoRA on a head .* Twice"),
+    "variant": (lambda head: head.lora_variant.update(default=Twice(1, 1)), "a head with Twice: only plain"),
+    "zero3": (no_piece, "is a piece"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_is_no_sum_of_products_is_one_line(change: Callable, message: str) -> None:
-    model = model_of("llama", **CONFIGS["lora"])
-    convert(model)
+    model = cce_dist.convert(model_of("Llama", **CONFIGS["lora"]))
     change(model.base_model.model.lm_head)
     with pytest.raises(ValueError, match=message) as error:
         model(**batch())
@@ -276,15 +225,9 @@ def test_what_is_no_sum_of_products_is_one_line(change: Callable, message: str) 
 
 
 def test_dora_is_refused() -> None:
-    model = model_of("llama", target_modules=["lm_head"], use_dora=True)
-    convert(model)
+    model = cce_dist.convert(model_of("Llama", target_modules=["lm_head"], use_dora=True))
     with pytest.raises(ValueError, match="a head with DoraLinearVariant"):
         model(**batch())
-
-
-class Twice(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input)
 
 
 def test_a_head_without_peft_is_itself() -> None:

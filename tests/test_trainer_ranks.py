@@ -26,6 +26,7 @@ from tiny_trainer import (
     saved,
     tiny_model,
     with_accelerate,
+    zero,
 )
 
 import cce_dist
@@ -78,15 +79,8 @@ def trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
     if case.recompute:
         more |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     if case.zero is not None:
-        more["deepspeed"] = {
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
-            "zero_optimization": {"stage": case.zero, "stage3_gather_16bit_weights_on_model_save": True},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            **({"cce_dist": {"enabled": True}} if ours and case.way == "section" else {}),
-        }
+        section = {"cce_dist": {"enabled": True}} if ours and case.way == "section" else {}
+        more["deepspeed"] = zero(case.zero, **section)
     if case.fsdp:
         # An optimizer without state has none that FSDP2 could load.
         more |= {

@@ -1,9 +1,11 @@
-"""TRL's own trainers and function, stock beside ours: losses, logged metrics, parameters and gradients of tiny models."""
+"""TRL's own trainers and function, stock beside ours: losses, logged metrics, parameters and gradients of tiny models.
+
+Ours is TRL's function with another inside (``integrations.trl``), or, under SFTTrainer alone, a model that was converted.
+"""
 
 from __future__ import annotations
 
 import copy
-import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,78 +17,31 @@ import torch.distributed as dist
 
 pytest.importorskip("trl")
 
-import transformers
-from test_deepspeed import prepare
+from tiny_trainer import (
+    LENGTH,
+    VOCAB,
+    Sentences,
+    arguments,
+    assert_same_log,
+    assert_same_parameters,
+    batch,
+    forget,
+    logged,
+    prepare_rank,
+    tiny_model,
+    zero,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import cce_dist
+from cce_dist.integrations import deepspeed as cce_deepspeed
 from cce_dist.integrations import trl as cce_trl
-from cce_dist.integrations.deferred import Task, take
-from cce_dist.integrations.options import ModelOptions
 from cce_dist.ranks import run_ranks
-from cce_dist.shard import VocabShard
 from cce_dist.verify.check import assert_no_worse
 
-WORDS = [
-    "<pad>",
-    "<eos>",
-    "<unk>",
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "bird",
-    "sat",
-    "ran",
-    "flew",
-    "on",
-    "over",
-    "under",
-    "mat",
-    "log",
-    "house",
-    "and",
-    "then",
-    "it",
-    "was",
-    "red",
-    "blue",
-    "fast",
-]
-VOCAB, SEQ = 67, 12
-SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    eos_token_id=1,
-    bos_token_id=1,
-)
-EAGER: dict[str, Any] = {"experts_implementation": "eager"}  # its grouped product has no float64
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
-    "gemma2": lambda: transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0, tie_word_embeddings=True)
-    ),
-    "cohere": lambda: transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES, logit_scale=0.25)),
-    "phi": lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**SIZES)),  # a head with a bias
-    "qwen2-moe": lambda: transformers.Qwen2MoeForCausalLM(
-        transformers.Qwen2MoeConfig(
-            **SIZES,
-            **EAGER,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-            output_router_logits=True,
-        )
-    ),
-}
+TOLERANCE = 2e-5
 
 
 @pytest.fixture(autouse=True)
@@ -95,29 +50,11 @@ def _stock_again() -> Iterator[None]:
     cce_trl.uninstall()
 
 
-def model_of(name: str, seed: int = 0) -> Any:
-    """Return a model whose softmax is not flat: else all tokens look alike, and a softcap does nothing."""
-    torch.manual_seed(seed)
-    model = MODELS[name]().train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(4)
-    return model
-
-
 def add(model: Any, **how: Any) -> None:
     """Call TRL's function, or ours in its place."""
     from trl.trainer import utils
 
     utils.add_fused_lm_head(model, **how)
-
-
-def batch(seed: int = 1) -> dict[str, Tensor]:
-    ids = torch.randint(2, VOCAB, (3, SEQ), generator=torch.Generator().manual_seed(seed))
-    labels = ids.clone()
-    labels[:, :4] = labels[1, 9:] = -100
-    return {"input_ids": ids, "labels": labels}
 
 
 def dense(model: Any, temperature: float, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -143,11 +80,11 @@ def dense(model: Any, temperature: float, input_ids: Tensor, labels: Tensor) -> 
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Cohere", "Phi", "Qwen2Moe"])
 def test_all_outputs_and_gradients_are_trls(name: str, temperature: float) -> None:
     """Catches a temperature before the softcap, an output of the wrong logits, and one whose gradient is lost."""
     how = {"temperature": temperature, "outputs": cce_trl.OUTPUTS}
-    stock, inputs = model_of(name), batch()
+    stock, inputs = tiny_model(name), batch()
     ours, truth = copy.deepcopy(stock), copy.deepcopy(stock).double()
     add(stock, **how)
     cce_trl.install()
@@ -157,7 +94,7 @@ def test_all_outputs_and_gradients_are_trls(name: str, temperature: float) -> No
     inputs["labels"][:, 5::2] = torch.where(inputs["labels"][:, 5::2] == -100, -100, likeliest[:, 4::2])
     found = [model(**inputs, fused_lm_head=True) for model in (stock, ours)] + [dense(truth, temperature, **inputs)]
     for out in found:
-        upstream = torch.linspace(-1, 1, SEQ - 1, dtype=out["loss"].dtype)
+        upstream = torch.linspace(-1, 1, LENGTH - 1, dtype=out["loss"].dtype)
         (out["loss"] + 0.3 * out["entropy"].sum() + (out["log_probs"] * upstream).sum()).backward()
     with torch.no_grad():
         truth_lse = (truth(input_ids=inputs["input_ids"]).logits[:, :-1] / temperature).logsumexp(-1)
@@ -178,32 +115,14 @@ def test_all_outputs_and_gradients_are_trls(name: str, temperature: float) -> No
         assert_no_worse(mine.grad, theirs.grad, true.grad, quantity=where)
 
 
-TRAINING: dict[str, Any] = dict(
-    max_steps=3,
-    per_device_train_batch_size=2,
-    learning_rate=1e-2,
-    logging_steps=1,
-    report_to=[],
-    save_strategy="no",
-    use_cpu=True,
-    bf16=False,
-    gradient_checkpointing=False,
-    disable_tqdm=True,
-    lr_scheduler_type="constant",
-    optim="sgd",
-    max_grad_norm=1.0,
-)
-TIMES = ("runtime", "per_second", "step_time", "epoch", "flos")
-
-
 def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, VOCAB)}
+    fast = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>")
 
 
 def rows(kind: str) -> Any:
@@ -212,69 +131,57 @@ def rows(kind: str) -> Any:
     draw = torch.Generator().manual_seed(0)
 
     def text(count: int) -> str:
-        return " ".join(WORDS[i] for i in torch.randint(3, len(WORDS), (count,), generator=draw).tolist())
+        return " ".join(f"w{i}" for i in torch.randint(2, VOCAB, (count,), generator=draw).tolist())
 
     whats = {
-        "sft": lambda: {"text": text(9)},
         "prompt": lambda: {"prompt": text(4)},
         "pairs": lambda: {"prompt": text(4), "chosen": " " + text(5), "rejected": " " + text(7)},
-        "rated": lambda: {"prompt": text(4), "completion": " " + text(6), "label": text(1) < "it"},
+        "rated": lambda: {"prompt": text(4), "completion": " " + text(6), "label": text(1) < "w4"},
     }
     return Dataset.from_list([whats[kind]() for _ in range(8)])
 
 
-def short_is_better(completions: list[str], **_: Any) -> Any:
-    return [float(sum(word in ("cat", "dog", "the") for word in text.split()) - len(text) % 3) for text in completions]
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum("3" in word for word in text.split()) - len(text) % 3) for text in completions]
 
 
-def sft(model: Any, out: Path) -> Any:
+def sft(model: Any, out: Path, **more: Any) -> Any:
+    from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    args = SFTConfig(str(out), max_length=10, eval_strategy="steps", eval_steps=2, **TRAINING)
-    return SFTTrainer(model, args, train_dataset=rows("sft"), eval_dataset=rows("sft"), processing_class=tokenizer())
+    data = Dataset.from_list([{name: x.tolist() for name, x in row.items()} for row in Sentences()])
+    args = arguments(out, SFTConfig, packing=False, bf16=False, gradient_checkpointing=False, **more)
+    return SFTTrainer(model, args, train_dataset=data, eval_dataset=data.select(range(6)), processing_class=tokenizer())
 
 
-def dpo(model: Any, out: Path) -> Any:
-    """With WPO's weights, which need the sum of squared probabilities."""
-    from trl import DPOConfig, DPOTrainer
+def trainer_of(kind: str, data: str, **given: Any) -> Callable:
+    def make(model: Any, out: Path, **more: Any) -> Any:
+        import trl
 
-    args = DPOConfig(str(out), use_weighting=True, beta=0.5, **TRAINING)
-    return DPOTrainer(model, args=args, train_dataset=rows("pairs"), processing_class=tokenizer())
+        how: dict[str, Any] = dict(bf16=False, gradient_checkpointing=False, learning_rate=1e-2, max_steps=3)
+        args = arguments(out, getattr(trl, f"{kind}Config"), **how, **more)
+        trainer = getattr(trl, f"{kind}Trainer")
+        return trainer(model, args=args, train_dataset=rows(data), processing_class=tokenizer(), **given)
 
-
-def kto(model: Any, out: Path) -> Any:
-    from trl import KTOConfig, KTOTrainer
-
-    return KTOTrainer(
-        model, args=KTOConfig(str(out), **TRAINING), train_dataset=rows("rated"), processing_class=tokenizer()
-    )
+    return make
 
 
 ROLLOUT: dict[str, Any] = dict(num_generations=2, max_completion_length=6, temperature=0.7, beta=0.1)
+TRAINERS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
+    "sft": (sft, "Llama", {}),
+    # With WPO's weights, which need the sum of squared probabilities.
+    "dpo": (trainer_of("DPO", "pairs"), "Gemma2", {"use_weighting": True, "beta": 0.5}),
+    "kto": (trainer_of("KTO", "rated"), "Cohere", {}),
+    # With a reference model, and an entropy bonus, whose gradient goes through the entropy.
+    "grpo": (trainer_of("GRPO", "prompt", reward_funcs=reward), "Gemma2", {"entropy_coef": 0.1, **ROLLOUT}),
+    "rloo": (trainer_of("RLOO", "prompt", reward_funcs=reward), "Llama", ROLLOUT),
+}
 
 
-def grpo(model: Any, out: Path) -> Any:
-    """With a reference model, and an entropy bonus, whose gradient goes through the entropy."""
-    from trl import GRPOConfig, GRPOTrainer
+def trained(make: Callable, model: Any, out: Path, **more: Any) -> tuple[list[dict[str, float]], Any, list[str]]:
+    """Return what a trainer logs, its parameters, and what TRL's function with ours inside was asked for."""
+    from transformers import AutoModelForCausalLM
 
-    args = GRPOConfig(str(out), entropy_coef=0.1, **ROLLOUT, **TRAINING)
-    return GRPOTrainer(model, short_is_better, args, train_dataset=rows("prompt"), processing_class=tokenizer())
-
-
-def rloo(model: Any, out: Path) -> Any:
-    from trl import RLOOConfig, RLOOTrainer
-
-    return RLOOTrainer(
-        model,
-        short_is_better,
-        RLOOConfig(str(out), **ROLLOUT, **TRAINING),
-        train_dataset=rows("prompt"),
-        processing_class=tokenizer(),
-    )
-
-
-def trained(make: Callable, name: str, out: Path) -> tuple[list[dict[str, float]], dict[str, Tensor], list[str]]:
-    """Return what a trainer logs, its parameters, and what the loss was asked for."""
     asked: list[str] = []
     compute = cce_trl._Score._compute
 
@@ -282,32 +189,86 @@ def trained(make: Callable, name: str, out: Path) -> tuple[list[dict[str, float]
         asked.append(",".join(self.outputs))
         return compute(self, *args, **kwargs)
 
+    forget()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cce_trl._Score, "_compute", counted)
-        model_of(name).save_pretrained(out)  # reference models are read from where the model was
-        trainer = make(transformers.AutoModelForCausalLM.from_pretrained(out), out)
+        if make is not sft:  # reference models are read from where the model was
+            model.save_pretrained(out)
+            model = AutoModelForCausalLM.from_pretrained(out)
+        trainer = make(model, out, **more)
         torch.manual_seed(0)
         trainer.train()
-    logs = [{k: v for k, v in log.items() if not any(t in k for t in TIMES)} for log in trainer.state.log_history]
-    return logs, {k: v.detach() for k, v in trainer.model.named_parameters()}, asked
+        if make is sft:
+            trainer.evaluate()
+    if any(hasattr(module, "cce_task") for module in trainer.model.modules()):
+        cce_dist.require(trainer.model)
+    return logged(trainer), trainer.accelerator.get_state_dict(trainer.model_wrapped), asked
 
 
-@pytest.mark.parametrize(
-    ("make", "name"), [(sft, "llama"), (dpo, "gemma2"), (kto, "cohere"), (grpo, "gemma2"), (rloo, "llama")]
-)
-def test_trainers_log_and_learn_as_they_do(make: Callable, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("make", "name", "more"), TRAINERS.values(), ids=TRAINERS)
+def test_trainers_log_and_learn_as_they_do(make: Callable, name: str, more: dict, tmp_path: Path) -> None:
     """Catches a metric or a gradient that is not the stock's, and a trainer that goes round us."""
-    stock, expected, unasked = trained(make, name, tmp_path / "stock")
+    stock, expected, unasked = trained(make, tiny_model(name), tmp_path / "stock", **more)
     cce_trl.install()
-    ours, found, asked = trained(make, name, tmp_path / "ours")
+    ours, found, asked = trained(make, tiny_model(name), tmp_path / "ours", **more)
     assert not unasked and len(asked) >= 3
-    assert len(ours) == len(stock) >= 3
-    start = dict(model_of(name).named_parameters())
-    for mine, theirs in zip(ours, stock, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-    for where, parameter in found.items():
-        torch.testing.assert_close(parameter, expected[where], rtol=1e-5, atol=1e-6, msg=where)
+    assert_same_log(ours, stock, TOLERANCE)
+    assert_same_parameters(found, expected, TOLERANCE)
+    start = tiny_model(name).state_dict()
     assert any(not torch.equal(start[where], parameter) for where, parameter in found.items())
+
+
+def compare_sft(folder: Path, name: str = "Llama", section: dict | None = None, **more: Any) -> None:
+    """Compare SFTTrainer on a stock model with one that is converted, or has a section in its ds_config."""
+    stock, expected, _ = trained(sft, tiny_model(name), folder, **more)
+    model = tiny_model(name) if section else cce_dist.convert(tiny_model(name))
+    ours, found, _ = trained(sft, model, folder, **more | (section or {}))
+    assert {"entropy", "mean_token_accuracy"} <= stock[0].keys()
+    assert_same_log(ours, stock, TOLERANCE)
+    if expected is not None:
+        assert_same_parameters(found, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "more"), [("Gemma2", {}), ("Llama", {"loss_type": "dft"})], ids=["softcap", "dft"])
+def test_sft_of_a_converted_model(tmp_path: Path, name: str, more: dict) -> None:
+    compare_sft(tmp_path, name, **more)
+
+
+def test_what_sft_cannot_have_is_one_line(tmp_path: Path) -> None:
+    forget()
+    with pytest.raises(ValueError, match="log-probabilities, which have no z-loss"):
+        sft(cce_dist.convert(tiny_model(), z_loss_weight=0.1), tmp_path).train()
+
+
+def test_a_call_that_asks_for_more_is_left_to_trl() -> None:
+    """Temperature and mean logits are not what SFTTrainer asks for. A training forward then says that we were not asked."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    ids = torch.arange(1, 13).view(1, 12)
+    others: list[dict[str, Any]] = [{"temperature": 0.5}, {"outputs": ("log_probs", "mean_logits")}]
+    for more in others:
+        model = cce_dist.convert(tiny_model())
+        add_fused_lm_head(model, **more)
+        with torch.no_grad():
+            assert model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.shape == (1, 11)
+        with pytest.raises(RuntimeError, match="ended without asking the head"):
+            model(input_ids=ids, labels=ids, fused_lm_head=True)
+
+
+def test_labels_that_are_shifted_already() -> None:
+    from trl.trainer.utils import add_fused_lm_head
+
+    ids = torch.arange(1, 13).view(1, 12)
+    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+    results = []
+    for ours in (False, True):
+        model = cce_dist.convert(tiny_model()) if ours else tiny_model()
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        results.append(model(input_ids=ids, shift_labels=shifted, fused_lm_head=True))
+    for field in ("loss", "log_probs", "entropy", "is_top1", "label_mask"):
+        torch.testing.assert_close(
+            results[1][field], results[0][field], rtol=TOLERANCE, atol=TOLERANCE, check_dtype=False
+        )
 
 
 STEPS, RATE = 2, 0.5
@@ -320,7 +281,7 @@ def loss_of(out: Any) -> Tensor:
 
 def one_rank(name: str) -> Any:
     """Train with TRL's own function on the batches of both ranks, and return the model."""
-    model = model_of(name)
+    model = tiny_model(name)
     add(model, outputs=OUTPUTS)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
@@ -332,7 +293,7 @@ def one_rank(name: str) -> Any:
 
 
 def check_fsdp(name: str, head_alone: bool, expected: Any) -> None:
-    model = model_of(name)
+    model = tiny_model(name)
     add(model, outputs=OUTPUTS)
     gathers = 0
 
@@ -359,7 +320,7 @@ def check_zero3(name: str, expected: Any) -> None:
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    model = model_of(name)
+    model = tiny_model(name)
     add(model, outputs=OUTPUTS)
     config = {
         "train_micro_batch_size_per_gpu": 3,
@@ -377,7 +338,7 @@ def check_zero3(name: str, expected: Any) -> None:
     for step in range(STEPS):
         loss = loss_of(engine(**batch(2 * step + dist.get_rank()), fused_lm_head=True))
         # A head that is not tied is a piece again until backward.
-        assert name == "gemma2" or model.lm_head.weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        assert name == "Gemma2" or model.lm_head.weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
         engine.backward(loss)
         engine.step()
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
@@ -385,41 +346,31 @@ def check_zero3(name: str, expected: Any) -> None:
             torch.testing.assert_close(mine.detach(), theirs, rtol=2e-5, atol=2e-5, msg=where)
 
 
-def two_ranks() -> None:
-    prepare()
-    for name in ("llama", "gemma2"):  # the second is tied, and has a softcap
+def two_ranks(folder: Path) -> None:
+    prepare_rank()
+    for name in ("Llama", "Gemma2"):  # the second is tied, and has a softcap
         cce_trl.uninstall()
         expected = one_rank(name)
         cce_trl.install()
-        for head_alone in (False, True)[: 1 + (name == "llama")]:
+        for head_alone in (False, True)[: 1 + (name == "Llama")]:
             check_fsdp(name, head_alone, expected)
         check_zero3(name, expected)
+    cce_trl.uninstall()
+    compare_sft(folder)
+    cce_deepspeed.install()
+    section = {"deepspeed": zero(3, cce_dist={"enabled": True})}
+    compare_sft(folder, deepspeed=zero(3), section=section)
 
 
 @pytest.mark.slow
-def test_fsdp2_and_zero3_gather_the_head_themselves() -> None:
+def test_fsdp2_and_zero3_gather_the_head_themselves(tmp_path: Path) -> None:
     """Catches a weight that is read outside of the head's hooks, and one that is kept whole from forward to backward."""
-    run_ranks(two_ranks, 2)
-
-
-def test_install_is_undone_and_done_again() -> None:
-    from trl.trainer import grpo_trainer, utils
-
-    theirs = utils.add_fused_lm_head
-    cce_trl.install()
-    ours = grpo_trainer.add_fused_lm_head
-    assert ours is utils.add_fused_lm_head is not theirs
-    cce_trl.install(backend="torch", workspace_bytes=1 << 20)
-    assert ours is not utils.add_fused_lm_head is grpo_trainer.add_fused_lm_head
-    assert utils.add_fused_lm_head.cce_original is theirs
-    cce_trl.uninstall()
-    cce_trl.uninstall()
-    assert theirs is utils.add_fused_lm_head is grpo_trainer.add_fused_lm_head
+    run_ranks(two_ranks, 2, tmp_path)
 
 
 def test_without_a_label_there_is_a_gradient_of_zero() -> None:
     cce_trl.install()
-    model = model_of("llama")
+    model = tiny_model()
     add(model)
     out = model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.full((1, 4), -100), fused_lm_head=True)
     out.loss.backward()
@@ -429,20 +380,20 @@ def test_without_a_label_there_is_a_gradient_of_zero() -> None:
 def test_the_other_forward_stays() -> None:
     """Catches a head that still defers: generate, and passes that look at logits."""
     cce_trl.install()
-    model = model_of("llama")
+    model = tiny_model()
     expected = model(**batch())
     add(model)
     found = model(**batch())
     assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
     model(**batch(), fused_lm_head=True)
     assert torch.equal(model(**batch()).logits, expected.logits)
-    assert model.generate(batch()["input_ids"], max_new_tokens=2, do_sample=False).shape == (3, SEQ + 2)
+    assert model.generate(batch()["input_ids"], max_new_tokens=2, do_sample=False).shape == (3, LENGTH + 2)
 
 
 @pytest.mark.parametrize("in_fp32", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_half_precision_is_no_worse(in_fp32: bool, autocast: bool) -> None:
-    stock = model_of("llama")
+    stock = tiny_model()
     truth = {**dense(copy.deepcopy(stock).double(), 1.0, **batch())}
     stock = stock if autocast else stock.bfloat16()
     ours = copy.deepcopy(stock)
@@ -456,34 +407,9 @@ def test_half_precision_is_no_worse(in_fp32: bool, autocast: bool) -> None:
         assert_no_worse(mine[key], theirs[key], truth[key], quantity=key)
 
 
-def other_function(model: Any, temperature: float = 1.0, outputs: tuple[str, ...] = ()) -> None: ...
-
-
-def test_another_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trl.trainer import utils
-
-    monkeypatch.setattr(utils, "add_fused_lm_head", other_function)
-    with pytest.raises(
-        RuntimeError, match=r"knows TRL 1\.16: there add_fused_lm_head takes .*; in .* model, temperature, o"
-    ):
-        cce_trl.install()
-    monkeypatch.delattr(utils, "add_fused_lm_head")
-    with pytest.raises(RuntimeError, match="add_fused_lm_head takes"):
-        cce_trl.install()
-    monkeypatch.undo()
-    monkeypatch.setattr(utils, "FusedCausalLMOutput", other_function)
-    with pytest.raises(RuntimeError, match="FusedCausalLMOutput takes loss, "):
-        cce_trl.install()
-    monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
-    with pytest.raises(ImportError, match="needs TRL"):
-        cce_trl.install()
-
-
 def test_what_is_not_served_is_one_line() -> None:
-    with pytest.raises(ValueError, match="backend must be one of"):
-        cce_trl.install(backend="cuda")
     cce_trl.install()
-    model = model_of("llama")
+    model = tiny_model()
     with pytest.raises(ValueError, match="top2_gap is none of them"):
         add(model, outputs=("log_probs", "top2_gap"))
     add(model)
@@ -491,6 +417,6 @@ def test_what_is_not_served_is_one_line() -> None:
     with pytest.raises(ValueError, match="somebody has replaced its forward"):
         model(**batch(), fused_lm_head=True)
     del model.lm_head.forward
-    take(model.lm_head, Task(ModelOptions(), VocabShard(0, VOCAB, VOCAB)))
+    cce_dist.convert(model)
     with pytest.raises(ValueError, match="revert the model"):
         model(**batch(), fused_lm_head=True)

@@ -15,10 +15,26 @@ from torch.distributed.tensor import DTensor
 
 import cce_dist
 
-VOCAB, LENGTH, STEPS = 64, 12, 4
+VOCAB, LENGTH, STEPS = 67, 12, 4
+
+
+OF: dict[str, dict[str, Any]] = {  # what a model has besides
+    "Gemma2": {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 4},  # and a tied head
+    "Cohere": {"logit_scale": 0.25},
+    "Phi": {},  # a head with a bias
+    "Qwen2Moe": {
+        "experts_implementation": "eager",  # its grouped product has no float64
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "output_router_logits": True,
+    },
+}
 
 
 def tiny_model(name: str = "Llama", **more: Any) -> Any:
+    """Return a model whose softmax is not flat: else all tokens look alike, and a softcap does nothing."""
     import transformers
 
     sizes: dict[str, Any] = dict(
@@ -30,13 +46,35 @@ def tiny_model(name: str = "Llama", **more: Any) -> Any:
         num_key_value_heads=2,
         head_dim=4,
         pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
         initializer_range=0.3,
         attn_implementation="eager",
     )
-    if name == "Gemma2":
-        sizes |= {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}
     torch.manual_seed(0)
-    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes | more))
+    config = getattr(transformers, f"{name}Config")(**sizes | OF.get(name, {}) | more)
+    return getattr(transformers, f"{name}ForCausalLM")(config).train()
+
+
+def batch(seed: int = 1) -> dict[str, Tensor]:
+    """Return ids and labels of three sentences, of which some are ignored."""
+    ids = torch.randint(2, VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, :4] = labels[1, 9:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def zero(stage: int, **sections: Any) -> dict[str, Any]:
+    """Return a ds_config of Trainer, without a compiler."""
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **sections,
+    }
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -156,7 +194,11 @@ def with_accelerate(ours: bool, wrapper: str, **of_accelerator: Any) -> tuple[li
 def logged(trainer: Any) -> list[dict[str, float]]:
     """Return what a trainer logged, but for times."""
     return [
-        {key: value for key, value in entry.items() if not any(word in key for word in ("second", "runtime", "flos"))}
+        {
+            key: value
+            for key, value in entry.items()
+            if not any(word in key for word in ("second", "runtime", "flos", "step_time"))
+        }
         for entry in trainer.state.log_history
     ]
 
