@@ -22,6 +22,7 @@ from tiny_trainer import (
     assert_same_parameters,
     forget,
     logged,
+    metrics,
     prepare_rank,
     saved,
     tiny_model,
@@ -67,11 +68,6 @@ CASES = [
 ]
 
 
-def metrics(prediction: Any) -> dict[str, float]:
-    right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
-    return {"accuracy": float(right.mean()), "size": float(abs(prediction.predictions).mean())}
-
-
 def trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
     from transformers import Trainer
 
@@ -84,12 +80,10 @@ def trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
     if case.fsdp:
         # An optimizer without state has none that FSDP2 could load.
         more |= {
-            "optim": "adamw_torch" if case.resume else "sgd",
+            **({"optim": "adamw_torch", "learning_rate": 1e-2} if case.resume else {}),
             "fsdp": True,
             "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT", **WRAP},
         }
-    if more.get("optim") == "adamw_torch":
-        more["learning_rate"] = 1e-2
     args = arguments(folder, **more)
     model = tiny_model(case.model, tie_word_embeddings=case.tied)
     if ours and case.way == "convert":
@@ -162,6 +156,13 @@ def pool() -> Iterator[Pool]:
 @pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "FSDPLlamaForCausalLM"])
 def test_accelerate(pool: Pool, wrapper: str) -> None:
     pool.run(accelerated, wrapper)
+
+
+@pytest.mark.slow
+def test_zero(pool: Pool, tmp_path: Path) -> None:
+    """By the section of ds_config, and converted."""
+    pytest.importorskip("deepspeed")
+    pool.run(two_ranks, tmp_path, [case.name for case in CASES if case.zero is not None])
 
 
 def test_ddp_and_fsdp2(pool: Pool, tmp_path: Path) -> None:

@@ -191,6 +191,11 @@ def with_accelerate(ours: bool, wrapper: str, **of_accelerator: Any) -> tuple[li
     return losses, {name: value.detach() for name, value in whole.items()}
 
 
+def metrics(prediction: Any) -> dict[str, float]:
+    right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
+    return {"accuracy": float(right.mean()), "size": float(abs(prediction.predictions).mean())}
+
+
 def logged(trainer: Any) -> list[dict[str, float]]:
     """Return what a trainer logged, but for times."""
     return [
