@@ -7,13 +7,14 @@ import functools
 import io
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tiny_trainer import counted
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -97,16 +98,10 @@ def assert_same_step(stock: Any, ours: Any) -> None:
 
 
 @pytest.fixture
-def dense(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def dense() -> Iterator[list[int]]:
     """Count how often logits are computed."""
-    calls, compute = [0], deferred._dense
-
-    def counting(*args: Any) -> Tensor:
-        calls[0] += 1
-        return compute(*args)
-
-    monkeypatch.setattr(deferred, "_dense", counting)
-    return calls
+    with counted(deferred, "_dense") as calls:
+        yield calls
 
 
 def test_a_converted_model_trains_as_it_did() -> None:

@@ -10,10 +10,12 @@ import io
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +23,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from test_options import DS_CONFIG
-from tiny_trainer import tiny_model
+from tiny_trainer import counted, tiny_model
 from torch import Tensor, nn
 
+import cce_dist
 from cce_dist.integrations import deepspeed as cce
 from cce_dist.integrations import deferred
+from cce_dist.integrations import transformers as hugging_face
 from cce_dist.ranks import run_ranks
 
 HIDDEN, VOCAB, SEQ, BATCH, STEPS, MICROBATCHES = 16, 37, 6, 2, 2, 2
@@ -48,22 +52,6 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.down(F.gelu(self.up(hidden)))
-
-
-@contextlib.contextmanager
-def counted_losses() -> Iterator[list[int]]:
-    """Count the calls of our loss, so that no test passes on DeepSpeed's own."""
-    loss, calls = deferred.linear_cross_entropy, [0]
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return loss(*args, **kwargs)
-
-    deferred.linear_cross_entropy = counting
-    try:
-        yield calls
-    finally:
-        deferred.linear_cross_entropy = loss
 
 
 def prepare() -> None:
@@ -142,13 +130,10 @@ def pipeline(case: Pipe, ours: bool) -> Any:
     for name, parameter in module.named_parameters():
         # By name: a layer has the same weights whatever the stage or the split.
         generator = torch.Generator().manual_seed(sum(name.encode()))
-        shape = parameter.shape
-        whole = torch.randn((VOCAB, *shape[1:]) if shape[0] in (VOCAB, 19, 18) else shape, generator=generator)
-        layer = module.get_submodule(name.rpartition(".")[0])
-        if isinstance(layer, (cce.CCEHead, cce.CCEEmbedding)):
-            whole = whole[layer.rows.start : layer.rows.stop]
+        rows = rows_of(module, name)
+        shape = parameter.shape if rows == slice(None) else (VOCAB, *parameter.shape[1:])
         with torch.no_grad():
-            parameter.copy_(0.3 * whole)
+            parameter.copy_(0.3 * torch.randn(shape, generator=generator)[rows])
     config = ds_config(
         ours,
         train_micro_batch_size_per_gpu=BATCH,
@@ -164,6 +149,24 @@ def pipeline(case: Pipe, ours: bool) -> Any:
         config["cce_dist"] |= REPORT
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.5)
     return cce.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+def rows_of(module: nn.Module, name: str) -> slice:
+    """Return which rows of a whole parameter a shard of the vocabulary holds; all of a parameter that is not split."""
+    rows = getattr(module.get_submodule(name.rpartition(".")[0]), "rows", None)
+    return slice(None) if rows is None else slice(rows.start, rows.stop)
+
+
+def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor], module: nn.Module, tolerance: float) -> None:
+    assert ours.keys() == stock.keys()
+    for name, expected in stock.items():
+        torch.testing.assert_close(
+            ours[name],
+            expected[rows_of(module, name)],
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
 
 
 def tied_logits(embedding: Any, hidden: Tensor) -> Tensor:
@@ -183,7 +186,7 @@ def compare_pipelines(case: Pipe) -> None:
     stock, ours = pipeline(case, ours=False), pipeline(case, ours=True)
     tolerance = 2e-2 if case.bf16 or case.fp16 else 2e-5
     rank = stock.grid.get_data_parallel_rank()
-    with counted_losses() as calls:
+    with counted(deferred) as calls:
         for step in range(STEPS):
             losses = [engine.train_batch(batches(step, case.weighted, rank)) for engine in (stock, ours)]
             torch.testing.assert_close(losses[1], losses[0], rtol=tolerance, atol=0)
@@ -191,26 +194,17 @@ def compare_pipelines(case: Pipe) -> None:
                 norms = [engine.get_global_grad_norm() for engine in (stock, ours)]
                 assert case.zero == 0 or abs(norms[1] - norms[0]) <= tolerance * norms[0], norms
     assert calls == [STEPS * MICROBATCHES if stock.is_last_stage() else 0]
-    for (name, expected), (_, parameter) in zip(
-        stock.module.named_parameters(), ours.module.named_parameters(), strict=True
-    ):
-        layer = ours.module.get_submodule(name.rpartition(".")[0])
-        if isinstance(layer, (cce.CCEHead, cce.CCEEmbedding)):
-            expected = expected[layer.rows.start : layer.rows.stop]
-        torch.testing.assert_close(
-            parameter, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_same(*(dict(engine.module.named_parameters()) for engine in (ours, stock)), ours.module, tolerance)
 
 
-def check_pipeline_report(case: Pipe) -> None:
-    engine = pipeline(case, ours=True)
-    loss = engine.train_batch(batches(0, False, engine.grid.get_data_parallel_rank()))
-    check_report(engine, loss)
-    engine.eval_batch(batches(0, False, 0))
-    check_report(engine, loss)  # of the training step, as with DeepSpeed's own
-
-
-def check_report(engine: Any, loss: Tensor) -> None:
+def check_report(case: Pipe | Case) -> None:
+    if isinstance(case, Pipe):
+        engine = pipeline(case, ours=True)
+        loss = engine.train_batch(batches(0, False, engine.grid.get_data_parallel_rank()))
+        engine.eval_batch(batches(0, False, 0))  # what is reported is of the training step, as with DeepSpeed's own
+    else:
+        engine = engine_of(Model(linear), True, case)
+        loss = torch.tensor(train(engine, 0, dist.get_rank())[-1])
     parts = engine.get_additional_losses()
     options = cce.Options.from_config({"cce_dist": {"enabled": True} | REPORT})
     assert options is not None and tuple(parts) == options.reported()
@@ -350,7 +344,7 @@ def parameters(engine: Any) -> dict[str, Tensor]:
 def compare_engines(stock: Any, ours: Any, case: Case, data_rank: int, truth: Any = None) -> None:
     tolerance = 2e-2 if case.bf16 or case.fp16 else 2e-5
     more = {} if case.num_items is None else {"num_items_in_batch": case.num_items}
-    with counted_losses() as calls:
+    with counted(deferred) as calls:
         for step in range(STEPS):
             expected, losses = (train(engine, step, data_rank, **more) for engine in (stock, ours))
             torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0)
@@ -360,22 +354,9 @@ def compare_engines(stock: Any, ours: Any, case: Case, data_rank: int, truth: An
     cce.require(ours)
     with pytest.raises(RuntimeError, match="no head of this engine"):
         cce.require(stock)
-    expected, updated = parameters(stock), parameters(ours)
-    assert expected.keys() == updated.keys()
-    for name, value in expected.items():
-        rows = getattr(ours.module.get_submodule(name.rpartition(".")[0]), "rows", None)
-        value = value if rows is None else value[rows.start : rows.stop]
-        torch.testing.assert_close(
-            updated[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_same(parameters(ours), parameters(stock), ours.module, tolerance)
     if case.evaluate:
         check_evaluation(stock, ours)
-
-
-def check_model_report(case: Case) -> None:
-    engine = engine_of(Model(linear), True, case)
-    loss = train(engine, 0, dist.get_rank())[-1]
-    check_report(engine, torch.tensor(loss))
 
 
 def check_evaluation(stock: Any, ours: Any) -> None:
@@ -467,46 +448,22 @@ def check_pipeline_evaluation_is_plain(case: Pipe) -> None:
     assert ours.train_batch(batches(9, False, 0)) > losses[0] + 0.5
 
 
-class Mpu:
-    """The model axis over pairs of neighbouring ranks, data over the rest."""
-
-    def __init__(self, model: int) -> None:
-        world, rank = dist.get_world_size(), dist.get_rank()
-        self.model_group: Any = None
-        self.data_group: Any = None
-        for first in range(0, world, model):
-            ranks = list(range(first, first + model))
-            group = dist.new_group(ranks)
-            if rank in ranks:
-                self.model_group = group
-        for first in range(model):
-            ranks = list(range(first, world, model))
-            group = dist.new_group(ranks)
-            if rank in ranks:
-                self.data_group = group
-
-    def get_model_parallel_group(self) -> Any:
-        return self.model_group
-
-    def get_model_parallel_rank(self) -> int:
-        return self.model_group.rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.model_group.size()
-
-    def get_data_parallel_group(self) -> Any:
-        return self.data_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.data_group.rank()
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.data_group.size()
+def make_mpu(model: int) -> Any:
+    """Return the model axis over neighbouring ranks, data over the rest."""
+    world, mpu = dist.get_world_size(), SimpleNamespace()
+    for kind, many in (
+        ("model", [list(range(first, first + model)) for first in range(0, world, model)]),
+        ("data", [list(range(first, world, model)) for first in range(model)]),
+    ):
+        group: Any = dist.new_subgroups_by_enumeration(many)[0]
+        for what, value in (("group", group), ("rank", group.rank()), ("world_size", group.size())):
+            setattr(mpu, f"get_{kind}_parallel_{what}", lambda value=value: value)
+    return mpu
 
 
 def compare_models(case: Case) -> None:
     torch.manual_seed(0)
-    mpu = Mpu(2) if case.split else None
+    mpu = make_mpu(2) if case.split else None
     stock = Model(linear, case.tied)
     ours = copy.deepcopy(stock)
     if mpu is not None:
@@ -555,8 +512,7 @@ def check_sequence_shards(zero: int, reduce_scatter: bool = True) -> None:
             engine.step()
         optimizer.step()
         optimizer.zero_grad()
-    for (name, expected), updated in zip(reference.named_parameters(), parameters(engine).values(), strict=True):
-        torch.testing.assert_close(updated, expected.detach(), rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+    assert_same(parameters(engine), dict(reference.named_parameters()), engine.module, 2e-5)
 
 
 def check_refusals() -> None:
@@ -609,14 +565,11 @@ def two_ranks() -> None:
         run(compare_pipelines, case)
     for case in (Pipe(pipe=2), Pipe(pipe=2, tied=True), Pipe(model=2), Pipe(model=2, tied=True)):
         run(check_pipeline_evaluation, case)
-    run(check_pipeline_report, Pipe(pipe=2, report=True))
-    run(check_model_report, Case(zero=3, report=True))
+    run(check_report, Pipe(pipe=2, report=True))
+    run(check_report, Case(zero=3, report=True))
     for case in (
         Case(zero=0, evaluate=True),
-        Case(zero=1, tied=True),
-        Case(zero=2),
         Case(zero=3, evaluate=True),
-        Case(zero=3, tied=True),
         Case(zero=1, split=True),
         Case(zero=3, split=True),
         Case(zero=2, fp16=True),
@@ -644,9 +597,6 @@ def two_ranks() -> None:
         (Case(zero=2, bf16=True), "Llama"),
         (Case(zero=3, tied=True, num_items=7), "Llama"),
         (Case(zero=1, tied=True, evaluate=True), "Gemma2"),
-        (Case(zero=3), "Qwen3"),
-        (Case(zero=1), "Mistral"),
-        (Case(zero=3), "Phi3"),
         # The last ones: AutoTP changes DeepSpeed's state for good.
         (Case(zero=1, autotp=2), "Llama"),
         (Case(zero=3, tied=True, autotp=2), "Llama"),
@@ -662,7 +612,7 @@ def four_ranks() -> None:
         Pipe(pipe=2, tied=True, zero=1, weighted=True),
     ):
         run(compare_pipelines, case)
-    run(check_pipeline_report, Pipe(pipe=2, model=2, report=True))
+    run(check_report, Pipe(pipe=2, model=2, report=True))
     for case in (Case(zero=0, split=True), Case(zero=2, split=True), Case(zero=3, split=True)):
         run(compare_models, case)
 
@@ -688,3 +638,64 @@ def test_two_ranks() -> None:
 @needs_deepspeed
 def test_four_ranks() -> None:
     run_ranks(four_ranks, 4)
+
+
+@pytest.fixture
+def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """deepspeed, whose own ``initialize`` makes no engine, so that no group of ranks is needed."""
+    deepspeed = pytest.importorskip("deepspeed")
+
+    def initialize(args: Any = None, model: Any = None, config: Any = None, mpu: Any = None, config_params: Any = None):
+        return SimpleNamespace(module=model), None, None, None
+
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    monkeypatch.setattr(cce.engine, "convert", lambda engine, options: setattr(engine, "cce_heads", options))  # pyright: ignore
+    return deepspeed
+
+
+ON = {"cce_dist": {"enabled": True, "filter": "plain"}}
+
+
+def test_install_twice_reads_the_section_once(deepspeed: Any) -> None:
+    own, model = deepspeed.initialize, Model(linear)
+    cce.install()
+    cce.install()
+    assert deepspeed.initialize.cce_original is own
+    for call in (deepspeed.initialize, cce.initialize):
+        assert call(model=model, config_params=ON)[0].cce_heads.grad_filter is not None
+        assert not hasattr(call(model=model, config=None)[0], "cce_heads")
+    assert deepspeed.initialize.cce_converted == 1  # the other call was cce_dist's own
+    with pytest.raises(ValueError, match='has no key "fliter"'):
+        deepspeed.initialize(model=model, config={"cce_dist": {"enabled": True, "fliter": "plain"}})
+    with pytest.raises(ValueError, match="converted already: leave out"):
+        cce.initialize(model=cce_dist.convert(model), config=ON)
+    cce.uninstall()
+    assert deepspeed.initialize is own
+    deepspeed.initialize = cce.initialize
+    with pytest.raises(RuntimeError, match=r"in place of the assignment call .*install\(\)"):
+        deepspeed.initialize(model=model, config=ON)
+
+
+def test_a_section_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hugging_face, "section_of_trainer", lambda: ON["cce_dist"])
+    with pytest.raises(RuntimeError, match='nobody has read "cce_dist" of ds_config'):
+        cce_dist.require(Model(linear))
+    with pytest.raises(ValueError, match="is enabled in ds_config, and"):
+        cce_dist.convert(Model(linear))
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "train.py").write_text(
+        "import sys, beside, deepspeed\nprint(hasattr(deepspeed.initialize, 'cce_original'), __name__, sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-m", "cce_dist.integrations.deepspeed", "--local_rank=0", str(tmp_path / "train.py")]
+    done = subprocess.run([*command, "--lr", "1"], capture_output=True, text=True, cwd=tmp_path.parent)
+    assert done.returncode == 0, done.stderr
+    assert "True __main__ ['--local_rank=0', '--lr', '1']" in done.stdout
+    assert "no model was converted: no ds_config that reached" in done.stderr
+    with pytest.raises(SystemExit):
+        cce.main([str(tmp_path / "absent.py")])
+    assert "no such script" in capsys.readouterr().err

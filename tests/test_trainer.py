@@ -18,6 +18,7 @@ from tiny_trainer import (
     arguments,
     assert_same_log,
     assert_same_parameters,
+    counted,
     forget,
     logged,
     metrics,
@@ -67,15 +68,9 @@ CASES: dict[str, tuple[str, dict, dict]] = {
 
 
 @pytest.mark.parametrize(("name", "more", "of_trainer"), CASES.values(), ids=CASES)
-def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, more: dict, of_trainer: dict) -> None:
-    computed, compute = [0], deferred._dense
-
-    def counting(*args: Any) -> Any:
-        computed[0] += 1
-        return compute(*args)
-
-    monkeypatch.setattr(deferred, "_dense", counting)
-    stock, ours = (trained(tmp_path, ours, tiny_model(name), more, of_trainer) for ours in (False, True))
+def test_trainer(tmp_path: Path, name: str, more: dict, of_trainer: dict) -> None:
+    with counted(deferred, "_dense") as computed:
+        stock, ours = (trained(tmp_path, ours, tiny_model(name), more, of_trainer) for ours in (False, True))
     cce_dist.require(ours.model)
     assert_same_log(logged(ours), logged(stock), TOLERANCE)
     assert_same_parameters(dict(ours.model.named_parameters()), dict(stock.model.named_parameters()), TOLERANCE)
