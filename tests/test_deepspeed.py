@@ -194,7 +194,8 @@ def compare_pipelines(case: Pipe) -> None:
                 norms = [engine.get_global_grad_norm() for engine in (stock, ours)]
                 assert case.zero == 0 or abs(norms[1] - norms[0]) <= tolerance * norms[0], norms
     assert calls == [STEPS * MICROBATCHES if stock.is_last_stage() else 0]
-    assert_same(*(dict(engine.module.named_parameters()) for engine in (ours, stock)), ours.module, tolerance)
+    updated, expected = (dict(engine.module.named_parameters()) for engine in (ours, stock))
+    assert_same(updated, expected, ours.module, tolerance)
 
 
 def check_report(case: Pipe | Case) -> None:

@@ -114,7 +114,8 @@ CALLERS: dict[str, Callable] = {
 
 @pytest.fixture(autouse=True)
 def _their_own_again() -> Iterator[None]:
-    verl(), nemo()
+    verl()
+    nemo()
     patching.say_once.cache_clear()
     yield
     for adapter in ADAPTERS.values():
@@ -245,8 +246,10 @@ def through_nemos_forward(case: Any) -> None:
 
 def two_ranks() -> None:
     use_cpu()
-    verl(), nemo()
-    cce_verl.install(), cce_nemo_rl.install()
+    verl()
+    nemo()
+    cce_verl.install()
+    cce_nemo_rl.install()
     rank = dist.get_rank()
     half, rows = (slice(rank * size // 2, (rank + 1) * size // 2) for size in (TOKENS, VOCAB))
     for sequence_parallel in (True, False):
@@ -303,7 +306,8 @@ def test_install_is_undone_and_done_again(package: str) -> None:
 
 def test_one_line_says_that_ours_is_in_use(caplog: pytest.LogCaptureFixture) -> None:
     hidden, weight, labels = operands(2)
-    cce_verl.install(), cce_nemo_rl.install()
+    cce_verl.install()
+    cce_nemo_rl.install()
     for _ in range(2):
         verl().linear_cross_entropy(hidden, weight, labels)
         nemos(hidden.transpose(0, 1), weight, labels, Alone())
@@ -326,7 +330,8 @@ NOT_SERVED: dict[str, tuple[Callable, str]] = {
 
 @pytest.mark.parametrize(("call", "message"), NOT_SERVED.values(), ids=NOT_SERVED)
 def test_a_call_that_is_not_served_is_one_line(call: Callable, message: str) -> None:
-    cce_verl.install(), cce_nemo_rl.install()
+    cce_verl.install()
+    cce_nemo_rl.install()
     hidden, weight, labels = operands(2)
     with pytest.raises(ValueError, match=message) as error:
         call(hidden.transpose(0, 1), weight, labels)
