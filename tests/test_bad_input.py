@@ -280,10 +280,14 @@ def test_ignore_index_none_is_torchs(data):
 def test_a_weight_that_is_not_finite_is_nothing_to_ignored_tokens(data, number, backend):
     """Where all labels are ignored the gradients are 0. Catches 0 times infinity in dE, dC and dbias."""
     data["target"].fill_(-100)
-    weight, bias = data["linear_weight"].detach().clone(), torch.zeros(V)
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    hidden, weight, bias = (
+        x.detach().to(device) for x in (data["input"], data["linear_weight"].clone(), torch.zeros(V))
+    )
     weight[3, 2] = bias[1] = number
-    operands = (data["input"], weight.requires_grad_(), bias.requires_grad_())
-    loss = linear_cross_entropy(operands[0], weight, data["target"], linear_bias=bias, backend=backend, options=None)
+    operands = tuple(x.requires_grad_() for x in (hidden, weight, bias))
+    labels = data["target"].to(device)
+    loss = linear_cross_entropy(hidden, weight, labels, linear_bias=bias, backend=backend, options=None)
     assert loss == 0 and not any(gradient.any() for gradient in torch.autograd.grad(loss, operands))
 
 

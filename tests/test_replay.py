@@ -41,7 +41,7 @@ from cce_dist import (
 from cce_dist.kernels import budget, exact
 from cce_dist.kernels.launch import graphs, replay, steps
 from cce_dist.kernels.launch import tape as tape_module
-from cce_dist.kernels.launch.tape import Launch, Matrix, Place, Recorded, Tape, mapped, recorded
+from cce_dist.kernels.launch.tape import Place, Recorded, Tape, mapped, recorded
 from cce_dist.verify.check import further_runs, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
@@ -1033,118 +1033,6 @@ def test_small_tensors_do_not_stay_beside_large_ones() -> None:
     tape, plan = planned(function, x)
     assert torch.equal(run(steps.Replay(plan), [x]), function(x))
     assert most_held(tape, plan) <= 16 * x.nbytes + steps.SLACK
-
-
-def test_an_unknown_launcher_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Catches: a Triton whose launcher takes other arguments; a switch that does nothing."""
-    import triton
-    from triton import knobs
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(knobs.runtime, "interpret", False)
-    available = replay.available.__wrapped__
-    assert available()
-    monkeypatch.setenv("CCE_DIST_REPLAY", "0")
-    assert not available()
-    monkeypatch.delenv("CCE_DIST_REPLAY")
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *args, **kwargs: None)
-    with caplog.at_level("WARNING", "cce_dist"):
-        assert not available()
-    assert "does not know the launcher" in caplog.text
-
-
-class Launcher:
-    """Triton 3.6's launcher of a kernel with tensor descriptors, as far as a replay knows it."""
-
-    global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid, launch_pdl = False, True
-
-    def __init__(self, launcher: Callable[..., None], tensordesc_meta: list[Any]) -> None:
-        def inner(*args: Any) -> None:
-            metas, final = iter(tensordesc_meta), list(args[:13])
-            for arg in args[13:]:
-                final += encoded(arg, next(metas)) if isinstance(arg, TensorDescriptor) else [arg]
-            launcher(*final)
-
-        self.launch = inner
-
-    def __call__(self, gridX: int, gridY: int, gridZ: int, stream: int, function: int, *args: Any) -> None:
-        global_scratch = profile_scratch = None
-        self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl,
-                    global_scratch, profile_scratch, *args)  # fmt: skip
-
-
-def encoded(arg: Any, metadata: Any) -> list[Any]:
-    return [("map", metadata, arg.base.data_ptr()), *arg.shape, *arg.strides]
-
-
-@pytest.fixture(params=["3.6", "installed"])
-def launcher_and_seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list]]:
-    """Triton's launcher of a kernel with two descriptors, over a stand-in of its part in C, and what that was given."""
-    import triton
-    from triton.backends.nvidia import driver
-
-    seen: list[Any] = []
-    if request.param == "3.6":
-        monkeypatch.setattr(driver, "make_tensordesc_arg", encoded)
-        yield Launcher(lambda *args: seen.append(args), ["first", "second"]), seen
-        return
-    if triton.__version__.startswith("3.6"):
-        pytest.skip("the installed Triton is 3.6")
-    parts = SimpleNamespace(
-        launch=lambda *args: seen.append([list(x) if isinstance(x, list | tuple) else x for x in args]),
-        build_signature_metadata=lambda types: str(list(types)).encode(),
-        fill_tma_descriptor_tiled=lambda *given: ("map", *map(str, given)),
-    )  # fmt: skip
-    for name, value in {"PyKernelArg": SimpleNamespace, "ARG_KERNEL": 0, "ARG_CONSTEXPR": 1, "ARG_TUPLE": 2}.items():
-        monkeypatch.setattr(driver, name, value, raising=False)  # which come from the part in C
-    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=parts))
-    meta = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [8, 8], "fp4_padded": False}
-    matrix = "tensordesc<fp32[8, 8]>"
-    source = SimpleNamespace(
-        signature={"a": matrix, "b": "*fp32", "c": "i32", "d": "constexpr", "e": matrix}, constants={}
-    )
-    metadata = SimpleNamespace(
-        tensordesc_meta=[meta, {**meta, "swizzle": 2}], num_ctas=1, global_scratch_size=0, global_scratch_align=1,
-        profile_scratch_size=0, profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=True,
-        instrumentation_mode="",
-    )  # fmt: skip
-    yield driver.CudaLauncher(source, metadata), seen
-
-
-def test_the_launcher_in_c_gets_what_triton_gives_it(launcher_and_seen: tuple[Any, list]) -> None:
-    """Catches: another order of arguments, a tensor map of another address."""
-    launcher, seen = launcher_and_seen
-    compiled = SimpleNamespace(run=launcher, function=7, packed_metadata=(4, 1, 0))
-    matrices = [torch.zeros(16, 16, device=DEVICE) for _ in range(3)]
-    place = Place(0, 0, torch.float32, (16, 16), (16, 1))
-    values = [Matrix(TensorDescriptor.from_tensor(matrices[0], [8, 8]), place), place, 5, "ieee"]
-    values.append(values[0])
-    call = SimpleNamespace(address=[0, 0], source=lambda place: (1, 0))
-    launch = steps._Launch(call, Launch(compiled, (1, 2, 3), values))  # pyright: ignore[reportArgumentType]
-    assert launch.run is not launcher
-    for matrix in (matrices[0], matrices[1], matrices[0], matrices[2]):
-        call.address[1] = matrix.data_ptr()
-        launch(9)
-        described = TensorDescriptor.from_tensor(matrix, [8, 8])
-        launcher(1, 2, 3, 9, 7, (4, 1, 0), None, None, None, described, matrix.data_ptr(), 5, "ieee", described)
-        assert seen[-1] == seen[-2]
-
-
-def test_a_launcher_of_another_form_costs_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    """Catches: a Triton whose launcher is taken for one that is known, and a short way that is off without a word."""
-
-    class Other(Launcher):
-        def __call__(self, *args: Any) -> None:
-            self.launch(*args)
-
-    compiled = SimpleNamespace(run=Other(print, ["first"]), function=7, packed_metadata=(4, 1, 0))
-    call = SimpleNamespace(address=[0, 0], source=lambda place: (1, 0))
-    steps._say_once.cache_clear()
-    for _ in range(3):
-        launch = steps._Launch(call, Launch(compiled, (1, 2, 3), [5]))  # pyright: ignore[reportArgumentType]
-        assert launch.run is compiled.run and launch.args == [1, 2, 3, 0, 7, (4, 1, 0), None, None, None, 5]
-    assert caplog.text.count("another form") == 1
 
 
 def _on_ranks() -> None:

@@ -16,14 +16,14 @@ user, and several threads and streams may replay the same call side by side.
 An error in recording, planning or in what a replay does before its first launch costs a line in the log: the call is made
 ordinarily, and so are all of its kind from then on.
 
-``CCE_DIST_REPLAY=0`` turns replays off, and ``CCE_DIST_REPLAY=launches`` the graphs alone. ``CCE_DIST_REPLAY=check`` makes each
+``CCE_DIST_REPLAY=0`` turns replays off, ``CCE_DIST_REPLAY=triton`` the short way to a launch as well (``direct.py``), and
+``CCE_DIST_REPLAY=launches`` the graphs alone. ``CCE_DIST_REPLAY=check`` makes each
 call a second time, ordinarily and on copies of its inputs, and raises where a bit differs. Replays need a GPU of NVIDIA and a
 Triton whose launcher is known; else, and while somebody has hooks on Triton's launches, every call is ordinary.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import threading
@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_dist.kernels.launch import graphs
+from cce_dist.kernels.launch import direct, graphs
 from cce_dist.kernels.launch.steps import Replay, ReplayPlan
 from cce_dist.kernels.launch.tape import Launch, Refused, Tape, add_bounded, mapped
 from cce_dist.kernels.precision import fp32_precision
@@ -50,24 +50,8 @@ _WARNED = False
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Whether calls are replayed in this process; the log says so where Triton's launcher is not the one known here."""
-    if os.environ.get("CCE_DIST_REPLAY", "1") in ("", "0") or torch.version.hip is not None:
-        return False
-    import triton
-    from triton import knobs
-
-    if knobs.runtime.interpret or not torch.cuda.is_available():
-        return False
-    call = "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,"
-    try:
-        is_known = call in inspect.getsource(triton.runtime.jit.JITFunction.run) and hasattr(knobs, "HookChain")
-    except OSError:  # no source
-        is_known = False
-    if not is_known:
-        _LOG.warning(
-            "cce_dist launches kernels ordinarily: it does not know the launcher of Triton %s", triton.__version__
-        )
-    return is_known
+    """Whether calls are replayed in this process."""
+    return os.environ.get("CCE_DIST_REPLAY", "1") not in ("", "0", "triton") and direct.available()
 
 
 class NotBegun(Exception):
@@ -94,7 +78,7 @@ class Replayed:
 
     def __call__(self, *args: Any) -> Any:
         more = self.replayable(args[-1])
-        if more is None or _watched():
+        if more is None or direct.watched():
             return self.function(*args)
         if _checks() and not graphs.is_captured():
             return checked(self._call, self.function, args, more)
@@ -210,7 +194,7 @@ def _tensors_and_key(args: Sequence[Any], more: tuple) -> tuple[list[Tensor], li
 def _launches() -> Iterator[list[Any]]:
     """List the launches of this thread that Triton knows of."""
     launches: list[Any] = []
-    thread, hooks = threading.get_ident(), _knobs().runtime.launch_enter_hook
+    thread, hooks = threading.get_ident(), direct.knobs().runtime.launch_enter_hook
 
     def launched(metadata: Any) -> None:
         if threading.get_ident() == thread:
@@ -221,19 +205,6 @@ def _launches() -> Iterator[list[Any]]:
         yield launches
     finally:
         hooks.remove(launched)
-
-
-@lru_cache(maxsize=1)
-def _knobs() -> Any:
-    from triton import knobs
-
-    return knobs
-
-
-def _watched() -> bool:
-    """Whether somebody has hooks on Triton's launches, which a replay would pass by, or a hook in place of Triton's chain."""
-    runtime = _knobs().runtime
-    return any(getattr(hook, "calls", True) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
 
 
 @lru_cache(maxsize=1)

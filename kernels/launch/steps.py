@@ -18,9 +18,6 @@ steps are cut into phases. A phase allocates what it is the first to touch, and 
 from __future__ import annotations
 
 import copy
-import inspect
-import logging
-import re
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import lru_cache, partial
 from itertools import groupby, pairwise
@@ -30,9 +27,9 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels.launch import graphs
+from cce_dist.kernels.launch.direct import launcher_of
 from cce_dist.kernels.launch.tape import Launch, Matrix, Op, Place, Recorded, Refused, Tape, Thing, aten, mapped
 
-_LOG = logging.getLogger("cce_dist")
 LARGE = 1 << 20  # bytes; an allocation of more costs as much time, and is worth giving back early
 MOST_BEYOND = 4 << 20  # bytes that a call's peak may be above that of an ordinary one
 # Bytes of these that a plan uses, by its own count. The rest is for what the plan cannot count: torch's allocator adds up to
@@ -471,9 +468,7 @@ class _Launch:
     def __init__(self, replay: Replay, launch: Launch) -> None:
         self.places = _places(launch)
         compiled, self.address = launch.compiled, replay.address
-        # Nobody watches launches, or the call would be ordinary: no metadata for hooks, and no hooks.
-        ordinary = Launcher(compiled.run, [compiled.packed_metadata, None, None, None], None, False)
-        self.run, behind, encoders, in_one = _c_launcher(compiled) or ordinary
+        self.run, behind, encoders, in_one = launcher_of(compiled)
         self.args = [*launch.grid, 0, compiled.function, *behind]
         self.values: list[Any] = [] if in_one else self.args
         self.pointers: list[tuple[int, int, int]] = []
@@ -501,76 +496,6 @@ class _Launch:
         for where, described, source, offset in self.matrices:
             values[where] = described.at(address[source] + offset)
         self.run(*self.args)
-
-
-class Launcher(NamedTuple):
-    """A function that launches a kernel: of the grid's three sizes, the stream and the kernel's handle, and of what is here.
-
-    Attributes:
-        run: The function.
-        behind: Its arguments between the kernel's handle and the kernel's own arguments.
-        encoders: Each makes the launcher's arguments of a tensor descriptor; None: the launcher does.
-        in_one: The kernel's own arguments are one sequence.
-    """
-
-    run: Callable[..., None]
-    behind: list[Any]
-    encoders: list[Callable[[Any], list[Any]]] | None
-    in_one: bool
-
-
-def _c_launcher(compiled: Any) -> Launcher | None:
-    """Return Triton's launcher in C for a kernel. None: this Triton's is not known, and that in Python has to do.
-
-    The Python around it allocates scratch, where there is any, and encodes descriptors at each launch.
-    """
-    try:
-        return _known_launcher(compiled)
-    except Exception as error:
-        _say_once(f"cce_dist launches through Triton's Python: {error!r}")
-    return None
-
-
-def _known_launcher(compiled: Any) -> Launcher | None:
-    run = compiled.run
-    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
-        return None
-    said, how = _source_of_call(type(run)), [run.launch_cooperative_grid, run.launch_pdl]
-    if "global_scratch, profile_scratch, *args)" in said:  # Triton 3.6
-        behind, in_one = [*how, None, None, compiled.packed_metadata, None, None, None], False
-    elif re.search(
-        r"profile_scratch, self.arg_annotations, self.kernel_signature, (kernel_)?args\)", said
-    ):  # 3.7 to 3.9
-        nothing = [None] * 5  # metadata for hooks, two hooks, two kinds of scratch
-        behind, in_one = [*how, compiled.packed_metadata, *nothing, run.arg_annotations, run.kernel_signature], True
-    else:
-        raise ValueError(f"the launcher of {type(run)} has another form")
-    if not inspect.isfunction(run.launch):  # a kernel without descriptors
-        return Launcher(run.launch, behind, [], in_one)
-    within = inspect.getclosurevars(run.launch).nonlocals
-    metas = within["tensordesc_meta"]
-    if not metas or None in metas:
-        return None
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    others = [None] * (
-        len(inspect.signature(make_tensordesc_arg).parameters) - 2
-    )  # from 3.8 on one more, which it ignores
-
-    def encoder(meta: Any) -> Callable[[Any], list[Any]]:
-        return lambda descriptor: make_tensordesc_arg(descriptor, meta, *others)
-
-    return Launcher(within["launcher"], behind, [encoder(meta) for meta in metas], in_one)
-
-
-@lru_cache(maxsize=8)
-def _say_once(message: str) -> None:
-    _LOG.warning(message)
-
-
-@lru_cache(maxsize=8)
-def _source_of_call(launcher: type) -> str:
-    return inspect.getsource(launcher.__call__)
 
 
 def _unwatched(bring: Callable[[], Any]) -> Callable[[], Any]:

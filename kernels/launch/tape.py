@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cce_dist.kernels.launch.direct import Direct
+
 aten = torch.ops.aten
 _UNINITIALISED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
@@ -328,12 +330,14 @@ def launching(instead: Callable[..., Any]) -> Iterator[None]:
 
 def noted(kernel: Any) -> Any:
     """Return a kernel of ``triton.jit`` whose launches a tape and a rehearsal can see."""
-    launch = type(kernel).run
+    launch, direct = type(kernel).run, Direct(kernel)
 
     def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        if _THREAD.launch is None or warmup:
+        if warmup:
             return launch(kernel, *args, grid=grid, warmup=warmup, **kwargs)
-        return _THREAD.launch(kernel, args, grid, kwargs)
+        if _THREAD.launch is not None:
+            return _THREAD.launch(kernel, args, grid, kwargs)
+        return direct(args, grid, kwargs)
 
     kernel.run = run
     return kernel

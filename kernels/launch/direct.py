@@ -1,0 +1,234 @@
+"""A kernel's launch past Triton's own path: what was compiled for arguments of the same kind is launched at once.
+
+At each launch Triton binds the arguments, specializes each, makes a key of them, and metadata for hooks: 40 to 60 us of a host.
+A key of our own takes less. It tells apart whatever Triton compiles apart, and more, so calls of one key share one compiled
+kernel. The first launch of a key is Triton's, which compiles. Later ones go to Triton's launcher in C.
+
+Launches go through Triton where its launcher is not the one known here, while somebody has hooks on launches, and with
+``CCE_DIST_REPLAY=triton``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_LOG = logging.getLogger("cce_dist")
+MOST_KINDS = 1024  # of launches of one kernel; then the dictionary begins anew
+
+
+@lru_cache(maxsize=1)
+def available() -> bool:
+    """Whether kernels run on a GPU of NVIDIA by a launcher that is known here; the log says so where it is not."""
+    if torch.version.hip is not None:
+        return False
+    import triton
+
+    if knobs().runtime.interpret or not torch.cuda.is_available():
+        return False
+    call = "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,"
+    try:
+        is_known = call in inspect.getsource(triton.runtime.jit.JITFunction.run) and hasattr(knobs(), "HookChain")
+    except OSError:  # no source
+        is_known = False
+    if not is_known:
+        _LOG.warning(
+            "cce_dist launches kernels ordinarily: it does not know the launcher of Triton %s", triton.__version__
+        )
+    return is_known
+
+
+def watched() -> bool:
+    """Whether somebody has hooks on Triton's launches, or a hook in place of Triton's chain."""
+    runtime = knobs().runtime
+    return any(getattr(hook, "calls", True) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+
+
+@lru_cache(maxsize=1)
+def knobs() -> Any:
+    from triton import knobs
+
+    return knobs
+
+
+class Direct:
+    """The launches of one kernel of ``triton.jit``: those of a kind that has come before pass Triton by."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.known = kernel, dict[tuple, _Known]()
+        parameters = getattr(kernel, "params", ())  # an interpreted kernel has none
+        self.names = [parameter.name for parameter in parameters]
+        self.is_constant = [parameter.is_constexpr for parameter in parameters]
+        self.run_time = {parameter.name for parameter in parameters if not parameter.is_constexpr}
+
+    def __call__(self, args: Sequence[Any], grid: Sequence[int], kwargs: dict[str, Any]) -> Any:
+        if not _is_wanted() or watched() or self.kernel.pre_run_hooks:
+            return self._by_triton(args, grid, kwargs)
+        device = torch._C._cuda_getDevice()
+        key: list[Any] = [device]
+        values: list[Any] = []
+        for is_constant, value in zip(self.is_constant, args, strict=False):
+            self._add(key, values, value, is_constant)
+        for name, value in kwargs.items():
+            key.append(name)
+            self._add(key, values, value, name not in self.run_time)
+        try:
+            known = self.known.get(tuple(key))
+        except TypeError:  # a constant that is no key
+            return self._by_triton(args, grid, kwargs)
+        if known is None:
+            compiled = self._by_triton(args, grid, kwargs)
+            if hasattr(compiled, "packed_metadata"):
+                self._keep(tuple(key), _Known.of(compiled, self.names, len(args), [*kwargs], values))
+            return compiled
+        known.launch([*grid, 1, 1][:3], torch._C._cuda_getCurrentRawStream(device), values)
+        return known.compiled
+
+    def _by_triton(self, args: Sequence[Any], grid: Sequence[int], kwargs: dict[str, Any]) -> Any:
+        return type(self.kernel).run(self.kernel, *args, grid=grid, warmup=False, **kwargs)
+
+    def _add(self, key: list[Any], values: list[Any], value: Any, is_constant: bool) -> None:
+        """Add an argument's kind to the key, and what the launcher takes for it to the values."""
+        if is_constant:
+            key.append(value)
+        elif isinstance(value, Tensor):
+            address = value.data_ptr()
+            key.append(value.dtype)
+            key.append(address & 15)
+            value = address
+        else:
+            key.append(kind(value))
+        values.append(value)
+
+    def _keep(self, key: tuple, known: _Known) -> None:
+        if len(self.known) >= MOST_KINDS:
+            self.known.clear()
+        self.known[key] = known
+
+
+def kind(value: Any) -> Any:
+    """Return what Triton may compile apart of an argument that is neither a tensor nor a constant."""
+    if type(value) is int:
+        return value == 1, value % 16 == 0, value.bit_length() // 32, value < 0
+    if hasattr(value, "block_shape"):
+        return value.base.dtype, *value.block_shape, value.padding
+    return value if value is None or type(value) is bool else type(value)
+
+
+class _Known(NamedTuple):
+    """A compiled kernel, and how it is launched.
+
+    Attributes:
+        compiled: What Triton made.
+        launcher: Of it.
+        order: Place of each argument of the kernel among a launch's arguments, positional ones before keywords.
+        matrices: Place among the kernel's arguments of each tensor descriptor, the last first, and what encodes it.
+    """
+
+    compiled: Any
+    launcher: Launcher
+    order: list[int]
+    matrices: list[tuple[int, Callable[[Any], list[Any]]]]
+
+    @classmethod
+    def of(cls, compiled: Any, names: Sequence[str], num_args: int, keywords: Sequence[str], values: list[Any]) -> _Known:
+        launcher = launcher_of(compiled)
+        order = [*range(num_args), *(num_args + keywords.index(name) for name in names[num_args:])]
+        places = [place for place, n in enumerate(order) if hasattr(values[n], "block_shape")]
+        return cls(compiled, launcher, order, [*zip(places, launcher.encoders or [], strict=False)][::-1])
+
+    def launch(self, grid: Sequence[int], stream: int, values: Sequence[Any]) -> None:
+        own = [values[n] for n in self.order]
+        for place, encode in self.matrices:
+            own[place : place + 1] = encode(own[place])
+        run, behind, _, in_one = self.launcher
+        if in_one:
+            run(*grid, stream, self.compiled.function, *behind, own)
+        else:
+            run(*grid, stream, self.compiled.function, *behind, *own)
+
+
+class Launcher(NamedTuple):
+    """A function that launches a kernel: of the grid's three sizes, the stream and the kernel's handle, and of what is here.
+
+    Attributes:
+        run: The function.
+        behind: Its arguments between the kernel's handle and the kernel's own arguments.
+        encoders: Each makes the launcher's arguments of a tensor descriptor; None: the launcher does.
+        in_one: The kernel's own arguments are one sequence.
+    """
+
+    run: Callable[..., None]
+    behind: list[Any]
+    encoders: list[Callable[[Any], list[Any]]] | None
+    in_one: bool
+
+
+def launcher_of(compiled: Any) -> Launcher:
+    """Return Triton's launcher in C for a kernel; that in Python where this Triton's is not known.
+
+    The Python around it allocates scratch, where there is any, and encodes descriptors at each launch.
+    """
+    try:
+        known = _known_launcher(compiled)
+    except Exception as error:
+        _say_once(f"cce_dist launches through Triton's Python: {error!r}")
+        known = None
+    # Nobody watches launches, or Triton would make them: no metadata for hooks, and no hooks.
+    return known or Launcher(compiled.run, [compiled.packed_metadata, None, None, None], None, False)
+
+
+def _known_launcher(compiled: Any) -> Launcher | None:
+    run = compiled.run
+    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
+        return None
+    said, how = _source_of_call(type(run)), [run.launch_cooperative_grid, run.launch_pdl]
+    if "global_scratch, profile_scratch, *args)" in said:  # Triton 3.6
+        behind, in_one = [*how, None, None, compiled.packed_metadata, None, None, None], False
+    elif re.search(
+        r"profile_scratch, self.arg_annotations, self.kernel_signature, (kernel_)?args\)", said
+    ):  # 3.7 to 3.9
+        nothing = [None] * 5  # metadata for hooks, two hooks, two kinds of scratch
+        behind, in_one = [*how, compiled.packed_metadata, *nothing, run.arg_annotations, run.kernel_signature], True
+    else:
+        raise ValueError(f"the launcher of {type(run)} has another form")
+    if not inspect.isfunction(run.launch):  # a kernel without descriptors
+        return Launcher(run.launch, behind, [], in_one)
+    within = inspect.getclosurevars(run.launch).nonlocals
+    metas = within["tensordesc_meta"]
+    if not metas or None in metas:
+        return None
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    others = [None] * (
+        len(inspect.signature(make_tensordesc_arg).parameters) - 2
+    )  # from 3.8 on one more, which it ignores
+
+    def encoder(meta: Any) -> Callable[[Any], list[Any]]:
+        return lambda descriptor: make_tensordesc_arg(descriptor, meta, *others)
+
+    return Launcher(within["launcher"], behind, [encoder(meta) for meta in metas], in_one)
+
+
+@lru_cache(maxsize=8)
+def _say_once(message: str) -> None:
+    _LOG.warning(message)
+
+
+@lru_cache(maxsize=8)
+def _source_of_call(launcher: type) -> str:
+    return inspect.getsource(launcher.__call__)
+
+
+@lru_cache(maxsize=1)
+def _is_wanted() -> bool:
+    return os.environ.get("CCE_DIST_REPLAY", "1") != "triton" and available()
+
