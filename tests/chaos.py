@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import re
@@ -20,16 +19,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from commands import Command, descendants, is_running, kill
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from toy_runs import TEXT, history, newest
 
 Act = Callable[[Command], None]
 STEPS, EVERY, KEEP = 30, 4, 3
@@ -47,9 +47,8 @@ class Chaos:
         # A disk of our own can be full in truth; where none may be mounted, a limit on the size of files stands for it.
         self.disk: Path | None = self.folder / "disk"
         self.disk.mkdir()
-        if subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=32m", "none", self.disk], capture_output=True
-        ).returncode:
+        mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "none", self.disk]
+        if subprocess.run(mount, capture_output=True).returncode:
             self.disk = None
         self.out = (self.disk or self.folder) / "run-0"
         self.count = Counter[str]()
@@ -65,11 +64,10 @@ class Chaos:
     # The command ------------------------------------------------------------------------------------------------------
 
     def argv(self, out: Path, *more: str) -> list[str]:
-        text = ["--corpus", str(Path(sysconfig.get_path("stdlib")) / "email"), "--pattern", "*.py"]
         sizes = ["--preset", "toy", "--batch-size", "8", "--warmup", "4", "--steps", str(STEPS), "--eval-every", "10"]
         keep = ["--eval-batches", "2", "--checkpoint-every", str(EVERY), "--keep", str(KEEP), "--timeout", "60"]
         where = ["--tp", str(self.ranks), "--device", self.device, "--cache", str(self.cache), "--out", str(out)]
-        return ["pretrain", *text, *sizes, *keep, *where, *more]
+        return ["pretrain", *TEXT, *sizes, *keep, *where, *more]
 
     def run(self, *more: str, out: Path | None = None, limit: int | None = None, act: Act | None = None) -> int:
         """Start the command, let ``act`` happen to it, wait, and return its exit code; nobody is left behind."""
@@ -98,17 +96,12 @@ class Chaos:
         command.family |= set(descendants(command.pid))
 
     def newest(self) -> int:
-        """Return the step of the newest checkpoint by the file ``latest``; 0 where there is none."""
-        try:
-            return int((self.out / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
-        except (OSError, ValueError):
-            return 0
+        return newest(self.out)
 
     def last_step(self) -> int:
         with contextlib.suppress(OSError):
-            return int(
-                (re.findall(rb'{"step": (\d+), "split": "train"', (self.out / "metrics.jsonl").read_bytes()) or [0])[-1]
-            )
+            text = (self.out / "metrics.jsonl").read_bytes()
+            return max(map(int, re.findall(rb'{"step": (\d+), "split": "train"', text)), default=0)
         return 0
 
     # Disturbances -----------------------------------------------------------------------------------------------------
@@ -198,14 +191,7 @@ class Chaos:
         """Play rounds until there were enough, or the time is up; return how many."""
         whole = self.folder / "whole"
         assert self.run(out=whole) == 0, self.tail()
-        acts = [
-            self.kill_a_rank,
-            self.kill_the_agent,
-            self.ask_to_stop,
-            self.ask_to_stop,
-            self.fill_the_disk,
-            self.damage,
-        ]
+        acts = [self.kill_a_rank, self.kill_the_agent, self.fill_the_disk, self.damage, *[self.ask_to_stop] * 2]
         start = time.monotonic()
         for number in range(rounds):
             if time.monotonic() - start > seconds:
@@ -214,8 +200,7 @@ class Chaos:
             code = act()
             self.count[act.__name__] += 1
             print(
-                f"round {number + 1:>4}: {act.__name__:<16} exit code {code:>4}, checkpoint of step {self.newest()}",
-                flush=True,
+                f"round {number + 1}: {act.__name__}, exit code {code}, checkpoint of step {self.newest()}", flush=True
             )
             if self.newest() == STEPS:
                 self.finish(whole)
@@ -234,12 +219,6 @@ class Chaos:
         self.out = self.out.with_name(f"run-{self.finished}")
 
 
-def history(out: Path) -> list[tuple[int, str, float, float | None]]:
-    """Return what a run's records say of its arithmetic."""
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(record["step"], record["split"], record["loss"], record.get("grad_norm")) for record in records]
-
-
 def assert_equal(one: Path, other: Path) -> None:
     """Compare checkpoints tensor by tensor; their files need not be laid out alike."""
     left, right = (read_whole(each) for each in (one, other))
@@ -255,18 +234,7 @@ def read_whole(checkpoint: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         dcp_to_torch_save(checkpoint, f"{folder}/whole.pt")
         tensors = torch.load(f"{folder}/whole.pt", weights_only=False)
-    return dict(_flat("", tensors))
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, each in value.items():
-            yield from _flat(f"{prefix}.{name}", each)
-    elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            yield from _flat(f"{prefix}.{index}", each)
-    else:
-        yield prefix, value
+    return {keystr(path): value for path, value in tree_flatten_with_path(tensors)[0]}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,5 +1,5 @@
 """The real command in processes of its own, for tests that send real signals: quick, because all of them are forked from one
-process that has imported what they need.
+process that has imported what they need; and other programs that start it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -97,6 +98,31 @@ class Command:
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.02)
         return self.process.exitcode or 0
+
+
+class Program:
+    """A program that starts the command, such as torchrun, its output in a file."""
+
+    def __init__(self, argv: list[str], output: Path, environment: dict[str, str] | None = None) -> None:
+        self.output = output
+        with open(output, "a") as file:
+            self.process = subprocess.Popen(argv, env=os.environ | (environment or {}), stdout=file, stderr=file)
+        self.pid = self.process.pid
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def wait_until(self, happened: Callable[[], bool]) -> None:
+        while not happened():
+            assert self.process.poll() is None, self.text
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """End the program and all that it has started, as a power failure does."""
+        for pid in [*reversed(list(descendants(self.pid))), self.pid]:
+            kill(pid, signal.SIGKILL)
+        self.process.wait(60)
 
 
 def _run(argv: list[str], output: Path, start: str, file_limit: int | None, environment: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,13 @@ def _deterministic() -> Iterator[None]:
         module._backward_again.forget()
     yield
     torch.use_deterministic_algorithms(False)  # a training run leaves them on
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of tokenized corpora that all tests of the job share, also those of other workers."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "corpora"
 
 
 @pytest.fixture(scope="session")

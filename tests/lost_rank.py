@@ -16,8 +16,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from chaos import assert_equal, history
+from chaos import assert_equal
 from commands import Command, has_taken, kill
+from toy_runs import history
 
 STEPS, EVERY = 12, 5
 LAST = f"step-{STEPS:08d}"

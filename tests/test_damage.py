@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import json
 import math
 import os
 import pickle
+import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,10 +24,10 @@ import torch.distributed as dist
 
 pytest.importorskip("tokenizers")
 
-from toy_runs import SHORT, TOY, losses, options, prepared, records
+from toy_runs import ALONE, go_back, losses, newest, options, prepared, pretrain, records
 
-from cce_dist import cli
 from cce_dist.pretrain import checkpoint, engines, exits, launch, log
+from cce_dist.pretrain.engines.torch import TorchEngine
 from cce_dist.pretrain.exits import CheckpointError, Stopped, UsageError
 from cce_dist.pretrain.launch import train_on
 from cce_dist.pretrain.ranks import Ranks
@@ -34,20 +36,14 @@ from cce_dist.ranks import run_ranks
 
 pytestmark = pytest.mark.xdist_group("damage")
 
-ALONE = Ranks(torch.device("cpu"))
 EIGHT = "step-00000008"
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
 def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of eight steps with checkpoints after four and eight."""
     out = tmp_path_factory.mktemp("finished")
-    train_on(options(cache, out), ALONE, prepared(cache))
+    go_on(cache, out)
     return out
 
 
@@ -58,15 +54,57 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def go_on(cache: Path, out: Path, *more: str) -> None:
-    train_on(options(cache, out, *more), ALONE, prepared(cache))
+def go_on(cache: Path, out: Path, *more: str, notice: Notice | None = None) -> None:
+    train_on(options(cache, out, *more), ALONE, prepared(cache), notice)
+
+
+def step_that(
+    engine: type,
+    number: int,
+    before: Callable[[], Any] = lambda: None,
+    after: Callable[[Any, engines.Step], engines.Step] = lambda engine, done: done,
+    rank: int = 0,
+) -> Any:
+    """Have something happen before a step of an engine, on one rank, or to its outcome, on all."""
+    original: Any = getattr(engine, "step")  # noqa: B009 - a type of any engine
+
+    def step(self: Any, given: int, *batch: Any) -> engines.Step:
+        if given == number and self.ranks.rank == rank:
+            before()
+        done = original(self, given, *batch)
+        return after(self, done) if given == number else done
+
+    return mock.patch.object(engine, "step", step)
+
+
+def not_finite(engine: Any, done: engines.Step) -> engines.Step:
+    return done._replace(grad_norm=done.grad_norm * math.nan)
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Have torch's writers meet a full disk."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(torch, "save", side_effect=full), mock.patch.object(os, "fsync", side_effect=full):
+        yield
+
+
+@contextlib.contextmanager
+def no_file_beyond(num_bytes: int) -> Iterator[None]:
+    """Make writes past ``num_bytes`` of any file fail, as those to a full disk do."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 # All engines, on two ranks -------------------------------------------------------------------------------------------------
 
 
 def _engine_loses_nothing(name: str, cache: Path, out: Path) -> None:
-    """The body of two ranks: D1, D5, D6 and D19 with one engine."""
+    """The body of two ranks."""
     ranks = Ranks(torch.device("cpu"), dist.get_rank(), 2, tp=2)
     if name == "megatron":
         from megatron_on_cpu import use_cpu
@@ -85,89 +123,32 @@ def _engine_loses_nothing(name: str, cache: Path, out: Path) -> None:
 
     whole = train("whole", "--log-every", "1")
 
-    # D5: the last rank alone hears a signal in its third step.
-    signalled = _before_step(engine, 3, lambda: os.kill(os.getpid(), signal.SIGUSR1), only_rank=1)
+    # The last rank alone hears a signal in its third step.
+    signalled = step_that(engine, 3, before=lambda: os.kill(os.getpid(), signal.SIGUSR1), rank=1)
     with Notice() as notice, signalled, pytest.raises(Stopped, match=r"after step [45]:"):
         train("stopped", "--log-every", "1", "--checkpoint-every", "100", notice=notice)
     assert losses(train("stopped", "--log-every", "1")) == losses(whole)
 
-    # D1: not a number in the sixth step, between two records and two checkpoints.
-    with (
-        _not_finite(engine, 6),
-        pytest.raises(UsageError, match=r"not finite at step 6.*newest checkpoint is of step 4"),
-    ):
+    # Not a number in the sixth step, between two records and two checkpoints.
+    message = r"not finite at step 6.*newest checkpoint is of step 4"
+    with step_that(engine, 6, after=not_finite), pytest.raises(UsageError, match=message):
         train("nan", "--eval-every", "100")
-    assert (out / "nan" / "checkpoints" / "latest").read_text() == "step-00000004\n"
-    assert not (out / "nan" / "checkpoints" / EIGHT).exists()
+    assert newest(out / "nan") == 4 and not (out / "nan" / "checkpoints" / EIGHT).exists()
 
-    # D6: the newest checkpoint is damaged.
+    # The newest checkpoint is damaged.
     dist.barrier()
     if ranks.rank == 0:
-        largest = max((whole / "checkpoints" / EIGHT).rglob("*"), key=lambda path: path.stat().st_size)
-        with open(largest, "r+b") as file:
-            file.seek(largest.stat().st_size // 2)
-            file.write(b"damage")
+        _flip(max((whole / "checkpoints" / EIGHT).rglob("*"), key=lambda path: path.stat().st_size))
     dist.barrier()
     before = losses(whole)
     assert losses(train("whole", "--log-every", "1")) == before
 
-    # D19: one rank's disk is full.
-    with _full_disk(only_rank=1), pytest.raises(CheckpointError, match="No space left on device"):
+    # One rank's disk is full.
+    full = full_disk() if ranks.rank == 1 else contextlib.nullcontext()
+    with full, pytest.raises(CheckpointError, match="No space left on device"):
         train("full")
     dist.barrier()
     assert not list((out / "full" / "checkpoints").glob("step-*"))
-
-
-class _before_step:
-    """Have something happen on one rank before a step of an engine."""
-
-    def __init__(self, engine: type, number: int, act: Callable[[], Any], only_rank: int) -> None:
-        self.engine, self.step = engine, engine.step
-        self.number, self.act, self.only_rank = number, act, only_rank
-
-    def __enter__(self) -> None:
-        def step(engine: Any, number: int, *batch: Any) -> engines.Step:
-            if number == self.number and engine.ranks.rank == self.only_rank:
-                self.act()
-            return self.step(engine, number, *batch)
-
-        self.engine.step = step
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.step = self.step
-
-
-class _not_finite(_before_step):
-    """Have the gradient of a step, on all ranks, not be a number."""
-
-    def __init__(self, engine: type, number: int) -> None:
-        super().__init__(engine, number, lambda: None, -1)
-
-    def __enter__(self) -> None:
-        def step(engine: Any, number: int, *batch: Any) -> engines.Step:
-            done = self.step(engine, number, *batch)
-            return done._replace(grad_norm=done.grad_norm * math.nan) if number == self.number else done
-
-        self.engine.step = step
-
-
-class _full_disk:
-    """Have torch's writers meet a full disk on one rank."""
-
-    def __init__(self, only_rank: int) -> None:
-        self.is_here, self.save = dist.get_rank() == only_rank, torch.save
-
-    def __enter__(self) -> None:
-        def save(*_: Any, **__: Any) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        if self.is_here:
-            torch.save = save
-            self.fsync, os.fsync = os.fsync, save
-
-    def __exit__(self, *_: object) -> None:
-        if self.is_here:
-            torch.save, os.fsync = self.save, self.fsync
 
 
 def _forget_groups(name: str) -> None:
@@ -186,7 +167,6 @@ def _forget_groups(name: str) -> None:
 @pytest.mark.timeout(280)
 @pytest.mark.slow
 def test_every_engine_loses_nothing(tmp_path: Path, cache: Path, engine: str) -> None:
-    """D1, D5, D6, D19."""
     if engine != "torch" and importlib.util.find_spec(engine) is None:
         pytest.skip(f"{engine} is not installed")
     prepared(cache)
@@ -198,46 +178,24 @@ def test_every_engine_loses_nothing(tmp_path: Path, cache: Path, engine: str) ->
 
 def test_no_checkpoint_of_weights_that_are_not_finite(cache: Path, tmp_path: Path) -> None:
     """Loss and gradient of the fourth step are finite; its update is not."""
-    recipe = options(cache, tmp_path, "--log-every", "100", "--eval-every", "100", "--keep", "9")
 
-    def spoil(engine: Any) -> None:
+    def spoil(engine: Any, done: engines.Step) -> engines.Step:
         with torch.no_grad():
             engine.model.embedding.weight.mul_(math.nan)
+        return done
 
-    from cce_dist.pretrain.engines.torch import TorchEngine
-
-    class Spoiling(TorchEngine):
-        def step(self, step: int, *batch: Any) -> engines.Step:
-            done = super().step(step, *batch)
-            if step == 4:
-                spoil(self)
-            return done
-
-    from cce_dist.pretrain import data
-    from cce_dist.pretrain.train import train
-
-    corpus = data.Corpus(prepared(cache))
-    batches, held_out = (data.Batches(ids, recipe.shape.seq_len, 0) for ids in (corpus.train, corpus.held_out))
-    with pytest.raises(UsageError, match=r"weights after step 4 give a loss of nan.*there is no checkpoint"):
-        train(Spoiling(recipe, ALONE), corpus, batches, held_out)
+    asked = pytest.raises(UsageError, match=r"weights after step 4 give a loss of nan.*there is no checkpoint")
+    with step_that(TorchEngine, 4, after=spoil), asked:
+        go_on(cache, tmp_path, "--log-every", "100", "--eval-every", "100", "--keep", "9")
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
 def test_a_stop_stores_no_step_that_was_not_finite(cache: Path, tmp_path: Path) -> None:
     """The third step is not finite, and a signal asks to stop before anybody has looked."""
-    from cce_dist.pretrain.engines.torch import TorchEngine
-
-    notice, recipe = Notice(), options(cache, tmp_path, "--log-every", "100", "--checkpoint-every", "100")
-
-    def ask() -> None:
-        notice.name = "SIGTERM"
-
-    spoiled, asked = (
-        _not_finite(TorchEngine, 3),
-        pytest.raises(UsageError, match=r"not finite at step 3: .*no checkpoint"),
-    )
-    with spoiled, _before_step(TorchEngine, 3, ask, only_rank=0), asked:
-        train_on(recipe, ALONE, prepared(cache), notice)
+    notice = Notice()
+    spoiled = step_that(TorchEngine, 3, lambda: setattr(notice, "name", "SIGTERM"), not_finite)
+    with spoiled, pytest.raises(UsageError, match=r"not finite at step 3: .*no checkpoint"):
+        go_on(cache, tmp_path, "--log-every", "100", "--checkpoint-every", "100", notice=notice)
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
@@ -253,10 +211,8 @@ def test_a_rank_that_may_not_write_is_found(cache: Path, tmp_path: Path, monkeyp
 def test_a_fault_of_the_storage_that_may_pass_is_worth_a_restart(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(checkpoint, "_add_state", fail)
+    refuse = mock.Mock(side_effect=OSError(number, os.strerror(number)))
+    monkeypatch.setattr(checkpoint, "_add_state", refuse)
     assert launch.run_rank(options(cache, tmp_path)) == code
 
 
@@ -300,13 +256,8 @@ def test_if_none_is_whole_nothing_begins_anew(cache: Path, run: Path) -> None:
 
 def test_metrics_survive_a_bad_line(cache: Path, run: Path, finished: Path) -> None:
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    lines[3:3] = [
-        b'{"step": 3, "spl\n',
-        b"\xff\xfe\n",
-        b"[1]\n",
-        b'{"step": "four", "split": "train", "loss": 1}\n',
-        b"\n",
-    ]
+    lines[3:3] = [b'{"step": 3, "spl\n', b"\xff\xfe\n", b"[1]\n", b"\n"]
+    lines[3:3] = [b'{"step": "four", "split": "train", "loss": 1}\n']
     (run / "metrics.jsonl").write_bytes(b"".join(lines))
     assert len(log.read(run / "metrics.jsonl")) == 10
     go_on(cache, run)
@@ -332,22 +283,41 @@ def test_no_resume_deletes_its_own_and_nothing_else(cache: Path, run: Path) -> N
     assert not (folder / EIGHT).exists() and (folder / "step-00000004").exists()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for a run's records and less than a checkpoint."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", folder], capture_output=True).returncode:
-        pytest.skip("may not mount a tmpfs; test_faults has a limit in its place")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def test_a_full_disk_is_called_that(cache: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["pretrain", *TOY, *SHORT, "--tp", "1", "--cache", str(cache), "--out", str(small_disk / "run")]
-    assert cli.main(argv) == 1
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the line that was said."""
     [line] = capsys.readouterr().err.splitlines()
-    assert "cannot write checkpoint" in line and "No space left on device" in line
+    return line
+
+
+def test_a_checkpoint_that_finds_the_disk_full_loses_nothing(
+    cache: Path, run: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go_back(run)
+    with no_file_beyond(16 << 10):  # metrics fit, a checkpoint does not
+        assert pretrain(cache, run) == exits.HOPELESS
+    line = one_line(capsys)
+    assert "cannot write checkpoint" in line and "File too large" in line
+    assert newest(run) == 4 and not list((run / "checkpoints").glob("*.tmp"))
+    go_on(cache, run)
+    assert losses(run) == losses(finished)
+
+
+def test_metrics_that_find_the_disk_full_are_one_line(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(cache)
+    with no_file_beyond(420):
+        assert pretrain(cache, tmp_path) == exits.HOPELESS
+    assert "metrics.jsonl" in one_line(capsys)
+    assert [record["step"] for record in log.read(tmp_path / "metrics.jsonl")] == [1, 2]  # 160 to 185 bytes each
+
+
+def test_a_corpus_that_finds_the_disk_full_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with no_file_beyond(16 << 10):
+        assert pretrain(tmp_path / "cache", tmp_path / "out") == exits.HOPELESS
+    line = one_line(capsys)
+    assert "cannot write the tokenized corpus" in line and "File too large" in line
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock"]
 
 
 def test_a_resumed_run_tells_which_arguments_differ(cache: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,22 +347,11 @@ def test_a_state_runs_no_code(cache: Path, run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        pytest.param(lambda folder: None, "names 'step-00000008', which is gone", id="gone"),
-        pytest.param(
-            lambda folder: ((folder / "latest").unlink(), (folder / "latest").mkdir()), "is a folder", id="folder"
-        ),
-    ],
-)
-def test_a_latest_that_names_nothing_is_one_line(cache: Path, run: Path, spoil: Callable, message: str) -> None:
+def test_a_latest_that_names_nothing_is_one_line(cache: Path, run: Path) -> None:
     """Catches a run that begins anew, and cuts its metrics, because its checkpoints were moved away."""
-    folder = run / "checkpoints"
-    for step in folder.glob("step-*"):
+    for step in (run / "checkpoints").glob("step-*"):
         shutil.rmtree(step)
-    spoil(folder)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match="names 'step-00000008', which is gone"):
         go_on(cache, run)
     assert len(records(run)) == 8
 
@@ -410,11 +369,9 @@ def test_a_checkpoint_behind_a_link_is_read_and_stays(
 
 
 def test_a_folder_that_is_deleted_in_the_middle_is_said(cache: Path, tmp_path: Path) -> None:
-    from cce_dist.pretrain.engines.torch import TorchEngine
-
     out = tmp_path / "run"
     deleted = pytest.raises(CheckpointError, match=r"metrics.jsonl: deleted while the run wrote to it")
-    with _before_step(TorchEngine, 3, lambda: shutil.rmtree(out), only_rank=0), deleted:
+    with step_that(TorchEngine, 3, before=lambda: shutil.rmtree(out)), deleted:
         go_on(cache, out, "--checkpoint-every", "0")
 
 
@@ -465,18 +422,11 @@ def test_records_tell_the_share_of_the_peak_and_the_end_says_where_all_is(
 
 
 @pytest.mark.parametrize("writer", [["--tensorboard"], ["--wandb", "project"]], ids=lambda writer: writer[0])
-def test_writers_are_off_by_default_and_said_to_be_missing(
-    cache: Path,
-    tmp_path: Path,
-    finished: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    writer: list[str],
+def test_writers_that_are_missing_are_said(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, writer: list[str]
 ) -> None:
-    assert not (finished / "tensorboard").exists() and not (finished / "wandb").exists()
     monkeypatch.setattr(log, "find_spec", lambda name: None)
-    argv = ["pretrain", *TOY, *SHORT, "--tp", "1", "--cache", str(cache), "--out", str(tmp_path / "run"), *writer]
-    assert cli.main(argv) == 1
+    assert pretrain(cache, tmp_path / "run", *writer) == 1
     assert "which is not installed: pip install" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
@@ -511,7 +461,7 @@ def test_both_writers_get_every_record(cache: Path, tmp_path: Path, monkeypatch:
 def test_tensorboard_reads_one_clean_history(cache: Path, run: Path) -> None:
     """The real package. Catches records past the checkpoint, of a run that was killed, that stand beside those that follow."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    (run / "checkpoints" / "latest").write_text("step-00000004\n")
+    go_back(run)
     board = log._tensorboard(run, 0)
     for step in range(1, 7):
         board.add_scalar("train/loss", 100.0 + step, step)
@@ -533,7 +483,6 @@ def test_a_refusal_of_weights_and_biases_is_one_line(
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    argv = ["pretrain", *TOY, *SHORT, "--tp", "1", "--cache", str(cache), "--out", str(tmp_path / "run")]
-    assert cli.main([*argv, "--wandb", "project"]) == 1
+    assert pretrain(cache, tmp_path / "run", "--wandb", "project") == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cce-dist")]
     assert len(lines) == 1 and "cannot write to Weights & Biases: No API key" in lines[0]

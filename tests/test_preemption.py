@@ -1,7 +1,4 @@
-"""Two ranks that are asked to stop, killed with their launcher, started twice or unlike: nothing is lost, nobody is left.
-
-D-numbers name the points that a job which survives has to hold.
-"""
+"""Two ranks that are asked to stop, killed, hung, started twice or unlike: nothing is lost, nobody is left."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,9 +21,8 @@ import torch.distributed as dist
 
 pytest.importorskip("tokenizers")
 
-from commands import Command, descendants, has_taken, is_running, kill
-from test_faults import Torchrun
-from toy_runs import CORPUS
+from commands import Command, Program, descendants, has_taken, is_running, kill
+from toy_runs import TEXT, history, newest
 
 from cce_dist import cli
 from cce_dist.pretrain import exits, launch, stop, torchrun
@@ -36,39 +32,36 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("preemption"),
 ]
-AGAIN, HOPELESS = 75, 1
-RUN = ["pretrain", "--preset", "toy", "--device", "cpu", "--corpus", str(CORPUS), "--pattern", "*.py", "--tp", "2"]
-RUN += ["--batch-size", "32", "--steps", "12", "--warmup", "4", "--eval-every", "6", "--eval-batches", "2"]
-RUN += ["--checkpoint-every", "5", "--timeout", "60"]
+AGAIN, HOPELESS = exits.AGAIN, exits.HOPELESS
+RUN = ["pretrain", "--preset", "toy", "--device", "cpu", *TEXT, "--tp", "2", "--batch-size", "32", "--steps", "12"]
+RUN += ["--warmup", "4", "--eval-every", "6", "--eval-batches", "2", "--checkpoint-every", "5", "--timeout", "60"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN += ["--max-restarts", "3", "-m", "cce_dist"]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def run(cache: Path) -> list[str]:
     """The arguments of a run of two ranks, but for ``--out``."""
-    return [*RUN, "--cache", str(tmp_path_factory.mktemp("cache"))]
+    return [*RUN, "--cache", str(cache)]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, run: list[str]) -> list[tuple]:
     """The records of a run that nothing happens to."""
     out = tmp_path_factory.mktemp("whole")
-    with Command([*run, "--out", str(out)], out / "log") as command:
-        assert command.wait() == 0, command.text
+    go_on(run, out)
     return history(out)
-
-
-def history(out: Path) -> list[tuple]:
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(record["step"], record["split"], record["loss"], record.get("grad_norm")) for record in records]
-
-
-def newest(out: Path) -> int:
-    return int((out / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
 
 
 def go_on(run: list[str], out: Path) -> None:
     with Command([*run, "--out", str(out)], out / "log") as command:
         assert command.wait() == 0, command.text
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 @pytest.mark.parametrize(
@@ -92,9 +85,11 @@ def test_a_signal_stores_the_step_and_costs_no_bit(
         assert command.wait() == AGAIN, command.text
     said = [line for line in command.lines if "cce-dist pretrain" in line]
     assert len(said) == 1 and "after step" in said[0] and "Traceback" not in command.text
-    assert newest(tmp_path) == history(tmp_path)[-1][0] >= 6 and newest(tmp_path) < 12
-    go_on(run, tmp_path)
-    assert history(tmp_path) == whole
+    taken = history(tmp_path)
+    assert newest(tmp_path) == taken[-1][0] >= 6 and newest(tmp_path) < 12 and taken == whole[: len(taken)]
+    if whom == "all":
+        go_on(run, tmp_path)
+        assert history(tmp_path) == whole
 
 
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
@@ -220,42 +215,88 @@ def test_torchrun_too_lets_the_ranks_store_their_step_and_takes_them_with_it(
     tmp_path: Path, run: list[str], whole: list[tuple]
 ) -> None:
     """Under torchrun itself: SIGTERM loses nothing, and ranks die with a torchrun that is killed."""
-    argv = [*run, "--out", str(tmp_path)]
-    process = Torchrun(tmp_path / "log", 3, argv)
-    try:
-        process.wait_until(has_taken(tmp_path, 3))
-        os.kill(process.process.pid, signal.SIGTERM)
-        assert process.process.wait(60) != 0
+    argv = [*TORCHRUN, *run, "--out", str(tmp_path)]
+    with closing(Program(argv, tmp_path / "log")) as program:
+        program.wait_until(has_taken(tmp_path, 3))
+        kill(program.pid, signal.SIGTERM)
+        assert program.process.wait(60) != 0
         stored = newest(tmp_path)
         assert stored == history(tmp_path)[-1][0] >= 3
-    finally:
-        process.stop()
-    process = Torchrun(tmp_path / "log2", 3, argv)
-    try:
-        process.wait_until(has_taken(tmp_path, stored + 2))
-        ranks = list(descendants(process.process.pid))
+    with closing(Program(argv, tmp_path / "log2")) as program:
+        program.wait_until(has_taken(tmp_path, stored + 2))
+        ranks = list(descendants(program.pid))
         for rank in ranks:
             kill(rank, signal.SIGSTOP)  # so that it cannot end by itself, because its store has gone
-        os.kill(process.process.pid, signal.SIGKILL)
-        process.process.wait(10)
+        kill(program.pid, signal.SIGKILL)
+        program.process.wait(10)
         deadline = time.monotonic() + 5
         while left := [pid for pid in ranks if is_running(pid)]:
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.02)
-    finally:
-        process.stop()
     go_on(run, tmp_path)
     assert history(tmp_path) == whole
 
 
 @pytest.mark.timeout(120)
 def test_torchrun_too_does_not_restart_what_cannot_be_mended(tmp_path: Path, run: list[str]) -> None:
-    process = Torchrun(tmp_path / "log", 3, [*run, "--out", str(tmp_path), "--batch-size", "9", "--accumulate", "2"])
-    try:
-        assert process.process.wait(100) != 0
-    finally:
-        process.stop()
-    assert process.output.read_text().count("batch size 9 cannot be split 2 ways") == 1
+    argv = [*TORCHRUN, *run, "--out", str(tmp_path), "--batch-size", "9", "--accumulate", "2"]
+    with closing(Program(argv, tmp_path / "log")) as program:
+        assert program.process.wait(100) != 0
+    assert program.text.count("batch size 9 cannot be split 2 ways") == 1
+
+
+@pytest.mark.timeout(280)
+def test_a_killed_node_that_comes_back_costs_no_bit(
+    tmp_path: Path, run: list[str], whole: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of one rank each, started by launch/pretrain.sh; they meet on the loopback interface."""
+    port = free_port()
+    settings = "keep_alive_interval=1,keep_alive_max_attempt=8"  # seconds until a silent node is given up
+    meeting = {"NNODES": "2", "NPROC_PER_NODE": "1", "RDZV": f"127.0.0.1:{port}", "RDZV_CONF": settings}
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+    def node(name: str) -> Program:
+        script = Path(__file__).parent.parent / "launch" / "pretrain.sh"
+        argv = [str(script), *run[1:], "--out", str(tmp_path)]
+        return stack.enter_context(closing(Program(argv, tmp_path / name, meeting)))
+
+    def is_met_at() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    with ExitStack() as stack:
+        first = node("node0.log")
+        first.wait_until(is_met_at)  # or the second would be the one where they meet
+        second = node("node1.log")
+        first.wait_until(has_taken(tmp_path, 7))
+        second.close()
+        for each in (first, node("node1.log")):
+            assert each.process.wait(120) == 0, each.text
+    assert "resumed after step 5" in first.text
+    assert history(tmp_path) == whole
+
+
+def test_a_node_leaves_with_its_last_sign_of_life() -> None:
+    """Catches a thread that waits for the store of another node when the interpreter ends, which aborts the agent."""
+    meeting = torchrun.Meeting(1, f"127.0.0.1:{free_port()}", "id", {"keep_alive_interval": "1"})
+    sending, handler = threading.Event(), torchrun._rendezvous(meeting)
+    handler.next_rendezvous()
+    handler._op_executor.run = lambda *_: (sending.set(), time.sleep(1))  # pyright: ignore[reportAttributeAccessIssue]
+    assert sending.wait(10)
+    (sender,) = [thread for thread in threading.enumerate() if thread.name.startswith("RendezvousKeepAlive")]
+    torchrun._leave(handler)
+    assert not sender.is_alive()
+
+
+def test_a_hung_rank_ends_in_a_time_out(tmp_path: Path, run: list[str]) -> None:
+    with Command([*run, "--timeout", "12", "--out", str(tmp_path)], tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 2))
+        kill(hung := command.ranks()[1], signal.SIGSTOP)
+        command.wait_until(lambda: "time-out" in command.text)
+        kill(hung, signal.SIGKILL)  # the agent would do it, half a minute later
+        assert command.wait() == HOPELESS
+    [line] = [line for line in command.lines if "time-out" in line]
+    assert line.startswith("cce-dist pretrain: rank 0: time-out in a collective: ")
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
@@ -287,40 +328,34 @@ def test_ranks_die_with_their_agent(tmp_path: Path, run: list[str], whole: list[
     assert history(tmp_path) == whole
 
 
-@pytest.fixture
-def two_ranks(tmp_path: Path, run: list[str]) -> Iterator:
-    """Start two ranks as a launcher of another make does, each with arguments of its own; return what they said."""
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        pytest.param([[], ["--out", "{}/elsewhere"]], r"is not that of rank 0.*", id="an out that nodes do not share"),
+        pytest.param(
+            [["--lr", "0.5"], ["--lr", "0.25", "--seed", "3"]],
+            "rank 1 has seed 3 in place of 0, lr 0.25 in place of 0.5",
+            id="other arguments",
+        ),
+    ],
+)
+def test_ranks_that_were_started_unlike_say_how(
+    tmp_path: Path, run: list[str], more: list[list[str]], message: str
+) -> None:
+    """Two ranks of a launcher of another make; no step is taken."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ExitStack() as stack:
-
-        def start(*more: list[str]) -> list[Command]:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            commands = []
-            for rank, each in enumerate(more):
-                place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                place |= {"LOCAL_RANK": str(rank)}
-                argv = [*run, "--out", str(tmp_path / "out"), *each]
-                command = Command(argv, tmp_path / f"log{rank}", environment=place)
-                commands.append(stack.enter_context(command))
-            for command in commands:
-                assert command.wait() == HOPELESS, command.text
-            return commands
-
-        yield start
-
-
-def test_an_out_that_nodes_do_not_share_is_found_before_the_first_step(tmp_path: Path, two_ranks) -> None:
-    first, _ = two_ranks([], ["--out", str(tmp_path / "elsewhere")])
-    assert len(first.lines) == 1 and "elsewhere of rank 1" not in first.lines[0]
-    assert "is not that of rank 0" in first.lines[0] and "rank 1 on " in first.lines[0]
+        commands = []
+        for rank, each in enumerate(more):
+            argv = [*run, "--out", f"{tmp_path}/out", *(word.format(tmp_path) for word in each)]
+            environment = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = Command(argv, tmp_path / f"log{rank}", environment=environment)
+            commands.append(stack.enter_context(command))
+        for command in commands:
+            assert command.wait() == HOPELESS, command.text
+    [line] = commands[0].lines
+    assert re.search(message, line)
     assert not list(tmp_path.rglob("metrics.jsonl")) and not list(tmp_path.rglob("step-*"))
-
-
-def test_ranks_that_were_started_unlike_say_how(tmp_path: Path, two_ranks) -> None:
-    first, _ = two_ranks(["--lr", "0.5"], ["--lr", "0.25", "--seed", "3"])
-    assert len(first.lines) == 1
-    assert "rank 1 has seed 3 in place of 0, lr 0.25 in place of 0.5" in first.lines[0]
 
 
 @pytest.mark.parametrize(
@@ -340,12 +375,17 @@ def test_what_a_restart_cannot_mend_is_not_restarted(
     assert len([line for line in command.lines if "cce-dist pretrain" in line]) == 1 and reason in command.text
 
 
-def test_a_lost_rank_is_restarted(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+def test_a_lost_rank_is_restarted_and_one_machine_listens_on_loopback_alone(
+    tmp_path: Path, run: list[str], whole: list[tuple]
+) -> None:
+    """Catches the rendezvous of torch, which listens on every address, and gloo on the address of the host's name."""
     with Command([*run, "--out", str(tmp_path), "--max-restarts", "1"], tmp_path / "log") as command:
         command.wait_until(has_taken(tmp_path, 6))
+        addresses = listening({command.pid, *descendants(command.pid)})
         kill(command.ranks()[1], signal.SIGKILL)
         assert command.wait() == 0, command.text
     assert "resumed after step 5" in command.text and history(tmp_path) == whole
+    assert addresses and addresses <= {"0100007F", "0" * 24 + "01000000"}, addresses
 
 
 @pytest.mark.parametrize(
@@ -375,16 +415,6 @@ def test_a_requeued_run_goes_on_in_spite_of_no_resume(
             monkeypatch.setenv(name, value)
         assert cli.main([*argv, steps]) == 0
     assert ("resumed after step 5" in capsys.readouterr().out) is goes_on
-
-
-def test_one_machine_listens_on_loopback_alone(tmp_path: Path, run: list[str]) -> None:
-    """Catches the rendezvous of torch, which listens on every address, and gloo on the address of the host's name."""
-    with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
-        command.wait_until(has_taken(tmp_path, 1))
-        addresses = listening({command.pid, *descendants(command.pid)})
-        kill(command.pid, signal.SIGTERM)
-        assert command.wait() == AGAIN
-    assert addresses and addresses <= {"0100007F", "0" * 24 + "01000000"}, addresses
 
 
 def test_ranks_of_one_machine_talk_over_loopback(

@@ -5,11 +5,17 @@ import json
 import sysconfig
 from pathlib import Path
 
+import torch
+
+from cce_dist import cli
 from cce_dist.pretrain import Recipe, add_arguments, data
+from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.recipe import PRESETS
 
+ALONE = Ranks(torch.device("cpu"))
 CORPUS = Path(sysconfig.get_path("stdlib")) / "email"
-TOY = ["--preset", "toy", "--corpus", str(CORPUS), "--pattern", "*.py", "--device", "cpu", "--batch-size", "8"]
+TEXT = ["--corpus", str(CORPUS), "--pattern", "*.py"]
+TOY = ["--preset", "toy", *TEXT, "--device", "cpu", "--batch-size", "8"]
 SHORT = ["--steps", "8", "--warmup", "4", "--eval-every", "4", "--eval-batches", "2", "--checkpoint-every", "4"]
 
 
@@ -17,6 +23,11 @@ def options(cache: Path, out: Path, *more: str) -> Recipe:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return Recipe.of(parser.parse_args([*TOY, *SHORT, "--tp", "1", "--cache", str(cache), "--out", str(out), *more]))
+
+
+def pretrain(cache: Path, out: Path, *more: str) -> int:
+    """Run the command on one rank, and return its exit code."""
+    return cli.main(["pretrain", *TOY, *SHORT, "--tp", "1", "--cache", str(cache), "--out", str(out), *more])
 
 
 def prepared(cache: Path) -> Path:
@@ -35,3 +46,22 @@ def losses(out: Path) -> list[float]:
 
 def largest_difference(one: Path, other: Path) -> float:
     return max(abs(a - b) for a, b in zip(losses(one), losses(other), strict=True))
+
+
+def history(out: Path) -> list[tuple[int, str, float, float | None]]:
+    """Return what a run's records say of its arithmetic."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(record["step"], record["split"], record["loss"], record.get("grad_norm")) for record in lines]
+
+
+def newest(out: Path) -> int:
+    """Return the step of the newest checkpoint by the file ``latest``; 0 where there is none."""
+    try:
+        return int((out / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+    except (OSError, ValueError):
+        return 0
+
+
+def go_back(out: Path, step: int = 4) -> None:
+    """Have an older checkpoint be the newest one, as if the run had been killed after it."""
+    (out / "checkpoints" / "latest").write_text(f"step-{step:08d}\n")

@@ -11,10 +11,8 @@ folders alone that you trust.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
-import os
 import pickle
 import re
 import shutil
@@ -35,7 +33,7 @@ NAME = re.compile(r"step-\d{8,}")
 
 
 def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: dict[str, Any], ranks: Ranks) -> None:
-    """Write model, optimizer, RNG and ``state`` (plain values; ``state["step"]`` names the checkpoint).
+    """Write model, optimizer and ``state`` (plain values; ``state["step"]`` names the checkpoint).
 
     ``save_tensors`` is the engine's. Only the ``keep`` newest checkpoints stay.
 
@@ -49,46 +47,46 @@ def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: d
     final = folder / f"step-{state['step']:08d}"
     scratch = final.with_suffix(".tmp")
 
-    def together(act: Callable[[], Any]) -> list[Any]:
-        """Have every rank act; return what each one got, or raise on every rank what the first to fail met."""
-        result = failure = None
-        try:
-            result = act()
-        except (OSError, dcp.CheckpointException) as error:
-            failure = _failure(error, final)
-        facts = ranks.gather((result, failure))
-        wrong = next((failure for _, failure in facts if failure is not None), None)
-        if wrong is not None:
-            if ranks.rank == 0:
-                shutil.rmtree(scratch, ignore_errors=True)
-            raise wrong
-        return [result for result, _ in facts]
+    def write(act: Callable[[], Any]) -> list[Any]:
+        """Have every rank write its part."""
 
-    def on_first(act: Callable[[], Any]) -> Any:
-        return together(lambda: act() if ranks.rank == 0 else None)[0]
+        def attempt() -> Any:
+            try:
+                return act()
+            except (OSError, dcp.CheckpointException) as error:
+                raise _failure(error, final) from error
 
-    on_first(lambda: shutil.rmtree(scratch) if scratch.exists() else None)
-    together(lambda: save_tensors(scratch))
-    files = on_first(lambda: _add_state(scratch, state))
-    sums = together(
-        lambda: {name: checksum(scratch / name, flush=True) for name in files[ranks.rank :: ranks.world_size]}
-    )
-    on_first(lambda: _publish(scratch, final, keep, {name: sum for each in sums for name, sum in each.items()}))
+        return ranks.together(attempt)
+
+    def write_on_first(act: Callable[[], Any]) -> Any:
+        return write(lambda: act() if ranks.rank == 0 else None)[0]
+
+    try:
+        write_on_first(lambda: shutil.rmtree(scratch) if scratch.exists() else None)
+        write(lambda: save_tensors(scratch))
+        files = write_on_first(lambda: _add_state(scratch, state))
+        mine = files[ranks.rank :: ranks.world_size]
+        sums = write(lambda: {name: checksum(scratch / name, flush=True) for name in mine})
+        write_on_first(
+            lambda: _publish(scratch, final, keep, {name: sum for each in sums for name, sum in each.items()})
+        )
+    except CheckpointError:
+        if ranks.rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def load(
     folder: Path, load_tensors: Callable[[Path], None], same: dict[str, Any], ranks: Ranks
 ) -> dict[str, Any] | None:
-    """Restore model, optimizer and RNG from the newest whole checkpoint; return its state, or None where there is none.
+    """Restore model and optimizer from the newest whole checkpoint; return its state, or None where there is none.
 
     ``same`` is what a run and its resumption must have in common. Where a value is a set, any of its elements will do.
 
     Raises:
         UsageError: ``same`` differs from ``state["same"]``, or all checkpoints are damaged or gone; on every rank.
     """
-    problem, candidates = ranks.gather(_candidates(folder) if ranks.rank == 0 else None)[0]
-    if problem:
-        raise UsageError(f"{folder / LATEST} {problem}: --no-resume starts anew")
+    candidates = ranks.on_first(lambda: _candidates(folder))
     for path in candidates:
         damage = _damage(path, ranks)
         if damage is None:
@@ -102,8 +100,7 @@ def load(
 
 def clear(folder: Path) -> None:
     """Delete the checkpoints in ``folder``, and nothing else."""
-    if not (folder / LATEST).is_dir():  # ``load`` says so on every rank
-        (folder / LATEST).unlink(missing_ok=True)
+    (folder / LATEST).unlink(missing_ok=True)
     for old in folder.glob("step-*"):
         if _is_ours(old):
             _delete(old)
@@ -119,14 +116,9 @@ def sweep(folder: Path) -> None:
 
 def checksum(path: Path, *, flush: bool = False) -> list[Any]:
     """Return a file's size and SHA-256; ``flush`` it to disk as well."""
-    digest, size = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            size += len(block)
-        if flush:
-            os.fsync(file.fileno())
-    return [size, digest.hexdigest()]
+    if flush:
+        durable.sync(path)
+    return [path.stat().st_size, durable.sha256(path)]
 
 
 def write_tensors(folder: Path, tensors: dict[str, Any]) -> None:
@@ -162,7 +154,6 @@ def _load(path: Path, load_tensors: Callable[[Path], None], same: dict[str, Any]
         reason = f"is of another run ({'; '.join(differing)})"
         raise UsageError(f"checkpoint {path} {reason}: use another --out or --no-resume")
     load_tensors(path)
-    _set_rng(state.pop("rng"))
     return state
 
 
@@ -171,23 +162,21 @@ def _unreadable(path: Path, reason: BaseException) -> UsageError:
     return UsageError(f"cannot read checkpoint {path}: {text.splitlines()[0]}")
 
 
-def _candidates(folder: Path) -> tuple[str, list[Path]]:
-    """Return what is wrong with the file ``latest``, and the checkpoints to try, the newest first.
+def _candidates(folder: Path) -> list[Path]:
+    """Return the checkpoints to try, the newest first.
 
-    They are those up to the one that ``latest`` names, and all where it names none that is there.
+    They are those up to the one that the file ``latest`` names, and all where it names none that is there.
     """
-    whole = sorted(
-        (path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and _is_ours(path)), reverse=True
-    )
+    paths = (path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and _is_ours(path))
+    whole = sorted(paths, reverse=True)
     try:
         newest = (folder / LATEST).read_text(errors="replace").strip()
-    except IsADirectoryError:
-        return "is a folder, where the name of the newest checkpoint should stand in a file", []
-    except OSError:
-        return "", whole
+    except FileNotFoundError:
+        return whole
     if not whole:
-        return f"names {newest!r}, which is gone, and there is no other checkpoint", []
-    return "", [path for path in whole if path.name <= newest] if folder / newest in whole else whole
+        gone = f"names {newest!r}, which is gone, and there is no other checkpoint"
+        raise UsageError(f"{folder / LATEST} {gone}: --no-resume starts anew")
+    return [path for path in whole if path.name <= newest] if folder / newest in whole else whole
 
 
 def _is_ours(path: Path) -> bool:
@@ -226,7 +215,7 @@ def _damage(path: Path, ranks: Ranks) -> str | None:
 def _add_state(scratch: Path, state: dict[str, Any]) -> list[str]:
     """Write the state to a checkpoint, and return the names of all its files."""
     buffer = io.BytesIO()
-    torch.save({**state, "rng": _rng()}, buffer)
+    torch.save(state, buffer)
     (scratch / STATE).write_bytes(buffer.getbuffer())
     return sorted(path.relative_to(scratch).as_posix() for path in scratch.rglob("*") if path.is_file())
 
@@ -253,17 +242,3 @@ def _failure(error: BaseException, final: Path) -> CheckpointError:
     found = durable.why_not(cause, final.parent)
     reason = str(cause) if found is None else found.strerror or str(found)
     return CheckpointError(f"cannot write checkpoint {final}: {reason}", found is not None and may_pass(found))
-
-
-def _rng() -> dict[str, torch.Tensor]:
-    """Return the generators' states; all ranks are seeded alike and draw alike, so one rank's stand for all."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_rng(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

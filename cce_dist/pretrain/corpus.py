@@ -149,27 +149,17 @@ def _key(files: dict[str, Source], vocab_size: int) -> str:
         for name, source in files.items():
             digest.update(b"\0" + os.fsencode(name) + b"\0")
             try:
-                digest.update(_checksum(source.path, bar).encode())
+                digest.update(durable.sha256(source.path, bar.update).encode())
             except OSError as error:
                 raise CorpusError(f"cannot read corpus file {_shown(source.path)}: {error.strerror}") from error
     return f"bpe-{vocab_size}-{digest.hexdigest()[:16]}"
-
-
-def _checksum(path: Path, bar: tqdm | None = None) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            if bar is not None:
-                bar.update(len(block))
-    return digest.hexdigest()
 
 
 def _is_sound(folder: Path) -> bool:
     """Whether a tokenized corpus is what was written."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        return (folder / "tokenizer.json").exists() and _checksum(folder / "ids.bin") == meta["sha256"]
+        return (folder / "tokenizer.json").exists() and durable.sha256(folder / "ids.bin") == meta["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -200,7 +190,7 @@ def _tokenize(files: list[Source], vocab_size: int, folder: Path) -> None:
                 file.write(np.array([EOS] if text is None else piece.ids, dtype).tobytes())
         file.flush()
         os.fsync(file.fileno())
-    meta = {"dtype": dtype.name, "vocab_size": vocab_size, "sha256": _checksum(folder / "ids.bin")}
+    meta = {"dtype": dtype.name, "vocab_size": vocab_size, "sha256": durable.sha256(folder / "ids.bin")}
     durable.write(folder / "meta.json", json.dumps(meta) + "\n")
 
 

@@ -6,8 +6,10 @@ the name is flushed.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -18,6 +20,16 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sha256(path: Path, seen: Callable[[int], object] = lambda num_bytes: None) -> str:
+    """Return the SHA-256 of a file; ``seen`` is told how many bytes were read."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            seen(len(block))
+    return digest.hexdigest()
 
 
 def write(path: Path, text: str) -> None:

@@ -11,11 +11,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 AGENT = "CCE_DIST_AGENT"  # the process id of the agent, where this package has started it
 HOPELESS, AGAIN, LOST = 1, 75, 76  # the last two as BSD's sysexits.h has them
@@ -53,6 +56,16 @@ def may_pass(error: BaseException) -> bool:
     if isinstance(error, CheckpointError):
         return error.passing
     return isinstance(error, OSError) and error.errno in PASSING
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise the system's refusal to write as a ``CheckpointError``; ``path`` names the file where the error does not."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"cannot write {error.filename or path}: {error.strerror or error}"
+        raise CheckpointError(reason, may_pass(error)) from error
 
 
 def speaks_for_all() -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from cce_dist.pretrain.exits import CheckpointError, UsageError, may_pass, say
+from cce_dist.pretrain.exits import UsageError, say, writing
 from cce_dist.pretrain.ranks import Ranks
 
 # A file system over the network gives a dead node's lock up after some time: 90 s for NFS.
@@ -34,25 +34,17 @@ def hold(out: Path, ranks: Ranks) -> Iterator[bool]:
         UsageError: Another run holds it, or some rank does not see the first rank's files; on every rank.
         CheckpointError: It cannot be written; on every rank.
     """
-    lock, problem, same = None, None, False
-    if ranks.rank == 0:
-        try:
-            (out / "checkpoints").mkdir(parents=True, exist_ok=True)
-            lock, same = _lock(out)
-        except UsageError as error:
-            problem = error
-        except OSError as error:
-            problem = CheckpointError(f"cannot write {error.filename or out}: {error.strerror}", may_pass(error))
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    facts = ranks.gather((problem, same, restarted))
-    try:
-        if facts[0][0] is not None:
-            raise facts[0][0]
+    with contextlib.ExitStack() as held:
+
+        def take() -> bool:
+            with writing(out):
+                (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+                return _lock(out, held)
+
+        same = ranks.on_first(take)
+        restarted = any(ranks.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
         _check_shared(out, ranks)
-        yield any(same or restarted for _, same, restarted in facts)
-    finally:
-        if lock is not None:
-            lock.close()
+        yield same or restarted
 
 
 def job() -> str | None:
@@ -60,12 +52,12 @@ def job() -> str | None:
     return os.environ.get("RUN_ID") or os.environ.get("SLURM_JOB_ID")
 
 
-def _lock(out: Path) -> tuple[TextIO | None, bool]:
-    """Take the lock; return it, and whether its last holder was this very run."""
+def _lock(out: Path, held: contextlib.ExitStack) -> bool:
+    """Take the lock until ``held`` closes; return whether its last holder was this very run."""
     # Slurm gives a job its number back when it is queued again; within one allocation it is shared by all that is started.
     again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 or bool(os.environ.get("RUN_ID"))
     launch = os.environ.get("TORCHELASTIC_RUN_ID")
-    lock = open(out / "lock", "a+", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+    lock = held.enter_context((out / "lock").open("a+", encoding="utf-8"))
     start = time.monotonic()
     while True:
         try:
@@ -74,13 +66,12 @@ def _lock(out: Path) -> tuple[TextIO | None, bool]:
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
                 say(f"{out} cannot be locked ({error.strerror}): see to it that no other run writes there")
-                return None, False
+                return False
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
         holder = _holder(lock)
         own = (again and holder.get("job") == job()) or (launch is not None and holder.get("launch") == launch)
         if time.monotonic() - start > (WAIT_OWN_SECONDS if own else WAIT_SECONDS):
-            lock.close()
             who = "process {pid} on {host}, since {since}".format_map({"pid": "?", "host": "?", "since": "?"} | holder)
             raise UsageError(f"another run holds {out}: {who}; use another --out, or end that run")
         time.sleep(0.2)
@@ -90,7 +81,7 @@ def _lock(out: Path) -> tuple[TextIO | None, bool]:
     lock.truncate()
     lock.write(json.dumps(us | {"launch": launch}) + "\n")
     lock.flush()
-    return lock, same
+    return same
 
 
 def _holder(lock: TextIO) -> dict[str, Any]:
@@ -104,28 +95,29 @@ def _holder(lock: TextIO) -> dict[str, Any]:
 
 def _check_shared(out: Path, ranks: Ranks) -> None:
     """Raise where a rank does not see in ``out`` what the first one has just written there, or cannot write itself."""
+    token, first_host = ranks.gather((secrets.token_hex(8), socket.gethostname()))[0]
     # A name that nobody has looked up yet: clients of NFS remember for a while that a file is not there.
-    mark = out / f".seen-by-all-{ranks.gather(secrets.token_hex(8))[0]}"
-    problem: CheckpointError | None = None
-    if ranks.rank == 0:
-        try:
+    mark = out / f".seen-by-all-{token}"
+
+    def make() -> None:
+        with writing(mark):
             mark.touch()
-        except OSError as error:
-            problem = CheckpointError(f"cannot write {mark}: {error.strerror}", may_pass(error))
-    ranks.gather(None)
-    deadline = time.monotonic() + (0 if ranks.rank == 0 else 3)
-    while not (seen := mark.exists()) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    facts = ranks.gather((problem, seen, os.access(out / "checkpoints", os.W_OK), socket.gethostname()))
-    if ranks.rank == 0:
-        mark.unlink(missing_ok=True)
-    if facts[0][0] is not None:
-        raise facts[0][0]
-    for rank, (_, seen, writable, host) in enumerate(facts):
-        if not seen:
-            raise UsageError(
-                f"--out {out} of rank {rank} on {host} is not that of rank 0 on {facts[0][3]}: a run of several "
-                "nodes needs a folder that all of them share"
-            )
-        if not writable:
-            raise UsageError(f"rank {rank} on {host} may not write to {out / 'checkpoints'}")
+
+    def look() -> None:
+        deadline, who = time.monotonic() + 3, f"rank {ranks.rank} on {socket.gethostname()}"
+        while not mark.exists():
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"--out {out} of {who} is not that of rank 0 on {first_host}: a run of several nodes needs a "
+                    "folder that all of them share"
+                )
+            time.sleep(0.2)
+        if not os.access(out / "checkpoints", os.W_OK):
+            raise UsageError(f"{who} may not write to {out / 'checkpoints'}")
+
+    ranks.on_first(make)
+    try:
+        ranks.together(look)
+    finally:
+        if ranks.rank == 0:
+            mark.unlink(missing_ok=True)

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -186,22 +185,26 @@ def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
     node = os.environ.get("GROUP_RANK", socket.gethostname())
     nodes = {node: rank for rank, (node, local) in reversed(list(enumerate(ranks.gather((node, _local_rank())))))}
     store = dist.PrefixStore("corpus", dist.distributed_c10d._get_default_store())
+    folder = failure = None
     if nodes[node] == ranks.rank:
         try:
-            word = {"folder": str(data.prepare(*recipe.text))}
+            folder = data.prepare(*recipe.text)
         except data.CorpusError as error:
-            word = {"error": str(error)}
-        store.set(node, json.dumps(word))
+            failure = UsageError(f"rank {ranks.rank}: {error}" if len(nodes) > 1 else str(error))
+        store.set(node, "done")
     # Nobody waits in a collective: tokenizing may take longer than its time-out.
     while not store.check(list(nodes)):
         time.sleep(0.2)
-    words = {name: json.loads(store.get(name)) for name in nodes}
-    for name, word in words.items():
-        if "error" in word:
-            raise UsageError(f"rank {nodes[name]}: {word['error']}" if len(nodes) > 1 else word["error"])
-    if len({Path(word["folder"]).name for word in words.values()}) > 1:
+
+    def found() -> Path | None:
+        if failure is not None:
+            raise failure
+        return folder
+
+    folders = ranks.together(found)
+    if len({each.name for each in folders if each is not None}) > 1:
         raise UsageError("the nodes have corpora that differ in names or content")
-    return Path(words[node]["folder"])
+    return folders[nodes[node]]
 
 
 def _local_rank() -> int:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import hashlib
-import json
 import logging
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cce_dist import ranks
-from cce_dist.pretrain.exits import UsageError
+from cce_dist.pretrain.exits import CheckpointError, UsageError
 from cce_dist.pretrain.recipe import Recipe
 
 
@@ -71,6 +69,23 @@ class Ranks:
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
+
+    def together(self, act: Callable[[], Any]) -> list[Any]:
+        """Have every rank act; return each one's result, or raise on every rank what the first to fail met."""
+        result = failure = None
+        try:
+            result = act()
+        except (UsageError, CheckpointError) as error:
+            failure = error
+        facts = self.gather((result, failure))
+        for _, failure in facts:
+            if failure is not None:
+                raise failure
+        return [result for result, _ in facts]
+
+    def on_first(self, act: Callable[[], Any]) -> Any:
+        """Have the first rank act, and return its result on every rank, or raise what it met."""
+        return self.together(lambda: act() if self.rank == 0 else None)[0]
 
     def largest_peak_mb(self, counts: bool) -> float:
         """Return the largest ``peak_mb`` of the ranks that count, such as those of the last stage. Every rank calls it."""
@@ -136,17 +151,11 @@ def check_alike(recipe: Recipe, place: Ranks) -> None:
     ours = recipe.arguments()
     for name in ("out", "cache", "corpus"):
         ours.pop(name)
-    hashes = place.gather(hashlib.sha256(json.dumps(ours, sort_keys=True).encode()).hexdigest())
-    if len(set(hashes)) == 1:
-        return
-    everyone = place.gather(ours)
-    other = next(rank for rank, each in enumerate(hashes) if each != hashes[0])
-    wrong = [
-        f"{name} {everyone[other].get(name)} in place of {value}"
-        for name, value in everyone[0].items()
-        if everyone[other].get(name) != value
-    ]
-    raise UsageError(f"ranks were started with different arguments: rank {other} has {', '.join(wrong)}")
+    first, *others = place.gather(ours)
+    for rank, other in enumerate(others, 1):
+        wrong = [f"{name} {other[name]} in place of {value}" for name, value in first.items() if other[name] != value]
+        if wrong:
+            raise UsageError(f"ranks were started with different arguments: rank {rank} has {', '.join(wrong)}")
 
 
 def make_mesh(device: torch.device, tp: int, dp: int, timeout: datetime.timedelta) -> Ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cce_dist.plan import Layout, Model, plan
-from cce_dist.plan.devices import DEVICES, Device, device_of
+from cce_dist.plan.devices import DEVICES, Device
 from cce_dist.plan.steps import ENGINES
 from cce_dist.pretrain.exits import UsageError
 from cce_dist.pretrain.recipe import MEGATRON_FUSED, Recipe
@@ -27,7 +27,7 @@ def layers_of_stages(recipe: Recipe) -> list[int] | None:
     if said == EVEN or pp == 1:
         return None
     if said == AUTO:
-        return planned_layers(recipe)
+        return _planned(recipe)
     try:
         layers = [int(count) for count in said.split(",")]
     except ValueError:
@@ -42,7 +42,7 @@ def named_stages(layers: list[int] | None) -> dict[str, int]:
     return {f"layers of stage {stage}": count for stage, count in enumerate(layers or [])}
 
 
-def planned_layers(recipe: Recipe) -> list[int]:
+def _planned(recipe: Recipe) -> list[int]:
     """Return the cut that the plan of a recipe has for its loss."""
     shape = recipe.shape
     model = Model(shape.hidden_size, shape.vocab_size, shape.num_layers, shape.num_heads, shape.num_ffn)
@@ -67,10 +67,6 @@ def planned_layers(recipe: Recipe) -> list[int]:
 
 def _device() -> Device:
     """Return the table's GPU of this machine's name; the first one where the table lacks it."""
-    first = next(iter(DEVICES.values()))
-    if not torch.cuda.is_available():
-        return first
-    try:
-        return device_of(torch.cuda.get_device_name())
-    except ValueError:
-        return first
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    devices = list(DEVICES.values())
+    return next((device for device in devices if device.name in name), devices[0])

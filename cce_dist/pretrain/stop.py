@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist.pretrain.exits import AGAIN, Stopped, say, speaks_for_all, tell_torchrun
+from cce_dist.pretrain.exits import AGAIN, CheckpointError, Stopped, say, speaks_for_all, tell_torchrun, writing
 from cce_dist.pretrain.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -97,14 +100,6 @@ def _early(name: str) -> str:
     return f"stopped by {name} before the first step"
 
 
-class Stop(NamedTuple):
-    """Why all ranks stop: a signal's name, or what went wrong on the first rank."""
-
-    reason: str
-    failed: bool = False
-    passing: bool = False
-
-
 class Agreement:
     """Has all ranks stop after the same step.
 
@@ -114,26 +109,36 @@ class Agreement:
 
     def __init__(self, ranks: Ranks, notice: Notice) -> None:
         self._ranks, self._notice = ranks, notice
-        self._failure: Stop | None = None
+        self._failure: CheckpointError | None = None
         self._flag: Tensor | None = None
 
-    def fail(self, reason: str, passing: bool = False) -> None:
-        """Have all ranks stop because of what went wrong on this one, the first."""
-        self._failure = self._failure or Stop(reason, True, passing)
+    @contextlib.contextmanager
+    def noting(self, path: Path) -> Iterator[None]:
+        """Note what goes wrong on the first rank while it writes to ``path``: all ranks stop a little later."""
+        try:
+            with writing(path):
+                yield
+        except CheckpointError as error:
+            self._failure = self._failure or error
 
-    def before_step(self) -> Stop | None:
-        """Return None if all ranks take the next step, else why none does. Every rank calls it."""
-        asked = 0 if self._notice.name is None else signal.Signals[self._notice.name]
-        wish = FAILED if self._failure is not None else int(asked)
+    def before_step(self) -> str | None:
+        """Return None if all ranks take the next step, else the name of the signal that asks them to stop.
+
+        Every rank calls it, and raises what was noted on the first one.
+        """
+        asked = 0 if self._notice.name is None else int(signal.Signals[self._notice.name])
+        wish = asked if self._failure is None else FAILED
         if self._ranks.world_size > 1:
             flag = torch.full((), wish, dtype=torch.int32, device=self._ranks.device)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             flag, self._flag = self._flag, flag
             wish = 0 if flag is None else int(flag)
         if wish == FAILED:
-            return self.settle()
-        return Stop(signal.Signals(wish).name) if wish else None
+            self.settle()
+        return signal.Signals(wish).name if wish else None
 
-    def settle(self) -> Stop | None:
-        """Return what went wrong on the first rank. Every rank calls it."""
-        return self._ranks.gather(self._failure)[0]
+    def settle(self) -> None:
+        """Raise, on every rank, what was noted on the first one. Every rank calls it."""
+        failure = self._ranks.gather(self._failure)[0]
+        if failure is not None:
+            raise failure

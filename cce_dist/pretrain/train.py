@@ -21,24 +21,13 @@ from cce_dist.pretrain import checkpoint, flops, folder, plot
 from cce_dist.pretrain.capture import captured
 from cce_dist.pretrain.data import Batches, Corpus
 from cce_dist.pretrain.engines import Engine, Step
-from cce_dist.pretrain.exits import CheckpointError, Stopped, UsageError, may_pass
+from cce_dist.pretrain.exits import Stopped, UsageError
 from cce_dist.pretrain.log import Log
-from cce_dist.pretrain.stop import Agreement, Notice, Stop
+from cce_dist.pretrain.stop import Agreement, Notice
 
 # Arguments that say where a run is, not what it is.
-PLACES = {
-    "out",
-    "cache",
-    "corpus",
-    "resume",
-    "nodes",
-    "ranks_per_node",
-    "meet",
-    "meet_conf",
-    "run_id",
-    "max_restarts",
-    "timeout",
-}
+PLACES = {"out", "cache", "corpus", "resume", "nodes", "ranks_per_node", "meet", "meet_conf", "run_id"}
+PLACES |= {"max_restarts", "timeout"}
 
 
 def train(engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches, notice: Notice | None = None) -> float:
@@ -85,9 +74,9 @@ class _Run:
         val_loss, tokens, clock = math.nan, 0, time.perf_counter()
         self.notice.patient = True
         for step in range(state["step"] + 1, recipe.steps + 1):
-            stop = self.agreement.before_step()
-            if stop is not None:
-                self._stop(stop)
+            asked = self.agreement.before_step()
+            if asked is not None:
+                self._stop(asked)
             ids, labels = batches.at(state["position"], recipe.batch_size)
             state["position"] += recipe.batch_size
             with captured(engine, step):
@@ -112,9 +101,7 @@ class _Run:
                 self._store(is_judged=judged)
             if logged or judged or stores:  # tokens_per_s is of steps alone
                 tokens, clock = 0, time.perf_counter()
-        failure = self.agreement.settle()
-        if failure is not None:
-            self._stop(failure)
+        self.agreement.settle()
         self._finish(val_loss)
         return val_loss
 
@@ -140,36 +127,25 @@ class _Run:
         return {"step": 0, "position": 0} | (state or {}) | {"same": same, "arguments": recipe.arguments()}
 
     def _open_log(self) -> Log | None:
-        step = self.state["step"]
-        try:
+        step, ours = self.state["step"], self.state["arguments"]
+        with self.agreement.noting(self.recipe.out / "metrics.jsonl"):
             log = Log(self.recipe, step)
-        except OSError as error:
-            self._fail(error)
-            return None
-        if step:
-            done = (
-                ", which was the last: --steps N goes on, --no-resume starts anew" if step >= self.recipe.steps else ""
-            )
-            log.note(f"resumed after step {step}{done}")
-            ours, former = self.state["arguments"], self.former
-            names = sorted(name for name in former.keys() & ours.keys() if name not in PLACES)
-            other = [f"{name} {ours[name]} (was {former[name]})" for name in names if ours[name] != former[name]]
-            if other:
-                log.note(f"resumed with other arguments: {', '.join(other)}")
-        return log
+            if step:
+                last = ", which was the last: --steps N goes on, --no-resume starts anew"
+                log.note(f"resumed after step {step}{last if step >= self.recipe.steps else ''}")
+                names = sorted(self.former.keys() & ours.keys() - PLACES)
+                other = [f"{n} {ours[n]} (was {self.former[n]})" for n in names if ours[n] != self.former[n]]
+                if other:
+                    log.note(f"resumed with other arguments: {', '.join(other)}")
+            return log
 
     def _record(self, act: Callable[[Log], Any]) -> None:
-        """Write to the log, on the first rank. Where that fails, all ranks stop together a little later."""
-        try:
-            if self.log is not None:
-                act(self.log)
-        except OSError as error:
-            self._fail(error)
-            self.log = None  # what stands in the file stays as it is
-
-    def _fail(self, error: OSError) -> None:
-        name = error.filename or self.recipe.out / "metrics.jsonl"
-        self.agreement.fail(f"cannot write {name}: {error.strerror or error}", may_pass(error))
+        """Write to the log, on the first rank. Where that fails, what stands in the file stays as it is."""
+        log, self.log = self.log, None
+        if log is not None:
+            with self.agreement.noting(self.recipe.out / "metrics.jsonl"):
+                act(log)
+                self.log = log
 
     def _check_finite(self) -> None:
         """Raise ``UsageError``, on every rank, at the first step whose loss or gradient was not finite."""
@@ -207,17 +183,15 @@ class _Run:
         checkpoint.save(path, self.recipe.keep, self.engine.save_tensors, self.state, self.ranks)
         self.stored = self.state["step"]
 
-    def _stop(self, stop: Stop) -> NoReturn:
-        """End the run between two steps."""
-        if stop.failed:
-            raise CheckpointError(stop.reason, stop.passing)
+    def _stop(self, asked: str) -> NoReturn:
+        """End the run between two steps, because a signal asks for it."""
         step, how = self.state["step"], "--checkpoint-every 0 keeps nothing"
         if self.recipe.checkpoint_every:
             if step > self.stored:
                 self._check_finite()
                 self._store(is_judged=False)
             how = "its checkpoint is stored, and the same command goes on" if step else "nothing was done yet"
-        raise Stopped(f"stopped by {stop.reason} after step {step}: {how}", everywhere=True)
+        raise Stopped(f"stopped by {asked} after step {step}: {how}", everywhere=True)
 
     def _describe(self, step: int, done: Step, tokens: int, seconds: float) -> dict[str, Any]:
         """Return the metrics of a step: ``tokens`` were seen in the last ``seconds``. Every rank calls it."""
