@@ -2,9 +2,10 @@
 
     python tests/host_time.py [filter]
 
-One line each: an ordinary call (``CCE_DIST_REPLAY=0``), the call that is recorded, replays launched one by one
-(``CCE_DIST_REPLAY=launches``), replays as graphs, and ``torch.compile`` of the dense loss. N 2,048, D 768, V 16,384, as in
-docs/results.md. ``graphs.py`` is worth its lines if "launches" takes more than 1.25 of ``torch.compile``.
+One line each: a call launched by Triton (``CCE_DIST_REPLAY=triton``), an ordinary call (``=0``), the call that is recorded,
+replays launched one by one (``CCE_DIST_REPLAY=launches``), replays as graphs, and ``torch.compile`` of the dense loss. N 2,048,
+D 768, V 16,384, as in docs/results.md.
+``graphs.py`` is worth its lines if "launches" takes more than 1.25 of ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 N, D, V, STEPS = 2048, 768, 16384, 200
-MODES = {"ordinary": "0", "launches": "launches", "graphs": "1", "torch.compile": "0"}
+MODES = {"by Triton": "triton", "ordinary": "0", "launches": "launches", "graphs": "1", "torch.compile": "0"}
 
 
 def milliseconds(step: Callable[[], None]) -> tuple[float, float]:

@@ -38,12 +38,10 @@ def test_a_key_is_at_least_as_fine_as_tritons() -> None:
     from triton.backends.nvidia.compiler import CUDABackend
 
     backend, draw = CUDABackend(GPUTarget("cuda", 90, 32)), random.Random(0)
-    kernel = SimpleNamespace(params=[SimpleNamespace(name="x", is_constexpr=False)])
-    seen: dict[tuple, set] = {}
+    seen: dict[Any, set] = {}
     for _ in range(3000):
-        value, key = _value(draw), []
-        direct.Direct(kernel)._add(key, [], value, False)
-        seen.setdefault(tuple(key), set()).add(native_specialize_impl(backend, value, False, True, True))
+        value = _value(draw)
+        seen.setdefault(direct.kind(value), set()).add(native_specialize_impl(backend, value, False, True, True))
     assert len(seen) > 15 and all(len(kinds) == 1 for kinds in seen.values())
 
 
@@ -73,7 +71,7 @@ def test_a_kind_that_came_before_passes_triton_by(
 ) -> None:
     """Catches: keywords in another order, a kind taken for another, a hook that is passed by."""
     launcher, seen = launcher_and_seen
-    kernel: Any = Kernel(launcher, a=False, b=False, c=False, d=True, e=False)
+    kernel: Any = Kernel(launcher, a=False, b=False, c=False, d=False, e=True)
     launch = direct.Direct(kernel)
     monkeypatch.setattr(direct, "_is_wanted", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
@@ -82,8 +80,8 @@ def test_a_kind_that_came_before_passes_triton_by(
     def call(size: int, number: int, how: str, **more: Any) -> None:
         matrix, other, x = (torch.zeros(16, 16, device=DEVICE) for _ in range(3))
         described = [TensorDescriptor.from_tensor(m, [8, size]) for m in (matrix, other)]
-        launch((described[0], x), (1, 2), {"e": described[1], "d": how, "c": number, **more})
-        kernel.run(described[0], x, number, how, described[1], grid=(1, 2), warmup=False, **more)
+        launch((described[0], x, number, described[1]), (1, 2), {**more, "e": how})
+        kernel.run(described[0], x, number, described[1], how, grid=(1, 2), warmup=False, **more)
         kernel.launches -= 1
         assert _bare(seen[-1]) == _bare(seen[-2])
 
@@ -186,7 +184,7 @@ def launcher_and_seen(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     meta = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [8, 8], "fp4_padded": False}
     matrix = "tensordesc<fp32[8, 8]>"
     source = SimpleNamespace(
-        signature={"a": matrix, "b": "*fp32", "c": "i32", "d": "constexpr", "e": matrix}, constants={}
+        signature={"a": matrix, "b": "*fp32", "c": "i32", "d": matrix, "e": "constexpr"}, constants={}
     )
     metadata = SimpleNamespace(
         tensordesc_meta=[meta, {**meta, "swizzle": 2}], num_ctas=1, global_scratch_size=0, global_scratch_align=1,
@@ -202,8 +200,8 @@ def test_the_launcher_in_c_gets_what_triton_gives_it(launcher_and_seen: tuple[An
     compiled = SimpleNamespace(run=launcher, function=7, packed_metadata=(4, 1, 0))
     matrices = [torch.zeros(16, 16, device=DEVICE) for _ in range(3)]
     place = Place(0, 0, torch.float32, (16, 16), (16, 1))
-    values = [Matrix(TensorDescriptor.from_tensor(matrices[0], [8, 8]), place), place, 5, "ieee"]
-    values.append(values[0])
+    values = [Matrix(TensorDescriptor.from_tensor(matrices[0], [8, 8]), place), place, 5]
+    values += [values[0], "ieee"]
     call = SimpleNamespace(address=[0, 0], source=lambda place: (1, 0))
     launch = steps._Launch(call, Launch(compiled, (1, 2, 3), values))  # pyright: ignore[reportArgumentType]
     assert launch.run is not launcher
@@ -211,7 +209,7 @@ def test_the_launcher_in_c_gets_what_triton_gives_it(launcher_and_seen: tuple[An
         call.address[1] = matrix.data_ptr()
         launch(9)
         described = TensorDescriptor.from_tensor(matrix, [8, 8])
-        launcher(1, 2, 3, 9, 7, (4, 1, 0), None, None, None, described, matrix.data_ptr(), 5, "ieee", described)
+        launcher(1, 2, 3, 9, 7, (4, 1, 0), None, None, None, described, matrix.data_ptr(), 5, described, "ieee")
         assert seen[-1] == seen[-2]
 
 

@@ -66,47 +66,32 @@ class Direct:
         self.kernel, self.known = kernel, dict[tuple, _Known]()
         parameters = getattr(kernel, "params", ())  # an interpreted kernel has none
         self.names = [parameter.name for parameter in parameters]
-        self.is_constant = [parameter.is_constexpr for parameter in parameters]
-        self.run_time = {parameter.name for parameter in parameters if not parameter.is_constexpr}
+        self.constants = {parameter.name for parameter in parameters if parameter.is_constexpr}
 
     def __call__(self, args: Sequence[Any], grid: Sequence[int], kwargs: dict[str, Any]) -> Any:
         if not _is_wanted() or watched() or self.kernel.pre_run_hooks:
             return self._by_triton(args, grid, kwargs)
         device = torch._C._cuda_getDevice()
-        key: list[Any] = [device]
-        values: list[Any] = []
-        for is_constant, value in zip(self.is_constant, args, strict=False):
-            self._add(key, values, value, is_constant)
-        for name, value in kwargs.items():
-            key.append(name)
-            self._add(key, values, value, name not in self.run_time)
         try:
-            known = self.known.get(tuple(key))
+            key = (device, *kwargs, *kwargs.values(), *map(kind, args))
+            known = self.known.get(key)
         except TypeError:  # a constant that is no key
             return self._by_triton(args, grid, kwargs)
         if known is None:
             compiled = self._by_triton(args, grid, kwargs)
-            if hasattr(compiled, "packed_metadata"):
-                self._keep(tuple(key), _Known.of(compiled, self.names, len(args), [*kwargs], values))
+            if hasattr(compiled, "packed_metadata") and self._are_constants(len(args), kwargs):
+                self._keep(key, _Known.of(compiled, self.names, args, kwargs))
             return compiled
-        known.launch([*grid, 1, 1][:3], torch._C._cuda_getCurrentRawStream(device), values)
+        known.launch([*grid, 1, 1][:3], torch._C._cuda_getCurrentRawStream(device), args)
         return known.compiled
+
+    def _are_constants(self, num_args: int, kwargs: dict[str, Any]) -> bool:
+        """Whether all constants of the kernel, and they alone, are given by name, as kernels here are launched."""
+        given = [name for name in kwargs if name in self.names]
+        return {*given} == self.constants and num_args + len(given) == len(self.names)
 
     def _by_triton(self, args: Sequence[Any], grid: Sequence[int], kwargs: dict[str, Any]) -> Any:
         return type(self.kernel).run(self.kernel, *args, grid=grid, warmup=False, **kwargs)
-
-    def _add(self, key: list[Any], values: list[Any], value: Any, is_constant: bool) -> None:
-        """Add an argument's kind to the key, and what the launcher takes for it to the values."""
-        if is_constant:
-            key.append(value)
-        elif isinstance(value, Tensor):
-            address = value.data_ptr()
-            key.append(value.dtype)
-            key.append(address & 15)
-            value = address
-        else:
-            key.append(kind(value))
-        values.append(value)
 
     def _keep(self, key: tuple, known: _Known) -> None:
         if len(self.known) >= MOST_KINDS:
@@ -115,12 +100,14 @@ class Direct:
 
 
 def kind(value: Any) -> Any:
-    """Return what Triton may compile apart of an argument that is neither a tensor nor a constant."""
+    """Return what Triton may compile apart of an argument that is no constant."""
+    if isinstance(value, Tensor):
+        return value.dtype if value.data_ptr() & 15 == 0 else (value.dtype, "unaligned")
     if type(value) is int:
-        return value == 1, value % 16 == 0, value.bit_length() // 32, value < 0
+        return value == 1, value & 15 == 0, value.bit_length() >> 5, value < 0
     if hasattr(value, "block_shape"):
         return value.base.dtype, *value.block_shape, value.padding
-    return value if value is None or type(value) is bool else type(value)
+    return (value,) if value is None or type(value) is bool else type(value)
 
 
 class _Known(NamedTuple):
@@ -129,31 +116,31 @@ class _Known(NamedTuple):
     Attributes:
         compiled: What Triton made.
         launcher: Of it.
-        order: Place of each argument of the kernel among a launch's arguments, positional ones before keywords.
-        matrices: Place among the kernel's arguments of each tensor descriptor, the last first, and what encodes it.
+        constants: The kernel's, in order.
+        matrices: Place among the arguments of each tensor descriptor, the last first, and what encodes it.
     """
 
     compiled: Any
     launcher: Launcher
-    order: list[int]
+    constants: list[Any]
     matrices: list[tuple[int, Callable[[Any], list[Any]]]]
 
     @classmethod
-    def of(cls, compiled: Any, names: Sequence[str], num_args: int, keywords: Sequence[str], values: list[Any]) -> _Known:
-        launcher = launcher_of(compiled)
-        order = [*range(num_args), *(num_args + keywords.index(name) for name in names[num_args:])]
-        places = [place for place, n in enumerate(order) if hasattr(values[n], "block_shape")]
-        return cls(compiled, launcher, order, [*zip(places, launcher.encoders or [], strict=False)][::-1])
+    def of(cls, compiled: Any, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> _Known:
+        launcher, constants = launcher_of(compiled), [kwargs[name] for name in names[len(args) :]]
+        places = [place for place, value in enumerate(args) if hasattr(value, "block_shape")]
+        return cls(compiled, launcher, constants, [*zip(places, launcher.encoders or [], strict=False)][::-1])
 
-    def launch(self, grid: Sequence[int], stream: int, values: Sequence[Any]) -> None:
-        own = [values[n] for n in self.order]
+    def launch(self, grid: Sequence[int], stream: int, args: Sequence[Any]) -> None:
+        values = [value.data_ptr() if isinstance(value, Tensor) else value for value in args]
         for place, encode in self.matrices:
-            own[place : place + 1] = encode(own[place])
+            values[place : place + 1] = encode(values[place])
         run, behind, _, in_one = self.launcher
+        values += self.constants
         if in_one:
-            run(*grid, stream, self.compiled.function, *behind, own)
+            run(*grid, stream, self.compiled.function, *behind, values)
         else:
-            run(*grid, stream, self.compiled.function, *behind, *own)
+            run(*grid, stream, self.compiled.function, *behind, *values)
 
 
 class Launcher(NamedTuple):
