@@ -27,6 +27,11 @@ def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
     return read
 
 
+def wholes(text: str) -> list[int]:
+    """Read whole numbers of at least 1 with commas between."""
+    return [whole(1)(part) for part in text.split(",")]
+
+
 def number(least: float = 0.0, below: float = math.inf, *, positive: bool = False) -> Callable[[str], float]:
     """Return a type that reads a number in [least, below); ``positive`` leaves ``least`` itself out. NaN is never in."""
 

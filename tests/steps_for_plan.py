@@ -1,13 +1,12 @@
 """Measure whole steps of ``cce-dist pretrain``, to compare losses or plans: no test, a program for one or two GPUs.
 
-    python tests/steps_for_plan.py torch sizes steps.json
     torchrun --nproc-per-node 2 tests/steps_for_plan.py megatron cuts steps.json
     torchrun --nproc-per-node 2 tests/steps_for_plan.py deepspeed batches steps.json
     python tests/steps_for_plan.py show steps.json more.json
 
-"sizes" are four models with each loss, on one GPU or as an even pipeline over two. "cuts" are all cuts of one model over two
-GPUs. "batches" are microbatches of 16, 4 and 1 sequences of one step, the vocabulary split over all ranks, "large-head" those
-of a model with four times the vocabulary, and "tiny" those of a model for a CPU; "show" prints their table. Ids are drawn by
+"cuts" are all cuts of one model over two GPUs. "batches" are microbatches of 16, 4 and 1 sequences of one step, the vocabulary
+split over all ranks, "large-head" those of a model with four times the vocabulary, and "tiny" those of a model for a CPU;
+"show" prints their table. Ids are drawn by
 Zipf's law. The file gets, for each run, the seconds of each timed step and the peak of each rank. "filtered" is what a user of
 ``GradFilter()`` gets: exact gradients where its rule, of the sizes alone, says that they take less time. The table says where.
 
@@ -50,12 +49,6 @@ BATCHES = {  # models whose steps are cut into microbatches; a filter pays on th
     "large-head": ("base-128k", dataclasses.replace(PRESETS["base"], num_layers=6, vocab_size=131072)),
     "tiny": ("toy", PRESETS["toy"]),
 }
-SIZES = {
-    "wide": (PRESETS["wide"], 16),
-    "wide-12": (dataclasses.replace(PRESETS["wide"], num_layers=12, seq_len=1024), 8),
-    "base": (PRESETS["base"], 16),
-    "base-64k": (dataclasses.replace(PRESETS["base"], num_layers=6, vocab_size=65536), 8),
-}
 # Wide enough that the GPU is waited for, and not the host.
 CUT_OF = Shape(hidden_size=2048, num_layers=6, num_heads=16, num_ffn=5632, seq_len=1024, vocab_size=65536)
 CUT_BATCH, CUT_ACCUMULATE = 64, 4
@@ -70,13 +63,7 @@ def recipes(engine: str, kind: str, size: int, device: str) -> Iterator[tuple[st
                 split: dict[str, Any] = {"batch_size": 16, "accumulate": 16 // sequences, "tp": size}
                 yield f"{name}, {sequences}", Recipe(shape=shape, loss=loss, **split, **common)
         return
-    pp, common = size, common | {"pp": size}
-    if kind == "sizes":
-        for loss in ("exact", "dense"):
-            for name, (shape, batch) in SIZES.items():
-                yield name, Recipe(shape=shape, loss=loss, batch_size=batch * pp, accumulate=2 * pp, **common)
-        return
-    cut = {"shape": CUT_OF, "batch_size": CUT_BATCH, "accumulate": CUT_ACCUMULATE}
+    cut = {"shape": CUT_OF, "batch_size": CUT_BATCH, "accumulate": CUT_ACCUMULATE, "pp": size}
     for loss in ("exact", "dense") if engine == "megatron" else ("exact",):
         for first in range(2, CUT_OF.num_layers + 1):
             layers = f"{first},{CUT_OF.num_layers - first}"

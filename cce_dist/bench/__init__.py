@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cce_dist.arguments import device, file, folder, number, whole
+from cce_dist.arguments import device, file, folder, number, whole, wholes
 from cce_dist.bench.shapes import COLUMNS, LOG_PROBS, SHAPES
 from cce_dist.kernels.divergence.heads import KINDS
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="shares of labels that are -100 (default: 0)",
     )
-    add("--tp", type=_sizes, metavar="T,T", help="split the vocabulary over so many ranks, under torchrun or alone")
+    add("--tp", type=wholes, metavar="T,T", help="split the vocabulary over so many ranks, under torchrun or alone")
     add(
         "--log-probs",
         nargs="*",
@@ -129,7 +129,3 @@ def _show(args: argparse.Namespace) -> int:
         for path, results in files.items():
             report.write_figure(path.with_suffix(".png"), results.environment, results.cases)
     return 0
-
-
-def _sizes(text: str) -> list[int]:
-    return [whole(1)(size) for size in text.split(",")]

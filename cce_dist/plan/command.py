@@ -9,8 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from cce_dist.arguments import wholes
 from cce_dist.plan.devices import DEVICES, HOSTS, Device, measure
 from cce_dist.plan.layers import RECOMPUTE, Layout
+from cce_dist.plan.picture import COLORS, draw
 from cce_dist.plan.planning import LOSSES, METHODS, MIB, Plan, named, plan
 from cce_dist.plan.scale import GLOBAL_TOKENS, Step, grow
 from cce_dist.plan.sizes import MODELS, Config, Model, read_config
@@ -18,18 +20,6 @@ from cce_dist.report import table
 
 BY_HAND = ("hidden_size", "vocab_size", "num_layers", "num_heads", "ffn_size")
 DEFAULTS = {"tokens": 8192, "micro_batch": 1, "tp": 1, "pp": 1, "cp": 1}  # which a config's own sizes go before
-ITEMS = (
-    "weights",
-    "main_grad",
-    "gradients",
-    "optimizer",
-    "activations",
-    "hidden states",
-    "head's gradient",
-    "statistics",
-    "lists",
-    "workspace",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--measure", action="store_true", help="take rates and memory of the GPU that is here")
 
     shown = parser.add_argument_group("what is shown")
-    shown.add_argument("--scale", type=_counts, metavar="G,G", help="a step on each of these numbers of GPUs")
+    shown.add_argument("--scale", type=wholes, metavar="G,G", help="a step on each of these numbers of GPUs")
     shown.add_argument("--loss", choices=LOSSES, help="with --scale: rows of this loss alone")
     shown.add_argument("--global-tokens", type=int, default=GLOBAL_TOKENS, metavar="N", help="of a step, with --scale")
     shown.add_argument("--json", action="store_true", help="print JSON")
@@ -91,22 +81,10 @@ def run(args: argparse.Namespace) -> int:
         else:
             print("\n\n".join(_text(found, title, args.workspace) + _scale(steps)))
         if args.picture:
-            from cce_dist.plan.picture import draw
-
             draw(args.picture, found, title)
     except (OSError, ValueError) as error:
         raise SystemExit(f"cce-dist plan: {' '.join(str(error).split())}") from error
     return 0
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(count) for count in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"numbers of GPUs with commas between, got {text}") from None
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"numbers of GPUs are positive, got {text}")
-    return counts
 
 
 def _model_and_layout(args: argparse.Namespace) -> tuple[Model, Layout]:
@@ -196,7 +174,7 @@ def _row(found: Plan, each: Any, workspace: int | None) -> dict[str, str]:
 
 def _memory(found: Plan) -> list[dict[str, str]]:
     rows = []
-    present = [item for item in ITEMS if any(each.last_stage.get(item) for each in found.losses)]
+    present = [item for item in COLORS if any(each.last_stage.get(item) for each in found.losses)]
     for item in present:
         sizes = {each.loss: f"{each.last_stage.get(item, 0) / MIB:,.0f}" for each in found.losses}
         rows.append({"item": item, **sizes})

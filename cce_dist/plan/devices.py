@@ -97,17 +97,17 @@ COSTS = Costs()
 
 
 class Host(NamedTuple):
-    """The time that a host takes to launch a training step, which the GPU waits for where it is the longer one.
+    """The time that a host takes to launch a microbatch in an engine of ``pretrain``; the GPU waits where it is the longer one.
 
     Attributes:
-        layer: Seconds of a layer and microbatch, forward and backward.
+        layer: Seconds of a layer, forward and backward.
         exact: Seconds of this library's exact loss and its gradient.
-        step: Seconds once a step: the optimizer, and what the engine does around it.
+        elementwise: Share of the elementwise bytes of plain torch that the engine's layers move.
     """
 
     layer: float
     exact: float
-    step: float
+    elementwise: float
 
     def head(self, loss: str) -> float:
         """Return the seconds of a loss of a plan and its gradient."""
@@ -117,10 +117,9 @@ class Host(NamedTuple):
 
 
 # A least-squares fit of the logarithms of step times of small models on one machine with H200s, November 2026.
-# "torch" is also DeepSpeed's, which has the same layers; other runs of both were met within 12 %. Hosts differ: that of
-# docs/results/h200-steps-two.json was faster.
-_PLAIN = Host(3.4e-3, 5.9e-3, 4.3e-3)
-HOSTS = {"torch": _PLAIN, "deepspeed": _PLAIN, "megatron": Host(5.2e-3, 2.0e-3, 12.8e-3)}
+# "torch" is also DeepSpeed's, which has the same layers. Hosts differ: another was 0.6 of it.
+_PLAIN = Host(3.4e-3, 5.9e-3, 1.0)
+HOSTS = {"torch": _PLAIN, "deepspeed": _PLAIN, "megatron": Host(5.2e-3, 2.0e-3, 0.65)}
 # docs/results.md#small-shards: a dense loss on the host, and what a filter takes there beyond the exact loss.
 DENSE_LAUNCHES, FILTER_LAUNCHES = 0.3e-3, 2.0e-3
 

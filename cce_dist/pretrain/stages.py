@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from cce_dist.plan import Layout, Model, plan
-from cce_dist.plan.devices import DEVICES, Device
-from cce_dist.plan.steps import ENGINES
+from cce_dist.plan.devices import DEVICES, HOSTS, Device
 from cce_dist.pretrain.exits import UsageError
 from cce_dist.pretrain.recipe import MEGATRON_FUSED, Recipe
 
@@ -54,7 +53,7 @@ def _planned(recipe: Recipe) -> list[int]:
         sequence_parallel=recipe.sequence_parallel,
         num_tokens=recipe.batch_size // (recipe.dp * recipe.accumulate) * shape.seq_len,
         framework=recipe.engine,
-        elementwise=ENGINES[recipe.engine].elementwise,
+        elementwise=HOSTS[recipe.engine].elementwise,
         host=recipe.engine,
     )
     loss = PLANNED.get(recipe.loss, "filtered")
