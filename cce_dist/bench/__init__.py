@@ -49,8 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=LOG_PROBS,
         metavar="TASK",
-        help="time log-probabilities and entropies, as policies take them, in place of the loss; the entropy has no gradient. "
-        f"With a task time that: {', '.join(LOG_PROBS)}",
+        help=f"time log-probabilities and entropies, as policies take them: {', '.join(LOG_PROBS)} (default: all)",
     )
     add(
         "--kl",
@@ -105,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise SystemExit(f"cce-dist bench: {missing[0]} is neither a rung ({', '.join(RUNGS)}) nor a file")
     args.shapes, args.tokens, args.ignored = args.shapes or shapes, args.tokens or tokens, args.ignored or [0.0]
-    if args.log_probs or args.kl is not None:
+    if args.log_probs is not None or args.kl is not None:
         args.ignored = [0.0]  # every token counts
     return cases.run(args)
 

@@ -131,19 +131,11 @@ def _measure_all(args: argparse.Namespace) -> int:
                 if rank < size:
                     shard, head = VocabShard.even(len(workload.weight), group), f"{label}, {task.name} T {size}: "
                     problem = task.problem(workload)
-                    found = measure(
-                        problem,
-                        shard,
-                        {name: method for name, method in table.items() if name in known},
-                        args.repeats,
-                        lambda line, head=head: show_progress(head + line),
-                        not args.no_forward,
-                    )
-                    results.cases.append(
-                        report.Case.of(
-                            case.shape, ignored, workload, problem, found, size, args.stage or "", case.rung, task.name
-                        )
-                    )
+                    chosen = {name: method for name, method in table.items() if name in known}
+                    told = lambda line, head=head: show_progress(head + line)  # noqa: E731
+                    found = measure(problem, shard, chosen, args.repeats, told, not args.no_forward)
+                    where = {"num_ranks": size, "stage": args.stage or "", "rung": case.rung, "task": task.name}
+                    results.cases.append(report.Case.of(case.shape, ignored, workload, problem, found, **where))
                 if rank == 0:
                     _report(results, args.out, has_figure)
                 if not alone:

@@ -92,10 +92,6 @@ class Reference(NamedTuple):
     d_hidden: Tensor
     d_weight: Tensor
 
-    @property
-    def loss(self) -> float:
-        return self.value.item()
-
 
 @dataclass(frozen=True)
 class Errors:
@@ -176,10 +172,6 @@ class Floor:
     three: Timing = field(default_factory=Timing)
     four: Timing = field(default_factory=Timing)
     problem: str = ""
-
-    def gemms(self, count: int) -> float:
-        """Median seconds of the first, second or third of a case's counts of products, which a loss calls 1, 3 and 4."""
-        return {1: self.one, 3: self.three, 4: self.four}[count].median
 
 
 class Measured(NamedTuple):
@@ -288,11 +280,6 @@ def _checked(name: str, method: Method, part: Part, shard: VocabShard) -> tuple[
     except Exception as error:
         row.problem = describe(error)
     return row, None if row.problem else function
-
-
-def reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Reference:
-    """Mean loss and gradients; hidden [N, D], weight [V, D] of the whole vocabulary, labels [N], -100 where ignored."""
-    return truth_of(loss_of(hidden, weight, labels))
 
 
 def truth_of(problem: Problem) -> Reference:

@@ -4,9 +4,9 @@ A method is built once per case and then called as ``loss = method(hidden, weigh
 sequence parallelism the rank's slice of it), weight the rank's rows, labels whole. It returns the mean over the labels that are
 not -100. Building raises ``ImportError`` where the library, or the part of it that is asked for, is missing.
 
-Four tables have rows of this one kind: the loss by itself, log-probabilities and entropies, and the end of the last stage of
-Megatron and of DeepSpeed. ``peers`` builds the losses of others, ``stage`` the ends of stages. Those of ``tasks`` take other
-operands and return other values.
+Three tables have rows of this one kind: the loss by itself, and the end of the last stage of Megatron and of DeepSpeed.
+``peers`` builds the losses of others, ``stage`` the ends of stages. The rows of ``tasks`` take other operands and return other
+values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from cce_dist import GradFilter, VocabShard, linear_cross_entropy, linear_log_probs
+from cce_dist import GradFilter, VocabShard, linear_cross_entropy
 from cce_dist.bench import peers, stage
 from cce_dist.bench.peers import LossFn
 
@@ -56,11 +56,10 @@ def all_methods(table: str = "", workspace_mib: Sequence[int] = (UNNAMED_MIB,)) 
     """Every method by name, in the order of the table; "-sp" is with sequence parallelism.
 
     Args:
-        table: "megatron" or "deepspeed" for the rows of their last stages, "log-probs" for those of log-probabilities and
-            entropies; else those of the loss by itself.
+        table: "megatron" or "deepspeed" for the rows of their last stages; else those of the loss by itself.
         workspace_mib: Budgets of ``cce-dist``, a row each.
     """
-    tables = {"": _losses, "log-probs": _log_probs, "megatron": _megatron_stages, "deepspeed": _deepspeed_stages}
+    tables = {"": _losses, "megatron": _megatron_stages, "deepspeed": _deepspeed_stages}
     return tables[table](our_options(workspace_mib))
 
 
@@ -112,17 +111,6 @@ def _our_loss(shard: VocabShard, hidden: Tensor, options: dict[str, Any]) -> Los
     return cast(LossFn, partial(linear_cross_entropy, shard=shard, **options))
 
 
-def _our_log_probs(shard: VocabShard, hidden: Tensor, options: dict[str, Any]) -> LossFn:
-    """The mean of the negative log-probabilities, beside entropies that nobody differentiates."""
-    entropy = options.pop("entropy", True)
-
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        out = linear_log_probs(hidden, weight, labels, shard=shard, entropy=entropy, **options)
-        return peers.mean_of_kept(-out.log_probs, labels)
-
-    return loss
-
-
 def _named(name: str, suffix: str) -> str:
     """The name with a suffix before its budget: ``cce-dist-sp@64MiB``."""
     base, at, budget = name.partition("@")
@@ -142,14 +130,9 @@ def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
     table["torch"] = Method(peers.torch_eager, needs_whole=True)
     table["torch-compile"] = Method(peers.torch_compile)
     table["torch-lce"] = Method(peers.torch_linear_cross_entropy, needs_whole=True)
-    for name, policy in (
-        ("chunked", "auto"),
-        ("compact", "compact"),
-        ("balanced", "balanced"),
-        ("accurate", "accurate"),
-    ):
+    for policy in ("auto", "compact", "balanced", "accurate"):
         build = partial(peers.torch_linear_cross_entropy, policy=policy)
-        table[f"torch-lce-{name}"] = Method(build, needs_whole=True)
+        table[f"torch-lce-{'chunked' if policy == 'auto' else policy}"] = Method(build, needs_whole=True)
     table["torch-loss-parallel"] = Method(peers.torch_loss_parallel, needs_group=True)
     for sequence_parallel in (False, True):
         table |= _megatrons(peers.megatron, sequence_parallel, needs_group=True)
@@ -165,23 +148,6 @@ def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
     table["liger"] = Method(peers.liger_triton, needs_cuda=True, needs_whole=True)
     table["liger-cute"] = Method(peers.liger_cute, needs_cuda=True, needs_whole=True)
     table["quack"] = Method(peers.quack, needs_cuda=True, needs_whole=True)
-    return table
-
-
-def _log_probs(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
-    """Log-probabilities with entropies; ``-alone``: without."""
-    table = {}
-    for name, options in ours.items():
-        if "grad_filter" in options:
-            continue
-        table[name] = Method(partial(build_ours, _our_log_probs, options), ours=True)
-        table[_named(name, "-alone")] = Method(
-            partial(build_ours, _our_log_probs, options | {"entropy": False}), ours=True
-        )
-    table["torch"] = Method(peers.torch_log_probs, needs_whole=True)
-    table["torch-compile"] = Method(partial(peers.torch_log_probs, compiled=True), needs_whole=True)
-    table["trl-chunked"] = Method(peers.trl_log_probs, needs_whole=True)
-    table["liger-chunked"] = Method(peers.liger_log_probs, needs_whole=True)
     return table
 
 

@@ -111,21 +111,6 @@ class _Merged(torch.autograd.Function):
         return (local_lse - lse).exp() * d_losses[0], -d_losses[0], None
 
 
-def dense_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of labels, and entropies without a gradient, as trainers of policies write them. [N] each."""
-    log_p = F.linear(hidden, weight).float().log_softmax(-1)
-    entropy = -(log_p.detach().exp() * log_p.detach()).sum(-1)
-    return log_p.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1), entropy
-
-
-def torch_log_probs(shard: VocabShard, hidden: Tensor, compiled: bool = False) -> LossFn:
-    function = dense_log_probs
-    if compiled:
-        torch.compiler.reset()  # as torch_compile
-        function = torch.compile(dense_log_probs, fullgraph=True, dynamic=False)
-    return lambda hidden, weight, labels: mean_of_kept(-function(hidden, weight, labels)[0], labels)
-
-
 def trl_chunks() -> Callable[..., tuple[Tensor, ...]]:
     """TRL's chunks of tokens and of the vocabulary: hidden, weight, labels and what else is asked for -> five outputs."""
     from trl.trainer import utils
@@ -142,30 +127,6 @@ def trl_chunks() -> Callable[..., tuple[Tensor, ...]]:
         return function.apply(hidden, weight, None, labels, 1.0, 8192, None, 1.0, more)
 
     return outputs
-
-
-def trl_log_probs(shard: VocabShard, hidden: Tensor) -> LossFn:
-    """TRL's chunked log-probabilities, with entropies."""
-    chunks = trl_chunks()
-
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        log_probs, *_ = chunks(hidden, weight, labels.clamp(min=0), ("entropy",))
-        return mean_of_kept(-log_probs, labels)
-
-    return loss
-
-
-def liger_log_probs(shard: VocabShard, hidden: Tensor) -> LossFn:
-    """What Liger's policy losses (GRPO and its kin) compute: chunks of tokens and of the vocabulary, no entropies."""
-    from liger_kernel.chunked_loss.fused_linear_ppo import (  # pyright: ignore[reportMissingImports]
-        LigerFusedLinearPPOBase,
-    )
-
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        log_probs = LigerFusedLinearPPOBase.chunk_forward(hidden[None], weight, labels.clamp(min=0)[None])
-        return mean_of_kept(-log_probs[0], labels)
-
-    return loss
 
 
 def torch_loss_parallel(shard: VocabShard, hidden: Tensor) -> LossFn:
@@ -248,24 +209,29 @@ def deepspeed(shard: VocabShard, hidden: Tensor) -> LossFn:
 
 def deepspeed_logits(shard: VocabShard, hidden: Tensor, backend: str = "torch") -> LossFn:
     """DeepSpeed's loss of logits that are there, with its sum of dE over the group."""
-    quiet_deepspeed(hidden.device)
+    of_logits = deepspeed_loss(shard, hidden.device, backend)
     from deepspeed.module_inject.layers import ColumnParallel
-    from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        logits = F.linear(cast(Tensor, ColumnParallel.apply(shard.group, hidden)), weight)
-        return vocab_parallel_cross_entropy(
-            logits,
-            labels,
-            tp_group=shard.group,
-            vocab_start_index=shard.start,
-            vocab_end_index=shard.stop,
-            global_vocab_size=shard.vocab_size,
-            ignore_index=IGNORE_INDEX,
-            backend=backend,
-        )
+        return of_logits(F.linear(cast(Tensor, ColumnParallel.apply(shard.group, hidden)), weight), labels)
 
     return loss
+
+
+def deepspeed_loss(shard: VocabShard, device: torch.device, backend: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """DeepSpeed's loss of a rank's logits [N, V_r] and labels [N]."""
+    quiet_deepspeed(device)
+    from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
+
+    return partial(
+        vocab_parallel_cross_entropy,
+        tp_group=shard.group,
+        vocab_start_index=shard.start,
+        vocab_end_index=shard.stop,
+        global_vocab_size=shard.vocab_size,
+        ignore_index=IGNORE_INDEX,
+        backend=backend,
+    )
 
 
 def quiet_deepspeed(device: torch.device) -> None:

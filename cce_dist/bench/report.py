@@ -49,37 +49,24 @@ class Case:
     counts: list[int] = field(default_factory=lambda: [1, 3, 4])
 
     @classmethod
-    def of(
-        cls,
-        shape: str,
-        ignored: float,
-        workload: Workload,
-        problem: Problem,
-        found: Measured,
-        num_ranks: int = 1,
-        stage: str = "",
-        rung: str = "trained",
-        task: str = "",
-    ) -> Case:
+    def of(cls, shape: str, ignored: float, workload: Workload, problem: Problem, found: Measured, **more: Any) -> Case:
+        """Return what was measured as a table; ``more`` are fields that have a default."""
         (num_tokens, hidden_size), vocab_size = workload.hidden.shape, workload.weight.shape[0]
         return cls(
-            shape=shape,
-            num_tokens=num_tokens,
-            hidden_size=hidden_size,
-            vocab_size=vocab_size,
-            ignored=ignored,
+            shape,
+            num_tokens,
+            hidden_size,
+            vocab_size,
+            ignored,
             dtype=str(workload.hidden.dtype).removeprefix("torch."),
             on_gpu=workload.hidden.is_cuda,
             rows=found.rows,
             floor=found.floor,
-            num_ranks=num_ranks,
             collectives=found.collectives,
-            stage=stage,
-            rung=rung,
-            task=task,
             teacher_size=problem.weights[-1].shape[1] if len(problem.weights) > 1 else 0,
             counts=problem.counts,
             **workload.drawn,
+            **more,
         )
 
     @property

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cce_dist import VocabShard
-from cce_dist.bench.peers import mean_of_kept, megatron_state, quiet_deepspeed
-from cce_dist.bench.workload import IGNORE_INDEX
+from cce_dist.bench.peers import deepspeed_loss, mean_of_kept, megatron_state
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # hidden [N, D], labels [N] -> mean loss, 0-d
 
@@ -110,29 +109,16 @@ def deepspeed(
     shard: VocabShard, hidden: Tensor, *, options: dict[str, Any] | None = None, backend: str = "torch"
 ) -> Stage:
     """All logits and their cross-entropy, DeepSpeed's own if the vocabulary is split; or with options ours by ``convert``."""
-    quiet_deepspeed(hidden.device)
+    of_logits = deepspeed_loss(shard, hidden.device, backend)
     import deepspeed as library
     from deepspeed.module_inject.layers import ColumnParallel
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-    from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
 
     from cce_dist.integrations import deepspeed as cce
 
     topology = PipeModelDataParallelTopology(num_pp=1, num_mp=shard.group_size, num_dp=1)
     hidden_size, device = hidden.shape[1], hidden.device
-
-    def vocab_parallel_loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(
-            logits,
-            labels,
-            tp_group=shard.group,
-            vocab_start_index=shard.start,
-            vocab_end_index=shard.stop,
-            global_vocab_size=shard.vocab_size,
-            ignore_index=IGNORE_INDEX,
-            backend=backend,
-        )
 
     class VocabParallelLinear(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -145,7 +131,7 @@ def deepspeed(
         head = nn.Linear(hidden_size, shard.vocab_size, bias=False, device=device)
     else:
         head = VocabParallelLinear(hidden_size, shard.num_rows, bias=False, device=device)
-        loss_fn = vocab_parallel_loss
+        loss_fn = of_logits
     # DeepSpeed prints its seeds and stages.
     with contextlib.redirect_stdout(io.StringIO()):
         module: Any = PipelineModule([head], topology=topology, loss_fn=loss_fn, partition_method="uniform")

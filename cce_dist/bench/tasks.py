@@ -41,13 +41,10 @@ class Task(NamedTuple):
 
 def tasks_of(args: argparse.Namespace) -> list[Task]:
     """The tasks that the options of ``cce-dist bench`` ask for."""
-    tasks = [scores_task(name) for name in args.log_probs or []]
+    tasks = [] if args.log_probs is None else [scores_task(name) for name in args.log_probs or LOG_PROBS]
     if args.kl is not None:
         tasks += [divergence_task(kind, args.teacher_size) for kind in args.kl or KINDS]
-    if tasks:
-        return tasks
-    table = "log-probs" if args.log_probs is not None else args.stage or ""
-    return [Task(partial(methods.all_methods, table), lambda workload: loss_of(*workload[:3]))]
+    return tasks or [Task(partial(methods.all_methods, args.stage or ""), lambda workload: loss_of(*workload[:3]))]
 
 
 def _rows(

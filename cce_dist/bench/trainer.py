@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from typing import Any
 
 import torch
 
-from cce_dist.report import table
+from cce_dist.report import describe, table
 
 HEADS: dict[str, dict[str, Any]] = {
     "Llama-3-8B": dict(
@@ -142,20 +143,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", help="a JSON file for the rows")
-    parser.add_argument("--one", nargs=2, metavar=("HEAD", "WAY"), help="measure in this process and print JSON")
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(measure(args.one[0], args.one[1], args.batch, args.length, args.steps)))
-        return
     rows = []
-    for head in args.heads:
-        for way in args.ways:
-            command = [sys.executable, "-m", "cce_dist.bench.trainer", "--one", head, way]
-            command += ["--batch", str(args.batch), "--length", str(args.length), "--steps", str(args.steps)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            lines = [line for line in done.stdout.splitlines() if line.startswith('{"head"')]
-            failed = {"head": head, "way": way, "loss": (done.stderr.strip().splitlines() or ["no output"])[-1][:200]}
-            rows.append(json.loads(lines[-1]) if lines else failed)
+    # A process that ends after one task, so that no way meets the classes that another one changed.
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for head, way in product(args.heads, args.ways):
+            try:
+                rows.append(pool.apply(measure, (head, way, args.batch, args.length, args.steps)))
+            except Exception as error:
+                rows.append({"head": head, "way": way, "loss": describe(error)})
             print(f"{head}, {way}: done", file=sys.stderr)
     print("\n".join(table([{column: str(row.get(column, "-")) for column in COLUMNS} for row in rows])))
     if args.out:

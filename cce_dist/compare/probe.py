@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cce_dist import LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy
-from cce_dist.bench.loop import reference
+from cce_dist.bench.loop import loss_of, truth_of
 from cce_dist.pretrain.data import IGNORED
 from cce_dist.pretrain.engines.torch import TorchEngine
 from cce_dist.pretrain.recipe import Recipe
@@ -45,7 +45,7 @@ def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndar
     weight = model.head.weight
     assert isinstance(weight, nn.Parameter)
     ours = _gradients(recipe, head, hidden, weight, part_labels)
-    truth = reference(hidden.flatten(0, -2), weight.detach().to(hidden.dtype), part_labels.flatten())
+    truth = truth_of(loss_of(hidden.flatten(0, -2), weight.detach().to(hidden.dtype), part_labels.flatten()))
     rare = torch.ones(len(truth.d_weight), dtype=torch.bool, device=hidden.device)
     rare[part_labels[part_labels != IGNORED]] = False
     pairs = zip(
