@@ -6,7 +6,6 @@ runs this file with newer ones. test_rl.py runs what needs ranks.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("megatron.core")
 
 from dense_scores import dense_scores, policy_loss
-from test_megatron import BATCH, SEQ, VOCAB, Case, batch, build, on_layout
+from test_megatron import BATCH, SEQ, VOCAB, Case, batch, build, on_layout, takes_a_processor, with_processor
 
 from cce_dist.integrations import megatron as cce
 from cce_dist.integrations.megatron import scores
@@ -25,45 +24,8 @@ from cce_dist.verify.check import assert_no_worse
 TEMPERATURE = torch.linspace(0.5, 2, BATCH * SEQ).view(BATCH, SEQ)
 
 
-def hook_exists() -> bool:
-    from megatron.core.models.gpt import GPTModel
-
-    return "output_processor" in inspect.signature(GPTModel.forward).parameters
-
-
-def with_hook(model: Any) -> Any:
-    """Return a model that calls its ``output_processor`` as 0.18 does."""
-    from megatron.core.models.gpt import GPTModel
-
-    class WithHook(GPTModel):
-        def forward(
-            self, *args: Any, output_processor: Any, output_processor_context: Any = None, **kwargs: Any
-        ) -> Any:
-            self.hook = output_processor, output_processor_context
-            return super().forward(*args, **kwargs)
-
-        def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Any = None, **_: Any) -> Any:
-            processor, context = self.hook
-            tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-            return processor(
-                hidden_states=hidden_states,
-                output_layer=self.output_layer,
-                output_weight=tied,
-                labels=labels,
-                context=context,
-                loss_mask=None,
-                runtime_gather_output=None,
-                scale_logits=lambda logits: logits,
-                config=self.config,
-            )
-
-    if not hook_exists():
-        model.__class__ = WithHook
-    return model
-
-
 def processor(**wanted: Any) -> Any:
-    return cce.log_probs_processor(**wanted) if hook_exists() else scores._Processor(1.0, None, wanted)
+    return cce.log_probs_processor(**wanted) if takes_a_processor() else scores._Processor(1.0, None, wanted)
 
 
 def by_logits(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +39,7 @@ def step(model: Any, ours: bool) -> dict[str, Tensor]:
     inputs, labels = batch(model)
     outside = (labels < 0) | (labels >= VOCAB)
     if ours:
-        found = with_hook(model)(
+        found = with_processor(model)(
             **inputs,
             labels=labels,
             output_processor=processor(entropy=True, argmax=True),
@@ -114,7 +76,7 @@ def over_two_ranks(sequence_parallel: bool) -> None:
 
 
 def what_is_not_served(case: Case) -> None:
-    model = with_hook(build(case)[0])
+    model = with_processor(build(case)[0])
     inputs, labels = batch(model)
     for given, message in (
         ({}, "the call has no labels"),
@@ -134,7 +96,7 @@ def test_a_megatron_without_the_hook_is_refused(monkeypatch: pytest.MonkeyPatch)
     import megatron.core
     from megatron.core.models.gpt import GPTModel
 
-    if hook_exists():
+    if takes_a_processor():
         assert callable(cce.log_probs_processor(entropy=True))
         with pytest.raises(TypeError, match="unexpected argument 'entropies'"):
             cce.log_probs_processor(entropies=True)
