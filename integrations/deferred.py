@@ -1,14 +1,11 @@
 """The deferral under every adapter: logits that nobody computes until somebody asks for their loss.
 
 ``take`` puts a head into a subclass of its own class, ``Head`` before it. While the head's ``Task`` defers, a call of the head
-returns ``DeferredLogits``: no numbers, but the hidden states that the head was called with. They go through the model's own
-code, which may scale them and, in the end, ask for their loss. That request calls the head again, through ``__call__`` and with
-``ask=``, a function that runs inside of the head's ``forward``: the hooks of FSDP or ZeRO-3 gather the weight around its
-real use. In training all other uses of the logits raise an error that names the use. In evaluation another use computes them,
-unless what they are computed from has changed since: ``unchanged`` has the checks, and a change raises an error, too.
-
-A model that calls ``F.cross_entropy`` itself needs ``TensorLogits`` and ``Task``, whose hooks watch the model's forward; they
-need no framework but PyTorch. Other frameworks have a subclass of ``DeferredLogits`` and of ``Task``.
+returns ``DeferredLogits``: no numbers, but the hidden states that the head was called with. The model's own code may scale them
+and, in the end, asks for their loss. That request calls the head again, through ``__call__`` and with ``ask=``, a function that
+runs inside of the head's ``forward``: the hooks of FSDP or ZeRO-3 gather the weight around its real use. In training all other
+uses of the logits raise an error that names the use. In evaluation another use computes them, unless what they are computed
+from has changed since (``unchanged``).
 
 When logits are deferred is decided once, by ``Task.enter``, in the forward of the model that runs:
 
@@ -46,14 +43,13 @@ _log = logging.getLogger("cce_dist").warning
 
 
 class NotComputedError(AttributeError, TypeError):
-    """A use of logits that nobody has computed; an AttributeError for ``hasattr``, a TypeError as operators raise it."""
+    """A use of logits that nobody has computed; for ``hasattr`` an AttributeError, as operators raise it a TypeError."""
 
 
 class DeferredLogits:
     """Logits that nobody has computed: ``scale * head(hidden)``, or after a tanh ``softcap * tanh(scale * head(hidden))``.
 
-    Code may multiply them by numbers and take ``torch.tanh`` once. A subclass adds methods, and in ``ANSWERED`` the functions
-    of torch that lead to them. All else raises ``NotComputedError``.
+    A subclass adds methods, and in ``ANSWERED`` the functions of torch that lead to them. All else raises ``NotComputedError``.
     """
 
     ANSWERED: dict[Callable, str] = {torch.tanh: "tanh", torch.Tensor.tanh: "tanh"}  # noqa: RUF012, constant
@@ -98,7 +94,7 @@ class DeferredLogits:
         return NotComputedError(f"cce_dist: {use} of logits that are not computed; {cls.HINT}")
 
     def _other_use(self, use: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Answer a use that leads to no loss: ``name`` is the method of a tensor that was called, ``use`` what to call it."""
+        """Answer a use that leads to no loss, of the tensor's method ``name``."""
         raise self._refused(use)
 
     def _with(self, **changes: Any) -> Any:
@@ -107,7 +103,6 @@ class DeferredLogits:
         return new
 
     def _scaling(self) -> dict[str, Any]:
-        """Return ``logit_scale`` and ``softcap`` as ``linear_cross_entropy`` takes them."""
         if self._softcap is None:
             return {"logit_scale": self._factor, "softcap": None}
         if self._softcap <= 0:
@@ -144,9 +139,8 @@ class TensorLogits(DeferredLogits):
     def __init__(self, head: Any, task: Any, hidden: Tensor, **given: Any) -> None:
         super().__init__(head, task, hidden, **given)
         self._cast: torch.dtype | None = None  # what the caller has cast the logits to
-        self._vocab_size = (
-            task.shard.vocab_size
-        )  # fewer where the caller has cut off the columns that pad the vocabulary
+        # Fewer where the caller has cut off the columns that pad the vocabulary.
+        self._vocab_size = task.shard.vocab_size
         self._added: Tensor | None = None  # a bias [V]
         self._version, self._weight_version = Version(hidden), Version(getattr(head, "weight", None))
         # Logits for training are never looked at, and those of a split vocabulary have no answer to a look.
@@ -204,13 +198,12 @@ class TensorLogits(DeferredLogits):
     def view(self, *shape: Any) -> Any:
         """Change the leading dimensions; the last stays the vocabulary."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        vocab_size = self.shape[-1]
-        if sizes[-1] == -1 and -1 not in sizes[:-1]:
-            leading = torch.Size(sizes[:-1]).numel()
-            sizes = (*sizes[:-1], vocab_size if leading * vocab_size == self.shape.numel() else -1)
-        if sizes[-1] != vocab_size:
-            return self._other_use(f"view{sizes} over the vocabulary of {vocab_size}", "reshape", sizes)
-        return self._with(hidden=self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]))
+        *leading, last = sizes
+        if last == -1 and -1 not in leading and torch.Size(leading).numel() == self.shape[:-1].numel():
+            last = self._vocab_size
+        if last != self._vocab_size:
+            return self._other_use(f"view{sizes} over the vocabulary of {self._vocab_size}", "reshape", sizes)
+        return self._with(hidden=self._hidden.reshape(*leading, self._hidden.shape[-1]))
 
     reshape = view
 
@@ -235,17 +228,17 @@ class TensorLogits(DeferredLogits):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if function is F.cross_entropy:
-            return _cross_entropy(*args, **(kwargs or {}))
-        first = args[0] if args else (kwargs or {}).get("input")
+            return _cross_entropy(*args, **kwargs)
+        first = args[0] if args else kwargs.get("input")
         if function in cls.ANSWERED and isinstance(first, cls):
             return super().__torch_function__(function, types, args, kwargs)
         name = getattr(function, "__name__", str(function))
-        given = kwargs or {}
-        in_place = is_in_place(name) or given.get("inplace")
-        if (in_place and isinstance(first, cls)) or isinstance(given.get("out"), cls):
+        in_place = is_in_place(name) or kwargs.get("inplace")
+        if (in_place and isinstance(first, cls)) or isinstance(kwargs.get("out"), cls):
             raise cls._refused_in_place(name)
-        args, kwargs = pytree.tree_map_only(cls, lambda logits: logits._computed(name), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(cls, lambda logits: logits._computed(name), (args, kwargs))
         return function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -269,11 +262,7 @@ class TensorLogits(DeferredLogits):
         return getattr(self._computed(use, name), name)(*args, **kwargs)
 
     def _computed(self, use: str, name: str = "") -> Tensor:
-        """Return the logits [..., V] themselves, which evaluation may look at. Communication: that of the head's own call.
-
-        Raises:
-            NotComputedError: The logits are for training, where they would be held for backward, or a shard of the vocabulary.
-        """
+        """Return the logits [..., V] themselves, which evaluation alone may look at."""
         if self._training and self._made_with_grad:
             advice = self.ADVICE.get(name or use)
             raise self._refused(use) if advice is None else NotComputedError(f"{self._refused(use)}; {advice}")
@@ -324,10 +313,9 @@ class TensorLogits(DeferredLogits):
     def _for_later(self) -> Any:
         """Return what the caller of the model gets for logits of evaluation.
 
-        A loss of the forward has sealed the weight. Where there was none, the logits are computed now: outside of the forward
-        nobody could tell whether the weight is still the same.
+        Without a loss, which seals the weight, nobody could tell later whether it is the same: the logits are computed now.
         """
-        if self._seal is not None and not self._seal.closed:
+        if self._seal is not None and not self._seal.sums:
             return self._computed("the end of the forward")
         self._hidden_seal = Seal()
         self._hidden_seal.read(self._hidden)
@@ -337,7 +325,6 @@ class TensorLogits(DeferredLogits):
 
 
 def _for_later(output: Any) -> Any:
-    """Return a model's output with deferred logits as their ``_for_later`` says."""
     if isinstance(output, TensorLogits):
         return output._for_later()
     if type(output) is tuple:
@@ -363,7 +350,7 @@ for _name in _OPERATORS.split():
 
 
 def _dense(head: Any, hidden: Tensor, added: Tensor | None = None, seal: Seal | None = None) -> Tensor:
-    """Return the head's logits. Communication: outside of the forward in which FSDP2 gathers the weight, an all-gather."""
+    """Return the head's logits; outside of FSDP2's forward this gathers the weight."""
     hidden, *factors = peft.operands(head, hidden)
     whole: list[Any] = [x.full_tensor().to(hidden.dtype) if isinstance(x, DTensor) else x for x in factors]
     if seal is not None:
@@ -411,27 +398,18 @@ def _cross_entropy(
 
 @dataclasses.dataclass(eq=False)
 class Task:
-    """What a converted head has to know: its options and shard, whether logits are deferred now, and what was asked so far.
+    """What a converted head has to know: its options and shard, whether logits are deferred now, and what was asked so far."""
 
-    Args:
-        options: ``ModelOptions`` for ``loss``; a subclass with a loss of its own takes any other.
-        shard: The rows of the vocabulary that the head holds.
-        calls: For each call of the model's forward that is under way, the outermost first, whether it defers.
-        num_forwards: Training forwards that have ended.
-        num_losses: Losses in training that the head was asked for.
-        num_asked: Requests to the head in the outermost forward that is under way, or was last.
-        trains: Whether the model was in training in that forward; None: no forward was watched.
-        hooks: Handles of the hooks of ``watch``.
-    """
-
-    options: Any
+    options: Any  # ModelOptions for ``loss``; a subclass with a loss of its own takes any other
     shard: VocabShard
-    calls: list[bool] = dataclasses.field(default_factory=list)
-    num_forwards: int = 0
-    num_losses: int = 0
-    num_asked: int = 0
-    trains: bool | None = None
-    hooks: tuple = ()
+    calls: list[bool] = dataclasses.field(
+        default_factory=list
+    )  # of the model under way, outermost first: does it defer?
+    num_forwards: int = 0  # in training, ended
+    num_losses: int = 0  # in training, that the head was asked for
+    num_asked: int = 0  # requests to the head in the outermost forward that is under way, or was last
+    trains: bool | None = None  # the model's mode in that forward; None: no forward was watched
+    hooks: tuple = ()  # handles of ``watch``
 
     def watch(self, model: nn.Module) -> None:
         """Have a model whose forward computes the loss say when it runs."""
@@ -449,11 +427,7 @@ class Task:
         self.calls.append(trains or has_labels(model, args, kwargs))
 
     def leave(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        """End a call of the model.
-
-        Raises:
-            RuntimeError: A training forward with labels ended, and nobody asked the head: other code computed the loss.
-        """
+        """End a call of the model; raise if it was in training, had labels, and nobody asked the head."""
         self.calls.pop()
         if self.calls or output is None:  # None: an error is under way
             return None
@@ -476,11 +450,7 @@ class Task:
         return head.training if self.trains is None else self.trains
 
     def defer(self, head: Any, hidden: Tensor) -> Any:
-        """Return what the head returns instead of logits.
-
-        Raises:
-            ValueError: The head has other rows than at its conversion.
-        """
+        """Return what the head returns instead of logits."""
         rows = getattr(head, "out_features", self.shard.num_rows)
         if self.shard.group is None and rows != self.shard.num_rows:
             raise ValueError(
@@ -528,8 +498,7 @@ class Task:
     ) -> Any:
         """Return what ``linear_cross_entropy`` returns for this head and its options.
 
-        The label smoothing and the z-loss of the options are for training: where ``training`` is false, the loss has the
-        caller's own ``label_smoothing`` alone, and is comparable with any other evaluation loss.
+        The options' label smoothing and z-loss are for training: evaluation's loss is comparable with any other.
         """
         options, aux = self.options, self.aux()
         if training:
@@ -584,7 +553,6 @@ class Task:
 
 
 def is_in_place(name: str) -> bool:
-    """Return whether a function of torch with this name changes its first argument."""
     return name.endswith("_") and not name.endswith("__")
 
 
@@ -602,15 +570,7 @@ def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[s
     """Return the name of the module that makes a model's logits, and the module.
 
     That is the module with the name ``name``; else the model's output embedding, where it is a plain product; else the one
-    module that is an adapter's own, or called lm_head or embed_out.
-
-    Args:
-        model: Any ``nn.Module``.
-        name: Name of the module, where it is none of the above.
-        own: Classes of an adapter whose modules are heads, whatever their name.
-
-    Raises:
-        ValueError: There is no such module, more than one, or it is not the plain product with its weight.
+    module of a class in ``own``, or called lm_head or embed_out. ValueError: there is none, or several, or it is no product.
     """
     modules = dict(model.named_modules())
     kind = type(model).__name__
@@ -655,7 +615,6 @@ def innermost(model: Any) -> Any:
 
 
 def is_plain(kind: type, own: tuple[type, ...] = ()) -> bool:
-    """Return whether modules of this class are the plain product with their weight."""
     plain = getattr(kind, "forward", None) is nn.Linear.forward or peft.is_lora(kind)
     return plain or issubclass(kind, own) or kind.__name__ == "VocabParallelLinear"  # the last is AutoTP's
 
@@ -676,11 +635,7 @@ HOOKS_OF = ("torch.distributed.fsdp.", "deepspeed.", "megatron.")
 
 
 def check_hooks(head: nn.Module, path: str = "") -> None:
-    """Raise if a head has a forward hook that expects logits: it would be given the loss.
-
-    Raises:
-        ValueError: There is a hook of somebody else than FSDP, ZeRO and Megatron.
-    """
+    """Raise if a head has a forward hook of somebody else than FSDP, ZeRO and Megatron: it would be given the loss."""
     for hook in head._forward_hooks.values():
         function: Any = hook
         while isinstance(function, functools.partial):
@@ -741,10 +696,7 @@ def give_back(head: Any) -> None:
 
 @functools.cache
 def subclass(mixin: type, base: type) -> type:
-    """Return the subclass of ``base`` with a class before it.
-
-    It has the name of ``base``: Megatron-FSDP, AutoTP and partition methods tell layers by the names of their classes.
-    """
+    """Return the subclass of ``base`` with a class before it, by base's name, by which others tell layers."""
     return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
 
 

@@ -5,9 +5,8 @@
     cce_nemo_rl.install()  # in every worker, before training
 
 With that switch NeMo-RL's ``GPTModel.forward`` ends in one function, ``from_parallel_hidden_states_to_logprobs``. NeMo-RL's
-computes chunks of fp32 logits twice, with two collectives each. ``install`` puts another in its place, with the collectives of
-``linear_log_probs``. Without sequence parallelism NeMo-RL's function gathers hidden states that are whole already; ours tells
-by the shapes.
+computes chunks of fp32 logits twice, with two collectives each, and gathers hidden states under any tensor parallelism. Ours
+has the collectives of ``linear_log_probs``, and tells by the shapes whether hidden states are whole.
 
 Letters: B sequences, S tokens of a sequence, D hidden size, V_r the rows of the vocabulary on this rank.
 """
@@ -26,21 +25,8 @@ from cce_dist.integrations.megatron.loss import shard_of
 from cce_dist.integrations.options import Options
 from cce_dist.integrations.patching import Patch, say_once
 
-PARAMETERS = (
-    "tensor_parallel_hidden_states",
-    "output_weight_layer",
-    "runtime_gather_output",
-    "target",
-    "vocab_start_index",
-    "vocab_end_index",
-    "tp_group",
-    "inference_only",
-    "cp_group",
-    "chunk_size",
-)
 
-
-def _make(_: Any, options: Options) -> Callable:
+def _make(options: Options) -> Callable:
     # NeMo-RL's fused_linear_logprobs_chunk_size means nothing here: workspace_bytes bounds the memory.
     def from_parallel_hidden_states_to_logprobs(
         tensor_parallel_hidden_states: Tensor,
@@ -77,7 +63,6 @@ PATCH = Patch(
     "nemo_rl.distributed.model_utils",
     "from_parallel_hidden_states_to_logprobs",
     "NeMo-RL 0.7 and main of 2026-08",
-    {"from_parallel_hidden_states_to_logprobs": PARAMETERS},
     _make,
 )
 install, uninstall = PATCH.install, PATCH.uninstall

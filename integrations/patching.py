@@ -30,15 +30,15 @@ class Patch:
         module: The module that defines the function, "verl.utils.kernel.linear_cross_entropy" say.
         name: The function's name.
         known: Versions that the adapter was written for, as a message says them.
-        parameters: What each name of the module takes in these versions; classes take the fields of their instances.
-        make: Called with the module and the options, returns the replacement.
+        make: Called with the options, returns the replacement; the function has the replacement's parameters.
+        parameters: What other names of the module take, or this one if not those; () is anything. Classes take their fields.
     """
 
     module: str
     name: str
     known: str
-    parameters: Mapping[str, tuple[str, ...]]
-    make: Callable[[Any, Options], Callable]
+    make: Callable[[Options], Callable]
+    parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def install(self, *, backend: str = "auto", workspace_bytes: int | None = None) -> None:
         """Have the package take its log-probabilities from hidden states. A second call changes the options of the first.
@@ -57,8 +57,8 @@ class Patch:
             home = importlib.import_module(self.module)
         except ImportError as error:
             raise ImportError(f"cce_dist needs {self.known}, and cannot import {self.module}: {error}") from error
-        self._check(home)
-        ours: Any = self.make(home, options)
+        ours: Any = self.make(options)
+        self._check(home, {self.name: tuple(inspect.signature(ours).parameters), **self.parameters})
         ours.cce_original = getattr(home, self.name)
         self._swap(ours.cce_original, ours)
 
@@ -68,12 +68,12 @@ class Patch:
         if hasattr(ours, "cce_original"):
             self._swap(ours, ours.cce_original)
 
-    def _check(self, home: Any) -> None:
-        for name, wanted in self.parameters.items():
+    def _check(self, home: Any, parameters: Mapping[str, tuple[str, ...]]) -> None:
+        for name, wanted in parameters.items():
             found = home
             for part in name.split("."):
                 found = getattr(found, part, None)
-            names = tuple(inspect.signature(found).parameters) if callable(found) else ()
+            names = tuple(inspect.signature(found).parameters) if callable(found) and wanted else ()
             if names != wanted:
                 version = getattr(sys.modules.get(self._package), "__version__", "this version")
                 raise RuntimeError(

@@ -5,14 +5,13 @@ logits are one product of longer rows instead,
 
     E W^T + (s E A^T) B^T  =  [E | s E A^T] [W | B]^T
 
-and ``linear_cross_entropy`` takes the two sides as they are: hidden states [N, D + r] and a weight [V, D + r]. Its gradients
-hold all that is needed. The last r columns of dC are dB. The last r columns of dE are the gradient of ``s E A^T``, from which
-autograd makes dA and the rest of dE. So every option of the loss holds for LoRA, and no kernel knows of it.
+and ``linear_cross_entropy`` takes the two sides as they are: hidden states [N, D + r] and a weight [V, D + r]. The last r
+columns of dC are dB. The last r columns of dE are the gradient of ``s E A^T``, from which autograd makes dA and the rest of dE.
+So every option of the loss holds for LoRA, and no kernel knows of it.
 
-The other ways are worse. A row block of W + s B A would be rounded to the weight's dtype, and in bf16 that rounding is larger
-than a young B A. dB and dA from a dC of W + s B A need the same dC, and two more products with it. The price of the longer rows
-is a copy of W while the loss is alive, and a dC [V, D + r] of which backward keeps r columns: as much as a head that trains.
-A head that is frozen without LoRA has no dC at all.
+A row block of W + s B A would be rounded to the weight's dtype, and in bf16 that rounding is larger than a young B A. dB and dA
+from a dC of W + s B A need the same dC, and two more products. The price of the longer rows is a copy of W while the loss is
+alive, and a dC [V, D + r] of which backward keeps r columns. A head that is frozen without LoRA has no dC at all.
 
 Letters: D hidden size, V the vocabulary, r the rank of an adapter.
 """
@@ -43,17 +42,10 @@ def is_lora(kind: type) -> bool:
 
 
 def operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what the head's logits are the product of: hidden states, weight and bias of ``linear_cross_entropy``.
-
-    Args:
-        head: ``nn.Linear``, or the LoRA layer around one.
-        hidden: [..., D] what the head is called with.
+    """Return what the logits of ``nn.Linear``, or the LoRA layer around one, are the product of for hidden [..., D].
 
     Returns:
         hidden [..., D + r], weight [V, D + r] in hidden's dtype, bias [V] or None; r is the sum of all active adapters' ranks.
-
-    Raises:
-        ValueError: The head is of a kind of LoRA that is no sum of products, or its weight is not whole here.
     """
     if not is_lora(type(head)):
         return hidden, head.weight, getattr(head, "bias", None)

@@ -1,11 +1,9 @@
 """Hugging Face: what is theirs alone in a converted model. ``cce_dist.convert`` and the DeepSpeed adapter both build on it.
 
-transformers' own models need nothing of this: their loss ends in ``F.cross_entropy``. TRL's ``SFTTrainer`` (1.16) asks for
-more than a loss. It gives the model a second forward, ``model(..., labels=labels, fused_lm_head=True)``, that reads the head's
-weight and returns for each token the log-probability of the label, the entropy, and whether the label is the most likely token.
-``Task`` answers that call by the model's own forward and by one call of our loss, which knows all three.
-
-TRL's other trainers ask the same forward for more, or scale by a temperature. They are left to it.
+transformers' own models need nothing of this: their loss ends in ``F.cross_entropy``. TRL's ``SFTTrainer`` (1.16) gives
+the model a second forward, ``model(..., labels=labels, fused_lm_head=True)``, that reads the head's weight and returns for each
+token the log-probability of the label, the entropy, and whether the label is the most likely token. ``Task`` answers that call
+by the model's own forward and by one call of our loss. TRL's other trainers ask for more: they are left to it.
 """
 
 from __future__ import annotations
@@ -77,10 +75,7 @@ class Task(deferred.Task):
 
 
 def _serves(model: nn.Module) -> bool:
-    """Return whether the model's call for log-probabilities asks for those that ``Task`` returns: SFTTrainer's does.
-
-    What was asked for is known to the function that TRL has put in place of the model's forward, and to nobody else.
-    """
+    """Return whether TRL's function in place of the model's forward, which alone knows, asks for what ``Task`` returns."""
     function: Any = model.forward
     while function is not None:
         function = getattr(function, "__func__", function)
@@ -123,11 +118,7 @@ def _fused_output(parts: list, kwargs: dict, output: Any) -> Any:
 
 
 def refuse(model: nn.Module) -> None:
-    """Raise if this is a model of Hugging Face that cannot be converted.
-
-    Raises:
-        ValueError: Its head is split by transformers' own tensor parallelism, or Trainer's ds_config has the section, too.
-    """
+    """Raise ValueError if transformers' own tensor parallelism splits the head, or Trainer's ds_config has the section, too."""
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise ValueError(
             f"cce_dist cannot convert this {type(model).__name__}: transformers has split it over {model._tp_size} ranks; "

@@ -4,10 +4,9 @@
 
     cce_trl.install()  # before the trainer is made
 
-All of these trainers give their models a second forward by one public function of TRL, ``add_fused_lm_head``, and call it with
-``fused_lm_head=True``. ``install`` puts another in its place. TRL's reads the head's weight and a table of config keys that
-scale logits. Ours runs the model's own forward with a deferred head: its own code scales the logits that nobody computes, and
-FSDP2 and ZeRO-3 gather the weight by their hooks on the head.
+All of these trainers give their models a second forward by ``add_fused_lm_head``, and call it with ``fused_lm_head=True``.
+TRL's reads the head's weight and a table of config keys that scale logits. Ours runs the model's own forward with a deferred
+head: its own code scales the logits that nobody computes, and FSDP2 and ZeRO-3 gather the weight by their hooks on the head.
 
 TRL divides by its temperature behind the softcap: ``softcap * tanh(u / softcap) / T``. That is a smaller cap behind the same
 tanh, so it is exact: deferred logits may be divided after their tanh.
@@ -18,6 +17,7 @@ Letters: B sequences, S tokens of a sequence, N tokens that have a label, V the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -32,15 +32,13 @@ from cce_dist.integrations.deferred import Head, Task, TensorLogits, check_class
 from cce_dist.integrations.options import Options
 from cce_dist.integrations.patching import Patch
 
-PARAMETERS = ("model", "temperature", "cast_lm_head_to_fp32", "outputs")
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
 OUTPUTS = FIELDS[1:6]
 AUX = {"entropy": "entropy", "is_top1": "label_is_max"}  # outputs that the loss computes if they are named
 
 
-def _make(utils: Any, options: Options) -> Callable:
-    # The parameters are TRL's. A filter is not served: policies have upstream gradients of both signs.
-    @functools.wraps(utils.add_fused_lm_head)
+def _make(options: Options) -> Callable:
+    # A filter is not served: policies have upstream gradients of both signs.
     def add_fused_lm_head(
         model: Any,
         temperature: float = 1.0,
@@ -59,8 +57,8 @@ PATCH = Patch(
     "trl.trainer.utils",
     "add_fused_lm_head",
     "TRL 1.16",
-    {"add_fused_lm_head": PARAMETERS, "FusedCausalLMOutput": FIELDS},
     _make,
+    {"FusedCausalLMOutput": FIELDS},
 )
 # Both are for trainers that are made from now on; a trainer that was made before keeps what it has.
 install, uninstall = PATCH.install, PATCH.uninstall
@@ -135,18 +133,14 @@ def _deferring(output: Any, options: Options) -> Iterator[None]:
         give_back(head)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Score:
-    """What a trainer wants to know of each label.
+    """What a trainer wants to know of each label: ``outputs`` are names of ``OUTPUTS``."""
 
-    Args:
-        temperature: Divides the logits, behind the softcap.
-        in_fp32: Multiply in fp32, outside of autocast.
-        outputs: Names of ``OUTPUTS``.
-        options: Backend and memory.
-    """
-
-    def __init__(self, temperature: float, in_fp32: bool, outputs: tuple[str, ...], options: Options) -> None:
-        self.temperature, self.in_fp32, self.outputs, self.options = temperature, in_fp32, outputs, options
+    temperature: float  # divides the logits, behind the softcap
+    in_fp32: bool  # multiply in fp32, outside of autocast
+    outputs: tuple[str, ...]
+    options: Options
 
     def __call__(self, logits: Any, labels: Tensor) -> dict[str, Tensor]:
         """Return each output by its name, [N], of logits [N, V] and labels [N]."""

@@ -1,11 +1,10 @@
 """Whether what deferred logits are computed from is still what it was when the model made them.
 
-A stock model computes logits in its forward. Deferred logits of evaluation are computed when somebody looks at them. By then
-an average of the weights may have been put back, an optimizer may have stepped, another adapter may be active, or hidden states
-may have been changed in place. The numbers would then not fit the loss beside them, so the look raises an error.
-
-``Version`` compares the counter that torch keeps of changes in place, which costs nothing. It does not see changes through
-``.data``. ``Seal`` compares sums of the bits, for which a weight is read once.
+Deferred logits of evaluation are computed when somebody looks at them. By then an average of the weights may have been put
+back, an optimizer may have stepped, another adapter may be active, or hidden states may have been changed in place. The numbers
+would not fit the loss beside them, so the look raises an error. ``Version`` compares the counter that torch keeps of changes in
+place: it costs nothing, and does not see changes through ``.data``. ``Seal`` compares sums of the bits, for which a weight is
+read once.
 """
 
 from __future__ import annotations
@@ -43,26 +42,21 @@ class Version:
 class Seal:
     """Sums of the bits of tensors, taken by the first ``read``, and compared by every later one.
 
-    Integer sums do not depend on their order, so two reads of the same bits agree on every device. ``read`` runs inside of the
-    head's forward, and raises nothing: FSDP2 would not release the weight behind an error.
+    Integer sums do not depend on their order. ``read`` runs inside of the head's forward, and raises nothing: FSDP2 would not
+    release the weight behind an error.
     """
 
     def __init__(self) -> None:
-        self._sums: list[tuple[torch.dtype, Tensor] | None] = []
+        self.sums: list[tuple[torch.dtype, Tensor] | None] = []
         self._same = True
-
-    @property
-    def closed(self) -> bool:
-        """Whether there was a first ``read``."""
-        return bool(self._sums)
 
     @torch.no_grad()
     def read(self, *tensors: Tensor | None) -> None:
         """Take the sums of tensors, or compare them; they may then have another dtype, from which FSDP2 would cast."""
-        if not self.closed:
-            self._sums = [None if x is None else (x.dtype, _sum_of_bits(x)) for x in tensors]
+        if not self.sums:
+            self.sums = [None if x is None else (x.dtype, _sum_of_bits(x)) for x in tensors]
             return
-        pairs = zip(self._sums, tensors, strict=True)
+        pairs = zip(self.sums, tensors, strict=True)
         self._same = all(
             old is tensor if old is None or tensor is None else torch.equal(old[1], _sum_of_bits(tensor.to(old[0])))
             for old, tensor in pairs
@@ -84,7 +78,7 @@ def _count_of(tensor: Any) -> int | None:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """Return the sums [...] of a tensor [..., D], of its bits as integers; of a vector the bits themselves."""
+    """Return the sums [...] of the bits of a tensor [..., D] as integers; of a vector the bits themselves."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     bits = local.detach().view(INTEGERS[local.element_size()])
     return bits.clone() if bits.dim() < 2 else bits.sum(-1)

@@ -17,7 +17,6 @@ Letters: N tokens, D hidden size, V_r the rows of the vocabulary on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -31,7 +30,7 @@ from cce_dist.integrations.patching import Patch, say_once
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
 
 
-def _make(_: Any, options: Options) -> Callable:
+def _make(options: Options) -> Callable:
     def linear_cross_entropy(
         hidden: Tensor,
         weight: Tensor,
@@ -65,8 +64,8 @@ PATCH = Patch(
     "verl.utils.kernel.linear_cross_entropy",
     "linear_cross_entropy",
     "verl 0.5 to 0.9",
-    {"LinearCrossEntropy.forward": PARAMETERS},
     _make,
+    {"linear_cross_entropy": (), "LinearCrossEntropy.forward": PARAMETERS},  # the first is the other's apply
 )
 install, uninstall = PATCH.install, PATCH.uninstall
 

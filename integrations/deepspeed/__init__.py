@@ -1,18 +1,11 @@
 """DeepSpeed: a model's loss straight from hidden states, asked for in ds_config, with the model's own code left as it is.
 
 ``initialize`` is ``deepspeed.initialize`` that also reads the section ``"cce_dist"``. Where a framework calls DeepSpeed,
-``install()`` or ``python -m cce_dist.integrations.deepspeed SCRIPT ...`` puts it in place of DeepSpeed's own. The model's own
-loss code then finds ``DeferredLogits`` where it found logits, and its call of ``F.cross_entropy`` computes the loss. Scale,
-softcap, ignored label, reduction and weights of tokens thus come from where the user wrote them, and the section holds the
-rest. All other uses of the logits raise in training.
+``install()`` or ``python -m cce_dist.integrations.deepspeed SCRIPT ...`` puts it in place of DeepSpeed's own.
 
-A pipeline's last layer returns the hidden states themselves, so that activation checkpoints find a tensor, and ``loss_fn`` is
-given ``DeferredLogits`` of them. A head whose vocabulary is split over the model axis is a ``CCEHead`` (``CCEHeadSpec`` in a
-list of layers), tied to a ``CCEEmbedding`` if need be; AutoTP splits a head by itself (``"vocab_parallel_lm_head": true``).
-
-Logits are deferred wherever the model is in training or has been given labels, and in a pipeline wherever a loss is computed;
-evaluation may look at them, and in inference they are what they always were. Parameters, their names and checkpoints do not
-change.
+Models that compute their loss in forward find deferred logits, as under ``cce_dist.convert``. A pipeline's last layer returns
+the hidden states themselves, so that activation checkpoints find a tensor, and ``loss_fn`` is given deferred logits of them. A
+head whose vocabulary is split over the model axis is a ``CCEHead``, tied to a ``CCEEmbedding`` if need be.
 
 Reading order: ``loss`` (the section, and what a head computes), ``engine`` (initialize, install, convert, require, and models
 that compute their loss in forward), ``launch`` (the launcher), ``pipeline``, ``layers`` (layers of a split vocabulary).

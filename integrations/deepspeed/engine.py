@@ -65,7 +65,6 @@ def uninstall() -> None:
 
 
 def num_converted() -> int:
-    """Return how many engines were converted through ``install``."""
     return getattr(_deepspeed().initialize, "cce_converted", 0)
 
 
@@ -82,7 +81,6 @@ def _original() -> Callable:
 
 
 def _initialize(original: Callable, args: tuple, kwargs: dict) -> tuple:
-    """Call DeepSpeed's own ``initialize``, and convert the engine if its ds_config says so."""
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     sources = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
     config: Any = next((source for source in sources if source is not None), {})
@@ -143,7 +141,6 @@ def require(engine: Any) -> None:
 
 
 def _convert_model(engine: Any, options: Options) -> dict[str, Task]:
-    """Take over the head of a model that computes its loss in forward, and return its name and task."""
     from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
     module = innermost(engine.module)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cce_dist import merge
 from cce_dist.integrations.options import SECTION
 from cce_dist.shard import VocabShard, even_rows
 
@@ -170,23 +171,10 @@ def sum_over_shards(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Communication: one all-reduce in forward, none in backward.
     """
-    return _SumOverShards.apply(part, group)
-
-
-class _SumOverShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        whole = part.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *d_whole: Tensor) -> tuple:
-        return d_whole[0], None
+    return merge.SumOverRanks.apply(part, group)
 
 
 def split_layers(model: nn.Module) -> list[Any]:
-    """Return the layers whose vocabulary is split over more than one rank."""
     return [x for x in model.modules() if isinstance(x, (CCEHead, CCEEmbedding)) and x.rows.tp_size > 1]
 
 

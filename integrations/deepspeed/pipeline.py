@@ -115,19 +115,20 @@ class _PipelineTask(Task):
         """The loss is computed in loss_fn, after the model's forward."""
 
 
+@dataclasses.dataclass
 class _TiedHead:
     """The last layer of a pipeline where it is a function of a module that it is tied to."""
 
-    def __init__(self, function: functools.partial, task: Task) -> None:
-        self.function, self.module, self.task = function, function.args[0], task
+    function: functools.partial
+    task: Task
 
     @property
     def training(self) -> bool:
-        return self.module.training
+        return self.function.args[0].training
 
     def __call__(self, hidden: Tensor, ask: Callable | None = None) -> Tensor:
         if ask is not None:
-            return ask(self.module, hidden)
+            return ask(self.function.args[0], hidden)
         return hidden if self.task.deferring() else self.function(hidden)
 
 
@@ -159,11 +160,13 @@ class _Together(torch.autograd.Function):
         return gradients
 
 
+@dataclasses.dataclass
 class _PipelineLoss:
     """The user's ``loss_fn``, given what the last layer returns as logits."""
 
-    def __init__(self, loss_fn: Callable, head: Any, task: Task) -> None:
-        self.loss_fn, self.head, self.task = loss_fn, head, task
+    loss_fn: Callable
+    head: Any
+    task: Task
 
     def __call__(self, outputs: Tensor, labels: Any) -> Any:
         if self.task.deferring():

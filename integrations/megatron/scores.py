@@ -10,6 +10,7 @@ parallelism. The head says which, and whether the gradient of hidden states is s
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -58,11 +59,13 @@ def log_probs_processor(*, temperature: float = 1.0, options: Options | None = N
     return _Processor(temperature, options, wanted)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Processor:
     """The processor: its arguments are those of ``log_probs_processor``."""
 
-    def __init__(self, temperature: float, options: Options | None, wanted: dict[str, Any]) -> None:
-        self.temperature, self.options, self.wanted = temperature, options, wanted
+    temperature: float
+    options: Options | None
+    wanted: dict[str, Any]
 
     def __call__(
         self,
