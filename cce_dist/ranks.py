@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import os
 import sys
 import tempfile
@@ -196,6 +197,7 @@ class Pool:
 
 def _serve(pipe: Connection, store: str, rank: int, world: int, device: str, timeout: datetime.timedelta) -> None:
     """Run what the pipe brings, on one rank; answer None, or the traceback of a failure."""
+    faulthandler.enable()  # a rank that aborts prints where it was
     if device == "cpu":
         torch.set_num_threads(1)
     _start_group(own_device(device, rank), dist.FileStore(store, world), rank, world, timeout)

@@ -104,19 +104,27 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelOptions(Options):
-    """Options of a model that calls ``F.cross_entropy`` itself.
+class TrainOptions(Options):
+    """Options of a loss that trains alone: in evaluation it is comparable with any other.
 
     Args:
-        label_smoothing: Smoothing of losses in training, where the model's own call of ``F.cross_entropy`` says none.
-        z_loss_weight: As in ``linear_cross_entropy``, in losses of training. A loss in evaluation has neither smoothing nor
-            z-loss of these options, so that it can be compared with any other evaluation loss.
-        reduce_dtype: As in ``linear_cross_entropy``.
-        head: Name of the module that makes the logits; "" where it is an output embedding or called lm_head or embed_out.
+        label_smoothing: Smoothing where the model's own call of ``F.cross_entropy`` says none.
+        z_loss_weight: As in ``linear_cross_entropy``.
     """
 
     label_smoothing: float = 0.0
     z_loss_weight: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions(TrainOptions):
+    """Options of a model that calls ``F.cross_entropy`` itself.
+
+    Args:
+        reduce_dtype: As in ``linear_cross_entropy``.
+        head: Name of the module that makes the logits; "" where it is an output embedding or called lm_head or embed_out.
+    """
+
     reduce_dtype: torch.dtype | None = None
     head: str = ""
 

@@ -3,11 +3,10 @@
     --override.imports 'cce_dist.integrations.torchtitan.cce_loss={"z_loss_weight": 1e-4}'
 
 torchtitan's trainers give the head to a ``ChunkedLossWrapper`` and have the model stop before it. ``CCELoss`` is one. It asks
-the head once, through the head's own call, so that FSDP2's hooks gather the weight, and needs no chunks of the sequence.
-
-``pred`` [B, S, D] is replicated over tensor-parallel ranks, whatever sequence parallelism is on, and its gradient is left as
-this rank's part: the norm before the head sums it. Rows of the head are split over them as ``VocabShard.even`` splits. Labels
-[B, S] are this rank's of data and context parallelism, and ``global_valid_tokens`` counts those of all.
+the head once, through the head's own call, so that FSDP2's hooks gather the weight. ``pred`` [B, S, D] is replicated over
+tensor-parallel ranks, and its gradient is left as this rank's part: the norm before the head sums it. Rows of the head are
+split over them as ``VocabShard.even`` splits. Labels [B, S] are this rank's of data and context parallelism, and
+``global_valid_tokens`` counts those of all.
 
 Letters: B sequences, S tokens of a sequence on this rank, D hidden size.
 """
@@ -21,6 +20,7 @@ from typing import Any
 
 import spmd_types as spmd
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config.override import derive, override
@@ -28,21 +28,9 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 
 from cce_dist import VocabShard, linear_cross_entropy
-from cce_dist.integrations.options import Options
+from cce_dist.integrations.options import TrainOptions
 
 BACKENDS = ("spmd_types", "partial_dtensor")
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainOptions(Options):
-    """The keys of the override.
-
-    Args:
-        z_loss_weight, label_smoothing: As in ``linear_cross_entropy``. Validation has neither z-loss nor smoothing.
-    """
-
-    z_loss_weight: float = 0.0
-    label_smoothing: float = 0.0
 
 
 def _read(keys: dict[str, Any]) -> TrainOptions:
@@ -87,6 +75,10 @@ class CCELoss(ChunkedLossWrapper):
         with spmd.no_typecheck():
             with _forward(head, lambda pred: self._loss(head, pred, labels, global_valid_tokens)):
                 loss = head(pred)
+            if isinstance(head, FSDPModule) and not pred.requires_grad:
+                # A validation has no backward that reshards. As of the stock loss, reshard() obeys the policy.
+                head.set_reshard_after_forward(True)
+                head.reshard()
             if checking:
                 spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
         return loss, {}

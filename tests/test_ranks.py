@@ -79,11 +79,12 @@ def test_ranks_that_hang_are_ended(pool: Pool, tmp_path: Path, monkeypatch: pyte
 
 def _die_on_the_first() -> None:
     if dist.get_rank() == 0:
-        os._exit(7)
+        os.abort()
 
 
-def test_a_rank_that_dies_is_named(pool: Pool) -> None:
-    with pytest.raises(
-        RankError, match="rank 0 of 2 failed in _die_on_the_first\n\nthe process ended with exit code 7"
-    ):
+def test_a_rank_that_dies_is_named_and_says_where(pool: Pool, capfd: pytest.CaptureFixture[str]) -> None:
+    message = "rank 0 of 2 failed in _die_on_the_first\n\nthe process ended with exit code -6"
+    with pytest.raises(RankError, match=message):
         pool.run(_die_on_the_first)
+    said = capfd.readouterr().err
+    assert "Fatal Python error: Aborted" in said and "in _die_on_the_first" in said

@@ -15,20 +15,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tiny_trainer import counted
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 pytest.importorskip("torchtitan")
 
-from cce_dist.ranks import run_ranks
+from cce_dist.ranks import Pool, run_ranks
 
 VOCAB, BATCH, STEPS, OURS = 203, 4, 2, "cce_dist.integrations.torchtitan.cce_loss"
 IN_HALVES = {"spmd_backend": "partial_dtensor"}
-CASES: dict[str, tuple[int, dict[str, Any]]] = {  # ranks; fields of torchtitan's ParallelismConfig
-    "fsdp": (2, {**IN_HALVES, "fsdp_reshard_after_forward": "always"}),  # else the head is whole from the norm on
-    "tensor": (2, {**IN_HALVES, "tensor_parallel_degree": 2}),
-    "context": (2, {**IN_HALVES, "context_parallel_degree": 2}),
-    "pipeline": (2, {**IN_HALVES, "pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}),
-    "fsdp x tensor": (4, {**IN_HALVES, "tensor_parallel_degree": 2}),
+CASES: dict[str, dict[str, Any]] = {  # fields of torchtitan's ParallelismConfig
+    "fsdp": {**IN_HALVES, "fsdp_reshard_after_forward": "always"},  # else the head is whole from the norm on
+    "tensor": {**IN_HALVES, "tensor_parallel_degree": 2},
+    "context": {**IN_HALVES, "context_parallel_degree": 2},
+    "pipeline": {**IN_HALVES, "pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
+    "fsdp x tensor": {**IN_HALVES, "tensor_parallel_degree": 2},
 }
 
 
@@ -163,7 +165,13 @@ def trained(config: Any) -> tuple[list[tuple], dict[str, Tensor]]:
     trainer = config.build()
     logs: list[tuple] = []
     trainer.metrics_processor.log = lambda *values, **_: logs.append(values)
-    trainer.metrics_processor.log_validation = lambda loss, step: logs.append(("validation", step, loss))
+    head: Any = trainer.model_parts[-1].lm_head
+
+    def log_validation(loss: float, step: int) -> None:
+        held = head.weight.to_local() if isinstance(head.weight, DTensor) else head.weight
+        logs.append(("validation", step, loss, held.numel()))  # the head is a piece again
+
+    trainer.metrics_processor.log_validation = log_validation
     trainer.train()
     parameters = {}
     for part in trainer.model_parts:
@@ -177,19 +185,16 @@ def compare_trainers(out: Path, parallelism: dict[str, Any]) -> None:
     stock, expected = trained(config_of(out, parallelism))
     config = config_of(out, parallelism)
     config.override.imports = [(OURS, {"backend": "torch", "workspace_bytes": 1 << 16})]
-    with pytest.MonkeyPatch.context() as patch:
-        from cce_dist.integrations import torchtitan
+    from cce_dist.integrations import torchtitan
 
-        losses = []
-        compute = torchtitan.linear_cross_entropy
-        patch.setattr(torchtitan, "linear_cross_entropy", lambda *a, **k: losses.append(0) or compute(*a, **k))
+    with counted(torchtitan) as losses:
         ours, found = trained(config)
     pipeline = "pipeline_parallel_degree" in parallelism
     validations = sum(log[0] == "validation" for log in ours)
     if pipeline:  # each microbatch, and torch's first look at the shapes of the stages
-        assert len(losses) == (0 if dist.get_rank() == 0 else STEPS * BATCH + 1)
+        assert losses == [0 if dist.get_rank() == 0 else STEPS * BATCH + 1]
     else:
-        assert len(losses) == STEPS + validations
+        assert losses == [STEPS + validations]
     assert len(ours) == len(stock) == STEPS + validations
     for mine, theirs in zip(ours, stock, strict=True):
         torch.testing.assert_close(mine[1:], theirs[1:], rtol=1e-5, atol=1e-5)
@@ -197,15 +202,15 @@ def compare_trainers(out: Path, parallelism: dict[str, Any]) -> None:
         torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def ranks_of(world: int, out: Path) -> None:
+def compare_all(out: Path, names: list[str]) -> None:
     on_cpu()
-    for name, (ranks, parallelism) in CASES.items():
-        if ranks == world:
-            try:
-                compare_trainers(out, parallelism)
-            except Exception as error:
-                raise AssertionError(f"{name}: {error}") from error
-    compare_spmd_types()
+    for name in names:
+        try:
+            compare_trainers(out, CASES[name])
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
+    if "fsdp" in names[0]:
+        compare_spmd_types()
 
 
 def compare_spmd_types() -> None:
@@ -260,24 +265,41 @@ def compare_spmd_types() -> None:
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.timeout(280)
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_trainer_trains_as_with_its_own_loss(world: int, tmp_path: Path) -> None:
-    """Catches a dE that is summed twice, a count of one rank's tokens, and a weight that is read outside of FSDP2's hooks."""
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with a tokenizer, without which no trainer is made."""
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "a", "eos_token": "a"}))
-    run_ranks(ranks_of, world, world, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "names", [["fsdp", "tensor"], pytest.param(["context", "pipeline"], marks=pytest.mark.slow)], ids="-".join
+)
+def test_the_trainer_trains_as_with_its_own_loss(names: list[str], pool: Pool, folder: Path) -> None:
+    """Catches a dE that is summed twice, a count of one rank's tokens, and a weight that is read outside of FSDP2's hooks."""
+    pool.run(compare_all, folder, names)
+
+
+@pytest.mark.slow
+def test_the_same_on_a_mesh_of_two_dimensions(folder: Path) -> None:
+    run_ranks(compare_all, 4, folder, ["fsdp x tensor"])
 
 
 def load_config(name: str) -> Any:
+    """Return a config by its name, or that of graph_trainer."""
     from torchtitan.models.llama3 import config_registry
 
-    return getattr(config_registry, name)()
-
-
-def graph_config() -> Any:
+    if name:
+        return getattr(config_registry, name)()
     from torchtitan.experiments.graph_trainer.llama3.config_registry import graph_trainer_llama3_debugmodel
 
     return graph_trainer_llama3_debugmodel()
@@ -298,31 +320,20 @@ def test_the_override_is_torchtitans_own() -> None:
     assert options.z_loss_weight == 1e-4 and options.grad_filter is not None
 
 
-@pytest.mark.parametrize(
-    ("make", "keys", "message"),
-    [
-        pytest.param(
-            functools.partial(load_config, "llama3_debugmodel_ce_loss"), {}, "got CrossEntropyLoss", id="plain"
-        ),
-        pytest.param(
-            graph_config, {}, "got ChunkedLossWrapperWithParamGrads.Config: .*graph_trainer has its own", id="graph"
-        ),
-        pytest.param(
-            functools.partial(load_config, "llama3_debugmodel"), {"fliter": "plain"}, 'no key "fliter"', id="key"
-        ),
-        pytest.param(
-            functools.partial(load_config, "llama3_debugmodel"),
-            {"z_loss_weight": -1},
-            '"z_loss_weight" of cce_',
-            id="value",
-        ),
-    ],
-)
-def test_other_losses_and_keys_are_one_line(make: Any, keys: dict[str, Any], message: str) -> None:
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "plain": ("llama3_debugmodel_ce_loss", {}, "got CrossEntropyLoss"),
+    "graph": ("", {}, "got ChunkedLossWrapperWithParamGrads.Config: .*graph_trainer has its own"),
+    "key": ("llama3_debugmodel", {"fliter": "plain"}, 'no key "fliter"'),
+    "value": ("llama3_debugmodel", {"z_loss_weight": -1}, '"z_loss_weight" of cce_'),
+}
+
+
+@pytest.mark.parametrize(("name", "keys", "message"), REFUSED.values(), ids=REFUSED)
+def test_other_losses_and_keys_are_one_line(name: str, keys: dict[str, Any], message: str) -> None:
     from torchtitan.config.override import OverrideConfig, apply_overrides
 
     with pytest.raises(ValueError, match=message) as error:
-        apply_overrides(OverrideConfig(imports=[(OURS, keys)]), make())
+        apply_overrides(OverrideConfig(imports=[(OURS, keys)]), load_config(name))
     assert "\n" not in str(error.value)
 
 
