@@ -1,11 +1,13 @@
 """A run is killed, asked to stop, starved of disk and damaged, round after round, and ends in the bits of an undisturbed one.
 
     python tests/chaos.py --rounds 200 --seed 0
-    python tests/chaos.py --rounds 10 --device cuda --start spawn
+    python tests/chaos.py --rounds 10 --device cuda
+    python tests/chaos.py --ranks 4 --then 2 --device cuda
 
 A round disturbs the real command once, on two ranks unless told otherwise; the next one goes on with what is left. Whenever a
 run has finished, its losses and its last checkpoint are compared with those of a run that nothing happened to, and a new one
-begins.
+begins. ``--then`` kills the last rank alone: a run that is started again ends in the same bits, and another goes on with other
+ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from commands import Command, descendants, is_running, kill
+from commands import Command, descendants, has_taken, is_running, kill
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from toy_runs import TEXT, history, newest
 
 Act = Callable[[Command], None]
 STEPS, EVERY, KEEP = 30, 4, 3
 AGAIN = 75
+ROUNDING = 1e-3  # nats; another number of ranks adds in another order
 
 
 class Chaos:
@@ -43,7 +46,8 @@ class Chaos:
         self.random = random.Random(options.seed)
         self.folder, self.cache = folder, folder / "cache"
         self.ranks = options.ranks
-        self.device, self.start, self.log = options.device, options.start, folder / "log"
+        self.device, self.log = options.device, folder / "log"
+        self.start = "spawn" if self.device == "cuda" else "forkserver"
         # A disk of our own can be full in truth; where none may be mounted, a limit on the size of files stands for it.
         self.disk: Path | None = self.folder / "disk"
         self.disk.mkdir()
@@ -207,6 +211,26 @@ class Chaos:
         self.finish(whole)
         return rounds
 
+    def lose_a_rank(self, then: int) -> None:
+        """Lose the last rank of a run that is started again, and of one that goes on with ``then`` ranks."""
+
+        def act(command: Command) -> None:
+            command.wait_until(has_taken(self.out, EVERY + 2), 120)
+            kill(command.ranks()[-1], signal.SIGKILL)
+
+        whole, began = self.folder / "whole", time.monotonic()
+        assert self.run(out=whole) == 0, self.tail()
+        assert self.run("--max-restarts", "1", act=act) == 0 and "resumed after step" in self.tail(), self.tail()
+        self.finish(whole)
+        assert self.run(act=act) != 0, self.tail()
+        self.ranks, former = then, self.ranks
+        assert self.run() == 0 and "resumed after step" in self.tail(), self.tail()
+        pairs = list(zip(history(self.out), history(whole), strict=True))
+        apart = max(abs(ours[2] - theirs[2]) for ours, theirs in pairs)
+        assert all(ours[:2] == theirs[:2] for ours, theirs in pairs) and apart < ROUNDING, pairs
+        ends = f"started again in the same bits; with {then} ranks, losses {apart:.1e} apart at most"
+        print(f"a rank of {former} killed: {ends}; {time.monotonic() - began:.0f} s")
+
     def finish(self, whole: Path) -> None:
         """Finish the run, compare it with the undisturbed one, and begin another."""
         code = self.run()
@@ -244,11 +268,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="that share the vocabulary")
-    parser.add_argument(
-        "--start", choices=("forkserver", "spawn"), default="forkserver", help="of processes; GPUs need spawn"
-    )
+    parser.add_argument("--then", type=int, help="lose a rank, and go on with as many")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder, Chaos(options, Path(folder)) as chaos:
+        if options.then:
+            chaos.lose_a_rank(options.then)
+            return 0
         count = chaos.play(options.rounds, options.seconds)
     counts = ", ".join(f"{name.replace('_', ' ')} {number}" for name, number in sorted(chaos.count.items()))
     print(f"{count} rounds ({counts}); {chaos.finished} finished runs, all bit for bit those of an undisturbed one")

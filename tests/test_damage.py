@@ -238,12 +238,41 @@ def test_damage_is_one_line_and_the_older_checkpoint_is_taken(
     assert losses(run) == losses(finished)
 
 
-def test_checkpoints_without_latest_are_no_new_run(
-    cache: Path, run: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+def _spoil_metrics(run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[3:3] = [b'{"step": 3, "spl\n', b"\xff\xfe\n", b"[1]\n", b"\n"]
+    lines[3:3] = [b'{"step": "four", "split": "train", "loss": 1}\n']
+    (run / "metrics.jsonl").write_bytes(b"".join(lines))
+    assert len(log.read(run / "metrics.jsonl")) == 10
+
+
+def _leave_scratch(run: Path) -> None:
+    """As a run that was killed does."""
+    shutil.copytree(run / "checkpoints" / EIGHT, run / "checkpoints" / "step-00000012.tmp")
+    (run / "checkpoints" / "latest.tmp").touch()
+
+
+def _link(run: Path) -> None:
+    (run / "checkpoints" / EIGHT).rename(run / "elsewhere")
+    (run / "checkpoints" / EIGHT).symlink_to(run / "elsewhere")
+
+
+HARMLESS = {
+    "no latest": lambda run: (run / "checkpoints" / "latest").unlink(),
+    "bad lines in metrics": _spoil_metrics,
+    "scratch folders": _leave_scratch,
+    "a checkpoint behind a link": _link,
+}
+
+
+@pytest.mark.parametrize("spoil", HARMLESS.values(), ids=list(HARMLESS))
+def test_what_does_no_harm_is_no_new_run(
+    cache: Path, run: Path, finished: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], Any]
 ) -> None:
-    (run / "checkpoints" / "latest").unlink()
+    spoil(run)
     go_on(cache, run)
     assert "resumed after step 8" in capsys.readouterr().out and losses(run) == losses(finished)
+    assert not list((run / "checkpoints").glob("*.tmp"))
 
 
 def test_if_none_is_whole_nothing_begins_anew(cache: Path, run: Path) -> None:
@@ -254,33 +283,17 @@ def test_if_none_is_whole_nothing_begins_anew(cache: Path, run: Path) -> None:
     assert len(records(run)) == 8
 
 
-def test_metrics_survive_a_bad_line(cache: Path, run: Path, finished: Path) -> None:
-    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    lines[3:3] = [b'{"step": 3, "spl\n', b"\xff\xfe\n", b"[1]\n", b"\n"]
-    lines[3:3] = [b'{"step": "four", "split": "train", "loss": 1}\n']
-    (run / "metrics.jsonl").write_bytes(b"".join(lines))
-    assert len(log.read(run / "metrics.jsonl")) == 10
-    go_on(cache, run)
-    assert losses(run) == losses(finished)
-
-
-def test_scratch_folders_of_a_killed_run_go(cache: Path, run: Path) -> None:
-    folder = run / "checkpoints"
-    shutil.copytree(folder / EIGHT, folder / "step-00000012.tmp")
-    (folder / "latest.tmp").touch()
-    go_on(cache, run)
-    assert not list(folder.glob("*.tmp"))
-
-
 def test_no_resume_deletes_its_own_and_nothing_else(cache: Path, run: Path) -> None:
     folder = run / "checkpoints"
     others = ["step-by-step.txt", "step-00000099/notes.txt", "step-1/weights.bin", "step-00000004.kept/state.pt"]
     for name in others:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("mine")
+    _link(run)
     go_on(cache, run, "--no-resume", "--steps", "4")
     assert [(folder / name).read_text() for name in others] == ["mine"] * 4
     assert not (folder / EIGHT).exists() and (folder / "step-00000004").exists()
+    assert (run / "elsewhere" / "state.pt").exists()
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -356,18 +369,6 @@ def test_a_latest_that_names_nothing_is_one_line(cache: Path, run: Path) -> None
     assert len(records(run)) == 8
 
 
-def test_a_checkpoint_behind_a_link_is_read_and_stays(
-    cache: Path, run: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, elsewhere = run / "checkpoints", tmp_path / "elsewhere"
-    (folder / EIGHT).rename(elsewhere)
-    (folder / EIGHT).symlink_to(elsewhere)
-    go_on(cache, run)
-    assert "resumed after step 8" in capsys.readouterr().out and losses(run) == losses(finished)
-    go_on(cache, run, "--no-resume", "--steps", "4")
-    assert not (folder / EIGHT).exists() and (elsewhere / "state.pt").exists()
-
-
 def test_a_folder_that_is_deleted_in_the_middle_is_said(cache: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     deleted = pytest.raises(CheckpointError, match=r"metrics.jsonl: deleted while the run wrote to it")
@@ -430,32 +431,15 @@ def test_writers_that_are_missing_are_said(
     assert "which is not installed: pip install" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
-def test_both_writers_get_every_record(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for both packages, which note what they are given."""
-    given: list[tuple[str, int]] = []
-
-    class Board:
-        def __init__(self, *_: Any, **__: Any) -> None: ...
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            given.append((name, step))
-
-        def close(self) -> None:
-            given.append(("closed", 0))
-
-        def log(self, numbers: dict[str, float], step: int) -> None:
-            given.extend((f"wandb {name}", step) for name in numbers)
-
-        finish = close
-
-    fake: Any = type(sys)("wandb")
-    fake.init = lambda **said: Board()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(log, "_tensorboard", lambda out, step: Board())
-    go_on(cache, tmp_path, "--tensorboard", "--wandb", "project", "--steps", "2")
-    for name in ("train/loss", "wandb train/loss"):
-        assert [step for each, step in given if each == name] == [1, 2]
-    assert ("val/loss", 2) in given and given.count(("closed", 0)) == 2
+def test_weights_and_biases_get_every_record(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package, which notes what it is given."""
+    board = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=lambda **said: board, Error=OSError))
+    monkeypatch.setattr(log, "find_spec", lambda name: True)
+    go_on(cache, tmp_path, "--wandb", "project", "--steps", "2")
+    given = [(call.kwargs["step"], *call.args[0]) for call in board.log.call_args_list]
+    assert [(step, first) for step, first, *_ in given] == [(1, "train/loss"), (2, "train/loss"), (2, "val/loss")]
+    board.finish.assert_called_once()
 
 
 def test_tensorboard_reads_one_clean_history(cache: Path, run: Path) -> None:

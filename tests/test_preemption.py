@@ -116,15 +116,6 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, run: list[str]) -> None:
         assert command.wait(20) == 128 + signal.SIGTERM and time.monotonic() - start < 10
 
 
-def test_one_rank_alone_stores_its_step(tmp_path: Path, run: list[str]) -> None:
-    alone = [*run, "--tp", "1", "--checkpoint-every", "100"]
-    with Command([*alone, "--out", str(tmp_path)], tmp_path / "log") as command:
-        command.wait_until(has_taken(tmp_path, 3))
-        kill(command.pid, signal.SIGINT)
-        assert command.wait() == AGAIN, command.text
-    assert newest(tmp_path) == history(tmp_path)[-1][0] >= 3
-
-
 def test_a_second_signal_ends_a_rank_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "SAME_SECONDS", 0.2)
 
@@ -181,12 +172,13 @@ def test_a_second_signal_within_a_second_is_the_first_one(tmp_path: Path, run: l
     """Catches a process that says what happened and meanwhile dies of the same wish, which schedulers pass on twice."""
     with Command([*run, "--tp", ranks, "--out", str(tmp_path)], tmp_path / "log") as command:
         command.wait_until(has_taken(tmp_path, 3))
-        kill(command.pid, signal.SIGTERM)
+        kill(command.pid, signal.SIGINT)
         while is_running(command.pid):
             time.sleep(0.001)
             if len(command.lines) > 1 or "stopped by" in command.text or random.random() < 0.01:
-                kill(command.pid, signal.SIGTERM)
+                kill(command.pid, signal.SIGINT)
         assert command.wait() == AGAIN, command.text
+    assert newest(tmp_path) == history(tmp_path)[-1][0] >= 3
 
 
 def test_a_rank_whose_agent_has_ended_meanwhile_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,26 +380,21 @@ def test_a_lost_rank_is_restarted_and_one_machine_listens_on_loopback_alone(
     assert addresses and addresses <= {"0100007F", "0" * 24 + "01000000"}, addresses
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "goes_on"),
-    [
-        pytest.param({"RUN_ID": "a"}, {"RUN_ID": "a"}, True, id="same-run"),
-        pytest.param({"RUN_ID": "a"}, {"RUN_ID": "b"}, False, id="another-run"),
-        pytest.param({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True, id="requeued"),
-        pytest.param({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False, id="same-allocation"),
-        pytest.param({}, {}, False, id="by-hand"),
-    ],
-)
+REQUEUED = {  # environment of the first run and of the second, and whether the second goes on
+    "same run": ({"RUN_ID": "a"}, {"RUN_ID": "a"}, True),
+    "another run": ({"RUN_ID": "a"}, {"RUN_ID": "b"}, False),
+    "requeued": ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
+    "same allocation": ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),
+    "by hand": ({}, {}, False),
+}
+
+
+@pytest.mark.parametrize("case", REQUEUED)
 def test_a_requeued_run_goes_on_in_spite_of_no_resume(
-    tmp_path: Path,
-    run: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    first: dict[str, str],
-    second: dict[str, str],
-    goes_on: bool,
+    tmp_path: Path, run: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, case: str
 ) -> None:
     argv = [*run, "--tp", "1", "--batch-size", "2", "--out", str(tmp_path), "--no-resume", "--steps"]
+    first, second, goes_on = REQUEUED[case]
     for steps, environment in (("5", first), ("6", second)):
         for name in ("RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
             monkeypatch.delenv(name, raising=False)
