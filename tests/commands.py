@@ -23,8 +23,67 @@ from cce_dist.pretrain import launch, torchrun  # noqa: F401 - all that the comm
 from cce_dist.pretrain.engines import torch as torch_engine  # noqa: F401
 
 
-class Command:
-    """``cce-dist`` with some arguments, its output in a file.
+class Program:
+    """A program that starts the command, such as torchrun, its output added to a file. As a context, leaves nobody."""
+
+    process: Any
+
+    def __init__(self, argv: list[str], output: Path, environment: dict[str, str] | None = None) -> None:
+        self.output = output
+        self.family: set[int] = set()
+        with open(output, "a") as file:
+            self.process = subprocess.Popen(argv, env=os.environ | (environment or {}), stdout=file, stderr=file)
+        self.pid: int = self.process.pid
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the program and all that it has started, as a power failure does."""
+        for pid in [*reversed(list(descendants(self.pid))), *self.family, self.pid]:
+            kill(pid, signal.SIGKILL)
+        self.join(20)
+
+    def join(self, seconds: float) -> int | None:
+        """Wait for the end, and return the exit code, or None if it has not come."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        return self.process.returncode
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    def wait_until(self, happened: Callable[[], bool], seconds: float = 60) -> None:
+        """Wait for something that the program does."""
+        deadline = time.monotonic() + seconds
+        while not happened():
+            assert is_running(self.pid) and time.monotonic() < deadline, self.text
+            time.sleep(0.002)
+        self.family |= set(descendants(self.pid))
+
+    def wait(self, seconds: float = 150) -> int:
+        """Wait for the end, and return the exit code; nobody may be left behind."""
+        deadline = time.monotonic() + seconds
+        while (code := self.join(0.02)) is None:
+            assert time.monotonic() < deadline, f"the command hangs\n{self.text}"
+            self.family |= set(descendants(self.pid))
+        deadline = time.monotonic() + 20
+        while left := [pid for pid in self.family if is_running(pid)]:
+            assert time.monotonic() < deadline, f"left behind: {left}"
+            time.sleep(0.02)
+        return code
+
+
+class Command(Program):
+    """``cce-dist`` with some arguments.
 
     Args:
         argv: Its arguments.
@@ -46,28 +105,15 @@ class Command:
         context: Any = multiprocessing.get_context(start)
         if start == "forkserver":
             context.set_forkserver_preload(["commands"])
-        self.output = output
+        self.output, self.family = output, set()
         how = (argv, output, "fork" if start == "forkserver" else start, file_limit, environment or {})
         self.process = context.Process(target=_run, args=how)
         self.process.start()
-        self.pid: int = self.process.pid or 0
-        self.family: set[int] = set()
+        self.pid = self.process.pid
 
-    def __enter__(self) -> Command:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pid in [*descendants(self.pid), *self.family, self.pid]:
-            kill(pid, signal.SIGKILL)
-        self.process.join(20)
-
-    @property
-    def text(self) -> str:
-        return self.output.read_text(errors="replace") if self.output.exists() else ""
-
-    @property
-    def lines(self) -> list[str]:
-        return self.text.splitlines()
+    def join(self, seconds: float) -> int | None:
+        self.process.join(seconds)
+        return self.process.exitcode
 
     def ranks(self) -> list[int]:
         """Return the processes of the ranks."""
@@ -77,52 +123,6 @@ class Command:
                 if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():
                     found.append(child)
         return sorted(found)
-
-    def wait_until(self, happened: Callable[[], bool], seconds: float = 60) -> None:
-        """Wait for something that the command does."""
-        deadline = time.monotonic() + seconds
-        while not happened():
-            assert is_running(self.pid) and time.monotonic() < deadline, self.text
-            time.sleep(0.002)
-        self.family |= set(descendants(self.pid))
-
-    def wait(self, seconds: float = 150) -> int:
-        """Wait for the end, and return the exit code; nobody may be left behind."""
-        deadline = time.monotonic() + seconds
-        while self.process.is_alive():
-            assert time.monotonic() < deadline, f"the command hangs\n{self.text}"
-            self.family |= set(descendants(self.pid))
-            self.process.join(0.02)
-        deadline = time.monotonic() + 20
-        while left := [pid for pid in self.family if is_running(pid)]:
-            assert time.monotonic() < deadline, f"left behind: {left}"
-            time.sleep(0.02)
-        return self.process.exitcode or 0
-
-
-class Program:
-    """A program that starts the command, such as torchrun, its output in a file."""
-
-    def __init__(self, argv: list[str], output: Path, environment: dict[str, str] | None = None) -> None:
-        self.output = output
-        with open(output, "a") as file:
-            self.process = subprocess.Popen(argv, env=os.environ | (environment or {}), stdout=file, stderr=file)
-        self.pid = self.process.pid
-
-    @property
-    def text(self) -> str:
-        return self.output.read_text(errors="replace")
-
-    def wait_until(self, happened: Callable[[], bool]) -> None:
-        while not happened():
-            assert self.process.poll() is None, self.text
-            time.sleep(0.01)
-
-    def close(self) -> None:
-        """End the program and all that it has started, as a power failure does."""
-        for pid in [*reversed(list(descendants(self.pid))), self.pid]:
-            kill(pid, signal.SIGKILL)
-        self.process.wait(60)
 
 
 def _run(argv: list[str], output: Path, start: str, file_limit: int | None, environment: dict[str, str]) -> None:

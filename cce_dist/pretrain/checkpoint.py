@@ -33,13 +33,10 @@ NAME = re.compile(r"step-\d{8,}")
 
 
 def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: dict[str, Any], ranks: Ranks) -> None:
-    """Write model, optimizer and ``state`` (plain values; ``state["step"]`` names the checkpoint).
+    """Write model, optimizer and ``state`` (plain values; ``state["step"]`` names the checkpoint); keep the ``keep`` newest.
 
-    ``save_tensors`` is the engine's. Only the ``keep`` newest checkpoints stay.
-
-    Sharding: every rank writes the shards that it holds; ``folder`` is one that all ranks share. Ranks share the reading of
-        all files for the manifest.
-    Communication: what ``torch.distributed.checkpoint`` needs to plan, and a few small objects.
+    Every rank writes the shards that it holds, by the engine's ``save_tensors``. Ranks share the reading of all files for the
+    manifest.
 
     Raises:
         CheckpointError: On every rank, where any could not write. Older checkpoints are untouched.

@@ -33,10 +33,7 @@ class UsageError(Exception):
 
 
 class CheckpointError(Exception):
-    """Something of the run could not be stored. Every rank raises it, with the same message.
-
-    ``passing`` says that a restart may help.
-    """
+    """Something of the run could not be stored; ``passing`` says that a restart may help. Every rank raises it."""
 
     def __init__(self, message: str, passing: bool = False) -> None:
         super().__init__(message)

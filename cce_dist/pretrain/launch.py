@@ -183,7 +183,8 @@ def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
     if ranks.world_size == 1:
         return data.prepare(*recipe.text)
     node = os.environ.get("GROUP_RANK", socket.gethostname())
-    nodes = {node: rank for rank, (node, local) in reversed(list(enumerate(ranks.gather((node, _local_rank())))))}
+    everyone = ranks.gather(node)
+    nodes = {node: everyone.index(node) for node in everyone}  # the first rank of each
     store = dist.PrefixStore("corpus", dist.distributed_c10d._get_default_store())
     folder = failure = None
     if nodes[node] == ranks.rank:
@@ -205,10 +206,6 @@ def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
     if len({each.name for each in folders if each is not None}) > 1:
         raise UsageError("the nodes have corpora that differ in names or content")
     return folders[nodes[node]]
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def train_on(recipe: Recipe, ranks: Ranks, folder: Path, notice: Notice | None = None) -> float:

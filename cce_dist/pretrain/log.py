@@ -21,14 +21,9 @@ class Log:
     """Metrics of one run as one clean history, however often it was resumed.
 
     Records are JSON objects, one a line: ``step`` counts finished optimizer steps; ``split`` is "train" or "val"; ``loss`` is
-    in nats per token. Records past ``step``, left by a run that went on after its last checkpoint, are dropped.
+    in nats per token. Records past ``step``, from which the run goes on, are dropped.
 
-    Args:
-        recipe: Of the run.
-        step: Step from which the run goes on.
-
-    Raises:
-        OSError: With the file's name, where it could not be written whole, or where Weights & Biases refused the run.
+    Methods raise ``OSError`` where the file could not be written whole, or where Weights & Biases refused the run.
     """
 
     def __init__(self, recipe: Recipe, step: int) -> None:
@@ -43,18 +38,10 @@ class Log:
         self._bar = tqdm(total=recipe.steps, initial=step, unit="step", dynamic_ncols=True, disable=None)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record.
-
-        Raises:
-            OSError: With the file's name, where it could not be written whole.
-        """
+        """Append one record."""
         self._check_is_there()
         line = (json.dumps(record) + "\n").encode()
-        try:
-            written = self._file.write(line)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._file.name)) from error
-        if written != len(line):
+        if self._file.write(line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file.name))
         numbers = {
             f"{record['split']}/{name}": value for name, value in record.items() if name not in ("step", "split")

@@ -57,12 +57,6 @@ class Ranks:
             part_ids, part_labels = (each[part * size : (part + 1) * size].T.copy() for each in (ids, labels))
             yield _to_device(part_ids, self.device), _to_device(part_labels, self.device)
 
-    def peak_mb(self) -> float:
-        """Return this rank's largest memory so far: of the GPU's tensors, or of the process where there is no GPU."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / 2**20
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in their order. Every rank calls it."""
         values = [value] * self.world_size
@@ -87,10 +81,16 @@ class Ranks:
         """Have the first rank act, and return its result on every rank, or raise what it met."""
         return self.together(lambda: act() if self.rank == 0 else None)[0]
 
-    def largest_peak_mb(self, counts: bool) -> float:
-        """Return the largest ``peak_mb`` of the ranks that count, such as those of the last stage. Every rank calls it."""
-        peak = torch.tensor(self.peak_mb() if counts else 0.0, device=self.device)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    def peak_mb(self, counts: bool) -> float:
+        """Return the largest memory so far of the ranks that count: of a GPU's tensors, or of a process where there is no GPU.
+
+        Every rank calls it.
+        """
+        on_gpu = self.device.type == "cuda"
+        own = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        peak = torch.tensor(own / 2**20 if counts else 0.0, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return peak.item()
 
 

@@ -26,12 +26,8 @@ FILTERS: dict[str, dict[str, Any]] = {  # arguments of GradFilter, beside eps, b
 }
 LOSSES = ("dense", "exact", *FILTERS)
 MEGATRON_FUSED = "megatron-fused"
-MOST_OF = {
-    "vocab_size": 2**24,
-    "num_layers": 2**12,
-    "seq_len": 2**24,
-}  # largest values of the flags of a preset's sizes
-SIZES = tuple(MOST_OF)
+# Flags of a preset's sizes, and their largest values.
+SIZES = {"vocab_size": 2**24, "num_layers": 2**12, "seq_len": 2**24}
 BYTES = 257  # the least vocabulary of a byte-level BPE: all bytes and an end of document
 ENGINES = {"torch": "TorchEngine", "megatron": "MegatronEngine", "deepspeed": "DeepSpeedEngine"}
 
@@ -247,8 +243,8 @@ def add_flags(parser: argparse.ArgumentParser, titles: dict[str, str]) -> None:
     groups = {name: parser.add_argument_group(title) for name, title in titles.items()}
     if "model" in groups:
         groups["model"].add_argument("--preset", choices=PRESETS, default="small", help="sizes of the model")
-        for name in SIZES:
-            groups["model"].add_argument(_dashed(name), type=whole(1, MOST_OF[name]), help="(default: the preset's)")
+        for name, most in SIZES.items():
+            groups["model"].add_argument(_dashed(name), type=whole(1, most), help="(default: the preset's)")
     for field in dataclasses.fields(Recipe):
         if field.metadata.get("group") in groups:
             groups[field.metadata["group"]].add_argument(_dashed(field.name), **field.metadata["add"])

@@ -36,11 +36,6 @@ def layers_of_stages(recipe: Recipe) -> list[int] | None:
     return layers
 
 
-def named_stages(layers: list[int] | None) -> dict[str, int]:
-    """Return an uneven cut by name, for what a checkpoint's ranks must have in common."""
-    return {f"layers of stage {stage}": count for stage, count in enumerate(layers or [])}
-
-
 def _planned(recipe: Recipe) -> list[int]:
     """Return the cut that the plan of a recipe has for its loss."""
     shape = recipe.shape

@@ -30,15 +30,11 @@ class Notice:
     Outside of the training loop, where nothing can be lost, the first one raises ``Stopped`` at once. A thread ends the process
     after ``SAME_SECONDS`` if that has not come through: the main thread may wait in C++ for a rank that has left. In the loop,
     while ``patient``, a signal is remembered. A second one that comes ``SAME_SECONDS`` later ends the process.
-
-    Attributes:
-        name: Of the first signal.
-        raised: What it raised outside of the loop. Code that it came through may have made another exception of it.
     """
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        self.raised: Stopped | None = None
+        self.name: str | None = None  # of the first signal
+        self.raised: Stopped | None = None  # code that it came through may have made another exception of it
         self.patient = False
         self._since = 0.0
         self._former: dict[signal.Signals, Any] = {}

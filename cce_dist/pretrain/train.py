@@ -203,7 +203,7 @@ class _Run:
             "lr": self.recipe.learning_rate(step),
             "grad_norm": done.grad_norm.item(),
             "tokens_per_s": rate,
-            "peak_mb": engine.peak_mb(),
+            "peak_mb": self.ranks.peak_mb(engine.has_loss),
         }
         peak = flops.peak(self.recipe, self.ranks.device)
         if peak is not None:

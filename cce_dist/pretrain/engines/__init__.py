@@ -36,12 +36,14 @@ class Engine(Protocol):
 
     Attributes:
         recipe, ranks: What the engine was made with.
+        has_loss: Whether this rank is of the last stage, which computes the loss.
         layout: What a checkpoint's ranks must have in common with this run's, by name.
     """
 
     recipe: Recipe
     ranks: Ranks
-    layout: dict[str, int]
+    has_loss: bool
+    layout: dict[str, Any]
 
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
         """Make model and optimizer, on ranks that have joined.
@@ -61,10 +63,6 @@ class Engine(Protocol):
 
     def validate(self, held_out: Batches, num_batches: int | None = None) -> float:
         """Return the mean loss of the first batches, ``eval_batches`` unless said, the same ones every time; on every rank."""
-        ...
-
-    def peak_mb(self) -> float:
-        """Return the largest memory so far, in MiB, of the ranks that compute the loss; right on the first rank."""
         ...
 
     def save_tensors(self, folder: Path) -> None:

@@ -29,7 +29,7 @@ from cce_dist.pretrain.engines import Engine, Step, set_learning_rate
 from cce_dist.pretrain.model import GPT, Block
 from cce_dist.pretrain.ranks import Ranks, start_deepspeed
 from cce_dist.pretrain.recipe import Recipe, Shape
-from cce_dist.pretrain.stages import layers_of_stages, named_stages
+from cce_dist.pretrain.stages import layers_of_stages
 from cce_dist.ranks import join_alone
 
 TAG = "deepspeed"  # the name of its checkpoint in a folder
@@ -43,13 +43,14 @@ class DeepSpeedEngine(Engine):
         start_deepspeed(ranks.device)
         self.recipe, self.ranks = recipe, ranks
         self.layout = {"tp": ranks.tp, "dp": ranks.dp, "pp": ranks.pp, "zero_stage": recipe.zero_stage}
-        self.layout |= named_stages(layers_of_stages(recipe))
+        self.layout |= {"layers of the stages": layers_of_stages(recipe)}
         self.in_stages = recipe.zero_stage == 1
         whole = build_whole(recipe)
         model: Any = _pipeline(whole, recipe, ranks) if self.in_stages else _Model(whole, recipe.shape)
         angles = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self.optimizer = make_optimizer(model, recipe)
         self.engine: Any = cce.initialize(model=model, optimizer=self.optimizer, config=ds_config(recipe, ranks))[0]
+        self.has_loss = not self.in_stages or self.engine.is_last_stage()
         for name, buffer in self.engine.module.named_buffers():
             buffer.data = angles[name].to(ranks.device)  # angles stay fp32 in a model of bf16
         if recipe.loss != "dense":
@@ -85,9 +86,6 @@ class DeepSpeedEngine(Engine):
                 losses = [self.engine(part, labels=those, scale=scale) for part, (those, scale) in data]
             total += self._mean(sum(losses, torch.zeros_like(total)))
         return total.item()
-
-    def peak_mb(self) -> float:
-        return self.ranks.largest_peak_mb(not self.in_stages or self.engine.is_last_stage())
 
     def save_tensors(self, folder: Path) -> None:
         with _failing_late(self.engine.checkpoint_engine) as failures:

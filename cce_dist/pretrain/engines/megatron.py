@@ -26,7 +26,7 @@ from cce_dist.pretrain.data import IGNORED, Batches, num_valid
 from cce_dist.pretrain.engines import Engine, Step, set_learning_rate
 from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.recipe import MEGATRON_FUSED, Recipe
-from cce_dist.pretrain.stages import layers_of_stages, named_stages
+from cce_dist.pretrain.stages import layers_of_stages
 from cce_dist.ranks import join_alone
 
 
@@ -40,14 +40,14 @@ class MegatronEngine(Engine):
 
         layers = layers_of_stages(recipe)
         self.recipe, self.ranks = recipe, ranks
-        self.layout = {"tp": ranks.tp, "dp": ranks.dp, "pp": ranks.pp, **named_stages(layers)}
+        self.layout = {"tp": ranks.tp, "dp": ranks.dp, "pp": ranks.pp, "layers of the stages": layers}
         join_alone(ranks.device)
         parallel_state.initialize_model_parallel(ranks.tp, ranks.pp, distributed_timeout_minutes=recipe.timeout / 60)  # pyright: ignore[reportArgumentType]
         if ranks.device.type == "cuda":
             model_parallel_cuda_manual_seed(recipe.seed)
-        self.is_last = parallel_state.is_pipeline_last_stage()
+        self.has_loss = parallel_state.is_pipeline_last_stage()
 
-        self.model = _build(recipe, ranks, parallel_state.is_pipeline_first_stage(), self.is_last)
+        self.model = _build(recipe, ranks, parallel_state.is_pipeline_first_stage(), self.has_loss)
         config = self.model.config
         module: Any = Float16Module(config, self.model) if config.bf16 else self.model
         ddp_config = distributed.DistributedDataParallelConfig(
@@ -94,9 +94,6 @@ class MegatronEngine(Engine):
             total += self._run(ids, labels, forward_only=True)
         self.chunk.train()
         return total.item() / num_valid(*(labels for _, labels in batches))
-
-    def peak_mb(self) -> float:
-        return self.ranks.largest_peak_mb(self.is_last)
 
     def save_tensors(self, folder: Path) -> None:
         # The next forward would gather the weights that the last step has changed; they are needed now.

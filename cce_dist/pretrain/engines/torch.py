@@ -26,7 +26,7 @@ class TorchEngine(Engine):
     """See ``Engine``. ``model`` is one that is there already; ``fused`` steps in one kernel, for plain tensors."""
 
     def __init__(self, recipe: Recipe, ranks: Ranks, model: GPT | None = None, *, fused: bool = False) -> None:
-        self.recipe, self.ranks = recipe, ranks
+        self.recipe, self.ranks, self.has_loss = recipe, ranks, True
         self.layout = {}  # a checkpoint goes on with any number of ranks
         self.model = build_model(recipe, ranks) if model is None else model
         self.optimizer = make_optimizer(self.model, recipe, fused=fused)
@@ -59,9 +59,6 @@ class TorchEngine(Engine):
                 with self.recipe.autocast():
                     total += self.model(part_ids, part_labels, num_tokens)[0]
         return self._sum_over_dp(total).item()
-
-    def peak_mb(self) -> float:
-        return self.ranks.peak_mb()
 
     def save_tensors(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
