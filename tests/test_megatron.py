@@ -843,13 +843,10 @@ def logits_are_scaled_as_mup_does() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def mamba_models_are_taken_over() -> None:
-    """MambaModel, HybridModel from 0.19 on; of its layers those that need no other package."""
+def hybrid(case: Case) -> Any:
+    """Return a MambaModel, HybridModel from 0.19 on; of its layers those that need no other package."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.mamba import MambaModel
-
-    if OLDEST:
-        return  # its stack of layers needs Transformer Engine
     from megatron.core.ssm import mamba_block
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
@@ -868,15 +865,22 @@ def mamba_models_are_taken_over() -> None:
     )
     home: Any = sys.modules[stack.MambaStack.__module__]
     home.TENorm = Norm  # its last norm is Transformer Engine's
-    models = []
-    for _ in ("ours", "Megatron's"):
-        torch.manual_seed(0)
-        config = TransformerConfig(num_layers=2, **SIZES)
-        spec = ModuleSpec(module=stack.MambaStack, submodules=layers)
-        models.append(
-            MambaModel(config, spec, VOCAB, SEQ, hybrid_override_pattern="*-", position_embedding_type="none")
-        )
-    assert_same_step(*models)
+    torch.manual_seed(0)
+    parallel = dict(tensor_model_parallel_size=case.tp, sequence_parallel=case.sequence_parallel)
+    return MambaModel(
+        TransformerConfig(num_layers=2, **SIZES, **parallel),
+        ModuleSpec(module=stack.MambaStack, submodules=layers),
+        VOCAB,
+        SEQ,
+        hybrid_override_pattern="*-",
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=case.tied,
+    )
+
+
+def mamba_models_are_taken_over() -> None:
+    if not OLDEST:  # whose stack of layers needs Transformer Engine
+        assert_same_step(hybrid(Case()), hybrid(Case()))
 
 
 def replace_forward(model: Any) -> None:

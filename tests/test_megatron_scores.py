@@ -6,6 +6,8 @@ runs this file with newer ones. test_rl.py runs what needs ranks.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("megatron.core")
 
 from dense_scores import dense_scores, policy_loss
-from test_megatron import BATCH, SEQ, VOCAB, Case, batch, build, on_layout, takes_a_processor, with_processor
+from test_megatron import BATCH, SEQ, VOCAB, Case, batch, build, hybrid, on_layout, takes_a_processor, with_processor
 
 from cce_dist.integrations import megatron as cce
 from cce_dist.integrations.megatron import scores
@@ -28,50 +30,65 @@ def processor(**wanted: Any) -> Any:
     return cce.log_probs_processor(**wanted) if takes_a_processor() else scores._Processor(1.0, None, wanted)
 
 
-def by_logits(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+def by_logits(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Any:
+    """Labels outside the vocabulary have no scores."""
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
-    return dense_scores(gather_from_tensor_model_parallel_region(model(**inputs)), labels, TEMPERATURE)
-
-
-def step(model: Any, ours: bool) -> dict[str, Tensor]:
-    """Return scores and all gradients. Labels outside the vocabulary give neither."""
-    inputs, labels = batch(model)
     outside = (labels < 0) | (labels >= VOCAB)
-    if ours:
-        found = with_processor(model)(
-            **inputs,
-            labels=labels,
-            output_processor=processor(entropy=True, argmax=True),
-            output_processor_context={"temperature": TEMPERATURE},
-        )
-        log_probs, entropy = found.log_probs, found.entropy
+    logits = gather_from_tensor_model_parallel_region(model(**inputs))
+    return [x.masked_fill(outside, 0) for x in dense_scores(logits, labels.clamp(0, VOCAB - 1), TEMPERATURE)]
+
+
+def by_processor(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Any:
+    return with_processor(model)(
+        **inputs,
+        labels=labels,
+        output_processor=processor(entropy=True, argmax=True),
+        output_processor_context={"temperature": TEMPERATURE},
+    )
+
+
+def by_processor_of_a_converted_model(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Any:
+    return by_processor(cce.convert(model), inputs, labels)
+
+
+def by_the_loss(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Any:
+    with cce.log_probs_of(cce.convert([model]), temperature=TEMPERATURE, entropy=True, argmax=True) as found:
+        losses = model(**inputs, labels=labels)
+    assert torch.equal(losses, -found[0].log_probs) and len(found) == 1
+    return found[0]
+
+
+def step(model: Any, how: Callable) -> dict[str, Tensor]:
+    """Return scores and all gradients."""
+    found = how(model, *batch(model))
+    if how is not by_logits:
         assert found.argmax.shape == found.lse.shape == (BATCH, SEQ) and found.log_probs.is_contiguous()
-    else:
-        log_probs, entropy = (x.masked_fill(outside, 0) for x in by_logits(model, inputs, labels.clamp(0, VOCAB - 1)))
-    policy_loss(log_probs, entropy).backward()
+        found = found.log_probs, found.entropy
+    policy_loss(*found).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"log_probs": log_probs, "entropy": entropy, **gradients}
+    return {"log_probs": found[0], "entropy": found[1], **gradients}
 
 
 def on_one_layout(case: Case) -> None:
-    for convert in (False, True):
-        models = [build(case)[0] for _ in range(3)]
-        results = [
-            step(cce.convert(models[0]) if convert else models[0], ours=True),
-            step(models[1], ours=False),
-            step(models[2].double(), ours=False),
-        ]
-        assert results[0].keys() == results[1].keys() == results[2].keys() and len(results[0]) > 10
-        for name in results[0]:
-            ours, baseline, truth = (result[name] for result in results)
-            assert_no_worse(ours, baseline, truth, quantity=f"{name}, converted: {convert}")
+    for make, ways in (
+        (lambda: build(case)[0], (by_processor, by_processor_of_a_converted_model, by_the_loss)),
+        (lambda: hybrid(case), (by_the_loss,)),
+    ):
+        baseline, truth = step(make(), by_logits), step(make().double(), by_logits)
+        for how in ways:
+            ours = step(make(), how)
+            assert ours.keys() == baseline.keys() == truth.keys() and len(ours) > 10
+            for name in ours:
+                quantity = f"{name}, {how.__name__}, {case}"
+                assert_no_worse(ours[name], baseline[name], truth[name], quantity=quantity)
 
 
 def over_two_ranks(sequence_parallel: bool) -> None:
     """Catches hidden states taken for whole, labels of another order, a gradient that is summed twice, never or elsewhere."""
     on_layout(Case(tp=2, sequence_parallel=sequence_parallel, tied=sequence_parallel), on_one_layout)
     if not sequence_parallel:
+        on_layout(Case(), on_one_layout)
         on_layout(Case(tp=2), what_is_not_served)
 
 
@@ -87,6 +104,14 @@ def what_is_not_served(case: Case) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             model(**inputs, **given, output_processor=processor())
+    for other in (build(case)[0], cce.convert(build(dataclasses.replace(case, mtp=1))[0])):
+        with pytest.raises(ValueError, match="is converted, without multi-token"), cce.log_probs_of(other):
+            pass
+    with (
+        pytest.raises(TypeError, match="log_probs_of got an unexpected argument 'top_p'"),
+        cce.log_probs_of(model, top_p=1),
+    ):
+        pass
     model.output_layer.bias = torch.nn.Parameter(torch.zeros(VOCAB // 2))
     with pytest.raises(ValueError, match="of this model: its output_layer has a bias"):
         model(**inputs, labels=labels, output_processor=processor())

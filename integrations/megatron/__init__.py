@@ -25,7 +25,7 @@ from cce_dist.integrations.megatron.loss import (
     vocab_parallel_loss,
     vocab_parallel_max,
 )
-from cce_dist.integrations.megatron.scores import log_probs_processor
+from cce_dist.integrations.megatron.scores import log_probs_of, log_probs_processor
 from cce_dist.integrations.megatron.swap import convert, require, revert
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "add_arguments",
     "convert",
     "install",
+    "log_probs_of",
     "log_probs_processor",
     "options_from_args",
     "require",

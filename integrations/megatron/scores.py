@@ -1,18 +1,23 @@
-"""Log-probabilities at the end of ``GPTModel.forward``, by Megatron's own hook for them (megatron-core 0.18 and newer).
+"""Log-probabilities and their statistics from a model's own forward, in two ways.
 
-    score = log_probs_processor(entropy=True)
+    score = log_probs_processor(entropy=True)  # GPTModel of megatron-core 0.18 and newer, converted or not
     found = model(ids, positions, mask, labels=labels, output_processor=score)  # LogProbs, [b, s] each
 
-``GPTModel.forward`` calls its ``output_processor`` in place of the head and the loss, and returns what the processor returns.
-It gives the processor hidden states as the head would get them: [s, b, h], or this rank's slice [s/tp, b, h] under sequence
-parallelism. The head says which, and whether the gradient of hidden states is summed here.
+    with log_probs_of(model, entropy=True) as found:  # any converted model of any version, as HybridModel
+        model(ids, positions, mask, labels=labels)  # found[-1] has LogProbs
+
+``GPTModel.forward`` calls its ``output_processor`` in place of the head and the loss, with hidden states as the head would get
+them: [s, b, h], or this rank's slice [s/tp, b, h] under sequence parallelism. The head says which, and whether the gradient of
+hidden states is summed here. In ``log_probs_of`` the model asks deferred logits for its loss as ever.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +25,8 @@ from torch import Tensor
 
 from cce_dist import LogProbs
 from cce_dist.integrations.deferred import Head
-from cce_dist.integrations.megatron.loss import Options, vocab_parallel_log_probs
-from cce_dist.integrations.megatron.swap import call_of, reason_against
+from cce_dist.integrations.megatron.loss import Options, vocab_parallel_log_probs, vocab_parallel_loss
+from cce_dist.integrations.megatron.swap import call_of, language_models, reason_against
 from cce_dist.integrations.patching import say_once
 
 ARGUMENTS = ("output_processor", "output_processor_context")
@@ -48,15 +53,53 @@ def log_probs_processor(*, temperature: float = 1.0, options: Options | None = N
     import megatron.core
     from megatron.core.models.gpt import GPTModel
 
-    unknown = wanted.keys() - {"entropy", "sum_p_squared", "argmax", "top_k"}
-    if unknown:
-        raise TypeError(f"log_probs_processor got an unexpected argument {min(unknown)!r}")
+    _check("log_probs_processor", wanted)
     if not set(ARGUMENTS) <= inspect.signature(GPTModel.forward).parameters.keys():
         raise RuntimeError(
             f"cce_dist: log_probs_processor needs megatron-core >= 0.18, whose GPTModel.forward takes {ARGUMENTS[0]}; "
-            f"{megatron.core.__version__} has none. vocab_parallel_log_probs takes hidden states of any version"
+            f"{megatron.core.__version__} has none. log_probs_of serves any version"
         )
     return _Processor(temperature, options, wanted)
+
+
+@contextlib.contextmanager
+def log_probs_of(model: Any, *, temperature: float | Tensor = 1.0, **wanted: Any) -> Iterator[list[LogProbs]]:
+    """Give a list to which each call of a converted model with labels appends their ``LogProbs``, [b, s] each.
+
+    The call returns what it always does, minus the log-probabilities; a filter is not used. A stage without a head appends
+    nothing, so every rank makes the same calls.
+
+    Args:
+        model: As of ``convert``, which has converted it.
+        temperature: Divides the logits: a number, or a [b, s] tensor.
+        **wanted: ``entropy``, ``sum_p_squared``, ``argmax``, ``top_k`` of ``linear_log_probs``.
+
+    Raises:
+        ValueError: The model is not converted, or predicts several tokens, whose losses would have the temperature, too.
+        TypeError: ``wanted`` names something else, or ``model`` is none of megatron-core.
+    """
+    _check("log_probs_of", wanted)
+    found: list[LogProbs] = []
+    tasks = []
+    for part in language_models(model):
+        head = getattr(part, "output_layer", None)
+        if head is not None and (not isinstance(head, Head) or part.config.mtp_num_layers):
+            raise ValueError("cce_dist: log_probs_of needs a model that is converted, without multi-token prediction")
+        tasks += [] if head is None else [head.cce_task]
+    compute = functools.partial(vocab_parallel_log_probs, temperature=temperature, **wanted)
+    for task in tasks:
+        task.compute, task.scores = compute, found
+    try:
+        yield found
+    finally:
+        for task in tasks:
+            task.compute, task.scores = vocab_parallel_loss, None
+
+
+def _check(function: str, wanted: dict[str, Any]) -> None:
+    unknown = wanted.keys() - {"entropy", "sum_p_squared", "argmax", "top_k"}
+    if unknown:
+        raise TypeError(f"{function} got an unexpected argument {min(unknown)!r}")
 
 
 @dataclasses.dataclass(frozen=True)

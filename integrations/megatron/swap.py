@@ -41,7 +41,7 @@ def convert(model: Any, options: Options | None = None) -> Any:
         TypeError: There is no model of megatron-core in it.
         ImportError: megatron-core is missing, or has not the names that this module builds on.
     """
-    for part in _language_models(model):
+    for part in language_models(model):
         head = getattr(part, "output_layer", None)
         if isinstance(head, Head):
             head.cce_task.options = options or head.cce_task.options
@@ -60,7 +60,7 @@ def convert(model: Any, options: Options | None = None) -> Any:
 
 def revert(model: Any) -> Any:
     """Undo ``convert``, and return ``model``."""
-    for part in _language_models(model):
+    for part in language_models(model):
         head = getattr(part, "output_layer", None)
         if isinstance(head, Head):
             if type(head).__mro__[1] is not Head or type(part).__mro__[1] is not _Model:
@@ -85,7 +85,7 @@ def require(model: Any) -> None:
         RuntimeError: A head is not converted; or forwards in training have ended, and other code computed the loss of all.
         TypeError, ImportError: As of ``convert``.
     """
-    for part in _language_models(model):
+    for part in language_models(model):
         head = getattr(part, "output_layer", None)
         if isinstance(head, Head):
             head.cce_task.require("output_layer")
@@ -102,14 +102,19 @@ class MegatronLogits(deferred.DeferredLogits):
     ANSWERED = deferred.DeferredLogits.ANSWERED | {torch.argmax: "argmax", torch.max: "max"}
 
     def loss(self, labels: Tensor) -> Tensor:
-        """Return the loss [b, s] of labels [b, s]."""
+        """Return the loss [b, s] of labels [b, s]; keep their ``LogProbs`` in ``log_probs_of``."""
+        task = self._task
 
-        def loss(head: Any, hidden: Tensor, weight: Any, **_: Any) -> Tensor:
+        def compute(head: Any, hidden: Tensor, weight: Any, **_: Any) -> Any:
             weight, call = call_of(head, weight)
-            return vocab_parallel_loss(hidden, weight, labels, **call, options=self._task.options, **self._scaling())
+            return task.compute(hidden, weight, labels, **call, options=task.options, **self._scaling())
 
-        self._task.num_losses += self._training
-        return self._ask(loss)
+        task.num_losses += self._training
+        answer = self._ask(compute)
+        if task.scores is None:
+            return answer
+        task.scores.append(answer)
+        return -answer.log_probs
 
     def max(self, dim: int) -> tuple[Tensor, Tensor]:
         """Return the largest logits and their places, [s, b] each."""
@@ -148,6 +153,9 @@ class MegatronLogits(deferred.DeferredLogits):
 @dataclasses.dataclass(eq=False)
 class Task(deferred.Task):
     """What a converted ``output_layer`` knows; it defers in calls of the model, or of its end, with labels."""
+
+    compute: Callable = vocab_parallel_loss
+    scores: list | None = None  # of log_probs_of
 
     def defer(self, head: Any, input_: Tensor, weight: Any = None, runtime_gather_output: bool | None = None) -> tuple:
         return MegatronLogits(head, self, input_, weight=weight, runtime_gather_output=runtime_gather_output), None
@@ -254,7 +262,7 @@ def reason_against(head: Any, config: Any) -> str | None:
     return None
 
 
-def _language_models(model: Any) -> Iterator[Any]:
+def language_models(model: Any) -> Iterator[Any]:
     """Yield the language models in a model, however wrapped, or in each of a list."""
     from megatron.core.transformer.module import MegatronModule
 
