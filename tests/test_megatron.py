@@ -866,7 +866,7 @@ def hybrid(case: Case) -> Any:
     home: Any = sys.modules[stack.MambaStack.__module__]
     home.TENorm = Norm  # its last norm is Transformer Engine's
     torch.manual_seed(0)
-    parallel = dict(tensor_model_parallel_size=case.tp, sequence_parallel=case.sequence_parallel)
+    parallel: dict[str, Any] = dict(tensor_model_parallel_size=case.tp, sequence_parallel=case.sequence_parallel)
     return MambaModel(
         TransformerConfig(num_layers=2, **SIZES, **parallel),
         ModuleSpec(module=stack.MambaStack, submodules=layers),
