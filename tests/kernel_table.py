@@ -30,24 +30,14 @@ TESTS = {
     "test_top_k.py::test_rows_that_mislead_the_sample": "_choose_kernel",
     "test_divergence.py::test_matches_dense": "_pair_logits_kernel _pair_sums_kernel",
     "test_divergence.py::test_kept_exponentials_match_dense": "_pair_gradients_kernel",
-    "test_filtered.py::test_frequent_columns_are_those_labelled_most": "_count_labels_kernel _most_labelled_kernel",
     "test_filtered.py::test_matches_dense": (
-        "_gather_frequent_kernel _list_columns_kernel _outside_frequent_kernel _decide_kernel "
-        "_listed_gradients_kernel _dropped_kernel _sums_of_rows_kernel _dropped_sums_kernel _shares_kernel "
-        "_sample_columns_kernel _sampled_gradients_kernel _factors_kernel _hidden_products_kernel "
-        "_by_column_kernel _filtered_bias_kernel"
+        "_list_columns_kernel _decide_kernel _listed_gradients_kernel _dropped_kernel _sums_of_rows_kernel "
+        "_dropped_sums_kernel _sampled_gradients_kernel _hidden_products_kernel _filtered_bias_kernel"
     ),
-    "test_filtered.py::test_sampled_columns_bound_the_rest": (
-        "_sample_outside_kernel _sampled_sums_kernel _bound_of_shard_kernel"
-    ),
-    "test_filtered.py::test_sample_stands_for_all_tokens": (
-        "_sample_tokens_kernel _center_rows_kernel _calibrate_kernel"
-    ),
+    "test_filtered.py::test_sampled_columns_bound_the_rest": "_sampled_sums_kernel _bound_of_shard_kernel",
     "test_filtered.py::test_shares_are_reweighted_to_the_mean_of_all_tokens": "_reweight_kernel",
-    "test_filtered.py::test_the_linear_correction": "_squares_kernel",
     "test_filtered.py::test_lists_are_added_first_or_last": "_filtered_hidden_kernel",
-    "test_filtered.py::test_sampled_tokens_correct_d_weight": "_compensated_weight_kernel",
-    "test_filtered.py::test_shrinkage_of_the_covariance": "_filtered_weight_kernel",
+    "test_filtered.py::test_corrections": "_compensated_weight_kernel _filtered_weight_kernel",
     "test_screened.py::test_statistics_and_lists": (
         "_median_kernel _tail_masses_kernel _tail_mean_kernel _round_rows_kernel _screen_kernel "
         "_join_lists_kernel _listed_sums_kernel _merge_screened_kernel"

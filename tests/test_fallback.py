@@ -102,8 +102,7 @@ def test_nothing_can_be_filtered() -> None:
 def test_nothing_is_computed_for_what_nobody_will_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of backward are those of the exact path, and the filter's own kernels read no matrix. Catches: a
     control variate, its squares or its sample where nothing is dropped."""
-    for module in (budget, filter):
-        monkeypatch.setattr(module, "SAMPLE", 16)
+    monkeypatch.setattr(budget, "SAMPLE", 16)
     monkeypatch.setattr(budget, "sampled_columns", lambda _: 32)
     shard = random_logits(2.0)
     _, saved = statistics(shard)
@@ -115,15 +114,9 @@ def test_nothing_is_computed_for_what_nobody_will_read(monkeypatch: pytest.Monke
     gradients(shard, saved)
     assert +products == expected
     of_filter = {name: n for name, n in read.items() if name not in in_exact}
-    assert {
-        "_squares_kernel",
-        "_reweight_kernel",
-        "_dropped_sums_kernel",
-        "_compensated_weight_kernel",
-    } <= of_filter.keys()
-    # Entries are sorted, and columns sampled, whatever there is.
-    sorts_or_draws = {"_by_column_kernel", "_sample_columns_kernel", "_filtered_bias_kernel"}
-    assert all(n < 3 * NUM_COLUMNS for name, n in of_filter.items() if name not in sorts_or_draws), of_filter
+    assert {"_reweight_kernel", "_dropped_sums_kernel", "_compensated_weight_kernel"} <= of_filter.keys()
+    del of_filter["_filtered_bias_kernel"]  # entries are added up, whatever there is
+    assert all(n < 3 * NUM_COLUMNS for n in of_filter.values()), of_filter
 
 
 def count_work(monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], Counter[str]]:

@@ -267,7 +267,7 @@ def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(budget, "sampled_columns", lambda _: 0)
     monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.0)  # draws that are mostly noise are added all the same
     monkeypatch.setattr(lists, "BLOCK", 16)  # lists of several blocks
-    monkeypatch.setattr(filter, "SAMPLE", 1024 if not GPU else 4096)  # all tokens: then the column sums are exact
+    monkeypatch.setattr(budget, "SAMPLE", 1024 if not GPU else 4096)  # all tokens: then the column sums are exact
     # fewer than the labels
     monkeypatch.setattr(filter, "num_frequent", lambda num_valid, _: min(num_valid, 100 if GPU else 13))
     with nan_memory():
@@ -287,13 +287,12 @@ def limits(monkeypatch: pytest.MonkeyPatch):
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, Any]:
-    """Keep what the last call of each of the filter's functions gave, and under "given to NAME" what it was given."""
+    """Keep what the last call of each of the filter's functions gave."""
     seen: dict[str, Any] = {}
 
     def spied(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def spy(*args: Any) -> Any:
-            seen[name] = call(*args)
-            seen[f"given to {name}"] = args
+        def spy(*args: Any, **options: Any) -> Any:
+            seen[name] = call(*args, **options)
             return seen[name]
 
         return spy
@@ -454,8 +453,8 @@ def test_sample_stands_for_all_tokens() -> None:
     assert (weight - 1).abs().max() < 0.9
 
     mean_shift = ((weight[:, None] * rows.cpu().double()).sum(0) / weight.sum()) - mean
-    assert sample.mean_shift_D is not None and mean_shift.norm() > 0.03
-    torch.testing.assert_close(sample.mean_shift_D.cpu().double(), mean_shift, rtol=1e-4, atol=1e-5)
+    assert sample.centered is not None and mean_shift.norm() > 0.03
+    torch.testing.assert_close(sample.centered.mean_shift_D.cpu().double(), mean_shift, rtol=1e-4, atol=1e-5)
 
     none, _ = shares.sample_tokens(given[0], torch.zeros(num_tokens, device=DEVICE), *given[2:], most=size)
     assert none.size.item() == 0
@@ -481,12 +480,11 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
     numbers = torch.zeros(2, size, device=DEVICE)
     labels = torch.full((size,), -1, device=DEVICE)
     labels[5] = 11
-    sample = shares.Sample(
-        labels.int(), numbers[0], numbers[1] + 0.4, labels, torch.full_like(labels[:1].int(), size), numbers[0],
-        mean_shift_D=mean_shift,
-    )  # fmt: skip
+    centered: Any = SimpleNamespace(mean_shift_D=mean_shift)
+    num_sampled = torch.full_like(labels[:1].int(), size)
+    sample = shares.Sample(labels.int(), numbers[0], numbers[1] + 0.4, labels, num_sampled, numbers[0], centered)
     x = Operands(rows, weight, None, labels, ShardLogits(0, num_valid, scale))
-    dropped = shares.dropped_shares(rows, x, sample, slot, choose_tiles(DTYPE, rows.device).lse)
+    dropped = shares.dropped_shares(rows, x, sample, slot, choose_tiles(DTYPE, rows.device).lse, want_parts=False)
     z = scale * rows.double() @ weight.double().T
     e = torch.where(z < 0.4, z.exp(), 0.0)
     e[5, 11] = 0.0
@@ -494,173 +492,150 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
     sums[3] = 0.0
     share = sums / sums.sum()
     rtol = 2e-2 if GPU else 1e-5
-    torch.testing.assert_close(dropped.shares_2V[0].double(), share, rtol=rtol, atol=1e-6)
-    assert dropped.center_D is not None
+    torch.testing.assert_close(dropped.share_V.double(), share, rtol=rtol, atol=1e-6)
     center = share @ weight.double().nan_to_num()
     torch.testing.assert_close(dropped.center_D.double(), center, rtol=rtol, atol=1e-2 if GPU else 1e-6)
 
 
 @pytest.mark.parametrize("dtype", dict.fromkeys((torch.float32, DTYPE)), ids=str)
 @pytest.mark.parametrize("coefs", ["mean", "signed"])
-@pytest.mark.slow
-def test_sampled_tokens_correct_d_weight(
-    coefs: str, dtype: torch.dtype, limits, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    """Catches: a part of a frequent, kept or label's column, a part without slope or strength, the mean hidden state left
-    in or taken off twice, a sign lost, the shrinkage left out, a sum that is written over, a sample that is left out and
-    waited for."""
-    case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs=coefs, sampled=32)
+def test_corrections(coefs: str, dtype: torch.dtype, limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each correction adds to the gradients of the control variate alone, and the factor on it.
+
+    Catches, of the sampled tokens: a part of a frequent, kept or label's column, a part without slope or strength, the mean
+    hidden state left in or taken off twice, a sign lost, the shrinkage left out, a sum that is written over, a sample that is
+    left out and waited for. Of the linear correction: the sampled columns' linear part left in, the mean hidden state left in,
+    a mass or a sign lost, the wrong columns in the covariance, a factor fitted on other terms than those that are added. Of the
+    shrinkage: a sign, a mass or a share lost in the factor, the columns' mean left in, a row of the weight added to a frequent
+    column or left out of one with entries, the factor used beside the sampled tokens or where it corrects too little.
+    """
+    case = Case(hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs=coefs, sampled=32)
+    case = case._replace(num_tokens=70 if GPU else 40)
     limits(case)
-    size = 32
-    monkeypatch.setattr(filter, "SAMPLE", size)
-    monkeypatch.setattr(budget, "SAMPLE", size)
-    monkeypatch.setattr(
-        compensation, "LEAST_SHRINKAGE", torch.inf
-    )  # else it may comp in where the sampled tokens do not
+    num_covariance = 48
+    monkeypatch.setattr(budget, "SAMPLE", 32 if GPU else 24)
+    monkeypatch.setattr(budget, "covariance_rows", lambda *_: 32)
+    monkeypatch.setattr(budget, "covariance_columns", lambda *_: num_covariance)
+    monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", 0.0)
     p = problem(case, dtype)
     d = dense(p)
     _, *saved = local_stats(p, case)
-    seen = watched(monkeypatch, "weigh_tokens", "sample_columns", "factors_of")
-    ours = gradients(p, case, d, saved)[1]
-    first, weigh = dict(seen), filter.weigh_tokens
-    monkeypatch.setattr(filter, "weigh_tokens", lambda *_: None)
-    alone = gradients(p, case, d, saved)[1]
-    monkeypatch.setattr(filter, "weigh_tokens", weigh)
-    monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.999)
-    assert torch.equal(gradients(p, case, d, saved)[1], alone)
+    seen = watched(monkeypatch, "sample_tokens", "dropped_shares", "sample_columns", "factors_of")
+    corrected = gradients(p, case, d, saved)
+    (sample, _), dropped, columns, factors = seen.values()
+    assert factors.tokens > 0 == factors.shrinkage
+    with monkeypatch.context() as patch:
+        patch.setattr(budget, "keeps_sample", lambda *_: False)
+        shrunk, shrinkage = gradients(p, case, d, saved)[1], seen["factors_of"].shrinkage
+        rank_1 = gradients(p, case, d, saved, want_hidden=False)[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(compensation, "LEAST_SHRINKAGE", torch.inf)
+        patch.setattr(compensation, "LEAST_SIGNAL", 0.999)
+        assert torch.equal(gradients(p, case, d, saved)[1], rank_1)
+    limits(case._replace(sampled=0))
+    alone = gradients(p, case, d, saved)[0]
 
-    dropped, sample = first["given to weigh_tokens"]
-    tokens, column = first["weigh_tokens"], first["sample_columns"].column_K
-    token, share = sample.token_S.long(), dropped.shares_2V[0].double()
-    part = p.coef[0, :, None].double() * torch.where(
-        kept_by(tuple(saved), p, d, case.grad_filter.eps), 0.0, d.p * d.slope
-    )
-    part = part.masked_fill(p.labels[:, None] < 0, 0.0) * p.logits.logit_scale
-    reweighting = (
-        -shares.REWEIGHTING * p.logits.logit_scale * (p.weight.double() @ sample.mean_shift_D.double())
-    ).exp()
-    parts = (part[token] / part[token].sum(1, keepdim=True)) * sample.centered.share_S.double()[:, None] * reweighting
-    torch.testing.assert_close(parts.sum(0) / parts.sum(), share, rtol=2e-2 if GPU else 1e-4, atol=1e-7)
-    centered = (p.hidden[token].double() - sample.mean_D.double()) * part[token].sum(1, keepdim=True).sign()
-    terms = (parts / parts.sum()).T - share[:, None] * sample.centered.share_S.double()
-    some = terms[column] * share[column, None].rsqrt()
+    kept = kept_by(tuple(saved), p, d, case.grad_filter.eps)
+    part = p.coef[0, :, None].double() * torch.where(kept, 0.0, d.p * d.slope) * p.logits.logit_scale
+    part = part.masked_fill(p.labels[:, None] < 0, 0.0)
+    truth = Sampled(p, part, sample.token_S.long(), columns.column_K, dropped.share_V.double(), sample.centered)
+    if dtype == torch.float32 and (coefs == "signed" or not GPU):
+        assert_linear(truth, factors, num_covariance, (corrected[0] - alone).double(), alone.abs().max())
+    if dtype == torch.float32:
+        assert_shrunk(truth, shrinkage, (shrunk - rank_1).double(), rank_1.abs().max())
+    torch.testing.assert_close(part[truth.token].sum(1), sample.mass_S.double(), rtol=1e-2 if GPU else 1e-4, atol=1e-9)
+    assert_tokens(truth, factors, corrected[1].double() - rank_1.double(), rank_1.abs().max())
+
+
+class Sampled(NamedTuple):
+    """What is dropped [N, V], times coefficient and slope, and the places of its samples; float64."""
+
+    p: Problem
+    part: Tensor
+    token: Tensor
+    column: Tensor
+    share: Tensor
+    centered: shares.Centered
+
+    @property
+    def mass(self) -> Tensor:
+        return self.part.sum(1, keepdim=True)
+
+    @property
+    def apart(self) -> Tensor:
+        """The weight less its mean."""
+        return self.p.weight.double() - self.share @ self.p.weight.double()
+
+
+def assert_tokens(s: Sampled, factors: Any, added: Tensor, largest: Tensor) -> None:
+    strength = shares.REWEIGHTING * s.p.logits.logit_scale
+    reweighting = (-strength * (s.p.weight.double() @ s.centered.mean_shift_D.double())).exp()
+    share_S = s.centered.share_S.double()
+    parts = (s.part / s.mass)[s.token] * share_S[:, None] * reweighting
+    torch.testing.assert_close(parts.sum(0) / parts.sum(), s.share, rtol=2e-2 if GPU else 1e-4, atol=1e-7)
+    centered = (s.p.hidden[s.token].double() - s.centered.mean_hidden_D.double()) * s.mass[s.token].sign()
+    terms = (parts / parts.sum()).T - s.share[:, None] * share_S
+    some = terms[s.column] * s.share[s.column, None].rsqrt()
     signal_share = 1 - (some.square().sum(0) * centered.square().sum(1)).sum() / (some @ centered).square().sum()
     assert 0.05 < signal_share < 0.99
-    torch.testing.assert_close(first["factors_of"].tokens.double(), signal_share, rtol=0.05 if GPU else 1e-3, atol=0)
-    rtol = 1e-2 if GPU else 1e-4
-    torch.testing.assert_close(part[token].sum(1), sample.mass_S.double(), rtol=rtol, atol=1e-9)
-    torch.testing.assert_close(part.sum(1).abs().sum(), tokens.centered.mass.double(), rtol=rtol, atol=0)
-    expected = signal_share * part.sum(1).abs().sum() * terms @ centered
-    added = ours.double() - alone.double()
-    if dtype != torch.float32:  # 16 bits round centered each number of the correction, not the sum of all.
-        assert (added - expected).abs().max() < 2**-7 * alone.abs().max()
+    torch.testing.assert_close(factors.tokens.double(), signal_share, rtol=0.05 if GPU else 1e-3, atol=0)
+    torch.testing.assert_close(s.mass.abs().sum(), s.centered.mass.double(), rtol=1e-2 if GPU else 1e-4, atol=0)
+    expected = signal_share * s.mass.abs().sum() * terms @ centered
+    if s.p.hidden.dtype != torch.float32:  # 16 bits round each number of the correction, not the sum of all.
+        assert (added - expected).abs().max() < 2**-7 * largest
         assert abs((added * expected).sum() / expected.square().sum() - 1) < 0.1
     else:
         assert (added - expected).abs().max() < 2e-3 * expected.abs().max()
-    assert tokens.rows.num_kept.item() == size
 
 
-def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: the sampled columns' linear part left in, the mean hidden state left in, a mass or a sign lost, the wrong
-    columns in the covariance, a factor fitted on other terms than those that are added."""
-    case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs="signed", sampled=32)
-    limits(case)
-    size, num_covariance = 32, 48
-    monkeypatch.setattr(filter, "SAMPLE", size)
-    monkeypatch.setattr(budget, "covariance_rows", lambda *_: 32)
-    p = problem(case, torch.float32)
-    d = dense(p)
-    _, *saved = local_stats(p, case)
-    seen = watched(monkeypatch, "sample_columns", "squares_of_columns", "factors_of")
-    monkeypatch.setattr(budget, "covariance_columns", lambda *_: num_covariance)
-    bent = gradients(p, case, d, saved)[0]
-    factors = seen["factors_of"]
-    limits(case._replace(sampled=0))
-    rank_1 = gradients(p, case, d, saved)[0]
-
-    sample, column = seen["given to squares_of_columns"][1], seen["sample_columns"].column_K
-    share = seen["given to sample_columns"][0].shares_2V[0]
-    center = share.double() @ p.weight.double()
-    kept = kept_by(tuple(saved), p, d, case.grad_filter.eps)
-    part = p.coef[0, :, None].double() * torch.where(kept, 0.0, d.p * d.slope) * p.logits.logit_scale
-    part = part.masked_fill(p.labels[:, None] < 0, 0.0)
-    mass = part.sum(1, keepdim=True)
-    centered = p.weight[column].double() - center
-    strength = mass * (p.hidden.double() - sample.mean_D.double())
-    terms = part[:, column] / (len(column) * share[column].double()) - mass / len(column)
-    lines = strength @ centered.T / len(column)
-    apart = p.weight[compensation.sample(share, num_covariance).place].double() - center
-
+def assert_linear(s: Sampled, factors: Any, num_covariance: int, added: Tensor, largest: Tensor) -> None:
+    size, scale = len(s.column), s.p.logits.logit_scale
+    centered = s.apart[s.column]
+    strength = s.mass * (s.p.hidden.double() - s.centered.mean_hidden_D.double())
+    terms = s.part[:, s.column] / (size * s.share[s.column]) - s.mass / size
+    lines = strength @ centered.T / size
     # A sampled token stands for as many as have its mass together.
-    token = sample.token_S.long()
-    weight = mass[token].abs().rsqrt()
-    some, straight = terms[token] * weight, lines[token] * weight
-    noises = [
-        (a * b * centered.square().sum(1)).sum() for a, b in ((some, some), (some, straight), (straight, straight))
-    ]
-    coef = p.coef[0, token].double() * p.logits.logit_scale
-    usual = (coef.square()[:, None] * weight.square()).sum() * centered.square().sum(1).mean()
+    weight = s.mass[s.token].abs().rsqrt()
+    some, straight = terms[s.token] * weight, lines[s.token] * weight
+    squares = centered.square().sum(1)
+    noises = [(a * b * squares).sum() for a, b in ((some, some), (some, straight), (straight, straight))]
+    coef = s.p.coef[0, s.token].double() * scale
+    usual = (coef.square()[:, None] * weight.square()).sum() * squares.mean()
     fitted = compensation.linear(
-        some @ centered, straight @ centered, torch.stack(noises), len(column) / num_covariance, usual
+        some @ centered, straight @ centered, torch.stack(noises), size / num_covariance, usual
     )
     for ours, theirs in zip((factors.linear, factors.columns), fitted, strict=True):
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=0.05 if GPU else 1e-3, atol=1e-3)
-    assert 0.1 < factors.linear < 1.0
+    assert 0.05 < factors.linear < 1.0
     whole, of_draws = factors.linear.double(), factors.columns.double()
+    apart = s.apart[compensation.sample(s.share.float(), num_covariance)]
     expected = whole * strength @ (apart.T @ apart) / num_covariance + of_draws * (terms - whole * lines) @ centered
     # The shares were moved towards the mean of all tokens less far than the linear says.
-    spread = apart.T @ apart / num_covariance - of_draws * centered.T @ centered / len(column)
-    more = (whole - shares.REWEIGHTING * p.logits.logit_scale).clamp(min=0)
-    expected -= mass * more * (sample.mean_shift_D.double() @ spread)
-    assert expected.abs().max() > 0.002 * rank_1.abs().max()
-    assert (bent.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max()
+    spread = apart.T @ apart / num_covariance - of_draws * centered.T @ centered / size
+    more = (whole - shares.REWEIGHTING * scale).clamp(min=0)
+    expected -= s.mass * more * (s.centered.mean_shift_D.double() @ spread)
+    assert expected.abs().max() > 0.002 * largest
+    assert (added - expected).abs().max() < 2e-3 * expected.abs().max()
 
 
-@pytest.mark.parametrize("coefs", ["mean", "signed"])
-def test_shrinkage_of_the_covariance(coefs: str, limits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a sign, a mass or a share lost in the factor, the columns' mean left in, a row of the weight added to a frequent
-    column or left out of one with entries, the factor used beside the sampled tokens or where it corrects too little."""
-    case = Case(num_tokens=70, hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0, coefs=coefs, sampled=32)
-    limits(case)
-    size = 32
-    monkeypatch.setattr(filter, "SAMPLE", size)
-    monkeypatch.setattr(budget, "SAMPLE", size)
-    monkeypatch.setattr(budget, "covariance_rows", lambda *_: 32)
-    monkeypatch.setattr(budget, "covariance_columns", lambda *_: 48)
-    monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", 0.0)
-    p = problem(case, torch.float32)
-    d = dense(p)
-    _, *saved = local_stats(p, case)
-    seen = watched(monkeypatch, "sample_columns", "squares_of_columns", "factors_of")
-    gradients(p, case, d, saved)
-    assert seen["factors_of"].tokens > 0 == seen["factors_of"].shrinkage
-    monkeypatch.setattr(filter, "weigh_tokens", lambda *_: None)
-    ours, first = gradients(p, case, d, saved)[1], dict(seen)
-    monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", torch.inf)
-    rank_1 = gradients(p, case, d, saved)[1]
-    assert seen["factors_of"].shrinkage == 0
-
-    sample, column = first["given to squares_of_columns"][1], first["sample_columns"].column_K
-    share = first["given to sample_columns"][0].shares_2V[0].double()
-    centered = p.weight.double() - share @ p.weight.double()
-    kept = kept_by(tuple(saved), p, d, case.grad_filter.eps)
-    part = p.coef[0, :, None].double() * torch.where(kept, 0.0, d.p * d.slope) * p.logits.logit_scale
-    part = part.masked_fill(p.labels[:, None] < 0, 0.0)
-    mass, token = part.sum(1, keepdim=True), sample.token_S.long()
-    inverse_share = mass.abs().sum() / (size * mass[token].abs())
-    terms = inverse_share * (part[token][:, column] - mass[token] * share[column])
-    estimate = terms.T @ (p.hidden[token].double() - sample.mean_D.double())
-    factor = (estimate * centered[column]).sum() / (share[column, None] * centered[column].square()).sum()
+def assert_shrunk(s: Sampled, shrinkage: Tensor, added: Tensor, largest: Tensor) -> None:
+    mass, share = s.mass[s.token], s.share[s.column]
+    inverse_share = s.mass.abs().sum() / (len(s.token) * mass.abs())
+    terms = inverse_share * (s.part[s.token][:, s.column] - mass * share)
+    estimate = terms.T @ (s.p.hidden[s.token].double() - s.centered.mean_hidden_D.double())
+    centered = s.apart[s.column]
+    factor = (estimate * centered).sum() / (share[:, None] * centered.square()).sum()
     assert factor != 0
-    torch.testing.assert_close(first["factors_of"].shrinkage.double(), factor, rtol=0.05 if GPU else 1e-3, atol=0)
-    expected = factor * share[:, None] * centered
-    assert expected.abs().max() > (0.001 if not GPU else 5e-5) * rank_1.abs().max()  # by the columns that are sampled
-    rounding = 1e-5 * rank_1.abs().max() if GPU else 0.0
-    assert (ours.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max() + rounding
+    torch.testing.assert_close(shrinkage.double(), factor, rtol=0.05 if GPU else 1e-3, atol=0)
+    expected = factor * s.share[:, None] * s.apart
+    assert expected.abs().max() > (0.001 if not GPU else 5e-5) * largest  # by the columns that are sampled
+    rounding = 1e-5 * largest if GPU else 0.0
+    assert (added - expected).abs().max() < 2e-3 * expected.abs().max() + rounding
 
 
 def test_torch_shrinks_the_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: the sign of it, the columns' mean left in, a factor that is fitted to something else."""
+    monkeypatch.setattr(budget, "SAMPLE", 256)
     monkeypatch.setattr(budget, "sampled_columns", lambda _: 128)
     monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.25)
     w = make_workload(HeadShape(256, 4096), 512, rung="early", dtype=torch.float32, device=DEVICE)
@@ -800,14 +775,13 @@ def test_a_sample_that_drops_nothing(ignored: float, upstream: float, limits, mo
     """Catches rows of d_weight that two kernels leave to each other, where what is dropped weighs nothing."""
     case = Case(num_tokens=70, hidden_size=32, sampled=32, ignored=ignored)
     limits(case)
-    monkeypatch.setattr(filter, "SAMPLE", 32)
     monkeypatch.setattr(budget, "SAMPLE", 32)
     p = problem(case)
     p = p._replace(coef=p.coef * upstream)
     _, *saved = local_stats(p, case)
-    seen = watched(monkeypatch, "weigh_tokens")
+    seen = watched(monkeypatch, "fit_tokens")
     d_hidden, d_weight, _ = gradients(p, case, dense(p), saved)
-    assert seen["weigh_tokens"] is not None
+    assert seen["fit_tokens"] == 0
     assert (d_hidden == 0).all() and (d_weight == 0).all()
 
 
@@ -925,6 +899,7 @@ def errors_of(state: tuple[Tensor, Tensor, Tensor], eps: float = 2.0**-10) -> di
 
 def test_errors_on_a_trained_model(trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a control variate that does not know what tokens differ in: rank 1 alone is several times as wrong."""
+    monkeypatch.setattr(budget, "SAMPLE", 256)
     rank_1 = errors_of(trained)
     monkeypatch.setattr(budget, "sampled_columns", lambda num_columns: num_columns // 8)  # 256: as many as of 8,192
     ours = errors_of(trained)
@@ -937,6 +912,7 @@ def test_noise_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(600, 64), torch.randn(2048, 64) * 0.3
     labels = torch.randint(2048, (600,))
+    monkeypatch.setattr(budget, "SAMPLE", 256)
     rank_1 = errors_of((hidden, weight, labels), 2.0**-9)
     monkeypatch.setattr(budget, "sampled_columns", lambda num_columns: num_columns // 32)
     ours = errors_of((hidden, weight, labels), 2.0**-9)
@@ -1076,7 +1052,7 @@ def test_sampled_columns_bound_the_rest(monkeypatch: pytest.MonkeyPatch) -> None
         sampled.append(result[0].long())
         return result
 
-    monkeypatch.setattr(filter, "sample_outside", spy)
+    monkeypatch.setattr(bound, "sample_outside", spy)
     monkeypatch.setattr(bound, "num_sampled", lambda num_outside: num_outside)
     every = local_stats(p, Case())[1][0].double()
     assert len(sampled[0].unique()) == num_outside

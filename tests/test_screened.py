@@ -21,7 +21,7 @@ from cce_dist import GradFilter, VocabShard, linear_cross_entropy, loss
 from cce_dist.call import Call
 from cce_dist.integrations.options import Options
 from cce_dist.kernels import Filter, Softmax, Want, budget, filter
-from cce_dist.kernels.filter import lists, screen
+from cce_dist.kernels.filter import bound, lists, screen
 from cce_dist.kernels.filter.screen import fp8
 from cce_dist.verify.check import assert_no_worse
 
@@ -319,14 +319,14 @@ def test_an_estimate_that_is_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
     case = of(Case(num_tokens=20 if not GPU else 600, ignored=0.0))
     p = of_filter.problem(case)
     d = of_filter.dense(p)
-    bound_of_shard = filter.bound_of_shard
+    bound_of_shard = bound.bound_of_shard
 
     def too_high(*args: Any) -> Tensor:
         stats_3N = bound_of_shard(*args)
         stats_3N[0, ::2] += 0.3
         return stats_3N
 
-    monkeypatch.setattr(filter, "bound_of_shard", too_high)
+    monkeypatch.setattr(bound, "bound_of_shard", too_high)
     stats, *saved = of_filter.local_stats(p, case)
     lse, fallback = d.maximum + d.log_sum, saved[0][0].isnan()
     high = (saved[0][2] - lse).exp() > lists.SLACK * 1.01

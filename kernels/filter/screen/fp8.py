@@ -39,6 +39,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import kernel
@@ -74,8 +75,8 @@ class Rounded(NamedTuple):
             those of logits before it, and the bound is not taken off.
     """
 
-    codes: torch.Tensor
-    numbers_KR: torch.Tensor
+    codes: Tensor
+    numbers_KR: Tensor
 
 
 def new_rounded(num_rows: int, hidden_size: int, inner: int, num_numbers: int, device: torch.device) -> Rounded:
@@ -92,9 +93,9 @@ def some_of(rounded: Rounded, num_rows: int) -> Rounded:
 
 def round_hidden(
     x: Operands,
-    index_R: torch.Tensor,
-    num_kept: torch.Tensor,
-    bound_N: torch.Tensor,
+    index_R: Tensor,
+    num_kept: Tensor,
+    bound_N: Tensor,
     centering: Centering,
     out: Rounded,
 ) -> None:
@@ -102,13 +103,13 @@ def round_hidden(
     _launch(x, (index_R, num_kept, bound_N), None, centering, out, 0, index_R.shape[0])
 
 
-def round_weight(x: Operands, slot_V: torch.Tensor, centering: Centering, out: Rounded, first: int) -> None:
+def round_weight(x: Operands, slot_V: Tensor, centering: Centering, out: Rounded, first: int) -> None:
     """Round rows of the weight from ``first`` on. Frequent columns and padding take no part."""
     _launch(x, None, slot_V, centering, out, first, x.logits.num_valid)
 
 
 def _launch(
-    x: Operands, group: tuple[torch.Tensor, ...] | None, slot_V: torch.Tensor | None, centering: Centering, out: Rounded,
+    x: Operands, group: tuple[Tensor, ...] | None, slot_V: Tensor | None, centering: Centering, out: Rounded,
     first: int, last: int,
 ) -> None:
     num_rows, num_inner = out.codes.shape
