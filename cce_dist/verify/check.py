@@ -123,7 +123,7 @@ def of_rank(
         if options.get("sequence_parallel"):
             wholes = [whole.chunk(shard.group_size)[shard.group.rank()] for whole in wholes]
         if options.get("input_grad") == "partial":
-            ours = ours.float().clone()
+            ours = ours.double()
             dist.all_reduce(ours, group=shard.group)
     return [], ours, wholes
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from cce_dist.filter import GradFilter
 from cce_dist.loss import linear_cross_entropy
 from cce_dist.shard import VocabShard
 from cce_dist.verify.cases import Bounds, Problem, even, padded
-from cce_dist.verify.check import EPS, Error, compare, further_runs, same_bits
+from cce_dist.verify.check import EPS, Error, compare, further_runs, of_rank, same_bits
 from cce_dist.verify.oracle import PER_TOKEN, Truth, truth
 from cce_dist.verify.views import LAYOUTS, WRITABLE, constant, view_of
 
@@ -57,6 +58,10 @@ class Setting(NamedTuple):
     @property
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
 
     def command(self, number: int) -> str:
         """The command line that repeats one case."""
@@ -330,9 +335,8 @@ def _baseline(call: Draw, problem: Problem, upstream: dict[str, Tensor]) -> dict
     inputs = [x for x in (hidden.requires_grad_(), weight.requires_grad_(), bias) if x is not None]
     own = ("grad_filter", "sequence_parallel", "input_grad", "workspace_bytes", "return_aux", "reduce_dtype")
     options: dict[str, Any] = {name: value for name, value in call.options.items() if name not in own}
-    ignore_index = options.pop(
-        "ignore_index", -100
-    )  # any id may be the one that is ignored; dense PyTorch gathers with it
+    # Any id may be the one that is ignored; dense PyTorch gathers with it.
+    ignore_index = options.pop("ignore_index", -100)
     labels = problem.labels.masked_fill(problem.labels == ignore_index, -100)
     options["logit_scale"] = scale
     out = reference.linear_cross_entropy(hidden, weight, labels, linear_bias=bias, **options)
@@ -346,26 +350,67 @@ def _baseline(call: Draw, problem: Problem, upstream: dict[str, Tensor]) -> dict
     return {name: x.detach() for name, x in outputs.items()} | gradients
 
 
-class _Call(NamedTuple):
-    """The tensors of one rank's call."""
+def _ours(
+    call: Draw, problem: Problem, upstream: dict[str, Tensor], before: float, shard: VocabShard, setting: Setting
+) -> dict[str, Tensor]:
+    """Outputs and gradients of the call itself; dE of this rank's slice, dC and dbias of its rows.
 
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
-    bias: Tensor | None
-    buffer: Tensor | None
-    shard: VocabShard
+    Args:
+        before: What ``grad_weight_out`` holds before.
+    """
+    hidden, weight, labels, bias = _operands(call, problem, shard, setting)
+    options, buffer, scale = dict(call.options), None, None
+    if call.buffer is not None:
+        full = torch.full(weight.shape, before, device=setting.device, dtype=call.buffer)
+        buffer = view_of(full, call.layouts["grad_weight_out"])
+        held_before = buffer.double()
+    if call.num_tokens is not None:
+        number = torch.tensor(options["num_tokens"], device=setting.device, dtype=call.num_tokens)
+        options["num_tokens"] = view_of(number, call.layouts["num_tokens"])
+    if call.learn_scale:
+        scale = torch.tensor(float(options.get("logit_scale", 1.0)), device=setting.device, requires_grad=True)
+        options["logit_scale"] = scale
+    if call.classes:
+        options["weight"] = options["weight"].to(setting.device)
+    options |= {"linear_bias": bias, "shard": shard, "backend": setting.backend, "grad_weight_out": buffer}
+    with torch.autocast(setting.device, call.dtype) if call.autocast else nullcontext():
+        out = linear_cross_entropy(hidden, weight, labels, **options)
+    outputs = {"loss": out} if isinstance(out, Tensor) else {name: getattr(out, name) for name in ("loss", *PER_TOKEN)}
+    values = {name: x.detach() for name, x in outputs.items()}
+    if not isinstance(out, Tensor) and out.filter_stats is not None:
+        values["filter_stats"] = torch.stack(tuple(out.filter_stats))
+    leaves = zip(GRADIENTS, (hidden, weight, bias, scale), strict=True)
+    inputs = {name: x for name, x in leaves if x is not None and x.requires_grad}
+    if not inputs:
+        return values
+    from_above = [
+        view_of(g.to(setting.device, FP32).view(outputs[name].shape), call.layouts[name])
+        for name, g in upstream.items()
+    ]
+    grads = torch.autograd.grad(
+        [outputs[name] for name in upstream], list(inputs.values()), from_above, allow_unused=True
+    )
+    for name, grad in zip(inputs, grads, strict=True):
+        if (grad is None) != (name == "dC" and buffer is not None):
+            raise AssertionError(f"{name}: a gradient beside grad_weight_out, or none at all")
+        if grad is not None:
+            values[name] = grad
+            if (grad.dtype, grad.shape) != (inputs[name].dtype, inputs[name].shape):
+                raise AssertionError(f"{name} is {grad.dtype} {tuple(grad.shape)}, not as its tensor")
+    if buffer is not None:
+        values["dC"] = buffer.double() - held_before
+    return values
 
 
-def _operands(call: Draw, problem: Problem, start_of_buffer: float, setting: Setting) -> _Call:
-    rank = 0 if setting.group is None else setting.group.rank()
-    start, stop = call.bounds[rank]
-    shard = VocabShard(start, stop, call.vocab_size, setting.group)
+def _operands(
+    call: Draw, problem: Problem, shard: VocabShard, setting: Setting
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Hidden states, weight, labels and bias of one rank's call, as views."""
     held = FP32 if call.autocast else call.dtype
 
     def local(whole: Tensor, name: str, dtype: torch.dtype) -> Tensor:
         rows = whole.new_full((shard.num_rows, *whole.shape[1:]), call.padding)
-        rows[: shard.num_valid] = whole[start : start + shard.num_valid]
+        rows[: shard.num_valid] = whole[shard.start : shard.start + shard.num_valid]
         rows = constant(rows) if call.layouts[name] == "expanded" and shard.num_valid else rows
         return view_of(rows.to(setting.device, dtype), call.layouts[name])
 
@@ -376,74 +421,14 @@ def _operands(call: Draw, problem: Problem, start_of_buffer: float, setting: Set
         hidden[call.broken, -1] = torch.nan
     hidden = hidden.view(*call.shape, call.hidden_size)
     if call.options.get("sequence_parallel"):
-        hidden = hidden.chunk(setting.ranks)[rank] if hidden.numel() else hidden[:0]
-    weight = local(problem.weight, "linear_weight", held)
+        hidden = hidden.chunk(setting.ranks)[setting.rank]
     hidden = view_of(hidden.to(setting.device, held), call.layouts["input"])
+    weight = local(problem.weight, "linear_weight", held)
     labels = view_of(problem.labels.view(call.shape).to(setting.device, call.ids), call.layouts["target"])
     bias = None
     if problem.bias is not None and call.bias is not None:
         bias = local(problem.bias, "linear_bias", call.bias).requires_grad_(call.wanted[2])
-    buffer = None
-    if call.buffer is not None:
-        full = torch.full(weight.shape, start_of_buffer, device=setting.device, dtype=call.buffer)
-        buffer = view_of(full, call.layouts["grad_weight_out"])
-    return _Call(
-        hidden.requires_grad_(call.wanted[0]), weight.requires_grad_(call.wanted[1]), labels, bias, buffer, shard
-    )
-
-
-def _ours(call: Draw, operands: _Call, upstream: dict[str, Tensor], setting: Setting) -> dict[str, Tensor]:
-    """Outputs and gradients of the call itself; dE of this rank's slice, dC and dbias of its rows."""
-    hidden, weight, labels, bias, buffer, shard = operands
-    before = 0.0 if buffer is None else buffer.double()
-    options = dict(call.options)
-    if call.num_tokens is not None:
-        number = torch.tensor(options["num_tokens"], device=setting.device, dtype=call.num_tokens)
-        options["num_tokens"] = view_of(number, call.layouts["num_tokens"])
-    scale = None
-    if call.learn_scale:
-        scale = torch.tensor(float(options.get("logit_scale", 1.0)), device=setting.device, requires_grad=True)
-        options["logit_scale"] = scale
-    if call.classes:
-        options["weight"] = options["weight"].to(setting.device)
-    with torch.autocast(setting.device, call.dtype) if call.autocast else nullcontext():
-        out = linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            linear_bias=bias,
-            shard=shard,
-            backend=setting.backend,
-            grad_weight_out=buffer,
-            **options,
-        )
-    outputs = {"loss": out} if isinstance(out, Tensor) else {name: getattr(out, name) for name in ("loss", *PER_TOKEN)}
-    values = {name: x.detach() for name, x in outputs.items()}
-    if not isinstance(out, Tensor) and out.filter_stats is not None:
-        values["filter_stats"] = torch.stack(tuple(out.filter_stats))
-    leaves = (hidden, weight, bias, scale)
-    inputs = {name: x for name, x in zip(GRADIENTS, leaves, strict=True) if x is not None}
-    inputs = {name: x for name, x in inputs.items() if x.requires_grad}
-    if not inputs:
-        return values
-    grads = torch.autograd.grad(
-        [outputs[name] for name in upstream],
-        list(inputs.values()),
-        [
-            view_of(g.to(setting.device, FP32).view(outputs[name].shape), call.layouts[name])
-            for name, g in upstream.items()
-        ],
-        allow_unused=True,
-    )
-    values |= {name: grad for name, grad in zip(inputs, grads, strict=True) if grad is not None}
-    for name, grad in zip(inputs, grads, strict=True):
-        if grad is not None and (grad.dtype, grad.shape) != (inputs[name].dtype, inputs[name].shape):
-            raise AssertionError(f"{name} is {grad.dtype} {tuple(grad.shape)}, not as its tensor")
-        if (grad is None) != (name == "dC" and buffer is not None):
-            raise AssertionError(f"{name}: a gradient beside grad_weight_out, or none at all")
-    if buffer is not None:
-        values["dC"] = buffer.double() - before
-    return values
+    return hidden.requires_grad_(call.wanted[0]), weight.requires_grad_(call.wanted[1]), labels, bias
 
 
 def run_one(setting: Setting, number: int) -> list[Error]:
@@ -460,62 +445,41 @@ def run_one(setting: Setting, number: int) -> list[Error]:
     bounds = call.bounds if setting.ranks > 1 else ()
     expected = truth(_rounded(problem, call.dtype), call.options, upstream, eps, bounds)
     baseline = _baseline(call, problem, upstream)
-    size = expected.noise["dC"]
-    operands = _operands(call, problem, size, setting)
-    ours = _ours(call, operands, upstream, setting)
-    errors = [_padding(name, ours[name], operands.shard) for name in ("dC", "dbias") if name in ours]
+    shard = VocabShard(*call.bounds[setting.rank], call.vocab_size, setting.group)
+    run = partial(_ours, call, problem, upstream, expected.noise["dC"], shard, setting)
+    ours, errors = run(), []
     for name, value in ours.items():
         if name == "filter_stats":
             errors.append(_sane(value))
         else:
-            errors += _compare(call, name, value, baseline[name], expected, setting)
+            errors += _compare(call, name, value, baseline[name], expected, shard)
     runs = further_runs(setting.device) if call.twice or setting.device == "cuda" else 0
-    return errors + same_bits(
-        ours,
-        lambda: _ours(call, _operands(call, problem, size, setting), upstream, setting),
-        runs,
-        ("loss",),
-        setting.group,
-    )
+    return errors + same_bits(ours, run, runs, ("loss",), setting.group)
 
 
-def _compare(call: Draw, name: str, ours: Tensor, baseline: Tensor, expected: Truth, setting: Setting) -> list[Error]:
+def _compare(call: Draw, name: str, ours: Tensor, baseline: Tensor, expected: Truth, shard: VocabShard) -> list[Error]:
     """The three-way rule of ``check.compare``, and beside it the rounding that no order of operations avoids."""
-    dtype = call.dtype if name in GRADIENTS else FP32
-    right = expected.values[name]
+    right, plain = expected.values[name], expected.plain.get(name)
     tokens = torch.arange(len(right)) if right.dim() else right
-    values, plain = [ours, baseline, right], expected.plain.get(name)
-    rank = 0 if setting.group is None else setting.group.rank()
-    start, stop = call.bounds[rank]
-    if name in ("dC", "dbias"):
-        rows = max(0, min(stop, call.vocab_size) - start)
-        values = [ours[:rows], baseline[start : start + rows], right[start : start + rows]]
-        plain = None if plain is None else plain[start : start + rows]
-    elif name == "dE":
-        if call.options.get("input_grad") == "partial" and setting.group is not None:
-            ours = ours.double()
-            dist.all_reduce(ours, group=setting.group)
-        values[0] = ours.reshape(-1, call.hidden_size)
-        if call.options.get("sequence_parallel") and len(right):
-            values[1:] = (x.chunk(setting.ranks)[rank] for x in values[1:])
-            plain = None if plain is None else plain.chunk(setting.ranks)[rank]
-            tokens = tokens.chunk(setting.ranks)[rank]
-    elif right.dim():
-        values[0] = ours.reshape(-1)
+    wholes = [baseline, right, tokens, right if plain is None else plain]
+    padding, ours, (baseline, right, tokens, filtered) = of_rank(name, ours, wholes, call.options, shard)
+    if name == "dE":
+        ours = ours.reshape(-1, call.hidden_size)
+    elif right.dim() and name not in GRADIENTS:
+        ours = ours.reshape(-1)
+    values = [ours, baseline, right, filtered]
     if call.broken >= 0:
         if name in ("dC", "dbias", "dscale"):
-            return []
-        if name != "dE" and values[0][call.broken].isfinite():
+            return padding
+        if name != "dE" and ours[call.broken].isfinite():
             return [Error(f"{name} of a token with NaN", float("inf"), 0.0)]
         values = [x[tokens != call.broken] for x in values]
-        plain = None if plain is None else plain[tokens != call.broken]
-    return _errors(call, name, dtype, values, plain, expected)
+    return padding + _errors(call, name, values[:3], None if plain is None else values[3], expected)
 
 
-def _errors(
-    call: Draw, name: str, dtype: torch.dtype, values: list[Tensor], plain: Tensor | None, expected: Truth
-) -> list[Error]:
+def _errors(call: Draw, name: str, values: list[Tensor], plain: Tensor | None, expected: Truth) -> list[Error]:
     ours, baseline, right = (x.detach().double().cpu() for x in values)
+    dtype = call.dtype if name in GRADIENTS else FP32
     returned = {"dC": call.buffer, "dbias": call.bias}.get(name) or dtype
     right = torch.where(right.to(returned).isinf(), right.to(returned).double(), right)  # past the range of the dtype
     exact_scale = call.options.get("logit_scale", 1.0) in (1, -0.5) and "softcap" not in call.options
@@ -546,11 +510,6 @@ def _errors(
         return [*errors, Error(f"filtered {name}", (ours - right).norm().item(), bound.item())]
     error = compare(name, ours, baseline, right, dtype)
     return [*errors, error._replace(bound=error.bound + floor)]
-
-
-def _padding(name: str, gradient: Tensor, shard: VocabShard) -> Error:
-    """Padding rows have gradient exactly 0."""
-    return Error(f"{name} of padding", float((gradient[shard.num_valid :] != 0).sum()), 0.0)
 
 
 def _sane(stats: Tensor) -> Error:
