@@ -15,7 +15,7 @@ from cce_dist import VocabShard, cli
 from cce_dist.bench import loop, methods, report
 from cce_dist.bench.cases import choose
 from cce_dist.bench.collectives import Collective
-from cce_dist.bench.loop import Clock, Job, Row, Times, Timing, loss_of, relative_error, time_in_turns, truth_of
+from cce_dist.bench.loop import Clock, Job, Row, loss_of, relative_error, time_in_turns, truth_of
 from cce_dist.bench.methods import Method
 from cce_dist.bench.peers import dense
 from cce_dist.bench.shapes import SHAPES, HeadShape
@@ -88,12 +88,6 @@ def test_workload_is_reproducible_and_ignores_the_share_asked_for():
     kept = workload.labels[workload.labels != IGNORE_INDEX]
     assert kept.min() >= 0
     assert kept.max() < TINY.vocab_size
-
-
-@pytest.mark.parametrize("options", [{"ignored": 1.0}, {"ignored": -0.1}])
-def test_workload_rejects_an_impossible_share(options):
-    with pytest.raises(ValueError, match="ignored labels"):
-        tiny_workload(**options)
 
 
 def test_reference_is_autograd_in_float64(monkeypatch):
@@ -225,7 +219,7 @@ class CountingClock(Clock):
         self.order.append(job())
         if self.order[-1] == "c" and self.order.count("c") == 3:
             raise RuntimeError("no more")
-        return Times(float(len(self.order)), len(self.order) / 2)
+        return float(len(self.order)), len(self.order) / 2
 
 
 def test_jobs_are_timed_in_turns_and_a_failure_ends_its_own_method_alone():
@@ -239,12 +233,6 @@ def test_jobs_are_timed_in_turns_and_a_failure_ends_its_own_method_alone():
     assert min(seconds for row in rows for seconds in row.total.seconds) == 9
     assert all(row.total.host == [seconds / 2 for seconds in row.total.seconds] for row in rows)
     assert [row.problem for row in rows if row.problem] == ["RuntimeError: no more"]
-
-
-def test_timing_is_a_median_with_the_interquartile_range():
-    timing = Timing([4.0, 1.0, 2.0, 3.0, 100.0])
-    assert timing.median == 3.0
-    assert timing.spread == 2.0
 
 
 def test_bench_writes_table_json_and_figure(tmp_path, capsys, monkeypatch):
@@ -413,9 +401,9 @@ def test_the_hosts_time_is_that_of_the_call(monkeypatch):
         done.append("job")
         time.sleep(0.02)
 
-    times = clock.times(job)
-    assert times.seconds == 7e-3 and done == ["event", "job", "event"]
-    assert times.host is not None and 0.02 <= times.host < 0.15
+    seconds, host = clock.times(job)
+    assert seconds == 7e-3 and done == ["event", "job", "event"]
+    assert host is not None and 0.02 <= host < 0.15
 
 
 def test_a_row_of_ours_says_its_budget():

@@ -10,7 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -116,13 +116,12 @@ def _measure_all(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     # matplotlib is asked for before hours of measuring, not after.
     has_figure = find_spec("matplotlib") is not None
-    for case, ignored in [(case, ignored) for case in _workloads(args) for ignored in args.ignored]:
-        label = case.label
+    shares: list[float] = args.ignored
+    for (label, shape, rung, make), ignored in product(_workloads(args), shares):
         try:
             show_progress(f"{label}: drawing the workload")
-            dtype = getattr(torch, args.dtype)
             try:
-                workload = case.make(ignored=ignored, dtype=dtype, device=device)
+                workload = make(ignored=ignored, dtype=getattr(torch, args.dtype), device=device)
             except (OSError, ValueError) as error:
                 raise SystemExit(f"cce-dist bench: {error}") from error
             for tensor in () if alone else workload[:3]:
@@ -134,8 +133,8 @@ def _measure_all(args: argparse.Namespace) -> int:
                     chosen = {name: method for name, method in table.items() if name in known}
                     told = lambda line, head=head: show_progress(head + line)  # noqa: E731
                     found = measure(problem, shard, chosen, args.repeats, told, not args.no_forward)
-                    where = {"num_ranks": size, "stage": args.stage or "", "rung": case.rung, "task": task.name}
-                    results.cases.append(report.Case.of(case.shape, ignored, workload, problem, found, **where))
+                    where = {"num_ranks": size, "stage": args.stage or "", "rung": rung, "task": task.name}
+                    results.cases.append(report.Case.of(shape, ignored, workload, problem, found, **where))
                 if rank == 0:
                     _report(results, args.out, has_figure)
                 if not alone:
@@ -154,24 +153,15 @@ def _measure_all(args: argparse.Namespace) -> int:
     return _exit_code(results.cases)
 
 
-class _Source(NamedTuple):
-    """A workload that is still to be made: of a shape at a rung of the ladder, or captured, which has its own shape."""
-
-    label: str
-    shape: str
-    rung: str
-    make: Callable[..., Workload]
-
-
-def _workloads(args: argparse.Namespace) -> Iterator[_Source]:
-    """Every rung at every shape and number of tokens, then the captured files."""
+def _workloads(args: argparse.Namespace) -> Iterator[tuple[str, str, str, Callable[..., Workload]]]:
+    """Label, shape, rung and maker of every rung at every shape and number of tokens, then of the captured files."""
     drawn = [name for name in args.workload if name in RUNGS]
     for shape, num_tokens, rung in product(args.shapes, args.tokens, drawn):
         make = partial(make_workload, SHAPES[shape], num_tokens, rung=rung)
-        yield _Source(f"{shape}, {rung}, N {num_tokens:,}", shape, rung, make)
+        yield f"{shape}, {rung}, N {num_tokens:,}", shape, rung, make
     for name in args.workload:
         if name not in RUNGS:
-            yield _Source(name, "captured", Path(name).stem, partial(read_workload, Path(name)))
+            yield name, "captured", Path(name).stem, partial(read_workload, Path(name))
 
 
 def _report(results: report.Results, out: Path, has_figure: bool) -> None:

@@ -14,36 +14,23 @@ ITEM_BYTES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "long
 
 @dataclass(frozen=True)
 class Collective:
-    """The collectives of one kind and size in a step.
+    """The collectives of one kind and size in a step; no times on a CPU."""
 
-    Attributes:
-        name: all_reduce, all_gather, reduce_scatter, ...
-        num_bytes: Size of what one sums or gathers, whole.
-        count: How many there are.
-        seconds: Time of their kernels together, waiting for other ranks included; None on a CPU.
-        exposed: The part of it in which this rank computes nothing; None on a CPU.
-    """
-
-    name: str
-    num_bytes: int
+    name: str  # all_reduce, all_gather, reduce_scatter, ...
+    num_bytes: int  # of what one sums or gathers, whole
     count: int
-    seconds: float | None = None
-    exposed: float | None = None
+    seconds: float | None = None  # of their kernels together, waiting for other ranks included
+    exposed: float | None = None  # the part of it in which this rank computes nothing
 
 
 class Collectives:
     """A context that records the collectives made inside: on any stream, also in backward and inside of operators.
 
-    Args:
-        num_ranks: Ranks of the group, by which what is gathered grows.
-
-    Attributes:
-        sizes: Name and bytes of each, in order.
-        kinds: The same, with times, by name and size.
+    ``num_ranks`` are those of the group, by which what is gathered grows.
     """
 
-    sizes: list[tuple[str, int]]
-    kinds: list[Collective]
+    sizes: list[tuple[str, int]]  # name and bytes of each, in order
+    kinds: list[Collective]  # the same, with times, by name and size
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks

@@ -6,8 +6,7 @@ all alike and nobody always follows the same neighbour.
 
 The vocabulary is split over a group, and one rank is a group too. Every rank checks its own part of the gradients, then all
 time in turns. A row's errors are the worst rank's, its time of each round is the slowest rank's, its memory the largest
-rank's. Ranks meet on the device before each timed job, so that no rank's delay is in another's time. The floor is the plain
-products of one rank's shard.
+rank's. The floor is the plain products of one rank's shard.
 """
 
 from __future__ import annotations
@@ -43,25 +42,15 @@ Function = Callable[..., Tensor]  # hidden, weight, and what else a problem has 
 
 @dataclass(frozen=True)
 class Problem:
-    """What the methods of a case compute, and on what.
+    """What the methods of a case compute, and on what."""
 
-    Attributes:
-        tokens: What there is of each token: hidden states [N, D], then labels [N], ids [N, K] or a teacher's hidden states.
-        weights: The head's weight [V, D], then a teacher's.
-        upstream: [N] or [N, M] gradient that reaches each of a token's outputs.
-        values: The specification: takes ``operands`` and returns the outputs, [N] or [N, M].
-        reduced: A method returns the outputs' sum, weighted by ``upstream``, in place of the outputs.
-        grad: Whether gradients of hidden states and weight are asked for.
-        again: How often a method that keeps no logits computes them.
-    """
-
-    tokens: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...]
-    upstream: Tensor
-    values: Function
-    reduced: bool = True
-    grad: bool = True
-    again: int = 2
+    tokens: tuple[Tensor, ...]  # hidden states [N, D], then labels [N], ids [N, K] or a teacher's hidden states
+    weights: tuple[Tensor, ...]  # the head's weight [V, D], then a teacher's
+    upstream: Tensor  # [N] or [N, M] gradient that reaches each of a token's outputs
+    values: Function  # the specification: takes ``operands`` and returns the outputs, [N] or [N, M]
+    reduced: bool = True  # a method returns the outputs' sum, weighted by ``upstream``, in place of the outputs
+    grad: bool = True  # whether gradients of hidden states and weight are asked for
+    again: int = 2  # how often a method that keeps no logits computes them
 
     @property
     def operands(self) -> tuple[Tensor, ...]:
@@ -138,25 +127,17 @@ class Timing:
 
 @dataclass
 class Row:
-    """All that is known of one method.
-
-    Attributes:
-        problem: Why there are no times, in one line; empty if there are.
-        missing: The library is not installed, or not for this device.
-        peak_bytes: Peak memory of a step above inputs and gradients; None on a CPU.
-        first: Seconds of the first loss and gradient, what is compiled for it counted. Code that an earlier row, or a run
-            before, left in a cache is not compiled again. None if there was none.
-    """
+    """All that is known of one method."""
 
     name: str
     ours: bool
-    problem: str = ""
-    missing: bool = False
+    problem: str = ""  # why there are no times, in one line
+    missing: bool = False  # the library is not installed, or not for this device
     errors: Errors | None = None
     forward: Timing = field(default_factory=Timing)
     total: Timing = field(default_factory=Timing)
-    peak_bytes: int | None = None
-    first: float | None = None
+    peak_bytes: int | None = None  # of a step above inputs and gradients; None on a CPU
+    first: float | None = None  # seconds of the first loss and gradient, with what is compiled; None if there was none
 
 
 @dataclass
@@ -198,12 +179,12 @@ def measure(
     progress: Callable[[str], None] = lambda line: None,
     forward: bool = True,
 ) -> Measured:
-    """Check, then time; every rank of the shard's group calls it, and gets the same.
+    """Check, then time the methods that are for this size of group; every rank of the group calls it, and gets the same.
 
     Args:
         problem: The whole input, the same on every rank.
         shard: This rank's rows.
-        methods: What to compare, by name; those that are not for this size of group are left out.
+        methods: What to compare, by name.
         repeats: Rounds of timing.
         progress: Gets a line as each step begins.
         forward: Time forward by itself too.
@@ -216,19 +197,18 @@ def measure(
         if not method.is_for(shard.group_size):
             continue
         progress(f"checking {name}")
-        part = parts[method.sequence_parallel]
-        row, function = _checked(name, method, part, shard)
+        own, truth = parts[method.sequence_parallel]
+        row, function = _checked(name, method, own, truth, shard)
         rows.append(_worst(_everyone(row, shard)))
         if function is not None and not rows[-1].problem:
-            steps[name] = function, part.problem
+            steps[name] = function, own
             if shard.group_size > 1:
                 with Collectives(shard.group_size) as seen:
                     step(*steps[name])
                 sent[name] = _least_waiting(_everyone(seen.kinds, shard))
         free_memory(hidden)
     # The timed steps need the truth's memory.
-    own = parts[False].problem
-    del parts
+    own, parts, truth = parts[False][0], {}, None
     free_memory(hidden)
 
     floor = Floor()
@@ -238,42 +218,38 @@ def measure(
     time_in_turns(jobs, repeats, Clock(hidden.device, shard), progress)
     ranks = _everyone([job.timing for job in jobs], shard)
     for job, of_ranks in zip(jobs, zip(*ranks, strict=True), strict=True):
-        job.timing.seconds = _slowest([timing.seconds for timing in of_ranks])
-        job.timing.host = _slowest([timing.host for timing in of_ranks])
+        for name in ("seconds", "host"):
+            rounds = zip(*(getattr(timing, name) for timing in of_ranks), strict=True)
+            setattr(job.timing, name, list(map(max, rounds)))  # the slowest rank's
     return Measured(rows, floor, sent)
 
 
-class Part(NamedTuple):
-    """A rank's part of the input, and of what should come out."""
-
-    problem: Problem
-    truth: Reference
-
-
-def _parts(problem: Problem, shard: VocabShard) -> dict[bool, Part]:
-    """This rank's rows of the weights with all tokens (False), and with its slice of them for sequence parallelism (True)."""
+def _parts(problem: Problem, shard: VocabShard) -> dict[bool, tuple[Problem, Reference]]:
+    """This rank's part of the input and of what should come out: with all tokens (False), or its slice of them (True)."""
     truth = truth_of(problem)
     if shard.group is None:
-        return dict.fromkeys((False, True), Part(problem, truth))
+        return dict.fromkeys((False, True), (problem, truth))
     (hidden, *others), size, rank = problem.tokens, shard.group_size, shard.group.rank()
     rows, tokens = slice(shard.start, shard.stop), slice(rank * len(hidden) // size, (rank + 1) * len(hidden) // size)
     own = replace(problem, weights=tuple(weight[rows].clone() for weight in problem.weights))
     truth = truth._replace(d_weight=truth.d_weight[rows])
     sliced = replace(own, tokens=(hidden[tokens].clone(), *others))
-    return {False: Part(own, truth), True: Part(sliced, truth._replace(d_hidden=truth.d_hidden[tokens]))}
+    return {False: (own, truth), True: (sliced, truth._replace(d_hidden=truth.d_hidden[tokens]))}
 
 
-def _checked(name: str, method: Method, part: Part, shard: VocabShard) -> tuple[Row, Function | None]:
+def _checked(
+    name: str, method: Method, problem: Problem, truth: Reference, shard: VocabShard
+) -> tuple[Row, Function | None]:
     """Build and check a method: this rank's row, and the function if it is right."""
-    row, function, hidden = Row(name, method.ours), None, part.problem.tokens[0]
+    row, function, hidden = Row(name, method.ours), None, problem.tokens[0]
     try:
         if method.needs_cuda and not hidden.is_cuda:
             raise ImportError("needs a GPU")
-        num_tokens = len(part.problem.tokens[1])
+        num_tokens = len(problem.tokens[1])
         if method.sequence_parallel and num_tokens % shard.group_size:
             raise ValueError(f"{num_tokens} tokens are not {shard.group_size} equal slices")
         function = method.build(shard, hidden)
-        check(row, function, part.problem, part.truth)
+        check(row, function, problem, truth)
     except ImportError as error:
         row.problem, row.missing = describe(error), True
     # Whatever another library raises, the other methods go on.
@@ -403,11 +379,7 @@ def _products(floor: Floor, problem: Problem) -> list[Job]:
 def time_in_turns(jobs: Sequence[Job], repeats: int, clock: Clock, progress: Callable[[str], None]) -> None:
     """Time every job in rounds of shuffled order, the same order on every rank; a round before the first warms up.
 
-    Args:
-        jobs: Get their seconds of each round, or their owner the problem that came up.
-        repeats: Rounds.
-        clock: Times one job.
-        progress: Gets a line as each round begins.
+    Jobs get their seconds of each round, or their owner the problem that came up.
     """
     turns, shuffled = list(jobs), random.Random(0)
     for repeat in range(repeats + 1):
@@ -417,30 +389,22 @@ def time_in_turns(jobs: Sequence[Job], repeats: int, clock: Clock, progress: Cal
             if job.owner.problem:
                 continue
             try:
-                times = clock.times(job.call)
+                seconds, host = clock.times(job.call)
             # The method was right once, so its row says what happened, and the others go on.
             except Exception as error:
                 job.owner.problem = describe(error)
                 free_memory(clock.meeting)
                 continue
             if repeat:
-                job.timing.seconds.append(times.seconds)
-                job.timing.host += [] if times.host is None else [times.host]
-
-
-class Times(NamedTuple):
-    """Seconds of a job, and of the host to launch it; None where the host computes."""
-
-    seconds: float
-    host: float | None
+                job.timing.seconds.append(seconds)
+                job.timing.host += [] if host is None else [host]
 
 
 class Clock:
     """Seconds that a job takes on this rank from when all ranks are there: CUDA events on a GPU, the wall clock on a CPU.
 
-    On a GPU every job comes after the same matrix products, as it would in a training step: they bring the card to its
-    power limit, whatever ran before, empty the L2 cache of the job's data, and let the host get ahead with launching. The
-    host's time is that of the job's call, which returns when all is launched.
+    On a GPU every job comes after the same matrix products: they bring the card to its power limit, empty the L2 cache of the
+    job's data, and let the host get ahead with launching. The host's time is that of the job's call.
     """
 
     def __init__(self, device: torch.device, shard: VocabShard | None = None) -> None:
@@ -451,14 +415,15 @@ class Clock:
             self.heated = torch.empty_like(self.heat)
 
     def __call__(self, job: Callable[[], object]) -> float:
-        return self.times(job).seconds
+        return self.times(job)[0]
 
-    def times(self, job: Callable[[], object]) -> Times:
+    def times(self, job: Callable[[], object]) -> tuple[float, float | None]:
+        """Seconds of a job, and of the host to launch it; None where the host computes."""
         if not self.meeting.is_cuda:
             self._meet()
             start = time.perf_counter()
             job()
-            return Times(time.perf_counter() - start, None)
+            return time.perf_counter() - start, None
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         for _ in range(HEAT_PRODUCTS):
             torch.mm(self.heat, self.heat, out=self.heated)
@@ -469,7 +434,7 @@ class Clock:
         host = time.perf_counter() - start
         end.record()
         torch.cuda.synchronize()
-        return Times(begin.elapsed_time(end) / 1e3, host)
+        return begin.elapsed_time(end) / 1e3, host
 
     def _meet(self) -> None:
         if self.group is not None:
@@ -493,16 +458,10 @@ def _worst(rows: Sequence[Row]) -> Row:
         if row.errors is not None and worst.errors is not None:
             pairs = ((getattr(row.errors, name), getattr(worst.errors, name)) for name in Errors.__dataclass_fields__)
             worst.errors = Errors(*(max(pair) for pair in pairs))
-        if row.peak_bytes is not None and worst.peak_bytes is not None:
-            worst.peak_bytes = max(row.peak_bytes, worst.peak_bytes)
-        if row.first is not None and worst.first is not None:
-            worst.first = max(row.first, worst.first)
+        for name in ("peak_bytes", "first"):
+            mine, theirs = getattr(worst, name), getattr(row, name)
+            setattr(worst, name, max(mine, theirs) if None not in (mine, theirs) else mine)
     return worst
-
-
-def _slowest(ranks: Sequence[list[float]]) -> list[float]:
-    """The slowest rank's seconds of each round."""
-    return [max(seconds) for seconds in zip(*ranks, strict=True)]
 
 
 def _least_waiting(ranks: Sequence[list[Collective]]) -> list[Collective]:

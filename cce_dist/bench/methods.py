@@ -26,26 +26,16 @@ Build = Callable[..., LossFn]
 
 
 class Method(NamedTuple):
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        build: Takes this rank's shard and a case's hidden states, for their shape, dtype and device; returns the loss function.
-        ours: Whether it is this library.
-        sequence_parallel: hidden is this rank's slice, and so is its gradient.
-        needs_cuda: Whether it runs on NVIDIA or AMD GPUs only.
-        needs_group: Whether it is left out where the vocabulary is not split.
-        needs_whole: Whether it is left out where the vocabulary is split.
-    """
-
-    build: Callable[[VocabShard, Tensor], LossFn]
+    build: Callable[[VocabShard, Tensor], LossFn]  # this rank's shard, a case's hidden states -> the loss function
     ours: bool = False
-    sequence_parallel: bool = False
+    sequence_parallel: bool = False  # hidden is this rank's slice, and so is its gradient
     needs_cuda: bool = False
-    needs_group: bool = False
-    needs_whole: bool = False
+    needs_group: bool = False  # no row where the vocabulary is whole
+    needs_whole: bool = False  # no row where the vocabulary is split
 
     def is_for(self, num_ranks: int) -> bool:
-        """Whether it is a row of the table of a group of that size."""
         return not (self.needs_group if num_ranks == 1 else self.needs_whole)
 
 
@@ -55,9 +45,7 @@ UNNAMED_MIB = 256  # the budget of a row of ours whose name says none
 def all_methods(table: str = "", workspace_mib: Sequence[int] = (UNNAMED_MIB,)) -> dict[str, Method]:
     """Every method by name, in the order of the table; "-sp" is with sequence parallelism.
 
-    Args:
-        table: "megatron" or "deepspeed" for the rows of their last stages; else those of the loss by itself.
-        workspace_mib: Budgets of ``cce-dist``, a row each.
+    ``table`` is "megatron" or "deepspeed" for the rows of their last stages. ``cce-dist`` has a row for each workspace.
     """
     tables = {"": _losses, "megatron": _megatron_stages, "deepspeed": _deepspeed_stages}
     return tables[table](our_options(workspace_mib))

@@ -53,13 +53,17 @@ def torch_linear_cross_entropy(shard: VocabShard, hidden: Tensor, policy: str = 
     return partial(F.linear_cross_entropy, options=options)
 
 
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile for one shape. What was compiled is forgotten: a second shape would get symbolic sizes, and be slower."""
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
 def torch_compile(shard: VocabShard, hidden: Tensor) -> LossFn:
     """Dense and compiled; over a group merged as one writes it by hand, and as cut-cross-entropy's mode of this name does."""
-    # The case before is forgotten: a second shape would be compiled with symbolic sizes, and be slower.
-    torch.compiler.reset()
-    if shard.group is None:
-        return torch.compile(dense, fullgraph=True, dynamic=False)
     group = shard.group
+    if group is None:
+        return compiled(dense)
 
     def local(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(hidden, weight).float()
@@ -68,10 +72,10 @@ def torch_compile(shard: VocabShard, hidden: Tensor) -> LossFn:
         target = logits.gather(1, column.clamp(0, weight.shape[0] - 1)[:, None]).squeeze(1)
         return logits.logsumexp(1), torch.where(here, target, 0.0)
 
-    compiled = torch.compile(local, fullgraph=True, dynamic=False)
+    parts = compiled(local)
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        losses = _Merged.apply(*compiled(_Summed.apply(hidden, group), weight, labels), group)
+        losses = _Merged.apply(*parts(_Summed.apply(hidden, group), weight, labels), group)
         return mean_of_kept(cast(Tensor, losses), labels)
 
     return loss

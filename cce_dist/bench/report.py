@@ -122,11 +122,9 @@ def select(cases: Sequence[Case], asked: dict[str, Any], methods: Sequence[str] 
 def table(case: Case) -> str:
     """The case as Markdown."""
     drawn = ""
-    if case.loss == case.loss:
-        drawn = (
-            f"Workload: loss {case.loss:.2f} nats, top probability {case.top_probability:.2f}, "
-            f"50th {case.probability_50:.1e}"
-        )
+    if case.loss == case.loss:  # a stored case may have none
+        drawn = f"Workload: loss {case.loss:.2f} nats, top probability {case.top_probability:.2f}, "
+        drawn += f"50th {case.probability_50:.1e}"
         if case.num_above is not None and case.num_outside is not None:
             drawn += f", {case.num_above:.0f} a token above 2^-12, {case.num_outside:.1f} outside the frequent ids"
         drawn += ". "
@@ -147,11 +145,9 @@ def table(case: Case) -> str:
 
 
 def summary(cases: Sequence[Case], columns: Sequence[str]) -> list[str]:
-    """The lines of one Markdown table of several cases: a row per method, a column per case.
+    """The lines of one Markdown table: a row per method, a column per case, in each cell the numbers of ``columns``.
 
-    Args:
-        cases: The columns. Where times are asked for, the first row has the plain products.
-        columns: The numbers of each cell, by the keys of ``COLUMNS``.
+    Where times are asked for, the first row has the plain products.
     """
     # Cases of one task have one heading; others have the products that each of them needs.
     headings = [{name: case.columns[name] for name in columns} for case in cases]

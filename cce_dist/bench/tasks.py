@@ -20,23 +20,18 @@ from cce_dist import VocabShard, linear_kl_divergence, linear_log_probs, referen
 from cce_dist.bench import methods, peers
 from cce_dist.bench.loop import Function, Problem, loss_of
 from cce_dist.bench.methods import Method, build_ours, our_options
+from cce_dist.bench.peers import compiled
 from cce_dist.bench.shapes import LOG_PROBS, HeadShape
 from cce_dist.bench.workload import Workload, make_workload
 from cce_dist.kernels.divergence.heads import KINDS
 
 
 class Task(NamedTuple):
-    """One kind of table.
+    """One kind of table."""
 
-    Attributes:
-        methods: Takes the workspaces in MiB, and returns the rows by name.
-        problem: Takes a workload, and returns what the rows compute on it.
-        name: Of the task; none for the loss and for last stages.
-    """
-
-    methods: Callable[[Sequence[int]], dict[str, Method]]
-    problem: Callable[[Workload], Problem]
-    name: str = ""
+    methods: Callable[[Sequence[int]], dict[str, Method]]  # workspaces in MiB -> the rows by name
+    problem: Callable[[Workload], Problem]  # what the rows compute on a workload
+    name: str = ""  # none for the loss and for last stages
 
 
 def tasks_of(args: argparse.Namespace) -> list[Task]:
@@ -50,13 +45,7 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
 def _rows(
     build: Callable[..., Function], others: dict[str, Callable[[], Function]], workspace_mib: Sequence[int]
 ) -> dict[str, Method]:
-    """Rows of ours with each budget and in torch, and those of others, which are for whole vocabularies.
-
-    Args:
-        build: Takes a shard, hidden states and options of ours.
-        others: What builds each of the other rows.
-        workspace_mib: Budgets of ours.
-    """
+    """Rows of ours, which ``build`` makes of a shard, hidden states and options, and of others, for whole vocabularies."""
     table = {
         name: Method(partial(build_ours, build, options), ours=True)
         for name, options in our_options(workspace_mib).items()
@@ -66,12 +55,6 @@ def _rows(
     for name, make in others.items():
         table[name] = Method(lambda shard, hidden, make=make: make(), needs_whole=True)
     return table
-
-
-def compiled(function: Function) -> Function:
-    """A dense form under torch.compile."""
-    torch.compiler.reset()
-    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def scores_task(name: str) -> Task:

@@ -40,14 +40,8 @@ Race = Callable[["Tiles", "Tiles"], float]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cce-dist tune``."""
     add = parser.add_argument
-    add(
-        "--shapes",
-        nargs="+",
-        choices=SHAPES,
-        default=["llama-3-8b"],
-        metavar="SHAPE",
-        help="heads to tune for (default: llama-3-8b)",
-    )
+    shown = "heads to tune for (default: llama-3-8b)"
+    add("--shapes", nargs="+", choices=SHAPES, default=["llama-3-8b"], metavar="SHAPE", help=shown)
     add("--tokens", type=whole(1), default=8192, metavar="N", help="number of tokens")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of hidden states and weight")
     add("--repeats", type=whole(1), default=7, help="steps of each candidate")
@@ -79,13 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def search(start: Tiles, race: Race, progress: Callable[[str], None] = lambda line: None) -> Tiles:
-    """Coordinate descent over the fields of ``Tiles``, in their order, once through.
-
-    Args:
-        start: What to begin with.
-        race: Time of a candidate over that of the best so far; infinite where it fails.
-        progress: Gets a line for each candidate that was kept.
-    """
+    """Coordinate descent over the fields of ``Tiles``, in their order, once through."""
     best = start
     for field in best._fields:
         for variants in (_resized, _rescheduled) if field != "group" else (lambda group: GROUPS,):

@@ -43,17 +43,11 @@ CANDIDATE_CHUNK = 1024  # tokens whose candidates are compared with one another 
 
 
 class Rung(NamedTuple):
-    """The candidates of a token.
-
-    Attributes:
-        count: How many it has.
-        decay: The k-th one's share falls as k^-decay.
-        mass: Softmax mass of all together, uniform over tokens between these.
-    """
+    """The candidates of a token."""
 
     count: int
-    decay: float
-    mass: tuple[float, float]
+    decay: float  # the k-th one's share falls as k^-decay
+    mass: tuple[float, float]  # softmax mass of all together, uniform over tokens between these
 
 
 RUNGS = {
@@ -67,27 +61,16 @@ RUNGS = {
 
 
 class Workload(NamedTuple):
-    """Input of one head, and what it looks like.
+    """Input of one head, and what it looks like, means over tokens."""
 
-    Attributes:
-        hidden: [N, D] hidden states.
-        weight: [V, D] head weight, of the same dtype.
-        labels: [N] int64, -100 where ignored.
-        loss: Mean negative log-likelihood of the labels, nats.
-        top_probability: Largest probability of a token, mean over tokens.
-        probability_50: 50th largest probability of a token, mean over tokens.
-        num_above: Probabilities of a token that reach ``MATTERS``, mean over tokens.
-        num_outside: The same without the ids that are labels most often, which the filter keeps for every token.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
-    loss: float
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D], of the same dtype
+    labels: Tensor  # [N] int64, -100 where ignored
+    loss: float  # negative log-likelihood of the labels, nats
     top_probability: float
-    probability_50: float
-    num_above: float
-    num_outside: float
+    probability_50: float  # the 50th largest of a token
+    num_above: float  # a token's probabilities that reach ``MATTERS``
+    num_outside: float  # the same without the ids that are labels most often, which the filter keeps for every token
 
     @property
     def drawn(self) -> dict[str, float]:
@@ -115,14 +98,7 @@ def make_workload(
         dtype: Of hidden states and weight.
         device: Where everything is drawn and stays.
         seed: The same seed, shape and device give the same workload.
-
-    Raises:
-        ValueError: ``ignored`` is not in [0, 1), or ``num_tokens`` is not positive.
     """
-    if not 0.0 <= ignored < 1.0:
-        raise ValueError(f"the share of ignored labels must be in [0, 1), got {ignored}")
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens must be positive, got {num_tokens}")
     generator = torch.Generator(device).manual_seed(seed)
     log_unigram = _log_unigram(shape.vocab_size, generator)
     direction = torch.randn(shape.hidden_size, generator=generator, device=device)
@@ -151,12 +127,8 @@ def read_workload(
 ) -> Workload:
     """Read hidden states, weight and labels that ``cce-dist pretrain --capture`` wrote; arguments as in ``make_workload``.
 
-    Raises:
-        ValueError: The file holds something else, or ``ignored`` is not in [0, 1).
-        OSError: There is no such file.
+    Raises ValueError if the file holds something else.
     """
-    if not 0.0 <= ignored < 1.0:
-        raise ValueError(f"the share of ignored labels must be in [0, 1), got {ignored}")
     try:
         captured = torch.load(path, map_location=device, weights_only=True)
     # What torch raises on a file of another kind is not told: pickle's errors, KeyError, EOFError, RuntimeError.
