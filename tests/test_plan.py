@@ -264,18 +264,11 @@ CONFIGS = {
         "  --num-query-groups: 8\n  --swiglu: true\n  --untie-embeddings-and-output-weights: true\n  --vocab-size: 128256\n",
         {},
     ),
-    "llama.toml": (
-        '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 8192\nlocal_batch_size = 1\n[parallelism]\n'
-        "tensor_parallel_degree = 4\npipeline_parallel_degree = 2\n",
-        {"tp": 4, "pp": 2, "tokens": 8192, "micro_batch": 1},
-    ),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config_files(name: str, tmp_path: Path) -> None:
-    if name.endswith("toml"):
-        pytest.importorskip("tomllib")
     text, options = CONFIGS[name]
     (tmp_path / name).write_text(text)
     config = read_config(tmp_path / name)
@@ -312,19 +305,12 @@ def test_mistakes_are_one_line(argv: list[str], told: str) -> None:
 FILES_THAT_ARE_WRONG = {
     "part.json": ('{"text_config": 3}', "text_config must hold names and values"),
     "fraction.json": ('{"hidden_size": 64.5}', "hidden_size must be a whole number, got 64.5"),
-    "table.toml": ("model = 3", "model must hold names and values"),
-    "text.toml": (
-        '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = "x"',
-        "seq_len must be a whole number",
-    ),
-    "list.toml": ('[model]\nname = ["llama3"]\nflavor = "8B"', "knows no model"),
+    "text.sh": ("--hidden-size 64 --seq-length x", "seq_length must be a whole number"),
 }
 
 
 @pytest.mark.parametrize("name", FILES_THAT_ARE_WRONG)
 def test_wrong_files_are_one_line(name: str, tmp_path: Path) -> None:
-    if name.endswith("toml"):
-        pytest.importorskip("tomllib")
     text, told = FILES_THAT_ARE_WRONG[name]
     (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit, match=f"^cce-dist plan: --config .*{told}") as stopped:

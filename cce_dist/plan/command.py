@@ -26,9 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cce-dist plan``."""
     model = parser.add_argument_group("model: a name, a file, or sizes by hand; sizes change those of a name or a file")
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    model.add_argument(
-        "--config", type=Path, metavar="FILE", help="Hugging Face config.json, Megatron's arguments, torchtitan's TOML"
-    )
+    model.add_argument("--config", type=Path, metavar="FILE", help="Hugging Face config.json, or Megatron's arguments")
     for name in (*BY_HAND, "num_kv_heads", "head_size"):
         model.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
 

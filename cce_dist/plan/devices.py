@@ -12,29 +12,17 @@ from typing import NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU.
+    """A GPU; rates are a second's."""
 
-    Attributes:
-        name: As on the command line.
-        flops: Operations per second of large bf16 matrix products.
-        bandwidth: Bytes per second of passes over memory that is larger than the cache.
-        memory: Bytes.
-        major: Compute capability's major number, which chooses the tiles.
-        multiprocessors: Programs that run at once.
-        bus: Bytes per second of a collective within a node: of its bus, as nccl-tests counts.
-        network: The same between nodes, for each GPU.
-        provenance: Source of the rates.
-    """
-
-    name: str
-    flops: float
-    bandwidth: float
-    memory: int
-    major: int
+    name: str  # as on the command line
+    flops: float  # operations of large bf16 matrix products
+    bandwidth: float  # bytes of passes over memory that is larger than the cache
+    memory: int  # bytes
+    major: int  # compute capability's major number, which chooses the tiles
     multiprocessors: int
-    bus: float
-    network: float
-    provenance: str
+    bus: float  # bytes of a collective within a node: of its bus, as nccl-tests counts
+    network: float  # the same between nodes, for each GPU
+    provenance: str  # source of the rates
 
 
 _GIB = 2**30
@@ -67,27 +55,16 @@ GPUS_PER_NODE = 8
 
 
 class Costs(NamedTuple):
-    """The costs of kernels that the rates of a GPU do not say.
+    """The costs of kernels that the rates of a GPU do not say."""
 
-    Attributes:
-        slowest: Time that each doubling of the ranks adds, as a share: the slowest of more GPUs, on smaller products.
-        backward: Time of a product of backward over a plain product's.
-        exponentials: Exponentials that a multiprocessor takes in a second, 16 a clock at 1.7 GHz; no product hides them.
-        launch: Seconds that a small kernel takes on the GPU with the gap before it.
-        loss: Small kernels of forward and of backward each, the algebra of the loss included.
-        chunk: Launches of a chunk.
-        unaligned: Share of the rate that plain products reach where a row of logits is no whole number of 16 bytes.
-        latency: Seconds before a collective's first byte.
-    """
-
-    slowest: float = 0.022
-    backward: float = 1.045
-    exponentials: float = 27e9
-    launch: float = 8e-6
-    loss: int = 28
-    chunk: int = 3
-    unaligned: float = 0.14
-    latency: float = 10e-6
+    slowest: float = 0.022  # time that each doubling of the ranks adds, as a share: the slowest of more GPUs
+    backward: float = 1.045  # time of a product of backward over a plain product's
+    exponentials: float = 27e9  # of a multiprocessor in a second, 16 a clock at 1.7 GHz; no product hides them
+    launch: float = 8e-6  # seconds that a small kernel takes on the GPU with the gap before it
+    loss: int = 28  # small kernels of forward and of backward each, the algebra of the loss included
+    chunk: int = 3  # launches of a chunk
+    unaligned: float = 0.14  # share of a plain product's rate where a row of logits is no whole number of 16 bytes
+    latency: float = 10e-6  # seconds before a collective's first byte
 
 
 # Read on H200s on November 21, 2026: ``slowest`` from the plain products at T = 1, 2 and 4; ``backward`` from the rows of
@@ -97,17 +74,11 @@ COSTS = Costs()
 
 
 class Host(NamedTuple):
-    """The time that a host takes to launch a microbatch in an engine of ``pretrain``; the GPU waits where it is the longer one.
+    """The time that a host takes to launch a microbatch in an engine of ``pretrain``; the GPU waits where it is longer."""
 
-    Attributes:
-        layer: Seconds of a layer, forward and backward.
-        exact: Seconds of this library's exact loss and its gradient.
-        elementwise: Share of the elementwise bytes of plain torch that the engine's layers move.
-    """
-
-    layer: float
-    exact: float
-    elementwise: float
+    layer: float  # seconds of a layer, forward and backward
+    exact: float  # seconds of this library's exact loss and its gradient
+    elementwise: float  # share of the elementwise bytes of plain torch that the engine's layers move
 
     def head(self, loss: str) -> float:
         """Return the seconds of a loss of a plan and its gradient."""
@@ -125,20 +96,12 @@ DENSE_LAUNCHES, FILTER_LAUNCHES = 0.3e-3, 2.0e-3
 
 
 class Dense(NamedTuple):
-    """A loss that holds logits.
+    """A loss that holds logits. Its peak is before gradients of weight and hidden states are there."""
 
-    Attributes:
-        bytes_alive: Bytes of each logit of the shard that are alive at the peak, which is before gradients of weight and hidden
-            states are there.
-        bytes_moved: Bytes read and written for each logit, forward and backward.
-        sums_exposed: Whether the sum of dE over the ranks is waited for.
-        small_sums: All-reduces of a number or two for each token, in forward.
-    """
-
-    bytes_alive: int
-    bytes_moved: float
-    sums_exposed: bool = True
-    small_sums: int = 2
+    bytes_alive: int  # of each logit of the shard at the peak
+    bytes_moved: float  # read and written for each logit, forward and backward
+    sums_exposed: bool = True  # whether the sum of dE over the ranks is waited for
+    small_sums: int = 2  # all-reduces of a number or two for each token, in forward
 
 
 # ``bytes_alive`` is read off the code: bf16 logits count 2, an fp32 copy, exponentials, their gradient 4 each. torch: logits,

@@ -28,21 +28,13 @@ ITEMSIZE = 2  # bytes of an element of hidden states and weight: bf16
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A head on one rank.
+    """A head on one rank."""
 
-    Attributes:
-        num_tokens: N, of one microbatch, over all ranks of the tensor-parallel group.
-        hidden_size: D.
-        vocab_size: V, of all ranks.
-        tp: T, ranks that the vocabulary is split over.
-        sequence_parallel: Hidden states and their gradient are this rank's slices.
-    """
-
-    num_tokens: int
-    hidden_size: int
-    vocab_size: int
-    tp: int = 1
-    sequence_parallel: bool = False
+    num_tokens: int  # N, of one microbatch, over all ranks of the tensor-parallel group
+    hidden_size: int  # D
+    vocab_size: int  # V, of all ranks
+    tp: int = 1  # T, ranks that the vocabulary is split over
+    sequence_parallel: bool = False  # hidden states and their gradient are this rank's slices
 
     @property
     def sizes(self) -> Sizes:
@@ -92,24 +84,14 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a loss adds to a step beside inputs and gradients.
-
-    Attributes:
-        loss: Its name.
-        workspace: Bytes at the peak, above inputs and gradients.
-        items: The parts of the peak by name, in bytes; gradients that are not there yet at the peak are negative.
-        forward: Seconds of forward.
-        seconds: Seconds of forward and backward.
-        at_most: The same where a filter's lists are long, or serve no token; ``seconds`` for the other losses.
-        collectives: What is sent.
-    """
+    """What a loss adds to a step beside inputs and gradients; bytes and seconds."""
 
     loss: str
-    workspace: int
-    items: dict[str, int]
+    workspace: int  # at the peak, above inputs and gradients
+    items: dict[str, int]  # parts of the peak by name; gradients that are not there yet at the peak are negative
     forward: float
-    seconds: float
-    at_most: float
+    seconds: float  # of forward and backward
+    at_most: float  # the same where a filter's lists are long, or serve no token; ``seconds`` for the other losses
     collectives: list[Collective]
 
 
@@ -126,7 +108,8 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = No
     workspace_bytes = workspace_bytes or budget.default_workspace(head.sizes, keeps=loss != "filtered")
     if loss == "kept":
         workspace_bytes = 2 * head.num_tokens * head.vocab_size * ITEMSIZE + (1 << 30)
-    items = _peak(_our_moments(head, loss, device, workspace_bytes) if loss in OURS else _dense_moments(head, loss))
+    moments = _our_moments(head, loss, device, workspace_bytes) if loss in OURS else _dense_moments(head, loss)
+    items = dict(max(moments, key=lambda items: sum(items.values())))
     items["gradients"] = items.get("gradients", 0) - head.gradient_bytes
     items = {name: size for name, size in items.items() if size}
     seconds = _our_seconds if loss in OURS else _dense_seconds
@@ -152,10 +135,6 @@ def lists_have_capacity(head: Head, workspace_bytes: int) -> bool:
     needed = 4 / 3 * MANY_LISTED * num_tokens / head.tp
     there_is = budget.list_capacity(num_tokens, num_columns, workspace_bytes) >= needed
     return there_is and num_tokens >= 4 * budget.frequent_columns(num_columns, DEFAULT_EPS)
-
-
-def _peak(moments: list[dict[str, int]]) -> dict[str, int]:
-    return dict(max(moments, key=lambda items: sum(items.values())))
 
 
 def _our_moments(head: Head, loss: str, device: Device, workspace_bytes: int) -> list[dict[str, int]]:
@@ -278,8 +257,7 @@ def _dense_seconds(head: Head, loss: str, device: Device, _: int) -> tuple[float
     collectives = []
     if head.is_split:
         collectives.append(_of("all_reduce", how.small_sums, 4 * head.num_tokens, head.tp, device))
-        collectives += _hidden_sum(head, device, 0.0 if how.sums_exposed else product / 4)
-        collectives += _gathers(head, device)
+        collectives += _of_hidden(head, device, 0.0 if how.sums_exposed else product / 4)
     return product + moved / 2 + fixed, backward, collectives
 
 
@@ -288,19 +266,16 @@ def _our_collectives(head: Head, device: Device, covering: float, gathers: int) 
     if not head.is_split:
         return []
     statistics = _of("all_gather", gathers, 12 * head.num_tokens * head.tp, head.tp, device)
-    return [statistics, *_hidden_sum(head, device, covering), *_gathers(head, device)]
+    return [statistics, *_of_hidden(head, device, covering)]
 
 
-def _hidden_sum(head: Head, device: Device, covering: float) -> list[Collective]:
-    """Return the sum of d_hidden over the ranks, of which ``covering`` seconds of products hide a part."""
+def _of_hidden(head: Head, device: Device, covering: float) -> list[Collective]:
+    """Return the sum of d_hidden, of which ``covering`` seconds of products hide a part; gathers of sequence parallelism."""
     name = "reduce_scatter" if head.sequence_parallel else "all_reduce"
     whole = _of(name, 1, head.hidden_bytes, head.tp, device)
-    return [dataclasses.replace(whole, exposed=max(0.0, whole.seconds - covering))]
-
-
-def _gathers(head: Head, device: Device) -> list[Collective]:
-    """Return sequence parallelism's gathers of the hidden states, in forward and backward."""
-    return [_of("all_gather", 2, head.hidden_bytes, head.tp, device)] if head.sequence_parallel else []
+    summed = dataclasses.replace(whole, exposed=max(0.0, whole.seconds - covering))
+    gathers = [_of("all_gather", 2, head.hidden_bytes, head.tp, device)] if head.sequence_parallel else []
+    return [summed, *gathers]
 
 
 def _of(name: str, count: int, num_bytes: int, num_ranks: int, device: Device) -> Collective:

@@ -28,26 +28,16 @@ LOSSES = ("dense", "fused", "kept", "budget", "filtered")
 
 @dataclasses.dataclass(frozen=True)
 class LossPlan:
-    """A plan with one loss.
+    """A plan with one loss."""
 
-    Attributes:
-        loss: "dense", "fused" (the framework's own), "kept", "budget" or "filtered".
-        cost: What the head adds.
-        layers: The head's seconds over a layer's.
-        cut: The best one.
-        default_cut: The even one, which frameworks take.
-        last_stage, first_stage: Bytes by item, with the best cut.
-        largest_tokens: Tokens of the largest microbatch on a rank whose stages fit; 0: none does.
-    """
-
-    loss: str
-    cost: Cost
-    layers: float
-    cut: Cut
-    default_cut: Cut
-    last_stage: dict[str, int]
+    loss: str  # "dense" and "fused", the framework's own, "kept", "budget" or "filtered"
+    cost: Cost  # what the head adds
+    layers: float  # the head's seconds over a layer's
+    cut: Cut  # the best one
+    default_cut: Cut  # the even one, which frameworks take
+    last_stage: dict[str, int]  # bytes by item, with the best cut
     first_stage: dict[str, int]
-    largest_tokens: int
+    largest_tokens: int  # of the largest microbatch on a rank whose stages fit; 0: none does
 
     def advice(self, layout: Layout) -> dict[str, Any]:
         """Return what to tell each framework, by the framework's own name of the option."""
@@ -56,13 +46,7 @@ class LossPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A plan of a model on a layout: a ``LossPlan`` for each loss.
-
-    Attributes:
-        model, layout, device: What was asked for.
-        layer: Seconds of a layer.
-        losses: By loss, in the order of ``LOSSES``.
-    """
+    """A plan of a model on a layout: a ``LossPlan`` for each loss of ``LOSSES``, in their order."""
 
     model: Model
     layout: Layout

@@ -19,34 +19,21 @@ GLOBAL_TOKENS = 4 << 20  # of a step, over all GPUs
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step on so many GPUs with one loss; milliseconds.
-
-    Attributes:
-        gpus, tp, pp, dp: Their number and layout.
-        microbatches: Of each pipeline.
-        loss: As in a plan.
-        head_ms: Of one microbatch, its exposed collectives counted.
-        head_exposed_ms, layers_exposed_ms: Collectives of a microbatch's head, and of the slowest stage's layers, that nothing
-            covers.
-        gradients_exposed_ms: The sum of gradients over data-parallel ranks that backward does not cover.
-        bubble: Share of the step in which a stage waits for the pipeline to fill and drain.
-        step_ms: Of the step.
-        tokens_per_second: Over all GPUs.
-    """
+    """A step on so many GPUs with one loss; exposed are collectives that nothing covers."""
 
     gpus: int
     tp: int
     pp: int
     dp: int
-    microbatches: int
+    microbatches: int  # of each pipeline
     loss: str
-    head_ms: float
-    head_exposed_ms: float
-    layers_exposed_ms: float
-    gradients_exposed_ms: float
-    bubble: float
+    head_ms: float  # of one microbatch, its exposed collectives counted
+    head_exposed_ms: float  # of one microbatch
+    layers_exposed_ms: float  # of one microbatch, in the slowest stage
+    gradients_exposed_ms: float  # of the sum over data-parallel ranks
+    bubble: float  # share of the step in which a stage waits for the pipeline to fill and drain
     step_ms: float
-    tokens_per_second: float
+    tokens_per_second: float  # over all GPUs
 
 
 def grow(

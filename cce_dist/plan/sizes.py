@@ -1,7 +1,4 @@
-"""Sizes of models: a table by name, and the files of three frameworks that hold them.
-
-``read_config`` takes a Hugging Face config.json, the arguments of Megatron (a script, or YAML), or torchtitan's TOML.
-"""
+"""Sizes of models: a table by name, and the files that hold them: a Hugging Face config.json, and Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +117,6 @@ MODELS = {
     "gpt-neo-2.7b": Model(2560, 50_257, 32, 20, 10240, is_gated=False, is_tied=True),
 }
 
-# By torchtitan's names of models and flavors.
-_FLAVORS = {
-    ("llama3", "8B"): "llama-3-8b",
-    ("llama3", "70B"): "llama-3-70b",
-    ("llama2", "7B"): "llama-2-7b",
-    ("llama2", "13B"): "llama-2-13b",
-}
 _WITHOUT_GATE = {"gpt2", "gpt_neo", "gptj", "gpt_neox", "phi", "opt", "bloom", "falcon", "gpt_bigcode"}
 
 # The names that files have for a size; Megatron's are written with underscores here.
@@ -142,16 +132,15 @@ _SIZES = {
     "experts_per_token": ("num_experts_per_tok", "moe_router_topk"),
 }
 _OPTIONS = {
-    "tp": ("tensor_model_parallel_size", "tensor_parallel_degree"),
-    "pp": ("pipeline_model_parallel_size", "pipeline_parallel_degree"),
-    "cp": ("context_parallel_size", "context_parallel_degree"),
-    "micro_batch": ("micro_batch_size", "local_batch_size"),
-    "tokens": ("seq_length", "seq_len"),
+    "tp": ("tensor_model_parallel_size",),
+    "pp": ("pipeline_model_parallel_size",),
+    "cp": ("context_parallel_size",),
+    "micro_batch": ("micro_batch_size",),
+    "tokens": ("seq_length",),
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """What a file says: the model, and such options of the plan as it has, by name."""
 
     model: Model
@@ -159,15 +148,14 @@ class Config:
 
 
 def read_config(path: Path) -> Config:
-    """Read a model's sizes from a file, by its suffix: .json, .toml, or Megatron's arguments.
+    """Read a model's sizes from a config.json, or from Megatron's arguments (a script, or YAML).
 
     Raises:
         ValueError: The file cannot be read, or a size is not in it.
     """
-    readers = {".json": _read_hugging_face, ".toml": _read_torchtitan}
     try:
         text = path.read_text()
-        return readers.get(path.suffix, _read_megatron)(text)
+        return _read_hugging_face(text) if path.suffix == ".json" else _read_megatron(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
     except (ValueError, TypeError) as error:
@@ -185,11 +173,6 @@ def _model(values: dict[str, Any], is_gated: bool, is_tied: bool, ffn_size: int 
     return Model(**{size: value or 0 for size, value in sizes.items()}, is_gated=is_gated, is_tied=is_tied)
 
 
-def _options(values: dict[str, Any]) -> dict[str, int]:
-    found = {option: _first(values, names) for option, names in _OPTIONS.items()}
-    return {option: value for option, value in found.items() if value is not None}
-
-
 def _first(values: dict[str, Any], names: tuple[str, ...]) -> int | None:
     return next((_whole(name, values[name]) for name in names if values.get(name) is not None), None)
 
@@ -202,20 +185,14 @@ def _whole(name: str, value: Any) -> int:
     return int(text)
 
 
-def _part(values: Any, name: str) -> dict[str, Any]:
-    """Return a part of a file by name, empty where there is none."""
-    part = values.get(name) or {}
-    if not isinstance(part, dict):
-        raise ValueError(f"{name} must hold names and values, got {part!r}")
-    return part
-
-
 def _read_hugging_face(text: str) -> Config:
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError("is not a config.json")
     # Models of several kinds of input have their language model's sizes in a part.
-    outer, values = values, _part(values, "text_config") or values
+    outer, values = values, values.get("text_config") or values
+    if not isinstance(values, dict):
+        raise ValueError(f"text_config must hold names and values, got {values!r}")
     kind = values.get("model_type", "")
     if _first(values, _SIZES["num_experts"]) and "moe_intermediate_size" in values:
         values = values | {"intermediate_size": values["moe_intermediate_size"]}
@@ -245,18 +222,6 @@ def _read_megatron(text: str) -> Config:
     if is_gated:
         ffn_size = int(ffn_size * 2 / 3) // 64 * 64
     is_tied = not is_on("untie_embeddings_and_output_weights")
-    return Config(_model(values, is_gated, is_tied, ffn_size), _options(values))
-
-
-def _read_torchtitan(text: str) -> Config:
-    try:
-        import tomllib
-    except ModuleNotFoundError:
-        raise ValueError("reading TOML needs Python 3.11") from None
-    tables = tomllib.loads(text)
-    named = _part(tables, "model")
-    key = str(named.get("name")), str(named.get("flavor"))
-    if key not in _FLAVORS:
-        known = ", ".join(f"{name} {flavor}" for name, flavor in _FLAVORS)
-        raise ValueError(f"knows no model {key[0]} {key[1]}; it knows {known}; give sizes by hand")
-    return Config(MODELS[_FLAVORS[key]], _options(_part(tables, "training") | _part(tables, "parallelism")))
+    options = {option: _first(values, names) for option, names in _OPTIONS.items()}
+    found = {option: value for option, value in options.items() if value is not None}
+    return Config(_model(values, is_gated, is_tied, ffn_size), found)
