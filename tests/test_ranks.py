@@ -82,6 +82,7 @@ def _die_on_the_first() -> None:
         os.abort()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_and_says_where(pool: Pool, capfd: pytest.CaptureFixture[str]) -> None:
     message = "rank 0 of 2 failed in _die_on_the_first\n\nthe process ended with exit code -6"
     with pytest.raises(RankError, match=message):

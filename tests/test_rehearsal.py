@@ -36,6 +36,7 @@ def test_a_kernel_that_does_not_compile_is_told_by_its_launch() -> None:
     assert "add_d_hidden" in said.stderr and "RuntimeError: _grad_hidden_kernel does not compile" in said.stderr
 
 
+@pytest.mark.slow
 def test_without_rehearsals_launches_compile() -> None:
     said = rehearse("0")
     assert said.returncode == 0, said.stderr

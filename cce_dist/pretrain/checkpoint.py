@@ -98,9 +98,8 @@ def load(
 def clear(folder: Path) -> None:
     """Delete the checkpoints in ``folder``, and nothing else."""
     (folder / LATEST).unlink(missing_ok=True)
-    for old in folder.glob("step-*"):
-        if _is_ours(old):
-            _delete(old)
+    for old in _ours(folder):
+        _delete(old)
 
 
 def sweep(folder: Path) -> None:
@@ -164,24 +163,27 @@ def _candidates(folder: Path) -> list[Path]:
 
     They are those up to the one that the file ``latest`` names, and all where it names none that is there.
     """
-    paths = (path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and _is_ours(path))
-    whole = sorted(paths, reverse=True)
+    found = _ours(folder)[::-1]
     try:
         newest = (folder / LATEST).read_text(errors="replace").strip()
     except FileNotFoundError:
-        return whole
-    if not whole:
+        return found
+    if not found:
         gone = f"names {newest!r}, which is gone, and there is no other checkpoint"
         raise UsageError(f"{folder / LATEST} {gone}: --no-resume starts anew")
-    return [path for path in whole if path.name <= newest] if folder / newest in whole else whole
+    return [path for path in found if path.name <= newest] if folder / newest in found else found
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether a folder, or a link to one, is a checkpoint of ours, whole, damaged or half written."""
-    if not path.is_dir() or not NAME.fullmatch(path.name.removesuffix(".tmp")):
-        return False
-    files = {each.name for each in path.iterdir()}
-    return path.suffix == ".tmp" or not files or bool(files & {MANIFEST, STATE, ".metadata"})
+def _ours(folder: Path) -> list[Path]:
+    """Return the folders, or links to some, that are checkpoints of ours, whole or damaged, the oldest first."""
+
+    def is_ours(path: Path) -> bool:
+        if not NAME.fullmatch(path.name) or not path.is_dir():
+            return False
+        files = {each.name for each in path.iterdir()}
+        return not files or bool(files & {MANIFEST, STATE, ".metadata"})
+
+    return sorted(filter(is_ours, folder.glob("step-*")))
 
 
 def _delete(path: Path) -> None:
@@ -220,12 +222,11 @@ def _add_state(scratch: Path, state: dict[str, Any]) -> list[str]:
 def _publish(scratch: Path, final: Path, keep: int, sums: dict[str, list[Any]]) -> None:
     """Give a whole checkpoint its manifest and its name, point ``latest`` at it, and drop the oldest."""
     durable.write(scratch / MANIFEST, json.dumps({"files": sums}, indent=1) + "\n")
-    if _is_ours(final):
+    if final in _ours(final.parent):
         _delete(final)  # damaged, or left by a crash between the two renames below
     durable.publish(scratch, final)
     durable.write(final.with_name(LATEST), final.name + "\n")
-    finished = sorted(path for path in final.parent.glob("step-*") if _is_ours(path) and path.name <= final.name)
-    finished = [path for path in finished if path.suffix != ".tmp"]
+    finished = [path for path in _ours(final.parent) if path.name <= final.name]
     for old in finished[: -max(keep, 1)]:
         with contextlib.suppress(OSError):
             _delete(old)

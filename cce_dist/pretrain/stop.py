@@ -7,10 +7,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,56 +23,71 @@ FAILED = 1000  # no signal's number
 SAME_SECONDS = 2.0  # a terminal, a scheduler and an agent may each pass one wish on
 
 
-class Notice:
-    """As a context, hears SIGTERM, SIGINT, SIGUSR1 and SIGHUP (which ``nohup`` keeps from it).
+@contextlib.contextmanager
+def hearing(
+    numbers: Sequence[signal.Signals], once: Callable[[int], None], at_last: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Have the first of some signals call ``once``; one of ``SIGNALS`` that comes ``SAME_SECONDS`` later ends the process.
 
-    Outside of the training loop, where nothing can be lost, the first one raises ``Stopped`` at once. A thread ends the process
-    after ``SAME_SECONDS`` if that has not come through: the main thread may wait in C++ for a rank that has left. In the loop,
-    while ``patient``, a signal is remembered. A second one that comes ``SAME_SECONDS`` later ends the process.
+    A SIGHUP that ``nohup`` keeps from the process is left alone.
+    """
+    first: list[float] = []  # its time
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if not first:
+            first.append(time.monotonic())
+            once(number)
+        elif number in SIGNALS and time.monotonic() - first[0] > SAME_SECONDS:
+            at_last()
+            os._exit(128 + number)
+
+    heard = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    former = {number: signal.signal(number, hear) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            # Who passes a signal on may do so again, while the process says what happened.
+            signal.signal(number, signal.SIG_IGN if first else handler)
+
+
+class Notice:
+    """As a context, hears what asks a rank to stop.
+
+    Outside of the training loop, where nothing can be lost, the first signal raises ``Stopped`` at once. A thread ends the
+    process after ``SAME_SECONDS`` if that has not come through: the main thread may wait in C++ for a rank that has left. In
+    the loop, while ``patient``, a signal is remembered.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None  # of the first signal
         self.raised: Stopped | None = None  # code that it came through may have made another exception of it
         self.patient = False
-        self._since = 0.0
-        self._former: dict[signal.Signals, Any] = {}
         self._left = threading.Event()
-        self._pipe = self._former_pipe = -1
+        self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Notice:
         if threading.current_thread() is threading.main_thread():
-            heard, self._pipe = os.pipe()
-            os.set_blocking(self._pipe, False)
-            threading.Thread(target=self._watch, args=(heard,), daemon=True).start()
-            heard_here = [number for number in SIGNALS if not is_kept_away(number)]
-            self._former = {number: signal.signal(number, self._hear) for number in heard_here}
-            self._former_pipe = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
-            try:
+            with contextlib.ExitStack() as exits:
+                heard, pipe = os.pipe()
+                os.set_blocking(pipe, False)
+                threading.Thread(target=self._watch, args=(heard,), daemon=True).start()
+                exits.callback(os.close, pipe)
+                exits.enter_context(hearing(SIGNALS, self._hear))
+                exits.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(pipe, warn_on_full_buffer=False))
+                exits.callback(self._left.set)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # an agent starts its ranks with signals held back
-            except Stopped:
-                self.__exit__()
-                raise
+                self._exits = exits.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._left.set()
-        for number, handler in self._former.items():
-            # Who passes a signal on may do so again, while the process says what happened.
-            signal.signal(number, handler if self.name is None else signal.SIG_IGN)
-        if self._pipe >= 0:
-            signal.set_wakeup_fd(self._former_pipe)
-            os.close(self._pipe)
-            self._pipe = -1
+        self._exits.close()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.name is None:
-            self.name, self._since = signal.Signals(number).name, time.monotonic()
-            if not self.patient:
-                self.raised = Stopped(_early(self.name))
-                raise self.raised
-        elif time.monotonic() - self._since > SAME_SECONDS:
-            os._exit(128 + number)
+    def _hear(self, number: int) -> None:
+        self.name = signal.Signals(number).name
+        if not self.patient:
+            self.raised = Stopped(_early(self.name))
+            raise self.raised
 
     def _watch(self, heard: int) -> None:
         """End the process if a signal outside of the loop has not ended it; on a thread of its own."""
@@ -85,11 +99,6 @@ class Notice:
                     say(_early(signal.Signals(number[0]).name))
                 tell_torchrun(AGAIN)
                 os._exit(AGAIN)
-
-
-def is_kept_away(number: signal.Signals) -> bool:
-    """Whether a process was started by ``nohup``, and this is the signal that it is not to hear."""
-    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _early(name: str) -> str:

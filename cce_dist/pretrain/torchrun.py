@@ -6,16 +6,13 @@ order, and a second one ends them at once. On one machine the rendezvous listens
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import multiprocessing
 import os
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -34,7 +31,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from cce_dist.pretrain.exits import AGAIN, HOPELESS, NO_RESTART, say
-from cce_dist.pretrain.stop import SAME_SECONDS, SIGNALS, is_kept_away
+from cce_dist.pretrain.stop import SIGNALS, hearing
 
 START_METHOD = "spawn"  # of the rank processes
 PATIENCE = 300  # seconds that the ranks may take for their last checkpoint; older versions of torch give them 30
@@ -59,9 +56,19 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
     patience: dict[str, Any] = {"shutdown_timeout": PATIENCE}
     if "shutdown_timeout" not in inspect.signature(LocalElasticAgent).parameters:
         patience.clear()
-    ear, handler = _Ear(), None
+    ranks: list[Any] = []  # processes, as the wish to stop has found them
+    handler = None
+
+    def stop(number: int) -> None:
+        ranks.extend(multiprocessing.active_children())
+        raise SignalException("asked to stop", signal.SIGTERM if number == NO_RESTART else signal.Signals(number))
+
+    def kill() -> None:
+        for rank in ranks:
+            rank.kill()
+
     try:
-        with ear.hearing():
+        with hearing((*SIGNALS, NO_RESTART), stop, kill):
             handler = _rendezvous(meeting)
             spec = WorkerSpec(
                 role="default",
@@ -74,7 +81,12 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
             )
             result: Any = _Agent(spec, DefaultLogsSpecs(), START_METHOD, **patience).run()
     except SignalException as error:
-        return ear.exit_code(error.sigval)
+        codes = {rank.exitcode for rank in ranks}
+        if HOPELESS in codes:
+            return HOPELESS
+        if AGAIN not in codes:
+            say(f"stopped by {error.sigval.name} before the ranks were started")
+        return AGAIN
     except (RendezvousError, dist.DistError) as error:
         say(f"the nodes did not meet: {error}")
         return AGAIN
@@ -97,43 +109,6 @@ class _Agent(LocalElasticAgent):
             return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
-class _Ear:
-    """Hears the signals of ``stop`` and ``NO_RESTART``; each raises what the agent knows as a wish to stop, but once."""
-
-    def __init__(self) -> None:
-        self.ranks: list[Any] | None = None  # the processes that the wish to stop has found
-        self._since = 0.0
-
-    @contextlib.contextmanager
-    def hearing(self) -> Iterator[None]:
-        heard = [number for number in (*SIGNALS, NO_RESTART) if not is_kept_away(number)]
-        former = {number: signal.signal(number, self._hear) for number in heard}
-        try:
-            yield
-        finally:
-            for number, handler in former.items():
-                # Who passes a signal on may do so again, while the process says what happened.
-                signal.signal(number, handler if self.ranks is None else signal.SIG_IGN)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.ranks is None:
-            self.ranks, self._since = multiprocessing.active_children(), time.monotonic()
-            raise SignalException("asked to stop", signal.SIGTERM if number == NO_RESTART else signal.Signals(number))
-        if number != NO_RESTART and time.monotonic() - self._since > SAME_SECONDS:
-            for rank in self.ranks:
-                rank.kill()
-            os._exit(128 + number)
-
-    def exit_code(self, asked: signal.Signals) -> int:
-        """Return the command's exit code after a stop, and say what no rank has said."""
-        codes = {rank.exitcode for rank in self.ranks or []}
-        if HOPELESS in codes:
-            return HOPELESS
-        if AGAIN not in codes:
-            say(f"stopped by {asked.name} before the ranks were started")
-        return AGAIN
 
 
 def _rendezvous(meeting: Meeting) -> RendezvousHandler:

@@ -17,14 +17,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from cce_dist.pretrain import checkpoint, flops, folder, plot
+from cce_dist.pretrain import checkpoint, folder, plot
 from cce_dist.pretrain.capture import captured
 from cce_dist.pretrain.data import Batches, Corpus
 from cce_dist.pretrain.engines import Engine, Step
 from cce_dist.pretrain.exits import Stopped, UsageError
 from cce_dist.pretrain.log import Log
+from cce_dist.pretrain.recipe import Recipe, Shape
 from cce_dist.pretrain.stop import Agreement, Notice
 
+# Dense bf16 TFLOP/s by part of the device's name, from NVIDIA's data sheets; the SXM modules.
+PEAKS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
 # Arguments that say where a run is, not what it is.
 PLACES = {"out", "cache", "corpus", "resume", "nodes", "ranks_per_node", "meet", "meet_conf", "run_id"}
 PLACES |= {"max_restarts", "timeout"}
@@ -205,9 +208,9 @@ class _Run:
             "tokens_per_s": rate,
             "peak_mb": self.ranks.peak_mb(engine.has_loss),
         }
-        peak = flops.peak(self.recipe, self.ranks.device)
+        peak = peak_flops(self.recipe, self.ranks.device)
         if peak is not None:
-            record["mfu"] = rate * flops.per_token(self.recipe.shape) / (peak * self.ranks.world_size)
+            record["mfu"] = rate * flops_per_token(self.recipe.shape) / (peak * self.ranks.world_size)
         if done.filter_stats is None:
             return record
         names = ("kept_tiles", "dropped_mass_mean", "dropped_mass_max_of_shards")
@@ -237,3 +240,25 @@ class _Run:
 def _write_validation(log: Log, step: int, loss: float) -> None:
     log.write({"step": step, "split": "val", "loss": loss})
     log.note(f"step {step:>6}  val loss {loss:.4f}")
+
+
+def flops_per_token(shape: Shape) -> float:
+    """Return the FLOPs of a token's forward and backward pass, recomputation not counted.
+
+    A matrix takes two FLOPs a weight forward and four backward; the embedding is no product. Causal attention multiplies with
+    half of the sequence on average, twice. The count is PaLM's (Chowdhery et al., 2022, appendix B), but for the half.
+    """
+    hidden = shape.hidden_size
+    layer = 4 * hidden * hidden + 3 * hidden * shape.num_ffn
+    weights = shape.num_layers * layer + hidden * shape.vocab_size
+    return 6.0 * weights + 6.0 * shape.num_layers * hidden * shape.seq_len
+
+
+def peak_flops(recipe: Recipe, device: torch.device) -> float | None:
+    """Return a device's FLOP/s at its best; None where nobody knows, such as for a CPU or in fp32."""
+    if recipe.peak_tflops is not None:
+        return recipe.peak_tflops * 1e12
+    if device.type != "cuda" or recipe.dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((value * 1e12 for part, value in PEAKS.items() if part in name), None)
