@@ -8,7 +8,7 @@ else gets the same functions through ``Operator.eager``, without half a millisec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
 from torch.autograd import forward_ad
 
 from cce_dist import merge
+from cce_dist.call import build, flat, schema
 from cce_dist.kernels.launch import replay
 from cce_dist.kernels.launch.replay import Replayed
 
@@ -24,18 +25,18 @@ from cce_dist.kernels.launch.replay import Replayed
 class Operator(NamedTuple):
     """A pair of functions, forward and backward, and the operators of the same meaning in torch.library.
 
-    forward takes ``hidden, weight, bias, *others, grad_weight_out, call`` and returns its outputs and, last, a tensor or a list
-    of tensors that backward needs. backward takes the outputs' gradients, the kept tensors of forward, what forward saved,
+    forward takes ``hidden, weight, bias, *others, grad_weight_out, call`` and returns its outputs and, last, a list of tensors
+    that backward needs. backward takes the outputs' gradients, the kept tensors of forward, what forward saved,
     ``grad_weight_out``, which of the first three gradients are wanted, and the call. It returns those three. The operators of
     torch.library take the call's flat values in place of the call.
 
     Attributes:
         public_name: Of the function that the user called, for what is refused.
-        forward: See above.
-        backward: See above.
         forward_name: Of the operator in ``torch.ops.cce_dist``.
         backward_name: Likewise.
-        read: Makes the call of its flat values.
+        tensors: Schema of forward's tensors.
+        results: Schema of forward's results.
+        call: The record that a call is.
         num_outputs: The first results of forward, which are differentiable; others and what is saved are not.
         num_kept: The first tensors of forward, hidden, weight and bias counted, that backward needs too.
     """
@@ -45,21 +46,53 @@ class Operator(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     forward_name: str
     backward_name: str
-    read: Callable[[Iterable[Any]], Any]
+    tensors: str
+    results: str
+    call: type
     num_outputs: int
     num_kept: int
 
-    def eager(self, *tensors_and_call: Any) -> tuple[Any, ...]:
-        """Call forward with gradients, but for what it saves."""
-        return _Eager.apply(self, *tensors_and_call)  # type: ignore[return-value]
+    def apply(self, *tensors: Tensor | None, call: Any, needs_grad: bool) -> Any:
+        """Call forward; what it saves may be left out of its results."""
+        refuse_transforms(self.public_name, *tensors[:3])
+        if torch.compiler.is_compiling() or not needs_grad:
+            return getattr(torch.ops.cce_dist, self.forward_name)(*tensors, *flat(call))
+        return _Eager.apply(self, *tensors, call)
+
+    def register(self, forward_fake: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Put both operators into torch.library, and return their functions, which take a call's flat values."""
+        kept, values = ", ".join(self.tensors.split(", ")[: self.num_kept]), ", ".join(schema(self.call))
+        forward = self._of_flat_call(self.forward, self.tensors.count(",") + 1)
+        backward = self._of_flat_call(self.backward, self.num_kept + 4)
+        library = torch.library.Library("cce_dist", "FRAGMENT")
+        _LIBRARIES.append(library)
+        for name, arguments, results, function, fake in (
+            (self.forward_name, self.tensors, self.results, forward, forward_fake),
+            (
+                self.backward_name,
+                f"Tensor?[] d_outputs, {kept}, Tensor[] saved, Tensor(a!)? grad_weight_out, bool[] want",
+                "(Tensor, Tensor, Tensor)",
+                backward,
+                self.backward_fake,
+            ),
+        ):
+            library.define(f"{name}({arguments}, {values}) -> {results}")
+            library.impl(name, function, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"cce_dist::{name}", fake, lib=library)
+        torch.library.register_autograd(
+            f"cce_dist::{self.forward_name}", self.differentiate, setup_context=self.save, lib=library
+        )
+        return forward, backward
+
+    def _of_flat_call(self, function: Callable[..., Any], num_others: int) -> Callable[..., Any]:
+        return lambda *given: function(*given[:num_others], build(self.call, iter(given[num_others:])))
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Keep what backward needs; ``inputs`` end in a call, or in its flat values."""
         num_tensors = next(i for i, value in enumerate(inputs) if not (value is None or isinstance(value, Tensor)))
-        others = [[other] if isinstance(other, Tensor) else other for other in output[self.num_outputs :]]
-        saved = others[-1]
+        others = output[self.num_outputs :]
         ctx.told = inputs[num_tensors:]
-        ctx.save_for_backward(*inputs[: self.num_kept], *saved)
+        ctx.save_for_backward(*inputs[: self.num_kept], *others[-1])
         ctx.grad_weight_out = inputs[num_tensors - 1]
         ctx.num_inputs = len(inputs)
         ctx.mark_non_differentiable(*(tensor for other in others for tensor in other))
@@ -77,12 +110,11 @@ class Operator(NamedTuple):
         twice = torch.is_grad_enabled()
         with torch.no_grad():
             given = (d_outputs, *kept, saved, ctx.grad_weight_out, want)
-            flat = len(ctx.told) > 1
+            call = build(self.call, iter(ctx.told)) if len(ctx.told) > 1 else ctx.told[0]
             if nobody_listens(*kept[:2]):
-                found = self.backward(*given, self.read(ctx.told) if flat else ctx.told[0])
+                found = self.backward(*given, call)
             else:
-                operator = getattr(torch.ops.cce_dist, self.backward_name)
-                found = operator(*given, *(ctx.told if flat else ctx.told[0].flat()))
+                found = getattr(torch.ops.cce_dist, self.backward_name)(*given, *flat(call))
         if twice:
             depends_on = (x for x in (*kept[:3], *d_outputs) if x is not None and x.requires_grad)
             found = _Refuse.apply(self.public_name, *found, *depends_on)
@@ -100,6 +132,9 @@ class Operator(NamedTuple):
             torch.empty_like(weight) if want[1] and grad_weight_out is None else nothing.to(weight.dtype),
             torch.empty_like(bias) if want[2] else nothing,
         )
+
+
+_LIBRARIES: list[torch.library.Library] = []  # operators live as long as these
 
 
 def replayed(function: Callable[..., Any]) -> Replayed:
@@ -122,7 +157,7 @@ class _Eager(torch.autograd.Function):
         if nobody_listens(*tensors[:2]):
             output = operator.forward(*tensors, call)
         else:
-            output = getattr(torch.ops.cce_dist, operator.forward_name)(*tensors, *call.flat())
+            output = getattr(torch.ops.cce_dist, operator.forward_name)(*tensors, *flat(call))
         ctx.operator = operator
         operator.save(ctx, inputs, output)
         return output[:-1]

@@ -5,7 +5,7 @@ A ``Call`` is made of plain values that an operator can take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypedDict, TypeVar, get_type_hints
 
@@ -277,15 +277,6 @@ class Call(NamedTuple):
     debug: bool = False
     argument: str = "target"
 
-    def flat(self) -> tuple:
-        """The values of all fields in order, nested records flattened."""
-        return tuple(values_of(self))
-
-    @classmethod
-    def of(cls, flat: Iterable) -> Call:
-        """The call that was flattened."""
-        return build(cls, iter(flat))
-
 
 @cache
 def _fields(record: type) -> tuple[tuple[str, type, bool], ...]:
@@ -293,24 +284,20 @@ def _fields(record: type) -> tuple[tuple[str, type, bool], ...]:
     return tuple((name, kind, issubclass(kind, tuple)) for name, kind in get_type_hints(record).items())
 
 
-def values_of(record: tuple) -> Iterator[Any]:
-    for value in record:
-        if isinstance(value, tuple):
-            yield from values_of(value)
-        else:
-            yield value
+def flat(record: tuple) -> tuple[Any, ...]:
+    """The values of all fields in order, nested records flattened."""
+    return tuple(value for field in record for value in (flat(field) if isinstance(field, tuple) else (field,)))
 
 
 def build(record: type, values: Iterator[Any]) -> Any:
+    """The record that was flattened."""
     return record(*[build(kind, values) if nested else next(values) for _, kind, nested in _fields(record)])
 
 
 def schema(record: type, prefix: str = "") -> Iterator[str]:
+    """Type and name of each flat value, as torch.library writes them."""
     for name, kind, nested in _fields(record):
         if nested:
             yield from schema(kind, f"{prefix}{name}_")
         else:
             yield f"{kind.__name__} {prefix}{name}"
-
-
-SCHEMA = ", ".join(schema(Call))  # arguments of an operator that hold a flat call

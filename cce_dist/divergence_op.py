@@ -1,6 +1,6 @@
 """The two torch.library operators behind ``linear_kl_divergence``: one shard's arithmetic for two heads, merged over the group.
 
-``_forward`` and ``_backward`` are the algorithm, step by step, as ``op.py`` has it for the loss.
+``_run_forward`` and ``_run_backward`` are the algorithm, step by step, as ``op.py`` has it for the loss.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from cce_dist import merge
-from cce_dist.autograd import Operator, refuse_transforms, replayed
-from cce_dist.call import Layout, build, schema, values_of
+from cce_dist.autograd import Operator, replayed
+from cce_dist.call import Layout, build
 from cce_dist.kernels import IGNORED, Grads, Operands
 from cce_dist.kernels.divergence import dense as dense_heads
 from cce_dist.kernels.divergence import heads
@@ -40,15 +40,6 @@ class DivergenceCall(NamedTuple):
     layout: Layout = Layout()
     backend: str = "torch"
 
-    def flat(self) -> tuple:
-        """The values of all fields in order, nested records flattened."""
-        return tuple(values_of(self))
-
-    @classmethod
-    def of(cls, flat: Any) -> DivergenceCall:
-        """The call that was flattened."""
-        return build(cls, iter(flat))
-
 
 def _backend(call: DivergenceCall) -> ModuleType:
     """The backend's arithmetic for two heads; that of Triton is imported by its first use."""
@@ -57,14 +48,6 @@ def _backend(call: DivergenceCall) -> ModuleType:
     from cce_dist.kernels.divergence import kernels as divergence
 
     return divergence
-
-
-NUM_OPERANDS = 7  # both heads' hidden states, weight and bias, and the mask
-
-
-def _forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
-    """``_run_forward``, the call given by its flat values."""
-    return _forward_again(*given[: NUM_OPERANDS + 1], DivergenceCall.of(given[NUM_OPERANDS + 1 :]))
 
 
 def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
@@ -107,11 +90,6 @@ def _gathered(
         Operands(hidden, weight, bias, ids, spec.student),
         Operands(teacher_hidden, teacher_weight, teacher_bias, ids, spec.teacher),
     )
-
-
-def _backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``_run_backward``, the call given by its flat values."""
-    return _backward_again(*given[: NUM_OPERANDS + 4], DivergenceCall.of(given[NUM_OPERANDS + 4 :]))
 
 
 def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,7 +139,7 @@ def _of_even_shard(x: Heads, call: DivergenceCall, num_ranks: int) -> Heads:
 
 
 def _forward_fake(hidden, weight, bias, mask, teacher_hidden, teacher_weight, teacher_bias, _, *flat):
-    call, num_tokens = DivergenceCall.of(flat), mask.shape[0]
+    call, num_tokens = build(DivergenceCall, iter(flat)), mask.shape[0]
     ids = mask.new_empty(num_tokens, dtype=torch.int64)
     # With sequence parallelism the hidden states of all tokens have these sizes.
     every, every_teachers = (x.new_empty(num_tokens, x.shape[1]) for x in (hidden, teacher_hidden))
@@ -182,36 +160,17 @@ _OPERATOR = Operator(
     _backward_again,
     "divergence",
     "divergence_backward",
-    DivergenceCall.of,
-    1,
-    NUM_OPERANDS,
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor mask, "
+    "Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias, Tensor? grad_weight_out",
+    "(Tensor, Tensor[])",
+    DivergenceCall,
+    num_outputs=1,
+    num_kept=7,
 )
+_OPERATOR.register(_forward_fake)
 
 
 def forward(*tensors: Tensor | None, call: DivergenceCall) -> Tensor:
-    """The operator as the public function calls it; see ``_forward``. Returns the divergence of each token, [N]."""
-    refuse_transforms(PUBLIC_NAME, *tensors[:3])
+    """The operator as the public function calls it; see ``_run_forward``. Returns the divergence of each token, [N]."""
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[:3])
-    if torch.compiler.is_compiling() or not needs_grad:
-        return torch.ops.cce_dist.divergence(*tensors, *call.flat())[0]
-    return _OPERATOR.eager(*tensors, call)[0]
-
-
-_SCHEMA = ", ".join(schema(DivergenceCall))
-_OPERANDS = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor mask, "
-    "Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias"
-)
-_LIBRARY = torch.library.Library("cce_dist", "FRAGMENT")
-_LIBRARY.define(f"divergence({_OPERANDS}, Tensor? grad_weight_out, {_SCHEMA}) -> (Tensor, Tensor[])")
-_LIBRARY.define(
-    f"divergence_backward(Tensor?[] d_values, {_OPERANDS}, Tensor[] saved, Tensor(a!)? grad_weight_out, bool[] want, "
-    f"{_SCHEMA}) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.impl("divergence", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("divergence_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("cce_dist::divergence", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("cce_dist::divergence_backward", _OPERATOR.backward_fake, lib=_LIBRARY)
-torch.library.register_autograd(
-    "cce_dist::divergence", _OPERATOR.differentiate, setup_context=_OPERATOR.save, lib=_LIBRARY
-)
+    return _OPERATOR.apply(*tensors, call=call, needs_grad=needs_grad)[0]

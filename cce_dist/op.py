@@ -1,7 +1,7 @@
 """The two torch.library operators behind loss and log-probabilities: one shard's arithmetic, merged over the group.
 
 They are opaque to torch.compile (fakes give the shapes) and differentiable once. All options travel as the plain values of a
-``Call``. ``_forward`` and ``_backward`` are the algorithm, step by step: a backend (``kernels/backends.py``) does the shard's
+``Call``. ``_run_forward`` and ``_run_backward`` are the algorithm: a backend (``kernels/backends.py``) does the shard's
 arithmetic, ``merge`` the communication.
 """
 
@@ -16,16 +16,14 @@ from torch import Tensor
 
 from cce_dist import merge
 from cce_dist.agree import label_error
-from cce_dist.autograd import Operator, refuse_transforms, replayed
-from cce_dist.call import SCHEMA, Call, Layout
+from cce_dist.autograd import Operator, replayed
+from cce_dist.call import Call, Layout, build
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, choose, num_counted
 from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
 from cce_dist.kernels.launch.rehearsal import rehearse
 from cce_dist.kernels.launch.tape import recorded
 from cce_dist.shard import even_rows
-
-_US = "linear_cross_entropy (or linear_log_probs)"  # in messages of what both have
 
 
 class Saved(NamedTuple):
@@ -60,25 +58,6 @@ class Saved(NamedTuple):
         return cls(*(next(rest) if it_is else None for it_is in there), list(rest))  # type: ignore[arg-type]
 
 
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    factors: Tensor | None,
-    grad_weight_out: Tensor | None,
-    *flat,
-) -> tuple[Any, ...]:
-    """Per-token statistics of the whole vocabulary, 0 where the label is ignored, NaN where it is outside the vocabulary.
-
-    ``labels`` are [N], or [N, I]: several ids of each token. ``factors`` are [N, 2] fp32, see ``Operands``.
-
-    Returns:
-        The losses of ``Outputs``, the list of its other tensors that are wanted, and the list of ``Saved``.
-    """
-    return _forward_again(hidden, weight, bias, labels, factors, grad_weight_out, Call.of(flat))
-
-
 def _run_forward(
     hidden: Tensor,
     weight: Tensor,
@@ -88,6 +67,13 @@ def _run_forward(
     grad_weight_out: Tensor | None,
     call: Call,
 ) -> tuple[Any, ...]:
+    """Per-token statistics of the whole vocabulary, 0 where the label is ignored, NaN where it is outside the vocabulary.
+
+    ``labels`` are [N], or [N, I]: several ids of each token. ``factors`` are [N, 2] fp32, see ``Operands``.
+
+    Returns:
+        The losses of ``Outputs``, the list of its other tensors that are wanted, and the list of ``Saved``.
+    """
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     x = Operands(hidden, weight, bias, labels, call.spec.logits)
     backend, spec = _chosen(call, x, group)
@@ -167,18 +153,11 @@ def _statistics_on_arrival(
     return x._replace(hidden=hidden), stats_KN, saved
 
 
-def _backward(
-    d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, bias: Tensor | None, saved: list[Tensor],
-    grad_weight_out: Tensor | None, want: list[bool], *flat,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
-    return _backward_again(d_losses, hidden, weight, bias, saved, grad_weight_out, want, Call.of(flat))
-
-
 def _run_backward(
     d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, bias: Tensor | None, saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     merged, ids, count, ids_NI, target_NI, factors, saved = Saved.of(saved, call.spec)
     backend, spec = _chosen(call, Operands(hidden, weight, bias, ids, call.spec.logits), group)
@@ -256,7 +235,7 @@ def _of_even_shard(x: Operands, spec: Spec, num_ranks: int) -> Operands:
 
 
 def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat):
-    call = Call.of(flat)
+    call = build(Call, iter(flat))
     want, num_tokens = call.spec.want, labels.shape[0]
 
     def empty(*shape: int) -> Tensor:
@@ -281,7 +260,19 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
 
 
 _forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
-_OPERATOR = Operator(_US, _forward_again, _backward_again, "forward", "backward", Call.of, NUM_LOSSES, 3)
+_OPERATOR = Operator(
+    "linear_cross_entropy (or linear_log_probs)",  # in messages of what both have
+    _forward_again,
+    _backward_again,
+    "forward",
+    "backward",
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? factors, Tensor? grad_weight_out",
+    f"({'Tensor, ' * NUM_LOSSES}Tensor[], Tensor[])",
+    Call,
+    NUM_LOSSES,
+    3,
+)
+_forward, _backward = _OPERATOR.register(_forward_fake)
 
 
 def forward(
@@ -293,27 +284,6 @@ def forward(
     call: Call,
     factors: Tensor | None = None,
 ) -> Outputs:
-    """The operator as the loss calls it; see ``_forward``."""
-    refuse_transforms(_US, hidden, weight, bias)
+    """The operator as the loss calls it; see ``_run_forward``."""
     tensors = (hidden, weight, bias, labels, factors, grad_weight_out)
-    if torch.compiler.is_compiling() or not call.spec.want.grad:
-        return Outputs.of(torch.ops.cce_dist.forward(*tensors, *call.flat()), call.spec.want)
-    return Outputs.of(_OPERATOR.eager(*tensors, call), call.spec.want)
-
-
-_LIBRARY = torch.library.Library("cce_dist", "DEF")
-_LIBRARY.define(
-    "forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? factors, Tensor? grad_weight_out, "
-    f"{SCHEMA}) -> ({'Tensor, ' * NUM_LOSSES}Tensor[], Tensor[])"
-)
-_LIBRARY.define(
-    "backward(Tensor?[] d_losses, Tensor hidden, Tensor weight, Tensor? bias, Tensor[] saved, "
-    f"Tensor(a!)? grad_weight_out, bool[] want, {SCHEMA}) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.impl("forward", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("cce_dist::forward", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("cce_dist::backward", _OPERATOR.backward_fake, lib=_LIBRARY)
-torch.library.register_autograd(
-    "cce_dist::forward", _OPERATOR.differentiate, setup_context=_OPERATOR.save, lib=_LIBRARY
-)
+    return Outputs.of(_OPERATOR.apply(*tensors, call=call, needs_grad=call.spec.want.grad), call.spec.want)

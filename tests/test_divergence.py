@@ -503,7 +503,7 @@ def test_compiles_whole() -> None:
 
 def test_operators_are_well_formed() -> None:
     """torch's own checks of schema, fakes and registration."""
-    from cce_dist.call import Layout
+    from cce_dist.call import Layout, flat
     from cce_dist.divergence_op import DivergenceCall
     from cce_dist.kernels import ShardLogits
     from cce_dist.kernels.divergence.heads import Divergence
@@ -512,7 +512,7 @@ def test_operators_are_well_formed() -> None:
     call = DivergenceCall(Divergence(ShardLogits(0, 75), ShardLogits(0, 75), "jsd"), 75, Layout())
     mask = torch.ones(4, dtype=torch.bool, device=DEVICE)
     student = [x.requires_grad_() for x in p[:3] if x is not None]
-    torch.library.opcheck(torch.ops.cce_dist.divergence.default, (*student, mask, *p[3:6], None, *call.flat()))
+    torch.library.opcheck(torch.ops.cce_dist.divergence.default, (*student, mask, *p[3:6], None, *flat(call)))
 
 
 @pytest.mark.parametrize(

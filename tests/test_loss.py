@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cce_dist import GradFilter, LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy, reference
-from cce_dist.call import AUX, Call
+from cce_dist.call import AUX, Call, build, flat
 from cce_dist.kernels import Filter, ShardLogits, Spec, Want, budget
 from cce_dist.verify.check import assert_no_worse
 
@@ -96,8 +96,8 @@ def test_operators_pass_torchs_own_check(data):
     hidden, weight, target = data
     want = Want(uniform=True, entropy=True, filter_stats=True, largest=True)
     call = Call(Spec(ShardLogits(0, V), V, filter=Filter(2.0**-12, always=True), want=want, workspace_bytes=1 << 20))
-    assert Call.of(call.flat()) == call
-    torch.library.opcheck(torch.ops.cce_dist.forward.default, (hidden, weight, None, target, None, None, *call.flat()))
+    assert build(Call, iter(flat(call))) == call
+    torch.library.opcheck(torch.ops.cce_dist.forward.default, (hidden, weight, None, target, None, None, *flat(call)))
 
 
 def test_one_input_without_gradient(data):

@@ -20,7 +20,7 @@ from test_triton import DEVICE, KernelInterface
 from torch.utils._pytree import tree_leaves
 
 from cce_dist import cli, op
-from cce_dist.call import Call
+from cce_dist.call import Call, flat
 from cce_dist.kernels import Filter, ShardLogits, Spec, budget, tiles
 from cce_dist.plan import Layout, Model, devices, plan
 from cce_dist.plan.cut import Times, best_cut, deepspeed_weights, last_stage_layers, megatron_layout, timed
@@ -112,7 +112,7 @@ def test_filtered_peak_is_what_is_alive(
     weight, labels = hidden.new_zeros(3000, 2048), torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
     kept = Filter(DEFAULT_EPS, always=True, screen=screen)
     spec = Spec(ShardLogits(0, 3000), 3000, filter=kept, workspace_bytes=mib << 20)
-    call = Call(spec, backend="triton").flat()
+    call = flat(Call(spec, backend="triton"))
     with Live() as live:
         losses = op._forward(hidden, weight, None, labels, None, None, *call)
         forward, live.peak = live.peak, 0

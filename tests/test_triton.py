@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
 from cce_dist import GradFilter, op
-from cce_dist.call import Call, Layout
+from cce_dist.call import Call, Layout, flat
 from cce_dist.kernels import (
     IGNORED,
     OUTSIDE,
@@ -576,7 +576,7 @@ def test_what_is_alive_keeps_the_budget(
     hidden = torch.zeros(65536, 2048, dtype=torch.bfloat16, device=DEVICE)
     weight, labels = hidden[:3000].clone(), torch.zeros(65536, dtype=torch.int64, device=DEVICE)
     kept = Filter() if grad_filter is None else Filter(grad_filter.eps, always=True)
-    call = Call(Spec(ShardLogits(0, 3000), 3000, filter=kept, workspace_bytes=mib << 20), backend="triton").flat()
+    call = flat(Call(Spec(ShardLogits(0, 3000), 3000, filter=kept, workspace_bytes=mib << 20), backend="triton"))
     with Live() as live:
         losses = op._forward(hidden, weight, None, labels, None, None, *call)
         *_, saved = losses
@@ -616,7 +616,7 @@ def test_all_kept_in_the_least_budget(what: str, want: tuple[bool, bool], monkey
     weight, labels = hidden[:num_rows].clone(), torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
     least = budget.bytes_of_all(budget.Sizes(num_tokens, hidden_size, num_rows, 2, alone=True))
     asked = Want(entropy=what == "entropy")
-    call = Call(Spec(ShardLogits(0, num_rows), num_rows, want=asked, workspace_bytes=least), backend="triton").flat()
+    call = flat(Call(Spec(ShardLogits(0, num_rows), num_rows, want=asked, workspace_bytes=least), backend="triton"))
     buffer = torch.zeros_like(weight, dtype=torch.float32) if what == "main_grad" else None
     few = 12 << 20  # a few numbers for each token and each column
     with Live() as live:
