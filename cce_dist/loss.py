@@ -110,7 +110,8 @@ def linear_cross_entropy(
     and the loss of a token is ``(1 - label_smoothing) * nll + label_smoothing * mean_j(lse - logit_j) +
     z_loss_weight * lse**2``, in nats. Argument names are those of ``torch.nn.functional.linear_cross_entropy``. Numbers may be
     0-d tensors that need no gradient: one that is on a GPU is read, which waits for it (``num_tokens`` is not). Under
-    ``torch.compile(fullgraph=True)``, which reads none, only ``num_tokens`` and ``z_loss_weight`` may be tensors.
+    ``torch.compile(fullgraph=True)``, which reads none, only ``num_tokens``, ``z_loss_weight`` and, without a filter,
+    ``logit_scale`` may be tensors.
 
     Args:
         input: [..., D] hidden states, fp32, bf16 or fp16 (under autocast: cast as ``F.linear`` would).
@@ -182,11 +183,13 @@ def linear_cross_entropy(
     """
     if options is not None:
         raise TypeError("options of F.linear_cross_entropy are not supported: leave options None")
+    # A compiled graph reads no tensor: the scale is then a factor of every token, which the filter does not know.
+    by_token = isinstance(logit_scale, Tensor) and grad_filter is None and torch.compiler.is_compiling()
     chosen = Options.of(
-        ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, logit_scale=logit_scale,
-        softcap=softcap, z_loss_weight=z_loss_weight, num_tokens=num_tokens, sequence_parallel=sequence_parallel,
-        input_grad=input_grad, reduce_dtype=reduce_dtype, grad_filter=grad_filter, return_aux=return_aux, backend=backend,
-        workspace_bytes=workspace_bytes,
+        ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+        logit_scale=1.0 if by_token else logit_scale, softcap=softcap, z_loss_weight=z_loss_weight,
+        num_tokens=num_tokens, sequence_parallel=sequence_parallel, input_grad=input_grad, reduce_dtype=reduce_dtype,
+        grad_filter=grad_filter, return_aux=return_aux, backend=backend, workspace_bytes=workspace_bytes,
     )  # fmt: skip
     if weight is not None:
         checks.tensors(weight=weight)
@@ -198,14 +201,16 @@ def linear_cross_entropy(
         _check_weighted(weight, input, chosen, grad_weight_out)
     if isinstance(chosen.num_tokens, Tensor) and chosen.num_tokens.device not in (input.device, torch.device("cpu")):
         raise ValueError(f"input is on {input.device}, num_tokens on {chosen.num_tokens.device}")
+    scale = logit_scale.detach() if by_token and isinstance(logit_scale, Tensor) else chosen.logit_scale
     if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
         part = sequence_parallel or input_grad == "partial"
-        hidden, bias = terms.learn_scale(logit_scale, chosen.logit_scale, x.hidden, x.bias, shard.group, part)
+        hidden, bias = terms.learn_scale(logit_scale, scale, x.hidden, x.bias, shard.group, part)
         x = x._replace(hidden=hidden, bias=bias)
-    call = operands.call_of(x, _spec(x, weight, shard, chosen), shard, chosen)
+    factors = terms.factors(scale, x) if isinstance(scale, Tensor) else None
+    call = operands.call_of(x, _spec(x, weight, shard, chosen)._replace(factors=by_token), shard, chosen)
     call = _screened(call, x, shard, chosen.grad_filter)
     agree.check_ranks(x, {"weight": weight}, shard, chosen, call)
-    found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call)
+    found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
     loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll
     if call.spec.want.uniform:
         loss = loss + chosen.label_smoothing * found.uniform_nll
@@ -214,7 +219,7 @@ def linear_cross_entropy(
     class_weights = None
     if weight is not None:
         class_weights = terms.ClassWeights(weight, x, shard, chosen.ignore_index)
-        loss = class_weights.weigh(loss, found.lse, chosen.label_smoothing)
+        loss = class_weights.weigh(loss, found.lse, chosen.label_smoothing, scale)
     if reduction == "none":
         loss = loss.view(target.shape)
     elif call.spec.want.mean:

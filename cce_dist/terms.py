@@ -16,7 +16,7 @@ from cce_dist.shard import VocabShard
 
 def learn_scale(
     scale: Tensor,
-    value: float,
+    value: float | Tensor,
     hidden: Tensor,
     bias: Tensor | None,
     group: dist.ProcessGroup | None,
@@ -29,10 +29,10 @@ def learn_scale(
     d_hidden, which is rounded to hidden's dtype.
 
     Args:
-        value: What scale holds; not 0.
+        value: What scale holds; not 0. Inside a compiled graph a tensor, which is not read.
         hidden_is_part: d_hidden is this rank's part of the sum, or its slice, so that the ranks' products are summed.
     """
-    if value == 0.0:
+    if not isinstance(value, Tensor) and value == 0.0:
         raise ValueError("logit_scale is 0 and learnable: its gradient is taken from dE, which is 0 then")
     hidden, bias = _LearnScale.apply(scale, hidden, bias, value, group, hidden_is_part)  # type: ignore[misc]
     return hidden, bias
@@ -65,6 +65,18 @@ def _dot(x: Tensor, d_x: Tensor | None) -> Tensor:
     return torch.where(d_x == 0, 0.0, x.float() * d_x.float()).sum()
 
 
+def factors(scale: Tensor, x: Operands) -> Tensor:
+    """Return the scale as each token's factor before the softcap, [N, 2] fp32.
+
+    Raises:
+        ValueError: The scale is no 0-d tensor.
+    """
+    if scale.dim() != 0:
+        raise ValueError(f"logit_scale must be a number or a 0-d tensor, got shape {tuple(scale.shape)}")
+    scale_N = scale.to(x.hidden.device, torch.float32).expand(x.num_tokens)
+    return torch.stack((scale_N, torch.ones_like(scale_N)), 1)
+
+
 class ClassWeights:
     """Weights of the classes, for one call.
 
@@ -77,16 +89,16 @@ class ClassWeights:
         self.counted = x.ids != ignore_index
         self.of_labels = torch.where(self.counted, self.weight[x.ids.clamp(0, shard.vocab_size - 1)], 0.0)
 
-    def weigh(self, loss: Tensor, lse: Tensor, smoothing: float) -> Tensor:
+    def weigh(self, loss: Tensor, lse: Tensor, smoothing: float, scale: float | Tensor) -> Tensor:
         """Return the losses times ``of_labels``, and the uniform term of label smoothing: each class by its own weight. [N]."""
         loss = loss * self.of_labels
         if smoothing == 0:
             return loss
-        uniform_nll = (self.weight.sum() * lse - self._sum_of_logits()) / self.shard.vocab_size
+        uniform_nll = (self.weight.sum() * lse - scale * self._sum_of_products()) / self.shard.vocab_size
         return loss + smoothing * torch.where(self.counted, uniform_nll, 0.0)
 
-    def _sum_of_logits(self) -> Tensor:
-        """Sum each token's logits, which have no softcap, times the weights of their classes. -> [N] fp32.
+    def _sum_of_products(self) -> Tensor:
+        """Sum each token's logits, without scale and softcap, times the weights of their classes. -> [N] fp32.
 
         sum_j w_j (weight_j . hidden + bias_j) = (sum_j w_j weight_j) . hidden + sum_j w_j bias_j: one vector for all tokens.
         Its D + 1 numbers are summed over the group.
@@ -101,4 +113,4 @@ class ClassWeights:
             assert isinstance(vector, Tensor)
             # Hidden states of tokens that do not count may hold anything, and 0 times infinity is not 0.
             hidden = x.hidden.float().masked_fill(~self.counted[:, None], 0.0)
-            return x.logits.logit_scale * (hidden @ vector[:-1] + vector[-1])
+            return hidden @ vector[:-1] + vector[-1]

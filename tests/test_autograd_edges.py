@@ -174,14 +174,28 @@ def test_compiles_with_a_number_that_changes(data, name):
         torch.testing.assert_close(compiled(hidden, value), loss(hidden, value))
 
 
-def test_compiles_with_a_tensor_for_the_z_loss(data):
-    """A schedule in a 0-d tensor. Catches a tensor whose value is read, and one whose value is baked into the graph."""
+@pytest.mark.parametrize("name", ["z_loss_weight", "logit_scale"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_compiles_with_a_tensor_that_changes(data, name, backend):
+    """A schedule in a 0-d tensor, a scale that is learnt. Catches a value that is read, or baked into the graph."""
     torch._dynamo.reset()
-    hidden, weight, target = data
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    hidden, weight, target = (x.detach().to(device).requires_grad_(x.is_floating_point()) for x in data)
+    bias, classes = torch.randn(V, device=device, requires_grad=True), torch.rand(V, device=device)
     compiled = torch.compile(any_call, fullgraph=True, backend="aot_eager")
-    for value in (torch.tensor(0.5), torch.tensor(0.25)):
-        expected = any_call(hidden, weight, target, z_loss_weight=float(value))
-        torch.testing.assert_close(compiled(hidden, weight, target, z_loss_weight=value), expected)
+    for options in (SMOOTHED, dict(label_smoothing=0.1, weight=classes)):
+        for number in (0.5, 0.25):
+            value = torch.tensor(number, device=device, requires_grad=name == "logit_scale")
+            inputs = (hidden, weight, bias, *[value][: value.requires_grad])
+            given = (hidden, weight, target)
+            losses = (
+                call(*given, linear_bias=bias, backend=backend, **{**options, name: value})
+                for call in (compiled, any_call)
+            )
+            ours, expected = ((loss, *torch.autograd.grad(loss, inputs)) for loss in losses)
+            torch.testing.assert_close(ours, expected)
+    with pytest.raises(Exception, match="logit_scale must be a number or a 0-d tensor"):
+        compiled(hidden, weight, target, logit_scale=torch.ones(N))
 
 
 def test_a_scale_that_a_head_learns_is_its_parameter(data):
