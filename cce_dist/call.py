@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from cce_dist.checks import boolean, choice, integer, number
+from cce_dist.checks import boolean, choice, integer, kind, number
 from cce_dist.filter import GradFilter
 from cce_dist.kernels import Spec
 from cce_dist.shard import VocabShard
@@ -124,12 +124,6 @@ def _reduce_dtype(name: str, value: Any) -> torch.dtype | None:
     return value
 
 
-def _grad_filter(name: str, value: Any) -> GradFilter | None:
-    if value is not None and not isinstance(value, GradFilter):
-        raise TypeError(f"{name} must be a GradFilter or None, got {type(value).__name__}")
-    return value
-
-
 def _top_k(name: str, value: Any) -> int:
     if integer(name, value, 0) > MOST_TOP:
         raise ValueError(f"{name} must be at most {MOST_TOP}, got {value}")
@@ -156,18 +150,6 @@ class Options(NamedTuple):
     backend: str = "auto"
     workspace_bytes: int = 0  # 0: chosen from the shapes
 
-    @classmethod
-    def of(cls, **given: Any) -> Options:
-        """Check the options given, each by itself and those that have to fit each other.
-
-        Raises:
-            ValueError, TypeError: One line that names the option.
-        """
-        options = _checked(cls, given)
-        if options.num_tokens is not None and options.reduction != "mean":
-            raise ValueError(f'num_tokens divides the mean; reduction is "{options.reduction}"')
-        return options
-
     @property
     def has_z_loss(self) -> bool:
         return isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight != 0
@@ -191,25 +173,27 @@ class LogProbOptions(NamedTuple):
     workspace_bytes: int = 0
     batch_invariant: bool = False
 
-    @classmethod
-    def of(cls, **given: Any) -> LogProbOptions:
-        """Check the options given, as ``Options.of``."""
-        return _checked(cls, given)
-
 
 _Either = TypeVar("_Either", Options, LogProbOptions)
 # Arguments of these types are keys of the cache of checked options: equal type and value give an equal answer.
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, GradFilter})
 
 
-def _checked(kind: type[_Either], given: dict[str, Any]) -> _Either:
+def checked(record: type[_Either], **given: Any) -> _Either:
+    """Check the options given, each by itself and those that have to fit each other.
+
+    Raises:
+        ValueError, TypeError: One line that names the option.
+    """
     if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, given.values())):
-        return _check(kind, **given)
-    return _check_once(kind, **given)
+        return _check(record, **given)
+    return _check_once(record, **given)
 
 
-def _check(kind: type[_Either], **given: Any) -> _Either:
-    options = kind(**{name: _CHECKS[name](name, value) for name, value in given.items()})
+def _check(record: type[_Either], **given: Any) -> _Either:
+    options = record(**{name: _CHECKS[name](name, value) for name, value in given.items()})
+    if isinstance(options, Options) and options.num_tokens is not None and options.reduction != "mean":
+        raise ValueError(f'num_tokens divides the mean; reduction is "{options.reduction}"')
     if options.sequence_parallel and options.input_grad == "partial":
         raise ValueError('input_grad="partial" has no meaning with sequence_parallel: dE comes back as the slice')
     return options
@@ -227,7 +211,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "sequence_parallel": boolean,
     "input_grad": lambda name, value: choice(name, value, ("summed", "partial")),
     "reduce_dtype": _reduce_dtype,
-    "grad_filter": _grad_filter,
+    "grad_filter": lambda name, value: kind(name, value, GradFilter),
     "return_aux": _return_aux,
     "entropy": boolean,
     "sum_p_squared": boolean,
@@ -281,7 +265,7 @@ class Call(NamedTuple):
 @cache
 def _fields(record: type) -> tuple[tuple[str, type, bool], ...]:
     """Name and type of each field, and whether it is a record itself."""
-    return tuple((name, kind, issubclass(kind, tuple)) for name, kind in get_type_hints(record).items())
+    return tuple((name, hint, issubclass(hint, tuple)) for name, hint in get_type_hints(record).items())
 
 
 def flat(record: tuple) -> tuple[Any, ...]:
@@ -291,13 +275,13 @@ def flat(record: tuple) -> tuple[Any, ...]:
 
 def build(record: type, values: Iterator[Any]) -> Any:
     """The record that was flattened."""
-    return record(*[build(kind, values) if nested else next(values) for _, kind, nested in _fields(record)])
+    return record(*[build(hint, values) if nested else next(values) for _, hint, nested in _fields(record)])
 
 
 def schema(record: type, prefix: str = "") -> Iterator[str]:
     """Type and name of each flat value, as torch.library writes them."""
-    for name, kind, nested in _fields(record):
+    for name, hint, nested in _fields(record):
         if nested:
-            yield from schema(kind, f"{prefix}{name}_")
+            yield from schema(hint, f"{prefix}{name}_")
         else:
-            yield f"{kind.__name__} {prefix}{name}"
+            yield f"{hint.__name__} {prefix}{name}"

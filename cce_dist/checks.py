@@ -60,6 +60,13 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     return value
 
 
+def kind(name: str, value: Any, wanted: type) -> Any:
+    """Return None or a value of that class, or raise TypeError."""
+    if value is not None and not isinstance(value, wanted):
+        raise TypeError(f"{name} must be a {wanted.__name__} or None, got {type(value).__name__}")
+    return value
+
+
 def tensors(**values: Any) -> None:
     """Raise TypeError unless every value is a dense tensor, ValueError if none of them has values."""
     for name, value in values.items():

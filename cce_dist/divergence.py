@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import agree, checks, divergence_op, merge
-from cce_dist.call import Layout, Options
+from cce_dist.call import Layout, Options, checked
 from cce_dist.divergence_op import PUBLIC_NAME, DivergenceCall
 from cce_dist.kernels import ShardLogits
 from cce_dist.kernels.divergence.heads import KINDS, Divergence
@@ -116,7 +116,8 @@ def linear_kl_divergence(
         On-Policy Distillation of Language Models (Agarwal et al., 2023) for the divergences; Online normalizer calculation for
         softmax (Milakov & Gimelshein) for the sums; Cut Your Losses (Wijmans et al.) for the backward.
     """
-    options = Options.of(
+    options = checked(
+        Options,
         logit_scale=_without_gradient("logit_scale", logit_scale),
         softcap=softcap,
         reduction=reduction,
@@ -201,7 +202,7 @@ def _beta(value: Any) -> float:
 def _teacher_options(logit_scale: Any, softcap: Any) -> tuple[float, float | None]:
     """Check the teacher's options as the student's are, under their own names."""
     try:
-        options = Options.of(logit_scale=_without_gradient("logit_scale", logit_scale), softcap=softcap)
+        options = checked(Options, logit_scale=_without_gradient("logit_scale", logit_scale), softcap=softcap)
     except (TypeError, ValueError) as error:
         raise type(error)(f"teacher_{error}") from None
     return options.logit_scale, options.softcap

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from cce_dist import merge
-from cce_dist.call import Options
-from cce_dist.checks import integer, number, tensors
+from cce_dist.call import Options, checked
+from cce_dist.checks import integer, kind, number, tensors
 from cce_dist.loss import LinearCrossEntropyOutput, check_class_weights, linear_cross_entropy
 from cce_dist.operands import check_buffer
 from cce_dist.shard import VocabShard
@@ -178,8 +178,7 @@ class VocabParallelHead(nn.Module):
 
 
 def _check_kinds(mesh: Any, weight: Any, init_std: Any) -> None:
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}")
+    kind("mesh", mesh, DeviceMesh)
     if weight is not None and not isinstance(weight, Tensor):
         raise TypeError(f"weight must be a parameter to tie to (embedding.weight, say), got {type(weight).__name__}")
     if init_std is not None and number("init_std", init_std) < 0:
@@ -192,7 +191,7 @@ def _check_options(loss_options: dict) -> None:
     unknown = set(loss_options) - of_every_loss - {"grad_weight_out"}
     if unknown:
         raise TypeError(f"VocabParallelHead takes no option {', '.join(sorted(unknown))}")
-    Options.of(**{name: value for name, value in loss_options.items() if name in of_every_loss})
+    checked(Options, **{name: value for name, value in loss_options.items() if name in of_every_loss})
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import agree, checks, op, operands
-from cce_dist.call import Call, LogProbOptions
+from cce_dist.call import Call, LogProbOptions, checked
 from cce_dist.kernels import Operands, Spec, Want
 from cce_dist.shard import VocabShard
 
@@ -118,10 +118,10 @@ def linear_log_probs(
             it gives no gradient.
         RuntimeError: Double backward, forward mode, torch.func, vmap; ranks that disagree (CCE_DIST_DEBUG=1).
     """
-    options = LogProbOptions.of(
-        ignore_index=ignore_index, softcap=softcap, entropy=entropy, sum_p_squared=sum_p_squared, argmax=argmax, top_k=top_k,
-        sequence_parallel=sequence_parallel, input_grad=input_grad, reduce_dtype=reduce_dtype, backend=backend,
-        workspace_bytes=workspace_bytes, batch_invariant=batch_invariant,
+    options = checked(
+        LogProbOptions, ignore_index=ignore_index, softcap=softcap, entropy=entropy, sum_p_squared=sum_p_squared,
+        argmax=argmax, top_k=top_k, sequence_parallel=sequence_parallel, input_grad=input_grad, reduce_dtype=reduce_dtype,
+        backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant,
     )  # fmt: skip
     scale = _one_scale(logit_scale, temperature, options.softcap)
     x, shard = operands.prepare(

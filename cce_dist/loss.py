@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from cce_dist import agree, checks, op, operands, terms
-from cce_dist.call import DTYPES, Call, LossOptions, Options
+from cce_dist.call import DTYPES, Call, LossOptions, Options, checked
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.kernels import Filter, Operands, Spec, Want
 from cce_dist.kernels.backends import screen_pays, why_not_screened
@@ -185,14 +185,12 @@ def linear_cross_entropy(
         raise TypeError("options of F.linear_cross_entropy are not supported: leave options None")
     # A compiled graph reads no tensor: the scale is then a factor of every token, which the filter does not know.
     by_token = isinstance(logit_scale, Tensor) and grad_filter is None and torch.compiler.is_compiling()
-    chosen = Options.of(
-        ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+    chosen = checked(
+        Options, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
         logit_scale=1.0 if by_token else logit_scale, softcap=softcap, z_loss_weight=z_loss_weight,
         num_tokens=num_tokens, sequence_parallel=sequence_parallel, input_grad=input_grad, reduce_dtype=reduce_dtype,
         grad_filter=grad_filter, return_aux=return_aux, backend=backend, workspace_bytes=workspace_bytes,
     )  # fmt: skip
-    if weight is not None:
-        checks.tensors(weight=weight)
     x, shard = operands.prepare(
         input, linear_weight, target, linear_bias, grad_weight_out, shard, chosen.logit_scale, chosen
     )

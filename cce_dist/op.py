@@ -162,8 +162,9 @@ def _run_backward(
     merged, ids, count, ids_NI, target_NI, factors, saved = Saved.of(saved, call.spec)
     backend, spec = _chosen(call, Operands(hidden, weight, bias, ids, call.spec.logits), group)
     *d_losses, d_mean = d_losses
-    if count is not None:
-        d_losses[0] = _with_mean(d_losses[0], d_mean, count, ids)
+    if count is not None and d_mean is not None:
+        of_mean = (d_mean / count).expand(ids.shape)
+        d_losses[0] = of_mean if d_losses[0] is None else d_losses[0] + of_mean
     cells = None
     if ids_NI is not None and target_NI is not None:
         # The gradient of a log-sum-exp is that of all ids together; cells hold each id's own.
@@ -202,14 +203,6 @@ def _sum_group(layout: Layout, group: Any) -> Any:
     """The ranks that d_hidden is summed over, or None."""
     one_rank = group is not None and group.size() == 1 and not layout.sequence_parallel
     return None if layout.partial or one_rank else group
-
-
-def _with_mean(d_nll: Tensor | None, d_mean: Tensor | None, count: Tensor, ids: Tensor) -> Tensor | None:
-    """The gradient of nll from its own and that of the mean."""
-    if d_mean is None:
-        return d_nll
-    of_mean = (d_mean / count).expand(ids.shape)
-    return of_mean if d_nll is None else d_nll + of_mean
 
 
 def _rows_at_once(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> int | None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cce_dist.checks import integer
+from cce_dist.checks import integer, kind
 
 
 def even_rows(vocab_size: int, rank: int, size: int, multiple_of: int = 1) -> tuple[int, int]:
@@ -72,8 +72,8 @@ class VocabShard:
     def __deepcopy__(self, memo: dict) -> VocabShard:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _without_group, (self.start, self.stop, self.vocab_size, self.group_size)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "group": None, "group_name": ""}  # as a file holds it
 
     def with_group(self, group: dist.ProcessGroup | None) -> VocabShard:
         """Return the same rows in another group."""
@@ -157,21 +157,10 @@ class VocabShard:
 def _check_member(group: Any) -> None:
     """Raise unless this is a process group that this rank is in."""
     member = group is not dist.GroupMember.NON_GROUP_MEMBER
-    if member and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a ProcessGroup or None, got {type(group).__name__}")
+    if member:
+        kind("group", group, dist.ProcessGroup)
     if not member or dist.get_group_rank(group, dist.get_rank()) < 0:  # type: ignore[arg-type]
         raise ValueError("this rank is not a member of the shard's process group")
-
-
-def _without_group(start: int, stop: int, vocab_size: int, group_size: int) -> VocabShard:
-    """A shard as a file holds it."""
-    if group_size == 1:
-        return VocabShard(start, stop, vocab_size)
-    shard = object.__new__(VocabShard)
-    numbers = {"start": start, "stop": stop, "vocab_size": vocab_size, "group_size": group_size}
-    for name, value in {**numbers, "group": None, "group_name": ""}.items():
-        object.__setattr__(shard, name, value)
-    return shard
 
 
 def local_rows(
@@ -184,8 +173,7 @@ def local_rows(
             "(VocabParallelHead, say)"
         )
         raise ValueError(f"linear_weight must be [V, D], got {tuple(weight.shape)}{flat if weight.dim() == 1 else ''}")
-    if shard is not None and not isinstance(shard, VocabShard):
-        raise TypeError(f"shard must be a VocabShard or None, got {type(shard).__name__}")
+    kind("shard", shard, VocabShard)
     if isinstance(bias, DTensor):
         theirs = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else "a plain tensor"
         if (bias.device_mesh, bias.placements) != theirs:
