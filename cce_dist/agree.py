@@ -49,9 +49,7 @@ def check_ranks(
     """
     if not call.debug or shard.group is None or torch.compiler.is_compiling():
         return
-    facts: dict[str, Any] = {"input": (tuple(x.hidden.shape), str(x.hidden.dtype))}
-    facts |= {"input (needs a gradient)": torch.is_grad_enabled() and x.hidden.requires_grad}
-    facts |= {"linear_weight": (x.weight.shape[1], str(x.weight.dtype)), "linear_bias": x.bias is not None}
+    facts = facts_of(x.hidden, x.weight, x.bias)
     facts |= {"number of tokens": x.num_tokens, "vocab_size": shard.vocab_size} | options._asdict()
     if isinstance(options, Options) and isinstance(options.num_tokens, Tensor):
         facts["num_tokens"] = options.num_tokens.item()
@@ -62,6 +60,16 @@ def check_ranks(
     error = label_error(options.labels, labels, ids, shard.vocab_size, options.ignore_index)
     rows = (shard.start, shard.stop)
     merge.assert_ranks_agree(options.function, facts, rows, shard.group, shard.vocab_size, error)
+
+
+def facts_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    """What is the same on all ranks of a head's tensors."""
+    return {
+        "input": (tuple(input.shape), str(input.dtype)),
+        "linear_weight": (weight.shape[1], str(weight.dtype)),
+        "linear_bias": bias is not None,
+        "input (needs a gradient)": torch.is_grad_enabled() and input.requires_grad,
+    }
 
 
 def digest(values: Tensor) -> str:

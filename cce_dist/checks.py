@@ -67,8 +67,9 @@ def kind(name: str, value: Any, wanted: type) -> Any:
     return value
 
 
-def tensors(**values: Any) -> None:
-    """Raise TypeError unless every value is a dense tensor, ValueError if none of them has values."""
+def tensors(required: dict[str, Any], **optional: Any) -> None:
+    """Raise TypeError unless every value is a dense tensor (or, if optional, None), ValueError if none of them has values."""
+    values = required | {name: value for name, value in optional.items() if value is not None}
     for name, value in values.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")

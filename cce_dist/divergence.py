@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +13,9 @@ from torch.distributed.tensor import DTensor
 from cce_dist import agree, checks, divergence_op, merge
 from cce_dist.call import Layout, Options, checked
 from cce_dist.divergence_op import PUBLIC_NAME, DivergenceCall
-from cce_dist.kernels import ShardLogits
 from cce_dist.kernels.divergence.heads import KINDS, Divergence
-from cce_dist.operands import NAMES, Names, check_buffer, check_head, choose_backend, environment, shape_of_tokens
-from cce_dist.shard import VocabShard, local_rows
+from cce_dist.operands import Head, check_buffer, check_shape, choose_backend, environment, head_of, shape_of_tokens
+from cce_dist.shard import VocabShard
 
 
 def linear_kl_divergence(
@@ -116,9 +117,8 @@ def linear_kl_divergence(
         On-Policy Distillation of Language Models (Agarwal et al., 2023) for the divergences; Online normalizer calculation for
         softmax (Milakov & Gimelshein) for the sums; Cut Your Losses (Wijmans et al.) for the backward.
     """
-    options = checked(
-        Options,
-        logit_scale=_without_gradient("logit_scale", logit_scale),
+    options = _options(
+        logit_scale=logit_scale,
         softcap=softcap,
         reduction=reduction,
         sequence_parallel=sequence_parallel,
@@ -129,23 +129,21 @@ def linear_kl_divergence(
     )
     kind, beta = checks.choice("kind", kind, KINDS), _beta(beta)
     student, teacher = _heads(
-        Head(NAMES, input, linear_weight, linear_bias, NOT_YET),
-        Head(TEACHER_NAMES, teacher_input, teacher_weight, teacher_bias, NOT_YET),
-        shard,
-        teacher_shard,
+        (input, linear_weight, linear_bias, shard), (teacher_input, teacher_weight, teacher_bias, teacher_shard)
     )
-    mask = _mask(mask, student, options)
+    mask = _mask(mask, student, sequence_parallel)
     if grad_weight_out is not None:
-        checks.tensors(grad_weight_out=grad_weight_out)
+        checks.tensors({"grad_weight_out": grad_weight_out})
         check_buffer(grad_weight_out, student.weight)
     forced_backend, debug = environment()
+    of_teacher = _of_teacher(_options, logit_scale=teacher_logit_scale, softcap=teacher_softcap)
     spec = Divergence(
         student.logits(options.logit_scale, options.softcap),
-        teacher.logits(*_teacher_options(teacher_logit_scale, teacher_softcap)),
+        teacher.logits(of_teacher.logit_scale, of_teacher.softcap),
         kind,
         beta,
         options.workspace_bytes,
-        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in student[1:4]),
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in student[:3]),
     )
     call = DivergenceCall(
         spec,
@@ -163,33 +161,22 @@ def linear_kl_divergence(
     return value.sum() if reduction == "sum" else value.sum() / mask.sum().clamp(min=1)
 
 
-# A default of Head would do, but torch 2.11 compiles no default that is an object.
-NOT_YET = VocabShard(0, 1, 1)
-TEACHER_NAMES = Names("teacher_input", "teacher_weight", "teacher_bias", "teacher_shard")
+def _options(logit_scale: float | Tensor, **others: Any) -> Options:
+    if isinstance(logit_scale, Tensor) and logit_scale.requires_grad:
+        raise TypeError("logit_scale has no gradient here: pass a number, or a tensor that requires none")
+    return checked(Options, logit_scale=logit_scale, **others)
 
 
-class Head(NamedTuple):
-    """The arguments of one head, under their public names in ``names``."""
-
-    names: Names
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    shard: VocabShard
-
-    def logits(self, logit_scale: float, softcap: float | None) -> ShardLogits:
-        return ShardLogits(self.shard.start, self.shard.num_valid, logit_scale, softcap or 0.0)
-
-    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states [N, D], weight and bias: kernels take addresses, not strides, so all are made contiguous here."""
-        hidden = self.input.reshape(-1, self.input.shape[-1]).contiguous()
-        return hidden, self.weight.contiguous(), None if self.bias is None else self.bias.contiguous()
+def _of_teacher(check: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a check of the student's arguments with the teacher's, whose names its messages then have."""
+    try:
+        return check(*arguments, **options)
+    except (TypeError, ValueError) as error:
+        message = re.sub(r"\b(linear_)?(input|weight|bias|shard|logit_scale|softcap)\b", r"teacher_\2", str(error))
+        raise type(error)(message) from None
 
 
-def _without_gradient(name: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.requires_grad:
-        raise TypeError(f"{name} has no gradient here: pass a number, or a tensor that requires none")
-    return value
+TEACHER = ("teacher_input", "teacher_weight", "teacher_bias")
 
 
 def _beta(value: Any) -> float:
@@ -199,38 +186,21 @@ def _beta(value: Any) -> float:
     return value
 
 
-def _teacher_options(logit_scale: Any, softcap: Any) -> tuple[float, float | None]:
-    """Check the teacher's options as the student's are, under their own names."""
-    try:
-        options = checked(Options, logit_scale=_without_gradient("logit_scale", logit_scale), softcap=softcap)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"teacher_{error}") from None
-    return options.logit_scale, options.softcap
-
-
-def _heads(
-    student: Head, teacher: Head, shard: VocabShard | None, teacher_shard: VocabShard | None
-) -> tuple[Head, Head]:
-    """Check both heads, and return them with their local rows and shards; the teacher's tensors are detached."""
-    for head in (student, teacher):
-        given = {head.names.input: head.input, head.names.weight: head.weight}
-        checks.tensors(**given, **({} if head.bias is None else {head.names.bias: head.bias}))
-    student = _local(student, shard)
-    if teacher_shard is None and not isinstance(teacher.weight, DTensor):
-        if teacher.weight.dim() == 2 and teacher.weight.shape[0] != student.shard.num_rows:
+def _heads(student: Any, teacher: Any) -> tuple[Head, Head]:
+    """Check input, weight, bias and shard of both heads, and return them; the teacher's tensors are detached."""
+    _check_tensors(*student)
+    _of_teacher(_check_tensors, *teacher)
+    student = head_of(*student)
+    input, weight, bias, shard = teacher
+    if shard is None and not isinstance(weight, DTensor):
+        if weight.dim() == 2 and weight.shape[0] != student.shard.num_rows:
             raise ValueError(
-                f"teacher_weight has {teacher.weight.shape[0]} rows, linear_weight {student.shard.num_rows}: teacher_shard "
+                f"teacher_weight has {weight.shape[0]} rows, linear_weight {student.shard.num_rows}: teacher_shard "
                 "says which of the teacher's are part of the vocabulary"
             )
-        teacher_shard = student.shard
-    bias = None if teacher.bias is None else teacher.bias.detach()
-    teacher = teacher._replace(input=teacher.input.detach(), weight=teacher.weight.detach(), bias=bias)
-    teacher = _local(teacher, teacher_shard)
-    if torch.is_autocast_enabled(student.input.device.type):
-        dtype = torch.get_autocast_dtype(student.input.device.type)
-        student, teacher = (h._replace(input=h.input.to(dtype), weight=h.weight.to(dtype)) for h in (student, teacher))
-    for head in (student, teacher):
-        check_head(head.input, head.weight, head.bias, head.names)
+        shard = student.shard
+    bias = None if bias is None else bias.detach()
+    teacher = _of_teacher(head_of, input.detach(), weight.detach(), bias, shard)
     if teacher.input.dtype != student.input.dtype:
         raise TypeError(
             f"input is {student.input.dtype}, teacher_input {teacher.input.dtype}: cast one, or use autocast"
@@ -246,23 +216,8 @@ def _heads(
     return student, teacher
 
 
-def _local(head: Head, shard: VocabShard | None) -> Head:
-    """The head with its local rows; says what is wrong under the head's names."""
-    try:
-        weight, bias, shard = local_rows(head.weight, head.bias, shard)
-        shard.check(weight, bias)
-    except (TypeError, ValueError) as error:
-        if head.names is NAMES:
-            raise
-        raise type(error)(_of_teacher(str(error))) from None
-    return head._replace(weight=weight, bias=bias, shard=shard)
-
-
-def _of_teacher(message: str) -> str:
-    """A message about a student's head, with the names of the teacher's arguments."""
-    for name, teachers in zip(NAMES[1:], TEACHER_NAMES[1:], strict=True):
-        message = message.replace(f"{name} ", f"{teachers} ")
-    return message
+def _check_tensors(input: Any, weight: Any, bias: Any, _: Any) -> None:
+    checks.tensors({"input": input, "linear_weight": weight}, linear_bias=bias)
 
 
 def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:
@@ -281,21 +236,17 @@ def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:
         )
 
 
-def _mask(mask: Tensor | None, student: Head, options: Options) -> Tensor:
+def _mask(mask: Tensor | None, student: Head, sequence_parallel: bool) -> Tensor:
     """Check the mask, or make the one that counts every token. -> the whole's shape, bool."""
-    expected = shape_of_tokens(student.input, student.shard, options.sequence_parallel)
+    tokens = shape_of_tokens(student, sequence_parallel)
     if mask is None:
-        return torch.ones(expected, dtype=torch.bool, device=student.input.device)
-    checks.tensors(mask=mask)
+        return torch.ones(tokens, dtype=torch.bool, device=student.input.device)
+    checks.tensors({"mask": mask})
     if mask.dtype != torch.bool:
         raise TypeError(
             f'mask must be bool, the tokens that count, got {mask.dtype}; weights multiply what reduction="none" returns'
         )
-    if tuple(mask.shape) != expected:
-        whole = f" ({student.shard.group_size} slices of dim 0)" if options.sequence_parallel else ""
-        raise ValueError(
-            f"mask must be {expected} for input {tuple(student.input.shape)}{whole}, got {tuple(mask.shape)}"
-        )
+    check_shape("mask", mask, tokens, f"{tokens}", student, sequence_parallel)
     if mask.device != student.input.device:
         raise ValueError(f"input is on {student.input.device}, mask on {mask.device}")
     return mask
@@ -305,14 +256,7 @@ def _check_ranks(student: Head, teacher: Head, mask: Tensor, options: Options, c
     """Raise RuntimeError on every rank if the ranks were called differently, or if shards leave a gap."""
     shard = student.shard
     assert shard.group is not None
-    facts: dict[str, Any] = {}
-    for head in (student, teacher):
-        facts |= {head.names.input: (tuple(head.input.shape), str(head.input.dtype))}
-        facts |= {
-            head.names.weight: (head.weight.shape[1], str(head.weight.dtype)),
-            head.names.bias: head.bias is not None,
-        }
-    facts |= {"input (needs a gradient)": torch.is_grad_enabled() and student.input.requires_grad}
+    facts = agree.facts_of(*student[:3]) | dict(zip(TEACHER, agree.facts_of(*teacher[:3]).values(), strict=False))
     facts |= {"vocab_size": shard.vocab_size} | options._asdict()
     facts |= {"kind": call.spec.kind, "beta": call.spec.beta, "backend": call.backend}
     facts |= {"teacher_logit_scale": call.spec.teacher.logit_scale, "teacher_softcap": call.spec.teacher.softcap}

@@ -99,7 +99,7 @@ class VocabParallelHead(nn.Module):
             )
         self.weight = weight
         if loss_options.get("grad_weight_out") is not None:
-            tensors(grad_weight_out=loss_options["grad_weight_out"])
+            tensors({"grad_weight_out": loss_options["grad_weight_out"]})
             check_buffer(loss_options["grad_weight_out"], _local(weight))
         self.bias = None
         if bias:

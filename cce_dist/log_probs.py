@@ -175,7 +175,7 @@ def _one_scale(logit_scale: float | Tensor, temperature: float | Tensor, softcap
 
 
 def _check_kind(name: str, value: Tensor) -> None:
-    checks.tensors(**{name: value})
+    checks.tensors({name: value})
     if isinstance(value, DTensor):
         raise TypeError(f"{name} is a DTensor: pass its local tensor (to_local())")
     if value.requires_grad:

@@ -305,7 +305,7 @@ def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | 
 
 def check_class_weights(weight: Tensor, vocab_size: int) -> None:
     """Raise unless these can be weights of so many classes."""
-    checks.tensors(weight=weight)
+    checks.tensors({"weight": weight})
     if weight.requires_grad:
         raise TypeError("weight has no gradient here: pass class weights that require none")
     if weight.dtype not in DTYPES:

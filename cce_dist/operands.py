@@ -27,32 +27,61 @@ def prepare(
         buffer: ``grad_weight_out``.
     """
     given = {"input": input, "linear_weight": weight, options.labels: labels}
-    if bias is not None:
-        given["linear_bias"] = bias
-    if buffer is not None:
-        given["grad_weight_out"] = buffer
-    checks.tensors(**given)
+    checks.tensors(given, linear_bias=bias, grad_weight_out=buffer)
     if shard is None and type(weight) in (Tensor, torch.nn.Parameter) and weight.dim() == 2 and len(weight) > 0:
         shard = None if torch.compiler.is_compiling() else _whole(len(weight))
+    head = head_of(input, weight, bias, shard)
+    _check_labels(labels, head, options)
+    if buffer is not None:
+        check_buffer(buffer, head.weight)
+    several = labels.dim() >= max(1, input.dim()) and labels.shape[-1] > 1
+    ids = labels.long()
+    if ids.dim() != 1 + several:  # a view costs the host as much as all of these checks, and autograd one more step
+        ids = ids.reshape(-1, ids.shape[-1]) if several else ids.reshape(-1)
+    return Operands(*head.operands(), ids.contiguous(), head.logits(logit_scale, options.softcap)), head.shard
+
+
+class Head(NamedTuple):
+    """The tensors of one head: [..., D], [V_r, D] and [V_r], and which rows of the vocabulary those are."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    shard: VocabShard
+
+    def logits(self, logit_scale: float, softcap: float | None) -> ShardLogits:
+        return ShardLogits(self.shard.start, self.shard.num_valid, logit_scale, softcap or 0.0)
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states [N, D], weight and bias: kernels take addresses, not strides, so all are made contiguous here."""
+        hidden = self.input if self.input.dim() == 2 else self.input.reshape(-1, self.input.shape[-1])
+        return hidden.contiguous(), self.weight.contiguous(), None if self.bias is None else self.bias.contiguous()
+
+
+def head_of(input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None) -> Head:
+    """Return the rows that are here, cast as autocast asks; raise unless dtypes, devices and sizes fit each other."""
     weight, bias, shard = local_rows(weight, bias, shard)
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
         input, weight = input.to(dtype), weight.to(dtype)
-    _check_operands(input, weight, labels, bias, shard, options.labels)
-    tokens = shape_of_tokens(input, shard, options.sequence_parallel)
-    _check_label_shape(input, labels, tokens, shard, options)
-    if buffer is not None:
-        check_buffer(buffer, weight)
-    several = labels.shape[len(tokens) :].numel() > 1
-    # Kernels take addresses, not strides: everything that enters one is made contiguous here.
-    ids, hidden = labels.long(), input
-    if ids.dim() != 1 + several:  # a view costs the host as much as all of these checks, and autograd one more step
-        ids = ids.reshape(-1, ids.shape[-1]) if several else ids.reshape(-1)
-    if hidden.dim() != 2:
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-    logits = ShardLogits(shard.start, shard.num_valid, logit_scale, options.softcap or 0.0)
-    bias = None if bias is None else bias.contiguous()
-    return Operands(hidden.contiguous(), weight.contiguous(), bias, ids.contiguous(), logits), shard
+    if isinstance(input, DTensor):
+        raise TypeError(_needs_local("input"))
+    if input.dim() < 1:
+        raise ValueError("input must be [..., D], got a number")
+    if input.shape[-1] != weight.shape[1]:
+        raise ValueError(f"input has hidden size {input.shape[-1]}, linear_weight {weight.shape[1]}")
+    if input.shape[-1] == 0:
+        raise ValueError(f"input has hidden size 0, got {tuple(input.shape)}")
+    if input.dtype != weight.dtype:
+        raise TypeError(f"input is {input.dtype}, linear_weight {weight.dtype}: cast one, or use autocast")
+    for name, tensor in (("input", input), ("linear_bias", bias)):
+        if tensor is not None and tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+    for name, tensor in (("linear_weight", weight), ("linear_bias", bias)):
+        if tensor is not None and tensor.device != input.device:
+            raise ValueError(f"input is on {input.device}, {name} on {tensor.device}")
+    shard.check(weight, bias)
+    return Head(input, weight, bias, shard)
 
 
 @lru_cache(maxsize=64)
@@ -90,48 +119,13 @@ def choose_backend(backend: str, forced: str, input: Tensor) -> str:
     return backend
 
 
-class Names(NamedTuple):
-    """Names of a head's arguments in messages."""
-
-    input: str
-    weight: str
-    bias: str
-    shard: str
-
-
-NAMES = Names("input", "linear_weight", "linear_bias", "shard")
-
-
-def check_head(input: Tensor, weight: Tensor, bias: Tensor | None, names: Names = NAMES) -> None:
-    """Raise unless dtypes, devices and sizes of a head's tensors fit each other."""
-    if isinstance(input, DTensor):
-        raise TypeError(_needs_local(names.input))
-    if input.dim() < 1:
-        raise ValueError(f"{names.input} must be [..., D], got a number")
-    if input.shape[-1] != weight.shape[1]:
-        raise ValueError(f"{names.input} has hidden size {input.shape[-1]}, {names.weight} {weight.shape[1]}")
-    if input.shape[-1] == 0:
-        raise ValueError(f"{names.input} has hidden size 0, got {tuple(input.shape)}")
-    if input.dtype != weight.dtype:
-        raise TypeError(f"{names.input} is {input.dtype}, {names.weight} {weight.dtype}: cast one, or use autocast")
-    if input.dtype not in DTYPES:
-        raise TypeError(f"{names.input} must be float32, bfloat16 or float16, got {input.dtype}")
-    if bias is not None and bias.dtype not in DTYPES:
-        raise TypeError(f"{names.bias} must be float32, bfloat16 or float16, got {bias.dtype}")
-    for name, tensor in ((names.weight, weight), (names.bias, bias)):
-        if tensor is not None and tensor.device != input.device:
-            raise ValueError(f"{names.input} is on {input.device}, {name} on {tensor.device}")
-
-
 def _needs_local(name: str) -> str:
     return f"{name} is a DTensor: pass its local tensor (to_local()); sequence_parallel says if it is a slice"
 
 
-def _check_operands(
-    input: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, shard: VocabShard, name: str
-) -> None:
-    """Raise unless dtypes, devices and sizes fit each other and the shard."""
-    check_head(input, weight, bias)
+def _check_labels(labels: Tensor, head: Head, options: Options | LogProbOptions) -> None:
+    """Raise unless these are ids of the head's tokens, or with ``linear_log_probs`` several of each."""
+    name, input = options.labels, head.input
     if isinstance(labels, DTensor):
         raise TypeError(_needs_local(name))
     if labels.dtype not in (torch.int64, torch.int32):
@@ -139,28 +133,33 @@ def _check_operands(
         raise TypeError(f"{name} must be int64 or int32 ids{hint}, got {labels.dtype}")
     if labels.device != input.device:
         raise ValueError(f"input is on {input.device}, {name} on {labels.device}")
-    shard.check(weight, bias)
+    shape, tokens = tuple(labels.shape), shape_of_tokens(head, options.sequence_parallel)
+    several = isinstance(options, LogProbOptions)
+    if several and shape[:-1] == tokens and labels.dim() == len(tokens) + 1 and shape[-1] > 0:
+        return
+    wanted = f"{tokens} or {(*tokens, 'K')} with K > 0" if several else f"{tokens}"
+    check_shape(name, labels, tokens, wanted, head, options.sequence_parallel)
 
 
-def shape_of_tokens(input: Tensor, shard: VocabShard, sequence_parallel: bool) -> tuple[int, ...]:
+def shape_of_tokens(head: Head, sequence_parallel: bool) -> tuple[int, ...]:
     """The leading dimensions of all tokens of the group."""
-    shape = tuple(input.shape[:-1])
+    shape = tuple(head.input.shape[:-1])
     if not sequence_parallel:
         return shape
     if not shape:
         raise ValueError("sequence_parallel needs an input with a dim 0 to split, got one vector")
-    return (shape[0] * shard.group_size, *shape[1:])
+    return (shape[0] * head.shard.group_size, *shape[1:])
 
 
-def _check_label_shape(
-    input: Tensor, labels: Tensor, tokens: tuple[int, ...], shard: VocabShard, options: Options | LogProbOptions
+def check_shape(
+    name: str, tensor: Tensor, tokens: tuple[int, ...], wanted: str, head: Head, sequence_parallel: bool
 ) -> None:
-    shape, several = tuple(labels.shape), isinstance(options, LogProbOptions)
-    if shape == tokens or (several and shape[:-1] == tokens and labels.dim() == len(tokens) + 1 and shape[-1] > 0):
-        return
-    whole = f" ({shard.group_size} slices of dim 0)" if options.sequence_parallel else ""
-    wanted = f"{tokens} or {(*tokens, 'K')} with K > 0" if several else f"{tokens}"
-    raise ValueError(f"{options.labels} must be {wanted} for input {tuple(input.shape)}{whole}, got {shape}")
+    """Raise unless a tensor has the tokens' shape; ``wanted`` says so."""
+    if tuple(tensor.shape) != tokens:
+        whole = f" ({head.shard.group_size} slices of dim 0)" if sequence_parallel else ""
+        raise ValueError(
+            f"{name} must be {wanted} for input {tuple(head.input.shape)}{whole}, got {tuple(tensor.shape)}"
+        )
 
 
 def check_buffer(buffer: Tensor, weight: Tensor) -> None:

@@ -121,7 +121,7 @@ def topk_kl_divergence(
 
 def _check(input: Tensor, ids: Tensor, log_probs: Tensor, mask: Tensor | None) -> None:
     given = {"input": input, "teacher_ids": ids, "teacher_log_probs": log_probs}
-    checks.tensors(**given, **({} if mask is None else {"mask": mask}))
+    checks.tensors(given, mask=mask)
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"teacher_ids must be int64 or int32 ids, got {ids.dtype}")
     if ids.dim() != max(1, input.dim()) or ids.shape[-1] == 0:
