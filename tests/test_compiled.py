@@ -14,10 +14,9 @@ EXACT = {"_lse_kernel", "_target_logit_kernel", "_dlogits_kernel", "_grad_hidden
 FILTERED = {"_list_columns_kernel", "_filtered_hidden_kernel", "_filtered_weight_kernel"}
 LOG_PROBS = {"_cells_kernel", "_logits_kernel", "_threshold_kernel", "_choose_kernel"}
 SCREENED = {"_round_rows_kernel", "_screen_kernel", "_listed_sums_kernel"}
-OF_TWO_HEADS = {"_pair_logits_kernel", "_pair_sums_kernel", "_pair_gradients_kernel"}
+OF_TWO_HEADS = {"_pair_sums_kernel", "_pair_gradients_kernel"}
 PRODUCTS = EXACT - {"_target_logit_kernel"} | {
     "_logits_kernel",
-    "_pair_logits_kernel",
     "_screen_kernel",
     "_round_rows_kernel",
     "_tail_masses_kernel",

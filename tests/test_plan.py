@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 from plan_measured import pairs
-from shards import Live
-from test_triton import DEVICE, KernelInterface
+from shards import DEVICE, Live, launch_nothing
 from torch.utils._pytree import tree_leaves
 
 from cce_dist import cli, op
@@ -105,9 +104,7 @@ def test_filtered_peak_is_what_is_alive(
     mib: int, screen: bool, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a tensor of the filter that ``budget.filtered_peak`` does not know. Launches are left out."""
-    monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *_, **__: None)
-    monkeypatch.setattr(torch, "empty", torch.zeros)  # labels and indices are looked at
-    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    launch_nothing(monkeypatch)
     hidden = torch.zeros(num_tokens, 2048, dtype=torch.bfloat16, device=DEVICE)
     weight, labels = hidden.new_zeros(3000, 2048), torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
     kept = Filter(DEFAULT_EPS, always=True, screen=screen)

@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from shards import DEVICE, GPU, Live, Problem, nan_memory, needs_gpu
+from shards import DEVICE, GPU, Live, Problem, launch_nothing, nan_memory, needs_gpu
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
@@ -40,11 +40,10 @@ from cce_dist.kernels import (
     tiles,
     tokens,
 )
-from cce_dist.kernels import (
-    dense as dense_backend,
-)
+from cce_dist.kernels import dense as dense_backend
 from cce_dist.verify.check import assert_no_worse
 
+KEPT_IN = torch.bfloat16 if GPU else torch.float32
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]  # the interpreter misreads bf16
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 
@@ -75,17 +74,8 @@ def sized(**fields) -> Case:
     case = Case(**fields)
     if not GPU:
         return case
-    grow = {
-        "num_tokens": 8,
-        "num_rows": 8,
-        "num_valid": 8,
-        "start": 8,
-        "ids": 8,
-        "cached": 8,
-        "hidden_size": 4,
-        "budget": 64,
-    }
-    old = case._asdict()
+    grow = dict.fromkeys(("num_tokens", "num_rows", "num_valid", "start", "ids", "cached"), 8)
+    grow, old = grow | {"hidden_size": 4, "budget": 64}, case._asdict()
     return case._replace(**{name: old[name] * by for name, by in grow.items() if (old[name] or 0) > 1})
 
 
@@ -212,6 +202,23 @@ def gradients(p: Problem, case: Case, merged: tuple[Tensor, ...], saved: Sequenc
     return exact.gradients(operands(p), softmax, p.coef, list(saved), grads, spec_of(p, case))
 
 
+def prepared(case: Case, dtype: torch.dtype = KEPT_IN) -> tuple[Problem, tuple[Tensor, ...], list[Tensor]]:
+    """A problem, its softmax's numbers by dense torch, and what forward saves for backward."""
+    p = problem(case, dtype)
+    return p, dense(p, case, torch.float64).merged, list(local_stats(p, case)[1:])
+
+
+def both(p: Problem, case: Case, merged: tuple[Tensor, ...] | None = None) -> list[Tensor]:
+    """The statistics, d_hidden, d_weight, and d_bias if there is one; without ``merged`` from the statistics themselves."""
+    stats, *cache = local_stats(p, case)
+    grads = gradients(p, case, merged or (stats[0], stats[1].log()), cache)
+    return [stats, *(grad for grad in grads if grad is not None)]
+
+
+def same_bits(ours: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, other, strict=True))
+
+
 @pytest.fixture(autouse=True)
 def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fill what torch.empty returns, and let budgets of a few kilobytes count."""
@@ -251,7 +258,7 @@ def test_matches_dense(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16 if GPU else torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [KEPT_IN], ids=str)
 @pytest.mark.parametrize("case", CACHED)
 def test_cached_matches_dense(case: Case, dtype: torch.dtype) -> None:
     """Catches: rows left with two references, the label's cell or its slope not written, the scale put on the rows of the
@@ -265,10 +272,8 @@ def test_cached_label_beside_no_probability(with_entropy: bool) -> None:
     """A label's gradient where P p is nothing: P = 0, or another shard far above this one. Catches: the least scale removed,
     0 by 0 where neither P nor the entropy has a gradient."""
     case = sized(cached=128, ignored=0.0, entropy=with_entropy)
-    p = problem(case, torch.bfloat16 if GPU else torch.float32)
+    p, (maximum, log_sum, entropy), cache = prepared(case)
     p.coef[0, ::2] = p.coef[3, ::4] = 0.0
-    maximum, log_sum, entropy = dense(p, case, torch.float64).merged
-    _, *cache = local_stats(p, case)
     d_hidden, d_weight, _ = gradients(p, case, (maximum + 1e4, log_sum, entropy), cache)
     label_only = torch.zeros(len(p.hidden), len(p.weight), dtype=torch.float64, device=DEVICE)
     label_only[torch.arange(len(p.hidden)), p.labels] = p.coef[1].double()
@@ -285,9 +290,7 @@ def test_second_backward_has_the_same_bits(cached: int, entropy: bool) -> None:
     """Also after one with other coefficients, and one that differentiates no entropy. Catches: the cache turned into gradients
     in place, and not made anew."""
     case = sized(cached=cached, budget=12000, entropy=entropy)
-    p = problem(case, torch.bfloat16 if GPU else torch.float32)
-    merged = dense(p, case, torch.float64).merged
-    _, *cache = local_stats(p, case)
+    p, merged, cache = prepared(case)
 
     def without_entropy() -> Any:
         softmax = Softmax(merged[0], merged[1])
@@ -295,7 +298,7 @@ def test_second_backward_has_the_same_bits(cached: int, entropy: bool) -> None:
 
     results = [(gradients(p, case, merged, cache), without_entropy()) for p in (p, p._replace(coef=3 * p.coef), p)]
     for first, again in zip(results[0], results[2], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(first[:2], again[:2], strict=True))
+        assert same_bits(first[:2], again[:2])
 
 
 @pytest.mark.parametrize(
@@ -312,22 +315,18 @@ def test_exponentials_of_groups_have_the_same_bits(options: dict[str, Any], monk
     are written where another's are, a group left out, or made anew in others than forward's."""
     monkeypatch.setattr(budget, "KEPT_ROWS", 512 if GPU else 64)
     whole = sized(num_tokens=150, cached=128, **options)
-    p, groups = problem(whole, torch.bfloat16 if GPU else torch.float32), whole._replace(budget=1)
+    p, groups = problem(whole, KEPT_IN), whole._replace(budget=1)
     seen = set()
     made = exact._keep_exponentials
     monkeypatch.setattr(
         exact, "_keep_exponentials", lambda x, rows, *rest: (seen.add(len(rows.index)), made(x, rows, *rest))
     )
-    results = []
+    merged, results = dense(p, whole, torch.float64).merged, []
     for case in (whole, groups):
-        merged = dense(p, case, torch.float64).merged
         stats, *cache = local_stats(p, case)
-        results.append(
-            (stats, *(grad for _ in range(2) for grad in gradients(p, case, merged, cache) if grad is not None))
-        )
+        results.append([stats, *(grad for _ in range(2) for grad in gradients(p, case, merged, cache)[:2])])
     assert len(seen) == 3, "all tokens, whole groups and a last one"
-    for ours, other in zip(*results, strict=True):
-        assert torch.equal(ours, other)
+    assert same_bits(*results)
 
 
 @pytest.mark.parametrize("options", [{"bias": True}, {"entropy": True}, {"num_valid": 90, "spread": 300.0}], ids=str)
@@ -336,16 +335,13 @@ def test_nobody_sees_where_scaled_rows_lie(options: dict[str, Any], into: bool) 
     """The same bits whether somebody waits for d_hidden, which then comes first, or its storage has the rows that d_weight is
     made of. Catches: d_weight made of rows that are overwritten, and such a row left to a token without a label."""
     case = sized(num_tokens=70, ignored=0.5, cached=128, **options)
-    p = problem(case, torch.bfloat16 if GPU else torch.float32)
-    merged = dense(p, case, torch.float64).merged
-    _, *cache = local_stats(p, case)
+    p, merged, cache = prepared(case)
     results, seen = [], []
     for ready in (None, lambda d_hidden: seen.append(d_hidden.clone())):
         buffer = torch.ones_like(p.weight, dtype=torch.float32) if into else None
         found = gradients(p, case, merged, cache, hidden_ready=ready, weight_out=buffer)
         results.append([grad for grad in (*found, buffer) if grad is not None])
-    for ours, other in zip(*results, strict=True):
-        assert torch.equal(ours, other)
+    assert same_bits(*results)
     assert torch.equal(results[0][0], seen[0]) and (results[0][0][p.labels < 0] == 0).all()
     for wanted in ({"want_weight": False}, {"want_hidden": False}, {"want_hidden": False, "want_weight": False}):
         alone = [grad for grad in gradients(p, case, merged, cache, **wanted) if grad is not None]
@@ -357,22 +353,16 @@ def test_ignored_tokens_do_not_matter(cached: int) -> None:
     """Wherever they stand and whatever they hold, bit for bit. Catches: an ignored row that enters a product, a gather in
     another order."""
     case = sized(num_tokens=70, ignored=0.6, cached=cached)
-    p = problem(case, torch.bfloat16 if GPU else torch.float32)
+    p = problem(case, KEPT_IN)
     p.hidden[p.labels < 0] = torch.nan
     kept = p.labels >= 0
     order = torch.cat((kept.nonzero()[:, 0], (~kept).nonzero()[:, 0]))
     last = p._replace(
         hidden=p.hidden[order].nan_to_num(1.0), labels=p.labels[order], coef=p.coef[:, order].contiguous()
     )
-    results = []
-    for q in (p, last):
-        merged = dense(q, case, torch.float64).merged
-        stats, *cache = local_stats(q, case)
-        results.append((stats, *gradients(q, case, merged, cache)[:2]))
-    (stats, d_hidden, d_weight), (stats_last, d_hidden_last, d_weight_last) = results
-    assert torch.equal(stats[:, order], stats_last)
-    assert torch.equal(d_hidden[order], d_hidden_last)
-    assert torch.equal(d_weight, d_weight_last)
+    results = [both(q, case, dense(q, case, torch.float64).merged) for q in (p, last)]
+    stats, d_hidden, d_weight = results[0]
+    assert same_bits((stats[:, order], d_hidden[order], d_weight), results[1])
     assert (d_hidden[~kept] == 0).all()
     assert stats[:, ~kept].isfinite().all()
 
@@ -382,7 +372,7 @@ def test_ignored_tokens_do_not_matter(cached: int) -> None:
 def test_non_finite_token_stays_alone(value: float, cached: int) -> None:
     """Catches: a row's values used for another, a non-finite row hidden by the running maximum."""
     case = sized(ignored=0.0, cached=cached)
-    p = problem(case, torch.bfloat16 if GPU else torch.float32)
+    p = problem(case, KEPT_IN)
     broken = p._replace(hidden=p.hidden.clone())
     broken.hidden[5, 3] = value
     others = torch.arange(len(p.hidden), device=DEVICE) != 5
@@ -430,23 +420,20 @@ def test_nothing_to_do(case: Case) -> None:
 @pytest.mark.parametrize("case", [sized(), sized(budget=6000), sized(cached=128)], ids=["whole", "chunks", "cached"])
 def test_adds_into_given_buffer(case: Case) -> None:
     """weight_out gets the sum in its own dtype. Catches: setting instead of adding, rounding to the weight's dtype first."""
-    p = problem(case, torch.bfloat16 if GPU else torch.float32)
-    truth = dense(p, case, torch.float64)
-    _, *cache = local_stats(p, case)
+    p, merged, cache = prepared(case)
     before = torch.randn(p.weight.shape, device=DEVICE) * 1e-3
     buffer = before.clone()
-    _, d_weight, _ = gradients(p, case, truth.merged, cache, weight_out=buffer)
+    _, d_weight, _ = gradients(p, case, merged, cache, weight_out=buffer)
     assert d_weight is None
     baseline = before + dense(p, case, p.hidden.dtype).d_weight.float()
-    assert_no_worse(buffer, baseline, before.double() + truth.d_weight, torch.float32)
+    truth = before.double() + dense(p, case, torch.float64).d_weight
+    assert_no_worse(buffer, baseline, truth, torch.float32)
 
 
 def test_only_what_is_wanted_and_hidden_first() -> None:
     """Catches: hidden_ready called per chunk, or before the last chunk's part is in."""
     case = sized(budget=6000, bias=True)
-    p = problem(case, torch.float32)
-    merged = dense(p, case, torch.float64).merged
-    _, *cache = local_stats(p, case)
+    p, merged, cache = prepared(case, torch.float32)
     seen: list[Tensor] = []
     whole = gradients(p, case, merged, cache, hidden_ready=lambda d_hidden: seen.append(d_hidden.clone()))
     assert len(seen) == 1
@@ -597,13 +584,6 @@ def test_what_is_alive_keeps_the_budget(
     assert live.peak - kept_bytes - sum(x.nbytes for x in grads) <= workspace + few
 
 
-def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # of NaN in what is not initialised
-    monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *_, **__: None)
-    monkeypatch.setattr(torch, "empty", torch.zeros)  # labels and indices are looked at
-    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
-
-
 @pytest.mark.parametrize("want", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("what", ["plain", "entropy", "main_grad"])
 def test_all_kept_in_the_least_budget(what: str, want: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -709,7 +689,7 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
 def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches are left out. Catches: a constexpr, or a tensor given or not, that follows the number of chunks, so of tokens:
     its kernel would compile in the middle of training."""
-    monkeypatch.undo()  # of NaN in what is not initialised
+    launch_nothing(monkeypatch)
     seen: list[dict[str, set[tuple[Any, ...]]]] = []
 
     def launch(kernel: Any, _: Any) -> Any:
@@ -720,8 +700,6 @@ def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPa
         return record
 
     monkeypatch.setattr(KernelInterface, "__getitem__", launch)
-    monkeypatch.setattr(torch, "empty", torch.zeros)  # indices are looked at
-    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     monkeypatch.setattr(exact, "columns_kept", lambda *_: 0)
     for num_tokens in (1024, 1000, 30000):
         seen.append({})
@@ -749,12 +727,8 @@ def test_same_bits_every_run(cached: int) -> None:
     case = BIG._replace(cached=cached)
     p = problem(case, torch.bfloat16)
     merged = dense(p, case, torch.float64).merged
-    results = []
-    for _ in range(5):
-        stats, *cache = local_stats(p, case)
-        results.append((stats, *gradients(p, case, merged, cache)[:2]))
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
+    first, *others = (both(p, case, merged) for _ in range(5))
+    assert all(same_bits(first, other) for other in others)
 
 
 @needs_gpu
@@ -766,22 +740,18 @@ def test_cuda_graph(cached: int) -> None:
     p = problem(case, torch.bfloat16)
     other = p._replace(labels=p.labels.roll(7).masked_fill(torch.rand(len(p.labels), device=DEVICE) < 0.5, -1))
 
-    def step(q: Problem):
-        stats, *cache = local_stats(q, case)
-        return stats, *gradients(q, case, (stats[0], stats[1].log()), cache)[:2]
-
-    expected = step(other)
+    expected = both(other, case)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step(p)
+        both(p, case)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step(p)
+        captured = both(p, case)
     p.labels.copy_(other.labels)
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    assert same_bits(captured, expected)
 
 
 @needs_gpu
@@ -815,8 +785,7 @@ def test_peak_memory(num_tokens: int, mib: int) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    stats, *cache = local_stats(p, case)
-    d_hidden, d_weight, _ = gradients(p, case, (stats[0], stats[1].log()), cache)
+    stats, d_hidden, d_weight = both(p, case)
     used = torch.cuda.max_memory_allocated() - before - d_hidden.nbytes - d_weight.nbytes
     assert used - stats.nbytes <= case.budget + (64 << 20)
     on = tiles.choose_tiles(torch.bfloat16, p.hidden.device), tiles.num_programs(p.hidden.device)
@@ -836,8 +805,7 @@ def test_more_than_2_to_31_elements(cached: bool) -> None:
     )
     p = problem(case, torch.bfloat16)
     p.labels[-1] = num_rows - 1
-    stats, *cache = local_stats(p, case)
-    d_hidden, d_weight, _ = gradients(p, case, (stats[0], stats[1].log()), cache)
+    stats, d_hidden, d_weight = both(p, case)
     tail = p._replace(hidden=p.hidden[-300:], labels=p.labels[-300:], coef=p.coef[:, -300:].contiguous())
     truth, baseline = dense(tail, case, torch.float64), dense(tail, case, torch.bfloat16)
     assert_no_worse(stats[1, -300:], truth.stats[1].float(), truth.stats[1], torch.float32)

@@ -47,32 +47,6 @@ SUMS_TILES = 4  # that a program which adds up reads at a time; it is a warp wit
 BLOCK_N = 16  # rows of a program that writes gradients
 
 
-class Kept(NamedTuple):
-    """What is kept for backward. Rows are the tokens that count, in order.
-
-    Attributes:
-        z_2NC: As ``PairLogits``, of the first columns; no columns where nothing is kept.
-        top_2BN: As there.
-        spent: [1] int32: whether a backward turned the student's logits into gradients. [0] where nothing is kept.
-    """
-
-    z_2NC: torch.Tensor
-    top_2BN: torch.Tensor
-    spent: torch.Tensor
-
-    @property
-    def logits(self) -> PairLogits:
-        return PairLogits(self.z_2NC, self.top_2BN)
-
-    @property
-    def columns(self) -> int:
-        return self.z_2NC.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        return self.z_2NC.nbytes + self.top_2BN.nbytes
-
-
 def sizes_of(x: Heads) -> Sizes:
     student = x.student
     return Sizes(
@@ -103,15 +77,15 @@ def saved_like(x: Heads, spec: Divergence) -> list[torch.Tensor]:
     return list(_new_kept(x, spec))
 
 
-def _new_kept(x: Heads, spec: Divergence) -> Kept:
+def _new_kept(x: Heads, spec: Divergence) -> PairLogits:
+    """Return room for what is kept. Its rows are the tokens that count, in order."""
     hidden, columns = x.student.hidden, columns_kept(x, spec)
     tile_cols = choose_tiles(hidden.dtype, hidden.device).lse.cols if columns else 1
-    logits = new_pair_logits(x.student.num_tokens, columns, tile_cols, hidden)
-    return Kept(*logits, x.student.ids.new_zeros(int(columns > 0), dtype=torch.int32))
+    return new_pair_logits(x.student.num_tokens, columns, tile_cols, hidden, columns > 0)
 
 
 def statistics(x: Heads, spec: Divergence) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return stats_5N, zeros where a token is not counted; and ``Kept``."""
+    """Return stats_5N, zeros where a token is not counted; and ``PairLogits``."""
     stats_5N = x.student.hidden.new_zeros(5, x.student.num_tokens, dtype=torch.float32)
     kept = _new_kept(x, spec)
     if x.student.num_tokens == 0 or x.student.logits.num_valid == 0:
@@ -125,7 +99,7 @@ def mixture_sums(x: Heads, pair: Pair, saved: list[torch.Tensor], spec: Divergen
     """Return this shard's parts of KL(t || m) and KL(p || m), [2, N]; 0 where a token is not counted."""
     sums_2N = x.student.hidden.new_zeros(2, x.student.num_tokens, dtype=torch.float32)
     if x.student.num_tokens and x.student.logits.num_valid:
-        _sweep(x, pair, MIXTURE, sums_2N, spec, Kept(*saved))
+        _sweep(x, pair, MIXTURE, sums_2N, spec, PairLogits(*saved))
     return sums_2N
 
 
@@ -146,16 +120,16 @@ class _Work(NamedTuple):
 
     def chunks(self, first: int, last: int) -> list[tuple[int, int]]:
         """Cut columns [first, last) into those that there is room for: first column, and last one excluded."""
-        cols = self.room.z_2RC.shape[2] or 1
+        cols = self.room.columns or 1
         return [(col, min(col + cols, last)) for col in range(first, last, cols)]
 
 
-def _work(x: Heads, spec: Divergence, kept: Kept) -> _Work:
+def _work(x: Heads, spec: Divergence, kept: PairLogits) -> _Work:
     (student, teacher), sizes = x, sizes_of(x)
     tiles = choose_tiles(student.hidden.dtype, student.hidden.device)
     left = sizes._replace(num_columns=max(0, sizes.num_columns - kept.columns))
     at_once, cols = budget.exact_chunks(
-        left, spec.workspace_bytes, kept.nbytes, tiles, num_programs(student.hidden.device)
+        left, spec.workspace_bytes, kept.z_2RC.nbytes + kept.top_2BR.nbytes, tiles, num_programs(student.hidden.device)
     )
     at_once = min(at_once, sizes.num_tokens)
     hidden = tuple(head.hidden.new_empty(at_once, head.hidden.shape[1]) for head in (student, teacher))
@@ -175,7 +149,7 @@ def _fill_both(x: Heads, both: tuple[Rows, Rows], logits: PairLogits, first: int
 
 
 def _sweep(
-    x: Heads, pair: Pair | None, task: tl.constexpr, sums_KN: torch.Tensor, spec: Divergence, kept: Kept
+    x: Heads, pair: Pair | None, task: tl.constexpr, sums_KN: torch.Tensor, spec: Divergence, kept: PairLogits
 ) -> None:
     """Go over both heads' logits once, a group of tokens at a time, and write each token's K sums.
 
@@ -189,8 +163,8 @@ def _sweep(
             add_up = partial(_add_up, both[0], pair, sums_KN, task, spec.beta, work.tiles)
             if last_kept:
                 if pair is None:
-                    _fill_both(x, both, kept.logits, 0, last_kept, work.tiles)
-                add_up(kept.logits, 0, last_kept)
+                    _fill_both(x, both, kept, 0, last_kept, work.tiles)
+                add_up(kept, 0, last_kept)
             for first, last in work.chunks(last_kept, num_valid):
                 _fill_both(x, both, work.room, first, last, work.tiles)
                 add_up(work.room, first, last)
@@ -251,7 +225,7 @@ def _add_up(
     logits: PairLogits, first: int, last: int,
 ) -> None:
     """Add columns [first, last) to the sums of the group's tokens, which the first column sets."""
-    num_rows, (z_2RC, top_2BR) = rows.index.shape[0], logits
+    num_rows, (z_2RC, top_2BR, _) = rows.index.shape[0], logits
     _pair_sums_kernel[(num_rows,)](
         # in
         z_2RC[0], z_2RC[1], top_2BR[0], top_2BR[1], rows.index, rows.num_kept,
@@ -369,7 +343,7 @@ def gradients(
     x: Heads, pair: Pair, coef_N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Divergence
 ) -> Gradients:
     """Return d_hidden, d_weight and d_bias of the student; ``coef_N`` is the gradient of each token's divergence."""
-    student, kept = x.student, Kept(*saved)
+    student, kept = x.student, PairLogits(*saved)
     d_hidden, d_weight, d_bias = new_gradients(student, grads)
     returned = (d_hidden, None if grads.weight_out is not None else d_weight, d_bias)
     if student.num_tokens == 0 or student.logits.num_valid == 0:
@@ -395,7 +369,7 @@ def gradients(
             if last_kept:
                 fill = partial(_kept_gradients, x, both[0], kept, pair, coef_N, spec, work.tiles)
                 final = 0 if chunks else num_final
-                add([(0, last_kept)], kept.logits.gradient(dtype), fill, num_final=final)
+                add([(0, last_kept)], kept.gradient(dtype), fill, num_final=final)
             if chunks:
                 fill = partial(_chunk_gradients, x, both, work, pair, coef_N, spec)
                 add(chunks, work.room.gradient(dtype), fill, num_final=num_final, opens=not last_kept)
@@ -403,16 +377,16 @@ def gradients(
 
 
 def _kept_gradients(
-    x: Heads, rows: Rows, kept: Kept, pair: Pair, coef_N: torch.Tensor, spec: Divergence, tiles: Tiles, first: int,
+    x: Heads, rows: Rows, kept: PairLogits, pair: Pair, coef_N: torch.Tensor, spec: Divergence, tiles: Tiles, first: int,
     grads_RV: torch.Tensor,
 ) -> None:
     """Turn what is kept of the student's logits into their gradient; make it anew if a backward before did so."""
     last = min(kept.columns, x.student.logits.num_valid)
     spent = rows._replace(num_kept=rows.num_kept * kept.spent)  # or else no row, and the launch ends at once
-    fill_logits(x.student, spent, kept.logits, 0, first, cdiv(last - first, tiles.lse.cols), tiles)
+    fill_logits(x.student, spent, kept, 0, first, cdiv(last - first, tiles.lse.cols), tiles)
     # Autograd, which counts what is written to saved tensors, sees no more of this than of the kernels' writing.
     kept.spent.data.fill_(1)
-    _write_gradients(x, rows, kept.logits, last - first, pair, coef_N, spec, tiles, grads_RV)
+    _write_gradients(x, rows, kept, last - first, pair, coef_N, spec, tiles, grads_RV)
 
 
 def _chunk_gradients(
@@ -430,7 +404,7 @@ def _write_gradients(
     grads_RV: torch.Tensor,
 ) -> None:
     """Write the gradient of the student's logits to ``grads_RV``, ``logits.gradient(...)``."""
-    student, (z_2RC, top_2BR), num_rows = x.student.logits, logits, rows.index.shape[0]
+    student, (z_2RC, top_2BR, _), num_rows = x.student.logits, logits, rows.index.shape[0]
     _pair_gradients_kernel[(cdiv(num_cols, tiles.lse.cols), cdiv(num_rows, BLOCK_N))](
         # in
         z_2RC[0], z_2RC[1], top_2BR[0], top_2BR[1], rows.index, rows.num_kept, *pair, coef_N,
