@@ -75,19 +75,12 @@ IGNORED, OUTSIDE = -1, -2  # stand for a label that is the ignore_index, and for
 
 
 class ShardLogits(NamedTuple):
-    """How logits come from hidden states on this shard.
+    """How logits come from hidden states on this shard."""
 
-    Attributes:
-        start: First vocabulary id of the shard; row j of the weight is id ``start + j``.
-        num_valid: Rows of the weight that are part of the vocabulary; rows from here on are padding.
-        logit_scale: Multiplies the logits.
-        softcap: Bound of the logits, ``softcap * tanh(u / softcap)``; 0 means none.
-    """
-
-    start: int
-    num_valid: int
-    logit_scale: float = 1.0
-    softcap: float = 0.0
+    start: int  # First vocabulary id of the shard; row j of the weight is id ``start + j``
+    num_valid: int  # Rows of the weight that are part of the vocabulary; rows from here on are padding
+    logit_scale: float = 1.0  # Multiplies the logits
+    softcap: float = 0.0  # Bound of the logits, ``softcap * tanh(u / softcap)``; 0 means none
 
     @property
     def capped(self) -> int:
@@ -114,40 +107,21 @@ class Filter(NamedTuple):
 
 
 class Want(NamedTuple):
-    """The outputs that a call asks for beside nll, log-sum-exp and target logit, which cost nothing more; a bit each.
+    """The outputs that a call asks for beside nll, log-sum-exp and target logit, which cost nothing more; a bit each."""
 
-    Attributes:
-        grad: A backward pass may follow.
-        uniform: Nll of the uniform distribution, for label smoothing.
-        entropy: Entropy of the softmax.
-        filter_stats: Share of logits and mass of the softmax that the filter keeps and drops.
-        largest: Largest logit.
-        sum_p_squared: Sum of the squared probabilities.
-        best: Id of the largest logit.
-        top_k: How many of the largest logits, with their ids.
-        mean: Mean of nll over the labels that are not ignored.
-    """
-
-    grad: bool = True
-    uniform: bool = False
-    entropy: bool = False
-    filter_stats: bool = False
-    largest: bool = False
-    sum_p_squared: bool = False
-    best: bool = False
-    top_k: int = 0
-    mean: bool = False
+    grad: bool = True  # A backward pass may follow
+    uniform: bool = False  # Nll of the uniform distribution, for label smoothing
+    entropy: bool = False  # Entropy of the softmax
+    filter_stats: bool = False  # Share of logits and mass of the softmax that the filter keeps and drops
+    largest: bool = False  # Largest logit
+    sum_p_squared: bool = False  # Sum of the squared probabilities
+    best: bool = False  # Id of the largest logit
+    top_k: int = 0  # How many of the largest logits, with their ids
+    mean: bool = False  # Mean of nll over the labels that are not ignored
 
 
 class Spec(NamedTuple):
-    """The task of a shard: plain numbers, the same in forward and backward.
-
-    Attributes:
-        num_ids: I, the ids of a token; 1: its label.
-        factors: Whether each token has factors of its own.
-        invariant: A token's outputs have the same bits whichever other tokens are in the call.
-        alone: d_hidden is not summed over ranks, so nobody waits for it while d_weight is computed.
-    """
+    """The task of a shard: plain numbers, the same in forward and backward."""
 
     logits: ShardLogits
     vocab_size: int
@@ -155,10 +129,10 @@ class Spec(NamedTuple):
     filter: Filter = Filter()
     want: Want = Want()
     workspace_bytes: int = 256 << 20
-    num_ids: int = 1
-    factors: bool = False
-    invariant: bool = False
-    alone: bool = False
+    num_ids: int = 1  # I, the ids of a token; 1: its label
+    factors: bool = False  # Whether each token has factors of its own
+    invariant: bool = False  # A token's outputs have the same bits whichever other tokens are in the call
+    alone: bool = False  # d_hidden is not summed over ranks, so nobody waits for it while d_weight is computed
 
     @property
     def num_stats(self) -> int:
@@ -202,53 +176,33 @@ class Spec(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A group of tokens in compact order: those with a label first.
+    """A group of tokens in compact order: those with a label first."""
 
-    Attributes:
-        index: [R] int32: the tokens.
-        num_kept: [1] int32: the number of them that have a label, on the device.
-        hidden: [R, D]: their hidden states, where these have been gathered.
-    """
-
-    index: torch.Tensor
-    num_kept: torch.Tensor
-    hidden: torch.Tensor
+    index: torch.Tensor  # [R] int32: the tokens
+    num_kept: torch.Tensor  # [1] int32: the number of them that have a label, on the device
+    hidden: torch.Tensor  # [R, D]: their hidden states, where these have been gathered
 
 
 class Cells(NamedTuple):
-    """The logits of several ids of each token.
+    """The logits of several ids of each token."""
 
-    Attributes:
-        ids_NI: int64, in the whole vocabulary; negative: none. In backward an id stands once in a row.
-        target_NI: In backward: their logits, fp32.
-        grad_NI: In backward: the gradients of their log-probabilities, fp32.
-    """
-
-    ids_NI: torch.Tensor
-    target_NI: torch.Tensor | None = None
-    grad_NI: torch.Tensor | None = None
+    ids_NI: torch.Tensor  # int64, in the whole vocabulary; negative: none. In backward an id stands once in a row.
+    target_NI: torch.Tensor | None = None  # In backward: their logits, fp32
+    grad_NI: torch.Tensor | None = None  # In backward: the gradients of their log-probabilities, fp32
 
 
 class Operands(NamedTuple):
-    """The tensors that logits are made of, and the labels.
+    """The tensors that logits are made of, and the labels."""
 
-    Attributes:
-        hidden: [N, D] contiguous; fp32, bf16 or fp16.
-        weight: [V, D] contiguous, the same dtype.
-        bias: [V] contiguous, or None.
-        ids: [N] int64, label ids in the whole vocabulary; IGNORED and OUTSIDE are negative. With several ids a
-            token: any one of them that is in it.
-        logits: The shard.
-        cells: Several ids of each token, or None.
-        factors_N2: [N, 2] fp32 contiguous, what each token's logits are multiplied by: before and after the softcap; or None.
-    """
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    hidden: torch.Tensor  # [N, D] contiguous; fp32, bf16 or fp16
+    weight: torch.Tensor  # [V, D] contiguous, the same dtype
+    bias: torch.Tensor | None  # [V] contiguous, or None
+    # [N] int64, label ids in the whole vocabulary; IGNORED and OUTSIDE are negative. With several ids a token: any one of
+    # them that is in it.
     ids: torch.Tensor
-    logits: ShardLogits
-    cells: Cells | None = None
+    logits: ShardLogits  # The shard
+    cells: Cells | None = None  # Several ids of each token, or None
+    # [N, 2] fp32 contiguous, what each token's logits are multiplied by: before and after the softcap; or None
     factors_N2: torch.Tensor | None = None
 
     @property
@@ -276,23 +230,16 @@ class Softmax(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """The gradients that backward is asked for, and where they go.
+    """The gradients that backward is asked for, and where they go."""
 
-    Attributes:
-        want_hidden: Compute d_hidden.
-        want_weight: Compute d_weight.
-        want_bias: Compute d_bias.
-        weight_out: [V, D] buffer that d_weight is added to instead of being returned, or None.
-        hidden_ready: Called with d_hidden as soon as it is whole on the current stream.
-        ready_rows: Call ``hidden_ready`` before that with the first ``ready_rows`` rows, then with twice as many, and so on,
-            each as soon as they are final, if tokens are split. None: with all rows alone.
-    """
-
-    want_hidden: bool = True
-    want_weight: bool = True
-    want_bias: bool = True
-    weight_out: torch.Tensor | None = None
+    want_hidden: bool = True  # Compute d_hidden
+    want_weight: bool = True  # Compute d_weight
+    want_bias: bool = True  # Compute d_bias
+    weight_out: torch.Tensor | None = None  # [V, D] buffer that d_weight is added to instead of being returned, or None
+    # Called with d_hidden as soon as it is whole on the current stream
     hidden_ready: Callable[[torch.Tensor], None] | None = None
+    # Call ``hidden_ready`` before that with the first ``ready_rows`` rows, then with twice as many, and so on, each as soon
+    # as they are final, if tokens are split. None: with all rows alone.
     ready_rows: int | None = None
 
 

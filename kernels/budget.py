@@ -66,27 +66,16 @@ H200 = {2: Rates(7.0e14, 3.5e12), 4: Rates(3.5e14, 3.5e12)}
 
 
 class FilterCosts(NamedTuple):
-    """The costs of a filter that the rates of a GPU do not say.
+    """The costs of a filter that the rates of a GPU do not say."""
 
-    Attributes:
-        marks: Time that marking adds to the log-sum-exp, over a plain product's.
-        forward: Seconds of small kernels in forward.
-        backward: Seconds of small kernels in backward, and of others whatever the sizes.
-        passes: Passes over the weight or its gradient in backward.
-        sorted: Seconds that the sort takes for each column that lists have room for.
-        listed: Seconds that a listed column of a token takes, however narrow its row.
-        listed_wide: Seconds more for each 1,024 elements of the row.
-        rarer: The same for each doubling of the vocabulary above ``LISTED_OF``: rows of rarer ids are found less often in the
-            cache.
-    """
-
-    marks: float = 0.053
-    forward: float = 0.24e-3
-    backward: float = 0.69e-3
-    passes: float = 3.7
-    sorted: float = 0.1e-9
-    listed: float = 1.5e-9
-    listed_wide: float = 0.99e-9
+    marks: float = 0.053  # Time that marking adds to the log-sum-exp, over a plain product's
+    forward: float = 0.24e-3  # Seconds of small kernels in forward
+    backward: float = 0.69e-3  # Seconds of small kernels in backward, and of others whatever the sizes
+    passes: float = 3.7  # Passes over the weight or its gradient in backward
+    sorted: float = 0.1e-9  # Seconds that the sort takes for each column that lists have room for
+    listed: float = 1.5e-9  # Seconds that a listed column of a token takes, however narrow its row
+    listed_wide: float = 0.99e-9  # Seconds more for each 1,024 elements of the row
+    # The same for each doubling of the vocabulary above ``LISTED_OF``: rows of rarer ids are found less often in the cache
     rarer: float = 0.23e-9
 
 
@@ -117,25 +106,15 @@ def cdiv(a: int, b: int) -> int:
 
 
 class Sizes(NamedTuple):
-    """A head on a shard.
+    """A head on a shard."""
 
-    Attributes:
-        num_tokens: N, ignored tokens counted.
-        hidden_size: D.
-        num_columns: Columns of the logits: rows of the weight that are part of the vocabulary.
-        itemsize: Bytes of an element of hidden states and weight.
-        teacher_size: D of a teacher, whose hidden states stand beside the student's; 0: there is none.
-        pair_bytes: Bytes of a cell of a chunk of both heads' logits (``pair_logits.py``), where there is a teacher.
-        alone: No sum over ranks waits for d_hidden (``Spec.alone``).
-    """
-
-    num_tokens: int
-    hidden_size: int
-    num_columns: int
-    itemsize: int
-    teacher_size: int = 0
-    pair_bytes: int = 0
-    alone: bool = False
+    num_tokens: int  # N, ignored tokens counted
+    hidden_size: int  # D
+    num_columns: int  # Columns of the logits: rows of the weight that are part of the vocabulary
+    itemsize: int  # Bytes of an element of hidden states and weight
+    teacher_size: int = 0  # D of a teacher, whose hidden states stand beside the student's; 0: there is none
+    pair_bytes: int = 0  # Bytes of a cell of a chunk of both heads' logits (``pair_logits.py``), where there is a teacher
+    alone: bool = False  # No sum over ranks waits for d_hidden (``Spec.alone``)
 
     @property
     def num_heads(self) -> int:
@@ -481,17 +460,11 @@ def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int) -> Chun
 
 
 class TopPlan(NamedTuple):
-    """How the candidates for the largest logits are found (``candidates.py``).
+    """How the candidates for the largest logits are found (``candidates.py``)."""
 
-    Attributes:
-        step: Every so-many-th column is in the sample.
-        nth: The threshold is the sample's nth largest logit.
-        room: Places of a token's list.
-    """
-
-    step: int
-    nth: int
-    room: int
+    step: int  # Every so-many-th column is in the sample
+    nth: int  # The threshold is the sample's nth largest logit
+    room: int  # Places of a token's list
 
 
 @lru_cache(maxsize=64)
@@ -537,18 +510,12 @@ def top_rows_of_all(sizes: Sizes, workspace_bytes: int) -> int:
 
 
 class Peak(NamedTuple):
-    """Bytes that are alive at most beside inputs and outputs.
+    """Bytes that are alive at most beside inputs and outputs."""
 
-    Attributes:
-        forward: In the forward pass, what is saved counted.
-        saved: Between the passes: exponentials or lists, and a few numbers for each token.
-        backward: In the backward pass, what is saved counted.
-        parts: The part of ``backward`` that is gone before d_hidden is summed over ranks: parts of its last wave's tiles.
-    """
-
-    forward: int
-    saved: int
-    backward: int
+    forward: int  # In the forward pass, what is saved counted
+    saved: int  # Between the passes: exponentials or lists, and a few numbers for each token
+    backward: int  # In the backward pass, what is saved counted
+    # The part of ``backward`` that is gone before d_hidden is summed over ranks: parts of its last wave's tiles
     parts: int = 0
 
 

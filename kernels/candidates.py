@@ -36,18 +36,13 @@ LEAST = tl.constexpr(-(1 << 31))  # the ordinal of no logit
 
 
 class Candidates(NamedTuple):
-    """The lists of a group of tokens.
+    """The lists of a group of tokens."""
 
-    Attributes:
-        threshold_R: in: fp32; a place is listed unless all of its logits are below.
-        list_RM: out: the listed places of a row. First their logits, fp32, ``TOGETHER`` of a place side by side; then for each
-            place the column of its first logit, int32. Those of the others are 1, 8 and 9 more.
-        count_R: in, out: int32, how many places there are, also of those that found no room.
-    """
-
-    threshold_R: torch.Tensor
+    threshold_R: torch.Tensor  # in: fp32; a place is listed unless all of its logits are below
+    # out: the listed places of a row. First their logits, fp32, ``TOGETHER`` of a place side by side; then for each place
+    # the column of its first logit, int32. Those of the others are 1, 8 and 9 more.
     list_RM: torch.Tensor
-    count_R: torch.Tensor
+    count_R: torch.Tensor  # in, out: int32, how many places there are, also of those that found no room
 
     @property
     def room(self) -> int:

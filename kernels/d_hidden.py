@@ -24,17 +24,11 @@ from cce_dist.kernels.tiles import Tile, num_programs, precision
 
 
 class Sum(NamedTuple):
-    """d_hidden while chunks are added to it.
+    """d_hidden while chunks are added to it."""
 
-    Attributes:
-        high_ND: [N, D] in the hidden states' dtype: d_hidden itself.
-        low_RD: [R, D] bf16: the remainder that it cannot hold, or None in fp32 or where one chunk is all.
-        by_token: The remainder is [N, D], of tokens like d_hidden.
-    """
-
-    high_ND: torch.Tensor
-    low_RD: torch.Tensor | None
-    by_token: bool = False
+    high_ND: torch.Tensor  # [N, D] in the hidden states' dtype: d_hidden itself
+    low_RD: torch.Tensor | None  # [R, D] bf16: the remainder that it cannot hold, or None in fp32 or where one chunk is all
+    by_token: bool = False  # The remainder is [N, D], of tokens like d_hidden
 
 
 def add_d_hidden(

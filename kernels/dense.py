@@ -55,29 +55,21 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[Tensor] | None:
 
 
 class Block(NamedTuple):
-    """A block of logits: tokens ``rows`` x columns ``cols``, the operands of both, and where the labels stand in it.
-
-    Attributes:
-        column_R1: The label's column, [R, 1]; any column where the label is not in the block.
-        label_R1: Whether the label is in the block.
-        columns_RI: The same of several ids, or None, as are the next.
-        ids_RI: Whether each of these ids is in the block.
-        factors_2R1: Each token's factors, or None.
-        unlabelled_R1: Whether a token has no label. Its logits are 0, since its hidden state may hold anything, and 0 times a
-            weight or bias that is not finite is not 0.
-    """
+    """A block of logits: tokens ``rows`` x columns ``cols``, the operands of both, and where the labels stand in it."""
 
     rows: slice
     cols: slice
     hidden_RD: Tensor
     weight_CD: Tensor
     bias_C: Tensor | None
-    column_R1: Tensor
-    label_R1: Tensor
+    column_R1: Tensor  # The label's column, [R, 1]; any column where the label is not in the block
+    label_R1: Tensor  # Whether the label is in the block
+    # Whether a token has no label. Its logits are 0, since its hidden state may hold anything, and 0 times a weight or bias
+    # that is not finite is not 0.
     unlabelled_R1: Tensor
-    columns_RI: Tensor | None = None
-    ids_RI: Tensor | None = None
-    factors_2R1: Tensor | None = None
+    columns_RI: Tensor | None = None  # The same of several ids, or None, as are the next
+    ids_RI: Tensor | None = None  # Whether each of these ids is in the block
+    factors_2R1: Tensor | None = None  # Each token's factors, or None
 
     def logits(self, logits: ShardLogits) -> Tensor:
         z = matmul(self.hidden_RD, self.weight_CD.t())

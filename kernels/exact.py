@@ -241,47 +241,27 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec:
 
 
 class Output(NamedTuple):
-    """The gradients under way.
+    """The gradients under way."""
 
-    Attributes:
-        hidden: d_hidden and its remainder, or None.
-        weight: d_weight, or the buffer that it is added to, or None.
-        bias: d_bias, or None.
-        gain: What all of them are multiplied by, or None.
-        ready: ``Grads.hidden_ready``.
-        often_empty: See ``gradients``.
-        weight_first: d_hidden's storage has the rows that d_weight is made of, and comes after it.
-    """
-
-    hidden: Sum | None
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    gain: torch.Tensor | None
-    ready: Callable[[torch.Tensor], None] | None
-    often_empty: bool
-    weight_first: bool = False
+    hidden: Sum | None  # d_hidden and its remainder, or None
+    weight: torch.Tensor | None  # d_weight, or the buffer that it is added to, or None
+    bias: torch.Tensor | None  # d_bias, or None
+    gain: torch.Tensor | None  # What all of them are multiplied by, or None
+    ready: Callable[[torch.Tensor], None] | None  # ``Grads.hidden_ready``
+    often_empty: bool  # See ``gradients``
+    weight_first: bool = False  # d_hidden's storage has the rows that d_weight is made of, and comes after it
 
 
 class _Part(NamedTuple):
-    """Columns [first, stop) of the logits' gradient, for one group of tokens.
+    """Columns [first, stop) of the logits' gradient, for one group of tokens."""
 
-    Attributes:
-        first: First column.
-        stop: Last column, excluded.
-        dlogits_RV: Their gradients.
-        scale_R: What each row is still to be multiplied by, or None.
-        opens: d_hidden of these tokens is set, not added to.
-        add: d_weight of these columns is added to, not set.
-        num_final: Tokens whose d_hidden is final with this part, from the first one on; 0: none.
-    """
-
-    first: int
-    stop: int
-    dlogits_RV: torch.Tensor
-    scale_R: torch.Tensor | None
-    opens: bool
-    add: bool
-    num_final: int
+    first: int  # First column
+    stop: int  # Last column, excluded
+    dlogits_RV: torch.Tensor  # Their gradients
+    scale_R: torch.Tensor | None  # What each row is still to be multiplied by, or None
+    opens: bool  # d_hidden of these tokens is set, not added to
+    add: bool  # d_weight of these columns is added to, not set
+    num_final: int  # Tokens whose d_hidden is final with this part, from the first one on; 0: none
 
 
 def gradients(

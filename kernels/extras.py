@@ -28,34 +28,20 @@ class Outputs(NamedTuple):
     """Every result of the operator that a caller sees, fp32 but for ids; 0 where a token is IGNORED, NaN where it is OUTSIDE.
 
     The first NUM_LOSSES are differentiable, and empty unless wanted. The others, a list in this order, are None unless wanted.
-
-    Attributes:
-        nll: [N], of several ids [N, I].
-        lse: [N].
-        target_logit: [N].
-        uniform_nll: [N] nll of the uniform distribution.
-        entropy: [N].
-        mean: [] mean of nll over the labels that are not ignored.
-        filter_stats: [3].
-        max_logit: [N].
-        sum_p_squared: [N].
-        argmax: [N] int64, the smallest id of equal logits; -1 where there is no id.
-        top_log_probs: [N, k], in falling order.
-        top_ids: [N, k] int64; -1 where there is no id.
     """
 
-    nll: Tensor
-    lse: Tensor
-    target_logit: Tensor
-    uniform_nll: Tensor
-    entropy: Tensor
-    mean: Tensor
-    filter_stats: Tensor | None = None
-    max_logit: Tensor | None = None
-    sum_p_squared: Tensor | None = None
-    argmax: Tensor | None = None
-    top_log_probs: Tensor | None = None
-    top_ids: Tensor | None = None
+    nll: Tensor  # [N], of several ids [N, I]
+    lse: Tensor  # [N]
+    target_logit: Tensor  # [N]
+    uniform_nll: Tensor  # [N] nll of the uniform distribution
+    entropy: Tensor  # [N]
+    mean: Tensor  # [] mean of nll over the labels that are not ignored
+    filter_stats: Tensor | None = None  # [3]
+    max_logit: Tensor | None = None  # [N]
+    sum_p_squared: Tensor | None = None  # [N]
+    argmax: Tensor | None = None  # [N] int64, the smallest id of equal logits; -1 where there is no id
+    top_log_probs: Tensor | None = None  # [N, k], in falling order
+    top_ids: Tensor | None = None  # [N, k] int64; -1 where there is no id
 
     @classmethod
     def of(cls, results: Sequence[Any], want: Want) -> Outputs:

@@ -29,16 +29,13 @@ SMALLEST = tl.constexpr(2.0**-126)  # normal number of fp32 and bf16
 
 
 class Kept(NamedTuple):
-    """Exponentials of the first columns, for backward. Their rows are the tokens with a label, in order.
+    """Exponentials of the first columns, for backward. Their rows are the tokens with a label, in order."""
 
-    Attributes:
-        exp_NV: [N, columns]; no columns where nothing is kept. A backward leaves it so that the next one gets the same bits.
-        reference: [2, N] fp32: the value that a row is relative to; the logit of each token's label. [2, 0] without columns.
-        spent: [1] int32: whether a backward turned the exponentials into gradients. [0] where no entropy is asked for.
-    """
-
+    # [N, columns]; no columns where nothing is kept. A backward leaves it so that the next one gets the same bits.
     exp_NV: torch.Tensor
+    # [2, N] fp32: the value that a row is relative to; the logit of each token's label. [2, 0] without columns.
     reference: torch.Tensor
+    # [1] int32: whether a backward turned the exponentials into gradients. [0] where no entropy is asked for.
     spent: torch.Tensor
 
     def of_group(self, number: int, rows: int) -> Kept:

@@ -20,8 +20,8 @@ def logits_chunk(
 ) -> None:
     """Fill z_RV with the logits from ``first_col`` (a multiple of the tile) on; columns past ``num_valid`` are -inf.
 
-    Logits are relative to the largest one of their row and tile if ``top_BR`` [tiles, R] takes that. Rows at or past ``num_kept``
-    are unwritten but for the last tile.
+    With ``top_BR`` [tiles, R], which takes the largest logit of each row and tile, logits are relative to that. Rows at or past
+    ``num_kept`` are unwritten but for the last tile.
     """
     tile, logits = tiles.lse, x.logits
     (num_rows, num_cols), hidden_size = z_RV.shape, rows.hidden.shape[1]

@@ -62,31 +62,19 @@ class Span(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Where exponentials are kept.
+    """Where exponentials are kept."""
 
-    Attributes:
-        reference_R: in: the value that a row's exponentials are first relative to, fp32.
-        exp_RV: out: the exponentials.
-        tile_reference_BR: out: the value that those of each tile are relative to, fp32.
-    """
-
-    reference_R: torch.Tensor
-    exp_RV: torch.Tensor
-    tile_reference_BR: torch.Tensor
+    reference_R: torch.Tensor  # in: the value that a row's exponentials are first relative to, fp32
+    exp_RV: torch.Tensor  # out: the exponentials
+    tile_reference_BR: torch.Tensor  # out: the value that those of each tile are relative to, fp32
 
 
 class Marks(NamedTuple):
-    """The bits that a filter wants of the logits.
+    """The bits that a filter wants of the logits."""
 
-    Attributes:
-        bound_R: in: lower bound of each row's log-sum-exp, fp32.
-        log_eps: A logit is kept unless it is below ``bound + log_eps``.
-        words_RW: out: int32, bit k of word w is column 32 w + k; for all columns of the last tile.
-    """
-
-    bound_R: torch.Tensor
-    log_eps: float
-    words_RW: torch.Tensor
+    bound_R: torch.Tensor  # in: lower bound of each row's log-sum-exp, fp32
+    log_eps: float  # A logit is kept unless it is below ``bound + log_eps``
+    words_RW: torch.Tensor  # out: int32, bit k of word w is column 32 w + k; for all columns of the last tile
 
 
 def new_partials(parts: int, num_rows: int, want: Want, like: torch.Tensor) -> torch.Tensor:

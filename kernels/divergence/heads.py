@@ -52,23 +52,14 @@ class Heads(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """The task of a shard: plain numbers, the same in forward and backward.
+    """The task of a shard: plain numbers, the same in forward and backward."""
 
-    Attributes:
-        student: How the student's logits come from its hidden states.
-        teacher: Likewise; its ``num_valid`` is the student's.
-        kind: One of KINDS.
-        beta: The teacher's part of the mixture, for "jsd".
-        workspace_bytes: The budget; 0: chosen from the shapes.
-        grad: A backward pass may follow.
-    """
-
-    student: ShardLogits
-    teacher: ShardLogits
-    kind: str = "forward"
-    beta: float = 0.5
-    workspace_bytes: int = 256 << 20
-    grad: bool = True
+    student: ShardLogits  # How the student's logits come from its hidden states
+    teacher: ShardLogits  # Likewise; its ``num_valid`` is the student's
+    kind: str = "forward"  # One of KINDS
+    beta: float = 0.5  # The teacher's part of the mixture, for "jsd"
+    workspace_bytes: int = 256 << 20  # The budget; 0: chosen from the shapes
+    grad: bool = True  # A backward pass may follow
 
     @property
     def leads(self) -> int:
@@ -77,17 +68,13 @@ class Divergence(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Numbers of the whole vocabulary, [N] fp32 each. Log-sum-exps are ``max + log_sum``, kept apart for exactness.
-
-    Attributes:
-        offset: What a token's gradient subtracts: KL(p || t) for "reverse", KL(p || m) for "jsd".
-    """
+    """Numbers of the whole vocabulary, [N] fp32 each. Log-sum-exps are ``max + log_sum``, kept apart for exactness."""
 
     max_s: Tensor
     log_sum_s: Tensor
     max_t: Tensor
     log_sum_t: Tensor
-    offset: Tensor
+    offset: Tensor  # What a token's gradient subtracts: KL(p || t) for "reverse", KL(p || m) for "jsd"
 
 
 def merge(stats_T5N: Tensor, spec: Divergence) -> Tensor:

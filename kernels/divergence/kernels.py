@@ -104,19 +104,12 @@ def mixture_sums(x: Heads, pair: Pair, saved: list[torch.Tensor], spec: Divergen
 
 
 class _Work(NamedTuple):
-    """Sizes and buffers of a pass over the columns.
+    """Sizes and buffers of a pass over the columns."""
 
-    Attributes:
-        at_once: Tokens at a time.
-        hidden: Room for their hidden states, the student's and the teacher's.
-        room: Room for a chunk of both heads' logits of theirs; no columns where all are kept.
-        tiles: Of the device.
-    """
-
-    at_once: int
-    hidden: tuple[torch.Tensor, torch.Tensor]
-    room: PairLogits
-    tiles: Tiles
+    at_once: int  # Tokens at a time
+    hidden: tuple[torch.Tensor, torch.Tensor]  # Room for their hidden states, the student's and the teacher's
+    room: PairLogits  # Room for a chunk of both heads' logits of theirs; no columns where all are kept
+    tiles: Tiles  # Of the device
 
     def chunks(self, first: int, last: int) -> list[tuple[int, int]]:
         """Cut columns [first, last) into those that there is room for: first column, and last one excluded."""

@@ -26,16 +26,11 @@ GROUP = 8
 
 
 class PairLogits(NamedTuple):
-    """Both heads' logits of some tokens and whole tiles of columns: the student's are the first of two.
+    """Both heads' logits of some tokens and whole tiles of columns: the student's are the first of two."""
 
-    Attributes:
-        z_2RC: [2, R, B tiles of columns], fp16 or fp32: relative to ``top_2BR``.
-        top_2BR: [2, B, R] fp32: the largest logit of each row in each tile; -inf where no logit is finite.
-        spent: [1] int32, where they are kept for backward: whether one turned the student's into gradients. Else [0].
-    """
-
-    z_2RC: torch.Tensor
-    top_2BR: torch.Tensor
+    z_2RC: torch.Tensor  # [2, R, B tiles of columns], fp16 or fp32: relative to ``top_2BR``
+    top_2BR: torch.Tensor  # [2, B, R] fp32: the largest logit of each row in each tile; -inf where no logit is finite
+    # [1] int32, where they are kept for backward: whether one turned the student's into gradients. Else [0].
     spent: torch.Tensor
 
     def gradient(self, dtype: torch.dtype) -> torch.Tensor:
