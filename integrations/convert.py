@@ -88,8 +88,8 @@ def revert(model: Any) -> Any:
 def require(model: Any) -> None:
     """Raise unless this model's loss comes from hidden states.
 
-    Before the first forward in training this can tell only whether a head was converted. After one it can tell whether the head
-    was asked for its loss, too. ``model`` may be wrapped, by DDP, FSDP, DeepSpeed or PEFT.
+    Before the first forward in training this can tell only whether a head was converted, after one whether the head was asked
+    for its loss, too. ``model`` may be wrapped, by DDP, FSDP, DeepSpeed or PEFT.
 
     Raises:
         RuntimeError: No head is converted; or forwards in training have ended, and other code computed the loss of all of them.

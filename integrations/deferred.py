@@ -393,7 +393,8 @@ def _cross_entropy(
     )
     if input._vocab_size != task.shard.vocab_size:
         call["shard"] = dataclasses.replace(task.shard, vocab_size=input._vocab_size)
-    return task.outside(input._ask(lambda head, hidden: task.inside(head, hidden, target, call)))
+    answer = input._ask(lambda head, hidden: task.loss(head, hidden, target, **call))
+    return task.keep(answer, target != ignore_index) if isinstance(answer, tuple) else answer
 
 
 @dataclasses.dataclass(eq=False)
@@ -469,20 +470,13 @@ class Task:
                 "give the model labels, in place of a compute_loss_func or a loss of the training loop"
             )
 
-    def inside(self, head: Any, hidden: Tensor, target: Tensor, call: dict[str, Any]) -> Any:
-        """Return what the head's forward returns for a loss. All that is differentiated goes through it, by FSDP's hooks."""
-        return self.loss(head, hidden, target, **call)
-
-    def outside(self, answer: Any) -> Tensor:
-        """Return the loss from what ``inside`` returned and the hooks of the head may have wrapped."""
-        return answer
-
     def aux(self) -> tuple[str, ...]:
         """Return which outputs of ``linear_cross_entropy`` besides the loss ``keep`` has a use for."""
         return ()
 
-    def keep(self, output: LinearCrossEntropyOutput, valid: Tensor) -> None:
-        """Look at what a loss was made of, where ``aux`` names something; ``valid`` says which labels are not ignored."""
+    def keep(self, output: LinearCrossEntropyOutput, valid: Tensor) -> Tensor:
+        """Return the loss, having looked at what it was made of; ``valid`` says which labels are not ignored."""
+        return output.loss
 
     def loss(
         self,
@@ -500,7 +494,7 @@ class Task:
 
         The options' label smoothing and z-loss are for training: evaluation's loss is comparable with any other.
         """
-        options, aux = self.options, self.aux()
+        options = self.options
         if training:
             self.num_losses = one_more(self.num_losses)
             label_smoothing = label_smoothing or options.label_smoothing
@@ -509,7 +503,7 @@ class Task:
         hidden, weight, bias = peft.operands(head, hidden)
         if seal is not None:
             seal.read(weight, bias)
-        output: Any = linear_cross_entropy(
+        return linear_cross_entropy(
             hidden,
             weight,
             target,
@@ -519,13 +513,9 @@ class Task:
             grad_filter=options.grad_filter,
             backend=options.backend,
             workspace_bytes=options.workspace_bytes,
-            return_aux=aux or False,
+            return_aux=self.aux() or False,
             **call,
         )
-        if not aux:
-            return output
-        self.keep(output, target != call["ignore_index"])
-        return output.loss
 
     def require(self, name: str) -> None:
         """Raise if forwards in training have ended, and none asked the head for its loss."""

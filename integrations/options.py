@@ -1,7 +1,7 @@
 """The options that every adapter shares, and the one place that reads them from names and numbers.
 
-A section of ds_config, flags of a command line and keyword arguments hold the same keys: ``filter``, ``filter_eps``, ... An
-adapter's ``Options`` is a subclass whose further fields are further keys; ``KEYS`` says what each key may be.
+A section of ds_config, flags of a command line and keyword arguments hold the same keys, of which ``KEYS`` says what each may
+be. An adapter's ``Options`` is a subclass whose further fields are further keys.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class Options:
 
     @classmethod
     def known(cls) -> list[str]:
-        """Return the keys that ``read`` knows: those of the filter, and the names of the other fields."""
         fields = [field.name for field in dataclasses.fields(cls)]
         return [key for key in KEYS if key.startswith("filter") or key in fields]
 
@@ -130,5 +129,5 @@ class ModelOptions(TrainOptions):
 
 
 def _is(kind: str, value: Any) -> bool:
-    """Return whether a value is of one of the five kinds; true and false are no numbers."""
+    """Return whether a value is of a kind; true and false are no numbers."""
     return isinstance(value, _TYPES[kind]) and (kind == SWITCH or not isinstance(value, bool))

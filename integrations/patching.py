@@ -1,7 +1,6 @@
 """The installer under TRL, verl and NeMo-RL: a function of ours in the place of another package's, and back.
 
-Each of the three asks one function of its own for log-probabilities. Other modules of the package may have imported that
-function by name, so ``Patch`` replaces it in all of them.
+Other modules of the package may have imported that function by name, so ``Patch`` replaces it in all of them.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Patch:
             backend, workspace_bytes: As in ``linear_log_probs``.
 
         Raises:
-            ImportError: The package is missing.
-            RuntimeError: The package's function is another than the one that is known here.
+            ImportError, RuntimeError: The package is missing; or its function is another than the one that is known here.
             ValueError: A value is not allowed.
         """
         options = Options.read({"backend": backend, "workspace_bytes": workspace_bytes}, spell=str)

@@ -103,7 +103,6 @@ class CCELoss(ChunkedLossWrapper):
 
 
 def _local(pred: Tensor) -> Tensor:
-    """Return the hidden states as a plain tensor whose gradient is this rank's part."""
     if not isinstance(pred, DTensor):
         return pred
     if any(not isinstance(placement, Replicate) for placement in pred.placements):
@@ -138,11 +137,7 @@ def _forward(head: Any, ask: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 @override(target=BaseLoss.Config, fqns=["loss", "*.loss"], description="the loss from hidden states, without logits")
 def cce_loss(config: BaseLoss.Config, **keys: Any) -> CCELoss.Config:
-    """Replace the config of a chunked cross-entropy. All other losses are matched too, so as to be refused.
-
-    Raises:
-        ValueError: The loss needs logits, or is graph_trainer's; or a key is unknown or its value not allowed.
-    """
+    """Replace the config of a chunked cross-entropy. ValueError: another loss, or a key or value that is not allowed."""
     if type(config) is not ChunkedLossWrapper.Config:
         raise ValueError(
             f"cce_loss replaces ChunkedLossWrapper.Config alone, got {type(config).__qualname__}: the trainer gives the head "

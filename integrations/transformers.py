@@ -53,25 +53,13 @@ class Task(deferred.Task):
         changed = super().leave(model, args, kwargs, output)
         return changed if parts is None or output is None else _fused_output(parts, kwargs, output)
 
-    def inside(self, head: Any, hidden: Tensor, target: Tensor, call: dict[str, Any]) -> Any:
-        # TRL differentiates the log-probabilities. ZeRO-3 gathers the weight for backward only of what the head returned.
-        loss = super().inside(head, hidden, target, call)
-        return loss if self.parts is None else (loss, self.parts[-1].nll)
-
-    def outside(self, answer: Any) -> Tensor:
-        if self.parts is None:
-            return answer
-        loss, nll = answer
-        self.parts[-1] = self.parts[-1]._replace(nll=nll)
-        return loss
-
     def aux(self) -> tuple[str, ...]:
         return super().aux() if self.parts is None else (*super().aux(), "nll", "entropy", "label_is_max")
 
-    def keep(self, output: LinearCrossEntropyOutput, valid: Tensor) -> None:
-        super().keep(output, valid)
+    def keep(self, output: LinearCrossEntropyOutput, valid: Tensor) -> Tensor:
         if self.parts is not None:
             self.parts.append(output)
+        return super().keep(output, valid)
 
 
 def _serves(model: nn.Module) -> bool:

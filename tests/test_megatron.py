@@ -17,7 +17,7 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -695,63 +695,6 @@ def the_end_of_a_model_can_be_called_alone() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(each.sum(), hidden)[0] for each in losses))
 
 
-def the_head_is_outside_of_the_fp8_of_layers() -> None:
-    """The context that Megatron opens around layers in fp8, here a stand-in for Transformer Engine's, is closed by then."""
-    from megatron.core.transformer import multi_token_prediction, transformer_block
-
-    if OLDEST:
-        return  # it imports Transformer Engine there
-    modules: list[Any] = [transformer_block, multi_token_prediction]
-    depth, seen = [0], {"opened": 0, "losses": 0}
-
-    @contextlib.contextmanager
-    def fp8_context(*_: Any, **__: Any) -> Any:
-        depth[0] += 1
-        seen["opened"] += 1
-        yield
-        depth[0] -= 1
-
-    compute = loss.linear_cross_entropy
-
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        assert depth == [0] and args[1].dtype == torch.bfloat16
-        seen["losses"] += 1
-        return compute(*args, **kwargs)
-
-    model = build(Case(mtp=1, dtype=torch.bfloat16), fp8="hybrid")[0].bfloat16()
-    inputs, labels = batch(model)
-    expected = model(**inputs, labels=labels.clamp(0, VOCAB - 1))
-    cce.convert(model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss, "linear_cross_entropy", outside)
-        for module in modules:
-            patch.setattr(module, "get_fp8_context", fp8_context)
-        losses = model(**inputs, labels=labels.clamp(0, VOCAB - 1))
-    assert seen["opened"] >= len(modules) and seen["losses"] == 2
-    torch.testing.assert_close(losses, expected, rtol=2e-2, atol=0)
-
-
-def layers_can_be_replayed_from_graphs() -> None:
-    """By Megatron's own code for that, with the layer itself in place of its graph; the head is in none."""
-    models, replayed = [build(Case())[0] for _ in range(2)], [0]
-
-    class Graphs:
-        def __call__(self, layer: Any, args: Any, kwargs: Any) -> Any:
-            replayed[0] += 1
-            return layer.forward(*args, **kwargs)
-
-        def set_is_first_microbatch(self, _: bool) -> None: ...
-
-    for model in models:
-        model.config.cuda_graph_impl = "local"
-        for layer in model.decoder.layers:
-            if not hasattr(layer, "_should_call_local_cudagraph"):
-                return  # before 0.15
-            layer.cudagraph_manager = Graphs()
-    assert_same_step(*models)
-    assert replayed == [4]
-
-
 def others_get_the_logits_that_they_want() -> None:
     """A loss of the instance's own, as distillation has, and one computed from logits, as in reinforcement learning."""
     model = one_model(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="cce")
@@ -941,13 +884,11 @@ def the_flag_converts_what_is_built() -> None:
 
 
 def megatrons_parser_takes_our_flags() -> None:
-    import typing
-
     from megatron.core.transformer import TransformerConfig
 
     cce.install()
     cce.uninstall()
-    choices = typing.get_args(TransformerConfig.__dataclass_fields__["cross_entropy_fusion_impl"].type)
+    choices = get_args(TransformerConfig.__dataclass_fields__["cross_entropy_fusion_impl"].type)
     assert choices in ((), ("native", "te", "cce"))  # before Megatron-LM 0.16 the parser has its own list
     parser = argparse.ArgumentParser()
     parser.add_argument("--cross-entropy-fusion-impl", default="native", choices=["native", "te"])
@@ -971,8 +912,6 @@ CHECKS = (
     padding_rows_can_be_masked,
     the_weight_is_there_only_between_the_heads_hooks,
     the_end_of_a_model_can_be_called_alone,
-    the_head_is_outside_of_the_fp8_of_layers,
-    layers_can_be_replayed_from_graphs,
     others_get_the_logits_that_they_want,
     a_loss_that_is_not_ours_is_told,
     an_output_processor_gets_logits,

@@ -37,11 +37,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
 def install() -> None:
     """Have ``deepspeed.initialize`` itself read the section ``"cce_dist"`` of ds_config, as ``initialize`` does.
 
-    Frameworks that call ``deepspeed.initialize`` (Trainer, Accelerate, TRL, your own) then need no change. Call it anywhere
-    before they do; a second call changes nothing. Code that did ``from deepspeed import initialize`` before keeps the old one.
-
-    Raises:
-        ImportError: deepspeed is missing.
+    Call it before Trainer, Accelerate, TRL or your own framework calls that; a second call changes nothing. Code that did
+    ``from deepspeed import initialize`` before keeps the old one. ImportError: deepspeed is missing.
     """
     deepspeed: Any = _deepspeed()
     original = deepspeed.initialize
@@ -100,11 +97,8 @@ def _initialize(original: Callable, args: tuple, kwargs: dict) -> tuple:
 def convert(engine: Any, options: Options | None = None) -> Any:
     """Have the model of an engine compute its loss from hidden states, and return the engine. ``initialize`` calls this.
 
-    The first rank of those with a head says so in a line: by the logger ``cce_dist``, at level WARNING, because DeepSpeed's
-    logger drops all that is below.
-
-    Raises:
-        ValueError: The model has no head that can be taken over.
+    The first rank of those with a head says so in a line of the logger ``cce_dist``. ValueError: the model has no head that can
+    be taken over.
     """
     options = options or Options()
     if hasattr(engine, "cce_heads"):
@@ -124,8 +118,8 @@ def convert(engine: Any, options: Options | None = None) -> Any:
 def require(engine: Any) -> None:
     """Raise unless this engine's loss comes from hidden states: plain ``deepspeed.initialize`` ignores the section silently.
 
-    Before the first forward in training this can tell only whether a head was converted. After one it can tell whether the
-    head was asked for its loss, too. A stage of a pipeline without a head has nothing to tell of.
+    Before the first forward in training this can tell only whether a head was converted, after one whether the head was asked
+    for its loss, too. A stage of a pipeline without a head has nothing to tell of.
 
     Raises:
         RuntimeError: ``initialize`` of this module did not make the engine, or its ds_config does not enable us; or forwards
@@ -166,7 +160,6 @@ def _loss_of_either(whole: Callable, local: Callable, logits: Any, *args: Any, *
 
 
 def _join(engine: Any, group: dist.ProcessGroup | None) -> None:
-    """Give the layers of a split vocabulary their group."""
     for layer in split_layers(engine.module):
         layer.rows.join(group)
 
@@ -190,7 +183,6 @@ def _sequence_group(engine: Any) -> tuple[dist.ProcessGroup, int]:
 
 
 def _check(model: Any, config: dict, mpu: Any, options: Options) -> None:
-    """Raise on what cannot be taken over, before DeepSpeed builds anything."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
     if any(isinstance(module, Head) for module in model.modules()):

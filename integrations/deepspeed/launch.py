@@ -15,8 +15,8 @@ from cce_dist.integrations.options import SECTION
 def main(argv: list[str] | None = None) -> None:
     """Run a training script after ``install()``, and say at its end if no ds_config had the section enabled.
 
-    The script finds the modules that it would find under ``python SCRIPT ...``: those of its own folder first. A
-    ``--local_rank`` before the script's name, where DeepSpeed's launcher puts it, goes to the script.
+    The script finds the modules of its own folder first, as under ``python SCRIPT ...``. A ``--local_rank`` before the script's
+    name, where DeepSpeed's launcher puts it, goes to the script.
     """
     parser = argparse.ArgumentParser(
         prog="python -m cce_dist.integrations.deepspeed",

@@ -22,8 +22,7 @@ class CCEHead(nn.Linear):
     The initial rows differ between ranks that are seeded alike, and depend on the number of ranks.
 
     Args:
-        hidden_size: D.
-        vocab_size: V. Shards have equal sizes, but the last ones are smaller where the ranks do not divide V.
+        hidden_size, vocab_size: D, V. Shards have equal sizes, but the last ones are smaller where the ranks do not divide V.
         tp_rank, tp_size: This is shard tp_rank of tp_size.
         bias, device, dtype: Those of ``nn.Linear``.
     """

@@ -81,26 +81,27 @@ class Task(transformers.Task):
                 "of the training loop"
             )
 
-    def loss(self, head: Any, hidden: Tensor, target: Tensor, **call: Any) -> Tensor:
+    def loss(self, head: Any, hidden: Tensor, target: Tensor, **call: Any) -> Any:
         if self.sequence_group is None or call["reduction"] != "mean":
             return super().loss(head, hidden, target, **call)
         num_tokens = (target != call["ignore_index"]).sum()
         dist.all_reduce(num_tokens, group=self.sequence_group)
-        num_tokens.clamp_(min=1)
-        loss = super().loss(head, hidden, target, num_tokens=num_tokens, **call)
+        output = super().loss(head, hidden, target, num_tokens=num_tokens.clamp_(min=1), **call)
+        loss = output.loss if isinstance(output, tuple) else output
         whole = loss.detach().clone()
         dist.all_reduce(whole, group=self.sequence_group)
         part = self.sequence_scale * loss  # each rank differentiates its part of the mean
-        return part + (whole - part.detach())
+        loss = part + (whole - part.detach())
+        return output._replace(loss=loss) if isinstance(output, tuple) else loss
 
     def aux(self) -> tuple[str, ...]:
         stats = () if self.options.grad_filter is None else ("filter_stats",)
         return (*super().aux(), *(("nll", "z_loss", "entropy", *stats) if self.options.report else ()))
 
-    def keep(self, output: LinearCrossEntropyOutput, valid: Tensor) -> None:
-        super().keep(output, valid)
+    def keep(self, output: LinearCrossEntropyOutput, valid: Tensor) -> Tensor:
         if self.options.report:
             self.report(output, valid)
+        return super().keep(output, valid)
 
     @torch.no_grad()
     def report(self, output: Any, valid: Tensor) -> None:

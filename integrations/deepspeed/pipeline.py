@@ -23,14 +23,10 @@ from cce_dist.integrations.options import SECTION
 def layer_weights(weights: Sequence[float]) -> Iterator[None]:
     """Have a PipelineModule that is made inside, with ``partition_method="parameters"``, balance these weights of its layers.
 
-    DeepSpeed counts parameters, and so weighs an embedding like the head, and a head whose loss filters like one that does not.
-    ``cce-dist plan`` prints weights. The module itself is as DeepSpeed makes it.
+    DeepSpeed counts parameters, and so weighs an embedding like the head. ``cce-dist plan`` prints weights.
 
     Args:
-        weights: One for each layer of the module, in order; not negative.
-
-    Raises:
-        ValueError: The module made inside has another number of layers.
+        weights: One for each layer of the module, in order; not negative. ValueError if the number of layers is another.
     """
     from deepspeed.pipe import PipelineModule
 
@@ -55,7 +51,6 @@ def is_pipeline(module: Any) -> bool:
 
 
 def check(module: Any, options: Options) -> None:
-    """Raise if a pipeline cannot be taken over, before DeepSpeed builds an engine of it."""
     if hasattr(module, "phase_funcs"):
         raise ValueError("cce_dist does not support DualPipeV; use a PipelineModule")
     for key in ("head", "sequence_mean"):
@@ -74,21 +69,23 @@ def convert(engine: Any, options: Options) -> dict[str, Task]:
             module.get_additional_losses = lambda: dict.fromkeys(options.reported())
         return {}
     head = module.forward_funcs[-1]
-    owner = head.args[0] if isinstance(head, functools.partial) else head
+    tied = isinstance(head, functools.partial)
+    owner = head.args[0] if tied else head
+    name = f"tied to {type(owner).__name__}" if tied else type(owner).__name__
     task = _PipelineTask(options, shard_of(owner), engine=weakref.ref(engine))
-    if isinstance(head, functools.partial):
+    if tied:
         _check_tied(head)
-        head = module.forward_funcs[-1] = _TiedHead(head, task)
-        name = f"tied to {type(owner).__name__}"
+        module.forward_funcs[-1] = lambda hidden: hidden if task.deferring() else head(hidden)
     else:
         take(head, task)
-        name = type(head).__name__
-    module.loss_fn = _PipelineLoss(module.loss_fn, head, task)
+    module.loss_fn = _PipelineLoss(module.loss_fn, task)
 
     def pass_weight_through(module: nn.Module, inputs: tuple, hidden: Any) -> Any:
-        if torch.is_grad_enabled() and task.deferring():
-            task.num_forwards += module.training
-            hidden, weight, bias = _Together.apply(hidden, owner.weight, getattr(owner, "bias", None))
+        if task.deferring():
+            weight, bias = owner.weight, getattr(owner, "bias", None)
+            if torch.is_grad_enabled():
+                task.num_forwards += module.training
+                hidden, weight, bias = _Together.apply(hidden, weight, bias)
             hidden.cce_head = _PassedHead(weight, bias, module.training)
             return hidden
 
@@ -116,25 +113,8 @@ class _PipelineTask(Task):
 
 
 @dataclasses.dataclass
-class _TiedHead:
-    """The last layer of a pipeline where it is a function of a module that it is tied to."""
-
-    function: functools.partial
-    task: Task
-
-    @property
-    def training(self) -> bool:
-        return self.function.args[0].training
-
-    def __call__(self, hidden: Tensor, ask: Callable | None = None) -> Tensor:
-        if ask is not None:
-            return ask(self.function.args[0], hidden)
-        return hidden if self.task.deferring() else self.function(hidden)
-
-
-@dataclasses.dataclass
 class _PassedHead:
-    """A head whose parameters have gone through ``_Together``."""
+    """A head whose parameters have gone through ``_Together``; it travels with the hidden states."""
 
     weight: Tensor
     bias: Tensor | None
@@ -165,13 +145,11 @@ class _PipelineLoss:
     """The user's ``loss_fn``, given what the last layer returns as logits."""
 
     loss_fn: Callable
-    head: Any
     task: Task
 
-    def __call__(self, outputs: Tensor, labels: Any) -> Any:
+    def __call__(self, outputs: Any, labels: Any) -> Any:
         if self.task.deferring():
-            head = getattr(outputs, "cce_head", self.head)
-            return self.loss_fn(TensorLogits(head, self.task, outputs), labels)
+            return self.loss_fn(TensorLogits(outputs.cce_head, self.task, outputs), labels)
         if self.task.shard.group is not None:
             raise ValueError(
                 "cce_dist: eval_batch(return_logits=True) of a split vocabulary returns this rank's logits, of which there is "
@@ -181,7 +159,6 @@ class _PipelineLoss:
 
 
 def _check_last_layer(spec: Any) -> None:
-    """Raise if the last layer of a pipeline is no head; every stage knows the layer as a specification."""
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     kind = spec.typename if isinstance(spec, LayerSpec) else type(spec)

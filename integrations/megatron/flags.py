@@ -21,11 +21,10 @@ _defaults: dict[str, Any] = {}  # what the launcher has read, for a parser of th
 def install(options: Options | None = None, every_model: bool = False) -> None:
     """Make ``cross_entropy_fusion_impl="cce"`` mean this module, in ``TransformerConfig`` and on the command line.
 
-    One function of Megatron is wrapped, ``LanguageModule.setup_embeddings_and_output_layer``, with which every language model
-    ends its construction. "cce" is added to the values of ``cross_entropy_fusion_impl``, from which the argument parser takes
-    its choices (Megatron-LM >= 0.16; before that ``add_arguments`` adds it). The value counts with or without
-    ``cross_entropy_loss_fusion``. ``--deterministic-mode`` refuses that switch, but works with the value alone: this loss is
-    deterministic. A second call replaces the options.
+    ``LanguageModule.setup_embeddings_and_output_layer``, with which every language model ends its construction, is wrapped.
+    "cce" is added to the values of ``cross_entropy_fusion_impl``, from which the argument parser takes its choices (Megatron-LM
+    >= 0.16; before that ``add_arguments`` adds it). The value counts with or without ``cross_entropy_loss_fusion``, which
+    ``--deterministic-mode`` refuses. A second call replaces the options.
 
     Args:
         options: Options of the models that are built from now on. None: the flags of ``add_arguments`` where Megatron's
@@ -105,8 +104,8 @@ def options_from_args(args: argparse.Namespace) -> Options:
 def main(argv: list[str] | None = None) -> None:
     """Run a training script with every language model that it builds converted.
 
-    The script finds the modules that it would find under ``python SCRIPT ...``: those of its own folder first. Its folder
-    comes first for this package, too, and megatron-core is thus that of the Megatron-LM folder of the script.
+    The script finds the modules of its own folder first, as under ``python SCRIPT ...``; megatron-core is thus that of the
+    Megatron-LM folder of the script, for this package, too.
     """
     parser = argparse.ArgumentParser(
         prog="python -m cce_dist.integrations.megatron",

@@ -24,9 +24,9 @@ FLAG = "cce"  # the value of cross_entropy_fusion_impl that means us
 def convert(model: Any, options: Options | None = None) -> Any:
     """Have a built model compute its loss from hidden states.
 
-    Nothing else of it changes: its parameters, their names, ``state_dict`` and ``sharded_state_dict`` stay. A stage without
-    a head is left alone, so every rank makes the same call. Best before DDP or FSDP wraps the model; after works, too, but
-    FSDP2 shards modules by class. One rank says in a line that the loss is in use: the logger ``cce_dist``, at level WARNING.
+    Its parameters, their names, ``state_dict`` and ``sharded_state_dict`` stay. A stage without a head is left alone, so every
+    rank makes the same call. Best before DDP or FSDP wraps the model; after works, too, but FSDP2 shards modules by class. One
+    rank says in a line that the loss is in use: the logger ``cce_dist``, at level WARNING.
 
     Args:
         model: A language model of megatron-core (GPT, Mamba, Hybrid), one that contains one, wrapped in DDP and
@@ -75,11 +75,8 @@ def revert(model: Any) -> Any:
 def require(model: Any) -> None:
     """Raise unless this model's loss comes from hidden states.
 
-    Before the first forward in training this can tell only whether the head was converted. After one it can tell whether the
-    head was asked for its loss, too. A stage without a head has nothing to tell of, so every rank makes the same call.
-
-    Args:
-        model: As of ``convert``.
+    Before the first forward in training this can tell only whether the head was converted, after one whether the head was asked
+    for its loss, too. A stage without a head has nothing to tell of, so every rank makes the same call.
 
     Raises:
         RuntimeError: A head is not converted; or forwards in training have ended, and other code computed the loss of all.
@@ -162,7 +159,7 @@ class Task(deferred.Task):
 
     @contextlib.contextmanager
     def call(self, deferring: bool) -> Iterator[None]:
-        """Have the head defer its logits, or not, until the end of a block or, as a decorator, in each call of a function."""
+        """Have the head defer its logits, or not, in a block or, as a decorator, in each call of a function."""
         self.calls.append(deferring)
         try:
             yield
@@ -229,7 +226,6 @@ def _deferring(model_class: type, name: str, function: Callable) -> Callable:
 
 
 def _refuse(model: Any, head: Any) -> None:
-    """Raise if this model's head cannot be taken over."""
     reason = None
     if getattr(model, "lm_head", None) is not None:
         reason = "its head is an lm_head with a bias or layers of its own; GPT, Mamba and Hybrid models are supported"
@@ -315,7 +311,6 @@ def _tp_group(head: Any) -> dist.ProcessGroup:
 
 
 def _speaks(task: Task) -> bool:
-    """Return whether this rank is the first of those that hold the first shard of a model's head."""
     from megatron.core import parallel_state
 
     first = task.shard.start == 0
