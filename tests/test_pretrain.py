@@ -244,6 +244,12 @@ def test_a_wrong_option_is_one_line(
     assert message in line and ("token" in message or not list(tmp_path.iterdir()))
 
 
+def test_an_out_that_cannot_be_made_is_one_line(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain(cache, Path("o" * 300)) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "File name too long" in line
+
+
 def test_plot_overlays_runs(exact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figure = tmp_path / "both.png"
     assert cli.main(["plot", str(exact_run), str(exact_run / "metrics.jsonl"), "-o", str(figure)]) == 0

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import pickle
 import re
 import shutil
 import warnings
@@ -51,7 +50,12 @@ def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: d
             try:
                 return act()
             except (OSError, dcp.CheckpointException) as error:
-                raise _failure(error, final) from error
+                wrapped = isinstance(error, dcp.CheckpointException)
+                cause = next(iter(error.failures.values()))[0] if wrapped else error
+                found = durable.why_not(cause, folder)
+                reason = str(cause) if found is None else found.strerror or str(found)
+                passing = found is not None and may_pass(found)
+                raise CheckpointError(f"cannot write checkpoint {final}: {reason}", passing) from error
 
         return ranks.together(attempt)
 
@@ -78,7 +82,7 @@ def load(
 ) -> dict[str, Any] | None:
     """Restore model and optimizer from the newest whole checkpoint; return its state, or None where there is none.
 
-    ``same`` is what a run and its resumption must have in common. Where a value is a set, any of its elements will do.
+    ``same`` is what a run and its resumption must have in common.
 
     Raises:
         UsageError: ``same`` differs from ``state["same"]``, or all checkpoints are damaged or gone; on every rank.
@@ -128,34 +132,20 @@ def read_tensors(folder: Path, tensors: dict[str, Any]) -> None:
     """Read into the tensors, in place."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        try:
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
-        except dcp.CheckpointException as error:
-            reason = next(iter(error.failures.values()))[0]
-            raise _unreadable(folder, reason) from error
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
 
 
 def _load(path: Path, load_tensors: Callable[[Path], None], same: dict[str, Any]) -> dict[str, Any]:
-    try:
-        state = torch.load(path / STATE, weights_only=True)
-        there = state["same"]
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise _unreadable(path, error) from error
-    differing = []
-    for name, ours in same.items():
-        if there.get(name) not in (ours if isinstance(ours, set) else [ours]):
-            ours = ", ".join(sorted(map(str, ours))) if isinstance(ours, set) else ours
-            differing.append(f"{name} {there.get(name)} there, {ours} here")
+    state = torch.load(path / STATE, weights_only=True)
+    there = state["same"]
+    differing = [
+        f"{name} {there.get(name)} there, {ours} here" for name, ours in same.items() if there.get(name) != ours
+    ]
     if differing:
         reason = f"is of another run ({'; '.join(differing)})"
         raise UsageError(f"checkpoint {path} {reason}: use another --out or --no-resume")
     load_tensors(path)
     return state
-
-
-def _unreadable(path: Path, reason: BaseException) -> UsageError:
-    text = str(reason).strip() or type(reason).__name__
-    return UsageError(f"cannot read checkpoint {path}: {text.splitlines()[0]}")
 
 
 def _candidates(folder: Path) -> list[Path]:
@@ -230,13 +220,3 @@ def _publish(scratch: Path, final: Path, keep: int, sums: dict[str, list[Any]]) 
     for old in finished[: -max(keep, 1)]:
         with contextlib.suppress(OSError):
             _delete(old)
-
-
-def _failure(error: BaseException, final: Path) -> CheckpointError:
-    """Return what is said of a checkpoint that could not be written."""
-    cause: BaseException = error
-    if isinstance(error, dcp.CheckpointException):
-        cause = next(iter(error.failures.values()))[0]
-    found = durable.why_not(cause, final.parent)
-    reason = str(cause) if found is None else found.strerror or str(found)
-    return CheckpointError(f"cannot write checkpoint {final}: {reason}", found is not None and may_pass(found))

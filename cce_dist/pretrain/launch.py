@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import dataclasses
 import os
 import signal
 import socket
@@ -40,7 +39,6 @@ from cce_dist.pretrain.exits import (
     speaks_for_all,
     tell_torchrun,
 )
-from cce_dist.pretrain.log import check_writers
 from cce_dist.pretrain.ranks import Ranks, check_gpus, join
 from cce_dist.pretrain.recipe import ENGINES, MEGATRON_FUSED, Recipe
 from cce_dist.pretrain.stop import SIGNALS, Notice
@@ -53,7 +51,6 @@ def launch(args: argparse.Namespace) -> int:
     try:
         recipe = read_recipe(args)
         check_engine(recipe)
-        check_writers(recipe)
         recipe.check_sizes()
     except UsageError as error:
         code = _report(error) if speaks_for_all() else HOPELESS
@@ -210,7 +207,6 @@ def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
 
 def train_on(recipe: Recipe, ranks: Ranks, folder: Path, notice: Notice | None = None) -> float:
     """Train on the corpus in ``folder`` with the engine that the recipe names; see ``train``."""
-    dataclasses.replace(recipe, tp=ranks.tp, dp=ranks.dp, pp=ranks.pp).check_sizes()
     corpus = data.Corpus(folder)
     batches, held_out = (
         data.Batches(ids, recipe.shape.seq_len, recipe.seed) for ids in (corpus.train, corpus.held_out)
@@ -222,37 +218,37 @@ def train_on(recipe: Recipe, ranks: Ranks, folder: Path, notice: Notice | None =
 
 
 def check_engine(recipe: Recipe) -> None:
-    """Raise ``UsageError`` where the recipe asks for what its engine cannot do here."""
-    engine, stage = recipe.engine, recipe.zero_stage
+    """Raise ``UsageError`` where the recipe asks for what its engine cannot do here, or for a package that is not here."""
+    engine, stage, filters = recipe.engine, recipe.zero_stage, recipe.grad_filter is not None
+    uneven = recipe.num_ranks % recipe.nodes != 0 and recipe.ranks_per_node is None
     problems = {
         f"--loss {MEGATRON_FUSED} needs --engine megatron": recipe.loss == MEGATRON_FUSED and engine != "megatron",
-        f"--filter-eps and --filter-always need a --loss that filters, not {recipe.loss}": recipe.grad_filter is None
+        f"--filter-eps and --filter-always need a --loss that filters, not {recipe.loss}": not filters
         and (recipe.filter_always or recipe.filter_eps != GradFilter.eps),
         "--layers-per-stage needs --pp": recipe.layers_per_stage != "even" and recipe.pp == 1,
         "--zero-stage needs --engine deepspeed": stage > 1 and engine != "deepspeed",
         "--pp needs --engine megatron or deepspeed": recipe.pp > 1 and engine == "torch",
         "--compile is for --engine torch": recipe.compile and engine != "torch",
-        "--engine megatron needs GPUs: megatron-core's schedules and buffers are theirs": (
-            engine == "megatron" and recipe.device == "cpu"
-        ),
+        "--engine megatron needs GPUs": engine == "megatron" and recipe.device == "cpu",
         "--capture is for --engine torch on one rank (--tp 1)": bool(recipe.capture)
         and (engine != "torch" or recipe.num_ranks > 1),
         "--meet HOST:PORT is needed for several nodes": recipe.nodes > 1 and recipe.meet is None,
-        f"--nodes {recipe.nodes} cannot share {recipe.num_ranks} ranks: --ranks-per-node says how many are here": (
-            recipe.num_ranks % recipe.nodes != 0 and recipe.ranks_per_node is None
-        ),
+        f"--nodes {recipe.nodes} cannot share {recipe.num_ranks} ranks: --ranks-per-node says how many are here": uneven,
         "--sequence-parallel is not for --engine deepspeed": recipe.sequence_parallel and engine == "deepspeed",
         "--zero-stage 2 and 3 need --pp 1 and --tp 1": stage > 1 and (recipe.pp > 1 or recipe.tp > 1),
-        "--engine megatron needs megatron-core: pip install 'cce-dist[megatron]'": (
-            engine == "megatron" and (find_spec("megatron") is None or find_spec("megatron.core") is None)
-        ),
-        "--engine deepspeed needs deepspeed: pip install 'cce-dist[deepspeed]'": (
-            engine == "deepspeed" and find_spec("deepspeed") is None
-        ),
     }
     for text, is_so in problems.items():
         if is_so:
             raise UsageError(text)
+    packages = {
+        "--engine megatron needs megatron-core": ("megatron.core", "'cce-dist[megatron]'", engine == "megatron"),
+        "--engine deepspeed needs deepspeed": ("deepspeed", "'cce-dist[deepspeed]'", engine == "deepspeed"),
+        "--tensorboard needs tensorboard": ("tensorboard", "tensorboard", recipe.tensorboard),
+        "--wandb needs wandb": ("wandb", "wandb", recipe.wandb is not None),
+    }
+    for text, (module, package, asked) in packages.items():
+        if asked and (find_spec(module.partition(".")[0]) is None or find_spec(module) is None):
+            raise UsageError(f"{text}, which is not installed: pip install {package}")
 
 
 def _report(error: BaseException) -> int:

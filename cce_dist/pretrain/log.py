@@ -6,14 +6,12 @@ import errno
 import hashlib
 import json
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from cce_dist.pretrain import durable
-from cce_dist.pretrain.exits import UsageError
 from cce_dist.pretrain.recipe import Recipe
 
 
@@ -82,13 +80,6 @@ class Log:
         if self._wandb is not None:
             self._wandb.finish()
         self._board = self._wandb = None
-
-
-def check_writers(recipe: Recipe) -> None:
-    """Raise ``UsageError`` where a writer that is asked for is not installed."""
-    for name, asked in (("tensorboard", recipe.tensorboard), ("wandb", recipe.wandb is not None)):
-        if asked and find_spec(name) is None:
-            raise UsageError(f"--{name} needs {name}, which is not installed: pip install {name}")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

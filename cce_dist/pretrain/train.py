@@ -95,11 +95,12 @@ class _Run:
                 self._check_finite()  # waits for the device, so the clock is right
             if logged:
                 record = self._describe(step, done, tokens, time.perf_counter() - clock)
-                self._record(lambda log, record=record: log.write(record))
+                self._record(Log.write, record)
             self._record(Log.advance)
             if judged:
                 val_loss = self._judge()
-                self._record(lambda log, step=step, loss=val_loss: _write_validation(log, step, loss))
+                self._record(Log.write, {"step": step, "split": "val", "loss": val_loss})
+                self._record(Log.note, f"step {step:>6}  val loss {val_loss:.4f}")
             if stores:
                 self._store(is_judged=judged)
             if logged or judged or stores:  # tokens_per_s is of steps alone
@@ -142,12 +143,12 @@ class _Run:
                     log.note(f"resumed with other arguments: {', '.join(other)}")
             return log
 
-    def _record(self, act: Callable[[Log], Any]) -> None:
+    def _record(self, act: Callable[..., None], *args: Any) -> None:
         """Write to the log, on the first rank. Where that fails, what stands in the file stays as it is."""
         log, self.log = self.log, None
         if log is not None:
             with self.agreement.noting(self.recipe.out / "metrics.jsonl"):
-                act(log)
+                act(log, *args)
                 self.log = log
 
     def _check_finite(self) -> None:
@@ -235,11 +236,6 @@ class _Run:
             print(f"no figure: {error}; 'cce-dist plot {recipe.out}' draws it later")
         there += [f"checkpoints/step-{self.stored:08d}"] * bool(self.stored) + ["tensorboard"] * recipe.tensorboard
         print(f"finished: {recipe.out} holds {', '.join(there)}")
-
-
-def _write_validation(log: Log, step: int, loss: float) -> None:
-    log.write({"step": step, "split": "val", "loss": loss})
-    log.note(f"step {step:>6}  val loss {loss:.4f}")
 
 
 def flops_per_token(shape: Shape) -> float:
