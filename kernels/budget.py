@@ -32,9 +32,7 @@ PARTS_BYTES = 17 << 20  # of d_hidden's last wave, at most: a tile of 128 x 256 
 TOP_STEP, RARELY, LEAST_SPARSE, TOP_PLACE_BYTES = 63, 1e-6, 8, 20
 
 FALLBACK = 128  # tokens, one tile of rows, that may be exact while others are listed; a power of 2
-MOST_COVARIANCE = (
-    1 << 25
-)  # elements of the columns that ``covariance_columns`` counts: their noise falls with both sizes
+MOST_COVARIANCE = 1 << 25  # elements of the columns that ``covariance_columns`` counts: their noise falls with both sizes
 SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a power of 2
 
 # Bytes of a listed column in backward: column, token and gradient as they are made; while they are sorted also column and
@@ -147,8 +145,8 @@ class Chunks(NamedTuple):
 def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
     """Return the least budget that keeps the exponentials of all columns.
 
-    Beside them stand hidden states and references: of all tokens, or of a group of them where d_hidden is ``alone``. Backward
-    then has its hidden states in d_hidden's own storage, and beside that the parts of d_hidden's last wave.
+    Beside them stand hidden states and references of all tokens. Where d_hidden is ``alone``, those of a group do: backward has
+    its hidden states in d_hidden's own storage, beside the parts of d_hidden's last wave.
     """
     num_tiles = cdiv(sizes.num_columns, tile_cols)
     row_bytes = _making_bytes(sizes, num_tiles)
@@ -156,11 +154,6 @@ def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
     if sizes.alone:
         beside = min(beside, max(KEPT_ROWS * row_bytes, PARTS_BYTES))
     return sizes.num_tokens * num_tiles * tile_cols * sizes.cell_bytes + beside
-
-
-def _kept_tile_bytes(sizes: Sizes, tile_cols: int) -> int:
-    """Bytes that a token's exponentials in one tile of columns take, their reference counted; of two heads twice that."""
-    return tile_cols * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads
 
 
 def _making_bytes(sizes: Sizes, num_tiles: int) -> int:
@@ -188,18 +181,19 @@ def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> in
 
 def _part_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int) -> int:
     """Return how many tiles keep their exponentials beside what the others' recomputation takes, which may be negative."""
-    # Columns that are not kept are recomputed in chunks. A chunk of ``width`` columns costs CHUNK_COST, so the chunk is widened
-    # until the next column would save more as a kept one. Hidden states and remainder of every token stand beside it.
+    # A chunk of ``width`` recomputed columns costs CHUNK_COST, so it is widened until the next column would save more as a kept
+    # one. Hidden states and remainder of every token stand beside it.
     width = math.isqrt(CHUNK_COST * sizes.num_columns)
     recompute = sizes.num_tokens * (2 * sizes.hidden_bytes + width * sizes.cell_bytes)
-    return (workspace_bytes - recompute) // (sizes.num_tokens * _kept_tile_bytes(sizes, tile_cols))
+    tile_bytes = tile_cols * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads  # of a token, its references counted
+    return (workspace_bytes - recompute) // (sizes.num_tokens * tile_bytes)
 
 
 def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> int:
     """Return the number of parts that the log-sum-exp cuts ``num_tiles`` tiles of the vocabulary into.
 
-    A quarter of the device's programs: a group of 16 row blocks then is four whole waves. Fewer where there are so many row
-    blocks that their partials would be large, more where there are so few that they would not fill the device.
+    It is a quarter of the device's programs, so that 16 row blocks are four whole waves; fewer where many row blocks would have
+    large partials, more where few would not fill the device.
     """
     row_blocks = cdiv(num_rows, tile_rows)
     wanted = max(cdiv(at_once, row_blocks), min(at_once // 4, cdiv(16 * at_once, row_blocks)))
@@ -234,14 +228,9 @@ def most_rows(sizes: Sizes, workspace_bytes: int) -> int:
 
 
 def exact_chunks(sizes: Sizes, workspace_bytes: int, kept_bytes: int, tiles: Tiles, at_once: int) -> Chunks:
-    """Split the logits' gradients so that they, hidden states and remainder fit the budget beside what is kept.
+    """Split the logits' gradients so that they, hidden states and remainder fit the budget beside the exponentials kept.
 
-    Args:
-        sizes: ``num_columns`` counts the columns that are recomputed.
-        workspace_bytes: The budget.
-        kept_bytes: Bytes of the exponentials that forward kept.
-        tiles: Tiles of the device.
-        at_once: Programs that the device runs at a time.
+    ``sizes.num_columns`` counts the columns that are recomputed. The device runs ``at_once`` programs at a time.
     """
     budget = max(workspace_bytes, LEAST_BYTES) - kept_bytes
     tile_cols = tiles.dlogits.cols
@@ -256,10 +245,9 @@ def exact_chunks(sizes: Sizes, workspace_bytes: int, kept_bytes: int, tiles: Til
 
 @lru_cache(maxsize=1024)
 def _fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_once: int, most: int) -> int:
-    """Return the width of a chunk, at most ``most``, at which its kernels' programs wait least for one another.
+    """Return the width of a chunk, at most ``most``, at which programs wait least for one another.
 
-    Programs run ``at_once`` at a time, and a last wave of a few takes as long as a full one. (d_hidden's last wave is cut: see
-    d_hidden.py.)
+    A last wave of a few programs takes as long as one of ``at_once`` (d_hidden's is cut, see d_hidden.py).
     """
 
     def waves(tile: Tile, num_rows: int, num_cols: int, inner: int) -> int:
@@ -301,17 +289,11 @@ def list_capacity(num_tokens: int, num_columns: int, workspace_bytes: int, items
 
 
 def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: int = 0) -> bool:
-    """Return whether a filter takes less time than exact gradients would, as far as sizes tell.
+    """Return whether a filter takes less time than exact gradients would, as far as the sizes of the largest shard tell.
 
-    The exact way is 3 products, and a fourth for columns whose exponentials are not kept. The filter is the forward product and
-    ``filter_seconds``, with lists of the usual length. It is not faster than its host. Another device has another rate, but the
-    answer may not depend on it, since ranks have to agree.
-
-    Args:
-        sizes: Of the largest shard.
-        keeps: The exact way may keep exponentials.
-        workspace_bytes: The budget; 0: each way's own.
-        exact_sides: How many of the two gradients are not filtered: those take the exact way's recomputation.
+    The exact way is 3 products, and a fourth for columns whose exponentials are not kept (it may keep them if ``keeps``). The
+    filter is the forward product, ``filter_seconds``, lists of the usual length, and the recomputation of ``exact_sides``, the
+    gradients that are not filtered. Rates are an H200's on every device, since ranks have to agree.
     """
     rates, num_columns = H200[sizes.itemsize], sizes.num_columns
     product = product_seconds(sizes, rates)
@@ -347,23 +329,14 @@ def filter_seconds(sizes: Sizes, workspace_bytes: int, rates: Rates, frequent: i
 
 
 def listed_seconds(sizes: Sizes, num_columns: float) -> float:
-    """Return what so many listed columns of each token take.
-
-    A column's cost grows with the width of its row, and with the vocabulary, over which ids are spread by Zipf's law.
-    """
+    """Return what so many listed columns of each token take: more with the width of rows and the number of rare ids."""
     doublings = max(0.0, math.log2(max(1, sizes.num_columns) / LISTED_OF))
     wide = FILTER_COSTS.listed_wide + FILTER_COSTS.rarer * doublings
     return sizes.num_tokens * num_columns * (FILTER_COSTS.listed + sizes.hidden_size / 1024 * wide)
 
 
 def screen_pays(sizes: Sizes) -> bool:
-    """Return whether a screen takes less time than a filter's forward pass in 16 bits, by sizes alone; ranks have to agree.
-
-    Lists are taken to have the usual length. So heads whose product is short do without.
-
-    Args:
-        sizes: Of the largest shard.
-    """
+    """Return whether a screen takes less time than a filter's forward pass in 16 bits, by the largest shard's sizes alone."""
     rates, num_columns = H200[2], sizes.num_columns
     forward, _ = filter_seconds(sizes, LEAST_DEFAULT, rates, frequent_columns(num_columns, 0.0))
     listed = min(USUAL_LIST, num_columns // COLUMNS_PER_ENTRY)
@@ -385,11 +358,8 @@ def fallback_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes
 
 
 def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int) -> Chunks:
-    """Return the tokens at a time of the filter's two forward passes: over all columns (``rows``), over frequent ones
-    (``cols``).
-
-    The first has hidden states and ``num_words`` words of marks for each of its tokens, the second hidden states alone.
-    """
+    """Return the tokens at a time of the filter's passes over all columns (``rows``), whose marks take ``num_words`` words a
+    token, and over frequent columns (``cols``)."""
     budget = max(workspace_bytes, LEAST_BYTES)
     rows = budget * 3 // 4 // (sizes.hidden_bytes + 4 * num_words)
     unit = tile_rows * group if rows >= tile_rows * group else tile_rows
@@ -400,18 +370,9 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
 def screen_chunks(
     sizes: Sizes, num_columns: int, capacity: int, workspace_bytes: int, tile_rows: int, group: int, tile_cols: int
 ) -> Chunks:
-    """Return the tokens and columns at a time of the filter's screen: both in 8 bits, with marks, beside the chunks' lists.
+    """Return the tokens and columns at a time of the filter's screen: both in 8 bits, with marks, beside lists of ``capacity``.
 
-    Half of the budget takes tokens, so that the weight is rounded as seldom as can be.
-
-    Args:
-        sizes: Of the shard.
-        num_columns: The columns of whole tiles.
-        capacity: M, from ``list_capacity``.
-        workspace_bytes: The budget.
-        tile_rows: Of the tile of the product.
-        group: Row blocks that walk the weight together.
-        tile_cols: Of the tile of the product.
+    Half of the budget takes tokens, so that the weight is rounded as seldom as can be. ``num_columns`` fill whole tiles.
     """
     room, row_bytes = max(workspace_bytes, LEAST_BYTES), _rounded_bytes(sizes)
     rows = room // 2 // row_bytes
@@ -444,8 +405,7 @@ def remainder_bytes(sizes: Sizes) -> int:
 
 
 def filter_backward_rows(sizes: Sizes, columns: int, workspace_bytes: int) -> int:
-    """Return the tokens at a time of the filter's backward: hidden states, remainder, gradients of frequent and of sampled
-    columns."""
+    """Return the tokens at a time of the filter's backward, whose gradients have so many frequent and sampled columns."""
     room, row_bytes = max(workspace_bytes, LEAST_BYTES) // 2, sizes.sum_bytes + columns * sizes.itemsize
     if keeps_remainder(sizes, workspace_bytes):
         room, row_bytes = room - remainder_bytes(sizes), sizes.hidden_bytes + columns * sizes.itemsize
@@ -471,8 +431,7 @@ class TopPlan(NamedTuple):
 def top_plan(num_columns: int, top_k: int) -> TopPlan | None:
     """Return the plan for a shard; None: the lists would hold much of it, and the largest are looked for among all logits.
 
-    The numbers of a row's top_k largest in the sample, and of the sample's columns in a list, are taken for Poisson's. A sample
-    of even steps has a narrower spread.
+    How many of a row's top_k largest are in the sample, and of the sample's columns in a list, is taken for Poisson's.
     """
     if LEAST_SPARSE * top_k > num_columns:
         return None
@@ -524,9 +483,8 @@ def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
     kept = columns_kept(sizes, workspace_bytes) if keep else 0
     kept_bytes = num_tokens * kept * sizes.itemsize
-    saved = kept_bytes + num_tokens * (
-        (8 if kept else 0) + 4 + 8 + 8 + 12
-    )  # references, order, ids, merged and statistics
+    # References, order, ids, merged and statistics.
+    saved = kept_bytes + num_tokens * ((8 if kept else 0) + 4 + 8 + 8 + 12)
 
     rows = min(num_tokens, forward_rows(sizes, workspace_bytes, kept))
     num_tiles, kept_tiles = cdiv(num_columns, tiles.lse.cols), kept // tiles.lse.cols
@@ -551,16 +509,7 @@ def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_
 def filtered_peak(
     sizes: Sizes, workspace_bytes: int, frequent_columns: int, tiles: Tiles, at_once: int, screen: Tile | None = None
 ) -> Peak:
-    """Predict what the kernels with a filter take.
-
-    Args:
-        sizes: Of the shard.
-        workspace_bytes: The budget.
-        frequent_columns: H, from ``frequent_columns``.
-        tiles: Tiles of the device.
-        at_once: Programs that the device runs at a time.
-        screen: The tile in 8 bits of a screened forward; None: it is not screened.
-    """
+    """Predict what the kernels with a filter take; ``screen`` is the tile in 8 bits of a screened forward."""
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
     capacity = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
     frequent_bytes = frequent_columns * sizes.hidden_bytes
@@ -647,8 +596,7 @@ def _again_bytes(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int)
 
 
 def bound_columns(num_outside: int, unit: int = 256) -> int:
-    """Return how many of the columns that are not frequent bound the others: 1,024 or a thirty-second if less, in whole
-    ``unit``."""
+    """Return how many columns that are not frequent bound the others: 1,024 or a thirty-second if less, in whole ``unit``."""
     return min(num_outside, max(1, round(min(1024, num_outside / 32) / unit)) * unit)
 
 

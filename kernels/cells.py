@@ -25,11 +25,7 @@ def write_cells(
     x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, first_col: int, dlogits_RV: torch.Tensor,
     scale_R: torch.Tensor | None = None,
 ) -> None:
-    """Set the cells of each token's ids among the columns from ``first_col`` on.
-
-    Args:
-        dlogits_RV: Gradients of the logits of the group; or, with ``scale_R``, what that turns into them (``kept.py``).
-    """
+    """Set the cells of each token's ids among the columns from ``first_col`` on; a ``scale_R`` turns them into gradients."""
     assert x.cells is not None
     logits, num_cols = x.logits, dlogits_RV.shape[1]
     ids_NI, target_NI, grad_NI = x.cells

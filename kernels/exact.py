@@ -268,9 +268,9 @@ def gradients(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Spec,
     *, often_empty: bool = False,
 ) -> Gradients:
-    """Return d_hidden, d_weight and d_bias; see ``Backend.gradients``.
+    """Return d_hidden, d_weight and d_bias; a token without a label gets a d_hidden of exactly 0 and adds nothing elsewhere.
 
-    A token without a label gets a d_hidden of exactly 0 and adds nothing elsewhere. With ``often_empty`` all tokens may be
+    With ``often_empty`` all tokens may be
     without one, and then d_weight need not be written at all.
     """
     order, kept, last = saved[:2], Kept(*saved[2:]), x.logits.num_valid
@@ -326,7 +326,7 @@ def gradients(
 
 
 def _kept_operand(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor) -> torch.Tensor:
-    """Make the exponentials an operand of the products; return what its rows are still to be multiplied by."""
+    """Make the exponentials an operand of the products, but for the factor of each row that is returned."""
     scale_R = row_scales(kept, x, rows, softmax, coef_4N)
     if softmax.entropy is not None and x.cells is None:
         x = x._replace(cells=label_cells(kept, x, coef_4N))
@@ -349,19 +349,9 @@ def add_chunks(
     out: Output, x: Operands, rows: Rows, chunks: list[tuple[int, int]], dlogits_RV: torch.Tensor,
     fill: Callable[[int, torch.Tensor], None], tiles: Tiles, *, add: bool, num_final: int, opens: bool = True,
 ) -> None:
-    """Have ``fill`` write the logits' gradient of a group of tokens a chunk of columns after another, and add its products.
+    """Have ``fill`` write the logits' gradient of one chunk [first, stop) after another to dlogits_RV, and add their products.
 
-    Args:
-        out: The gradients under way.
-        x: The head.
-        rows: The group.
-        chunks: First column, and last one excluded, of each chunk.
-        dlogits_RV: Room for the gradients of a chunk.
-        fill: Takes the first column, and where its gradients and the next ones go.
-        tiles: Of the products.
-        add: d_weight is added to, not set.
-        num_final: Tokens whose d_hidden is final with the last chunk; 0: none.
-        opens: d_hidden of these tokens is set by the first chunk, not added to.
+    d_weight is set unless ``add``, and d_hidden by the first chunk if that ``opens``. ``num_final`` as in ``_Part``.
     """
     grads_RV = dlogits_RV[: rows.index.shape[0]]
     for first, stop in chunks:
@@ -399,10 +389,7 @@ def _add_hidden_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: T
 
 
 def new_gradients(x: Operands, grads: Grads, zeros: bool = True) -> Gradients:
-    """Return new tensors for what is wanted, or the buffer given: zeros, but for rows of d_weight that will be written.
-
-    Without ``zeros`` d_hidden holds anything.
-    """
+    """Return what is wanted: zeros, but for rows of d_weight that will be written, and for d_hidden without ``zeros``."""
     d_hidden = None
     if grads.want_hidden:
         d_hidden = torch.zeros_like(x.hidden) if zeros else torch.empty_like(x.hidden)
@@ -427,10 +414,7 @@ def remainder(hidden_ND: torch.Tensor, num_rows: int) -> torch.Tensor | None:
 def normalised(
     coef_4N: torch.Tensor, dtype: torch.dtype, cells: Cells | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """In fp16, where gradients of a mean would underflow, return coefficients over their largest finite magnitude, and that.
-
-    The gradients of ``cells`` are looked at too.
-    """
+    """In fp16, where gradients of a mean underflow, return coefficients over their and the cells' largest finite one, and that."""
     if dtype != torch.float16:
         return coef_4N, None
     given = [coef_4N.abs()] if cells is None or cells.grad_NI is None else [coef_4N.abs(), cells.grad_NI.abs()]
@@ -442,17 +426,10 @@ def normalised(
 def finished_groups(
     ids_N: torch.Tensor, order: list[torch.Tensor], rows: int, ready_rows: int | None
 ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Cut into groups as ``token_groups`` does, but finish ``ready_rows`` tokens after another, each compacted by themselves.
-
-    Args:
-        ids_N: [N]; negative: without a label.
-        order: ``compact(ids_N)``.
-        rows: Size of a group.
-        ready_rows: None: all tokens.
+    """Cut into groups of ``rows`` as ``token_groups`` does, but each ``ready_rows`` tokens by themselves (None: all together).
 
     Returns:
-        Index and number of kept tokens of each group, and how many tokens, from the first on, are finished with it: 0 for a
-        group that finishes none.
+        Index and number of kept tokens of each group, and how many tokens, from the first on, are finished with it, or 0.
     """
     num_tokens = ids_N.shape[0]
     if ready_rows is None or ready_rows >= num_tokens:

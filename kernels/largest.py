@@ -41,12 +41,7 @@ _LEAST_KEY = tl.constexpr(LEAST_KEY)
 def choose_listed(
     x: Operands, rows: Rows, lists: Candidates, spec: Spec, keys_KN: torch.Tensor, left_N: torch.Tensor
 ) -> None:
-    """Write the largest keys of the tokens whose list is whole.
-
-    Args:
-        keys_KN: out: see ``extras.rows_of_keys``.
-        left_N: out, at the tokens of the group: int64, 0 where the list is not whole, else IGNORED.
-    """
+    """Write the largest keys (``extras.rows_of_keys``) of the tokens whose list is whole; left_N is IGNORED there, else 0."""
     _launch(x, rows, lists.list_RM, lists, spec, keys_KN, left_N)
 
 

@@ -33,7 +33,6 @@ def _launch(kernel, num_tokens: int, first: torch.Tensor, *others, **options) ->
 
 
 def label_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> torch.Tensor:
-    """Return each label, or IGNORED, or OUTSIDE. [N] int64 -> [N] int64."""
     ids_N = torch.empty_like(labels_N)
     _launch(_label_ids_kernel, ids_N.shape[0], labels_N, ids_N, ignore_index, vocab_size)
     return ids_N
@@ -173,7 +172,6 @@ def _gather_rows_kernel(
 
 
 def token_losses(stats_TKN: torch.Tensor, ids_N: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
-    """Merge the shards' statistics; see ``Backend.token_losses``."""
     stats_TKN = stats_TKN[:, : spec.num_stats].contiguous()
     num_shards, num_stats, num_tokens = stats_TKN.shape
     uniform, entropy = spec.want.uniform, spec.want.entropy
@@ -190,7 +188,6 @@ def token_losses(stats_TKN: torch.Tensor, ids_N: torch.Tensor, spec: Spec) -> tu
 
 
 def merged_lse(stats_T3N: torch.Tensor) -> torch.Tensor:
-    """Return the log-sum-exp over what the shards' statistics cover. [T, 3, N] -> [N] fp32."""
     num_shards, num_stats, num_tokens = stats_T3N.shape
     lse_N = stats_T3N.new_empty(num_tokens)
     _launch(_merged_lse_kernel, num_tokens, stats_T3N, lse_N, num_shards, num_stats)
@@ -292,7 +289,6 @@ def _token_losses_kernel(
 
 
 def coefficients(grads: Sequence[torch.Tensor | None], ids_N: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return coef_4N from the gradients of what ``token_losses`` returned."""
     coef_4N = torch.empty(4, ids_N.shape[0], dtype=torch.float32, device=ids_N.device)
     strides = [0 if grad is None else grad.stride(0) for grad in grads]
     _launch(_coefficients_kernel, ids_N.shape[0], ids_N, *grads, coef_4N, *strides, vocab_size)
