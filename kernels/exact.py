@@ -414,7 +414,7 @@ def remainder(hidden_ND: torch.Tensor, num_rows: int) -> torch.Tensor | None:
 def normalised(
     coef_4N: torch.Tensor, dtype: torch.dtype, cells: Cells | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """In fp16, where gradients of a mean underflow, return coefficients over their and the cells' largest finite one, and that."""
+    """In fp16, where gradients of a mean underflow, divide coefficients by the largest finite size of all. -> also that."""
     if dtype != torch.float16:
         return coef_4N, None
     given = [coef_4N.abs()] if cells is None or cells.grad_NI is None else [coef_4N.abs(), cells.grad_NI.abs()]
