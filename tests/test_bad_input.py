@@ -61,37 +61,26 @@ def bad(id: str, error: type[Exception], says: str, **change) -> Any:
     return pytest.param(change, error, says, id=id)
 
 
+REQUIRED, OPTIONAL = ("input", "linear_weight", "target"), ("linear_bias", "grad_weight_out")
+NO_TENSORS = {"NoneType": None, "list": [0.0], "ndarray": np.zeros(2)}
 TENSORS = [
-    bad("input-none", TypeError, "input must be a tensor.*NoneType", input=None),
-    bad("input-list", TypeError, "input must be a tensor.*list", input=[[1.0] * D]),
-    bad("input-numpy", TypeError, "input must be a tensor.*ndarray", input=np.zeros((N, D), np.float32)),
-    bad("weight-none", TypeError, "linear_weight must be a tensor.*NoneType", linear_weight=None),
-    bad(
-        "weight-numpy", TypeError, "linear_weight must be a tensor.*ndarray", linear_weight=np.zeros((V, D), np.float32)
+    *(
+        bad(f"{name}-{kind}", TypeError, f"{name} must be a tensor.*{kind}", **{name: value})
+        for name in REQUIRED + OPTIONAL
+        for kind, value in NO_TENSORS.items()
+        if value is not None or name in REQUIRED
     ),
-    bad("target-none", TypeError, "target must be a tensor.*NoneType", target=None),
-    bad("target-list", TypeError, "target must be a tensor.*list", target=[0] * N),
-    bad("target-numpy", TypeError, "target must be a tensor.*ndarray", target=np.zeros(N, np.int64)),
-    bad("bias-list", TypeError, "linear_bias must be a tensor.*list", linear_bias=[0.0] * V),
-    bad("bias-numpy", TypeError, "linear_bias must be a tensor.*ndarray", linear_bias=np.zeros(V, np.float32)),
-    bad("buffer-list", TypeError, "grad_weight_out must be a tensor.*list", grad_weight_out=[0.0]),
-    bad("input-sparse", TypeError, "input.*sparse", input=lambda: torch.zeros(N, D).to_sparse()),
-    bad("weight-sparse", TypeError, "linear_weight.*sparse", linear_weight=lambda: torch.zeros(V, D).to_sparse()),
+    *(
+        bad(f"{name}-sparse", TypeError, f"{name}.*sparse", **{name: torch.zeros(V, D).to_sparse()})
+        for name in REQUIRED + OPTIONAL
+    ),
     bad("weight-csr", TypeError, "linear_weight.*sparse", linear_weight=lambda: torch.zeros(V, D).to_sparse_csr()),
-    bad("target-sparse", TypeError, "target.*sparse", target=lambda: torch.zeros(N).long().to_sparse()),
-    bad("bias-sparse", TypeError, "linear_bias.*sparse", linear_bias=lambda: torch.zeros(V).to_sparse()),
-    bad("buffer-sparse", TypeError, "grad_weight_out.*sparse", grad_weight_out=lambda: torch.zeros(V, D).to_sparse()),
     bad("input-nested", TypeError, "input.*nested", input=lambda: torch.nested.nested_tensor([torch.zeros(N, D)])),
     bad("input-jagged", TypeError, "input.*(nested|jagged)", input=jagged),
     bad("all-meta", ValueError, "input is on meta", _all=meta),
     bad("no-columns", ValueError, "input.*hidden size 0", _all=lambda: empty(V, 0)),
     bad("no-rows", ValueError, "linear_weight has no rows", _all=lambda: empty(0, D)),
-    bad(
-        "bias-complex", TypeError, "linear_bias must be .*complex64", linear_bias=torch.zeros(V, dtype=torch.complex64)
-    ),
     bad("bias-int", TypeError, "linear_bias must be .*int64", linear_bias=torch.zeros(V).long()),
-    bad("bias-bool", TypeError, "linear_bias must be .*bool", linear_bias=torch.zeros(V).bool()),
-    bad("bias-fp64", TypeError, "linear_bias must be .*float64", linear_bias=torch.zeros(V).double()),
     bad("hidden-size", ValueError, "hidden size 9, linear_weight 8", input=torch.zeros(N, D + 1)),
     bad("dtypes-differ", TypeError, "float16.*float32", input=torch.zeros(N, D).half()),
     bad("weight-not-2d", ValueError, r"\[V, D\]", linear_weight=torch.zeros(V)),
@@ -102,13 +91,11 @@ TENSORS = [
     bad("bias-shape", ValueError, r"\[20\]", linear_bias=torch.zeros(V + 1)),
     bad("buffer-shape", ValueError, "grad_weight_out", grad_weight_out=torch.zeros(V, D + 1)),
     bad("target-probabilities", TypeError, "target.*probabilities", target=torch.full((N, V), 1 / V)),
-    bad("target-uint64", TypeError, "target.*uint64", target=torch.tensor([2**63] * N, dtype=torch.uint64)),
 ]
 SMOOTHED_CLASSES: dict[str, Any] = dict(weight=torch.ones(V), label_smoothing=0.1)
 OPTIONS = [
     bad("shard-of-another-weight", ValueError, "23 rows.*20", shard=VocabShard(0, V + 3, V)),
     bad("reduction", ValueError, "reduction.*avg", reduction="avg"),
-    bad("input-grad", ValueError, "input_grad", input_grad="sum"),
     bad("reduce-dtype", TypeError, "reduce_dtype.*int8", reduce_dtype=torch.int8),
     bad("backend", ValueError, "backend", backend="cuda"),
     bad("smoothing", ValueError, "label_smoothing", label_smoothing=1.5),
@@ -123,21 +110,15 @@ OPTIONS = [
     bad("scale-zero-learnable", ValueError, "logit_scale is 0", logit_scale=torch.zeros((), requires_grad=True)),
     bad("num-tokens-of-each-token", ValueError, "num_tokens.*0-d", num_tokens=torch.ones(2)),
     bad("shard-tuple", TypeError, "shard must be a VocabShard.*tuple", shard=(0, V, V)),
-    bad("shard-string", TypeError, "shard must be a VocabShard.*str", shard="even"),
     bad("ignore-index-bool", TypeError, "ignore_index must be an integer.*bool", ignore_index=True),
     bad("ignore-index-float", TypeError, "ignore_index must be an integer.*float", ignore_index=-100.0),
-    bad("ignore-index-string", TypeError, "ignore_index must be an integer.*str", ignore_index="x"),
     bad("ignore-index-past-int64", ValueError, "ignore_index", ignore_index=2**63),
-    bad("ignore-index-below-int64", ValueError, "ignore_index", ignore_index=-(2**63) - 1),
     bad("workspace-float", TypeError, "workspace_bytes must be an integer.*float", workspace_bytes=1e8),
-    bad("workspace-nan", TypeError, "workspace_bytes must be an integer.*float", workspace_bytes=NAN),
-    bad("workspace-bool", TypeError, "workspace_bytes must be an integer.*bool", workspace_bytes=True),
     bad("workspace-past-int64", ValueError, "workspace_bytes", workspace_bytes=2**63),
     bad("num-tokens-nan", ValueError, "num_tokens.*nan", num_tokens=NAN),
     bad("num-tokens-inf", ValueError, "num_tokens.*inf", num_tokens=INF),
     bad("num-tokens-negative", ValueError, "num_tokens.*-5", num_tokens=-5.0),
     bad("num-tokens-bool", TypeError, "num_tokens.*bool", num_tokens=True),
-    bad("num-tokens-string", TypeError, "num_tokens.*str", num_tokens="3"),
     bad("num-tokens-tensor-nan", ValueError, "num_tokens.*nan", num_tokens=torch.tensor(NAN)),
     bad("num-tokens-tensor-negative", ValueError, "num_tokens.*-3", num_tokens=torch.tensor(-3)),
     bad("num-tokens-tensor-bool", TypeError, "num_tokens.*bool", num_tokens=torch.tensor(True)),
@@ -150,17 +131,11 @@ OPTIONS = [
     bad("softcap-bool", TypeError, "softcap must be a number.*bool", softcap=True),
     bad("softcap-string", TypeError, "softcap must be a number.*str", softcap="a"),
     bad("softcap-learnable", TypeError, "softcap.*gradient", softcap=torch.tensor(3.0, requires_grad=True)),
-    bad("scale-string", TypeError, "logit_scale must be a number.*str", logit_scale="a"),
     bad("scale-none", TypeError, "logit_scale must be a number.*NoneType", logit_scale=None),
     bad("scale-complex", TypeError, "logit_scale must be a number.*complex", logit_scale=1j),
-    bad("scale-past-fp32", ValueError, "logit_scale.*1e\\+300", logit_scale=1e300),
-    bad("scale-huge-int", ValueError, "logit_scale", logit_scale=10**400),
     bad("scale-of-each-token", ValueError, "logit_scale.*0-d", logit_scale=torch.ones(N)),
     bad("z-loss-string", TypeError, "z_loss_weight must be a number.*str", z_loss_weight="a"),
-    bad("z-loss-none", TypeError, "z_loss_weight must be a number.*NoneType", z_loss_weight=None),
-    bad("z-loss-past-fp32", ValueError, "z_loss_weight.*1e\\+300", z_loss_weight=1e300),
     bad("smoothing-string", TypeError, "label_smoothing must be a number.*str", label_smoothing="a"),
-    bad("smoothing-none", TypeError, "label_smoothing must be a number.*NoneType", label_smoothing=None),
     bad("return-aux-string", TypeError, "return_aux must be a bool or a sequence of names.*'yes'", return_aux="yes"),
     bad("return-aux-empty", TypeError, "return_aux must be a bool or a sequence of names", return_aux=()),
     bad("return-aux-name", ValueError, "return_aux must be one of .*'accuracy'", return_aux=("nll", "accuracy")),
@@ -169,14 +144,7 @@ OPTIONS = [
     bad("torchs-options", TypeError, "options", options={}),
     bad("class-weights-list", TypeError, "weight must be a tensor.*list", weight=[1.0] * V),
     bad("class-weights-learnable", TypeError, "weight.*gradient", weight=torch.ones(V, requires_grad=True)),
-    bad(
-        "class-weights-softcap",
-        ValueError,
-        "weight with label_smoothing.*softcap",
-        weight=torch.ones(V),
-        label_smoothing=0.1,
-        softcap=3.0,
-    ),
+    bad("class-weights-softcap", ValueError, "weight with label_smoothing.*softcap", softcap=3.0, **SMOOTHED_CLASSES),
 ]
 
 
@@ -189,56 +157,39 @@ def test_a_bad_argument_is_named(data, change, error, says):
     assert re.search(says, str(caught.value)) and "\n" not in str(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "says"),
-    [
-        pytest.param(lambda: GradFilter(eps="a"), TypeError, "eps", id="eps-string"),  # type: ignore[arg-type]
-        pytest.param(lambda: GradFilter(eps=None), TypeError, "eps", id="eps-none"),  # type: ignore[arg-type]
-        pytest.param(lambda: GradFilter(eps=torch.tensor(0.1)), TypeError, "eps", id="eps-tensor"),  # type: ignore[arg-type]
-        pytest.param(lambda: GradFilter(hidden="no"), TypeError, "hidden", id="filter-flag"),  # type: ignore[arg-type]
-        pytest.param(lambda: GradFilter(eps=1.0), ValueError, "eps", id="eps-one"),
-        pytest.param(lambda: VocabShard(0, 5, 10), ValueError, "without a group", id="rows-missing-without-group"),
-        pytest.param(lambda: VocabShard(5, 3, 10), ValueError, "start <= stop", id="backwards"),
-        pytest.param(lambda: VocabShard(0, 5, 0), ValueError, "vocab_size", id="no-vocabulary"),
-        pytest.param(
-            lambda: VocabShard.even(10, None, multiple_of=0), ValueError, "multiple_of", id="multiple-of-zero"
-        ),
-        pytest.param(lambda: VocabShard(0, 5.0, 5), TypeError, "stop", id="shard-float"),  # type: ignore[arg-type]
-        pytest.param(lambda: VocabShard("0", 5, 5), TypeError, "start", id="shard-string"),  # type: ignore[arg-type]
-        pytest.param(lambda: VocabShard(0, 5, None), TypeError, "vocab_size", id="shard-none"),  # type: ignore[arg-type]
-        pytest.param(lambda: VocabShard(0, 5, 5, "tp"), TypeError, "group", id="shard-group"),  # type: ignore[arg-type]
-        pytest.param(lambda: VocabShard.even(20, 2), TypeError, "group.*int", id="even-group"),  # type: ignore[arg-type]
-        pytest.param(lambda: any_head(D, V, group="tp"), TypeError, "group.*str", id="head-group"),
-        pytest.param(lambda: any_head(D, V, mesh="tp"), TypeError, "mesh.*str", id="head-mesh"),
-        pytest.param(lambda: any_head(D, V, weight=nn.Embedding(V, D)), TypeError, "weight.*Embedding", id="head-tied"),
-        pytest.param(lambda: any_head(D, V, init_std=-1), ValueError, "init_std", id="head-std"),
-        pytest.param(lambda: any_head(D, V, class_weights=[1.0] * V), TypeError, "weight.*list", id="head-classes"),
-        pytest.param(
-            lambda: any_head(D, V, class_weights=torch.ones(V + 1)),
-            ValueError,
-            r"weight must be \[",
-            id="head-more-classes",
-        ),
-        pytest.param(
-            lambda: any_head(D, V, grad_weight_out=torch.zeros(D, V)), ValueError, "grad_weight_out", id="head-buffer"
-        ),
-        pytest.param(lambda: VocabParallelHead(0, V), ValueError, "hidden_size", id="head-no-columns"),
-        pytest.param(lambda: VocabParallelHead(-1, V), ValueError, "hidden_size", id="head-negative"),
-        pytest.param(lambda: VocabParallelHead(8.0, V), TypeError, "hidden_size", id="head-float"),  # type: ignore[arg-type]
-        pytest.param(lambda: VocabParallelHead(D, 0), ValueError, "vocab_size", id="head-no-rows"),
-        pytest.param(lambda: VocabParallelHead(D, "a"), TypeError, "vocab_size", id="head-string"),  # type: ignore[arg-type]
-        pytest.param(lambda: VocabParallelHead(D, V, soft_cap=3.0), TypeError, "soft_cap", id="head-misspelt"),
-        pytest.param(
-            lambda: VocabParallelHead(D, V, reduction="avg"), ValueError, "reduction.*avg", id="head-reduction"
-        ),
-        pytest.param(lambda: VocabParallelHead(D, V, softcap=-1.0), ValueError, "softcap", id="head-softcap"),
-        pytest.param(lambda: VocabParallelHead(D, V, grad_filter=True), TypeError, "grad_filter", id="head-filter"),
-        pytest.param(lambda: VocabParallelHead(D, V, backend="cuda"), ValueError, "backend", id="head-backend"),
-        pytest.param(lambda: VocabParallelHead(D, V, shard=VocabShard(0, V, V)), TypeError, "shard", id="head-shard"),
-        pytest.param(lambda: VocabParallelHead(D, V, num_tokens=3), TypeError, "num_tokens", id="head-num-tokens"),
-        pytest.param(lambda: VocabParallelHead(D, V, input=torch.zeros(N, D)), TypeError, "input", id="head-input"),
-    ],
-)
+any_filter: Any = GradFilter
+any_shard: Any = VocabShard
+OBJECTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: any_filter(eps="a"), TypeError, "eps"),
+    (lambda: any_filter(eps=torch.tensor(0.1)), TypeError, "eps"),
+    (lambda: any_filter(eps=1.0), ValueError, "eps"),
+    (lambda: any_filter(hidden="no"), TypeError, "hidden"),
+    (lambda: any_shard(0, 5, 10), ValueError, "without a group"),
+    (lambda: any_shard(5, 3, 10), ValueError, "start <= stop"),
+    (lambda: any_shard(0, 5, 0), ValueError, "vocab_size"),
+    (lambda: any_shard(0, 5.0, 5), TypeError, "stop"),
+    (lambda: any_shard(0, 5, None), TypeError, "vocab_size"),
+    (lambda: any_shard(0, 5, 5, "tp"), TypeError, "group must be a ProcessGroup or None.*str"),
+    (lambda: any_shard.even(10, None, multiple_of=0), ValueError, "multiple_of"),
+    (lambda: any_shard.even(20, 2), TypeError, "group.*int"),
+    (lambda: any_head(D, V, group="tp"), TypeError, "group.*str"),
+    (lambda: any_head(D, V, mesh="tp"), TypeError, "mesh.*str"),
+    (lambda: any_head(D, V, weight=nn.Embedding(V, D)), TypeError, "weight.*Embedding"),
+    (lambda: any_head(D, V, init_std=-1), ValueError, "init_std"),
+    (lambda: any_head(D, V, class_weights=[1.0] * V), TypeError, "weight.*list"),
+    (lambda: any_head(D, V, class_weights=torch.ones(V + 1)), ValueError, r"weight must be \["),
+    (lambda: any_head(D, V, grad_weight_out=torch.zeros(D, V)), ValueError, "grad_weight_out"),
+    (lambda: any_head(0, V), ValueError, "hidden_size"),
+    (lambda: any_head(8.0, V), TypeError, "hidden_size"),
+    (lambda: any_head(D, 0), ValueError, "vocab_size"),
+    (lambda: any_head(D, V, soft_cap=3.0), TypeError, "soft_cap"),
+    (lambda: any_head(D, V, softcap=-1.0), ValueError, "softcap"),
+    (lambda: any_head(D, V, shard=VocabShard(0, V, V)), TypeError, "shard"),
+    (lambda: any_head(D, V, num_tokens=3), TypeError, "num_tokens"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "says"), OBJECTS)
 def test_an_impossible_object_is_named(make, error, says):
     with pytest.raises(error) as caught:
         make()
