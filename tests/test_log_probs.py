@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ from unittest import mock
 import pytest
 import torch
 from shards import DEVICE, GPU
-from torch import Tensor, nn
+from torch import Tensor
 
-from cce_dist import GradFilter, LogProbs, linear_cross_entropy, linear_log_probs, reference
+from cce_dist import LogProbs, linear_log_probs, reference
 from cce_dist.kernels import IGNORED, OUTSIDE, Operands, ShardLogits, Spec, budget, exact, extras
 from cce_dist.kernels.tiles import choose_tiles
-from cce_dist.verify.cases import zipf_problem
 from cce_dist.verify.check import assert_no_worse
 from cce_dist.verify.log_probs import LOG_PROB_CASES, LogProbCase, run_case
 
@@ -45,9 +43,14 @@ def test_kernels_match_dense(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "differentiated", [("log_probs", "lse"), ("log_probs", "lse", "entropy"), ("entropy",)], ids=str
+    ("name", "columns", "differentiated"),
+    [
+        ("everything", 96, ("log_probs", "lse")),
+        ("everything", 96, ("entropy",)),
+        ("repeated", 224, ("log_probs", "lse", "entropy")),
+        ("own-factors", 224, ("log_probs", "lse", "entropy")),
+    ],
 )
-@pytest.mark.parametrize(("name", "columns"), [("everything", 96), ("repeated", 224), ("own-factors", 224)])
 @pytest.mark.slow
 def test_kept_exponentials_match_dense(name: str, columns: int, differentiated: tuple[str, ...]) -> None:
     """A part of the columns, and all. Catches: a cell left as an exponential, factors left out of the scale of a row."""
@@ -122,9 +125,9 @@ def test_outputs_do_not_depend_on_other_tokens() -> None:
         return [x.detach()[-1] for x in outputs(out)]
 
     last = torch.tensor([num_tokens - 1], device=DEVICE)
-    counts = (0, 4, num_tokens // 2, num_tokens // 2, num_tokens - 1)
+    counts = (0, num_tokens // 2, num_tokens - 1)
     batches = [torch.cat((torch.randperm(num_tokens - 1, device=DEVICE)[:count], last)) for count in counts]
-    alone, *others = [run(rows, True, count % 2 == 0) for count, rows in enumerate(batches)]
+    alone, *others = [run(rows, True, grad) for rows, grad in zip(batches, (True, False, True), strict=True)]
     for found in others:
         assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
     freely = [run(rows, False, False) for rows in (batches[0], batches[-1])]
@@ -153,42 +156,6 @@ def test_an_id_outside_is_nan_alone() -> None:
     cells, total = extras.cell_gradients(torch.ones(3, 3), torch.zeros(3, 3), ids)
     assert total.tolist() == [2, 0, 0]
     assert cells.grad_NI is not None and cells.grad_NI[cells.ids_NI >= 0].tolist() == [-2]
-
-
-def test_a_step_of_policy_gradients_is_that_of_its_dense_twin() -> None:
-    """100 steps as in GRPO: clipped ratios with advantages of both signs, a KL term, an entropy bonus, own temperatures."""
-    tokens, temperature = torch.randint(V, (6, 9)), 0.5 + torch.rand(6, 8)
-    advantages = torch.randn(6, 1)
-
-    def train(function: Callable[..., LogProbs], **options: Any) -> Tensor:
-        torch.manual_seed(1)
-        body, head = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, D), nn.Tanh()), nn.Linear(D, V)
-        optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()], 1e-2)
-        curve, old = [], torch.zeros(())
-        for step in range(100):
-            out = function(
-                body(tokens[:, :-1]),
-                head.weight,
-                tokens[:, 1:],
-                linear_bias=head.bias,
-                temperature=temperature,
-                **options,
-            )
-            if step % 10 == 0:
-                old = out.log_probs.detach()
-            ratio = (out.log_probs - old).exp()
-            gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-            assert out.entropy is not None
-            loss = (-gain + 0.02 * (old - out.log_probs).exp() - 0.01 * out.entropy).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            curve.append(torch.stack((loss.detach(), out.log_probs.detach().mean(), out.entropy.detach().mean())))
-        return torch.stack(curve)
-
-    ours, dense = train(linear_log_probs, entropy=True), train(reference.linear_log_probs)
-    torch.testing.assert_close(ours, dense, rtol=1e-3, atol=1e-4)
-    assert (dense[-1] - dense[0]).abs().max() > 0.1, "nothing was learned"
 
 
 def data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,24 +241,6 @@ def test_a_token_without_an_id_may_hold_anything(backend: str) -> None:
     assert values[0][5, 0] == 0 != values[0][5, 1]
 
 
-def test_a_filter_would_keep_the_mean_of_one_sign_alone() -> None:
-    """Why there is none: upstream gradients of both signs, as advantages are, lose what the compensation promises."""
-    problem = zipf_problem(512)(torch.Generator().manual_seed(0))
-    hidden, weight = problem.hidden.float().requires_grad_(), problem.weight.float()
-
-    def sum_of_d_hidden(grad_filter: GradFilter | None, upstream: Tensor) -> Tensor:
-        nll = linear_cross_entropy(hidden, weight, problem.labels, reduction="none", grad_filter=grad_filter)
-        return torch.autograd.grad(nll, hidden, upstream)[0].sum(0)
-
-    advantages = torch.randn(512)
-    of_one_sign, of_both = (
-        (sum_of_d_hidden(GradFilter(always=True), x) - sum_of_d_hidden(None, x)).norm()
-        / sum_of_d_hidden(None, x).norm()
-        for x in (advantages.exp(), advantages)
-    )
-    assert of_one_sign < 1e-5 and of_both > 1e-3
-
-
 def test_the_page_tells_the_defaults() -> None:
     """Catches an argument that docs/api.md lacks, or gives another default."""
     page = (Path(__file__).parent.parent / "docs/api.md").read_text()
@@ -302,50 +251,34 @@ def test_the_page_tells_the_defaults() -> None:
     assert all(f"`{name}`" in section for name in LogProbs._fields)
 
 
-BAD: list[Any] = [
-    pytest.param(dict(ids=torch.zeros(N, 2, 2).long()), ValueError, "ids must be", id="shape"),
-    pytest.param(dict(ids=torch.zeros(N, 0).long()), ValueError, "ids must be", id="no-ids"),
-    pytest.param(dict(ids=torch.zeros(N)), TypeError, "ids must be int64", id="dtype"),
-    pytest.param(dict(batch_invariant=True, backend="torch"), ValueError, "batch_invariant needs", id="invariant"),
-    pytest.param(dict(ids=torch.full((N, 2), V)), IndexError, r"ids\[0\] .* is 37", id="outside"),
-    pytest.param(dict(temperature=0.0), ValueError, "temperature must be positive", id="temperature-0"),
-    pytest.param(dict(temperature="1"), TypeError, "temperature must be a number", id="temperature-text"),
-    pytest.param(dict(temperature=torch.zeros(N)), ValueError, r"temperature\[0\] .* positive", id="temperatures-0"),
-    pytest.param(
-        dict(logit_scale=torch.full((N,), torch.inf)), ValueError, r"logit_scale\[0\] .* finite", id="scales-inf"
-    ),
-    pytest.param(dict(temperature=torch.ones(N + 1)), ValueError, "temperature must be", id="temperatures-shape"),
-    pytest.param(dict(temperature=torch.ones(N).long()), TypeError, "temperature must be", id="temperatures-dtype"),
-    pytest.param(
-        dict(temperature=torch.ones(N, requires_grad=True)), TypeError, "temperature has no gradient", id="learnt"
-    ),
-    pytest.param(
-        dict(logit_scale=torch.ones((), requires_grad=True)), TypeError, "logit_scale has no grad", id="learnt-0d"
-    ),
-    pytest.param(dict(top_k=-1), ValueError, "top_k must be", id="top-k-negative"),
-    pytest.param(dict(top_k=1025), ValueError, "top_k must be at most 1024", id="top-k-large"),
-    pytest.param(dict(top_k=V + 1), ValueError, "the vocabulary has 37", id="top-k-more-than-ids"),
-    pytest.param(dict(entropy=1), TypeError, "entropy must be a bool", id="flag"),
-    pytest.param(dict(sequence_parallel=True, input_grad="partial"), ValueError, "input_grad", id="partial-sp"),
-    pytest.param(dict(grad_filter=None), TypeError, "grad_filter", id="filter"),
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (dict(ids=torch.zeros(N, 2, 2).long()), ValueError, "ids must be"),
+    (dict(ids=torch.zeros(N, 0).long()), ValueError, "ids must be"),
+    (dict(ids=torch.zeros(N)), TypeError, "ids must be int64"),
+    (dict(ids=torch.full((N, 2), V)), IndexError, r"ids\[0\] .* is 37"),
+    (dict(batch_invariant=True, backend="torch"), ValueError, "batch_invariant needs"),
+    (dict(temperature=0.0), ValueError, "temperature must be positive"),
+    (dict(temperature="1"), TypeError, "temperature must be a number"),
+    (dict(temperature=torch.zeros(N)), ValueError, r"temperature\[0\] .* positive"),
+    (dict(temperature=torch.ones(N + 1)), ValueError, "temperature must be"),
+    (dict(temperature=torch.ones(N).long()), TypeError, "temperature must be"),
+    (dict(temperature=torch.ones(N, requires_grad=True)), TypeError, "temperature has no gradient"),
+    (dict(logit_scale=torch.full((N,), torch.inf)), ValueError, r"logit_scale\[0\] .* finite"),
+    (dict(top_k=-1), ValueError, "top_k must be"),
+    (dict(top_k=1025), ValueError, "top_k must be at most 1024"),
+    (dict(top_k=V + 1), ValueError, "the vocabulary has 37"),
+    (dict(entropy=1), TypeError, "entropy must be a bool"),
+    (dict(sequence_parallel=True, input_grad="partial"), ValueError, "input_grad"),
+    (dict(grad_filter=None), TypeError, "grad_filter"),
 ]
 
 
 @pytest.mark.parametrize(("bad", "error", "message"), BAD)
 def test_bad_input_is_one_line(bad: dict[str, Any], error: type[Exception], message: str) -> None:
     hidden, weight, ids = data()
-    ids = bad.pop("ids", ids)
     with pytest.raises(error, match=message) as raised:
-        linear_log_probs(hidden, weight, ids, **bad)
+        linear_log_probs(hidden, weight, **{"ids": ids, **bad})
     assert "\n" not in str(raised.value)
-
-
-def test_double_backward_is_refused() -> None:
-    hidden, weight, ids = data()
-    out = linear_log_probs(hidden, weight, ids.repeat(2, 1).t(), entropy=True)
-    (first,) = torch.autograd.grad(out.log_probs.square().sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        first.sum().backward()
 
 
 def test_compiles_as_one_graph() -> None:

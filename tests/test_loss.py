@@ -6,6 +6,7 @@ import torch
 from cce_dist import GradFilter, LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy, reference
 from cce_dist.call import AUX, Call, build, flat
 from cce_dist.kernels import Filter, ShardLogits, Spec, Want, budget
+from cce_dist.verify.cases import zipf_problem
 from cce_dist.verify.check import assert_no_worse
 
 N, D, V = 19, 16, 101
@@ -54,14 +55,6 @@ def test_a_non_finite_token_stays_alone(data, value, grad_filter):
         assert torch.equal(d_spoilt[others], d_clean[others])
 
 
-def test_double_backward_is_refused(data):
-    """Catches gradients that look like constants to the second derivative."""
-    hidden, weight, target = data
-    (grad,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        grad.square().sum().backward()
-
-
 def test_names_of_aux_are_the_outputs():
     assert LinearCrossEntropyOutput._fields[1:] == AUX
 
@@ -104,9 +97,8 @@ def test_one_input_without_gradient(data):
     """Catches a gradient computed for a frozen head, or at the wrong place."""
     hidden, weight, target = data
     whole = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), (hidden, weight))
-    only_hidden = torch.autograd.grad(linear_cross_entropy(hidden, weight.detach(), target), hidden)[0]
-    only_weight = torch.autograd.grad(linear_cross_entropy(hidden.detach(), weight, target), weight)[0]
-    assert torch.equal(whole[0], only_hidden) and torch.equal(whole[1], only_weight)
+    for i, given in enumerate(((hidden, weight.detach()), (hidden.detach(), weight))):
+        assert torch.equal(torch.autograd.grad(linear_cross_entropy(*given, target), given[i])[0], whole[i])
 
 
 def test_named_outputs_alone_are_computed(data):
@@ -148,8 +140,6 @@ def test_workspace_bounds_the_blocks_of_logits():
 
 def test_filter_keeps_the_mean_and_reports_what_it_drops():
     """Catches a compensation that does nothing: the plain filter's mean dE is an order of magnitude worse."""
-    from cce_dist.verify.cases import zipf_problem
-
     problem = zipf_problem()(torch.Generator().manual_seed(0))
     hidden, weight = problem.hidden.float().requires_grad_(), problem.weight.float().requires_grad_()
 
