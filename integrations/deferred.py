@@ -405,7 +405,7 @@ class Task:
     shard: VocabShard
     calls: list[bool] = dataclasses.field(
         default_factory=list
-    )  # of the model under way, outermost first: does it defer?
+    )  # does it defer? of the model under way, outermost first
     num_forwards: int = 0  # in training, ended
     num_losses: int = 0  # in training, that the head was asked for
     num_asked: int = 0  # requests to the head in the outermost forward that is under way, or was last
@@ -583,12 +583,17 @@ def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[s
             f"cce_dist looked for the head of {kind}, whose logits are over the vocabulary, and found "
             f'{", ".join(found) or "none"}: name it in "cce_dist.head", if there is one'
         )
-    head = peft.in_use(modules[found[0]])
-    check_class(type(head), own, found[0])
+    return found[0], checked(modules[found[0]], own, found[0])
+
+
+def checked(module: Any, own: tuple[type, ...] = (), path: str = "its head") -> Any:
+    """Return the module that makes the logits where PEFT has wrapped one; ValueError: it cannot be taken over."""
+    head = peft.in_use(module)
+    check_class(type(head), own, path)
     if "forward" in vars(head):
-        raise ValueError(f"cce_dist cannot take over {found[0]}: somebody has replaced its forward")
-    check_hooks(head, found[0])
-    return found[0], head
+        raise ValueError(f"cce_dist cannot take over {path}: somebody has replaced its forward")
+    check_hooks(head, path)
+    return head
 
 
 def innermost(model: Any) -> Any:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from cce_dist import VocabShard, linear_cross_entropy
 from cce_dist.integrations import peft
-from cce_dist.integrations.deferred import Head, Task, TensorLogits, check_class, give_back, take
+from cce_dist.integrations.deferred import Head, Task, TensorLogits, checked, give_back, take
 from cce_dist.integrations.options import Options
 from cce_dist.integrations.patching import Patch
 
@@ -117,15 +117,12 @@ class _Deferring(Task):
 @contextlib.contextmanager
 def _deferring(output: Any, options: Options) -> Iterator[None]:
     """Let the head of a model defer, and be as before afterwards."""
-    head = peft.in_use(output)
-    if isinstance(head, Head):
+    if isinstance(peft.in_use(output), Head):
         raise ValueError(
             "cce_dist: this model is converted, and TRL's trainers compute the loss outside of it: revert the model, and "
             "call cce_dist.integrations.trl.install() alone"
         )
-    check_class(type(head))
-    if "forward" in vars(head):
-        raise ValueError("cce_dist cannot take over the output embedding: somebody has replaced its forward")
+    head = checked(output, path="the output embedding")
     take(head, _Deferring(options, VocabShard(0, head.out_features, head.out_features)))
     try:
         yield
