@@ -90,11 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_fuzz(args: argparse.Namespace, device: str) -> list[str]:
-    """Run random cases on the default process group (or alone), what fails printed on rank 0.
-
-    Returns:
-        One line for each failure, the same on every rank.
-    """
+    """Run random cases on the default process group (or alone). Returns a line for each failure, the same on every rank."""
     import torch.distributed as dist
 
     from cce_dist.verify.fuzz import Setting, run_many
@@ -147,11 +143,7 @@ def _line(size: int, case: Any, worst: Any) -> str:
 
 
 def run_matrix(device: str, backend: str = "auto", only: str = "", report: bool = True) -> list[str]:
-    """Run every case on every layout of the default process group (or alone), one line each on rank 0 when all ranks had it.
-
-    Returns:
-        The lines of the failures, the same on every rank.
-    """
+    """Run every case on every layout of the default process group (or alone). Returns a line for each failure, as above."""
     import torch
     import torch.distributed as dist
 

@@ -30,36 +30,6 @@ class Problem:
         return self.hidden.to(device, dtype).detach(), self.weight.to(device, dtype).detach(), bias
 
 
-@dataclass(frozen=True)
-class Case:
-    """One line of the matrix.
-
-    Attributes:
-        name: What the line is called.
-        catches: The mistake that would fail it.
-        options: Arguments of ``linear_cross_entropy``.
-        problem: Draws the data from a generator.
-        shards: Rows (start, stop) of each rank, from the vocabulary size and the number of ranks.
-        dtype: Of hidden states and weight.
-        upstream: Gradient of each token's loss for reduction "none", from a generator and the number of tokens.
-        objective: What is differentiated: "loss", or "aux", a sum of all the differentiable aux outputs.
-        shape: Leading dimensions of input, whose product is the number of tokens; None for [N].
-    """
-
-    name: str
-    catches: str
-    options: dict = field(default_factory=dict)
-    problem: Callable[[torch.Generator], Problem] | None = None
-    shards: Callable[[int, int], Bounds] | None = None
-    dtype: torch.dtype = torch.float32
-    upstream: Callable[[torch.Generator, int], Tensor] | None = None
-    objective: str = "loss"
-    shape: tuple[int, ...] | None = None
-    autocast: bool = False
-    noncontiguous: bool = False
-    accumulate: bool = False
-
-
 def even(vocab_size: int, ranks: int) -> Bounds:
     return [even_rows(vocab_size, rank, ranks) for rank in range(ranks)]
 
@@ -108,6 +78,34 @@ def random_problem(
         return Problem(hidden, weight, y if labels is None else labels(y, vocab_size), b)
 
     return draw
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the matrix.
+
+    Attributes:
+        catches: The mistake that would fail it.
+        options: Arguments of ``linear_cross_entropy``.
+        problem: Draws the data.
+        shards: Rows (start, stop) of each rank, from the vocabulary size and the number of ranks.
+        upstream: Gradient of each token's loss for reduction "none", from a generator and the number of tokens.
+        objective: What is differentiated: "loss", or "aux", a sum of all the differentiable aux outputs.
+        shape: Leading dimensions of input, whose product is the number of tokens; None for [N].
+    """
+
+    name: str
+    catches: str
+    options: dict = field(default_factory=dict)
+    problem: Callable[[torch.Generator], Problem] = field(default_factory=random_problem)
+    shards: Callable[[int, int], Bounds] = even
+    dtype: torch.dtype = torch.float32
+    upstream: Callable[[torch.Generator, int], Tensor] | None = None
+    objective: str = "loss"
+    shape: tuple[int, ...] | None = None
+    autocast: bool = False
+    noncontiguous: bool = False
+    accumulate: bool = False
 
 
 def zipf_problem(

@@ -17,7 +17,7 @@ from cce_dist.call import AUX
 from cce_dist.filter import GradFilter
 from cce_dist.loss import TIE, LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
-from cce_dist.verify.cases import Case, Problem, even, random_problem
+from cce_dist.verify.cases import Case, Problem
 
 # Rounding that a sum in another order may add, relative to the largest value: a few units in the last place.
 EPS = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
@@ -74,10 +74,10 @@ def run_case(
     backend = ("torch" if device == "cpu" else "triton") if backend == "auto" else backend
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()) + salt)
-    problem = rounded((case.problem or random_problem())(generator), case.dtype)
+    problem = rounded(case.problem(generator), case.dtype)
     num_tokens, vocab_size = len(problem.labels), problem.weight.shape[0]
     upstream = None if case.upstream is None else case.upstream(generator, num_tokens)
-    bounds = (case.shards or even)(vocab_size, ranks)
+    bounds = case.shards(vocab_size, ranks)
     truth = _expected(case, problem, upstream, bounds, torch.float64, device)
     baseline = _expected(case, problem, upstream, bounds, torch.bfloat16 if case.autocast else case.dtype, device)
 

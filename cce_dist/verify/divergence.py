@@ -26,18 +26,13 @@ TEACHER_SIZE = 40  # the teacher's D; the student's is that of its problem
 
 @dataclass(frozen=True)
 class DivergenceCase:
-    """One line of the matrix.
+    """One line of the matrix, as ``cases.Case``.
 
     Attributes:
-        name: What the line is called.
-        catches: The mistake that would fail it.
-        options: Arguments of ``linear_kl_divergence``.
         problem: Draws the student's head, and the number of tokens.
         spread: Standard deviation of the teacher's logits.
         masked: Share of the tokens that do not count.
-        shards: Rows (start, stop) of each rank, from the vocabulary size and the number of ranks.
         teacher_padding: Rows of padding that the last rank has more of in the teacher's head.
-        dtype: Of hidden states and weights.
     """
 
     name: str

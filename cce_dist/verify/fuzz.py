@@ -75,25 +75,17 @@ class Setting(NamedTuple):
 
 @dataclass
 class Draw:
-    """One random call.
+    """One random call; ``bias``, ``ids``, ``buffer`` and ``num_tokens`` are dtypes of these tensors, None where there is none.
 
     Attributes:
         shape: Leading dimensions of the labels, and of the whole input.
-        options: Plain options of ``linear_cross_entropy``.
         dtype: Of input and weight; under autocast the dtype that they are cast to.
-        bias: The dtype of the bias; None: no bias.
-        ids: The dtype of the labels.
         logits: Which distribution of logits: see ``_problem``.
         bounds: Rows of each rank.
         layouts: Of each tensor argument, and of the gradients that come from above.
         upstream: Which outputs are differentiated; "loss" is always among them.
         wanted: Whether hidden, weight and bias need a gradient.
-        buffer: The dtype of ``grad_weight_out``; None: none.
-        num_tokens: The dtype of a 0-d tensor for ``num_tokens``; None: as in the options.
-        hidden_of_ignored: What the hidden states of ignored tokens hold; None: numbers as all others.
-        padding: What padding rows of weight and bias hold.
-        classes: Weights of the classes.
-        learn_scale: ``logit_scale`` is a tensor that gets a gradient.
+        hidden_of_ignored, padding: What hidden states of ignored tokens hold, and padding rows of weight and bias.
         broken: A token with a NaN in its hidden state, none: -1.
     """
 
@@ -519,12 +511,7 @@ def _sane(stats: Tensor) -> Error:
 
 
 class Cases(NamedTuple):
-    """The cases of one function.
-
-    Attributes:
-        draw: Returns the case of a number, for people to read.
-        run: Runs it on every rank of the group; returns errors and their bounds.
-    """
+    """The cases of one function: ``draw`` returns the case of a number, ``run`` runs it on every rank of the group."""
 
     draw: Callable[[Setting, int], Any]
     run: Callable[[Setting, int], list[Error]]
@@ -536,11 +523,7 @@ OF_THE_LOSS = Cases(draw, run_one)
 def run_many(
     setting: Setting, first: int, count: int, report: Callable[[str], None] = print, cases: Cases = OF_THE_LOSS
 ) -> list[str]:
-    """Run cases ``first`` to ``first + count - 1``; every rank of the group calls this.
-
-    Returns:
-        One line for each failure, the same on every rank: what went wrong, and the command that repeats it.
-    """
+    """Run cases ``first`` to ``first + count - 1``; every rank of the group calls this. Returns a text for each failure."""
     failures: list[str] = []
     started = said = time.monotonic()
     for done, number in enumerate(range(first, first + count), 1):

@@ -28,18 +28,12 @@ OF_LOGITS = ("log_probs", "lse", "max_logit", "top_log_probs")
 
 @dataclass(frozen=True)
 class LogProbCase:
-    """One line of the matrix.
+    """One line of the matrix, as ``cases.Case``.
 
     Attributes:
-        name: What the line is called.
-        catches: The mistake that would fail it.
         num_ids: K; 0: ids have no such dimension.
-        options: Arguments of ``linear_log_probs``.
-        problem: Draws the data from a generator.
         ids: Changes ids [N, K] that were drawn evenly.
         own: Names of arguments that are a number for each token, drawn from 0.5 to 1.5.
-        shards: Rows (start, stop) of each rank, from the vocabulary size and the number of ranks.
-        dtype: Of hidden states and weight.
         differentiated: The outputs that have an upstream gradient.
     """
 
@@ -47,10 +41,10 @@ class LogProbCase:
     catches: str
     num_ids: int = 0
     options: dict = field(default_factory=dict)
-    problem: Callable[[torch.Generator], Problem] | None = None
+    problem: Callable[[torch.Generator], Problem] = field(default_factory=random_problem)
     ids: Callable[[Tensor], Tensor] | None = None
     own: tuple[str, ...] = ()
-    shards: Callable[[int, int], Bounds] | None = None
+    shards: Callable[[int, int], Bounds] = even
     dtype: torch.dtype = torch.float32
     differentiated: tuple[str, ...] = ("log_probs", "lse", "entropy")
 
@@ -114,7 +108,7 @@ def run_case(
     truth, baseline = (_expected(drawn, dtype) for dtype in (torch.float64, case.dtype))
     vocab_size = drawn.problem.weight.shape[0]
 
-    shard = VocabShard(*(case.shards or even)(vocab_size, ranks)[rank], vocab_size, group)
+    shard = VocabShard(*case.shards(vocab_size, ranks)[rank], vocab_size, group)
     run = partial(_ours, drawn, case.dtype, shard, rank, backend)
     first = run()
     errors = []
@@ -141,7 +135,7 @@ class _Drawn(NamedTuple):
 
 
 def _draw(case: LogProbCase, generator: torch.Generator, device: str) -> _Drawn:
-    problem = rounded((case.problem or random_problem())(generator), case.dtype)
+    problem = rounded(case.problem(generator), case.dtype)
     num_tokens, vocab_size = len(problem.labels), problem.weight.shape[0]
     ids = torch.randint(vocab_size, (num_tokens, max(1, case.num_ids)), generator=generator)
     ids = ids if case.ids is None else case.ids(ids)

@@ -71,10 +71,9 @@ def truth(
 
     Args:
         problem: The whole vocabulary; float64.
-        options: Those of ``linear_cross_entropy``, numbers all but ``weight``; what does not change the value of the exact loss
-            is not looked at.
+        options: Those of ``linear_cross_entropy``, numbers all but ``weight``.
         upstream: Gradient of "loss" (0-d, or [N] for reduction "none") and of any of PER_TOKEN, [N]; absent: 0.
-        eps: Threshold of the plain filter; see ``GradFilter``.
+        eps: Threshold of the plain filter.
         bounds: Rows of each shard, whose parts of dE are rounded before they are summed; they may cancel.
     """
     tokens = _forward(problem, options)
