@@ -19,7 +19,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-PACKAGES = (
+PACKAGES = [
     "triton",
     "cut-cross-entropy",
     "liger-kernel",
@@ -27,7 +27,7 @@ PACKAGES = (
     "nvidia-cutlass-dsl",
     "megatron-core",
     "deepspeed",
-)
+]
 OURS_COLOR, OTHER_COLOR = "#1f6fb4", "#9aa5b1"
 
 Record = TypeVar("Record")
@@ -69,11 +69,7 @@ def describe(error: Exception) -> str:
 
 
 def table(rows: Sequence[dict[str, str]]) -> list[str]:
-    """The lines of a Markdown table, aligned to be read on a terminal too.
-
-    Args:
-        rows: Text by column, the same columns in every row. The first column is aligned left, the others right.
-    """
+    """The lines of a Markdown table: text by column, the first aligned left, the others right."""
     if not rows:
         return []
     widths = [max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]]
@@ -145,15 +141,7 @@ def picture(path: Path, title: str, size: tuple[float, float], dpi: int = 130) -
 def bars(
     axis: Any, rows: Sequence[tuple[str, bool]], values: list[float], labels: list[str], spreads: list[float]
 ) -> None:
-    """Draw a horizontal bar a row, the first on top.
-
-    Args:
-        axis: A matplotlib axis.
-        rows: Name of each bar, and whether it is this library's, by which it is coloured.
-        values: Length of each bar.
-        labels: What is written beyond its end.
-        spreads: Length of the whisker around its end.
-    """
+    """Draw a horizontal bar a row, the first on top; ours have a colour, ``spreads`` are whiskers, labels stand beyond."""
     names, colors = [name for name, _ in rows], [OURS_COLOR if ours else OTHER_COLOR for _, ours in rows]
     whiskers = [spread / 2 for spread in spreads]
     axis.barh(

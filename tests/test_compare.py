@@ -40,7 +40,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> report.Comparison:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
-    return report.read_json(out / "compare.json")
+    return report.joined([out / "compare.json"])
 
 
 def error(comparison: report.Comparison, method: str, gradient: str) -> float:

@@ -10,6 +10,7 @@ Reading order: ``heads`` (what is compared), ``runs`` (training), ``probe`` (the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,9 @@ def _compare(args: argparse.Namespace) -> Any:
     folder = data.prepare(*recipe.text)
     args.out.mkdir(parents=True, exist_ok=True)
 
-    comparison = report.Comparison.of(describe_environment(here.device), args, recipe.shape, missing)
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    sizes = dataclasses.asdict(recipe.shape)
+    comparison = report.Comparison(describe_environment(here.device), options, sizes, missing)
     num_steps = args.seeds * len(chosen) * args.steps
     with tqdm(total=num_steps, unit="step", dynamic_ncols=True, disable=None) as bar:
         seeds = range(args.first_seed, args.first_seed + args.seeds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -37,37 +38,24 @@ def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, Ma
     missing: dict[str, str] = {}
     for name in names:
         if name in LOSSES:
-            chosen[name] = _make_ours(name, recipe, ranks)
+            ours = dataclasses.replace(recipe, loss=name, filter_always=True)
+            chosen[name] = lambda weight, ours=ours: build_head(ours, ranks, weight=weight)
         elif name not in peers:
             raise UsageError(f"unknown method {name!r}: choose from {', '.join([*LOSSES, *peers])}")
         elif peers[name].needs_cuda and ranks.device.type != "cuda":
             missing[name] = "needs a GPU"
         else:
             try:
-                chosen[name] = _make_peer(peers[name].build(whole, nothing))
+                chosen[name] = partial(PeerHead, peers[name].build(whole, nothing))
             except ImportError as error:
                 missing[name] = describe(error)
     return chosen, missing
 
 
-def _make_ours(loss: str, recipe: Recipe, ranks: Ranks) -> MakeHead:
-    recipe = dataclasses.replace(recipe, loss=loss, filter_always=True)
-    return lambda weight: build_head(recipe, ranks, weight=weight)
-
-
-def _make_peer(function: LossFn) -> MakeHead:
-    return lambda weight: PeerHead(weight, function)
-
-
 class PeerHead(nn.Module):
-    """Another library's loss as the head of a model.
+    """Another library's loss as the head of a model: it returns the mean over labels that are not ignored."""
 
-    Args:
-        weight: [V, D].
-        function: Takes hidden [N, D], weight and labels [N] of one dtype; returns the mean over labels that are not ignored.
-    """
-
-    def __init__(self, weight: nn.Parameter, function: LossFn) -> None:
+    def __init__(self, function: LossFn, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight, self.function = weight, function
 

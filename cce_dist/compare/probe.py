@@ -23,17 +23,11 @@ GRADIENTS: tuple[str, ...] = ("dE", "mean dE", "dC", "rare dC")
 
 
 class Agreement(NamedTuple):
-    """How alike a method's gradients and the dense ones are, each by the names in ``GRADIENTS``.
+    """How alike a method's gradients and the dense ones are, each by the names in ``GRADIENTS``."""
 
-    Attributes:
-        cosine: Of the angle between them; NaN where one is 0.
-        norm: Of the method's over that of the dense one.
-        kept_tiles: As in ``FilterStats``; NaN for what is no filter of this library.
-    """
-
-    cosine: dict[str, float]
-    norm: dict[str, float]
-    kept_tiles: float
+    cosine: dict[str, float]  # NaN where a gradient is 0
+    norm: dict[str, float]  # the method's over that of the dense one
+    kept_tiles: float  # ``FilterStats.kept``; NaN for what is no filter of this library
 
 
 def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndarray) -> Agreement:

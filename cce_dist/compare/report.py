@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from cce_dist import report
 from cce_dist.compare.probe import GRADIENTS
 from cce_dist.compare.runs import Measurement, Run
 from cce_dist.pretrain import UsageError
-from cce_dist.pretrain.model import Shape
 
 BASELINE = "dense"
 TITLES = {
@@ -37,42 +35,17 @@ COLUMNS = {  # what --columns calls the columns of the table
     "tokens/s": "tokens/s",
 }
 OF_A_COMMAND = {"out", "methods", "seeds", "first_seed", "show", "columns", "cache"}  # options that change no run
-STYLES = {  # color and dash of the methods that are compared by default; others take what is left
-    "dense": ("black", "-"),
-    "exact": (report.OURS_COLOR, "--"),
-    "filtered": ("#2a9d4e", "-"),
-    "screened": ("#9467bd", ":"),
-    "filtered-plain": ("#d62728", "-"),
-    "full-c": ("#7fbf3f", "--"),
-    "full-c-plain": ("#ff9896", "--"),
-    "cce": ("#8c564b", ":"),
-    "cce-kahan-full-c": ("#e377c2", ":"),
-}
 
 
 @dataclass
 class Comparison:
-    """All runs, and what they were made with.
-
-    Attributes:
-        environment: Device, versions, date, command.
-        options: Of the command line.
-        sizes: Of the model.
-        missing: Methods that were asked for but cannot run here, each with the reason.
-    """
+    """All runs, and what they were made with."""
 
     environment: dict[str, Any]
-    options: dict[str, Any]
-    sizes: dict[str, int]
-    missing: dict[str, str]
+    options: dict[str, Any]  # of the command line
+    sizes: dict[str, int]  # of the model
+    missing: dict[str, str]  # methods that cannot run here, each with the reason
     runs: list[Run] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls, environment: dict[str, Any], args: argparse.Namespace, shape: Shape, missing: dict[str, str]
-    ) -> Comparison:
-        options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-        return cls(environment, options, asdict(shape), missing)
 
     @property
     def methods(self) -> list[str]:
@@ -137,11 +110,7 @@ def table(comparison: Comparison) -> str:
 
 
 def summary(comparison: Comparison, columns: Sequence[str] = tuple(COLUMNS)) -> list[str]:
-    """The lines of the Markdown table alone, with some of its columns by their names in ``COLUMNS``.
-
-    Raises:
-        UsageError: There is no such column.
-    """
+    """The lines of the Markdown table alone, with some of its columns by their names in ``COLUMNS``."""
     unknown = set(columns) - set(COLUMNS)
     if unknown:
         raise UsageError(f"unknown column {min(unknown)!r}: choose from {', '.join(COLUMNS)}")
@@ -155,9 +124,11 @@ def _cells(comparison: Comparison, method: str) -> dict[str, str]:
     last = comparison.options["steps"]
 
     def final(values: dict[int, list[float]], form: str, of_mean: bool = False) -> str:
-        mean, spread = mean_and_spread(values.get(last, []))
-        spread /= math.sqrt(max(1, len(values.get(last, [])))) if of_mean else 1.0
-        return "-" if math.isnan(mean) else f"{mean:{form}}" + ("" if math.isnan(spread) else f" ({spread:.4f})")
+        seeds = values.get(last, [])
+        if not seeds:
+            return "-"
+        spread = spread_of(seeds) / (math.sqrt(len(seeds)) if of_mean else 1.0)
+        return f"{statistics.fmean(seeds):{form}}" + ("" if math.isnan(spread) else f" ({spread:.4f})")
 
     def average(statistic: str, gradient: str = "") -> float:
         values = [value for values in comparison.series(method, statistic, gradient).values() for value in values]
@@ -184,22 +155,9 @@ def _cells(comparison: Comparison, method: str) -> dict[str, str]:
     return cells
 
 
-def mean_and_spread(values: list[float]) -> tuple[float, float]:
-    """Return mean and sample standard deviation, NaN where there are too few values."""
-    mean = statistics.fmean(values) if values else math.nan
-    return mean, statistics.stdev(values) if len(values) > 1 else math.nan
-
-
-def read_json(path: Path) -> Comparison:
-    """Read a compare.json.
-
-    Raises:
-        UsageError: It is something else.
-    """
-    try:
-        return report.read_json(path, Comparison, "compare.json")
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+def spread_of(values: list[float]) -> float:
+    """Sample standard deviation, NaN of a single value."""
+    return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
 def joined(paths: Sequence[Path]) -> Comparison:
@@ -208,7 +166,10 @@ def joined(paths: Sequence[Path]) -> Comparison:
     Raises:
         UsageError: One is something else, trained otherwise, or has a run that another one has.
     """
-    first, *others = (read_json(path) for path in paths)
+    try:
+        first, *others = (report.read_json(path, Comparison, "compare.json") for path in paths)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     for path, other in zip(paths[1:], others, strict=True):
         names = sorted({*first.options, *other.options} - OF_A_COMMAND)
         differ = [name for name in names if first.options.get(name) != other.options.get(name)]
@@ -233,8 +194,8 @@ def draw(comparison: Comparison, path: Path) -> None:
         panels = figure.subplot_mosaic(layout, height_ratios=[1.4, 1, 1])
         _band_of_seeds(panels["excess"], comparison)
         for index, method in enumerate(comparison.methods):
-            color, dash = STYLES.get(method, (f"C{index % 10}", "-."))
-            style = {"color": color, "linestyle": dash, "label": method}
+            color = "black" if method == BASELINE else f"C{index % 10}"
+            style = {"color": color, "linestyle": ("-", "--", ":")[index % 3], "label": method}
             _curve(panels["loss"], comparison.series(method, "val_loss"), style)
             _curve(panels["excess"], comparison.excess(method), style)
             for name in GRADIENTS:
@@ -272,7 +233,7 @@ def _curve(panel: Any, values: dict[int, list[float]], style: dict[str, str]) ->
 def _band_of_seeds(panel: Any, comparison: Comparison) -> None:
     """Shade how far the baseline's own seeds lie apart."""
     losses = comparison.series(BASELINE, "val_loss")
-    spreads = [mean_and_spread(values)[1] for values in losses.values()]
+    spreads = [spread_of(values) for values in losses.values()]
     if any(math.isfinite(spread) for spread in spreads):
         low = [-spread for spread in spreads]
         panel.fill_between(list(losses), low, spreads, color="0.85", linewidth=0, zorder=0)

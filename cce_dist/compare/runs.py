@@ -25,19 +25,12 @@ from cce_dist.report import describe
 
 @dataclass
 class Measurement:
-    """The state of a run after ``step`` optimizer steps.
-
-    Attributes:
-        val_loss: By the exact head, nats per token, the same batches every time.
-        train_loss: As the method gives it, mean over the steps since the last measurement.
-        tokens_per_s: Of these steps alone, measuring left out.
-        cosine, norm, kept_tiles: As ``Agreement`` has them.
-    """
+    """The state of a run after ``step`` optimizer steps; the last three fields are as ``Agreement`` has them."""
 
     step: int
-    val_loss: float
-    train_loss: float = math.nan
-    tokens_per_s: float = math.nan
+    val_loss: float  # by the exact head, nats per token, the same batches every time
+    train_loss: float = math.nan  # as the method gives it, mean over the steps since the last measurement
+    tokens_per_s: float = math.nan  # of these steps alone, measuring left out
     cosine: dict[str, float] = field(default_factory=dict)
     norm: dict[str, float] = field(default_factory=dict)
     kept_tiles: float = math.nan
