@@ -40,28 +40,6 @@ def test_the_bound_can_fail():
         assert_no_worse(truth + 1e-3, truth, truth)
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        pytest.param("plain", lambda merged: merged._replace(target=merged.target + 1e-3), id="target-logit-off"),
-        pytest.param(
-            "label-smoothing", lambda merged: merged._replace(mean_below=merged.mean_below * 1.01), id="mean-off"
-        ),
-        pytest.param("aux", lambda merged: merged._replace(entropy=merged.entropy + 1e-2), id="entropy-off"),
-        pytest.param("gap-of-1e4", lambda merged: merged._replace(max=merged.max.clamp(min=0)), id="maximum-floored"),
-    ],
-)
-def test_the_matrix_sees_a_mutation(name, change, monkeypatch):
-    from cce_dist.kernels import dense
-
-    original = dense.merge
-    monkeypatch.setattr(dense, "merge", lambda *args: change(original(*args)))
-    problem = next(case for case in CASES if case.name == name)
-    if name == "gap-of-1e4":
-        problem = next(case for case in CASES if case.name == "logits-at-minus-1e4")
-    assert not all(result.ok for result in run_case(problem, None, "cpu"))
-
-
 def test_layouts_cover_all_none_and_a_rest():
     assert [size for size, _ in layouts(4)] == [1, 2, 3, 4]
     assert dict(layouts(4))[2] == [[0, 1], [2, 3]] and dict(layouts(4))[3] == [[0, 1, 2]]
@@ -94,8 +72,8 @@ def _check_order() -> None:
 
 
 def _four_ranks():
-    every = dict(layouts(4))  # one process has had all cases; three ranks matter to cuts of vocabulary or tokens
-    for sizes, only in (((2, 4), ""), ((3,), "shards"), ((3,), "sequence-parallel")):
+    every = dict(layouts(4))  # one process has had all cases, and random ones run on two ranks in test_fuzz
+    for sizes, only in (((4,), ""), ((2, 3), "shards"), ((2, 3), "sequence-parallel")):
         with mock.patch.object(verify, "layouts", lambda _, sizes=sizes: [(size, every[size]) for size in sizes]):
             assert run_matrix("cpu", only=only, report=False) == []
     _check_order()
