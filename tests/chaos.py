@@ -65,8 +65,6 @@ class Chaos:
         if self.disk is not None:
             subprocess.run(["umount", self.disk], check=True)
 
-    # The command ------------------------------------------------------------------------------------------------------
-
     def argv(self, out: Path, *more: str) -> list[str]:
         sizes = ["--preset", "toy", "--batch-size", "8", "--warmup", "4", "--steps", str(STEPS), "--eval-every", "10"]
         keep = ["--eval-batches", "2", "--checkpoint-every", str(EVERY), "--keep", str(KEEP), "--timeout", "60"]
@@ -84,8 +82,6 @@ class Chaos:
     def tail(self) -> str:
         """Return what the last command said."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
-
-    # When something happens -------------------------------------------------------------------------------------------
 
     def some_time(self, command: Command) -> None:
         """Wait until a step or a moment that chance chooses."""
@@ -108,21 +104,15 @@ class Chaos:
             return max(map(int, re.findall(rb'{"step": (\d+), "split": "train"', text)), default=0)
         return 0
 
-    # Disturbances -----------------------------------------------------------------------------------------------------
-
-    def kill_a_rank(self) -> int:
+    def kill_a_rank(self, of_agent: bool = False) -> int:
         def act(command: Command) -> None:
             self.some_time(command)
-            kill(self.random.choice(command.ranks() or [command.pid]), signal.SIGKILL)
+            kill(self.random.choice((not of_agent and command.ranks()) or [command.pid]), signal.SIGKILL)
 
         return self.run("--max-restarts", self.random.choice("01"), act=act)
 
     def kill_the_agent(self) -> int:
-        def act(command: Command) -> None:
-            self.some_time(command)
-            kill(command.pid, signal.SIGKILL)
-
-        return self.run(act=act)
+        return self.kill_a_rank(of_agent=True)
 
     def ask_to_stop(self) -> int:
         asked = self.random.choice([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

@@ -100,9 +100,6 @@ def no_file_beyond(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-# All engines, on two ranks -------------------------------------------------------------------------------------------------
-
-
 def _engine_loses_nothing(name: str, cache: Path, out: Path) -> None:
     """The body of two ranks."""
     ranks = Ranks(torch.device("cpu"), dist.get_rank(), 2, tp=2)
@@ -171,9 +168,6 @@ def test_every_engine_loses_nothing(tmp_path: Path, cache: Path, engine: str) ->
         pytest.skip(f"{engine} is not installed")
     prepared(cache)
     run_ranks(_engine_loses_nothing, 2, engine, cache, tmp_path)
-
-
-# One rank ------------------------------------------------------------------------------------------------------------------
 
 
 def test_no_checkpoint_of_weights_that_are_not_finite(cache: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ DeepSpeed's users, with all logits; the others are this library's, by the sectio
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from cce_dist import FilterStats
 from cce_dist.integrations import deepspeed as cce
+from cce_dist.merge import sum_over_ranks
 from cce_dist.plan.cut import deepspeed_weights
 from cce_dist.pretrain import durable
 from cce_dist.pretrain.build import build_whole, make_optimizer
@@ -239,21 +241,16 @@ def _vocab_parallel_loss(head: cce.CCEHead) -> Callable[[Tensor, tuple[Tensor, T
     from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
 
     rows = head.rows
-
-    def loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-        ids, scale = labels
-        return scale * vocab_parallel_cross_entropy(
-            logits,
-            ids,
-            tp_group=rows.group,
-            vocab_start_index=rows.start,
-            vocab_end_index=rows.stop,
-            global_vocab_size=rows.vocab_size,
-            ignore_index=IGNORED,
-            reduction="sum",
-        )
-
-    return loss
+    loss = functools.partial(
+        vocab_parallel_cross_entropy,
+        tp_group=rows.group,
+        vocab_start_index=rows.start,
+        vocab_end_index=rows.stop,
+        global_vocab_size=rows.vocab_size,
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+    return lambda logits, labels: labels[1] * loss(logits, labels[0])
 
 
 def _split(block: Block, group: dist.ProcessGroup) -> None:
@@ -263,26 +260,18 @@ def _split(block: Block, group: dist.ProcessGroup) -> None:
         matrix.weight.data = matrix.weight.data.chunk(group.size(), dim)[group.rank()].clone()
         matrix.weight.tensor_model_parallel = True  # pyright: ignore[reportAttributeAccessIssue]
 
-    def leave(module: nn.Module, inputs: Any, output: Any) -> Tensor:
-        return cce.sum_over_shards(output, group)
-
     for part in (attention, mlp):
         part.register_forward_pre_hook(_summing_gradients(group))
-        part.register_forward_hook(leave)
+        part.register_forward_hook(lambda module, inputs, output: cce.sum_over_shards(output, group))  # pyright: ignore[reportArgumentType]
 
 
 def _summing_gradients(group: dist.ProcessGroup) -> Callable[[nn.Module, tuple[Tensor]], Tensor]:
     """Return a hook that sums the gradient of a module's input, of which each rank computes a part, over the group."""
 
-    def summed(d_hidden: Tensor) -> Tensor:
-        d_hidden = d_hidden.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(d_hidden, group=group)
-        return d_hidden
-
     def enter(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
         hidden = inputs[0].view_as(inputs[0])
         if hidden.requires_grad:
-            hidden.register_hook(summed)
+            hidden.register_hook(lambda grad: sum_over_ranks(grad.clone(memory_format=torch.contiguous_format), group))
         return hidden
 
     return enter
