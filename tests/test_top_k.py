@@ -54,18 +54,22 @@ def largest(z: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return values[:, :top_k], ids[:, :top_k]
 
 
-def found(z: Tensor, top_k: int, **options) -> tuple[Tensor, Tensor]:
-    """The same from the kernels: each row's hidden state takes its own column of the weight."""
-    hidden, weight = torch.eye(len(z), device=DEVICE), z.t().contiguous().to(DEVICE)
-    ids = torch.zeros(len(z), dtype=torch.int64, device=DEVICE)
+def top(hidden: Tensor, weight: Tensor, ids: Tensor | None = None, top_k: int = K, **options) -> tuple[Tensor, Tensor]:
+    """The same from the kernels, and the log-probabilities."""
+    ids = torch.zeros(len(hidden), dtype=torch.int64, device=DEVICE) if ids is None else ids
     with torch.no_grad():
         out = linear_log_probs(hidden, weight, ids, top_k=top_k, backend="triton", **options)
     assert out.top_log_probs is not None and out.top_ids is not None
-    return out.top_log_probs.cpu(), out.top_ids.cpu()
+    return out.top_log_probs, out.top_ids
 
 
-def check(z: Tensor, top_k: int, **options) -> None:
-    log_p, ids = found(z, top_k, **options)
+def found(z: Tensor, top_k: int) -> list[Tensor]:
+    """The same from logits: each row's hidden state takes its own column of the weight."""
+    return [x.cpu() for x in top(torch.eye(len(z), device=DEVICE), z.t().contiguous().to(DEVICE), top_k=top_k)]
+
+
+def check(z: Tensor, top_k: int) -> None:
+    log_p, ids = found(z, top_k)
     values, expected = largest(z, top_k)
     assert torch.equal(ids, expected)
     torch.testing.assert_close(log_p, (values.double() - z.double().logsumexp(1)[:, None]).float())
@@ -90,32 +94,20 @@ def test_no_sample_changes_the_result(plan: TopPlan | None) -> None:
     assert torch.equal(usual[1], largest(z, K)[1])
 
 
-def test_columns_of_minus_infinity() -> None:
-    """All but a few, by a bias. Catches: the columns past the last one, which are -inf too."""
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan])
+def test_a_bias_that_is_not_finite(value: float) -> None:
+    """-inf of all columns but a few, and NaN of one, which comes first. Catches: the columns past the last one, which are -inf
+    too, and NaN that a maximum hides."""
     hidden, weight = torch.randn(3, 16, device=DEVICE), torch.randn(V, 16, device=DEVICE)
-    bias = torch.full((V,), -torch.inf, device=DEVICE)
-    bias[[5, V // 2, V - 1]] = 0.0
-    out = linear_log_probs(
-        hidden, weight, torch.full((3,), 5, device=DEVICE), linear_bias=bias, top_k=K, backend="triton"
-    )
+    bias, some = torch.zeros(V, device=DEVICE), [5, V // 2, V - 1]
+    if value == -torch.inf:
+        bias.fill_(value)[some] = 0.0
+    else:
+        bias[V // 2] = value
+    log_p, ids = top(hidden, weight, torch.full((3,), 5, device=DEVICE), linear_bias=bias)
     z = hidden @ weight.t() + bias
-    assert out.top_ids is not None and out.top_log_probs is not None
-    assert torch.equal(out.top_ids, largest(z, K)[1])
-    torch.testing.assert_close(out.top_log_probs, z.log_softmax(1).gather(1, out.top_ids))
-
-
-def test_a_logit_that_is_none_comes_first() -> None:
-    """As among all logits. Catches: NaN that a maximum hides."""
-    hidden, weight = torch.randn(3, 16, device=DEVICE), torch.randn(V, 16, device=DEVICE)
-    bias = torch.zeros(V, device=DEVICE)
-    bias[V // 2] = torch.nan
-    out = linear_log_probs(
-        hidden, weight, torch.full((3,), 5, device=DEVICE), linear_bias=bias, top_k=K, backend="triton"
-    )
-    z = hidden @ weight.t()
-    z[:, V // 2] = torch.inf
-    assert out.top_ids is not None and out.top_log_probs is not None
-    assert torch.equal(out.top_ids, largest(z, K)[1]) and out.top_log_probs.isnan().all()
+    assert torch.equal(ids, largest(z.nan_to_num(torch.inf, neginf=-torch.inf), K)[1])
+    torch.testing.assert_close(log_p, z.log_softmax(1).gather(1, ids), equal_nan=True)
 
 
 def test_two_shards() -> None:
@@ -142,12 +134,10 @@ def test_a_token_that_is_not_finite_leaves_others_alone() -> None:
     hidden[0], hidden[1] = torch.nan, torch.nan
     if not GPU:
         ids[3] = -100  # an error there
-    out = linear_log_probs(hidden, weight, ids, top_k=K, backend="triton")
-    assert out.top_ids is not None and out.top_log_probs is not None
-    for row in (2, 4):
-        assert torch.equal(out.top_ids[row], largest(z, K)[1][row])
-    assert torch.equal(out.top_ids[0], torch.arange(K, device=DEVICE)) and out.top_log_probs[0].isnan().all()
-    assert (out.top_ids[[1, 3]] == -1).all()
+    log_p, top_ids = top(hidden, weight, ids)
+    assert torch.equal(top_ids[[2, 4]], largest(z, K)[1][[2, 4]])
+    assert torch.equal(top_ids[0], torch.arange(K, device=DEVICE)) and log_p[0].isnan().all()
+    assert (top_ids[[1, 3]] == -1).all()
 
 
 @pytest.mark.parametrize(
@@ -164,17 +154,14 @@ def test_lists_hold_what_reaches_the_threshold(dtype: torch.dtype, hidden_size: 
     labels[::5] = -1
     x = Operands(hidden, weight, None, labels, ShardLogits(0, V - 3))
     tiles = choose_tiles(dtype, hidden.device)
-    if not GPU:
-        tiles = tiles._replace(
-            lse=tiles.lse._replace(cols=hidden_size // 16 * 224 + 32)
-        )  # a lane has two cells, or one
+    if not GPU:  # a lane has two cells, or one
+        tiles = tiles._replace(lse=tiles.lse._replace(cols=hidden_size // 16 * 224 + 32))
     rows = gathered(hidden, compact(labels), torch.empty_like(hidden))
     lists = candidates.new_candidates(candidates.sampled(x, PLAN), PLAN, tiles, rows)
     num_kept = int(rows.num_kept)
     lists.threshold_R[num_kept:], lists.list_RM[num_kept:] = -1.0, 7.0
-    lse_partials(
-        x, rows, tiles, Span(0, -(-(V - 3) // tiles.lse.cols), 2), new_partials(2, 20, Want(), hidden), lists=lists
-    )
+    span = Span(0, -(-(V - 3) // tiles.lse.cols), 2)
+    lse_partials(x, rows, tiles, span, new_partials(2, 20, Want(), hidden), lists=lists)
 
     z = rows.hidden.double() @ weight[: V - 3].double().t()
     assert (lists.count_R[num_kept:] == 0).all() and (lists.list_RM[num_kept:] == 7).all()
@@ -241,7 +228,7 @@ def test_a_plan_fits(num_columns: int, top_k: int) -> None:
         assert taken <= workspace or rows == budget.ROWS
 
 
-@pytest.mark.parametrize("num_columns", [128_256])
+@pytest.mark.parametrize("num_columns", [128_256])  # takes the vocabulary's own plan
 def test_the_sample_is_rarely_too_high_or_too_low(num_columns: int) -> None:
     """By drawing: no row of 200,000 has fewer than k columns at its threshold, or more than its list has room for."""
     plan = budget.top_plan(num_columns, 64)
