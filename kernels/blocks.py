@@ -26,9 +26,8 @@ from cce_dist.kernels.tiles import interpreted, real_device
 def kernel(*specialized: str) -> Callable[[Callable], Any]:
     """Declare a Triton kernel that compiles anew only for the arguments named here, and for its constexprs and dtypes.
 
-    Triton compiles a kernel anew where an integer becomes 1 or a multiple of 16, or a pointer one of 16 bytes. Here sizes and
-    pointers of numbers per token are free: they may take any value, and nothing compiles in the middle of training. The names
-    given are worth it: sizes and matrices that decide how wide a load is.
+    Triton compiles a kernel anew where an integer becomes 1 or a multiple of 16, or a pointer one of 16 bytes. Here only sizes
+    and matrices that decide how wide a load is do so: nothing compiles in the middle of training.
     """
 
     def declare(function: Callable) -> Any:
@@ -55,9 +54,7 @@ def has_tma(*matrices: torch.Tensor) -> bool:
     """Whether tensor descriptors can describe these row-major matrices here (16-byte base and rows)."""
     aligned = all(m.data_ptr() % 16 == 0 and m.stride(0) * m.itemsize % 16 == 0 for m in matrices)
     if interpreted():
-        return aligned and all(
-            m.dtype != torch.bfloat16 for m in matrices
-        )  # The interpreter's descriptors misread bf16.
+        return aligned and all(m.dtype != torch.bfloat16 for m in matrices)  # whose descriptors misread bf16
     return aligned and _has_copy_engine(real_device(matrices[0].device))
 
 

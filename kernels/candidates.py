@@ -1,17 +1,16 @@
 """Candidates for the largest logits of each token, listed by the sweep that takes the log-sum-exp.
 
-A tile of logits is in registers once. Whatever is among a token's k largest is written to its list there and then, and so are
-some hundred others: all that reach a threshold. It is the n-th largest logit of a sample, every ``step``-th column of the
-shard, so about ``n step`` of all columns reach it. n is so large that a token in a million has fewer than k of them
-(``budget.top_plan``). ``largest.py`` chooses from the lists, and sees to the tokens whose list is too short or too long: the
-sample decides about time alone.
+All logits that reach a threshold are written to their token's list while their tile is in registers: its k largest and some
+hundred others. The threshold is the n-th largest logit of a sample, every ``step``-th column, so about ``n step`` columns
+reach it; n is so large that a token in a million has fewer than k of them (``budget.top_plan``). ``largest.py`` chooses from
+the lists, and sees to tokens whose list is too short or too long: the sample decides about time alone.
 
-A place of a list holds four logits, two pairs of neighbours that are eight columns apart. One thread has them in its registers
-after a product of Hopper's (wgmma). It writes all four at once if the largest of them reaches the threshold: one comparison and
-two predicated stores. These are in PTX, since Triton would bring the whole tile through shared memory for its own.
+A place of a list holds four logits, two pairs of neighbours that are eight columns apart, which one thread has in its
+registers after a product of Hopper's (wgmma). It writes all four if the largest reaches the threshold. The stores are in PTX,
+since Triton would bring the whole tile through shared memory for its own.
 
-Places are counted in registers. One integer atomic for a row and a tile adds their number to that of the row's list, so the
-order of a list may differ from run to run. What is chosen from it does not.
+Places are counted in registers, and one integer atomic for a row and a tile reserves them: the order of a list may differ from
+run to run, and what is chosen from it does not.
 """
 
 from __future__ import annotations
@@ -92,12 +91,6 @@ def ordinals_at(z_ptr, offs, size):
 
 
 @triton.jit
-def logit_of(ordinal):
-    """The logit of an ordinal."""
-    return (ordinal ^ ((ordinal >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def num_at_least(z_ptr, held, size, least, BLOCK: tl.constexpr):
     """Return how many logits have at least each of these ordinals, [PIVOTS] int32; those of the first BLOCK are held."""
     counts = tl.sum((held[:, None] >= least[None, :]).to(tl.int32), 0)
@@ -150,7 +143,8 @@ def _threshold_kernel(
     z_ptr += row.to(tl.int64) * num_cols
     held = ordinals_at(z_ptr, tl.arange(0, BLOCK), size)
     low, _, _ = reached_by(z_ptr, held, size, tl.zeros((), tl.int32) + LEAST, size, wanted, BLOCK, PIVOTS)
-    tl.store(threshold_ptr + row, logit_of(low.to(tl.int32)))
+    ordinal = low.to(tl.int32)
+    tl.store(threshold_ptr + row, (ordinal ^ ((ordinal >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
 
 
 def by_hand() -> bool:

@@ -7,8 +7,7 @@ with z the id's own logit, saved in fp32 by forward, and g the gradient of its l
 d_hidden and d_weight of the ids from these cells.
 
 16 bits would round ``P p`` before g is added, and the two nearly cancel at a likely id: such a cell is computed anew. In fp32 g
-is added to what stands there. The id's own logit is a sum in another order than that of the tile, by some units in the last
-place of the largest logits, and p, log p and H are right beside each other only where they come from the same logits.
+is added to what stands there, since p, log p and H have to come from the same logits, and the id's own logit is another sum.
 """
 
 from __future__ import annotations

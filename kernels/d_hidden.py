@@ -1,12 +1,10 @@
 """Gradient of the hidden states: d_hidden = scale * (dlogits @ weight), a chunk of the vocabulary at a time.
 
 A chunk's product is added to what earlier chunks left. The sum is kept as two 16-bit numbers, ``d_hidden`` itself and a
-remainder ``low``: 16 bits of mantissa for half the workspace of an fp32 buffer, rounding to the output's dtype as it goes.
-(A sum in d_hidden alone would be rounded once per chunk, and torch.mm cannot stop at a row count that only the device knows.)
+remainder ``low``: 16 bits of mantissa for half the workspace of an fp32 buffer.
 
-d_hidden has few tiles, and the device would wait for the handful that is left after the last whole wave of programs: 576 tiles
-on 132 multiprocessors take five waves, not 4.4. Each of those last tiles is cut along the vocabulary into as many parts as fill
-the wave, and a second kernel adds the parts in their order.
+d_hidden has few tiles: 576 on 132 multiprocessors take five waves, not 4.4. Each tile that is left after the last whole wave is
+cut along the vocabulary into as many parts as fill a wave, and a second kernel adds the parts in their order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The arithmetic of one shard in plain torch, a bounded block of logits at a time: CPUs, and GPUs without Triton.
 
-The loop runs over blocks of the vocabulary (and of the tokens, where one block of all tokens would not fit), so that
-each row of dC is written once and dE is summed in fp32. Its filter is the definition of ``GradFilter``, element by element.
+The loop runs over blocks of the vocabulary (and of tokens, where all of them would not fit), so that each row of dC is written
+once and dE is summed in fp32. Its filter is the definition of ``GradFilter``, element by element.
 
-Source: chunking as in mgmalek's efficient_cross_entropy and Liger-Kernel, which chunk tokens and so round dC once a
-chunk; ours chunks the vocabulary. The online softmax is Milakov & Gimelshein's.
+Source: mgmalek's efficient_cross_entropy and Liger-Kernel chunk tokens. The online softmax is Milakov & Gimelshein's.
 """
 
 from __future__ import annotations
@@ -110,9 +109,8 @@ def blocks_of(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[Block]]
             hidden_RD = x.hidden[rows].masked_fill(unlabelled_R1, 0.0)
             columns_RI = ids_RI = None
             if x.cells is not None:
-                columns_RI = torch.where(
-                    x.cells.ids_NI[rows] >= 0, x.cells.ids_NI[rows] - logits.start - cols.start, -1
-                )
+                ids = x.cells.ids_NI[rows]
+                columns_RI = torch.where(ids >= 0, ids - logits.start - cols.start, -1)
                 columns_RI, ids_RI = columns_RI.clamp(0, width - 1), (columns_RI >= 0) & (columns_RI < width)
             yield Block(
                 rows, cols, hidden_RD, x.weight[cols], None if x.bias is None else x.bias[cols],
@@ -160,9 +158,8 @@ def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:
     max_R, sum_R, target_R, *more = stats_KR[: spec.num_stats]
     target_R += torch.where(block.label_R1, z.gather(1, block.column_R1), 0.0)[:, 0]
     if block.columns_RI is not None:
-        stats_KR[spec.first_target : spec.first_top] += torch.where(
-            block.ids_RI, z.gather(1, block.columns_RI), 0.0
-        ).t()
+        of_ids_RI = torch.where(block.ids_RI, z.gather(1, block.columns_RI), 0.0)
+        stats_KR[spec.first_target : spec.first_top] += of_ids_RI.t()
     new_max = torch.maximum(max_R, z.amax(1))
     # The step is the old maximum less the new one. Where both are -inf (no finite logit yet) it is 0, not NaN.
     step = torch.where(max_R == new_max, 0.0, max_R - new_max)
@@ -194,12 +191,8 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec)
     for _, blocks in blocks_of(x, spec):
         for block in blocks:
             labelled_R1 = x.ids[block.rows, None] >= 0
-            p = (
-                block.logits(x.logits)
-                .sub_(softmax.max[block.rows, None])
-                .sub_(softmax.log_sum[block.rows, None])
-                .exp_()
-            )
+            log_p = block.logits(x.logits).sub_(softmax.max[block.rows, None]).sub_(softmax.log_sum[block.rows, None])
+            p = log_p.exp_()
             kept = _with_label(~(p < spec.filter.eps), block)  # NaN is kept
             num_kept += (kept & labelled_R1).sum()
             dropped_N[block.rows] += p.masked_fill_(kept | ~labelled_R1, 0.0).sum(1)
@@ -275,10 +268,7 @@ def gradients(
 def _block_gradients(
     block: Block, softmax: Softmax, coef_4N: Tensor, of_ids_RI: Tensor | None, spec: Spec, sums: _Sums
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients with respect to ``hidden @ weight.T + bias`` of a block: all of them, and those that are kept.
-
-    The sums of the dropped ones are added to ``sums``. ``of_ids_RI`` are the gradients of several ids, each id once.
-    """
+    """Return the gradients with respect to ``hidden @ weight.T + bias`` of a block: all of them, and those that are kept."""
     _, label_coef, uniform_coef, _ = coef_4N[:, block.rows, None].unbind()
     grad, slope = _softmax_part(block, softmax, coef_4N, spec)
     dropped = None
@@ -395,9 +385,8 @@ def _from_tokens(
     estimate_VD, noise = _zeros(len(share_V), x.hidden.shape[1], like=x.hidden), _zeros(like=x.hidden)
     for cols, blocks in blocks_of(tokens, spec):
         for block in blocks:
-            is_label = (
-                block.column_R1 == torch.arange(block.weight_CD.shape[0], device=token_S.device)
-            ) & block.label_R1
+            columns_C = torch.arange(block.weight_CD.shape[0], device=token_S.device)
+            is_label = block.label_R1 & (block.column_R1 == columns_C)
             terms = _dropped(block, of_tokens, coef_4N[:, token_S], spec, is_label)
             terms -= dropped_N[token_S[block.rows], None] * share_V[cols]
             terms *= inverse_share_S[block.rows, None]

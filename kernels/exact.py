@@ -86,8 +86,8 @@ def keeps(x: Operands, spec: Spec) -> bool:
     """Whether exponentials can be kept.
 
     They cannot where they do not say the gradient (label smoothing; the entropy under a softcap, whose slope is in them), in
-    fp16, whose exponent is too short, and in fp32, whose precision 16-bit exponentials would cost. A budget for them depends on
-    the number of tokens, and sums beside them have another reference: a token's bits would depend on the others.
+    fp16, whose exponent is too short, in fp32, whose precision they would cost, and where a token's bits may not depend on
+    others.
     """
     want = spec.want
     they_say_it = not want.uniform and not (want.entropy and spec.logits.softcap > 0.0)
@@ -155,7 +155,8 @@ def _sweep(
     num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
     keeping, parts = _kept_span(x, kept, tiles, at_once), 0
     if keeping.last < num_tiles:
-        cut_for = _some_rows(tiles) if spec.invariant else at_once
+        # As many parts as 400 to 8,192 tokens get on an H100, whatever the call has.
+        cut_for = 16 * tiles.lse.rows if spec.invariant else at_once
         parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
     buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
     find = partial(new_candidates, sampled(x, plan), plan, tiles) if plan else None
@@ -190,11 +191,6 @@ def _forward_rows(x: Operands, spec: Spec, tiles: Tiles, kept: Kept) -> int:
     return min(x.num_tokens, rows)
 
 
-def _some_rows(tiles: Tiles) -> int:
-    """Rows for which the vocabulary is cut, whatever the call has: as many parts as 400 to 8,192 tokens get on an H100."""
-    return 16 * tiles.lse.rows
-
-
 def _kept_span(x: Operands, kept: Kept, tiles: Tiles, at_once: int) -> Span:
     """The tiles whose exponentials are kept, cut for a group of so many tokens; no parts where there are none."""
     num_tiles = min(kept.exp_NV.shape[1] // tiles.lse.cols, cdiv(x.logits.num_valid, tiles.lse.cols))
@@ -207,27 +203,21 @@ def _keep_exponentials(
     lists: Candidates | None = None,
 ) -> None:
     """Run the log-sum-exp over a span, keeping its exponentials and each row's reference: the first tile's maximum."""
-    num_rows = rows.index.shape[0]
+    num_rows, tile = rows.index.shape[0], tiles.lse
     first_KPR = new_partials(1, num_rows, NOTHING_MORE, partials_KPR)
-    lse_partials(x, rows, _halved(tiles), Span(0, 1, 1), first_KPR)
+    if tile.warps >= 8:  # one tile a row would leave half of a device without work
+        tile = tile._replace(rows=tile.rows // 2, warps=tile.warps // 2)
+    lse_partials(x, rows, tiles._replace(lse=tile), Span(0, 1, 1), first_KPR)
     keep = Keep(first_KPR[MAX.value, 0], kept.exp_NV, partials_KPR.new_empty(span.last, num_rows))
     lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want, lists=lists)
     level(keep, rows, kept.reference[0], tiles.lse.cols)
 
 
-def _halved(tiles: Tiles) -> Tiles:
-    """Half as many rows to a program, by half as many warps: one tile a row would leave half of a device without work."""
-    tile = tiles.lse
-    return tiles._replace(lse=tile._replace(rows=tile.rows // 2, warps=tile.warps // 2)) if tile.warps >= 8 else tiles
-
-
 def _make_anew(x: Operands, order: list[torch.Tensor], kept: Kept, tiles: Tiles, spec: Spec) -> None:
     """Compute the exponentials again if a backward before this one made gradients of them; else every launch ends at once."""
-    index_N, num_kept = order
-    # The same kernel for the same groups, cut into the same parts, as in forward.
-    at_once = _forward_rows(x, spec, tiles, kept)
+    at_once = _forward_rows(x, spec, tiles, kept)  # the same groups, cut into the same parts, as in forward
     span, buffer_RD = _kept_span(x, kept, tiles, at_once), x.hidden.new_empty(at_once, x.hidden.shape[1])
-    for number, group in enumerate(token_groups([index_N, num_kept * kept.spent], at_once)):
+    for number, group in enumerate(token_groups([order[0], order[1] * kept.spent], at_once)):
         rows = gathered(x.hidden, group, buffer_RD)
         partials_KPR = new_partials(span.num_parts, rows.index.shape[0], spec.want, x.hidden)
         _keep_exponentials(x, rows, tiles, span, partials_KPR, kept.of_group(number, at_once), spec.want)
@@ -255,8 +245,8 @@ class Output(NamedTuple):
 class _Part(NamedTuple):
     """Columns [first, stop) of the logits' gradient, for one group of tokens."""
 
-    first: int  # First column
-    stop: int  # Last column, excluded
+    first: int
+    stop: int
     dlogits_RV: torch.Tensor  # Their gradients
     scale_R: torch.Tensor | None  # What each row is still to be multiplied by, or None
     opens: bool  # d_hidden of these tokens is set, not added to

@@ -98,9 +98,9 @@ def merge_cells(stats_TKN: Tensor, merged_KN: Tensor, ids_NI: Tensor, spec: Spec
 
 
 def merge_top(stats_TKN: Tensor, spec: Spec) -> Tensor:
-    """Merge the shards' largest keys, in falling order. -> [N, k]."""
-    keys_NK = keys_of_rows(stats_TKN[:, spec.first_top :])
-    # One shard's are in order already.
+    """Merge the shards' largest keys, in falling order, as one shard's are already. -> [N, k]."""
+    upper_TKN, lower_TKN = stats_TKN[:, spec.first_top :].view(torch.int32).long().chunk(2, 1)
+    keys_NK = ((upper_TKN << 32) | (lower_TKN & _LOW_BITS)).permute(2, 0, 1).flatten(1)
     return keys_NK if stats_TKN.shape[0] == 1 else largest_keys([keys_NK], spec.want.top_k)
 
 
@@ -139,10 +139,7 @@ def cell_gradients(d_nll_NI: Tensor | None, target_NI: Tensor, ids_NI: Tensor) -
 
 def keys_of(z_RC: Tensor, first_id: int) -> Tensor:
     """Return the keys of a block of logits, whose first column has the id ``first_id``."""
-    return _keys(z_RC, torch.arange(first_id, first_id + z_RC.shape[1], device=z_RC.device))
-
-
-def _keys(z_RC: Tensor, ids: Tensor) -> Tensor:
+    ids = torch.arange(first_id, first_id + z_RC.shape[1], device=z_RC.device)
     bits = (z_RC + 0.0).view(torch.int32)  # -0 becomes 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # an order of integers that is the order of the floats
     return (ordered.long() << 32) | (_LOW_BITS - ids)
@@ -152,12 +149,6 @@ def rows_of_keys(keys_NK: Tensor) -> Tensor:
     """Return keys as statistics of a shard: their upper halves, then their lower ones, as bits of fp32. -> [2 k, N]."""
     lower_NK, upper_NK = keys_NK.contiguous().view(torch.int32).unflatten(1, (-1, 2)).unbind(2)
     return torch.cat((upper_NK, lower_NK), 1).t().contiguous().view(torch.float32)
-
-
-def keys_of_rows(rows_TKN: Tensor) -> Tensor:
-    """Return the keys of all shards, from what ``rows_of_keys`` gave. [T, 2 k, N] -> [N, T k]."""
-    upper_TKN, lower_TKN = rows_TKN.view(torch.int32).long().chunk(2, 1)
-    return ((upper_TKN << 32) | (lower_TKN & _LOW_BITS)).permute(2, 0, 1).flatten(1)
 
 
 def largest_keys(keys: list[Tensor], top_k: int) -> Tensor:

@@ -1,15 +1,13 @@
 """Exponentials kept from the forward (``lse.py``), made into an operand of the backward's products.
 
 With e = exp(z - reference) * slope kept for a row, the row's gradient is ``scale * e`` with one ``scale`` per row, apart from
-the label's cell. So the kept exponentials themselves are the operand: d_hidden takes the scale in its epilogue, d_weight on its
-hidden rows, and the label's cell holds the value that the scale turns into the label's gradient. Nothing else of the
-exponentials is touched, and that cell is written from the label's own logit each time, so a second backward gets the same bits.
+the label's cell. So the exponentials themselves are the operand: d_hidden takes the scale in its epilogue, d_weight on its
+hidden rows, and the label's cell is written from the label's own logit each time, so a second backward gets the same bits.
 
-Where the entropy is differentiated too, the row's gradient is ``scale * e * (a + b log e)`` with two more numbers per row,
-since log p is log e and a number. The exponentials are then overwritten with ``e * (a + b log e)``, and ``Kept.spent`` says
-so: another backward has them made anew, with the same bits. The rounding of e to 16 bits, at most 2^-9 of it, is one of 2^-9
-nats in log p. Beside ``h p (log p + H)`` it adds at most 2^-9 of ``h p``: what the rounding of p adds to the gradient of a
-log-probability that is weighted with h.
+Where the entropy is differentiated too, the row's gradient is ``scale * e * (a + b log e)``, since log p is log e and a
+number. The exponentials are then overwritten with ``e * (a + b log e)``, and ``Kept.spent`` says so: another backward has them
+made anew, with the same bits. The rounding of e to 16 bits is one of 2^-9 nats in log p at most. Beside ``h p (log p + H)`` it
+adds 2^-9 of ``h p``, as the rounding of p does to the gradient of a log-probability that is weighted with h.
 """
 
 from __future__ import annotations
@@ -45,10 +43,7 @@ class Kept(NamedTuple):
 
 
 def level(keep: Keep, rows: Rows, reference_R: torch.Tensor, tile_cols: int) -> None:
-    """Bring every row of exponentials to one reference, its largest, and write that to reference_R.
-
-    Rows whose logits stay within ``lse.HEADROOM`` of their first tile's, nearly all, are only looked at.
-    """
+    """Bring rows of exponentials to their largest reference, and write that to reference_R; nearly all rows have only one."""
     num_tiles, num_rows = keep.tile_reference_BR.shape
     _row_reference_kernel[(cdiv(num_rows, 32),)](
         keep.tile_reference_BR, rows.num_kept, reference_R, num_rows, num_tiles, BLOCK_N=32, BLOCK_T=32
@@ -118,8 +113,7 @@ def _level_kernel(
 def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor) -> torch.Tensor:
     """Return scale_R, and write each label's cell of the exponentials so that scale * cell is the label's gradient.
 
-    Where the entropy is differentiated, all cells become what the scale turns into gradients. Then ``cells.py`` writes the
-    cells of labels, as it does with several ids; their gradients decide on the scale here.
+    Where the entropy is differentiated all cells become such, and ``cells.py`` writes those of labels, as of several ids.
     """
     num_rows = rows.index.shape[0]
     factor_2R = None if softmax.entropy is None else coef_4N.new_empty(2, num_rows)

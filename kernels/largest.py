@@ -1,13 +1,12 @@
 """The k largest logits of each token, from lists of candidates or from all logits.
 
-A choice is a bisection. Logits become integers that have their order (``candidates.ordinals_at``), and the bisection finds one
-that k of a row's logits reach. Where equal logits make that impossible, a second one finds the smallest ids among them. Nothing
-depends on the order of a list.
+Logits become integers that have their order (``candidates.ordinals_at``), and a bisection finds one that k of a row's logits
+reach. Where equal logits make that impossible, a second one finds the smallest ids among them. The order of a list is nothing
+to either.
 
 ``choose_listed`` does that for a token whose list is whole: all that reach the threshold found room, and they are k at least.
-The others, whose number the device alone knows, are left for ``choose_among_all``: all of their logits are computed once more,
-some tokens at a time, and each launch ends at once where none are left. Constant rows and rows of nearly nothing but -inf take
-this way, and so do all tokens where the vocabulary is small (``budget.top_plan``).
+The others, whose number the device alone knows, are left for ``choose_among_all``, which computes all of their logits once
+more: constant rows, rows of nearly nothing but -inf, and all tokens where the vocabulary is small (``budget.top_plan``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Log-sum-exp of the logits of a shard, tile by tile; optionally the exponentials are kept, or what a filter keeps is marked.
 
-Online softmax (Milakov and Gimelshein, 2018) over the vocabulary for a block of rows, as in the linear-cross-entropy
-forward of *Cut Your Losses* (Wijmans et al., 2024, algorithm 2). Two things differ. Each program owns a row block and a part of
-the vocabulary and writes fp32 partials that a second kernel merges in order, so there is no lock, no atomic, and the same bits
-every run. The loops over tiles and over D are flattened into one, so the copy engine works through the epilogue.
+Online softmax (Milakov and Gimelshein, 2018) over the vocabulary for a block of rows, as in the forward of *Cut Your Losses*
+(Wijmans et al., 2024, algorithm 2). Two things differ. Each program owns a row block and a part of the vocabulary and writes
+fp32 partials that a second kernel merges in order: no lock, no atomic, the same bits every run. The loops over tiles and over
+D are flattened into one, so the copy engine works through the epilogue.
 
 Kept exponentials are ``exp(z - reference)`` in bf16, times the softcap's slope, with one reference per row. A float's relative
 precision does not depend on its exponent, so the reference need only be near the row's maximum: the maximum of the first
@@ -142,12 +142,10 @@ def choose_splits(num_rows: int, num_tiles: int, tile: Tile, device: torch.devic
 def longest_first(num_tiles: int, num_parts: int) -> tuple[int, int]:
     """Return ``alike`` and ``step``, the numbers that order the parts of a span so that those with a tile more come first.
 
-    A device that runs them in the order of their columns would wait for the last ones with a tile more: with 501 tiles in 33
-    parts and 64 row blocks 132 programs at a time take as long as 250 tiles in a row, and 244 in this order.
-
-    Part s ends before tile (s + 1) num_tiles // num_parts. It has a tile more where s r mod P is P - r or above, r being the
-    remainder of num_tiles by P = num_parts. Where r and P have a divisor in common, that many parts are ``alike``, P over it
-    from one to the next. Among the others s r mod P counts down from P - 1 as s is multiplied by ``step``, r's inverse mod P.
+    A device that runs them in the order of their columns would wait for the last ones with a tile more. Part s has one where s
+    r mod P is P - r or above, r being the remainder of num_tiles by P = num_parts. Where r and P have a divisor in common,
+    that many parts are ``alike``, P over it from one to the next. Among the others s r mod P counts down from P - 1 as s is
+    multiplied by ``step``, r's inverse mod P.
     """
     alike = math.gcd(num_tiles, num_parts)
     return alike, pow(num_tiles // alike, -1, num_parts // alike)

@@ -3,10 +3,9 @@
 ``label_ids``, ``token_losses``, ``merged_lse`` and ``coefficients`` are the functions of a backend of those names (see
 ``backends.py``; ``dense.py`` has them in plain torch, which says what they mean).
 
-``compact`` removes tokens without a label, without the host knowing how many there are. ``index_N`` lists the tokens that count
-first, in order, then the others, and ``num_kept`` is their number, on the device. Every later kernel works on the compact rows
-and stops at ``num_kept``, so a batch with two thirds of its tokens ignored costs a third, wherever those tokens stand (skipping
-whole tiles needs runs of 128 ignored tokens).
+``compact`` removes tokens without a label, without the host knowing how many there are. ``index_N`` lists the tokens that
+count first, in order, and ``num_kept`` is their number, on the device. Every later kernel works on the compact rows and stops
+there, so a batch with two thirds of its tokens ignored costs a third, wherever those tokens stand.
 """
 
 from __future__ import annotations

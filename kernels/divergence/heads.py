@@ -13,9 +13,9 @@ jsd        b KL(t || m) + (1 - b) KL(p || m)    two, once both lse are known    
 with m = b t + (1 - b) p, as generalized knowledge distillation (Agarwal et al., 2023, equation 1) and TRL's GKDTrainer define
 it. The teacher has no gradient.
 
-**Statistics of a shard** are the rows of ``stats_5N``. MOMENT is relative to the two maxima, so that no offset of either head's
-logits costs precision: with a the leading head and b the other, ``sum_j exp(a_j - max_a) ((a_j - max_a) - (b_j - max_b))``.
-Where maxima grow by ``drop``, ``merge`` and the kernels move the sums to them:
+**Statistics of a shard** are the rows of ``stats_5N``. MOMENT is relative to both maxima, so that no offset costs precision:
+with a the leading head and b the other, ``sum_j exp(a_j - max_a) ((a_j - max_a) - (b_j - max_b))``. Where maxima grow by
+``drop``, ``merge`` and the kernels move the sums to them:
 
     MOMENT <- exp(-drop_a) (MOMENT - (drop_a - drop_b) SUM_a)
 

@@ -1,13 +1,10 @@
 """Divergence of two heads on Triton: the logits of both at the same tokens and columns, then what follows from them.
 
-The logits of both heads are written by products that do nothing else (``pair_logits.py``; the hidden sizes may differ): those
-of the first columns into what is kept for backward, those of the others a chunk after another into room that the next chunk
-takes. Passes over them, which have no product, add up each token's five numbers in forward, and turn the student's logits into
-their gradient, in place, in backward. The two products of ``d_hidden.py`` and ``d_weight.py`` take it from there, as in
-``exact.py``. ``heads.py`` has the formulas.
-
-Logits that are kept are not computed again, but for another backward after the one that overwrote the student's: it has those
-made anew, with the same bits.
+Products that do nothing else (``pair_logits.py``) write the logits of both heads: those of the first columns into what is kept
+for backward, the others a chunk after another. Passes over them add up each token's five numbers in forward, and turn the
+student's logits into their gradient, in place, in backward. The products of ``d_hidden.py`` and ``d_weight.py`` take it from
+there, as in ``exact.py``. ``heads.py`` has the formulas. Another backward has the student's overwritten logits made anew, with
+the same bits.
 
 Source: the online softmax (Milakov and Gimelshein, 2018) for one head. The moment that two running maxima share is this
 project's.
@@ -144,10 +141,7 @@ def _fill_both(x: Heads, both: tuple[Rows, Rows], logits: PairLogits, first: int
 def _sweep(
     x: Heads, pair: Pair | None, task: tl.constexpr, sums_KN: torch.Tensor, spec: Divergence, kept: PairLogits
 ) -> None:
-    """Go over both heads' logits once, a group of tokens at a time, and write each token's K sums.
-
-    The first sweep, without a ``pair``, computes what is kept; that of the mixture reads it.
-    """
+    """Write each token's K sums; the first sweep, without a ``pair``, computes what is kept, that of the mixture reads it."""
     with on_device(x.student.hidden):
         work, num_valid = _work(x, spec, kept), x.student.logits.num_valid
         last_kept = min(kept.columns, num_valid)

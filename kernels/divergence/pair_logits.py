@@ -1,13 +1,12 @@
 """The logits of two heads at the same tokens and columns, in half the bytes of fp32 where hidden states are bf16.
 
 A tile's logits are written relative to the largest one of their row in that tile, which is kept in fp32 beside them. So the
-largest logits, which decide on a softmax, are exact, and one that is d below the largest of its tile is off by at most 2^-12 of
-the power of two above d: 2^-9 for 8 nats, where a logit of 20 that bf16 holds is off by 2^-4. fp16 holds them, since it has
-three bits of precision more than bf16, and nothing is as far below as its range ends. Beside fp16 and fp32 hidden states they
-are fp32: there a dense head's own logits are as precise as these would be.
+largest logits, which decide on a softmax, are exact, and one that is d below the largest of its tile is off by at most 2^-12
+of the power of two above d: 2^-9 for 8 nats, where a logit of 20 that bf16 holds is off by 2^-4. They are fp16, which has
+three bits more than bf16; beside fp16 and fp32 hidden states fp32, as a dense head's own logits are as precise as fp16 would
+be.
 
-Everything that follows is computed from these numbers, the log-sum-exps too: what rounding leaves is the divergence, and the
-gradient, of two heads whose logits are off by so much. Equal heads stay equal.
+Everything that follows, the log-sum-exps too, is computed from these numbers. Equal heads stay equal.
 """
 
 from __future__ import annotations
@@ -61,9 +60,6 @@ def new_pair_logits(num_rows: int, columns: int, tile_cols: int, like: torch.Ten
 def fill_logits(
     x: Operands, rows: Rows, pair: PairLogits, head: int, first_col: int, num_tiles: int, tiles: Tiles
 ) -> None:
-    """Write one head's logits, ``head`` 0 or 1, of so many tiles from ``first_col``, a multiple of the tile, on.
-
-    Columns past ``num_valid`` are -inf. Rows at or past ``num_kept`` are unwritten but for the last tile.
-    """
+    """Write one head's logits, ``head`` 0 or 1, of so many tiles from ``first_col`` on; see ``logits_chunk``."""
     columns = num_tiles * tiles.lse.cols
     logits_chunk(x, rows, first_col, pair.z_2RC[head, :, :columns], tiles._replace(group=GROUP), pair.top_2BR[head])
