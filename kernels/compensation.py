@@ -12,8 +12,7 @@ k are sampled with probabilities q_k, and S tokens s with probabilities p_s = |r
 where e_i is a hidden state, and each gradient has its own factor. The sums over k and s are Monte Carlo estimates of a matrix
 product (Drineas, Kannan and Mahoney, 2006) with inverse-probability weights 1 / (K q_k) and 1 / (S p_s). The rank-1 matrix is
 their control variate: a sample adds the difference between R and that matrix. Row sums stay as they are for d_hidden, and
-column sums for d_weight. R_ik is 0 where token i keeps column k. A model of the tail, such as exp of a linear function of the
-hidden state, does not know where the filter cuts, and overshoots.
+column sums for d_weight. R_ik is 0 where token i keeps column k.
 
 A sample adds noise, and on some softmaxes nothing else. The estimate is a sum of independent terms, so the expected square of
 its noise is the sum of their squares. The factor that minimises the expected error is the signal's share of the square:
@@ -26,17 +25,14 @@ state has
     R_ij  ~  r_i q_j (1 + linear * (e_i - e) . (weight_j - c))
 
 to first order, hence d_hidden_i += r_i * linear * (e_i - e) covariance, with covariance = sum_j q_j (weight_j - c)(weight_j -
-c)^T. A token pays a product with a matrix of D x D for it, so the matrix may come from more columns than the K. The linear
-part is then taken off the samples' terms, as the rank-1 matrix is. ``linear`` is the factor that minimises the expected
-error. With it, an eps that is four times as large leaves smaller errors of d_hidden.
+c)^T, which may come from more columns than the K. The linear part is then taken off the samples' terms, as the rank-1 matrix
+is. ``linear`` minimises the expected error. With it, an eps that is four times as large leaves smaller errors of d_hidden.
 
-For d_weight the same line says q_j * C (weight_j - c), C being the covariance of hidden states by what they drop. That takes
-products of D x D for all columns. The sampled tokens find a part of it. Where their factor is 0, C is shrunk to a multiple of
-the identity (the target of Ledoit and Wolf, 2004):
+For d_weight the same line says q_j * C (weight_j - c), C being the covariance of hidden states by what they drop. The sampled
+tokens find a part of it. Where their factor is 0, C is shrunk to a multiple of the identity (the target of Ledoit and Wolf,
+2004), which least squares over the sampled tokens and columns gives:
 
     d_weight_j  +=  shrinkage * q_j (weight_j - c)
-
-Least squares over the sampled tokens and columns gives the factor.
 """
 
 from __future__ import annotations

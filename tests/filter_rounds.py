@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,8 +26,6 @@ from cce_dist.bench.shapes import SHAPES
 from cce_dist.bench.workload import Workload, make_workload
 from cce_dist.report import describe_environment, read_json, table, write_json
 
-HEADS = ("llama-3-8b", "gemma-2-2b")
-TOKENS = (2048, 8192, 32768)
 RUNGS = ("early", "spread", "middle", "sharp")
 NOTHING_DROPPED = 2.0**-20
 MIB = 256
@@ -58,44 +55,34 @@ def step(workload: Workload, **options: Any) -> torch.Tensor:
     return weight.grad
 
 
-def fallback(args: argparse.Namespace) -> list[Measured]:
+def fallback(head: str, num_tokens: int, args: argparse.Namespace) -> Measured:
     """Time both in turns."""
-    ways = {"exact": {}, "filtered": {"grad_filter": GradFilter(NOTHING_DROPPED, always=True)}}
-    cases = []
-    for head in args.heads:
-        for num_tokens in args.tokens:
-            workload = make_workload(SHAPES[head], num_tokens, rung="early", device="cuda", seed=args.seeds[0])
-            rows = {name: Row(name, ours=True) for name in ways}
-            jobs = [
-                Job(rows[name], rows[name].total, partial(step, workload, workspace_bytes=MIB << 20, **options))
-                for name, options in ways.items()
-            ]
-            for job in jobs:
-                job.call()
-                job.call()
-            time_in_turns(jobs, args.repeats, Clock(workload.hidden.device), lambda line: None)
-            assert not any(row.problem for row in rows.values()), rows
-            cases.append(Measured(head, num_tokens, {name: row.total.seconds for name, row in rows.items()}))
-            print(*ratio(cases[-1]), head, num_tokens, flush=True)
-    return cases
+    workload = make_workload(SHAPES[head], num_tokens, rung="early", device="cuda", seed=args.seeds[0])
+    ways = {"exact": None, "filtered": GradFilter(NOTHING_DROPPED, always=True)}
+    rows = {name: Row(name, ours=True) for name in ways}
+    jobs = [
+        Job(row, row.total, partial(step, workload, workspace_bytes=MIB << 20, grad_filter=ways[name]))
+        for name, row in rows.items()
+    ]
+    for job in jobs * 2:
+        job.call()
+    time_in_turns(jobs, args.repeats, Clock(workload.hidden.device), lambda line: None)
+    assert not any(row.problem for row in rows.values()), rows
+    return Measured(head, num_tokens, {name: row.total.seconds for name, row in rows.items()})
 
 
-def rare(args: argparse.Namespace) -> list[Measured]:
+def rare(head: str, num_tokens: int, args: argparse.Namespace) -> Measured:
     """Compare the rows of dC whose token is no label of the batch."""
-    cases = []
-    for head in args.heads:
-        measured = Measured(head, 8192)
-        for rung in RUNGS:
-            for seed in args.seeds:
-                workload = make_workload(SHAPES[head], 8192, rung=rung, device="cuda", seed=seed)
-                is_rare = torch.bincount(workload.labels, minlength=len(workload.weight)) == 0
-                exact = step(workload, workspace_bytes=1 << 40)[is_rare]
-                ours = step(workload, grad_filter=GradFilter(always=True))[is_rare]
-                measured.errors.setdefault(rung, []).append(relative_error(ours.float(), exact.float()))
-                del workload, exact, ours
-            print(head, rung, measured.errors[rung], flush=True)
-        cases.append(measured)
-    return cases
+    measured = Measured(head, num_tokens)
+    for rung in RUNGS:
+        for seed in args.seeds:
+            workload = make_workload(SHAPES[head], num_tokens, rung=rung, device="cuda", seed=seed)
+            is_rare = torch.bincount(workload.labels, minlength=len(workload.weight)) == 0
+            exact = step(workload, workspace_bytes=1 << 40)[is_rare]
+            ours = step(workload, grad_filter=GradFilter(always=True))[is_rare]
+            measured.errors.setdefault(rung, []).append(relative_error(ours.float(), exact.float()))
+            del workload, exact, ours
+    return measured
 
 
 def ratio(case: Measured) -> tuple[float, float]:
@@ -127,19 +114,20 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["fallback", "rare", "show"])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--heads", nargs="+", default=HEADS)
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--heads", nargs="+", default=["llama-3-8b", "gemma-2-2b"])
+    parser.add_argument("--tokens", nargs="+", type=int, help="default: 2048 8192 32768; of rare 8192")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--repeats", type=int, default=8)
     args = parser.parse_args(argv)
     if args.what == "show":
-        show([args.file])
-        return
-    measure: Callable[[argparse.Namespace], list[Measured]] = {"fallback": fallback, "rare": rare}[args.what]
-    environment = describe_environment(torch.device("cuda"))
-    results = Results(environment, measure(args))
-    write_json(args.file, results)
-    print(text(results))
+        return show([args.file])
+    measure, tokens = (fallback, [2048, 8192, 32768]) if args.what == "fallback" else (rare, [8192])
+    heads = []
+    for head in args.heads:
+        for num_tokens in args.tokens or tokens:
+            heads.append(measure(head, num_tokens, args))
+            print(text(Results({}, heads[-1:])), flush=True)
+    write_json(args.file, Results(describe_environment(torch.device("cuda")), heads))
 
 
 if __name__ == "__main__":

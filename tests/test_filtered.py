@@ -6,26 +6,20 @@ of the kernels that it catches.
 
 from __future__ import annotations
 
-import functools
 import math
-import re
-import sysconfig
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
 from torch import Tensor
 
 from cce_dist import GradFilter, linear_cross_entropy, op
-from cce_dist.bench.loop import loss_of, relative_error, step, truth_of
 from cce_dist.bench.shapes import HeadShape
 from cce_dist.bench.workload import make_workload
 from cce_dist.call import Call
@@ -71,6 +65,7 @@ class Case(NamedTuple):
     capacity: int = 8192 if not GPU else 1 << 20  # more than all lists hold
     fallback: int = 128
     sampled: int = 0
+    too_high: bool = False  # the bound of every fourth token
 
 
 CASES = [
@@ -94,6 +89,7 @@ CASES = [
     pytest.param(Case(num_tokens=150 if not GPU else 3000, budget=1000, sampled=32), id="groups-of-tokens"),
     pytest.param(Case(capacity=50 if not GPU else 400, bias=True), id="lists-without-room-so-all-is-exact"),
     pytest.param(Case(coefs="large", fallback=2), id="more-than-a-few-are-not-served-so-all-is-exact"),
+    pytest.param(Case(bias=True, too_high=True), id="bounds-that-are-too-high"),
 ]
 
 
@@ -253,6 +249,18 @@ def local_stats(p: Problem, case: Case, merge_bound: Callable[[Tensor], Tensor] 
     return stats, *saved
 
 
+def shards_of(p: Problem, case: Case) -> tuple[list[Problem], Tensor]:
+    """A third of the columns and the others, as shards, and the bound that both have."""
+    cut, shards = case.num_rows // 3, []
+    for rows in (slice(0, cut), slice(cut, case.num_rows)):
+        logits = p.logits._replace(start=rows.start, num_valid=len(p.weight[rows]))
+        shards.append(p._replace(weight=p.weight[rows], bias=None if p.bias is None else p.bias[rows], logits=logits))
+    bounds: list[Tensor] = []
+    for shard in shards:
+        local_stats(shard, case, merge_bound=lambda stats: bounds.append(whole(stats)) or bounds[-1])
+    return shards, torch.logaddexp(*bounds)
+
+
 def gradients(p: Problem, case: Case, merged: Dense | Softmax, saved, **how) -> list[Any]:
     if isinstance(merged, Dense):
         merged = Softmax(merged.maximum.float(), merged.log_sum.float())
@@ -314,21 +322,23 @@ def test_matches_dense(case: Case, limits, sampled: dict[str, Any]) -> None:
     """Catches: a hit left out of the list, a label that is not frequent lost, frequent columns twice, the slope or the bias
     left out, a control variate for kept columns, coefficients that ask for more served all the same, padding with gradient.
 
-    Of sampled columns: what is kept counted as dropped, a label or a mean not taken off, the shrinkage left out.
+    Of sampled columns: what is kept counted as dropped, a label or a mean not taken off, the shrinkage left out. Of bounds that
+    are too high: lists that are trusted, a few tokens forgotten or counted twice.
     """
     limits(case)
     p = problem(case)
     d = dense(p)
-    stats, *saved = local_stats(p, case)
-    labelled = p.labels >= 0
-    lse = d.maximum + d.log_sum
+    labelled, lse = p.labels >= 0, d.maximum + d.log_sum
+    high = torch.zeros_like(labelled)
+    high[::4] = case.too_high
+    stats, *saved = local_stats(p, case, lambda stats: torch.where(high, (lse + 1.0).float(), whole(stats)))
     assert_no_worse((stats[0] + stats[1].log())[labelled], lse.float()[labelled], lse[labelled])
 
     state, columns, _, count, *_ = saved
     room = case.capacity > 1000
     assert room == (count.sum() <= columns.shape[0])
     listed = labelled & ((state[0] - lse).exp() <= 1.125)
-    assert listed.sum() >= 0.9 * labelled.sum()
+    assert listed.sum() >= 0.9 * (labelled & ~high).sum()
     must_keep = (d.p > case.grad_filter.eps * 1.0001) | d.is_label
     assert not room or not (must_keep & ~kept_of(tuple(saved), p))[listed].any()
     assert (count[~labelled] == 0).all()
@@ -361,7 +371,8 @@ def test_matches_dense(case: Case, limits, sampled: dict[str, Any]) -> None:
     all_exact = not room or case.fallback < 10
     assert all_exact == (not served.any())
     assert all_exact or (grad - exact_grad)[served].abs().sum() > 0
-    assert all_exact or exact.any() == (case.coefs == "large")
+    assert all_exact or exact.any() == (case.coefs == "large" or case.too_high)
+    assert not case.too_high or torch.equal(exact, labelled & high)
 
 
 @pytest.mark.slow
@@ -372,20 +383,11 @@ def test_two_shards(limits, sampled: dict[str, Any]) -> None:
     """
     case = Case(bias=True, sampled=32)
     limits(case)
-    whole = problem(case)
-    d = dense(whole)
-    cut = case.num_rows // 3
-    halves = []
-    for rows, start in ((slice(0, cut), 0), (slice(cut, None), cut)):
-        logits = ShardLogits(start, len(whole.weight[rows]))
-        assert whole.bias is not None
-        halves.append(whole._replace(weight=whole.weight[rows], bias=whole.bias[rows], logits=logits))
-    bounds: list[Tensor] = []
-    for half in halves:
-        local_stats(half, case, merge_bound=lambda stats: bounds.append(stats[0] + stats[1].log()) or bounds[-1])
-    bound = torch.logaddexp(*bounds)
+    p = problem(case)
+    d = dense(p)
+    halves, bound = shards_of(p, case)
     d_hidden = torch.zeros_like(d.p[:, : case.hidden_size])
-    expected, rounded = d_hidden.clone(), torch.zeros_like(whole.hidden)
+    expected, rounded = d_hidden.clone(), torch.zeros_like(p.hidden)
     for half in halves:
         rows = slice(half.logits.start, half.logits.start + len(half.weight))
         _, *saved = local_stats(half, case, merge_bound=lambda _: bound)
@@ -498,7 +500,7 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
 
 
 @pytest.mark.parametrize("dtype", dict.fromkeys((torch.float32, DTYPE)), ids=str)
-@pytest.mark.parametrize("coefs", ["mean", "signed"])
+@pytest.mark.parametrize("coefs", [pytest.param("mean", marks=pytest.mark.slow), "signed"])
 def test_corrections(coefs: str, dtype: torch.dtype, limits, monkeypatch: pytest.MonkeyPatch) -> None:
     """What each correction adds to the gradients of the control variate alone, and the factor on it.
 
@@ -633,42 +635,22 @@ def assert_shrunk(s: Sampled, shrinkage: Tensor, added: Tensor, largest: Tensor)
     assert (added - expected).abs().max() < 2e-3 * expected.abs().max() + rounding
 
 
-def test_torch_shrinks_the_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: the sign of it, the columns' mean left in, a factor that is fitted to something else."""
-    monkeypatch.setattr(budget, "SAMPLE", 256)
-    monkeypatch.setattr(budget, "sampled_columns", lambda _: 128)
-    monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.25)
-    w = make_workload(HeadShape(256, 4096), 512, rung="early", dtype=torch.float32, device=DEVICE)
-    truth = truth_of(loss_of(w.hidden, w.weight, w.labels))
-    loss = functools.partial(linear_cross_entropy, backend="torch", grad_filter=GradFilter())
-
-    def error() -> float:
-        return relative_error(step(loss, loss_of(*w[:3]))[2], truth.d_weight)
-
-    with_it = error()
-    monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", torch.inf)
-    assert with_it < 0.9 * error()
-
-
-@pytest.mark.parametrize("side", ["hidden", "weight"])
 @pytest.mark.slow
-def test_one_side_stays_exact(side: str) -> None:
+def test_one_side_stays_exact() -> None:
     """FullE and FullC. Catches: the flag of one read for the other, what is exact computed from lists."""
     case = Case(bias=True)
     p = problem(case)
     d = dense(p)
     _, *saved = local_stats(p, case)
     both = gradients(p, case, d, saved)
-    one = case._replace(grad_filter=case.grad_filter._replace(**{side: False}))
-    grads = gradients(p, one, d, saved)
-    x, spec = operands(p), spec_of(p, case)
+    unfiltered = [*exact.compact(p.labels), *exact.new_kept(operands(p))]
     softmax = Softmax(d.maximum.float(), d.log_sum.float())
-    unfiltered = [*exact.compact(p.labels), *exact.new_kept(x)]
-    plain: Any = exact.gradients(x, softmax, p.coef, unfiltered, Grads(), spec)
-    expected = (plain[0], *both[1:]) if side == "hidden" else (both[0], *plain[1:])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(grads, expected, strict=True))
-    assert not torch.equal(both[0], plain[0])
-    assert not torch.equal(both[1], plain[1])
+    plain: Any = exact.gradients(operands(p), softmax, p.coef, unfiltered, Grads(), spec_of(p, case))
+    for side, expected in (("hidden", (plain[0], *both[1:])), ("weight", (both[0], *plain[1:]))):
+        one = case._replace(grad_filter=case.grad_filter._replace(**{side: False}))
+        grads = gradients(p, one, d, saved)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(grads, expected, strict=True)), side
+    assert not any(torch.equal(ours, theirs) for ours, theirs in zip(both[:2], plain[:2], strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPU else torch.float16], ids=str)
@@ -810,16 +792,32 @@ PUBLIC = [
 ]
 
 
+def run_public(case: verify_cases.Case, group: dist.ProcessGroup | None = None) -> None:
+    grad_filter = GradFilter(2.0**-6, weight=case.name != "fp16-full-c", always=True)
+    draw = verify_cases.zipf_problem(
+        20, 16, 150, bias=not case.accumulate, labels=verify_cases.ignore(slice(0, None, 4))
+    )
+    case = replace(case, options={**case.options, "grad_filter": grad_filter}, problem=draw)
+    for result in run_case(case, group, DEVICE, backend="triton"):
+        assert result.ok, result
+
+
 @pytest.mark.parametrize("case", PUBLIC, ids=lambda case: case.name)
 def test_linear_cross_entropy(case: verify_cases.Case) -> None:
     """The operators around the kernels, as verify runs them on ranks. Catches: a tensor saved in one place, read in another."""
-    grad_filter = GradFilter(2.0**-6, weight=case.name != "fp16-full-c", always=True)
-    draw = verify_cases.zipf_problem(
-        24, 16, 200, bias=not case.accumulate, labels=verify_cases.ignore(slice(0, None, 4))
-    )
-    case = replace(case, options={**case.options, "grad_filter": grad_filter}, problem=draw)
-    for result in run_case(case, None, DEVICE, backend="triton"):
-        assert result.ok, result
+    run_public(case)
+
+
+def _on_two_ranks() -> None:
+    for shards in (verify_cases.uneven, verify_cases.padded):
+        run_public(replace(PUBLIC[1], shards=shards), dist.group.WORLD)
+
+
+@pytest.mark.skipif(GPU, reason="of the interpreter")
+@pytest.mark.slow
+def test_on_two_ranks(ranks2: Callable[..., None]) -> None:
+    """Catches: a dropped mass of both shards in place of one's; a shard of one row without a bound."""
+    ranks2(_on_two_ranks)
 
 
 def test_small_heads_are_exact_unless_the_filter_is_forced() -> None:
@@ -850,35 +848,9 @@ def test_ranks_choose_alike() -> None:
                 assert op._chosen(call, Operands(hidden, hidden, None, labels, logits), group)[0] is chosen
 
 
-@pytest.fixture(scope="module")
-def trained() -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [N, D], weight [V, D] and labels of a small model that says the next word of Python's library after two."""
-    text = "".join(path.read_text() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py")))
-    words = re.findall(r"\w+|[^\w\s]|\n +", text)
-    common = {word: number for number, (word, _) in enumerate(Counter(words).most_common(2048))}
-    ids = torch.tensor([common[word] for word in words if word in common])
-    generator = torch.Generator().manual_seed(0)
-    embedding, weight = (0.3 * torch.randn(n, 2048, 48, generator=generator) for n in (2, 1))
-    leaves = [embedding.requires_grad_(), weight.requires_grad_()]
-    optimizer = torch.optim.Adam(leaves, 0.02)
-
-    def batch(size: int) -> tuple[Tensor, Tensor]:
-        first = torch.randint(len(ids) - 2, (size,), generator=generator)
-        hidden = F.gelu(embedding[0, ids[first]] + embedding[1, ids[first + 1]])
-        return hidden, ids[first + 2]
-
-    for _ in range(300):
-        hidden, labels = batch(512)
-        optimizer.zero_grad()
-        F.cross_entropy(hidden @ weight[0].T, labels).backward()
-        optimizer.step()
-    hidden, labels = batch(1024)
-    return hidden.detach(), weight[0].detach(), labels
-
-
-def errors_of(state: tuple[Tensor, Tensor, Tensor], eps: float = 2.0**-10) -> dict[str, float]:
+def errors_of(state: Sequence[Any], eps: float = 2.0**-10) -> dict[str, float]:
     """Relative errors of dE, its mean, dC and its rows of no label; the torch backend, which is the definition."""
-    hidden, weight, labels = (x.to(DEVICE) for x in state)
+    hidden, weight, labels = (x.to(DEVICE) for x in state[:3])
 
     def grads(grad_filter: GradFilter | None) -> tuple[Tensor, ...]:
         inputs = (hidden.clone().requires_grad_(), weight.clone().requires_grad_())
@@ -897,65 +869,30 @@ def errors_of(state: tuple[Tensor, Tensor, Tensor], eps: float = 2.0**-10) -> di
     return {name: ((of(ours) - of(exact)).norm() / of(exact).norm()).item() for name, of in parts.items()}
 
 
-def test_errors_on_a_trained_model(trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a control variate that does not know what tokens differ in: rank 1 alone is several times as wrong."""
+def test_corrections_of_the_torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a control variate that does not know what tokens differ in: rank 1 alone is half as wrong again. Of the
+    shrinkage: its sign, the columns' mean left in, a factor that is fitted to something else."""
     monkeypatch.setattr(budget, "SAMPLE", 256)
-    rank_1 = errors_of(trained)
+    monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.25)
+    state = make_workload(HeadShape(64, 2048), 1024, rung="early", dtype=torch.float32, device=DEVICE)
+    rank_1 = errors_of(state)
     monkeypatch.setattr(budget, "sampled_columns", lambda num_columns: num_columns // 8)  # 256: as many as of 8,192
-    ours = errors_of(trained)
-    assert all(ours[name] < 0.65 * rank_1[name] for name in ("dE", "dC", "rare"))
+    ours = errors_of(state)
+    assert all(ours[name] < 0.72 * rank_1[name] for name in ("dE", "dC", "rare"))
     assert ours["mean dE"] < 1e-5
+    monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", torch.inf)
+    assert ours["dC"] < 0.9 * errors_of(state)["dC"]
 
 
 def test_noise_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a tail that is noise the correction is no worse than rank 1. Catches: the shrinkage left out."""
     torch.manual_seed(0)
-    hidden, weight = torch.randn(600, 64), torch.randn(2048, 64) * 0.3
-    labels = torch.randint(2048, (600,))
+    state = torch.randn(600, 64), torch.randn(2048, 64) * 0.3, torch.randint(2048, (600,))
     monkeypatch.setattr(budget, "SAMPLE", 256)
-    rank_1 = errors_of((hidden, weight, labels), 2.0**-9)
+    rank_1 = errors_of(state, 2.0**-9)
     monkeypatch.setattr(budget, "sampled_columns", lambda num_columns: num_columns // 32)
-    ours = errors_of((hidden, weight, labels), 2.0**-9)
+    ours = errors_of(state, 2.0**-9)
     assert ours["dE"] <= 1.01 * rank_1["dE"] and ours["dC"] <= 1.01 * rank_1["dC"]
-
-
-@pytest.mark.parametrize("num_shards", [1, 2, 4])
-def test_definition_over_shards(num_shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The torch backend's shards, each with draws of its own, against the reference. Catches: a label of another shard dropped,
-    shares over all shards, a mass of the whole row."""
-    from cce_dist import reference
-    from cce_dist.kernels import dense as backend
-
-    torch.manual_seed(0)
-    num_rows, eps = 5000, 2.0**-9
-    p = problem(Case(num_tokens=300, num_rows=num_rows, bias=True, ignored=0.1), torch.float32)
-    labels = torch.where(p.labels < 0, -1, p.labels)
-    d = dense(p._replace(labels=labels))
-    coef = p.coef * (labels >= 0)
-    monkeypatch.undo()
-    starts = [num_rows * shard // num_shards for shard in range(num_shards)]
-    d_hidden, d_weight = torch.zeros_like(p.hidden), []
-    for start, stop in zip(starts, [*starts[1:], num_rows], strict=True):
-        mine, logits = slice(start, stop), ShardLogits(start, stop - start)
-        assert p.bias is not None
-        x = Operands(p.hidden, p.weight[mine], p.bias[mine], labels, logits)
-        spec = Spec(logits, num_rows, filter=Filter(eps), workspace_bytes=1 << 22)
-        softmax = Softmax(d.maximum.float(), d.log_sum.float())
-        part: Any = backend.gradients(x, softmax, coef, [], Grads(want_bias=False), spec)
-        d_hidden += part[0]
-        d_weight.append(part[1])
-    bias, targets = p.bias, torch.where(labels < 0, -100, labels)
-    assert bias is not None
-
-    def defined(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        hidden, weight, upstream = (x.to(dtype) for x in (p.hidden, p.weight, coef[0]))
-        return reference.filtered_gradients(
-            hidden, weight, targets, upstream, GradFilter(eps), starts, linear_bias=bias.to(dtype)
-        )
-
-    truth, baseline = defined(torch.float64), defined(torch.float32)
-    assert_no_worse(d_hidden, baseline[0], truth[0], torch.float32, "d_hidden")
-    assert_no_worse(torch.cat(d_weight), baseline[1], truth[1], torch.float32, "d_weight")
 
 
 BIG = Case(num_tokens=1000, hidden_size=512, num_rows=6000, grad_filter=Filter(2.0**-12), budget=64 << 20)
@@ -1072,28 +1009,6 @@ def test_sampled_columns_bound_the_rest(monkeypatch: pytest.MonkeyPatch) -> None
     expected = lse + (torch.where(is_frequent | d.is_label, e, 0.0).sum(1) + rest).log()
     torch.testing.assert_close(saved[0][0].double(), expected, rtol=0, atol=2e-2 if GPU else 1e-4)
     assert (rest > 0).any() and (rest == 0).any()
-
-
-def test_a_bound_that_is_too_high_loses_nothing(monkeypatch: pytest.MonkeyPatch, limits) -> None:
-    """Its tokens are exact, the others as ever. Catches: lists that are trusted, a few tokens forgotten or counted twice."""
-    case = Case(bias=True)
-    limits(case)
-    p = problem(case)
-    d = dense(p)
-    high = torch.zeros(case.num_tokens, device=DEVICE)
-    high[::4] = 1.0
-
-    def too_high(stats: Tensor) -> Tensor:
-        return torch.where(high > 0, d.maximum + d.log_sum + high, whole(stats).double()).float()
-
-    _, *saved = local_stats(p, case, merge_bound=too_high)
-    grad, _, exact = gradient_of_logits(tuple(saved), p, d, case)
-    assert torch.equal(exact, (p.labels >= 0) & (high > 0))
-    ours = gradients(p, case, d, saved)
-    rounded = grad.to(DTYPE)
-    assert_no_worse(ours[0], rounded @ p.weight, grad @ p.weight.double(), DTYPE, "d_hidden")
-    assert_no_worse(ours[1], rounded.T @ p.hidden, grad.T @ p.hidden.double(), DTYPE, "d_weight")
-    assert_no_worse(ours[2], grad.float().sum(0), grad.sum(0), DTYPE, "d_bias")
 
 
 def test_capacity_is_what_the_budget_and_the_cost_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,9 @@
 
     sum of exp over the frequent columns, + exp of the label, + an estimate of all other columns less its error
 
-The lists hold each logit that reaches eps of the bound, so they are too long by as much as the bound is too low: two to three
-times with frequent columns and label alone. The estimate comes from a stratified sample: the other columns are cut into equally
-many runs of neighbours, since neighbouring ids are about as frequent, and one column is taken from each run. ``ERRORS``
-standard errors are taken off the estimate.
+The lists are too long by as much as the bound is too low: two to three times with frequent columns and label alone. The
+estimate comes from a stratified sample: the other columns are cut into runs of neighbours, which are about as frequent, and one
+column is taken from each run. ``ERRORS`` standard errors are taken off the estimate.
 
 Where the estimate is too high, the log-sum-exp shows it, and the token falls back (``lists.decide``).
 """
@@ -192,13 +191,7 @@ def bound_of_shard(
 ) -> Tensor:
     """Return the shard's part of the bound as a maximum, a sum relative to it, and zeros, [3, N] fp32.
 
-    Args:
-        frequent_3N: Maximum and sum of exp over the frequent columns.
-        target_N: The label's logit. It counts where it is another column of the shard.
-        sums_3PN: What ``sampled_sums`` writes.
-        num_sampled: How many columns were sampled.
-        x: The shard.
-        frequent: Its frequent columns.
+    ``target_N``, the label's logit, counts where the label is a column of the shard that is not frequent.
     """
     stats_3N = torch.empty_like(frequent_3N)
     num_outside = x.logits.num_valid - frequent.ids_F.shape[0]

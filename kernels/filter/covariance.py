@@ -2,10 +2,9 @@
 
     d_hidden_i  +=  r_i * linear * (e_i - e) @ covariance      covariance [D, D]  =  1 / Q  sum_q centered_q centered_q^T
 
-``compensation.py`` derives it. The Q columns are sampled by their shares; they are other columns than those of ``sampling.py``.
-e is the mean hidden state of all tokens, weighted by what they drop. The columns of ``sampling.py`` estimate the same sum, so
-their linear part, times their factor, is taken off the matrix. A token then needs ``r_i * (e_i @ covariance - e @ covariance)``
-alone, a product of its hidden state with a matrix of D x D.
+``compensation.py`` derives it. The Q columns are sampled by their shares. The columns of ``sampling.py`` estimate the same sum,
+so their linear part, times their factor, is taken off the matrix. Then a token needs ``e_i @ covariance`` alone: the mean's
+product goes to what all tokens share.
 """
 
 from __future__ import annotations

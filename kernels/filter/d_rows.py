@@ -6,13 +6,11 @@ For a token, with m its softmax mass of the columns that are neither listed nor 
     d_weight_j  = sum_i g_i hidden_i    + share_j sum_i scale P_i m_i hidden_i  + sum_i scale UNIFORM_i hidden_i
                 + shrinkage share_j (weight_j - share . weight)
 
-where ``share`` is the columns' part of the dropped mass of all tokens (``shares.py``), and ``shrinkage`` a factor
-(``compensation.py``). m is the mass that is left after frequent and listed columns, so the row sums of the softmax are right
-whatever was dropped.
+where ``share`` is a column's part of the mass that all tokens drop (``shares.py``). m is what is left after frequent and listed
+columns, so the row sums of the softmax are right whatever was dropped.
 
-The entries come token by token. A stable sort by column turns them over, so each row of d_weight is summed in registers, in the
-order of the tokens, and written once: no atomics, and the same bits every run. Rows of frequent columns come from the product
-that made them (``filter/__init__.py``) and are only carried to their place.
+A stable sort by column turns the entries over, so each row of d_weight is summed in registers, in the order of the tokens, and
+written once: no atomics, and the same bits every run. Rows of frequent columns come from a product (``filter/__init__.py``).
 """
 
 from __future__ import annotations
@@ -267,7 +265,7 @@ def compensated_weight(
     d_weight_VD: Tensor, dropped: Dropped, sample: Sample, gain: Tensor, slot_V: Tensor,
     frequent_FD: Tensor, shared_2D: Tensor, how: Decisions, tile: Tile, *, add: bool,
 ) -> None:
-    """Set the rows of d_weight_VD to all of their parts but the listed gradients, what sampled tokens add included, or add it.
+    """Set the rows of d_weight_VD to all of their parts but the listed gradients, or add that.
 
     Args:
         d_weight_VD: in, out: the columns' rows.

@@ -5,11 +5,10 @@ coefficients, and ``plan`` decides for each token whether the lists can serve it
 
     kept: |P| p_j >= eps |LABEL|, that is z_j >= threshold = LSE + log(eps |LABEL| / |P|)     (eps alone where LABEL or P is 0)
 
-The lists hold what is ``SLACK`` below ``bound + log eps``, so they serve unless the threshold is lower than that. Where a list
-is short all of it is kept: by then its rows of the weight have been read. A token whose list is too long, or that has anything
-that is not finite, is not served. Up to ``FALLBACK`` such tokens fall back to the exact path while the lists serve the others.
-All tokens do where there are more, or where the lists overflow: their capacity is what they may cost
-(``budget.list_capacity``). ``listed_gradients`` then computes, for the listed columns j of a token,
+The lists hold what is ``SLACK`` below ``bound + log eps``, so they serve unless the threshold is lower than that. A short list
+is kept whole: by then its rows of the weight have been read. A token whose list is too long, or that has anything that is not
+finite, is not served. Up to ``FALLBACK`` such tokens fall back to the exact path. All tokens do where there are more, or where
+the lists overflow (``budget.list_capacity``). ``listed_gradients`` then computes, for the listed columns j of a token,
 
     z_j = hidden . weight_j        g_j = scale * slope * (P p_j + LABEL [j = label])
 
@@ -34,8 +33,8 @@ from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.tiles import stages_of_rows
 
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
-# Columns of a list. No more than 1/eps of a list are kept, so most of a long one is read once and gathered no more, while a
-# single token that no list serves takes one tile of rows through the exact kernels: 1.7 ms for gemma-2-2b (H200, 2026-11).
+# Columns of a list. A single token that no list serves takes one tile of rows through the exact kernels: 1.7 ms for
+# gemma-2-2b (H200, 2026-11).
 LONGEST = 16384
 BLOCK = 256  # listed columns of a program
 WARP_ELEMENTS = 1024  # of rows of the weight that a warp has at a time: with more, registers allow few programs
@@ -357,7 +356,7 @@ def listed_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Compute the listed gradients, and the mass that is dropped, of the listed tokens.
 
-    A listed logit below the threshold that backward knows is dropped all the same; its entry is one of no column.
+    A listed logit below backward's threshold is dropped; its entry is one of no column.
 
     Args:
         coef_4N: Coefficients as in ``cce_dist.kernels``; P, LABEL and UNIFORM are read.
@@ -366,8 +365,8 @@ def listed_gradients(
         total: out, at tokens whose list is one block: the list's part of d_hidden; or None.
 
     Returns:
-        The factors that each token multiplies the control variate by, scale * P * m (or 0) and scale * UNIFORM, [2, N]; without
-        entries m alone, [N]. Then how many columns of the list are kept, [N] int32. All are 0 for the other tokens.
+        Each token's factors on the control variate, scale * P * m (or 0) and scale * UNIFORM, [2, N]; without entries m alone,
+        [N]. Then how many columns of the list are kept, [N] int32. All are 0 for the other tokens.
     """
     num_tokens, hidden_size = x.hidden.shape
     most_blocks = how.block_token.shape[0]

@@ -2,40 +2,30 @@
 
     sum over sampled tokens i of weight_i p_ij slope_ij / m_i   where z_ij < threshold_i, j not frequent and not the label
 
-Tokens differ in how much they drop, the m_i, more than in where, so the shares of a few hundred tokens stand for those of all,
-while each token's own mass (``d_rows.py``) is exact. Two ideas of survey sampling make the most of them:
+Tokens differ in how much they drop, the m_i, more than in where, so the shares of a few hundred stand for those of all, while
+each token's own mass (``d_rows.py``) is exact. Two ideas of survey sampling make the most of them:
 
-* The sample is systematic, with probability proportional to size (Madow, 1949): tokens lie end to end, each |P_i| m_i long, and
-  one is taken at equal steps.
+* The sample is systematic, with probability proportional to size (Madow, 1949): tokens lie end to end, each |P_i| m_i long,
+  and one is taken at equal steps.
 * It is calibrated (Deville and Sarndal, 1992): its tokens are weighted so that their mean hidden state has the component along
-  the mean of all that the mean of all has. That direction carries how frequent ids are, so it moves the shares most: without it
-  the mean of dE is off by 0.006 (median; 0.018 at worst) at 512 tokens, with it by 0.0033 (0.0049) (gemma-2-2b's shape,
-  2026-11; bf16 alone moves it by 0.004 to 0.009).
+  the mean of all that the mean of all has. That direction carries how frequent ids are. With 512 tokens it takes the error of
+  the mean of dE from 0.006 to 0.0033 (gemma-2-2b's shape, 2026-11; bf16 alone moves it by 0.004 to 0.009).
 
-In all other directions the sample's mean hidden state stays off by some d, and then its shares lean towards columns along d. A
-softmax whose hidden state is moved by -d has its probabilities multiplied by exp(-column . d), up to a constant, so the shares
-are too. ``REWEIGHTING`` shrinks that: what is kept cuts the upper end of what would move. With 0.7 the error that is left in
-the mean of dE falls from 0.022, 0.014, 0.010 and 0.011 to 0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder,
-early to trained (V 16,384, D 512, N 4,096, 512 sampled, fp32; 2026-11). With 256 tokens, in half the time, it is 0.020,
-0.008, 0.006 and 0.005, and rows of the weight that are no label are as right as with 512 that are not moved.
-
-More tokens leave smaller errors, and 256 more take 0.05 of a product of all hidden states with the weight. Shares of all tokens
-would still leave an error of 0.072 in rows of the weight that are no label, where 256 tokens leave 0.086, 512 0.079 and 1,024
-0.075 (the ladder's ``early``, V 65,536, D 4,096, N 8,192, torch on a CPU; 2026-11): most of it is the rank-1 matrix's own.
+In all other directions the sample's mean hidden state stays off by some d. A softmax whose hidden state is moved by -d has its
+probabilities multiplied by exp(-column . d), up to a constant, so the shares are too. ``REWEIGHTING`` shrinks that, since what
+is kept cuts the upper end of what would move. With 0.7 the error in the mean of dE falls from 0.022, 0.014, 0.010 and 0.011 to
+0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder (V 16,384, D 512, N 4,096, 512 sampled, fp32; 2026-11); with
+256 tokens it is 0.020, 0.008, 0.006 and 0.005.
 
 Four other ways to the shares were tried likewise, and left out:
 
-* Sums over the columns in forward. A token's LSE is not known there, so the token is weighed by its bound. Moved to the mean
-  hidden state of all tokens, with a factor of 1, the sums of all tokens leave 0.0075 in the mean of dE, where the sample leaves
-  0.020. On ``spread`` (D 2,304) they leave 0.025 and the sample 0.022: the bound's error varies by 0.4 nats over tokens there.
+* Sums over the columns in forward, of tokens weighed by their bounds. On ``spread`` (D 2,304) they leave 0.025 and the sample
+  0.022: the bound's error varies by 0.4 nats over tokens there.
 * Shares sampled towards a fit of the mean logit and the row's length (Fay and Herriot, 1979). Frequent columns weigh most
   and fit worst: rows that are no label are off by 0.109 in place of 0.078 (``early``, V 32,768, D 2,304, N 4,096).
 * The second moment of the hidden states beside their mean. Errors move by a tenth, up and down, for a product of D x D.
-* A factor fitted to the sampled columns, whose sums over all tokens are known, in place of ``REWEIGHTING``. It is 0.73 to
-0.96, and
-  leaves in the mean of dE what ``REWEIGHTING`` does, 0.014 to 0.032 (``early``, ``spread``, ``middle``; two seeds,
-  eps 2^-10). The
-  best factor that there is does no better: what is left is each column's own.
+* A factor fitted to the sampled columns in place of ``REWEIGHTING``. It is 0.73 to 0.96, and leaves what 0.7 does. The best
+  factor that there is does no better: what is left is each column's own.
 """
 
 from __future__ import annotations

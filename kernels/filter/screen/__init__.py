@@ -1,9 +1,8 @@
-"""Forward over all columns in 8 bits: it finds the few logits that matter, and sums the others; those are computed exactly.
+"""Forward over all columns in 8 bits: it finds the few logits that matter, and sums the others.
 
 The product of ``fp8.py`` costs half of the one in 16 bits, and its logits are some hundredths of a nat off. Its epilogue marks
 each logit that may reach the threshold, its error counted, and adds the exponentials of the others. Marks become lists as
-always (``lists.py``). The marked logits are then computed from the operands themselves, as the frequent columns and the label
-are:
+always (``lists.py``). The marked logits are then computed from the operands themselves:
 
     sum of exp  =  frequent columns (16 bits)  +  marked columns (16 bits)  +  all others (8 bits)
 
@@ -11,9 +10,8 @@ Everything is relative to the token's bound. What is not marked is below it, so 
 on all shards.
 
 A token is computed again in 16 bits, all columns, where the sum cannot be trusted: something is not finite, its hidden state
-cannot be rounded (``fp8.py``), its list is too long or overflowed, or its bound was too high. Only the device knows: the
-launches return at once where there is none. The error that is counted is that of the row and the column, so a row that is
-larger than others has more marks.
+cannot be rounded (``fp8.py``), its list is too long or overflowed, or its bound was too high. Where there is none the launches
+return at once.
 """
 
 from __future__ import annotations
@@ -154,8 +152,8 @@ def _screen_columns(
     """Screen all columns for a group of tokens, and list the marks of each chunk.
 
     Returns:
-        Room for the sums of exp relative to the bound, with a softcap those times its slopes, and with the entropy those times
-        what the logits are above the bound, in P parts, fp32. Those of what is not marked are written.
+        Sums of exp relative to the bound, with a softcap those times its slopes, with the entropy those times what the logits
+        are above the bound, in P parts, fp32. Those of what is not marked are written.
     """
     planes = 1 + (x.logits.softcap > 0.0) + spec.want.entropy
     num_rows, nothing = rows.index.shape[0], x._replace(logits=x.logits._replace(num_valid=0))
@@ -186,16 +184,12 @@ def screen_chunk(
     """Screen a chunk of columns, whole tiles, for a group of tokens.
 
     Args:
-        hidden: The group's hidden states.
-        weight: The chunk.
         num_kept: [1] int32: tokens of the group that count.
         x: For the options of its logits.
         log_eps: Logits from ``bound + log_eps`` on are marked.
         parts: The parts of the sums that the chunk fills.
         sums_KPR: out: the sums over what is not marked.
         words_RW: out: the marks of the chunk.
-        tile: Of the product.
-        group: Row blocks that walk the weight together.
     """
     num_rows, num_inner = hidden.codes.shape
     logits = x.logits

@@ -2,30 +2,26 @@
 
     hidden_i . weight_j  =  (hidden_i - m) . (weight_j - b)  +  hidden_i . b  +  (weight_j - b) . m
 
-The first product is the one that costs, and its operands are rounded to e4m3. The other two are a number for each row in fp32,
-whatever m and b are. A trained weight's rows share a direction, and so do hidden states: what rounding leaves along it would
-move a whole row of logits. So m is a middle of the hidden states, and b a mean of the weight's rows in which the columns of the
-softmax's tail count most.
+The first product is the one that costs, and its operands are rounded to e4m3. The other two are a number for each row in fp32.
+A trained weight's rows share a direction, and so do hidden states: what rounding leaves along it would move a whole row of
+logits. So m is a middle of the hidden states, and b a mean of the weight's rows in which the softmax's tail counts most.
 
-A hidden state has a scale of its own, all rows of the weight have one: an element of usual size becomes ``USUAL``, a tenth of
-the largest number and 256 times the smallest that has all its bits. A row with an element that is too large for it is marked
-for all tokens.
+A hidden state has a scale of its own, all rows of the weight have one: an element of usual size becomes ``USUAL``. A row with
+an element that is too large for it is marked for all tokens.
 
 Rounding to e4m3 moves an element by 2.65 % (rms) whatever its size, so the product's standard error is near
 
     sqrt(2) * 0.0265 * |hidden_i - m| |weight_j - b| / sqrt(D)
 
-``ERROR`` is the factor before these lengths but for the root of D. Hopper adds products up with fewer bits than fp32 has. That
-error is 3.5 % of the one above with D 4,096 (H200, 2026-11), where the two vectors leave no direction that all rows share.
+Hopper adds products up with fewer bits than fp32 has: an error of 3.5 % of that with D 4,096 (H200, 2026-11).
 
-The errors of a hidden state's elements are the same in all of its logits: they average out over many elements, not over
-columns. So what they leave along the axes of ``centering.py``, on which tails differ, is kept beside them, and the product has
-one column more for each axis:
+The errors of a hidden state's elements are the same in all of its logits: they average out over elements, not over columns. So
+what they leave along the axes of ``centering.py`` is kept beside them, and the product has one column more for each axis:
 
     (hidden_i - m) . (weight_j - b)  ~  code_i . code_j  +  sum_k (hidden_i - m - code_i) . axis_k  (weight_j - b) . axis_k
 
-The numbers of these columns are in units of the rows' codes and in 8 bits too, enough for what is left of 2.65 %. Those of a
-hidden state are small in these units and those of the weight large, so a factor ``EVEN`` goes from one side to the other.
+These columns are in units of the rows' codes and in 8 bits too, enough for what is left of 2.65 %. A hidden state's are small
+in these units and the weight's large, so a factor ``EVEN`` goes from one side to the other.
 
 A hidden state of which one element has more than half the square cannot be rounded, nor one whose logits would have a standard
 error above ``MOST_ERROR``. Such a row gets an infinite length and codes of 0, and its token is computed in 16 bits.
@@ -52,9 +48,7 @@ MOST_ERROR = 0.25  # nats; with the default eps that is an error of 4e-3 of the 
 MOST = tl.constexpr(448.0)  # the largest number of e4m3
 USUAL = tl.constexpr(4.0)
 LOG2_E = tl.constexpr(math.log2(math.e))
-FARTHEST = tl.constexpr(
-    100.0
-)  # powers of 2 from the bound down to a token's number: exponentials are without the latter
+FARTHEST = tl.constexpr(100.0)  # powers of 2 from the bound down to a token's number
 LEAST = tl.constexpr(1e-30)  # rows whose elements are all smaller count as zeros
 DTYPE = torch.float8_e4m3fn
 # Of the products with the axes. A weight of 128,256 x 4,096 takes 0.70 ms, one of 256,000 x 2,304 0.92; with seven others
@@ -65,17 +59,14 @@ PACKED = tl.constexpr(8)  # neighbours in a row that a thread has
 
 
 class Rounded(NamedTuple):
-    """Rows in 8 bits.
+    """Rows in 8 bits, and fp32 numbers of each.
 
-    Attributes:
-        codes: [R, D + RANK or more] e4m3; what belongs to the axes from column D on, then zeros.
-        numbers_KR: [K, R] fp32. Of the weight the row's number of the sum above, bias counted, and its length less the shared
-            vector; -inf and 0 of a column that takes no part. Of hidden states the scale of the product, the number less the
-            bound, the length, the bound. Without a softcap scales and numbers are those of logits to base 2; with one they are
-            those of logits before it, and the bound is not taken off.
+    Of the weight: the row's number of the sum above, bias counted, and its length less the shared vector; -inf and 0 of a
+    column that takes no part. Of hidden states: the scale of the product, the number less the bound, the length, the bound.
+    Without a softcap they are those of logits to base 2; with one those of logits before it, the bound not taken off.
     """
 
-    codes: Tensor
+    codes: Tensor  # [R, D + RANK or more] e4m3; what belongs to the axes from column D on, then zeros
     numbers_KR: Tensor
 
 
