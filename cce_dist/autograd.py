@@ -8,7 +8,7 @@ else gets the same functions through ``Operator.eager``, without half a millisec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,8 +116,7 @@ class Operator(NamedTuple):
             else:
                 found = getattr(torch.ops.cce_dist, self.backward_name)(*given, *flat(call))
         if twice:
-            depends_on = (x for x in (*kept[:3], *d_outputs) if x is not None and x.requires_grad)
-            found = _Refuse.apply(self.public_name, *found, *depends_on)
+            found = differentiable_once(self.public_name, found, (*kept[:3], *d_outputs))
         want[1] = want[1] and ctx.grad_weight_out is None
         chosen = [grad if wanted else None for grad, wanted in zip(found, want, strict=True)]
         return *chosen, *(None,) * (ctx.num_inputs - 3)
@@ -171,6 +170,11 @@ def nobody_listens(*tensors: Tensor) -> bool:
     """Whether an operator may be called as a function: no dispatch mode is on, and no tensor is of a class of its own."""
     plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
     return plain and torch._C._len_torch_dispatch_stack() == 0
+
+
+def differentiable_once(public_name: str, found: Sequence[Tensor], depends_on: Sequence[Tensor | None]) -> Any:
+    """Return three gradients such that differentiating them, with respect to what they depend on, raises RuntimeError."""
+    return _Refuse.apply(public_name, *found, *(x for x in depends_on if x is not None and x.requires_grad))
 
 
 class _Refuse(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from cce_dist import agree, checks, op, operands, terms
+from cce_dist import agree, checks, groups, op, operands, terms
 from cce_dist.call import DTYPES, Call, LossOptions, Options, checked
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.kernels import Filter, Operands, Spec, Want
@@ -146,7 +146,9 @@ def linear_cross_entropy(
         workspace_bytes: Bound of the temporary memory for logits, and of what forward may keep for backward; the same on every
             rank of a group. None: as much as it takes to keep all exponentials, which saves a quarter of the time, but at most
             2 GiB and at least 256 MiB; 256 MiB where none can be kept. The shapes alone decide it. The extremes: 1 takes the
-            least memory, 1 << 40 keeps everything and is fastest.
+            least memory, 1 << 40 keeps everything and is fastest. Where not all can be kept, a call on Triton that returns one
+            number alone ("mean" or "sum" without smoothing, z-loss, weight, return_aux and grad_weight_out) makes its gradients
+            in forward, group by group of tokens; they are held until backward.
         grad_weight_out: [V_r, D] contiguous buffer (fp32, say, as Megatron's main_grad) that backward adds dC into;
             linear_weight itself then gets no gradient.
         options: None alone; it stands for the argument of that name in ``torch.nn.functional.linear_cross_entropy``.
@@ -163,7 +165,7 @@ def linear_cross_entropy(
         Forward: one all-gather of 3 to 6 fp32 numbers per token; with a filter on Triton one more, of 3. Backward: one
         all-reduce of dE in reduce_dtype, which becomes a reduce-scatter with sequence_parallel, behind the last of dC. Where
         workspace_bytes splits the tokens, one for each group of them, each behind the next group (with sequence_parallel a
-        reduce of each slice to its rank).
+        reduce of each slice to its rank). Where forward makes the gradients, all of it is in forward, for each group.
         Sequence parallelism all-gathers input in both, in forward while its own slice is worked on (without a filter), and
         keeps nothing of what it gathered. A learnable logit_scale may add an all-reduce of one number in backward, weight with
         label_smoothing one of D + 1 numbers in forward.
@@ -208,6 +210,10 @@ def linear_cross_entropy(
     call = operands.call_of(x, _spec(x, weight, shard, chosen)._replace(factors=by_token), shard, chosen)
     call = _screened(call, x, shard, chosen.grad_filter)
     agree.check_ranks(x, {"weight": weight}, shard, chosen, call)
+    if weight is None and factors is None and grad_weight_out is None and _is_one_number(chosen):
+        rows = groups.rows_of_groups(x, call)
+        if rows is not None:
+            return groups.loss(x, _divisor(x, chosen, None), call, rows)
     found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
     loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll
     if call.spec.want.uniform:
@@ -259,6 +265,12 @@ def _screened(call: Call, x: Operands, shard: VocabShard, grad_filter: GradFilte
     return call._replace(spec=spec._replace(filter=spec.filter._replace(screen=screen)))
 
 
+def _is_one_number(options: Options) -> bool:
+    """Whether the call returns the sum of nll alone, divided by something."""
+    plain = options.label_smoothing == 0 and not options.has_z_loss and not options.return_aux
+    return plain and options.reduction != "none"
+
+
 def _is_plain_mean(options: Options) -> bool:
     """Whether the loss is the mean of nll, which the operator takes itself: its launches can be replayed."""
     plain = options.label_smoothing == 0 and not options.has_z_loss
@@ -293,6 +305,8 @@ def _output(loss: Tensor, found: Outputs, z_loss: Tensor, target: Tensor, spec: 
 def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | None) -> float | Tensor:
     """Return the divisor of "mean". A tensor that holds 0 counts as 1, so that the mean of nothing is 0."""
     divisor = options.num_tokens
+    if options.reduction == "sum":
+        return 1.0
     if divisor is None and class_weights is None:
         return (x.ids != options.ignore_index).sum().clamp(min=1)
     if divisor is None and class_weights is not None:

@@ -76,7 +76,7 @@ def _run_forward(
     """
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     x = Operands(hidden, weight, bias, labels, call.spec.logits)
-    backend, spec = _chosen(call, x, group)
+    backend, spec = chosen(call, x, group)
     rehearse(backend, spec, x, grad_weight_out)
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def _run_backward(
     """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     merged, ids, count, ids_NI, target_NI, factors, saved = Saved.of(saved, call.spec)
-    backend, spec = _chosen(call, Operands(hidden, weight, bias, ids, call.spec.logits), group)
+    backend, spec = chosen(call, Operands(hidden, weight, bias, ids, call.spec.logits), group)
     *d_losses, d_mean = d_losses
     if count is not None and d_mean is not None:
         of_mean = (d_mean / count).expand(ids.shape)
@@ -175,7 +175,7 @@ def _run_backward(
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size)
         x = Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
-        sum_group = _sum_group(layout, group)
+        sum_group = sum_group_of(layout, group)
         rows = None if sum_group is None else _rows_at_once(backend, x, spec, sum_group.size())
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
         hidden_sum = start_sum = None
@@ -199,7 +199,7 @@ def _run_backward(
         )
 
 
-def _sum_group(layout: Layout, group: Any) -> Any:
+def sum_group_of(layout: Layout, group: Any) -> Any:
     """The ranks that d_hidden is summed over, or None."""
     one_rank = group is not None and group.size() == 1 and not layout.sequence_parallel
     return None if layout.partial or one_rank else group
@@ -210,20 +210,20 @@ def _rows_at_once(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> 
 
     Every rank gets the same answer, right for even shards. Where a rank's own shard is smaller, so is its work.
     """
-    return backend.rows_at_once(_of_even_shard(x, spec, num_ranks), spec)
+    return backend.rows_at_once(of_even_shard(x, spec, num_ranks), spec)
 
 
-def _chosen(call: Call, x: Operands, group: Any) -> tuple[Backend, Spec]:
+def chosen(call: Call, x: Operands, group: Any) -> tuple[Backend, Spec]:
     """Choose the backend, and the budget if none was given, by the sizes of an even shard: the same on every rank."""
-    spec = call.spec._replace(alone=_sum_group(call.layout, group) is None)
-    x = _of_even_shard(x, spec, 1 if group is None else group.size())
+    spec = call.spec._replace(alone=sum_group_of(call.layout, group) is None)
+    x = of_even_shard(x, spec, 1 if group is None else group.size())
     backend = choose(call.backend, spec, x)
     if spec.workspace_bytes > 0:
         return backend, spec
     return backend, spec._replace(workspace_bytes=backend.default_workspace(x, spec))
 
 
-def _of_even_shard(x: Operands, spec: Spec, num_ranks: int) -> Operands:
+def of_even_shard(x: Operands, spec: Spec, num_ranks: int) -> Operands:
     return x._replace(logits=spec.logits._replace(num_valid=even_rows(spec.vocab_size, 0, num_ranks)[1]))
 
 
@@ -238,7 +238,7 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, want.uniform, want.entropy))
     ids = labels.new_empty(num_tokens)
     x = Operands(hidden, weight, bias, ids, call.spec.logits)
-    backend, spec = _chosen(call, x, merge.resolve(call.layout.group_name))
+    backend, spec = chosen(call, x, merge.resolve(call.layout.group_name))
     others = [hidden.new_empty(shape, dtype=dtype) for shape, dtype in listed(want, num_tokens).values()]
     saved = Saved(
         empty(2 + want.entropy, num_tokens),

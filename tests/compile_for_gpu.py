@@ -183,10 +183,12 @@ def log_probs(name: str, num_ids: int = 1, workspace_bytes: int = 64 << 20, own:
 
 
 def main() -> None:
-    from cce_dist import GradFilter
+    from cce_dist import GradFilter, groups
 
     step("exact", workspace_bytes=1)
     step("kept", workspace_bytes=1 << 30)
+    with groups.of_rows(256):
+        step("kept, in groups", workspace_bytes=1 << 30)
     step("filtered", grad_filter=GradFilter(always=True))
     if CAPABILITY >= 90 and not HIP:
         step("screened", grad_filter=GradFilter(always=True, screen="fp8"))

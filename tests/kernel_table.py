@@ -20,6 +20,7 @@ TESTS = {
     "largest": "test_top_k.py",
     "logits": "test_top_k.py",
     "divergence": "test_divergence.py",
+    "scale": "test_groups.py",
     "filter/screen": "test_screened.py",
     "filter": "test_filtered.py",
     "": "test_triton.py",

@@ -10,12 +10,19 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-EXACT = {"_lse_kernel", "_target_logit_kernel", "_dlogits_kernel", "_grad_hidden_kernel", "_grad_weight_kernel"}
+EXACT = {
+    "_scale_kernel",
+    "_lse_kernel",
+    "_target_logit_kernel",
+    "_dlogits_kernel",
+    "_grad_hidden_kernel",
+    "_grad_weight_kernel",
+}
 FILTERED = {"_list_columns_kernel", "_filtered_hidden_kernel", "_filtered_weight_kernel"}
 LOG_PROBS = {"_cells_kernel", "_logits_kernel", "_threshold_kernel", "_choose_kernel"}
 SCREENED = {"_round_rows_kernel", "_screen_kernel", "_listed_sums_kernel"}
 OF_TWO_HEADS = {"_pair_sums_kernel", "_pair_gradients_kernel"}
-PRODUCTS = EXACT - {"_target_logit_kernel"} | {
+PRODUCTS = EXACT - {"_target_logit_kernel", "_scale_kernel"} | {
     "_logits_kernel",
     "_screen_kernel",
     "_round_rows_kernel",

@@ -845,7 +845,7 @@ def test_ranks_choose_alike() -> None:
             for want in (Want(), Want(grad=False)):
                 logits = ShardLogits(0, num_valid)
                 call = Call(Spec(logits, 128256, filter=Filter(2.0**-12), want=want), backend="triton")
-                assert op._chosen(call, Operands(hidden, hidden, None, labels, logits), group)[0] is chosen
+                assert op.chosen(call, Operands(hidden, hidden, None, labels, logits), group)[0] is chosen
 
 
 def errors_of(state: Sequence[Any], eps: float = 2.0**-10) -> dict[str, float]:

@@ -508,7 +508,7 @@ def test_who_waits_for_d_hidden() -> None:
         (plain, None, True), (plain, one, True), (plain, two, False), (partial, two, True), (sliced, one, False),
         (sliced, two, False),
     ):  # fmt: skip
-        assert op._chosen(Call(Spec(x.logits, 8), layout, "triton"), x, group)[1].alone == alone
+        assert op.chosen(Call(Spec(x.logits, 8), layout, "triton"), x, group)[1].alone == alone
 
 
 def test_where_exponentials_are_kept() -> None:

@@ -92,6 +92,7 @@ class Case:
         upstream: Gradient of each token's loss for reduction "none", from a generator and the number of tokens.
         objective: What is differentiated: "loss", or "aux", a sum of all the differentiable aux outputs.
         shape: Leading dimensions of input, whose product is the number of tokens; None for [N].
+        in_groups: Tokens of a group whose gradients are made in forward; 0: as the sizes say.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Case:
     autocast: bool = False
     noncontiguous: bool = False
     accumulate: bool = False
+    in_groups: int = 0
 
 
 def zipf_problem(
@@ -189,6 +191,12 @@ CASES = [
          random_problem(24, labels=ignore(slice(0, None, 4)))),
     Case("input-grad-partial", "dE summed when it should not be", {"input_grad": "partial"}),
     Case("main-grad", "dC overwritten instead of added", accumulate=True),
+    Case("in-groups", "a group that sets dC and does not add to it", {"softcap": 20.0, "num_tokens": 50},
+         random_problem(bias=True, labels=ignore(slice(0, 12))), in_groups=11),
+    Case("in-groups-uneven-shards", "a group's statistics merged with another's", problem=random_problem(scale=0.2),
+         shards=uneven, dtype=BF16, in_groups=16),
+    Case("in-groups-sequence-parallel", "dE of the wrong slice", {"sequence_parallel": True}, random_problem(24 * 3),
+         in_groups=20),
     Case("one-token", "a block of rows that is not full", problem=random_problem(1)),
     Case("no-tokens", "a launch over nothing", problem=random_problem(0)),
     Case("vocabulary-of-one", "shards that are empty but one", problem=random_problem(vocab_size=1, grid=True)),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist import reference
+from cce_dist import groups, reference
 from cce_dist.call import AUX
 from cce_dist.filter import GradFilter
 from cce_dist.loss import TIE, LinearCrossEntropyOutput, linear_cross_entropy
@@ -247,14 +246,17 @@ def _ours(
     # The largest logit would turn a screen off.
     screen = getattr(case.options.get("grad_filter"), "screen", None)
     aux = True if screen is None else tuple(name for name in AUX if name not in ("max_logit", "label_is_max"))
+    aux = aux if not case.in_groups else False  # whose gradients nobody knows in forward
     # What the buffer holds before is of dC's own size, so that adding to it rounds no more than dC is rounded.
     before = 2.0**-12
     out_buffer = torch.full(weight.shape, before, device=device) if case.accumulate else None
-    with torch.autocast(device, torch.bfloat16) if case.autocast else nullcontext():
-        out = linear_cross_entropy(
+    with groups.of_rows(case.in_groups or None), torch.autocast(device, torch.bfloat16, enabled=case.autocast):
+        out: Any = linear_cross_entropy(
             hidden, weight, labels, linear_bias=bias, shard=shard, return_aux=aux, backend=backend,
             grad_weight_out=out_buffer, **case.options,
         )  # fmt: skip
+    if case.in_groups:
+        out = LinearCrossEntropyOutput(out, *[None] * (len(LinearCrossEntropyOutput._fields) - 1))  # type: ignore[arg-type]
     if upstream is not None:
         upstream = upstream.to(device, torch.float32).view(out.loss.shape)
     objective = _objective(case, out, upstream)
@@ -265,7 +267,7 @@ def _ours(
         grads = torch.autograd.grad(objective, inputs, allow_unused=True)
         assert grads[1] is None, "a gradient was returned beside grad_weight_out"
         grads = (grads[0], out_buffer - before, *grads[2:])
-    values = {name: value.detach() for name, value in out._asdict().items() if isinstance(value, Tensor)}
+    values: dict[str, Tensor] = {n: value.detach() for n, value in out._asdict().items() if isinstance(value, Tensor)}
     return values | dict(zip(("dE", "dC", "dbias"), grads, strict=False))
 
 

@@ -11,7 +11,6 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist import reference
+from cce_dist import groups, reference
 from cce_dist.filter import GradFilter
 from cce_dist.loss import linear_cross_entropy
 from cce_dist.shard import VocabShard
@@ -86,6 +85,7 @@ class Draw:
         upstream: Which outputs are differentiated; "loss" is always among them.
         wanted: Whether hidden, weight and bias need a gradient.
         hidden_of_ignored, padding: What hidden states of ignored tokens hold, and padding rows of weight and bias.
+        in_groups: Tokens of a group whose gradients are made in forward, where they can be; None: as the sizes say.
         broken: A token with a NaN in its hidden state, none: -1.
     """
 
@@ -110,6 +110,7 @@ class Draw:
     padding: float = 3.0
     classes: bool = False
     learn_scale: bool = False
+    in_groups: int | None = None
     broken: int = -1
     twice: bool = False
 
@@ -144,7 +145,20 @@ def draw(setting: Setting, number: int) -> Draw:
     if filtered:
         _draw_filter(rng, kind, call)
     _draw_terms(rng, kind, call, learnable=not filtered)
+    apart = random.Random(f"groups/{setting.seed}/{number}/{where}")
+    if not filtered and apart.random() < 0.2:
+        _one_number(call)
+        call.in_groups = apart.randint(1, max(1, call.shape[0] if call.shape else 1))
     return call
+
+
+def _one_number(call: Draw) -> None:
+    """Leave out what is not one number with one upstream gradient."""
+    for name in ("return_aux", "z_loss_weight", "label_smoothing", "weight"):
+        call.options.pop(name, None)
+    if call.options.get("reduction") == "none":
+        call.options["reduction"] = "sum"
+    call.upstream, call.buffer, call.classes = ("loss",), None, False
 
 
 def _size(rng: random.Random, most: int, zero: float) -> int:
@@ -365,7 +379,7 @@ def _ours(
     if call.classes:
         options["weight"] = options["weight"].to(setting.device)
     options |= {"linear_bias": bias, "shard": shard, "backend": setting.backend, "grad_weight_out": buffer}
-    with torch.autocast(setting.device, call.dtype) if call.autocast else nullcontext():
+    with groups.of_rows(call.in_groups), torch.autocast(setting.device, call.dtype, enabled=call.autocast):
         out = linear_cross_entropy(hidden, weight, labels, **options)
     outputs = {"loss": out} if isinstance(out, Tensor) else {name: getattr(out, name) for name in ("loss", *PER_TOKEN)}
     values = {name: x.detach() for name, x in outputs.items()}

@@ -1,0 +1,233 @@
+"""A loss whose gradients are made in forward, a group of tokens at a time: the dense loss's numbers, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from shards import DEVICE, GPU, needs_gpu
+from torch import Tensor
+
+from cce_dist import VocabShard, groups, linear_cross_entropy, merge
+from cce_dist.kernels import budget
+from cce_dist.kernels.scale import scale
+from cce_dist.verify.check import assert_no_worse
+
+N, D, V, ROWS = 22, 16, 75, 6  # four groups, the last of four tokens
+DTYPE = torch.bfloat16 if GPU else torch.float32
+
+
+@contextmanager
+def in_groups(rows: int = ROWS, times: int = 1) -> Iterator[None]:
+    """Have calls made in groups, and see that so many were."""
+    with groups.of_rows(rows), mock.patch.object(groups, "loss", wraps=groups.loss) as loss:
+        yield
+    assert loss.call_count == times
+
+
+def operands(biased: bool = True) -> tuple[list[Tensor], Tensor]:
+    """Hidden states, a weight and a bias that require gradients, and labels: the second group has none, others a few less."""
+    shapes = [(N, D), (V, D), (V,)][: 2 + biased]
+    labels = torch.randint(V, (N,))
+    labels[[0, *range(ROWS, 2 * ROWS), N - 1]] = -100
+    return [torch.randn(shape, device=DEVICE).to(DTYPE).requires_grad_() for shape in shapes], labels.to(DEVICE)
+
+
+def dense(
+    tensors: list[Tensor], labels: Tensor, dtype: torch.dtype, factor: float, **options: Any
+) -> tuple[Tensor, ...]:
+    """Loss and gradients of ``factor`` times it in a dtype."""
+    hidden, weight, *bias = (tensor.detach().to(dtype).requires_grad_() for tensor in tensors)
+    logits = F.linear(hidden, weight, *bias) * options.get("logit_scale", 1.0)
+    if options.get("softcap"):
+        logits = options["softcap"] * torch.tanh(logits / options["softcap"])
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    count = options.get("num_tokens") or (labels != -100).sum()
+    loss = loss if options.get("reduction") == "sum" else loss / count
+    return loss, *torch.autograd.grad(factor * loss, (hidden, weight, *bias))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [
+        ({}, 1.0),
+        ({"reduction": "sum", "softcap": 3.0}, 0.3),
+        ({"num_tokens": 40, "logit_scale": 0.5}, -2.0),
+        ({"num_tokens": torch.tensor(33)}, 1.0),
+    ],
+)
+def test_same_numbers_as_dense(backend: str, options: dict[str, Any], factor: float) -> None:
+    """Catches: a group that sets dC and does not add to it, a divisor of its own tokens, an upstream gradient left out."""
+    tensors, labels = operands()
+    truth, base = (dense(tensors, labels, dtype, factor, **options) for dtype in (torch.float64, DTYPE))
+    with in_groups():
+        loss = linear_cross_entropy(tensors[0], tensors[1], labels, linear_bias=tensors[2], backend=backend, **options)
+    ours = (loss, *torch.autograd.grad(factor * loss, tensors))
+    for name, *values in zip(("loss", "dE", "dC", "dbias"), ours, base, truth, strict=True):
+        assert_no_worse(values[0], values[1], values[2], torch.float32 if name == "loss" else DTYPE, name)
+    assert not ours[1][labels == -100].any()
+
+
+def test_a_second_backward_makes_the_gradients_anew() -> None:
+    """Catches: gradients scaled twice, or taken from storage that is a parameter's by then; a graph that is gone unnoticed."""
+    tensors, labels = operands(biased=False)
+    with in_groups():
+        loss = linear_cross_entropy(tensors[0], tensors[1], labels, backend="triton")
+    first, second = (torch.autograd.grad(factor * loss, tensors, retain_graph=True) for factor in (0.0, 1.0))
+    wanted = dense(tensors, labels, DTYPE, 1.0)[1:]
+    assert not any(grad.any() for grad in first)
+    torch.testing.assert_close(second, wanted)
+    torch.autograd.grad(loss, tensors)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, tensors)
+    with in_groups():
+        loss = linear_cross_entropy(tensors[0], tensors[1], labels)
+    (grad,) = torch.autograd.grad(loss, tensors[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(grad.sum(), tensors[0])
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
+def test_what_is_frozen_gets_none(wanted: tuple[bool, ...]) -> None:
+    """Catches: work for a frozen head or trunk, and a gradient that changes where another is not wanted."""
+    tensors, labels = operands()
+    for tensor, with_gradient in zip(tensors, wanted, strict=True):
+        tensor.requires_grad_(with_gradient)
+    with in_groups():
+        loss = linear_cross_entropy(tensors[0], tensors[1], labels, linear_bias=tensors[2], backend="triton")
+        loss.backward()
+    truth = dense(tensors, labels, DTYPE, 1.0)[1:]
+    for tensor, with_gradient, grad in zip(tensors, wanted, truth, strict=True):
+        assert (tensor.grad is not None) == with_gradient
+        if tensor.grad is not None:
+            torch.testing.assert_close(tensor.grad, grad)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "none"}, {"return_aux": ("nll",)}, {"z_loss_weight": 1e-3}, {"label_smoothing": 0.1},
+        {"weight": torch.ones(V)}, {"grad_weight_out": torch.zeros(V, D)},
+    ],
+)  # fmt: skip
+def test_who_needs_more_than_one_number_is_not_in_groups(options: dict[str, Any]) -> None:
+    """Catches: an upstream gradient that differs from token to token, and is taken for one number."""
+    tensors, labels = operands(biased=False)
+    with in_groups(times=0):
+        hidden, weight = (tensor.detach().float().cpu().requires_grad_() for tensor in tensors)
+        linear_cross_entropy(hidden, weight, labels.cpu(), **options)
+
+
+def test_an_error_of_the_labels_and_no_tokens_at_all() -> None:
+    tensors, labels = operands(biased=False)
+    hidden, weight = (tensor.detach().float().cpu().requires_grad_() for tensor in tensors)
+    with in_groups(times=3):
+        with pytest.raises(IndexError, match=r"target\[3\].* is 75"):
+            linear_cross_entropy(hidden, weight, torch.full((N,), V).index_fill_(0, torch.arange(3), 0))
+        loss = linear_cross_entropy(hidden, weight, torch.full((N,), -100))
+        assert loss == 0 and not any(grad.any() for grad in torch.autograd.grad(loss, (hidden, weight)))
+        loss = linear_cross_entropy(hidden[:0], weight, labels[:0].cpu())
+        assert loss == 0 and not torch.autograd.grad(loss, weight)[0].any()
+
+
+def test_the_size_of_groups() -> None:
+    """Catches: groups that leave the budget, a small one at the end, groups where all fits, and more of them than dC bears."""
+    heads = (
+        (8192, 4096, 128256),
+        (32768, 1024, 151936),
+        (8192, 2304, 256000),
+        (4096, 640, 262144),
+        (65536, 5120, 131072),
+    )
+    for num_tokens, hidden_size, num_columns in heads:
+        for mib in (64, 256, 512, 1024, 2048, 4096, 1 << 20):
+            sizes = budget.Sizes(num_tokens, hidden_size, num_columns, 2)
+            rows = budget.rows_of_groups(sizes, mib << 20)
+            if rows is not None:
+                assert budget.bytes_of_all(sizes._replace(num_tokens=rows)) <= mib << 20 < budget.bytes_of_all(sizes)
+                assert rows % 128 == 0 and rows >= budget.LEAST_GROUP and -(-num_tokens // rows) <= budget.MOST_GROUPS
+                assert -num_tokens % rows < 128 * -(-num_tokens // rows)
+    llama = budget.Sizes(8192, 4096, 128256, 2)
+    assert [budget.rows_of_groups(llama, mib << 20) for mib in (128, 512, 1024, 4096)] == [None, 1664, 2816, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_times_a_number(dtype: torch.dtype) -> None:
+    """Catches: a tail that is left out; a gradient of an ignored token that an infinite loss scale makes NaN."""
+    values = torch.randn(20_000, device=DEVICE).to(dtype)
+    values[7] = 0.0
+    for factor in (1.0, 0.25, float("inf")):
+        ours = values.clone()
+        scale(ours, torch.tensor(factor, device=DEVICE))
+        wanted = torch.where(values == 0, values, (values.float() * factor).to(dtype))
+        assert torch.equal(ours, wanted)
+
+
+def _on_ranks(backend: str) -> None:
+    """One batch over uneven shards, with and without sequence parallelism."""
+    group = dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(3)
+    tensors, labels = operands()
+    truth, base = (dense(tensors, labels, dtype, 0.5) for dtype in (torch.float64, torch.float32))
+    shard = VocabShard.even(V, group)
+    own = slice(shard.start, shard.start + shard.num_valid)
+    _, weight, bias = (tensor.detach().cpu().float() for tensor in tensors)
+    for options in ({}, {"sequence_parallel": True}, {"input_grad": "partial"}, {"reduce_dtype": torch.float32}):
+        hidden = tensors[0].detach().cpu().float()
+        if "sequence_parallel" in options:
+            hidden = hidden.chunk(group.size())[group.rank()]
+        local = [x.clone().requires_grad_() for x in (hidden, weight[own], bias[own])]
+        with in_groups(), mock.patch.object(merge, "_all_gather_into", wraps=merge._all_gather_into) as gathers:
+            loss = linear_cross_entropy(
+                *local[:2],
+                labels,
+                linear_bias=local[2],
+                shard=shard,
+                backend=backend,
+                **options,  # type: ignore[arg-type]
+            )
+        assert gathers.call_count == 4 + ("sequence_parallel" in options), (options, gathers.call_count)
+        d_hidden, d_weight, d_bias = torch.autograd.grad(0.5 * loss, local)
+        if "input_grad" in options:
+            dist.all_reduce(d_hidden)
+        rows = slice(group.rank() * len(hidden), (group.rank() + 1) * len(hidden)) if len(hidden) < N else slice(None)
+        assert_no_worse(loss, base[0], truth[0], torch.float32, "loss")
+        assert_no_worse(d_hidden, base[1][rows], truth[1][rows], torch.float32, f"dE {options}")
+        assert_no_worse(d_weight, base[2][own], truth[2][own], torch.float32, f"dC {options}")
+        assert_no_worse(d_bias, base[3][own], truth[3][own], torch.float32, f"dbias {options}")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_on_two_ranks(ranks2: Callable[..., None], backend: str) -> None:
+    """Catches: statistics of a group that are merged with another's, a sum of dE that leaves a group out."""
+    ranks2(_on_ranks, backend)
+
+
+@needs_gpu
+def test_kept_exponentials_serve_each_group() -> None:
+    """The default path on a GPU: three products, in the budget's bytes, and no less exact than the gradients of one group."""
+    hidden = torch.randn(5000, 512, device="cuda").bfloat16().requires_grad_()
+    weight = (0.1 * torch.randn(32000, 512, device="cuda")).bfloat16().requires_grad_()
+    labels = torch.randint(32000, (5000,), device="cuda")
+    found, peaks = [], []
+    for mib in (1 << 14, 160):
+        with mock.patch.object(groups, "loss", wraps=groups.loss) as in_groups:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            loss = linear_cross_entropy(hidden, weight, labels, workspace_bytes=mib << 20)
+            found.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert in_groups.call_count == (mib == 160)
+    outputs = sum(grad.nbytes for grad in found[1][1:])
+    assert peaks[1] <= outputs + (164 << 20) < peaks[0]
+    truth = dense([hidden, weight], labels, torch.float64, 1.0)
+    for ours, whole, true in zip(found[1], found[0], truth, strict=True):
+        assert (ours - true).norm() <= 1.3 * (whole - true).norm() + 1e-6 * true.norm()
