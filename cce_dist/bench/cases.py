@@ -29,11 +29,7 @@ TIMEOUT_SECONDS = 600.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, as a rank of torchrun or alone, and report every case as soon as it is known.
-
-    Returns:
-        0, or 1 if there is no case, or a row of this library itself has no time (wrong, or failed).
-    """
+    """Measure; 0, or 1 if there is no case, or a row of this library has no time (wrong, or failed)."""
     is_rank = in_torchrun() and bool(args.tp or args.stage)
     sizes = args.tp or [1]
     if args.stage:
@@ -46,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
     if args.methods == ["list"]:
         print("\n".join(available))
         return 0
-    # An unknown name fails here, once.
     choose(args.methods, available)
     if is_rank:
         _join(args)

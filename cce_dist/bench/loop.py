@@ -1,12 +1,9 @@
-"""Check each method's values and gradients, then time those that are right, in turns, next to plain matrix products.
+"""Check each method's values and gradients, then time those that are right, next to plain matrix products.
 
-A fast wrong gradient is worth nothing, so a method whose values or gradients are off is refused a time. Methods that are right
-are timed in turns (one step of each method, then the next round, in another order), so that clocks and temperature drift for
-all alike and nobody always follows the same neighbour.
+Methods are timed in turns, in rounds of another order each, so that clocks and temperature drift for all alike.
 
-The vocabulary is split over a group, and one rank is a group too. Every rank checks its own part of the gradients, then all
-time in turns. A row's errors are the worst rank's, its time of each round is the slowest rank's, its memory the largest
-rank's. The floor is the plain products of one rank's shard.
+Every rank of the group checks its own part of the gradients, then all time in turns. A row's errors are the worst rank's, its
+time of each round is the slowest rank's, its memory the largest rank's.
 """
 
 from __future__ import annotations
@@ -142,11 +139,9 @@ class Row:
 
 @dataclass
 class Floor:
-    """The matrix products that no method can do without, as plain ``torch.mm``.
+    """The matrix products of ``Problem.counts``, as plain ``torch.mm``: ``one`` is forward's, ``three`` those of a step.
 
-    ``one`` is forward's, ``three`` adds those of dE and dC, ``four`` computes the logits again. With two heads each has more
-    products (``Problem.counts``). Each is timed as one job: a GPU at its power limit runs three products in a row slower than
-    three alone.
+    Each is one job: a GPU at its power limit runs three products in a row slower than three alone.
     """
 
     one: Timing = field(default_factory=Timing)
@@ -179,15 +174,9 @@ def measure(
     progress: Callable[[str], None] = lambda line: None,
     forward: bool = True,
 ) -> Measured:
-    """Check, then time the methods that are for this size of group; every rank of the group calls it, and gets the same.
+    """Check, then time the methods that are for this size of group; every rank of the group calls it.
 
-    Args:
-        problem: The whole input, the same on every rank.
-        shard: This rank's rows.
-        methods: What to compare, by name.
-        repeats: Rounds of timing.
-        progress: Gets a line as each step begins.
-        forward: Time forward by itself too.
+    ``problem`` is the whole input on every rank. ``progress`` gets a line as each step begins.
     """
     progress("reference")
     parts = _parts(problem, shard)
@@ -377,10 +366,7 @@ def _products(floor: Floor, problem: Problem) -> list[Job]:
 
 
 def time_in_turns(jobs: Sequence[Job], repeats: int, clock: Clock, progress: Callable[[str], None]) -> None:
-    """Time every job in rounds of shuffled order, the same order on every rank; a round before the first warms up.
-
-    Jobs get their seconds of each round, or their owner the problem that came up.
-    """
+    """Time every job in rounds of shuffled order, the same on every rank, after a round that warms up."""
     turns, shuffled = list(jobs), random.Random(0)
     for repeat in range(repeats + 1):
         shuffled.shuffle(turns)

@@ -1,12 +1,8 @@
-"""The methods that are compared: this library in its modes, plain torch, and other libraries, each imported when asked for.
+"""The methods that are compared: this library, plain torch, and others, each imported when asked for.
 
 A method is built once per case and then called as ``loss = method(hidden, weight, labels)`` on every rank: hidden [N, D] (with
 sequence parallelism the rank's slice of it), weight the rank's rows, labels whole. It returns the mean over the labels that are
 not -100. Building raises ``ImportError`` where the library, or the part of it that is asked for, is missing.
-
-Three tables have rows of this one kind: the loss by itself, and the end of the last stage of Megatron and of DeepSpeed.
-``peers`` builds the losses of others, ``stage`` the ends of stages. The rows of ``tasks`` take other operands and return other
-values.
 """
 
 from __future__ import annotations
@@ -43,10 +39,7 @@ UNNAMED_MIB = 256  # the budget of a row of ours whose name says none
 
 
 def all_methods(table: str = "", workspace_mib: Sequence[int] = (UNNAMED_MIB,)) -> dict[str, Method]:
-    """Every method by name, in the order of the table; "-sp" is with sequence parallelism.
-
-    ``table`` is "megatron" or "deepspeed" for the rows of their last stages. ``cce-dist`` has a row for each workspace.
-    """
+    """Every method by name; ``table`` is "megatron" or "deepspeed" for the rows of their last stages."""
     tables = {"": _losses, "megatron": _megatron_stages, "deepspeed": _deepspeed_stages}
     return tables[table](our_options(workspace_mib))
 
@@ -54,8 +47,7 @@ def all_methods(table: str = "", workspace_mib: Sequence[int] = (UNNAMED_MIB,)) 
 def our_options(workspace_mib: Sequence[int]) -> dict[str, dict[str, Any]]:
     """This library's rows in every table, with the options of each; a budget of None is one for all exponentials.
 
-    A name without a budget has ``UNNAMED_MIB``, which a stored row is predicted with. ``cce-dist-default`` is what a user gets
-    who gives no budget.
+    A name without a budget has ``UNNAMED_MIB``; ``cce-dist-default`` has none.
     """
     first, *others = workspace_mib
     exact = {
@@ -81,11 +73,7 @@ def _beside(ours: dict[str, dict[str, Any]], suffix: str, **more: Any) -> dict[s
 
 
 def build_ours(build: Build, options: dict[str, Any], shard: VocabShard, hidden: Tensor, **more: Any) -> LossFn:
-    """Build a row of this library.
-
-    An exact row takes the kernels on a GPU, or is an error, since a row says what it timed. A filtered row takes what a user
-    gets for it.
-    """
+    """Build a row of this library. An exact row takes the kernels on a GPU, or is an error: a row says what it timed."""
     options = dict(options)
     if "grad_filter" not in options:
         options.setdefault("backend", "triton" if hidden.is_cuda else "torch")

@@ -21,9 +21,7 @@ NEEDED = {"fwd/1": "/ products", "total/3": "/ products", "total/4": "/ products
 class Case:
     """One table: a shape, a number of tokens, a share of ignored labels, and what was measured there.
 
-    ``on_gpu`` decides whether times are shown: on a CPU only ratios to the plain products of the same run are. ``stage`` is the
-    framework whose last stage was measured, or nothing; ``rung`` is the workload's name; ``task`` is none for a loss;
-    ``counts`` has the products of forward, of a step, and of a step that computes the logits again.
+    On a CPU only ratios to the plain products of the same run are shown.
     """
 
     shape: str

@@ -6,11 +6,7 @@ from typing import NamedTuple
 
 
 class HeadShape(NamedTuple):
-    """Sizes of a language-model head: hidden size D and vocabulary size V.
-
-    The vocabulary is the number of rows of the published weight. Final softcaps (Gemma 2) are left out, since several of
-    the libraries compared with have none.
-    """
+    """Hidden size D and vocabulary size V of a head: the rows of the published weight."""
 
     hidden_size: int
     vocab_size: int

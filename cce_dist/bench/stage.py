@@ -1,9 +1,8 @@
-"""The end of a pipeline's last stage, after its last layer, by a framework's own means and by ours: rows of ``bench --stage``.
+"""The end of a pipeline's last stage by a framework's own means and by ours: rows of ``bench --stage``.
 
-Megatron's stage is a GPTModel without layers, asked for its loss as its ``forward`` asks once the layers have run. DeepSpeed's
-is a PipelineModule whose only layer is the head, and its ``loss_fn``. Both are used as they are but for one thing: the weight
-is the benchmark's, put in its place before each call, so that checks, times and memory are those of every other row. All ranks
-are one tensor-parallel group. ``cce-dist-main-grad`` also adds dC into an fp32 buffer, which the other rows leave to DDP.
+Megatron's stage is a GPTModel without layers, DeepSpeed's is a PipelineModule whose only layer is the head. The weight is the
+benchmark's, put in its place before each call. All ranks are one tensor-parallel group. ``cce-dist-main-grad`` also adds dC
+into an fp32 buffer, which the other rows leave to DDP.
 """
 
 from __future__ import annotations
@@ -26,13 +25,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # hidden [N, D], labels [N] -> mean l
 class Stage:
     """A last stage as a loss function of the benchmark.
 
-    Args:
-        head: The module that owns the head's weight.
-        loss: The stage's loss, which calls the head.
-        has_main_grad: Backward adds the weight's gradient into ``main_grad``, as Megatron's fused accumulation does.
-
-    Attributes:
-        main_grad: [V_r, D] fp32 sum of the weight's gradients, instead of those that are returned; from the first call on.
+    With ``has_main_grad`` backward adds dC into ``main_grad``, [V_r, D] fp32, as Megatron's fused accumulation does.
     """
 
     main_grad: Tensor

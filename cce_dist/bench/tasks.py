@@ -1,8 +1,7 @@
 """What ``cce-dist bench`` measures: the loss, the ends of last stages, log-probabilities, divergences of two heads.
 
-Each task makes a ``Problem`` of a workload, and has rows for it. ``methods`` has those of the loss and of last stages. Upstream
-gradients of log-probabilities have both signs, as advantages do. The two heads of a divergence disagree, as those of two
-models that were trained apart.
+Each task makes a ``Problem`` of a workload, and has rows for it. Upstream gradients of log-probabilities have both signs, as
+advantages do. The two heads of a divergence disagree.
 """
 
 from __future__ import annotations

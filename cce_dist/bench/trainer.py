@@ -1,8 +1,7 @@
 """Time Hugging Face's Trainer with a real head on a small body: ``python -m cce_dist.bench.trainer``.
 
-Each pair of a head and a way to compute its loss trains in a process of its own, because Liger changes classes for good. The
-body has two layers, so that the head counts. Liger's other kernels are off: the table compares losses. The weights are as
-they were drawn, and their softmax is flat: a filter drops almost everything there, and its row is the best case, not a promise.
+Each head and way trains in a process of its own, because Liger changes classes for good. Liger's other kernels are off. The
+softmax of weights as they were drawn is flat: a filter's row is the best case, not a promise.
 """
 
 from __future__ import annotations

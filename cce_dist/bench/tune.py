@@ -1,8 +1,7 @@
 """``cce-dist tune``: measure tile sizes of the kernels on this GPU, and keep the best in a file.
 
-The built-in table of ``kernels/tiles.py`` was measured on few devices. This walks down one coordinate at a time: for each
-product in turn it tries every candidate against the best so far, in alternating steps of the public loss, and keeps a
-candidate that is right and clearly faster. The loss reads the file that the variable ``CCE_DIST_TILES`` names.
+For each product in turn it tries every candidate against the best so far, in alternating steps of the public loss. The loss
+reads the file that the variable ``CCE_DIST_TILES`` names.
 """
 
 from __future__ import annotations

@@ -1,24 +1,15 @@
 """A head's input with the statistics of a trained model, without the model.
 
-Filtering and caching depend on how probability is spread over the vocabulary, so uniform noise measures nothing. Here
-
     logits = log-unigram + a boost for a few candidates of each context + noise
 
-* the unigram distribution is Zipf's, exponent 1, carried by one direction of the hidden space; ids are only roughly in
-  order of frequency, as a BPE's are;
+* the unigram distribution is Zipf's, carried by one direction of the hidden space; ids are roughly in order of frequency;
 * each token has its own candidates, drawn from the unigram distribution and boosted until together they hold their share
   of the softmax, so that a few ids are likely, some hundreds plausible, and the rest a long tail;
 * the noise comes by itself: a candidate's direction overlaps a little with every other row of the weight;
 * labels are drawn from the softmax itself, so the loss is the entropy that a calibrated model would have.
 
-Over the shapes of ``shapes.py`` this gives a loss of 3.1 to 4.3 nats, a top probability of about 0.5 and a 50th of about
-6e-4, means over tokens; every run prints what it drew. Share of tiles of 128 tokens x 256 ids that hold a label or a
-probability of at least 2**-12 (N = 256, bf16, 2026-11): gemma-2-2b 0.16, llama-3-8b 0.28, phi-3.5 0.64.
-
-The cost of a filter follows from how many probabilities are above its threshold and on which ids, so one softmax measures
-little. ``RUNGS`` is a ladder of them, from the unigram distribution alone, as in a run's first steps, to one that is sure of
-its label. They differ in their candidates: how many, how alike, and what share they hold. A path in place of a rung's name is a
-file that ``cce-dist pretrain --capture`` wrote: hidden states, weight and labels of a model in training.
+The cost of a filter follows from how many probabilities are above its threshold, so ``RUNGS`` is a ladder of softmaxes, from
+the unigram distribution alone to one that is sure of its label.
 """
 
 from __future__ import annotations

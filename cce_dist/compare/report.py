@@ -207,7 +207,6 @@ def draw(comparison: Comparison, path: Path) -> None:
         panels["loss"].set(title="validation loss", ylabel="nats per token")
         panels["excess"].set(title=f"validation loss less {BASELINE}'s of the same seed", ylabel="nats per token")
         if max(map(abs, panels["excess"].get_ylim())) > 0.05:
-            # Linear within a hundredth of a nat, where sound methods are; logarithmic beyond, where others may be.
             panels["excess"].set_yscale("symlog", linthresh=0.01)
         for name in GRADIENTS:
             panels[f"cosine {name}"].set(title=TITLES[name], yscale="log")

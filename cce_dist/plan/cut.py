@@ -1,7 +1,4 @@
-"""The cut of a pipeline: layers of each stage, so that the slowest stage is fastest; and how each framework is told.
-
-Megatron takes a layout string, DeepSpeed balances weights of layers, torchtitan takes whole numbers.
-"""
+"""The cut of a pipeline: layers of each stage, so that the slowest stage is fastest; and how each framework is told."""
 
 from __future__ import annotations
 
@@ -29,12 +26,7 @@ class Times(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A cut and what it costs.
-
-    Attributes:
-        layers: Layers of each stage in the order of the model; with ``vpp`` chunks a rank, ``pp * vpp`` stages.
-        seconds: Seconds of each pipeline rank for one microbatch.
-    """
+    """A cut in the order of the model, and each pipeline rank's seconds for a microbatch."""
 
     layers: list[int]
     seconds: list[float]
@@ -93,13 +85,7 @@ def _spread(count: int, ways: int) -> list[int]:
 
 
 def advice(layers: list[int], head_layers: float, vpp: int) -> dict[str, Any]:
-    """Return what to tell each framework of a cut, by the framework's own name of the option.
-
-    Args:
-        layers: Of each stage.
-        head_layers: The head's seconds over a layer's.
-        vpp: Chunks of layers of a pipeline rank; some options know one alone.
-    """
+    """Return what to tell each framework of a cut, by its own name of the option; ``head_layers``: the head over a layer."""
     told: dict[str, Any] = {"pipeline_model_parallel_layout": megatron_layout(layers)}
     told["decoder_last_pipeline_num_layers"] = last_stage_layers(layers) if vpp == 1 else None
     if vpp == 1:

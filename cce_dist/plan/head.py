@@ -1,11 +1,7 @@
 """The head: what a loss adds to a step, in bytes and in seconds, from sizes alone.
 
-Bytes are those of ``cce_dist.kernels.budget``, which the kernels themselves ask, and of the tensors around them. A peak is the
-largest of a few moments of a step. Seconds are the sum of matrix products at the GPU's rate, bytes over its bandwidth, launches
-and collectives; ``devices`` holds every constant.
-
-The filter's time is a fixed part, and a part for each column that is listed: each logit above the threshold outside the
-frequent ids. A trained model's softmax has a few of a token, the early one of training a hundred (docs/results.md).
+Bytes are those of ``cce_dist.kernels.budget``, which the kernels themselves ask. A peak is the largest of a few moments of a
+step. Seconds are the sum of matrix products at the GPU's rate, bytes over its bandwidth, launches and collectives.
 """
 
 from __future__ import annotations
@@ -127,10 +123,7 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = No
 
 
 def lists_have_capacity(head: Head, workspace_bytes: int) -> bool:
-    """Return whether lists hold ``MANY_LISTED`` columns of each token, and labels are enough to tell the frequent columns.
-
-    Lists are taken before the log-sum-exp is known, at a bound of it, and hold up to a third more.
-    """
+    """Return whether lists hold ``MANY_LISTED`` columns of a token and a third more, and labels tell the frequent ones."""
     num_tokens, num_columns = head.num_tokens, head.sizes.num_columns
     needed = 4 / 3 * MANY_LISTED * num_tokens / head.tp
     there_is = budget.list_capacity(num_tokens, num_columns, workspace_bytes) >= needed
@@ -222,11 +215,7 @@ def _chunks(head: Head, device: Device, workspace_bytes: int, kept: int) -> tupl
 
 
 def _chunk_seconds(head: Head, device: Device, rows: int) -> float:
-    """Return what a chunk of so many tokens costs beside its products.
-
-    The last wave of the logits' and of the weight's gradient is half empty on average. d_hidden and its remainder are read and
-    written.
-    """
+    """Return what a chunk of so many tokens costs beside its products: half a wave, d_hidden and its remainder, launches."""
     tile = _tiles(head, device).dlogits
     wave = device.multiprocessors * 2.0 * tile.rows * tile.cols * (head.hidden_size + rows) / device.flops
     return wave / 2 + 2 * rows * head.sizes.sum_bytes / device.bandwidth + COSTS.chunk * COSTS.launch
@@ -286,11 +275,7 @@ def _of(name: str, count: int, num_bytes: int, num_ranks: int, device: Device) -
 def collective_seconds(name: str, num_bytes: int, num_ranks: int, device: Device) -> float:
     """Return a collective's seconds: a latency for each doubling of the ranks, and the bytes over the slowest link.
 
-    Args:
-        name: all_reduce, all_gather, reduce_scatter, or send.
-        num_bytes: Bytes that one sums or gathers, whole.
-        num_ranks: Ranks of the group; up to ``GPUS_PER_NODE`` are in one node.
-        device: The GPU, with its links.
+    ``name`` is all_reduce, all_gather, reduce_scatter or send, ``num_bytes`` what one sums or gathers, whole.
     """
     if num_ranks < 2:
         return 0.0

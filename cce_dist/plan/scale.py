@@ -102,10 +102,9 @@ def _step(found: Plan, each: LossPlan, microbatches: int) -> Step:
 
 
 def _gradients_exposed(found: Plan, microbatch: float) -> float:
-    """Return seconds of the gradients' reduce-scatter and the weights' all-gather that one microbatch's passes do not cover.
+    """Return what one microbatch does not cover of the gradients' reduce-scatter and the weights' all-gather.
 
-    Two thirds of a microbatch's time are backward, which covers the reduce-scatter; a third is forward, which covers the
-    all-gather of the next step.
+    Two thirds of it, backward, cover the first; a third, forward, covers the second.
     """
     layout, model = found.layout, found.model
     ways = layout.dp * layout.cp

@@ -1,8 +1,7 @@
 """``cce-dist verify``: the whole matrix of cases on your own ranks and devices, before a long run.
 
-Reading order: ``cases`` (the matrix), ``check`` (one case against the dense reference), ``log_probs`` (the same of
-``linear_log_probs``), ``divergence`` (of ``linear_kl_divergence``), ``fuzz`` (random cases of the loss, against
-``oracle``, with arguments in every layout of ``views``), ``fuzz_cases`` (random lines of the matrix of the other two).
+Reading order: ``cases`` (the matrix), ``check`` (one case against the dense reference), ``log_probs`` and ``divergence`` (the
+same of the other functions), ``fuzz`` (random cases of the loss, against ``oracle``), ``fuzz_cases`` (of the others).
 """
 
 from __future__ import annotations
@@ -106,10 +105,7 @@ def _silent(line: str) -> None: ...
 
 
 def layouts(world: int) -> list[tuple[int, list[list[int]]]]:
-    """Sizes of the vocabulary-parallel group to try in a world, and the groups of each: side by side where they fit.
-
-    All ranks; halves; each rank alone; and all but the last, so that one group is no divisor and one rank has none.
-    """
+    """Sizes of group to try in a world, with the groups of each: all ranks, halves, each rank alone, all but the last."""
     sizes = {world, 1} | ({world // 2} if world % 2 == 0 else set()) | ({world - 1} if world > 2 else set())
     return [
         (size, [list(range(start, start + size)) for start in range(0, world - size + 1, size)])

@@ -60,8 +60,7 @@ def random_problem(
 ) -> Callable[[torch.Generator], Problem]:  # fmt: skip
     """Gaussian data. ``shift`` is added to every logit, ``spike`` to one logit of every other token.
 
-    ``grid`` rounds to eighths, so that all logits are exact in fp32 in any order of summation: what is left is the loss's
-    own rounding, also next to a shift of 1e4.
+    ``grid`` rounds to eighths, so that all logits are exact in fp32 in any order of summation, also next to a shift of 1e4.
     """
 
     def draw(generator: torch.Generator) -> Problem:

@@ -67,8 +67,7 @@ def run_case(
 ) -> list[Error]:
     """Run a case on the ranks of ``group`` (None: this process alone); every rank calls it. ``salt`` varies the data.
 
-    Compares loss, aux outputs, dE, dC and dbias; then that the loss has the same bits on every rank, and that a second
-    run and a second backward give the same bits as the first.
+    Compares loss, aux outputs and gradients; then bits over ranks, of a second run and of a second backward.
     """
     backend = ("torch" if device == "cpu" else "triton") if backend == "auto" else backend
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -167,8 +166,8 @@ def _wrong_ties(ours: Tensor, truth: dict[str, Tensor], baseline: dict[str, Tens
 def _filter_errors(name: str, ours: Tensor, baseline: Tensor, truth: Tensor, plain: Tensor, case: Case) -> list[Error]:
     """Norms of what a filter changed, and for dE of its sum over tokens, against those of the plain filter of elements.
 
-    A backend may keep more elements than the definition, and drops no other. With compensation half of dE's error must be gone
-    (a quarter of it where tokens weigh differently), a quarter of dC's, and nearly all of the sum's.
+    With compensation half of dE's error must be gone (a quarter of it where tokens weigh differently), a quarter of dC's, and
+    nearly all of the sum's.
     """
     grad_filter = case.options["grad_filter"]
     filtered = grad_filter.hidden if name == "dE" else grad_filter.weight

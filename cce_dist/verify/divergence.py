@@ -1,7 +1,4 @@
-"""``linear_kl_divergence`` in the matrix: named traps, and one case on one group of ranks against the dense reference.
-
-The rule is that of ``check``; gradients are those of a sum over tokens with weights of both signs.
-"""
+"""``linear_kl_divergence`` in the matrix: named traps, held to the rule of ``check``. Upstream gradients have both signs."""
 
 from __future__ import annotations
 
@@ -129,8 +126,7 @@ def _draw(case: DivergenceCase, generator: torch.Generator, device: str) -> _Dra
 def _unavoidable(case: DivergenceCase, drawn: _Drawn) -> dict[str, float]:
     """How far the divergence is off for a rounding of the largest logit in fp32, and the gradients for such a divergence.
 
-    The divergence is a term of all gradients but of KL(t || p)'s. It cancels for a sharp student, and its rounding stays. Dense
-    autograd has the same rounding in the terms that it cancels with.
+    The divergence is a term of all gradients but of KL(t || p)'s. It cancels for a sharp student, and its rounding stays.
     """
     options, sizes, p = case.options, [], drawn.upstream
     for of, problem in (("teacher_", drawn.teacher), ("", drawn.student)):

@@ -1,8 +1,8 @@
 """``cce-dist verify --fuzz 10000``: random calls of the loss against the oracle, on any backend and any number of ranks.
 
-A case is a pure function of the seed, its number, and the setting (backend, interpreted or not, number of ranks): each
-failure is printed with the command that repeats it. ``draw`` makes the case, ``oracle.truth`` says what is right,
-``_baseline`` what dense PyTorch gives in the tested dtype, and ``_ours`` makes the call.
+A case is a pure function of the seed, its number, and the setting: each failure is printed with the command that repeats it.
+``draw`` makes the case, ``oracle.truth`` says what is right, ``_baseline`` what dense PyTorch gives in the tested dtype, and
+``_ours`` makes the call.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class Setting(NamedTuple):
 
     Attributes:
         group: The ranks that share the vocabulary; None: this process alone.
-        alike: So many cases in a row have what kernels are compiled for in common: dtypes, options given or not, whether sizes
-            are multiples of 16. On a GPU compilation is nearly all of a case's time.
+        alike: So many cases in a row have in common what kernels are compiled for. On a GPU compilation is nearly all of the time.
         function: Whose cases they are, a name of ``fuzz_cases.FUNCTIONS``.
     """
 

@@ -1,7 +1,4 @@
-"""Random cases of ``linear_log_probs`` and ``linear_kl_divergence``: lines of the matrix that nobody has written down.
-
-A case is a function of seed and number, as in ``fuzz``, and is run and held to its bound as the matrix's own are.
-"""
+"""Random lines of the matrix of ``linear_log_probs`` and ``linear_kl_divergence``: functions of seed and number, as in ``fuzz``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""``linear_log_probs`` in the matrix: named traps, and one case on one group of ranks against the dense reference.
-
-The rule is that of ``check``; gradients are those of a sum with weights of both signs over log-probabilities, log-sum-exp and
-entropy.
-"""
+"""``linear_log_probs`` in the matrix: named traps, held to the rule of ``check``. Upstream gradients have both signs."""
 
 from __future__ import annotations
 

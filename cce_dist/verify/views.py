@@ -1,7 +1,6 @@
 """The same numbers in another layout of memory: strided, transposed, sliced, expanded, unaligned.
 
-The memory between and around the numbers holds NaN (or an id that no vocabulary has), so a kernel that takes strides for
-granted gives no plausible result.
+The memory between and around them holds NaN, or an id that no vocabulary has: strides taken for granted show.
 """
 
 from __future__ import annotations
@@ -22,12 +21,9 @@ def constant(values: Tensor) -> Tensor:
 def view_of(values: Tensor, layout: str) -> Tensor:
     """Return a view that holds ``values``, without autograd history.
 
-    Args:
-        values: Any shape. For "expanded" the entries of dim 0 are equal (see ``constant``).
-        layout: One of LAYOUTS. "strided": every second element of the last dim. "transposed": the first dim is the inner
-            one. "sliced": a window of a larger buffer. "unaligned": contiguous, one element behind an aligned address.
-            "expanded": stride 0 on dim 0. A vector cannot be transposed, and a number has no stride: both become "strided",
-            which for a number is an element of a vector.
+    "strided" is every second element of the last dim, "transposed" has the first dim as the inner one, "sliced" is a window of a
+    larger buffer, "unaligned" is contiguous, one element behind an aligned address, "expanded" has stride 0 on dim 0, whose entries
+    are equal (see ``constant``). A vector cannot be transposed: it becomes "strided", as does a number.
     """
     values, shape = values.detach(), tuple(values.shape)
     if layout == "contiguous":
