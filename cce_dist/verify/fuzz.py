@@ -38,7 +38,7 @@ class Setting(NamedTuple):
 
     Attributes:
         group: The ranks that share the vocabulary; None: this process alone.
-        alike: So many cases in a row have in common what kernels are compiled for. On a GPU compilation is nearly all of the time.
+        alike: So many cases in a row have in common what kernels are compiled for, which takes nearly all of the time.
         function: Whose cases they are, a name of ``fuzz_cases.FUNCTIONS``.
     """
 

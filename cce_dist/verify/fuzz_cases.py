@@ -1,4 +1,4 @@
-"""Random lines of the matrix of ``linear_log_probs`` and ``linear_kl_divergence``: functions of seed and number, as in ``fuzz``."""
+"""Random lines of the matrix of ``linear_log_probs`` and ``linear_kl_divergence``, drawn as those of ``fuzz``."""
 
 from __future__ import annotations
 

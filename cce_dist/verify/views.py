@@ -21,9 +21,9 @@ def constant(values: Tensor) -> Tensor:
 def view_of(values: Tensor, layout: str) -> Tensor:
     """Return a view that holds ``values``, without autograd history.
 
-    "strided" is every second element of the last dim, "transposed" has the first dim as the inner one, "sliced" is a window of a
-    larger buffer, "unaligned" is contiguous, one element behind an aligned address, "expanded" has stride 0 on dim 0, whose entries
-    are equal (see ``constant``). A vector cannot be transposed: it becomes "strided", as does a number.
+    "strided" is every second element of the last dim, "transposed" has the first dim inside, "sliced" is a window of a larger
+    buffer, "unaligned" is one element behind an aligned address, "expanded" has stride 0 on dim 0 (see ``constant``). A vector
+    cannot be transposed: it becomes "strided", as does a number.
     """
     values, shape = values.detach(), tuple(values.shape)
     if layout == "contiguous":
