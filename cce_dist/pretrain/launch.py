@@ -24,21 +24,9 @@ import torch
 import torch.distributed as dist
 
 from cce_dist import GradFilter
-from cce_dist.pretrain import data
+from cce_dist.pretrain import data, exits
 from cce_dist.pretrain.engines import Engine
-from cce_dist.pretrain.exits import (
-    AGAIN,
-    AGENT,
-    HOPELESS,
-    LOST,
-    CheckpointError,
-    Stopped,
-    UsageError,
-    may_pass,
-    say,
-    speaks_for_all,
-    tell_torchrun,
-)
+from cce_dist.pretrain.exits import AGAIN, HOPELESS, LOST, CheckpointError, Stopped, UsageError
 from cce_dist.pretrain.ranks import Ranks, check_gpus, join
 from cce_dist.pretrain.recipe import ENGINES, MEGATRON_FUSED, Recipe
 from cce_dist.pretrain.stop import SIGNALS, Notice
@@ -52,19 +40,19 @@ def launch(args: argparse.Namespace) -> int:
         recipe = read_recipe(args)
         check_engine(recipe)
         recipe.check_sizes()
+        is_rank = in_torchrun() or (recipe.num_ranks == 1 and recipe.nodes == 1)
+        num_local = recipe.ranks_per_node or recipe.num_ranks // recipe.nodes
+        if not is_rank:
+            check_gpus(recipe, num_local)
     except UsageError as error:
-        code = _report(error) if speaks_for_all() else HOPELESS
-        tell_torchrun(code)
+        code = _report(error) if exits.speaks_for_all() else HOPELESS
+        exits.tell_torchrun(code)
         return code
-    if in_torchrun() or (recipe.num_ranks == 1 and recipe.nodes == 1):
-        code = run_rank(recipe)
-        tell_torchrun(code)
-        return 1 if code == LOST else code
-    try:
-        check_gpus(recipe, num_local := recipe.ranks_per_node or recipe.num_ranks // recipe.nodes)
-    except UsageError as error:
-        return _report(error)
-    return _start_ranks(recipe, num_local)
+    if not is_rank:
+        return _start_ranks(recipe, num_local)
+    code = run_rank(recipe)
+    exits.tell_torchrun(code)
+    return 1 if code == LOST else code
 
 
 def read_recipe(args: argparse.Namespace) -> Recipe:
@@ -105,7 +93,7 @@ def _start_ranks(recipe: Recipe, num_local: int) -> int:
 
 
 def _rank_process(recipe: Recipe, agent: int) -> None:
-    os.environ[AGENT] = str(agent)
+    os.environ[exits.AGENT] = str(agent)
     try:
         code = run_rank(recipe)
     except Exception:
@@ -136,14 +124,14 @@ def run_rank(recipe: Recipe) -> int:
 def _end_early(error: Exception) -> int:
     """Say what ended this rank's training, and return its exit code; a bug is raised."""
     if isinstance(error, Stopped):
-        if speaks_for_all():
-            say(str(error))
+        if exits.speaks_for_all():
+            exits.say(str(error))
         return _leave(AGAIN, error.everywhere)
     if not (isinstance(error, (UsageError, CheckpointError, data.CorpusError, OSError)) or _is_lost_peer(error)):
         raise error
     everywhere = isinstance(error, (UsageError, CheckpointError))
-    code = LOST if _is_lost_peer(error) or may_pass(error) else HOPELESS
-    if not everywhere or speaks_for_all():
+    code = LOST if _is_lost_peer(error) or exits.may_pass(error) else HOPELESS
+    if not everywhere or exits.speaks_for_all():
         _report(error)
     return _leave(code, everywhere)
 
@@ -156,7 +144,7 @@ def _leave(code: int, everywhere: bool) -> int:
     if dist.is_initialized():
         if everywhere:
             dist.barrier()  # the agent ends all ranks once one has left: wait for the one that reports
-        tell_torchrun(code)
+        exits.tell_torchrun(code)
         os._exit(code)  # a group that lost a rank cannot be taken down in order
     return code
 
@@ -167,7 +155,7 @@ def _end_with_agent() -> None:
         return
     parent, set_signal_of_parents_death = os.getppid(), 1
     ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
-    if os.getppid() != parent or str(parent) != os.environ.get(AGENT, str(parent)):
+    if os.getppid() != parent or str(parent) != os.environ.get(exits.AGENT, str(parent)):
         os._exit(LOST)  # it has ended meanwhile
 
 
@@ -256,7 +244,7 @@ def _report(error: BaseException) -> int:
     rank, text = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else "", str(error)
     if _is_lost_peer(error):
         text = f"{'time-out' if 'Timed out' in text else 'lost a peer'} in a collective: {text.split('. ')[0]}"
-    say(rank + text)
+    exits.say(rank + text)
     if os.environ.get("CCE_DIST_DEBUG") == "1":
         traceback.print_exception(error)
     return HOPELESS
