@@ -1,11 +1,11 @@
-"""``cce-dist pretrain --engine deepspeed`` against plain torch: pipelines and ZeRO-3, tiny and on the CPU."""
+"""``cce-dist pretrain --engine deepspeed`` and ``megatron`` against plain torch, tiny and on the CPU."""
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,47 +18,68 @@ from toy_runs import SHORT, TOY, largest_difference, losses, options, prepared, 
 
 from cce_dist import cli
 from cce_dist.pretrain.data import Batches, Corpus
-from cce_dist.pretrain.engines import deepspeed
 from cce_dist.pretrain.launch import train_on as train
 from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.recipe import PRESETS
 from cce_dist.ranks import run_ranks
 
 NOTHING_DROPPED = ["--loss", "filtered", "--filter-eps", "1e-30"]
-RUNS = {  # tensor-parallel, data-parallel and pipeline size; further options
-    "pipe-model-dense": (2, 1, 2, ["--loss", "dense", "--accumulate", "2"]),
-    "pipe-model-exact": (2, 1, 2, ["--accumulate", "2"]),
-    "pipe-model-filtered": (2, 1, 2, ["--accumulate", "2", *NOTHING_DROPPED]),
-    "zero3-dense": (1, 4, 1, ["--zero-stage", "3", "--accumulate", "2", "--loss", "dense"]),
-    "zero3-exact": (1, 4, 1, ["--zero-stage", "3", "--accumulate", "2"]),
-    "zero3-filtered": (1, 4, 1, ["--zero-stage", "3", *NOTHING_DROPPED]),
-    "pipe-data-bf16": (1, 2, 2, ["--dtype", "bfloat16"]),
-    "zero2-bf16": (1, 4, 1, ["--zero-stage", "2", "--dtype", "bfloat16"]),
+RUNS: dict[str, dict[str, tuple]] = {  # tensor-parallel, data-parallel and pipeline size; further options
+    "deepspeed": {
+        "pipe-model-dense": (2, 1, 2, ["--loss", "dense", "--accumulate", "2"]),
+        "pipe-model-exact": (2, 1, 2, ["--accumulate", "2"]),
+        "pipe-model-filtered": (2, 1, 2, ["--accumulate", "2", *NOTHING_DROPPED]),
+        "zero3-dense": (1, 4, 1, ["--zero-stage", "3", "--accumulate", "2", "--loss", "dense"]),
+        "zero3-exact": (1, 4, 1, ["--zero-stage", "3", "--accumulate", "2"]),
+        "zero3-filtered": (1, 4, 1, ["--zero-stage", "3", *NOTHING_DROPPED]),
+        "pipe-data-bf16": (1, 2, 2, ["--dtype", "bfloat16"]),
+        "zero2-bf16": (1, 4, 1, ["--zero-stage", "2", "--dtype", "bfloat16"]),
+    },
+    "megatron": {
+        "data": (1, 4, 1, []),
+        "pipe-tensor-exact": (2, 1, 2, ["--sequence-parallel", "--accumulate", "2"]),
+        "pipe-tensor-dense": (2, 1, 2, ["--loss", "dense"]),
+    },
 }
-RESUMED = ("pipe-model-exact", "zero3-exact")  # after their first checkpoint
+RESUMED = ("pipe-model-exact", "zero3-exact", "pipe-tensor-exact")  # after their first checkpoint
 
 
 def _on_four_ranks(cache: Path, out: Path) -> None:
-    from deepspeed.utils import groups
+    for engine in RUNS:  # Megatron's is the last: its process is led to the CPU for good
+        _train_all(engine, cache, out)
 
-    for name in (*RUNS, *(f"{name}-resumed" for name in RESUMED)):
+
+def _train_all(engine: str, cache: Path, out: Path) -> None:
+    if engine == "megatron":
+        from megatron.core import parallel_state
+        from megatron_on_cpu import use_cpu
+
+        use_cpu()
+        forget = parallel_state.destroy_model_parallel
+    else:
+        from deepspeed.utils import groups
+
+        forget = groups._release_process_group_references
+    runs = RUNS[engine]
+    for name in (*runs, *(f"{name}-resumed" for name in RESUMED if name in runs)):
         run = name.removesuffix("-resumed")
         if run != name and dist.get_rank() == 0:
             shutil.copytree(out / run, out / name)
             (out / name / "checkpoints" / "latest").write_text("step-00000004\n")
         dist.barrier()
-        tp, dp, pp, more = RUNS[run]
+        tp, dp, pp, more = runs[run]
         ranks = Ranks(torch.device("cpu"), dist.get_rank(), dist.get_world_size(), tp, dp, pp)
         if run not in RESUMED:
             more = [*more, "--checkpoint-every", "0"]
-        groups._release_process_group_references()
-        train(options(cache, out / name, "--engine", "deepspeed", *more), ranks, prepared(cache))
-    _go_on_in_another_layout(cache, out)
+        train(options(cache, out / name, "--engine", engine, *more), ranks, prepared(cache))
+        forget()
+    if engine == "deepspeed":
+        _go_on_in_another_layout(cache, out)
 
 
 def _go_on_in_another_layout(cache: Path, out: Path) -> None:
     """Load a pipe x model checkpoint, converted by DeepSpeed's own tool, into pipe x data, and validate."""
-    from deepspeed.utils import groups
+    from cce_dist.pretrain.engines import deepspeed
 
     folder = out / "pipe-model-exact" / "checkpoints" / "step-00000008"
     if dist.get_rank() == 0:
@@ -66,7 +87,6 @@ def _go_on_in_another_layout(cache: Path, out: Path) -> None:
         convert += ["--num_merge_workers", "1", "--input_folder", str(folder / deepspeed.TAG)]
         subprocess.run([*convert, "--output_folder", str(folder / "universal")], check=True, capture_output=True)
     dist.barrier()
-    groups._release_process_group_references()
     ds_config = deepspeed.ds_config
     deepspeed.ds_config = lambda *given: ds_config(*given) | {"checkpoint": {"load_universal": True}}
     ranks = Ranks(torch.device("cpu"), dist.get_rank(), 4, tp=1, dp=2, pp=2)
@@ -79,14 +99,14 @@ def _go_on_in_another_layout(cache: Path, out: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-@pytest.mark.timeout(240)
-def test_deepspeed_trains_as_torch_does(tmp_path: Path) -> None:
+@pytest.mark.skipif(find_spec("deepspeed") is None or find_spec("megatron") is None, reason="needs both frameworks")
+@pytest.mark.timeout(280)
+def test_every_engine_trains_as_torch_does(tmp_path: Path) -> None:
     train(options(tmp_path / "cache", tmp_path / "torch"), Ranks(torch.device("cpu")), prepared(tmp_path / "cache"))
     torch.use_deterministic_algorithms(False)
     run_ranks(_on_four_ranks, 4, tmp_path / "cache", tmp_path)
     expected = records(tmp_path / "torch")
-    for name in RUNS:
+    for name in (name for runs in RUNS.values() for name in runs):
         tolerance = 0.02 if name.endswith("bf16") else 1e-5
         assert largest_difference(tmp_path / "torch", tmp_path / name) < tolerance, name
         for record, torchs in zip(records(tmp_path / name), expected, strict=True):
@@ -97,8 +117,8 @@ def test_deepspeed_trains_as_torch_does(tmp_path: Path) -> None:
             assert filtered["kept_tiles"] == 1 and filtered["dropped_mass_mean"] == 0
         else:
             assert "kept_tiles" not in filtered
-    for name in RESUMED:
-        assert losses(tmp_path / f"{name}-resumed") == losses(tmp_path / name), name
+        if name in RESUMED:
+            assert losses(tmp_path / f"{name}-resumed") == losses(tmp_path / name), name
 
 
 @pytest.mark.parametrize(
