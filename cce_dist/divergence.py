@@ -78,15 +78,8 @@ def linear_kl_divergence(
             So heads of 151,936 and 152,064 rows that share 151,936 ids are told apart by
             ``teacher_shard=VocabShard(0, 152064, 151936)``.
         sequence_parallel: input and teacher_input are this rank's slices of dim 0 (slices in group-rank order), mask is whole.
-        input_grad: "summed" over the group, or "partial": this shard's part, for a framework that sums it itself.
-        reduce_dtype: What dE is summed over the group in; None for input's dtype.
-        backend: "triton", "torch", or "auto": Triton on a GPU, else torch. The environment variable CCE_DIST_BACKEND
-            overrides "auto".
-        workspace_bytes: Bound of the temporary memory for hidden states and logits, and of what forward may keep for backward;
-            the same on every rank of a group. None: as much as it takes to keep both heads' exponentials, but at most 2 GiB and
-            at least 256 MiB; 256 MiB where none can be kept (fp32, fp16, no gradient, the torch backend).
-        grad_weight_out: [V_r, D] contiguous buffer, fp32 or linear_weight's dtype, that backward adds dC into; linear_weight
-            itself then gets no gradient.
+        workspace_bytes: As in ``linear_cross_entropy``, for both heads' hidden states, logits and exponentials.
+        input_grad, reduce_dtype, backend, grad_weight_out: As in ``linear_cross_entropy``.
 
     Returns:
         The divergence, fp32: [...] for "none", else 0-d. The same bits on every rank of the group, and in every run. It is
@@ -188,19 +181,17 @@ def _beta(value: Any) -> float:
 
 def _heads(student: Any, teacher: Any) -> tuple[Head, Head]:
     """Check input, weight, bias and shard of both heads, and return them; the teacher's tensors are detached."""
-    _check_tensors(*student)
-    _of_teacher(_check_tensors, *teacher)
     student = head_of(*student)
     input, weight, bias, shard = teacher
-    if shard is None and not isinstance(weight, DTensor):
+    if shard is None and isinstance(weight, Tensor) and not isinstance(weight, DTensor):
         if weight.dim() == 2 and weight.shape[0] != student.shard.num_rows:
             raise ValueError(
                 f"teacher_weight has {weight.shape[0]} rows, linear_weight {student.shard.num_rows}: teacher_shard "
                 "says which of the teacher's are part of the vocabulary"
             )
         shard = student.shard
-    bias = None if bias is None else bias.detach()
-    teacher = _of_teacher(head_of, input.detach(), weight.detach(), bias, shard)
+    input, weight, bias, shard = _of_teacher(head_of, input, weight, bias, shard)
+    teacher = Head(input.detach(), weight.detach(), None if bias is None else bias.detach(), shard)
     if teacher.input.dtype != student.input.dtype:
         raise TypeError(
             f"input is {student.input.dtype}, teacher_input {teacher.input.dtype}: cast one, or use autocast"
@@ -214,10 +205,6 @@ def _heads(student: Any, teacher: Any) -> tuple[Head, Head]:
         )
     _check_same_ids(student.shard, teacher.shard)
     return student, teacher
-
-
-def _check_tensors(input: Any, weight: Any, bias: Any, _: Any) -> None:
-    checks.tensors({"input": input, "linear_weight": weight}, linear_bias=bias)
 
 
 def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:

@@ -102,9 +102,7 @@ def linear_log_probs(
         ``LogProbs``. The same bits on every rank of the group, and in every run.
 
     Sharding:
-        input, ids and tensors of numbers for each token replicated over the group (or, with sequence_parallel, input split on
-        dim 0); weight and bias split on dim 0. Outputs are replicated; dC and dbias stay with their rows; dE is replicated (or
-        its slice), or partial with ``input_grad="partial"``.
+        As in ``linear_cross_entropy``. ids, tensors of numbers for each token and all outputs are replicated over the group.
 
     Communication:
         Forward: one all-gather, of 3 fp32 numbers per token, one more for each of entropy, sum_p_squared and argmax, K more if

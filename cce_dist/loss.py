@@ -238,13 +238,15 @@ def linear_cross_entropy(
 
 
 def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options) -> Spec:
+    # The mean of nll is taken by the operator itself, so that its launches can be replayed.
+    plain = options.label_smoothing == 0 and not options.has_z_loss and class_weights is None
     want = Want(
         grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.bias)),
         uniform=options.label_smoothing > 0 and class_weights is None,
         entropy="entropy" in options.return_aux,
         filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
         largest=not {"max_logit", "label_is_max"}.isdisjoint(options.return_aux),
-        mean=_is_plain_mean(options) and class_weights is None,
+        mean=plain and options.reduction == "mean" and options.num_tokens is None,
     )
     f = options.grad_filter
     kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
@@ -269,12 +271,6 @@ def _is_one_number(options: Options) -> bool:
     """Whether the call returns the sum of nll alone, divided by something."""
     plain = options.label_smoothing == 0 and not options.has_z_loss and not options.return_aux
     return plain and options.reduction != "none"
-
-
-def _is_plain_mean(options: Options) -> bool:
-    """Whether the loss is the mean of nll, which the operator takes itself: its launches can be replayed."""
-    plain = options.label_smoothing == 0 and not options.has_z_loss
-    return plain and options.reduction == "mean" and options.num_tokens is None
 
 
 def _output(loss: Tensor, found: Outputs, z_loss: Tensor, target: Tensor, spec: Spec) -> LinearCrossEntropyOutput:

@@ -26,11 +26,10 @@ def prepare(
         labels: One id of each token, or with ``linear_log_probs`` several.
         buffer: ``grad_weight_out``.
     """
-    given = {"input": input, "linear_weight": weight, options.labels: labels}
-    checks.tensors(given, linear_bias=bias, grad_weight_out=buffer)
     if shard is None and type(weight) in (Tensor, torch.nn.Parameter) and weight.dim() == 2 and len(weight) > 0:
         shard = None if torch.compiler.is_compiling() else _whole(len(weight))
     head = head_of(input, weight, bias, shard)
+    checks.tensors({options.labels: labels, "input": head.input}, grad_weight_out=buffer)
     _check_labels(labels, head, options)
     if buffer is not None:
         check_buffer(buffer, head.weight)
@@ -60,6 +59,7 @@ class Head(NamedTuple):
 
 def head_of(input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None) -> Head:
     """Return the rows that are here, cast as autocast asks; raise unless dtypes, devices and sizes fit each other."""
+    checks.tensors({"input": input, "linear_weight": weight}, linear_bias=bias)
     weight, bias, shard = local_rows(weight, bias, shard)
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
