@@ -17,11 +17,7 @@ from cce_dist.shard import VocabShard
 
 
 def label_error(name: str, labels: Tensor, ids: Tensor, vocab_size: int, ignore_index: int) -> str:
-    """Name the first label that is outside the vocabulary; empty: there is none. Waits for the labels' device.
-
-    Args:
-        name: The argument that the labels are, "target" or "ids".
-    """
+    """Name the first label that is outside the vocabulary; empty: there is none. Waits for the labels' device."""
     outside = ids == OUTSIDE
     if not outside.any():
         return ""
@@ -35,17 +31,11 @@ def label_error(name: str, labels: Tensor, ids: Tensor, vocab_size: int, ignore_
 def check_ranks(
     x: Operands, others: dict[str, Any], shard: VocabShard, options: Options | LogProbOptions, call: Call
 ) -> None:
-    """Raise on every rank if the ranks were called differently, if a label is bad on any, or if shards leave a gap.
-
-    Does nothing without CCE_DIST_DEBUG=1, without a group, and under torch.compile.
+    """With CCE_DIST_DEBUG=1 raise on every rank as ``merge.assert_ranks_agree``; not under torch.compile.
 
     Args:
         x: Its ``ids`` are the labels as they were passed.
         others: Other arguments by name, numbers or tensors.
-
-    Raises:
-        IndexError: A label outside the vocabulary; names the rank.
-        RuntimeError: Names the first argument that differs and each rank's value of it, or the gap.
     """
     if not call.debug or shard.group is None or torch.compiler.is_compiling():
         return

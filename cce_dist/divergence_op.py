@@ -26,14 +26,7 @@ PUBLIC_NAME = "linear_kl_divergence"
 
 
 class DivergenceCall(NamedTuple):
-    """One call: plain values that an operator can take.
-
-    Attributes:
-        spec: What is computed on this shard.
-        vocab_size: Ids of the whole vocabulary.
-        layout: How the tensors lie over ranks; sequence parallelism is that of both heads' hidden states.
-        backend: "torch" or "triton".
-    """
+    """As ``Call``; sequence parallelism is that of both heads' hidden states."""
 
     spec: Divergence
     vocab_size: int

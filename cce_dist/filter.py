@@ -18,23 +18,13 @@ class GradFilter:
 
     Every element of the softmax's gradient that reaches ``eps`` times the gradient of its token's label is kept, and so is the
     label's own. The whole gradient is looked at: z-loss and upstream gradients included. Where the entropy is differentiated
-    everything is kept. The uniform term of label smoothing is never dropped. The Triton backend keeps more than that: all
-    elements of the columns that are labels most often in the batch, what it had to read to judge it, all of a token whose list
-    would be very long, and all of all tokens where the lists would cost more than the exact gradient.
+    everything is kept. The uniform term of label smoothing is never dropped. The Triton backend may keep more, never less.
 
     What is dropped is tiny, element by element, but it all pushes the same way: without compensation the mean of dE over
     tokens is wrong by tens of percent. With compensation a rank-1 matrix replaces the dropped part: its row sums, times
     each column's share of the column sums (taken of absolute values). So the mean of dE is right, where upstream gradients have
-    one sign, and every row of the weight gets its gradient. The torch backend takes the shares from all tokens; the Triton
-    backend takes them from a sample of 256, sampled in proportion to what a token drops, and reweights them to the mean
-    hidden state of all.
-
-    The rank-1 matrix gives all tokens the same mix of columns, and the tokens of a trained model differ in it. To first order
-    that is a matrix of D x D times their hidden states, taken from 64 columns of every 1,024 on the shard. What is dropped of
-    some columns (32 of every 1,024, at most 1,024, sampled by their shares) corrects both for dE, and what 256 tokens drop
-    corrects the rank-1 matrix for dC, as far as that is more than noise. Smaller shards, and for dC and the D x D matrix
-    smaller batches, have the rank-1 matrix alone. On Triton so has dC where half of ``workspace_bytes`` does not hold 256
-    numbers for each column, and dE has no such matrix where a quarter does not hold it.
+    one sign, and every row of the weight gets its gradient. Where the sizes allow it, sampled columns and tokens correct that
+    matrix for dE and for dC, as far as they are more than noise: docs/filter.md has the formulas.
 
     Args:
         eps: Threshold, in the units of a probability. 0 keeps everything.
@@ -44,19 +34,16 @@ class GradFilter:
         always: True filters whatever it costs; see below.
         screen: "fp8" takes most logits of the forward pass from products in 8 bits (e4m3), which cost about half. What they
             find near the threshold or above is computed again from the operands, so the label's logit and all that is kept are
-            as right as without. The log-sum-exp is off by some 1e-4 to 1e-3 nats, less than that of logits in bf16. It needs
-            bf16, the Triton backend and a GPU of compute capability 9.0 (Hopper) or later; elsewhere "fp8" is an error. "auto"
-            screens there if the sizes say that it takes less time (``kernels.budget.screen_pays``; with ``always`` whatever
-            they say), and nowhere else. Tokens whose sums cannot be trusted are computed again from all logits in bf16. The
-            entropy comes from the same sums, with two to five times the error of the log-sum-exp. A call is not screened at all
-            if it has label smoothing or an aux output that needs the largest logit ("max_logit", "label_is_max"). None: no
-            screen.
+            as right as without. The log-sum-exp is off by some 1e-4 to 1e-3 nats, less than that of logits in bf16; the entropy
+            by two to five times as much. It needs bf16, the Triton backend and a GPU of compute capability 9.0 (Hopper) or
+            later; elsewhere "fp8" is an error. "auto" screens there if the sizes say that it takes less time (with ``always``
+            whatever they say), and nowhere else. A call is not screened if it has label smoothing or an aux output that needs
+            the largest logit ("max_logit", "label_is_max"). None: no screen.
 
     **Where it does nothing.** A filter has a cost of its own, so on a small head exact gradients take less time. The Triton
-    backend then computes those, as if no filter had been given: ``filter_stats`` says that all is kept, and the budget is that
-    of exact gradients unless one is given. The sizes alone decide (tokens, D, ids of a shard, dtype, ``workspace_bytes``; see
-    ``kernels.budget.filter_pays``), so every rank and every step does the same. ``always=True`` is for studies of the filter.
-    The torch backend always filters: it says what the filter means, and saves no time.
+    backend then computes those, and ``filter_stats`` says that all is kept. The sizes alone decide (tokens, D, ids of a shard,
+    dtype, ``workspace_bytes``), so every rank and every step does the same. ``always=True`` is for studies of the filter. The
+    torch backend always filters: it says what the filter means, and saves no time.
 
     Raises:
         ValueError, TypeError: eps is not in [0, 1), a flag no bool, or screen something else. A call of the loss raises them,

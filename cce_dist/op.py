@@ -208,7 +208,7 @@ def sum_group_of(layout: Layout, group: Any) -> Any:
 def _rows_at_once(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> int | None:
     """Tokens whose dE can be summed over the group while that of others is computed; None: all are final together.
 
-    Every rank gets the same answer, right for even shards. Where a rank's own shard is smaller, so is its work.
+    Every rank gets the same answer: that of an even shard.
     """
     return backend.rows_at_once(of_even_shard(x, spec, num_ranks), spec)
 

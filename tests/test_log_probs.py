@@ -13,9 +13,10 @@ import torch
 from shards import DEVICE, GPU
 from torch import Tensor
 
-from cce_dist import LogProbs, linear_log_probs, reference
+from cce_dist import GradFilter, LogProbs, linear_cross_entropy, linear_log_probs, reference
 from cce_dist.kernels import IGNORED, OUTSIDE, Operands, ShardLogits, Spec, budget, exact, extras
 from cce_dist.kernels.tiles import choose_tiles
+from cce_dist.verify.cases import zipf_problem
 from cce_dist.verify.check import assert_no_worse
 from cce_dist.verify.log_probs import LOG_PROB_CASES, LogProbCase, run_case
 
@@ -239,6 +240,24 @@ def test_a_token_without_an_id_may_hold_anything(backend: str) -> None:
     assert all((x[3] == 0).all() for x in (*values, d_hidden))
     assert best[3] == -1 and (top_ids[3] == -1).all()
     assert values[0][5, 0] == 0 != values[0][5, 1]
+
+
+def test_a_filter_would_keep_the_mean_of_one_sign_alone() -> None:
+    """Why there is none: upstream gradients of both signs, as advantages are, lose what the compensation promises."""
+    problem = zipf_problem(512)(torch.Generator().manual_seed(0))
+    hidden, weight = problem.hidden.float().requires_grad_(), problem.weight.float()
+
+    def sum_of_d_hidden(grad_filter: GradFilter | None, upstream: Tensor) -> Tensor:
+        nll = linear_cross_entropy(hidden, weight, problem.labels, reduction="none", grad_filter=grad_filter)
+        return torch.autograd.grad(nll, hidden, upstream)[0].sum(0)
+
+    advantages = torch.randn(512)
+    of_one_sign, of_both = (
+        (sum_of_d_hidden(GradFilter(always=True), x) - sum_of_d_hidden(None, x)).norm()
+        / sum_of_d_hidden(None, x).norm()
+        for x in (advantages.exp(), advantages)
+    )
+    assert of_one_sign < 1e-5 and of_both > 1e-3
 
 
 def test_the_page_tells_the_defaults() -> None:
