@@ -18,12 +18,7 @@ _NUMBERS: tuple[type, ...] = (float, int, torch.SymFloat, torch.SymInt, Real)
 
 
 def number(name: str, value: Any) -> float:
-    """Return a number that is finite in fp32.
-
-    Raises:
-        TypeError: No number; a tensor is none either, nor is a bool.
-        ValueError: NaN, or past the range of fp32.
-    """
+    """Return a number that is finite in fp32; a tensor is none, nor is a bool."""
     if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not -LARGEST <= value <= LARGEST:  # math.isfinite would ask a symbolic number for its value
@@ -32,12 +27,7 @@ def number(name: str, value: Any) -> float:
 
 
 def integer(name: str, value: Any, least: int = -(2**63)) -> int:
-    """Return an integer of 64 bits.
-
-    Raises:
-        TypeError: No integer; a bool is none.
-        ValueError: Below ``least``, or past 64 bits.
-    """
+    """Return an integer of 64 bits, at least ``least``; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, _INTEGERS):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
     if value < least or value >= 2**63:

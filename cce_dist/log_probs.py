@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cce_dist import agree, checks, op, operands
-from cce_dist.call import Call, LogProbOptions, checked
+from cce_dist import agree, checks, op, operands, terms
+from cce_dist.call import LogProbOptions, checked
 from cce_dist.kernels import Operands, Spec, Want
 from cce_dist.shard import VocabShard
 
@@ -131,7 +131,7 @@ def linear_log_probs(
     call = operands.call_of(x, _spec(x, scale is None, shard, options), shard, options)
     if options.batch_invariant and call.backend == "torch":
         raise ValueError("batch_invariant needs the Triton backend: sums of the torch backend depend on the batch")
-    factors = _factors(logit_scale, temperature, x, tokens, call) if scale is None else None
+    factors = terms.factors(logit_scale, temperature, x, tokens, call) if scale is None else None
     agree.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature}, shard, options, call)
     found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
     statistics = (found.sum_p_squared, found.max_logit, found.argmax)
@@ -180,38 +180,3 @@ def _check_kind(name: str, value: Tensor) -> None:
         raise TypeError(f"{name} has no gradient here: pass a number, or a tensor that requires none")
     if not value.is_floating_point():
         raise TypeError(f"{name} must be a number or a tensor of floating-point numbers, got {value.dtype}")
-
-
-def _factors(
-    logit_scale: float | Tensor, temperature: float | Tensor, x: Operands, tokens: torch.Size, call: Call
-) -> Tensor:
-    """Return each token's factors before and after the softcap, NaN where the argument is no number. -> [N, 2]."""
-    counts = x.ids != call.spec.ignore_index
-    counts = counts.any(1) if counts.dim() == 2 else counts
-    readable = not torch.compiler.is_compiling() and (call.debug or not x.ids.is_cuda)  # reading waits for a GPU
-    numbers = []
-    for name, value in (("logit_scale", logit_scale), ("temperature", temperature)):
-        wide = _of_tokens(name, value, x, tokens)
-        good = wide.isfinite() & ((wide > 0) | (name == "logit_scale"))
-        bad = (~good & counts).nonzero() if readable else []
-        if len(bad):
-            positive = "positive and " if name == "temperature" else ""
-            position = int(bad[0])
-            raise ValueError(f"{name}[{position}] (flattened) must be {positive}finite, got {wide[position].item():g}")
-        numbers.append(torch.where(good, wide, torch.nan))
-    scale_N, temperature_N = numbers
-    if not call.spec.logits.softcap:
-        return torch.stack((scale_N / temperature_N, torch.ones_like(scale_N)), 1).float()
-    return torch.stack((scale_N, 1.0 / temperature_N), 1).float()
-
-
-def _of_tokens(name: str, value: float | Tensor, x: Operands, tokens: torch.Size) -> Tensor:
-    """One float64 number for each token. [...] or [] -> [N]."""
-    like = torch.empty(0, dtype=torch.float64, device=x.ids.device)
-    if not isinstance(value, Tensor):
-        return like.new_full((x.num_tokens,), value)
-    if value.dim() and value.device != x.ids.device:
-        raise ValueError(f"input is on {x.ids.device}, {name} on {value.device}")
-    if value.dim() and value.shape != tokens:
-        raise ValueError(f"{name} must be a number or {tuple(tokens)}, one for each token, got {tuple(value.shape)}")
-    return value.to(like).reshape(-1).expand(x.num_tokens)

@@ -186,10 +186,12 @@ def linear_cross_entropy(
     if options is not None:
         raise TypeError("options of F.linear_cross_entropy are not supported: leave options None")
     # A compiled graph reads no tensor: the scale is then a factor of every token, which the filter does not know.
-    by_token = isinstance(logit_scale, Tensor) and grad_filter is None and torch.compiler.is_compiling()
+    unread = None
+    if isinstance(logit_scale, Tensor) and logit_scale.dim() == 0 and grad_filter is None:
+        unread = logit_scale.detach() if torch.compiler.is_compiling() else None
     chosen = checked(
         Options, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-        logit_scale=1.0 if by_token else logit_scale, softcap=softcap, z_loss_weight=z_loss_weight,
+        logit_scale=logit_scale if unread is None else 1.0, softcap=softcap, z_loss_weight=z_loss_weight,
         num_tokens=num_tokens, sequence_parallel=sequence_parallel, input_grad=input_grad, reduce_dtype=reduce_dtype,
         grad_filter=grad_filter, return_aux=return_aux, backend=backend, workspace_bytes=workspace_bytes,
     )  # fmt: skip
@@ -201,19 +203,19 @@ def linear_cross_entropy(
         _check_weighted(weight, input, chosen, grad_weight_out)
     if isinstance(chosen.num_tokens, Tensor) and chosen.num_tokens.device not in (input.device, torch.device("cpu")):
         raise ValueError(f"input is on {input.device}, num_tokens on {chosen.num_tokens.device}")
-    scale = logit_scale.detach() if by_token and isinstance(logit_scale, Tensor) else chosen.logit_scale
+    scale = chosen.logit_scale if unread is None else unread
     if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
         part = sequence_parallel or input_grad == "partial"
         hidden, bias = terms.learn_scale(logit_scale, scale, x.hidden, x.bias, shard.group, part)
         x = x._replace(hidden=hidden, bias=bias)
-    factors = terms.factors(scale, x) if isinstance(scale, Tensor) else None
-    call = operands.call_of(x, _spec(x, weight, shard, chosen)._replace(factors=by_token), shard, chosen)
+    call = operands.call_of(x, _spec(x, weight, shard, chosen)._replace(factors=unread is not None), shard, chosen)
     call = _screened(call, x, shard, chosen.grad_filter)
     agree.check_ranks(x, {"weight": weight}, shard, chosen, call)
-    if weight is None and factors is None and grad_weight_out is None and _is_one_number(chosen):
+    if weight is None and unread is None and grad_weight_out is None and _is_one_number(chosen):
         rows = groups.rows_of_groups(x, call)
         if rows is not None:
             return groups.loss(x, _divisor(x, chosen, None), call, rows)
+    factors = None if unread is None else terms.factors(unread, 1.0, x, target.shape, call)
     found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
     loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll
     if call.spec.want.uniform:
@@ -303,14 +305,11 @@ def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | 
     divisor = options.num_tokens
     if options.reduction == "sum":
         return 1.0
-    if divisor is None and class_weights is None:
-        return (x.ids != options.ignore_index).sum().clamp(min=1)
-    if divisor is None and class_weights is not None:
+    if divisor is None:
+        if class_weights is None:
+            return (x.ids != options.ignore_index).sum().clamp(min=1)
         divisor = class_weights.of_labels.sum()
-    if not isinstance(divisor, Tensor):
-        assert divisor is not None
-        return divisor
-    return (divisor + (divisor == 0)).float()
+    return (divisor + (divisor == 0)).float() if isinstance(divisor, Tensor) else divisor
 
 
 def check_class_weights(weight: Tensor, vocab_size: int) -> None:

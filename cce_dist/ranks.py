@@ -92,7 +92,7 @@ class RankError(Exception):
     """A rank failed, died or hung. The message has its traceback, if it left one."""
 
 
-class Pool:
+class Pool(contextlib.AbstractContextManager):
     """Ranks on this machine that stay: they form a group once, and then run one body after another.
 
     The group is NCCL's if ``device`` is "cuda" (one GPU a rank), else gloo's with one thread a rank. Ranks meet at a file, so
@@ -122,9 +122,6 @@ class Pool:
         self._group = world, device, datetime.timedelta(seconds=timeout_seconds)
         self._ranks: list[tuple[Any, Connection]] = []  # process, pipe
         self._folder: tempfile.TemporaryDirectory | None = None
-
-    def __enter__(self) -> Pool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,7 +1,4 @@
-"""What plain autograd adds around the operator: the gradient of a learnable scale, and the weights of classes.
-
-Both are differentiable functions of numbers that are at hand anyway, so that the kernels know nothing of them.
-"""
+"""What stands around the operator: the gradient of a learnable scale, each token's own scale, and the weights of classes."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import merge
+from cce_dist.call import Call
 from cce_dist.kernels import Operands
 from cce_dist.shard import VocabShard
 
@@ -65,16 +63,39 @@ def _dot(x: Tensor, d_x: Tensor | None) -> Tensor:
     return torch.where(d_x == 0, 0.0, x.float() * d_x.float()).sum()
 
 
-def factors(scale: Tensor, x: Operands) -> Tensor:
-    """Return the scale as each token's factor before the softcap, [N, 2] fp32.
+def factors(
+    logit_scale: float | Tensor, temperature: float | Tensor, x: Operands, tokens: torch.Size, call: Call
+) -> Tensor:
+    """Return each token's factors before and after the softcap, NaN where the argument is no number. -> [N, 2]."""
+    counts = x.ids != call.spec.ignore_index
+    counts = counts.any(1) if counts.dim() == 2 else counts
+    readable = not torch.compiler.is_compiling() and (call.debug or not x.ids.is_cuda)  # reading waits for a GPU
+    numbers = []
+    for name, value in (("logit_scale", logit_scale), ("temperature", temperature)):
+        wide = _of_tokens(name, value, x, tokens)
+        good = wide.isfinite() & ((wide > 0) | (name == "logit_scale"))
+        bad = (~good & counts).nonzero() if readable else []
+        if len(bad):
+            positive = "positive and " if name == "temperature" else ""
+            position = int(bad[0])
+            raise ValueError(f"{name}[{position}] (flattened) must be {positive}finite, got {wide[position].item():g}")
+        numbers.append(torch.where(good, wide, torch.nan))
+    scale_N, temperature_N = numbers
+    if not call.spec.logits.softcap:
+        return torch.stack((scale_N / temperature_N, torch.ones_like(scale_N)), 1).float()
+    return torch.stack((scale_N, 1.0 / temperature_N), 1).float()
 
-    Raises:
-        ValueError: The scale is no 0-d tensor.
-    """
-    if scale.dim() != 0:
-        raise ValueError(f"logit_scale must be a number or a 0-d tensor, got shape {tuple(scale.shape)}")
-    scale_N = scale.to(x.hidden.device, torch.float32).expand(x.num_tokens)
-    return torch.stack((scale_N, torch.ones_like(scale_N)), 1)
+
+def _of_tokens(name: str, value: float | Tensor, x: Operands, tokens: torch.Size) -> Tensor:
+    """One float64 number for each token. [...] or [] -> [N]."""
+    like = torch.empty(0, dtype=torch.float64, device=x.ids.device)
+    if not isinstance(value, Tensor):
+        return like.new_full((x.num_tokens,), value)
+    if value.dim() and value.device != x.ids.device:
+        raise ValueError(f"input is on {x.ids.device}, {name} on {value.device}")
+    if value.dim() and value.shape != tokens:
+        raise ValueError(f"{name} must be a number or {tuple(tokens)}, one for each token, got {tuple(value.shape)}")
+    return value.to(like).reshape(-1).expand(x.num_tokens)
 
 
 class ClassWeights:

@@ -93,11 +93,7 @@ def contiguous(option: str, backend: str, *alike: str, with_buffer: bool = False
     return run(arguments(*alike), OPTIONS[option], backend, with_buffer)
 
 
-def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert_close_to(one, other, 0.0)
-
-
-def assert_close_to(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> None:
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 0.0) -> None:
     """Raise unless every value differs by no more than ``tolerance`` of the largest one."""
     differ = {
         name: (one[name] - other[name]).abs().max().item()
@@ -119,7 +115,7 @@ def test_one_argument(name, layout, backend):
     expected = contiguous(option, backend, *alike, with_buffer=with_buffer)
     values = arguments(*alike)
     values[name] = view_of(values[name], layout)
-    assert_same_bits(run(values, OPTIONS[option], backend, with_buffer), expected)
+    assert_same(run(values, OPTIONS[option], backend, with_buffer), expected)
 
 
 @pytest.mark.parametrize(("option", "layout"), list(zip(OPTIONS, (*LAYOUTS[1:], "strided"), strict=True)))
@@ -131,7 +127,7 @@ def test_all_arguments(option, layout, backend):
     # An unaligned matrix reaches a GPU's kernels by pointers, not by descriptors, and some sums then take another order.
     other_order = backend == "triton" and torch.cuda.is_available() and layout == "unaligned"
     tolerance = 1e-4 if other_order else 0.0
-    assert_close_to(run(views, OPTIONS[option], backend, layout in WRITABLE), expected, tolerance)
+    assert_same(run(views, OPTIONS[option], backend, layout in WRITABLE), expected, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +145,7 @@ def test_labels_sliced_from_a_batch(take, backend):
         values = arguments()
         values["target"] = take(values["target"].to(dtype))
         assert torch.equal(values["target"], arguments()["target"].to(dtype))
-        assert_same_bits(run(values, OPTIONS["none"], backend, False), contiguous("none", backend))
+        assert_same(run(values, OPTIONS["none"], backend, False), contiguous("none", backend))
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in WRITABLE])
@@ -169,7 +165,7 @@ def test_hidden_states_of_ignored_tokens_are_not_read(option, value, backend):
     for hidden, filling in ((clean["input"], 0.0), (values["input"], value)):
         hidden[values["target"] == -100] = filling
     got, expected = (run(x, OPTIONS[option], backend, False) for x in (values, clean))
-    assert_same_bits(got, expected)
+    assert_same(got, expected)
 
 
 @pytest.mark.parametrize("option", ["plain", "everything", "filter"])
@@ -181,7 +177,7 @@ def test_padding_rows_of_the_weight_are_not_read(option, backend):
         values[name][V - 7 :] = filling
         clean[name][V - 7 :] = 0.0
     got, expected = (run(x, options, backend, False) for x in (values, clean))
-    assert_same_bits(got, expected)
+    assert_same(got, expected)
 
 
 @pytest.mark.parametrize("option", ["none", "filter"])

@@ -106,6 +106,7 @@ def _check_head():
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(3)
     whole = VocabParallelHead(8, 2050, bias=True)
+    assert len(whole.weight.unique(dim=0)) == 2050
     heads = {}
     settings: list[tuple[str, dict[str, Any]]] = [
         ("group of 4", {"group": dist.group.WORLD}),
