@@ -103,17 +103,18 @@ def rows_at_once(x: Operands, spec: Spec) -> int | None:
 
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
-    index_N, num_kept = (x.ids.new_empty(n, dtype=torch.int32) for n in (x.num_tokens, 1))
-    return [index_N, num_kept, *new_kept(x, columns_kept(x, spec), spec.want.entropy)]
+    order = [x.ids.new_empty(n, dtype=torch.int32) for n in (x.num_tokens, 1)]
+    return list(new_kept(x, order, columns_kept(x, spec), spec.want.entropy))
 
 
 def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
-    return None if columns_kept(x, spec) > 0 else [*compact(x.ids), *new_kept(x)]
+    return None if columns_kept(x, spec) > 0 else list(new_kept(x, compact(x.ids)))
 
 
-def new_kept(x: Operands, columns: int = 0, entropy: bool = False) -> Kept:
+def new_kept(x: Operands, order: list[torch.Tensor], columns: int = 0, entropy: bool = False) -> Kept:
     """Return room for the exponentials of so many columns; without columns, what stands for none kept."""
     return Kept(
+        *order,
         x.hidden.new_empty(x.num_tokens, columns),
         x.hidden.new_empty(2, x.num_tokens if columns else 0, dtype=torch.float32),
         x.ids.new_zeros(int(columns > 0 and entropy), dtype=torch.int32),
@@ -123,9 +124,8 @@ def new_kept(x: Operands, columns: int = 0, entropy: bool = False) -> Kept:
 def statistics(
     x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return stats_KN; the compact order and ``Kept``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
-    order, kept = compact(x.ids), new_kept(x, columns_kept(x, spec), spec.want.entropy)
-    num_tokens, saved = x.num_tokens, [*order, *kept]
+    """Return stats_KN, and ``Kept``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
+    kept, num_tokens = new_kept(x, compact(x.ids), columns_kept(x, spec), spec.want.entropy), x.num_tokens
     fp32 = {"dtype": torch.float32, "device": x.hidden.device}
     stats_KN = torch.empty(spec.num_rows, num_tokens, **fp32)
     keys_KN = stats_KN[spec.first_top :].view(torch.int32)
@@ -133,22 +133,20 @@ def statistics(
         keys_KN.zero_()[: spec.want.top_k] = LEAST_KEY >> 32
     if num_tokens == 0 or x.logits.num_valid == 0:
         stats_KN[: spec.first_top].zero_()[0] = float("-inf")
-        return stats_KN, saved
+        return stats_KN, list(kept)
     if spec.several:
         stats_KN[2].zero_()
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        left_N = _sweep(x, spec, tiles, order, kept, stats_KN)
+        left_N = _sweep(x, spec, tiles, kept, stats_KN)
         if spec.want.top_k:
             choose_among_all(x, left_N, spec, tiles, keys_KN)
         if spec.want.best:  # columns become ids
             stats_KN[spec.best_row].view(torch.int32).add_(x.logits.start)
-    return stats_KN, saved
+    return stats_KN, list(kept)
 
 
-def _sweep(
-    x: Operands, spec: Spec, tiles: Tiles, order: list[torch.Tensor], kept: Kept, stats_KN: torch.Tensor
-) -> torch.Tensor:
+def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Tensor) -> torch.Tensor:
     """Fill the statistics. Returns ids [N] that are not negative where the largest logits are still to be found."""
     plan, target = top_plan(x, spec), stats_KN[spec.first_target :] if spec.several else stats_KN[2]
     at_once = _forward_rows(x, spec, tiles, kept)
@@ -161,7 +159,7 @@ def _sweep(
     buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
     find = partial(new_candidates, sampled(x, plan), plan, tiles) if plan else None
     left_N = torch.empty_like(x.ids) if find else x.ids
-    for number, group in enumerate(token_groups(order, at_once)):
+    for number, group in enumerate(token_groups(kept.order, at_once)):
         rows = gathered(x.hidden, group, buffer_RD)
         target_logits(x, rows, target)
         lists = find(rows) if find else None
@@ -213,11 +211,11 @@ def _keep_exponentials(
     level(keep, rows, kept.reference[0], tiles.lse.cols)
 
 
-def _make_anew(x: Operands, order: list[torch.Tensor], kept: Kept, tiles: Tiles, spec: Spec) -> None:
+def _make_anew(x: Operands, kept: Kept, tiles: Tiles, spec: Spec) -> None:
     """Compute the exponentials again if a backward before this one made gradients of them; else every launch ends at once."""
     at_once = _forward_rows(x, spec, tiles, kept)  # the same groups, cut into the same parts, as in forward
     span, buffer_RD = _kept_span(x, kept, tiles, at_once), x.hidden.new_empty(at_once, x.hidden.shape[1])
-    for number, group in enumerate(token_groups([order[0], order[1] * kept.spent], at_once)):
+    for number, group in enumerate(token_groups([kept.index_N, kept.num_kept * kept.spent], at_once)):
         rows = gathered(x.hidden, group, buffer_RD)
         partials_KPR = new_partials(span.num_parts, rows.index.shape[0], spec.want, x.hidden)
         _keep_exponentials(x, rows, tiles, span, partials_KPR, kept.of_group(number, at_once), spec.want)
@@ -263,7 +261,7 @@ def gradients(
     With ``often_empty`` all tokens may be
     without one, and then d_weight need not be written at all.
     """
-    order, kept, last = saved[:2], Kept(*saved[2:]), x.logits.num_valid
+    kept, last = Kept(*saved), x.logits.num_valid
     num_kept = min(kept.exp_NV.shape[1], last)
     # Scaled hidden states are of use to d_weight alone, and d_hidden's storage has room for them if it may wait.
     weight_first = 0 < num_kept == last and grads.want_hidden and grads.want_weight and grads.hidden_ready is None
@@ -279,7 +277,7 @@ def gradients(
         if x.cells is not None and gain is not None:
             x = x._replace(cells=x.cells._replace(grad_NI=x.cells.grad_NI / gain))
         if kept.spent.shape[0]:
-            _make_anew(x, order, kept, tiles, spec)
+            _make_anew(x, kept, tiles, spec)
             # Autograd, which counts what is written to saved tensors, sees no more of this than of the kernels' writing.
             kept.spent.data.fill_(softmax.entropy is not None)
         at_once, cols = budget.exact_chunks(
@@ -299,7 +297,7 @@ def gradients(
 
         # Rows of kept exponentials are those of all tokens, in order: no group is finished before another.
         ready_rows = None if num_kept else grads.ready_rows
-        for group, (*compact_order, num_final) in enumerate(finished_groups(x.ids, order, at_once, ready_rows)):
+        for group, (*compact_order, num_final) in enumerate(finished_groups(x.ids, kept.order, at_once, ready_rows)):
             rows = Rows(*compact_order, buffer_RD[: compact_order[0].shape[0]])
             add = grads.weight_out is not None or group > 0
             if chunks:

@@ -27,19 +27,22 @@ SMALLEST = tl.constexpr(2.0**-126)  # normal number of fp32 and bf16
 
 
 class Kept(NamedTuple):
-    """Exponentials of the first columns, for backward. Their rows are the tokens with a label, in order."""
+    """What forward saves: the compact order of the tokens, and exponentials of the first columns in that order."""
 
-    # [N, columns]; no columns where nothing is kept. A backward leaves it so that the next one gets the same bits.
-    exp_NV: torch.Tensor
-    # [2, N] fp32: the value that a row is relative to; the logit of each token's label. [2, 0] without columns.
-    reference: torch.Tensor
-    # [1] int32: whether a backward turned the exponentials into gradients. [0] where no entropy is asked for.
-    spent: torch.Tensor
+    index_N: torch.Tensor  # see ``tokens.compact``, as the next
+    num_kept: torch.Tensor
+    exp_NV: torch.Tensor  # [N, columns]; no columns where nothing is kept
+    reference: torch.Tensor  # [2, N] fp32: the value that a row is relative to; the logit of each token's label. Or [2, 0].
+    spent: torch.Tensor  # [1] int32: whether a backward turned exponentials into gradients. [0]: no entropy is asked for.
+
+    @property
+    def order(self) -> list[torch.Tensor]:
+        return [self.index_N, self.num_kept]
 
     def of_group(self, number: int, rows: int) -> Kept:
-        """Return the rows of a group of tokens, whose groups have ``rows`` each; the last one may have fewer."""
+        """Return the exponentials of a group of tokens, whose groups have ``rows`` each; the last one may have fewer."""
         here = slice(number * rows, (number + 1) * rows)
-        return Kept(self.exp_NV[here], self.reference[:, here], self.spent)
+        return self._replace(exp_NV=self.exp_NV[here], reference=self.reference[:, here])
 
 
 def level(keep: Keep, rows: Rows, reference_R: torch.Tensor, tile_cols: int) -> None:

@@ -24,7 +24,7 @@ NO_CAPACITY = Case(capacity=50 if not GPU else 400, bias=True)  # lists overflow
 def without_filter(p: of_filter.Problem, d: of_filter.Dense) -> list[Any]:
     """Exact gradients."""
     x, softmax = of_filter.operands(p), Softmax(d.maximum.float(), d.log_sum.float())
-    saved = [*exact.compact(x.ids), *exact.new_kept(x)]
+    saved = list(exact.new_kept(x, exact.compact(x.ids)))
     return list(exact.gradients(x, softmax, p.coef, saved, Grads(), of_filter.spec_of(p, NO_CAPACITY)))
 
 

@@ -214,7 +214,7 @@ def gradients(
     sides = spec.filter
 
     def exactly(wanted: Grads) -> Gradients:
-        return exact.gradients(x, softmax, coef_4N, [*compact(x.ids), *exact.new_kept(x)], wanted, spec)
+        return exact.gradients(x, softmax, coef_4N, list(exact.new_kept(x, compact(x.ids))), wanted, spec)
 
     if x.num_tokens == 0 or x.logits.num_valid == 0 or softmax.entropy is not None:
         return exactly(grads)
@@ -269,7 +269,7 @@ def _filtered_gradients(
         how = decide(x, softmax, coef_4N, lists, frequent.slot_V, spec.filter.eps)
         # The exact gradients come first: of all tokens, or of those that fall back. The others are added.
         d_hidden, d_weight, d_bias = exact.gradients(
-            x._replace(ids=how.exact_labels), softmax, coef_4N, [*how.exact_order, *exact.new_kept(x)],
+            x._replace(ids=how.exact_labels), softmax, coef_4N, list(exact.new_kept(x, how.exact_order)),
             grads._replace(hidden_ready=None, ready_rows=None), spec, often_empty=True,
         )
         target = d_weight if grads.weight_out is None else grads.weight_out
