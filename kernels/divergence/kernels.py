@@ -12,6 +12,7 @@ project's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -132,9 +133,11 @@ def _gather(x: Heads, order: list[torch.Tensor], work: _Work) -> tuple[Rows, Row
     return gathered(x.student.hidden, order, work.hidden[0]), gathered(x.teacher.hidden, order, work.hidden[1])
 
 
-def _fill_both(x: Heads, both: tuple[Rows, Rows], logits: PairLogits, first: int, last: int, tiles: Tiles) -> None:
-    """Write both heads' logits of columns [first, last)."""
-    for head, rows in enumerate(both):
+def _fill(
+    x: Heads, made: Iterable[tuple[int, Rows]], logits: PairLogits, first: int, last: int, tiles: Tiles
+) -> None:
+    """Write the logits of columns [first, last) of some heads, 0 or 1, for the rows given with each."""
+    for head, rows in made:
         fill_logits(x[head], rows, logits, head, first, cdiv(last - first, tiles.lse.cols), tiles)
 
 
@@ -150,10 +153,10 @@ def _sweep(
             add_up = partial(_add_up, both[0], pair, sums_KN, task, spec.beta, work.tiles)
             if last_kept:
                 if pair is None:
-                    _fill_both(x, both, kept, 0, last_kept, work.tiles)
+                    _fill(x, enumerate(both), kept, 0, last_kept, work.tiles)
                 add_up(kept, 0, last_kept)
             for first, last in work.chunks(last_kept, num_valid):
-                _fill_both(x, both, work.room, first, last, work.tiles)
+                _fill(x, enumerate(both), work.room, first, last, work.tiles)
                 add_up(work.room, first, last)
 
 
@@ -354,44 +357,28 @@ def gradients(
                 add_chunks, out, student, both[0], tiles=work.tiles, add=grads.weight_out is not None or group > 0
             )
             if last_kept:
-                fill = partial(_kept_gradients, x, both[0], kept, pair, coef_N, spec, work.tiles)
+                # The student's logits are made anew if a backward before turned them into gradients; else of no row.
+                anew = both[0]._replace(num_kept=both[0].num_kept * kept.spent)
+                # Autograd, which counts what is written to saved tensors, sees no more of this than of the kernels' writing.
+                kept.spent.data.fill_(1)
+                fill = partial(_write_gradients, x, [(0, anew)], both[0], kept, pair, coef_N, spec, work.tiles)
                 final = 0 if chunks else num_final
                 add([(0, last_kept)], kept.gradient(dtype), fill, num_final=final)
             if chunks:
-                fill = partial(_chunk_gradients, x, both, work, pair, coef_N, spec)
+                made = [*enumerate(both)]
+                fill = partial(_write_gradients, x, made, both[0], work.room, pair, coef_N, spec, work.tiles)
                 add(chunks, work.room.gradient(dtype), fill, num_final=num_final, opens=not last_kept)
     return returned
 
 
-def _kept_gradients(
-    x: Heads, rows: Rows, kept: PairLogits, pair: Pair, coef_N: torch.Tensor, spec: Divergence, tiles: Tiles, first: int,
-    grads_RV: torch.Tensor,
-) -> None:
-    """Turn what is kept of the student's logits into their gradient; make it anew if a backward before did so."""
-    last = min(kept.columns, x.student.logits.num_valid)
-    spent = rows._replace(num_kept=rows.num_kept * kept.spent)  # or else no row, and the launch ends at once
-    fill_logits(x.student, spent, kept, 0, first, cdiv(last - first, tiles.lse.cols), tiles)
-    # Autograd, which counts what is written to saved tensors, sees no more of this than of the kernels' writing.
-    kept.spent.data.fill_(1)
-    _write_gradients(x, rows, kept, last - first, pair, coef_N, spec, tiles, grads_RV)
-
-
-def _chunk_gradients(
-    x: Heads, both: tuple[Rows, Rows], work: _Work, pair: Pair, coef_N: torch.Tensor, spec: Divergence, first: int,
-    grads_RV: torch.Tensor,
-) -> None:
-    """Compute a chunk of both heads' logits, and turn the student's into their gradient."""
-    last = min(first + grads_RV.shape[1], x.student.logits.num_valid)
-    _fill_both(x, both, work.room, first, last, work.tiles)
-    _write_gradients(x, both[0], work.room, last - first, pair, coef_N, spec, work.tiles, grads_RV)
-
-
 def _write_gradients(
-    x: Heads, rows: Rows, logits: PairLogits, num_cols: int, pair: Pair, coef_N: torch.Tensor, spec: Divergence, tiles: Tiles,
-    grads_RV: torch.Tensor,
+    x: Heads, made: Iterable[tuple[int, Rows]], rows: Rows, logits: PairLogits, pair: Pair, coef_N: torch.Tensor,
+    spec: Divergence, tiles: Tiles, first: int, grads_RV: torch.Tensor,
 ) -> None:
-    """Write the gradient of the student's logits to ``grads_RV``, ``logits.gradient(...)``."""
+    """Make the logits of the heads ``made``, of columns from ``first`` on, and write the student's gradient to ``grads_RV``."""
     student, (z_2RC, top_2BR, _), num_rows = x.student.logits, logits, rows.index.shape[0]
+    num_cols = min(grads_RV.shape[1], student.num_valid - first)
+    _fill(x, made, logits, first, first + num_cols, tiles)
     _pair_gradients_kernel[(cdiv(num_cols, tiles.lse.cols), cdiv(num_rows, BLOCK_N))](
         # in
         z_2RC[0], z_2RC[1], top_2BR[0], top_2BR[1], rows.index, rows.num_kept, *pair, coef_N,
