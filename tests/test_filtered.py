@@ -643,7 +643,7 @@ def test_one_side_stays_exact() -> None:
     d = dense(p)
     _, *saved = local_stats(p, case)
     both = gradients(p, case, d, saved)
-    unfiltered = [*exact.compact(p.labels), *exact.new_kept(operands(p))]
+    unfiltered = list(exact.new_kept(operands(p), exact.compact(p.labels)))
     softmax = Softmax(d.maximum.float(), d.log_sum.float())
     plain: Any = exact.gradients(operands(p), softmax, p.coef, unfiltered, Grads(), spec_of(p, case))
     for side, expected in (("hidden", (plain[0], *both[1:])), ("weight", (both[0], *plain[1:]))):
