@@ -31,9 +31,11 @@ def kernel(*specialized: str) -> Callable[[Callable], Any]:
     """
 
     def declare(function: Callable) -> Any:
+        parameters = inspect.signature(function).parameters
+        assert parameters.keys() >= set(specialized)
         free = [
             name
-            for name, parameter in inspect.signature(function).parameters.items()
+            for name, parameter in parameters.items()
             if "constexpr" not in str(parameter.annotation) and name not in specialized
         ]
         declared = triton.jit(

@@ -78,9 +78,8 @@ def add_products(
 
 
 @kernel(
-    "frequent_grads", "frequent_weight", "sampled_grads", "sampled_weight", "hidden", "spread", "shared_ptr", "d_hidden_ptr",
-    "low_ptr",
-    "hidden_size",
+    "frequent_grads", "frequent_weight", "sampled_grads", "sampled_weight", "hidden", "covariance", "shared_ptr",
+    "d_hidden_ptr", "low_ptr", "hidden_size",
 )
 def _hidden_products_kernel(
     frequent_grads,  # in: [R, columns] descriptor or pointer
