@@ -19,7 +19,7 @@ from typing import NamedTuple
 from cce_dist import report
 from cce_dist.bench.methods import UNNAMED_MIB
 from cce_dist.bench.report import read_json
-from cce_dist.plan.devices import DENSE, Device, device_of
+from cce_dist.plan.devices import DENSE, DEVICES, Device
 from cce_dist.plan.head import Cost, Head, cost
 
 OURS = re.compile(r"cce-dist(-cached|-default)?(-sp)?(?:@(\d+)MiB)?")
@@ -46,7 +46,8 @@ class Pair(NamedTuple):
 def pairs(path: Path) -> Iterator[Pair]:
     """Yield the rows of a bench.json that were measured and can be predicted; no ignored labels can."""
     results = read_json(path)
-    device = device_of(results.environment["device"])
+    name = results.environment["device"].lower()
+    (device,) = (device for device in DEVICES.values() if device.name in name)
     for case in results.cases:
         if case.ignored:
             continue

@@ -36,10 +36,6 @@ def mean_of_kept(losses: Tensor, labels: Tensor) -> Tensor:
     return torch.where(kept, losses, 0.0).sum() / kept.sum()
 
 
-def torch_eager(shard: VocabShard, hidden: Tensor) -> LossFn:
-    return dense
-
-
 def torch_linear_cross_entropy(shard: VocabShard, hidden: Tensor, policy: str = "") -> LossFn:
     """torch's own; with a policy in chunks of tokens: "compact", "balanced", "accurate", or "auto", torch's choice of them."""
     if not hasattr(F, "linear_cross_entropy"):

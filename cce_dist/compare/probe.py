@@ -42,8 +42,12 @@ def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndar
     truth = truth_of(loss_of(hidden.flatten(0, -2), weight.detach().to(hidden.dtype), part_labels.flatten()))
     rare = torch.ones(len(truth.d_weight), dtype=torch.bool, device=hidden.device)
     rare[part_labels[part_labels != IGNORED]] = False
-    pairs = zip(
-        *(_views(d_hidden.flatten(0, -2), d_weight, rare) for d_hidden, d_weight in (ours, truth[1:])), strict=True
+    d_hidden, d_weight = ours[0].flatten(0, -2), ours[1]
+    pairs = (
+        (d_hidden, truth.d_hidden),
+        (d_hidden.double().mean(0), truth.d_hidden.double().mean(0)),
+        (d_weight, truth.d_weight),
+        (d_weight[rare], truth.d_weight[rare]),
     )
     columns = torch.stack([_cosine_and_norm(one, other) for one, other in pairs], 1).tolist()
     cosine, norm = (dict(zip(GRADIENTS, column, strict=True)) for column in columns)
@@ -65,11 +69,6 @@ def _gradients(
         loss = head(hidden, labels, num_tokens=int((labels != IGNORED).sum()))
     d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
     return d_hidden, d_weight
-
-
-def _views(d_hidden: Tensor, d_weight: Tensor, rare: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of ``GRADIENTS``."""
-    return d_hidden, d_hidden.double().mean(0), d_weight, d_weight[rare]
 
 
 def _cosine_and_norm(gradient: Tensor, truth: Tensor) -> Tensor:

@@ -43,14 +43,6 @@ DEVICES = {
 }
 
 
-def device_of(name: str) -> Device:
-    """Return the table's GPU of a name as torch gives it. Raises ValueError."""
-    for device in DEVICES.values():
-        if device.name in name.lower():
-            return device
-    raise ValueError(f"the table of GPUs has no {name}; it has {', '.join(DEVICES)}")
-
-
 GPUS_PER_NODE = 8
 
 

@@ -132,7 +132,7 @@ def lists_have_capacity(head: Head, workspace_bytes: int) -> bool:
 
 def _our_moments(head: Head, loss: str, device: Device, workspace_bytes: int) -> list[dict[str, int]]:
     """Return what is alive in forward, while backward's products run, while d_hidden is summed, and at the end."""
-    sizes, tiles = head.sizes, _tiles(head, device)
+    sizes, tiles = head.sizes, _tiles(device)
     if loss == "filtered":
         frequent = budget.frequent_columns(sizes.num_columns, DEFAULT_EPS)
         peak = budget.filtered_peak(
@@ -162,7 +162,7 @@ def _dense_moments(head: Head, loss: str) -> list[dict[str, int]]:
     ]
 
 
-def _tiles(head: Head, device: Device) -> Tiles:
+def _tiles(device: Device) -> Tiles:
     return table_tiles(device.major, 8 * ITEMSIZE)
 
 
@@ -209,14 +209,14 @@ def _chunks(head: Head, device: Device, workspace_bytes: int, kept: int) -> tupl
     if left == 0:
         return 0, sizes.num_tokens
     some, kept_bytes = sizes._replace(num_columns=left), kept * sizes.num_tokens * sizes.itemsize
-    tiles = _tiles(head, device)
+    tiles = _tiles(device)
     rows, cols = budget.exact_chunks(some, workspace_bytes, kept_bytes, tiles, device.multiprocessors)
     return cdiv(sizes.num_tokens, rows) * cdiv(left, cols), rows
 
 
 def _chunk_seconds(head: Head, device: Device, rows: int) -> float:
     """Return what a chunk of so many tokens costs beside its products: half a wave, d_hidden and its remainder, launches."""
-    tile = _tiles(head, device).dlogits
+    tile = _tiles(device).dlogits
     wave = device.multiprocessors * 2.0 * tile.rows * tile.cols * (head.hidden_size + rows) / device.flops
     return wave / 2 + 2 * rows * head.sizes.sum_bytes / device.bandwidth + COSTS.chunk * COSTS.launch
 
