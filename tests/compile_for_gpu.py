@@ -207,18 +207,9 @@ def main() -> None:
     log_probs("log-probs of several ids, kept", num_ids=3, workspace_bytes=1 << 30)
     log_probs("log-probs of several ids", num_ids=3, workspace_bytes=1, own=True, entropy=True)
     log_probs("log-probs with measures", workspace_bytes=1, sum_p_squared=True, argmax=True, entropy=True)
-    log_probs(
-        "log-probs with measures, kept",
-        num_ids=3,
-        workspace_bytes=1 << 30,
-        sum_p_squared=True,
-        argmax=True,
-        own=True,
-        entropy=True,
-    )
-    log_probs(
-        "log-probs with options", num_ids=3, own=True, entropy=True, sum_p_squared=True, argmax=True, softcap=30.0
-    )
+    measures: dict[str, Any] = dict(num_ids=3, own=True, entropy=True, sum_p_squared=True, argmax=True)
+    log_probs("log-probs with measures, kept", workspace_bytes=1 << 30, **measures)
+    log_probs("log-probs with options", softcap=30.0, **measures)
 
 
 if __name__ == "__main__":

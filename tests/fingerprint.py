@@ -97,14 +97,11 @@ def write_ptx(folder: str) -> dict[str, dict[str, list[str]]]:
     """Compile for one architecture after the other."""
     found = {}
     for architecture in ARCHITECTURES:
-        start, file = time.monotonic(), Path(folder, f"{architecture}.json")
+        file = Path(folder, f"{architecture}.json")
         command = [sys.executable, "-W", "ignore", __file__, "compile", architecture, file]
         subprocess.run(command, check=True)
         found[f"sm_{architecture}"] = json.loads(file.read_text())
-        print(
-            f"sm_{architecture}: {len(found[f'sm_{architecture}'])} variants, {time.monotonic() - start:.0f} s",
-            flush=True,
-        )
+        print(f"sm_{architecture}: {len(found[f'sm_{architecture}'])} variants", flush=True)
     return found
 
 
@@ -185,11 +182,10 @@ def for_interpreter(case: Any) -> Any:
             return whole
         tokens, size, columns = LARGEST
         hidden, weight = whole.hidden[:tokens, :size], whole.weight[:columns, :size]
-        labels, bias = (
-            whole.labels[:tokens].clamp(max=columns - 1),
-            None if whole.bias is None else whole.bias[:columns],
+        bias = None if whole.bias is None else whole.bias[:columns]
+        return replace(
+            whole, hidden=hidden, weight=weight, labels=whole.labels[:tokens].clamp(max=columns - 1), bias=bias
         )
-        return replace(whole, hidden=hidden, weight=weight, labels=labels, bias=bias)
 
     return replace(case, problem=smaller)
 
@@ -239,14 +235,11 @@ def record_rank(folder: str, backends: list[str]) -> None:
     todo = list(cases(backends, world, dist.group.WORLD if world > 1 else None))
     recorder, found = Recorder(), {}
     watch(recorder)
-    start = said = time.monotonic()
     for number, (name, run, args) in enumerate(todo, 1):
         hashes = recorder.of(run, *args)
         found[f"{name} ({recorder.kind}) rank {rank}"] = hashes
-        if rank == 0 and (time.monotonic() - said > 20 or number == len(todo)):
-            said = time.monotonic()
-            seconds = f"{said - start:.0f} s, {time.process_time():.0f} s of a processor on rank 0"
-            print(f"T={world}: {number} of {len(todo)} cases, {seconds}; {name}", flush=True)
+        if rank == 0 and (number % 20 == 0 or number == len(todo)):
+            print(f"T={world}: {number} of {len(todo)} cases, {time.process_time():.0f} s; {name}", flush=True)
     Path(folder, f"{world}.{rank}.json").write_text(json.dumps(found))
 
 
@@ -321,7 +314,7 @@ def main() -> int:
     command.add_argument("file")
     command.add_argument("--part", choices=PARTS, default="all")
     command.add_argument(
-        "--ranks", type=int, choices=WORLDS, help="on how many ranks calls are made; default: all of these"
+        "--ranks", type=int, choices=WORLDS, help="how many ranks make the calls; default: each of these"
     )
     command = commands.add_parser("compare", help="say what differs in two files")
     command.add_argument("old")

@@ -46,15 +46,13 @@ def test_every_kernel_compiles(target: str) -> None:
     tiles that a device has no room for."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_for_gpu.py")
-    said = subprocess.run(
-        [sys.executable, "-W", "ignore", script, target], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-W", "ignore", script, target]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert said.returncode == 0, said.stdout + said.stderr
     steps = {part.partition("\n")[0]: part.splitlines()[1:] for part in said.stdout.split("== ")[1:]}
     names = {line.split()[0] for lines in steps.values() for line in lines}
-    assert names >= EXACT | FILTERED | LOG_PROBS | OF_TWO_HEADS | (
-        SCREENED if target in ("90", "100", "120") else set()
-    )
+    screened = SCREENED if target in ("90", "100", "120") else set()
+    assert names >= EXACT | FILTERED | LOG_PROBS | OF_TWO_HEADS | screened
     assert all(int(line.split()[-1]) <= SHARED[target] << 10 for lines in steps.values() for line in lines), said.stdout
     known = SPILLS[version("triton")[:3]]  # a new Triton's are to be looked at and listed
     # Options spill: a softcap with a bias, with smoothing, or with factors of tokens.

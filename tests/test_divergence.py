@@ -36,6 +36,7 @@ from cce_dist.verify.divergence import DIVERGENCE_CASES, DivergenceCase, run_cas
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 any_call: Any = linear_kl_divergence  # options by name, and some that a type checker would refuse
 NAMES = ("divergence", "dE", "dC", "dbias")
+Found = list[Tensor | None]  # these, None without a bias
 
 
 class Problem(NamedTuple):
@@ -128,7 +129,7 @@ def log_softmax(
 def dense(
     p: Problem, kind: str, beta: float = 0.5, logit_scale: float = 1.0, softcap: float | None = None,
     teacher_logit_scale: float = 1.0, teacher_softcap: float | None = None, product: Callable = F.linear,
-) -> list[Tensor | None]:  # fmt: skip
+) -> Found:  # fmt: skip
     """Divergence, dE, dC and dbias from all logits, by autograd."""
     leaves = [x if x is None else x.detach().requires_grad_() for x in p[:3]]
     hidden, weight, bias = leaves
@@ -155,7 +156,7 @@ def with_rows(x: Tensor | None, rows: int, fill: float) -> Tensor | None:
     return x if x is None else torch.cat((x, x.new_full((rows - len(x), *x.shape[1:]), fill)))
 
 
-def worst_dense(p: Problem, kind: str, truth: list[Tensor | None], **options: Any) -> list[Tensor | None]:
+def worst_dense(p: Problem, kind: str, truth: Found, **options: Any) -> Found:
     """Dense results in fp32 from logits that are summed one product after another, as the kernels sum them, in several orders:
     for each quantity the one farthest from the truth. In 16 bits the order is nothing beside rounding.
 
@@ -190,7 +191,7 @@ def _distance(x: Tensor | None, true: Tensor | None) -> float:
     return (x.double() - true).abs().nan_to_num(0.0, 0.0, 0.0).amax().item()
 
 
-def ours(p: Problem, case: Case, kind: str, backend: str, **more: Any) -> list[Tensor | None]:
+def ours(p: Problem, case: Case, kind: str, backend: str, **more: Any) -> Found:
     options: dict[str, Any] = case.options | dict(kind=kind, backend=backend, workspace_bytes=case.budget) | more
     weight, bias, teacher_weight, teacher_bias = p.weight, p.bias, p.teacher_weight, p.teacher_bias
     if case.rows_of:
@@ -211,6 +212,15 @@ def ours(p: Problem, case: Case, kind: str, backend: str, **more: Any) -> list[T
         grads = torch.autograd.grad((out * p.upstream).sum(), given)
     assert out.dtype == torch.float32
     return [out.detach(), *grads, *([None] * (bias is None))]
+
+
+def check(found: Found, baseline: Found, truth: Found, dtype: torch.dtype, kind: str) -> None:
+    for name, got, rough, true in zip(NAMES, found, baseline, truth, strict=True):
+        if got is None or rough is None or true is None:
+            continue
+        assert not got[len(true) :].any(), f"{kind} {name}: padding has a gradient"
+        held_in = torch.float32 if name == "divergence" else dtype
+        assert_no_worse(got[: len(true)], rough, true, held_in, f"{kind} {name}")
 
 
 KEPT_IN = torch.bfloat16 if GPU else torch.float32
@@ -235,15 +245,7 @@ def test_matches_dense(case: Case, backend: str, request: Any, monkeypatch: pyte
     for dtype, kind in itertools.product((torch.float32, *half), KINDS):
         p = draw(case, dtype)
         truth = dense(p.wide(), kind, **case.options)
-        found, baseline = ours(p, case, kind, backend), worst_dense(p, kind, truth, **case.options)
-        for name, got, rough, true in zip(NAMES, found, baseline, truth, strict=True):
-            if got is None or rough is None or true is None:
-                continue
-            if name != "divergence" and len(got) > len(true):
-                assert not got[len(true) :].any(), f"{kind} {name}: padding has a gradient"
-                got = got[: len(true)]
-            held_in = torch.float32 if name == "divergence" else dtype
-            assert_no_worse(got, rough, true, held_in, f"{kind} {name}")
+        check(ours(p, case, kind, backend), worst_dense(p, kind, truth, **case.options), truth, dtype, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,10 +257,7 @@ def test_kept_exponentials_match_dense(case: Case, kind: str, monkeypatch: pytes
     monkeypatch.setattr(budget, "exact_chunks", lambda sizes, *_: budget.Chunks(sizes.num_tokens, kept_columns(32)))
     p = draw(case, KEPT_IN)
     truth, baseline = dense(p.wide(), kind, **case.options), dense(p, kind, **case.options)
-    for name, got, rough, true in zip(NAMES, ours(p, case, kind, "triton"), baseline, truth, strict=True):
-        if got is not None and rough is not None and true is not None:
-            held_in = torch.float32 if name == "divergence" else KEPT_IN
-            assert_no_worse(got[: len(true)], rough, true, held_in, f"{kind} {name}")
+    check(ours(p, case, kind, "triton"), baseline, truth, KEPT_IN, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -269,9 +268,8 @@ def test_a_second_backward_has_the_same_bits(kept: int, kind: str, monkeypatch: 
     p = draw(Case(bias=True, masked=0.3), KEPT_IN)
     hidden, weight = p.hidden.requires_grad_(), p.weight.requires_grad_()
     value = linear_kl_divergence(hidden, weight, *p[3:5], linear_bias=p.bias, kind=kind, mask=p.mask, backend="triton")
-    grads = [
-        torch.autograd.grad(value, (hidden, weight), factor * p.upstream, retain_graph=True) for factor in (1, -3, 1)
-    ]
+    upstream = (factor * p.upstream for factor in (1, -3, 1))
+    grads = [torch.autograd.grad(value, (hidden, weight), each, retain_graph=True) for each in upstream]
     assert not torch.equal(grads[0][0], grads[1][0])
     assert all(torch.equal(a, b) for a, b in zip(grads[0], grads[2], strict=True))
 
@@ -381,7 +379,7 @@ def test_what_one_head_rules_out(kind: str, backend: str) -> None:
     assert value is not None and (value.isfinite().all() if kind == "jsd" else (value == torch.inf).all())
 
 
-def _without(p: Problem, columns: slice, kind: str) -> list[Tensor | None]:
+def _without(p: Problem, columns: slice, kind: str) -> Found:
     keep = torch.ones(len(p.weight), dtype=torch.bool, device=DEVICE)
     keep[columns] = False
     cut = {name: getattr(p, name)[keep] for name in ("weight", "bias", "teacher_weight", "teacher_bias")}

@@ -101,9 +101,8 @@ def test_the_students_own_ids(data) -> None:
     assert top.top_ids is not None and top.top_log_probs is not None
     hidden.requires_grad_()
     for outside in OUTSIDE:
-        value = any_call(
-            hidden, weight, top.top_ids, top.top_log_probs, kind="reverse", outside=outside, linear_bias=bias
-        )
+        options = dict(kind="reverse", outside=outside, linear_bias=bias)
+        value = any_call(hidden, weight, top.top_ids, top.top_log_probs, **options)
         assert value.abs().max() < 1e-6
         if outside != "drop":  # no divergence: its least value is elsewhere
             assert torch.autograd.grad(value.sum(), hidden)[0].abs().max() < 1e-6
@@ -127,11 +126,9 @@ def test_mask_and_reductions(data) -> None:
     each = any_call(hidden, weight, ids, log_t, mask=mask)
     assert not each[~mask].any()
     counted = mask & (ids >= 0).any(-1)
-    torch.testing.assert_close(
-        any_call(hidden, weight, ids, log_t, mask=mask, reduction="mean"), each.sum() / counted.sum()
-    )
-    torch.testing.assert_close(any_call(hidden, weight, ids, log_t, mask=mask, reduction="sum"), each.sum())
-    assert any_call(hidden, weight, ids, log_t, mask=torch.zeros(N, dtype=torch.bool), reduction="mean") == 0
+    for reduction, expected in (("mean", each.sum() / counted.sum()), ("sum", each.sum())):
+        torch.testing.assert_close(any_call(hidden, weight, ids, log_t, mask=mask, reduction=reduction), expected)
+    assert any_call(hidden, weight, ids, log_t, mask=mask & ~mask, reduction="mean") == 0
 
 
 def _on_ranks() -> None:
@@ -151,25 +148,21 @@ def test_two_ranks(ranks2: Callable) -> None:
 
 
 BAD = [
-    pytest.param(dict(kind="jsd"), ValueError, "kind must be one of", id="kind"),
-    pytest.param(dict(outside="rest"), ValueError, "outside must be one of", id="outside"),
-    pytest.param(dict(teacher_ids=torch.zeros(N, K)), TypeError, "teacher_ids must be int64", id="ids"),
-    pytest.param(
-        dict(teacher_log_probs=torch.zeros(N, K + 1)), ValueError, "teacher_log_probs must be .9, 6", id="shape"
-    ),
-    pytest.param(dict(teacher_log_probs=torch.zeros(N, K).int()), TypeError, "floating-point dtype", id="dtype"),
-    pytest.param(
-        dict(teacher_ids=torch.zeros(N).long()), ValueError, r"teacher_ids must be \[\.\.\., K\]", id="one-id"
-    ),
-    pytest.param(dict(teacher_ids=torch.zeros(N, K).long()), ValueError, r"token 0 .* an id twice", id="twice"),
-    pytest.param(dict(teacher_log_probs=torch.ones(N, K)), ValueError, r"token 0 .* above 0", id="positive"),
-    pytest.param(dict(teacher_log_probs=-torch.ones(N, K)), ValueError, r"token 0 .* sum is above 1", id="sum"),
-    pytest.param(dict(mask=torch.ones(N)), TypeError, "mask must be bool", id="mask"),
-    pytest.param(dict(mask=torch.ones(N, K, dtype=torch.bool)), ValueError, r"mask must be \(9,\)", id="mask-shape"),
+    (dict(kind="jsd"), ValueError, "kind must be one of"),
+    (dict(outside="rest"), ValueError, "outside must be one of"),
+    (dict(teacher_ids=torch.zeros(N, K)), TypeError, "teacher_ids must be int64"),
+    (dict(teacher_log_probs=torch.zeros(N, K + 1)), ValueError, "teacher_log_probs must be .9, 6"),
+    (dict(teacher_log_probs=torch.zeros(N, K).int()), TypeError, "floating-point dtype"),
+    (dict(teacher_ids=torch.zeros(N).long()), ValueError, r"teacher_ids must be \[\.\.\., K\]"),
+    (dict(teacher_ids=torch.zeros(N, K).long()), ValueError, r"token 0 .* an id twice"),
+    (dict(teacher_log_probs=torch.ones(N, K)), ValueError, r"token 0 .* above 0"),
+    (dict(teacher_log_probs=-torch.ones(N, K)), ValueError, r"token 0 .* sum is above 1"),
+    (dict(mask=torch.ones(N)), TypeError, "mask must be bool"),
+    (dict(mask=torch.ones(N, K, dtype=torch.bool)), ValueError, r"mask must be \(9,\)"),
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "says"), BAD)
+@pytest.mark.parametrize(("change", "error", "says"), BAD, ids=[says for _, _, says in BAD])
 def test_bad_input_is_one_line(data, change: dict, error: type, says: str) -> None:
     hidden, weight, _, ids, log_t, _ = data
     arguments = dict(input=hidden, linear_weight=weight, teacher_ids=ids, teacher_log_probs=log_t) | change
