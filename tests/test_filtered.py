@@ -802,7 +802,10 @@ def run_public(case: verify_cases.Case, group: dist.ProcessGroup | None = None) 
         assert result.ok, result
 
 
-@pytest.mark.parametrize("case", PUBLIC, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=pytest.mark.slow if n > 1 else ()) for n, case in enumerate(PUBLIC)],
+)
 def test_linear_cross_entropy(case: verify_cases.Case) -> None:
     """The operators around the kernels, as verify runs them on ranks. Catches: a tensor saved in one place, read in another."""
     run_public(case)
