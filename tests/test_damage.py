@@ -349,7 +349,7 @@ def test_a_state_runs_no_code(cache: Path, run: Path, tmp_path: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"] = {each: checkpoint.checksum(folder / each) for each in manifest["files"]}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(UsageError, match="cannot read checkpoint"):
         go_on(cache, run)
     assert not (tmp_path / "ran").exists()
 
@@ -358,7 +358,12 @@ def test_a_latest_that_names_nothing_is_one_line(cache: Path, run: Path) -> None
     """Catches a run that begins anew, and cuts its metrics, because its checkpoints were moved away."""
     for step in (run / "checkpoints").glob("step-*"):
         shutil.rmtree(step)
+    latest = run / "checkpoints" / "latest"
     with pytest.raises(UsageError, match="names 'step-00000008', which is gone"):
+        go_on(cache, run)
+    latest.unlink()
+    latest.mkdir()
+    with pytest.raises(UsageError, match="latest is a folder"):
         go_on(cache, run)
     assert len(records(run)) == 8
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import pickle
 import re
 import shutil
 import warnings
@@ -101,7 +102,8 @@ def load(
 
 def clear(folder: Path) -> None:
     """Delete the checkpoints in ``folder``, and nothing else."""
-    (folder / LATEST).unlink(missing_ok=True)
+    with contextlib.suppress(IsADirectoryError, PermissionError):  # a folder: ``load`` says so
+        (folder / LATEST).unlink(missing_ok=True)
     for old in _ours(folder):
         _delete(old)
 
@@ -136,7 +138,11 @@ def read_tensors(folder: Path, tensors: dict[str, Any]) -> None:
 
 
 def _load(path: Path, load_tensors: Callable[[Path], None], same: dict[str, Any]) -> dict[str, Any]:
-    state = torch.load(path / STATE, weights_only=True)
+    try:
+        state = torch.load(path / STATE, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"cannot read checkpoint {path}: {reason}: --no-resume starts anew") from error
     there = state["same"]
     differing = [
         f"{name} {there.get(name)} there, {ours} here" for name, ours in same.items() if there.get(name) != ours
@@ -158,6 +164,9 @@ def _candidates(folder: Path) -> list[Path]:
         newest = (folder / LATEST).read_text(errors="replace").strip()
     except FileNotFoundError:
         return found
+    except IsADirectoryError:
+        what = "is a folder, where the name of the newest checkpoint should stand in a file"
+        raise UsageError(f"{folder / LATEST} {what}: --no-resume starts anew") from None
     if not found:
         gone = f"names {newest!r}, which is gone, and there is no other checkpoint"
         raise UsageError(f"{folder / LATEST} {gone}: --no-resume starts anew")
