@@ -37,6 +37,8 @@ tokens find a part of it. Where their factor is 0, C is shrunk to a multiple of 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -51,35 +53,31 @@ LINEAR_FACTORS = 32  # factors of the linear correction that are tried, from 0 t
 PARTS = 1 << 40  # shares are sampled from as whole numbers, whose sums have the same bits in any order
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in b's dtype with fp32 accumulators and an fp32 result."""
-    if b.dtype == torch.float32:
-        return a.float() @ b
-    if b.device.type == "cuda":
-        return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+class Sampled(NamedTuple):
+    """Columns or tokens, sampled with replacement by their share.
 
-
-def sample(share: Tensor, size: int) -> Tensor:
-    """Draw ``size`` places by systematic sampling (Madow, 1949): they lie end to end by share, and one is taken each step.
-
-    Returns:
-        [size] int64, ascending; a place may be there more than once.
+    Attributes:
+        place: int64, ascending.
+        inverse_share: fp32: 1 / (samples * share), or 0 where all shares are.
     """
+
+    place: Tensor
+    inverse_share: Tensor
+
+
+def sample(share: Tensor, size: int) -> Sampled:
+    """Draw ``size`` places by systematic sampling (Madow, 1949): they lie end to end by share, and one is taken each step."""
     end = (share * PARTS).long().cumsum(0)
-    odd = torch.arange(1, 2 * size, 2, device=share.device)
-    return torch.searchsorted(end, odd * (end[-1] // (2 * size)), right=True).clamp_(max=share.shape[0] - 1)
-
-
-def inverse_share(share: Tensor, place: Tensor) -> Tensor:
-    """Return 1 / (samples * share) at the places of a sample, or 0 where the share is."""
-    sampled = share.index_select(0, place)
-    return (1 / (place.shape[0] * sampled)).masked_fill_(~(sampled > 0), 0.0)
+    step = torch.arange(size, device=share.device)
+    place = torch.searchsorted(end, (2 * step + 1) * (end[-1] // (2 * size)), right=True)
+    place.clamp_(max=share.shape[0] - 1)
+    sampled = share[place]
+    return Sampled(place, torch.where(sampled > 0, 1 / (size * sampled), 0.0))
 
 
 def signal_share(signal: Tensor, noise: Tensor) -> Tensor:
     """Return the factor on an estimate from its square and the sum of its terms' squares."""
-    factor = 1 - noise / signal
+    factor = (1 - noise / torch.where(signal > 0, signal, torch.inf)).nan_to_num(0.0)
     return torch.where((factor > LEAST_SIGNAL) & (signal > 0), factor, 0.0)
 
 
@@ -118,6 +116,6 @@ def linear(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float, 
     left = torch.where(part > 0, part * noise, (signal - noise).clamp(min=0.0)) + square * noise_3[2] * noise_part
     best = left.nan_to_num(torch.inf).argmin()
     least = LEAST_CORRECTED * usual
-    best = torch.where(left[0] - left.take(best) > least, best, 0)
+    best = torch.where(left[0] - left[best] > least, best, 0)
     rank_1 = (signal[0] - noise[0]).clamp(min=0.0)
-    return factor.take(best), torch.where(rank_1 - left.take(best) > least, part.take(best), 0.0)
+    return factor[best], torch.where(rank_1 - left[best] > least, part[best], 0.0)

@@ -26,7 +26,6 @@ from cce_dist.kernels import (
     budget,
     compensation,
 )
-from cce_dist.kernels.compensation import matmul
 from cce_dist.kernels.extras import LEAST_KEY, keys_of, largest_keys, rows_of_keys
 
 FLOOR = torch.finfo(torch.float32).min  # stands for a maximum of -inf where a difference of infinities would be NaN
@@ -71,7 +70,7 @@ class Block(NamedTuple):
     factors_2R1: Tensor | None = None  # Each token's factors, or None
 
     def logits(self, logits: ShardLogits) -> Tensor:
-        z = matmul(self.hidden_RD, self.weight_CD.t())
+        z = _matmul(self.hidden_RD, self.weight_CD.t())
         if self.bias_C is not None:
             z += self.bias_C.float()
         if self.factors_2R1 is not None:
@@ -121,6 +120,15 @@ def blocks_of(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[Block]]
     for start in range(0, logits.num_valid, num_cols):
         cols = slice(start, min(start + num_cols, logits.num_valid))
         yield cols, of_columns(cols)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in b's dtype with fp32 accumulators and an fp32 result."""
+    if b.dtype == torch.float32:
+        return a.float() @ b
+    if b.is_cuda:
+        return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def _zeros(*shape: int, like: Tensor) -> Tensor:
@@ -248,9 +256,9 @@ def gradients(
             if grads.want_bias:
                 sums.bias_V[cols] += whole.sum(0)
             if grads.want_hidden:
-                sums.hidden_ND[block.rows] += matmul(kept if spec.filter.hidden else whole, block.weight_CD)
+                sums.hidden_ND[block.rows] += _matmul(kept if spec.filter.hidden else whole, block.weight_CD)
             if grads.want_weight:
-                d_weight_CD += matmul((kept if spec.filter.weight else whole).t(), block.hidden_RD)
+                d_weight_CD += _matmul((kept if spec.filter.weight else whole).t(), block.hidden_RD)
         if grads.want_weight:
             sums.weight_VD[cols] += (d_weight_CD * gain).to(sums.weight_VD.dtype)
     if spec.filter.eps > 0 and spec.filter.compensate:
@@ -332,8 +340,7 @@ def _from_columns(
     dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, center_D: Tensor
 ) -> Tensor:
     """Return what sampled columns, and the linear correction, add to d_hidden, [N, D]."""
-    column_K = compensation.sample(share_V, budget.sampled_columns(x.logits.num_valid))
-    inverse_share_K = compensation.inverse_share(share_V, column_K)
+    column_K, inverse_share_K = compensation.sample(share_V, budget.sampled_columns(x.logits.num_valid))
     bias_K = None if x.bias is None else x.bias[column_K]
     columns = x._replace(weight=x.weight[column_K], bias=bias_K, logits=x.logits._replace(num_valid=len(column_K)))
     centered_KD = columns.weight.float() - center_D
@@ -366,7 +373,7 @@ def _linear_terms(dropped_N: Tensor, x: Operands, share_V: Tensor, center_D: Ten
     hidden_ND = x.hidden.float().masked_fill(dropped_N[:, None] == 0, 0.0)
     share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
     weighted_ND = dropped_N[:, None] * (hidden_ND - share_N @ hidden_ND)
-    centered_MD = x.weight[compensation.sample(share_V, num_columns)].float() - center_D
+    centered_MD = x.weight[compensation.sample(share_V, num_columns).place].float() - center_D
     return weighted_ND, weighted_ND @ (centered_MD.t() @ centered_MD / num_columns)
 
 
@@ -376,8 +383,7 @@ def _from_tokens(
     """Return what sampled tokens add to d_weight, [V, D]."""
     total = dropped_N.abs().sum()
     share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
-    token_S = compensation.sample(share_N, budget.SAMPLE)
-    inverse_share_S = compensation.inverse_share(share_N, token_S)
+    token_S, inverse_share_S = compensation.sample(share_N, budget.SAMPLE)
     centered_SD = hidden_ND[token_S] - share_N @ hidden_ND
     squares_S = centered_SD.square().sum(1)
     tokens = x._replace(hidden=x.hidden[token_S], ids=x.ids[token_S])

@@ -33,16 +33,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, budget, exact
+from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget, exact
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.budget import FALLBACK, cdiv
-from cce_dist.kernels.d_hidden import Sum
+from cce_dist.kernels.budget import FALLBACK, NUM_PLANES, SAMPLE, cdiv
+from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
-from cce_dist.kernels.filter.bound import First, before_all_columns, log_sum_exp
-from cce_dist.kernels.filter.covariance import covariance_of
+from cce_dist.kernels.filter.bound import bound_of_shard, sample_outside, sampled_sums
+from cce_dist.kernels.filter.covariance import covariance_of, lines_of_sample
 from cce_dist.kernels.filter.d_hidden import Pair, add_products
 from cce_dist.kernels.filter.d_rows import (
     ByColumn,
@@ -65,17 +64,26 @@ from cce_dist.kernels.filter.lists import (
 )
 from cce_dist.kernels.filter.sampling import (
     Factors,
-    Fitted,
     SampledColumns,
+    SampledTokens,
     factors_of,
-    fit_columns,
-    fit_tokens,
     sample_columns,
     sampled_gradients,
+    squares_of_columns,
+    squares_of_tokens,
+    weigh_tokens,
 )
-from cce_dist.kernels.filter.screen import screened_statistics
-from cce_dist.kernels.filter.shares import Dropped, Sample, dropped_shares, sample_tokens
-from cce_dist.kernels.lse import Marks
+from cce_dist.kernels.filter.screen import First, screened_statistics
+from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
+from cce_dist.kernels.lse import (
+    NOTHING_MORE,
+    Marks,
+    Span,
+    choose_splits,
+    lse_partials,
+    merge_splits,
+    target_logits,
+)
 from cce_dist.kernels.tiles import Tiles, choose_tiles, screen_tile
 from cce_dist.kernels.tokens import (
     coefficients,
@@ -112,11 +120,11 @@ def rows_at_once(x: Operands, spec: Spec) -> int | None:
     return budget.most_rows(exact.sizes_of(x), spec.workspace_bytes)
 
 
-def saved_of_slices(x: Operands, spec: Spec) -> list[Tensor] | None:
+def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
     return None  # the lists come from all tokens
 
 
-def saved_like(x: Operands, spec: Spec) -> list[Tensor]:
+def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
     num_tokens, num_valid = x.num_tokens, x.logits.num_valid
     capacity = budget.list_capacity(num_tokens, num_valid, spec.workspace_bytes, x.hidden.itemsize)
     lists = Lists(
@@ -128,8 +136,8 @@ def saved_like(x: Operands, spec: Spec) -> list[Tensor]:
 
 
 def statistics(
-    x: Operands, spec: Spec, merge_bound: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, list[Tensor]]:
+    x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN as ``exact`` does, and ``Lists``."""
     num_tokens, num_valid = x.num_tokens, x.logits.num_valid
     stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=x.hidden.device)
@@ -151,24 +159,55 @@ def statistics(
             exact.sizes_of(x), num_words, spec.workspace_bytes, tiles.lse.rows, tiles.group
         )
         buffer_RD = x.hidden.new_empty(min(first_at_once, num_tokens), x.hidden.shape[1])
-        first = before_all_columns(x, frequent, tiles, buffer_RD, stats_KN, merge_bound, spec)
+        first = _before_all_columns(x, frequent, tiles, buffer_RD, stats_KN, merge_bound, spec)
         if spec.screened:
             del buffer_RD
-            bound_3N = screened_statistics(x, frequent, first, lists, stats_KN, spec, tiles)
+            bound_3N, fallback_N = screened_statistics(x, frequent, first, lists, stats_KN, spec, tiles)
+            _look_again(x, fallback_N, stats_KN, spec, tiles)
         else:
             bound_3N = _marked_statistics(x, frequent, first, lists, stats_KN, buffer_RD, at_once, spec)
     return stats_KN, list(lists._replace(bound_3N=bound_3N, ids_F=ids_F))
 
 
+def _before_all_columns(
+    x: Operands, frequent: Frequent, tiles: Tiles, buffer_RD: torch.Tensor, stats_KN: torch.Tensor,
+    merge_bound: Callable[[torch.Tensor], torch.Tensor], spec: Spec,
+) -> First:
+    """Write the labels' logits to stats_KN, and bound each token's log-sum-exp by them, frequent columns and some others."""
+    order, num_tokens = compact(x.ids), x.num_tokens
+    want = spec.want if spec.screened else NOTHING_MORE
+    frequent_KN = stats_KN.new_empty(3 + want.entropy, num_tokens)
+    frequent_3N, frequent_moment_N = frequent_KN[:3], frequent_KN[3] if want.entropy else None
+    frequent_sloped_N = stats_KN.new_empty(num_tokens) if x.logits.softcap > 0.0 else None
+    sampled_ids_S, sampled = sample_outside(frequent, x)
+    num_sampled = sampled_ids_S.shape[0]
+    sums_3PN = stats_KN.new_empty(3, cdiv(num_sampled, tiles.lse.cols), num_tokens)
+    for group in exact.token_groups(order, buffer_RD.shape[0]):
+        rows = gathered(x.hidden, group, buffer_RD)
+        target_logits(x, rows, stats_KN[2])
+        _log_sum_exp(frequent.x, rows, tiles, frequent_KN, frequent_sloped_N, want=want)
+        if num_sampled:
+            sampled_sums(sampled_ids_S, sampled, x.logits.start, rows, tiles, sums_3PN)
+    shard_3N = bound_of_shard(frequent_3N, stats_KN[2], sums_3PN, num_sampled, x, frequent)
+    return First(order, frequent_3N, frequent_sloped_N, frequent_moment_N, shard_3N, merge_bound(shard_3N), sampled)
+
+
 def _marked_statistics(
-    x: Operands, frequent: Frequent, first: First, lists: Lists, stats_KN: Tensor, buffer_RD: Tensor, at_once: int, spec: Spec
-) -> Tensor:
+    x: Operands,
+    frequent: Frequent,
+    first: First,
+    lists: Lists,
+    stats_KN: torch.Tensor,
+    buffer_RD: torch.Tensor,
+    at_once: int,
+    spec: Spec,
+) -> torch.Tensor:
     """Write the statistics of all columns to stats_KN, and the lists. Returns ``Lists.bound_3N``."""
-    num_tokens, frequent_words_W = x.num_tokens, frequent.words()
+    num_tokens, num_words = x.num_tokens, frequent.words_W.shape[0]
     tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
     sloped_N = None if first.frequent_sloped_N is None else torch.empty_like(first.frequent_sloped_N)
     taken = torch.zeros(1, dtype=torch.int64, device=x.hidden.device)
-    words_RW = frequent_words_W.new_empty(min(at_once, num_tokens), frequent_words_W.shape[0])
+    words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=x.hidden.device)
     for group in exact.token_groups(first.order, at_once):
         if at_once < num_tokens:
             rows = gathered(x.hidden, group, buffer_RD)
@@ -176,8 +215,8 @@ def _marked_statistics(
             rows = Rows(group[0], group[1], buffer_RD)
         words = words_RW[: group[0].shape[0]]
         marks = Marks(first.bound_N.index_select(0, group[0]), math.log(spec.filter.eps / SLACK), words)
-        log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
-        list_columns(words, frequent_words_W, x, rows, lists, taken)
+        _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
+        list_columns(words, frequent, x, rows, lists, taken)
     frequent_sum_N, sum_N = (
         (first.frequent_3N[1], stats_KN[1])
         if sloped_N is None or first.frequent_sloped_N is None
@@ -186,7 +225,37 @@ def _marked_statistics(
     return outside_frequent(first.bound_N, first.frequent_3N[0], frequent_sum_N, stats_KN[0], sum_N)
 
 
-def filter_stats(x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec) -> Tensor:
+def _look_again(x: Operands, fallback_N: torch.Tensor, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles) -> None:
+    """Compute the statistics of tokens that have a label in ``fallback_N`` from all logits in 16 bits. Often there are none."""
+    at_once = min(x.num_tokens, budget.forward_rows(exact.sizes_of(x), spec.workspace_bytes, False))
+    buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
+    again_KN = torch.empty_like(stats_KN)
+    for group in exact.token_groups(compact(fallback_N), at_once):
+        _log_sum_exp(x, gathered(x.hidden, group, buffer_RD), tiles, again_KN, None, want=spec.want, expected=FALLBACK)
+    stats_KN[:2] = torch.where(fallback_N >= 0, again_KN[:2], stats_KN[:2])
+    if spec.want.entropy:
+        stats_KN[3] = torch.where(fallback_N >= 0, again_KN[3], stats_KN[3])
+
+
+def _log_sum_exp(
+    x: Operands, rows: Rows, tiles: Tiles, stats_KN: torch.Tensor, sloped_N: torch.Tensor | None,
+    marks: Marks | None = None, want: Want = NOTHING_MORE, expected: int | None = None,
+) -> None:
+    """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group.
+
+    ``expected``: how many of them have a label, if it is far from all.
+    """
+    num_rows = rows.index.shape[0]
+    num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
+    parts = choose_splits(expected or num_rows, num_tiles, tiles.lse, stats_KN.device)
+    partials_KPR = stats_KN.new_empty(NUM_PLANES, parts, num_rows)
+    lse_partials(
+        x, rows, tiles, Span(0, num_tiles, parts), partials_KPR, want=want, marks=marks, want_sloped=sloped_N is not None
+    )
+    merge_splits(partials_KPR, x, rows, stats_KN, want=want, sloped_N=sloped_N)
+
+
+def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec: Spec) -> torch.Tensor:
     num_tokens, num_valid = x.num_tokens, x.logits.num_valid
     if num_tokens == 0 or num_valid == 0:
         return softmax.max.new_zeros(3)
@@ -204,7 +273,7 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec)
 
 
 def gradients(
-    x: Operands, softmax: Softmax, coef_4N: Tensor, saved: list[Tensor], grads: Grads, spec: Spec
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
     """Return d_hidden, d_weight and d_bias, filtered; see ``Backend.gradients``.
 
@@ -235,32 +304,52 @@ def gradients(
 
 
 class Compensation(NamedTuple):
-    """The control variate for what is dropped, and its corrections; None: there is none of these."""
+    """The control variate for what is dropped, and its corrections.
 
-    share_V: Tensor  # each column's part of the dropped mass
-    shared_hidden_2D: Tensor | None  # what the tokens' factors multiply in d_hidden
-    shared_weight_2D: Tensor | None  # what shares and 1 multiply in d_weight
-    dropped: Dropped | None = None
-    sample: Sample | None = None  # tokens that correct d_weight where ``dropped`` has their parts
-    sampled: SampledColumns | None = None  # columns that correct d_hidden
-    factors: Factors | None = None  # on the corrections
-    covariance_DD: Tensor | None = None  # times ``factors.linear`` and the token's factor: what hidden states are multiplied by
+    Attributes:
+        share_V: Each column's part of the dropped mass; see ``shares_of``.
+        shared_hidden_2D: Two rows that the tokens' factors multiply in d_hidden; None where d_hidden is not wanted.
+        shared_weight_2D: Two rows that shares and 1 multiply in d_weight; None where d_weight is not wanted.
+        sampled: Columns that correct d_hidden, or None.
+        tokens: Tokens that correct d_weight, or None.
+        factors: The factors on the corrections, or None.
+        covariance_DD: What hidden states are multiplied by in d_hidden, times ``factors.linear`` and the token's factor, or
+            None.
+    """
+
+    share_V: torch.Tensor
+    shared_hidden_2D: torch.Tensor | None
+    shared_weight_2D: torch.Tensor | None
+    sampled: SampledColumns | None = None
+    tokens: SampledTokens | None = None
+    factors: Factors | None = None
+    covariance_DD: torch.Tensor | None = None
 
 
 class _Work(NamedTuple):
-    """The common ground of the gradients of rows and of columns."""
+    """The common ground of the gradients of rows and of columns.
+
+    Attributes:
+        frequent: The frequent columns.
+        how: The decision for each token.
+        lists: The lists of forward.
+        entries: The listed gradients.
+        factor_2N: Each token's factors on the control variate; see ``listed_gradients``.
+        compensation: The control variate and its corrections.
+        tiles: Tiles of the device.
+    """
 
     frequent: Frequent
     how: Decisions
     lists: Lists
     entries: Entries
-    factor_2N: Tensor  # each token's factors on the control variate; see ``listed_gradients``
+    factor_2N: torch.Tensor
     compensation: Compensation
     tiles: Tiles
 
 
 def _filtered_gradients(
-    x: Operands, softmax: Softmax, coef_4N: Tensor, lists: Lists, grads: Grads, spec: Spec
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, grads: Grads, spec: Spec
 ) -> Gradients:
     num_valid, device = x.logits.num_valid, x.hidden.device
     with on_device(x.hidden):
@@ -280,8 +369,11 @@ def _filtered_gradients(
         comp = _compensation(x, softmax, coef_4N, frequent, how, factor_2N, tiles, grads, spec)
         work = _Work(frequent, how, lists, entries, factor_2N, comp, tiles)
 
-        frequent_weight_FD = None if target is None else target.new_empty(frequent.x.weight.shape)
-        frequent_bias_F = None if d_bias is None else torch.zeros_like(d_bias[: lists.ids_F.shape[0]])
+        num_frequent_columns = lists.ids_F.shape[0]
+        frequent_weight_FD = target.new_empty(num_frequent_columns, x.hidden.shape[1]) if target is not None else None
+        frequent_bias_F = (
+            None if d_bias is None else torch.zeros(num_frequent_columns, dtype=torch.float32, device=device)
+        )
         _add_rows((d_hidden, frequent_weight_FD, frequent_bias_F), total, x, softmax, coef_4N, work, grads, spec)
         # The sort of the entries takes the memory of these.
         del total
@@ -297,23 +389,22 @@ def _filtered_gradients(
 
 
 def _finish_weight(
-    target: Tensor, x: Operands, columns: ByColumn, frequent_weight_FD: Tensor, work: _Work, *, add: bool
+    target: torch.Tensor, x: Operands, columns: ByColumn, frequent_weight_FD: torch.Tensor, work: _Work, *, add: bool
 ) -> None:
     """Put all parts of d_weight together, in ``target``."""
-    comp, slot_V, how = work.compensation, work.frequent.slot_V, work.how
-    dropped, sample, factors, shared_2D = comp.dropped, comp.sample, comp.factors, comp.shared_weight_2D
-    assert shared_2D is not None
-    if dropped is not None and dropped.parts_SV is not None and sample is not None and factors is not None:
+    comp, parts = work.compensation, (work.frequent.slot_V, frequent_weight_FD, work.compensation.share_V)
+    assert comp.shared_weight_2D is not None
+    if comp.tokens is not None and comp.factors is not None:
+        rows_VD, gain = target[: x.logits.num_valid], comp.factors.gain
         compensated_weight(
-            target[: x.logits.num_valid], dropped, sample, factors.gain, slot_V, frequent_weight_FD, shared_2D, how,
-            work.tiles.grad_weight, add=add,
+            rows_VD, comp.tokens, gain, *parts, comp.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
         )
     listed_weight(
-        target, x.hidden, columns, slot_V, frequent_weight_FD, comp.share_V, shared_2D, how, factors, x.weight, add=add
+        target, x.hidden, columns, *parts, comp.shared_weight_2D, work.how, comp.factors, x.weight, add=add
     )
 
 
-def _listed_sum(d_hidden: Tensor | None, x: Operands, spec: Spec) -> Sum | None:
+def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum | None:
     """Return d_hidden with the remainder of all tokens if the budget holds that: then lists are added to it first."""
     if d_hidden is None or not budget.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes):
         return None
@@ -322,52 +413,56 @@ def _listed_sum(d_hidden: Tensor | None, x: Operands, spec: Spec) -> Sum | None:
 
 
 def _compensation(
-    x: Operands, softmax: Softmax, coef_4N: Tensor, frequent: Frequent, how: Decisions, factor_2N: Tensor, tiles: Tiles,
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, frequent: Frequent, how: Decisions, factor_2N: torch.Tensor,
+    tiles: Tiles,
     grads: Grads, spec: Spec,
 ) -> Compensation:
-    num_valid, hidden_size = x.logits.num_valid, x.weight.shape[1]
-    shared_hidden_2D = torch.zeros(2, hidden_size, dtype=torch.float32, device=x.hidden.device) if grads.want_hidden else None
+    num_valid, weight = x.logits.num_valid, x.weight[: x.logits.num_valid]
     shared_weight_2D = sums_of_rows(factor_2N, x.hidden) if grads.want_weight else None
-    if shared_hidden_2D is not None and spec.want.uniform:
-        outside_V = (frequent.slot_V[:num_valid] == 0).float()
-        shared_hidden_2D[1] = sums_of_rows(torch.stack((outside_V, outside_V)), x.weight[:num_valid])[1]
     if not spec.filter.compensate:
-        return Compensation(factor_2N.new_zeros(num_valid), shared_hidden_2D, shared_weight_2D)
-    sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, budget.SAMPLE)
-    want_parts = grads.want_weight and budget.keeps_sample(
-        x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes
-    )
-    dropped = dropped_shares(rows_SD, x, sample, frequent.slot_V, tiles.lse, want_parts=want_parts)
-    if shared_hidden_2D is not None:
-        shared_hidden_2D[0] = dropped.center_D
-    comp = Compensation(dropped.share_V, shared_hidden_2D, shared_weight_2D)
-    num_columns, centered = budget.sampled_columns(num_valid), sample.centered
-    if num_columns == 0 or not (grads.want_hidden or want_parts):
+        shares_2V = shares_of(None, None, frequent.slot_V, num_valid, spec.want.uniform).shares_2V
+        return Compensation(
+            shares_2V[0], sums_of_rows(shares_2V, weight) if grads.want_hidden else None, shared_weight_2D
+        )
+    sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
+    parts_SV = None
+    if grads.want_weight and budget.keeps_sample(x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes):
+        parts_SV = x.hidden.new_empty(SAMPLE, cdiv(num_valid, budget.ROWS) * budget.ROWS)
+    dropped = dropped_shares(rows_SD, x, sample, frequent.slot_V, tiles.lse, parts_SV, spec.want.uniform)
+    share_V, num_columns = dropped.shares_2V[0], budget.sampled_columns(num_valid)
+    tokens = weigh_tokens(dropped, sample) if num_columns else None
+    assert dropped.center_D is not None
+    other_D = torch.zeros_like(dropped.center_D)
+    if spec.want.uniform and grads.want_hidden:
+        other_D = sums_of_rows(dropped.shares_2V, weight)[1]
+    shared_2D = torch.stack((dropped.center_D, other_D))
+    comp = Compensation(share_V, shared_2D if grads.want_hidden else None, shared_weight_2D)
+    if num_columns == 0 or not (grads.want_hidden or tokens is not None):
         return comp
-    sampled = sample_columns(dropped, num_columns, x)
-    at_once = budget.covariance_rows(exact.sizes_of(x), spec.workspace_bytes) if grads.want_hidden else 0
-    num_covariance = budget.covariance_columns(num_valid, hidden_size) if at_once else 0
-    zero = torch.zeros_like(dropped.total)
-    fitted = Fitted(zero, zero, zero)
+    sampled = sample_columns(dropped, num_columns, dropped.center_D, x)
+    of_columns = of_tokens = lines_SK = None
+    at_once = budget.covariance_rows(exact.sizes_of(x), spec.workspace_bytes) if sample.centered is not None else 0
+    num_covariance = budget.covariance_columns(num_valid, x.hidden.shape[1]) if at_once and grads.want_hidden else 0
+    if tokens is not None:
+        of_tokens = squares_of_tokens(tokens, dropped, sampled, tiles)
     if grads.want_hidden:
+        if num_covariance:
+            lines_SK = lines_of_sample(sampled, sample, x, tiles)
         coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
-        fitted = fit_columns(
-            sampled, sample, rows_SD, softmax, coef_4N, gain, how.threshold, dropped, tiles, num_covariance
+        of_columns = squares_of_columns(
+            sampled, sample, rows_SD, gain, softmax, coef_4N, how.threshold, tiles, lines_SK
         )
-    tokens = fit_tokens(dropped, centered, sampled) if want_parts and centered is not None else zero
-    factors = factors_of(fitted, tokens, sampled, dropped, centered, shared_hidden_2D, shared_weight_2D)
-    if num_covariance and centered is not None and shared_hidden_2D is not None:
-        covariance_DD = covariance_of(
-            dropped, num_covariance, at_once, sampled, centered, factors, shared_hidden_2D, x, tiles
-        )
-        comp = comp._replace(covariance_DD=covariance_DD)
-    return comp._replace(
-        dropped=dropped, sample=sample, sampled=sampled if grads.want_hidden else None, factors=factors
+    factors = factors_of(
+        of_columns, of_tokens, sampled, dropped, sample, tokens, shared_2D, shared_weight_2D, num_covariance
     )
+    if num_covariance:
+        covariance_DD = covariance_of(dropped, num_covariance, at_once, sampled, sample, factors, shared_2D, x, tiles)
+        comp = comp._replace(covariance_DD=covariance_DD)
+    return comp._replace(sampled=sampled if grads.want_hidden else None, tokens=tokens, factors=factors)
 
 
 def _add_fallback(
-    x: Operands, softmax: Softmax, coef_4N: Tensor, how: Decisions, out: Gradients, grads: Grads, spec: Spec
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, how: Decisions, out: Gradients, grads: Grads, spec: Spec
 ) -> None:
     """Set the exact gradients of the tokens that fall back while lists serve others.
 
@@ -380,22 +475,26 @@ def _add_fallback(
     coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
     rows = gathered(x.hidden, (how.fallback, how.num_fallback), x.hidden.new_empty(FALLBACK, x.hidden.shape[1]))
     cols = budget.fallback_columns(num_valid, FALLBACK, x.hidden.itemsize, spec.workspace_bytes, tiles.dlogits.cols)
+    dlogits_RV = x.hidden.new_empty(FALLBACK, cols)
     total = None if d_hidden is None else Sum(d_hidden, exact.remainder(x.hidden, FALLBACK))
-    exact.add_chunks(
-        exact.Output(total, d_weight, d_bias, gain, None, often_empty=True),
-        x,
-        rows,
-        [(first, min(first + cols, num_valid)) for first in range(0, num_valid, cols)],
-        x.hidden.new_empty(FALLBACK, cols),
-        lambda first, grads_RV: dlogits_chunk(x, rows, softmax, coef_4N, first, grads_RV, tiles),
-        tiles,
-        add=grads.weight_out is not None,
-        num_final=0,
-    )
+    for first in range(0, num_valid, cols):
+        columns = slice(first, min(first + cols, num_valid))
+        dlogits_chunk(x, rows, softmax, coef_4N, first, dlogits_RV, tiles)
+        if total is not None:
+            add_d_hidden(
+                total, dlogits_RV, x.weight[columns], rows, None, gain, tiles.grad_hidden, first=first == 0
+            )
+        if d_weight is not None:
+            add_d_weight(
+                d_weight[columns], dlogits_RV, rows, gain, tiles.grad_weight, add=grads.weight_out is not None,
+                often_empty=True,
+            )
+        if d_bias is not None:
+            add_d_bias(d_bias[columns], dlogits_RV, rows, None, gain)
 
 
 def _add_rows(
-    out: Gradients, listed: Sum | None, x: Operands, softmax: Softmax, coef_4N: Tensor, work: _Work, grads: Grads,
+    out: Gradients, listed: Sum | None, x: Operands, softmax: Softmax, coef_4N: torch.Tensor, work: _Work, grads: Grads,
     spec: Spec,
 ) -> None:
     """Finish d_hidden, a group of tokens at a time, and make the frequent columns' gradients of weight and bias on the way.

@@ -11,75 +11,16 @@ Where the estimate is too high, the log-sum-exp shows it, and the token falls ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
-from torch import Tensor
 
-from cce_dist.kernels import Operands, Rows, Spec, Want, exact
+from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import has_tma, kernel, operand, tile_of_logits
-from cce_dist.kernels.budget import NUM_PLANES, bound_columns, cdiv
-from cce_dist.kernels.filter.frequent import Frequent, columns_of
-from cce_dist.kernels.lse import NOTHING_MORE, Marks, Span, choose_splits, lse_partials, merge_splits, target_logits
+from cce_dist.kernels.budget import bound_columns, cdiv
+from cce_dist.kernels.filter.frequent import Frequent
 from cce_dist.kernels.tiles import Tiles, interpreted, precision
-from cce_dist.kernels.tokens import compact, gathered
 
 ERRORS = 2.0  # standard errors
-
-
-class First(NamedTuple):
-    """What is known of the tokens before the pass over all columns, [N] fp32 or as said."""
-
-    order: list[Tensor]  # the compact order, as ``tokens.compact`` returns it
-    frequent_3N: Tensor  # maximum and sum of exp over the frequent columns
-    frequent_sloped_N: Tensor | None  # that sum times the softcap's slopes
-    frequent_moment_N: Tensor | None  # that sum times what the logits are above the maximum, for a screen with the entropy
-    shard_3N: Tensor  # the shard's part of the bound, maximum and sum
-    bound_N: Tensor  # lower bound of the log-sum-exp
-    sampled: Operands  # the columns that are sampled for it, as a shard of their own
-
-
-def before_all_columns(
-    x: Operands, frequent: Frequent, tiles: Tiles, buffer_RD: Tensor, stats_KN: Tensor,
-    merge_bound: Callable[[Tensor], Tensor], spec: Spec,
-) -> First:
-    """Write the labels' logits to stats_KN, and bound each token's log-sum-exp by them, frequent columns and some others."""
-    order, num_tokens = compact(x.ids), x.num_tokens
-    want = spec.want if spec.screened else NOTHING_MORE
-    frequent_KN = stats_KN.new_empty(3 + want.entropy, num_tokens)
-    frequent_3N, frequent_moment_N = frequent_KN[:3], frequent_KN[3] if want.entropy else None
-    frequent_sloped_N = stats_KN.new_empty(num_tokens) if x.logits.softcap > 0.0 else None
-    sampled_ids_S, sampled = sample_outside(frequent, x)
-    num_sampled = sampled_ids_S.shape[0]
-    sums_3PN = stats_KN.new_empty(3, cdiv(num_sampled, tiles.lse.cols), num_tokens)
-    for group in exact.token_groups(order, buffer_RD.shape[0]):
-        rows = gathered(x.hidden, group, buffer_RD)
-        target_logits(x, rows, stats_KN[2])
-        log_sum_exp(frequent.x, rows, tiles, frequent_KN, frequent_sloped_N, want=want)
-        if num_sampled:
-            sampled_sums(sampled_ids_S, sampled, rows, tiles, sums_3PN)
-    shard_3N = bound_of_shard(frequent_3N, stats_KN[2], sums_3PN, num_sampled, x, frequent)
-    return First(order, frequent_3N, frequent_sloped_N, frequent_moment_N, shard_3N, merge_bound(shard_3N), sampled)
-
-
-def log_sum_exp(
-    x: Operands, rows: Rows, tiles: Tiles, stats_KN: Tensor, sloped_N: Tensor | None, marks: Marks | None = None,
-    want: Want = NOTHING_MORE, expected: int | None = None,
-) -> None:
-    """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group.
-
-    ``expected``: how many of them have a label, if it is far from all.
-    """
-    num_rows = rows.index.shape[0]
-    num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
-    parts = choose_splits(expected or num_rows, num_tiles, tiles.lse, stats_KN.device)
-    partials_KPR = stats_KN.new_empty(NUM_PLANES, parts, num_rows)
-    lse_partials(
-        x, rows, tiles, Span(0, num_tiles, parts), partials_KPR, want=want, marks=marks, want_sloped=sloped_N is not None
-    )
-    merge_splits(partials_KPR, x, rows, stats_KN, want=want, sloped_N=sloped_N)
 
 
 def num_sampled(num_outside: int) -> int:
@@ -87,29 +28,79 @@ def num_sampled(num_outside: int) -> int:
     return bound_columns(num_outside, 32 if interpreted() else 256)
 
 
-def sample_outside(frequent: Frequent, x: Operands) -> tuple[Tensor, Operands]:
+def sample_outside(frequent: Frequent, x: Operands) -> tuple[torch.Tensor, Operands]:
     """Return columns of the shard that are not frequent, [S] int32 ascending, and those columns as a shard of their own."""
-    num_outside, device = x.logits.num_valid - frequent.ids_F.shape[0], x.weight.device
+    num_valid, hidden_size = x.logits.num_valid, x.weight.shape[1]
+    num_outside = num_valid - frequent.ids_F.shape[0]
     size = num_sampled(num_outside)
-    number_S = torch.arange(size + 1, device=device)
-    run_S = number_S * num_outside // max(1, size)
+    ids_S = torch.empty(size, dtype=torch.int32, device=x.weight.device)
+    weight_SD = x.weight.new_empty(size, hidden_size)
+    bias_S = None if x.bias is None else x.bias.new_empty(size)
+    if size:
+        _sample_outside_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
+            frequent.ids_F, x.weight, x.bias,
+            ids_S, weight_SD, bias_S,
+            size, num_outside, num_valid - num_outside, hidden_size, (num_valid - num_outside).bit_length(),
+            HAS_BIAS=x.bias is not None, BLOCK_S=16, BLOCK_D=256,
+        )
+    return ids_S, x._replace(weight=weight_SD, bias=bias_S, logits=x.logits._replace(start=0, num_valid=size))
+
+
+@kernel("frequent_ptr", "weight_ptr", "bias_ptr", "ids_ptr", "weight_out_ptr", "bias_out_ptr", "hidden_size")
+def _sample_outside_kernel(
+    frequent_ptr,  # in: [F] int64: the frequent columns, ascending
+    weight_ptr,  # in: [V, D]
+    bias_ptr,  # in: [V]
+    ids_ptr,  # out: [S] int32
+    weight_out_ptr,  # out: [S, D]
+    bias_out_ptr,  # out: [S]
+    size,
+    num_outside,
+    num_frequent,
+    hidden_size,
+    num_steps,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    offs_s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    in_s = offs_s < size
     # A run's column is sampled by a hash of the run's number (Knuth's multiplicative one), the same in every step.
-    hashed_S = (number_S * 2654435761 & 0xFFFFFFFF) >> 16
-    place_S = run_S[:-1] + (hashed_S[:-1] * run_S.diff() >> 16)
-    # ``place`` counts the columns that are not frequent. Beside it: how many of them stand before each frequent one.
-    outside_F = frequent.ids_F - torch.arange(frequent.ids_F.shape[0], device=device)
-    ids_S = place_S + torch.searchsorted(outside_F, place_S, right=True)
-    return ids_S.int(), columns_of(x, ids_S)
+    first = (offs_s.to(tl.int64) * num_outside // size).to(tl.int32)
+    length = ((offs_s + 1).to(tl.int64) * num_outside // size).to(tl.int32) - first
+    hashed = (offs_s.to(tl.uint32) * 2654435761) >> 16
+    place = first + (hashed.to(tl.int64) * length >> 16).to(tl.int32)
+    # ``place`` counts the columns that are not frequent. Bisection finds how many frequent ones stand before that column.
+    num_before = tl.zeros((BLOCK_S,), tl.int32)
+    last = num_before + num_frequent
+    for _ in range(0, num_steps):
+        middle = (num_before + last) // 2
+        frequent = tl.load(frequent_ptr + middle, mask=in_s & (num_before < last), other=0).to(tl.int32)
+        before = (frequent - middle <= place) & (num_before < last)
+        num_before = tl.where(before, middle + 1, num_before)
+        last = tl.where(before, last, middle)
+    column = place + num_before
+
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = in_s[:, None] & (offs_d < hidden_size)[None, :]
+    row = tl.load(weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], mask=mask, other=0)
+    tl.store(weight_out_ptr + offs_s.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], row, mask=mask)
+    if tl.program_id(1) == 0:
+        tl.store(ids_ptr + offs_s, column, mask=in_s)
+        if HAS_BIAS:
+            tl.store(bias_out_ptr + offs_s, tl.load(bias_ptr + column, mask=in_s, other=0), mask=in_s)
 
 
 def sampled_sums(
-    ids_S: Tensor, sampled: Operands, rows: Rows, tiles: Tiles, sums_3PN: Tensor
+    ids_S: torch.Tensor, sampled: Operands, start: int, rows: Rows, tiles: Tiles, sums_3PN: torch.Tensor
 ) -> None:
     """Write maximum, sum of exp and sum of their squares over the sampled columns, but for the label, in P parts.
 
     Args:
-        ids_S, sampled: The columns, as ``sample_outside`` returns them.
-        rows: The group of tokens.
+        ids_S: The columns, as ``sample_outside`` returns them.
+        sampled: They as a shard.
+        start: First id of the shard that they are from.
+        rows: SampledTokens.
         tiles: Tiles of the device; a part is one tile of columns.
         sums_3PN: out: at the tokens of the group.
     """
@@ -123,7 +114,7 @@ def sampled_sums(
         # out
         sums_3PN,
         # sizes
-        num_rows, hidden_size, logits.num_valid, logits.start, sums_3PN.shape[1], sampled.num_tokens,
+        num_rows, hidden_size, logits.num_valid, start, sums_3PN.shape[1], sampled.num_tokens,
         # options
         logits.logit_scale, logits.softcap,
         HAS_BIAS=sampled.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.capped,
@@ -187,11 +178,17 @@ def _sampled_sums_kernel(
 
 
 def bound_of_shard(
-    frequent_3N: Tensor, target_N: Tensor, sums_3PN: Tensor, num_sampled: int, x: Operands, frequent: Frequent
-) -> Tensor:
+    frequent_3N: torch.Tensor, target_N: torch.Tensor, sums_3PN: torch.Tensor, num_sampled: int, x: Operands, frequent: Frequent
+) -> torch.Tensor:
     """Return the shard's part of the bound as a maximum, a sum relative to it, and zeros, [3, N] fp32.
 
-    ``target_N``, the label's logit, counts where the label is a column of the shard that is not frequent.
+    Args:
+        frequent_3N: Maximum and sum of exp over the frequent columns.
+        target_N: The label's logit. It counts where it is another column of the shard.
+        sums_3PN: What ``sampled_sums`` writes.
+        num_sampled: How many columns were sampled.
+        x: The shard.
+        frequent: Its frequent columns.
     """
     stats_3N = torch.empty_like(frequent_3N)
     num_outside = x.logits.num_valid - frequent.ids_F.shape[0]

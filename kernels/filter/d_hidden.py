@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton.language as tl
-from torch import Tensor
 
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
@@ -25,15 +25,20 @@ from cce_dist.kernels.tiles import Tile, precision
 
 
 class Pair(NamedTuple):
-    """Gradients of the group's tokens, and what they multiply; in the hidden states' dtype."""
+    """Gradients of the group's tokens, and what they multiply.
 
-    given_RC: Tensor  # [R, columns]
-    rows_CD: Tensor  # [columns or fewer, D]
+    Attributes:
+        given_RC: [R, columns] in the hidden states' dtype.
+        rows_CD: [columns or fewer, D], likewise.
+    """
+
+    given_RC: torch.Tensor
+    rows_CD: torch.Tensor
 
 
 def add_products(
-    total: Sum, rows: Rows, frequent: Pair, sampled: Pair | None, covariance_DD: Tensor | None, factors: Factors | None,
-    gain: Tensor | None, factor_2N: Tensor, shared_2D: Tensor, later: tuple[Lists, int], tile: Tile, *,
+    total: Sum, rows: Rows, frequent: Pair, sampled: Pair | None, covariance_DD: torch.Tensor | None, factors: Factors | None,
+    gain: torch.Tensor | None, factor_2N: torch.Tensor, shared_2D: torch.Tensor, later: tuple[Lists, int], tile: Tile, *,
     first: bool,
 ) -> None:
     """Add everything but lists to d_hidden at the tokens of the group; ``first`` sets it instead.
@@ -53,7 +58,7 @@ def add_products(
     others = [*(sampled or ()), *(() if covariance_DD is None else (rows.hidden, covariance_DD))]
     tma = has_tma(*frequent, *others)
 
-    def pair(given: Tensor, of_rows: Tensor) -> list[object]:
+    def pair(given: torch.Tensor, of_rows: torch.Tensor) -> list[object]:
         return [operand(given, tile.rows, tile.inner, tma), operand(of_rows, tile.inner, tile.cols, tma)]
 
     _hidden_products_kernel[(cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols),)](

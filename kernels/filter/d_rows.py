@@ -20,15 +20,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.lists import Decisions, Entries, Lists
-from cce_dist.kernels.filter.sampling import Factors
-from cce_dist.kernels.filter.shares import Dropped, Sample
+from cce_dist.kernels.filter.sampling import Factors, SampledTokens
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 
 
@@ -95,24 +93,68 @@ def _filtered_hidden_kernel(
 
 
 class ByColumn(NamedTuple):
-    """Entries in order of their column, then of their token."""
+    """Entries in order of their column, then of their token.
 
-    first_V: Tensor  # [V + 1] int32: where each column's entries start
-    token: Tensor  # [M] int32
-    grad: Tensor  # [M] fp32
+    Attributes:
+        first_V: [V + 1] int32: where each column's entries start.
+        token: [M] int32.
+        grad: [M] fp32.
+    """
+
+    first_V: torch.Tensor
+    token: torch.Tensor
+    grad: torch.Tensor
 
 
 def by_column(entries: Entries, num_cols: int) -> ByColumn:
     """Turn the lists of tokens into lists of columns."""
     column, order = entries.column.sort(stable=True)
-    columns_V = torch.arange(num_cols + 1, dtype=torch.int32, device=column.device)
-    first_V = torch.searchsorted(column, columns_V, out_int32=True)
-    return ByColumn(first_V, entries.token.index_select(0, order), entries.grad.index_select(0, order))
+    capacity = column.shape[0]
+    first_V = torch.empty(num_cols + 1, dtype=torch.int32, device=column.device)
+    columns = ByColumn(first_V, torch.empty_like(entries.token), torch.empty_like(entries.grad))
+    _by_column_kernel[(cdiv(max(capacity, num_cols + 1), 256),)](
+        column, order, entries.token, entries.grad,
+        *columns,
+        capacity, num_cols, capacity.bit_length(),
+        BLOCK=256,
+    )
+    return columns
+
+
+@kernel("column_ptr", "order_ptr", "token_ptr", "grad_ptr", "first_ptr", "token_out_ptr", "grad_out_ptr")
+def _by_column_kernel(
+    column_ptr,  # in: [M] int32, ascending
+    order_ptr,  # in: [M] int64: where each was
+    token_ptr,  # in: [M] int32
+    grad_ptr,  # in: [M] fp32
+    first_ptr,  # out: [V + 1] int32
+    token_out_ptr,  # out: [M] int32
+    grad_out_ptr,  # out: [M] fp32
+    capacity,
+    num_cols,
+    num_steps,
+    BLOCK: tl.constexpr,
+):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    used = tl.load(column_ptr + offs, mask=offs < capacity, other=num_cols) < num_cols
+    order = tl.load(order_ptr + offs, mask=used, other=0)
+    tl.store(token_out_ptr + offs, tl.load(token_ptr + order, mask=used, other=0), mask=used)
+    tl.store(grad_out_ptr + offs, tl.load(grad_ptr + order, mask=used, other=0), mask=used)
+
+    if tl.program_id(0) * BLOCK <= num_cols:  # Here places are columns: bisection finds the first entry of each.
+        first = tl.zeros((BLOCK,), tl.int32)
+        last = first + capacity
+        for _ in range(0, num_steps):
+            middle = (first + last) // 2
+            before = tl.load(column_ptr + middle, mask=first < last, other=num_cols) < offs
+            first = tl.where(before, middle + 1, first)
+            last = tl.where(before, last, middle)
+        tl.store(first_ptr + offs, first, mask=offs <= num_cols)
 
 
 def listed_weight(
-    d_weight_VD: Tensor, hidden_ND: Tensor, entries: ByColumn, slot_V: Tensor, frequent_FD: Tensor,
-    share_V: Tensor, shared_2D: Tensor, how: Decisions, factors: Factors | None, weight: Tensor, *, add: bool,
+    d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
+    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, factors: Factors | None, weight: torch.Tensor, *, add: bool,
 ) -> None:
     """Set the rows of d_weight_VD to the sum of all their parts, or add it.
 
@@ -262,30 +304,29 @@ def _rows(rows_ptr, number, in_k, offs_d, in_d, hidden_size):
 
 
 def compensated_weight(
-    d_weight_VD: Tensor, dropped: Dropped, sample: Sample, gain: Tensor, slot_V: Tensor,
-    frequent_FD: Tensor, shared_2D: Tensor, how: Decisions, tile: Tile, *, add: bool,
+    d_weight_VD: torch.Tensor, tokens: SampledTokens, gain: torch.Tensor, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
+    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, tile: Tile, *, add: bool,
 ) -> None:
-    """Set the rows of d_weight_VD to all of their parts but the listed gradients, or add that.
+    """Set the rows of d_weight_VD to all of their parts but the listed gradients, what sampled tokens add included, or add it.
 
     Args:
         d_weight_VD: in, out: the columns' rows.
-        dropped, sample: What the sampled tokens drop, and they.
+        tokens: The sampled tokens.
         gain: The factor on what they add; where it is 0, nothing is written.
         tile: Of a long product. Half of it is taken: this one is short, so most of its time is that of stores, which another
             program of the same multiprocessor then hides.
-        slot_V, frequent_FD, shared_2D, how, add: As in ``listed_weight``.
+        slot_V, frequent_FD, share_V, shared_2D, how, add: As in ``listed_weight``.
     """
     num_cols, hidden_size = d_weight_VD.shape
-    assert dropped.parts_SV is not None and sample.centered is not None
-    parts_SV, centered_SD = dropped.parts_SV, sample.centered.rows_SD
+    parts_SV, centered_SD = tokens.parts_SV, tokens.rows.hidden
     tile = tile._replace(cols=max(16, tile.cols // 2), warps=max(1, tile.warps // 2))
     tma = has_tma(parts_SV, centered_SD)
     num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
     _compensated_weight_kernel[(min(num_tiles, 2 * num_programs(centered_SD.device)),)](
         # in
         operand(parts_SV, tile.inner, tile.rows, tma), operand(centered_SD, tile.inner, tile.cols, tma),
-        sample.size, gain, dropped.reweighting_V, slot_V, frequent_FD, dropped.share_V, shared_2D,
-        how.num_exact, how.num_fallback,
+        tokens.rows.num_kept, gain,
+        tokens.reweighting_V, slot_V, frequent_FD, share_V, shared_2D, how.num_exact, how.num_fallback,
         # in, out
         d_weight_VD,
         # sizes
@@ -360,8 +401,8 @@ def _compensated_weight_kernel(
 
 
 def listed_bias(
-    d_bias_V: Tensor, entries: ByColumn, slot_V: Tensor, frequent_F: Tensor, share_V: Tensor,
-    factor_2: Tensor,
+    d_bias_V: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_F: torch.Tensor, share_V: torch.Tensor,
+    factor_2: torch.Tensor,
 ) -> None:
     """Add the column sums of the listed gradients, of the frequent columns and of the control variate to d_bias_V.
 

@@ -24,12 +24,12 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel, softcap_slope, softcapped
 from cce_dist.kernels.budget import FALLBACK, cdiv
 from cce_dist.kernels.d_hidden import Sum
+from cce_dist.kernels.filter.frequent import Frequent
 from cce_dist.kernels.tiles import stages_of_rows
 
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
@@ -44,19 +44,26 @@ FARTHEST = tl.constexpr(30.0)  # nats between bound and LSE; the marks of lse.py
 
 
 class Lists(NamedTuple):
-    """The lists of all tokens, which forward keeps for backward."""
+    """The lists of all tokens, which forward keeps for backward.
 
-    # [3, N] fp32: the bound of the log-sum-exp; the sum of exp outside the frequent columns, times the softcap's slopes,
-    # relative to the shard's maximum; that maximum.
-    bound_3N: Tensor
-    columns_M: Tensor  # int32: the columns of all tokens; those of a token stand together, ascending
-    begin_N: Tensor  # int32: where a token's columns begin; tokens stand in any order, which may differ from run to run
-    count_N: Tensor  # int32: how many there are, also where they overflowed
-    ids_F: Tensor  # int64: the frequent columns
+    Attributes:
+        bound_3N: [3, N] fp32: the bound of the log-sum-exp; the sum of exp outside the frequent columns, times the softcap's
+            slopes, relative to the shard's maximum; that maximum.
+        columns_M: [M] int32: the columns of all tokens. Those of a token stand together, ascending.
+        begin_N: [N] int32: where a token's columns begin. Tokens may stand in any order, which may differ from run to run.
+        count_N: [N] int32: how many there are, also where they overflowed.
+        ids_F: [F] int64: the frequent columns.
+    """
+
+    bound_3N: torch.Tensor
+    columns_M: torch.Tensor
+    begin_N: torch.Tensor
+    count_N: torch.Tensor
+    ids_F: torch.Tensor
 
 
 def list_columns(
-    words_RW: Tensor, frequent_words_W: Tensor, x: Operands, rows: Rows, lists: Lists, taken: Tensor
+    words_RW: torch.Tensor, frequent: Frequent, x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor
 ) -> None:
     """Write the marked columns that are not frequent, ascending, and the label's, to the lists of the group's tokens.
 
@@ -65,7 +72,7 @@ def list_columns(
     num_rows, num_words = words_RW.shape
     aligned = min(16, num_words & -num_words)
     _list_columns_kernel[(num_rows,)](
-        words_RW, frequent_words_W, x.ids, rows.index, rows.num_kept, taken,
+        words_RW, frequent.words_W, x.ids, rows.index, rows.num_kept, taken,
         lists.columns_M, lists.begin_N, lists.count_N,
         num_words // aligned, lists.columns_M.shape[0], x.logits.start, x.logits.num_valid,
         BLOCK_W=512, ALIGNED=aligned, num_warps=1,
@@ -155,38 +162,57 @@ def _list_columns_kernel(
 
 
 class Decisions(NamedTuple):
-    """The decision for each token, [N]; rows of tokens that are not listed hold nothing but the labels."""
+    """The decision for each token, [N]; rows of tokens that are not listed hold nothing but the labels.
 
-    listed_labels: Tensor  # int64: the label if frequent columns and list serve the token, else -1
-    exact_labels: Tensor  # int64: the label if all tokens take the exact path, else -1
-    frequent_labels: Tensor  # int64: the label's place among the frequent columns if the token is listed, else -1
-    end: Tensor  # int32: where the token's entries end
-    index: Tensor  # int32: the listed tokens, or all with a label if those are exact, in order, then the others
-    last_block: Tensor  # int32: the place after the token's blocks
-    threshold: Tensor  # fp32: logits below it are dropped
-    mass: Tensor  # fp32: softmax mass of the shard's columns that are not frequent, times the softcap's slopes
-    reference: Tensor  # fp32: LSE less log |P|: exp(z - reference) = |P| p
-    num_exact: Tensor  # [1] int32
-    num_listed: Tensor  # [1] int32
-    num_fallback: Tensor  # [1] int32: tokens that are exact while others are listed
-    num_blocks: Tensor  # [1] int32
-    fallback: Tensor  # [FALLBACK] int32: those tokens
-    block_token: Tensor  # int32: the token of each block
-    block: int  # entries of a block, into which those of a token are cut
+    Attributes:
+        listed_labels: The label if frequent columns and list serve the token, else -1; int64.
+        exact_labels: The label if all tokens take the exact path, else -1; int64.
+        frequent_labels: The label's place among the frequent columns if it has one and the token is listed, else -1; int64.
+        end: Where the token's entries end; int32.
+        index: The listed tokens, or all with a label if those are exact, in order, then the others; int32.
+        last_block: The place after the token's blocks; int32.
+        threshold: Logits below it are dropped, fp32.
+        mass: Softmax mass of the shard's columns that are not frequent, times the softcap's slopes, fp32.
+        reference: LSE less log |P|, fp32: exp(z - reference) = |P| p.
+        num_exact: [1] int32.
+        num_listed: [1] int32.
+        num_fallback: [1] int32: tokens that are exact while others are listed.
+        num_blocks: [1] int32.
+        fallback: [FALLBACK] int32: those tokens.
+        block_token: int32: the token of each block; the entries of a token are cut into blocks of BLOCK.
+        block: BLOCK.
+    """
+
+    listed_labels: torch.Tensor
+    exact_labels: torch.Tensor
+    frequent_labels: torch.Tensor
+    end: torch.Tensor
+    index: torch.Tensor
+    last_block: torch.Tensor
+    threshold: torch.Tensor
+    mass: torch.Tensor
+    reference: torch.Tensor
+    num_exact: torch.Tensor
+    num_listed: torch.Tensor
+    num_fallback: torch.Tensor
+    num_blocks: torch.Tensor
+    fallback: torch.Tensor
+    block_token: torch.Tensor
+    block: int
 
     @property
-    def order(self) -> list[Tensor]:
+    def order(self) -> list[torch.Tensor]:
         """The listed tokens first, and their number."""
         return [self.index, self.num_listed]
 
     @property
-    def exact_order(self) -> list[Tensor]:
+    def exact_order(self) -> list[torch.Tensor]:
         """Where all tokens are exact, those with a label first, and their number."""
         return [self.index, self.num_exact]
 
 
 def decide(
-    x: Operands, softmax: Softmax, coef_4N: Tensor, lists: Lists, slot_V: Tensor | None, eps: float
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, slot_V: torch.Tensor | None, eps: float
 ) -> Decisions:
     """Decide for every token. Without ``slot_V`` there are no frequent_labels.
 
@@ -334,11 +360,17 @@ def _decide_kernel(
 
 
 class Entries(NamedTuple):
-    """The listed gradients of all tokens, one after another; unused places have a column past the last."""
+    """The listed gradients of all tokens, one after another; unused places have a column past the last.
 
-    column: Tensor  # [M] int32
-    token: Tensor  # [M] int32
-    grad: Tensor  # [M] fp32
+    Attributes:
+        column: [M] int32.
+        token: [M] int32.
+        grad: [M] fp32.
+    """
+
+    column: torch.Tensor
+    token: torch.Tensor
+    grad: torch.Tensor
 
 
 def new_entries(capacity: int, num_cols: int, device: torch.device) -> Entries:
@@ -351,12 +383,12 @@ def new_entries(capacity: int, num_cols: int, device: torch.device) -> Entries:
 
 
 def listed_gradients(
-    x: Operands, softmax: Softmax, coef_4N: Tensor, lists: Lists, how: Decisions, compensate: bool,
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions, compensate: bool,
     entries: Entries | None, total: Sum | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the listed gradients, and the mass that is dropped, of the listed tokens.
 
-    A listed logit below backward's threshold is dropped; its entry is one of no column.
+    A listed logit below the threshold that backward knows is dropped all the same; its entry is one of no column.
 
     Args:
         coef_4N: Coefficients as in ``cce_dist.kernels``; P, LABEL and UNIFORM are read.

@@ -18,144 +18,621 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
-from torch import Tensor
 
 from cce_dist.kernels import Operands, Rows, Softmax, compensation
 from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.filter.frequent import columns_of
-from cce_dist.kernels.filter.shares import PART, TINY, Centered, Dropped, Sample
-from cce_dist.kernels.tiles import Tiles, precision
+from cce_dist.kernels.filter.shares import PART, RUN, Centered, Dropped, Sample
+from cce_dist.kernels.tiles import Tile, Tiles, precision
 
 
 class SampledColumns(NamedTuple):
-    """The sampled columns, K of them."""
+    """The sampled columns.
 
-    column_K: Tensor  # int64, ascending; one may be there more than once
-    inverse_share_K: Tensor  # fp32: 1 / (K share)
-    x: Operands  # the columns as a shard of their own, but for its first id, which is that of the shard they are from
-    centered_KD: Tensor  # their weight less the mean by share, in the weight's dtype
-    square_K: Tensor  # fp32: the square of that
+    Attributes:
+        column_K: [K] int64, ascending; one may be there more than once.
+        inverse_share_K: [K] fp32: 1 / (K share).
+        x: They as a shard of their own, but for its first id, which is that of the shard they are from.
+        centered_KD: Their weight less the mean by share, in the weight's dtype.
+        square_K: The square of that, fp32.
+    """
+
+    column_K: torch.Tensor
+    inverse_share_K: torch.Tensor
+    x: Operands
+    centered_KD: torch.Tensor
+    square_K: torch.Tensor
+
+
+class SampledTokens(NamedTuple):
+    """What the sampled tokens add to d_weight, but for the factor on it.
+
+    Attributes:
+        parts_SV: As in ``shares.Dropped``, and the next.
+        reweighting_V: The factor on each column's parts.
+        rows: The tokens; their hidden states are centered_s, in the hidden states' dtype.
+        centered: They as ``shares`` made them.
+    """
+
+    parts_SV: torch.Tensor
+    reweighting_V: torch.Tensor
+    rows: Rows
+    centered: Centered
 
 
 class Factors(NamedTuple):
-    """The factors on the corrections of the control variate, 0-d fp32 tensors."""
+    """The factors on the corrections of the control variate, 0-d fp32 tensors.
 
-    columns: Tensor  # on what the sampled columns add to d_hidden
-    linear: Tensor  # on what a token's hidden state adds to d_hidden (``covariance.py``); 0 without
-    tokens: Tensor  # on what the sampled tokens add to d_weight
-    gain: Tensor  # that times what all tokens drop, in units of ``parts_SV``
-    shrinkage: Tensor  # on what a column's own row adds to d_weight, times its share; 0 where ``tokens`` is not
+    Attributes:
+        columns: On what the sampled columns add to d_hidden.
+        tokens: On what the sampled tokens add to d_weight.
+        gain: That times what all tokens drop, in units of ``parts_SV``.
+        linear: On what a token's hidden state adds to d_hidden (``covariance.py``); 0 without.
+        lines: Minus ``columns`` over K: what takes the sampled columns' linear part off that.
+        shrinkage: On what a column's own row of the weight adds to d_weight, times its share; 0 where ``tokens`` is not.
+    """
 
-
-class Fitted(NamedTuple):
-    """What the sampled columns tell of the sampled tokens' d_hidden, 0-d fp32 tensors: two factors and the fit of the third."""
-
-    columns: Tensor
-    linear: Tensor
-    shrinkage: Tensor  # over what all tokens drop
-
-
-def sample_columns(dropped: Dropped, size: int, x: Operands) -> SampledColumns:
-    """Sample columns by share, and copy their rows."""
-    column_K = compensation.sample(dropped.share_V, size)
-    inverse_share_K = compensation.inverse_share(dropped.share_V, column_K)
-    sampled = columns_of(x, column_K)
-    centered_KD = (sampled.weight - dropped.center_D).to(x.weight.dtype)
-    return SampledColumns(column_K, inverse_share_K, sampled, centered_KD, centered_KD.float().square().sum(1))
+    columns: torch.Tensor
+    tokens: torch.Tensor
+    gain: torch.Tensor
+    linear: torch.Tensor
+    lines: torch.Tensor
+    shrinkage: torch.Tensor
 
 
-def fit_columns(
-    sampled: SampledColumns, sample: Sample, rows_SD: Tensor, softmax: Softmax, coef_4N: Tensor, gain: Tensor | None,
-    threshold_N: Tensor, dropped: Dropped, tiles: Tiles, num_covariance: int,
-) -> Fitted:
-    """Fit the factors on what the columns add to the sampled tokens' d_hidden.
+def sample_columns(dropped: Dropped, size: int, center_D: torch.Tensor, x: Operands) -> SampledColumns:
+    """Sample columns by share, as ``compensation.sample``, and copy their rows; ``center_D`` is the mean row by share."""
+    device, hidden_size = x.weight.device, x.weight.shape[1]
+    column_K = torch.empty(size, dtype=torch.int64, device=device)
+    inverse_share_K, square_K = torch.empty(2, size, dtype=torch.float32, device=device).unbind()
+    weight_KD, centered_KD = (x.weight.new_empty(size, hidden_size) for _ in range(2))
+    bias_K = None if x.bias is None else x.bias.new_empty(size)
+    _launch_sampling(dropped, 0, size, center_D, x, centered_KD, column_K, inverse_share_K, weight_KD, square_K, bias_K)
+    of_columns = x._replace(weight=weight_KD, bias=bias_K, logits=x.logits._replace(num_valid=size))
+    return SampledColumns(column_K, inverse_share_K, of_columns, centered_KD, square_K)
+
+
+def sample_centered(
+    dropped: Dropped, first: int, count: int, size: int, center_D: torch.Tensor, x: Operands, linear: torch.Tensor
+) -> torch.Tensor:
+    """Return the weight less ``center_D`` of ``count`` columns from the ``first`` on, of the ``size`` that would be sampled.
+
+    Nothing is written where ``linear`` is 0.
+    """
+    centered_QD = x.weight.new_empty(count, x.weight.shape[1])
+    _launch_sampling(dropped, first, size, center_D, x, centered_QD, linear=linear)
+    return centered_QD
+
+
+def _launch_sampling(
+    dropped: Dropped, first: int, size: int, center_D: torch.Tensor, x: Operands, centered_KD: torch.Tensor,
+    *numbers: torch.Tensor | None, linear: torch.Tensor | None = None,
+) -> None:
+    """Launch a program for each row of centered_KD. ``numbers``: column, inverse share, weight, square and bias, or none."""
+    column_K, inverse_share_K, weight_KD, square_K, bias_K = numbers or (None,) * 5
+    num_runs = dropped.count_B.shape[0]
+    _sample_columns_kernel[(centered_KD.shape[0],)](
+        dropped.shares_2V, dropped.count_B, center_D, x.weight, x.bias, linear,
+        column_K, inverse_share_K, weight_KD, centered_KD, square_K, bias_K,
+        first, num_runs, x.logits.num_valid, x.weight.shape[1], size, compensation.PARTS,
+        HAS_BIAS=bias_K is not None, CENTERED_ALONE=column_K is None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(),
+        BLOCK_D=1024,
+    )
+
+
+@kernel(
+    "shares_ptr", "count_ptr", "center_ptr", "weight_ptr", "bias_ptr", "weight_out_ptr", "centered_ptr", "hidden_size"
+)
+def _sample_columns_kernel(
+    shares_ptr,  # in: [2, V] fp32
+    count_ptr,  # in: [runs] int64: shares as whole numbers, summed over each run
+    center_ptr,  # in: [D] fp32
+    weight_ptr,  # in: [V, D]
+    bias_ptr,  # in: [V]
+    linear_ptr,  # in: [] fp32, with CENTERED_ALONE
+    column_ptr,  # out: [K] int64
+    inverse_share_ptr,  # out: [K] fp32
+    weight_out_ptr,  # out: [K, D]
+    centered_ptr,  # out: [K, D]
+    square_ptr,  # out: [K] fp32
+    bias_out_ptr,  # out: [K]
+    first_sample,
+    num_runs,
+    num_valid,
+    hidden_size,
+    size,
+    whole,
+    HAS_BIAS: tl.constexpr,
+    CENTERED_ALONE: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    nobody_reads = (tl.load(linear_ptr) == 0) if CENTERED_ALONE else False
+    if nobody_reads:
+        return
+    row = tl.program_id(0).to(tl.int64)
+    number = first_sample + row
+    offs_b = tl.arange(0, RUNS)
+    count = tl.load(count_ptr + offs_b, mask=offs_b < num_runs, other=0)
+    wanted = (2 * number + 1) * (tl.sum(count, 0) // (2 * size))
+    # The run, then the column of it, that is the first to end beyond the place.
+    run = tl.sum(((tl.cumsum(count, 0) <= wanted) & (offs_b < num_runs)).to(tl.int32), 0)
+    run = tl.minimum(run, num_runs - 1)
+    before = tl.sum(tl.where(offs_b < run, count, 0), 0)
+    offs_v = run * RUN + tl.arange(0, RUN)
+    in_v = offs_v < num_valid
+    share = tl.load(shares_ptr + offs_v, mask=in_v, other=0)
+    end = before + tl.cumsum((share * whole.to(tl.float32)).to(tl.int64), 0)
+    column = run * RUN + tl.sum(((end <= wanted) & in_v).to(tl.int32), 0)
+    column = tl.minimum(column, num_valid - 1)
+    if not CENTERED_ALONE:
+        share = tl.load(shares_ptr + column)
+        tl.store(column_ptr + row, column.to(tl.int64))
+        tl.store(inverse_share_ptr + row, tl.where(share > 0, 1 / (size * share), 0.0))
+    if HAS_BIAS:
+        tl.store(bias_out_ptr + row, tl.load(bias_ptr + column))
+
+    square = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, hidden_size, BLOCK_D):
+        offs_d = first + tl.arange(0, BLOCK_D)
+        in_d = offs_d < hidden_size
+        w = tl.load(weight_ptr + column.to(tl.int64) * hidden_size + offs_d, mask=in_d, other=0)
+        centered = w.to(tl.float32) - tl.load(center_ptr + offs_d, mask=in_d, other=0)
+        centered = centered.to(centered_ptr.dtype.element_ty)
+        tl.store(centered_ptr + row * hidden_size + offs_d, centered, mask=in_d)
+        if not CENTERED_ALONE:
+            tl.store(weight_out_ptr + row * hidden_size + offs_d, w, mask=in_d)
+            square += centered.to(tl.float32) * centered.to(tl.float32)
+    if not CENTERED_ALONE:
+        tl.store(square_ptr + row, tl.sum(square, 0))
+
+
+def weigh_tokens(dropped: Dropped, sample: Sample) -> SampledTokens | None:
+    """Return what the sample adds to d_weight; None where nothing was kept of it, or where it is all tokens."""
+    if dropped.parts_SV is None or dropped.reweighting_V is None or sample.centered is None:
+        return None
+    return SampledTokens(
+        dropped.parts_SV,
+        dropped.reweighting_V,
+        Rows(sample.token_S, sample.size, sample.centered.rows_SD),
+        sample.centered,
+    )
+
+
+def squares_of_columns(
+    sampled: SampledColumns, sample: Sample, rows_SD: torch.Tensor, gain: torch.Tensor | None, softmax: Softmax,
+    coef_4N: torch.Tensor, threshold_N: torch.Tensor, tiles: Tiles, lines_SK: torch.Tensor | None,
+) -> OfColumns:
+    """Return the square of what the columns add to the sample's d_hidden, and the sum of its terms' squares. -> [2, P]
+
+    With ``lines_SK`` the products of these terms with the linear ones follow likewise, and the squares of the latter; then
+    what the terms have along the linear ones, for ``Factors.shrinkage``. -> [7, P]
 
     Args:
-        rows_SD: The tokens' hidden states.
+        sampled: The columns.
+        sample: SampledTokens.
+        rows_SD: Their hidden states.
+        gain: What ``coef_4N`` was divided by, or None.
+        softmax: Statistics of the whole vocabulary.
         coef_4N: As ``sampled_gradients`` gets them.
-        gain: What they were divided by, or None.
         threshold_N: Logits below it are dropped.
-        num_covariance: How many columns the covariance would be taken from; 0: there is none.
+        tiles: Tiles of the device.
+        lines_SK: As ``linear.lines_of_sample`` returns them, or None.
     """
-    num_columns = sampled.column_K.shape[0]
-    grads_SK = rows_SD.new_empty(rows_SD.shape[0], num_columns)
-    sampled_gradients(sampled, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, threshold_N, grads_SK, tiles)
-    mass_S1 = (sample.mass_S if gain is None else sample.mass_S / gain)[:, None]
+    size, num_columns = rows_SD.shape[0], sampled.column_K.shape[0]
+    grads_SK = rows_SD.new_empty(size, num_columns)
+    sampled_gradients(
+        sampled, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, threshold_N, grads_SK, tiles
+    )
     # A token stands for as many as have its mass together. K keeps fp16 away from its ends.
-    root_S1, dead_S1 = mass_S1.abs().sqrt(), mass_S1 == 0
-    per_root_S1 = (1 / root_S1).masked_fill_(dead_S1, 0.0)
-    terms_SK = ((grads_SK.float() * num_columns - mass_S1) * per_root_S1).masked_fill_(dead_S1, 0.0)
-    estimate_SD = compensation.matmul(terms_SK, sampled.centered_KD)
-    noise = terms_SK.square().sum(0) @ sampled.square_K
-    nothing, centered = torch.zeros_like(noise), sample.centered
-    if num_covariance == 0 or centered is None:
-        return Fitted(compensation.signal_share(estimate_SD.square().sum(), noise), nothing, nothing)
-    lines_SK = compensation.matmul(centered.rows_SD, sampled.centered_KD.t()) * root_S1
-    both_SK = terms_SK * lines_SK
-    noise_3 = torch.stack((noise, both_SK.sum(0) @ sampled.square_K, lines_SK.square().sum(0) @ sampled.square_K))
-    # A gradient of d_hidden is about as long as a row of the weight, times its token's coefficient.
-    coef_S1 = coef_4N[0].index_select(0, sample.token_S)[:, None] * sampled.x.logits.logit_scale
-    usual = (coef_S1 * per_root_S1).square().sum() * num_columns * sampled.square_K.sum()
-    linear, columns = compensation.linear(
-        estimate_SD, compensation.matmul(lines_SK, sampled.centered_KD), noise_3, num_columns / num_covariance, usual
+    mass_S = sample.mass_S if gain is None else sample.mass_S / gain
+    squares_7P = _squares(
+        grads_SK, mass_S, sampled.centered_KD, sampled.square_K, tiles.lse, lines_SK=lines_SK,
+        inverse_share_K=sampled.inverse_share_K,
     )
-    share_K = dropped.share_V.index_select(0, sampled.column_K)
-    along = (both_SK @ share_K * per_root_S1[:, 0].square() * mass_S1[:, 0].sign()).mean()
-    shrinkage = compensation.shrinkage(
-        along, sampled.square_K @ share_K, sampled.square_K.mean(), centered.mean_hidden_D.square().sum()
-    )
-    return Fitted(columns, linear, shrinkage)
+    return OfColumns(squares_7P, mass_S, coef_4N)
 
 
-def fit_tokens(dropped: Dropped, centered: Centered, sampled: SampledColumns) -> Tensor:
-    """Return the factor on what the tokens, whose parts ``dropped`` has, add to d_weight: fitted on the sampled columns."""
-    assert dropped.parts_SV is not None
-    share_K, reweighting_K = (
-        each.index_select(0, sampled.column_K)[:, None] for each in (dropped.share_V, dropped.reweighting_V)
-    )
-    parts_KS = dropped.parts_SV.index_select(1, sampled.column_K).t().float()
-    terms_KS = parts_KS * (reweighting_K / _parts_of(dropped)) - share_K * centered.share_S
+def squares_of_tokens(tokens: SampledTokens, dropped: Dropped, sampled: SampledColumns, tiles: Tiles) -> torch.Tensor:
+    """Return the square of what the tokens add to the sampled rows of d_weight, and the sum of its terms' squares. -> [2, P]"""
     # A column stands for as many as have its share together. S and V keep fp16 away from its ends.
-    units = centered.share_S.shape[0] * dropped.share_V.shape[0] ** 0.5
-    terms_KS = (terms_KS * (units * share_K.rsqrt())).masked_fill_(share_K <= 0, 0.0)
-    signal = compensation.matmul(terms_KS, centered.rows_SD).square().sum()
-    return compensation.signal_share(signal, terms_KS.square().sum(0) @ centered.square_S)
+    return _squares(
+        tokens.parts_SV, sampled.column_K, tokens.centered.rows_SD, tokens.centered.square_S, tiles.lse, dropped,
+        tokens.centered.share_S,
+    )
 
 
-def _parts_of(dropped: Dropped) -> Tensor:
-    """Return what all shares are in units of ``parts_SV``."""
-    return PART.value * dropped.total.clamp(min=TINY.value)
+def _squares(
+    given: torch.Tensor, of_rows: torch.Tensor, centered_ID: torch.Tensor, square_I: torch.Tensor, tile: Tile,
+    dropped: Dropped | None = None, share_S: torch.Tensor | None = None, lines_SK: torch.Tensor | None = None,
+    inverse_share_K: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Square ``terms @ centered_ID``: of columns R is the sample and I the columns, of tokens the other way round.
+
+    ``tile`` says how much of the inner axis shared memory holds.
+    """
+    (num_inner, hidden_size), num_rows = centered_ID.shape, of_rows.shape[0]
+    block_r, block_d = 64, 512 // centered_ID.itemsize
+    blocks_r, blocks_d = cdiv(num_rows, block_r), cdiv(hidden_size, block_d)
+    parts = blocks_r * (blocks_d + 1)
+    squares_7P = torch.empty(2 if lines_SK is None else 7, parts, dtype=torch.float32, device=centered_ID.device)
+    shares_2V, reweighting_V, total = (
+        (None,) * 3 if dropped is None else (dropped.shares_2V, dropped.reweighting_V, dropped.total)
+    )
+    _squares_kernel[(parts,)](
+        given, of_rows, centered_ID, square_I, shares_2V, reweighting_V, total, share_S, lines_SK, inverse_share_K,
+        squares_7P,
+        num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
+        OF_TOKENS=dropped is not None, LINEAR=lines_SK is not None, BLOCK_R=block_r, BLOCK_D=block_d,
+        BLOCK_I=tile.inner, PRECISION=precision(centered_ID.dtype), num_warps=8, num_stages=tile.stages,
+    )
+    return squares_7P
+
+
+@kernel(
+    "given_ptr", "of_rows_ptr", "centered_ptr", "shares_ptr", "lines_ptr", "squares_ptr", "num_inner", "hidden_size",
+    "given_stride",
+)
+def _squares_kernel(
+    given_ptr,  # in: [S, K] g of the columns, or [S, V or more]: parts of tokens
+    of_rows_ptr,  # in: [S] fp32: what each token drops, or [K] int64: the columns
+    centered_ptr,  # in: [K or S, D]
+    square_ptr,  # in: [K or S] fp32: the squares of its rows
+    shares_ptr,  # in: [2, V] fp32, with OF_TOKENS
+    reweighting_ptr,  # in: [V] fp32, with OF_TOKENS
+    total_ptr,  # in: [] fp32, with OF_TOKENS
+    share_ptr,  # in: [S] fp32, with OF_TOKENS
+    lines_ptr,  # in: [S, K] fp32, with LINEAR
+    inverse_share_ptr,  # in: [K] fp32, with LINEAR
+    squares_ptr,  # out: [2 or 7, P] fp32: of the product, and of its terms; more with LINEAR
+    num_rows,
+    num_inner,
+    hidden_size,
+    given_stride,
+    root,
+    OF_TOKENS: tl.constexpr,
+    LINEAR: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # The last program of each block of rows has the terms' own squares, the others have the product's.
+    blocks = tl.cdiv(hidden_size, BLOCK_D) + 1
+    offs_r = tl.program_id(0) // blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    block_d = tl.program_id(0) % blocks
+    in_r = offs_r < num_rows
+    if OF_TOKENS:
+        column = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
+        own = tl.load(shares_ptr + column, mask=in_r, other=0)
+        total = tl.load(total_ptr)
+        factor = tl.where(total > 0, 1 / (PART * total), 0.0) * tl.load(reweighting_ptr + column, mask=in_r, other=0)
+        given_ptr += column[:, None]
+    else:
+        own = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
+        factor = tl.zeros((BLOCK_R,), tl.float32) + num_inner
+        given_ptr += offs_r.to(tl.int64)[:, None] * given_stride
+        root_of_lines = tl.sqrt(tl.abs(own))
+    root_of_own = tl.where(own != 0, 1 / tl.sqrt(tl.abs(own)), 0.0)
+    if OF_TOKENS:
+        root_of_own *= num_inner * root
+    lines_row = offs_r.to(tl.int64)[:, None] * num_inner
+    end = tl.where(tl.max((own != 0).to(tl.int32), 0) > 0, num_inner, 0)  # Nothing is dropped where it is 0.
+    sums_ptr = squares_ptr + tl.program_id(0)
+    num_parts = tl.num_programs(0)
+    if block_d < blocks - 1:
+        offs_d = block_d * BLOCK_D + tl.arange(0, BLOCK_D)
+        acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+        line_acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+        for first in range(0, end, BLOCK_I):
+            offs_i = first + tl.arange(0, BLOCK_I)
+            in_i = offs_i < num_inner
+            mask = (own != 0)[:, None] & in_i[None, :]
+            term = _terms(
+                given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own,
+                centered_ptr.dtype.element_ty, OF_TOKENS,
+            )
+            centered = tl.load(
+                centered_ptr + offs_i.to(tl.int64)[:, None] * hidden_size + offs_d[None, :],
+                mask=in_i[:, None] & (offs_d < hidden_size)[None, :], other=0,
+            )
+            acc = tl.dot(term, centered, acc, input_precision=PRECISION)
+            if LINEAR:
+                line = _lines(lines_ptr + lines_row, offs_i, mask, root_of_lines, centered_ptr.dtype.element_ty)
+                line_acc = tl.dot(line, centered, line_acc, input_precision=PRECISION)
+        tl.store(sums_ptr, _sum_of_all(acc * acc))
+        tl.store(sums_ptr + num_parts, 0.0)
+        if LINEAR:
+            tl.store(sums_ptr + 2 * num_parts, _sum_of_all(acc * line_acc))
+            tl.store(sums_ptr + 3 * num_parts, 0.0)
+            tl.store(sums_ptr + 4 * num_parts, _sum_of_all(line_acc * line_acc))
+            tl.store(sums_ptr + 5 * num_parts, 0.0)
+            tl.store(sums_ptr + 6 * num_parts, 0.0)
+    else:
+        noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+        both_noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+        line_noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+        along = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+        for first in range(0, end, BLOCK_I):
+            offs_i = first + tl.arange(0, BLOCK_I)
+            in_i = offs_i < num_inner
+            mask = (own != 0)[:, None] & in_i[None, :]
+            square = tl.load(square_ptr + offs_i, mask=in_i, other=0)[None, :]
+            term = _terms(
+                given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own,
+                centered_ptr.dtype.element_ty, OF_TOKENS,
+            ).to(tl.float32)
+            noise += term * term * square
+            if LINEAR:
+                line = _lines(lines_ptr + lines_row, offs_i, mask, root_of_lines, centered_ptr.dtype.element_ty)
+                line = line.to(tl.float32)
+                both_noise += term * line * square
+                line_noise += line * line * square
+                along += term * line * _one_over(tl.load(inverse_share_ptr + offs_i, mask=in_i, other=0))[None, :]
+        tl.store(sums_ptr, 0.0)
+        tl.store(sums_ptr + num_parts, _sum_of_all(noise))
+        if LINEAR:
+            tl.store(sums_ptr + 2 * num_parts, 0.0)
+            tl.store(sums_ptr + 3 * num_parts, _sum_of_all(both_noise))
+            tl.store(sums_ptr + 4 * num_parts, 0.0)
+            tl.store(sums_ptr + 5 * num_parts, _sum_of_all(line_noise))
+            of_row = tl.sum(along, 1)
+            tl.store(sums_ptr + 6 * num_parts, tl.sum(tl.where(own != 0, of_row / own, 0.0), 0))
+
+
+@triton.jit
+def _terms(
+    given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own, dtype: tl.constexpr,
+    OF_TOKENS: tl.constexpr,
+):
+    """Terms of rows, 0 outside of the mask."""
+    if OF_TOKENS:
+        given = tl.load(given_ptr + offs_i.to(tl.int64)[None, :] * given_stride, mask=mask, other=0)
+        rest = own[:, None] * tl.load(share_ptr + offs_i, mask=in_i, other=0)[None, :]
+    else:
+        given = tl.load(given_ptr + offs_i[None, :], mask=mask, other=0)
+        rest = own[:, None]
+    return tl.where(mask, (given.to(tl.float32) * factor[:, None] - rest) * root_of_own[:, None], 0.0).to(dtype)
+
+
+@triton.jit
+def _lines(lines_ptr, offs_i, mask, root, dtype: tl.constexpr):
+    """Linear terms of rows, 0 outside of the mask."""
+    return (tl.load(lines_ptr + offs_i[None, :], mask=mask, other=0) * root[:, None]).to(dtype)
+
+
+@triton.jit
+def _one_over(x):
+    """1 / x, and 0 of 0."""
+    return tl.where(x > 0, 1 / tl.where(x > 0, x, 1.0), 0.0)
+
+
+@triton.jit
+def _sum_of_all(tile):
+    """Sum of a tile. One dimension at a time does not compile for capability 10 (Triton 3.6)."""
+    return tl.sum(tl.reshape(tile, (tile.shape[0] * tile.shape[1],)), 0)
+
+
+class OfColumns(NamedTuple):
+    """What the columns add to the sample's d_hidden, as numbers; see ``squares_of_columns``.
+
+    Attributes:
+        squares_7P: [2 or 7, P] fp32.
+        mass_S: What each sampled token drops, in units of ``coef_4N``.
+        coef_4N: The coefficients that it was computed with.
+    """
+
+    squares_7P: torch.Tensor
+    mass_S: torch.Tensor
+    coef_4N: torch.Tensor
 
 
 def factors_of(
-    fitted: Fitted, tokens: Tensor, sampled: SampledColumns, dropped: Dropped, centered: Centered | None,
-    shared_hidden_2D: Tensor | None, shared_weight_2D: Tensor | None,
+    columns: OfColumns | None, tokens_2P: torch.Tensor | None, sampled: SampledColumns, dropped: Dropped, sample: Sample,
+    tokens: SampledTokens | None, shared_hidden_2D: torch.Tensor | None, shared_weight_2D: torch.Tensor | None,
+    num_covariance: int,
 ) -> Factors:
     """Return the factors, and take what the samples add on average off what the tokens' factors and the shares multiply.
 
     Args:
-        fitted: As ``fit_columns`` returns it.
-        tokens: As ``fit_tokens`` returns it, or 0.
-        shared_hidden_2D: in, out: what the tokens' factors multiply in d_hidden, or None.
-        shared_weight_2D: in, out: what the shares multiply in d_weight, or None.
+        columns: As ``squares_of_columns`` returns them, or None.
+        tokens_2P: As ``squares_of_tokens`` returns them, or None.
+        sampled: The columns.
+        dropped: What the sample drops.
+        sample: It.
+        tokens: What the sample adds to d_weight, or None.
+        shared_hidden_2D: in, out: what the tokens' factors multiply in d_hidden, with ``columns``.
+        shared_weight_2D: in, out: what the shares multiply in d_weight, with ``tokens_2P``.
+        num_covariance: How many columns the covariance would be taken from; 0: there is none.
     """
-    if shared_hidden_2D is not None:
-        shared_hidden_2D[0].sub_(fitted.columns * sampled.centered_KD.mean(0, dtype=torch.float32))
-    gain = shrinkage = torch.zeros_like(tokens)
-    if centered is not None and shared_weight_2D is not None:
-        gain = tokens * centered.mass / _parts_of(dropped)
+    num_columns, hidden_size = sampled.centered_KD.shape
+    centered = sample.centered
+    factors_6 = torch.empty(6, dtype=torch.float32, device=sampled.centered_KD.device)
+    squares_7P, mass_S, coef_4N = (None,) * 3 if columns is None else columns
+    _factors_kernel[(cdiv(hidden_size, 64),)](
+        squares_7P, sampled.centered_KD, tokens_2P, *((None, None) if centered is None else (centered.mean_D,
+        centered.mass)), dropped.total,
+        sample.mean_D,
+        sampled.square_K, sampled.inverse_share_K, dropped.center_D, sample.token_S, mass_S, coef_4N,
+        shared_hidden_2D, shared_weight_2D, factors_6,
+        *(0 if squares is None else squares.shape[1] for squares in (squares_7P, tokens_2P)), num_columns, hidden_size,
+        num_columns / max(1, num_covariance), sampled.x.logits.logit_scale, compensation.LEAST_SIGNAL,
+        compensation.LEAST_CORRECTED,
+        compensation.LEAST_SHRINKAGE,
+        HAS_COLUMNS=columns is not None, HAS_TOKENS=tokens_2P is not None, LINEAR=num_covariance > 0,
+        LINEAR_FACTORS=compensation.LINEAR_FACTORS,
+        HAS_WEIGHT=shared_weight_2D is not None,
+        SAMPLE=sample.token_S.shape[0], BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
+    )
+    return Factors(*factors_6.unbind())
+
+
+@kernel("columns_ptr", "centered_ptr", "tokens_ptr", "shared_hidden_ptr", "shared_weight_ptr", "hidden_size")
+def _factors_kernel(
+    columns_ptr,  # in: [2 or 7, P] fp32, with HAS_COLUMNS
+    centered_ptr,  # in: [K, D]: of the columns
+    tokens_ptr,  # in: [2, P] fp32, with HAS_TOKENS
+    centered_mean_ptr,  # in: [D] fp32: of the tokens
+    mass_ptr,  # in: [] fp32
+    total_ptr,  # in: [] fp32
+    mean_ptr,  # in: [D] fp32: the mean hidden state of all tokens by what they drop, with LINEAR
+    square_ptr,  # in: [K] fp32: the squares of ``centered``
+    inverse_share_ptr,  # in: [K] fp32
+    center_ptr,  # in: [D] fp32: the mean of all columns by share
+    token_ptr,  # in: [S] int32
+    own_ptr,  # in: [S] fp32: what each token drops, with LINEAR
+    coef_ptr,  # in: [4, N] fp32, with LINEAR
+    shared_hidden_ptr,  # in, out: [2, D] fp32
+    shared_weight_ptr,  # in, out: [2, D] fp32
+    factors_ptr,  # out: [6] fp32
+    columns_parts,
+    tokens_parts,
+    num_columns,
+    hidden_size,
+    noise_part,
+    logit_scale,
+    least_signal,
+    least_corrected,
+    least_shrinkage,
+    HAS_COLUMNS: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
+    LINEAR: tl.constexpr,
+    LINEAR_FACTORS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_d = offs_d < hidden_size
+    of_columns = 0.0
+    of_tokens = 0.0
+    gain = 0.0
+    linear = 0.0
+    shrinkage = 0.0
+    less = tl.zeros((BLOCK_D,), tl.float32)  # what is taken off the part of d_weight that all columns share
+    if HAS_COLUMNS:
+        if LINEAR:
+            # A gradient of d_hidden is about as long as a row of the weight, times its token's coefficient. A sampled token
+            # stands for as many as have its mass together.
+            offs_s = tl.arange(0, SAMPLE)
+            own = tl.abs(tl.load(own_ptr + offs_s))
+            coef_p = tl.load(coef_ptr + tl.load(token_ptr + offs_s)) * logit_scale
+            usual = tl.sum(tl.where(own > 0, coef_p * coef_p / own, 0.0), 0) * num_columns
+            usual *= _total(square_ptr, num_columns, BLOCK_P)
+            linear, of_columns = _linear_factors(
+                columns_ptr, columns_parts, noise_part, least_corrected * usual, least_signal, LINEAR_FACTORS, BLOCK_P
+            )
+        else:
+            of_columns = _signal_share(columns_ptr, columns_parts, least_signal, BLOCK_P)
+        centered = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+        for first in range(0, num_columns, BLOCK_K):
+            offs_k = first + tl.arange(0, BLOCK_K)
+            where = centered_ptr + offs_k[:, None] * hidden_size + offs_d[None, :]
+            centered += tl.load(where, mask=(offs_k < num_columns)[:, None] & in_d[None, :], other=0).to(tl.float32)
+        shared = tl.load(shared_hidden_ptr + offs_d, mask=in_d, other=0)
+        tl.store(shared_hidden_ptr + offs_d, shared - of_columns * (tl.sum(centered, 0) / num_columns), mask=in_d)
+    if HAS_TOKENS:
+        of_tokens = _signal_share(tokens_ptr, tokens_parts, least_signal, BLOCK_P)
+        total = tl.load(total_ptr)
+        gain = tl.where(total > 0, of_tokens * tl.load(mass_ptr) / (PART * total), 0.0)
         # A gain of 0 says that the tokens add nothing, as where it is too small for a number.
-        tokens = torch.where(gain != 0, tokens, 0.0)
-        shrinkage = torch.where(tokens == 0, fitted.shrinkage * centered.mass, 0.0)
-        shared_weight_2D[0].sub_(tokens * centered.mass * centered.mean_D + shrinkage * dropped.center_D)
-    return Factors(fitted.columns, fitted.linear, tokens, gain, shrinkage)
+        of_tokens = tl.where(gain != 0, of_tokens, 0.0)
+        less += of_tokens * tl.load(mass_ptr) * tl.load(centered_mean_ptr + offs_d, mask=in_d, other=0)
+    if LINEAR and HAS_WEIGHT:
+        factor = _shrinkage(
+            columns_ptr + 6 * columns_parts, columns_parts, square_ptr, inverse_share_ptr, mean_ptr, num_columns, hidden_size,
+            least_shrinkage, SAMPLE, BLOCK_P,
+        )
+        shrinkage = tl.where(of_tokens == 0, factor * tl.load(mass_ptr), 0.0)
+        less += shrinkage * tl.load(center_ptr + offs_d, mask=in_d, other=0)
+    if HAS_TOKENS or (LINEAR and HAS_WEIGHT):
+        shared = tl.load(shared_weight_ptr + offs_d, mask=in_d, other=0)
+        tl.store(shared_weight_ptr + offs_d, shared - less, mask=in_d)
+    if tl.program_id(0) == 0:
+        tl.store(factors_ptr, of_columns)
+        tl.store(factors_ptr + 1, of_tokens)
+        tl.store(factors_ptr + 2, gain)
+        tl.store(factors_ptr + 3, linear)
+        tl.store(factors_ptr + 4, -of_columns / num_columns)
+        tl.store(factors_ptr + 5, shrinkage)
+
+
+@triton.jit
+def _shrinkage(
+    along_ptr, num_parts, square_ptr, inverse_share_ptr, mean_ptr, num_columns, hidden_size, least,
+    SAMPLE: tl.constexpr, BLOCK_P: tl.constexpr,
+):
+    """``compensation.shrinkage`` of products in parts, over what all tokens drop."""
+    square = 0.0
+    weighted = 0.0
+    for first in range(0, num_columns, BLOCK_P):
+        offs_k = first + tl.arange(0, BLOCK_P)
+        part = tl.load(square_ptr + offs_k, mask=offs_k < num_columns, other=0)
+        square += tl.sum(part, 0)
+        weighted += tl.sum(part * _one_over(tl.load(inverse_share_ptr + offs_k, mask=offs_k < num_columns, other=0)), 0)
+    mean_square = 0.0
+    for first in range(0, hidden_size, BLOCK_P):
+        offs_d = first + tl.arange(0, BLOCK_P)
+        mean = tl.load(mean_ptr + offs_d, mask=offs_d < hidden_size, other=0)
+        mean_square += tl.sum(mean * mean, 0)
+    factor = _total(along_ptr, num_parts, BLOCK_P) / SAMPLE * _one_over(weighted)
+    # NaN counts as 0.
+    pays = factor * factor * square > least * mean_square * num_columns
+    return tl.where(pays, factor, 0.0)
+
+
+@triton.jit
+def _total(parts_ptr, num_parts, BLOCK_P: tl.constexpr):
+    """Sum of some parts."""
+    total = tl.zeros((BLOCK_P,), tl.float32)
+    for first in range(0, num_parts, BLOCK_P):
+        offs_p = first + tl.arange(0, BLOCK_P)
+        total += tl.load(parts_ptr + offs_p, mask=offs_p < num_parts, other=0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _linear_factors(
+    squares_ptr, num_parts, noise_part, least, least_signal, LINEAR_FACTORS: tl.constexpr, BLOCK_P: tl.constexpr
+):
+    """``compensation.linear`` of squares and products in parts; NaN counts as 0."""
+    number = tl.arange(0, LINEAR_FACTORS)
+    linear = number.to(tl.float32) / (LINEAR_FACTORS - 1)
+    signal = _total(squares_ptr, num_parts, BLOCK_P)
+    noise = _total(squares_ptr + num_parts, num_parts, BLOCK_P)
+    line_noise = _total(squares_ptr + 5 * num_parts, num_parts, BLOCK_P)
+    square = linear * linear
+    signal += square * _total(squares_ptr + 4 * num_parts, num_parts, BLOCK_P)
+    signal -= 2 * linear * _total(squares_ptr + 2 * num_parts, num_parts, BLOCK_P)
+    noise += square * line_noise - 2 * linear * _total(squares_ptr + 3 * num_parts, num_parts, BLOCK_P)
+    factor = 1 - noise / tl.where(signal > 0, signal, float("inf"))
+    factor = tl.where((factor > least_signal) & (signal > 0), factor, 0.0)
+    left = tl.where(factor > 0, factor * noise, tl.maximum(signal - noise, 0.0)) + square * line_noise * noise_part
+    left = tl.where(left >= 0, left, float("inf"))
+    straight = tl.sum(tl.where(number == 0, left, 0.0), 0)
+    best = tl.where(straight - tl.min(left, 0) > least, tl.argmin(left, 0), 0)
+    rank_1 = tl.sum(tl.where(number == 0, tl.maximum(signal - noise, 0.0), 0.0), 0)
+    factor = tl.where(rank_1 - tl.sum(tl.where(number == best, left, 0.0), 0) > least, factor, 0.0)
+    return tl.sum(tl.where(number == best, linear, 0.0), 0), tl.sum(tl.where(number == best, factor, 0.0), 0)
+
+
+@triton.jit
+def _signal_share(squares_ptr, num_parts, least_signal, BLOCK_P: tl.constexpr):
+    """``compensation.signal_share`` of squares in parts."""
+    signal = _total(squares_ptr, num_parts, BLOCK_P)
+    factor = 1 - _total(squares_ptr + num_parts, num_parts, BLOCK_P) / tl.where(signal > 0, signal, float("inf"))
+    return tl.where((factor > least_signal) & (signal > 0), factor, 0.0)  # NaN counts as 0
 
 
 def sampled_gradients(
-    sampled: SampledColumns, rows: Rows, softmax: Softmax, coef_4N: Tensor, threshold_N: Tensor, grads_RK: Tensor,
-    tiles: Tiles, factor: Tensor | None = None,
+    sampled: SampledColumns, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, threshold_N: torch.Tensor,
+    grads_RK: torch.Tensor,
+    tiles: Tiles, factor: torch.Tensor | None = None,
 ) -> None:
     """Write g of the group's tokens to grads_RK, times a factor if one is given; where that is 0, nothing.
 

@@ -35,60 +35,96 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from cce_dist.kernels import Operands, compensation
 from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
-from cce_dist.kernels.budget import ROWS, cdiv
+from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.tiles import Tile, num_programs, precision, sample_tile, stages_of_rows
-from cce_dist.kernels.tokens import sums_of_rows
+from cce_dist.kernels.tokens import gathered, sums_of_rows
 
 REWEIGHTING = 0.7
+RUN = 1024  # columns whose shares are summed together, as whole numbers
 PART = tl.constexpr(4096.0)  # factor on what a token drops of a column, in units of its mass, where fp16 must hold it
 FARTHEST = tl.constexpr(20.0)  # nats; a column that is moved farther is not finite, or nothing is known of it
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 class Sample(NamedTuple):
-    """A sample of tokens, S of them."""
+    """Tokens of a sample.
 
-    token_S: Tensor  # int32
-    reference_S: Tensor  # fp32: their exponentials are exp(z - reference)
-    threshold_S: Tensor  # fp32: logits below it are dropped; -inf for a token that drops nothing
-    label_S: Tensor  # int64
-    size: Tensor  # [1] int32: S, or 0 where no token drops anything
-    mass_S: Tensor  # fp32: P times the mass that the token drops
-    centered: Centered | None = None  # None where the sample is all tokens
+    Attributes:
+        token_S: int32.
+        reference_S: Their exponentials are ``exp(z - reference)``, fp32.
+        threshold_S: Logits below it are dropped; -inf for a place of the sample that is not used.
+        label_S: int64.
+        size: [1] int32: later places are not used.
+        mass_S: P times the mass that the token drops, fp32; 0 for a place that is not used.
+        centered: What the weighted sample is to d_weight; None where the sample is all tokens, as are the next two.
+        mean_shift_D: Mean hidden state of the sample, weighted, less that of all tokens by what they drop, in the hidden
+            states' dtype.
+        mean_D: That of all tokens, fp32.
+    """
+
+    token_S: torch.Tensor
+    reference_S: torch.Tensor
+    threshold_S: torch.Tensor
+    label_S: torch.Tensor
+    size: torch.Tensor
+    mass_S: torch.Tensor
+    centered: Centered | None = None
+    mean_shift_D: torch.Tensor | None = None
+    mean_D: torch.Tensor | None = None
 
 
 class Centered(NamedTuple):
-    """The sampled tokens, as far as they are not the mean of all."""
+    """The sampled tokens, as far as they are not the mean of all.
 
-    rows_SD: Tensor  # hidden state less the mean of all, with the sign of what the token drops; in the hidden states' dtype
-    square_S: Tensor  # fp32: its square
-    share_S: Tensor  # fp32: the weights of the sample, of 1 in all
-    mean_D: Tensor  # fp32: mean of the rows by these weights
-    mass: Tensor  # [] fp32: what all tokens drop together, of absolute values
-    mean_hidden_D: Tensor  # fp32: mean hidden state of all tokens, weighted by what they drop
-    mean_shift_D: Tensor  # that of the weighted sample less it, in the hidden states' dtype
+    Attributes:
+        rows_SD: Hidden state less the mean of all, with the sign of what the token drops, in the hidden states' dtype.
+        square_S: Its square, fp32.
+        share_S: The weights of the sample, of 1 in all, fp32.
+        mean_D: Mean of the rows by these weights, fp32.
+        mass: What all tokens drop together, of absolute values; a 0-d fp32 tensor.
+    """
+
+    rows_SD: torch.Tensor
+    square_S: torch.Tensor
+    share_S: torch.Tensor
+    mean_D: torch.Tensor
+    mass: torch.Tensor
 
 
 class Dropped(NamedTuple):
-    """What the sample drops."""
+    """What the sample drops.
 
-    share_V: Tensor  # fp32: each column's share, of 1 in all; 0 where nothing is dropped
-    total: Tensor  # [] fp32: sum of all parts before ``PART``
-    center_D: Tensor  # fp32: the columns' rows of the weight, averaged by their shares
-    reweighting_V: Tensor  # fp32: the factor on each column's parts
-    # [S, V or more] in the weight's dtype: ``PART`` times what each token drops of each column, in units of its own mass,
-    # before reweighting; 0 at frequent columns; None where it was not asked for.
-    parts_SV: Tensor | None
+    Attributes:
+        shares_2V: Each column's share, of 1 in all (0 where nothing is dropped), and 1 where it is not frequent and that is
+            asked for, else 0.
+        count_B: [B] int64: shares as whole numbers, summed over each ``RUN`` columns; see ``compensation.sample``.
+        total: Sum of all parts before ``PART``, a 0-d fp32 tensor.
+        center_D: The columns' rows of the weight, averaged by their shares, fp32; None without a sample.
+        reweighting_V: The factor on each column's parts, fp32; None without a sample.
+        parts_SV: [S, V or more]: ``PART`` times what each token drops of each column, in units of its own mass, before the
+            strength, 0 at frequent columns, in the weight's dtype; None where it was not asked for.
+    """
+
+    shares_2V: torch.Tensor
+    count_B: torch.Tensor
+    total: torch.Tensor
+    center_D: torch.Tensor | None = None
+    reweighting_V: torch.Tensor | None = None
+    parts_SV: torch.Tensor | None = None
 
 
 def sample_tokens(
-    hidden_ND: Tensor, dropped_N: Tensor, reference_N: Tensor, threshold_N: Tensor, labels_N: Tensor, most: int
-) -> tuple[Sample, Tensor]:
-    """Return ``most`` tokens and their hidden states [S, D]; or all tokens if there are not more.
+    hidden_ND: torch.Tensor,
+    dropped_N: torch.Tensor,
+    reference_N: torch.Tensor,
+    threshold_N: torch.Tensor,
+    labels_N: torch.Tensor,
+    most: int,
+) -> tuple[Sample, torch.Tensor]:
+    """Return ``most`` tokens, a power of 2, and their hidden states [S, D]; or all tokens if there are not more.
 
     Args:
         hidden_ND: Hidden states.
@@ -99,60 +135,220 @@ def sample_tokens(
         most: Tokens in the sample.
     """
     num_tokens, device = dropped_N.shape[0], dropped_N.device
-    if num_tokens <= most:
-        token_S = torch.arange(num_tokens, dtype=torch.int32, device=device)
-        size = torch.full((1,), num_tokens, dtype=torch.int32, device=device)
-        reference_S = reference_N.masked_fill(dropped_N == 0, torch.inf)
-        threshold_S = threshold_N.masked_fill(dropped_N == 0, -torch.inf)
-        return Sample(token_S, reference_S, threshold_S, labels_N, size, dropped_N), hidden_ND
-    total = dropped_N.abs().sum()
-    share_N = dropped_N.abs() / total.clamp(min=TINY.value)
-    token_S = compensation.sample(share_N, most)
-    mass_S, reference_S, threshold_S, label_S = (
-        each.index_select(0, token_S) for each in (dropped_N, reference_N, threshold_N, labels_N)
+    take_all = num_tokens <= most
+    token_S, size = (torch.empty(n, dtype=torch.int32, device=device) for n in (most, 1))
+    number_3S = torch.empty(3, most, dtype=torch.float32, device=device)
+    label_S = torch.empty(most, dtype=torch.int64, device=device)
+    size_3N, mass = (torch.empty(shape, dtype=torch.float32, device=device) for shape in ((3, num_tokens), ()))
+    _sample_tokens_kernel[(1,)](
+        dropped_N, reference_N, threshold_N, labels_N,
+        size_3N, token_S, number_3S, label_S, size, mass,
+        num_tokens, (num_tokens - 1).bit_length(),
+        TAKE_ALL=take_all, SAMPLE=most, BLOCK=4096, num_warps=16,
     )
-    nothing = total == 0
-    rows_SD = hidden_ND.index_select(0, token_S).masked_fill_(nothing, 0.0)
-    mean_D = sums_of_rows(torch.stack((share_N, torch.zeros_like(share_N))), hidden_ND)[0]
-    centered, weight_S = _calibrated(rows_SD, mass_S, mean_D, total)
-    sample = Sample(
-        token_S.int(),
-        (reference_S + (mass_S.abs() / weight_S).log()).masked_fill(nothing, torch.inf),
-        threshold_S.masked_fill(nothing, -torch.inf),
-        label_S,
-        torch.where(nothing, 0, most).int()[None],
+    reference_S, threshold_S, mass_S = number_3S.unbind()
+    sample = Sample(token_S, reference_S, threshold_S, label_S, size, mass_S)
+    hidden_size = hidden_ND.shape[1]
+    rows_SD = hidden_ND.new_empty(most, hidden_size)
+    if take_all:
+        return sample, gathered(hidden_ND, [token_S, size], rows_SD).hidden
+    mean_D = sums_of_rows(size_3N[:2], hidden_ND)[0]
+    along_S, square_S, share_S = torch.empty_like(number_3S).unbind()
+    centered = Centered(torch.empty_like(rows_SD), square_S, share_S, torch.empty_like(mean_D), mass)
+    mean_shift_D = hidden_ND.new_empty(hidden_size)
+    _center_rows_kernel[(most,)](
+        hidden_ND,
+        token_S,
         mass_S,
-        centered,
+        mean_D,
+        size,
+        rows_SD,
+        centered.rows_SD,
+        along_S,
+        square_S,
+        hidden_size,
+        BLOCK_D=1024,
     )
-    return sample, rows_SD
+    _calibrate_kernel[(cdiv(hidden_size, 32),)](
+        rows_SD, centered.rows_SD, along_S, mean_D, size, reference_S, share_S, mean_shift_D, centered.mean_D,
+        hidden_size,
+        SAMPLE=most, BLOCK_S=min(most, 64), ALL_D=1024, BLOCK_D=32,
+    )
+    return sample._replace(centered=centered, mean_shift_D=mean_shift_D, mean_D=mean_D), rows_SD
 
 
-def _calibrated(rows_SD: Tensor, mass_S: Tensor, mean_D: Tensor, mass: Tensor) -> tuple[Centered, Tensor]:
-    """Return the sample relative to ``mean_D``, the mean hidden state of all tokens, and its weights before they are shares.
+@kernel("size_ptr", "token_ptr", "number_ptr", "label_ptr", "num_sampled_ptr", "mass_ptr")
+def _sample_tokens_kernel(
+    dropped_ptr,  # in: [N] fp32
+    reference_ptr,  # in: [N] fp32
+    threshold_ptr,  # in: [N] fp32
+    labels_ptr,  # in: [N] int64
+    size_ptr,  # out: [3, N] fp32: each token's part of all that is dropped; 0; the sum up to it
+    token_ptr,  # out: [S] int32
+    number_ptr,  # out: [3, S] fp32: reference, threshold, what the token drops
+    label_ptr,  # out: [S] int64
+    num_sampled_ptr,  # out: [1] int32
+    mass_ptr,  # out: [] fp32: what all drop, without TAKE_ALL
+    num_tokens,
+    num_steps,
+    TAKE_ALL: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # One program, as in tokens.py.
+    place = tl.arange(0, SAMPLE)
+    if TAKE_ALL:
+        token = place
+        tl.store(num_sampled_ptr, num_tokens)
+    else:
+        total = tl.zeros((), tl.float32)
+        for first in range(0, num_tokens, BLOCK):
+            offs_n = first + tl.arange(0, BLOCK)
+            total += tl.sum(tl.abs(tl.load(dropped_ptr + offs_n, mask=offs_n < num_tokens, other=0)), 0)
+        zero_ptr = size_ptr + num_tokens.to(tl.int64)
+        sum_ptr = zero_ptr + num_tokens
+        before = tl.zeros((), tl.float32)
+        for first in range(0, num_tokens, BLOCK):
+            offs_n = first + tl.arange(0, BLOCK)
+            part = tl.abs(tl.load(dropped_ptr + offs_n, mask=offs_n < num_tokens, other=0))
+            part = tl.where(total > 0, part / total, 0.0)
+            tl.store(size_ptr + offs_n, part, mask=offs_n < num_tokens)
+            tl.store(zero_ptr + offs_n, tl.zeros_like(part), mask=offs_n < num_tokens)
+            tl.store(sum_ptr + offs_n, before + tl.cumsum(part, 0), mask=offs_n < num_tokens)
+            before += tl.sum(part, 0)
+        tl.debug_barrier()  # The sums are read by other threads than those that wrote them.
+        # Bisection finds the first token whose sum reaches the place.
+        wanted = (place + 0.5) / SAMPLE
+        token = tl.zeros((SAMPLE,), tl.int32)
+        last = token + num_tokens - 1
+        for _ in range(0, num_steps):
+            middle = (token + last) // 2
+            later = tl.load(sum_ptr + middle) < wanted
+            token = tl.where(later, tl.minimum(middle + 1, last), token)
+            last = tl.where(later, last, middle)
+        tl.store(num_sampled_ptr, tl.where(total > 0, SAMPLE, 0))
+        tl.store(mass_ptr, total)
+    in_n = token < num_tokens
+    mass = tl.load(dropped_ptr + token, mask=in_n, other=0)
+    dropped = tl.abs(mass)
+    reference = tl.load(reference_ptr + token, mask=in_n, other=0)
+    threshold = tl.load(threshold_ptr + token, mask=in_n, other=0)
+    if not TAKE_ALL:
+        reference += tl.log(dropped)
+    tl.store(token_ptr + place, tl.where(in_n, token, 0))
+    tl.store(number_ptr + place, tl.where(dropped > 0, reference, float("inf")))
+    tl.store(number_ptr + SAMPLE + place, tl.where(dropped > 0, threshold, float("-inf")))
+    tl.store(number_ptr + 2 * SAMPLE + place, tl.where(dropped > 0, mass, 0.0))
+    tl.store(label_ptr + place, tl.load(labels_ptr + token, mask=in_n, other=-1))
 
-    The weights are 1 + t (x - mean x), x being the component along the mean, and t is such that the weighted mean of x is that
-    of all tokens, |mean_D|^2. A token may not stand for too many, nor for none.
-    """
-    wide_SD = rows_SD.float()
-    along_S = wide_SD @ mean_D
-    variance, mean = torch.var_mean(along_S, correction=0)
-    strength = ((mean_D @ mean_D - mean) / variance).masked_fill(~(variance > 0), 0.0)
-    weight_S = (1 + strength * (along_S - mean)).clamp(0.125, 8.0)
-    share_S = weight_S / weight_S.sum()
-    centered_SD = ((wide_SD - mean_D) * mass_S.sign()[:, None]).to(rows_SD.dtype)
-    wide_centered_SD, shift_D = centered_SD.float(), (share_S @ wide_SD - mean_D).masked_fill(mass == 0, 0.0)
-    square_S, centered_mean_D = wide_centered_SD.square().sum(1), share_S @ wide_centered_SD
-    shift_D = shift_D.to(rows_SD.dtype)
-    return Centered(centered_SD, square_S, share_S, centered_mean_D, mass, mean_D, shift_D), weight_S
+
+@kernel("hidden_ptr", "mean_ptr", "rows_ptr", "centered_ptr", "hidden_size")
+def _center_rows_kernel(
+    hidden_ptr,  # in: [N, D]
+    token_ptr,  # in: [S] int32
+    mass_ptr,  # in: [S] fp32
+    mean_ptr,  # in: [D] fp32: the mean of all tokens by what they drop
+    num_sampled_ptr,  # in: [1] int32
+    rows_ptr,  # out: [S, D]: the sample's hidden states
+    centered_ptr,  # out: [S, D]: they less the mean, with the sign of what the token drops
+    along_ptr,  # out: [S] fp32: the component along the mean, times its length
+    square_ptr,  # out: [S] fp32: the square of what is in ``centered``
+    hidden_size,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0)
+    token = tl.load(token_ptr + row).to(tl.int64)
+    live = row < tl.load(num_sampled_ptr)
+    mass = tl.load(mass_ptr + row)
+    sign = tl.where(mass > 0, 1.0, 0.0) - tl.where(mass < 0, 1.0, 0.0)
+    along = tl.zeros((BLOCK_D,), tl.float32)
+    square = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, hidden_size, BLOCK_D):
+        offs_d = first + tl.arange(0, BLOCK_D)
+        in_d = offs_d < hidden_size
+        h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=tl.where(live, in_d, False), other=0)
+        mean = tl.load(mean_ptr + offs_d, mask=in_d, other=0)
+        centered = ((h.to(tl.float32) - mean) * sign).to(centered_ptr.dtype.element_ty)
+        tl.store(rows_ptr + row * hidden_size + offs_d, h, mask=in_d)
+        tl.store(centered_ptr + row * hidden_size + offs_d, centered, mask=in_d)
+        along += h.to(tl.float32) * mean
+        square += centered.to(tl.float32) * centered.to(tl.float32)
+    tl.store(along_ptr + row, tl.sum(along, 0))
+    tl.store(square_ptr + row, tl.sum(square, 0))
+
+
+@kernel("rows_ptr", "centered_ptr", "mean_ptr", "mean_shift_ptr", "centered_mean_ptr", "hidden_size")
+def _calibrate_kernel(
+    rows_ptr,  # in: [S, D]
+    centered_ptr,  # in: [S, D]
+    along_ptr,  # in: [S] fp32
+    mean_ptr,  # in: [D] fp32
+    num_sampled_ptr,  # in: [1] int32
+    reference_ptr,  # in, out: [S] fp32
+    share_ptr,  # out: [S] fp32: the weights, of 1 in all
+    mean_shift_ptr,  # out: [D]
+    centered_mean_ptr,  # out: [D] fp32
+    hidden_size,
+    SAMPLE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    ALL_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # The weights are 1 + t (x - mean x). Their t is such that the weighted mean of x is that of all tokens, |mean hidden|^2.
+    square = tl.zeros((ALL_D,), tl.float32)
+    for first in range(0, hidden_size, ALL_D):
+        all_d = first + tl.arange(0, ALL_D)
+        mean = tl.load(mean_ptr + all_d, mask=all_d < hidden_size, other=0)
+        square += mean * mean
+    along = tl.load(along_ptr + tl.arange(0, SAMPLE))
+    mean_along = tl.sum(along, 0) / SAMPLE
+    variance = tl.sum((along - mean_along) * (along - mean_along), 0) / SAMPLE
+    strength = tl.where(variance > 0, (tl.sum(square, 0) - mean_along) / variance, 0.0)
+    num_sampled = tl.load(num_sampled_ptr)
+    total = tl.sum(_weight(along - mean_along, strength), 0)
+
+    # Every program has all weights, and its part of the two means.
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_d = offs_d < hidden_size
+    rows_sum = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    centered_sum = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    for first in range(0, SAMPLE, BLOCK_S):
+        offs_s = first + tl.arange(0, BLOCK_S)
+        live = offs_s < num_sampled
+        weight = _weight(tl.load(along_ptr + offs_s) - mean_along, strength)
+        share = weight / total
+        if tl.program_id(0) == 0:
+            reference = tl.load(reference_ptr + offs_s)
+            tl.store(reference_ptr + offs_s, reference - tl.log(tl.where(live, weight, 1.0)))
+            tl.store(share_ptr + offs_s, share)
+        where = offs_s[:, None] * hidden_size + offs_d[None, :]
+        mask = live[:, None] & in_d[None, :]
+        rows_sum += share[:, None] * tl.load(rows_ptr + where, mask=mask, other=0).to(tl.float32)
+        centered_sum += share[:, None] * tl.load(centered_ptr + where, mask=mask, other=0).to(tl.float32)
+    mean_shift = tl.sum(rows_sum, 0) - tl.load(mean_ptr + offs_d, mask=in_d, other=0)
+    tl.store(
+        mean_shift_ptr + offs_d,
+        tl.where(num_sampled > 0, mean_shift, 0.0).to(mean_shift_ptr.dtype.element_ty),
+        mask=in_d,
+    )
+    tl.store(centered_mean_ptr + offs_d, tl.sum(centered_sum, 0), mask=in_d)
+
+
+@triton.jit
+def _weight(centred, strength):
+    """A token may not stand for too many, nor for none."""
+    return tl.minimum(tl.maximum(1 + strength * centred, 0.125), 8.0)
 
 
 def dropped_shares(
-    rows_SD: Tensor, x: Operands, sample: Sample, slot_V: Tensor, tile: Tile, *, want_parts: bool
+    rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile,
+    parts_SV: torch.Tensor | None = None, uniform: bool = True,
 ) -> Dropped:
-    """Return each column's share of what the sample drops, and the parts that it is made of.
+    """Return each column's share of what the sample drops, and which columns are not frequent, and the parts they are made of.
 
     A column is dropped where z < threshold, but for labels and frequent columns; it counts exp(z - reference) times the
     softcap's slope, and exp(-REWEIGHTING * scale * (column . mean_shift_D)). ``rows_SD`` are the sample's hidden states.
+    ``parts_SV`` takes the parts, where they are asked for. ``uniform``: as in ``shares_of``.
     """
     num_rows, hidden_size = rows_SD.shape
     logits = x.logits
@@ -161,7 +357,6 @@ def dropped_shares(
         tile = tile._replace(cols=max(16, tile.cols // 2))  # the epilogue over a whole tile spills registers
     num_blocks = cdiv(num_rows, tile.rows)
     sums_BV = torch.empty(num_blocks, logits.num_valid, dtype=torch.float32, device=rows_SD.device)
-    parts_SV = x.weight.new_empty(num_rows, cdiv(logits.num_valid, ROWS) * ROWS) if want_parts else None
     tma = has_tma(rows_SD, x.weight)
     _dropped_sums_kernel[(cdiv(logits.num_valid, tile.cols) * num_blocks,)](
         # in
@@ -180,11 +375,11 @@ def dropped_shares(
         BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )
-    return _reweighted(sums_BV, x, sample, parts_SV)
+    return _reweighted(sums_BV, x, sample, slot_V, uniform)._replace(parts_SV=parts_SV)
 
 
-def _reweighted(sums_BV: Tensor, x: Operands, sample: Sample, parts_SV: Tensor | None) -> Dropped:
-    """Reweight the columns' sums, and average the columns' rows by them: the weight is read once for both."""
+def _reweighted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, uniform: bool) -> Dropped:
+    """Tilt the columns' sums, and average the columns' rows by them: the weight is read once for both."""
     (num_blocks, num_valid), hidden_size, device = sums_BV.shape, x.weight.shape[1], sums_BV.device
     main_d = triton.next_power_of_2(hidden_size)
     block_v, rest_d = min(16, max(1, 4096 // main_d)), 0
@@ -192,21 +387,19 @@ def _reweighted(sums_BV: Tensor, x: Operands, sample: Sample, parts_SV: Tensor |
         main_d //= 2  # A long row is in registers as two blocks, not as one that is half empty.
         rest_d = triton.next_power_of_2(hidden_size - main_d)
     parts = min(cdiv(num_valid, block_v), (6 if num_valid >= 1 << 16 else 4) * num_programs(device))
-    mean_shift_D = None if sample.centered is None else sample.centered.mean_shift_D
     sums_V, reweighting_V = torch.empty(2, num_valid, dtype=torch.float32, device=device).unbind()
     total_P, mean_PD = (
         torch.empty(shape, dtype=torch.float32, device=device) for shape in (parts, (parts, hidden_size))
     )
     _reweight_kernel[(parts,)](
-        sums_BV, x.weight, mean_shift_D, sample.size,
+        sums_BV, x.weight, sample.mean_shift_D, sample.size,
         sums_V, reweighting_V, total_P, mean_PD,
         num_valid, hidden_size, REWEIGHTING * x.logits.logit_scale,
-        HAS_SHIFT=mean_shift_D is not None, NUM_BLOCKS=num_blocks, BLOCK_V=block_v, MAIN_D=main_d, REST_D=rest_d,
+        HAS_SHIFT=sample.mean_shift_D is not None, NUM_BLOCKS=num_blocks, BLOCK_V=block_v, MAIN_D=main_d, REST_D=rest_d,
         STAGES=stages_of_rows(block_v * (main_d + rest_d) * x.weight.itemsize), num_warps=4,
     )
-    total = total_P.sum()
-    per_total = 1 / total.clamp(min=TINY.value)
-    return Dropped(sums_V * per_total, total, mean_PD.sum(0) * per_total, reweighting_V, parts_SV)
+    dropped = shares_of(sums_V[None], total_P, slot_V, num_valid, uniform)
+    return dropped._replace(center_D=mean_PD.sum(0) / dropped.total.clamp(min=TINY.value), reweighting_V=reweighting_V)
 
 
 @kernel("sums_ptr", "weight_ptr", "mean_shift_ptr", "mean_ptr", "hidden_size")
@@ -339,3 +532,61 @@ def _dropped_sums_kernel(
             )
     where = sums_ptr + (tl.program_id(0) % num_blocks).to(tl.int64) * num_valid + offs_v
     tl.store(where, sums, mask=in_v)
+
+
+def shares_of(
+    sums_BV: torch.Tensor | None, total_P: torch.Tensor | None, slot_V: torch.Tensor, num_valid: int, uniform: bool
+) -> Dropped:
+    """Return the shares of columns from blocks of their sums, and those of all sums; without sums they are 0.
+
+    ``uniform``: which columns are not frequent is asked for. Else the weight is read where a column has a share, and nowhere
+    else.
+    """
+    device, num_runs = slot_V.device, cdiv(num_valid, RUN)
+    shares_2V, total = (torch.empty(shape, dtype=torch.float32, device=device) for shape in ((2, num_valid), ()))
+    count_B = torch.empty(num_runs, dtype=torch.int64, device=device)
+    _shares_kernel[(num_runs,)](
+        sums_BV, total_P, slot_V,
+        shares_2V, count_B, total,
+        0 if sums_BV is None else sums_BV.shape[0], 0 if total_P is None else total_P.shape[0], num_valid, compensation.PARTS,
+        int(uniform),
+        HAS_SUMS=sums_BV is not None, BLOCK_V=RUN,
+    )
+    return Dropped(shares_2V, count_B, total)
+
+
+@kernel("sums_ptr", "part_ptr", "slot_ptr", "shares_ptr", "count_ptr", "total_ptr")
+def _shares_kernel(
+    sums_ptr,  # in: [B, V] fp32
+    part_ptr,  # in: [P] fp32
+    slot_ptr,  # in: [V] int32
+    shares_ptr,  # out: [2, V] fp32
+    count_ptr,  # out: [runs] int64
+    total_ptr,  # out: [] fp32
+    num_blocks,
+    num_parts,
+    num_valid,
+    whole,
+    uniform,
+    HAS_SUMS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    stride = num_valid.to(tl.int64)
+    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_v = offs_v < num_valid
+    share = tl.zeros((BLOCK_V,), tl.float32)
+    if HAS_SUMS:
+        for block in range(0, num_blocks):
+            share += tl.load(sums_ptr + block * stride + offs_v, mask=in_v, other=0)
+        parts = tl.zeros((BLOCK_V,), tl.float32)
+        for first in range(0, num_parts, BLOCK_V):
+            offs_p = first + tl.arange(0, BLOCK_V)
+            parts += tl.load(part_ptr + offs_p, mask=offs_p < num_parts, other=0)
+        total = tl.sum(parts, 0)
+        share *= 1 / tl.where(total < TINY, TINY, total)
+        tl.store(count_ptr + tl.program_id(0), tl.sum((share * whole.to(tl.float32)).to(tl.int64), 0))
+        if tl.program_id(0) == 0:
+            tl.store(total_ptr, total)
+    outside = (tl.load(slot_ptr + offs_v, mask=in_v, other=1) == 0) & (uniform != 0)
+    tl.store(shares_ptr + offs_v, share, mask=in_v)
+    tl.store(shares_ptr + stride + offs_v, outside.to(tl.float32), mask=in_v)

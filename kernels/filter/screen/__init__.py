@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from cce_dist.kernels import Operands, Rows, Spec, budget, exact
 from cce_dist.kernels.blocks import (
@@ -34,9 +33,8 @@ from cce_dist.kernels.blocks import (
     softcap_slope,
     softcapped,
 )
-from cce_dist.kernels.budget import FALLBACK, cdiv
+from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter import lists as lists_
-from cce_dist.kernels.filter.bound import First, log_sum_exp
 from cce_dist.kernels.filter.frequent import Frequent
 from cce_dist.kernels.filter.lists import FARTHEST, SLACK, Lists, list_columns
 from cce_dist.kernels.filter.screen.centering import Centering, find_centering
@@ -51,26 +49,48 @@ from cce_dist.kernels.filter.screen.fp8 import (
     sum_of_parts,
 )
 from cce_dist.kernels.tiles import Tile, Tiles, interpreted, num_programs, screen_tile
-from cce_dist.kernels.tokens import compact, gathered
 
 NOWHERE = tl.constexpr(-1e4)  # powers of 2 that an exponential of 0 is below the bound
 ERRORS = 4.0  # standard errors that a logit may be higher than it is screened
 
 
+class First(NamedTuple):
+    """What is known of the tokens before the pass over all columns, [N] fp32 or as said.
+
+    Attributes:
+        order: The compact order, as ``tokens.compact`` returns it.
+        frequent_3N: Maximum and sum of exp over the frequent columns.
+        frequent_sloped_N: That sum times the softcap's slopes, or None.
+        frequent_moment_N: That sum times what the logits are above the maximum, for a screen with the entropy, or None.
+        shard_3N: The shard's part of the bound, maximum and sum.
+        bound_N: Lower bound of the log-sum-exp.
+        sampled: The columns that are sampled for it, as a shard of their own.
+    """
+
+    order: list[torch.Tensor]
+    frequent_3N: torch.Tensor
+    frequent_sloped_N: torch.Tensor | None
+    frequent_moment_N: torch.Tensor | None
+    shard_3N: torch.Tensor
+    bound_N: torch.Tensor
+    sampled: Operands
+
+
 def screened_statistics(
-    x: Operands, frequent: Frequent, first: First, lists: Lists, stats_KN: Tensor, spec: Spec, tiles: Tiles
-) -> Tensor:
+    x: Operands, frequent: Frequent, first: First, lists: Lists, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Write maximum, sum of exp and, for the entropy, the moment of each token to stats_KN, and the lists with their logits.
 
     The "maximum" is the bound, which is near the log-sum-exp.
 
     Returns:
-        ``Lists.bound_3N``, with a bound of NaN where the token's sum cannot be trusted, so that lists do not serve it.
+        ``Lists.bound_3N``, with a bound of NaN where the token's sum cannot be trusted, so that lists do not serve it; and the
+        labels of those tokens, -1 for all others, [N] int64.
     """
     chunks = _Chunks.of(x, frequent, lists.columns_M.shape[0], spec, tiles)
     centering = find_centering(x, first.sampled, first.order, first.bound_N, spec.filter.eps)
     bound_3N = stats_KN.new_empty(3, x.num_tokens)
-    fallback_N = torch.empty_like(x.ids)  # labels of the tokens that are not trusted, else -1
+    fallback_N = torch.empty_like(x.ids)
     for index_R, num_kept in exact.token_groups(first.order, chunks.at_once):
         rows = Rows(index_R, num_kept, x.hidden)
         hidden = some_of(chunks.hidden, index_R.shape[0])
@@ -79,45 +99,45 @@ def screened_statistics(
         _join_lists(x, frequent, rows, chunks, lists)
         _add_listed(x, rows, lists, chunks, first.bound_N, sums_KPR)
         _merge(x, rows, first, lists, chunks, hidden, centering, sums_KPR, (stats_KN, bound_3N, fallback_N))
-    del chunks, hidden, sums_KPR
-    _look_again(x, fallback_N, stats_KN, spec, tiles)
-    return bound_3N
-
-
-def _look_again(x: Operands, fallback_N: Tensor, stats_KN: Tensor, spec: Spec, tiles: Tiles) -> None:
-    """Compute the statistics of tokens that have a label in ``fallback_N`` from all logits in 16 bits. Often there are none."""
-    at_once = min(x.num_tokens, budget.forward_rows(exact.sizes_of(x), spec.workspace_bytes, False))
-    buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
-    again_KN = torch.empty_like(stats_KN)
-    for group in exact.token_groups(compact(fallback_N), at_once):
-        log_sum_exp(x, gathered(x.hidden, group, buffer_RD), tiles, again_KN, None, want=spec.want, expected=FALLBACK)
-    stats_KN[:2] = torch.where(fallback_N >= 0, again_KN[:2], stats_KN[:2])
-    if spec.want.entropy:
-        stats_KN[3] = torch.where(fallback_N >= 0, again_KN[3], stats_KN[3])
+    return bound_3N, fallback_N
 
 
 class _Chunks(NamedTuple):
-    """Chunks of tokens and of columns, and memory for a chunk and for the lists of its marks. C chunks of columns."""
+    """Chunks of tokens and of columns, and memory for a chunk and for the lists of its marks. C chunks of columns.
 
-    at_once: int  # tokens of a group
-    columns: list[tuple[int, int]]  # first and last column of each chunk
-    splits: list[int]  # how many parts of the sums each chunk fills
-    tile: Tile  # of the product
-    frequent_words_W: Tensor  # int32: the frequent columns as bits
-    hidden: Rounded  # a group's hidden states
-    weight: Rounded  # a chunk of the weight
-    words: Tensor  # int32, flat: the marks of a group in a chunk, as in ``lse.py``
-    columns_M: Tensor  # int32: the lists of all chunks; columns count from the chunk's first
-    begin_CN: Tensor  # int32: where the list of a token in a chunk begins
-    count_CN: Tensor  # int32: how many columns it has
-    unmarked_N: Tensor  # int32: the label's column where it is listed and not marked, else -1
-    taken: Tensor  # [2] int64: places that the lists of chunks took, and those of tokens
+    Attributes:
+        at_once: Tokens of a group.
+        columns: First and last column of each chunk.
+        splits: How many parts of the sums each chunk fills.
+        tile: Of the product.
+        hidden: A group's hidden states.
+        weight: A chunk of the weight.
+        words: The marks of a group in a chunk, as in ``lse.py``; int32, flat.
+        columns_M: The lists of all chunks; columns count from the chunk's first. int32.
+        begin_CN: Where the list of a token in a chunk begins; int32.
+        count_CN: How many columns it has; int32.
+        unmarked_N: The label's column where it is listed and not marked, else -1; int32.
+        taken: [2] int64: places that the lists of chunks took, and those of tokens.
+    """
+
+    at_once: int
+    columns: list[tuple[int, int]]
+    splits: list[int]
+    tile: Tile
+    hidden: Rounded
+    weight: Rounded
+    words: torch.Tensor
+    columns_M: torch.Tensor
+    begin_CN: torch.Tensor
+    count_CN: torch.Tensor
+    unmarked_N: torch.Tensor
+    taken: torch.Tensor
 
     @staticmethod
     def of(x: Operands, frequent: Frequent, capacity: int, spec: Spec, tiles: Tiles) -> _Chunks:
         (num_tokens, hidden_size), device = x.hidden.shape, x.hidden.device
         tile = screen_tile(device, x.logits.softcap > 0.0)
-        num_columns = frequent.slot_V.shape[0]
+        num_columns = 32 * frequent.words_W.shape[0]
         at_once, cols = budget.screen_chunks(
             exact.sizes_of(x), num_columns, capacity, spec.workspace_bytes, tile.rows, tiles.group, tile.cols
         )
@@ -134,7 +154,7 @@ class _Chunks(NamedTuple):
             torch.empty(n, dtype=torch.int32, device=device) for n in (at_once * cols // 32, capacity, num_tokens)
         )
         return _Chunks(
-            at_once, columns, splits, tile, frequent.words(),
+            at_once, columns, splits, tile,
             new_rounded(at_once, hidden_size, tile.inner, 4, device), new_rounded(cols, hidden_size, tile.inner, 2, device),
             words, columns_M, begin_CN, count_CN, unmarked_N, torch.zeros(2, dtype=torch.int64, device=device),
         )
@@ -148,7 +168,7 @@ class _Chunks(NamedTuple):
 def _screen_columns(
     x: Operands, frequent: Frequent, rows: Rows, hidden: Rounded, centering: Centering, lists: Lists, chunks: _Chunks,
     spec: Spec, group: int,
-) -> Tensor:
+) -> torch.Tensor:
     """Screen all columns for a group of tokens, and list the marks of each chunk.
 
     Returns:
@@ -172,14 +192,15 @@ def _screen_columns(
         of_chunk = lists._replace(
             columns_M=chunks.columns_M, begin_N=chunks.begin_CN[number], count_N=chunks.count_CN[number]
         )
-        list_columns(words_RW, chunks.frequent_words_W[first // 32 :], nothing, rows, of_chunk, chunks.taken)
+        frequent_here = frequent._replace(words_W=frequent.words_W[first // 32 :])
+        list_columns(words_RW, frequent_here, nothing, rows, of_chunk, chunks.taken)
         part += split
     return sums_KPR
 
 
 def screen_chunk(
-    hidden: Rounded, weight: Rounded, num_kept: Tensor, x: Operands, log_eps: float, parts: range,
-    sums_KPR: Tensor, words_RW: Tensor, tile: Tile, group: int,
+    hidden: Rounded, weight: Rounded, num_kept: torch.Tensor, x: Operands, log_eps: float, parts: range,
+    sums_KPR: torch.Tensor, words_RW: torch.Tensor, tile: Tile, group: int,
 ) -> None:
     """Screen a chunk of columns, whole tiles, for a group of tokens.
 
@@ -212,7 +233,7 @@ def screen_chunk(
     )
 
 
-def _has_moment(sums_KPR: Tensor, x: Operands) -> bool:
+def _has_moment(sums_KPR: torch.Tensor, x: Operands) -> bool:
     return sums_KPR.shape[0] > 1 + (x.logits.softcap > 0.0)
 
 
@@ -401,7 +422,7 @@ def _join_lists_kernel(
 
 
 def _add_listed(
-    x: Operands, rows: Rows, lists: Lists, chunks: _Chunks, bound_N: Tensor, sums_KPR: Tensor
+    x: Operands, rows: Rows, lists: Lists, chunks: _Chunks, bound_N: torch.Tensor, sums_KPR: torch.Tensor
 ) -> None:
     """Compute the logits of the lists, and write the sums of those that are marked: their parts of the sums.
 
@@ -506,7 +527,7 @@ def _listed_sums_kernel(
 
 def _merge(
     x: Operands, rows: Rows, first: First, lists: Lists, chunks: _Chunks, hidden: Rounded, centering: Centering,
-    sums_KPR: Tensor, out: tuple[Tensor, ...],
+    sums_KPR: torch.Tensor, out: tuple[torch.Tensor, ...],
 ) -> None:
     """Write what ``screened_statistics`` returns, at the tokens of the group."""
     num_rows = rows.index.shape[0]

@@ -17,9 +17,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import has_tma, kernel, operand, tile_of_logits
@@ -32,16 +32,23 @@ LEAST_NEW = 1e-2
 
 
 class Centering(NamedTuple):
-    """What the operands are rounded less of, in fp32, and along which axes that is mended."""
+    """What the operands are rounded less of, in fp32, and along which axes that is mended.
 
-    hidden_D: Tensor  # m: each element's median over some hidden states, which a few that are huge do not move
-    weight_D: Tensor  # b: the mean row of the weight, by the columns' shares of what these tokens have below the threshold
-    variance_P: Tensor  # in parts: mean square of the rows' distance from b, by the same shares
-    basis_KD: Tensor  # orthonormal rows, or rows of 0; the hidden states' dtype
+    Attributes:
+        hidden_D: m: each element's median over some hidden states. A few of them that are huge do not move it.
+        weight_D: b: the mean row of the weight, by the columns' shares of what these tokens have below the threshold.
+        variance_P: In parts: mean square of the rows' distance from b, by the same shares.
+        basis_KD: Orthonormal rows, or rows of 0; the hidden states' dtype.
+    """
+
+    hidden_D: torch.Tensor
+    weight_D: torch.Tensor
+    variance_P: torch.Tensor
+    basis_KD: torch.Tensor
 
 
 def find_centering(
-    x: Operands, sampled: Operands, order: Sequence[Tensor], bound_N: Tensor, eps: float
+    x: Operands, sampled: Operands, order: Sequence[torch.Tensor], bound_N: torch.Tensor, eps: float
 ) -> Centering:
     """Find what the operands are rounded less of, from some tokens and the sampled columns.
 

@@ -35,7 +35,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import kernel
@@ -59,15 +58,18 @@ PACKED = tl.constexpr(8)  # neighbours in a row that a thread has
 
 
 class Rounded(NamedTuple):
-    """Rows in 8 bits, and fp32 numbers of each.
+    """Rows in 8 bits.
 
-    Of the weight: the row's number of the sum above, bias counted, and its length less the shared vector; -inf and 0 of a
-    column that takes no part. Of hidden states: the scale of the product, the number less the bound, the length, the bound.
-    Without a softcap they are those of logits to base 2; with one those of logits before it, the bound not taken off.
+    Attributes:
+        codes: [R, D + RANK or more] e4m3; what belongs to the axes from column D on, then zeros.
+        numbers_KR: [K, R] fp32. Of the weight the row's number of the sum above, bias counted, and its length less the shared
+            vector; -inf and 0 of a column that takes no part. Of hidden states the scale of the product, the number less the
+            bound, the length, the bound. Without a softcap scales and numbers are those of logits to base 2; with one they are
+            those of logits before it, and the bound is not taken off.
     """
 
-    codes: Tensor  # [R, D + RANK or more] e4m3; what belongs to the axes from column D on, then zeros
-    numbers_KR: Tensor
+    codes: torch.Tensor
+    numbers_KR: torch.Tensor
 
 
 def new_rounded(num_rows: int, hidden_size: int, inner: int, num_numbers: int, device: torch.device) -> Rounded:
@@ -84,9 +86,9 @@ def some_of(rounded: Rounded, num_rows: int) -> Rounded:
 
 def round_hidden(
     x: Operands,
-    index_R: Tensor,
-    num_kept: Tensor,
-    bound_N: Tensor,
+    index_R: torch.Tensor,
+    num_kept: torch.Tensor,
+    bound_N: torch.Tensor,
     centering: Centering,
     out: Rounded,
 ) -> None:
@@ -94,13 +96,13 @@ def round_hidden(
     _launch(x, (index_R, num_kept, bound_N), None, centering, out, 0, index_R.shape[0])
 
 
-def round_weight(x: Operands, slot_V: Tensor, centering: Centering, out: Rounded, first: int) -> None:
+def round_weight(x: Operands, slot_V: torch.Tensor, centering: Centering, out: Rounded, first: int) -> None:
     """Round rows of the weight from ``first`` on. Frequent columns and padding take no part."""
     _launch(x, None, slot_V, centering, out, first, x.logits.num_valid)
 
 
 def _launch(
-    x: Operands, group: tuple[Tensor, ...] | None, slot_V: Tensor | None, centering: Centering, out: Rounded,
+    x: Operands, group: tuple[torch.Tensor, ...] | None, slot_V: torch.Tensor | None, centering: Centering, out: Rounded,
     first: int, last: int,
 ) -> None:
     num_rows, num_inner = out.codes.shape
