@@ -141,7 +141,7 @@ def _run(
         x = x._replace(hidden=hidden, ids=ids)
         coefficient = 1.0 / divisor.float()
         nll_N = torch.empty(x.num_tokens, dtype=torch.float32, device=hidden.device)
-        made = _Made(torch.empty_like(hidden) if wanted[0] else None, None, None)
+        made = _Made(hidden.new_empty(hidden.shape) if wanted[0] else None, None, None)
         sum_group = sum_group_of(layout, group)
         hidden_sum = None
         if sum_group is not None and made.hidden is not None:

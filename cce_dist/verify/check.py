@@ -286,4 +286,4 @@ def local_rows(whole: Tensor, shard: VocabShard) -> Tensor:
 
 def bits(x: Tensor) -> Tensor:
     """Comparable where NaN is."""
-    return x.detach().contiguous().view(torch.uint8) if x.dim() else x.detach().view(1).view(torch.uint8)
+    return x.detach().flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)

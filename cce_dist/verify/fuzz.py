@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cce_dist import groups, reference
 from cce_dist.filter import GradFilter
+from cce_dist.kernels.budget import MOST_GROUPS
 from cce_dist.loss import linear_cross_entropy
 from cce_dist.shard import VocabShard
 from cce_dist.verify.cases import Bounds, Problem, even, padded
@@ -147,7 +148,8 @@ def draw(setting: Setting, number: int) -> Draw:
     apart = random.Random(f"groups/{setting.seed}/{number}/{where}")
     if not filtered and apart.random() < 0.2:
         _one_number(call)
-        call.in_groups = apart.randint(1, max(1, call.shape[0] if call.shape else 1))
+        count = torch.Size(call.shape).numel()
+        call.in_groups = apart.randint(max(1, count // MOST_GROUPS), max(1, count))
     return call
 
 
@@ -157,7 +159,7 @@ def _one_number(call: Draw) -> None:
         call.options.pop(name, None)
     if call.options.get("reduction") == "none":
         call.options["reduction"] = "sum"
-    call.upstream, call.buffer, call.classes = ("loss",), None, False
+    call.upstream, call.buffer, call.classes, call.broken = ("loss",), None, False, -1
 
 
 def _size(rng: random.Random, most: int, zero: float) -> int:
@@ -500,6 +502,9 @@ def _errors(call: Draw, name: str, values: list[Tensor], plain: Tensor | None, e
         floor += EPS[FP32] * (logit_noise * expected.noise[name] + expected.noise[name + " unbent"])
         if name == "dC" and call.buffer is not None:
             floor += 2 * EPS[call.buffer] * (expected.noise[name] + right.abs().max().item() if right.numel() else 0.0)
+        if name == "dC" and call.in_groups and right.numel():  # each group but the first is added in the weight's dtype
+            count = -(-torch.Size(call.shape).numel() // call.in_groups)
+            floor += EPS[dtype] * max(0, count - 1) * right.abs().max().item()
     elif not exact_products:
         floor += EPS[FP32] * expected.noise[name]
     errors = []
