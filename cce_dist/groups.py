@@ -24,7 +24,8 @@ from cce_dist import merge
 from cce_dist.agree import label_error
 from cce_dist.autograd import differentiable_once, nobody_listens
 from cce_dist.call import Call
-from cce_dist.kernels import Grads, Operands, Softmax, budget
+from cce_dist.kernels import Grads, Operands, Softmax, Spec, budget
+from cce_dist.kernels.backends import Backend
 from cce_dist.kernels.launch.rehearsal import rehearse
 from cce_dist.op import chosen, of_even_shard, sum_group_of
 
@@ -59,7 +60,9 @@ def rows_of_groups(x: Operands, call: Call) -> int | None:
     if _FORCED is not None:
         return _FORCED
     even = of_even_shard(x, spec, 1 if group is None else group.size())
-    return budget.rows_of_groups(exact.sizes_of(even), spec.workspace_bytes) if exact.keeps(even, spec) else None
+    if not exact.keeps(even, spec):
+        return None
+    return budget.rows_of_groups(exact.sizes_of(even)._replace(alone=spec.alone), spec.workspace_bytes)
 
 
 def loss(x: Operands, divisor: float | Tensor, call: Call, rows: int) -> Tensor:
@@ -129,6 +132,9 @@ def _run(
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     x = Operands(hidden, weight, bias, labels, call.spec.logits)
     backend, spec = chosen(call, x, group)
+    spec = spec._replace(
+        alone=True
+    )  # The sum over ranks begins when a group is done, and nothing of the group waits for it.
     with torch.autocast(hidden.device.type, enabled=False):
         ids = backend.label_ids(labels, spec.ignore_index, spec.vocab_size)
         if call.debug or not labels.is_cuda:
@@ -149,18 +155,16 @@ def _run(
             hidden_sum = merge.HiddenGradSum(sum_group, layout.sequence_parallel, dtype, x.num_tokens, rows)
         for first in range(0, max(x.num_tokens, 1), rows):
             part = slice(first, min(first + rows, x.num_tokens))
-            of_part = x.of_tokens(part, hidden[part])
-            stats_KN, saved = backend.statistics(
-                of_part, spec, lambda stats_3N: stats_3N[0]
-            )  # no filter: nobody calls it
-            *losses, merged = backend.token_losses(merge.gather_stats(stats_KN, group), of_part.ids, spec)
-            nll_N[part] = losses[0]
-            d_nll = coefficient.expand(of_part.num_tokens)
-            coef_4N = backend.coefficients([d_nll, None, None, None, None], of_part.ids, spec.vocab_size)
-            softmax = Softmax(merged[0], merged[1], None)
             grads = Grads(wanted[0], wanted[1], wanted[2] and bias is not None, made.weight)
-            d_hidden, d_weight, d_bias = backend.gradients(of_part, softmax, coef_4N, saved, grads, spec)
-            made = _added(made, part, d_hidden, d_weight, d_bias)
+            if made.hidden is not None:
+                grads = grads._replace(hidden_out=made.hidden[part])
+            nll_N[part], d_weight, d_bias = _finished(
+                x.of_tokens(part, hidden[part]), coefficient, grads, backend, spec, group
+            )
+            if made.weight is None:  # Later groups add to it by themselves.
+                made = made._replace(weight=d_weight)
+            if d_bias is not None:
+                made = made._replace(bias=d_bias if made.bias is None else made.bias + d_bias)
             if hidden_sum is not None and made.hidden is not None:
                 hidden_sum.start(made.hidden[: part.stop])
         if hidden_sum is not None:
@@ -170,12 +174,14 @@ def _run(
         return nll_N.sum() / divisor, made
 
 
-def _added(made: _Made, part: slice, d_hidden: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None) -> _Made:
-    """Put the gradients of a group to those of the groups before; later groups add to d_weight by themselves."""
-    if made.hidden is not None and d_hidden is not None:
-        made.hidden[part] = d_hidden
-    if made.weight is None:
-        made = made._replace(weight=d_weight)
-    if made.bias is not None and d_bias is not None:
-        d_bias = made.bias + d_bias
-    return made._replace(bias=d_bias)
+def _finished(
+    x: Operands, coefficient: Tensor, grads: Grads, backend: Backend, spec: Spec, group: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Finish the tokens of a group; the exponentials end with the call. -> their nll, d_weight and d_bias."""
+    # Without a filter nobody merges a bound.
+    stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
+    *losses, merged = backend.token_losses(merge.gather_stats(stats_KN, group), x.ids, spec)
+    upstream = [coefficient.expand(x.num_tokens), None, None, None, None]
+    coef_4N = backend.coefficients(upstream, x.ids, spec.vocab_size)
+    softmax = Softmax(merged[0], merged[1], None)
+    return losses[0], *backend.gradients(x, softmax, coef_4N, saved, grads, spec)[1:]

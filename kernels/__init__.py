@@ -241,6 +241,7 @@ class Grads(NamedTuple):
     # Call ``hidden_ready`` before that with the first ``ready_rows`` rows, then with twice as many, and so on, each as soon
     # as they are final, if tokens are split. None: with all rows alone.
     ready_rows: int | None = None
+    hidden_out: torch.Tensor | None = None  # [N, D] storage that d_hidden is written to and returned in, or None
 
 
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]  # of hidden, weight and bias

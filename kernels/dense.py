@@ -264,6 +264,8 @@ def gradients(
     if spec.filter.eps > 0 and spec.filter.compensate:
         _add_compensation(sums, x, softmax, coef_4N, grads, spec, gain)
     d_hidden = (sums.hidden_ND * gain).to(x.hidden.dtype).masked_fill_(x.ids[:, None] < 0, 0.0)
+    if grads.hidden_out is not None:
+        d_hidden = grads.hidden_out.copy_(d_hidden)
     if grads.want_hidden and grads.hidden_ready is not None:
         grads.hidden_ready(d_hidden)
     return (

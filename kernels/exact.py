@@ -380,7 +380,9 @@ def new_gradients(x: Operands, grads: Grads, zeros: bool = True) -> Gradients:
     """Return what is wanted: zeros, but for rows of d_weight that will be written, and for d_hidden without ``zeros``."""
     d_hidden = None
     if grads.want_hidden:
-        d_hidden = torch.zeros_like(x.hidden) if zeros else torch.empty_like(x.hidden)
+        d_hidden = torch.empty_like(x.hidden) if grads.hidden_out is None else grads.hidden_out
+        if zeros:
+            d_hidden.zero_()
     num_rows = x.weight.shape[0]
     d_bias = torch.zeros(num_rows, dtype=torch.float32, device=x.weight.device) if grads.want_bias else None
     if not grads.want_weight or grads.weight_out is not None:

@@ -184,7 +184,8 @@ def test_compiles_with_a_tensor_that_changes(data, name, backend):
             )
             ours, expected = ((loss, *torch.autograd.grad(loss, inputs)) for loss in losses)
             torch.testing.assert_close(ours, expected)
-    with pytest.raises(Exception, match="logit_scale must be a number or a 0-d tensor"):
+    # Some releases of torch say that an exception was seen in place of what it says.
+    with pytest.raises(Exception, match=r"logit_scale must be a number or a 0-d tensor|Observed exception"):
         compiled(hidden, weight, target, logit_scale=torch.ones(N))
 
 

@@ -541,7 +541,7 @@ def _on_ranks() -> None:
     few = mock.patch.multiple(budget, most_rows=lambda *_: 4, LEAST_BYTES=8000, ROWS=4)
     for case in DIVERGENCE_CASES:
         errors = run_case(case, group, "cpu", "torch")
-        if case.name in OF_KERNELS:
+        if case.name in OF_KERNELS and not GPU:  # The ranks are on CPUs, where kernels are interpreted.
             with few:
                 errors += run_case(
                     replace(case, shards=uneven, problem=random_problem(12, 24, 75)), group, "cpu", "triton"

@@ -13,6 +13,10 @@ class HeadShape(NamedTuple):
 
 
 SHAPES = {
+    "gemma-3-270m": HeadShape(640, 262_144),
+    "gemma-3-1b": HeadShape(1152, 262_144),
+    "qwen-3-0.6b": HeadShape(1024, 151_936),
+    "llama-3.2-1b": HeadShape(2048, 128_256),
     "gemma-2-2b": HeadShape(2304, 256_000),
     "gemma-2-9b": HeadShape(3584, 256_000),
     "gemma-2-27b": HeadShape(4608, 256_000),
