@@ -97,8 +97,8 @@ NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the 
 LIVE_BLOCKS = 8  # fp32 blocks of logits that the dense backend has alive at a time, at most
 BLOCK_N, BLOCK_V = 128, 256  # its blocks are multiples of these
 
-# Tokens of a group at least, and groups at most. Groups of 768 tokens took as long as logits computed twice on a
-# head of D 1,024; dC is off by 3.5e-3 with 16 groups, 2.9e-3 with one (H200, 2026-11).
+# Tokens of a group at least, and groups at most. Groups of 768 tokens took as long as logits computed twice at D 1,024;
+# dC is off by 2.8e-3 with one group, 4.8e-3 with ten, 6.8e-3 with sixteen, dense bf16's by 6.4e-3 to 8.1e-3 (H200, 2026-11).
 LEAST_GROUP, MOST_GROUPS = 896, 16
 
 
