@@ -132,9 +132,8 @@ def _run(
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     x = Operands(hidden, weight, bias, labels, call.spec.logits)
     backend, spec = chosen(call, x, group)
-    spec = spec._replace(
-        alone=True
-    )  # The sum over ranks begins when a group is done, and nothing of the group waits for it.
+    # The sum over ranks begins when a group is done, and nothing of the group waits for it.
+    spec = spec._replace(alone=True)
     with torch.autocast(hidden.device.type, enabled=False):
         ids = backend.label_ids(labels, spec.ignore_index, spec.vocab_size)
         if call.debug or not labels.is_cuda:

@@ -527,6 +527,13 @@ def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_
     return Peak(saved + forward, saved, saved + backward + cut + num_tokens * 16, cut)  # 16: the coefficients
 
 
+def groups_peak(sizes: Sizes, rows: int, tiles: Tiles, at_once: int) -> int:
+    """Predict the bytes beside inputs and gradients of a loss in groups of ``rows`` tokens; they end with forward."""
+    group = sizes._replace(num_tokens=rows, alone=True)
+    peak = exact_peak(group, bytes_of_all(group), True, tiles, at_once)
+    return max(peak.forward, peak.backward) + sizes.num_tokens * 12  # ids and losses of all tokens
+
+
 def filtered_peak(
     sizes: Sizes, workspace_bytes: int, frequent_columns: int, tiles: Tiles, at_once: int, screen: Tile | None = None
 ) -> Peak:

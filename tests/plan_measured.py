@@ -43,20 +43,24 @@ class Pair(NamedTuple):
         return self.said.workspace - self.peak_bytes
 
 
-def pairs(path: Path) -> Iterator[Pair]:
-    """Yield the rows of a bench.json that were measured and can be predicted; no ignored labels can."""
+def pairs(path: Path, in_groups: bool = True) -> Iterator[Pair]:
+    """Yield the rows of a bench.json that were measured and can be predicted; no ignored labels can.
+
+    Without ``in_groups`` rows that a loss makes group by group are left out: the file is of a time before it did.
+    """
     results = read_json(path)
     name = results.environment["device"].lower()
     (device,) = (device for device in DEVICES.values() if device.name in name)
     for case in results.cases:
         if case.ignored:
             continue
-        head = Head(case.num_tokens, case.hidden_size, case.vocab_size, case.num_ranks)
+        one_number = case.stage != "megatron"
+        head = Head(case.num_tokens, case.hidden_size, case.vocab_size, case.num_ranks, one_number=one_number)
         for row in case.rows:
             if row.problem or row.peak_bytes is None or not row.total.seconds:
                 continue
             said = predict(head, row.name, case.stage, device)
-            if said is not None:
+            if said is not None and (in_groups or "saved" in said.items or "logits" in said.items):
                 yield Pair(head, row.name, said, row.total.median, row.peak_bytes)
 
 

@@ -52,16 +52,17 @@ class Costs(NamedTuple):
     slowest: float = 0.022  # time that each doubling of the ranks adds, as a share: the slowest of more GPUs
     backward: float = 1.045  # time of a product of backward over a plain product's
     exponentials: float = 27e9  # of a multiprocessor in a second, 16 a clock at 1.7 GHz; no product hides them
-    launch: float = 8e-6  # seconds that a small kernel takes on the GPU with the gap before it
+    launch: float = 7e-6  # seconds that a small kernel takes on the GPU with the gap before it
     loss: int = 28  # small kernels of forward and of backward each, the algebra of the loss included
     chunk: int = 3  # launches of a chunk
+    group: float = 0.5e-3  # seconds of a group of tokens beside its products and its passes over dC
     unaligned: float = 0.14  # share of a plain product's rate where a row of logits is no whole number of 16 bytes
     latency: float = 10e-6  # seconds before a collective's first byte
 
 
-# Read on H200s on November 21, 2026: ``slowest`` from the plain products at T = 1, 2 and 4; ``backward`` from the rows of
-# cce-dist-cached less those products. Our launches are those of docs/results.md#small-shards. A filter's costs are
-# ``budget.FILTER_COSTS``.
+# Read on H200s in November 2026: ``slowest`` from the plain products at T = 1, 2 and 4; ``backward`` from the rows of
+# cce-dist-cached less those products; ``group`` from ten heads in 512 MiB, 1 GiB and the default. Our launches are those of
+# docs/results.md#small-shards. A filter's costs are ``budget.FILTER_COSTS``.
 COSTS = Costs()
 
 
@@ -94,15 +95,18 @@ class Dense(NamedTuple):
     bytes_moved: float  # read and written for each logit, forward and backward
     sums_exposed: bool = True  # whether the sum of dE over the ranks is waited for
     small_sums: int = 2  # all-reduces of a number or two for each token, in forward
+    # Bytes of each logit that a copy has alive and moves, where a row of logits is no whole number of 16 bytes. None: there is
+    # no copy, and products read the rows slowly (``Costs.unaligned``)
+    padded: tuple[int, int] | None = None
 
 
 # ``bytes_alive`` is read off the code: bf16 logits count 2, an fp32 copy, exponentials, their gradient 4 each. torch: logits,
 # log-softmax and gradient in fp32. Megatron: bf16 logits and one fp32 buffer; fused: that and another fp32 one. DeepSpeed: bf16
 # logits and three fp32 buffers. ``bytes_moved`` is from the time of the rows of the files
-# above less three products, at the bandwidth above.
+# above less three products, at the bandwidth above; ``padded`` of GPT-2's head (V 50,257).
 DENSE = {
     "torch": Dense(12, 50),
-    "torch-compile": Dense(2, 14),
+    "torch-compile": Dense(2, 14, padded=(2, 8)),
     "torch-compile-tp": Dense(6, 18),
     "megatron": Dense(6, 76, sums_exposed=False, small_sums=3),
     "megatron-fused": Dense(10, 49, sums_exposed=False),

@@ -12,7 +12,7 @@ from cce_dist.filter import GradFilter
 from cce_dist.kernels import budget
 from cce_dist.kernels.budget import Sizes, cdiv
 from cce_dist.kernels.tiles import Tiles, table_tiles
-from cce_dist.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Device
+from cce_dist.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Dense, Device
 
 OURS = ("kept", "budget", "filtered")
 LOSSES = (*OURS, *DENSE)
@@ -31,6 +31,7 @@ class Head:
     vocab_size: int  # V, of all ranks
     tp: int = 1  # T, ranks that the vocabulary is split over
     sequence_parallel: bool = False  # hidden states and their gradient are this rank's slices
+    one_number: bool = True  # the loss is a mean or a sum, which may go group by group; else it is one for each token
 
     @property
     def sizes(self) -> Sizes:
@@ -39,8 +40,18 @@ class Head:
         return Sizes(self.num_tokens, self.hidden_size, columns, ITEMSIZE, alone=not self.is_split)
 
     @property
+    def is_aligned(self) -> bool:
+        """Whether a row of logits is a whole number of vectors."""
+        return self.sizes.num_columns * ITEMSIZE % VECTOR_BYTES == 0
+
+    @property
     def is_split(self) -> bool:
         return self.tp > 1
+
+    def group_rows(self, loss: str, workspace_bytes: int) -> int | None:
+        """Return the tokens of a group of ``cce_dist/groups.py``; None: the loss goes another way."""
+        in_groups = loss == "budget" and self.one_number
+        return budget.rows_of_groups(self.sizes, workspace_bytes) if in_groups else None
 
     @property
     def hidden_bytes(self) -> int:
@@ -133,6 +144,14 @@ def lists_have_capacity(head: Head, workspace_bytes: int) -> bool:
 def _our_moments(head: Head, loss: str, device: Device, workspace_bytes: int) -> list[dict[str, int]]:
     """Return what is alive in forward, while backward's products run, while d_hidden is summed, and at the end."""
     sizes, tiles = head.sizes, _tiles(device)
+    rows = head.group_rows(loss, workspace_bytes)
+    in_slices = head.sequence_parallel and head.is_split
+    gathered = {"gathered hidden": head.hidden_bytes if in_slices else 0}
+    gradients = {"gradients": head.hidden_bytes + head.weight_bytes}
+    summed = {"sum": head.slice_bytes if in_slices else 0}
+    if rows is not None:
+        workspace = budget.groups_peak(sizes, rows, tiles, device.multiprocessors)
+        return [gathered | gradients | summed | {"workspace": workspace}]
     if loss == "filtered":
         frequent = budget.frequent_columns(sizes.num_columns, DEFAULT_EPS)
         peak = budget.filtered_peak(
@@ -141,10 +160,6 @@ def _our_moments(head: Head, loss: str, device: Device, workspace_bytes: int) ->
     else:
         peak = budget.exact_peak(sizes, workspace_bytes, True, tiles, device.multiprocessors)
     saved = {"lists" if loss == "filtered" else "saved": peak.saved}
-    in_slices = head.sequence_parallel and head.is_split
-    gathered = {"gathered hidden": head.hidden_bytes if in_slices else 0}
-    gradients = {"gradients": head.hidden_bytes + head.weight_bytes}
-    summed = {"sum": head.slice_bytes if in_slices else 0}
     return [
         saved | gathered | {"workspace": peak.forward - peak.saved},
         saved | gathered | gradients | {"workspace": peak.backward - peak.saved},
@@ -156,9 +171,10 @@ def _our_moments(head: Head, loss: str, device: Device, workspace_bytes: int) ->
 def _dense_moments(head: Head, loss: str) -> list[dict[str, int]]:
     """Return what is alive when the loss's own backward ends, and while the two products of the gradients run."""
     logits = head.num_tokens * head.sizes.num_columns
+    copied, _ = _padded(head, DENSE[loss])
     return [
-        {"logits": DENSE[loss].bytes_alive * logits},
-        {"logits": ITEMSIZE * logits, "gradients": head.gradient_bytes},
+        {"logits": (DENSE[loss].bytes_alive + copied) * logits},
+        {"logits": (ITEMSIZE + copied) * logits, "gradients": head.gradient_bytes},
     ]
 
 
@@ -178,6 +194,13 @@ def _our_seconds(head: Head, loss: str, device: Device, workspace_bytes: int) ->
         forward, backward = _filter_seconds(head, device, workspace_bytes)
         return product + forward, backward, _our_collectives(head, device, 0.0, 2)
     forward = product + _exponentials(head, device) + _small_kernels(head, device)
+    rows = head.group_rows(loss, workspace_bytes)
+    if rows is not None:
+        # All is done in forward, and the sum of a group's d_hidden runs behind the next group.
+        more = cdiv(head.num_tokens, rows) - 1
+        forward += _gradient_products(head, device) + _small_kernels(head, device)
+        forward += more * (2 * head.weight_bytes / device.bandwidth + COSTS.group)
+        return forward, COSTS.launch, _our_collectives(head, device, forward * more / (more + 1), more + 1)
     backward, covering = _exact_backward(head, device, workspace_bytes)
     return forward, backward, _our_collectives(head, device, covering, 1)
 
@@ -194,12 +217,19 @@ def _small_kernels(head: Head, device: Device) -> float:
 def _exact_backward(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
     """Return seconds of the exact backward, and those of its last product, which runs behind the sum of d_hidden."""
     product = head.product / device.flops
+    products = _gradient_products(head, device)
     kept = budget.columns_kept(head.sizes, workspace_bytes)
     recomputed = max(0, head.sizes.num_columns - kept) / max(1, head.sizes.num_columns)
     chunks, rows = _chunks(head, device, workspace_bytes, kept)
-    seconds = COSTS.backward * (2 + recomputed) * product + recomputed * _exponentials(head, device)
+    seconds = products + recomputed * (COSTS.backward * product + _exponentials(head, device))
     seconds += _small_kernels(head, device) + chunks * _chunk_seconds(head, device, rows)
-    return seconds, COSTS.backward * product / max(1, chunks)
+    return seconds, products / 2 / max(1, chunks)
+
+
+def _gradient_products(head: Head, device: Device) -> float:
+    """Return seconds of the two products of the gradients, whose last tile of D is often in part empty."""
+    cols = _tiles(device).grad_weight.cols
+    return COSTS.backward * 2 * head.product / device.flops * (cdiv(head.hidden_size, cols) * cols / head.hidden_size)
 
 
 def _chunks(head: Head, device: Device, workspace_bytes: int, kept: int) -> tuple[int, int]:
@@ -238,16 +268,21 @@ def _dense_seconds(head: Head, loss: str, device: Device, _: int) -> tuple[float
     """Return seconds of forward and backward, and the collectives, of a loss that holds logits."""
     how = DENSE[loss]
     # The plain products read rows of logits, which the library is slow with where they are not a whole number of vectors.
-    aligned = head.sizes.num_columns * ITEMSIZE % VECTOR_BYTES == 0
-    product = head.product / device.flops / (1.0 if aligned else COSTS.unaligned)
+    slow = not head.is_aligned and how.padded is None
+    product = head.product / device.flops / (COSTS.unaligned if slow else 1.0)
     fixed = COSTS.loss * COSTS.launch / 2
-    moved = how.bytes_moved * head.num_tokens * head.sizes.num_columns / device.bandwidth
+    moved = (how.bytes_moved + _padded(head, how)[1]) * head.num_tokens * head.sizes.num_columns / device.bandwidth
     backward = 2 * product + moved / 2 + fixed
     collectives = []
     if head.is_split:
         collectives.append(_of("all_reduce", how.small_sums, 4 * head.num_tokens, head.tp, device))
         collectives += _of_hidden(head, device, 0.0 if how.sums_exposed else product / 4)
     return product + moved / 2 + fixed, backward, collectives
+
+
+def _padded(head: Head, how: Dense) -> tuple[int, int]:
+    """Return the bytes of each logit that a copy to aligned rows has alive, and moves."""
+    return (0, 0) if head.is_aligned or how.padded is None else how.padded
 
 
 def _our_collectives(head: Head, device: Device, covering: float, gathers: int) -> list[Collective]:
