@@ -65,18 +65,43 @@ def rows_of_groups(x: Operands, call: Call) -> int | None:
     return budget.rows_of_groups(exact.sizes_of(even)._replace(alone=spec.alone), spec.workspace_bytes)
 
 
-def loss(x: Operands, divisor: float | Tensor, call: Call, rows: int) -> Tensor:
-    """Return the sum of nll over tokens, divided by ``divisor``: 0-d fp32, differentiable once.
+class Terms(NamedTuple):
+    """What a token's nll becomes its loss by: ``weight_N * (nll + z_loss_weight * lse^2) / divisor``."""
+
+    divisor: Tensor  # 0-d
+    z_loss_weight: float | Tensor = 0.0
+    weight_N: Tensor | None = None  # fp32, of the labels' classes; None: 1
+
+    def of_tokens(self, tokens: slice) -> Terms:
+        return self if self.weight_N is None else self._replace(weight_N=self.weight_N[tokens])
+
+    def losses(self, nll_N: Tensor, lse_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the tokens' losses before they are divided, and the gradients of their quotient by nll and by lse."""
+        d_nll_N, d_lse_N = (1.0 / self.divisor.float()).expand(len(nll_N)), None
+        if self.weight_N is not None:
+            d_nll_N = d_nll_N * self.weight_N
+        if isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight:
+            nll_N = nll_N + self.z_loss_weight * lse_N.square()
+            d_lse_N = d_nll_N * (2.0 * self.z_loss_weight * lse_N)
+        return nll_N if self.weight_N is None else nll_N * self.weight_N, d_nll_N, d_lse_N
+
+
+def loss(x: Operands, divisor: float | Tensor, call: Call, rows: int, z_loss_weight: float | Tensor = 0.0,
+         weight_N: Tensor | None = None) -> Tensor:  # fmt: skip
+    """Return the sum of the tokens' losses, divided by ``divisor``: 0-d fp32, differentiable once.
 
     Args:
         x: The operands; the labels in place of their ids. Under sequence parallelism hidden states are this rank's slice.
         divisor: A number, or a 0-d tensor.
         call: What is computed.
         rows: Tokens of a group.
+        z_loss_weight: Weight of the squared log-sum-exp; no gradient.
+        weight_N: [N] fp32 weight of each token's class, 0 where the label is ignored; None: 1.
     """
     if not isinstance(divisor, Tensor):
         divisor = torch.full((), float(divisor), device=x.hidden.device)
-    return _InGroups.apply(x.hidden, x.weight, x.bias, x.ids, divisor.to(x.hidden.device), call, rows)  # type: ignore[return-value]
+    terms = Terms(divisor.to(x.hidden.device), z_loss_weight, weight_N)
+    return _InGroups.apply(x.hidden, x.weight, x.bias, x.ids, terms, call, rows)  # type: ignore[return-value]
 
 
 class _Made(NamedTuple):
@@ -89,12 +114,12 @@ class _Made(NamedTuple):
 
 class _InGroups(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, divisor: Tensor, call: Call,
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, call: Call,
                 rows: int) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(hidden, weight, bias, labels, divisor)
-        ctx.call, ctx.rows = call, rows
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.terms, ctx.call, ctx.rows = terms, call, rows
         # No saved tensors: the first backward takes these away, scales them in place, and leaves them to the parameters.
-        found, ctx.made = _run(hidden, weight, bias, labels, divisor, call, rows, ctx.needs_input_grad)
+        found, ctx.made = _run(hidden, weight, bias, labels, terms, call, rows, ctx.needs_input_grad)
         return found
 
     @staticmethod
@@ -102,8 +127,8 @@ class _InGroups(torch.autograd.Function):
         made, ctx.made = ctx.made, None
         with torch.no_grad():
             if made is None:
-                hidden, weight, bias, labels, divisor = ctx.saved_tensors
-                made = _run(hidden, weight, bias, labels, divisor, ctx.call, ctx.rows, ctx.needs_input_grad)[1]
+                hidden, weight, bias, labels = ctx.saved_tensors
+                made = _run(hidden, weight, bias, labels, ctx.terms, ctx.call, ctx.rows, ctx.needs_input_grad)[1]
             for tensor in made:
                 if tensor is not None:
                     _scale(tensor, grads[0].float(), ctx.call.backend)
@@ -125,7 +150,7 @@ def _scale(values: Tensor, factor: Tensor, backend: str) -> None:
 
 
 def _run(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, divisor: Tensor, call: Call, rows: int,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, call: Call, rows: int,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor, _Made]:  # fmt: skip
     """Return the loss and its gradients, group by group."""
@@ -144,8 +169,7 @@ def _run(
             hidden = merge.SequenceGather(hidden, group).wait()
         rehearse(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None)
         x = x._replace(hidden=hidden, ids=ids)
-        coefficient = 1.0 / divisor.float()
-        nll_N = torch.empty(x.num_tokens, dtype=torch.float32, device=hidden.device)
+        loss_N = torch.empty(x.num_tokens, dtype=torch.float32, device=hidden.device)
         made = _Made(hidden.new_empty(hidden.shape) if wanted[0] else None, None, None)
         sum_group = sum_group_of(layout, group)
         hidden_sum = None
@@ -157,8 +181,8 @@ def _run(
             grads = Grads(wanted[0], wanted[1], wanted[2] and bias is not None, made.weight)
             if made.hidden is not None:
                 grads = grads._replace(hidden_out=made.hidden[part])
-            nll_N[part], d_weight, d_bias = _finished(
-                x.of_tokens(part, hidden[part]), coefficient, grads, backend, spec, group
+            loss_N[part], d_weight, d_bias = _finished(
+                x.of_tokens(part, hidden[part]), terms.of_tokens(part), grads, backend, spec, group
             )
             if made.weight is None:  # Later groups add to it by themselves.
                 made = made._replace(weight=d_weight)
@@ -170,17 +194,17 @@ def _run(
             made = made._replace(hidden=hidden_sum.wait())
         if made.bias is not None and bias is not None:
             made = made._replace(bias=made.bias.to(bias.dtype))
-        return nll_N.sum() / divisor, made
+        return loss_N.sum() / terms.divisor, made
 
 
 def _finished(
-    x: Operands, coefficient: Tensor, grads: Grads, backend: Backend, spec: Spec, group: Any
+    x: Operands, terms: Terms, grads: Grads, backend: Backend, spec: Spec, group: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Finish the tokens of a group; the exponentials end with the call. -> their nll, d_weight and d_bias."""
+    """Finish the tokens of a group; the exponentials end with the call. -> their losses, d_weight and d_bias."""
     # Without a filter nobody merges a bound.
     stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
-    *losses, merged = backend.token_losses(merge.gather_stats(stats_KN, group), x.ids, spec)
-    upstream = [coefficient.expand(x.num_tokens), None, None, None, None]
-    coef_4N = backend.coefficients(upstream, x.ids, spec.vocab_size)
+    nll_N, lse_N, *_, merged = backend.token_losses(merge.gather_stats(stats_KN, group), x.ids, spec)
+    loss_N, *upstream = terms.losses(nll_N, lse_N)
+    coef_4N = backend.coefficients([*upstream, None, None, None], x.ids, spec.vocab_size)
     softmax = Softmax(merged[0], merged[1], None)
-    return losses[0], *backend.gradients(x, softmax, coef_4N, saved, grads, spec)[1:]
+    return loss_N, *backend.gradients(x, softmax, coef_4N, saved, grads, spec)[1:]

@@ -147,8 +147,8 @@ def linear_cross_entropy(
             rank of a group. None: as much as it takes to keep all exponentials, which saves a quarter of the time, but at most
             2 GiB and at least 256 MiB; 256 MiB where none can be kept. The shapes alone decide it. The extremes: 1 takes the
             least memory, 1 << 40 keeps everything and is fastest. Where not all can be kept, a call on Triton that returns one
-            number alone ("mean" or "sum" without smoothing, z-loss, weight, return_aux and grad_weight_out) makes its gradients
-            in forward, group by group of tokens; they are held until backward.
+            number alone ("mean" or "sum" without smoothing, return_aux and grad_weight_out) makes its gradients in forward,
+            group by group of tokens; they are held until backward.
         grad_weight_out: [V_r, D] contiguous buffer (fp32, say, as Megatron's main_grad) that backward adds dC into;
             linear_weight itself then gets no gradient.
         options: None alone; it stands for the argument of that name in ``torch.nn.functional.linear_cross_entropy``.
@@ -211,10 +211,12 @@ def linear_cross_entropy(
     call = operands.call_of(x, _spec(x, weight, shard, chosen)._replace(factors=unread is not None), shard, chosen)
     call = _screened(call, x, shard, chosen.grad_filter)
     agree.check_ranks(x, {"weight": weight}, shard, chosen, call)
-    if weight is None and unread is None and grad_weight_out is None and _is_one_number(chosen):
+    class_weights = None if weight is None else terms.ClassWeights(weight, x, shard, chosen.ignore_index)
+    if unread is None and grad_weight_out is None and _is_one_number(chosen):
         rows = groups.rows_of_groups(x, call)
         if rows is not None:
-            return groups.loss(x, _divisor(x, chosen, None), call, rows)
+            of_labels = None if class_weights is None else class_weights.of_labels
+            return groups.loss(x, _divisor(x, chosen, class_weights), call, rows, chosen.z_loss_weight, of_labels)
     factors = None if unread is None else terms.factors(unread, 1.0, x, target.shape, call)
     found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
     loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll
@@ -222,9 +224,7 @@ def linear_cross_entropy(
         loss = loss + chosen.label_smoothing * found.uniform_nll
     if chosen.has_z_loss:
         loss = loss + chosen.z_loss_weight * found.lse.square()
-    class_weights = None
-    if weight is not None:
-        class_weights = terms.ClassWeights(weight, x, shard, chosen.ignore_index)
+    if class_weights is not None:
         loss = class_weights.weigh(loss, found.lse, chosen.label_smoothing, scale)
     if reduction == "none":
         loss = loss.view(target.shape)
@@ -270,9 +270,8 @@ def _screened(call: Call, x: Operands, shard: VocabShard, grad_filter: GradFilte
 
 
 def _is_one_number(options: Options) -> bool:
-    """Whether the call returns the sum of nll alone, divided by something."""
-    plain = options.label_smoothing == 0 and not options.has_z_loss and not options.return_aux
-    return plain and options.reduction != "none"
+    """Whether the call returns one number alone, and its gradients need no uniform term."""
+    return options.label_smoothing == 0 and not options.return_aux and options.reduction != "none"
 
 
 def _output(loss: Tensor, found: Outputs, z_loss: Tensor, target: Tensor, spec: Spec) -> LinearCrossEntropyOutput:

@@ -190,7 +190,7 @@ CASES = [
          random_problem(24, labels=ignore(slice(0, None, 4)))),
     Case("input-grad-partial", "dE summed when it should not be", {"input_grad": "partial"}),
     Case("main-grad", "dC overwritten instead of added", accumulate=True),
-    Case("in-groups", "a group that sets dC and does not add to it", {"softcap": 20.0, "num_tokens": 50},
+    Case("in-groups", "a group that sets dC and does not add to it", {"softcap": 20.0, "num_tokens": 50, "z_loss_weight": 1e-3},
          random_problem(bias=True, labels=ignore(slice(0, 12))), in_groups=11),
     Case("in-groups-uneven-shards", "a group's statistics merged with another's", problem=random_problem(scale=0.2),
          shards=uneven, dtype=BF16, in_groups=16),

@@ -155,11 +155,11 @@ def draw(setting: Setting, number: int) -> Draw:
 
 def _one_number(call: Draw) -> None:
     """Leave out what is not one number with one upstream gradient."""
-    for name in ("return_aux", "z_loss_weight", "label_smoothing", "weight"):
+    for name in ("return_aux", "label_smoothing"):
         call.options.pop(name, None)
     if call.options.get("reduction") == "none":
         call.options["reduction"] = "sum"
-    call.upstream, call.buffer, call.classes, call.broken = ("loss",), None, False, -1
+    call.upstream, call.buffer, call.broken = ("loss",), None, -1
 
 
 def _size(rng: random.Random, most: int, zero: float) -> int:
