@@ -6,9 +6,9 @@
 
 "cuts" are all cuts of one model over two GPUs. "batches" are microbatches of 16, 4 and 1 sequences of one step, the vocabulary
 split over all ranks, "large-head" those of a model with four times the vocabulary, and "tiny" those of a model for a CPU;
-"show" prints their table. Ids are drawn by
-Zipf's law. The file gets, for each run, the seconds of each timed step and the peak of each rank. "filtered" is what a user of
-``GradFilter()`` gets: exact gradients where its rule, of the sizes alone, says that they take less time. The table says where.
+"show" prints their table. Ids are drawn by Zipf's law. The file gets, for each run, the seconds of each timed step and the peak
+of each rank. "filtered" is what a user of ``GradFilter()`` gets: exact gradients
+where its rule, of the sizes alone, says that they take less time.
 
 The losses of "batches" take steps in turns, in an order that rotates, since a host's speed drifts. A ratio is the median of
 those of the rounds, with its quartiles.
@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +183,13 @@ def share(engine: str) -> None:
 
 
 def show(files: list[str]) -> None:
-    """Print tokens/s and the largest peak of each engine, number of GPUs and microbatch, a column for each loss."""
+    """Print tokens/s and the largest peak of each engine, number of GPUs and microbatch, a column for each loss.
+
+    A filter that does not filter has none: it is the exact loss.
+    """
     runs = [run for file in files for run in json.loads(Path(file).read_text())]
+    runs = [run for run in runs if run["loss"] != "filtered" or run["filters"]]
+    losses = [loss for loss in LOSSES_OF_BATCHES if any(run["loss"] == loss for run in runs)]
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for run in runs:
         rows.setdefault((run["engine"], run["model"], run["tp"]), {})[run["loss"]] = run
@@ -191,13 +197,10 @@ def show(files: list[str]) -> None:
     for (engine, model, size), by_loss in rows.items():
         speed = {loss: run["batch_size"] * run["shape"]["seq_len"] / median(run) for loss, run in by_loss.items()}
         cells = {"engine, GPUs, model, sequences": f"{engine}, {size}, {model}"}
-        for loss in LOSSES_OF_BATCHES:
+        for loss in losses:
             peak = max(by_loss[loss]["peak_bytes"]) / 2**20 if loss in speed else 0
             cells[loss] = f"{speed[loss]:,.0f}; {peak:,.0f}" if loss in speed else "-"
-        cells["it filters"] = (
-            "-" if "filtered" not in speed else "yes" if by_loss["filtered"]["filters"] else "no: exact"
-        )
-        for one, other in (("exact", "dense"), ("filtered", "exact")):
+        for other, one in pairwise(losses):
             cells[f"{one} / {other}"] = ratio(by_loss[one], by_loss[other]) if {one, other} <= speed.keys() else "-"
         table.append(cells)
     print("\n".join(report.table(table)))
