@@ -26,6 +26,7 @@ LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2 << 30  # of the budget that is chosen
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
 KEPT_ROWS = 16 * ROWS  # tokens, at least, whose exponentials are made at a time: row blocks that share the weight in L2
+FULL_WAVES = 0.95  # of the programs that run at once, at least, are busy on average, where a cut of the vocabulary can do it
 PARTS_BYTES = 17 << 20  # of d_hidden's last wave, at most: a tile of 128 x 256 in fp32 for each of 132 programs
 # Every 63rd column is a sample of 1.6 % of a product. Once in a million tokens, too few of the largest logits are below its
 # threshold, or too many of all. A list has a place in eight columns at most, each of four logits and a column.
@@ -210,15 +211,24 @@ def _part_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int) -> int:
     return (workspace_bytes - recompute) // (sizes.num_tokens * tile_bytes)
 
 
+@lru_cache(maxsize=1024)
 def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> int:
     """Return the number of parts that the log-sum-exp cuts ``num_tiles`` tiles of the vocabulary into.
 
     It is a quarter of the device's programs, so that 16 row blocks are four whole waves; fewer where many row blocks would have
-    large partials, more where few would not fill the device.
+    large partials, more where few would not fill the device. Where the last wave would be far from full, it is the nearest
+    number with fuller waves.
     """
     row_blocks = cdiv(num_rows, tile_rows)
     wanted = max(cdiv(at_once, row_blocks), min(at_once // 4, cdiv(16 * at_once, row_blocks)))
-    return min(num_tiles, wanted)
+
+    def filled(parts: int) -> float:
+        return row_blocks * parts / (cdiv(row_blocks * parts, at_once) * at_once)
+
+    if filled(wanted) >= FULL_WAVES:
+        return min(num_tiles, wanted)
+    near = sorted(range(max(1, at_once // row_blocks), wanted + wanted // 2 + 1), key=lambda parts: abs(parts - wanted))
+    return min(num_tiles, next((parts for parts in near if filled(parts) >= FULL_WAVES), max(near, key=filled)))
 
 
 def cut_last_wave(num_tiles: int, num_steps: int, at_once: int) -> tuple[int, int]:
