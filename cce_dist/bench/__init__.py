@@ -3,7 +3,8 @@
 Reading order: ``shapes`` (heads by name), ``workload`` (input with a trained model's statistics), ``methods`` (what is
 compared: this library, ``peers``, and ``stage``, the ends of frameworks' last stages), ``loop`` (check a problem, then time, on
 one rank or a group), ``tasks`` (the problems: losses, log-probabilities, divergences), ``collectives`` (what is sent),
-``report`` (table, JSON, figure), ``cases`` (all of a command).
+``report`` (table, JSON, figure), ``cases`` (all of a command). Whole steps have ``models`` (their configs, and the
+ways to compute a loss) and ``steps`` (train on text, check, time) besides.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cce_dist.arguments import device, file, folder, number, whole, wholes
+from cce_dist.arguments import device, file, folder, number, pattern, whole, wholes
 from cce_dist.bench.shapes import COLUMNS, LOG_PROBS, SHAPES
 from cce_dist.kernels.divergence.heads import KINDS
 
@@ -20,6 +21,7 @@ DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
     "cpu": (["toy"], [512]),
 }
 STAGES = ("megatron", "deepspeed")
+MODEL_TOKENS = [2048, 8192, 32768]  # of --models
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--workspace", nargs="+", type=whole(1), metavar="MIB", help="workspaces of cce-dist, a row each (default: 256)"
     )
+    _add_models(parser)
     add("--repeats", type=whole(1), default=20, help="rounds of timing, methods in turns")
     add("--no-forward", action="store_true", help="do not time forward by itself, which takes a third of the time")
     add("--device", type=device, help="cuda, cuda:1, cpu (default: cuda if there is one)")
@@ -75,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=file,
         metavar="JSON",
-        help="measure nothing; print each bench.json again and draw its figure. With --shapes, --tokens, --methods, --ignored "
-        "or --tp print a part, and draw nothing",
+        help="measure nothing; print each bench.json again and draw its figure. With --shapes, --models, --tokens, "
+        "--methods, --ignored or --tp print a part, and draw nothing",
     )
     add(
         "--columns",
@@ -85,6 +88,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COLUMN",
         help=f"with --show: print one table, a column per case, with these numbers, and draw nothing: {', '.join(COLUMNS)}",
     )
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("whole steps of models that are trained on text before").add_argument
+    add("--models", nargs="+", metavar="MODEL", help="models of transformers; 'list' prints them")
+    add("--layers", type=whole(1), metavar="L", help="so many layers of each (default: all)")
+    add("--length", type=whole(2), default=2048, metavar="N", help="tokens of a sequence (default: 2048)")
+    add("--compile", choices=("no", "yes", "both"), default="no", help="torch.compile around each way's model")
+    add("--longest", type=whole(0), default=0, metavar="GIB", help="find the longest sequence in this memory")
+    add("--train-steps", type=whole(1), default=300, metavar="STEPS", help="before (default: 300)")
+    add("--corpus", type=folder, metavar="DIR", help="UTF-8 text files (default: Python's standard library)")
+    add("--pattern", type=pattern, help="file names to read, such as '*.txt'")
+    add("--cache", type=folder, metavar="DIR", help="of tokenized text (default: ~/.cache/cce-dist)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.models:
+        return _models(args)
     shapes, tokens = DEFAULTS[torch.device(args.device).type]
     args.workload = [rung for name in args.workload for rung in (RUNGS if name == "ladder" else [name])]
     missing = [name for name in args.workload if name not in RUNGS and not Path(name).is_file()]
@@ -109,11 +127,43 @@ def run(args: argparse.Namespace) -> int:
     return cases.run(args)
 
 
+def _models(args: argparse.Namespace) -> int:
+    """Measure whole steps."""
+    try:
+        from cce_dist.bench import models, steps
+    except ImportError as error:
+        raise SystemExit(f"cce-dist bench: --models needs cce-dist[train]: {error}") from error
+
+    if args.models == ["list"]:
+        print("\n".join(models.CONFIGS))
+        return 0
+    unknown = [name for name in args.models if name not in models.CONFIGS]
+    if unknown:
+        raise SystemExit(f"cce-dist bench: unknown model {unknown[0]}; choose from {', '.join(models.CONFIGS)}")
+    others = {
+        "--shapes": args.shapes,
+        "--tp": args.tp,
+        "--log-probs": args.log_probs,
+        "--kl": args.kl,
+        "--stage": args.stage,
+    }
+    for name, value in others.items():
+        if value is not None:
+            raise SystemExit(f"cce-dist bench: --models and {name} are two tables; give one")
+    args.tokens = args.tokens or MODEL_TOKENS
+    return steps.run(args)
+
+
 def _show(args: argparse.Namespace) -> int:
     """Print files again: a table and a figure for each, or one table of the columns asked for."""
     from cce_dist.bench import report
 
-    asked = {"shape": args.shapes, "num_tokens": args.tokens, "ignored": args.ignored, "num_ranks": args.tp}
+    asked = {
+        "shape": args.shapes or args.models,
+        "num_tokens": args.tokens,
+        "ignored": args.ignored,
+        "num_ranks": args.tp,
+    }
     try:
         files = {path: report.read_json(path) for path in args.show}
         shown = {path: report.select(results.cases, asked, args.methods) for path, results in files.items()}

@@ -10,7 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from cce_dist.bench.tasks import Task, tasks_of
 from cce_dist.bench.workload import RUNGS, Workload, make_workload, read_workload
 from cce_dist.ranks import in_torchrun, join, own_device, run_ranks
 from cce_dist.report import describe, describe_environment, write_json
+
+T = TypeVar("T")
 
 TIMEOUT_SECONDS = 600.0
 
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return _exit_code(report.read_json(result).cases if result.exists() else [])
 
 
-def choose(names: Sequence[str] | None, available: dict[str, Method]) -> dict[str, Method]:
+def choose(names: Sequence[str] | None, available: dict[str, T]) -> dict[str, T]:
     """The methods named, in the order of the table (None: all); ``cce-dist`` means each of its workspaces."""
     if names is None:
         return available
@@ -87,6 +89,16 @@ def _available(task: Task, args: argparse.Namespace) -> dict[str, Method]:
     return {name: method for name, method in table.items() if args.stage or any(map(method.is_for, args.tp))}
 
 
+def current_device(name: str) -> torch.device:
+    """The device that is asked for, made the current one where this process is alone; ranks have theirs."""
+    device = torch.device(name)
+    if device.type == "cuda" and not dist.is_initialized() and device.index is not None:
+        torch.cuda.set_device(device)
+    elif device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def _join(args: argparse.Namespace) -> None:
     if max(args.tp) > int(os.environ["WORLD_SIZE"]):
         raise SystemExit(f"cce-dist bench: --tp {max(args.tp)}, but torchrun has {os.environ['WORLD_SIZE']} ranks")
@@ -99,11 +111,7 @@ def _measure_all(args: argparse.Namespace) -> int:
     """Measure every case; the first rank reports each as soon as it is known."""
     alone = not dist.is_initialized()
     rank = 0 if alone else dist.get_rank()
-    device = torch.device(args.device)
-    if device.type == "cuda" and alone and device.index is not None:
-        torch.cuda.set_device(device)
-    elif device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = current_device(args.device)
     tasks = [(task, _available(task, args)) for task in tasks_of(args)]
     known = choose(args.methods, {name: method for _, table in tasks for name, method in table.items()})
     groups: dict[int, Any] = {size: dist.new_group(range(size)) if size > 1 else None for size in args.tp}
@@ -131,7 +139,7 @@ def _measure_all(args: argparse.Namespace) -> int:
                     where = {"num_ranks": size, "stage": args.stage or "", "rung": rung, "task": task.name}
                     results.cases.append(report.Case.of(shape, ignored, workload, problem, found, **where))
                 if rank == 0:
-                    _report(results, args.out, has_figure)
+                    report_last(results, args.out, has_figure)
                 if not alone:
                     dist.barrier()
         except torch.OutOfMemoryError as error:
@@ -142,10 +150,7 @@ def _measure_all(args: argparse.Namespace) -> int:
             print(f"{label}: {describe(error)}", file=sys.stderr)
     if rank > 0:
         return 0
-    versions = ", ".join(f"{name} {version}" for name, version in results.environment["versions"].items())
-    picture = "bench.png" if has_figure else "no figure: matplotlib is not installed (pip install 'cce-dist[bench]')"
-    print(f"{results.environment['device']}; {versions}\n{args.out}: bench.json, {picture}")
-    return _exit_code(results.cases)
+    return finish(results, args.out, has_figure)
 
 
 def _workloads(args: argparse.Namespace) -> Iterator[tuple[str, str, str, Callable[..., Workload]]]:
@@ -159,13 +164,21 @@ def _workloads(args: argparse.Namespace) -> Iterator[tuple[str, str, str, Callab
             yield name, "captured", Path(name).stem, partial(read_workload, Path(name))
 
 
-def _report(results: report.Results, out: Path, has_figure: bool) -> None:
+def report_last(results: report.Results, out: Path, has_figure: bool) -> None:
     """Print the last case and write all: after every case, so that an interrupted run leaves what it had."""
     show_progress("")
     print(report.table(results.cases[-1]) + "\n", flush=True)
     write_json(out / "bench.json", results)
     if has_figure:
         report.write_figure(out / "bench.png", results.environment, results.cases)
+
+
+def finish(results: report.Results, out: Path, has_figure: bool) -> int:
+    """Say what was measured with, and where it is; the exit code."""
+    versions = ", ".join(f"{name} {version}" for name, version in results.environment["versions"].items())
+    picture = "bench.png" if has_figure else "no figure: matplotlib is not installed (pip install 'cce-dist[bench]')"
+    print(f"{results.environment['device']}; {versions}\n{out}: bench.json, {picture}")
+    return _exit_code(results.cases)
 
 
 def _exit_code(cases: Sequence[report.Case]) -> int:

@@ -133,8 +133,10 @@ class Row:
     errors: Errors | None = None
     forward: Timing = field(default_factory=Timing)
     total: Timing = field(default_factory=Timing)
-    peak_bytes: int | None = None  # of a step above inputs and gradients; None on a CPU
+    peak_bytes: int | None = None  # of a step above inputs and gradients, of a whole step with them; None on a CPU
     first: float | None = None  # seconds of the first loss and gradient, with what is compiled; None if there was none
+    value: float | None = None  # the loss itself; of whole steps alone
+    longest: int | None = None  # tokens of the longest sequence that fits; of whole steps where it was asked for
 
 
 @dataclass

@@ -25,9 +25,12 @@ from cce_dist.pretrain.ranks import start_deepspeed
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [N, D], weight [V_r, D], labels [N] -> mean loss, 0-d
 
 
-def dense(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def dense(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None) -> Tensor:
     """The loss as everybody writes it, with all logits in memory."""
-    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+    logits = F.linear(hidden, weight)
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    return F.cross_entropy(logits.float(), labels)
 
 
 def mean_of_kept(losses: Tensor, labels: Tensor) -> Tensor:
@@ -55,11 +58,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def torch_compile(shard: VocabShard, hidden: Tensor) -> LossFn:
+def torch_compile(shard: VocabShard, hidden: Tensor, softcap: float | None = None) -> LossFn:
     """Dense and compiled; over a group merged as one writes it by hand, and as cut-cross-entropy's mode of this name does."""
     group = shard.group
     if group is None:
-        return compiled(dense)
+        return compiled(dense if softcap is None else partial(dense, softcap=softcap))
 
     def local(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(hidden, weight).float()
@@ -240,10 +243,10 @@ def quiet_deepspeed(device: torch.device) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
-def cut_cross_entropy(shard: VocabShard, hidden: Tensor, impl: str) -> LossFn:
+def cut_cross_entropy(shard: VocabShard, hidden: Tensor, impl: str, softcap: float | None = None) -> LossFn:
     import cut_cross_entropy as library  # pyright: ignore[reportMissingImports]
 
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
     if shard.group is not None:
         if not hasattr(library, "VocabParallelOptions"):
             raise ImportError("this release of cut-cross-entropy has no vocabulary-parallel mode")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,6 +46,12 @@ class Case:
     task: str = ""
     teacher_size: int = 0
     counts: list[int] = field(default_factory=lambda: [1, 3, 4])
+    # Whole steps alone have these.
+    num_layers: int = 0
+    train_steps: int = 0  # on text, before
+    num_ids: int = 0  # that are in the text
+    length: int = 0  # tokens of a sequence
+    limit_gib: int = 0  # the memory of ``Row.longest``; 0: nobody looked for it
 
     @classmethod
     def of(cls, shape: str, ignored: float, workload: Workload, problem: Problem, found: Measured, **more: Any) -> Case:
@@ -79,14 +86,18 @@ class Case:
         stage = f"end of {self.stage}'s last stage, " if self.stage else ""
         rung = f", {self.rung}" if self.rung != "trained" else ""
         task, teacher = self.task and f"{self.task}, ", self.teacher_size and f", teacher D {self.teacher_size:,}"
+        layers = f", {self.num_layers} layers, sequences of {self.length:,}" if self.num_layers else ""
         return (
             f"{stage}{task}{self.shape}{rung}, N {self.num_tokens:,}, D {self.hidden_size:,}, V {self.vocab_size:,}{split}"
-            f"{teacher or ''}, {self.dtype}{ignored}"
+            f"{teacher or ''}{layers}, {self.dtype}{ignored}"
         )
 
     @property
     def columns(self) -> dict[str, str]:
         """The heading of each column by what ``--columns`` calls it."""
+        if self.num_layers:
+            step = {"total": "step ms (IQR)", "MiB": "peak MiB", "dE": "err body", "dC": "err head"}
+            return COLUMNS | step | ({"longest": f"longest in {self.limit_gib} GiB"} if self.limit_gib else {})
         over = dict(
             zip(("fwd/1", "total/3", "total/4"), (f"/{n} GEMM{'s' * (n > 1)}" for n in self.counts), strict=True)
         )
@@ -126,7 +137,9 @@ def table(case: Case) -> str:
         if case.num_above is not None and case.num_outside is not None:
             drawn += f", {case.num_above:.0f} a token above 2^-12, {case.num_outside:.1f} outside the frequent ids"
         drawn += ". "
-    if case.floor.problem or not case.on_gpu:
+    if case.num_layers:
+        drawn += f"{case.train_steps} steps on text, which has {case.num_ids:,} ids. Errors: from the stock model."
+    elif case.floor.problem or not case.on_gpu:
         drawn += f"Floor: {case.floor.problem or 'plain matrix products on this CPU, so ratios only'}."
     else:
         drawn += f"Floor, of {' / '.join(map(str, case.counts))} products: {_floor(case)} ms."
@@ -170,7 +183,8 @@ def summary(cases: Sequence[Case], columns: Sequence[str]) -> list[str]:
         for row in case.present:
             cells = {**_cells(row, case), "sends": _sent(case.collectives.get(row.name, []))}
             rows[row.name][title] = "; ".join(cells.get(column, "-") for column in columns)
-    if not {"fwd", "total", "host"} & set(columns) or not all(case.on_gpu for case in cases):
+    timed = {"fwd", "total", "host"} & set(columns)
+    if not timed or not all(case.on_gpu and not case.num_layers for case in cases):
         del rows[floor]
     return report.table(list(rows.values()))
 
@@ -200,6 +214,8 @@ def _sent(kinds: Sequence[Collective]) -> str:
 def _cells(row: Row, case: Case) -> dict[str, str]:
     """A row's text by column; a method that was refused has its errors, and the reason where the ratios would be."""
     refused = row.problem.partition(":")[0]
+    if case.num_layers:
+        return _step_cells(row, case, refused)
 
     def ms(timing: Timing) -> str:
         return _ms(timing.median, timing.spread) if timing.seconds and not refused else "-"
@@ -225,6 +241,34 @@ def _cells(row: Row, case: Case) -> dict[str, str]:
         cells["MiB"] = "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}"
     for name, column in (("d_hidden", "dE"), ("d_weight", "dC"), ("d_hidden_mean", "mean-dE"), ("loss", "loss")):
         cells[column] = f"{getattr(row.errors, name):.1e}" if row.errors else "-"
+    return cells
+
+
+def _step_cells(row: Row, case: Case, refused: str) -> dict[str, str]:
+    """A row's text of whole steps; times are over the stock model's of the same round."""
+    stock = next((other for other in case.rows if other.name == "stock" and not other.problem), None)
+    names = ["total", "tokens/s"] * case.on_gpu + ["stock"] + ["host", "first", "MiB"] * case.on_gpu
+    cells = {name: "-" for name in (*names, *["longest"] * bool(case.limit_gib), "value", "loss", "dE", "dC")}
+    if refused:
+        cells["stock"] = refused
+    elif stock is not None:
+        rounds = zip(stock.total.seconds, row.total.seconds, strict=True)
+        cells["stock"] = f"{statistics.median(theirs / mine for theirs, mine in rounds):.3f}"
+    if case.on_gpu and not refused:
+        host = row.total.host_median
+        cells["total"] = _ms(row.total.median, row.total.spread)
+        cells["tokens/s"] = f"{case.num_tokens / row.total.median:,.0f}"
+        cells["host"] = "-" if host is None else _ms(host)
+    if case.on_gpu and row.first is not None:
+        cells["first"] = f"{row.first:.1f}"
+    if row.peak_bytes is not None:
+        cells["MiB"] = f"{row.peak_bytes / 2**20:,.0f}"
+    if row.longest is not None:
+        cells["longest"] = f"{row.longest:,}"
+    if row.value is not None:
+        cells["value"] = f"{row.value:.4f}"
+    for name, column in (("loss", "loss"), ("d_hidden", "dE"), ("d_weight", "dC")) if row.errors else ():
+        cells[column] = f"{getattr(row.errors, name):.1e}"
     return cells
 
 
@@ -260,6 +304,9 @@ def write_figure(path: Path, environment: dict[str, Any], cases: Sequence[Case])
 
 
 def _time_panel(axis: Any, case: Case) -> None:
+    if case.num_layers:
+        _speed_panel(axis, case)
+        return
     floor = case.floor.three if case.floor.three.seconds else case.floor.one
     values, spreads, labels = [], [], []
     for row in case.present:
@@ -275,8 +322,19 @@ def _time_panel(axis: Any, case: Case) -> None:
     axis.set_xlabel(f"time / {count} plain matrix products" + ("" if case.on_gpu else " (CPU)"), fontsize=8)
 
 
+def _speed_panel(axis: Any, case: Case) -> None:
+    """Tokens a second of whole steps; on a CPU over the fastest way's."""
+    speeds = [0.0 if row.problem else case.num_tokens / row.total.median for row in case.present]
+    unit, digits = (1.0, 0) if case.on_gpu else (max(speeds) or 1.0, 2)
+    values = [speed / unit for speed in speeds]
+    pairs = zip(case.present, values, strict=True)
+    labels = [row.problem.partition(":")[0] or f"{value:,.{digits}f}" for row, value in pairs]
+    report.bars(axis, [(row.name, row.ours) for row in case.present], values, labels, [0.0] * len(values))
+    axis.set_xlabel("tokens a second" if case.on_gpu else "tokens a second over the fastest's (CPU)", fontsize=8)
+
+
 def _memory_panel(axis: Any, case: Case) -> None:
     mib = [(row.peak_bytes or 0) / 2**20 for row in case.present]
     labels = ["-" if row.peak_bytes is None else f"{m:,.0f}" for row, m in zip(case.present, mib, strict=True)]
     report.bars(axis, [(row.name, row.ours) for row in case.present], mib, labels, [0.0] * len(mib))
-    axis.set_xlabel("peak MiB above inputs and gradients", fontsize=8)
+    axis.set_xlabel("peak MiB" if case.num_layers else "peak MiB above inputs and gradients", fontsize=8)

@@ -50,4 +50,9 @@ COLUMNS = {  # what --columns calls the columns of a case's table
     "mean-dE": "err mean dE",
     "loss": "err loss",
     "sends": "sends",
+    # Of whole steps alone.
+    "tokens/s": "tokens/s",
+    "stock": "x stock",
+    "value": "loss",
+    "longest": "longest",
 }

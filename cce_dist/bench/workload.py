@@ -107,7 +107,7 @@ def make_workload(
     hidden = hidden.to(dtype)
 
     labels = _draw_labels(hidden, weight, generator)
-    drawn = _describe(hidden, weight, labels)
+    drawn = describe_softmax(hidden, weight, labels)
     dropped = torch.rand(num_tokens, generator=generator, device=device) < ignored
     labels.masked_fill_(dropped, IGNORE_INDEX)
     return Workload(hidden, weight, labels, *drawn)
@@ -129,7 +129,7 @@ def read_workload(
         raise ValueError(f"{path} was not written by 'cce-dist pretrain --capture'")
     hidden, weight = captured["hidden"].to(dtype), captured["weight"].to(dtype)
     labels = captured["labels"]
-    drawn = _describe(hidden, weight, labels)
+    drawn = describe_softmax(hidden, weight, labels)
     generator = torch.Generator(device).manual_seed(0)
     dropped = torch.rand(len(labels), generator=generator, device=device) < ignored
     return Workload(hidden, weight, labels.masked_fill(dropped, IGNORE_INDEX), *drawn)
@@ -164,11 +164,12 @@ def _candidates(
     return ids, torch.where(boosts > 0, boosts + noise_variance / 2, boosts)
 
 
-def _probabilities(hidden: Tensor, weight: Tensor) -> Iterator[Tensor]:
+def _probabilities(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Iterator[Tensor]:
     """The softmax of a few tokens at a time, [n, V] fp32."""
     rows = max(1, LABEL_CHUNK_BYTES // (4 * weight.shape[0]))
     for chunk in hidden.split(rows):
-        yield torch.mm(chunk, weight.T).float().softmax(1)
+        logits = torch.mm(chunk, weight.T).float()
+        yield (logits if softcap is None else softcap * (logits / softcap).tanh()).softmax(1)
 
 
 def _draw_labels(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
@@ -177,14 +178,16 @@ def _draw_labels(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> 
     return torch.cat(drawn)
 
 
-def _describe(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[float, float, float, float, float]:
+def describe_softmax(
+    hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None
+) -> tuple[float, float, float, float, float]:
     """Loss, two points of the sorted probabilities, and how many matter, over the tokens that have a label."""
     vocab_size = weight.shape[0]
     totals = torch.zeros(3, device=hidden.device, dtype=torch.float64)
     above = torch.zeros(vocab_size, device=hidden.device, dtype=torch.int64)
     live = labels >= 0
     start = 0
-    for probability in _probabilities(hidden, weight):
+    for probability in _probabilities(hidden, weight, softcap):
         rows = slice(start, start := start + len(probability))
         probability = probability[live[rows]]
         top = probability.topk(min(50, vocab_size), dim=1).values

@@ -135,7 +135,7 @@ def _text(found: Plan, title: str, workspace: int | None) -> list[str]:
         f"{title}: {found.model.params / 1e9:.2f} B parameters; {layout.num_tokens:,} tokens a microbatch; {splits}; ZeRO "
         f"{layout.zero_stage}; {layout.num_gpus} GPUs\n{_device(found.device)}\n"
         f"a layer: {found.model.layer_params / 1e6:.1f} M parameters, {layer.seconds * 1e3:.2f} ms, "
-        f"{layer.collectives * 1e3:.2f} of them collectives",
+        f"{layer.collectives * 1e3:.2f} of them collectives; the body: {found.body * 1e3:.1f} ms",
         "\n".join(table([_row(found, each, workspace) for each in found.losses])),
         "Last stage at its peak, MiB:\n" + "\n".join(table(_memory(found))),
     ]
@@ -164,7 +164,9 @@ def _row(found: Plan, each: Any, workspace: int | None) -> dict[str, str]:
     }
     if each.loss == "budget":
         row["loss"] = f"budget ({f'{workspace} MiB' if workspace else 'default'})"
-    if found.layout.pp > 1:
+    if found.layout.pp == 1:
+        row["body + head ms"] = f"{(found.body + cost.seconds) * 1e3:.1f}"
+    else:
         row["imbalance, even cut"] = f"{each.default_cut.imbalance:.1%}"
         row["best cut"] = f"{each.cut.imbalance:.1%}"
     return row | {"largest microbatch": f"{each.largest_tokens:,}" if each.largest_tokens else "none fits"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from cce_dist.plan.cut import Cut, Times, advice, best_cut, even_cut
@@ -53,6 +54,11 @@ class Plan:
     device: Device
     layer: LayerTime
     losses: list[LossPlan]
+
+    @property
+    def body(self) -> float:
+        """Seconds of all layers for one microbatch, without the head, on the ranks of one tensor-parallel group."""
+        return self.model.num_layers * self.layer.seconds
 
     @property
     def head(self) -> list[dict[str, Any]]:
@@ -116,13 +122,18 @@ def _loss_plan(model: Model, layout: Layout, device: Device, loss: str, workspac
         return max(sum(there.first_stage.values()), sum(there.last_stage.values())) <= USABLE * device.memory
 
     step = 128 * layout.tp
+    return dataclasses.replace(at(layout.num_tokens), largest_tokens=largest(fits) * step)
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """Return the largest whole number that fits, where all below it fit, too; 0 if 1 does not."""
     fitting, above = 0, 1
     while fits(above):
         fitting, above = above, 2 * above
     while above - fitting > 1:
         middle = (fitting + above) // 2
         fitting, above = (middle, above) if fits(middle) else (fitting, middle)
-    return dataclasses.replace(at(layout.num_tokens), largest_tokens=fitting * step)
+    return fitting
 
 
 def named(table: dict[str, T], value: T | str, kind: str) -> T:

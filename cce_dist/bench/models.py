@@ -1,0 +1,163 @@
+"""Models of transformers at their real sizes, and the ways in which ``bench --models`` computes the loss of one.
+
+A way has a copy of the model with parameters that are those of all other copies. Changes to a copy reach no other one.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cce_dist
+from cce_dist import VocabShard
+from cce_dist.bench import peers
+from cce_dist.bench.peers import LossFn
+from cce_dist.bench.workload import IGNORE_INDEX
+from cce_dist.plan import sizes
+
+# Family of transformers, and what its config has besides the sizes of ``cce_dist.plan.sizes``, as far as a step's time depends
+# on it.
+_GEMMA_3 = {"sliding_window": 512, "query_pre_attn_scalar": 256}
+_GEMMA_2 = {"sliding_window": 4096, "query_pre_attn_scalar": 256}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma-3-270m": ("Gemma3", _GEMMA_3),
+    "gemma-3-1b": ("Gemma3", _GEMMA_3),
+    "qwen-3-0.6b": ("Qwen3", {}),
+    "qwen-3-4b": ("Qwen3", {}),
+    "llama-3.2-1b": ("Llama", {}),
+    "llama-3-8b": ("Llama", {}),
+    "smollm2-360m": ("Llama", {}),
+    "gemma-2-2b": ("Gemma2", _GEMMA_2),
+}
+
+
+def config_of(name: str, num_layers: int | None = None) -> tuple[Any, Any]:
+    """Return the class and the config of a model of ``CONFIGS``, with fewer layers where they are given."""
+    import transformers
+
+    (family, more), model = CONFIGS[name], sizes.MODELS[name]
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    return kind, kind.config_class(
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        num_hidden_layers=num_layers or model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads or model.num_heads,
+        head_dim=model.size_of_head,
+        intermediate_size=model.ffn_size,
+        tie_word_embeddings=model.is_tied,
+        use_cache=False,
+        pad_token_id=None,  # its row would get no gradient
+        **more,
+    )
+
+
+def build(name: str, num_layers: int | None, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a model of ``CONFIGS`` with weights as transformers draws them.
+
+    Attention is SDPA, or eager in a family that caps its scores, which transformers has no SDPA for (Gemma 2).
+    """
+    kind, config = config_of(name, num_layers)
+    torch.manual_seed(0)
+    with torch.device(device):
+        attention = "sdpa" if kind._supports_sdpa else "eager"
+        return kind._from_config(config, dtype=dtype, attn_implementation=attention).train()
+
+
+def twin(model: Any) -> Any:
+    """Return a copy of a model that has the very parameters of the model."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+class FromHidden(nn.Module):
+    """A model whose loss another library computes from hidden states. Labels are shifted as transformers shifts them."""
+
+    def __init__(self, model: Any, loss: LossFn) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        return {"loss": self.loss(hidden.flatten(0, 1), self.model.lm_head.weight, shifted.flatten())}
+
+
+class Way(NamedTuple):
+    """One row of the table."""
+
+    build: Callable[
+        [Any], nn.Module
+    ]  # a copy of the model -> called with ids and labels [B, L] it returns a "loss", 0-d
+    ours: bool = False
+    needs_cuda: bool = False
+    is_compiled: bool = False  # ``torch.compile`` is around all of it
+
+    def of(self, model: Any) -> nn.Module:
+        """Return this way's module over the parameters of ``model``."""
+        module = self.build(twin(model))
+        return cast(nn.Module, torch.compile(module, dynamic=False)) if self.is_compiled else module
+
+
+# Options of ``cce_dist.convert``; the names are those of the tables of heads.
+OURS: dict[str, dict[str, Any]] = {
+    "cce-dist-default": {},
+    "cce-dist-cached": {"workspace_bytes": 1 << 40},
+    "cce-dist-filtered": {"filter": "compensated", "filter_always": True},
+    "cce-dist-screened": {"filter": "compensated", "filter_always": True, "filter_screen": "auto"},
+}
+
+
+def ways(compiles: Sequence[bool]) -> dict[str, Way]:
+    """Every way by name: the model's own, other libraries', ours; eager (False) and under ``torch.compile`` (True)."""
+    table = {
+        "stock": Way(lambda model: model),
+        "torch-compile": Way(partial(_from_hidden, peers.torch_compile)),
+        "liger": Way(_liger, needs_cuda=True),
+        "cce": Way(partial(_from_hidden, partial(peers.cut_cross_entropy, impl="cce")), needs_cuda=True),
+        **{name: Way(partial(_ours, options), ours=True) for name, options in OURS.items()},
+    }
+    found = dict(table) if False in compiles else {}
+    if True in compiles:
+        # A compiled loss in a compiled model is the compiled stock model.
+        found |= {
+            f"{name}+compile": way._replace(is_compiled=True) for name, way in table.items() if name != "torch-compile"
+        }
+    return found
+
+
+def _from_hidden(make: Callable[..., LossFn], model: Any) -> nn.Module:
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    shard = VocabShard.even(model.config.vocab_size, None)
+    return FromHidden(model, make(shard, model.lm_head.weight, softcap=softcap))
+
+
+def _liger(model: Any) -> nn.Module:
+    """Liger's fused loss alone, by Liger's own patch of one model, as Trainer applies it."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # pyright: ignore[reportMissingImports]
+
+    off = dict.fromkeys(("rope", "rms_norm", "cross_entropy", "swiglu", "geglu"), False)
+    kind = type(model)
+    before = kind.forward
+    _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=True, **off)
+    if kind.forward is not before:
+        # A release that changes the class would change the other ways.
+        model.forward, kind.forward = MethodType(kind.forward, model), before
+    return model
+
+
+def _ours(options: dict[str, Any], model: Any) -> nn.Module:
+    log = logging.getLogger("cce_dist")
+    level = log.level
+    log.setLevel(logging.ERROR)  # the line of each conversion
+    try:
+        return cce_dist.convert(model, **options)
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,302 @@
+"""Whole steps of models: real sizes, ways over the same parameters, nothing wrong is timed; and the plan of these models."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cce_dist import cli
+from cce_dist.bench import models, peers, report, steps
+from cce_dist.bench.models import CONFIGS, FromHidden, Way, build, config_of, twin
+from cce_dist.plan import Layout, Model, plan, sizes
+from cce_dist.plan.planning import LOSSES, largest
+
+transformers = pytest.importorskip("transformers")
+
+PUBLISHED = {  # parameters as each model's page counts them, norms included
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "qwen-3-0.6b": 596_049_920,
+    "qwen-3-4b": 4_022_468_096,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3-8b": 8_030_261_248,
+    "smollm2-360m": 361_821_120,
+    "gemma-2-2b": 2_614_341_888,
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the models toy sizes, and the training a small batch."""
+    for name in CONFIGS:
+        is_tied = sizes.MODELS[name].is_tied
+        monkeypatch.setitem(sizes.MODELS, name, Model(16, 400, 2, 4, 32, 2, 4, is_tied=is_tied))
+    monkeypatch.setattr(steps, "TRAIN_TOKENS", 256)
+    monkeypatch.setattr(steps, "TRAIN_RATE", 1e-2)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> list[str]:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text(Path(steps.__file__).read_text())
+    return ["--corpus", str(folder), "--pattern", "*.txt", "--cache", str(tmp_path / "cache")]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sizes_are_those_of_the_published_models(name: str) -> None:
+    """Catches a size that is another model's, and a plan that counts parameters which the model has not."""
+    kind, config = config_of(name)
+    with torch.device("meta"):
+        model: Any = kind(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]
+    assert model.lm_head.weight.shape == (sizes.MODELS[name].vocab_size, sizes.MODELS[name].hidden_size)
+    # The plan leaves out some norms.
+    assert sizes.MODELS[name].params == pytest.approx(PUBLISHED[name], rel=1e-3)
+
+
+def test_the_plan_adds_body_and_head(capsys: pytest.CaptureFixture) -> None:
+    """The column of one rank is all layers and the head, for every loss; a pipeline has no such sum."""
+    found = plan("qwen-3-0.6b", Layout(framework="torch"))
+    assert found.body == pytest.approx(28 * found.layer.seconds)
+    assert cli.main(["plan", "--model", "qwen-3-0.6b", "--framework", "torch"]) == 0
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")][
+        : 2 + len(LOSSES)
+    ]
+    column = [name.strip() for name in lines[0]].index("body + head ms")
+    for line, each in zip(lines[2:], found.losses, strict=True):
+        assert float(line[column]) == pytest.approx(1e3 * (found.body + each.cost.seconds), abs=0.051)
+    assert cli.main(["plan", "--model", "qwen-3-0.6b", "--pp", "2"]) == 0
+    assert "body + head" not in capsys.readouterr().out
+
+
+def test_whole_steps_from_the_command_line(
+    tiny: None, corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text is learned, all ways have stock's loss and gradients, rounds are stored, and ``--show`` prints them again."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # the default takes long on a CPU
+    out = tmp_path / "out"
+    command = ["bench", "--models", "gemma-2-2b", "--layers", "1", "--tokens", "32", "64", "--length", "32"]
+    options = ["--train-steps", "40", "--repeats", "2", "--device", "cpu", "--dtype", "float32"]
+    assert cli.main([*command, *options, *corpus, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    cases = report.read_json(out / "bench.json").cases
+    assert [(case.shape, case.num_tokens, case.num_layers) for case in cases] == [
+        ("gemma-2-2b", n, 1) for n in (32, 64)
+    ]
+    for case in cases:
+        rows = {row.name: row for row in case.rows}
+        there = {"stock", "torch-compile", *models.OURS}
+        assert {name for name, row in rows.items() if not row.problem} == there, [row.problem for row in case.rows]
+        assert {name for name, row in rows.items() if row.missing} == rows.keys() - there
+        for row in case.present:
+            assert len(row.total.seconds) == 2 and row.peak_bytes is None
+            assert row.errors is not None and row.value is not None
+            assert row.errors.loss < 1e-5 and row.errors.d_hidden < 0.05 and row.errors.d_weight < 0.05, row.name
+            # Weights rest while ways are timed: the table's softmax is that of the rows.
+            assert row.value == pytest.approx(case.loss, rel=1e-4)
+        assert case.loss < np.log(400) - 0.5 and 100 < case.num_ids <= 400
+    assert "### whole steps, gemma-2-2b, N 64, D 16, V 400, 1 layers, sequences of 32, float32" in printed
+    assert (out / "bench.png").exists()
+
+    assert cli.main(["bench", "--show", str(out / "bench.json"), "--tokens", "32", "--methods", "stock"]) == 0
+    shown = capsys.readouterr().out
+    assert "N 32" in shown and "N 64" not in shown and "cce-dist" not in shown
+    with pytest.raises(SystemExit, match="nothing of what is asked for"):
+        cli.main(["bench", "--show", str(out / "bench.json"), "--models", "llama-3-8b"])
+    assert cli.main(["bench", "--show", str(out / "bench.json"), "--columns", "value", "stock"]) == 0
+    assert "| stock             |" in capsys.readouterr().out
+
+    # As on a GPU.
+    stock = next(row for row in cases[-1].rows if row.name == "stock")
+    stock.total.seconds, stock.peak_bytes, stock.longest = [0.5, 0.25, 0.25], 3 << 30, 9216
+    others = [row for row in cases[-1].rows if row is not stock]
+    text = report.table(dataclasses.replace(cases[-1], on_gpu=True, limit_gib=80, rows=[stock]))
+    heading, _, line = (row.split("|")[2:-1] for row in text.splitlines() if row.startswith("|"))
+    cells = {name.strip(): cell.strip() for name, cell in zip(heading, line, strict=True)}
+    assert cells["step ms (IQR)"] == "250.0 (125.0)" and cells["tokens/s"] == "256" and cells["x stock"] == "1.000"
+    assert cells["peak MiB"] == "3,072" and cells["longest in 80 GiB"] == "9,216"
+    picture = dataclasses.replace(cases[-1], on_gpu=True, rows=[stock, *others])
+    report.write_figure(out / "gpu.png", report.read_json(out / "bench.json").environment, [picture])
+    assert (out / "gpu.png").exists()
+
+
+def test_ways_under_torch_compile(
+    tiny: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--compile yes`` has each way under torch.compile, ours included, and its loss still comes from hidden states."""
+    compiled = []
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda module, compile=torch.compile, **options: (
+            compiled.append(type(module)),
+            compile(module, backend="eager", **options),
+        )[1],
+    )
+    command = [
+        "bench",
+        "--models",
+        "llama-3.2-1b",
+        "--layers",
+        "1",
+        "--tokens",
+        "32",
+        "--train-steps",
+        "5",
+        "--repeats",
+        "1",
+    ]
+    options = ["--device", "cpu", "--dtype", "float32", "--compile", "yes", "--out", str(tmp_path), *corpus]
+    names = ["stock+compile", "cce-dist-default+compile"]
+    assert cli.main([*command, *options, "--methods", *names]) == 0
+    rows = report.read_json(tmp_path / "bench.json").cases[0].rows
+    assert [row.name for row in rows] == names and len(compiled) == 2
+    assert all(row.total.seconds and row.errors and row.errors.d_hidden < 1e-5 for row in rows)
+
+
+class Wrong(nn.Module):
+    """A model whose loss, or a gradient alone, is another's."""
+
+    def __init__(self, model: Any, kind: str) -> None:
+        super().__init__()
+        self.model, self.kind = model, kind
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.kind == "fails":
+            raise RuntimeError("no kernel")
+        if self.kind == "loss":  # labels that are not shifted
+            labels = torch.cat((input_ids[:, :1], input_ids), 1)[:, :-1]
+        loss = self.model(input_ids=input_ids, labels=labels)["loss"]
+        if self.kind == "gradient":
+            loss = 2 * loss - loss.detach()
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [("loss", "wrong loss"), ("gradient", "wrong gradient"), ("fails", "no kernel")]
+)
+def test_nothing_wrong_is_timed(
+    kind: str, says: str, tiny: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong row has no time and says why, the others go on, and the exit code tells."""
+    table = {"stock": Way(lambda model: model), "wrong": Way(partial(Wrong, kind=kind), ours=kind == "fails")}
+    monkeypatch.setattr(steps, "ways", lambda compiles: table | {"cce-dist-default": table["stock"]})
+    command = [
+        "bench",
+        "--models",
+        "qwen-3-0.6b",
+        "--layers",
+        "1",
+        "--tokens",
+        "64",
+        "--length",
+        "32",
+        "--train-steps",
+        "5",
+    ]
+    options = ["--repeats", "1", "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path), *corpus]
+    assert cli.main([*command, *options, "--methods", "stock", "wrong"]) == (kind == "fails")
+    stock, wrong = report.read_json(tmp_path / "bench.json").cases[0].rows
+    assert stock.total.seconds and not stock.problem
+    assert says in wrong.problem and not wrong.total.seconds
+
+
+def test_ways_share_parameters_and_nothing_else(tiny: None) -> None:
+    """A copy steps the model's own weights; what is done to a copy reaches neither the model nor its class."""
+    model = build("gemma-3-270m", 1, torch.float32, torch.device("cpu"))
+    first, second = twin(model), twin(model)
+    assert [*map(id, first.parameters())] == [*map(id, model.parameters())] == [*map(id, second.parameters())]
+    models.ways([False])["cce-dist-default"].build(first)
+    assert type(first.lm_head) is not type(second.lm_head) is type(model.lm_head)
+    assert first.lm_head.weight is model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_other_losses_see_the_softcap(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a loss from hidden states, or a described softmax, without the softcap, and labels that are shifted otherwise."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = build("gemma-2-2b", 1, torch.float64, torch.device("cpu"))
+    with torch.no_grad():
+        model.lm_head.weight *= 50
+    ids = torch.randint(400, (2, 16), generator=torch.Generator().manual_seed(0))
+    stock = model(input_ids=ids, labels=ids)["loss"]
+    other = models.ways([False])["torch-compile"].of(model)
+    torch.testing.assert_close(other(ids, ids)["loss"], stock, rtol=1e-6, atol=0)
+    assert steps._workload(model, ids).loss == pytest.approx(stock.item(), rel=1e-5)
+    assert abs(FromHidden(twin(model), peers.dense)(ids, ids)["loss"] / stock - 1) > 1e-2
+
+
+def test_liger_changes_one_model(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that patches the class, and not the model that it was given, does not reach the other ways."""
+    model = build("llama-3.2-1b", 1, torch.float32, torch.device("cpu"))
+    asked = []
+
+    def patch(model: Any, **options: bool) -> None:
+        asked.append({name for name, on in options.items() if on})
+        type(model).forward = lambda self, input_ids, labels: {"loss": self}
+
+    liger: Any = ModuleType("liger_kernel.transformers")
+    liger._apply_liger_kernel_to_instance = patch
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    before = type(model).forward
+    patched = models.ways([False])["liger"].of(model)
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    assert patched(input_ids=ids, labels=ids)["loss"] is patched and asked == [{"fused_linear_cross_entropy"}]
+    assert type(model).forward is before and model(input_ids=ids, labels=ids)["loss"].ndim == 0
+
+
+def test_ids_are_spread_over_all_rows(corpus: list[str], tmp_path: Path) -> None:
+    """A tokenizer with fewer ids than rows: order is kept, no two ids meet, and the last row is near."""
+    folder = steps.prepare(Path(corpus[1]), "*.txt", 5000, tmp_path / "cache")
+    text = steps.Text(steps.Corpus(folder), 5000)
+    assert text.known < 2500
+    rows = text.spread(np.arange(text.known), torch.device("cpu"))
+    assert rows[0] == 0 and (rows.diff() > 0).all() and 5000 - 5000 / text.known - 1 <= rows[-1] < 5000
+
+
+def test_the_longest_that_fits(tiny: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a limit that stays, a step that is not the way's, and text that ends before a sequence does."""
+    for most in (0, 1, 5, 64, 1000):
+        assert largest(lambda count, most=most: count <= most) == most
+    text = steps.Text(steps.Corpus(steps.prepare(Path(corpus[1]), "*.txt", 400, tmp_path / "cache")), 400)
+    model = build("qwen-3-0.6b", 1, torch.float32, torch.device("cpu"))
+    fractions, taken = [], []
+
+    def step(way: nn.Module, ids: torch.Tensor) -> None:
+        assert way is not model and ids.min() >= 0 and ids.max() < 400 and len(ids) == 1
+        taken.append(ids.shape[1])
+        if fractions == [0.5] and ids.shape[1] > 7000:
+            raise torch.OutOfMemoryError
+
+    run: Any = SimpleNamespace(model=model, parameters=[*model.parameters()], step=step)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=160 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    way, told = models.ways([False])["cce-dist-default"], []
+    assert steps._longest(run, way, text, 80, told.append) == 6144
+    assert fractions == [0.5, 1.0] and max(taken) == 8192
+    assert steps._longest(run, way._replace(is_compiled=True), text, 80, told.append) is None
+    monkeypatch.setattr(run, "step", lambda way, ids: way(nobody=ids))
+    assert steps._longest(run, way, text, 80, told.append) is None and "no longest sequence: ValueError" in told[-1]
+
+
+def test_what_is_no_table_is_refused(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["bench", "--models", "list"]) == 0
+    assert capsys.readouterr().out.split() == list(CONFIGS)
+    for argv, says in (
+        (["nobody"], "unknown model nobody"),
+        (["gemma-2-2b", "--tp", "2"], "two tables"),
+        (["gemma-2-2b", "--tokens", "100", "--length", "64"], "no whole sequences of 64"),
+        (["gemma-2-2b", "--longest", "80", "--device", "cpu"], "needs a GPU"),
+    ):
+        with pytest.raises(SystemExit, match=says):
+            cli.main(["bench", "--models", *argv])
