@@ -23,7 +23,8 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -142,12 +143,12 @@ class TensorLogits(DeferredLogits):
         # Fewer where the caller has cut off the columns that pad the vocabulary.
         self._vocab_size = task.shard.vocab_size
         self._added: Tensor | None = None  # a bias [V]
-        self._version, self._weight_version = Version(hidden), Version(getattr(head, "weight", None))
+        self._weight_version, self._head_trains = Version(getattr(head, "weight", None)), head.training
         # Logits for training are never looked at, and those of a split vocabulary have no answer to a look.
         may_look = not (self._training and self._made_with_grad) and task.shard.group is None
         # All logits that are derived from these share the seal of the weight, and the tensors that were looked at.
         self._seal = Seal() if may_look else None
-        self._hidden_seal: Seal | None = None  # from the end of the forward on
+        self._remember_hidden()
         self._looks: list[tuple[Tensor, Version]] = []
         kind = hidden.device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -271,7 +272,7 @@ class TensorLogits(DeferredLogits):
                 f"cce_dist: {use} of logits whose vocabulary is split over ranks, which has no answer here"
             )
         if "_value" not in vars(self):
-            with torch.set_grad_enabled(self._made_with_grad):
+            with torch.set_grad_enabled(self._made_with_grad), _mode(self._head, self._head_trains):
                 logits = self._ask(lambda head, hidden: _dense(head, hidden, self._added, self._seal))
                 logits = logits[..., : self._vocab_size] * self._factor
                 logits = logits if self._softcap is None else logits.tanh() * self._softcap
@@ -299,16 +300,31 @@ class TensorLogits(DeferredLogits):
     def _with(self, **changes: Any) -> Any:
         if "hidden" in changes:
             self._check_hidden()
-            changes |= {"version": Version(changes["hidden"]), "hidden_seal": None}
         new = super()._with(**changes)
         vars(new).pop("_value", None)
+        if "hidden" in changes:
+            new._remember_hidden()
         return new
+
+    def _remember_hidden(self) -> None:
+        self._version, self._hidden_seal = Version(self._hidden), Seal()
+        if self._seal is not None:
+            self._hidden_seal.read(self._hidden)
 
     def _check_hidden(self) -> None:
         self._version.check("hidden states", self._hidden)
-        if self._hidden_seal is not None:
+        if self._seal is not None and not self._task.calls:  # behind the forward: this waits for a GPU
             self._hidden_seal.read(self._hidden)
             self._hidden_seal.check("hidden states")
+
+    def may_be_looked_at(self) -> bool:
+        return self._seal is not None
+
+    def seal_weight(self) -> None:
+        """Read what the logits are computed from, if neither a loss nor a look has: no later look could find a change."""
+        if self._seal is not None and not self._seal.sums:
+            seal = self._seal
+            self._ask(lambda head, hidden: seal.read(*_whole(head, hidden)[1]))
 
     def _for_later(self) -> Any:
         """Return what the caller of the model gets for logits of evaluation.
@@ -317,8 +333,6 @@ class TensorLogits(DeferredLogits):
         """
         if self._seal is not None and not self._seal.sums:
             return self._computed("the end of the forward")
-        self._hidden_seal = Seal()
-        self._hidden_seal.read(self._hidden)
         if torch.is_grad_enabled():
             return self
         return OnDemand(self.shape, self.dtype, self.device, functools.partial(self._computed, "a look"))
@@ -340,6 +354,13 @@ def _operator(name: str) -> Callable:
     return lambda self, *args: self._other_use(name, name, *args)
 
 
+def _in_place(name: str) -> Callable:
+    def refuse(self: TensorLogits, other: Any) -> Any:
+        raise self._refused_in_place(name)
+
+    return refuse
+
+
 # Python looks operators up on the class, never by ``__getattr__``.
 _OPERATORS = """
 radd sub rsub rtruediv floordiv rfloordiv mod rmod neg abs pow rpow matmul rmatmul lt le gt ge eq ne and or xor invert
@@ -347,16 +368,38 @@ bool float int len iter contains array
 """
 for _name in _OPERATORS.split():
     setattr(TensorLogits, f"__{_name}__", _operator(f"__{_name}__"))
+# Else ``x *= 2`` in a function would make a new ``x`` there, and its caller's logits would stay as they were.
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"):
+    setattr(TensorLogits, f"__{_name}__", _in_place(f"__{_name}__"))
 
 
 def _dense(head: Any, hidden: Tensor, added: Tensor | None = None, seal: Seal | None = None) -> Tensor:
-    """Return the head's logits; outside of FSDP2's forward this gathers the weight."""
-    hidden, *factors = peft.operands(head, hidden)
-    whole: list[Any] = [x.full_tensor().to(hidden.dtype) if isinstance(x, DTensor) else x for x in factors]
+    """Return the head's logits."""
+    hidden, whole = _whole(head, hidden)
     if seal is not None:
         seal.read(*whole)
     whole[1] = peft.sum_of_biases(whole[1], added)
     return F.linear(hidden, *whole)
+
+
+def _whole(head: Any, hidden: Tensor) -> tuple[Tensor, list[Any]]:
+    """Return the hidden states, and the weight and bias that they are multiplied with; outside of FSDP2's forward gathered."""
+    hidden, *factors = peft.operands(head, hidden)
+    return hidden, [x.full_tensor().to(hidden.dtype) if isinstance(x, DTensor) else x for x in factors]
+
+
+@contextmanager
+def _mode(head: nn.Module, trains: bool) -> Iterator[None]:
+    """Have a head, and an adapter's dropout in it, in the mode of the forward that the logits are from."""
+    now = head.training
+    if now == trains:
+        yield
+        return
+    head.train(trains)
+    try:
+        yield
+    finally:
+        head.train(now)
 
 
 def _cross_entropy(
@@ -410,6 +453,7 @@ class Task:
     num_losses: int = 0  # in training, that the head was asked for
     num_asked: int = 0  # requests to the head in the outermost forward that is under way, or was last
     trains: bool | None = None  # the model's mode in that forward; None: no forward was watched
+    made: list[TensorLogits] = dataclasses.field(default_factory=list)  # in that forward, for evaluation
     hooks: tuple = ()  # handles of ``watch``
 
     def watch(self, model: nn.Module) -> None:
@@ -422,7 +466,7 @@ class Task:
     def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Decide whether the head defers in this call of the model, from the very module that runs: a copy has its own mode."""
         if not self.calls:
-            self.num_asked = 0
+            self.num_asked, self.made = 0, []
         self.trains = model.training
         trains = model.training and torch.is_grad_enabled()
         self.calls.append(trains or has_labels(model, args, kwargs))
@@ -433,7 +477,11 @@ class Task:
         if self.calls or output is None:  # None: an error is under way
             return None
         if not (model.training and torch.is_grad_enabled()):
-            return _for_later(output)
+            output = _for_later(output)
+            for logits in self.made:  # wherever else the output may have them
+                logits.seal_weight()
+            self.made = []
+            return output
         self.num_forwards = one_more(self.num_forwards)
         if has_labels(model, args, kwargs) and not self.num_asked:
             raise RuntimeError(
@@ -458,7 +506,10 @@ class Task:
                 f"cce_dist: the head has {rows} rows, and had {self.shard.num_rows} when it was converted: convert the model "
                 "again after resize_token_embeddings"
             )
-        return TensorLogits(head, self, hidden)
+        logits = TensorLogits(head, self, hidden)
+        if logits.may_be_looked_at():
+            self.made.append(logits)
+        return logits
 
     def check_place(self, head: Any) -> None:
         """Raise where the loss may not be computed: behind the model's forward a sharded weight is not whole."""
@@ -537,7 +588,7 @@ class Task:
     def __deepcopy__(self, memo: dict) -> Any:
         """A copied model shares options and groups, which nothing can copy. Calls, counts and hooks are its own."""
         new = memo[id(self)] = copy.copy(self)  # noted first: the hooks lead back to the task
-        new.calls, new.num_forwards, new.num_losses, new.num_asked = [], 0, 0, 0
+        new.calls, new.made, new.num_forwards, new.num_losses, new.num_asked = [], [], 0, 0, 0
         new.hooks = copy.deepcopy(self.hooks, memo)
         return new
 

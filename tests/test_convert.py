@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import operator
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -377,6 +379,39 @@ def test_evaluation_that_asks_for_no_loss_gets_logits() -> None:
             torch.testing.assert_close(logits, stock(batch())["logits"])
 
 
+class Output(NamedTuple):
+    logits: Any
+
+
+OUTPUTS: dict[str, Callable] = {
+    "named tuple": Output,
+    "list": lambda logits: Output([logits]),
+    "object": lambda logits: types.SimpleNamespace(logits=logits),
+}
+
+
+@pytest.mark.parametrize("change", [step, put_an_average_back, CHANGES["hidden-data"]])
+@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS)
+def test_logits_that_an_output_hides_are_those_of_the_forward(output: Callable, change: Callable) -> None:
+    """Catches logits of other weights where the model is given labels, computes no loss, and answers in a form of its own."""
+
+    class Hides(KeepsHidden):
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+            return output(self.logits(self.embed(ids)))
+
+    stock, ours = (model.eval() for model in pair(Hides))
+    with torch.no_grad():
+        [expected, looked, unseen] = (
+            found[0] if isinstance(found, list) else found
+            for found in (model(batch(), labels=batch()).logits for model in (stock, ours, ours))
+        )
+        torch.testing.assert_close(looked + 0, expected)
+        change(ours)
+    torch.testing.assert_close(looked + 0, expected)
+    with pytest.raises(RuntimeError, match="changed between the model's forward and this use of its logits"):
+        unseen.argmax(-1)
+
+
 IN_PLACE: dict[str, Callable] = {
     "method": lambda x: x.div_(2),
     "function": lambda x: torch.relu_(x),
@@ -384,6 +419,7 @@ IN_PLACE: dict[str, Callable] = {
     "out": lambda x: torch.mul(torch.ones(()), 2, out=x),
     "assignment": lambda x: x.__setitem__((..., 0), 0.0),
     "view": lambda x: x[..., 0].fill_(9.0),
+    "operator": lambda x: operator.itruediv(x, 2),
 }
 
 

@@ -140,6 +140,16 @@ def test_dropout_of_an_adapter_is_drawn_once() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_a_look_after_train_draws_no_dropout() -> None:
+    model = cce_dist.convert(model_of("Llama", target_modules=["lm_head"], lora_dropout=0.5)).eval()
+    with torch.no_grad():
+        looked, unseen = (model(**batch()).logits for _ in range(2))
+        expected = looked + 0
+        model.train()
+        torch.testing.assert_close(unseen + 0, expected)
+    assert all(module.training for module in model.modules())
+
+
 @pytest.mark.parametrize(("trains", "products"), [(True, 3), (False, 2)])
 def test_a_frozen_head_saves_the_product_of_dc(trains: bool, products: int) -> None:
     """Catches a dC that is made and thrown away: backward makes the logits anew, dE, and dC."""
