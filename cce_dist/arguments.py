@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+LONGEST_NAME = 255  # bytes, on every usual file system
 MOST = 2**31 - 1  # no count of steps, tokens, ranks or files comes near it
 
 
@@ -97,4 +98,7 @@ def device(value: str) -> str:
 def _path(value: str) -> Path:
     if not value or "\0" in value:
         raise argparse.ArgumentTypeError("must not be empty")
-    return Path(value).expanduser()
+    path = Path(value).expanduser()
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in path.parts):
+        raise argparse.ArgumentTypeError(f"has a name of more than {LONGEST_NAME} bytes")
+    return path

@@ -79,7 +79,7 @@ class VocabParallelHead(nn.Module):
         integer("hidden_size", hidden_size, 1)
         _check_options(loss_options)
         if class_weights is not None:
-            check_class_weights(class_weights, integer("vocab_size", vocab_size, 1))
+            check_class_weights("class_weights", class_weights, integer("vocab_size", vocab_size, 1))
         self.hidden_size, self.vocab_size, self.init_std = hidden_size, vocab_size, init_std
         self.shard = VocabShard.even(vocab_size, group if mesh is None else mesh.get_group())
         self.mesh, self.loss_options = mesh, loss_options
@@ -181,6 +181,8 @@ def _check_kinds(mesh: Any, weight: Any, init_std: Any) -> None:
     kind("mesh", mesh, DeviceMesh)
     if weight is not None and not isinstance(weight, Tensor):
         raise TypeError(f"weight must be a parameter to tie to (embedding.weight, say), got {type(weight).__name__}")
+    if isinstance(weight, Tensor) and weight.dim() != 2:
+        raise ValueError(f"weight must be [V_r, D], got {tuple(weight.shape)}")
     if init_std is not None and number("init_std", init_std) < 0:
         raise ValueError(f"init_std must not be negative, got {init_std}")
 

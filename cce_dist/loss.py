@@ -199,7 +199,7 @@ def linear_cross_entropy(
         input, linear_weight, target, linear_bias, grad_weight_out, shard, chosen.logit_scale, chosen
     )
     if weight is not None:
-        check_class_weights(weight, shard.vocab_size)
+        check_class_weights("weight", weight, shard.vocab_size)
         _check_weighted(weight, input, chosen, grad_weight_out)
     if isinstance(chosen.num_tokens, Tensor) and chosen.num_tokens.device not in (input.device, torch.device("cpu")):
         raise ValueError(f"input is on {input.device}, num_tokens on {chosen.num_tokens.device}")
@@ -311,15 +311,15 @@ def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | 
     return (divisor + (divisor == 0)).float() if isinstance(divisor, Tensor) else divisor
 
 
-def check_class_weights(weight: Tensor, vocab_size: int) -> None:
+def check_class_weights(name: str, weight: Tensor, vocab_size: int) -> None:
     """Raise unless these can be weights of so many classes."""
-    checks.tensors({"weight": weight})
+    checks.tensors({name: weight})
     if weight.requires_grad:
-        raise TypeError("weight has no gradient here: pass class weights that require none")
+        raise TypeError(f"{name} has no gradient here: pass class weights that require none")
     if weight.dtype not in DTYPES:
-        raise TypeError(f"weight must be float32, bfloat16 or float16, got {weight.dtype}")
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {weight.dtype}")
     if weight.shape != (vocab_size,):
-        raise ValueError(f"weight must be [{vocab_size}], one for each class, got {tuple(weight.shape)}")
+        raise ValueError(f"{name} must be [{vocab_size}], one for each class, got {tuple(weight.shape)}")
 
 
 def _check_weighted(weight: Tensor, input: Tensor, options: Options, buffer: Tensor | None) -> None:

@@ -15,19 +15,21 @@ PRETRAIN = [
     "--seq-len 0", "--num-layers -2", "--loss nosuch", "--preset nosuch", "--zero-stage 4", "--pattern /abs", "--out=",
     "--pattern=", "--cache=", "--out /dev/null", "--cache /dev/null/x", "--corpus /dev/null", "--peak-tflops 0", "--nodes 0",
 ]  # fmt: skip
+LONG = 300 * "a"
 CASES = {
-    "pretrain": PRETRAIN,
+    "pretrain": [*PRETRAIN, f"--out {LONG}", f"--cache {LONG}", f"--corpus {LONG}"],
     "bench": [
         "--tokens 0", "--tokens -1", "--tokens x", "--ignored nan", "--ignored 2", "--ignored -0.1", "--ignored 1",
         "--workspace 0", "--workspace -256", "--repeats 0", "--repeats -3", "--tp 0", "--tp a,b", "--tp 2,", "--device nosuch",
         "--device cuda:99", "--out /dev/null", "--show nosuch.json", "--shapes nosuch",
+        f"--out {LONG}", f"--out nosuch/{LONG}", f"--show {LONG}",
     ],
     "verify": [
         "--only nosuch", "--fuzz -1", "--fuzz x", "--seed -1", "--case -1", "--timeout 0", "--timeout nan", "--backend nosuch",
     ],
     "compare": [
         "--steps 0", "--seeds 0", "--measure-every 0", "--eval-batches 0", "--filter-eps nan", "--filter-eps 1", "--lr nan",
-        "--clip -1", "--show nosuch.json", "--out /dev/null", "--warmup -1",
+        "--clip -1", "--show nosuch.json", "--out /dev/null", "--warmup -1", f"--out {LONG}", f"--show {LONG}",
     ],
     "tune": ["--tokens 0", "--repeats 0"],
     "plot": ["x.jsonl -o curves.nosuch", "x.jsonl -o nosuch/curves.png"],

@@ -71,8 +71,11 @@ def test_bench_reads_captured_states(tmp_path, capsys, monkeypatch):
     (case,) = report.read_json(tmp_path / "bench.json").cases
     assert case.loss == pytest.approx(F.cross_entropy(hidden @ weight.T, labels).item(), rel=1e-5)
     assert case.rung == "step-7"
-    with pytest.raises(SystemExit, match="is neither a rung"):
-        cli.main(["bench", "--workload", "sharpest"])
+    for name in ("sharpest", 300 * "a"):
+        with pytest.raises(SystemExit, match="is neither a rung"):
+            cli.main(["bench", "--workload", name])
+    with pytest.raises(SystemExit, match=r"cce-dist bench: .*No such file or directory: '/proc/nosuch'"):
+        cli.main([*command, "--out", "/proc/nosuch"])
     other = tmp_path / "other.pt"
     for write in (lambda: other.write_text("{}"), lambda: torch.save([1], other)):
         write()

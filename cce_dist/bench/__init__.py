@@ -10,6 +10,7 @@ ways to compute a loss) and ``steps`` (train on text, check, time) besides.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from cce_dist.arguments import device, file, folder, number, pattern, whole, wholes
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         return _models(args)
     shapes, tokens = DEFAULTS[torch.device(args.device).type]
     args.workload = [rung for name in args.workload for rung in (RUNGS if name == "ladder" else [name])]
-    missing = [name for name in args.workload if name not in RUNGS and not Path(name).is_file()]
+    missing = [name for name in args.workload if name not in RUNGS and not os.path.isfile(name)]
     if missing:
         raise SystemExit(f"cce-dist bench: {missing[0]} is neither a rung ({', '.join(RUNGS)}) nor a file")
     args.shapes, args.tokens, args.ignored = args.shapes or shapes, args.tokens or tokens, args.ignored or [0.0]

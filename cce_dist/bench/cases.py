@@ -116,7 +116,10 @@ def _measure_all(args: argparse.Namespace) -> int:
     known = choose(args.methods, {name: method for _, table in tasks for name, method in table.items()})
     groups: dict[int, Any] = {size: dist.new_group(range(size)) if size > 1 else None for size in args.tp}
     results = report.Results(describe_environment(device), [])
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"cce-dist bench: {error}") from error
     # matplotlib is asked for before hours of measuring, not after.
     has_figure = find_spec("matplotlib") is not None
     shares: list[float] = args.ignored
