@@ -78,6 +78,7 @@ def main() -> None:
     step("chunks", workspace_bytes=1)
     step("partly kept", workspace_bytes=12 << 20)
     step("options", bias=True, softcap=30.0, label_smoothing=0.1)
+    step("far softcap", bias=True, softcap=100.0, label_smoothing=0.1)
     step("kept options", bias=True, softcap=30.0, workspace_bytes=1 << 30)
     step("sum into a buffer", out=True, reduction="sum")
     step("fp16", dtype=torch.float16)

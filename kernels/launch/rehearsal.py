@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import Grads, Operands, Softmax, Spec
+from cce_dist.kernels import FAR_SOFTCAP, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, num_counted
 from cce_dist.kernels.launch.tape import add_bounded, launching
 
@@ -60,10 +60,10 @@ def rehearse(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
 
 
 def _kind(value: Any) -> Any:
-    """What kernels compile for, of options: of a number whether it is 0 or 1, which turn a factor off."""
+    """What kernels compile for, of options: of a number whether it is 0 or 1, which turn a factor off, or a far softcap."""
     if isinstance(value, tuple):
         return tuple(map(_kind, value))
-    return (value > 0, value == 1) if isinstance(value, float) else value
+    return (value > 0, value == 1, value > FAR_SOFTCAP) if isinstance(value, float) else value
 
 
 def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | None) -> None:

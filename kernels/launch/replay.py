@@ -269,11 +269,12 @@ class Shared:
     def __call__(self, tensors: list[Tensor], addresses: list[int]) -> Any:
         device = self.plan.device
         try:
+            current, without_autocast = _current(device), _without_autocast(device.type)
             replay = self._idle_one()
         except Exception as error:
             raise NotBegun from error
         try:
-            with _current(device), _without_autocast(device.type):
+            with current, without_autocast:
                 try:
                     replay.begin(tensors, addresses)
                     stream = _stream(device)
