@@ -80,7 +80,8 @@ class Options:
             what: How a message names all of the keys.
 
         Raises:
-            ValueError: An unknown key, a value of another type or out of range; the message names the key.
+            ValueError: An unknown key, a value of another type or out of range, ``filter_eps`` and the like without ``filter``;
+                the message names the key.
         """
         for key, value in values.items():
             if key not in cls.known():
@@ -90,6 +91,9 @@ class Options:
                 raise ValueError(f"{spell(key)} must be {kind}, got {value!r}")
             if range_ and not range_[0](value):
                 raise ValueError(f"{spell(key)} must be {range_[1]}, got {value!r}")
+        lost = [key for key in values if key.startswith("filter_")] if "filter" not in values else []
+        if lost:
+            raise ValueError(f"{spell(lost[0])} has no effect: no filter is named")
         names = {field.name for field in dataclasses.fields(cls)}
         fields = {key: value for key, value in values.items() if key in names}
         if "reduce_dtype" in fields:

@@ -185,6 +185,9 @@ def test_showing_something_else_is_one_line(tmp_path: Path, capsys: pytest.Captu
     [
         pytest.param(["--methods", "exakt"], "unknown method 'exakt': choose from dense, exact", id="method"),
         pytest.param(["--corpus", "/no/such/folder"], "no such corpus folder: /no/such/folder", id="corpus"),
+        pytest.param(
+            ["--methods", "exact", "--filter-eps", "0.1"], "--filter-eps needs a method that filters", id="eps"
+        ),
     ],
 )
 def test_a_wrong_option_is_one_line(

@@ -49,6 +49,12 @@ def test_trl_and_megatrons_flag_choose_too() -> None:
     parser = flags.add_arguments(argparse.ArgumentParser())
     for argv, budget in ([], None), (["--cce-workspace-bytes", "1048576"], 1 << 20):
         assert flags.options_from_args(parser.parse_args(argv)).workspace_bytes == budget
+    with pytest.raises(ValueError, match="--cce-filter-eps has no effect: no filter"):
+        flags.options_from_args(parser.parse_args(["--cce-filter-eps", "0.1"]))
+    assert (
+        flags.options_from_args(parser.parse_args(["--cce-filter", "off", "--cce-filter-eps", "0.1"])).grad_filter
+        is None
+    )
 
 
 def test_megatrons_largest_logits_need_no_budget() -> None:
@@ -86,6 +92,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "smoothing": ({"enabled": True, "label_smoothing": 2}, '"cce_dist.label_smoothing" must be in'),
     "backend": ({"enabled": True, "backend": "cuda"}, "must be one of auto, triton, torch, got 'cuda'"),
     "disabled": ({"enabled": False, "reduce_dtype": "fp32"}, '"cce_dist.reduce_dtype" must be one of'),
+    "filter": ({"enabled": True, "filter_eps": 0.1}, '"cce_dist.filter_eps" has no effect: no filter'),
     "not enabled": ({"filter": "plain"}, 'needs the key "enabled"'),
 }
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from cce_dist import GradFilter, pretrain
 from cce_dist.arguments import file, folder, number, whole
+from cce_dist.pretrain.recipe import FILTERS
 
 METHODS = (*pretrain.LOSSES, "cce", "cce-kahan-full-c")
 DEFAULTS: dict[str, dict[str, Any]] = {  # by device: minutes, not hours
@@ -129,6 +130,8 @@ def _compare(args: argparse.Namespace) -> Any:
 
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.filter_eps is not None and not {*FILTERS} & {*args.methods}:
+        raise pretrain.UsageError(f"--filter-eps needs a method that filters: {', '.join(FILTERS)}")
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)

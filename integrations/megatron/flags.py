@@ -66,15 +66,16 @@ def uninstall() -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--cce-...`` to a parser, and return it: an ``extra_args_provider`` for Megatron's ``pretrain``."""
     group = parser.add_argument_group("cce_dist")
-    group.add_argument("--cce-filter", choices=FILTERS, default="off", help="whether gradients are filtered, and how")
+    group.add_argument("--cce-filter", choices=FILTERS, help="whether gradients are filtered, and how (default: off)")
     group.add_argument(
-        "--cce-filter-eps", type=float, default=GradFilter.eps, help="softmax below which gradients are dropped"
+        "--cce-filter-eps",
+        type=float,
+        help=f"softmax below which gradients are dropped (default: {GradFilter.eps:g})",
     )
     group.add_argument(
         "--cce-filter-screen",
         choices=("off", *SCREENS),
-        default="off",
-        help="whether forward screens the logits in 8 bits",
+        help="whether forward screens the logits in 8 bits (default: off)",
     )
     group.add_argument(
         "--cce-workspace-bytes", type=int, metavar="BYTES", help="memory budget (default: the shapes choose it)"
