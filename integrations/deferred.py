@@ -308,12 +308,12 @@ class TensorLogits(DeferredLogits):
 
     def _remember_hidden(self) -> None:
         self._version, self._hidden_seal = Version(self._hidden), Seal()
-        if self._seal is not None:
+        if self._seal is not None and self._task.trains is not None:
             self._hidden_seal.read(self._hidden)
 
     def _check_hidden(self) -> None:
         self._version.check("hidden states", self._hidden)
-        if self._seal is not None and not self._task.calls:  # behind the forward: this waits for a GPU
+        if self._hidden_seal.sums and not self._task.calls:  # behind the forward: this waits for a GPU
             self._hidden_seal.read(self._hidden)
             self._hidden_seal.check("hidden states")
 
@@ -507,7 +507,7 @@ class Task:
                 "again after resize_token_embeddings"
             )
         logits = TensorLogits(head, self, hidden)
-        if logits.may_be_looked_at():
+        if logits.may_be_looked_at() and self.calls:
             self.made.append(logits)
         return logits
 

@@ -32,6 +32,18 @@ CASES: dict[str, dict[str, Any]] = {  # fields of torchtitan's ParallelismConfig
     "pipeline": {**IN_HALVES, "pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
     "fsdp x tensor": {**IN_HALVES, "tensor_parallel_degree": 2},
 }
+# torchtitan's default backend, and schedules that take lists of microbatches, need torch 2.14.
+IS_NEW = torch.__version__ >= "2.14"
+of_new_torch = pytest.mark.skipif(not IS_NEW, reason="torchtitan's default layouts need torch 2.14")
+NEW_CASES: dict[str, dict[str, Any]] = {
+    "default fsdp": {"fsdp_reshard_after_forward": "always"},
+    "default tensor": {"tensor_parallel_degree": 2},
+    "default context": {"context_parallel_degree": 2},
+    "default pipeline": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
+    "GPipe": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "GPipe"},
+    "interleaved": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
+    "default fsdp x tensor": {"tensor_parallel_degree": 2},
+}
 
 
 # torchtitan on a CPU. It wants one device of a kind that is no CPU, and the torch of the day.
