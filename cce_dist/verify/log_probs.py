@@ -116,6 +116,7 @@ def run_case(
         held_in = case.dtype if name in ("dE", "dC", "dbias") else torch.float32
         error = compare(name, ours, rough, exact, held_in)
         more = _softcap_noise(drawn.options) if name in OF_LOGITS else 0.0
+        more += _slope_noise(drawn) if name in ("dE", "dC", "dbias") else 0.0
         errors += [*padding, error._replace(bound=error.bound + more)]
     return errors + same_bits(first, run, further_runs(device), LogProbs._fields, group)
 
@@ -149,6 +150,16 @@ def _softcap_noise(options: dict[str, Any]) -> float:
     """Error of a logit under a softcap: a tanh made of exponentials is right to two units in the last place of 1."""
     temperature = torch.as_tensor(options.get("temperature", 1.0)).amin().item()
     return options.get("softcap", 0.0) / temperature * EPS[torch.float32] / 16
+
+
+def _slope_noise(drawn: _Drawn) -> float:
+    """Error of a gradient under a softcap: the slope 1 - (z / softcap)^2, small near it, has twice the error of z / softcap."""
+    if "softcap" not in drawn.options:
+        return 0.0
+    factors = [torch.as_tensor(drawn.options.get(name, 1.0)).abs() for name in ("logit_scale", "temperature")]
+    largest = max(1.0, drawn.problem.hidden.abs().max().item(), drawn.problem.weight.abs().max().item())
+    upstream = sum(gradient.abs().max().item() for gradient in drawn.upstream.values())
+    return EPS[torch.float32] / 8 * upstream * largest * factors[0].amax().item() / factors[1].amin().item()
 
 
 def _wrong_ids(name: str, ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor]) -> Error:
