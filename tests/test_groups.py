@@ -47,7 +47,7 @@ def dense(
     logits = F.linear(hidden, weight, *bias) * options.get("logit_scale", 1.0)
     if options.get("softcap"):
         logits = options["softcap"] * torch.tanh(logits / options["softcap"])
-    classes = options.get("weight", torch.ones(V)).to(logits)
+    classes = options.get("weight", logits.new_ones(logits.shape[1])).to(logits)
     counted, of_labels = labels != -100, classes[labels.clamp(min=0)]
     z_loss = options.get("z_loss_weight", 0.0) * logits.logsumexp(1).square()
     loss = (F.cross_entropy(logits, labels, classes, reduction="none") + counted * of_labels * z_loss).sum()
