@@ -245,9 +245,14 @@ def test_a_wrong_option_is_one_line(
 
 
 def test_an_out_that_cannot_be_made_is_one_line(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain(cache, Path("o" * 300)) == 1
+    """Names that are too long each are a mistake of the command line, a path that is too long is found when it is made."""
+    assert pretrain(cache, Path(*["o" * 200] * 30)) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "File name too long" in line
+    with pytest.raises(SystemExit, match="2"):
+        pretrain(cache, Path("o" * 300))
+    [line] = capsys.readouterr().err.splitlines()
+    assert "--out" in line and "more than 255 bytes" in line
 
 
 def test_plot_overlays_runs(exact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
