@@ -70,6 +70,34 @@ def _all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
+class OwnSlice(torch.autograd.Function):
+    """This rank's slice of dim 0 of what all ranks computed alike. Backward gathers what each rank has for its own slice."""
+
+    @staticmethod
+    def forward(ctx, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.chunk(group.size())[group.rank()].clone() if len(whole) else whole.clone()
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
+        return gather_sequence(grads[0], ctx.group), None
+
+
+class ScatterSum(torch.autograd.Function):
+    """The sum over ranks of [N, D], of which each keeps its slice of dim 0, [N/T, D]. Backward gathers the slices."""
+
+    @staticmethod
+    def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        summed = part.new_empty((part.shape[0] // group.size(), *part.shape[1:]))
+        _reduce_scatter_into(summed, part.contiguous(), group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
+        return gather_sequence(grads[0], ctx.group), None
+
+
 class HiddenGradSum:
     """Sum d_hidden over the group, started as soon as rows of it are final, behind what is still to be computed.
 
@@ -164,6 +192,21 @@ def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce a few numbers, in place."""
     dist.all_reduce(part, group=group)
     return part
+
+
+def largest(number: int, group: Any, named: bool) -> int:
+    """The largest of the ranks' numbers, by a group that serves the CPU.
+
+    Args:
+        number: This rank's.
+        group: The ranks.
+        named: Wait at a barrier of gloo's before, which names the ranks that do not come within the group's time-out.
+    """
+    if named:
+        group.monitored_barrier(wait_all_ranks=True)
+    found = torch.tensor(number)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return int(found)
 
 
 def assert_ranks_agree(

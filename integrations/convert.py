@@ -12,14 +12,15 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from cce_dist.integrations import transformers
+from cce_dist.integrations import fsdp, transformers
 from cce_dist.integrations.deferred import Head, Task, find_head, give_back, innermost, take
 from cce_dist.integrations.options import SECTION, ModelOptions
 from cce_dist.shard import VocabShard
 
 
-def convert(model: Any, **options: Any) -> Any:
+def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: bool = False, **options: Any) -> Any:
     """Have a model compute its loss from hidden states, without logits, and return the model.
 
     The model's own loss code finds deferred logits where it found logits. Its call of ``F.cross_entropy`` computes the loss.
@@ -33,13 +34,23 @@ def convert(model: Any, **options: Any) -> Any:
     Args:
         model: Any ``nn.Module`` with one head that is an ``nn.Linear``: its output embedding, or a module called lm_head or
             embed_out. DDP, ``torch.compile`` and PEFT's wrapper may be around it.
+        shard_over: The data-parallel mesh that ``fully_shard`` will be given, [ranks] or [replicas, ranks]. The head's weight
+            and bias then are DTensors split on dim 0 over its last dimension, the weight also where an embedding is tied to
+            it, and nobody gathers them for a loss. FSDP2 must leave them alone:
+            ``fully_shard(model, mesh=mesh, ignored_params=set(model.lm_head.parameters()))``.
+        equal_tokens: With ``shard_over``, a promise that the ranks of the mesh's last dimension have the same number of tokens
+            in every call. Without it they tell each other, and the host waits for that.
         **options: ``filter`` ("off", "compensated" or "plain"), ``filter_eps``, ``filter_hidden``, ``filter_weight``,
             ``filter_always``, ``filter_screen``, ``label_smoothing``, ``z_loss_weight``, ``backend``, ``workspace_bytes``
             (None: the shapes choose the budget; 1 takes the least memory, 1 << 40 keeps everything), ``reduce_dtype``, and
             ``head``, the name of the module that makes the logits: the keys of DeepSpeed's section, with the same checks.
 
     Sharding: The weight is whole where the head runs. FSDP2 and ZeRO-3 gather the weight around the loss, as around any layer.
-    Communication: None but theirs.
+        With ``shard_over`` a rank computes its rows of the vocabulary for the tokens of all ranks of the mesh's last dimension.
+    Communication: None but theirs. With ``shard_over`` that of ``linear_cross_entropy`` with sequence parallelism; an
+        all-gather of labels in forward, of a number for each token in backward; with replicas an all-reduce of the rows'
+        gradient. A tied embedding all-gathers ids and reduce-scatters embeddings in forward, and gathers their gradient in
+        backward. Logits that are looked at gather the weight.
 
     Raises:
         ValueError: An option is unknown or out of range, or the model has no head that can be taken over; one line says which.
@@ -54,6 +65,7 @@ def convert(model: Any, **options: Any) -> Any:
             task.options = chosen if options else task.options
             if task.shard.group is None:
                 task.shard = _all_rows(head)
+            _shard_over(inner, head, shard_over, equal_tokens)
         return model
     _unwatch(inner)
     transformers.refuse(inner)
@@ -63,22 +75,39 @@ def convert(model: Any, **options: Any) -> Any:
     task = transformers.Task(chosen, _all_rows(head))
     task.watch(inner)
     take(head, task)
+    try:
+        _shard_over(inner, head, shard_over, equal_tokens)
+    except Exception:
+        revert(model)
+        raise
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     if rank == 0:
         task.announce(name)
     return model
 
 
+def _shard_over(model: nn.Module, head: Any, mesh: DeviceMesh | None, equal_tokens: bool) -> None:
+    task = head.cce_task
+    if mesh is not None and (task.rows is None or task.rows.mesh != mesh):
+        task.rows = fsdp.shard_over(model, head, mesh, equal_tokens)
+    elif equal_tokens and task.rows is None:
+        raise ValueError("equal_tokens is a promise for shard_over: give the mesh, too")
+
+
 def revert(model: Any) -> Any:
     """Undo ``convert``, and return the model.
 
     Raises:
-        ValueError: The head's class was changed again since, by FSDP2 say.
+        ValueError: The head's class was changed again since, by FSDP2 say, or its weight is split by ``shard_over``.
         TypeError: It is no ``nn.Module``.
     """
     for name, head in _heads(model, "revert").items():
         if type(head).__bases__[0] is not Head:
             raise ValueError(f"the class of {name} was changed again since convert(), by FSDP2 say: revert it before")
+        if head.cce_task.rows is not None:
+            raise ValueError(
+                f"{name} is split over data-parallel ranks by shard_over: save it, and load it into a model anew"
+            )
         give_back(head)
     for module in model.modules():
         _unwatch(module)

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -324,7 +324,7 @@ class TensorLogits(DeferredLogits):
         """Read what the logits are computed from, if neither a loss nor a look has: no later look could find a change."""
         if self._seal is not None and not self._seal.sums:
             seal = self._seal
-            self._ask(lambda head, hidden: seal.read(*_whole(head, hidden)[1]))
+            self._ask(lambda head, hidden: seal.read(*_sealed(head, hidden)))
 
     def _for_later(self) -> Any:
         """Return what the caller of the model gets for logits of evaluation.
@@ -375,9 +375,10 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
 
 def _dense(head: Any, hidden: Tensor, added: Tensor | None = None, seal: Seal | None = None) -> Tensor:
     """Return the head's logits."""
+    given = hidden
     hidden, whole = _whole(head, hidden)
     if seal is not None:
-        seal.read(*whole)
+        seal.read(*(whole if head.cce_task.rows is None else peft.operands(head, given)[1:]))
     whole[1] = peft.sum_of_biases(whole[1], added)
     return F.linear(hidden, *whole)
 
@@ -385,7 +386,14 @@ def _dense(head: Any, hidden: Tensor, added: Tensor | None = None, seal: Seal | 
 def _whole(head: Any, hidden: Tensor) -> tuple[Tensor, list[Any]]:
     """Return the hidden states, and the weight and bias that they are multiplied with; outside of FSDP2's forward gathered."""
     hidden, *factors = peft.operands(head, hidden)
-    return hidden, [x.full_tensor().to(hidden.dtype) if isinstance(x, DTensor) else x for x in factors]
+    rows = head.cce_task.rows
+    gathered = (lambda x: x.full_tensor().to(hidden.dtype)) if rows is None else functools.partial(rows.whole, hidden)
+    return hidden, [gathered(x) if isinstance(x, DTensor) else x for x in factors]
+
+
+def _sealed(head: Any, hidden: Tensor) -> Sequence[Any]:
+    """Return what a seal reads of the head: a rank's own rows where they stay split."""
+    return _whole(head, hidden)[1] if head.cce_task.rows is None else peft.operands(head, hidden)[1:]
 
 
 @contextmanager
@@ -446,6 +454,7 @@ class Task:
 
     options: Any  # ModelOptions for ``loss``; a subclass with a loss of its own takes any other
     shard: VocabShard
+    rows: Any = None  # fsdp.Rows where the weight stays split over data-parallel ranks
     calls: list[bool] = dataclasses.field(
         default_factory=list
     )  # does it defer? of the model under way, outermost first
@@ -468,6 +477,8 @@ class Task:
         if not self.calls:
             self.num_asked, self.made = 0, []
         self.trains = model.training
+        if self.rows is not None:
+            self.rows.enter(model)
         trains = model.training and torch.is_grad_enabled()
         self.calls.append(trains or has_labels(model, args, kwargs))
 
@@ -515,7 +526,7 @@ class Task:
         """Raise where the loss may not be computed: behind the model's forward a sharded weight is not whole."""
         weight = head.weight
         sharded = isinstance(weight, DTensor) or hasattr(weight, "ds_id") or weight.shape[:1] != (self.shard.num_rows,)
-        if not self.calls and sharded:
+        if not self.calls and sharded and self.rows is None:
             raise RuntimeError(
                 "cce_dist: the loss must be computed in the model's forward, where FSDP and ZeRO-3 gather the head's weight: "
                 "give the model labels, in place of a compute_loss_func or a loss of the training loop"
@@ -554,7 +565,11 @@ class Task:
         hidden, weight, bias = peft.operands(head, hidden)
         if seal is not None:
             seal.read(weight, bias)
-        return linear_cross_entropy(
+        compute = linear_cross_entropy
+        if self.rows is not None:
+            compute = self.rows.loss
+            weight, bias, added = self.rows.operands(hidden, weight, bias, added)
+        return compute(
             hidden,
             weight,
             target,
@@ -578,7 +593,7 @@ class Task:
 
     def announce(self, name: str) -> None:
         """Say in one line where the loss comes from. One rank calls this."""
-        shard = self.shard
+        shard = self.shard if self.rows is None else self.rows.shard
         rank, size = (0, 1) if shard.group is None else (shard.group.rank(), shard.group.size())
         _log(
             f"cce_dist: the loss comes from hidden states; head {name}, shard {rank} of {size}: rows [{shard.start}, "
@@ -713,6 +728,8 @@ class Head(nn.Module):
         return super().__call__(*args, ask=ask, **kwargs)
 
     def forward(self, *args: Any, ask: Callable | None = None, **kwargs: Any) -> Any:
+        if ask is None and self.cce_task.rows is not None:
+            ask = _dense
         return super().forward(*args, **kwargs) if ask is None else ask(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -24,6 +24,7 @@ from cce_dist.kernels import Filter, ShardLogits, Spec, budget, tiles
 from cce_dist.plan import Layout, Model, devices, plan
 from cce_dist.plan.cut import Times, best_cut, deepspeed_weights, last_stage_layers, megatron_layout, timed
 from cce_dist.plan.devices import DEVICES, HOSTS
+from cce_dist.plan.fsdp import ways
 from cce_dist.plan.head import DEFAULT_EPS, Head, cost, listed_seconds
 from cce_dist.plan.planning import LOSSES
 from cce_dist.plan.scale import grow
@@ -89,11 +90,25 @@ def printed(argv: list[str], capsys: pytest.CaptureFixture) -> str:
 
 def test_the_tables_of_the_page_are_what_their_commands_print(capsys) -> None:
     """Catches any number that moves: a prediction, a measurement, or one changed by hand."""
-    tables = TABLE.findall((ROOT / "docs/plan.md").read_text())
-    assert tables
+    tables = [one for page in ("plan", "fsdp") for one in TABLE.findall((ROOT / f"docs/{page}.md").read_text())]
+    assert len({command for command, _ in tables}) > 1
     for command, table in tables:
         shown = printed([arg.replace("docs/", f"{ROOT}/docs/") for arg in command.split()], capsys)
         assert table and table in shown + "\n", command
+
+
+def test_the_bytes_of_the_page_of_fsdp2_are_those_of_the_plan() -> None:
+    page, gib = (ROOT / "docs/fsdp.md").read_text(), 2**30
+    for name, model in {
+        "Gemma-3-270m": Model(640, 262_144, 18, 4, 2048, is_tied=True),
+        "Qwen3-0.6B": Model(1024, 151_936, 28, 16, 3072, is_tied=True),
+        "Llama-3-8B": Model(4096, 128_256, 32, 32, 14336),
+    }.items():
+        low, high = ways(model, 8192, 8, reduce_bytes=2), ways(model, 8192, 8, gathers=2)
+        numbers = " | ".join(f"{x / gib:.2f}" for x in (low.hidden, low.embedding, low.held_less))
+        assert f"| {name} | {low.weight / gib:.2f} to {high.weight / gib:.2f} | {numbers} |" in page
+        whole = int(model.vocab_size * (0.6 if model.is_tied else 1.0))
+        assert ways(model, int(0.95 * whole) // 8, 8).pays and not ways(model, int(1.05 * whole) // 8, 8).pays
 
 
 @pytest.mark.parametrize(

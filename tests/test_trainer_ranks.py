@@ -23,6 +23,7 @@ from tiny_trainer import (
     forget,
     logged,
     metrics,
+    over_ranks,
     prepare_rank,
     saved,
     tiny_model,
@@ -46,6 +47,7 @@ class Case:
     way: str = "convert"  # or "section": of ds_config, read after install()
     zero: int | None = None
     fsdp: bool = False
+    rows: bool = False  # the head stays split under FSDP2
     recompute: bool = False
     metrics: bool = False
     resume: bool = False
@@ -61,6 +63,7 @@ CASES = [
     Case("ddp", metrics=True, resume=True),
     Case("fsdp2", fsdp=True, metrics=True, resume=True),
     Case("fsdp2-tied-recomputed", fsdp=True, tied=True, recompute=True, model="Gemma2"),
+    Case("fsdp2-rows", fsdp=True, rows=True, tied=True, metrics=True, resume=True, model="Gemma2"),
     Case("zero2", zero=2, way="section", metrics=True),
     Case("zero2-converted", zero=2, tied=True),
     Case("zero3", zero=3, way="section", recompute=True, metrics=True, resume=True),
@@ -84,10 +87,11 @@ def trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
             "fsdp": True,
             "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT", **WRAP},
         }
+    mesh = over_ranks() if ours and case.rows else None
     args = arguments(folder, **more)
     model = tiny_model(case.model, tie_word_embeddings=case.tied)
     if ours and case.way == "convert":
-        cce_dist.convert(model)
+        cce_dist.convert(model, shard_over=mesh)
     if ours and case.way == "section":
         cce.install()
     return Trainer(
@@ -133,15 +137,23 @@ def two_ranks(folder: Path, names: list[str]) -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def accelerated(wrapper: str) -> None:
+def accelerated(wrapper: str, rows: bool) -> None:
     """Accelerate's own loop, without Trainer: its DDP on CPUs, and FSDP2."""
     from accelerate import FullyShardedDataParallelPlugin
 
     prepare_rank()
-    given: dict[str, Any] = {}
-    if wrapper.startswith("FSDP"):
-        given["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-    stock, ours = (with_accelerate(ours, wrapper, **given) for ours in (False, True))
+
+    def run(ours: bool) -> Any:
+        given: dict[str, Any] = {}
+        if wrapper.startswith("FSDP"):
+            given["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                ignored_modules="lm_head" if ours and rows else None,
+            )
+        return with_accelerate(ours, wrapper, rows, **given)
+
+    stock, ours = run(False), run(True)
     torch.testing.assert_close(ours[0], stock[0], rtol=TOLERANCE, atol=TOLERANCE)
     assert_same_parameters(ours[1], stock[1], TOLERANCE)
 
@@ -153,9 +165,12 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "FSDPLlamaForCausalLM"])
-def test_accelerate(pool: Pool, wrapper: str) -> None:
-    pool.run(accelerated, wrapper)
+@pytest.mark.parametrize(
+    "wrapper, rows",
+    [("DistributedDataParallel", False), ("FSDPLlamaForCausalLM", False), ("FSDPLlamaForCausalLM", True)],
+)
+def test_accelerate(pool: Pool, wrapper: str, rows: bool) -> None:
+    pool.run(accelerated, wrapper, rows)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import cce_dist
@@ -175,15 +176,24 @@ def arguments(folder: Path, kind: Any = None, **more: Any) -> Any:
     return (kind or transformers.TrainingArguments)(str(folder), **given | more)
 
 
-def with_accelerate(ours: bool, wrapper: str, **of_accelerator: Any) -> tuple[list[float], dict[str, Tensor]]:
+def over_ranks() -> DeviceMesh:
+    """Have Accelerate's FSDP2 leave the head alone, and return the mesh that ``convert`` splits it over."""
+    os.environ["FSDP_IGNORED_MODULES"] = "lm_head"
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def with_accelerate(
+    ours: bool, wrapper: str, rows: bool = False, **of_accelerator: Any
+) -> tuple[list[float], dict[str, Tensor]]:
     """Train in the loop of Accelerate's documentation, in a model of class ``wrapper``, and gather predictions."""
     from accelerate import Accelerator
 
     forget()
+    mesh = over_ranks() if ours and rows else None
     accelerator = Accelerator(gradient_accumulation_steps=2, **(of_accelerator or {"cpu": True}))
     model: Any = tiny_model()
     if ours:
-        cce_dist.convert(model)
+        cce_dist.convert(model, shard_over=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     loader = torch.utils.data.DataLoader(Sentences(8), batch_size=2)  # pyright: ignore[reportArgumentType]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

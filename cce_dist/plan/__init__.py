@@ -2,7 +2,7 @@
 
 Reading order: ``sizes`` (models, and the files that hold their sizes), ``devices`` (every constant, with its provenance),
 ``head`` (bytes and seconds of a loss), ``layers`` (of a layer), ``cut`` (layers of each stage, and how frameworks are told),
-``planning`` (all of it for a layout), ``scale`` (more GPUs), ``picture``, ``command``.
+``planning`` (all of it for a layout), ``fsdp`` (whose weight is gathered), ``scale`` (more GPUs), ``picture``, ``command``.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cce_dist.arguments import wholes
+from cce_dist.plan import fsdp
 from cce_dist.plan.devices import DEVICES, HOSTS, Device, measure
 from cce_dist.plan.layers import RECOMPUTE, Layout
 from cce_dist.plan.picture import COLORS, draw
@@ -141,7 +142,7 @@ def _text(found: Plan, title: str, workspace: int | None) -> list[str]:
     ]
     if layout.pp > 1:
         parts.append("Cut to use:\n" + "\n".join(_cuts(found)))
-    return parts
+    return parts + fsdp.paragraphs(found.model, layout, found.device)
 
 
 def _device(device: Device) -> str:

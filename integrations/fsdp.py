@@ -1,0 +1,312 @@
+"""The head's weight under FSDP2, of which every rank computes with its own rows: nobody gathers it.
+
+FSDP2 splits a weight over the data-parallel ranks on dim 0, and rows of the head are a shard of the vocabulary. So a rank may
+compute its rows of the vocabulary for the tokens of all ranks: hidden states are gathered in place of the weight, and the
+gradient of the weight is this rank's rows, as FSDP2 would have scattered it. An embedding that is tied to the head looks up
+the same rows: each rank what it has, for the ids of all ranks.
+
+    convert(model, shard_over=mesh)   the weight becomes a DTensor, rows split over the mesh's last dimension
+    fully_shard(..., ignored_params=) FSDP2 leaves it alone
+    a loss                            labels and hidden states of all ranks, per-token losses, of which a rank reduces its own
+
+A rank's loss is that of its own tokens, whatever is made of it, and the gradients of the ranks' losses are averaged as FSDP2
+does it. Collectives are in ``cce_dist/merge.py``.
+
+Letters: T ranks of the shard group, N tokens of this rank, M of the rank that has most, D hidden size, V_r rows of this rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from cce_dist import merge
+from cce_dist.checks import kind
+from cce_dist.integrations import peft
+from cce_dist.loss import linear_cross_entropy
+from cce_dist.operands import environment
+from cce_dist.shard import VocabShard
+
+Function = TypeVar("Function", bound=Callable)
+
+
+class Policy(NamedTuple):
+    """What FSDP2 was told of the parameters that it has.
+
+    Attributes:
+        param_dtype: What it computes in; None: the parameter's.
+        reduce_dtype: What it sums gradients over ranks in; None: the gradient's.
+        divide_factor: What it divides the sum by; None: the number of ranks.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    divide_factor: float | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Policy:
+        """Return the policy of a model, or of the first of its modules, that ``fully_shard`` was called for."""
+        for module in model.modules():
+            state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+            if state is None:
+                continue
+            groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            if groups[0] is not None:  # torch before 2.13 has one group at most
+                precision = state._mp_policy
+                return cls(precision.param_dtype, precision.reduce_dtype, groups[0].gradient_divide_factor)
+        return cls()
+
+
+def _outside_of_graphs(function: Function) -> Function:
+    """Have code that torch.compile traces call a function as it is: it reads sizes of other ranks."""
+    return torch.compiler.disable(function)  # type: ignore[return-value]
+
+
+class _Averaged(torch.autograd.Function):
+    """Rows in the dtype of the computation. Their gradient is averaged over all data-parallel ranks."""
+
+    @staticmethod
+    def forward(ctx, local: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
+        ctx.replicas, ctx.policy, ctx.num_ranks, ctx.dtype = rows.replicas, rows.policy, rows.mesh.size(), local.dtype
+        return local.to(dtype) if dtype != local.dtype else local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,), policy = grads, ctx.policy
+        if ctx.replicas is not None:
+            grad = grad.to(policy.reduce_dtype or grad.dtype, copy=True)
+            grad = merge.sum_over_ranks(grad.contiguous(), ctx.replicas)
+        return grad.to(ctx.dtype) / (policy.divide_factor or ctx.num_ranks), None, None
+
+
+@dataclasses.dataclass(eq=False)
+class Rows:
+    """This rank's rows of a head, and what is computed with them.
+
+    Args:
+        mesh: The data-parallel ranks, as ``fully_shard`` takes it: one dimension, or replicas before it.
+        shard: The rows.
+        equal_tokens: The caller promises that all ranks have the same number of tokens in every call.
+    """
+
+    mesh: DeviceMesh
+    shard: VocabShard
+    equal_tokens: bool
+    policy: Policy = dataclasses.field(default_factory=Policy)
+
+    def __post_init__(self) -> None:
+        self.group = self.mesh.get_group(self.mesh.ndim - 1)
+        self.line = DeviceMesh.from_group(self.group, self.mesh.device_type)
+        self.replicas = self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+        self.cpu_group: Any = self.group
+        if torch.device("cpu") not in self.group._device_types:
+            ranks = dist.get_process_group_ranks(self.group)
+            self.cpu_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+    def __deepcopy__(self, memo: dict) -> Rows:
+        return self
+
+    def enter(self, model: nn.Module) -> None:
+        """Note at the start of a forward how FSDP2 computes and averages; the user may have said so just now."""
+        self.policy = Policy.of(model)
+
+    def split(self, whole: Tensor) -> nn.Parameter:
+        """Return a parameter [V, ...] of which this rank holds its rows alone."""
+        local = whole.detach()[self.shard.start : self.shard.stop].clone()
+        return nn.Parameter(_distributed(local, self.mesh, whole), requires_grad=whole.requires_grad)
+
+    def local(self, parameter: Any, dtype: torch.dtype) -> Tensor:
+        """Return the rows [V_r, ...] that are here, of a parameter that ``split`` made."""
+        return _Averaged.apply(parameter.to_local(), self, dtype)  # type: ignore[return-value]
+
+    def whole(self, hidden: Tensor, parameter: Any) -> Tensor:
+        """Return a parameter [V, ...] in hidden's dtype, gathered; for logits."""
+        rows = _distributed(self.local(parameter, _dtype_of(hidden)), self.line, parameter)
+        return rows.full_tensor(grad_placements=[Partial()])
+
+    def operands(self, hidden: Tensor, weight: Any, bias: Any, added: Tensor | None) -> tuple[Any, Any, Any]:
+        """Return the rows of a head's weight, its bias, and a bias [V] that the model keeps outside."""
+        dtype, here = _dtype_of(hidden), slice(self.shard.start, self.shard.stop)
+        bias = None if bias is None else self.local(bias, dtype)
+        return self.local(weight, dtype), bias, None if added is None else added[here]
+
+    def most(self, num_tokens: int) -> int:
+        """Return how many tokens the rank has that has most of them. The host waits for all ranks, but not for a device."""
+        debug = environment()[1]
+        if self.equal_tokens and not debug:
+            return num_tokens
+        most = merge.largest(num_tokens, self.cpu_group, debug)
+        if self.equal_tokens:
+            least = -merge.largest(-num_tokens, self.cpu_group, debug)
+            if least != most:
+                raise ValueError(f"equal_tokens was promised, but ranks have from {least} to {most} tokens")
+        return most
+
+    @_outside_of_graphs
+    def loss(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        *,
+        shard: VocabShard,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        return_aux: Any = False,
+        **call: Any,
+    ) -> Any:
+        """Return what ``linear_cross_entropy`` would return for this rank's tokens and the whole vocabulary.
+
+        Args:
+            hidden: [..., D] of this rank's tokens.
+            weight: [V_r, D] as ``operands`` returns it.
+            target: [...] labels of this rank's tokens.
+            shard: Its ``vocab_size`` is that of the logits.
+            reduction: Over this rank's tokens. A mean of none is 0.
+            ignore_index, return_aux: As in ``linear_cross_entropy``.
+            **call: Further options of it.
+        """
+        count, most = target.numel(), self.most(target.numel())
+        hidden = F.pad(hidden.reshape(count, hidden.shape[-1]), (0, 0, 0, most - count))
+        labels = F.pad(target.reshape(count), (0, most - count), value=ignore_index)
+        found = linear_cross_entropy(
+            hidden,
+            weight,
+            merge.gather_sequence(labels, self.group),
+            shard=dataclasses.replace(self.shard, vocab_size=shard.vocab_size),
+            sequence_parallel=True,
+            reduction="none",
+            ignore_index=ignore_index,
+            return_aux=return_aux or ("nll",),
+            **call,
+        )
+
+        def own(values: Any) -> Any:
+            if not isinstance(values, Tensor):
+                return values
+            return merge.OwnSlice.apply(values, self.group)[:count].view(target.shape)  # type: ignore[index]
+
+        loss = own(found.loss)
+        if reduction != "none":
+            loss = loss.sum()
+        if reduction == "mean":
+            loss = loss / (target != ignore_index).sum().clamp(min=1)
+        return (
+            found._replace(**{name: own(x) for name, x in found._asdict().items()}, loss=loss) if return_aux else loss
+        )
+
+    @_outside_of_graphs
+    def lookup(self, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        """Return the embeddings [..., D] of this rank's ids [...], of which every rank looks up those that it has.
+
+        Raises:
+            IndexError: A rank's id is outside the vocabulary (CPU; on a GPU its embedding is NaN).
+        """
+        count, most = ids.numel(), self.most(ids.numel())
+        everyone = merge.gather_sequence(F.pad(ids.reshape(count), (0, most - count)), self.group)
+        outside = (everyone < 0) | (everyone >= self.shard.vocab_size)
+        if not ids.is_cuda and outside.any():
+            raise IndexError(f"id {int(everyone[outside][0])} is outside the vocabulary of {self.shard.vocab_size}")
+        here = everyone - self.shard.start
+        elsewhere = (here < 0) | (here >= self.shard.num_rows)
+        if not len(weight):  # an empty shard still takes part
+            weight = F.pad(weight, (0, 0, 0, 1))
+        padding = None if padding_idx is None else padding_idx - self.shard.start
+        if padding is not None and not 0 <= padding < len(weight):
+            padding = None
+        found = F.embedding(here.masked_fill(elsewhere, 0), weight, padding)
+        # All parts of an id's sum but one are zero, so that it is exact in any dtype.
+        found = found.masked_fill(elsewhere[:, None], 0.0).masked_fill(outside[:, None], torch.nan)
+        return merge.ScatterSum.apply(found, self.group)[:count].view(*ids.shape, weight.shape[1])  # type: ignore[index]
+
+
+def _distributed(rows: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
+    """Say of rows [V_r, ...] that they are those of a tensor [V, ...] that is split over the last dimension of a mesh."""
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _dtype_of(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+class _Embedding(nn.Module):
+    """Stands before the class of an embedding, whose forward finds the rows in the dtype of the computation, as under FSDP2."""
+
+    cce_rows: Rows
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        parameter = self.weight
+        dtype: Any = self.cce_rows.policy.param_dtype or parameter.dtype
+        self._parameters["weight"] = self.cce_rows.local(parameter, dtype)  # type: ignore[assignment]
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters["weight"] = parameter  # type: ignore[assignment]
+
+
+class _Lookup(nn.Embedding):
+    """Stands behind the class of an embedding, in place of the lookup that a model's own class calls."""
+
+    cce_rows: Rows
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.cce_rows.lookup(input, self.weight, self.padding_idx)
+
+
+def shard_over(model: nn.Module, head: Any, mesh: Any, equal_tokens: bool) -> Rows:
+    """Split the weight and the bias of a head over data-parallel ranks, also where an embedding is tied to it.
+
+    Raises:
+        ValueError: The head, an embedding, or the mesh does not allow it; one line says why.
+        TypeError: No mesh.
+    """
+    kind("shard_over", mesh, DeviceMesh)
+    if mesh is None or mesh.ndim > 2:
+        raise ValueError("shard_over must be the data-parallel mesh: one dimension, or replicas and shards")
+    if peft.is_lora(type(head)):
+        raise ValueError("shard_over does not go with LoRA on the head: leave the head out of target_modules")
+    weight, bias = head.weight, head.bias
+    if isinstance(weight, DTensor) or hasattr(weight, "ds_id"):
+        raise ValueError(
+            "shard_over needs a weight that is whole: call convert() before fully_shard, and not under ZeRO-3 or with a head "
+            "that is split already"
+        )
+    tied = [
+        module
+        for module in model.modules()
+        if module is not head and vars(module)["_parameters"].get("weight") is weight
+    ]
+    for module in tied:
+        _check_embedding(module)
+    rows = Rows(mesh, VocabShard.even(len(weight), mesh.get_group(mesh.ndim - 1)), equal_tokens)
+    head.weight = rows.split(weight)
+    if bias is not None:
+        head.bias = rows.split(bias)
+    module: Any
+    for module in tied:
+        module.weight, module.cce_rows = head.weight, rows
+        base = type(module)
+        bases = (_Embedding, _Lookup) if base is nn.Embedding else (_Embedding, base, _Lookup)
+        module.__class__ = type(
+            base.__name__, bases, {"__module__": base.__module__, "__qualname__": base.__qualname__}
+        )
+    return rows
+
+
+def _check_embedding(module: Any) -> None:
+    if not isinstance(module, nn.Embedding):
+        raise ValueError(f"shard_over: the head is tied to a {type(module).__name__}, which is no nn.Embedding")
+    for name in ("max_norm", "sparse", "scale_grad_by_freq"):
+        if getattr(module, name):
+            raise ValueError(f"shard_over: the head is tied to an embedding with {name}, which needs the whole weight")
