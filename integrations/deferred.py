@@ -526,7 +526,7 @@ class Task:
         """Raise where the loss may not be computed: behind the model's forward a sharded weight is not whole."""
         weight = head.weight
         sharded = isinstance(weight, DTensor) or hasattr(weight, "ds_id") or weight.shape[:1] != (self.shard.num_rows,)
-        if not self.calls and sharded and self.rows is None:
+        if not self.calls and sharded:
             raise RuntimeError(
                 "cce_dist: the loss must be computed in the model's forward, where FSDP and ZeRO-3 gather the head's weight: "
                 "give the model labels, in place of a compute_loss_func or a loss of the training loop"

@@ -282,18 +282,15 @@ def shard_over(model: nn.Module, head: Any, mesh: Any, equal_tokens: bool) -> Ro
             "shard_over needs a weight that is whole: call convert() before fully_shard, and not under ZeRO-3 or with a head "
             "that is split already"
         )
-    tied = [
-        module
-        for module in model.modules()
-        if module is not head and vars(module)["_parameters"].get("weight") is weight
-    ]
+    tied = _others_with(weight, model, head)
     for module in tied:
         _check_embedding(module)
+    if bias is not None and _others_with(bias, model, head):
+        raise ValueError("shard_over: the head's bias is also another module's, which would keep the whole of it")
     rows = Rows(mesh, VocabShard.even(len(weight), mesh.get_group(mesh.ndim - 1)), equal_tokens)
     head.weight = rows.split(weight)
     if bias is not None:
         head.bias = rows.split(bias)
-    module: Any
     for module in tied:
         module.weight, module.cce_rows = head.weight, rows
         base = type(module)
@@ -302,6 +299,12 @@ def shard_over(model: nn.Module, head: Any, mesh: Any, equal_tokens: bool) -> Ro
             base.__name__, bases, {"__module__": base.__module__, "__qualname__": base.__qualname__}
         )
     return rows
+
+
+def _others_with(parameter: Any, model: nn.Module, head: Any) -> list[Any]:
+    """Return the modules besides the head that a parameter belongs to."""
+    owners = (module for module in model.modules() if any(one is parameter for one in module._parameters.values()))
+    return [module for module in owners if module is not head]
 
 
 def _check_embedding(module: Any) -> None:
