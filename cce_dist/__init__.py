@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cce_dist.divergence import linear_kl_divergence
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.head import VocabParallelHead
+from cce_dist.kept_ids import KeptIds
 from cce_dist.log_probs import LogProbs, linear_log_probs
 from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FilterStats",
     "GradFilter",
+    "KeptIds",
     "LinearCrossEntropyOutput",
     "LogProbs",
     "VocabParallelHead",

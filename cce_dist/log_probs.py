@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cce_dist import agree, checks, op, operands, terms
+from cce_dist import agree, checks, kept_ids, kept_op, op, operands, terms
 from cce_dist.call import LogProbOptions, checked
+from cce_dist.kept_ids import KeptIds
 from cce_dist.kernels import Operands, Spec, Want
 from cce_dist.shard import VocabShard
 
@@ -57,6 +58,7 @@ def linear_log_probs(
     sum_p_squared: bool = False,
     argmax: bool = False,
     top_k: int = 0,
+    kept: KeptIds | None = None,
     shard: VocabShard | None = None,
     sequence_parallel: bool = False,
     input_grad: str = "summed",
@@ -92,6 +94,11 @@ def linear_log_probs(
         sum_p_squared: Return the sum of the squared probabilities. No gradient.
         argmax: Return the largest logit and its id. A greedy match is ``argmax == ids``. No gradient.
         top_k: Return the log-probabilities and ids of so many of the largest logits, at most 1,024. No gradient.
+        kept: Lists of ids, one for each token, that the softmax is taken over in place of the whole vocabulary: those that a
+            sampler kept. ``log_probs`` is ``z[id] - logsumexp(z[kept])``, whether the id is in its list or not; ``lse`` and
+            ``entropy`` are over the list. A token with an empty list has outputs and gradients 0. Then ids are one for each
+            token, and the other outputs are not served. Nothing of the vocabulary's size is computed: forward reads the listed
+            rows of the weight, backward the same rows and as many of the hidden states.
         shard, sequence_parallel, input_grad, reduce_dtype, backend, workspace_bytes, grad_weight_out: As in
             ``linear_cross_entropy``. With sequence_parallel ids and tensors of a number for each token are whole.
         batch_invariant: A token's outputs have the same bits whatever other tokens are in the call, on one device with the same
@@ -106,14 +113,15 @@ def linear_log_probs(
 
     Communication:
         Forward: one all-gather, of 3 fp32 numbers per token, one more for each of entropy, sum_p_squared and argmax, K more if
-        K > 1, and 2 k with top_k. Backward: as ``linear_cross_entropy``.
+        K > 1, and 2 k with top_k; with kept too, 3 or 4. Backward: as ``linear_cross_entropy``.
 
     Raises:
         ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit; before any kernel or collective. A
             number of a token that has ids is not finite, or its temperature not positive (CPU, or CCE_DIST_DEBUG=1; on a
-            GPU that token's outputs are NaN instead).
-        IndexError: An id outside the vocabulary (CPU, or CCE_DIST_DEBUG=1). On a GPU its log-probability is NaN instead, and
-            it gives no gradient.
+            GPU that token's outputs are NaN instead). An id stands twice in a list of kept, or its offsets do not rise from 0
+            to the number of ids (likewise; on a GPU such an id counts once, and such offsets give some other lists).
+        IndexError: An id, also of kept, outside the vocabulary (CPU, or CCE_DIST_DEBUG=1). On a GPU its log-probability, or the
+            token's, is NaN instead, and it gives no gradient.
         RuntimeError: Double backward, forward mode, torch.func, vmap; ranks that disagree (CCE_DIST_DEBUG=1).
     """
     options = checked(
@@ -122,9 +130,13 @@ def linear_log_probs(
         backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant,
     )  # fmt: skip
     scale = _one_scale(logit_scale, temperature, options.softcap)
+    if kept is not None:
+        scale = None  # lists take factors of each token
     x, shard = operands.prepare(
         input, linear_weight, ids, linear_bias, grad_weight_out, shard, 1.0 if scale is None else scale, options
     )
+    if kept is not None:
+        _check_kept(kept, x, options)
     if options.top_k > shard.vocab_size:
         raise ValueError(f"top_k is {options.top_k}, the vocabulary has {shard.vocab_size} ids")
     tokens = ids.shape[: input.dim() - 1]
@@ -132,7 +144,12 @@ def linear_log_probs(
     if options.batch_invariant and call.backend == "torch":
         raise ValueError("batch_invariant needs the Triton backend: sums of the torch backend depend on the batch")
     factors = terms.factors(logit_scale, temperature, x, tokens, call) if scale is None else None
-    agree.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature}, shard, options, call)
+    lists = {} if kept is None else {"kept.offsets": kept.offsets, "kept.ids": kept.ids}
+    agree.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature} | lists, shard, options, call)
+    if kept is not None:
+        assert factors is not None
+        nll, lse, entropies = kept_op.forward(x, kept, factors, grad_weight_out, call)
+        return LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)
     found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
     statistics = (found.sum_p_squared, found.max_logit, found.argmax)
     squares, max_logit, best = (None if values is None else values.view(tokens) for values in statistics)
@@ -170,6 +187,15 @@ def _one_scale(logit_scale: float | Tensor, temperature: float | Tensor, softcap
     if softcap is None:
         return checks.number("logit_scale / temperature", logit_scale / temperature)
     return float(logit_scale) if temperature == 1 else None
+
+
+def _check_kept(kept: KeptIds, x: Operands, options: LogProbOptions) -> None:
+    kept_ids.check(kept, x)
+    for name in ("sum_p_squared", "argmax", "top_k"):
+        if getattr(options, name):
+            raise ValueError(f"{name} is of the whole vocabulary: leave it out with kept, or call without kept for it")
+    if x.ids.dim() == 2:
+        raise ValueError(f"ids must be one for each token with kept, got {x.ids.shape[1]}")
 
 
 def _check_kind(name: str, value: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cce_dist.filter import GradFilter
+from cce_dist.kept_ids import KeptIds
 from cce_dist.log_probs import LogProbs
 from cce_dist.loss import LinearCrossEntropyOutput
 
@@ -75,12 +76,15 @@ def _loss_of(
 def linear_log_probs(
     input: Tensor, linear_weight: Tensor, ids: Tensor, *, linear_bias: Tensor | None = None, ignore_index: int = -100,
     logit_scale: float | Tensor = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, top_k: int = 1,
+    kept: KeptIds | None = None,
 ) -> LogProbs:  # fmt: skip
     """``cce_dist.linear_log_probs`` with the whole weight [V, D] and all logits in memory; always all outputs."""
     scale, temperature = (x.unsqueeze(-1) if isinstance(x, Tensor) else x for x in (logit_scale, temperature))
     z = logits(input, linear_weight, linear_bias, scale, softcap) / temperature
     several = ids if ids.dim() == input.dim() else ids.unsqueeze(-1)
     counts = several != ignore_index
+    if kept is not None:
+        return _of_kept(z, ids, counts, kept)
     log_p = z.log_softmax(-1)
     of_ids = torch.where(counts, log_p.gather(-1, several.long().clamp(min=0)), 0.0).view(ids.shape)
     entropy = -(log_p.exp() * log_p).nan_to_num(0.0, 0.0, 0.0).sum(-1)
@@ -94,6 +98,20 @@ def linear_log_probs(
     top_log_probs = torch.where(counts.any(-1, keepdim=True), top_log_probs, 0.0)
     top_ids = torch.where(counts.any(-1, keepdim=True), top_ids, -1)
     return LogProbs(of_ids, lse, entropy, squares, max_logit, argmax, top_log_probs, top_ids)
+
+
+def _of_kept(z: Tensor, ids: Tensor, counts: Tensor, kept: KeptIds) -> LogProbs:
+    """Log-probability of each id, log-sum-exp and entropy over the lists, a token after another."""
+    offsets, labels = kept.offsets.tolist(), ids.flatten().tolist()
+    rows = [z.new_zeros(3, 0)]
+    for number, (row, live) in enumerate(zip(z.view(-1, z.shape[-1]), counts.flatten().tolist(), strict=True)):
+        listed = row[kept.ids[offsets[number] : offsets[number + 1]].long()]
+        log_p, lse = listed.log_softmax(-1), listed.logsumexp(-1)
+        entropy = -(log_p.exp() * log_p).nan_to_num(0.0, 0.0, 0.0).sum()
+        values = (row[labels[number]] - lse, lse, entropy) if live and len(listed) else (row.new_zeros(()),) * 3
+        rows.append(torch.stack(values)[:, None])
+    log_probs, lse, entropy = torch.cat(rows, 1)
+    return LogProbs(log_probs.view(ids.shape), lse.view(z.shape[:-1]), entropy.view(z.shape[:-1]))
 
 
 def linear_kl_divergence(

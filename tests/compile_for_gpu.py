@@ -182,6 +182,19 @@ def log_probs(name: str, num_ids: int = 1, workspace_bytes: int = 64 << 20, own:
     (objective if out.entropy is None else objective + out.entropy.sum()).backward()
 
 
+def kept(name: str, softcap: float | None = None, bias: bool = False) -> None:
+    from cce_dist import KeptIds, linear_log_probs
+
+    begin(name)
+    hidden = torch.randn(600, 640).bfloat16().requires_grad_()
+    weight = torch.randn(5000, 640).bfloat16().requires_grad_()
+    out = linear_log_probs(
+        hidden, weight, torch.arange(600), kept=KeptIds(torch.arange(601) * 3, torch.arange(1800)), entropy=bias,
+        linear_bias=torch.zeros(5000).bfloat16() if bias else None, softcap=softcap, backend="triton",
+    )  # fmt: skip
+    out.log_probs.sum().backward()
+
+
 def main() -> None:
     from cce_dist import GradFilter, groups
 
@@ -210,6 +223,8 @@ def main() -> None:
     measures: dict[str, Any] = dict(num_ids=3, own=True, entropy=True, sum_p_squared=True, argmax=True)
     log_probs("log-probs with measures, kept", workspace_bytes=1 << 30, **measures)
     log_probs("log-probs with options", softcap=30.0, **measures)
+    kept("kept ids")
+    kept("kept ids with options", softcap=30.0, bias=True)
 
 
 if __name__ == "__main__":

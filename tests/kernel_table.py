@@ -16,6 +16,7 @@ HEAD = "| kernel | file | launched by | writes | test |\n|---|---|---|---|---|\n
 # The tests of a kernel, by the first of these that its file's path begins with.
 TESTS = {
     "cells": "test_log_probs.py",
+    "kept_rows": "test_kept_ids.py",
     "candidates": "test_top_k.py",
     "largest": "test_top_k.py",
     "logits": "test_top_k.py",

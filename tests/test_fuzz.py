@@ -16,7 +16,7 @@ from cce_dist.verify.oracle import PER_TOKEN, truth
 from cce_dist.verify.views import LAYOUTS, constant, view_of
 
 GPU = torch.cuda.is_available()
-OTHERS = ("log-probs", "divergence")
+OTHERS = ("log-probs", "kept", "divergence")
 
 
 def failures(setting: Setting, count: int, first: int = 0) -> str:

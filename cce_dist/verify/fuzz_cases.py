@@ -1,9 +1,10 @@
-"""Random lines of the matrix of ``linear_log_probs`` and ``linear_kl_divergence``, drawn as those of ``fuzz``."""
+"""Random lines of the matrix of ``linear_log_probs``, of lists too, and ``linear_kl_divergence``, drawn as in ``fuzz``."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,13 @@ def draw_log_probs(setting: Setting, number: int) -> LogProbCase:
         options["batch_invariant"] = True
     of_ids = r.choice((None, ignored, repeated)) if num_ids > 1 else None
     return LogProbCase(f"log-probs {number}", "", num_ids, options, problem, of_ids, own, shards, dtype, tuple(outputs))
+
+
+def draw_kept(setting: Setting, number: int) -> LogProbCase:
+    """Likewise of log-probabilities over lists."""
+    case = draw_log_probs(setting, number)
+    longest = _randoms(setting, number)[1].choice((1, 4, 20, 100, 1000))
+    return replace(case, name=f"kept {number}", num_ids=0, ids=None, kept=longest)
 
 
 def draw_divergence(setting: Setting, number: int) -> DivergenceCase:
@@ -70,6 +78,7 @@ def _run(draw: Callable[[Setting, int], Any], run_case: Callable[..., list[Error
 FUNCTIONS = {
     "loss": OF_THE_LOSS,
     "log-probs": _run(draw_log_probs, log_probs.run_case),
+    "kept": _run(draw_kept, log_probs.run_case),
     "divergence": _run(draw_divergence, divergence.run_case),
 }
 

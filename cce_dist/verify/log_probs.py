@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import reference
+from cce_dist.kept_ids import KeptIds
 from cce_dist.log_probs import LogProbs, linear_log_probs
 from cce_dist.shard import VocabShard
 from cce_dist.verify.cases import BF16, FP16, Bounds, Problem, even, padded, random_problem, uneven, with_empty
@@ -31,6 +32,7 @@ class LogProbCase:
         ids: Changes ids [N, K] that were drawn evenly.
         own: Names of arguments that are a number for each token, drawn from 0.5 to 1.5.
         differentiated: The outputs that have an upstream gradient.
+        kept: The softmax is taken over lists of at most so many ids; 0: over the vocabulary.
     """
 
     name: str
@@ -43,6 +45,7 @@ class LogProbCase:
     shards: Callable[[int, int], Bounds] = even
     dtype: torch.dtype = torch.float32
     differentiated: tuple[str, ...] = ("log_probs", "lse", "entropy")
+    kept: int = 0
 
 
 def ignored(ids: Tensor) -> Tensor:
@@ -88,6 +91,13 @@ LOG_PROB_CASES = [
     LogProbCase("log-probs-gap-of-1e4", "0 times infinity", 3, problem=random_problem(spike=1e4, grid=True)),
     LogProbCase("log-probs-many-blocks", "state carried between blocks of logits", 3, {"workspace_bytes": 1},
                 random_problem(300, 16, 1200, bias=True), own=OWN),
+    LogProbCase("kept", "an own id outside of its list, an empty list, a long one beside short ones", kept=40),
+    LogProbCase("kept-everything", "options that only work alone", 1, {**SOFTCAP, "workspace_bytes": 1},
+                random_problem(300, 70, 300, bias=True), ignored, OWN, kept=300),
+    LogProbCase("kept-empty-shards", "a list of which a shard has nothing", shards=with_empty, kept=3),
+    LogProbCase("kept-gap-of-1e4", "a log-sum-exp in one number", problem=random_problem(spike=1e4, grid=True), kept=200),
+    LogProbCase("kept-sequence-parallel", "lists of the slice", 0, {"sequence_parallel": True}, random_problem(24), kept=9),
+    LogProbCase("kept-bf16", "logits rounded before the log-sum-exp", problem=random_problem(scale=0.2), dtype=BF16, kept=60),
     LogProbCase("log-probs-bf16", "logits rounded before the log-sum-exp", 3, problem=random_problem(scale=0.2), dtype=BF16),
     LogProbCase("log-probs-fp16", "gradients of ids that underflow", 3, problem=random_problem(scale=0.2), dtype=FP16),
 ]
@@ -118,7 +128,8 @@ def run_case(
         more = _softcap_noise(drawn.options) if name in OF_LOGITS else 0.0
         more += _slope_noise(drawn) if name in ("dE", "dC", "dbias") else 0.0
         errors += [*padding, error._replace(bound=error.bound + more)]
-    return errors + same_bits(first, run, further_runs(device), LogProbs._fields, group)
+    shared = [name for name in LogProbs._fields if name in first]
+    return errors + same_bits(first, run, further_runs(device), shared, group)
 
 
 class _Drawn(NamedTuple):
@@ -143,7 +154,24 @@ def _draw(case: LogProbCase, generator: torch.Generator, device: str) -> _Drawn:
         for name in case.differentiated
     }
     options = dict(case.options) | {name: value.to(device) for name, value in own.items()}
+    if case.kept:
+        options["kept"] = _lists(case.kept, ids, vocab_size, generator)
     return _Drawn(problem, ids, options, upstream, device)
+
+
+def _lists(longest: int, ids: Tensor, vocab_size: int, generator: torch.Generator) -> KeptIds:
+    """Return lists of 0 to ``longest`` ids, a third of them with the token's own; the first is as long as it can be."""
+    lists = []
+    for number, own in enumerate(ids.flatten().tolist()):
+        length = (
+            min(longest, vocab_size) if number == 0 else int(longest ** torch.rand(1, generator=generator).item()) - 1
+        )
+        of_token = torch.randperm(vocab_size, generator=generator)[:length]
+        if number % 3 == 0 and length and own >= 0 and own not in of_token:
+            of_token[length // 2] = own
+        lists.append(of_token)
+    lengths = torch.tensor([0, *map(len, lists)])
+    return KeptIds(lengths.cumsum(0).to(ids.device), torch.cat([lengths[:0], *lists]).to(ids.device))
 
 
 def _softcap_noise(options: dict[str, Any]) -> float:
@@ -184,15 +212,17 @@ def _expected(drawn: _Drawn, dtype: torch.dtype) -> dict[str, Tensor]:
     """Outputs and gradients of the dense reference in a dtype, and all log-probabilities."""
     hidden, weight, bias = drawn.problem.tensors(dtype, drawn.device)
     inputs = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
-    known = ("softcap", "temperature", "logit_scale")
+    known = ("softcap", "temperature", "logit_scale", "kept")
     wide = torch.promote_types(dtype, torch.float32)
     how: dict[str, Any] = {name: value for name, value in drawn.options.items() if name in known}
     how |= {name: value.to(wide) for name, value in how.items() if isinstance(value, Tensor)}
     out = reference.linear_log_probs(hidden, weight, drawn.ids, linear_bias=bias, top_k=TOP, **how)
     grads = torch.autograd.grad(_objective(out, drawn.upstream), inputs)
-    all_ids = torch.arange(weight.shape[0], device=drawn.device).expand(len(hidden), -1)
-    log_p = reference.linear_log_probs(hidden, weight, all_ids, linear_bias=bias, **how).log_probs
-    values = {name: x.detach() for name, x in out._asdict().items()} | {"log_p": log_p.detach()}
+    values = {name: x.detach() for name, x in out._asdict().items() if x is not None}
+    if "kept" not in how:
+        all_ids = torch.arange(weight.shape[0], device=drawn.device).expand(len(hidden), -1)
+        log_p = reference.linear_log_probs(hidden, weight, all_ids, linear_bias=bias, **how).log_probs
+        values["log_p"] = log_p.detach()
     return values | dict(zip(("dE", "dC", "dbias"), grads, strict=False))
 
 
@@ -203,11 +233,19 @@ def _ours(drawn: _Drawn, dtype: torch.dtype, shard: VocabShard, rank: int, backe
     if drawn.options.get("sequence_parallel"):
         hidden = hidden.chunk(shard.group_size)[rank].contiguous()
     hidden.requires_grad_()
+    whole: dict[str, Any] = {} if "kept" in drawn.options else {"sum_p_squared": True, "argmax": True, "top_k": TOP}
     out = linear_log_probs(
-        hidden, weight, drawn.ids, linear_bias=bias, shard=shard, backend=backend, entropy=True, sum_p_squared=True,
-        argmax=True, top_k=TOP, **drawn.options,
-    )  # fmt: skip
+        hidden,
+        weight,
+        drawn.ids,
+        linear_bias=bias,
+        shard=shard,
+        backend=backend,
+        entropy=True,
+        **whole,
+        **drawn.options,
+    )
     inputs = [x for x in (hidden, weight, bias) if x is not None]
     grads = torch.autograd.grad(_objective(out, drawn.upstream), inputs)
-    values = {name: x.detach() for name, x in out._asdict().items()}
+    values = {name: x.detach() for name, x in out._asdict().items() if x is not None}
     return values | dict(zip(("dE", "dC", "dbias"), grads, strict=False))

@@ -1,0 +1,94 @@
+"""KeptIds: the list of ids that a sampler kept for each token, as offsets and ids or from a mask of bits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cce_dist import checks
+from cce_dist.kernels import Operands
+
+
+class KeptIds(NamedTuple):
+    """The ids that were kept for each token (top-k, top-p, a grammar), as the rows of a sparse matrix (CSR).
+
+    ``linear_log_probs(..., kept=...)`` takes its softmax over a token's list alone. No id stands twice in a list; in any order.
+
+    Attributes:
+        offsets: [N + 1] int64 or int32: token i, of all tokens one after another, has the ids from ``offsets[i]`` to
+            ``offsets[i + 1]``. They begin with 0 and end with the number of ids. A list may be empty.
+        ids: [number of ids] int64 or int32 ids in the whole vocabulary; the same on every rank of the group.
+    """
+
+    offsets: Tensor
+    ids: Tensor
+
+    @classmethod
+    def from_bits(cls, bits: Tensor) -> KeptIds:
+        """Make lists of a mask of the vocabulary in bits, as engines and grammars hand it. Waits for the mask's device.
+
+        Args:
+            bits: [..., ceil(V / 8)] uint8: bit b of byte c, the lowest first, is id ``8 c + b``. Words of 32 bits of the same
+                order are ``words.view(torch.uint8)`` on a machine whose numbers have the lowest byte first.
+
+        Raises:
+            TypeError: bits is no tensor of uint8.
+        """
+        checks.tensors({"bits": bits})
+        if bits.dtype != torch.uint8 or bits.dim() < 1:
+            raise TypeError(f"bits must be [..., ceil(V / 8)] uint8, got {bits.dtype} {tuple(bits.shape)}")
+        rows = bits.reshape(-1, bits.shape[-1])
+        row, byte = rows.nonzero(as_tuple=True)
+        is_set = (rows[row, byte][:, None] >> torch.arange(8, device=bits.device)) & 1
+        entry, bit = is_set.nonzero(as_tuple=True)
+        counts = torch.bincount(row[entry], minlength=rows.shape[0])
+        return cls(torch.cat((counts.new_zeros(1), counts.cumsum(0))), 8 * byte[entry] + bit)
+
+
+def check(kept: KeptIds, x: Operands) -> None:
+    """Raise unless these are lists of the call's tokens by their kinds and shapes; no value is read."""
+    checks.kind("kept", kept, KeptIds)
+    checks.tensors({"kept.offsets": kept.offsets, "kept.ids": kept.ids})
+    for name, tensor in (("kept.offsets", kept.offsets), ("kept.ids", kept.ids)):
+        if isinstance(tensor, DTensor) or tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:
+            raise TypeError(
+                f"{name} must be a plain tensor of one dimension, int64 or int32, got {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        if tensor.device != x.ids.device:
+            raise ValueError(f"input is on {x.ids.device}, {name} on {tensor.device}")
+    if kept.offsets.shape[0] != x.num_tokens + 1:
+        raise ValueError(
+            f"kept.offsets must be [{x.num_tokens + 1}], one more than tokens, got {[*kept.offsets.shape]}"
+        )
+    if kept.ids.shape[0] and not x.num_tokens:
+        raise ValueError(f"kept has {kept.ids.shape[0]} ids, and the call no token")
+    if kept.ids.shape[0] + x.num_tokens >= 2**31:
+        raise ValueError(f"kept has {kept.ids.shape[0]} ids: fewer than 2**31 together with the tokens are served")
+
+
+def error(kept: KeptIds, token_L: Tensor, ids_N: Tensor, vocab_size: int) -> Exception | None:
+    """Return what is wrong with the values: offsets, an id outside the vocabulary, an id twice. Waits for the device.
+
+    Lists of tokens that do not count may hold anything.
+    """
+    offsets, ids = kept
+    if offsets[0] != 0 or offsets[-1] != ids.shape[0] or bool((offsets.diff() < 0).any()):
+        return ValueError(f"kept.offsets must rise from 0 to {ids.shape[0]}, the number of kept.ids")
+    if not ids.shape[0]:
+        return None
+    live = ids_N[token_L] >= 0
+    outside = live & ((ids < 0) | (ids >= vocab_size))
+    if outside.any():
+        place = int(outside.nonzero()[0])
+        return IndexError(
+            f"kept.ids[{place}], of token {int(token_L[place])}, is {int(ids[place])}: not in [0, {vocab_size})"
+        )
+    key, order = torch.where(live, token_L * vocab_size + ids, -1).sort()
+    twice = (key[1:] == key[:-1]) & (key[1:] >= 0)
+    if twice.any():
+        place = int(order[1:][twice][0])
+        return ValueError(f"kept.ids has id {int(ids[place])} twice in the list of token {int(token_L[place])}")
+    return None

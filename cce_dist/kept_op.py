@@ -1,0 +1,150 @@
+"""The two torch.library operators behind ``linear_log_probs(..., kept=...)``: a shard's arithmetic, merged over the group.
+
+Lists and shapes change with every batch, so calls are not replayed; launches are three.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist import kept_ids, merge
+from cce_dist.agree import label_error
+from cce_dist.autograd import Operator
+from cce_dist.call import Call, build
+from cce_dist.kept_ids import KeptIds
+from cce_dist.kernels import IGNORED, OUTSIDE, Grads, Operands, Softmax, dense
+from cce_dist.kernels import kept_ids as dense_lists
+from cce_dist.kernels.kept_ids import KeptLists, entry_gradients, lists_of, rising, token_of_entries
+from cce_dist.op import sum_group_of
+
+
+class Saved(NamedTuple):
+    """What backward needs of forward beside the operands: numbers of tokens, then what ``KeptLists`` has, then logits."""
+
+    merged: Tensor  # [2 or 3, N]: maximum, logarithm of the sum and entropy over the lists
+    ids: Tensor  # [N] as in ``Operands``
+    factors: Tensor  # [N, 2] likewise
+    begin: Tensor
+    token: Tensor
+    column: Tensor
+    order: Tensor
+    first: Tensor
+    z: Tensor  # [M] fp32
+
+
+def _backend(call: Call) -> ModuleType:
+    """The backend's arithmetic of lists; that of Triton is imported by its first use."""
+    if call.backend == "torch":
+        return dense_lists
+    from cce_dist.kernels import kept_rows
+
+    return kept_rows
+
+
+def _gathered(hidden: Tensor, call: Call) -> Tensor:
+    group = merge.resolve(call.layout.group_name)
+    return merge.gather_sequence(hidden, group) if call.layout.sequence_parallel and group is not None else hidden
+
+
+def _run_forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor, offsets: Tensor, kept: Tensor,
+    grad_weight_out: Tensor | None, call: Call,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """Negative log-probability, log-sum-exp and entropy over the lists, [N] fp32, and the list of ``Saved``."""
+    spec, group = call.spec, merge.resolve(call.layout.group_name)
+    with torch.autocast(hidden.device.type, enabled=False):
+        kept = kept.long()
+        begin = rising(offsets, kept.shape[0])
+        token_L = token_of_entries(begin, kept.shape[0])
+        ids = _ids_of_tokens(labels, KeptIds(offsets, kept), token_L, call)
+        factors = torch.where(ids[:, None] >= 0, factors, 1.0)  # an ignored token's factors may be anything
+        x = Operands(_gathered(hidden, call), weight, bias, ids, spec.logits, None, factors)
+        lists = lists_of(begin, token_L, kept, ids, spec.logits)
+        stats_KN, z_M = _backend(call).statistics(x, lists, spec)
+        nll, lse, _, _, entropy, merged = dense.token_losses(merge.gather_stats(stats_KN, group), ids, spec)
+        return nll, lse, entropy, [*Saved(merged, ids, factors, *lists, z_M)]
+
+
+def _ids_of_tokens(labels: Tensor, kept: KeptIds, token_L: Tensor, call: Call) -> Tensor:
+    """Each token's id; IGNORED where its list is empty; OUTSIDE where that or an id of its list is outside the vocabulary."""
+    spec, size = call.spec, call.spec.vocab_size
+    ids = dense.label_ids(labels, spec.ignore_index, size)
+    empty = rising(kept.offsets, kept.ids.shape[0]).diff() == 0
+    ids = torch.where(empty & (ids >= 0), IGNORED, ids)
+    if call.debug or not labels.is_cuda:  # reading values waits for a GPU; there the token's outputs are NaN instead
+        error = label_error(call.argument, labels, ids, size, spec.ignore_index)
+        wrong = IndexError(error) if error else kept_ids.error(kept, token_L, ids, size)
+        if wrong is not None:
+            raise wrong
+        return ids
+    outside = torch.zeros_like(ids).index_add_(0, token_L, ((kept.ids < 0) | (kept.ids >= size)).long())
+    return torch.where((outside > 0) & (ids >= 0), OUTSIDE, ids)
+
+
+def _run_backward(
+    d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, bias: Tensor | None, saved: list[Tensor],
+    grad_weight_out: Tensor | None, want: list[bool], call: Call,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
+    layout, spec, group = call.layout, call.spec, merge.resolve(call.layout.group_name)
+    merged, ids, factors, *of_lists, z_M = Saved(*saved)
+    d_nll, d_lse, d_entropy = d_losses
+    with torch.autocast(hidden.device.type, enabled=False):
+        x = Operands(_gathered(hidden, call), weight, bias, ids, spec.logits, None, factors)
+        coef_4N = dense.coefficients([d_nll, d_lse, None, None, d_entropy], ids, spec.vocab_size)
+        softmax = Softmax(merged[0], merged[1], None if d_entropy is None else merged[2])
+        lists = KeptLists(*of_lists)
+        grad_M = entry_gradients(x, lists, z_M, softmax, coef_4N)
+        dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
+        hidden_sum = merge.HiddenGradSum(
+            sum_group_of(layout, group), layout.sequence_parallel, dtype, x.num_tokens, None
+        )
+        grads = Grads(*want, weight_out=grad_weight_out, hidden_ready=hidden_sum.start)
+        _, d_weight, d_bias = _backend(call).gradients(x, lists, grad_M, grads, spec)
+        nothing = hidden.new_empty(0)
+        return (
+            hidden_sum.wait() if want[0] else nothing,
+            nothing if d_weight is None else d_weight,
+            nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
+        )
+
+
+def _forward_fake(hidden, weight, bias, labels, factors, offsets, kept, _, *flat):
+    call, num_tokens, num_entries = build(Call, iter(flat)), labels.shape[0], kept.shape[0] + labels.shape[0]
+    fp32, int32 = (
+        lambda *shape, dtype=dtype: hidden.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.int32)
+    )
+    saved = Saved(
+        fp32(2 + call.spec.want.entropy, num_tokens), torch.empty_like(labels), torch.empty_like(factors),
+        int32(num_tokens + 1), int32(num_entries), int32(num_entries), labels.new_empty(num_entries),
+        int32(call.spec.logits.num_valid + 1), fp32(num_entries),
+    )  # fmt: skip
+    return fp32(num_tokens), fp32(num_tokens), fp32(num_tokens if call.spec.want.entropy else 0), [*saved]
+
+
+_OPERATOR = Operator(
+    "linear_log_probs",
+    _run_forward,
+    _run_backward,
+    "kept_log_probs",
+    "kept_log_probs_backward",
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor factors, Tensor offsets, Tensor kept, "
+    "Tensor? grad_weight_out",
+    "(Tensor, Tensor, Tensor, Tensor[])",
+    Call,
+    num_outputs=3,
+    num_kept=3,
+)
+_OPERATOR.register(_forward_fake)
+
+
+def forward(
+    x: Operands, kept: KeptIds, factors: Tensor, grad_weight_out: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator as ``linear_log_probs`` calls it; see ``_run_forward``. Returns its first three results."""
+    tensors = (x.hidden, x.weight, x.bias, x.ids, factors, kept.offsets.contiguous(), kept.ids.contiguous())
+    return _OPERATOR.apply(*tensors, grad_weight_out, call=call, needs_grad=call.spec.want.grad)[:3]
