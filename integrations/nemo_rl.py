@@ -22,11 +22,11 @@ from torch import Tensor
 
 from cce_dist import linear_log_probs
 from cce_dist.integrations.megatron.loss import shard_of
-from cce_dist.integrations.options import Options
+from cce_dist.integrations.options import ScoreOptions
 from cce_dist.integrations.patching import Patch, say_once
 
 
-def _make(options: Options) -> Callable:
+def _make(options: ScoreOptions) -> Callable:
     # NeMo-RL's fused_linear_logprobs_chunk_size means nothing here: workspace_bytes bounds the memory.
     def from_parallel_hidden_states_to_logprobs(
         tensor_parallel_hidden_states: Tensor,
@@ -53,6 +53,7 @@ def _make(options: Options) -> Callable:
                 sequence_parallel=slices,
                 backend=options.backend,
                 workspace_bytes=options.workspace_bytes,
+                batch_invariant=options.batch_invariant,
             )
         return found.log_probs.t()[:, :-1]
 

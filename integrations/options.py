@@ -41,6 +41,7 @@ KEYS: dict[str, tuple] = {  # the kind of a key's values, then which of them are
     "filter_screen": (TEXT, *_one_of(("off", *SCREENS))),
     "label_smoothing": (NUMBER, lambda x: 0 <= x <= 1, "in [0, 1]"),
     "z_loss_weight": (NUMBER, lambda x: 0 <= x < math.inf, "finite and not negative"),
+    "batch_invariant": (SWITCH,),
     "backend": (TEXT, *_one_of(BACKENDS)),
     "workspace_bytes": (MAYBE_WHOLE, lambda x: x is None or x > 0, "positive"),
     "reduce_dtype": (TEXT, *_one_of(REDUCE_DTYPES)),
@@ -104,6 +105,24 @@ class Options:
                 of_filter["screen"] = None
             fields["grad_filter"] = GradFilter(compensate=values["filter"] == "compensated", **of_filter)
         return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreOptions(Options):
+    """Options of log-probabilities.
+
+    Args:
+        batch_invariant: As in ``linear_log_probs``: bits of the head's outputs do not depend on the batch.
+
+    Raises:
+        ValueError: It is asked of the torch backend. Where "auto" comes to that, the call raises.
+    """
+
+    batch_invariant: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.batch_invariant and self.backend == "torch":
+            raise ValueError("batch_invariant needs the Triton backend: sums of the torch backend depend on the batch")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cce_dist.integrations.options import Options
+from cce_dist.integrations.options import ScoreOptions
 
 _log = logging.getLogger("cce_dist").warning
 
@@ -36,20 +36,23 @@ class Patch:
     module: str
     name: str
     known: str
-    make: Callable[[Options], Callable]
+    make: Callable[[ScoreOptions], Callable]
     parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
-    def install(self, *, backend: str = "auto", workspace_bytes: int | None = None) -> None:
+    def install(
+        self, *, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False
+    ) -> None:
         """Have the package take its log-probabilities from hidden states. A second call changes the options of the first.
 
         Args:
-            backend, workspace_bytes: As in ``linear_log_probs``.
+            backend, workspace_bytes, batch_invariant: As in ``linear_log_probs``.
 
         Raises:
             ImportError, RuntimeError: The package is missing; or its function is another than the one that is known here.
             ValueError: A value is not allowed.
         """
-        options = Options.read({"backend": backend, "workspace_bytes": workspace_bytes}, spell=str)
+        given = {"backend": backend, "workspace_bytes": workspace_bytes, "batch_invariant": batch_invariant}
+        options = ScoreOptions.read(given, spell=str)
         self.uninstall()
         try:
             home = importlib.import_module(self.module)

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cce_dist import VocabShard, linear_cross_entropy
+from cce_dist import VocabShard, linear_cross_entropy, linear_log_probs
 from cce_dist.integrations import peft
 from cce_dist.integrations.deferred import Head, Task, TensorLogits, checked, give_back, take
-from cce_dist.integrations.options import Options
+from cce_dist.integrations.options import ScoreOptions
 from cce_dist.integrations.patching import Patch
 
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
@@ -37,7 +37,7 @@ OUTPUTS = FIELDS[1:6]
 AUX = {"entropy": "entropy", "is_top1": "label_is_max"}  # outputs that the loss computes if they are named
 
 
-def _make(options: Options) -> Callable:
+def _make(options: ScoreOptions) -> Callable:
     # A filter is not served: policies have upstream gradients of both signs.
     def add_fused_lm_head(
         model: Any,
@@ -48,6 +48,8 @@ def _make(options: Options) -> Callable:
         unknown = [name for name in outputs if name not in OUTPUTS]
         if unknown:
             raise ValueError(f"cce_dist serves TRL's {', '.join(OUTPUTS)}; {', '.join(unknown)} is none of them")
+        if options.batch_invariant and "mean_logits" in outputs:
+            raise ValueError("cce_dist: mean_logits is not served with batch_invariant (DPO's and KTO's trainers ask for it)")
         _add_forward(model, _Score(temperature, cast_lm_head_to_fp32, ("log_probs", *outputs), options))
 
     return add_fused_lm_head
@@ -115,7 +117,7 @@ class _Deferring(Task):
 
 
 @contextlib.contextmanager
-def _deferring(output: Any, options: Options) -> Iterator[None]:
+def _deferring(output: Any, options: ScoreOptions) -> Iterator[None]:
     """Let the head of a model defer, and be as before afterwards."""
     if isinstance(peft.in_use(output), Head):
         raise ValueError(
@@ -137,7 +139,7 @@ class _Score:
     temperature: float  # divides the logits, behind the softcap
     in_fp32: bool  # multiply in fp32, outside of autocast
     outputs: tuple[str, ...]
-    options: Options
+    options: ScoreOptions
 
     def __call__(self, logits: Any, labels: Tensor) -> dict[str, Tensor]:
         """Return each output by its name, [N], of logits [N, V] and labels [N]."""
@@ -153,6 +155,9 @@ class _Score:
         with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not self.in_fp32):
             hidden, weight, bias = peft.operands(head, hidden.float() if self.in_fp32 else hidden)
             bias = peft.sum_of_biases(bias, added)
+            if self.options.batch_invariant:
+                results = self._invariant(hidden, weight, labels, bias, logit_scale, softcap)
+                return tuple(results[name] for name in OUTPUTS if name in self.outputs)
             aux = {"nll", *(AUX[name] for name in self.outputs if name in AUX)}
             call = functools.partial(
                 linear_cross_entropy,
@@ -181,3 +186,34 @@ class _Score:
                     double = call(logit_scale=2 * logit_scale, softcap=None if softcap is None else 2 * softcap)
                 results["log_sum_sq_probs"] = double.lse - 2 * found.lse.detach()
         return tuple(results[name] for name in OUTPUTS if name in self.outputs)
+
+    def _invariant(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        bias: Tensor | None,
+        logit_scale: float,
+        softcap: float | None,
+    ) -> dict[str, Any]:
+        found = linear_log_probs(
+            hidden,
+            weight.to(hidden.dtype),
+            labels,
+            linear_bias=None if bias is None else bias.to(hidden.dtype),
+            logit_scale=logit_scale,
+            softcap=softcap,
+            entropy="entropy" in self.outputs,
+            sum_p_squared="log_sum_sq_probs" in self.outputs,
+            argmax="is_top1" in self.outputs,
+            backend=self.options.backend,
+            workspace_bytes=self.options.workspace_bytes,
+            batch_invariant=True,
+        )
+        squares, best = found.sum_p_squared, found.argmax
+        return {
+            "log_probs": found.log_probs,
+            "entropy": found.entropy,
+            "log_sum_sq_probs": None if squares is None else squares.log(),
+            "is_top1": None if best is None else best == labels,
+        }

@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from cce_dist import linear_log_probs
 from cce_dist.integrations.megatron.loss import shard_of
-from cce_dist.integrations.options import Options
+from cce_dist.integrations.options import ScoreOptions
 from cce_dist.integrations.patching import Patch, say_once
 
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
 
 
-def _make(options: Options) -> Callable:
+def _make(options: ScoreOptions) -> Callable:
     def linear_cross_entropy(
         hidden: Tensor,
         weight: Tensor,
@@ -53,6 +53,7 @@ def _make(options: Options) -> Callable:
             input_grad="partial" if was_gathered(hidden) else "summed",
             backend=options.backend,
             workspace_bytes=options.workspace_bytes,
+            batch_invariant=options.batch_invariant,
         )
         assert found.entropy is not None
         return found.log_probs, found.entropy

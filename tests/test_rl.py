@@ -24,6 +24,7 @@ import test_megatron_scores
 from dense_scores import TOKENS, VOCAB, compare, dense_scores, operands, policy_loss
 from megatron_on_cpu import use_cpu
 
+from cce_dist.integrations import megatron as cce_megatron
 from cce_dist.integrations import nemo_rl as cce_nemo_rl
 from cce_dist.integrations import patching
 from cce_dist.integrations import trl as cce_trl
@@ -302,6 +303,45 @@ def test_install_is_undone_and_done_again(package: str) -> None:
     adapter.uninstall()
     adapter.uninstall()
     assert getattr(caller, name) == getattr(home, name) == theirs
+
+
+def by_verl(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return verl().linear_cross_entropy(hidden, weight, labels)[0]
+
+
+def by_nemo_rl(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The second of two tokens of each sequence is the label of the first."""
+    both = labels[:, None].expand(-1, 2)
+    return nemos(hidden.expand(2, -1, -1), weight, both, Alone())[0][:, 0]
+
+
+def by_megatron(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    options = cce_megatron.Options(backend="triton", batch_invariant=True)
+    return cce_megatron.vocab_parallel_log_probs(hidden[None], weight, labels[:, None], None, options=options).log_probs
+
+
+@pytest.mark.parametrize("score", [by_verl, by_nemo_rl, by_megatron])
+def test_a_tokens_bits_do_not_depend_on_the_batch(score: Callable) -> None:
+    """A scorer's batch beside a trainer's. Catches an option that does not arrive: the head's bits then differ here."""
+    for adapter in (cce_verl, cce_nemo_rl):
+        adapter.install(backend="triton", batch_invariant=True)
+    hidden, weight, labels = torch.randn(36, 32), torch.randn(400, 32), torch.randint(400, (36,))
+    with torch.no_grad():
+        alone = score(hidden[-1:], weight, labels[-1:])
+    assert torch.equal(alone.flatten(), score(hidden.requires_grad_(), weight, labels).detach().flatten()[-1:])
+
+
+def test_batch_invariance_is_refused_on_torch() -> None:
+    """Where the backend is named, as options are made; where "auto" comes to it, at the call."""
+    for make in (cce_verl.install, cce_nemo_rl.install, cce_trl.install, cce_megatron.Options):
+        with pytest.raises(ValueError, match="batch_invariant needs the Triton backend") as error:
+            make(backend="torch", batch_invariant=True)
+        assert "\n" not in str(error.value)
+    cce_verl.install(batch_invariant=True)
+    hidden, weight, labels = operands(2)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="batch_invariant needs the Triton backend"):
+            verl().linear_cross_entropy(hidden, weight, labels)
 
 
 def test_one_line_says_that_ours_is_in_use(caplog: pytest.LogCaptureFixture) -> None:

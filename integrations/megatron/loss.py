@@ -18,11 +18,12 @@ IGNORED = -100
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(shared.Options):
+class Options(shared.ScoreOptions):
     """How a converted model computes its loss.
 
     Args:
         grad_filter, backend, workspace_bytes: Those of every adapter.
+        batch_invariant: Of log-probabilities, as in ``linear_log_probs``; the loss does not look at it.
         vocab_size: True size of the vocabulary. Rows behind it, with which Megatron pads, then count as -inf and get no
             gradient. None is Megatron's own loss: padding rows take part in the softmax as any other.
     """
@@ -111,11 +112,18 @@ def vocab_parallel_log_probs(
     Raises:
         ValueError: ``options.vocab_size`` is more than the rows there are; and what ``linear_log_probs`` raises.
     """
-    operands, call = _prepared(hidden, weight, labels, tp_group, sequence_parallel, main_grad, options or Options())
+    options = options or Options()
+    operands, call = _prepared(hidden, weight, labels, tp_group, sequence_parallel, main_grad, options)
     if isinstance(temperature, Tensor):
         temperature = temperature.expand_as(labels).t()
     found = linear_log_probs(
-        *operands, logit_scale=logit_scale, temperature=temperature, input_grad=input_grad, **wanted, **call
+        *operands,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        input_grad=input_grad,
+        batch_invariant=options.batch_invariant,
+        **wanted,
+        **call,
     )
     return LogProbs._make(None if x is None else x.transpose(0, 1).contiguous() for x in found)
 
