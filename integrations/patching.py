@@ -89,7 +89,7 @@ class Patch:
     def _swap(self, old: Any, new: Any) -> None:
         # Modules that are imported later take the name from the module that defines it.
         for path, module in list(sys.modules.items()):
-            if path.partition(".")[0] == self._package and vars(module).get(self.name) is old:
+            if path.partition(".")[0] == self._package and getattr(module, "__dict__", {}).get(self.name) is old:
                 setattr(module, self.name, new)
 
 

@@ -1,4 +1,4 @@
-"""TRL: the log-probabilities of SFT, DPO, KTO, GRPO and RLOO from hidden states.
+"""TRL: the log-probabilities of SFT, DPO, KTO, GRPO and RLOO from hidden states; distillation: ``trl_distillation``.
 
     from cce_dist.integrations import trl as cce_trl
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from cce_dist import VocabShard, linear_cross_entropy, linear_log_probs
-from cce_dist.integrations import peft
+from cce_dist.integrations import peft, trl_distillation
 from cce_dist.integrations.deferred import Head, Task, TensorLogits, checked, give_back, take
 from cce_dist.integrations.options import ScoreOptions
 from cce_dist.integrations.patching import Patch
@@ -49,7 +49,9 @@ def _make(options: ScoreOptions) -> Callable:
         if unknown:
             raise ValueError(f"cce_dist serves TRL's {', '.join(OUTPUTS)}; {', '.join(unknown)} is none of them")
         if options.batch_invariant and "mean_logits" in outputs:
-            raise ValueError("cce_dist: mean_logits is not served with batch_invariant (DPO's and KTO's trainers ask for it)")
+            raise ValueError(
+                "cce_dist: mean_logits is not served with batch_invariant (DPO's and KTO's trainers ask for it)"
+            )
         _add_forward(model, _Score(temperature, cast_lm_head_to_fp32, ("log_probs", *outputs), options))
 
     return add_fused_lm_head
@@ -62,8 +64,26 @@ PATCH = Patch(
     _make,
     {"FusedCausalLMOutput": FIELDS},
 )
-# Both are for trainers that are made from now on; a trainer that was made before keeps what it has.
-install, uninstall = PATCH.install, PATCH.uninstall
+PATCHES = (trl_distillation.PATCH, PATCH)
+
+
+def install(*, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False) -> None:
+    """Have TRL's trainers that are made from now on take their losses from hidden states: ``Patch.install``.
+
+    DistillationTrainer's divergence is among them; the option batch_invariant is of log-probabilities alone.
+    """
+    try:
+        for patch in PATCHES:
+            patch.install(backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant)
+    except Exception:
+        uninstall()
+        raise
+
+
+def uninstall() -> None:
+    """Undo ``install``; a trainer that was made before keeps what it has."""
+    for patch in PATCHES:
+        patch.uninstall()
 
 
 def _add_forward(model: Any, score: _Score) -> None:

@@ -82,6 +82,16 @@ def test_the_readmes_example_runs(tmp_path: Path) -> None:
     assert loss == other_loss and shape == other_shape == "(16000, 256)"
 
 
+def test_the_example_of_reinforcement_learning_learns(tmp_path: Path) -> None:
+    """It samples even ids by chance half of the time at first."""
+    (example,) = blocks("docs/rl.md", "python")
+    (tmp_path / "grpo.py").write_text(example)
+    ran = subprocess.run([sys.executable, "grpo.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    first, last = (float(share) for share in re.findall(r"step \d+: (\d\.\d\d)", ran.stdout))
+    assert first < 0.7 and last > 0.9
+
+
 def test_the_readmes_numbers_are_the_results() -> None:
     """Catches a number of the README that docs/results.md, which is held to the raw rounds, does not have."""
     measured = {row[0]: row[1:] for row in reversed(rows("docs/results.md", r"[\w, /:@-]+"))}  # the first table wins

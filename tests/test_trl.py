@@ -139,6 +139,50 @@ def test_batch_invariance_reaches_the_head() -> None:
         add(ours, outputs=("log_probs", "mean_logits"))
 
 
+DIVERGENCES: dict[str, dict[str, Any]] = {
+    "forward": {"beta": 0.0},
+    "reverse": {"beta": 1.0, "temperature": 0.7},
+    "jsd": {"beta": 0.3, "temperature": 2.0, "num_items_in_batch": torch.tensor(5)},
+    "capped": {
+        "beta": 0.5, "temperature": 1.3, "student_final_logit_softcapping": 3.0, "teacher_final_logit_softcapping": 5.0,
+        "student_logit_scale": 0.7, "teacher_logit_scale": 1.2, "num_items_in_batch": 3,
+    },
+    "nothing": {"beta": 0.9, "empty": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", DIVERGENCES.values(), ids=DIVERGENCES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_distillation_is_trls(how: dict[str, Any], dtype: torch.dtype) -> None:
+    """Catches beta that is the other head's, a temperature before the softcap, an entropy of other logits, a mean of all."""
+    from trl.trainer import distillation_trainer
+
+    how = dict(how)
+    mask = torch.arange(10).view(2, 5) % 3 if not how.pop("empty", False) else torch.zeros(2, 5).long()
+    drawn = [torch.randn(2, 5, 16), torch.randn(2, 5, 24), torch.randn(40, 16), torch.randn(40, 24)]
+    drawn += [torch.randn(40), torch.randn(40)]
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        h, t, w, tw, b, tb = (x.to(dtype) for x in drawn)
+        leaves = [x.clone().requires_grad_() for x in (h, w, b)]
+        loss, entropy, count = distillation_trainer._chunked_divergence_loss(
+            leaves[0], t, leaves[1], tw, mask, student_lm_head_bias=leaves[2], teacher_lm_head_bias=tb, **how
+        )
+        grads = torch.autograd.grad(loss, leaves)
+        assert not entropy.requires_grad and count == (mask != 0).sum()
+        return [loss.detach(), entropy, *grads]
+
+    drawn = [x.to(dtype) for x in drawn]
+    baseline, truth = run(dtype), run(torch.float64)
+    cce_trl.install()
+    assert distillation_trainer._chunked_divergence_loss.__module__ == "cce_dist.integrations.trl_distillation"
+    for name, ours, theirs, true in zip(
+        ("loss", "entropy", "dE", "dC", "dbias"), run(dtype), baseline, truth, strict=True
+    ):
+        # An entropy of capped logits is a difference of numbers of 20 nats in fp32.
+        assert_no_worse(ours, theirs, true, dtype if name[0] == "d" else torch.float32, name)
+
+
 def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -240,6 +284,49 @@ def test_trainers_log_and_learn_as_they_do(make: Callable, name: str, more: dict
     assert_same_parameters(found, expected, TOLERANCE)
     start = tiny_model(name).state_dict()
     assert any(not torch.equal(start[where], parameter) for where, parameter in found.items())
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_distillation_trainer_logs_and_learns_as_it_does(beta: float, tmp_path: Path) -> None:
+    from trl import DistillationConfig, DistillationTrainer
+
+    teacher = tiny_model("Gemma2", hidden_size=48).eval()
+
+    def run() -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+        forget()
+        how: dict[str, Any] = dict(bf16=False, gradient_checkpointing=False, learning_rate=1e-2, max_steps=3)
+        args = arguments(tmp_path, DistillationConfig, beta=beta, temperature=0.7, max_completion_length=6, **how)
+        trainer = DistillationTrainer(
+            tiny_model("Gemma2"),
+            copy.deepcopy(teacher),
+            args,
+            train_dataset=rows("prompt"),
+            processing_class=tokenizer(),
+        )
+        torch.manual_seed(0)
+        trainer.train()
+        return logged(trainer), trainer.accelerator.get_state_dict(trainer.model_wrapped)
+
+    stock, expected = run()
+    cce_trl.install()
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr("cce_dist.integrations.trl_distillation.say_once", said.append)
+        ours, found = run()
+    assert len(said) >= 3
+    assert_same_log(ours, stock, TOLERANCE)
+    assert_same_parameters(found, expected, TOLERANCE)
+    start = tiny_model("Gemma2").state_dict()
+    assert any(not torch.equal(start[where], parameter) for where, parameter in found.items())
+
+
+def test_distillation_under_zero_3_is_refused() -> None:
+    from trl.trainer import distillation_trainer
+
+    cce_trl.install()
+    hidden, mask = torch.randn(1, 2, 8), torch.ones(1, 2)
+    with pytest.raises(ValueError, match="ZeRO-3 has the head's weight in parts"):
+        distillation_trainer._chunked_divergence_loss(hidden, hidden, torch.empty(0), torch.randn(9, 8), mask, 0.5)
 
 
 def compare_sft(folder: Path, name: str = "Llama", section: dict | None = None, **more: Any) -> None:
