@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--function",
-        choices=("loss", "log-probs", "divergence"),
+        choices=("loss", "log-probs", "kept", "divergence"),
         default="loss",
         help="whose random cases (default loss)",
     )
