@@ -166,6 +166,7 @@ class LogProbOptions(NamedTuple):
     sum_p_squared: bool = False
     argmax: bool = False
     top_k: int = 0
+    kept_mass: bool = False
     sequence_parallel: bool = False
     input_grad: str = "summed"
     reduce_dtype: torch.dtype | None = None
@@ -217,6 +218,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "sum_p_squared": boolean,
     "argmax": boolean,
     "top_k": _top_k,
+    "kept_mass": boolean,
     "batch_invariant": boolean,
     "backend": lambda name, value: choice(name, value, BACKENDS),
     "workspace_bytes": lambda name, value: 0 if value is None else integer(name, value, 1),

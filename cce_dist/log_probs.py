@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import agree, checks, kept_ids, kept_op, op, operands, terms
-from cce_dist.call import LogProbOptions, checked
+from cce_dist.call import Call, LogProbOptions, checked
 from cce_dist.kept_ids import KeptIds
 from cce_dist.kernels import Operands, Spec, Want
+from cce_dist.kernels.kept_ids import rising
 from cce_dist.shard import VocabShard
 
 
@@ -32,6 +33,8 @@ class LogProbs(NamedTuple):
         argmax: Its id, int64, the smallest of equal ones; None unless asked for.
         top_log_probs: [..., top_k] log-probabilities of the largest logits, in falling order; None without ``top_k``.
         top_ids: [..., top_k] int64: their ids, of equal logits the smaller id first; None without ``top_k``.
+        full_log_probs: Log-probabilities of ``ids`` over the whole vocabulary; None without ``kept_mass``.
+        kept_mass: Probability of all ids of the token's list together; None without ``kept_mass``.
     """
 
     log_probs: Tensor
@@ -42,6 +45,8 @@ class LogProbs(NamedTuple):
     argmax: Tensor | None = None
     top_log_probs: Tensor | None = None
     top_ids: Tensor | None = None
+    full_log_probs: Tensor | None = None
+    kept_mass: Tensor | None = None
 
 
 def linear_log_probs(
@@ -59,6 +64,7 @@ def linear_log_probs(
     argmax: bool = False,
     top_k: int = 0,
     kept: KeptIds | None = None,
+    kept_mass: bool = False,
     shard: VocabShard | None = None,
     sequence_parallel: bool = False,
     input_grad: str = "summed",
@@ -99,6 +105,8 @@ def linear_log_probs(
             ``entropy`` are over the list. A token with an empty list has outputs and gradients 0. Then ids are one for each
             token, and the other outputs are not served. Nothing of the vocabulary's size is computed: forward reads the listed
             rows of the weight, backward the same rows and as many of the hidden states.
+        kept_mass: With kept, also return the mass of each list and the log-probabilities over the whole vocabulary. That is one
+            sweep over the vocabulary more in forward. No gradient.
         shard, sequence_parallel, input_grad, reduce_dtype, backend, workspace_bytes, grad_weight_out: As in
             ``linear_cross_entropy``. With sequence_parallel ids and tensors of a number for each token are whole.
         batch_invariant: A token's outputs have the same bits whatever other tokens are in the call, on one device with the same
@@ -113,7 +121,7 @@ def linear_log_probs(
 
     Communication:
         Forward: one all-gather, of 3 fp32 numbers per token, one more for each of entropy, sum_p_squared and argmax, K more if
-        K > 1, and 2 k with top_k; with kept too, 3 or 4. Backward: as ``linear_cross_entropy``.
+        K > 1, and 2 k with top_k; with kept too, 3 or 4, and 3 more with kept_mass. Backward: as ``linear_cross_entropy``.
 
     Raises:
         ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit; before any kernel or collective. A
@@ -126,8 +134,8 @@ def linear_log_probs(
     """
     options = checked(
         LogProbOptions, ignore_index=ignore_index, softcap=softcap, entropy=entropy, sum_p_squared=sum_p_squared,
-        argmax=argmax, top_k=top_k, sequence_parallel=sequence_parallel, input_grad=input_grad, reduce_dtype=reduce_dtype,
-        backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant,
+        argmax=argmax, top_k=top_k, kept_mass=kept_mass, sequence_parallel=sequence_parallel, input_grad=input_grad,
+        reduce_dtype=reduce_dtype, backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant,
     )  # fmt: skip
     scale = _one_scale(logit_scale, temperature, options.softcap)
     if kept is not None:
@@ -137,6 +145,8 @@ def linear_log_probs(
     )
     if kept is not None:
         _check_kept(kept, x, options)
+    elif options.kept_mass:
+        raise ValueError("kept_mass is of lists of ids: pass kept")
     if options.top_k > shard.vocab_size:
         raise ValueError(f"top_k is {options.top_k}, the vocabulary has {shard.vocab_size} ids")
     tokens = ids.shape[: input.dim() - 1]
@@ -149,7 +159,8 @@ def linear_log_probs(
     if kept is not None:
         assert factors is not None
         nll, lse, entropies = kept_op.forward(x, kept, factors, grad_weight_out, call)
-        return LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)
+        out = LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)
+        return _with_mass(out, x, kept, factors, call) if kept_mass else out
     found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
     statistics = (found.sum_p_squared, found.max_logit, found.argmax)
     squares, max_logit, best = (None if values is None else values.view(tokens) for values in statistics)
@@ -158,6 +169,17 @@ def linear_log_probs(
     return LogProbs(
         (0.0 - found.nll).view(ids.shape), found.lse.view(tokens), entropies, squares, max_logit, best, *most
     )
+
+
+@torch.no_grad()
+def _with_mass(out: LogProbs, x: Operands, kept: KeptIds, factors: Tensor, call: Call) -> LogProbs:
+    """Add what a sweep over the whole vocabulary says of the tokens whose list is not empty."""
+    ids = x.ids.masked_fill(rising(kept.offsets, kept.ids.shape[0]).diff() == 0, call.spec.ignore_index)
+    sweep = call._replace(spec=call.spec._replace(want=Want(grad=False)))
+    found = op.forward(x.hidden, x.weight, x.bias, ids, None, sweep, factors)
+    mass = (out.lse.view(-1) - found.lse).exp().clamp(max=1.0).masked_fill(ids == call.spec.ignore_index, 0.0)
+    full = (0.0 - found.nll).view(out.log_probs.shape)
+    return out._replace(full_log_probs=full, kept_mass=mass.view(out.lse.shape))
 
 
 def _spec(x: Operands, factors: bool, shard: VocabShard, options: LogProbOptions) -> Spec:

@@ -101,17 +101,22 @@ def linear_log_probs(
 
 
 def _of_kept(z: Tensor, ids: Tensor, counts: Tensor, kept: KeptIds) -> LogProbs:
-    """Log-probability of each id, log-sum-exp and entropy over the lists, a token after another."""
+    """Log-probability of each id, log-sum-exp and entropy over the lists, a token after another; then what has no gradient."""
     offsets, labels = kept.offsets.tolist(), ids.flatten().tolist()
-    rows = [z.new_zeros(3, 0)]
+    rows = [z.new_zeros(5, 0)]
     for number, (row, live) in enumerate(zip(z.view(-1, z.shape[-1]), counts.flatten().tolist(), strict=True)):
         listed = row[kept.ids[offsets[number] : offsets[number + 1]].long()]
         log_p, lse = listed.log_softmax(-1), listed.logsumexp(-1)
         entropy = -(log_p.exp() * log_p).nan_to_num(0.0, 0.0, 0.0).sum()
-        values = (row[labels[number]] - lse, lse, entropy) if live and len(listed) else (row.new_zeros(()),) * 3
+        values = (row.new_zeros(()),) * 5
+        if live and len(listed):
+            full, mass = row.detach().log_softmax(-1)[labels[number]], (lse - row.logsumexp(-1)).detach().exp()
+            values = (row[labels[number]] - lse, lse, entropy, full, mass)
         rows.append(torch.stack(values)[:, None])
-    log_probs, lse, entropy = torch.cat(rows, 1)
-    return LogProbs(log_probs.view(ids.shape), lse.view(z.shape[:-1]), entropy.view(z.shape[:-1]))
+    log_probs, lse, entropy, full, mass = torch.cat(rows, 1)
+    lse, entropy, mass = (x.view(z.shape[:-1]) for x in (lse, entropy, mass.detach()))
+    log_probs, full = (x.view(ids.shape) for x in (log_probs, full.detach()))
+    return LogProbs(log_probs, lse, entropy, full_log_probs=full, kept_mass=mass)
 
 
 def linear_kl_divergence(

@@ -64,7 +64,8 @@ def test_edges(backend: str, dtype: torch.dtype) -> None:
     """An empty list is 0 without a gradient; a list of the id alone is exactly 0; all lists empty; no token at all."""
     hidden, weight, ids = draw()
     hidden, weight = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
-    out = any_call(hidden, weight, ids, kept=KEPT, entropy=True, backend=backend)
+    out = any_call(hidden, weight, ids, kept=KEPT, entropy=True, kept_mass=True, backend=backend)
+    assert out.kept_mass[1] == out.full_log_probs[1] == 0 < out.kept_mass[2] and not out.kept_mass.requires_grad
     assert out.log_probs[1] == out.lse[1] == out.entropy[1] == 0 and out.log_probs[2] == 0
     assert out.sum_p_squared is None and out.log_probs[4] != 0
     d_hidden, d_weight = torch.autograd.grad(out.log_probs.sum() + out.entropy.sum(), (hidden, weight))
@@ -176,6 +177,7 @@ BAD = [
     (dict(ids=torch.full((N,), V)), IndexError, r"ids\[0\] \(flattened\) is 30"),
     (dict(ids=torch.zeros(N, 2).long()), ValueError, "ids must be one for each token with kept"),
     (dict(top_k=2), ValueError, "top_k is of the whole vocabulary"),
+    (dict(kept=None, kept_mass=True), ValueError, "kept_mass is of lists of ids: pass kept"),
     (dict(argmax=True), ValueError, "argmax is of the whole vocabulary"),
 ]
 
