@@ -36,6 +36,7 @@ def linear_kl_divergence(
     reduction: str = "none",
     shard: VocabShard | None = None,
     teacher_shard: VocabShard | None = None,
+    teacher_ids: Tensor | None = None,
     sequence_parallel: bool = False,
     input_grad: str = "summed",
     reduce_dtype: torch.dtype | None = None,
@@ -77,6 +78,11 @@ def linear_kl_divergence(
             cover the same ids in both heads, on each rank; padding behind them may differ. It counts as logit -inf, never 0.
             So heads of 151,936 and 152,064 rows that share 151,936 ids are told apart by
             ``teacher_shard=VocabShard(0, 152064, 151936)``.
+        teacher_ids: [V] int64 or int32: the teacher's id of each of the student's V ids, the same on every rank. For a draft
+            vocabulary, a part of the teacher's: the teacher's softmax is then over these ids alone. None: the same ids.
+            teacher_shard is of the teacher's own vocabulary then, None if all of it is on each rank. A teacher that is split
+            must have the rows of this rank's ids on this rank: sort the ids, and cut shard where teacher_shard is cut. Each
+            call copies these rows, [V_r, D_t]: a loop may copy those of a fixed teacher once, and leave this out.
         sequence_parallel: input and teacher_input are this rank's slices of dim 0 (slices in group-rank order), mask is whole.
         workspace_bytes: As in ``linear_cross_entropy``, for both heads' hidden states, logits and exponentials.
         input_grad, reduce_dtype, backend, grad_weight_out: As in ``linear_cross_entropy``.
@@ -103,7 +109,9 @@ def linear_kl_divergence(
         them there are 4 products ("jsd": 6).
 
     Raises:
-        ValueError, TypeError: Shapes, dtypes, devices, options or shards do not fit; before any kernel or collective.
+        ValueError, TypeError: Shapes, dtypes, devices, options or shards do not fit; before any kernel or collective. One of
+            teacher_ids is on another rank (CPU, or CCE_DIST_DEBUG=1; on a GPU the result is NaN instead).
+        IndexError: One of teacher_ids is outside of the teacher's vocabulary (likewise).
         RuntimeError: Double backward, forward mode, torch.func, vmap; ranks that disagree (CCE_DIST_DEBUG=1).
 
     Source:
@@ -121,14 +129,17 @@ def linear_kl_divergence(
         workspace_bytes=workspace_bytes,
     )
     kind, beta = checks.choice("kind", kind, KINDS), _beta(beta)
+    forced_backend, debug = environment()
     student, teacher = _heads(
-        (input, linear_weight, linear_bias, shard), (teacher_input, teacher_weight, teacher_bias, teacher_shard)
+        (input, linear_weight, linear_bias, shard),
+        (teacher_input, teacher_weight, teacher_bias, teacher_shard),
+        teacher_ids,
+        debug,
     )
     mask = _mask(mask, student, sequence_parallel)
     if grad_weight_out is not None:
         checks.tensors({"grad_weight_out": grad_weight_out})
         check_buffer(grad_weight_out, student.weight)
-    forced_backend, debug = environment()
     of_teacher = _of_teacher(_options, logit_scale=teacher_logit_scale, softcap=teacher_softcap)
     spec = Divergence(
         student.logits(options.logit_scale, options.softcap),
@@ -145,7 +156,7 @@ def linear_kl_divergence(
         choose_backend(options.backend, forced_backend, student.input),
     )
     if debug and student.shard.group is not None and not torch.compiler.is_compiling():
-        _check_ranks(student, teacher, mask, options, call)
+        _check_ranks(student, teacher, (mask, teacher_ids), options, call)
     value = divergence_op.forward(
         *student.operands(), mask.reshape(-1), *teacher.operands(), grad_weight_out, call=call
     )
@@ -179,11 +190,11 @@ def _beta(value: Any) -> float:
     return value
 
 
-def _heads(student: Any, teacher: Any) -> tuple[Head, Head]:
+def _heads(student: Any, teacher: Any, teacher_ids: Any, debug: bool) -> tuple[Head, Head]:
     """Check input, weight, bias and shard of both heads, and return them; the teacher's tensors are detached."""
     student = head_of(*student)
     input, weight, bias, shard = teacher
-    if shard is None and isinstance(weight, Tensor) and not isinstance(weight, DTensor):
+    if teacher_ids is None and shard is None and isinstance(weight, Tensor) and not isinstance(weight, DTensor):
         if weight.dim() == 2 and weight.shape[0] != student.shard.num_rows:
             raise ValueError(
                 f"teacher_weight has {weight.shape[0]} rows, linear_weight {student.shard.num_rows}: teacher_shard "
@@ -203,8 +214,44 @@ def _heads(student: Any, teacher: Any) -> tuple[Head, Head]:
             f"teacher_input must be [{', '.join(map(str, student.input.shape[:-1]))}, D_t] like input's tokens, "
             f"got {tuple(teacher.input.shape)}"
         )
+    if teacher_ids is not None:
+        teacher = _rows_of_ids(teacher, teacher_ids, student.shard, debug)
     _check_same_ids(student.shard, teacher.shard)
     return student, teacher
+
+
+def _rows_of_ids(teacher: Head, ids: Any, shard: VocabShard, debug: bool) -> Head:
+    """Return the teacher's rows of the ids that the student has on this rank, copied; ``shard`` is the student's."""
+    checks.tensors({"teacher_ids": ids})
+    if isinstance(ids, DTensor) or ids.dtype not in (torch.int64, torch.int32) or ids.shape != (shard.vocab_size,):
+        raise ValueError(
+            f"teacher_ids must be a plain tensor [{shard.vocab_size}], int64 or int32, one for each id of the student, got "
+            f"{ids.dtype} {tuple(ids.shape)}"
+        )
+    if ids.device != teacher.weight.device:
+        raise ValueError(f"teacher_weight is on {teacher.weight.device}, teacher_ids on {ids.device}")
+    own, stop = teacher.shard, shard.start + shard.num_valid
+    rows = ids[shard.start : stop].long() - own.start
+    here = (rows >= 0) & (rows < own.num_valid)
+    readable = not torch.compiler.is_compiling() and (debug or not ids.is_cuda)  # reading waits for a GPU
+    if (readable or not own.num_valid) and not here.all():
+        place = shard.start + int((~here).nonzero()[0])
+        found = f"teacher_ids[{place}] is {int(ids[place])}"
+        if not 0 <= ids[place] < own.vocab_size:
+            raise IndexError(f"{found}: not in [0, {own.vocab_size}), the teacher's vocabulary")
+        raise ValueError(
+            f"{found}, a row of another rank, this one has [{own.start}, {own.stop}) of the teacher's: sort teacher_ids and "
+            "cut shard where teacher_shard is cut, or have the whole teacher_weight on each rank"
+        )
+    rows = torch.where(here, rows, 0)
+    weight = teacher.weight[rows].masked_fill_(~here[:, None], torch.nan)
+    group = shard.group if own.group is None else own.group
+    return Head(
+        teacher.input,
+        weight,
+        None if teacher.bias is None else teacher.bias[rows],
+        VocabShard(shard.start, stop, shard.vocab_size, group),
+    )
 
 
 def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:
@@ -239,7 +286,9 @@ def _mask(mask: Tensor | None, student: Head, sequence_parallel: bool) -> Tensor
     return mask
 
 
-def _check_ranks(student: Head, teacher: Head, mask: Tensor, options: Options, call: DivergenceCall) -> None:
+def _check_ranks(
+    student: Head, teacher: Head, alike: tuple[Tensor | None, ...], options: Options, call: DivergenceCall
+) -> None:
     """Raise RuntimeError on every rank if the ranks were called differently, or if shards leave a gap."""
     shard = student.shard
     assert shard.group is not None
@@ -247,5 +296,5 @@ def _check_ranks(student: Head, teacher: Head, mask: Tensor, options: Options, c
     facts |= {"vocab_size": shard.vocab_size} | options._asdict()
     facts |= {"kind": call.spec.kind, "beta": call.spec.beta, "backend": call.backend}
     facts |= {"teacher_logit_scale": call.spec.teacher.logit_scale, "teacher_softcap": call.spec.teacher.softcap}
-    facts |= {"mask": agree.digest(mask)}
+    facts |= {name: x if x is None else agree.digest(x) for name, x in zip(("mask", "teacher_ids"), alike, strict=True)}
     merge.assert_ranks_agree(PUBLIC_NAME, facts, (shard.start, shard.stop), shard.group, shard.vocab_size)

@@ -508,6 +508,9 @@ BAD = [
     pytest.param(dict(teacher_shard=VocabShard(0, 9, 8)), ValueError, "teacher_shard holds 9 rows", id="shard-rows"),
     pytest.param(dict(mask=torch.ones(3)), TypeError, "mask must be bool", id="mask-of-weights"),
     pytest.param(dict(mask=torch.ones(2, dtype=torch.bool)), ValueError, r"mask must be \(3,\)", id="mask-shape"),
+    pytest.param(dict(teacher_ids=torch.arange(7)), ValueError, r"teacher_ids must be a plain tensor \[8\]", id="ids-shape"),
+    pytest.param(dict(teacher_ids=torch.arange(1, 9)), IndexError, r"teacher_ids\[7\] is 8: not in \[0, 8\)", id="ids-range"),
+    pytest.param(dict(teacher_ids=torch.arange(8, device="meta")), ValueError, "teacher_ids is on meta", id="ids-device"),
     pytest.param(dict(teacher_softcap=-1.0), ValueError, "teacher_softcap must be positive", id="softcap"),
     pytest.param(dict(teacher_logit_scale="1"), TypeError, "teacher_logit_scale must be a number", id="scale"),
     pytest.param(dict(logit_scale=torch.ones((), requires_grad=True)), TypeError, "logit_scale has no", id="learnable"),
@@ -532,7 +535,19 @@ def test_one_process_of_the_matrix(case: DivergenceCase) -> None:
         assert result.ok, f"{result} <- {case.catches}?"
 
 
-OF_KERNELS = ("kl-uneven-shards", "kl-reverse-options", "kl-jsd-options")
+OF_KERNELS = ("kl-draft-split", "kl-reverse-options", "kl-jsd-options")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_id_that_nobody_checks_makes_no_number(kind: str, backend: str) -> None:
+    """On a GPU and in a compiled graph ids are not read. Catches a row of another id in its place."""
+    p = draw(Case(masked=0.5), torch.float32)
+    ids = torch.arange(75, device=DEVICE).index_fill(0, torch.tensor([7], device=DEVICE), 75)
+    with mock.patch("torch.compiler.is_compiling", lambda: True):
+        value, *_ = ours(p, Case(), kind, backend, teacher_ids=ids)
+    assert value is not None and p.mask is not None
+    assert value[p.mask].isnan().all() and not value[~p.mask].any()
 
 
 def _on_ranks() -> None:
@@ -584,6 +599,8 @@ def _check_refusals() -> None:
     heads = (p.hidden, p.weight[shard.start : shard.stop], p.teacher, p.teacher_weight[other.start : other.stop])
     with pytest.raises(ValueError, match="both heads' rows must cover the same ids"):
         any_call(*heads, shard=shard, teacher_shard=other)
+    with pytest.raises(ValueError, match="a row of another rank, this one has"):
+        any_call(*heads, shard=shard, teacher_shard=other, teacher_ids=torch.arange(40).flip(0))
     with pytest.raises(ValueError, match="process group"):
         any_call(*heads[:3], p.teacher_weight, shard=shard, teacher_shard=VocabShard(0, 40, 40))
     with pytest.MonkeyPatch.context() as patch:

@@ -30,6 +30,7 @@ class DivergenceCase:
         spread: Standard deviation of the teacher's logits.
         masked: Share of the tokens that do not count.
         teacher_padding: Rows of padding that the last rank has more of in the teacher's head.
+        draft: The student has a part of the teacher's ids; the teacher's head is "whole" on each rank or "split". "": all ids.
     """
 
     name: str
@@ -41,6 +42,7 @@ class DivergenceCase:
     shards: Callable[[int, int], Bounds] = even
     teacher_padding: int = 0
     dtype: torch.dtype = torch.float32
+    draft: str = ""
 
 
 REVERSE, JSD = {"kind": "reverse"}, {"kind": "jsd", "beta": 0.3}
@@ -69,6 +71,9 @@ DIVERGENCE_CASES = [
     DivergenceCase("kl-partial", "a sum that somebody else makes, too", {"input_grad": "partial"}),
     DivergenceCase("kl-many-blocks", "state carried between blocks of logits", {"workspace_bytes": 1},
                    random_problem(300, 16, 1200, bias=True)),
+    DivergenceCase("kl-draft", "the teacher's rows by the student's ids", problem=random_problem(bias=True), shards=uneven,
+                   draft="whole"),
+    DivergenceCase("kl-draft-split", "ids of another rank", problem=random_problem(bias=True), shards=padded, draft="split"),
     DivergenceCase("kl-bf16", "logits rounded before their difference is taken", problem=random_problem(scale=0.2), dtype=BF16),
     DivergenceCase("kl-fp16", "gradients of a token that underflow", JSD, random_problem(scale=0.2), dtype=FP16),
 ]
@@ -171,14 +176,30 @@ def _ours(case: DivergenceCase, drawn: _Drawn, shard: VocabShard, rank: int, bac
     hidden, *rows = _tensors(drawn.student, case.dtype, drawn.device)
     teacher, *teacher_rows = _tensors(drawn.teacher, case.dtype, drawn.device)
     padding = case.teacher_padding if rank == shard.group_size - 1 else 0
-    teacher_shard = VocabShard(shard.start, shard.stop + padding, shard.vocab_size, shard.group)
-    rows, teacher_rows = [local_rows(x, shard) for x in rows], [local_rows(x, teacher_shard) for x in teacher_rows]
+    teacher_shard: VocabShard | None = VocabShard(shard.start, shard.stop + padding, shard.vocab_size, shard.group)
+    rows, options = [local_rows(x, shard) for x in rows], dict(case.options)
+    if case.draft:
+        teacher_rows, options["teacher_ids"], teacher_shard = _draft(teacher_rows, shard, case.draft)
+    if teacher_shard is not None:
+        teacher_rows = [local_rows(x, teacher_shard) for x in teacher_rows]
     if case.options.get("sequence_parallel"):
         hidden, teacher = (x.chunk(shard.group_size)[rank].contiguous() for x in (hidden, teacher))
     biases: dict[str, Any] = dict(zip(("linear_bias", "teacher_bias"), (*rows[1:], *teacher_rows[1:]), strict=False))
     value = linear_kl_divergence(
         hidden.requires_grad_(), rows[0], teacher, teacher_rows[0], mask=drawn.mask, shard=shard,
-        teacher_shard=teacher_shard, backend=backend, **biases, **case.options,
+        teacher_shard=teacher_shard, backend=backend, **biases, **options,
     )  # fmt: skip
     grads = gradients_twice((value * drawn.upstream).sum(), (hidden, *rows))
     return {"divergence": value.detach(), **dict(zip(("dE", "dC", "dbias"), grads, strict=False))}
+
+
+def _draft(rows: list[Tensor], shard: VocabShard, draft: str) -> tuple[list[Tensor], Tensor, VocabShard | None]:
+    """Put the teacher's rows among others that are NaN. -> its tensors, the ids of these rows, the shard of its vocabulary."""
+    more = 2 * shard.vocab_size + 3
+    ids = torch.randperm(more, generator=torch.Generator().manual_seed(0))[: shard.vocab_size].to(rows[0].device)
+    ids = ids if draft == "whole" else ids.sort().values
+    among = [x.new_full((more, *x.shape[1:]), torch.nan).index_copy_(0, ids, x) for x in rows]
+    if draft == "whole":
+        return among, ids, None
+    cuts = [0, *ids[1:].tolist()] + [more] * max(1, shard.stop + 1 - shard.vocab_size)
+    return among, ids, VocabShard(cuts[shard.start], cuts[shard.stop], more, shard.group)

@@ -63,7 +63,8 @@ def draw_divergence(setting: Setting, number: int) -> DivergenceCase:
         options["input_grad"] = "partial"
     spread, masked = r.choice((0.1, 1.0, 3.0, 10.0)), r.choice((0.0, 0.0, 0.5, 1.0))
     padding = r.choice((0, 7)) if shards is padded else 0
-    return DivergenceCase(f"divergence {number}", "", options, problem, spread, masked, shards, padding, dtype)
+    draft = r.choice(("", "", "whole", "split"))
+    return DivergenceCase(f"divergence {number}", "", options, problem, spread, masked, shards, padding, dtype, draft)
 
 
 def _run(draw: Callable[[Setting, int], Any], run_case: Callable[..., list[Error]]) -> Cases:
