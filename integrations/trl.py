@@ -19,6 +19,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -65,16 +67,22 @@ PATCH = Patch(
     {"FusedCausalLMOutput": FIELDS},
 )
 PATCHES = (trl_distillation.PATCH, PATCH)
+ON_LOGITS = ("GKDTrainer", "GOLDTrainer")  # experimental ones, which take nothing from hidden states
 
 
 def install(*, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False) -> None:
     """Have TRL's trainers that are made from now on take their losses from hidden states: ``Patch.install``.
 
-    DistillationTrainer's divergence is among them; the option batch_invariant is of log-probabilities alone.
+    DistillationTrainer's divergence is among them; the option batch_invariant is of log-probabilities alone. To make a
+    GKDTrainer or a GOLDTrainer is an error from now on: their divergences are of logits.
     """
+    uninstall()
     try:
         for patch in PATCHES:
             patch.install(backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant)
+        # Both trainers are SFTTrainers.
+        trainer = importlib.import_module("trl.trainer.sft_trainer").SFTTrainer
+        trainer.__init__ = _refusing(trainer.__init__)
     except Exception:
         uninstall()
         raise
@@ -84,6 +92,23 @@ def uninstall() -> None:
     """Undo ``install``; a trainer that was made before keeps what it has."""
     for patch in PATCHES:
         patch.uninstall()
+    trainer: Any = getattr(sys.modules.get("trl.trainer.sft_trainer"), "SFTTrainer", None)
+    if trainer is not None:
+        trainer.__init__ = getattr(trainer.__init__, "cce_original", trainer.__init__)
+
+
+def _refusing(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in {base.__name__ for base in type(self).__mro__}.intersection(ON_LOGITS):
+            raise ValueError(
+                f"cce_dist: TRL's {name} computes its divergence on logits: DistillationTrainer has the same from hidden "
+                "states (linear_kl_divergence), or call cce_dist.integrations.trl.uninstall() first"
+            )
+        original(self, *args, **kwargs)
+
+    init.cce_original = original  # type: ignore[attr-defined]
+    return init
 
 
 def _add_forward(model: Any, score: _Score) -> None:

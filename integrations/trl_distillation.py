@@ -2,7 +2,7 @@
 
 ``install`` of ``integrations.trl`` puts it in the place of TRL's ``_chunked_divergence_loss``. A temperature divides behind the
 softcap, as in TRL: ``softcap / T`` and ``scale / T`` are the same logits. The student's entropy, which TRL logs, takes one
-product more. GKDTrainer and GOLDTrainer compute on logits, and are not served.
+product more.
 """
 
 from __future__ import annotations

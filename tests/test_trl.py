@@ -519,6 +519,19 @@ def test_half_precision_is_no_worse(in_fp32: bool, autocast: bool) -> None:
 
 
 def test_what_is_not_served_is_one_line() -> None:
+    from trl.experimental.gkd import GKDTrainer
+    from trl.experimental.gold import GOLDTrainer
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    stock = SFTTrainer.__init__
+    for trainer in (GKDTrainer, GOLDTrainer):
+        cce_trl.install()
+        with pytest.raises(
+            ValueError, match=f"TRL's {trainer.__name__} computes its .* DistillationTrainer has the same"
+        ):
+            SFTTrainer.__init__(trainer.__new__(trainer), tiny_model())
+    cce_trl.uninstall()
+    assert SFTTrainer.__init__ is stock
     cce_trl.install()
     model = tiny_model()
     with pytest.raises(ValueError, match="top2_gap is none of them"):
