@@ -29,6 +29,7 @@ from cce_dist.integrations import nemo_rl as cce_nemo_rl
 from cce_dist.integrations import patching
 from cce_dist.integrations import trl as cce_trl
 from cce_dist.integrations import verl as cce_verl
+from cce_dist.integrations.megatron import loss as megatron_loss
 from cce_dist.ranks import run_ranks
 from cce_dist.verify.check import assert_no_worse
 
@@ -321,14 +322,23 @@ def by_megatron(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("score", [by_verl, by_nemo_rl, by_megatron])
-def test_a_tokens_bits_do_not_depend_on_the_batch(score: Callable) -> None:
-    """A scorer's batch beside a trainer's. Catches an option that does not arrive: the head's bits then differ here."""
+def test_a_tokens_bits_do_not_depend_on_the_batch(score: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scorer's batch beside a trainer's. Interpreted kernels may agree by luck, so the option must arrive as well."""
+    asked = []
+    for module in (cce_verl, cce_nemo_rl, megatron_loss):
+        ours = module.linear_log_probs
+        monkeypatch.setattr(
+            module,
+            "linear_log_probs",
+            lambda *x, ours=ours, **how: asked.append(how["batch_invariant"]) or ours(*x, **how),
+        )
     for adapter in (cce_verl, cce_nemo_rl):
         adapter.install(backend="triton", batch_invariant=True)
     hidden, weight, labels = 0.2 * torch.randn(36, 32), torch.randn(400, 32), torch.randint(400, (36,))
     with torch.no_grad():
         alone = [score(hidden[i : i + 1], weight, labels[i : i + 1]).flatten() for i in range(5)]
     assert torch.equal(torch.cat(alone), score(hidden.requires_grad_(), weight, labels).detach().flatten()[:5])
+    assert asked == [True] * 6
 
 
 def test_batch_invariance_is_refused_on_torch() -> None:
