@@ -156,7 +156,7 @@ def linear_kl_divergence(
         choose_backend(options.backend, forced_backend, student.input),
     )
     if debug and student.shard.group is not None and not torch.compiler.is_compiling():
-        _check_ranks(student, teacher, (mask, teacher_ids), options, call)
+        _check_ranks(student, teacher, {"mask": mask, "teacher_ids": teacher_ids}, options, call)
     value = divergence_op.forward(
         *student.operands(), mask.reshape(-1), *teacher.operands(), grad_weight_out, call=call
     )
@@ -287,7 +287,7 @@ def _mask(mask: Tensor | None, student: Head, sequence_parallel: bool) -> Tensor
 
 
 def _check_ranks(
-    student: Head, teacher: Head, alike: tuple[Tensor | None, ...], options: Options, call: DivergenceCall
+    student: Head, teacher: Head, alike: dict[str, Tensor | None], options: Options, call: DivergenceCall
 ) -> None:
     """Raise RuntimeError on every rank if the ranks were called differently, or if shards leave a gap."""
     shard = student.shard
@@ -296,5 +296,5 @@ def _check_ranks(
     facts |= {"vocab_size": shard.vocab_size} | options._asdict()
     facts |= {"kind": call.spec.kind, "beta": call.spec.beta, "backend": call.backend}
     facts |= {"teacher_logit_scale": call.spec.teacher.logit_scale, "teacher_softcap": call.spec.teacher.softcap}
-    facts |= {name: x if x is None else agree.digest(x) for name, x in zip(("mask", "teacher_ids"), alike, strict=True)}
+    facts |= {name: None if x is None else agree.digest(x) for name, x in alike.items()}
     merge.assert_ranks_agree(PUBLIC_NAME, facts, (shard.start, shard.stop), shard.group, shard.vocab_size)
