@@ -45,6 +45,8 @@ def _on_ranks(count: int) -> None:
 
 @pytest.mark.parametrize("function", OTHERS)
 def test_torch_of(function: str):
+    assert set(FUNCTIONS) == {"loss", *OTHERS}
+    assert cli.main(["verify", "--fuzz", "1", "--device", "cpu", "--function", function]) == 0
     assert failures(Setting(1, backend="torch", function=function), 150) == ""
     # One token whose logits all reach the softcap: the dense baseline has hardly an error there, by luck.
     assert failures(Setting(31, backend="torch", function=function), 1, 442) == ""

@@ -6,7 +6,7 @@ The lines "kept" of the matrix (test_verify.py: one to four ranks) and of the fu
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from shards import DEVICE, nan_memory
+from shards import DEVICE, GPU, nan_memory
 from torch import Tensor
 
 from cce_dist import KeptIds, VocabShard, linear_log_probs, merge
@@ -37,8 +37,16 @@ KEPT = lists([3, 1, 20], [], [7], [29, 0, 4, 5, 6, 8, 9, 10, 11, 12], [2])
 
 def draw() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(rows, D, generator=generator).requires_grad_() for rows in (N, V))
+    drawn = (torch.randn(rows, D, generator=generator, device="cpu") for rows in (N, V))
+    hidden, weight = (x.to(torch.get_default_device()).requires_grad_() for x in drawn)
     return hidden, weight, torch.tensor([1, 1, 7, 3, 28])
+
+
+@pytest.fixture
+def kept() -> Iterator[KeptIds]:
+    """``KEPT`` where kernels run. Tensors that the test makes are there, too."""
+    with torch.device(DEVICE):
+        yield KeptIds(*(x.to(DEVICE) for x in KEPT))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
@@ -60,18 +68,18 @@ def test_kernels_match_dense(name: str) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_edges(backend: str, dtype: torch.dtype) -> None:
+def test_edges(backend: str, dtype: torch.dtype, kept: KeptIds) -> None:
     """An empty list is 0 without a gradient; a list of the id alone is exactly 0; all lists empty; no token at all."""
     hidden, weight, ids = draw()
     hidden, weight = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
-    out = any_call(hidden, weight, ids, kept=KEPT, entropy=True, kept_mass=True, backend=backend)
+    out = any_call(hidden, weight, ids, kept=kept, entropy=True, kept_mass=True, backend=backend)
     assert out.kept_mass[1] == out.full_log_probs[1] == 0 < out.kept_mass[2] and not out.kept_mass.requires_grad
     assert out.log_probs[1] == out.lse[1] == out.entropy[1] == 0 and out.log_probs[2] == 0
     assert out.sum_p_squared is None and out.log_probs[4] != 0
     d_hidden, d_weight = torch.autograd.grad(out.log_probs.sum() + out.entropy.sum(), (hidden, weight))
     assert not d_hidden[1:3].any() and d_hidden[[0, 3, 4]].any(1).all()
     # Token 4's own id is outside of its list, and its row has a gradient; rows in no list have none.
-    read = torch.cat((KEPT.ids, ids[4:])).unique()
+    read = torch.cat((kept.ids, ids[4:])).unique()
     untouched = torch.ones(V, dtype=torch.bool).index_fill(0, read, False)
     assert not d_weight[untouched].any() and d_weight[28].any() and d_weight[3].any()
     nothing = any_call(hidden, weight, ids, kept=lists(*[[]] * N), backend=backend)
@@ -83,56 +91,56 @@ def test_edges(backend: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_what_is_not_read_may_be_nan(backend: str) -> None:
+def test_what_is_not_read_may_be_nan(backend: str, kept: KeptIds) -> None:
     """Rows of no list, hidden states of tokens that do not count. Catches a sweep over the vocabulary, and 0 times NaN."""
     hidden, weight, ids = draw()
     ids[3] = -100
     with torch.no_grad():
-        expected = any_call(hidden, weight, ids, kept=KEPT, backend=backend).log_probs
+        expected = any_call(hidden, weight, ids, kept=kept, backend=backend).log_probs
         weight[[13, 29]], hidden[[1, 3]] = torch.nan, torch.inf
     bias, temperature = torch.zeros(V), torch.ones(N)
     bias[15], temperature[3] = torch.inf, torch.nan
-    out = any_call(hidden, weight, ids, kept=KEPT, backend=backend, linear_bias=bias, temperature=temperature)
+    out = any_call(hidden, weight, ids, kept=kept, backend=backend, linear_bias=bias, temperature=temperature)
     assert torch.equal(out.log_probs, expected)
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.log_probs.sum(), (hidden, weight)))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_the_weights_gradient_is_added_to_a_buffer(backend: str) -> None:
+def test_the_weights_gradient_is_added_to_a_buffer(backend: str, kept: KeptIds) -> None:
     hidden, weight, ids = draw()
     buffer, unused = torch.full((V, D), 2.0), torch.zeros(V, requires_grad=True)
-    expected = torch.autograd.grad(any_call(hidden, weight, ids, kept=KEPT, backend=backend).log_probs.sum(), weight)[0]
-    out = any_call(hidden, weight, ids, kept=KEPT, backend=backend, grad_weight_out=buffer, linear_bias=unused)
+    expected = torch.autograd.grad(any_call(hidden, weight, ids, kept=kept, backend=backend).log_probs.sum(), weight)[0]
+    out = any_call(hidden, weight, ids, kept=kept, backend=backend, grad_weight_out=buffer, linear_bias=unused)
     out.log_probs.sum().backward()
     torch.testing.assert_close(buffer, 2 + expected)
     assert weight.grad is None and unused.grad is not None and unused.grad.any()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_tokens_bits_do_not_depend_on_the_batch() -> None:
+def test_a_tokens_bits_do_not_depend_on_the_batch(kept: KeptIds) -> None:
     hidden, weight, ids = draw()
-    whole = any_call(hidden, weight, ids, kept=KEPT, backend="triton", entropy=True, batch_invariant=True)
-    alone = any_call(hidden[3:4], weight, ids[3:4], kept=lists(KEPT.ids[4:14].tolist()), backend="triton", entropy=True)
+    whole = any_call(hidden, weight, ids, kept=kept, backend="triton", entropy=True, batch_invariant=True)
+    alone = any_call(hidden[3:4], weight, ids[3:4], kept=lists(kept.ids[4:14].tolist()), backend="triton", entropy=True)
     for name in ("log_probs", "lse", "entropy"):
         assert torch.equal(getattr(whole, name)[3:4], getattr(alone, name))
     with pytest.raises(ValueError, match="batch_invariant needs the Triton backend"):
-        any_call(hidden, weight, ids, kept=KEPT, backend="torch", batch_invariant=True)
+        any_call(hidden, weight, ids, kept=kept, backend="torch", batch_invariant=True)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_values_that_a_gpu_does_not_read(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_a_gpu_does_not_read(backend: str, monkeypatch: pytest.MonkeyPatch, kept: KeptIds) -> None:
     """An id that stands twice counts once, one outside the vocabulary is NaN, and no offsets lead outside of memory."""
     hidden, weight, ids = draw()
     monkeypatch.setattr("cce_dist.kept_ids.error", lambda *_: None)
-    expected = any_call(hidden, weight, ids, kept=KEPT, backend=backend).log_probs
-    twice = lists([3, 1, 20, 3, 20], [], [7, 7], KEPT.ids[4:14].tolist(), [2])
+    expected = any_call(hidden, weight, ids, kept=kept, backend=backend).log_probs
+    twice = lists([3, 1, 20, 3, 20], [], [7, 7], kept.ids[4:14].tolist(), [2])
     out = any_call(hidden, weight, ids, kept=twice, backend=backend)
     assert torch.equal(out.log_probs, expected)
-    again = torch.autograd.grad(any_call(hidden, weight, ids, kept=KEPT, backend=backend).log_probs.sum(), weight)[0]
+    again = torch.autograd.grad(any_call(hidden, weight, ids, kept=kept, backend=backend).log_probs.sum(), weight)[0]
     torch.testing.assert_close(torch.autograd.grad(out.log_probs.sum(), weight)[0], again)
     for offsets in ([3, 9, -5, 90, 2, 14], [0, 0, 0, 0, 0, 0], [15] * 6):
         with torch.no_grad():
-            any_call(hidden, weight, ids, kept=KeptIds(torch.tensor(offsets), KEPT.ids), backend=backend)
+            any_call(hidden, weight, ids, kept=KeptIds(torch.tensor(offsets), kept.ids), backend=backend)
 
 
 def test_ids_outside_are_nan_on_a_gpu() -> None:
@@ -217,7 +225,7 @@ def _on_ranks() -> None:
     group = dist.group.WORLD
     assert group is not None
     case = replace(CASES["kept-empty-shards"], problem=log_probs.random_problem(7, 20, 20))
-    for error in run_case(case, group, "cpu", "triton"):
+    for error in run_case(case, group, "cpu", "torch" if GPU else "triton"):  # interpreted where no GPU is
         assert error.ok, error
     hidden, weight, ids = draw()
     shard = VocabShard.even(V, group)
