@@ -42,6 +42,7 @@ class LossOptions(TypedDict, total=False):
     grad_filter: GradFilter | None
     backend: str
     workspace_bytes: int | None
+    expected_weights: Tensor | bool
     grad_weight_out: Tensor | None
     options: None
 
@@ -149,6 +150,7 @@ class Options(NamedTuple):
     return_aux: tuple[str, ...] = ()
     backend: str = "auto"
     workspace_bytes: int = 0  # 0: chosen from the shapes
+    expected_weights: bool = True  # whether forward may expect anything of upstream gradients
 
     @property
     def has_z_loss(self) -> bool:
@@ -221,6 +223,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "kept_mass": boolean,
     "batch_invariant": boolean,
     "backend": lambda name, value: choice(name, value, BACKENDS),
+    "expected_weights": boolean,
     "workspace_bytes": lambda name, value: 0 if value is None else integer(name, value, 1),
 }
 

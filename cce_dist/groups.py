@@ -1,12 +1,14 @@
-"""A loss of one number with its gradients made in forward, a group of tokens at a time: three products, whatever the budget.
+"""A loss with its gradients made in forward, a group of tokens at a time: three products, whatever the budget.
 
 A token's gradient waits for other tokens in one place alone, the sum over tokens in dC. So where the exponentials of all tokens
 do not fit the budget, one group of tokens is finished before the next begins: its exponentials with the log-sum-exp, its
 statistics merged over the ranks, its dE, and its part of dC, which is added to the groups before. Nothing is computed twice.
 More groups cost one more read and write of dC each, and one more rounding of it.
 
-The upstream gradient is not known in forward. It is one number, since the loss is: backward multiplies by it, and a launch that
-finds 1 ends at once. A second backward makes the gradients anew.
+The upstream gradient is not known in forward. That of one number is a number: backward multiplies by it, and a launch that
+finds 1 ends at once. That of a loss for each token is expected to be in proportion to weights. dE of a token is multiplied by
+the token's own in any case. dC is multiplied by the common factor if the device finds one; else it becomes 0, and the logits'
+gradients are computed again for dC alone, by launches that otherwise end at once. A second backward makes all gradients anew.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from cce_dist import merge
 from cce_dist.agree import label_error
 from cce_dist.autograd import differentiable_once, nobody_listens
 from cce_dist.call import Call
-from cce_dist.kernels import Grads, Operands, Softmax, Spec, budget
+from cce_dist.kernels import IGNORED, Grads, Operands, Softmax, Spec, budget
 from cce_dist.kernels.backends import Backend
 from cce_dist.kernels.launch.rehearsal import rehearse
 from cce_dist.op import chosen, of_even_shard, sum_group_of
 
+# Expected weights of a token, relative to the largest: the least, which stands for 0, and what counts as rounding.
+LEAST_WEIGHT, ROUNDING = 2.0**-40, 2.0**-20
 _FORCED: int | None = None
 
 
@@ -43,11 +47,13 @@ def of_rows(rows: int | None) -> Iterator[None]:
         _FORCED = before
 
 
-def rows_of_groups(x: Operands, call: Call) -> int | None:
+def rows_of_groups(x: Operands, call: Call, per_token: bool, grad_weight_out: Tensor | None) -> int | None:
     """Return the tokens of a group, the same on every rank. None: the call is not made in groups."""
     if torch.compiler.is_compiling() or maybe_current_level() is not None or forward_ad._current_level >= 0:
         return None
     if not call.spec.want.grad or not nobody_listens(x.hidden, x.weight):
+        return None
+    if per_token and x.hidden.dtype == torch.float16:  # too short an exponent for gradients of unknown size
         return None
     if call.backend == "torch":
         return None if call.spec.filter.eps > 0 else _FORCED
@@ -62,33 +68,38 @@ def rows_of_groups(x: Operands, call: Call) -> int | None:
     even = of_even_shard(x, spec, 1 if group is None else group.size())
     if not exact.keeps(even, spec):
         return None
-    return budget.rows_of_groups(exact.sizes_of(even)._replace(alone=spec.alone), spec.workspace_bytes)
+    sizes = exact.sizes_of(even)._replace(alone=spec.alone)
+    return budget.rows_of_groups(sizes, spec.workspace_bytes, holds_weight=grad_weight_out is not None)
 
 
 class Terms(NamedTuple):
-    """What a token's nll becomes its loss by: ``weight_N * (nll + z_loss_weight * lse^2) / divisor``."""
+    """What a token's nll becomes its loss by: ``weight_N * (nll + z_loss_weight * lse^2)``; one number is the sum / divisor."""
 
-    divisor: Tensor  # 0-d
+    divisor: Tensor | None  # 0-d; None: the loss is one for each token
     z_loss_weight: float | Tensor = 0.0
     weight_N: Tensor | None = None  # fp32, of the labels' classes; None: 1
 
     def of_tokens(self, tokens: slice) -> Terms:
         return self if self.weight_N is None else self._replace(weight_N=self.weight_N[tokens])
 
-    def losses(self, nll_N: Tensor, lse_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the tokens' losses before they are divided, and the gradients of their quotient by nll and by lse."""
-        d_nll_N, d_lse_N = (1.0 / self.divisor.float()).expand(len(nll_N)), None
-        if self.weight_N is not None:
-            d_nll_N = d_nll_N * self.weight_N
+    def losses(self, nll_N: Tensor, lse_N: Tensor) -> Tensor:
+        """Return the tokens' losses before they are divided."""
         if isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight:
             nll_N = nll_N + self.z_loss_weight * lse_N.square()
+        return nll_N if self.weight_N is None else nll_N * self.weight_N
+
+    def gradients(self, upstream_N: Tensor, lse_N: Tensor) -> list[Tensor | None]:
+        """Return the gradients by nll, lse and three others from those of the tokens' losses."""
+        d_nll_N, d_lse_N = upstream_N if self.weight_N is None else upstream_N * self.weight_N, None
+        if isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight:
             d_lse_N = d_nll_N * (2.0 * self.z_loss_weight * lse_N)
-        return nll_N if self.weight_N is None else nll_N * self.weight_N, d_nll_N, d_lse_N
+        return [d_nll_N, d_lse_N, None, None, None]
 
 
-def loss(x: Operands, divisor: float | Tensor, call: Call, rows: int, z_loss_weight: float | Tensor = 0.0,
-         weight_N: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Return the sum of the tokens' losses, divided by ``divisor``: 0-d fp32, differentiable once.
+def loss(x: Operands, divisor: float | Tensor | None, call: Call, rows: int, z_loss_weight: float | Tensor = 0.0,
+         weight_N: Tensor | None = None, expected_N: Tensor | None = None,
+         grad_weight_out: Tensor | None = None) -> Tensor:  # fmt: skip
+    """Return the sum of the tokens' losses, divided by ``divisor``: 0-d fp32, differentiable once; without one, the losses [N].
 
     Args:
         x: The operands; the labels in place of their ids. Under sequence parallelism hidden states are this rank's slice.
@@ -97,61 +108,146 @@ def loss(x: Operands, divisor: float | Tensor, call: Call, rows: int, z_loss_wei
         rows: Tokens of a group.
         z_loss_weight: Weight of the squared log-sum-exp; no gradient.
         weight_N: [N] fp32 weight of each token's class, 0 where the label is ignored; None: 1.
+        expected_N: [N] what upstream gradients of the losses are expected to be in proportion to; None: all are equal.
+        grad_weight_out: Buffer that backward adds d_weight to.
     """
-    if not isinstance(divisor, Tensor):
-        divisor = torch.full((), float(divisor), device=x.hidden.device)
-    terms = Terms(divisor.to(x.hidden.device), z_loss_weight, weight_N)
-    return _InGroups.apply(x.hidden, x.weight, x.bias, x.ids, terms, call, rows)  # type: ignore[return-value]
+    if divisor is not None:
+        if not isinstance(divisor, Tensor):
+            divisor = torch.full((), float(divisor), device=x.hidden.device)
+        divisor = divisor.to(x.hidden.device)
+    terms = Terms(divisor, z_loss_weight, weight_N)
+    return _InGroups.apply(  # type: ignore[return-value]
+        x.hidden, x.weight, x.bias, x.ids, grad_weight_out, terms, expected_N, call, rows
+    )
 
 
 class _Made(NamedTuple):
-    """Gradients for an upstream gradient of 1, None where none is wanted."""
+    """Gradients for the upstream gradient ``expected_N``, None where none is wanted, and what makes them again."""
 
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+    ids_N: Tensor
+    expected_N: Tensor
+    softmax: Softmax
+
+    def of_tokens(self, tokens: slice) -> _Made:
+        """Return what is there of each token for some of them."""
+        softmax = Softmax(self.softmax.max[tokens], self.softmax.log_sum[tokens])
+        return self._replace(ids_N=self.ids_N[tokens], expected_N=self.expected_N[tokens], softmax=softmax)
 
 
 class _InGroups(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, call: Call,
-                rows: int) -> Tensor:  # fmt: skip
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None,
+                terms: Terms, expected_N: Tensor | None, call: Call, rows: int) -> Tensor:  # fmt: skip
         ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.terms, ctx.call, ctx.rows = terms, call, rows
+        ctx.grad_weight_out = grad_weight_out
+        ctx.told = terms, expected_N, call, rows, ctx.needs_input_grad[:3]
         # No saved tensors: the first backward takes these away, scales them in place, and leaves them to the parameters.
-        found, ctx.made = _run(hidden, weight, bias, labels, terms, call, rows, ctx.needs_input_grad)
+        found, ctx.made = _run(hidden, weight, bias, labels, *ctx.told)
         return found
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> Any:
-        made, ctx.made = ctx.made, None
         with torch.no_grad():
-            if made is None:
-                hidden, weight, bias, labels = ctx.saved_tensors
-                made = _run(hidden, weight, bias, labels, ctx.terms, ctx.call, ctx.rows, ctx.needs_input_grad)[1]
-            for tensor in made:
-                if tensor is not None:
-                    _scale(tensor, grads[0].float(), ctx.call.backend)
+            if ctx.made is None:
+                ctx.made = _run(*ctx.saved_tensors, *ctx.told)[1]
+            found = _times_upstream(ctx, grads[0].float())
         if torch.is_grad_enabled():
             nothing = grads[0].new_empty(0)
-            there = [nothing if tensor is None else tensor for tensor in made]
-            found = differentiable_once("linear_cross_entropy", there, (*ctx.saved_tensors[:3], grads[0]))
-            made = [None if tensor is None else one for tensor, one in zip(made, found, strict=True)]
-        return *made, None, None, None, None
+            there = [nothing if tensor is None else tensor for tensor in found]
+            once = differentiable_once("linear_cross_entropy", there, (*ctx.saved_tensors[:3], grads[0]))
+            found = [None if tensor is None else one for tensor, one in zip(found, once, strict=True)]
+        return *found, *(None,) * 6
 
 
-def _scale(values: Tensor, factor: Tensor, backend: str) -> None:
-    if backend == "torch":
-        values.mul_(torch.where(values == 0, 1.0, factor))
-    else:
+def _times_upstream(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of hidden, weight and bias, in the storage of those that were made, and take these away."""
+    made, ctx.made = ctx.made, None
+    (terms, _, call, *_), out = ctx.told, ctx.grad_weight_out
+    ids_N, factor_N, factor, anew = made.ids_N, upstream, upstream, False
+    if terms.divisor is None and len(ids_N) == 0:
+        factor_N = factor = torch.ones((), device=upstream.device)  # All are zeros.
+    elif terms.divisor is None:
+        upstream = torch.where(ids_N >= 0, upstream, 0.0)
+        factor_N = upstream / made.expected_N
+        group = merge.resolve(call.layout.group_name)
+        if call.layout.sequence_parallel and group is not None:
+            factor_N = factor_N.chunk(group.size())[group.rank()]
+        anew = made.weight is not None or made.bias is not None
+    if anew:
+        factor, differs = _common_factor(upstream, made)
+        ids_N = torch.where(differs, ids_N, IGNORED)
+    _scale(made.hidden, factor_N, call.backend)
+    _scale(made.weight, factor, call.backend, out)
+    _scale(made.bias, factor, call.backend)
+    if out is not None:
+        made = made._replace(weight=None if made.weight is None else out)  # The other's memory is free.
+    if anew:
+        _add_anew(ctx.saved_tensors, made._replace(ids_N=ids_N), upstream, terms, call)
+    return made.hidden, made.weight if out is None else None, made.bias
+
+
+def _common_factor(upstream_N: Tensor, made: _Made) -> tuple[Tensor, Tensor]:
+    """Return what upstream gradients are of what was expected, and whether they differ from that: then the first is 0."""
+    size_N = torch.where(made.ids_N >= 0, made.expected_N.abs(), -1.0)
+    largest = size_N.argmax(0, keepdim=True)
+    factor = upstream_N.index_select(0, largest) / made.expected_N.index_select(0, largest)
+    # A NaN is not close to anything, nor is an infinity.
+    close_N = (upstream_N - factor * made.expected_N).abs() <= factor.abs() * (ROUNDING * size_N + 2 * LEAST_WEIGHT)
+    differs = ~(close_N | (made.ids_N < 0)).all()
+    return torch.where(differs, 0.0, factor).view(()), differs
+
+
+def _add_anew(saved: tuple[Tensor, ...], made: _Made, upstream_N: Tensor, terms: Terms, call: Call) -> None:
+    """Add the gradients of weight and bias; launches end at once where all tokens are without a label."""
+    hidden, weight, bias, labels = saved
+    group = merge.resolve(call.layout.group_name)
+    backend, spec = chosen(call, Operands(hidden, weight, bias, labels, call.spec.logits), group)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if call.layout.sequence_parallel and group is not None:
+            hidden = merge.SequenceGather(hidden, group).wait()
+        x = Operands(hidden, weight, bias, made.ids_N, spec.logits)
+        d_losses = terms.gradients(upstream_N, made.softmax.max + made.softmax.log_sum)
+        coef_4N = backend.coefficients(d_losses, x.ids, spec.vocab_size)
+        # A pass without gradients keeps no exponentials.
+        saved_ = backend.saved_of_slices(x, spec._replace(want=spec.want._replace(grad=False)))
+        grads = Grads(False, made.weight is not None, made.bias is not None, made.weight, often_empty=True)
+        d_bias = backend.gradients(x, made.softmax, coef_4N, saved_ or [], grads, spec)[2]
+        if made.bias is not None and d_bias is not None:
+            made.bias.add_(d_bias)
+
+
+def _scale(values: Tensor | None, factor: Tensor, backend: str, out: Tensor | None = None) -> None:
+    if values is None:
+        return
+    if backend != "torch":
         from cce_dist.kernels.scale import scale
 
-        scale(values, factor)
+        scale(values, factor, out)
+        return
+    factor = factor[:, None] if factor.dim() else factor
+    scaled = torch.where((values == 0) | (factor == 0), 0.0, values.float() * factor)
+    values.copy_(scaled) if out is None else out.add_(scaled)
+
+
+def _expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: Tensor | None) -> Tensor:
+    """Return the upstream gradients, [N] fp32, that gradients are made for."""
+    if divisor is not None:
+        return (1.0 / divisor.float()).expand(len(ids_N))
+    if expected_N is None:
+        return torch.ones((), device=ids_N.device).expand(len(ids_N))
+    expected_N = torch.where((ids_N >= 0) & expected_N.isfinite(), expected_N.float(), 0.0)
+    largest = expected_N.abs().amax() if len(ids_N) else expected_N.sum()
+    expected_N = expected_N / torch.where(largest > 0, largest, 1.0)
+    # d_hidden of a token is multiplied by its own upstream gradient, so none is made for 0.
+    return torch.where(expected_N.abs() < LEAST_WEIGHT, LEAST_WEIGHT, expected_N)
 
 
 def _run(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, call: Call, rows: int,
-    wanted: tuple[bool, ...],
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, expected_N: Tensor | None,
+    call: Call, rows: int, wanted: tuple[bool, ...],
 ) -> tuple[Tensor, _Made]:  # fmt: skip
     """Return the loss and its gradients, group by group."""
     layout, group = call.layout, merge.resolve(call.layout.group_name)
@@ -170,7 +266,9 @@ def _run(
         rehearse(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None)
         x = x._replace(hidden=hidden, ids=ids)
         loss_N = torch.empty(x.num_tokens, dtype=torch.float32, device=hidden.device)
-        made = _Made(hidden.new_empty(hidden.shape) if wanted[0] else None, None, None)
+        softmax = Softmax(*loss_N.new_empty(2, x.num_tokens))
+        d_hidden = hidden.new_empty(hidden.shape) if wanted[0] else None
+        made = _Made(d_hidden, None, None, ids, _expectation(expected_N, ids, terms.divisor), softmax)
         sum_group = sum_group_of(layout, group)
         hidden_sum = None
         if sum_group is not None and made.hidden is not None:
@@ -181,8 +279,9 @@ def _run(
             grads = Grads(wanted[0], wanted[1], wanted[2] and bias is not None, made.weight)
             if made.hidden is not None:
                 grads = grads._replace(hidden_out=made.hidden[part])
+            of_part, terms_of_part = x.of_tokens(part, hidden[part]), terms.of_tokens(part)
             loss_N[part], d_weight, d_bias = _finished(
-                x.of_tokens(part, hidden[part]), terms.of_tokens(part), grads, backend, spec, group
+                of_part, terms_of_part, made.of_tokens(part), grads, backend, spec, group
             )
             if made.weight is None:  # Later groups add to it by themselves.
                 made = made._replace(weight=d_weight)
@@ -194,17 +293,17 @@ def _run(
             made = made._replace(hidden=hidden_sum.wait())
         if made.bias is not None and bias is not None:
             made = made._replace(bias=made.bias.to(bias.dtype))
-        return loss_N.sum() / terms.divisor, made
+        return loss_N if terms.divisor is None else loss_N.sum() / terms.divisor, made
 
 
 def _finished(
-    x: Operands, terms: Terms, grads: Grads, backend: Backend, spec: Spec, group: Any
+    x: Operands, terms: Terms, made: _Made, grads: Grads, backend: Backend, spec: Spec, group: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Finish the tokens of a group; the exponentials end with the call. -> their losses, d_weight and d_bias."""
     # Without a filter nobody merges a bound.
     stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
     nll_N, lse_N, *_, merged = backend.token_losses(merge.gather_stats(stats_KN, group), x.ids, spec)
-    loss_N, *upstream = terms.losses(nll_N, lse_N)
-    coef_4N = backend.coefficients([*upstream, None, None, None], x.ids, spec.vocab_size)
-    softmax = Softmax(merged[0], merged[1], None)
-    return loss_N, *backend.gradients(x, softmax, coef_4N, saved, grads, spec)[1:]
+    made.softmax.max.copy_(merged[0])
+    made.softmax.log_sum.copy_(merged[1])
+    coef_4N = backend.coefficients(terms.gradients(made.expected_N, lse_N), x.ids, spec.vocab_size)
+    return terms.losses(nll_N, lse_N), *backend.gradients(x, made.softmax, coef_4N, saved, grads, spec)[1:]

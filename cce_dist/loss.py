@@ -101,6 +101,7 @@ def linear_cross_entropy(
     return_aux: bool | Collection[str] = False,
     backend: str = "auto",
     workspace_bytes: int | None = None,
+    expected_weights: Tensor | bool = True,
     grad_weight_out: Tensor | None = None,
     options: None = None,
 ) -> Tensor | LinearCrossEntropyOutput:
@@ -146,9 +147,11 @@ def linear_cross_entropy(
         workspace_bytes: Bound of the temporary memory for logits, and of what forward may keep for backward; the same on every
             rank of a group. None: as much as it takes to keep all exponentials, which saves a quarter of the time, but at most
             2 GiB and at least 256 MiB; 256 MiB where none can be kept. The shapes alone decide it. The extremes: 1 takes the
-            least memory, 1 << 40 keeps everything and is fastest. Where not all can be kept, a call on Triton that returns one
-            number alone ("mean" or "sum" without smoothing, return_aux and grad_weight_out) makes its gradients in forward,
-            group by group of tokens; they are held until backward.
+            least memory, 1 << 40 keeps everything and is fastest. Where not all can be kept, a call on Triton without smoothing
+            and return_aux makes its gradients in forward, group by group of tokens; they are held until backward.
+        expected_weights: What upstream gradients of a loss of "none" will be in proportion to, for gradients that are made in
+            forward: a tensor of target's shape, as a mask by which losses are multiplied; True: they are equal. Backward
+            compares. Where it is not so, dC takes two products more. False: expect nothing, make no gradients in forward.
         grad_weight_out: [V_r, D] contiguous buffer (fp32, say, as Megatron's main_grad) that backward adds dC into;
             linear_weight itself then gets no gradient.
         options: None alone; it stands for the argument of that name in ``torch.nn.functional.linear_cross_entropy``.
@@ -194,6 +197,7 @@ def linear_cross_entropy(
         logit_scale=logit_scale if unread is None else 1.0, softcap=softcap, z_loss_weight=z_loss_weight,
         num_tokens=num_tokens, sequence_parallel=sequence_parallel, input_grad=input_grad, reduce_dtype=reduce_dtype,
         grad_filter=grad_filter, return_aux=return_aux, backend=backend, workspace_bytes=workspace_bytes,
+        expected_weights=isinstance(expected_weights, Tensor) or expected_weights,
     )  # fmt: skip
     x, shard = operands.prepare(
         input, linear_weight, target, linear_bias, grad_weight_out, shard, chosen.logit_scale, chosen
@@ -212,11 +216,15 @@ def linear_cross_entropy(
     call = _screened(call, x, shard, chosen.grad_filter)
     agree.check_ranks(x, {"weight": weight}, shard, chosen, call)
     class_weights = None if weight is None else terms.ClassWeights(weight, x, shard, chosen.ignore_index)
-    if unread is None and grad_weight_out is None and _is_one_number(chosen):
-        rows = groups.rows_of_groups(x, call)
+    expected = _checked_expectation(expected_weights, target, chosen)
+    if unread is None and _is_loss_alone(chosen):
+        per_token = reduction == "none"
+        rows = groups.rows_of_groups(x, call, per_token, grad_weight_out)
         if rows is not None:
             of_labels = None if class_weights is None else class_weights.of_labels
-            return groups.loss(x, _divisor(x, chosen, class_weights), call, rows, chosen.z_loss_weight, of_labels)
+            divisor = None if per_token else _divisor(x, chosen, class_weights)
+            loss = groups.loss(x, divisor, call, rows, chosen.z_loss_weight, of_labels, expected, grad_weight_out)
+            return loss.view(target.shape) if per_token else loss
     factors = None if unread is None else terms.factors(unread, 1.0, x, target.shape, call)
     found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
     loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll
@@ -269,9 +277,24 @@ def _screened(call: Call, x: Operands, shard: VocabShard, grad_filter: GradFilte
     return call._replace(spec=spec._replace(filter=spec.filter._replace(screen=screen)))
 
 
-def _is_one_number(options: Options) -> bool:
-    """Whether the call returns one number alone, and its gradients need no uniform term."""
-    return options.label_smoothing == 0 and not options.return_aux and options.reduction != "none"
+def _is_loss_alone(options: Options) -> bool:
+    """Whether the call returns its loss alone, of upstream gradients that can be expected, without a uniform term."""
+    is_expected = options.expected_weights or options.reduction != "none"
+    return options.label_smoothing == 0 and not options.return_aux and is_expected
+
+
+def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Options) -> Tensor | None:
+    """Return expected weights in one dimension; None: there are none."""
+    if not isinstance(expected, Tensor):
+        return None
+    if options.reduction != "none":
+        raise ValueError(f'expected_weights is of a loss for each token; reduction is "{options.reduction}"')
+    if expected.shape != target.shape or expected.device != target.device:
+        raise ValueError(
+            f"expected_weights must be {tuple(target.shape)} on {target.device} as target, "
+            f"got {tuple(expected.shape)} on {expected.device}"
+        )
+    return expected.detach().reshape(-1)
 
 
 def _output(loss: Tensor, found: Outputs, z_loss: Tensor, target: Tensor, spec: Spec) -> LinearCrossEntropyOutput:

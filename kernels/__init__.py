@@ -242,6 +242,7 @@ class Grads(NamedTuple):
     # as they are final, if tokens are split. None: with all rows alone.
     ready_rows: int | None = None
     hidden_out: torch.Tensor | None = None  # [N, D] storage that d_hidden is written to and returned in, or None
+    often_empty: bool = False  # Often no token has a label: launches then end at once, and d_weight need not be written
 
 
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]  # of hidden, weight and bias

@@ -184,16 +184,21 @@ def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> in
     return tiles * tile_cols if tiles >= LEAST_TILES else 0
 
 
-def rows_of_groups(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int | None:
+def rows_of_groups(
+    sizes: Sizes, workspace_bytes: int, tile_cols: int = 256, *, holds_weight: bool = False
+) -> int | None:
     """Return the tokens of a group that is finished before the next begins (``cce_dist/groups.py``).
 
     None: the exponentials of all tokens fit, groups would be too small to fill the device, or too many to add up in 16 bits.
+    With ``holds_weight`` d_weight is no output, but waits for backward, which adds it to a buffer: the budget has room for it.
     """
     num_tokens, num_tiles = sizes.num_tokens, cdiv(sizes.num_columns, tile_cols)
     if num_tokens == 0 or num_tiles == 0 or bytes_of_all(sizes, tile_cols) <= workspace_bytes:
         return None
     # No sum over ranks waits for d_hidden of a group.
     beside = bytes_of_all(sizes._replace(alone=True), tile_cols) - num_tokens * num_tiles * tile_cols * sizes.cell_bytes
+    if holds_weight:
+        beside += sizes.num_columns * sizes.hidden_bytes
     most = (workspace_bytes - beside) // (num_tiles * tile_cols * sizes.cell_bytes) // BLOCK_N * BLOCK_N
     if most < LEAST_GROUP or cdiv(num_tokens, most) > MOST_GROUPS:
         return None
@@ -542,6 +547,13 @@ def groups_peak(sizes: Sizes, rows: int, tiles: Tiles, at_once: int) -> int:
     group = sizes._replace(num_tokens=rows, alone=True)
     peak = exact_peak(group, bytes_of_all(group), True, tiles, at_once)
     return max(peak.forward, peak.backward) + sizes.num_tokens * 12  # ids and losses of all tokens
+
+
+def anew_peak(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) -> int:
+    """Predict the bytes beside inputs and gradients of d_weight alone, whose logits' gradient is made a chunk at a time."""
+    rows, cols = exact_chunks(sizes, workspace_bytes, 0, tiles, at_once)
+    numbers = 16 + 12 + 16 + 8  # coefficients, ids, sums
+    return rows * (sizes.hidden_bytes + cols * sizes.itemsize) + sizes.num_tokens * numbers
 
 
 def filtered_peak(

@@ -236,7 +236,7 @@ class Output(NamedTuple):
     bias: torch.Tensor | None  # d_bias, or None
     gain: torch.Tensor | None  # What all of them are multiplied by, or None
     ready: Callable[[torch.Tensor], None] | None  # ``Grads.hidden_ready``
-    often_empty: bool  # See ``gradients``
+    often_empty: bool  # See ``Grads``
     weight_first: bool = False  # d_hidden's storage has the rows that d_weight is made of, and comes after it
 
 
@@ -253,14 +253,9 @@ class _Part(NamedTuple):
 
 
 def gradients(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Spec,
-    *, often_empty: bool = False,
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
-    """Return d_hidden, d_weight and d_bias; a token without a label gets a d_hidden of exactly 0 and adds nothing elsewhere.
-
-    With ``often_empty`` all tokens may be
-    without one, and then d_weight need not be written at all.
-    """
+    """Return d_hidden, d_weight and d_bias; a token without a label gets a d_hidden of exactly 0 and adds nothing elsewhere."""
     kept, last = Kept(*saved), x.logits.num_valid
     num_kept = min(kept.exp_NV.shape[1], last)
     # Scaled hidden states are of use to d_weight alone, and d_hidden's storage has room for them if it may wait.
@@ -293,7 +288,7 @@ def gradients(
         dlogits_RV = x.hidden.new_empty(at_once, cols) if chunks else kept.exp_NV
         low_RD = remainder(x.hidden, at_once) if num_parts > 1 and d_hidden is not None else None
         total = None if d_hidden is None else Sum(d_hidden, low_RD)
-        out = Output(total, d_weight, d_bias, gain, grads.hidden_ready, often_empty, weight_first)
+        out = Output(total, d_weight, d_bias, gain, grads.hidden_ready, grads.often_empty, weight_first)
 
         # Rows of kept exponentials are those of all tokens, in order: no group is finished before another.
         ready_rows = None if num_kept else grads.ready_rows
@@ -302,7 +297,7 @@ def gradients(
             add = grads.weight_out is not None or group > 0
             if chunks:
                 gather_rows(x.hidden, rows)
-            fill = partial(_fill_chunk, x, rows, softmax, coef_4N, tiles, often_empty)
+            fill = partial(_fill_chunk, x, rows, softmax, coef_4N, tiles, grads.often_empty)
             final = 0 if num_kept else num_final
             add_chunks(out, x, rows, chunks, dlogits_RV, fill, tiles, add=add, num_final=final)
             if num_kept:

@@ -17,6 +17,7 @@ from torch import Tensor
 from cce_dist import VocabShard, groups, linear_cross_entropy, merge
 from cce_dist.kernels import budget
 from cce_dist.kernels.scale import scale
+from cce_dist.kernels.tiles import choose_tiles, num_programs
 from cce_dist.verify.check import assert_no_worse
 
 N, D, V, ROWS = 22, 16, 75, 6  # four groups, the last of four tokens
@@ -40,9 +41,9 @@ def operands(biased: bool = True) -> tuple[list[Tensor], Tensor]:
 
 
 def dense(
-    tensors: list[Tensor], labels: Tensor, dtype: torch.dtype, factor: float, **options: Any
+    tensors: list[Tensor], labels: Tensor, dtype: torch.dtype, factor: float | Tensor, **options: Any
 ) -> tuple[Tensor, ...]:
-    """Loss and gradients of ``factor`` times it in a dtype."""
+    """Loss and gradients of the sum of ``factor`` times it in a dtype."""
     hidden, weight, *bias = (tensor.detach().to(dtype).requires_grad_() for tensor in tensors)
     logits = F.linear(hidden, weight, *bias) * options.get("logit_scale", 1.0)
     if options.get("softcap"):
@@ -50,10 +51,12 @@ def dense(
     classes = options.get("weight", logits.new_ones(logits.shape[1])).to(logits)
     counted, of_labels = labels != -100, classes[labels.clamp(min=0)]
     z_loss = options.get("z_loss_weight", 0.0) * logits.logsumexp(1).square()
-    loss = (F.cross_entropy(logits, labels, classes, reduction="none") + counted * of_labels * z_loss).sum()
-    count = options.get("num_tokens") or of_labels[counted].sum()
-    loss = loss if options.get("reduction") == "sum" else loss / count
-    return loss, *torch.autograd.grad(factor * loss, (hidden, weight, *bias))
+    loss = F.cross_entropy(logits, labels, classes, reduction="none") + counted * of_labels * z_loss
+    if options.get("reduction") != "none":
+        loss = loss.sum()
+    if "reduction" not in options:
+        loss = loss / (options.get("num_tokens") or of_labels[counted].sum())
+    return loss, *torch.autograd.grad((factor * loss).sum(), (hidden, weight, *bias))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -103,6 +106,105 @@ def test_a_second_backward_makes_the_gradients_anew() -> None:
         torch.autograd.grad(grad.sum(), tensors[0])
 
 
+MASK, WEIGHTS = (torch.arange(N) % 3 > 0).float(), torch.linspace(-1.0, 2.0, N)
+
+
+def per_token(
+    tensors: list[Tensor],
+    labels: Tensor,
+    upstream: Tensor,
+    fails: bool,
+    backend: str,
+    options: dict[str, Any],
+    twice: bool = False,
+) -> None:
+    """Compare losses and gradients with the dense ones, and whether upstream gradients were found to be as expected."""
+    shown = {name: value for name, value in options.items() if name not in ("expected_weights", "grad_weight_out")}
+    truth, base = (
+        dense(tensors, labels, dtype, upstream, reduction="none", **shown) for dtype in (torch.float64, DTYPE)
+    )
+    out = options.get("grad_weight_out")
+    found, common_factor = [], groups._common_factor
+
+    def compared(upstream_N: Tensor, made: Any) -> tuple[Tensor, Tensor]:
+        found.append(common_factor(upstream_N, made))
+        return found[-1]
+
+    with in_groups(), mock.patch.object(groups, "_common_factor", compared):
+        loss = linear_cross_entropy(
+            tensors[0], tensors[1], labels, linear_bias=tensors[2], backend=backend, reduction="none", **options
+        )
+        if twice:  # of which nothing may be left
+            torch.autograd.grad(loss, tensors, 7.0 - upstream, retain_graph=True, allow_unused=True)
+            found.clear()
+            out = None if out is None else out.zero_()
+        d_hidden, d_weight, d_bias = torch.autograd.grad(loss, tensors, upstream, allow_unused=True)
+    assert [bool(differs) for _, differs in found] == [fails]
+    assert (d_weight is None) == (out is not None)
+    ours = (loss, d_hidden, d_weight if out is None else out, d_bias)
+    for name, *values in zip(("loss", "dE", "dC", "dbias"), ours, base, truth, strict=True):
+        rows = values[2].isfinite() if name == "dE" else slice(None)
+        of_ours, of_base, of_truth = (value[rows] for value in values)
+        assert_no_worse(of_ours, of_base, of_truth, torch.float32 if name == "loss" else DTYPE, name)
+    assert torch.equal(d_hidden.isfinite(), truth[1].isfinite())
+
+
+@pytest.mark.parametrize(
+    ("expected", "upstream", "fails", "options"),
+    [
+        pytest.param(True, torch.full((N,), 0.3), False, {}, id="equal"),
+        pytest.param(True, torch.ones(()).expand(N), False, {"z_loss_weight": 0.1}, id="one number, expanded"),
+        pytest.param(True, torch.zeros(N), False, {}, id="zeros"),
+        pytest.param(MASK, 0.3 * MASK, False, {"softcap": 3.0}, id="a mask"),
+        pytest.param(MASK > 0, 5.0 * MASK, False, {"weight": torch.rand(V)}, id="a mask of bools"),
+        pytest.param(1e-30 * WEIGHTS, -7.0 * WEIGHTS, False, {}, id="weights"),
+        pytest.param(torch.zeros(N), torch.zeros(N), False, {}, id="nothing counts"),
+        pytest.param(True, 0.3 * MASK, True, {"logit_scale": 0.7}, id="a mask that nobody told"),
+        pytest.param(True, torch.full((N,), 0.3) + 1e-3 * MASK, True, {}, id="nearly equal"),
+        pytest.param(MASK, torch.full((N,), 0.3), True, {"z_loss_weight": 0.1}, id="a mask that is not used"),
+        pytest.param(torch.zeros(N), WEIGHTS, True, {"weight": torch.rand(V)}, id="nothing should count"),
+        pytest.param(MASK.where(MASK > 0, torch.nan), MASK, False, {}, id="a mask with NaN"),
+        pytest.param(MASK / 0, WEIGHTS, True, {}, id="infinite weights"),
+    ],
+)  # fmt: skip
+def test_a_loss_for_each_token(
+    request: pytest.FixtureRequest, expected: Tensor | bool, upstream: Tensor, fails: bool, options: dict[str, Any]
+) -> None:
+    """Catches: an upstream gradient taken for that of all, dE without its token's own, a weight of 0 that leaves no gradient,
+    dC of both what was expected and what came, gradients of a backward before this one."""
+    if isinstance(expected, Tensor):
+        options = options | {"expected_weights": expected.to(DEVICE)}
+    options = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in options.items()}
+    tensors, labels = operands()
+    in_buffer = options | {"grad_weight_out": torch.zeros(V, D, device=DEVICE)}
+    per_token(tensors, labels, upstream.to(DEVICE), fails, "torch", options, twice=True)
+    per_token(tensors, labels, upstream.to(DEVICE), fails, "torch", in_buffer)
+    name = request.node.callspec.id
+    if name == "nothing should count":
+        per_token(tensors, labels, upstream.to(DEVICE), fails, "triton", options)
+    elif GPU or name in ("a mask", "a mask that nobody told"):
+        in_buffer["grad_weight_out"].zero_()
+        per_token(tensors, labels, upstream.to(DEVICE), fails, "triton", in_buffer, twice=True)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_upstream_gradients_that_are_no_numbers(backend: str) -> None:
+    """Catches: a NaN that stands for all tokens, one of an ignored token that counts."""
+    tensors, labels = operands()
+    for place, fails in ((0, False), (1, True)):
+        upstream = torch.ones(N, device=DEVICE)
+        upstream[place] = torch.nan
+        with in_groups():
+            loss = linear_cross_entropy(
+                tensors[0], tensors[1], labels, linear_bias=tensors[2], backend=backend, reduction="none"
+            )
+        found = torch.autograd.grad(loss, tensors, upstream)
+        right = dense(tensors, labels, torch.float64, upstream, reduction="none")[1:]
+        counted = labels != -100
+        assert torch.equal(found[0].isnan()[counted], right[0].isnan()[counted])
+        assert all(bool(grad.isnan().all()) == fails for grad in found[1:])
+
+
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
 def test_what_is_frozen_gets_none(wanted: tuple[bool, ...]) -> None:
     """Catches: work for a frozen head or trunk, and a gradient that changes where another is not wanted."""
@@ -122,10 +224,10 @@ def test_what_is_frozen_gets_none(wanted: tuple[bool, ...]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"reduction": "none"}, {"return_aux": ("nll",)}, {"label_smoothing": 0.1}, {"grad_weight_out": torch.zeros(V, D)},
+        {"reduction": "none", "expected_weights": False}, {"return_aux": ("nll",)}, {"label_smoothing": 0.1},
     ],
 )  # fmt: skip
-def test_who_needs_more_than_one_number_is_not_in_groups(options: dict[str, Any]) -> None:
+def test_who_cannot_expect_is_not_in_groups(options: dict[str, Any]) -> None:
     """Catches: an upstream gradient that differs from token to token, and is taken for one number."""
     tensors, labels = operands(biased=False)
     with in_groups(times=0):
@@ -136,13 +238,16 @@ def test_who_needs_more_than_one_number_is_not_in_groups(options: dict[str, Any]
 def test_an_error_of_the_labels_and_no_tokens_at_all() -> None:
     tensors, labels = operands(biased=False)
     hidden, weight = (tensor.detach().float().cpu().requires_grad_() for tensor in tensors)
-    with in_groups(times=3):
+    with in_groups(times=5):
         with pytest.raises(IndexError, match=r"target\[3\].* is 75"):
             linear_cross_entropy(hidden, weight, torch.full((N,), V).index_fill_(0, torch.arange(3), 0))
         loss = linear_cross_entropy(hidden, weight, torch.full((N,), -100))
         assert loss == 0 and not any(grad.any() for grad in torch.autograd.grad(loss, (hidden, weight)))
         loss = linear_cross_entropy(hidden[:0], weight, labels[:0].cpu())
         assert loss == 0 and not torch.autograd.grad(loss, weight)[0].any()
+        for backend in ("torch", "triton"):
+            loss = linear_cross_entropy(hidden[:0], weight, labels[:0].cpu(), reduction="none", backend=backend)
+            assert not torch.autograd.grad(loss, weight, loss)[0].any()
 
 
 def test_the_size_of_groups() -> None:
@@ -165,6 +270,9 @@ def test_the_size_of_groups() -> None:
                 assert -num_tokens % rows < 128 * -(-num_tokens // rows)
     llama = budget.Sizes(8192, 4096, 128256, 2)
     assert [budget.rows_of_groups(llama, mib << 20) for mib in (128, 512, 1024, 4096)] == [None, 1664, 4096, None]
+    # dC that waits for backward takes 1,002 MiB of them.
+    held = [budget.rows_of_groups(llama, mib << 20, holds_weight=True) for mib in (1024, 1514, 2048, 4096)]
+    assert held == [None, 1664, 4096, None]
 
 
 def test_waves_of_the_log_sum_exp_are_full() -> None:
@@ -190,12 +298,21 @@ def test_one_group_is_alive_at_a_time(mib: int, monkeypatch: pytest.MonkeyPatch)
     hidden = torch.zeros(8192, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     weight = torch.zeros(3000, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     labels = torch.zeros(8192, dtype=torch.int64, device=DEVICE)
-    with Live() as live:
-        loss = linear_cross_entropy(hidden, weight, labels, backend="triton", workspace_bytes=mib << 20)
-        of_outputs = hidden.nbytes + weight.nbytes
-        numbers = 64 * labels.numel()  # fp32 numbers and ids of a token
-        assert 0.4 * (mib << 20) < live.peak - of_outputs - numbers <= mib << 20
-        torch.autograd.grad(loss, (hidden, weight))
+    of_outputs = hidden.nbytes + weight.nbytes
+    numbers = 64 * labels.numel()  # fp32 numbers and ids of a token
+    for reduction in ("mean", "none"):
+        with Live() as live:
+            loss = linear_cross_entropy(
+                hidden, weight, labels, backend="triton", workspace_bytes=mib << 20, reduction=reduction
+            )
+            assert 0.4 * (mib << 20) < live.peak - of_outputs - numbers <= mib << 20
+            torch.autograd.grad(loss.sum(), (hidden, weight))
+            if reduction == "none":  # a chunk of the logits' gradient, for upstream gradients that nobody expected
+                sizes = budget.Sizes(8192, 64, 3000, 2)
+                said = budget.anew_peak(
+                    sizes, mib << 20, choose_tiles(hidden.dtype, hidden.device), num_programs(hidden.device)
+                )
+                assert 0.97 * said <= live.peak - of_outputs <= said + numbers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -208,35 +325,56 @@ def test_gradients_times_a_number(dtype: torch.dtype) -> None:
         scale(ours, torch.tensor(factor, device=DEVICE))
         wanted = torch.where(values == 0, values, (values.float() * factor).to(dtype))
         assert torch.equal(ours, wanted)
+    rows, out = values.clone().view(200, 100), torch.ones(200, 100, device=DEVICE)
+    factors = torch.randn(200, device=DEVICE).index_fill_(0, torch.arange(0, 200, 3, device=DEVICE), 0.0)
+    factors[64:96] = 1.0  # a whole block
+    scale(rows, factors)
+    assert torch.equal(rows, (values.float().view(200, 100) * factors[:, None]).to(dtype))
+    scale(rows, torch.tensor(0.5, device=DEVICE), out)
+    assert torch.equal(out, 1.0 + 0.5 * rows.float())
+    rows[0, 0] = torch.nan
+    scale(rows, torch.tensor(0.0, device=DEVICE))
+    assert not rows.any()
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {}, {"sequence_parallel": True}, {"input_grad": "partial"}, {"reduce_dtype": torch.float32},
+    {"reduction": "none", "expected_weights": MASK, "sequence_parallel": True},
+    {"reduction": "none", "sequence_parallel": True},
+    {"reduction": "none", "input_grad": "partial", "grad_weight_out": None},
+    {"reduction": "none", "expected_weights": MASK},
+]  # fmt: skip
 
 
 def _on_ranks(backend: str) -> None:
-    """One batch over uneven shards, with and without sequence parallelism."""
+    """One batch over uneven shards, one of them empty at last, with and without sequence parallelism."""
     group = dist.group.WORLD
     assert group is not None
     torch.manual_seed(3)
     tensors, labels = operands()
     tensors, labels = [tensor.detach().cpu().float() for tensor in tensors], labels.cpu()
-    truth, base = (dense(tensors, labels, dtype, 0.5) for dtype in (torch.float64, torch.float32))
-    shard = VocabShard.even(V, group)
-    own = slice(shard.start, shard.start + shard.num_valid)
-    _, weight, bias = tensors
-    for options in ({}, {"sequence_parallel": True}, {"input_grad": "partial"}, {"reduce_dtype": torch.float32}):
-        hidden = tensors[0]
+    shards = [VocabShard.even(V, group)] * len(LAYOUTS)
+    shards.append(VocabShard(V * group.rank(), V, V, group))
+    for options, shard in zip([*LAYOUTS, LAYOUTS[4]], shards, strict=True):
+        each = options.get("reduction") == "none"
+        upstream = 0.5 * MASK if each else 0.5
+        how = {"reduction": "none"} if each else {}
+        truth, base = (dense(tensors, labels, dtype, upstream, **how) for dtype in (torch.float64, torch.float32))
+        own = slice(shard.start, shard.start + shard.num_valid)
+        hidden, weight, bias = tensors
         if "sequence_parallel" in options:
             hidden = hidden.chunk(group.size())[group.rank()]
         local = [x.clone().requires_grad_() for x in (hidden, weight[own], bias[own])]
+        if "grad_weight_out" in options:
+            options = {**options, "grad_weight_out": torch.zeros_like(local[1])}
         with in_groups(), mock.patch.object(merge, "_all_gather_into", wraps=merge._all_gather_into) as gathers:
-            loss = linear_cross_entropy(
-                *local[:2],
-                labels,
-                linear_bias=local[2],
-                shard=shard,
-                backend=backend,
-                **options,  # type: ignore[arg-type]
-            )
+            call = {"linear_bias": local[2], "shard": shard, "backend": backend, **options}
+            loss = linear_cross_entropy(local[0], local[1], labels, **call)
         assert gathers.call_count == 4 + ("sequence_parallel" in options), (options, gathers.call_count)
-        d_hidden, d_weight, d_bias = torch.autograd.grad(0.5 * loss, local)
+        with mock.patch.object(merge, "HiddenGradSum") as summed:
+            grads = torch.autograd.grad((upstream * loss).sum(), local, allow_unused=True)
+        assert not summed.called  # forward did
+        d_hidden, d_weight, d_bias = grads[0], options.get("grad_weight_out", grads[1]), grads[2]
         if "input_grad" in options:
             dist.all_reduce(d_hidden)
         rows = slice(group.rank() * len(hidden), (group.rank() + 1) * len(hidden)) if len(hidden) < N else slice(None)

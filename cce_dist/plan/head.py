@@ -31,7 +31,8 @@ class Head:
     vocab_size: int  # V, of all ranks
     tp: int = 1  # T, ranks that the vocabulary is split over
     sequence_parallel: bool = False  # hidden states and their gradient are this rank's slices
-    one_number: bool = True  # the loss is a mean or a sum, which may go group by group; else it is one for each token
+    one_number: bool = True  # the loss is a mean or a sum; else it is one for each token
+    main_grad: bool = False  # dC is added to a buffer in fp32
 
     @property
     def sizes(self) -> Sizes:
@@ -50,8 +51,9 @@ class Head:
 
     def group_rows(self, loss: str, workspace_bytes: int) -> int | None:
         """Return the tokens of a group of ``cce_dist/groups.py``; None: the loss goes another way."""
-        in_groups = loss == "budget" and self.one_number
-        return budget.rows_of_groups(self.sizes, workspace_bytes) if in_groups else None
+        if loss != "budget":
+            return None
+        return budget.rows_of_groups(self.sizes, workspace_bytes, holds_weight=self.main_grad)
 
     @property
     def hidden_bytes(self) -> int:
@@ -151,7 +153,11 @@ def _our_moments(head: Head, loss: str, device: Device, workspace_bytes: int) ->
     summed = {"sum": head.slice_bytes if in_slices else 0}
     if rows is not None:
         workspace = budget.groups_peak(sizes, rows, tiles, device.multiprocessors)
-        return [gathered | gradients | summed | {"workspace": workspace}]
+        moments = [gathered | gradients | summed | {"workspace": workspace}]
+        if not head.one_number:
+            anew = budget.anew_peak(sizes, workspace_bytes, tiles, device.multiprocessors)
+            moments.append(gathered | {"gradients": head.gradient_bytes, "workspace": anew})
+        return moments
     if loss == "filtered":
         frequent = budget.frequent_columns(sizes.num_columns, DEFAULT_EPS)
         peak = budget.filtered_peak(
@@ -200,7 +206,13 @@ def _our_seconds(head: Head, loss: str, device: Device, workspace_bytes: int) ->
         more = cdiv(head.num_tokens, rows) - 1
         forward += _gradient_products(head, device) + _small_kernels(head, device)
         forward += more * (2 * head.weight_bytes / device.bandwidth + COSTS.group)
-        return forward, COSTS.launch, _our_collectives(head, device, forward * more / (more + 1), more + 1)
+        backward = COSTS.launch
+        if not head.one_number:
+            # Upstream gradients are compared; gradients are multiplied, and launches for those that differ end at once.
+            chunks, _ = _chunks(head, device, workspace_bytes, 0)
+            moved = 2 * head.slice_bytes + (5 if head.main_grad else 2) * head.weight_bytes
+            backward += moved / device.bandwidth + (COSTS.loss + chunks * COSTS.chunk) * COSTS.launch
+        return forward, backward, _our_collectives(head, device, forward * more / (more + 1), more + 1)
     backward, covering = _exact_backward(head, device, workspace_bytes)
     return forward, backward, _our_collectives(head, device, covering, 1)
 

@@ -176,6 +176,7 @@ def head_cost(model: Model, layout: Layout, device: Device, loss: str, workspace
         layout.tp,
         sequence_parallel=layout.sequence_parallel and layout.tp > 1,
         one_number=layout.framework != "megatron",
+        main_grad=layout.framework == "megatron",
     )
     method = METHODS[layout.framework].get(loss, loss)
     if method == "torch-compile" and layout.tp > 1:

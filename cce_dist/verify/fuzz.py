@@ -86,6 +86,7 @@ class Draw:
         wanted: Whether hidden, weight and bias need a gradient.
         hidden_of_ignored, padding: What hidden states of ignored tokens hold, and padding rows of weight and bias.
         in_groups: Tokens of a group whose gradients are made in forward, where they can be; None: as the sizes say.
+        expected: Of upstream gradients of each token then: empty: all equal; "upstream": themselves; "other": other ones.
         broken: A token with a NaN in its hidden state, none: -1.
     """
 
@@ -111,6 +112,7 @@ class Draw:
     classes: bool = False
     learn_scale: bool = False
     in_groups: int | None = None
+    expected: str = ""
     broken: int = -1
     twice: bool = False
 
@@ -147,19 +149,18 @@ def draw(setting: Setting, number: int) -> Draw:
     _draw_terms(rng, kind, call, learnable=not filtered)
     apart = random.Random(f"groups/{setting.seed}/{number}/{where}")
     if not filtered and apart.random() < 0.2:
-        _one_number(call)
+        _alone(call)
+        call.expected = apart.choice(["", "upstream", "other"])
         count = torch.Size(call.shape).numel()
         call.in_groups = apart.randint(max(1, count // MOST_GROUPS), max(1, count))
     return call
 
 
-def _one_number(call: Draw) -> None:
-    """Leave out what is not one number with one upstream gradient."""
+def _alone(call: Draw) -> None:
+    """Leave out what is not the loss alone with one upstream gradient of a token."""
     for name in ("return_aux", "label_smoothing"):
         call.options.pop(name, None)
-    if call.options.get("reduction") == "none":
-        call.options["reduction"] = "sum"
-    call.upstream, call.buffer, call.broken = ("loss",), None, -1
+    call.upstream = ("loss",)
 
 
 def _size(rng: random.Random, most: int, zero: float) -> int:
@@ -380,6 +381,9 @@ def _ours(
     if call.classes:
         options["weight"] = options["weight"].to(setting.device)
     options |= {"linear_bias": bias, "shard": shard, "backend": setting.backend, "grad_weight_out": buffer}
+    if call.expected and options.get("reduction") == "none":
+        expected = upstream["loss"].to(setting.device, FP32).view(labels.shape)
+        options["expected_weights"] = 3.0 * expected if call.expected == "upstream" else expected.abs() + 0.1
     with groups.of_rows(call.in_groups), torch.autocast(setting.device, call.dtype, enabled=call.autocast):
         out = linear_cross_entropy(hidden, weight, labels, **options)
     outputs = {"loss": out} if isinstance(out, Tensor) else {name: getattr(out, name) for name in ("loss", *PER_TOKEN)}

@@ -359,7 +359,7 @@ def _filtered_gradients(
         # The exact gradients come first: of all tokens, or of those that fall back. The others are added.
         d_hidden, d_weight, d_bias = exact.gradients(
             x._replace(ids=how.exact_labels), softmax, coef_4N, list(exact.new_kept(x, how.exact_order)),
-            grads._replace(hidden_ready=None, ready_rows=None), spec, often_empty=True,
+            grads._replace(hidden_ready=None, ready_rows=None, often_empty=True), spec,
         )
         target = d_weight if grads.weight_out is None else grads.weight_out
         _add_fallback(x, softmax, coef_4N, how, (d_hidden, target, d_bias), grads, spec)
