@@ -177,16 +177,23 @@ class Rows:
         """
         count, most = target.numel(), self.most(target.numel())
         hidden = F.pad(hidden.reshape(count, hidden.shape[-1]), (0, 0, 0, most - count))
-        labels = F.pad(target.reshape(count), (0, most - count), value=ignore_index)
+        labels = merge.gather_sequence(
+            F.pad(target.reshape(count), (0, most - count), value=ignore_index), self.group
+        )
+        expected = True
+        if reduction == "mean":  # of each rank's own tokens
+            counts = (labels.view(self.group.size(), most) != ignore_index).sum(1, keepdim=True).clamp(min=1)
+            expected = counts.float().reciprocal().expand(-1, most).reshape(-1)
         found = linear_cross_entropy(
             hidden,
             weight,
-            merge.gather_sequence(labels, self.group),
+            labels,
             shard=dataclasses.replace(self.shard, vocab_size=shard.vocab_size),
             sequence_parallel=True,
             reduction="none",
             ignore_index=ignore_index,
-            return_aux=return_aux or ("nll",),
+            return_aux=return_aux,
+            expected_weights=expected,
             **call,
         )
 
@@ -195,7 +202,7 @@ class Rows:
                 return values
             return merge.OwnSlice.apply(values, self.group)[:count].view(target.shape)  # type: ignore[index]
 
-        loss = own(found.loss)
+        loss = own(found.loss if return_aux else found)
         if reduction != "none":
             loss = loss.sum()
         if reduction == "mean":

@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 from tiny_trainer import LENGTH, VOCAB, tiny_model
 
 import cce_dist
-from cce_dist import VocabShard, merge
+from cce_dist import VocabShard, groups, merge
 from cce_dist.integrations.fsdp import Rows
 from cce_dist.plan import Model, fsdp
 
@@ -48,14 +48,15 @@ class Case:
     factor: float | None = None  # set_gradient_divide_factor
     precision: MixedPrecisionPolicy = FP32
     equal: bool = False  # tokens of the ranks, and promised
+    in_groups: int | None = None  # tokens of a group whose gradients are made in forward
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     sizes: dict[str, int] = dataclasses.field(default_factory=lambda: {"num_hidden_layers": 1})
 
 
 CASES = [
     Case("Llama", options={"z_loss_weight": 0.1, "label_smoothing": 0.1}),
-    Case("Gemma2", tied=True, microbatches=2, sync=False, count=True),
-    Case("Phi", microbatches=2, factor=3.0, equal=True),  # a bias
+    Case("Gemma2", tied=True, microbatches=2, sync=False, count=True, in_groups=7),
+    Case("Phi", microbatches=2, factor=3.0, equal=True, in_groups=20),  # a bias
 ]
 REPLICATED = [Case(replicas=2, microbatches=2, sync=False), Case(replicas=2, factor=3.0, count=True)]
 LONG = [Case("Llama"), Case("Gemma2", tied=True), Case("Phi")]
@@ -141,7 +142,18 @@ def whole(model: Any) -> dict[str, Tensor]:
 
 def compare(case: Case, steps: int, rate: float = 1e-2) -> None:
     models = [build(case, ours) for ours in (False, True)]
-    (losses, norms), (our_losses, our_norms) = (train(model, case, adam(model, rate), range(steps)) for model in models)
+    found, common_factor = [], groups._common_factor
+
+    def compared(*given: Any) -> tuple[Tensor, Tensor]:
+        found.append(common_factor(*given))
+        return found[-1]
+
+    with groups.of_rows(case.in_groups), mock.patch.object(groups, "_common_factor", compared):
+        (losses, norms), (our_losses, our_norms) = (
+            train(model, case, adam(model, rate), range(steps)) for model in models
+        )
+    # Each rank's tokens weigh as its own mean says.
+    assert [bool(differs) for _, differs in found] == [False] * (steps * case.microbatches if case.in_groups else 0)
     torch.testing.assert_close(our_losses, losses, rtol=REACH, atol=0, msg=lambda m: f"{case}: {m}")
     torch.testing.assert_close(our_norms, norms, rtol=4 * REACH, atol=0, msg=lambda m: f"{case}: {m}")
     stock, ours = (whole(model) for model in models)

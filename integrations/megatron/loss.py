@@ -42,6 +42,7 @@ def vocab_parallel_loss(
     main_grad: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    expected_weights: Tensor | bool = True,
     options: Options | None = None,
 ) -> Tensor:
     """Cross-entropy of every token, in Megatron's layout; what ``compute_language_model_loss`` returns.
@@ -57,6 +58,7 @@ def vocab_parallel_loss(
             gets what Megatron's fused accumulation gives it: a dummy, and ``grad_added_to_main_grad`` set.
         logit_scale: Multiplies the logits (MuP).
         softcap: Positive bound of the logits, or None.
+        expected_weights: [b, s] loss mask, by which losses will be multiplied; or a bool as in ``linear_cross_entropy``.
         options: See ``Options``.
 
     Returns:
@@ -76,6 +78,7 @@ def vocab_parallel_loss(
         softcap=softcap,
         input_grad=input_grad,
         grad_filter=options.grad_filter,
+        expected_weights=expected_weights.t() if isinstance(expected_weights, Tensor) else expected_weights,
         **call,
     )
     return loss.t().contiguous()

@@ -101,9 +101,12 @@ class MegatronLogits(deferred.DeferredLogits):
     def loss(self, labels: Tensor) -> Tensor:
         """Return the loss [b, s] of labels [b, s]; keep their ``LogProbs`` in ``log_probs_of``."""
         task = self._task
+        expected = task.expected_weights(labels)
 
         def compute(head: Any, hidden: Tensor, weight: Any, **_: Any) -> Any:
             weight, call = call_of(head, weight)
+            if task.scores is None:
+                call["expected_weights"] = expected
             return task.compute(hidden, weight, labels, **call, options=task.options, **self._scaling())
 
         task.num_losses += self._training
@@ -153,6 +156,14 @@ class Task(deferred.Task):
 
     compute: Callable = vocab_parallel_loss
     scores: list | None = None  # of log_probs_of
+    told: tuple = (None, None)  # labels and loss mask of the call under way
+
+    def expected_weights(self, labels: Tensor) -> Tensor | bool:
+        """Return what losses of these labels will be multiplied by."""
+        of_model, mask = self.told
+        if labels is not of_model:  # Multi-token prediction rolls labels, and a mask of its own.
+            return False
+        return mask.reshape(labels.shape) if isinstance(mask, Tensor) and mask.numel() == labels.numel() else True
 
     def defer(self, head: Any, input_: Tensor, weight: Any = None, runtime_gather_output: bool | None = None) -> tuple:
         return MegatronLogits(head, self, input_, weight=weight, runtime_gather_output=runtime_gather_output), None
@@ -217,8 +228,12 @@ def _deferring(model_class: type, name: str, function: Callable) -> Callable:
         # losses of multi-token prediction, which come before it, stay ours.
         if kwargs.get("output_processor") is not None:
             kwargs["output_processor"] = task.call(deferring=False)(kwargs["output_processor"])
-        with task.call(deferring=labels is not None and not wanted):
-            result = inherited(*args, **kwargs)
+        before, task.told = task.told, (labels, argument(function, "loss_mask", args, kwargs))
+        try:
+            with task.call(deferring=labels is not None and not wanted):
+                result = inherited(*args, **kwargs)
+        finally:
+            task.told = before
         task.num_forwards += not task.calls and labels is not None and self.training and torch.is_grad_enabled()
         return result
 
