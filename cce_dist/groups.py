@@ -170,7 +170,6 @@ def _times_upstream(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     if terms.divisor is None and len(ids_N) == 0:
         factor_N = factor = torch.ones((), device=upstream.device)  # All are zeros.
     elif terms.divisor is None:
-        upstream = torch.where(ids_N >= 0, upstream, 0.0)
         factor_N = upstream / made.expected_N
         group = merge.resolve(call.layout.group_name)
         if call.layout.sequence_parallel and group is not None:

@@ -149,7 +149,7 @@ def step(
         hidden, weight, torch.arange(600), linear_bias=linear_bias, backend="triton", workspace_bytes=workspace_bytes,
         **options,
     )  # fmt: skip
-    getattr(out, "loss", out).backward()
+    getattr(out, "loss", out).sum().backward()
 
 
 def divergence(kind: str, kept: bool = False, bias: bool = False, **options: Any) -> None:
@@ -202,6 +202,7 @@ def main() -> None:
     step("kept", workspace_bytes=1 << 30)
     with groups.of_rows(256):
         step("kept, in groups", workspace_bytes=1 << 30)
+        step("each token, in groups", workspace_bytes=1 << 30, reduction="none", grad_weight_out=torch.zeros(5000, 640))
     step("filtered", grad_filter=GradFilter(always=True))
     if CAPABILITY >= 90 and not HIP:
         step("screened", grad_filter=GradFilter(always=True, screen="fp8"))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from shards import DEVICE, GPU, Live, launch_nothing, needs_gpu
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cce_dist import VocabShard, groups, linear_cross_entropy, merge
 from cce_dist.kernels import budget
@@ -222,17 +223,84 @@ def test_what_is_frozen_gets_none(wanted: tuple[bool, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "dtype"),
     [
-        {"reduction": "none", "expected_weights": False}, {"return_aux": ("nll",)}, {"label_smoothing": 0.1},
+        ({"reduction": "none", "expected_weights": False}, torch.float32), ({"return_aux": ("nll",)}, torch.float32),
+        ({"label_smoothing": 0.1}, torch.float32), ({"reduction": "none"}, torch.float16),
     ],
 )  # fmt: skip
-def test_who_cannot_expect_is_not_in_groups(options: dict[str, Any]) -> None:
-    """Catches: an upstream gradient that differs from token to token, and is taken for one number."""
+def test_who_cannot_expect_is_not_in_groups(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Catches: an upstream gradient that differs from token to token, and is taken for one number; fp16 that overflows."""
     tensors, labels = operands(biased=False)
     with in_groups(times=0):
-        hidden, weight = (tensor.detach().float().cpu().requires_grad_() for tensor in tensors)
+        hidden, weight = (tensor.detach().to(dtype).cpu().requires_grad_() for tensor in tensors)
         linear_cross_entropy(hidden, weight, labels.cpu(), **options)
+
+
+def test_under_torch_compile_nothing_is_expected() -> None:
+    """Catches: a compiled graph that ends where gradients are made in forward."""
+    tensors, labels = operands(biased=False)
+    call: dict[str, Any] = {"reduction": "none", "backend": "torch", "expected_weights": MASK.to(DEVICE)}
+    with in_groups(times=1):  # the one that is not compiled
+        found = [
+            torch.autograd.grad(function(tensors[0], tensors[1], labels, **call), tensors, MASK.to(DEVICE))
+            for function in (
+                linear_cross_entropy,
+                torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager"),
+            )
+        ]
+    for ours, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(ours, compiled)
+
+
+def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a comparison that the host reads."""
+    monkeypatch.setattr(groups, "nobody_listens", lambda *_: True)  # a dispatch mode does
+    monkeypatch.setattr(groups, "label_error", lambda *_: "")  # which reads labels on a CPU
+    with FakeTensorMode(), in_groups():  # whose tensors have no values to read
+        hidden, weight = (torch.randn(rows, D, requires_grad=True) for rows in (N, V))
+        labels, mask = torch.zeros(N, dtype=torch.int64), torch.ones(N)
+        loss = linear_cross_entropy(hidden, weight, labels, reduction="none", backend="torch", expected_weights=mask)
+        assert torch.autograd.grad(loss, (hidden, weight), mask)[1].shape == (V, D)
+
+
+@needs_gpu
+def test_cuda_graph() -> None:
+    """Captured once, replayed with upstream gradients that are as expected and that are not."""
+    hidden = torch.randn(5000, 512, device="cuda").bfloat16().requires_grad_()
+    weight = (0.1 * torch.randn(32000, 512, device="cuda")).bfloat16().requires_grad_()
+    labels, upstream = torch.randint(32000, (5000,), device="cuda"), torch.ones(5000, device="cuda")
+
+    def run() -> tuple[Tensor, ...]:
+        loss = linear_cross_entropy(hidden, weight, labels, reduction="none", workspace_bytes=160 << 20)
+        return loss, *torch.autograd.grad(loss, (hidden, weight), upstream)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), mock.patch.object(groups, "loss", wraps=groups.loss) as made:
+        run()
+    assert made.called
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for values in (torch.full_like(upstream, 0.3), torch.randn_like(upstream), torch.zeros_like(upstream)):
+        upstream.copy_(values)
+        expected = run()
+        graph.replay()
+        assert all(torch.equal(ours, right) for ours, right in zip(captured, expected, strict=True))
+
+
+def test_expected_weights_have_targets_shape() -> None:
+    (hidden, weight), labels = operands(biased=False)
+    for given, says in ((MASK[1:], r"must be \(22,\).*got \(21,\)"), (MASK.to("meta"), "on meta")):
+        with pytest.raises(ValueError, match=says):
+            linear_cross_entropy(hidden, weight, labels, reduction="none", expected_weights=given)
+    with pytest.raises(ValueError, match='reduction is "mean"'):
+        linear_cross_entropy(hidden, weight, labels, expected_weights=MASK)
+    wrong: Any = 0.5
+    with pytest.raises(TypeError, match="expected_weights must be a bool"):
+        linear_cross_entropy(hidden, weight, labels, expected_weights=wrong)
 
 
 def test_an_error_of_the_labels_and_no_tokens_at_all() -> None:
