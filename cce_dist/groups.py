@@ -208,12 +208,14 @@ def _add_anew(saved: tuple[Tensor, ...], made: _Made, upstream_N: Tensor, terms:
         if call.layout.sequence_parallel and group is not None:
             hidden = merge.SequenceGather(hidden, group).wait()
         x = Operands(hidden, weight, bias, made.ids_N, spec.logits)
-        d_losses = terms.gradients(upstream_N, made.softmax.max + made.softmax.log_sum)
+        # Logits without a label count as 0, and shall not be compared with a maximum that is far below.
+        softmax = Softmax(*(torch.where(x.ids >= 0, numbers_N, 0.0) for numbers_N in made.softmax[:2]))
+        d_losses = terms.gradients(upstream_N, softmax.max + softmax.log_sum)
         coef_4N = backend.coefficients(d_losses, x.ids, spec.vocab_size)
         # A pass without gradients keeps no exponentials.
         saved_ = backend.saved_of_slices(x, spec._replace(want=spec.want._replace(grad=False)))
         grads = Grads(False, made.weight is not None, made.bias is not None, made.weight, often_empty=True)
-        d_bias = backend.gradients(x, made.softmax, coef_4N, saved_ or [], grads, spec)[2]
+        d_bias = backend.gradients(x, softmax, coef_4N, saved_ or [], grads, spec)[2]
         if made.bias is not None and d_bias is not None:
             made.bias.add_(d_bias)
 

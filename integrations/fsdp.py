@@ -177,9 +177,7 @@ class Rows:
         """
         count, most = target.numel(), self.most(target.numel())
         hidden = F.pad(hidden.reshape(count, hidden.shape[-1]), (0, 0, 0, most - count))
-        labels = merge.gather_sequence(
-            F.pad(target.reshape(count), (0, most - count), value=ignore_index), self.group
-        )
+        labels = merge.gather_sequence(F.pad(target.reshape(count), (0, most - count), value=ignore_index), self.group)
         expected = True
         if reduction == "mean":  # of each rank's own tokens
             counts = (labels.view(self.group.size(), most) != ignore_index).sum(1, keepdim=True).clamp(min=1)

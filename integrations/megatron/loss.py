@@ -40,10 +40,9 @@ def vocab_parallel_loss(
     sequence_parallel: bool = False,
     input_grad: str = "summed",
     main_grad: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
     expected_weights: Tensor | bool = True,
     options: Options | None = None,
+    **scaling: Any,
 ) -> Tensor:
     """Cross-entropy of every token, in Megatron's layout; what ``compute_language_model_loss`` returns.
 
@@ -56,10 +55,9 @@ def vocab_parallel_loss(
         input_grad: "summed" over tp_group, or "partial": this rank's part, for a caller that sums it.
         main_grad: [V/tp, h] buffer, ``weight.main_grad``, that backward adds the weight's gradient into. ``weight`` then
             gets what Megatron's fused accumulation gives it: a dummy, and ``grad_added_to_main_grad`` set.
-        logit_scale: Multiplies the logits (MuP).
-        softcap: Positive bound of the logits, or None.
         expected_weights: [b, s] loss mask, by which losses will be multiplied; or a bool as in ``linear_cross_entropy``.
         options: See ``Options``.
+        **scaling: ``logit_scale`` (MuP) and ``softcap`` of ``linear_cross_entropy``.
 
     Returns:
         [b, s] fp32, neither masked nor reduced; the same bits on every rank of the group.
@@ -74,11 +72,10 @@ def vocab_parallel_loss(
     loss = linear_cross_entropy(
         *operands,
         reduction="none",
-        logit_scale=logit_scale,
-        softcap=softcap,
         input_grad=input_grad,
         grad_filter=options.grad_filter,
         expected_weights=expected_weights.t() if isinstance(expected_weights, Tensor) else expected_weights,
+        **scaling,
         **call,
     )
     return loss.t().contiguous()
@@ -101,8 +98,9 @@ def vocab_parallel_log_probs(
     """Log-probabilities of every token's label, and statistics of its softmax, in Megatron's layout.
 
     Args:
-        hidden, weight, labels, tp_group, sequence_parallel, input_grad, main_grad, logit_scale: As in ``vocab_parallel_loss``.
+        hidden, weight, labels, tp_group, sequence_parallel, input_grad, main_grad: As in ``vocab_parallel_loss``.
             A label outside the vocabulary has log-probability 0, and the other numbers of its token are 0.
+        logit_scale: Multiplies the logits (MuP).
         temperature: Divides the logits: a number, or a [b, s] tensor.
         options: Backend, memory and vocabulary. Its filter is not used: upstream gradients have both signs.
         **wanted: ``entropy``, ``sum_p_squared``, ``argmax``, ``top_k`` of ``linear_log_probs``.
