@@ -19,7 +19,7 @@ from cce_dist.agree import label_error
 from cce_dist.autograd import Operator, replayed
 from cce_dist.call import Call, Layout, build
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
-from cce_dist.kernels.backends import Backend, choose, num_counted
+from cce_dist.kernels.backends import Backend, choose
 from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
 from cce_dist.kernels.launch.rehearsal import rehearse
 from cce_dist.kernels.launch.tape import recorded
@@ -84,12 +84,16 @@ def _run_forward(
 
     with torch.autocast(hidden.device.type, enabled=False):
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
-        ids = backend.label_ids(labels.view(-1), spec.ignore_index, spec.vocab_size)
+        given, order = (labels.view(-1), spec.ignore_index, spec.vocab_size), None
+        if spec.several:
+            ids = backend.label_ids(*given)
+        else:
+            ids, order = backend.ordered_ids(*given)
         if call.debug or not labels.is_cuda:  # reading labels waits for a GPU; there the token's loss is NaN instead
             error = label_error(call.argument, labels.view(-1), ids, spec.vocab_size, spec.ignore_index)
             if error:
                 raise IndexError(error)
-        x = _operands(hidden, weight, bias, ids, factors, spec)
+        x = _operands(hidden, weight, bias, ids, factors, spec)._replace(order=order)
         if arriving is None:
             stats_KN, saved = backend.statistics(x, spec, merge_bound)
         else:
@@ -102,8 +106,7 @@ def _run_forward(
             losses[0], target_NI = merge_cells(stats_TKN, merged, ids_NI, spec)
         mean = merged.new_empty(0)
         if spec.want.mean:
-            count = num_counted(call.backend, labels, spec.ignore_index)
-            mean = losses[0].sum() / count
+            mean, count = backend.mean(losses[0], labels, spec.ignore_index)
         found = merge_listed(stats_TKN, merged, x.ids, spec)
         if spec.want.filter_stats:
             found["filter_stats"] = backend.filter_stats(x, Softmax(merged[0], merged[1]), saved, spec)
@@ -162,9 +165,7 @@ def _run_backward(
     merged, ids, count, ids_NI, target_NI, factors, saved = Saved.of(saved, call.spec)
     backend, spec = chosen(call, Operands(hidden, weight, bias, ids, call.spec.logits), group)
     *d_losses, d_mean = d_losses
-    if count is not None and d_mean is not None:
-        of_mean = (d_mean / count).expand(ids.shape)
-        d_losses[0] = of_mean if d_losses[0] is None else d_losses[0] + of_mean
+    of_mean = None if count is None or d_mean is None else (d_mean, count)
     cells = None
     if ids_NI is not None and target_NI is not None:
         # The gradient of a log-sum-exp is that of all ids together; cells hold each id's own.
@@ -173,7 +174,7 @@ def _run_backward(
     want_hidden, want_weight, want_bias = want
     with torch.autocast(hidden.device.type, enabled=False):
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
-        coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size)
+        coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size, of_mean)
         x = Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
         sum_group = sum_group_of(layout, group)
         rows = None if sum_group is None else _rows_at_once(backend, x, spec, sum_group.size())

@@ -204,6 +204,7 @@ class Operands(NamedTuple):
     cells: Cells | None = None  # Several ids of each token, or None
     # [N, 2] fp32 contiguous, what each token's logits are multiplied by: before and after the softcap; or None
     factors_N2: torch.Tensor | None = None
+    order: list[torch.Tensor] | None = None  # ``tokens.compact`` of ids, where that has been made with them
 
     @property
     def num_tokens(self) -> int:
@@ -214,7 +215,7 @@ class Operands(NamedTuple):
         cells, factors = self.cells, self.factors_N2
         return self._replace(
             hidden=hidden, ids=self.ids[rows], cells=None if cells is None else Cells(cells.ids_NI[rows]),
-            factors_N2=None if factors is None else factors[rows],
+            factors_N2=None if factors is None else factors[rows], order=None,
         )
 
 

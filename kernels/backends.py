@@ -24,6 +24,10 @@ class Backend(Protocol):
         """Return each label, or IGNORED, or OUTSIDE. [N] int64 -> [N] int64."""
         ...
 
+    def ordered_ids(self, labels_N: Tensor, ignore_index: int, vocab_size: int) -> tuple[Tensor, list[Tensor] | None]:
+        """Return ``label_ids`` of all tokens, and ``Operands.order``."""
+        ...
+
     def token_losses(self, stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Tensor, ...]:
         """Merge the shards' statistics by log-add-exp, in rank order, so that every rank computes the same bits.
 
@@ -37,8 +41,19 @@ class Backend(Protocol):
         """Return the log-sum-exp over what the shards' statistics cover. [T, 3, N] -> [N] fp32."""
         ...
 
-    def coefficients(self, grads: Sequence[Tensor | None], ids_N: Tensor, vocab_size: int) -> Tensor:
-        """Return coef_4N from the gradients of what ``token_losses`` returned (None: 0); 0 where there is no label."""
+    def mean(self, nll_N: Tensor, labels_N: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+        """Return the mean over labels that are not ``ignore_index``, [] fp32, and how many those are, at least 1, [] int64."""
+        ...
+
+    def coefficients(
+        self, grads: Sequence[Tensor | None], ids_N: Tensor, vocab_size: int, of_mean: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Return coef_4N; 0 where there is no label.
+
+        Args:
+            grads: Gradients of what ``token_losses`` returned; None: 0.
+            of_mean: Gradient of ``mean``, and the number of labels that it returned; None: 0.
+        """
         ...
 
     # The passes over the vocabulary.
@@ -83,15 +98,6 @@ class Backend(Protocol):
     def rows_at_once(self, x: Operands, spec: Spec) -> int | None:
         """Return the tokens whose d_hidden becomes final while that of others is computed; None: all become so together."""
         ...
-
-
-def num_counted(name: str, labels_N: Tensor, ignore_index: int) -> Tensor:
-    """Return how many labels are not ``ignore_index``, at least 1, as a 0-d int64 tensor."""
-    if name == "torch":
-        return (labels_N != ignore_index).sum().clamp(min=1)
-    from cce_dist.kernels import tokens
-
-    return tokens.num_counted(labels_N, ignore_index)
 
 
 def choose(name: str, spec: Spec, x: Operands) -> Backend:

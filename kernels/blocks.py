@@ -189,6 +189,15 @@ def tile_of_logits(
 
 
 @triton.jit
+def rows_with_zeros(num_kept, MAX_SIDE: tl.constexpr):
+    """Return where gathered rows end: behind ``num_kept`` zeros reach to the end of the largest tile.
+
+    So zeros of dlogits meet nothing there that is not finite.
+    """
+    return tl.maximum(tl.cdiv(num_kept, MAX_SIDE), 1) * MAX_SIDE
+
+
+@triton.jit
 def sloped(e, z, softcap):
     """Multiply exponentials by the softcap's slope; 0 stays 0 where a logit is infinite."""
     return tl.where(e > 0, e * softcap_slope(z, softcap), 0.0)

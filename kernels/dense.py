@@ -36,6 +36,10 @@ def label_ids(labels_N: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
     return torch.where(inside, labels_N, OUTSIDE).masked_fill_(labels_N == ignore_index, IGNORED)
 
 
+def ordered_ids(labels_N: Tensor, ignore_index: int, vocab_size: int) -> tuple[Tensor, list[Tensor] | None]:
+    return label_ids(labels_N, ignore_index, vocab_size), None
+
+
 def rows_at_once(x: Operands, spec: Spec) -> int | None:
     return None  # the outer loop is over the vocabulary
 
@@ -465,9 +469,18 @@ def merged_lse(stats_T3N: Tensor) -> Tensor:
     return merged.max + merged.log_sum
 
 
-def coefficients(grads: Sequence[Tensor | None], ids_N: Tensor, vocab_size: int) -> Tensor:
+def mean(nll_N: Tensor, labels_N: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    count = (labels_N != ignore_index).sum().clamp(min=1)
+    return nll_N.sum() / count, count
+
+
+def coefficients(
+    grads: Sequence[Tensor | None], ids_N: Tensor, vocab_size: int, of_mean: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     zeros = _zeros(*ids_N.shape, like=ids_N)
     d_nll, d_lse, d_target, d_uniform, d_entropy = (
         zeros if d is None else d.masked_fill(ids_N < 0, 0.0) for d in grads
     )
+    if of_mean is not None:
+        d_nll = d_nll + (of_mean[0] / of_mean[1]).expand(ids_N.shape).masked_fill(ids_N < 0, 0.0)
     return torch.stack((d_nll + d_lse + d_uniform, d_target - d_nll, d_uniform / -vocab_size, d_entropy))

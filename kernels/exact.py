@@ -38,10 +38,10 @@ from cce_dist.kernels.lse import (
     Keep,
     Span,
     choose_splits,
+    gathered_with_targets,
     lse_partials,
     merge_splits,
     new_partials,
-    target_logits,
 )
 from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import (
@@ -50,14 +50,16 @@ from cce_dist.kernels.tokens import (
     gather_rows,
     gathered,
     label_ids,
+    mean,
     merged_lse,
+    ordered_ids,
     token_groups,
     token_losses,
 )
 
 __all__ = [
-    "coefficients", "default_workspace", "filter_stats", "gradients", "label_ids", "merged_lse", "rows_at_once",
-    "saved_like", "saved_of_slices", "statistics", "token_losses",
+    "coefficients", "default_workspace", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids",
+    "rows_at_once", "saved_like", "saved_of_slices", "statistics", "token_losses",
 ]
 
 
@@ -108,7 +110,7 @@ def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
 
 
 def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
-    return None if columns_kept(x, spec) > 0 else list(new_kept(x, compact(x.ids)))
+    return None if columns_kept(x, spec) > 0 else list(new_kept(x, order_of(x)))
 
 
 def new_kept(x: Operands, order: list[torch.Tensor], columns: int = 0, entropy: bool = False) -> Kept:
@@ -121,11 +123,15 @@ def new_kept(x: Operands, order: list[torch.Tensor], columns: int = 0, entropy: 
     )
 
 
+def order_of(x: Operands) -> list[torch.Tensor]:
+    return x.order or compact(x.ids)
+
+
 def statistics(
     x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN, and ``Kept``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
-    kept, num_tokens = new_kept(x, compact(x.ids), columns_kept(x, spec), spec.want.entropy), x.num_tokens
+    kept, num_tokens = new_kept(x, order_of(x), columns_kept(x, spec), spec.want.entropy), x.num_tokens
     fp32 = {"dtype": torch.float32, "device": x.hidden.device}
     stats_KN = torch.empty(spec.num_rows, num_tokens, **fp32)
     keys_KN = stats_KN[spec.first_top :].view(torch.int32)
@@ -160,8 +166,7 @@ def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Te
     find = partial(new_candidates, sampled(x, plan), plan, tiles) if plan else None
     left_N = torch.empty_like(x.ids) if find else x.ids
     for number, group in enumerate(token_groups(kept.order, at_once)):
-        rows = gathered(x.hidden, group, buffer_RD)
-        target_logits(x, rows, target)
+        rows = gathered_with_targets(x, group, buffer_RD, target, kept.reference[1] if keeping.num_parts else None)
         lists = find(rows) if find else None
         partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
         if keeping.num_parts:
@@ -172,8 +177,6 @@ def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Te
         merge_splits(partials_KPR, x, rows, stats_KN, want=spec.want)
         if lists:
             choose_listed(x, rows, lists, spec, stats_KN[spec.first_top :].view(torch.int32), left_N)
-    if keeping.num_parts:
-        kept.reference[1] = stats_KN[2]
     return left_N
 
 

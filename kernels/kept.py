@@ -48,44 +48,18 @@ class Kept(NamedTuple):
 def level(keep: Keep, rows: Rows, reference_R: torch.Tensor, tile_cols: int) -> None:
     """Bring rows of exponentials to their largest reference, and write that to reference_R; nearly all rows have only one."""
     num_tiles, num_rows = keep.tile_reference_BR.shape
-    _row_reference_kernel[(cdiv(num_rows, 32),)](
-        keep.tile_reference_BR, rows.num_kept, reference_R, num_rows, num_tiles, BLOCK_N=32, BLOCK_T=32
+    _level_kernel[(cdiv(num_rows, 16),)](
+        keep.exp_RV, keep.tile_reference_BR, rows.num_kept, reference_R, num_rows, num_tiles, keep.exp_RV.shape[1],
+        BLOCK_N=16, BLOCK_V=tile_cols, BLOCK_T=32,
     )
-    grid = (cdiv(num_rows, 64), cdiv(num_tiles, 16))
-    _level_kernel[grid](
-        keep.exp_RV, keep.tile_reference_BR, reference_R, rows.num_kept,
-        num_rows, num_tiles, keep.exp_RV.shape[1],
-        BLOCK_N=64, BLOCK_V=tile_cols, BLOCK_T=16,
-    )
-
-
-@kernel("tile_reference_ptr")
-def _row_reference_kernel(
-    tile_reference_ptr,  # in: [B, R] fp32
-    num_kept_ptr,  # in: [1] int32
-    reference_ptr,  # out: [R] fp32
-    num_rows,
-    num_tiles,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = offs_n < tl.load(num_kept_ptr)
-    largest = tl.full((BLOCK_T, BLOCK_N), float("-inf"), tl.float32)
-    for first in range(0, num_tiles, BLOCK_T):
-        offs_t = first + tl.arange(0, BLOCK_T)
-        where = tile_reference_ptr + offs_t.to(tl.int64)[:, None] * num_rows + offs_n[None, :]
-        mask = (offs_t < num_tiles)[:, None] & live[None, :]
-        largest = tl.maximum(largest, tl.load(where, mask=mask, other=float("-inf")))
-    tl.store(reference_ptr + offs_n, tl.max(largest, 0), mask=live)
 
 
 @kernel("exp_ptr", "tile_reference_ptr", "exp_cols")
 def _level_kernel(
     exp_ptr,  # in, out: [R, B * BLOCK_V]
     tile_reference_ptr,  # in: [B, R] fp32
-    reference_ptr,  # in: [R] fp32
     num_kept_ptr,  # in: [1] int32
+    reference_ptr,  # out: [R] fp32
     num_rows,
     num_tiles,
     exp_cols,
@@ -93,24 +67,29 @@ def _level_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    first = tl.program_id(1) * BLOCK_T
     row_stride = num_rows.to(tl.int64)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = offs_n < tl.load(num_kept_ptr)
-    reference = tl.load(reference_ptr + offs_n, mask=live, other=0)
-    offs_t = first + tl.arange(0, BLOCK_T)
-    where = tile_reference_ptr + offs_t.to(tl.int64)[:, None] * num_rows + offs_n[None, :]
-    mask = (offs_t < num_tiles)[:, None] & live[None, :]
-    uneven = mask & (tl.load(where, mask=mask, other=0) != reference[None, :])
-    if tl.max(tl.max(uneven.to(tl.int32), 1), 0) > 0:
-        for tile in range(first, tl.minimum(first + BLOCK_T, num_tiles)):
+    largest = tl.full((BLOCK_T, BLOCK_N), float("-inf"), tl.float32)
+    smallest = tl.full((BLOCK_T, BLOCK_N), float("inf"), tl.float32)
+    for first in range(0, num_tiles, BLOCK_T):
+        offs_t = first + tl.arange(0, BLOCK_T)
+        where = tile_reference_ptr + offs_t.to(tl.int64)[:, None] * row_stride + offs_n[None, :]
+        mask = (offs_t < num_tiles)[:, None] & live[None, :]
+        largest = tl.maximum(largest, tl.load(where, mask=mask, other=float("-inf")))
+        smallest = tl.minimum(smallest, tl.load(where, mask=mask, other=float("inf")))
+    reference = tl.max(largest, 0)
+    tl.store(reference_ptr + offs_n, reference, mask=live)
+    if tl.max((live & (tl.min(smallest, 0) != reference)).to(tl.int32), 0) > 0:
+        for tile in range(0, num_tiles):
             tile_reference = tl.load(tile_reference_ptr + tile * row_stride + offs_n, mask=live, other=0)
-            factor = tl.exp(tile_reference - reference)
-            offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-            cells = exp_ptr + offs_n.to(tl.int64)[:, None] * exp_cols + offs_v[None, :]
-            # A cell overflows while its factor underflows only where the tile was at 0 or inf before.
-            e = tl.load(cells, mask=live[:, None], other=0).to(tl.float32) * factor[:, None]
-            tl.store(cells, e.to(exp_ptr.dtype.element_ty), mask=live[:, None])
+            if tl.max((live & (tile_reference != reference)).to(tl.int32), 0) > 0:
+                factor = tl.exp(tile_reference - reference)
+                offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+                cells = exp_ptr + offs_n.to(tl.int64)[:, None] * exp_cols + offs_v[None, :]
+                # A cell overflows while its factor underflows only where the tile was at 0 or inf before.
+                e = tl.load(cells, mask=live[:, None], other=0).to(tl.float32) * factor[:, None]
+                tl.store(cells, e.to(exp_ptr.dtype.element_ty), mask=live[:, None])
 
 
 def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ inside the loop above it would cost registers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from cce_dist.kernels.blocks import (
     kernel,
     operand,
     row_and_split,
+    rows_with_zeros,
     sloped,
     softcapped,
     store_tile,
@@ -40,7 +42,7 @@ from cce_dist.kernels.blocks import (
 from cce_dist.kernels.budget import NUM_PLANES, cdiv, num_parts
 from cce_dist.kernels.candidates import Candidates, by_hand, list_candidates
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
-from cce_dist.kernels.tiles import Tile, Tiles, num_programs, precision
+from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, num_programs, precision
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
@@ -450,35 +452,42 @@ def _merge_splits_kernel(
         tl.store(next_row + WANT_SQUARE * stride, tl.where(live, best, 0.0), mask=in_n)
 
 
-def target_logits(x: Operands, rows: Rows, target_N: torch.Tensor) -> None:
-    """Write z at the label to target_N at the tokens of the group; 0 where the label is no valid row of this shard.
+def gathered_with_targets(
+    x: Operands, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor, target_N: torch.Tensor,
+    copy_N: torch.Tensor | None = None,
+) -> Rows:
+    """Return what ``tokens.gathered`` does, and write z at the label to target_N at the tokens of the group.
 
-    Of several ids a token target_N is [I, N].
+    It is 0 where the label is no valid row of this shard. Of several ids a token target_N is [I, N]. ``copy_N`` gets the same.
     """
+    rows = Rows(order[0], order[1], buffer_RD[: order[0].shape[0]])
     num_rows, hidden_size = rows.hidden.shape
     logits, ids, num_ids = x.logits, x.ids, None
     if x.cells is not None:
         ids, num_ids = x.cells.ids_NI, x.cells.ids_NI.shape[1]
-    _target_logit_kernel[(cdiv(num_rows, 4) * (num_ids or 1),)](
-        rows.hidden, x.weight, x.bias, ids, rows.index, rows.num_kept, x.factors_N2,
-        target_N,
+    _gather_targets_kernel[(cdiv(num_rows, 4) * (num_ids or 1),)](
+        x.hidden, x.weight, x.bias, ids, rows.index, rows.num_kept, x.factors_N2,
+        rows.hidden, target_N, copy_N,
         num_rows, hidden_size, logits.start, logits.num_valid, num_ids, None if num_ids is None else x.num_tokens,
         logits.logit_scale, logits.softcap,
         HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.capped, HAS_FACTORS=x.factors_N2 is not None,
-        SEVERAL=num_ids is not None, BLOCK_N=4, BLOCK_D=512,
+        SEVERAL=num_ids is not None, MAX_SIDE=MAX_SIDE, BLOCK_N=4, BLOCK_D=512,
     )
+    return rows
 
 
-@kernel("rows_ptr", "weight_ptr", "bias_ptr", "hidden_size")
-def _target_logit_kernel(
-    rows_ptr,  # in: [R, D]
+@kernel("hidden_ptr", "weight_ptr", "bias_ptr", "rows_ptr", "hidden_size")
+def _gather_targets_kernel(
+    hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
     bias_ptr,  # in: [V]
     labels_ptr,  # in: [N] int64; [N, I] with SEVERAL
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     factor_ptr,  # in: [N, 2] fp32
+    rows_ptr,  # out: [R, D]
     target_ptr,  # out: [N] fp32; [I, N] with SEVERAL
+    copy_ptr,  # out: [N] fp32, or None
     num_rows,
     hidden_size,
     start,
@@ -491,6 +500,7 @@ def _target_logit_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
     SEVERAL: tl.constexpr,
+    MAX_SIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -499,11 +509,15 @@ def _target_logit_kernel(
         # Programs of the same rows run side by side: those stay in the cache.
         which = block % num_ids
         block = block // num_ids
+    num_kept = tl.load(num_kept_ptr)
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = offs_n < num_rows
     token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
-    live = in_n & (offs_n < tl.load(num_kept_ptr))
+    kept = in_n & (offs_n < num_kept)
+    written = in_n & (offs_n < rows_with_zeros(num_kept, MAX_SIDE))
+    live = kept
     if SEVERAL:
+        written = tl.where(which == 0, written, False)
         label = tl.load(labels_ptr + token.to(tl.int64) * num_ids + which, mask=live, other=-1)
         live &= label >= 0
         label -= start
@@ -516,9 +530,12 @@ def _target_logit_kernel(
     products = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for inner in range(0, hidden_size, BLOCK_D):
         offs_d = inner + tl.arange(0, BLOCK_D)
-        mask = live[:, None] & (offs_d < hidden_size)[None, :]
-        h = tl.load(rows_ptr + offs_n.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], mask=mask, other=0)
-        w = tl.load(weight_ptr + label[:, None] * hidden_size + offs_d[None, :], mask=mask, other=0)
+        in_d = (offs_d < hidden_size)[None, :]
+        row = hidden_ptr + token.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        h = tl.load(row, mask=kept[:, None] & in_d, other=0)
+        where = rows_ptr + offs_n.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        tl.store(where, h, mask=written[:, None] & in_d)
+        w = tl.load(weight_ptr + label[:, None] * hidden_size + offs_d[None, :], mask=live[:, None] & in_d, other=0)
         products += h.to(tl.float32) * w.to(tl.float32)
     u = tl.sum(products, 1)
     if HAS_BIAS:
@@ -530,4 +547,7 @@ def _target_logit_kernel(
         u = softcapped(u, softcap, HAS_SOFTCAP)
         if HAS_FACTORS:
             u *= tl.load(factor_ptr + 2 * token.to(tl.int64) + 1, mask=live, other=1)
-    tl.store(target_ptr + token, tl.where(live, u, 0.0), mask=in_n)
+    u = tl.where(live, u, 0.0)
+    tl.store(target_ptr + token, u, mask=in_n)
+    if copy_ptr is not None:
+        tl.store(copy_ptr + token, u, mask=in_n)

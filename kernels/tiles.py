@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
     group: int
 
 
-MAX_SIDE = 256  # of a tile; gather_rows writes zeros as far past the last kept row
+MAX_SIDE = 256  # of a tile; gathered rows have zeros as far past the last kept row
 _WIDE = Tile(128, 256, 64, 8, 3)
 
 # By (compute capability major, bits of the dtype or 0 for ieee fp32).

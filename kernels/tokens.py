@@ -1,7 +1,7 @@
 """Each token's numbers around the two passes over the vocabulary: one launch each instead of thirty.
 
-``label_ids``, ``token_losses``, ``merged_lse`` and ``coefficients`` are the functions of a backend of those names (see
-``backends.py``; ``dense.py`` has them in plain torch, which says what they mean).
+``label_ids``, ``ordered_ids``, ``token_losses``, ``merged_lse``, ``mean`` and ``coefficients`` are the functions of a backend
+of those names (see ``backends.py``; ``dense.py`` has them in plain torch, which says what they mean).
 
 ``compact`` removes tokens without a label, without the host knowing how many there are. ``index_N`` lists the tokens that
 count first, in order, and ``num_kept`` is their number, on the device. Every later kernel works on the compact rows and stops
@@ -11,13 +11,14 @@ there, so a batch with two thirds of its tokens ignored costs a third, wherever 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from cce_dist.kernels import IGNORED, OUTSIDE, Rows, Spec
-from cce_dist.kernels.blocks import kernel, on_device
+from cce_dist.kernels.blocks import kernel, on_device, rows_with_zeros
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.tiles import MAX_SIDE, num_programs
 
@@ -32,83 +33,101 @@ def _launch(kernel, num_tokens: int, first: torch.Tensor, *others, **options) ->
 
 
 def label_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> torch.Tensor:
-    ids_N = torch.empty_like(labels_N)
-    _launch(_label_ids_kernel, ids_N.shape[0], labels_N, ids_N, ignore_index, vocab_size)
+    return _of_labels(labels_N, torch.empty_like(labels_N), None, ignore_index, vocab_size)
+
+
+def ordered_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    order = _new_order(labels_N)
+    return _of_labels(labels_N, torch.empty_like(labels_N), order, ignore_index, vocab_size), order
+
+
+def compact(ids_N: torch.Tensor) -> list[torch.Tensor]:
+    """Return index_N int32, tokens with a label first, and their number as a [1] int32 tensor."""
+    order = _new_order(ids_N)
+    _of_labels(ids_N, None, order, IGNORED, None)
+    return order
+
+
+def _new_order(ids_N: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.empty(n, dtype=torch.int32, device=ids_N.device) for n in (ids_N.shape[0], 1)]
+
+
+def _of_labels(
+    labels_N: torch.Tensor, ids_N: torch.Tensor | None, order: list[torch.Tensor] | None, ignore_index: int,
+    vocab_size: int | None,
+) -> Any:
+    """Fill the ids and the order, where they are wanted. Returns the ids."""
+    num_tokens = labels_N.shape[0]
+    index_N, num_kept = order or (None, None)
+    if num_tokens:
+        # One program: a prefix sum over 65,536 tokens is eight steps, and needs no second launch.
+        block, warps = (_BLOCK, 4) if order is None else (8192, 16)
+        with on_device(labels_N):
+            _labels_kernel[(cdiv(num_tokens, block) if order is None else 1,)](
+                labels_N, ids_N, index_N, num_kept, ignore_index, vocab_size, num_tokens, BLOCK=block, num_warps=warps
+            )
     return ids_N
 
 
-@kernel("ids_ptr")
-def _label_ids_kernel(
+@kernel("ids_ptr", "index_ptr", "num_kept_ptr")
+def _labels_kernel(
     labels_ptr,  # in: [N] int64
-    ids_ptr,  # out: [N] int64
+    ids_ptr,  # out: [N] int64; None where labels are ids already
+    index_ptr,  # out: [N] int32, or None
+    num_kept_ptr,  # out: [1] int32, or None
     ignore_index,
     vocab_size,
     num_tokens,
-    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = offs_n < num_tokens
-    label = tl.load(labels_ptr + offs_n, mask=in_n, other=0)
-    ids = tl.where((label >= 0) & (label < vocab_size), label, _OUTSIDE)
-    tl.store(ids_ptr + offs_n, tl.where(label == ignore_index, _IGNORED, ids), mask=in_n)
+    num_kept = tl.zeros((), tl.int32)
+    for begin in range(tl.program_id(0) * BLOCK, num_tokens, tl.num_programs(0) * BLOCK):
+        offs_n = begin + tl.arange(0, BLOCK)
+        in_n = offs_n < num_tokens
+        ids = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
+        if ids_ptr is not None:
+            inside = (ids >= 0) & (ids < vocab_size)
+            ids = tl.where(ids == ignore_index, _IGNORED, tl.where(inside, ids, _OUTSIDE))
+            tl.store(ids_ptr + offs_n, ids, mask=in_n)
+        if index_ptr is not None:
+            keep = ids >= 0
+            kept = keep.to(tl.int32)
+            kept_before = num_kept + tl.cumsum(kept, 0) - kept
+            place = tl.where(keep, kept_before, num_tokens - 1 - (offs_n - kept_before))
+            tl.store(index_ptr + place, offs_n, mask=in_n)
+            num_kept += tl.sum(kept, 0)
+    if num_kept_ptr is not None:
+        tl.store(num_kept_ptr, num_kept)
 
 
-def num_counted(labels_N: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Return how many labels are not ``ignore_index``, at least 1, as a 0-d int64 tensor."""
-    count = torch.empty((), dtype=torch.int64, device=labels_N.device)
+def mean(nll_N: torch.Tensor, labels_N: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    value, count = (torch.empty((), dtype=dtype, device=nll_N.device) for dtype in (torch.float32, torch.int64))
     with on_device(labels_N):
-        _num_counted_kernel[(1,)](labels_N, count, ignore_index, labels_N.shape[0], BLOCK=8192, num_warps=16)
-    return count
+        _mean_kernel[(1,)](nll_N, labels_N, value, count, ignore_index, labels_N.shape[0], BLOCK=8192, num_warps=16)
+    return value, count
 
 
-@kernel("count_ptr")
-def _num_counted_kernel(
+@kernel("mean_ptr", "count_ptr")
+def _mean_kernel(
+    nll_ptr,  # in: [N] fp32
     labels_ptr,  # in: [N] int64
+    mean_ptr,  # out: [] fp32
     count_ptr,  # out: [] int64
     ignore_index,
     num_tokens,
     BLOCK: tl.constexpr,
 ):
+    total = tl.zeros((BLOCK,), tl.float32)
     count = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, num_tokens, BLOCK):
         offs_n = begin + tl.arange(0, BLOCK)
         in_n = offs_n < num_tokens
+        total += tl.load(nll_ptr + offs_n, mask=in_n, other=0)
         label = tl.load(labels_ptr + offs_n, mask=in_n, other=0)
         count += (in_n & (label != ignore_index)).to(tl.int32)
-    tl.store(count_ptr, tl.maximum(tl.sum(count, 0), 1).to(tl.int64))
-
-
-def compact(ids_N: torch.Tensor) -> list[torch.Tensor]:
-    """Return index_N int32, tokens with a label first, and their number as a [1] int32 tensor."""
-    num_tokens = ids_N.shape[0]
-    index_N = torch.empty(num_tokens, dtype=torch.int32, device=ids_N.device)
-    num_kept = torch.empty(1, dtype=torch.int32, device=ids_N.device)
-    if num_tokens:
-        with on_device(ids_N):
-            _compact_kernel[(1,)](ids_N, index_N, num_kept, num_tokens, BLOCK=8192, num_warps=16)
-    return [index_N, num_kept]
-
-
-@kernel("index_ptr", "num_kept_ptr")
-def _compact_kernel(
-    ids_ptr,  # in: [N] int64
-    index_ptr,  # out: [N] int32
-    num_kept_ptr,  # out: [1] int32
-    num_tokens,
-    BLOCK: tl.constexpr,
-):
-    # One program: a prefix sum over 65,536 tokens is eight steps, and needs no second launch.
-    num_kept = tl.zeros((), tl.int32)
-    for begin in range(0, num_tokens, BLOCK):
-        offs_n = begin + tl.arange(0, BLOCK)
-        in_n = offs_n < num_tokens
-        keep = tl.load(ids_ptr + offs_n, mask=in_n, other=-1) >= 0
-        kept = keep.to(tl.int32)
-        kept_before = num_kept + tl.cumsum(kept, 0) - kept
-        place = tl.where(keep, kept_before, num_tokens - 1 - (offs_n - kept_before))
-        tl.store(index_ptr + place, offs_n, mask=in_n)
-        num_kept += tl.sum(kept, 0)
-    tl.store(num_kept_ptr, num_kept)
+    divisor = tl.maximum(tl.sum(count, 0), 1)
+    tl.store(mean_ptr, tl.div_rn(tl.sum(total, 0), divisor.to(tl.float32)))
+    tl.store(count_ptr, divisor.to(tl.int64))
 
 
 def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor]]:
@@ -155,8 +174,7 @@ def _gather_rows_kernel(
     BLOCK_D: tl.constexpr,
 ):
     num_kept = tl.load(num_kept_ptr)
-    # Zeros reach to the end of the largest tile, so that the zeros of dlogits meet nothing non-finite there.
-    if tl.program_id(0) * BLOCK_R < tl.maximum(tl.cdiv(num_kept, MAX_SIDE), 1) * MAX_SIDE:
+    if tl.program_id(0) * BLOCK_R < rows_with_zeros(num_kept, MAX_SIDE):
         offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
         offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         in_r = offs_r < num_rows
@@ -287,10 +305,13 @@ def _token_losses_kernel(
         tl.store(entropy_ptr + offs_n, tl.where(ids >= 0, entropy, instead), mask=in_n)
 
 
-def coefficients(grads: Sequence[torch.Tensor | None], ids_N: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def coefficients(
+    grads: Sequence[torch.Tensor | None], ids_N: torch.Tensor, vocab_size: int,
+    of_mean: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
     coef_4N = torch.empty(4, ids_N.shape[0], dtype=torch.float32, device=ids_N.device)
     strides = [0 if grad is None else grad.stride(0) for grad in grads]
-    _launch(_coefficients_kernel, ids_N.shape[0], ids_N, *grads, coef_4N, *strides, vocab_size)
+    _launch(_coefficients_kernel, ids_N.shape[0], ids_N, *grads, *of_mean or (None, None), coef_4N, *strides, vocab_size)
     return coef_4N
 
 
@@ -310,6 +331,8 @@ def _coefficients_kernel(
     d_target_ptr,
     d_uniform_ptr,
     d_entropy_ptr,
+    d_mean_ptr,  # in: [] fp32, or None
+    count_ptr,  # in: [] int64, or None
     coef_ptr,  # out: [4, N] fp32
     nll_stride,
     lse_stride,
@@ -324,6 +347,8 @@ def _coefficients_kernel(
     in_n = offs_n < num_tokens
     live = tl.load(ids_ptr + offs_n, mask=in_n, other=_IGNORED) >= 0
     d_nll = _grad(d_nll_ptr, nll_stride, offs_n, live)
+    if d_mean_ptr is not None:
+        d_nll += tl.where(live, tl.div_rn(tl.load(d_mean_ptr), tl.load(count_ptr).to(tl.float32)), 0.0)
     d_lse = _grad(d_lse_ptr, lse_stride, offs_n, live)
     d_target = _grad(d_target_ptr, target_stride, offs_n, live)
     d_uniform = _grad(d_uniform_ptr, uniform_stride, offs_n, live)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 EXACT = {
     "_scale_kernel",
     "_lse_kernel",
-    "_target_logit_kernel",
+    "_gather_targets_kernel",
     "_dlogits_kernel",
     "_grad_hidden_kernel",
     "_grad_weight_kernel",
@@ -23,7 +23,7 @@ LOG_PROBS = {"_cells_kernel", "_logits_kernel", "_threshold_kernel", "_choose_ke
 OF_LISTS = {"_list_logits_kernel", "_list_hidden_kernel", "_column_rows_kernel"}
 SCREENED = {"_round_rows_kernel", "_screen_kernel", "_listed_sums_kernel"}
 OF_TWO_HEADS = {"_pair_sums_kernel", "_pair_gradients_kernel"}
-PRODUCTS = EXACT - {"_target_logit_kernel", "_scale_kernel"} | {
+PRODUCTS = EXACT - {"_gather_targets_kernel", "_scale_kernel"} | {
     "_logits_kernel",
     "_screen_kernel",
     "_round_rows_kernel",

@@ -40,4 +40,4 @@ def test_a_kernel_that_does_not_compile_is_told_by_its_launch() -> None:
 def test_without_rehearsals_launches_compile() -> None:
     said = rehearse("0")
     assert said.returncode == 0, said.stderr
-    assert "late _label_ids_kernel _compact_kernel" in said.stdout
+    assert "late _labels_kernel _gather_targets_kernel" in said.stdout

@@ -32,7 +32,6 @@ from cce_dist.kernels import (
     Softmax,
     Spec,
     Want,
-    backends,
     budget,
     exact,
     tiles,
@@ -624,8 +623,15 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
     assert torch.equal(ids, dense_backend.label_ids(labels, -100, vocab_size))
     assert (ids == IGNORED).any() and (ids == OUTSIDE).any()
     assert torch.equal(tokens.label_ids(labels, 5, vocab_size), dense_backend.label_ids(labels, 5, vocab_size))
-    for some in (labels, torch.full_like(labels, -100), labels[:0]):
-        assert torch.equal(tokens.num_counted(some, -100), backends.num_counted("torch", some, -100))
+    for some in (labels, torch.full_like(labels, -100), labels.repeat(60), labels[:0]):
+        ordered, order = tokens.ordered_ids(some, -100, vocab_size)
+        assert torch.equal(ordered, dense_backend.label_ids(some, -100, vocab_size))
+        kept = (ordered >= 0).nonzero().view(-1)
+        assert torch.equal(order[0][: len(kept)], kept.int()) and (order[1] == len(kept) or len(some) == 0)
+        assert torch.equal(order[0].sort().values, torch.arange(len(some), device=DEVICE).int())
+        nll = torch.rand(len(some), device=DEVICE)
+        for ours, theirs in zip(tokens.mean(nll, some, -100), dense_backend.mean(nll, some, -100), strict=True):
+            torch.testing.assert_close(ours, theirs)
 
     stats = torch.rand(num_shards, 3 + 2 * uniform + entropy, num_tokens, device=DEVICE) * 50 + 1
     stats[:, 0] -= 30
@@ -646,9 +652,15 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
 
     one = torch.randn((), device=DEVICE).expand(num_tokens)  # what a mean sends back: stride 0
     strided = list(torch.randn(num_tokens, 5, device=DEVICE).unbind(1))
-    for grads in ([one, None, None, None, None], [None, *strided[1:]], strided):
-        ours = tokens.coefficients(grads, ids, vocab_size)
-        torch.testing.assert_close(ours, dense_backend.coefficients(grads, ids, vocab_size), rtol=1e-6, atol=0)
+    of_mean = torch.tensor(2.5, device=DEVICE), torch.tensor(37, device=DEVICE)
+    for *given, mean in (
+        [one, *[None] * 4, None],
+        [*[None] * 5, of_mean],
+        [None, *strided[1:], None],
+        [*strided, of_mean],
+    ):
+        ours, theirs = (backend.coefficients(given, ids, vocab_size, mean) for backend in (tokens, dense_backend))
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
         assert (ours[:, ids < 0] == 0).all()
 
 

@@ -80,9 +80,9 @@ from cce_dist.kernels.lse import (
     Marks,
     Span,
     choose_splits,
+    gathered_with_targets,
     lse_partials,
     merge_splits,
-    target_logits,
 )
 from cce_dist.kernels.tiles import Tiles, choose_tiles, screen_tile
 from cce_dist.kernels.tokens import (
@@ -90,14 +90,16 @@ from cce_dist.kernels.tokens import (
     compact,
     gathered,
     label_ids,
+    mean,
     merged_lse,
+    ordered_ids,
     sums_of_rows,
     token_losses,
 )
 
 __all__ = [
-    "coefficients", "default_workspace", "filter_stats", "gradients", "label_ids", "merged_lse", "rows_at_once",
-    "saved_like", "saved_of_slices", "statistics", "token_losses",
+    "coefficients", "default_workspace", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids",
+    "rows_at_once", "saved_like", "saved_of_slices", "statistics", "token_losses",
 ]
 
 
@@ -174,7 +176,7 @@ def _before_all_columns(
     merge_bound: Callable[[torch.Tensor], torch.Tensor], spec: Spec,
 ) -> First:
     """Write the labels' logits to stats_KN, and bound each token's log-sum-exp by them, frequent columns and some others."""
-    order, num_tokens = compact(x.ids), x.num_tokens
+    order, num_tokens = exact.order_of(x), x.num_tokens
     want = spec.want if spec.screened else NOTHING_MORE
     frequent_KN = stats_KN.new_empty(3 + want.entropy, num_tokens)
     frequent_3N, frequent_moment_N = frequent_KN[:3], frequent_KN[3] if want.entropy else None
@@ -183,8 +185,7 @@ def _before_all_columns(
     num_sampled = sampled_ids_S.shape[0]
     sums_3PN = stats_KN.new_empty(3, cdiv(num_sampled, tiles.lse.cols), num_tokens)
     for group in exact.token_groups(order, buffer_RD.shape[0]):
-        rows = gathered(x.hidden, group, buffer_RD)
-        target_logits(x, rows, stats_KN[2])
+        rows = gathered_with_targets(x, group, buffer_RD, stats_KN[2])
         _log_sum_exp(frequent.x, rows, tiles, frequent_KN, frequent_sloped_N, want=want)
         if num_sampled:
             sampled_sums(sampled_ids_S, sampled, x.logits.start, rows, tiles, sums_3PN)
@@ -283,7 +284,7 @@ def gradients(
     sides = spec.filter
 
     def exactly(wanted: Grads) -> Gradients:
-        return exact.gradients(x, softmax, coef_4N, list(exact.new_kept(x, compact(x.ids))), wanted, spec)
+        return exact.gradients(x, softmax, coef_4N, list(exact.new_kept(x, exact.order_of(x))), wanted, spec)
 
     if x.num_tokens == 0 or x.logits.num_valid == 0 or softmax.entropy is not None:
         return exactly(grads)

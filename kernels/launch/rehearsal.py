@@ -1,6 +1,6 @@
 """A call rehearsed: its kernels compile side by side, and a first call takes as long as the slowest, not as all of them.
 
-A first loss and gradient compiles some 17 kernels, with a filter 48, each at its first launch. So a call of a new kind is
+A first loss and gradient compiles some 14 kernels, with a filter 45, each at its first launch. So a call of a new kind is
 rehearsed before forward begins: the host code runs once through forward and backward on tensors without memory (torch's
 device "meta"), and each launch only asks Triton for its kernel. ``triton.AsyncCompileMode`` compiles in threads: its passes
 and its assembler run without Python's lock. The call waits for all of them.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels import FAR_SOFTCAP, Grads, Operands, Softmax, Spec
-from cce_dist.kernels.backends import Backend, num_counted
+from cce_dist.kernels.backends import Backend
 from cce_dist.kernels.launch.tape import add_bounded, launching
 
 _LOG = logging.getLogger("cce_dist")
@@ -114,14 +114,12 @@ def _through(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
     labels = bare(x.ids)
     hidden = x.hidden.new_empty(x.num_tokens, x.hidden.shape[1], device="meta")
     x = Operands(hidden, bare(x.weight), bare(x.bias), labels, x.logits)
-    x = x._replace(ids=backend.label_ids(labels, spec.ignore_index, spec.vocab_size))
+    ids, order = backend.ordered_ids(labels, spec.ignore_index, spec.vocab_size)
+    x = x._replace(ids=ids, order=order)
     stats_KN, saved = backend.statistics(x, spec, merge_bound)
-    *_, merged = backend.token_losses(stats_KN[None], x.ids, spec)
+    nll_N, *_, merged = backend.token_losses(stats_KN[None], x.ids, spec)
     softmax = Softmax(merged[0], merged[1], merged[2] if spec.want.entropy else None)
-    grad = merged[0]
-    if spec.want.mean:
-        count = num_counted("triton", labels, spec.ignore_index)
-        grad = (grad[0] / count).expand(x.num_tokens)
-    wanted = (True, False, False, spec.want.uniform, spec.want.entropy)
-    coef_4N = backend.coefficients([grad if want else None for want in wanted], x.ids, spec.vocab_size)
+    of_mean = backend.mean(nll_N, labels, spec.ignore_index) if spec.want.mean else None
+    wanted = (of_mean is None, False, False, spec.want.uniform, spec.want.entropy)
+    coef_4N = backend.coefficients([nll_N if want else None for want in wanted], x.ids, spec.vocab_size, of_mean)
     backend.gradients(x, softmax, coef_4N, saved, Grads(True, True, x.bias is not None, bare(weight_out)), spec)
