@@ -225,7 +225,8 @@ def chosen(call: Call, x: Operands, group: Any) -> tuple[Backend, Spec]:
 
 
 def of_even_shard(x: Operands, spec: Spec, num_ranks: int) -> Operands:
-    return x._replace(logits=spec.logits._replace(num_valid=even_rows(spec.vocab_size, 0, num_ranks)[1]))
+    num_valid = even_rows(spec.vocab_size, 0, num_ranks)[1]
+    return x if num_valid == x.logits.num_valid else x._replace(logits=spec.logits._replace(num_valid=num_valid))
 
 
 def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cce_dist.kernels.launch.direct import current
 from cce_dist.kernels.launch.tape import noted
 from cce_dist.kernels.tiles import interpreted, real_device
 
@@ -49,7 +50,7 @@ def kernel(*specialized: str) -> Callable[[Callable], Any]:
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager:
     """Launch on the tensor's device."""
-    return nullcontext() if interpreted() or tensor.is_meta else torch.cuda.device(tensor.device)
+    return current(tensor.device)
 
 
 def has_tma(*matrices: torch.Tensor) -> bool:

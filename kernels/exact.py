@@ -134,9 +134,8 @@ def statistics(
     kept, num_tokens = new_kept(x, order_of(x), columns_kept(x, spec), spec.want.entropy), x.num_tokens
     fp32 = {"dtype": torch.float32, "device": x.hidden.device}
     stats_KN = torch.empty(spec.num_rows, num_tokens, **fp32)
-    keys_KN = stats_KN[spec.first_top :].view(torch.int32)
     if spec.want.top_k:  # of no column; the shard may have fewer
-        keys_KN.zero_()[: spec.want.top_k] = LEAST_KEY >> 32
+        _keys(stats_KN, spec).zero_()[: spec.want.top_k] = LEAST_KEY >> 32
     if num_tokens == 0 or x.logits.num_valid == 0:
         stats_KN[: spec.first_top].zero_()[0] = float("-inf")
         return stats_KN, list(kept)
@@ -146,10 +145,14 @@ def statistics(
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
         left_N = _sweep(x, spec, tiles, kept, stats_KN)
         if spec.want.top_k:
-            choose_among_all(x, left_N, spec, tiles, keys_KN)
+            choose_among_all(x, left_N, spec, tiles, _keys(stats_KN, spec))
         if spec.want.best:  # columns become ids
             stats_KN[spec.best_row].view(torch.int32).add_(x.logits.start)
     return stats_KN, list(kept)
+
+
+def _keys(stats_KN: torch.Tensor, spec: Spec) -> torch.Tensor:
+    return stats_KN[spec.first_top :].view(torch.int32)
 
 
 def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Tensor) -> torch.Tensor:
@@ -176,7 +179,7 @@ def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Te
             lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want, lists=lists)
         merge_splits(partials_KPR, x, rows, stats_KN, want=spec.want)
         if lists:
-            choose_listed(x, rows, lists, spec, stats_KN[spec.first_top :].view(torch.int32), left_N)
+            choose_listed(x, rows, lists, spec, _keys(stats_KN, spec), left_N)
     return left_N
 
 

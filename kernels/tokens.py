@@ -189,7 +189,9 @@ def _gather_rows_kernel(
 
 
 def token_losses(stats_TKN: torch.Tensor, ids_N: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
-    stats_TKN = stats_TKN[:, : spec.num_stats].contiguous()
+    if stats_TKN.shape[1] > spec.num_stats:
+        stats_TKN = stats_TKN[:, : spec.num_stats]
+    stats_TKN = stats_TKN.contiguous()
     num_shards, num_stats, num_tokens = stats_TKN.shape
     uniform, entropy = spec.want.uniform, spec.want.entropy
     nll_N, lse_N, target_N = (stats_TKN.new_empty(num_tokens) for _ in range(3))

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 _LOG = logging.getLogger("cce_dist")
+NO_CHANGE = nullcontext()
 MOST_KINDS = 1024  # of launches of one kernel; then the dictionary begins anew
 
 
@@ -49,7 +51,13 @@ def available() -> bool:
 def watched() -> bool:
     """Whether somebody has hooks on Triton's launches, or a hook in place of Triton's chain."""
     runtime = knobs().runtime
-    return any(getattr(hook, "calls", True) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    return bool(getattr(runtime.launch_enter_hook, "calls", True) or getattr(runtime.launch_exit_hook, "calls", True))
+
+
+def current(device: torch.device) -> AbstractContextManager:
+    """Make a device the current one, if it is a GPU; asking first is quicker, and it nearly always is."""
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return NO_CHANGE if is_current else torch.cuda.device(device)
 
 
 @lru_cache(maxsize=1)
@@ -72,9 +80,9 @@ class Direct:
         if not _is_wanted() or watched() or self.kernel.pre_run_hooks:
             return self._by_triton(args, grid, kwargs)
         device = torch._C._cuda_getDevice()
+        key, values = kinds(args)
         try:
-            key = (device, *kwargs, *kwargs.values(), *map(kind, args))
-            known = self.known.get(key)
+            known = self.known.get(key := (device, *kwargs, *kwargs.values(), *key))
         except TypeError:  # a constant that is no key
             return self._by_triton(args, grid, kwargs)
         if known is None:
@@ -82,7 +90,7 @@ class Direct:
             if hasattr(compiled, "packed_metadata") and self._are_constants(len(args), kwargs):
                 self._keep(key, _Known.of(compiled, self.names, args, kwargs))
             return compiled
-        known.launch([*grid, 1, 1][:3], torch._C._cuda_getCurrentRawStream(device), args)
+        known.launch([*grid, 1, 1][:3], torch._C._cuda_getCurrentRawStream(device), values)
         return known.compiled
 
     def _are_constants(self, num_args: int, kwargs: dict[str, Any]) -> bool:
@@ -99,15 +107,28 @@ class Direct:
         self.known[key] = known
 
 
-def kind(value: Any) -> Any:
-    """Return what Triton may compile apart of an argument that is no constant."""
-    if isinstance(value, Tensor):
-        return value.dtype if value.data_ptr() & 15 == 0 else (value.dtype, "unaligned")
-    if type(value) is int:
-        return value == 1, value & 15 == 0, value.bit_length() >> 5, value < 0
-    if hasattr(value, "block_shape"):
-        return value.base.dtype, *value.block_shape, value.padding
-    return (value,) if value is None or type(value) is bool else type(value)
+def kinds(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return what Triton may compile apart of arguments that are no constants, and the arguments, addresses for tensors."""
+    key, values = [], []
+    for value in args:
+        of = type(value)
+        if of is int:
+            if 1 < value < 1 << 31:  # as nearly all are
+                key.append(3 if value & 15 else 16)
+            else:
+                key.append((value == 1, value & 15 == 0, value.bit_length() >> 5, value < 0))
+        elif value is None or of is bool:
+            key.append(value)
+        elif of is float:
+            key.append(of)
+        elif isinstance(value, Tensor):
+            address = value.data_ptr()
+            key.append((value.dtype, "unaligned") if address & 15 else value.dtype)
+            value = address
+        else:
+            key.append((value.base.dtype, *value.block_shape, value.padding) if hasattr(value, "block_shape") else of)
+        values.append(value)
+    return key, values
 
 
 class _Known(NamedTuple):
@@ -131,8 +152,7 @@ class _Known(NamedTuple):
         places = [place for place, value in enumerate(args) if hasattr(value, "block_shape")]
         return cls(compiled, launcher, constants, [*zip(places, launcher.encoders or [], strict=False)][::-1])
 
-    def launch(self, grid: Sequence[int], stream: int, args: Sequence[Any]) -> None:
-        values = [value.data_ptr() if isinstance(value, Tensor) else value for value in args]
+    def launch(self, grid: Sequence[int], stream: int, values: list[Any]) -> None:
         for place, encode in self.matrices:
             values[place : place + 1] = encode(values[place])
         run, behind, _, in_one = self.launcher

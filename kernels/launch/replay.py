@@ -29,7 +29,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels.launch import direct, graphs
+from cce_dist.kernels.launch.direct import NO_CHANGE, current
 from cce_dist.kernels.launch.steps import Replay, ReplayPlan
 from cce_dist.kernels.launch.tape import Launch, Refused, Tape, add_bounded, mapped
 from cce_dist.kernels.precision import fp32_precision
@@ -44,7 +45,6 @@ from cce_dist.kernels.precision import fp32_precision
 _LOG = logging.getLogger("cce_dist")
 MOST_PLANS, MOST_SEEN = 64, 256  # of a function: calls that can be replayed; calls that came once
 PATIENCE = 4 * MOST_PLANS  # calls that a plan is kept for without being used, if another wants its place
-_NO_CHANGE = nullcontext()
 _WARNED = False
 
 
@@ -269,12 +269,12 @@ class Shared:
     def __call__(self, tensors: list[Tensor], addresses: list[int]) -> Any:
         device = self.plan.device
         try:
-            current, without_autocast = _current(device), _without_autocast(device.type)
+            on_device, without_autocast = current(device), _without_autocast(device.type)
             replay = self._idle_one()
         except Exception as error:
             raise NotBegun from error
         try:
-            with current, without_autocast:
+            with on_device, without_autocast:
                 try:
                     replay.begin(tensors, addresses)
                     stream = _stream(device)
@@ -292,15 +292,10 @@ class Shared:
             return Replay(self.plan)
 
 
-def _current(device: torch.device) -> AbstractContextManager:
-    """Make the device the current one; asking first is quicker, and it nearly always is."""
-    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return _NO_CHANGE if is_current else torch.cuda.device(device)
-
-
 def _without_autocast(device_type: str) -> AbstractContextManager:
     """The tape's operators are those below autocast: it is not to cast anything again."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NO_CHANGE
+    on = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if on else NO_CHANGE
 
 
 def _stream(device: torch.device) -> int:
