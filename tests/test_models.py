@@ -130,10 +130,11 @@ def test_whole_steps_from_the_command_line(
     assert (out / "gpu.png").exists()
 
 
+@pytest.mark.parametrize(("compile", "suffix"), [("yes", "+compile"), ("layers", "+layers")])
 def test_ways_under_torch_compile(
-    tiny: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compile: str, suffix: str, tiny: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``--compile yes`` has each way under torch.compile, ours included, and its loss still comes from hidden states."""
+    """Each way is under torch.compile, whole or layer by layer, ours included, and its loss still comes from hidden states."""
     compiled = []
     monkeypatch.setattr(
         torch,
@@ -156,8 +157,8 @@ def test_ways_under_torch_compile(
         "--repeats",
         "1",
     ]
-    options = ["--device", "cpu", "--dtype", "float32", "--compile", "yes", "--out", str(tmp_path), *corpus]
-    names = ["stock+compile", "cce-dist-default+compile"]
+    options = ["--device", "cpu", "--dtype", "float32", "--compile", compile, "--out", str(tmp_path), *corpus]
+    names = [f"stock{suffix}", f"cce-dist-default{suffix}"]
     assert cli.main([*command, *options, "--methods", *names]) == 0
     rows = report.read_json(tmp_path / "bench.json").cases[0].rows
     assert [row.name for row in rows] == names and len(compiled) == 2
@@ -216,7 +217,7 @@ def test_ways_share_parameters_and_nothing_else(tiny: None) -> None:
     model = build("gemma-3-270m", 1, torch.float32, torch.device("cpu"))
     first, second = twin(model), twin(model)
     assert [*map(id, first.parameters())] == [*map(id, model.parameters())] == [*map(id, second.parameters())]
-    models.ways([False])["cce-dist-default"].build(first)
+    models.ways([""])["cce-dist-default"].build(first)
     assert type(first.lm_head) is not type(second.lm_head) is type(model.lm_head)
     assert first.lm_head.weight is model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -229,7 +230,7 @@ def test_other_losses_see_the_softcap(tiny: None, monkeypatch: pytest.MonkeyPatc
         model.lm_head.weight *= 50
     ids = torch.randint(400, (2, 16), generator=torch.Generator().manual_seed(0))
     stock = model(input_ids=ids, labels=ids)["loss"]
-    other = models.ways([False])["torch-compile"].of(model)
+    other = models.ways([""])["torch-compile"].of(model)
     torch.testing.assert_close(other(ids, ids)["loss"], stock, rtol=1e-6, atol=0)
     assert steps._workload(model, ids).loss == pytest.approx(stock.item(), rel=1e-5)
     assert abs(FromHidden(twin(model), peers.dense)(ids, ids)["loss"] / stock - 1) > 1e-2
@@ -249,7 +250,7 @@ def test_liger_changes_one_model(tiny: None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
     before = type(model).forward
-    patched = models.ways([False])["liger"].of(model)
+    patched = models.ways([""])["liger"].of(model)
     ids = torch.ones(1, 4, dtype=torch.int64)
     assert patched(input_ids=ids, labels=ids)["loss"] is patched and asked == [{"fused_linear_cross_entropy"}]
     assert type(model).forward is before and model(input_ids=ids, labels=ids)["loss"].ndim == 0
@@ -281,7 +282,7 @@ def test_the_longest_that_fits(tiny: None, corpus: list[str], tmp_path: Path, mo
     run: Any = SimpleNamespace(model=model, parameters=[*model.parameters()], step=step)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=160 << 30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
-    way, told = models.ways([False])["cce-dist-default"], []
+    way, told = models.ways([""])["cce-dist-default"], []
     assert steps._longest(run, way, text, 80, told.append) == 6144
     assert fractions == [0.5, 1.0] and max(taken) == 8192
     assert steps._longest(run, way._replace(is_compiled=True), text, 80, told.append) is None

@@ -96,7 +96,12 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", metavar="MODEL", help="models of transformers; 'list' prints them")
     add("--layers", type=whole(1), metavar="L", help="so many layers of each (default: all)")
     add("--length", type=whole(2), default=2048, metavar="N", help="tokens of a sequence (default: 2048)")
-    add("--compile", choices=("no", "yes", "both"), default="no", help="torch.compile around each way's model")
+    add(
+        "--compile",
+        choices=("no", "layers", "yes", "both"),
+        default="no",
+        help="torch.compile around each layer, or around each way's model",
+    )
     add("--longest", type=whole(0), default=0, metavar="GIB", help="find the longest sequence in this memory")
     add("--train-steps", type=whole(1), default=300, metavar="STEPS", help="before (default: 300)")
     add("--corpus", type=folder, metavar="DIR", help="UTF-8 text files (default: Python's standard library)")

@@ -17,6 +17,7 @@ from torch import Tensor
 from cce_dist import GradFilter, VocabShard, linear_cross_entropy
 from cce_dist.bench import peers, stage
 from cce_dist.bench.peers import LossFn
+from cce_dist.bench.workload import IGNORE_INDEX
 
 Build = Callable[..., LossFn]
 
@@ -35,6 +36,8 @@ class Method(NamedTuple):
         return not (self.needs_group if num_ranks == 1 else self.needs_whole)
 
 
+# Rows of a loss for each token: forward expects upstream gradients that come, others than come, and none.
+EXPECTATIONS: dict[str, bool | str] = {"-each": True, "-each-failed": "others", "-each-unexpected": False}
 UNNAMED_MIB = 256  # the budget of a row of ours whose name says none
 
 
@@ -83,6 +86,17 @@ def build_ours(build: Build, options: dict[str, Any], shard: VocabShard, hidden:
     return build(shard, hidden, options=options, **more)
 
 
+def _our_loss_of_each(shard: VocabShard, hidden: Tensor, options: dict[str, Any], expects: Any) -> LossFn:
+    """The mean of losses of "none". ``expects``: True, False, or "others" for weights that upstream gradients are not in."""
+    weights = torch.rand(len(hidden), device=hidden.device) if expects == "others" else expects
+    loss = partial(linear_cross_entropy, shard=shard, reduction="none", expected_weights=weights, **options)
+
+    def mean(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return loss(hidden, weight, labels).sum() / (labels != IGNORE_INDEX).sum()
+
+    return mean
+
+
 def _our_loss(shard: VocabShard, hidden: Tensor, options: dict[str, Any]) -> LossFn:
     return cast(LossFn, partial(linear_cross_entropy, shard=shard, **options))
 
@@ -102,6 +116,11 @@ def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
         table[name] = Method(partial(build_ours, _our_loss, options), ours=True, needs_group=True)
     for name, options in _beside(ours, "-torch", backend="torch").items():
         table[name] = Method(partial(build_ours, _our_loss, options), ours=True, needs_whole=True)
+
+    for suffix, expects in EXPECTATIONS.items():
+        for name, options in _beside(ours, suffix).items():
+            build = partial(build_ours, _our_loss_of_each, options, expects=expects)
+            table[name] = Method(build, ours=True)
 
     table["torch"] = Method(lambda *case: peers.dense, needs_whole=True)
     table["torch-compile"] = Method(peers.torch_compile)

@@ -98,13 +98,19 @@ class Way(NamedTuple):
     ]  # a copy of the model -> called with ids and labels [B, L] it returns a "loss", 0-d
     ours: bool = False
     needs_cuda: bool = False
-    is_compiled: bool = False  # ``torch.compile`` is around all of it
+    compiled: str = ""  # what ``torch.compile`` is around: "layers", each by itself, or "all"
 
     def of(self, model: Any) -> nn.Module:
         """Return this way's module over the parameters of ``model``."""
-        module = self.build(twin(model))
-        return cast(nn.Module, torch.compile(module, dynamic=False)) if self.is_compiled else module
+        mine = twin(model)
+        if self.compiled == "layers":
+            for layer in mine.model.layers:
+                layer.compile(dynamic=False)
+        module = self.build(mine)
+        return cast(nn.Module, torch.compile(module, dynamic=False)) if self.compiled == "all" else module
 
+
+SUFFIXES = {"": "", "layers": "+layers", "all": "+compile"}
 
 # Options of ``cce_dist.convert``; the names are those of the tables of heads.
 OURS: dict[str, dict[str, Any]] = {
@@ -115,8 +121,8 @@ OURS: dict[str, dict[str, Any]] = {
 }
 
 
-def ways(compiles: Sequence[bool]) -> dict[str, Way]:
-    """Every way by name: the model's own, other libraries', ours; eager (False) and under ``torch.compile`` (True)."""
+def ways(compiled: Sequence[str]) -> dict[str, Way]:
+    """Every way by name: the model's own, other libraries', ours; eager (""), with compiled "layers", and compiled ("all")."""
     table = {
         "stock": Way(lambda model: model),
         "torch-compile": Way(partial(_from_hidden, peers.torch_compile)),
@@ -124,12 +130,12 @@ def ways(compiles: Sequence[bool]) -> dict[str, Way]:
         "cce": Way(partial(_from_hidden, partial(peers.cut_cross_entropy, impl="cce")), needs_cuda=True),
         **{name: Way(partial(_ours, options), ours=True) for name, options in OURS.items()},
     }
-    found = dict(table) if False in compiles else {}
-    if True in compiles:
-        # A compiled loss in a compiled model is the compiled stock model.
-        found |= {
-            f"{name}+compile": way._replace(is_compiled=True) for name, way in table.items() if name != "torch-compile"
-        }
+    found = {}
+    for part in compiled:
+        for name, way in table.items():
+            # A compiled loss in a compiled model is the compiled stock model.
+            if (part, name) != ("all", "torch-compile"):
+                found[name + SUFFIXES[part]] = way._replace(compiled=part)
     return found
 
 

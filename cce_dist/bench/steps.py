@@ -38,7 +38,7 @@ CLIP = 1.0
 # Relative. A bf16 body turns the rounding of a loss's dE into 1e-2 to 1e-1 of its own gradients; a mistake is a multiple.
 MAX_LOSS_ERROR, MAX_GRADIENT_ERROR = 1e-2, 0.2
 LONGEST_UNIT = 1024  # tokens
-COMPILE = {"no": (False,), "yes": (True,), "both": (False, True)}
+COMPILE = {"no": ("",), "layers": ("layers",), "yes": ("all",), "both": ("", "all")}
 
 Progress = Callable[[str], None]
 
@@ -162,7 +162,7 @@ def _cases(args: argparse.Namespace, name: str, chosen: dict[str, Way], device: 
 
 def _train(run: Run, text: Text, length: int, steps: int, device: torch.device, progress: Progress) -> None:
     """Train in place; the rate rises over a tenth of the steps, falls to 0, and stays there."""
-    way, (group,) = ways([False])["cce-dist-default"].of(run.model), run.optimizer.param_groups
+    way, (group,) = ways([""])["cce-dist-default"].of(run.model), run.optimizer.param_groups
     peak = TRAIN_RATE * min(1.0, 1024 / run.model.config.hidden_size)
     count = max(1, TRAIN_TOKENS // length)
     for index in range(steps):
@@ -293,7 +293,7 @@ def _longest(run: Run, way: Way, text: Text, limit_gib: int, progress: Progress)
         free_memory(ids)
         return fit
 
-    if way.is_compiled:
+    if way.compiled:
         return None
     whole = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_gib << 30) / whole))
