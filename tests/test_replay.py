@@ -33,6 +33,7 @@ from cce_dist import (
     GradFilter,
     VocabShard,
     divergence_op,
+    groups,
     linear_cross_entropy,
     linear_kl_divergence,
     linear_log_probs,
@@ -101,6 +102,7 @@ def replaying() -> Iterator[list[replay.Shared]]:
         launched(tape, kernel, compiled if GPU else Interpreted(kernel, args, kwargs), grid, args, kwargs)
 
     functions = [f for module in (op, divergence_op) for f in (module._forward_again, module._backward_again)]
+    functions.append(groups._finish)
     with (
         mock.patch.object(replay.Shared, "__call__", counted),
         mock.patch.object(Tape, "launched", interpreted),
@@ -320,14 +322,28 @@ def test_same_bits_with_kept_exponentials_of_groups() -> None:
     """Catches: zeros that a replay writes into d_hidden too early, over the hidden states that d_weight is made of."""
     hidden, weight, labels = tensors()
     kept = mock.patch.object(exact, "columns_kept", lambda *_: 768 if GPU else 96)
-    groups = mock.patch.object(budget, "forward_rows", lambda *_: 128 if GPU else 16)
+    rows = mock.patch.object(budget, "forward_rows", lambda *_: 128 if GPU else 16)
 
     def step() -> list[Tensor]:
         given = leaves(hidden, weight)
-        with kept, groups:
+        with kept, rows:
             return backward(loss_of(given, labels), given)
 
     check(step)
+
+
+@pytest.mark.parametrize("options", [{"z_loss_weight": 1e-3}, {"reduction": "none"}], ids=["one number", "each"])
+def test_same_bits_where_gradients_are_made_in_groups(options: dict[str, Any]) -> None:
+    """Catches: groups that are made ordinarily, and d_weight of another group or step."""
+    hidden, weight, labels = tensors()
+    classes = torch.rand(len(weight), device=DEVICE)
+
+    def step() -> list[Tensor]:
+        given = leaves(hidden, weight)
+        with groups.of_rows(len(hidden) // 4):
+            return backward(loss_of(given, labels, weight=classes, **options).sum(), given)
+
+    check(step, calls=4)
 
 
 @pytest.mark.parametrize("case", ["exact", *(pytest.param(case, marks=needs_gpu) for case in CASES if case != "exact")])
