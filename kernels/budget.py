@@ -26,8 +26,8 @@ LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2 << 30  # of the budget that is chosen
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
 KEPT_ROWS = 16 * ROWS  # tokens, at least, whose exponentials are made at a time: row blocks that share the weight in L2
+SECOND_WAVE = 0.03  # of a wave that a second wave of d_hidden's parts costs
 FULL_WAVES = 0.95  # of the programs that run at once, at least, are busy on average, where a cut of the vocabulary can do it
-PARTS_BYTES = 17 << 20  # of d_hidden's last wave, at most: a tile of 128 x 256 in fp32 for each of 132 programs
 # Every 63rd column is a sample of 1.6 % of a product. Once in a million tokens, too few of the largest logits are below its
 # threshold, or too many of all. A list has a place in eight columns at most, each of four logits and a column.
 TOP_STEP, RARELY, LEAST_SPARSE, TOP_PLACE_BYTES = 63, 1e-6, 8, 20
@@ -101,6 +101,9 @@ BLOCK_N, BLOCK_V = 128, 256  # its blocks are multiples of these
 # Tokens of a group at least, and groups at most. Groups of 768 tokens took as long as logits computed twice at D 1,024;
 # dC is off by 2.8e-3 with one group, 4.8e-3 with ten, 6.8e-3 with sixteen, dense bf16's by 6.4e-3 to 8.1e-3 (H200, 2026-11).
 LEAST_GROUP, MOST_GROUPS = 896, 16
+# Groups that are not even take less of the time that d_hidden takes with one more pass over d_weight for each group. That is
+# counted in waves of d_hidden's tiles on the 132 programs of an H100 or H200: 1e-4 of a wave for each hidden unit.
+FULLER, D_WEIGHT_WAVES, PROGRAMS = 0.95, 1e-4, 132
 
 
 def cdiv(a: int, b: int) -> int:
@@ -157,7 +160,7 @@ def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
     row_bytes = _making_bytes(sizes, num_tiles)
     beside = sizes.num_tokens * row_bytes
     if sizes.alone:
-        beside = min(beside, max(KEPT_ROWS * row_bytes, PARTS_BYTES))
+        beside = min(beside, max(KEPT_ROWS * row_bytes, _usual_waves(sizes.num_tokens, sizes.hidden_size)[1]))
     return sizes.num_tokens * num_tiles * tile_cols * sizes.cell_bytes + beside
 
 
@@ -192,18 +195,43 @@ def rows_of_groups(
     None: the exponentials of all tokens fit, groups would be too small to fill the device, or too many to add up in 16 bits.
     With ``holds_weight`` d_weight is no output, but waits for backward, which adds it to a buffer: the budget has room for it.
     """
-    num_tokens, num_tiles = sizes.num_tokens, cdiv(sizes.num_columns, tile_cols)
-    if num_tokens == 0 or num_tiles == 0 or bytes_of_all(sizes, tile_cols) <= workspace_bytes:
+    num_tokens = sizes.num_tokens
+    if num_tokens == 0 or sizes.num_columns == 0 or bytes_of_all(sizes, tile_cols) <= workspace_bytes:
         return None
+    room = workspace_bytes - (sizes.num_columns * sizes.hidden_bytes if holds_weight else 0)
+    largest = min(num_tokens, room // (sizes.num_columns * sizes.cell_bytes))
     # No sum over ranks waits for d_hidden of a group.
-    beside = bytes_of_all(sizes._replace(alone=True), tile_cols) - num_tokens * num_tiles * tile_cols * sizes.cell_bytes
-    if holds_weight:
-        beside += sizes.num_columns * sizes.hidden_bytes
-    most = (workspace_bytes - beside) // (num_tiles * tile_cols * sizes.cell_bytes) // BLOCK_N * BLOCK_N
-    if most < LEAST_GROUP or cdiv(num_tokens, most) > MOST_GROUPS:
+    fit = [
+        rows
+        for rows in range(LEAST_GROUP, largest + 1, BLOCK_N)
+        if bytes_of_all(sizes._replace(num_tokens=rows, alone=True), tile_cols) <= room
+    ]
+    if not fit or cdiv(num_tokens, fit[-1]) > MOST_GROUPS:
         return None
-    even = cdiv(num_tokens, cdiv(num_tokens, most))
-    return min(cdiv(even, BLOCK_N) * BLOCK_N, most)
+
+    def waves(rows: int) -> float:
+        passes = D_WEIGHT_WAVES * sizes.hidden_size
+        return cdiv(num_tokens, rows) * (_usual_waves(rows, sizes.hidden_size)[0] + passes)
+
+    even = cdiv(cdiv(num_tokens, cdiv(num_tokens, fit[-1])), BLOCK_N) * BLOCK_N
+    even = even if even < LEAST_GROUP or even in fit else fit[-1]
+    fullest = min((rows for rows in fit if cdiv(num_tokens, rows) <= MOST_GROUPS), key=waves)
+    return fullest if waves(fullest) < FULLER * waves(even) else even
+
+
+@lru_cache(maxsize=4096)
+def _usual_waves(num_rows: int, hidden_size: int) -> tuple[float, int]:
+    """Return the waves that d_hidden of so many tokens takes on an H100 or H200, and the bytes of its last wave's parts.
+
+    Budgets are the same on every device, so that groups are the same on every rank.
+    """
+    rows, cols = _fitted(BLOCK_N, BLOCK_V, hidden_size)
+    num_tiles = cdiv(num_rows, rows) * cdiv(hidden_size, cols)
+    num_whole, splits = cut_last_wave(num_tiles, num_tiles * PROGRAMS, PROGRAMS)
+    if splits == 1:
+        return cdiv(num_tiles, PROGRAMS), 0
+    cut = num_tiles - num_whole
+    return num_whole / PROGRAMS + _waves_of_parts(cut, splits, PROGRAMS), cut * splits * rows * cols * 4
 
 
 def _part_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int) -> int:
@@ -237,10 +265,33 @@ def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> in
 
 
 def cut_last_wave(num_tiles: int, num_steps: int, at_once: int) -> tuple[int, int]:
-    """Return how many tiles of d_hidden stay whole, and into how many parts of the inner axis each of the others is cut."""
+    """Return how many tiles of d_hidden stay whole, and into how many parts of the inner axis each of the others is cut.
+
+    The parts are one wave or two: 87 tiles of 132 programs take two thirds of a wave in three parts each.
+    """
     last = num_tiles % at_once
-    splits = min(at_once // last, num_steps) if last else 1
+    if not last:
+        return num_tiles, 1
+    most = max(1, min(2 * at_once // last, num_steps))
+    splits = min(range(1, most + 1), key=lambda splits: _waves_of_parts(last, splits, at_once))
     return (num_tiles - last, splits) if splits > 1 else (num_tiles, 1)
+
+
+def _waves_of_parts(num_tiles: int, splits: int, at_once: int) -> float:
+    """Return the time of tiles in so many parts each, in waves of whole tiles."""
+    waves = cdiv(num_tiles * splits, at_once)
+    return waves / splits + SECOND_WAVE * (waves - 1)
+
+
+def fitted(tile: Tile, width: int) -> Tile:
+    """Return the tile, lying or standing: as the columns of its tiles exceed ``width`` less."""
+    rows, cols = _fitted(tile.rows, tile.cols, width)
+    return tile._replace(rows=rows, cols=cols)
+
+
+def _fitted(rows: int, cols: int, width: int) -> tuple[int, int]:
+    """640 columns are five times 128, not 2.5 times 256."""
+    return (cols, rows) if cdiv(width, rows) * rows < cdiv(width, cols) * cols else (rows, cols)
 
 
 def forward_rows(sizes: Sizes, workspace_bytes: int, kept: int, tile_cols: int = 256) -> int:
@@ -286,6 +337,8 @@ def _fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_onc
     A last wave of a few programs takes as long as one of ``at_once`` (d_hidden's is cut, see d_hidden.py).
     """
 
+    grad_weight = fitted(tiles.grad_weight, hidden_size)
+
     def waves(tile: Tile, num_rows: int, num_cols: int, inner: int) -> int:
         blocks = cdiv(num_rows, tile.rows) * cdiv(num_cols, tile.cols)
         return cdiv(blocks, at_once) * tile.rows * tile.cols * inner
@@ -293,7 +346,7 @@ def _fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_onc
     def time(width: int) -> int:
         whole, rest = divmod(num_cols, width)
         return sum(
-            count * (waves(tiles.dlogits, rows, cols, hidden_size) + waves(tiles.grad_weight, cols, hidden_size, rows))
+            count * (waves(tiles.dlogits, rows, cols, hidden_size) + waves(grad_weight, cols, hidden_size, rows))
             for count, cols in ((whole, width), (1, rest))
         )
 
@@ -676,7 +729,7 @@ def frequent_columns(num_columns: int, eps: float, unit: int = 256) -> int:
 
 def _cut_tiles_bytes(rows: int, cols: int, hidden_size: int, tiles: Tiles, at_once: int) -> int:
     """Bytes of the parts that the tiles of d_hidden's last wave are cut into."""
-    tile = tiles.grad_hidden
+    tile = fitted(tiles.grad_hidden, hidden_size)
     num_tiles = cdiv(rows, tile.rows) * cdiv(hidden_size, tile.cols)
     whole, splits = cut_last_wave(num_tiles, cdiv(cols, tile.inner), at_once)
     return (num_tiles - whole) * splits * tile.rows * tile.cols * 4

@@ -4,7 +4,7 @@ A chunk's product is added to what earlier chunks left. The sum is kept as two 1
 remainder ``low``: 16 bits of mantissa for half the workspace of an fp32 buffer.
 
 d_hidden has few tiles: 576 on 132 multiprocessors take five waves, not 4.4. Each tile that is left after the last whole wave is
-cut along the vocabulary into as many parts as fill a wave, and a second kernel adds the parts in their order.
+cut along the vocabulary into parts that fill a wave, or two, and a second kernel adds the parts in their order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
-from cce_dist.kernels.budget import cdiv, cut_last_wave
+from cce_dist.kernels.budget import cdiv, cut_last_wave, fitted
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 
 
@@ -47,6 +47,7 @@ def add_d_hidden(
     """
     num_rows, num_cols = dlogits_RV.shape[0], weight_VD.shape[0]
     hidden_size = weight_VD.shape[1]
+    tile = fitted(tile, hidden_size)
     tma = has_tma(dlogits_RV, weight_VD)
     num_tiles = cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols)
     num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), num_programs(weight_VD.device))

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand, store_tile
-from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.budget import cdiv, fitted
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 
 
@@ -33,6 +33,7 @@ def add_d_weight(
     """
     num_rows, hidden_size = rows.hidden.shape
     num_cols = d_weight_VD.shape[0]
+    tile = fitted(tile, hidden_size)
     tma = has_tma(dlogits_RV, rows.hidden, d_weight_VD)
     num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
     in_one_wave = often_empty and tma and d_weight_VD.itemsize == 2

@@ -200,6 +200,7 @@ def main() -> None:
 
     step("exact", workspace_bytes=1)
     step("kept", workspace_bytes=1 << 30)
+    step("kept, tiles that lie", workspace_bytes=1 << 30, size=512)
     with groups.of_rows(256):
         step("kept, in groups", workspace_bytes=1 << 30)
         step("each token, in groups", workspace_bytes=1 << 30, reduction="none", grad_weight_out=torch.zeros(5000, 640))
