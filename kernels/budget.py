@@ -204,7 +204,7 @@ def rows_of_groups(
     fit = [
         rows
         for rows in range(LEAST_GROUP, largest + 1, BLOCK_N)
-        if bytes_of_all(sizes._replace(num_tokens=rows, alone=True), tile_cols) <= room
+        if _bytes_of_group(sizes._replace(num_tokens=rows), tile_cols) <= room
     ]
     if not fit or cdiv(num_tokens, fit[-1]) > MOST_GROUPS:
         return None
@@ -217,6 +217,14 @@ def rows_of_groups(
     even = even if even < LEAST_GROUP or even in fit else fit[-1]
     fullest = min((rows for rows in fit if cdiv(num_tokens, rows) <= MOST_GROUPS), key=waves)
     return fullest if waves(fullest) < FULLER * waves(even) else even
+
+
+def _bytes_of_group(sizes: Sizes, tile_cols: int) -> int:
+    """Return the bytes of a group: exponentials, what stands beside them while they are made, parts of d_hidden's last wave."""
+    num_tiles = cdiv(sizes.num_columns, tile_cols)
+    made = min(sizes.num_tokens, KEPT_ROWS) * _making_bytes(sizes, num_tiles)
+    parts = _usual_waves(sizes.num_tokens, sizes.hidden_size)[1]
+    return sizes.num_tokens * num_tiles * tile_cols * sizes.cell_bytes + max(made, parts)
 
 
 @lru_cache(maxsize=4096)

@@ -250,7 +250,7 @@ def test_under_torch_compile_nothing_is_expected() -> None:
             )
         ]
     for ours, compiled in zip(*found, strict=True):
-        torch.testing.assert_close(ours, compiled, rtol=1e-4, atol=2e-3 if GPU else 1e-5)  # bf16 is rounded elsewhere
+        assert (ours - compiled).norm() <= (1e-2 if GPU else 1e-5) * compiled.norm()  # bf16 is rounded elsewhere
 
 
 def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

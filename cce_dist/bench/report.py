@@ -192,7 +192,7 @@ def summary(cases: Sequence[Case], columns: Sequence[str]) -> list[str]:
 def _column(case: Case, cases: Sequence[Case]) -> str:
     """The name of a case among others: its shape and vocabulary, and what else they differ in."""
     split = f" / {case.num_ranks}" if case.num_ranks > 1 else ""
-    task = f"{case.task}, " if case.task else ""
+    task = f"{case.task}, " if len({other.task for other in cases}) > 1 else ""
     name = f"{task}{case.shape}, V {case.vocab_size:,}{split}"
     if len({other.rung for other in cases}) > 1:
         name += f", {case.rung}"

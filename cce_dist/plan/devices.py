@@ -53,9 +53,10 @@ class Costs(NamedTuple):
     backward: float = 1.045  # time of a product of backward over a plain product's
     exponentials: float = 27e9  # of a multiprocessor in a second, 16 a clock at 1.7 GHz; no product hides them
     launch: float = 7e-6  # seconds that a small kernel takes on the GPU with the gap before it
-    loss: int = 28  # small kernels of forward and of backward each, the algebra of the loss included
+    loss: int = 22  # small kernels of our forward and backward each, the algebra of the loss included
+    dense: int = 28  # the same of a loss that holds logits
     chunk: int = 3  # launches of a chunk
-    group: float = 0.5e-3  # seconds of a group of tokens beside its products and its passes over dC
+    group: float = 0.3e-3  # seconds of a group of tokens beside its products and three passes over dC
     unaligned: float = 0.14  # share of a plain product's rate where a row of logits is no whole number of 16 bytes
     latency: float = 10e-6  # seconds before a collective's first byte
 

@@ -205,7 +205,7 @@ def _our_seconds(head: Head, loss: str, device: Device, workspace_bytes: int) ->
         # All is done in forward, and the sum of a group's d_hidden runs behind the next group.
         more = cdiv(head.num_tokens, rows) - 1
         forward += _gradient_products(head, device) + _small_kernels(head, device)
-        forward += more * (2 * head.weight_bytes / device.bandwidth + COSTS.group)
+        forward += more * (3 * head.weight_bytes / device.bandwidth + COSTS.group)
         backward = COSTS.launch
         if not head.one_number:
             # Upstream gradients are compared; gradients are multiplied, and launches for those that differ end at once.
@@ -240,7 +240,7 @@ def _exact_backward(head: Head, device: Device, workspace_bytes: int) -> tuple[f
 
 def _gradient_products(head: Head, device: Device) -> float:
     """Return seconds of the two products of the gradients, whose last tile of D is often in part empty."""
-    cols = _tiles(device).grad_weight.cols
+    cols = budget.fitted(_tiles(device).grad_weight, head.hidden_size).cols
     return COSTS.backward * 2 * head.product / device.flops * (cdiv(head.hidden_size, cols) * cols / head.hidden_size)
 
 
@@ -282,7 +282,7 @@ def _dense_seconds(head: Head, loss: str, device: Device, _: int) -> tuple[float
     # The plain products read rows of logits, which the library is slow with where they are not a whole number of vectors.
     slow = not head.is_aligned and how.padded is None
     product = head.product / device.flops / (COSTS.unaligned if slow else 1.0)
-    fixed = COSTS.loss * COSTS.launch / 2
+    fixed = COSTS.dense * COSTS.launch / 2
     moved = (how.bytes_moved + _padded(head, how)[1]) * head.num_tokens * head.sizes.num_columns / device.bandwidth
     backward = 2 * product + moved / 2 + fixed
     collectives = []
