@@ -285,7 +285,7 @@ def test_the_longest_that_fits(tiny: None, corpus: list[str], tmp_path: Path, mo
     way, told = models.ways([""])["cce-dist-default"], []
     assert steps._longest(run, way, text, 80, told.append) == 6144
     assert fractions == [0.5, 1.0] and max(taken) == 8192
-    assert steps._longest(run, way._replace(is_compiled=True), text, 80, told.append) is None
+    assert steps._longest(run, way._replace(compiled="all"), text, 80, told.append) is None
     monkeypatch.setattr(run, "step", lambda way, ids: way(nobody=ids))
     assert steps._longest(run, way, text, 80, told.append) is None and "no longest sequence: ValueError" in told[-1]
 
