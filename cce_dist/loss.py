@@ -218,13 +218,15 @@ def linear_cross_entropy(
     class_weights = None if weight is None else terms.ClassWeights(weight, x, shard, chosen.ignore_index)
     expected = _checked_expectation(expected_weights, target, chosen)
     if unread is None and _is_loss_alone(chosen):
-        per_token = reduction == "none"
-        rows = groups.rows_of_groups(x, call, per_token, grad_weight_out)
-        if rows is not None:
-            of_labels = None if class_weights is None else class_weights.of_labels
-            divisor = None if per_token else _divisor(x, chosen, class_weights)
-            loss = groups.loss(x, divisor, call, rows, chosen.z_loss_weight, of_labels, expected, grad_weight_out)
-            return loss.view(target.shape) if per_token else loss
+        per_token, of_labels = reduction == "none", None if class_weights is None else class_weights.of_labels
+        if not torch.compiler.is_compiling():
+            rows = groups.rows_of_groups(x, call, per_token, grad_weight_out)
+            if rows is not None:
+                divisor = None if per_token else _divisor(x, chosen, class_weights)
+                loss = groups.loss(x, divisor, call, rows, chosen.z_loss_weight, of_labels, expected, grad_weight_out)
+                return loss.view(target.shape) if per_token else loss
+        elif not per_token and groups.serves_graphs(x.hidden, call, grad_weight_out, chosen.z_loss_weight):
+            return groups.loss_of_graph(x, _divisor(x, chosen, class_weights), call, chosen.z_loss_weight, of_labels)
     factors = None if unread is None else terms.factors(unread, 1.0, x, target.shape, call)
     found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
     loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -237,7 +237,32 @@ def test_who_cannot_expect_is_not_in_groups(options: dict[str, Any], dtype: torc
         linear_cross_entropy(hidden, weight, labels.cpu(), **options)
 
 
-def test_under_torch_compile_nothing_is_expected() -> None:
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(
+    "options", [{}, {"z_loss_weight": 0.1, "softcap": 3.0}, {"reduction": "sum", "num_tokens": None}]
+)
+@pytest.mark.parametrize("grouped", [True, False])
+def test_under_torch_compile(grouped: bool, options: dict[str, Any], backend: str) -> None:
+    """One number's gradients are made in forward, in one graph. Catches: a factor of upstream's that is left out, a graph that
+    ends, and gradients of what needs none."""
+    tensors, labels = operands()
+    tensors[2].requires_grad_(len(options) != 1)
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return -3.0 * linear_cross_entropy(hidden, weight, labels, linear_bias=bias, backend=backend, **options)
+
+    with groups.of_rows(ROWS), mock.patch.object(groups, "_run", wraps=groups._run) as run:
+        with nullcontext() if grouped else mock.patch.object(groups, "rows_of_groups", lambda *_: None):
+            found = torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors)
+        gradients = torch.autograd.grad(found, wanted)
+    assert run.call_count == grouped
+    truth = dense(tensors, labels, torch.float64, -3.0, **options)
+    for ours, true in zip((found / -3.0, *gradients), truth, strict=False):
+        assert (ours - true).norm() <= (2e-2 if GPU else 1e-5) * true.norm()
+
+
+def test_under_torch_compile_no_upstream_gradients_are_expected() -> None:
     """Catches: a compiled graph that ends where gradients are made in forward."""
     tensors, labels = operands(biased=False)
     call: dict[str, Any] = {"reduction": "none", "backend": "torch", "expected_weights": MASK.to(DEVICE)}
