@@ -161,6 +161,7 @@ class Rows:
         shard: VocabShard,
         reduction: str = "mean",
         ignore_index: int = -100,
+        num_tokens: Any = None,
         return_aux: Any = False,
         **call: Any,
     ) -> Any:
@@ -172,6 +173,7 @@ class Rows:
             target: [...] labels of this rank's tokens.
             shard: Its ``vocab_size`` is that of the logits.
             reduction: Over this rank's tokens. A mean of none is 0.
+            num_tokens: What a mean divides by; None: this rank's labels.
             ignore_index, return_aux: As in ``linear_cross_entropy``.
             **call: Further options of it.
         """
@@ -179,7 +181,7 @@ class Rows:
         hidden = F.pad(hidden.reshape(count, hidden.shape[-1]), (0, 0, 0, most - count))
         labels = merge.gather_sequence(F.pad(target.reshape(count), (0, most - count), value=ignore_index), self.group)
         expected = True
-        if reduction == "mean":  # of each rank's own tokens
+        if reduction == "mean" and num_tokens is None:  # of each rank's own tokens
             counts = (labels.view(self.group.size(), most) != ignore_index).sum(1, keepdim=True).clamp(min=1)
             expected = counts.float().reciprocal().expand(-1, most).reshape(-1)
         found = linear_cross_entropy(
@@ -204,7 +206,7 @@ class Rows:
         if reduction != "none":
             loss = loss.sum()
         if reduction == "mean":
-            loss = loss / (target != ignore_index).sum().clamp(min=1)
+            loss = loss / ((target != ignore_index).sum().clamp(min=1) if num_tokens is None else num_tokens)
         return (
             found._replace(**{name: own(x) for name, x in found._asdict().items()}, loss=loss) if return_aux else loss
         )

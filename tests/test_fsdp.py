@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 from tiny_trainer import LENGTH, VOCAB, tiny_model
 
 import cce_dist
-from cce_dist import VocabShard, groups, merge
+from cce_dist import VocabParallelHead, VocabShard, groups, merge
 from cce_dist.integrations.fsdp import Rows
 from cce_dist.plan import Model, fsdp
 
@@ -39,7 +39,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 class Case:
     """A training of a tiny model, with norms clipped and AdamW fused."""
 
-    model: str = ""  # of transformers; empty: ``Small``
+    model: str = ""  # of transformers, or ``Headed``; empty: ``Small``
     tied: bool = False
     replicas: int = 1
     microbatches: int = 1
@@ -59,8 +59,13 @@ CASES = [
     Case("Gemma2", tied=True, microbatches=2, sync=False, count=True, in_groups=7),
     Case("Phi", microbatches=2, factor=3.0, equal=True, in_groups=20),  # a bias
     Case(in_groups=5, scaled=True),
+    Case("Headed", microbatches=2, sync=False, in_groups=7),
 ]
-REPLICATED = [Case(replicas=2, microbatches=2, sync=False), Case(replicas=2, factor=3.0, count=True)]
+REPLICATED = [
+    Case("Headed", replicas=2, count=True),
+    Case(replicas=2, microbatches=2, sync=False),
+    Case(replicas=2, factor=3.0, count=True),
+]
 LONG = [Case("Llama"), Case("Gemma2", tied=True), Case("Phi")]
 
 
@@ -81,6 +86,22 @@ class Small(nn.Module):
         return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch}
 
 
+class Headed(nn.Module):
+    """A model of the user's own, with our head."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.model: Any = nn.Module()
+        self.model.layers, self.embed = nn.ModuleList([nn.Linear(16, 16)]), nn.Embedding(VOCAB, 16)
+        self.lm_head = VocabParallelHead(16, VOCAB, bias=True, softcap=3.0, **given)
+
+    def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None) -> dict[str, Any]:
+        hidden = self.model.layers[0](self.embed(input_ids)).tanh()
+        if labels is None:
+            return {"logits": self.lm_head(hidden)}
+        return {"loss": self.lm_head(hidden[:, :-1], labels[:, 1:], num_tokens=num_items_in_batch)}
+
+
 def mesh_of(replicas: int = 1) -> DeviceMesh:
     ranks = dist.get_world_size() // replicas
     if replicas == 1:
@@ -91,11 +112,12 @@ def mesh_of(replicas: int = 1) -> DeviceMesh:
 def build(case: Case, ours: bool) -> Any:
     mesh = mesh_of(case.replicas)
     torch.manual_seed(0)
-    model: Any = Small()
-    if case.model:
-        model = tiny_model(case.model, tie_word_embeddings=case.tied, **case.sizes)
     split: dict[str, Any] = {"shard_over": mesh, "equal_tokens": case.equal} if ours else {}
-    cce_dist.convert(model, **split, **case.options)
+    if case.model == "Headed":
+        model: Any = Headed(**split)
+    else:
+        model = tiny_model(case.model, tie_word_embeddings=case.tied, **case.sizes) if case.model else Small()
+        cce_dist.convert(model, **split, **case.options)
     ignored = set(model.lm_head.parameters()) if ours else None
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=case.precision, ignored_params=ignored)
@@ -230,6 +252,10 @@ def check_evaluation() -> None:
             ids = model.generate(one["input_ids"][:, :4], max_new_tokens=3, do_sample=False)
         model(input_ids=one["input_ids"]).logits.square().mean().backward()
         found.append([*logits, ids, model.lm_head.weight.grad.full_tensor()])
+        model = build(Case("Headed"), ours)
+        logits = model(one["input_ids"])["logits"]
+        logits.square().mean().backward()
+        found[-1] += [logits.detach(), model.lm_head.bias.grad.full_tensor()]
     torch.testing.assert_close(found[1], found[0])
 
 
@@ -269,6 +295,13 @@ def check_what_is_refused() -> None:
             cce_dist.convert(model, **given)
         assert "\n" not in str(error.value)
         assert model.lm_head.weight is before and not hasattr(model.lm_head, "cce_task"), "a refusal leaves no trace"
+    scale = nn.Parameter(torch.ones(()))
+    beside: list[dict[str, Any]] = [{"mesh": mesh}, {"sequence_parallel": True}, {"logit_scale": scale}]
+    for given in beside:
+        with pytest.raises(ValueError, match=f"shard_over goes without .*{next(iter(given))}"):
+            VocabParallelHead(16, VOCAB, shard_over=mesh, **given)
+    with pytest.raises(ValueError, match="one dimension, or replicas and shards"):
+        VocabParallelHead(16, VOCAB, shard_over=cube)
     model = cce_dist.convert(tiny_model(tie_word_embeddings=True), shard_over=mesh)
     assert cce_dist.convert(model, shard_over=mesh) is model
     with pytest.raises(ValueError, match="split over data-parallel ranks"):
