@@ -66,4 +66,6 @@ def test_exposed_is_what_no_computation_covers():
 
 def test_a_collective_takes_what_it_takes_the_rank_that_waits_least():
     ranks = [[Collective("all_reduce", 8, 1, seconds, seconds / 2)] for seconds in (3e-3, 1e-3, 2e-3)]
-    assert least_waiting(ranks) == [Collective("all_reduce", 8, 1, 1e-3, 5e-4)]
+    other = Collective("all_reduce", 4, 1)
+    ranks = [[*ranks[0], other], [other, *ranks[1]], [*ranks[2], other]]
+    assert least_waiting(ranks) == [Collective("all_reduce", 8, 1, 1e-3, 5e-4), other]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -459,7 +460,11 @@ def worst(rows: Sequence[Row]) -> Row:
 
 def least_waiting(ranks: Sequence[list[Collective]]) -> list[Collective]:
     """Each kind as on the rank where it took least: a collective's time includes the wait for ranks that come late."""
-    return [min(same, key=lambda kind: kind.seconds or 0.0) for same in zip(*ranks, strict=True)]
+    alike: dict[tuple[str, int], list[Collective]] = {}
+    # Ranks may see them in another order: a CPU's group has threads of its own.
+    for kind in chain.from_iterable(ranks):
+        alike.setdefault((kind.name, kind.num_bytes), []).append(kind)
+    return [min(same, key=lambda kind: kind.seconds or 0.0) for same in alike.values()]
 
 
 def free_memory(tensor: Tensor) -> None:
