@@ -320,3 +320,28 @@ def _check_embedding(module: Any) -> None:
     for name in ("max_norm", "sparse", "scale_grad_by_freq"):
         if getattr(module, name):
             raise ValueError(f"shard_over: the head is tied to an embedding with {name}, which needs the whole weight")
+    if type(module) is not nn.Embedding and not _asks_its_base(module):
+        kind = type(module).__name__
+        raise ValueError(
+            f"shard_over: the head is tied to a {kind}, whose forward does not leave the lookup to nn.Embedding"
+        )
+
+
+def _asks_its_base(module: nn.Embedding) -> bool:
+    """Try a forward of no ids. One that reads the weight by itself would find a rank's rows, and take them for the first."""
+    base, asked = type(module), []
+
+    class Asked(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            asked.append(input)
+            return super().forward(input)
+
+    module.__class__ = type(base.__name__, (base, Asked), {})  # pyright: ignore[reportGeneralTypeIssues]
+    try:
+        with torch.no_grad():
+            type(module).forward(module, torch.empty(1, 0, dtype=torch.long, device=module.weight.device))
+    except Exception:  # whatever it raises, no loss can be made of it
+        return False
+    finally:
+        module.__class__ = base
+    return bool(asked)

@@ -276,6 +276,10 @@ def check_what_is_refused() -> None:
         model.extra.weight = model.lm_head.weight
         return model
 
+    class Own(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.embedding(input, self.weight)
+
     two_owners = tiny_model("Phi")
     two_owners.bias = two_owners.lm_head.bias
     sharded = tiny_model()
@@ -284,6 +288,7 @@ def check_what_is_refused() -> None:
     refused: list[tuple[str, Any, dict[str, Any]]] = [
         ("no nn.Embedding", tied(lambda rows, columns: nn.Linear(columns, rows)), {"shard_over": mesh}),
         ("max_norm", tied(nn.Embedding, max_norm=1.0), {"shard_over": mesh}),
+        ("does not leave the lookup", tied(Own), {"shard_over": mesh}),
         ("bias is also another module's", two_owners, {"shard_over": mesh}),
         ("before fully_shard", sharded, {"shard_over": mesh}),
         ("one dimension, or replicas and shards", tiny_model(), {"shard_over": cube}),
