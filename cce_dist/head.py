@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from cce_dist import merge
@@ -40,6 +41,11 @@ class VocabParallelHead(nn.Module):
             FSDP2 and torch.distributed.checkpoint work with).
         group: The vocabulary-parallel group instead; the parameters are then plain local tensors, and DTensors only in
             the state_dict. Neither mesh nor group: the whole vocabulary is here.
+        shard_over: FSDP2's data-parallel mesh instead, [ranks] or [replicas, ranks]: hidden and labels are this rank's own, and
+            ranks gather hidden states in place of the weight. FSDP2 must leave the head alone:
+            ``fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))``. Gradients are summed over all ranks and
+            divided by their number.
+        equal_tokens: With ``shard_over``, a promise that all ranks have the same number of tokens in every call.
         bias: Whether there is a bias, zero at first.
         weight: A parameter to tie to, an embedding's say, sharded as this head's own would be.
         init_std: Standard deviation of the initial weight; None draws it as ``nn.Linear`` does.
@@ -52,7 +58,8 @@ class VocabParallelHead(nn.Module):
         ValueError, TypeError: Sizes or options do not fit; one line that names the argument.
 
     Shape:
-        hidden [..., D] and labels [...] give the loss; labels None gives this rank's logits [..., V_r], -inf in padding.
+        hidden [..., D] and labels [...] give the loss; labels None gives this rank's logits [..., V_r], -inf in padding; with
+        ``shard_over`` all logits [..., V], for which the weight is gathered.
     """
 
     class_weights: Tensor | None
@@ -64,6 +71,8 @@ class VocabParallelHead(nn.Module):
         *,
         mesh: DeviceMesh | None = None,
         group: dist.ProcessGroup | None = None,
+        shard_over: DeviceMesh | None = None,
+        equal_tokens: bool = False,
         bias: bool = False,
         weight: nn.Parameter | None = None,
         init_std: float | None = None,
@@ -76,12 +85,21 @@ class VocabParallelHead(nn.Module):
         _check_kinds(mesh, weight, init_std)
         if mesh is not None and (group is not None or mesh.ndim != 1):
             raise ValueError("mesh must be 1-D, and comes instead of group")
+        if shard_over is not None:
+            _check_over(shard_over, {"mesh": mesh, "group": group, "class_weights": class_weights, **loss_options})
+            mesh, group = shard_over, shard_over.get_group(shard_over.ndim - 1)
         integer("hidden_size", hidden_size, 1)
         _check_options(loss_options)
         if class_weights is not None:
             check_class_weights("class_weights", class_weights, integer("vocab_size", vocab_size, 1))
         self.hidden_size, self.vocab_size, self.init_std = hidden_size, vocab_size, init_std
-        self.shard = VocabShard.even(vocab_size, group if mesh is None else mesh.get_group())
+        if mesh is not None and group is None:
+            group = mesh.get_group()
+        self.shard, self.rows = VocabShard.even(vocab_size, group), None
+        if shard_over is not None:
+            from cce_dist.integrations.fsdp import Rows
+
+            self.rows = Rows(shard_over, self.shard, equal_tokens)
         self.mesh, self.loss_options = mesh, loss_options
         self.logit_scale = None
         if isinstance(loss_options.get("logit_scale"), nn.Parameter):
@@ -138,6 +156,11 @@ class VocabParallelHead(nn.Module):
         """
         if labels is None:
             return self._local_logits(hidden)
+        if self.rows is not None:
+            weight, bias, _ = self.rows.operands(hidden, self.weight, self.bias, None)
+            return self.rows.loss(
+                hidden, weight, labels, linear_bias=bias, shard=self.shard, num_tokens=num_tokens, **self.loss_options
+            )
         return linear_cross_entropy(
             hidden, _local(self.weight), labels, linear_bias=None if self.bias is None else _local(self.bias),
             weight=self.class_weights, shard=self.shard, num_tokens=num_tokens, **self.options_of_loss(),
@@ -157,11 +180,14 @@ class VocabParallelHead(nn.Module):
             if torch.is_grad_enabled() and hidden.requires_grad:
                 raise ValueError("logits of a sequence-parallel head are for inference: call it under torch.no_grad()")
             hidden = merge.gather_sequence(hidden, self.shard.group)
-        logits = nn.functional.linear(hidden, _local(self.weight), None if self.bias is None else _local(self.bias))
+        own: Any = _local if self.rows is None else partial(self.rows.whole, hidden)
+        logits = nn.functional.linear(hidden, own(self.weight), None if self.bias is None else own(self.bias))
         logits = logits * self.options_of_loss().get("logit_scale", 1.0)
         softcap = self.loss_options.get("softcap")
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
+        if self.rows is not None:
+            return logits
         padding = torch.arange(self.shard.num_rows, device=logits.device) >= self.shard.num_valid
         return logits.masked_fill(padding, -torch.inf)
 
@@ -187,6 +213,19 @@ def _check_kinds(mesh: Any, weight: Any, init_std: Any) -> None:
         raise ValueError(f"init_std must not be negative, got {init_std}")
 
 
+def _check_over(mesh: Any, given: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError unless a head can be split over data-parallel ranks, and nothing beside speaks of ranks."""
+    kind("shard_over", mesh, DeviceMesh)
+    if mesh.ndim > 2:
+        raise ValueError("shard_over must be the data-parallel mesh: one dimension, or replicas and shards")
+    names = ("mesh", "group", "class_weights", "sequence_parallel", "input_grad", "grad_weight_out", "expected_weights")
+    wrong = [name for name in names if given.get(name) is not None]
+    if isinstance(given.get("logit_scale"), Tensor):
+        wrong.append("a logit_scale that is learned")
+    if wrong:
+        raise ValueError(f"shard_over goes without {', '.join(wrong)}")
+
+
 def _check_options(loss_options: dict) -> None:
     """Raise TypeError or ValueError unless these are options of every loss of a head."""
     of_every_loss = set(Options._fields) - {"num_tokens"}
@@ -202,7 +241,8 @@ def _local(parameter: Tensor) -> Tensor:
 
 def _distribute(local: Tensor, vocab_size: int, mesh: DeviceMesh) -> DTensor:
     shape = torch.Size((vocab_size, *local.shape[1:]))
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=local.stride())
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=local.stride())
 
 
 def _distribute_entries(head: VocabParallelHead, state_dict: dict, prefix: str, local_metadata: dict) -> None:

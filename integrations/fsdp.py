@@ -161,6 +161,7 @@ class Rows:
         shard: VocabShard,
         reduction: str = "mean",
         ignore_index: int = -100,
+        num_tokens: Any = None,
         return_aux: Any = False,
         **call: Any,
     ) -> Any:
@@ -172,6 +173,7 @@ class Rows:
             target: [...] labels of this rank's tokens.
             shard: Its ``vocab_size`` is that of the logits.
             reduction: Over this rank's tokens. A mean of none is 0.
+            num_tokens: What a mean divides by; None: this rank's labels.
             ignore_index, return_aux: As in ``linear_cross_entropy``.
             **call: Further options of it.
         """
@@ -179,7 +181,7 @@ class Rows:
         hidden = F.pad(hidden.reshape(count, hidden.shape[-1]), (0, 0, 0, most - count))
         labels = merge.gather_sequence(F.pad(target.reshape(count), (0, most - count), value=ignore_index), self.group)
         expected = True
-        if reduction == "mean":  # of each rank's own tokens
+        if reduction == "mean" and num_tokens is None:  # of each rank's own tokens
             counts = (labels.view(self.group.size(), most) != ignore_index).sum(1, keepdim=True).clamp(min=1)
             expected = counts.float().reciprocal().expand(-1, most).reshape(-1)
         found = linear_cross_entropy(
@@ -204,7 +206,7 @@ class Rows:
         if reduction != "none":
             loss = loss.sum()
         if reduction == "mean":
-            loss = loss / (target != ignore_index).sum().clamp(min=1)
+            loss = loss / ((target != ignore_index).sum().clamp(min=1) if num_tokens is None else num_tokens)
         return (
             found._replace(**{name: own(x) for name, x in found._asdict().items()}, loss=loss) if return_aux else loss
         )
@@ -318,3 +320,28 @@ def _check_embedding(module: Any) -> None:
     for name in ("max_norm", "sparse", "scale_grad_by_freq"):
         if getattr(module, name):
             raise ValueError(f"shard_over: the head is tied to an embedding with {name}, which needs the whole weight")
+    if type(module) is not nn.Embedding and not _asks_its_base(module):
+        kind = type(module).__name__
+        raise ValueError(
+            f"shard_over: the head is tied to a {kind}, whose forward does not leave the lookup to nn.Embedding"
+        )
+
+
+def _asks_its_base(module: nn.Embedding) -> bool:
+    """Try a forward of no ids. One that reads the weight by itself would find a rank's rows, and take them for the first."""
+    base, asked = type(module), []
+
+    class Asked(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            asked.append(input)
+            return super().forward(input)
+
+    module.__class__ = type(base.__name__, (base, Asked), {})  # pyright: ignore[reportGeneralTypeIssues]
+    try:
+        with torch.no_grad():
+            type(module).forward(module, torch.empty(1, 0, dtype=torch.long, device=module.weight.device))
+    except Exception:  # whatever it raises, no loss can be made of it
+        return False
+    finally:
+        module.__class__ = base
+    return bool(asked)

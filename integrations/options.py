@@ -48,6 +48,7 @@ KEYS: dict[str, tuple] = {  # the kind of a key's values, then which of them are
     "head": (TEXT,),
     "sequence_mean": (SWITCH,),
     "report": (SWITCH,),
+    "shard_over": (SWITCH,),
     "vocab_size": (WHOLE, lambda x: x > 0, "positive"),
 }
 

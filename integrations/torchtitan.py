@@ -8,6 +8,9 @@ tensor-parallel ranks, and its gradient is left as this rank's part: the norm be
 split over them as ``VocabShard.even`` splits. Labels [B, S] are this rank's of data and context parallelism, and
 ``global_valid_tokens`` counts those of all.
 
+With ``shard_over`` nobody gathers the weight of an untied head (``cce_dist/integrations/fsdp.py``). torchtitan shards a model
+after it has made the loss and before the loss gets the head, so the loss stands in for torchtitan's ``fully_shard`` meanwhile.
+
 Letters: B sequences, S tokens of a sequence on this rank, D hidden size.
 """
 
@@ -24,17 +27,30 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config.override import derive, override
+from torchtitan.distributed import fsdp as titan
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 
 from cce_dist import VocabShard, linear_cross_entropy
+from cce_dist.integrations import fsdp
 from cce_dist.integrations.options import TrainOptions
 
 BACKENDS = ("spmd_types", "partial_dtensor")
 
 
-def _read(keys: dict[str, Any]) -> TrainOptions:
-    return TrainOptions.read(keys, spell=lambda key: f'"{key}" of cce_loss', what="cce_loss")
+@dataclasses.dataclass(frozen=True)
+class Options(TrainOptions):
+    """The keys of the loss.
+
+    Args:
+        shard_over: Leave the head's rows where FSDP2 would put them, and gather hidden states in place of the weight.
+    """
+
+    shard_over: bool = False
+
+
+def _read(keys: dict[str, Any]) -> Options:
+    return Options.read(keys, spell=lambda key: f'"{key}" of cce_loss', what="cce_loss")
 
 
 class CCELoss(ChunkedLossWrapper):
@@ -43,19 +59,36 @@ class CCELoss(ChunkedLossWrapper):
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):
         keys: dict[str, Any] = dataclasses.field(default_factory=dict)
-        """Keys of ``TrainOptions``."""
+        """Keys of ``Options``."""
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
         super().__init__(config)  # compile_config is for a loss of logits
         if get_spmd_backend() not in BACKENDS:
             raise ValueError(f"cce_loss needs parallelism.spmd_backend to be one of {', '.join(BACKENDS)}")
-        self.options = _read(config.keys)
+        self.options, self.rows, self.fully_shard = _read(config.keys), None, titan.fully_shard
+        if self.options.shard_over:
+            if get_spmd_backend() != "partial_dtensor":
+                raise ValueError('cce_loss: shard_over needs parallelism.spmd_backend to be "partial_dtensor"')
+            titan.fully_shard = self._fully_shard
+
+    def _fully_shard(self, module: Any, *, mesh: Any, **given: Any) -> Any:
+        """Split the head that torchtitan shards together with the norm before it, and have FSDP2 leave it alone."""
+        if isinstance(module, list) and isinstance(module[-1], nn.Linear):
+            # Ranks of torchtitan have batches of one size.
+            self.rows = fsdp.shard_over(nn.ModuleList(module), module[-1], mesh, equal_tokens=True)
+            given["ignored_params"] = set(module[-1].parameters())
+        return self.fully_shard(module, mesh=mesh, **given)
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
         if type(lm_head).forward is not nn.Linear.forward:
             raise ValueError(
                 f"cce_loss cannot take over a head that is a {type(lm_head).__name__}: it must be nn.Linear"
             )
+        titan.fully_shard = self.fully_shard
+        if self.rows is not None:
+            self.rows.enter(lm_head)
+        elif self.options.shard_over:
+            raise ValueError("cce_loss: shard_over found no head beside its norm in torchtitan's calls of fully_shard")
         super().set_lm_head(lm_head)
 
     def __call__(
@@ -84,14 +117,18 @@ class CCELoss(ChunkedLossWrapper):
         return loss, {}
 
     def _loss(self, head: Any, pred: Tensor, labels: Tensor, count: Tensor | None) -> Tensor:
-        options, trains = self.options, head.training
-        return linear_cross_entropy(
+        options, trains, weight, bias = self.options, head.training, head.weight, head.bias
+        compute: Callable = linear_cross_entropy
+        call: dict[str, Any] = {"shard": _shard(head), "input_grad": "partial"}
+        if self.rows is not None:
+            weight, bias, _ = self.rows.operands(pred, weight, bias, None)
+            compute, call = self.rows.loss, {"shard": self.rows.shard}
+        return compute(
             _local(pred),
-            head.weight,
+            weight,
             labels,
-            linear_bias=head.bias,
-            shard=_shard(head),
-            input_grad="partial",
+            linear_bias=bias,
+            **call,
             reduction="sum" if count is None else "mean",
             num_tokens=count,
             grad_filter=options.grad_filter,

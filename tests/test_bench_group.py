@@ -6,7 +6,7 @@ import pytest
 
 from cce_dist import cli
 from cce_dist.bench.collectives import Collective, _times, _union
-from cce_dist.bench.loop import Errors, Row, _least_waiting, _worst
+from cce_dist.bench.loop import Errors, Row, least_waiting, worst
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_a_row_is_what_its_worst_rank_says():
     """Catches an error that only rank 0 looks for."""
     right = Row("x", False, errors=Errors(1e-3, 2e-3, 3e-3, 4e-3), peak_bytes=10)
     wrong = Row("x", False, problem="wrong gradient", errors=Errors(1e-3, 0.5, 1e-4, 4e-3), peak_bytes=20)
-    row = _worst([right, wrong])
+    row = worst([right, wrong])
     assert row.problem == "wrong gradient" and row.peak_bytes == 20
     assert row.errors == Errors(1e-3, 0.5, 3e-3, 4e-3)
 
@@ -66,4 +66,6 @@ def test_exposed_is_what_no_computation_covers():
 
 def test_a_collective_takes_what_it_takes_the_rank_that_waits_least():
     ranks = [[Collective("all_reduce", 8, 1, seconds, seconds / 2)] for seconds in (3e-3, 1e-3, 2e-3)]
-    assert _least_waiting(ranks) == [Collective("all_reduce", 8, 1, 1e-3, 5e-4)]
+    other = Collective("all_reduce", 4, 1)
+    ranks = [[*ranks[0], other], [other, *ranks[1]], [*ranks[2], other]]
+    assert least_waiting(ranks) == [Collective("all_reduce", 8, 1, 1e-3, 5e-4), other]

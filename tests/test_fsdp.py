@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 from tiny_trainer import LENGTH, VOCAB, tiny_model
 
 import cce_dist
-from cce_dist import VocabShard, groups, merge
+from cce_dist import VocabParallelHead, VocabShard, groups, merge
 from cce_dist.integrations.fsdp import Rows
 from cce_dist.plan import Model, fsdp
 
@@ -39,7 +39,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 class Case:
     """A training of a tiny model, with norms clipped and AdamW fused."""
 
-    model: str = ""  # of transformers; empty: ``Small``
+    model: str = ""  # of transformers, or ``Headed``; empty: ``Small``
     tied: bool = False
     replicas: int = 1
     microbatches: int = 1
@@ -49,6 +49,7 @@ class Case:
     precision: MixedPrecisionPolicy = FP32
     equal: bool = False  # tokens of the ranks, and promised
     in_groups: int | None = None  # tokens of a group whose gradients are made in forward
+    scaled: bool = False  # each rank's loss by a factor of its own, which forward cannot expect
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     sizes: dict[str, int] = dataclasses.field(default_factory=lambda: {"num_hidden_layers": 1})
 
@@ -57,8 +58,14 @@ CASES = [
     Case("Llama", options={"z_loss_weight": 0.1, "label_smoothing": 0.1}),
     Case("Gemma2", tied=True, microbatches=2, sync=False, count=True, in_groups=7),
     Case("Phi", microbatches=2, factor=3.0, equal=True, in_groups=20),  # a bias
+    Case(in_groups=5, scaled=True),
+    Case("Headed", microbatches=2, sync=False, in_groups=7),
 ]
-REPLICATED = [Case(replicas=2, microbatches=2, sync=False), Case(replicas=2, factor=3.0, count=True)]
+REPLICATED = [
+    Case("Headed", replicas=2, count=True),
+    Case(replicas=2, microbatches=2, sync=False),
+    Case(replicas=2, factor=3.0, count=True),
+]
 LONG = [Case("Llama"), Case("Gemma2", tied=True), Case("Phi")]
 
 
@@ -79,6 +86,22 @@ class Small(nn.Module):
         return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch}
 
 
+class Headed(nn.Module):
+    """A model of the user's own, with our head."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.model: Any = nn.Module()
+        self.model.layers, self.embed = nn.ModuleList([nn.Linear(16, 16)]), nn.Embedding(VOCAB, 16)
+        self.lm_head = VocabParallelHead(16, VOCAB, bias=True, softcap=3.0, **given)
+
+    def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None) -> dict[str, Any]:
+        hidden = self.model.layers[0](self.embed(input_ids)).tanh()
+        if labels is None:
+            return {"logits": self.lm_head(hidden)}
+        return {"loss": self.lm_head(hidden[:, :-1], labels[:, 1:], num_tokens=num_items_in_batch)}
+
+
 def mesh_of(replicas: int = 1) -> DeviceMesh:
     ranks = dist.get_world_size() // replicas
     if replicas == 1:
@@ -89,11 +112,12 @@ def mesh_of(replicas: int = 1) -> DeviceMesh:
 def build(case: Case, ours: bool) -> Any:
     mesh = mesh_of(case.replicas)
     torch.manual_seed(0)
-    model: Any = Small()
-    if case.model:
-        model = tiny_model(case.model, tie_word_embeddings=case.tied, **case.sizes)
     split: dict[str, Any] = {"shard_over": mesh, "equal_tokens": case.equal} if ours else {}
-    cce_dist.convert(model, **split, **case.options)
+    if case.model == "Headed":
+        model: Any = Headed(**split)
+    else:
+        model = tiny_model(case.model, tie_word_embeddings=case.tied, **case.sizes) if case.model else Small()
+        cce_dist.convert(model, **split, **case.options)
     ignored = set(model.lm_head.parameters()) if ours else None
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=case.precision, ignored_params=ignored)
@@ -127,7 +151,7 @@ def train(model: Any, case: Case, optimizer: Any, steps: range) -> tuple[list[fl
         for number, one in enumerate(batches):
             model.set_requires_gradient_sync(case.sync or number == case.microbatches - 1)
             loss = model(**one, **({"num_items_in_batch": count} if case.count else {}))["loss"]
-            loss.backward()
+            (loss * (1 + dist.get_rank() * case.scaled)).backward()
             losses.append(loss.item())
         norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
@@ -152,8 +176,9 @@ def compare(case: Case, steps: int, rate: float = 1e-2) -> None:
         (losses, norms), (our_losses, our_norms) = (
             train(model, case, adam(model, rate), range(steps)) for model in models
         )
-    # Each rank's tokens weigh as its own mean says.
-    assert [bool(differs) for _, differs in found] == [False] * (steps * case.microbatches if case.in_groups else 0)
+    # Each rank's tokens weigh as its own mean says; if they do not, the weight's gradient is made anew.
+    calls = steps * case.microbatches if case.in_groups else 0
+    assert [bool(differs) for _, differs in found] == [case.scaled] * calls
     torch.testing.assert_close(our_losses, losses, rtol=REACH, atol=0, msg=lambda m: f"{case}: {m}")
     torch.testing.assert_close(our_norms, norms, rtol=4 * REACH, atol=0, msg=lambda m: f"{case}: {m}")
     stock, ours = (whole(model) for model in models)
@@ -227,6 +252,10 @@ def check_evaluation() -> None:
             ids = model.generate(one["input_ids"][:, :4], max_new_tokens=3, do_sample=False)
         model(input_ids=one["input_ids"]).logits.square().mean().backward()
         found.append([*logits, ids, model.lm_head.weight.grad.full_tensor()])
+        model = build(Case("Headed"), ours)
+        logits = model(one["input_ids"])["logits"]
+        logits.square().mean().backward()
+        found[-1] += [logits.detach(), model.lm_head.bias.grad.full_tensor()]
     torch.testing.assert_close(found[1], found[0])
 
 
@@ -247,6 +276,10 @@ def check_what_is_refused() -> None:
         model.extra.weight = model.lm_head.weight
         return model
 
+    class Own(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.embedding(input, self.weight)
+
     two_owners = tiny_model("Phi")
     two_owners.bias = two_owners.lm_head.bias
     sharded = tiny_model()
@@ -255,6 +288,7 @@ def check_what_is_refused() -> None:
     refused: list[tuple[str, Any, dict[str, Any]]] = [
         ("no nn.Embedding", tied(lambda rows, columns: nn.Linear(columns, rows)), {"shard_over": mesh}),
         ("max_norm", tied(nn.Embedding, max_norm=1.0), {"shard_over": mesh}),
+        ("does not leave the lookup", tied(Own), {"shard_over": mesh}),
         ("bias is also another module's", two_owners, {"shard_over": mesh}),
         ("before fully_shard", sharded, {"shard_over": mesh}),
         ("one dimension, or replicas and shards", tiny_model(), {"shard_over": cube}),
@@ -266,6 +300,13 @@ def check_what_is_refused() -> None:
             cce_dist.convert(model, **given)
         assert "\n" not in str(error.value)
         assert model.lm_head.weight is before and not hasattr(model.lm_head, "cce_task"), "a refusal leaves no trace"
+    scale = nn.Parameter(torch.ones(()))
+    beside: list[dict[str, Any]] = [{"mesh": mesh}, {"sequence_parallel": True}, {"logit_scale": scale}]
+    for given in beside:
+        with pytest.raises(ValueError, match=f"shard_over goes without .*{next(iter(given))}"):
+            VocabParallelHead(16, VOCAB, shard_over=mesh, **given)
+    with pytest.raises(ValueError, match="one dimension, or replicas and shards"):
+        VocabParallelHead(16, VOCAB, shard_over=cube)
     model = cce_dist.convert(tiny_model(tie_word_embeddings=True), shard_over=mesh)
     assert cce_dist.convert(model, shard_over=mesh) is model
     with pytest.raises(ValueError, match="split over data-parallel ranks"):

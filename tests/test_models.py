@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cce_dist import cli
-from cce_dist.bench import models, peers, report, steps
+from cce_dist.bench import fsdp, models, peers, report, steps
 from cce_dist.bench.models import CONFIGS, FromHidden, Way, build, config_of, twin
 from cce_dist.plan import Layout, Model, plan, sizes
+from cce_dist.plan import fsdp as plans
 from cce_dist.plan.planning import LOSSES, largest
 
 transformers = pytest.importorskip("transformers")
@@ -191,7 +195,7 @@ def test_nothing_wrong_is_timed(
 ) -> None:
     """A wrong row has no time and says why, the others go on, and the exit code tells."""
     table = {"stock": Way(lambda model: model), "wrong": Way(partial(Wrong, kind=kind), ours=kind == "fails")}
-    monkeypatch.setattr(steps, "ways", lambda compiles: table | {"cce-dist-default": table["stock"]})
+    monkeypatch.setattr(models, "ways", lambda compiles: table | {"cce-dist-default": table["stock"]})
     command = [
         "bench",
         "--models",
@@ -290,7 +294,9 @@ def test_the_longest_that_fits(tiny: None, corpus: list[str], tmp_path: Path, mo
     assert steps._longest(run, way, text, 80, told.append) is None and "no longest sequence: ValueError" in told[-1]
 
 
-def test_what_is_no_table_is_refused(capsys: pytest.CaptureFixture) -> None:
+def test_what_is_no_table_is_refused(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
     assert cli.main(["bench", "--models", "list"]) == 0
     assert capsys.readouterr().out.split() == list(CONFIGS)
     for argv, says in (
@@ -298,6 +304,55 @@ def test_what_is_no_table_is_refused(capsys: pytest.CaptureFixture) -> None:
         (["gemma-2-2b", "--tp", "2"], "two tables"),
         (["gemma-2-2b", "--tokens", "100", "--length", "64"], "no whole sequences of 64"),
         (["gemma-2-2b", "--longest", "80", "--device", "cpu"], "needs a GPU"),
+        (["gemma-2-2b", "--fsdp", "2", "--compile", "yes"], "no or layers"),
+        (["gemma-2-2b", "--fsdp", "2"], "all ranks, two or more; here are 4"),
     ):
         with pytest.raises(SystemExit, match=says):
             cli.main(["bench", "--models", *argv])
+
+
+def under_fsdp(out: Path) -> None:
+    """Two ranks: bytes are the plan's in bf16, gradients the stock model's in fp32, with layers compiled, too."""
+    tiny = Model(16, 402, 2, 4, 32, 2, 4, is_tied=True)
+    command = [
+        "bench",
+        "--models",
+        "gemma-3-270m",
+        "--fsdp",
+        "2",
+        "--tokens",
+        "64",
+        "--length",
+        "32",
+        "--device",
+        "cpu",
+    ]
+    command += ["--repeats", "2", "--out", str(out)]
+    in_fp32 = ["--dtype", "float32", "--compile", "layers", "--methods"]
+    layers = ["cce-dist-default+layers", "cce-dist-shard-over+layers"]
+    found = []
+    with (
+        mock.patch.dict(sizes.MODELS, {"gemma-3-270m": tiny}),
+        mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")),
+        mock.patch.object(fsdp, "on_ranks", lambda body, args, *_: body(args)),
+    ):
+        for more in ([], [*in_fp32, *layers]):
+            assert cli.main([*command, *more]) == 0
+            dist.barrier()
+            (case,) = report.read_json(out / "bench.json").cases
+            assert case.num_ranks == 2 and all(len(row.total.seconds) == 2 for row in case.rows)
+            found.append({row.name: row for row in case.rows})
+            if not more:
+                given = {name: report.received(kinds, 2)["gathered"] for name, kinds in case.collectives.items()}
+                assert "| gathered MiB | scattered MiB |" in report.table(case)
+    over = ["cce-dist-shard-over", "cce-dist-shard-over-equal"]
+    assert list(found[0]) == ["cce-dist-default", *over, "torch-compile"] and list(found[1]) == layers
+    assert all(row.errors and max(row.errors.d_hidden, row.errors.d_weight) < 1e-5 for row in found[1].values())
+    # gloo makes a reduce-scatter of an all-reduce, whose half is gathered.
+    planned = plans.ways(tiny, 64, 2)
+    assert given["cce-dist-default"] - given[over[1]] == planned.weight - planned.hidden - planned.embedding
+    assert given["torch-compile"] == given["cce-dist-default"]
+
+
+def test_whole_steps_under_fsdp(ranks2: Callable, tmp_path: Path) -> None:
+    ranks2(under_fsdp, tmp_path)

@@ -27,6 +27,7 @@ VOCAB, BATCH, STEPS, OURS = 204, 4, 2, "cce_dist.integrations.torchtitan.cce_los
 IN_HALVES = {"spmd_backend": "partial_dtensor"}
 CASES: dict[str, dict[str, Any]] = {  # fields of torchtitan's ParallelismConfig
     "fsdp": {**IN_HALVES, "fsdp_reshard_after_forward": "always"},  # else the head is whole from the norm on
+    "rows": {**IN_HALVES, "shard_over": True},
     "tensor": {**IN_HALVES, "tensor_parallel_degree": 2},
     "context": {**IN_HALVES, "context_parallel_degree": 2},
     "pipeline": {**IN_HALVES, "pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
@@ -198,12 +199,14 @@ def trained(config: Any) -> tuple[list[tuple], dict[str, Tensor]]:
 
 
 def compare_trainers(out: Path, parallelism: dict[str, Any]) -> None:
+    over = parallelism.get("shard_over", False)
+    parallelism = {name: value for name, value in parallelism.items() if name != "shard_over"}
     stock, expected = trained(config_of(out, parallelism))
     config = config_of(out, parallelism)
-    config.override.imports = [(OURS, {"backend": "torch", "workspace_bytes": 1 << 16})]
-    from cce_dist.integrations import torchtitan
+    config.override.imports = [(OURS, {"backend": "torch", "workspace_bytes": 1 << 16, "shard_over": over})]
+    from cce_dist.integrations import fsdp, torchtitan
 
-    with counted(torchtitan) as losses:
+    with counted(fsdp if over else torchtitan) as losses, counted(fsdp, "shard_over") as split:
         ours, found = trained(config)
     pipeline = "pipeline_parallel_degree" in parallelism
     validations = sum(log[0] == "validation" for log in ours)
@@ -211,7 +214,7 @@ def compare_trainers(out: Path, parallelism: dict[str, Any]) -> None:
         assert losses == [0 if dist.get_rank() == 0 else STEPS * BATCH + 1]
     else:
         assert losses == [STEPS + validations]
-    assert len(ours) == len(stock) == STEPS + validations
+    assert split == [over] and len(ours) == len(stock) == STEPS + validations
     for mine, theirs in zip(ours, stock, strict=True):
         torch.testing.assert_close(mine[1:], theirs[1:], rtol=1e-5, atol=1e-5)
     for name, parameter in found.items():
@@ -300,7 +303,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "names",
     [
-        ["fsdp", "tensor"],
+        ["fsdp", "rows", "tensor"],
         pytest.param(["context", "pipeline"], marks=pytest.mark.slow),
         pytest.param(["default fsdp", "default tensor", "default context"], marks=of_new_torch),
         pytest.param(["default pipeline", "GPipe", "interleaved"], marks=of_new_torch),
@@ -378,6 +381,13 @@ def test_what_is_not_served_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     chunked.loss_fn = losses.MSELoss.Config()
     with pytest.raises(ValueError, match="the chunked loss is a MSELoss"):
         torchtitan.cce_loss(chunked)
+    monkeypatch.setattr(utils, "_spmd_backend", "spmd_types")
+    over = torchtitan.cce_loss(losses.ChunkedLossWrapper.Config(), shard_over=True)
+    with pytest.raises(ValueError, match=r"shard_over needs parallelism.spmd_backend"):
+        over.build()
+    monkeypatch.setattr(utils, "_spmd_backend", "partial_dtensor")
+    with pytest.raises(ValueError, match="shard_over found no head"):
+        over.build().set_lm_head(nn.Linear(2, 3))
     monkeypatch.setattr(utils, "_spmd_backend", "full_dtensor")
     with pytest.raises(ValueError, match="spmd_backend to be one of spmd_types, partial_dtensor"):
         torchtitan.cce_loss(losses.ChunkedLossWrapper.Config()).build()

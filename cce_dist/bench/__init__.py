@@ -4,7 +4,7 @@ Reading order: ``shapes`` (heads by name), ``workload`` (input with a trained mo
 compared: this library, ``peers``, and ``stage``, the ends of frameworks' last stages), ``loop`` (check a problem, then time, on
 one rank or a group), ``tasks`` (the problems: losses, log-probabilities, divergences), ``collectives`` (what is sent),
 ``report`` (table, JSON, figure), ``cases`` (all of a command). Whole steps have ``models`` (their configs, and the
-ways to compute a loss) and ``steps`` (train on text, check, time) besides.
+ways to compute a loss), ``steps`` (train on text, check, time) and ``fsdp`` (several ranks) besides.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
 }
 STAGES = ("megatron", "deepspeed")
 MODEL_TOKENS = [2048, 8192, 32768]  # of --models
+COMPILE = {"no": ("",), "layers": ("layers",), "yes": ("all",), "both": ("", "all")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,9 +99,18 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     add("--length", type=whole(2), default=2048, metavar="N", help="tokens of a sequence (default: 2048)")
     add(
         "--compile",
-        choices=("no", "layers", "yes", "both"),
+        choices=COMPILE,
         default="no",
         help="torch.compile around each layer, or around each way's model",
+    )
+    add(
+        "--fsdp",
+        nargs="?",
+        const=0,
+        type=whole(2),
+        metavar="T",
+        help="steps of T data-parallel ranks under FSDP2, weights drawn, tokens a rank; under torchrun or alone (default: all "
+        "ranks or GPUs)",
     )
     add("--longest", type=whole(0), default=0, metavar="GIB", help="find the longest sequence in this memory")
     add("--train-steps", type=whole(1), default=300, metavar="STEPS", help="before (default: 300)")
@@ -136,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
 def _models(args: argparse.Namespace) -> int:
     """Measure whole steps."""
     try:
-        from cce_dist.bench import models, steps
+        from cce_dist.bench import cases, fsdp, models, steps
     except ImportError as error:
         raise SystemExit(f"cce-dist bench: --models needs cce-dist[train]: {error}") from error
 
@@ -156,8 +166,18 @@ def _models(args: argparse.Namespace) -> int:
     for name, value in others.items():
         if value is not None:
             raise SystemExit(f"cce-dist bench: --models and {name} are two tables; give one")
-    args.tokens = args.tokens or MODEL_TOKENS
-    return steps.run(args)
+    args.tokens = args.tokens or ([8192] if args.fsdp is not None else MODEL_TOKENS)
+    wrong = [tokens for tokens in args.tokens if tokens % min(tokens, args.length)]
+    if wrong:
+        raise SystemExit(f"cce-dist bench: {wrong[0]} tokens are no whole sequences of {args.length}")
+    if args.longest and (args.device == "cpu" or args.fsdp is not None):
+        raise SystemExit("cce-dist bench: --longest needs a GPU, whose memory is the limit, and no other rank")
+    table = models.ways(COMPILE[args.compile]) if args.fsdp is None else fsdp.ways(args.compile)
+    if args.methods == ["list"]:
+        print("\n".join(table))
+        return 0
+    chosen = cases.choose(args.methods, table)
+    return steps.run(args, chosen, steps.cases) if args.fsdp is None else fsdp.run(args)
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -45,20 +45,29 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(available))
         return 0
     choose(args.methods, available)
-    if is_rank:
-        _join(args)
+    # The end of a framework's last stage wants a process group on one rank too.
+    if not is_rank and max(sizes) == 1 and not args.stage:
+        return _measure_all(args)
+    return on_ranks(_measure_all, args, max(sizes), "--tp")
+
+
+def on_ranks(body: Callable[[argparse.Namespace], int], args: argparse.Namespace, world: int, option: str) -> int:
+    """Call ``body(args)`` on the ranks of torchrun, or on ``world`` that are started here; ``option`` asked for so many."""
+    there = int(os.environ["WORLD_SIZE"]) if in_torchrun() else torch.cuda.device_count()
+    if world > there and (in_torchrun() or args.device == "cuda"):
+        where = f"torchrun has {there} ranks" if in_torchrun() else f"this machine has {there} GPUs"
+        raise SystemExit(f"cce-dist bench: {option} {world}, but {where}")
+    if in_torchrun():
+        if args.device != "cuda":
+            torch.set_num_threads(1)
+        join(own_device(args.device), TIMEOUT_SECONDS)
         try:
-            return _measure_all(args)
+            return body(args)
         finally:
             dist.destroy_process_group()
-    # The end of a framework's last stage wants a process group on one rank too.
-    if max(sizes) == 1 and not args.stage:
-        return _measure_all(args)
-    if args.device == "cuda" and max(sizes) > torch.cuda.device_count():
-        raise SystemExit(f"cce-dist bench: --tp {max(sizes)}, but this machine has {torch.cuda.device_count()} GPUs")
     result = args.out / "bench.json"
     result.unlink(missing_ok=True)
-    run_ranks(_measure_all, max(sizes), args, device=args.device, timeout_seconds=TIMEOUT_SECONDS)
+    run_ranks(body, world, args, device=args.device, timeout_seconds=TIMEOUT_SECONDS)
     return _exit_code(report.read_json(result).cases if result.exists() else [])
 
 
@@ -99,14 +108,6 @@ def current_device(name: str) -> torch.device:
     return device
 
 
-def _join(args: argparse.Namespace) -> None:
-    if max(args.tp) > int(os.environ["WORLD_SIZE"]):
-        raise SystemExit(f"cce-dist bench: --tp {max(args.tp)}, but torchrun has {os.environ['WORLD_SIZE']} ranks")
-    if args.device != "cuda":
-        torch.set_num_threads(1)
-    join(own_device(args.device), TIMEOUT_SECONDS)
-
-
 def _measure_all(args: argparse.Namespace) -> int:
     """Measure every case; the first rank reports each as soon as it is known."""
     alone = not dist.is_initialized()
@@ -141,8 +142,7 @@ def _measure_all(args: argparse.Namespace) -> int:
                     found = measure(problem, shard, chosen, args.repeats, told, not args.no_forward)
                     where = {"num_ranks": size, "stage": args.stage or "", "rung": rung, "task": task.name}
                     results.cases.append(report.Case.of(shape, ignored, workload, problem, found, **where))
-                if rank == 0:
-                    report_last(results, args.out, has_figure)
+                report_last(results, args.out, has_figure)
                 if not alone:
                     dist.barrier()
         except torch.OutOfMemoryError as error:
@@ -151,8 +151,6 @@ def _measure_all(args: argparse.Namespace) -> int:
                 raise
             show_progress("")
             print(f"{label}: {describe(error)}", file=sys.stderr)
-    if rank > 0:
-        return 0
     return finish(results, args.out, has_figure)
 
 
@@ -170,6 +168,8 @@ def _workloads(args: argparse.Namespace) -> Iterator[tuple[str, str, str, Callab
 def report_last(results: report.Results, out: Path, has_figure: bool) -> None:
     """Print the last case and write all: after every case, so that an interrupted run leaves what it had."""
     show_progress("")
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
     print(report.table(results.cases[-1]) + "\n", flush=True)
     write_json(out / "bench.json", results)
     if has_figure:
@@ -178,6 +178,8 @@ def report_last(results: report.Results, out: Path, has_figure: bool) -> None:
 
 def finish(results: report.Results, out: Path, has_figure: bool) -> int:
     """Say what was measured with, and where it is; the exit code."""
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return 0
     versions = ", ".join(f"{name} {version}" for name, version in results.environment["versions"].items())
     picture = "bench.png" if has_figure else "no figure: matplotlib is not installed (pip install 'cce-dist[bench]')"
     print(f"{results.environment['device']}; {versions}\n{out}: bench.json, {picture}")

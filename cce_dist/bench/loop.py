@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -190,13 +191,13 @@ def measure(
         progress(f"checking {name}")
         own, truth = parts[method.sequence_parallel]
         row, function = _checked(name, method, own, truth, shard)
-        rows.append(_worst(_everyone(row, shard)))
+        rows.append(worst(everyone(row, shard)))
         if function is not None and not rows[-1].problem:
             steps[name] = function, own
             if shard.group_size > 1:
                 with Collectives(shard.group_size) as seen:
                     step(*steps[name])
-                sent[name] = _least_waiting(_everyone(seen.kinds, shard))
+                sent[name] = least_waiting(everyone(seen.kinds, shard))
         free_memory(hidden)
     # The timed steps need the truth's memory.
     own, parts, truth = parts[False][0], {}, None
@@ -207,11 +208,7 @@ def measure(
     for row in rows:
         jobs += [] if row.problem else _jobs(row, steps[row.name], forward)
     time_in_turns(jobs, repeats, Clock(hidden.device, shard), progress)
-    ranks = _everyone([job.timing for job in jobs], shard)
-    for job, of_ranks in zip(jobs, zip(*ranks, strict=True), strict=True):
-        for name in ("seconds", "host"):
-            rounds = zip(*(getattr(timing, name) for timing in of_ranks), strict=True)
-            setattr(job.timing, name, list(map(max, rounds)))  # the slowest rank's
+    take_slowest(jobs, shard)
     return Measured(rows, floor, sent)
 
 
@@ -388,6 +385,15 @@ def time_in_turns(jobs: Sequence[Job], repeats: int, clock: Clock, progress: Cal
                 job.timing.host += [] if host is None else [host]
 
 
+def take_slowest(jobs: Sequence[Job], shard: VocabShard) -> None:
+    """Give each round the time of the slowest rank."""
+    ranks = everyone([job.timing for job in jobs], shard)
+    for job, of_ranks in zip(jobs, zip(*ranks, strict=True), strict=True):
+        for name in ("seconds", "host"):
+            rounds = zip(*(getattr(timing, name) for timing in of_ranks), strict=True)
+            setattr(job.timing, name, list(map(max, rounds)))
+
+
 class Clock:
     """Seconds that a job takes on this rank from when all ranks are there: CUDA events on a GPU, the wall clock on a CPU.
 
@@ -429,7 +435,7 @@ class Clock:
             dist.all_reduce(self.meeting, group=self.group)
 
 
-def _everyone(value: Any, shard: VocabShard) -> list[Any]:
+def everyone(value: Any, shard: VocabShard) -> list[Any]:
     """Each rank's value."""
     if shard.group is None:
         return [value]
@@ -438,26 +444,30 @@ def _everyone(value: Any, shard: VocabShard) -> list[Any]:
     return values
 
 
-def _worst(rows: Sequence[Row]) -> Row:
+def worst(rows: Sequence[Row]) -> Row:
     """Join the ranks' rows of one method."""
-    worst = rows[0]
+    found = rows[0]
     for row in rows[1:]:
-        worst.problem, worst.missing = worst.problem or row.problem, worst.missing or row.missing
-        if row.errors is not None and worst.errors is not None:
-            pairs = ((getattr(row.errors, name), getattr(worst.errors, name)) for name in Errors.__dataclass_fields__)
-            worst.errors = Errors(*(max(pair) for pair in pairs))
+        found.problem, found.missing = found.problem or row.problem, found.missing or row.missing
+        if row.errors is not None and found.errors is not None:
+            pairs = ((getattr(row.errors, name), getattr(found.errors, name)) for name in Errors.__dataclass_fields__)
+            found.errors = Errors(*(max(pair) for pair in pairs))
         for name in ("peak_bytes", "first"):
-            mine, theirs = getattr(worst, name), getattr(row, name)
-            setattr(worst, name, max(mine, theirs) if None not in (mine, theirs) else mine)
-    return worst
+            mine, theirs = getattr(found, name), getattr(row, name)
+            setattr(found, name, max(mine, theirs) if None not in (mine, theirs) else mine)
+    return found
 
 
-def _least_waiting(ranks: Sequence[list[Collective]]) -> list[Collective]:
+def least_waiting(ranks: Sequence[list[Collective]]) -> list[Collective]:
     """Each kind as on the rank where it took least: a collective's time includes the wait for ranks that come late."""
-    return [min(same, key=lambda kind: kind.seconds or 0.0) for same in zip(*ranks, strict=True)]
+    alike: dict[tuple[str, int], list[Collective]] = {}
+    # Ranks may see them in another order: a CPU's group has threads of its own.
+    for kind in chain.from_iterable(ranks):
+        alike.setdefault((kind.name, kind.num_bytes), []).append(kind)
+    return [min(same, key=lambda kind: kind.seconds or 0.0) for same in alike.values()]
 
 
 def free_memory(tensor: Tensor) -> None:
-    gc.collect()
     if tensor.is_cuda:
+        gc.collect()
         torch.cuda.empty_cache()

@@ -101,12 +101,15 @@ class Way(NamedTuple):
     compiled: str = ""  # what ``torch.compile`` is around: "layers", each by itself, or "all"
 
     def of(self, model: Any) -> nn.Module:
-        """Return this way's module over the parameters of ``model``."""
-        mine = twin(model)
+        """Return this way's module over the parameters of ``model``, which stays as it is."""
+        return self.around(twin(model))
+
+    def around(self, model: Any) -> nn.Module:
+        """Return this way's module over ``model``."""
         if self.compiled == "layers":
-            for layer in mine.model.layers:
+            for layer in model.model.layers:
                 layer.compile(dynamic=False)
-        module = self.build(mine)
+        module = self.build(model)
         return cast(nn.Module, torch.compile(module, dynamic=False)) if self.compiled == "all" else module
 
 
@@ -128,7 +131,7 @@ def ways(compiled: Sequence[str]) -> dict[str, Way]:
         "torch-compile": Way(partial(_from_hidden, peers.torch_compile)),
         "liger": Way(_liger, needs_cuda=True),
         "cce": Way(partial(_from_hidden, partial(peers.cut_cross_entropy, impl="cce")), needs_cuda=True),
-        **{name: Way(partial(_ours, options), ours=True) for name, options in OURS.items()},
+        **{name: Way(partial(convert, options), ours=True) for name, options in OURS.items()},
     }
     found = {}
     for part in compiled:
@@ -159,7 +162,8 @@ def _liger(model: Any) -> nn.Module:
     return model
 
 
-def _ours(options: dict[str, Any], model: Any) -> nn.Module:
+def convert(options: dict[str, Any], model: Any) -> nn.Module:
+    """Convert a model, and say nothing."""
     log = logging.getLogger("cce_dist")
     level = log.level
     log.setLevel(logging.ERROR)  # the line of each conversion

@@ -16,6 +16,7 @@ from cce_dist.bench.workload import Workload
 
 # Headings of a table whose cases need different numbers of products.
 NEEDED = {"fwd/1": "/ products", "total/3": "/ products", "total/4": "/ products, logits twice"}
+LEAST_TOLD = 1 << 16  # bytes of a collective that a line about whole steps names
 
 
 @dataclass
@@ -80,6 +81,11 @@ class Case:
         return [row for row in self.rows if not row.missing]
 
     @property
+    def base(self) -> Row | None:
+        """The row that whole steps are compared with: the first that is right."""
+        return next((row for row in self.rows if not row.problem), None)
+
+    @property
     def title(self) -> str:
         ignored = f", {self.ignored:.0%} ignored" if self.ignored else ""
         split = f" / {self.num_ranks}" if self.num_ranks > 1 else ""
@@ -97,6 +103,7 @@ class Case:
         """The heading of each column by what ``--columns`` calls it."""
         if self.num_layers:
             step = {"total": "step ms (IQR)", "MiB": "peak MiB", "dE": "err body", "dC": "err head"}
+            step |= {} if self.base is None else {"stock": f"x {self.base.name}"}
             return COLUMNS | step | ({"longest": f"longest in {self.limit_gib} GiB"} if self.limit_gib else {})
         over = dict(
             zip(("fwd/1", "total/3", "total/4"), (f"/{n} GEMM{'s' * (n > 1)}" for n in self.counts), strict=True)
@@ -138,12 +145,15 @@ def table(case: Case) -> str:
             drawn += f", {case.num_above:.0f} a token above 2^-12, {case.num_outside:.1f} outside the frequent ids"
         drawn += ". "
     if case.num_layers:
-        drawn += f"{case.train_steps} steps on text, which has {case.num_ids:,} ids. Errors: from the stock model."
+        told = f"{case.train_steps} steps on text, which has {case.num_ids:,} ids" if case.num_ids else "Ids are drawn"
+        drawn += f"{told}. Errors: from the stock model."
     elif case.floor.problem or not case.on_gpu:
         drawn += f"Floor: {case.floor.problem or 'plain matrix products on this CPU, so ratios only'}."
     else:
         drawn += f"Floor, of {' / '.join(map(str, case.counts))} products: {_floor(case)} ms."
-    sends = [f"* {name} sends {_sent(kinds)}." for name, kinds in case.collectives.items()]
+    least = LEAST_TOLD * bool(case.num_layers)
+    sends = {name: [kind for kind in kinds if kind.num_bytes >= least] for name, kinds in case.collectives.items()}
+    sends = [f"* {name} sends {_sent(kinds)}." for name, kinds in sends.items()]
     notes = [f"* {row.name}: {row.problem}" for row in case.present if row.problem]
     missing = [f"{row.name} ({row.problem})" for row in case.rows if row.missing]
     if missing:
@@ -201,6 +211,18 @@ def _column(case: Case, cases: Sequence[Case]) -> str:
     return name + (f", {case.ignored:.0%} ignored" if case.ignored else "")
 
 
+def received(kinds: Sequence[Collective], num_ranks: int) -> dict[str, float]:
+    """The bytes that a rank receives in a step's all-gathers, and in its sums: an all-reduce scatters and gathers."""
+    found = {"gathered": 0.0, "scattered": 0.0}
+    for kind in kinds:
+        num_bytes = kind.count * kind.num_bytes * (num_ranks - 1) / num_ranks
+        if kind.name.startswith("all_"):
+            found["gathered"] += num_bytes
+        if kind.name != "all_gather":
+            found["scattered"] += num_bytes
+    return found
+
+
 def _sent(kinds: Sequence[Collective]) -> str:
     """The collectives of a step; times where there are GPUs."""
     parts = []
@@ -245,15 +267,18 @@ def _cells(row: Row, case: Case) -> dict[str, str]:
 
 
 def _step_cells(row: Row, case: Case, refused: str) -> dict[str, str]:
-    """A row's text of whole steps; times are over the stock model's of the same round."""
-    stock = next((other for other in case.rows if other.name == "stock" and not other.problem), None)
+    """A row's text of whole steps; times are over those of the first row in the same round."""
     names = ["total", "tokens/s"] * case.on_gpu + ["stock"] + ["host", "first", "MiB"] * case.on_gpu
-    cells = {name: "-" for name in (*names, *["longest"] * bool(case.limit_gib), "value", "loss", "dE", "dC")}
+    names += ["longest"] * bool(case.limit_gib) + ["gathered", "scattered"] * (case.num_ranks > 1)
+    cells = dict.fromkeys([*names, "value", "loss", "dE", "dC"], "-")
     if refused:
         cells["stock"] = refused
-    elif stock is not None:
-        rounds = zip(stock.total.seconds, row.total.seconds, strict=True)
+    elif case.base is not None:
+        rounds = zip(case.base.total.seconds, row.total.seconds, strict=True)
         cells["stock"] = f"{statistics.median(theirs / mine for theirs, mine in rounds):.3f}"
+    if row.name in case.collectives:
+        for name, num_bytes in received(case.collectives[row.name], case.num_ranks).items():
+            cells[name] = f"{num_bytes / 2**20:,.2f}"
     if case.on_gpu and not refused:
         host = row.total.host_median
         cells["total"] = _ms(row.total.median, row.total.spread)

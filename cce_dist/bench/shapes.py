@@ -55,4 +55,6 @@ COLUMNS = {  # what --columns calls the columns of a case's table
     "stock": "x stock",
     "value": "loss",
     "longest": "longest",
+    "gathered": "gathered MiB",
+    "scattered": "scattered MiB",
 }

@@ -19,13 +19,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import cce_dist
+from cce_dist import VocabShard
 from cce_dist.bench import report
-from cce_dist.bench.cases import choose, current_device, finish, report_last, show_progress
-from cce_dist.bench.loop import Clock, Errors, Floor, Job, Measured, Row, free_memory, loss_of, time_in_turns
+from cce_dist.bench.cases import current_device, finish, report_last, show_progress
+from cce_dist.bench.collectives import Collectives
+from cce_dist.bench.loop import (
+    Clock,
+    Errors,
+    Floor,
+    Job,
+    Measured,
+    Row,
+    everyone,
+    free_memory,
+    least_waiting,
+    loss_of,
+    take_slowest,
+    time_in_turns,
+    worst,
+)
 from cce_dist.bench.models import Way, build, twin, ways
 from cce_dist.bench.workload import IGNORE_INDEX, Workload, describe_softmax
 from cce_dist.plan.planning import largest
@@ -38,24 +56,17 @@ CLIP = 1.0
 # Relative. A bf16 body turns the rounding of a loss's dE into 1e-2 to 1e-1 of its own gradients; a mistake is a multiple.
 MAX_LOSS_ERROR, MAX_GRADIENT_ERROR = 1e-2, 0.2
 LONGEST_UNIT = 1024  # tokens
-COMPILE = {"no": ("",), "layers": ("layers",), "yes": ("all",), "both": ("", "all")}
 
 Progress = Callable[[str], None]
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure every model at every number of tokens; the exit code is that of other tables."""
-    table = ways(COMPILE[args.compile])
-    if args.methods == ["list"]:
-        print("\n".join(table))
-        return 0
-    chosen = choose(args.methods, table)
-    wrong = [tokens for tokens in args.tokens if tokens % min(tokens, args.length)]
-    if wrong:
-        raise SystemExit(f"cce-dist bench: {wrong[0]} tokens are no whole sequences of {args.length}")
+def run(
+    args: argparse.Namespace,
+    chosen: dict[str, Way],
+    cases: Callable[[argparse.Namespace, str, dict[str, Way], torch.device], Iterator[report.Case]],
+) -> int:
+    """Measure every model at every number of tokens by ``cases``; the exit code is that of other tables."""
     device = current_device(args.device)
-    if args.longest and device.type != "cuda":
-        raise SystemExit("cce-dist bench: --longest needs a GPU, whose memory is the limit")
     # Each way compiles the same code of the model's class anew.
     torch._dynamo.config.recompile_limit = 64
     results = report.Results(describe_environment(device), [])
@@ -63,10 +74,12 @@ def run(args: argparse.Namespace) -> int:
     has_figure = find_spec("matplotlib") is not None
     for name in args.models:
         try:
-            for case in _cases(args, name, chosen, device):
+            for case in cases(args, name, chosen, device):
                 results.cases.append(case)
                 report_last(results, args.out, has_figure)
         except torch.OutOfMemoryError as error:  # of the weights, or of training them
+            if dist.is_initialized():  # other ranks would wait for this one
+                raise
             show_progress("")
             print(f"{name}: {describe(error)}", file=sys.stderr)
         except (CorpusError, UsageError) as error:
@@ -120,26 +133,35 @@ class Run(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """The loss and the gradients of the stock model, on the host; None where a parameter has no gradient."""
+    """The loss and the gradients of the stock model, on the host; None where a parameter has no gradient.
+
+    Gradients are those of the rows that this rank has.
+    """
 
     loss: float
     gradients: list[Tensor | None]
 
 
-def _cases(args: argparse.Namespace, name: str, chosen: dict[str, Way], device: torch.device) -> Iterator[report.Case]:
+def cases(args: argparse.Namespace, name: str, chosen: dict[str, Way], device: torch.device) -> Iterator[report.Case]:
     """Train a model and measure it at each number of tokens."""
     show_progress(f"{name}: reading the text")
     model = build(name, args.layers, getattr(torch, args.dtype), device)
     text = Text(
         Corpus(prepare(args.corpus, args.pattern, model.config.vocab_size, args.cache)), model.config.vocab_size
     )
-    run = Run(model, torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
+    run = at_rest(model)
     _train(run, text, args.length, args.train_steps, device, lambda line: show_progress(f"{name}: {line}"))
     for num_tokens in args.tokens:
         length = min(args.length, num_tokens)
         ids = text.held_out(num_tokens // length, length, device)
         told: Progress = lambda line, head=f"{name}, N {num_tokens:,}: ": show_progress(head + line)  # noqa: E731
-        rows = _measure(run, ids, chosen, args.repeats, told)
+        torch.compiler.reset()  # a second shape would get symbolic sizes, and be slower
+        told("the stock model, a sequence at a time")
+        truth = truth_of(run, twin(model), ids)
+        opened = lambda way: (run, way.of(model))  # noqa: E731
+        rows = measure(
+            opened, truth, ids, chosen, args.repeats, told, VocabShard.even(model.config.vocab_size, None)
+        ).rows
         limit = args.longest if num_tokens == args.tokens[-1] else 0
         if limit:
             for row in rows:
@@ -173,45 +195,73 @@ def _train(run: Run, text: Text, length: int, steps: int, device: torch.device, 
     group["lr"] = 0.0
 
 
-def _measure(run: Run, ids: Tensor, chosen: dict[str, Way], repeats: int, progress: Progress) -> list[Row]:
-    """Check every way, then time those that are right in turns."""
-    torch.compiler.reset()  # a second shape would get symbolic sizes, and be slower
-    progress("the stock model, a sequence at a time")
-    truth, at_rest = _truth(run, ids), _allocated(ids)
+def at_rest(model: Any) -> Run:
+    """Return a run whose steps do all work and leave the weights as they are, until somebody sets a rate."""
+    return Run(model, torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
+
+
+def measure(
+    opened: Callable[[Way], tuple[Run, nn.Module]],
+    truth: Truth,
+    ids: Tensor,
+    chosen: dict[str, Way],
+    repeats: int,
+    progress: Progress,
+    shard: VocabShard,
+) -> Measured:
+    """Check every way, then time those that are right in turns; every rank of the shard's group calls it with its ids.
+
+    ``opened`` returns what a way steps, and its module.
+    """
     # All are built before one is checked: a way that is built may forget what torch has compiled.
-    rows, modules = [Row(name, way.ours) for name, way in chosen.items()], {}
-    for row in rows:
+    before, there, own, rows = _allocated(ids), {}, {}, []
+    for name, way in chosen.items():
+        row, start = Row(name, way.ours), _allocated(ids)
         with _noted(row, ids):
-            if chosen[row.name].needs_cuda and not ids.is_cuda:
+            if way.needs_cuda and not ids.is_cuda:
                 raise ImportError("needs a GPU")
-            modules[row.name] = chosen[row.name].of(run.model)
-    jobs = []
-    for row in rows:
+            there[name] = opened(way)
+        own[name] = before + _allocated(ids) - start
+        rows.append(worst(everyone(row, shard)))
+    jobs, sent = [], {}
+    for index, row in enumerate(rows):
+        if row.problem:
+            continue
+        progress(f"checking {row.name}")
+        (run, module), of_others = there[row.name], _allocated(ids) - own[row.name]
+        with _noted(row, ids):
+            _check(row, run, module, ids, truth)
+            if row.ours:
+                cce_dist.require(module)
+        row, step = worst(everyone(row, shard)), partial(run.step, module, ids)
         if not row.problem:
-            progress(f"checking {row.name}")
-            of_others = _allocated(ids) - at_rest
             with _noted(row, ids):
-                _check(row, run, modules[row.name], ids, truth)
-                if row.ours:
-                    cce_dist.require(modules[row.name])
-                if ids.is_cuda and not row.problem:
-                    row.peak_bytes = _peak(partial(run.step, modules[row.name], ids)) - of_others
-        if not row.problem:
-            jobs.append(Job(row, row.total, partial(run.step, modules[row.name], ids)))
-    del truth
-    time_in_turns(jobs, repeats, Clock(ids.device), progress)
-    return rows
+                if shard.group_size > 1:
+                    with Collectives(shard.group_size) as seen:
+                        step()  # the first of this way, which makes the optimizer's state
+                    sent[row.name] = least_waiting(everyone(seen.kinds, shard))
+                if ids.is_cuda:
+                    row.peak_bytes = _peak(step) - of_others
+            row = worst(everyone(row, shard))
+        if row.problem:
+            del there[row.name]
+        else:
+            jobs.append(Job(row, row.total, step))
+        rows[index] = row
+    time_in_turns(jobs, repeats, Clock(ids.device, shard), progress)
+    take_slowest(jobs, shard)
+    return Measured(rows, Floor(), sent)
 
 
-def _truth(run: Run, ids: Tensor) -> Truth:
+def truth_of(run: Run, way: nn.Module, ids: Tensor) -> Truth:
     """Return the mean loss over all labels and its gradients; sequences have equally many labels."""
-    way, loss = twin(run.model), 0.0
+    loss = 0.0
     try:
         for sequence in ids.split(1):
             part = way(input_ids=sequence, labels=sequence)["loss"] / len(ids)
             part.backward()
             loss += part.item()
-        return Truth(loss, [None if p.grad is None else p.grad.cpu() for p in run.parameters])
+        return Truth(loss, [None if p.grad is None else _here(p.grad).cpu() for p in run.parameters])
     finally:
         run.optimizer.zero_grad()
 
@@ -238,9 +288,13 @@ def _error(parameters: list[nn.Parameter], truth: Truth, belongs: Callable[[nn.P
     for parameter, true in zip(parameters, truth.gradients, strict=True):
         if true is not None and belongs(parameter):
             true = true.to(parameter.device).float()
-            mine = 0.0 if parameter.grad is None else parameter.grad.float()
+            mine = 0.0 if parameter.grad is None else _here(parameter.grad).float()
             sums += torch.stack([(mine - true).square().sum(), true.square().sum()])
     return (sums[0] / sums[1]).sqrt().item()
+
+
+def _here(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _verdict(errors: Errors) -> str:
