@@ -346,7 +346,7 @@ def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, monkeypatch: 
             Heads(*(Operands(x, weight, None, x, logits) for x in (hidden, teacher))), call.spec
         )
         assert 4 * num_tokens * 9000 < kept or chosen == 2 << 30
-    last_wave = at_once * tiles.grad_hidden.rows * tiles.grad_hidden.cols * 4
+    last_wave = 2 * at_once * tiles.grad_hidden.rows * tiles.grad_hidden.cols * 4  # parts of up to two
     assert max(forward, backward) <= chosen + last_wave + (2 << 20), (forward >> 20, backward >> 20, chosen >> 20)
 
 
