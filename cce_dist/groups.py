@@ -5,8 +5,6 @@ do not fit the budget, one group of tokens is finished before the next begins: i
 statistics merged over the ranks, its dE, and its part of dC, which is added to the groups before. Nothing is computed twice.
 More groups cost one more read and write of dC each, and one more rounding of it.
 
-Under torch.compile an operator of its own returns one number with its gradients, whatever way they are made.
-
 The upstream gradient is not known in forward. That of one number is a number: backward multiplies by it, and a launch that
 finds 1 ends at once. That of a loss for each token is expected to be in proportion to weights. dE of a token is multiplied by
 the token's own in any case. dC is multiplied by the common factor if the device finds one; else it becomes 0, and the logits'
@@ -24,10 +22,10 @@ from torch import Tensor
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
-from cce_dist import merge, op
+from cce_dist import merge
 from cce_dist.agree import label_error
 from cce_dist.autograd import differentiable_once, nobody_listens, replayed
-from cce_dist.call import Call, build, flat, schema
+from cce_dist.call import Call
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax, budget
 from cce_dist.kernels.launch.rehearsal import rehearse
 from cce_dist.op import chosen, of_even_shard, sum_group_of
@@ -46,6 +44,11 @@ def of_rows(rows: int | None) -> Iterator[None]:
         yield
     finally:
         _FORCED = before
+
+
+def are_forced() -> bool:
+    """Whether a test has calls made in groups wherever they can be."""
+    return _FORCED is not None
 
 
 def rows_of_groups(x: Operands, call: Call, per_token: bool, grad_weight_out: Tensor | None) -> int | None:
@@ -119,86 +122,6 @@ def loss(x: Operands, divisor: float | Tensor | None, call: Call, rows: int, z_l
     )
 
 
-def serves_graphs(hidden: Tensor, call: Call, grad_weight_out: Tensor | None, z_loss_weight: float | Tensor) -> bool:
-    """Whether one number's gradients are made in forward where torch.compile takes the call into a graph."""
-    if not call.spec.want.grad or call.spec.filter.eps > 0 or grad_weight_out is not None:
-        return False
-    if isinstance(z_loss_weight, Tensor):
-        return False
-    # fp16 is too short for gradients that a loss scale multiplies afterwards; fp32 keeps no exponentials.
-    return _FORCED is not None or (call.backend == "triton" and hidden.dtype == torch.bfloat16)
-
-
-def loss_of_graph(x: Operands, divisor: float | Tensor, call: Call, z_loss_weight: float | Tensor = 0.0,
-                  weight_N: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Return what ``loss`` does of one number, by an operator that torch.compile takes into its graph.
-
-    Its gradients are made in forward also where they are not made in groups. Arguments are those of ``loss``.
-    """
-    if not isinstance(divisor, Tensor):
-        divisor = torch.full((), float(divisor), device=x.hidden.device)
-    want = [tensor is not None and tensor.requires_grad for tensor in (x.hidden, x.weight, x.bias)]
-    return torch.ops.cce_dist.loss_and_gradients(
-        x.hidden, x.weight, x.bias, x.ids, divisor.to(x.hidden.device), weight_N, z_loss_weight, want, *flat(call)
-    )[0]
-
-
-def _loss_and_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, divisor: Tensor, weight_N: Tensor | None,
-    z_loss_weight: float, want: list[bool], *flat_call: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The operator: the loss, 0-d fp32, and the gradients that are wanted, as if upstream's were 1."""
-    call, terms = build(Call, iter(flat_call)), Terms(divisor, z_loss_weight, weight_N)
-    rows = rows_of_groups(Operands(hidden, weight, bias, labels, call.spec.logits), call, False, None)
-    nothing = hidden.new_empty(0)
-    if rows is not None:
-        loss, made = _run(hidden, weight, bias, labels, terms, None, call, rows, tuple(want))
-        found = made[:3]
-    else:
-        call = call._replace(spec=call.spec._replace(want=call.spec.want._replace(mean=False)))
-        nll_N, lse_N, *_, saved = op._forward_again(hidden, weight, bias, labels, None, None, call)
-        loss = terms.losses(nll_N, lse_N).sum() / divisor
-        d_losses = [*terms.gradients(_expectation(None, labels, divisor), lse_N), None]
-        found = op._backward_again(d_losses, hidden, weight, bias, saved, None, want, call)
-    d_hidden, d_weight, d_bias = (nothing if tensor is None else tensor for tensor in found)
-    return loss, d_hidden, d_weight, d_bias
-
-
-def _loss_and_gradients_fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Any:
-    want = next(value for value in others if isinstance(value, list))
-    gradients = [
-        torch.empty_like(tensor) if wanted and tensor is not None else hidden.new_empty(0)
-        for tensor, wanted in zip((hidden, weight, bias), want, strict=True)
-    ]
-    return hidden.new_empty((), dtype=torch.float32), *gradients
-
-
-def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.num_inputs = len(inputs)
-
-
-def _gradients_times(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
-    scaled = [
-        torch.where((made == 0) | (upstream == 0), 0.0, made * upstream).to(made.dtype) if wanted else None
-        for made, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-    ]
-    return *scaled, *(None,) * (ctx.num_inputs - 3)
-
-
-_LIBRARY = torch.library.Library("cce_dist", "FRAGMENT")  # lives as long as its operator
-_LIBRARY.define(
-    "loss_and_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor divisor, Tensor? class_weight, "
-    f"float z_loss_weight, bool[] want, {', '.join(schema(Call))}) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.impl("loss_and_gradients", _loss_and_gradients, "CompositeExplicitAutograd")
-torch.library.register_fake("cce_dist::loss_and_gradients", _loss_and_gradients_fake, lib=_LIBRARY)
-torch.library.register_autograd(
-    "cce_dist::loss_and_gradients", _gradients_times, setup_context=_save_gradients, lib=_LIBRARY
-)
-
-
 class _Made(NamedTuple):
     """Gradients for the upstream gradient ``expected_N``, None where none is wanted, and what makes them again."""
 
@@ -218,14 +141,14 @@ class _InGroups(torch.autograd.Function):
         ctx.grad_weight_out = grad_weight_out
         ctx.told = terms, expected_N, call, rows, ctx.needs_input_grad[:3]
         # No saved tensors: the first backward takes these away, scales them in place, and leaves them to the parameters.
-        found, ctx.made = _run(hidden, weight, bias, labels, *ctx.told)
+        found, ctx.made = run(hidden, weight, bias, labels, *ctx.told)
         return found
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> Any:
         with torch.no_grad():
             if ctx.made is None:
-                ctx.made = _run(*ctx.saved_tensors, *ctx.told)[1]
+                ctx.made = run(*ctx.saved_tensors, *ctx.told)[1]
             found = _times_upstream(ctx, grads[0].float())
         if torch.is_grad_enabled():
             nothing = grads[0].new_empty(0)
@@ -306,7 +229,7 @@ def _scale(values: Tensor | None, factor: Tensor, backend: str, out: Tensor | No
     values.copy_(scaled) if out is None else out.add_(scaled)
 
 
-def _expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: Tensor | None) -> Tensor:
+def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: Tensor | None) -> Tensor:
     """Return the upstream gradients, [N] fp32, that gradients are made for."""
     if divisor is not None:
         return (1.0 / divisor.float()).expand(len(ids_N))
@@ -319,7 +242,7 @@ def _expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: Tensor | Non
     return torch.where(expected_N.abs() < LEAST_WEIGHT, LEAST_WEIGHT, expected_N)
 
 
-def _run(
+def run(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, expected_N: Tensor | None,
     call: Call, rows: int, wanted: tuple[bool, ...],
 ) -> tuple[Tensor, _Made]:  # fmt: skip
@@ -342,7 +265,7 @@ def _run(
         loss_N = torch.empty(x.num_tokens, dtype=torch.float32, device=hidden.device)
         softmax = Softmax(*loss_N.new_empty(2, x.num_tokens))
         d_hidden = hidden.new_empty(hidden.shape) if wanted[0] else None
-        made = _Made(d_hidden, None, None, ids, _expectation(expected_N, ids, terms.divisor), softmax)
+        made = _Made(d_hidden, None, None, ids, expectation(expected_N, ids, terms.divisor), softmax)
         sum_group = sum_group_of(layout, group)
         hidden_sum = None
         if sum_group is not None and made.hidden is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from cce_dist import agree, checks, groups, op, operands, terms
+from cce_dist import agree, checks, groups, in_graph, op, operands, terms
 from cce_dist.call import DTYPES, Call, LossOptions, Options, checked
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.kernels import Filter, Operands, Spec, Want
@@ -225,8 +225,8 @@ def linear_cross_entropy(
                 divisor = None if per_token else _divisor(x, chosen, class_weights)
                 loss = groups.loss(x, divisor, call, rows, chosen.z_loss_weight, of_labels, expected, grad_weight_out)
                 return loss.view(target.shape) if per_token else loss
-        elif not per_token and groups.serves_graphs(x.hidden, call, grad_weight_out, chosen.z_loss_weight):
-            return groups.loss_of_graph(x, _divisor(x, chosen, class_weights), call, chosen.z_loss_weight, of_labels)
+        elif not per_token and in_graph.serves(x.hidden, call, grad_weight_out, chosen.z_loss_weight):
+            return in_graph.loss(x, _divisor(x, chosen, class_weights), call, chosen.z_loss_weight, of_labels)
     factors = None if unread is None else terms.factors(unread, 1.0, x, target.shape, call)
     found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
     loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll

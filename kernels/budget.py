@@ -187,6 +187,7 @@ def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> in
     return tiles * tile_cols if tiles >= LEAST_TILES else 0
 
 
+@lru_cache(maxsize=1024)
 def rows_of_groups(
     sizes: Sizes, workspace_bytes: int, tile_cols: int = 256, *, holds_weight: bool = False
 ) -> int | None:
@@ -272,6 +273,7 @@ def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> in
     return min(num_tiles, next((parts for parts in near if filled(parts) >= FULL_WAVES), max(near, key=filled)))
 
 
+@lru_cache(maxsize=1024)
 def cut_last_wave(num_tiles: int, num_steps: int, at_once: int) -> tuple[int, int]:
     """Return how many tiles of d_hidden stay whole, and into how many parts of the inner axis each of the others is cut.
 

@@ -252,7 +252,7 @@ def test_under_torch_compile(grouped: bool, options: dict[str, Any], backend: st
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return -3.0 * linear_cross_entropy(hidden, weight, labels, linear_bias=bias, backend=backend, **options)
 
-    with groups.of_rows(ROWS), mock.patch.object(groups, "_run", wraps=groups._run) as run:
+    with groups.of_rows(ROWS), mock.patch.object(groups, "run", wraps=groups.run) as run:
         with nullcontext() if grouped else mock.patch.object(groups, "rows_of_groups", lambda *_: None):
             found = torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors)
         gradients = torch.autograd.grad(found, wanted)
