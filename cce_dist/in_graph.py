@@ -47,7 +47,6 @@ def _loss_and_gradients(
     """The operator: the loss, 0-d fp32, and the gradients that are wanted, as if upstream's were 1."""
     call, terms = build(Call, iter(flat_call)), groups.Terms(divisor, z_loss_weight, weight_N)
     rows = groups.rows_of_groups(Operands(hidden, weight, bias, labels, call.spec.logits), call, False, None)
-    nothing = hidden.new_empty(0)
     if rows is not None:
         loss, made = groups.run(hidden, weight, bias, labels, terms, None, call, rows, tuple(want))
         found = made[:3]
@@ -57,7 +56,7 @@ def _loss_and_gradients(
         loss = terms.losses(nll_N, lse_N).sum() / divisor
         d_losses = [*terms.gradients(groups.expectation(None, labels, divisor), lse_N), None]
         found = op._backward_again(d_losses, hidden, weight, bias, saved, None, want, call)
-    d_hidden, d_weight, d_bias = (nothing if tensor is None else tensor for tensor in found)
+    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if tensor is None else tensor for tensor in found)
     return loss, d_hidden, d_weight, d_bias
 
 
