@@ -4,14 +4,13 @@ import json
 
 import pytest
 
-from cce_dist import cli, ranks
+from cce_dist import cli
 from cce_dist.bench.collectives import Collective, _times, _union
 from cce_dist.bench.loop import Errors, Row, _least_waiting, _worst
 
 
 @pytest.mark.slow
-def test_bench_starts_its_ranks_and_says_what_they_send(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(ranks, "START_METHOD", "spawn")  # so that they print where this process prints
+def test_bench_starts_its_ranks_and_says_what_they_send(tmp_path, capfd, printing_ranks):
     methods = ["cce-dist", "cce-dist-sp", "torch-loss-parallel", "megatron-sp"]
     command = ["bench", "--shapes", "toy", "--tokens", "32", "--repeats", "2", "--device", "cpu", "--tp", "2"]
     assert cli.main([*command, "--methods", *methods, "--out", str(tmp_path)]) == 0

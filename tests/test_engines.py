@@ -31,7 +31,7 @@ RUNS: dict[str, dict[str, tuple]] = {  # tensor-parallel, data-parallel and pipe
         "zero3-exact": (1, 4, 1, ["--zero-stage", "3", "--accumulate", "2"]),
         "zero3-filtered": (1, 4, 1, ["--zero-stage", "3", *NOTHING_DROPPED]),
         "pipe-data-bf16": (1, 2, 2, ["--dtype", "bfloat16"]),
-        "zero2-bf16": (1, 4, 1, ["--zero-stage", "2", "--dtype", "bfloat16"]),
+        "zero2-dense-bf16": (1, 4, 1, ["--zero-stage", "2", "--dtype", "bfloat16", "--loss", "dense"]),
     },
     "megatron": {
         "data": (1, 4, 1, []),

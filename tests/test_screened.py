@@ -220,7 +220,7 @@ def test_gradient_of_the_entropy() -> None:
         assert (ours - true).norm() < (MOST_RMS if not GPU else 1e-2) * true.norm()
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[5]])
+@pytest.mark.parametrize("case", [CASES[1], CASES[5]])
 @pytest.mark.slow
 def test_gradients(case: Case, limits) -> None:
     """Catches: a token that cannot be trusted served, a hit that the screen left out, a mass relative to something else."""
