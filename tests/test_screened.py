@@ -42,7 +42,7 @@ CASES = [
     pytest.param(CASE._replace(hidden_size=19, coefs="signed", logit_scale=-1.0), id="rows-no-descriptor-can-describe"),
     pytest.param(CASE._replace(start=50, num_valid=77, ids=300), id="padded-shard"),
     pytest.param(
-        CASE._replace(num_tokens=40 if not GPU else 3000, num_rows=140 if not GPU else 5000, budget=1000),
+        CASE._replace(num_tokens=50 if not GPU else 3000, num_rows=140 if not GPU else 5000, budget=1000),
         id="groups-of-tokens-and-chunks",
     ),
     pytest.param(CASE._replace(coefs="large", longest=3 if not GPU else 20, bias=True), id="lists-that-are-too-long"),
