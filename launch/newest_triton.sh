@@ -10,6 +10,6 @@ folder=$PWD/.venv/triton-$newest
 [ -d "$folder" ] || pip install --quiet --disable-pip-version-check --no-deps --target "$folder" "triton==$newest"
 export PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
 python -c "import triton; assert triton.__version__ == '$newest', triton.__version__"
-of_kernels="match or nothing or shrinkage or correction or numbers or fp16-full-c or with_a_screen or entropy or top_k or times"
+of_kernels="match or nothing or shrinkage or linear_correction or numbers or fp16-full-c or with_a_screen or top_k or times"
 pytest -n 2 --dist loadgroup -m "not slow and not sweep" -k "$of_kernels" \
     tests/test_{triton,filtered,screened,divergence,top_k,log_probs,kept_ids,groups}.py "$@"
