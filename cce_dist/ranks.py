@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+START_METHOD = "spawn"  # of a pool's processes
+
 
 def in_torchrun() -> bool:
     """Return whether torchrun, or a launcher like it, started this process as a rank."""
@@ -153,7 +155,7 @@ class Pool(contextlib.AbstractContextManager):
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
+        context: Any = mp.get_context(START_METHOD)
         for rank in range(self.world):
             ours, its = context.Pipe()
             store = os.path.join(self._folder.name, "store")

@@ -196,7 +196,9 @@ def _list_hidden_kernel(
     end = tl.load(begin_ptr + token + 1)
     own = tl.load(column_ptr + num_listed + token)
     place = weight_ptr + own.to(tl.int64) * hidden_size + offs_d
-    acc = tl.load(place, mask=in_d & (own >= 0), other=0).to(tl.float32) * tl.load(grad_ptr + num_listed + token)
+    # The interpreter of Triton 3.9 takes no mask of a block and a number.
+    acc = tl.load(place, mask=in_d & (own >= offs_d * 0), other=0).to(tl.float32)
+    acc *= tl.load(grad_ptr + num_listed + token)
     for first in range(begin, end, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         column = tl.load(column_ptr + offs_k, mask=offs_k < end, other=-1)

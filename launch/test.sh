@@ -18,10 +18,17 @@ if [ "${1:-}" = all ]; then
     tests=(-m "not sweep")
 fi
 
-# All checks run even when an early one fails; pytest comes last, so that its summary closes the output.
-failed=()
-for check in "${checks[@]}"; do
-    $check || failed+=("$check")
+# The checks run side by side, and all of them even when one fails; pytest comes last, so that its summary closes the output.
+said=$(mktemp -d)
+trap 'rm -rf "$said"' EXIT
+running=() failed=()
+for number in "${!checks[@]}"; do
+    ${checks[number]} >"$said/$number" 2>&1 &
+    running+=($!)
+done
+for number in "${!checks[@]}"; do
+    wait "${running[number]}" || failed+=("${checks[number]}")
+    cat "$said/$number"
 done
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'FAILED: %s\n' "${failed[@]}" >&2

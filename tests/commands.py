@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from preload import preload
 
 from cce_dist import cli
-from cce_dist.pretrain import launch, torchrun  # noqa: F401 - all that the command needs, imported once
-from cce_dist.pretrain.engines import torch as torch_engine  # noqa: F401
+from cce_dist.pretrain import torchrun
 
 
 class Program:
@@ -104,7 +104,7 @@ class Command(Program):
     ) -> None:
         context: Any = multiprocessing.get_context(start)
         if start == "forkserver":
-            context.set_forkserver_preload(["commands"])
+            preload()
         self.output, self.family = output, set()
         how = (argv, output, "fork" if start == "forkserver" else start, file_limit, environment or {})
         self.process = context.Process(target=_run, args=how)

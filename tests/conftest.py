@@ -11,8 +11,19 @@ if not torch.cuda.is_available():
     # Read once, when a kernel is decorated: it must be set before the first import of triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from cce_dist import divergence_op, op
+from preload import preload
+
+from cce_dist import divergence_op, op, ranks
 from cce_dist.ranks import Pool
+
+if not torch.cuda.is_available():  # CUDA does not survive a fork
+    ranks.START_METHOD = "forkserver"
+    preload()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come first, so that no worker is left alone with one."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +42,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of tokenized corpora that all tests of the job share, also those of other workers."""
     base = tmp_path_factory.getbasetemp()
     return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "corpora"
+
+
+@pytest.fixture
+def printing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ranks print where the test reads. Those that are forked print where their server does."""
+    monkeypatch.setattr(ranks, "START_METHOD", "spawn")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from cce_dist.bench.loop import Errors, Row, least_waiting, worst
 
 
 @pytest.mark.slow
-def test_bench_starts_its_ranks_and_says_what_they_send(tmp_path, capfd):
+def test_bench_starts_its_ranks_and_says_what_they_send(tmp_path, capfd, printing_ranks):
     methods = ["cce-dist", "cce-dist-sp", "torch-loss-parallel", "megatron-sp"]
     command = ["bench", "--shapes", "toy", "--tokens", "32", "--repeats", "2", "--device", "cpu", "--tp", "2"]
     assert cli.main([*command, "--methods", *methods, "--out", str(tmp_path)]) == 0

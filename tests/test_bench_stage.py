@@ -29,7 +29,7 @@ OURS = ["cce-dist", "cce-dist-cached", "cce-dist-filtered"]
     [("megatron", ["megatron"]), ("deepspeed", ["deepspeed", "deepspeed-linear"])],
 )
 @pytest.mark.slow
-def test_one_rank(framework, theirs, tmp_path, capfd):
+def test_one_rank(framework, theirs, tmp_path, capfd, printing_ranks):
     command = ["bench", "--stage", framework, "--shapes", "toy", "--tokens", "32", "--repeats", "1", "--device", "cpu"]
     assert cli.main([*command, "--methods", *theirs, *OURS, "--out", str(tmp_path)]) == 0
     output = capfd.readouterr().out

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from test_options import DS_CONFIG
-from tiny_trainer import counted, tiny_model
+from tiny_trainer import begin_deepspeed, counted, tiny_model
 from torch import Tensor, nn
 
 import cce_dist
@@ -64,12 +64,9 @@ def prepare() -> None:
     """Make this process one that DeepSpeed takes for a launcher's, without a compiler."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+    begin_deepspeed()
     import deepspeed
 
-    # On a CPU DeepSpeed compiles a collective of its own at start.
-    comm: Any = sys.modules["deepspeed.comm.torch"]
-    comm.build_shm_op = lambda: None
-    deepspeed.init_distributed("gloo")
     # Its CPUs have fp16 if they are fast at it; these tests are not about speed.
     accelerator: Any = deepspeed.accelerator.get_accelerator()
     accelerator.is_fp16_supported = lambda: True

@@ -26,7 +26,6 @@ from cce_dist.verify.check import EPS, _expected
 SHAPE, NUM_TOKENS, FREQUENT = HeadShape(16, 400), 48, 13
 FILTER = GradFilter(2.0**-7, always=True)
 CASES: list[tuple[str, dict[str, Any]]] = [  # rung and further options; of all, two thirds of the labels are ignored
-    ("early", {"softcap": 12.0}),
     ("middle", {}),
     ("sharp", {"softcap": 12.0}),
 ]

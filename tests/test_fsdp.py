@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
 
-from tiny_trainer import LENGTH, VOCAB, tiny_model
+from tiny_trainer import LENGTH, VOCAB, compared, tiny_model
 
 import cce_dist
 from cce_dist import VocabParallelHead, VocabShard, groups, merge
@@ -166,19 +166,12 @@ def whole(model: Any) -> dict[str, Tensor]:
 
 def compare(case: Case, steps: int, rate: float = 1e-2) -> None:
     models = [build(case, ours) for ours in (False, True)]
-    found, common_factor = [], groups._common_factor
-
-    def compared(*given: Any) -> tuple[Tensor, Tensor]:
-        found.append(common_factor(*given))
-        return found[-1]
-
-    with groups.of_rows(case.in_groups), mock.patch.object(groups, "_common_factor", compared):
+    with groups.of_rows(case.in_groups), compared() as differed:
         (losses, norms), (our_losses, our_norms) = (
             train(model, case, adam(model, rate), range(steps)) for model in models
         )
     # Each rank's tokens weigh as its own mean says; if they do not, the weight's gradient is made anew.
-    calls = steps * case.microbatches if case.in_groups else 0
-    assert [bool(differs) for _, differs in found] == [case.scaled] * calls
+    assert differed == [case.scaled] * (steps * case.microbatches if case.in_groups else 0)
     torch.testing.assert_close(our_losses, losses, rtol=REACH, atol=0, msg=lambda m: f"{case}: {m}")
     torch.testing.assert_close(our_norms, norms, rtol=4 * REACH, atol=0, msg=lambda m: f"{case}: {m}")
     stock, ours = (whole(model) for model in models)

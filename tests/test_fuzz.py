@@ -57,7 +57,7 @@ def test_torch_of(function: str):
 @pytest.mark.slow
 def test_triton_of(function: str):
     setting = Setting(1, "cuda" if GPU else "cpu", "triton", function=function)
-    assert failures(setting, 100 if GPU else 8) == ""
+    assert failures(setting, 100 if GPU else 4) == ""
 
 
 def test_a_mutation_of_the_log_probs_is_seen(monkeypatch: pytest.MonkeyPatch):

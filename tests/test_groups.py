@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from shards import DEVICE, GPU, Live, launch_nothing, needs_gpu
+from tiny_trainer import compared
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -125,22 +126,16 @@ def per_token(
         dense(tensors, labels, dtype, upstream, reduction="none", **shown) for dtype in (torch.float64, DTYPE)
     )
     out = options.get("grad_weight_out")
-    found, common_factor = [], groups._common_factor
-
-    def compared(upstream_N: Tensor, made: Any) -> tuple[Tensor, Tensor]:
-        found.append(common_factor(upstream_N, made))
-        return found[-1]
-
-    with in_groups(), mock.patch.object(groups, "_common_factor", compared):
+    with in_groups(), compared() as differed:
         loss = linear_cross_entropy(
             tensors[0], tensors[1], labels, linear_bias=tensors[2], backend=backend, reduction="none", **options
         )
         if twice:  # of which nothing may be left
             torch.autograd.grad(loss, tensors, 7.0 - upstream, retain_graph=True, allow_unused=True)
-            found.clear()
+            differed.clear()
             out = None if out is None else out.zero_()
         d_hidden, d_weight, d_bias = torch.autograd.grad(loss, tensors, upstream, allow_unused=True)
-    assert [bool(differs) for _, differs in found] == [fails]
+    assert differed == [fails]
     assert (d_weight is None) == (out is not None)
     ours = (loss, d_hidden, d_weight if out is None else out, d_bias)
     for name, *values in zip(("loss", "dE", "dC", "dbias"), ours, base, truth, strict=True):

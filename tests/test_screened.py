@@ -34,18 +34,19 @@ MOST_RMS = 1.5e-3 if not GPU else 2e-3  # nats, of the log-sum-exp of these smal
 # The entropy's error is up to five times as large: noise of the tail moves it by what the tail is below the mean.
 MOST_OF_ENTROPY = 3e-3 if not GPU else 1e-2
 ROUNDING = 2**0.5 * 0.0265  # rms of a product whose two factors have 4 significant bits, relative to its own
+CASE = Case() if GPU else Case(num_tokens=37)
 CASES = [
-    pytest.param(Case(), id="tails-of-all-axes"),
-    pytest.param(Case(hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0), id="bias-scale-softcap"),
-    pytest.param(Case(softcap=900.0), id="softcap-far"),
-    pytest.param(Case(hidden_size=19, coefs="signed", logit_scale=-1.0), id="rows-no-descriptor-can-describe"),
-    pytest.param(Case(start=50, num_valid=77, ids=300), id="padded-shard"),
+    pytest.param(CASE, id="tails-of-all-axes"),
+    pytest.param(CASE._replace(hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0), id="bias-scale-softcap"),
+    pytest.param(CASE._replace(softcap=900.0), id="softcap-far"),
+    pytest.param(CASE._replace(hidden_size=19, coefs="signed", logit_scale=-1.0), id="rows-no-descriptor-can-describe"),
+    pytest.param(CASE._replace(start=50, num_valid=77, ids=300), id="padded-shard"),
     pytest.param(
-        Case(num_tokens=50 if not GPU else 3000, num_rows=140 if not GPU else 5000, budget=1000),
+        CASE._replace(num_tokens=50 if not GPU else 3000, num_rows=140 if not GPU else 5000, budget=1000),
         id="groups-of-tokens-and-chunks",
     ),
-    pytest.param(Case(coefs="large", longest=3 if not GPU else 20, bias=True), id="lists-that-are-too-long"),
-    pytest.param(Case(capacity=50 if not GPU else 400, bias=True), id="lists-without-room"),
+    pytest.param(CASE._replace(coefs="large", longest=3 if not GPU else 20, bias=True), id="lists-that-are-too-long"),
+    pytest.param(CASE._replace(capacity=50 if not GPU else 400, bias=True), id="lists-without-room"),
 ]
 
 
@@ -219,7 +220,7 @@ def test_gradient_of_the_entropy() -> None:
         assert (ours - true).norm() < (MOST_RMS if not GPU else 1e-2) * true.norm()
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[5]])
+@pytest.mark.parametrize("case", [CASES[1], CASES[5]])
 @pytest.mark.slow
 def test_gradients(case: Case, limits) -> None:
     """Catches: a token that cannot be trusted served, a hit that the screen left out, a mass relative to something else."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from cce_dist import VocabParallelHead, VocabShard, cli, linear_cross_entropy, verify
 from cce_dist.ranks import run_ranks
@@ -79,7 +79,6 @@ def _four_ranks():
     _check_order()
     _check_shards()
     _check_head()
-    _check_dtensor()
     _check_disagreement()
     _check_compiled()
 
@@ -150,29 +149,13 @@ def _check_head():
     assert logits.shape == (5, heads["group of 4"].shard.num_rows)
 
 
-def _check_dtensor():
-    """A weight that is a DTensor says itself how it is sharded, also inside a 2-D mesh; its gradient is one too."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    whole, hidden, labels = torch.randn(33, 8), torch.randn(5, 8), torch.randint(33, (5,))
-    weight = distribute_tensor(whole, mesh, [Replicate(), Shard(0)]).requires_grad_()
-    reference = whole.clone().requires_grad_()
-    loss, expected = (linear_cross_entropy(hidden, w, labels) for w in (weight, reference))
-    torch.testing.assert_close(loss, expected)
-    loss.backward()
-    expected.backward()
-    assert isinstance(weight.grad, DTensor)
-    torch.testing.assert_close(weight.grad.full_tensor(), reference.grad)
-    with pytest.raises(ValueError, match="dim 0"):
-        linear_cross_entropy(hidden, distribute_tensor(whole, mesh, [Replicate(), Shard(1)]), labels)
-
-
 def _check_disagreement():
     """Under CCE_DIST_DEBUG=1 ranks that were called differently all raise, naming what differs; nobody hangs."""
     import os
 
     rank = dist.get_rank()
     os.environ["CCE_DIST_DEBUG"] = "1"
+    torch.manual_seed(0)
     try:
         shard = VocabShard.even(40, dist.group.WORLD)
         hidden, weight, labels = torch.randn(6, 8), torch.randn(shard.num_rows, 8), torch.randint(40, (6,))
@@ -180,8 +163,6 @@ def _check_disagreement():
         n = 6 - (rank == 1)
         with pytest.raises(RuntimeError, match=r"disagree on .*by rank .*6.*5.*6.*6"):
             linear_cross_entropy(hidden[:n], weight, labels[:n], shard=shard)
-        with pytest.raises(RuntimeError, match="disagree on softcap"):
-            linear_cross_entropy(hidden, weight, labels, shard=shard, softcap=1.0 + rank)
         with pytest.raises(RuntimeError, match="do not tile"):
             moved = VocabShard(shard.start + (rank == 2), shard.stop + (rank == 2), 40, dist.group.WORLD)
             linear_cross_entropy(hidden, weight, labels, shard=moved)

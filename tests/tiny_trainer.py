@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import cce_dist
+from cce_dist import groups
 
 VOCAB, LENGTH, STEPS = 67, 12, 4
 
@@ -80,6 +82,20 @@ def zero(stage: int, **sections: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def compared() -> Iterator[list[bool]]:
+    """Collect whether upstream gradients differed from those that were expected, comparison by comparison."""
+    differed, common_factor = [], groups._common_factor
+
+    def compare(*given: Any) -> tuple[Tensor, Tensor]:
+        factor, differs = common_factor(*given)
+        differed.append(bool(differs))
+        return factor, differs
+
+    with mock.patch.object(groups, "_common_factor", compare):
+        yield differed
+
+
+@contextlib.contextmanager
 def counted(module: Any, name: str = "linear_cross_entropy") -> Iterator[list[int]]:
     """Count the calls of a function that a module has by this name, so that no test passes on another's loss."""
     function, calls = getattr(module, name), [0]
@@ -124,12 +140,16 @@ def prepare_rank() -> None:
     state: Any = PartialState
     state._prepare_backend = lambda self, cpu=False, *args: prepare_backend(self, cpu, *args) if cpu else ("gloo", gpus)
     with contextlib.suppress(ImportError):
-        import deepspeed
+        begin_deepspeed()
 
-        # On a CPU DeepSpeed compiles a collective of its own at start.
-        comm: Any = sys.modules["deepspeed.comm.torch"]
-        comm.build_shm_op = lambda: None
-        deepspeed.init_distributed("gloo")
+
+def begin_deepspeed() -> None:
+    """Have DeepSpeed take the default group, without the collective of its own that it compiles on a CPU."""
+    import deepspeed
+
+    comm: Any = sys.modules["deepspeed.comm.torch"]
+    comm.build_shm_op = lambda: None
+    deepspeed.init_distributed("gloo")
 
 
 def forget() -> None:

@@ -1,0 +1,27 @@
+"""What processes of tests have imported when they begin: they are forked from a server that has done so once."""
+
+import multiprocessing
+
+# A module that is not installed is passed over. The server does not know the folder of the tests.
+MODULES = [
+    "cce_dist.cli",
+    "cce_dist.verify",
+    "cce_dist.pretrain.launch",
+    "cce_dist.pretrain.torchrun",
+    "cce_dist.pretrain.engines.torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.testing",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "deepspeed.pipe",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+]
+
+
+def preload() -> None:
+    """Name the modules to the server, which begins with the first process."""
+    multiprocessing.set_forkserver_preload(MODULES)
