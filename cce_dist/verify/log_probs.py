@@ -127,6 +127,8 @@ def run_case(
         error = compare(name, ours, rough, exact, held_in)
         more = _softcap_noise(drawn.options) if name in OF_LOGITS else 0.0
         more += _slope_noise(drawn) if name in ("dE", "dC", "dbias") else 0.0
+        if case.kept and name in (*OF_LOGITS, "entropy"):
+            more += _product_noise(drawn)
         if name == "kept_mass" and len(exact):  # exp of a difference of two log-sum-exps
             more += EPS[torch.float32] * truth["lse"].abs().max().item()
         errors += [*padding, error._replace(bound=error.bound + more)]
@@ -180,6 +182,15 @@ def _softcap_noise(options: dict[str, Any]) -> float:
     """Error of a logit under a softcap: a tanh made of exponentials is right to two units in the last place of 1."""
     temperature = torch.as_tensor(options.get("temperature", 1.0)).amin().item()
     return options.get("softcap", 0.0) / temperature * EPS[torch.float32] / 16
+
+
+def _product_noise(drawn: _Drawn) -> float:
+    """Error of a logit that cancels: a short list may have this one alone, and the baseline be right by luck."""
+    hidden, weight = (x.double().abs().to(drawn.device) for x in (drawn.problem.hidden, drawn.problem.weight))
+    scale = torch.as_tensor(drawn.options.get("logit_scale", 1.0)).abs().amax().item()
+    temperature = torch.as_tensor(drawn.options.get("temperature", 1.0)).amin().item()
+    largest = (hidden @ weight.T).amax().item() if len(hidden) else 0.0
+    return largest * scale / temperature * EPS[torch.float32] / 64
 
 
 def _slope_noise(drawn: _Drawn) -> float:
