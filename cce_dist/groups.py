@@ -112,14 +112,15 @@ def loss(x: Operands, divisor: float | Tensor | None, call: Call, rows: int, z_l
         expected_N: [N] what upstream gradients of the losses are expected to be in proportion to; None: all are equal.
         grad_weight_out: Buffer that backward adds d_weight to.
     """
-    if divisor is not None:
-        if not isinstance(divisor, Tensor):
-            divisor = torch.full((), float(divisor), device=x.hidden.device)
-        divisor = divisor.to(x.hidden.device)
-    terms = Terms(divisor, z_loss_weight, weight_N)
+    terms = Terms(None if divisor is None else on_device(divisor, x.hidden.device), z_loss_weight, weight_N)
     return _InGroups.apply(  # type: ignore[return-value]
         x.hidden, x.weight, x.bias, x.ids, grad_weight_out, terms, expected_N, call, rows
     )
+
+
+def on_device(divisor: float | Tensor, device: torch.device) -> Tensor:
+    """Return a divisor as a 0-d tensor there."""
+    return divisor.to(device) if isinstance(divisor, Tensor) else torch.full((), float(divisor), device=device)
 
 
 class _Made(NamedTuple):
@@ -252,6 +253,7 @@ def run(
     backend, spec = chosen(call, x, group)
     # The sum over ranks begins when a group is done, and nothing of the group waits for it.
     spec = spec._replace(alone=True)
+    call_of_group = call._replace(spec=spec)
     with torch.autocast(hidden.device.type, enabled=False):
         ids = backend.label_ids(labels, spec.ignore_index, spec.vocab_size)
         if call.debug or not labels.is_cuda:
@@ -276,7 +278,7 @@ def run(
             of_part = [made.expected_N, *softmax[:2], loss_N, terms.weight_N, made.hidden]
             of_part = [tensor if tensor is None else tensor[part] for tensor in of_part]
             tensors = hidden[part], weight, bias, ids[part], of_part, made.weight
-            d_weight, d_bias = _finish(*tensors, terms.z_loss_weight, wanted[1:], call._replace(spec=spec))
+            d_weight, d_bias = _finish(*tensors, terms.z_loss_weight, wanted[1:], call_of_group)
             if made.weight is None and wanted[1]:  # Later groups add to it by themselves.
                 made = made._replace(weight=d_weight)
             if wanted[2] and bias is not None:

@@ -32,11 +32,10 @@ def loss(x: Operands, divisor: float | Tensor, call: Call, z_loss_weight: float 
 
     Its gradients are made in forward also where they are not made in groups. Arguments are those of ``groups.loss``.
     """
-    if not isinstance(divisor, Tensor):
-        divisor = torch.full((), float(divisor), device=x.hidden.device)
+    divisor = groups.on_device(divisor, x.hidden.device)
     want = [tensor is not None and tensor.requires_grad for tensor in (x.hidden, x.weight, x.bias)]
     return torch.ops.cce_dist.loss_and_gradients(
-        x.hidden, x.weight, x.bias, x.ids, divisor.to(x.hidden.device), weight_N, z_loss_weight, want, *flat(call)
+        x.hidden, x.weight, x.bias, x.ids, divisor, weight_N, z_loss_weight, want, *flat(call)
     )[0]
 
 

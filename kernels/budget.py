@@ -99,7 +99,7 @@ LIVE_BLOCKS = 8  # fp32 blocks of logits that the dense backend has alive at a t
 BLOCK_N, BLOCK_V = 128, 256  # its blocks are multiples of these
 
 # Tokens of a group at least, and groups at most. Groups of 768 tokens took as long as logits computed twice at D 1,024;
-# dC is off by 2.8e-3 with one group, 4.8e-3 with ten, 6.8e-3 with sixteen, dense bf16's by 6.4e-3 to 8.1e-3 (H200, 2026-11).
+# dC is off by 2.9e-3 with one group, 5.1e-3 with ten, 6.9e-3 with sixteen, dense bf16's by 6.4e-3 to 8.1e-3 (H200, 2026-11).
 LEAST_GROUP, MOST_GROUPS = 896, 16
 # Groups that are not even take less of the time that d_hidden takes with one more pass over d_weight for each group. That is
 # counted in waves of d_hidden's tiles on the 132 programs of an H100 or H200: 1e-4 of a wave for each hidden unit.
