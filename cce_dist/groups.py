@@ -3,7 +3,7 @@
 A token's gradient waits for other tokens in one place alone, the sum over tokens in dC. So where the exponentials of all tokens
 do not fit the budget, one group of tokens is finished before the next begins: its exponentials with the log-sum-exp, its
 statistics merged over the ranks, its dE, and its part of dC, which is added to the groups before. Nothing is computed twice.
-More groups cost one more read and write of dC each, and one more rounding of it.
+More groups cost one more read and write of dC each. Where they are many, dC has 8 bits more while it is added up.
 
 The upstream gradient is not known in forward. That of one number is a number: backward multiplies by it, and a launch that
 finds 1 ends at once. That of a loss for each token is expected to be in proportion to weights. dE of a token is multiplied by
@@ -27,19 +27,20 @@ from cce_dist.agree import label_error
 from cce_dist.autograd import differentiable_once, nobody_listens, replayed
 from cce_dist.call import Call
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax, budget
+from cce_dist.kernels.budget import Groups
 from cce_dist.kernels.launch.rehearsal import rehearse
 from cce_dist.op import chosen, of_even_shard, sum_group_of
 
 # Expected weights of a token, relative to the largest: the least, which stands for 0, and what counts as rounding.
 LEAST_WEIGHT, ROUNDING = 2.0**-40, 2.0**-20
-_FORCED: int | None = None
+_FORCED: Groups | None = None
 
 
 @contextmanager
-def of_rows(rows: int | None) -> Iterator[None]:
+def of_rows(rows: int | None, low: bool = False) -> Iterator[None]:
     """Make calls in groups of so many tokens, on any backend and at any size, where they can be; None: as ever. For tests."""
     global _FORCED
-    before, _FORCED = _FORCED, rows
+    before, _FORCED = _FORCED, None if rows is None else Groups(rows, low)
     try:
         yield
     finally:
@@ -51,8 +52,8 @@ def are_forced() -> bool:
     return _FORCED is not None
 
 
-def rows_of_groups(x: Operands, call: Call, per_token: bool, grad_weight_out: Tensor | None) -> int | None:
-    """Return the tokens of a group, the same on every rank. None: the call is not made in groups."""
+def groups_of(x: Operands, call: Call, per_token: bool, grad_weight_out: Tensor | None) -> Groups | None:
+    """Return the groups of a call, the same on every rank. None: it is not made in groups."""
     if maybe_current_level() is not None or forward_ad._current_level >= 0:
         return None
     if not call.spec.want.grad or not nobody_listens(x.hidden, x.weight):
@@ -73,7 +74,7 @@ def rows_of_groups(x: Operands, call: Call, per_token: bool, grad_weight_out: Te
     if not exact.keeps(even, spec):
         return None
     sizes = exact.sizes_of(even)._replace(alone=spec.alone)
-    return budget.rows_of_groups(sizes, spec.workspace_bytes, holds_weight=grad_weight_out is not None)
+    return budget.groups_of(sizes, spec.workspace_bytes, holds_weight=grad_weight_out is not None)
 
 
 class Terms(NamedTuple):
@@ -97,7 +98,7 @@ class Terms(NamedTuple):
         return [d_nll_N, d_lse_N, None, None, None]
 
 
-def loss(x: Operands, divisor: float | Tensor | None, call: Call, rows: int, z_loss_weight: float | Tensor = 0.0,
+def loss(x: Operands, divisor: float | Tensor | None, call: Call, groups: Groups, z_loss_weight: float | Tensor = 0.0,
          weight_N: Tensor | None = None, expected_N: Tensor | None = None,
          grad_weight_out: Tensor | None = None) -> Tensor:  # fmt: skip
     """Return the sum of the tokens' losses, divided by ``divisor``: 0-d fp32, differentiable once; without one, the losses [N].
@@ -106,7 +107,7 @@ def loss(x: Operands, divisor: float | Tensor | None, call: Call, rows: int, z_l
         x: The operands; the labels in place of their ids. Under sequence parallelism hidden states are this rank's slice.
         divisor: A number, or a 0-d tensor.
         call: What is computed.
-        rows: Tokens of a group.
+        groups: How it goes group by group.
         z_loss_weight: Weight of the squared log-sum-exp; no gradient.
         weight_N: [N] fp32 weight of each token's class, 0 where the label is ignored; None: 1.
         expected_N: [N] what upstream gradients of the losses are expected to be in proportion to; None: all are equal.
@@ -114,7 +115,7 @@ def loss(x: Operands, divisor: float | Tensor | None, call: Call, rows: int, z_l
     """
     terms = Terms(None if divisor is None else on_device(divisor, x.hidden.device), z_loss_weight, weight_N)
     return _InGroups.apply(  # type: ignore[return-value]
-        x.hidden, x.weight, x.bias, x.ids, grad_weight_out, terms, expected_N, call, rows
+        x.hidden, x.weight, x.bias, x.ids, grad_weight_out, terms, expected_N, call, groups
     )
 
 
@@ -137,10 +138,10 @@ class _Made(NamedTuple):
 class _InGroups(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None,
-                terms: Terms, expected_N: Tensor | None, call: Call, rows: int) -> Tensor:  # fmt: skip
+                terms: Terms, expected_N: Tensor | None, call: Call, groups: Groups) -> Tensor:  # fmt: skip
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.grad_weight_out = grad_weight_out
-        ctx.told = terms, expected_N, call, rows, ctx.needs_input_grad[:3]
+        ctx.told = terms, expected_N, call, groups, ctx.needs_input_grad[:3]
         # No saved tensors: the first backward takes these away, scales them in place, and leaves them to the parameters.
         found, ctx.made = run(hidden, weight, bias, labels, *ctx.told)
         return found
@@ -245,10 +246,10 @@ def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: Tensor | None
 
 def run(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, expected_N: Tensor | None,
-    call: Call, rows: int, wanted: tuple[bool, ...],
+    call: Call, groups: Groups, wanted: tuple[bool, ...],
 ) -> tuple[Tensor, _Made]:  # fmt: skip
     """Return the loss and its gradients, group by group."""
-    layout, group = call.layout, merge.resolve(call.layout.group_name)
+    layout, group, rows = call.layout, merge.resolve(call.layout.group_name), groups.rows
     x = Operands(hidden, weight, bias, labels, call.spec.logits)
     backend, spec = chosen(call, x, group)
     # The sum over ranks begins when a group is done, and nothing of the group waits for it.
@@ -267,6 +268,8 @@ def run(
         loss_N = torch.empty(x.num_tokens, dtype=torch.float32, device=hidden.device)
         softmax = Softmax(*loss_N.new_empty(2, x.num_tokens))
         d_hidden = hidden.new_empty(hidden.shape) if wanted[0] else None
+        has_low = groups.low and wanted[1] and call.backend != "torch" and weight.dtype == torch.bfloat16
+        low = weight.new_empty(weight.shape, dtype=torch.int8) if has_low else None
         made = _Made(d_hidden, None, None, ids, expectation(expected_N, ids, terms.divisor), softmax)
         sum_group = sum_group_of(layout, group)
         hidden_sum = None
@@ -277,7 +280,7 @@ def run(
             part = slice(first, min(first + rows, x.num_tokens))
             of_part = [made.expected_N, *softmax[:2], loss_N, terms.weight_N, made.hidden]
             of_part = [tensor if tensor is None else tensor[part] for tensor in of_part]
-            tensors = hidden[part], weight, bias, ids[part], of_part, made.weight
+            tensors = hidden[part], weight, bias, ids[part], of_part, (made.weight, low)
             d_weight, d_bias = _finish(*tensors, terms.z_loss_weight, wanted[1:], call_of_group)
             if made.weight is None and wanted[1]:  # Later groups add to it by themselves.
                 made = made._replace(weight=d_weight)
@@ -294,12 +297,12 @@ def run(
 
 def _finished(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids_N: Tensor, of_tokens: list[Tensor | None],
-    d_weight: Tensor | None, z_loss_weight: float | Tensor, wanted: tuple[bool, ...], call: Call,
+    d_weight: tuple[Tensor | None, Tensor | None], z_loss_weight: float | Tensor, wanted: tuple[bool, ...], call: Call,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Finish the tokens of a group: write their softmax, losses and d_hidden, and add to d_weight if there is one.
 
     The exponentials end with the call. ``of_tokens`` are the expected upstream gradients, the maximum and the logarithm of the
-    sum, the losses, the weights of classes and d_hidden.
+    sum, the losses, the weights of classes and d_hidden. Beside d_weight stands what 16 bits of it do not hold.
 
     Returns:
         A new d_weight, and d_bias; an empty tensor for what is not wanted, or not new.
@@ -315,7 +318,7 @@ def _finished(
     max_N.copy_(merged[0])
     log_sum_N.copy_(merged[1])
     coef_4N = backend.coefficients(terms.gradients(expected_N, lse_N), ids_N, spec.vocab_size)
-    grads = Grads(d_hidden is not None, wanted[0], wanted[1] and bias is not None, d_weight, hidden_out=d_hidden)
+    grads = Grads(d_hidden is not None, wanted[0], wanted[1] and bias is not None, *d_weight, hidden_out=d_hidden)
     _, made, d_bias = backend.gradients(x, Softmax(max_N, log_sum_N), coef_4N, saved, grads, spec)
     nothing = hidden.new_empty(0)
     return nothing if made is None else made, nothing if d_bias is None else d_bias

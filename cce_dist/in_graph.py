@@ -45,9 +45,9 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The operator: the loss, 0-d fp32, and the gradients that are wanted, as if upstream's were 1."""
     call, terms = build(Call, iter(flat_call)), groups.Terms(divisor, z_loss_weight, weight_N)
-    rows = groups.rows_of_groups(Operands(hidden, weight, bias, labels, call.spec.logits), call, False, None)
-    if rows is not None:
-        loss, made = groups.run(hidden, weight, bias, labels, terms, None, call, rows, tuple(want))
+    parts = groups.groups_of(Operands(hidden, weight, bias, labels, call.spec.logits), call, False, None)
+    if parts is not None:
+        loss, made = groups.run(hidden, weight, bias, labels, terms, None, call, parts, tuple(want))
         found = made[:3]
     else:
         call = call._replace(spec=call.spec._replace(want=call.spec.want._replace(mean=False)))

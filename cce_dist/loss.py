@@ -220,10 +220,10 @@ def linear_cross_entropy(
     if unread is None and _is_loss_alone(chosen):
         per_token, of_labels = reduction == "none", None if class_weights is None else class_weights.of_labels
         if not torch.compiler.is_compiling():
-            rows = groups.rows_of_groups(x, call, per_token, grad_weight_out)
-            if rows is not None:
+            parts = groups.groups_of(x, call, per_token, grad_weight_out)
+            if parts is not None:
                 divisor = None if per_token else _divisor(x, chosen, class_weights)
-                loss = groups.loss(x, divisor, call, rows, chosen.z_loss_weight, of_labels, expected, grad_weight_out)
+                loss = groups.loss(x, divisor, call, parts, chosen.z_loss_weight, of_labels, expected, grad_weight_out)
                 return loss.view(target.shape) if per_token else loss
         elif not per_token and in_graph.serves(x.hidden, call, grad_weight_out, chosen.z_loss_weight):
             return in_graph.loss(x, _divisor(x, chosen, class_weights), call, chosen.z_loss_weight, of_labels)

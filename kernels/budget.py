@@ -98,9 +98,10 @@ NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the 
 LIVE_BLOCKS = 8  # fp32 blocks of logits that the dense backend has alive at a time, at most
 BLOCK_N, BLOCK_V = 128, 256  # its blocks are multiples of these
 
-# Tokens of a group at least, and groups at most. Groups of 768 tokens took as long as logits computed twice at D 1,024;
-# dC is off by 2.9e-3 with one group, 5.1e-3 with ten, 6.9e-3 with sixteen, dense bf16's by 6.4e-3 to 8.1e-3 (H200, 2026-11).
-LEAST_GROUP, MOST_GROUPS = 896, 16
+# Tokens of a group at least: groups of 768 took as long as logits computed twice at D 1,024. Groups that dC is rounded to bf16
+# after: it is off by 2.9e-3 with one, 3.8e-3 with five, 6.9e-3 with sixteen, dense bf16's by 6.4e-3 to 8.1e-3 (H200, 2026-11).
+# More have 8 bits beside it, or, where the budget has no room for these, are at most so many.
+LEAST_GROUP, MOST_ROUNDED, MOST_GROUPS = 896, 5, 16
 # Groups that are not even take less of the time that d_hidden takes with one more pass over d_weight for each group. That is
 # counted in waves of d_hidden's tiles on the 132 programs of an H100 or H200: 1e-4 of a wave for each hidden unit.
 FULLER, D_WEIGHT_WAVES, PROGRAMS = 0.95, 1e-4, 132
@@ -187,11 +188,16 @@ def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> in
     return tiles * tile_cols if tiles >= LEAST_TILES else 0
 
 
+class Groups(NamedTuple):
+    """How a loss goes group by group of tokens (``cce_dist/groups.py``)."""
+
+    rows: int  # Tokens of a group
+    low: bool = False  # 8 bits of the sum of d_weight's groups stand beside it (``d_weight.py``)
+
+
 @lru_cache(maxsize=1024)
-def rows_of_groups(
-    sizes: Sizes, workspace_bytes: int, tile_cols: int = 256, *, holds_weight: bool = False
-) -> int | None:
-    """Return the tokens of a group that is finished before the next begins (``cce_dist/groups.py``).
+def groups_of(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256, *, holds_weight: bool = False) -> Groups | None:
+    """Return the groups of tokens each of which is finished before the next begins.
 
     None: the exponentials of all tokens fit, groups would be too small to fill the device, or too many to add up in 16 bits.
     With ``holds_weight`` d_weight is no output, but waits for backward, which adds it to a buffer: the budget has room for it.
@@ -200,6 +206,23 @@ def rows_of_groups(
     if num_tokens == 0 or sizes.num_columns == 0 or bytes_of_all(sizes, tile_cols) <= workspace_bytes:
         return None
     room = workspace_bytes - (sizes.num_columns * sizes.hidden_bytes if holds_weight else 0)
+    rows = _rows_of_groups(sizes, room, tile_cols, MOST_GROUPS)
+    if sizes.itemsize != 2 or (rows is not None and cdiv(num_tokens, rows) <= MOST_ROUNDED):
+        return None if rows is None else Groups(rows)
+    exact = _rows_of_groups(sizes, room - low_bytes(sizes), tile_cols, num_tokens)
+    if exact is not None:
+        return Groups(exact, low=True)
+    return None if rows is None else Groups(rows)
+
+
+def low_bytes(sizes: Sizes) -> int:
+    """Bytes of what stands beside d_weight while groups are added up in more than 16 bits."""
+    return sizes.num_columns * sizes.hidden_size
+
+
+def _rows_of_groups(sizes: Sizes, room: int, tile_cols: int, most: int) -> int | None:
+    """Return the tokens of ``most`` groups or fewer, which fit the bytes of ``room``."""
+    num_tokens = sizes.num_tokens
     largest = min(num_tokens, room // (sizes.num_columns * sizes.cell_bytes))
     # No sum over ranks waits for d_hidden of a group.
     fit = [
@@ -207,7 +230,7 @@ def rows_of_groups(
         for rows in range(LEAST_GROUP, largest + 1, BLOCK_N)
         if _bytes_of_group(sizes._replace(num_tokens=rows), tile_cols) <= room
     ]
-    if not fit or cdiv(num_tokens, fit[-1]) > MOST_GROUPS:
+    if not fit or cdiv(num_tokens, fit[-1]) > most:
         return None
 
     def waves(rows: int) -> float:
@@ -216,7 +239,7 @@ def rows_of_groups(
 
     even = cdiv(cdiv(num_tokens, cdiv(num_tokens, fit[-1])), BLOCK_N) * BLOCK_N
     even = even if even < LEAST_GROUP or even in fit else fit[-1]
-    fullest = min((rows for rows in fit if cdiv(num_tokens, rows) <= MOST_GROUPS), key=waves)
+    fullest = min((rows for rows in fit if cdiv(num_tokens, rows) <= most), key=waves)
     return fullest if waves(fullest) < FULLER * waves(even) else even
 
 
@@ -605,11 +628,12 @@ def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_
     return Peak(saved + forward, saved, saved + backward + cut + num_tokens * 16, cut)  # 16: the coefficients
 
 
-def groups_peak(sizes: Sizes, rows: int, tiles: Tiles, at_once: int) -> int:
-    """Predict the bytes beside inputs and gradients of a loss in groups of ``rows`` tokens; they end with forward."""
-    group = sizes._replace(num_tokens=rows, alone=True)
+def groups_peak(sizes: Sizes, groups: Groups, tiles: Tiles, at_once: int) -> int:
+    """Predict the bytes beside inputs and gradients of a loss that goes group by group; they end with forward."""
+    group = sizes._replace(num_tokens=groups.rows, alone=True)
     peak = exact_peak(group, bytes_of_all(group), True, tiles, at_once)
-    return max(peak.forward, peak.backward) + sizes.num_tokens * 12  # ids and losses of all tokens
+    of_all = sizes.num_tokens * 12 + (low_bytes(sizes) if groups.low else 0)  # ids and losses
+    return max(peak.forward, peak.backward) + of_all
 
 
 def anew_peak(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) -> int:

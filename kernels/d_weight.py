@@ -2,6 +2,9 @@
 
 The chunk holds every token, so each output tile is summed in registers and written once: no atomics, no zero-fill, no fp32
 copy of the weight's size. With ``add`` the tile is added to what is there (Megatron's fp32 ``main_grad``).
+
+A sum over many calls would be rounded to bf16 in each. So it may have 8 bits more beside it: a byte that counts 256ths of
+bf16's last place, which is the next byte of the sum in fp32.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ def add_d_weight(
     tile: Tile,
     *,
     add: bool,
+    low_VD: torch.Tensor | None = None,
     often_empty: bool = False,
 ) -> None:
     """Set d_weight_VD to gain * (dlogits_RV^T @ rows), or ``add`` that to it.
 
+    ``low_VD``: int8, what d_weight_VD in bf16 does not hold of the sum; set or added to as that is.
     ``often_empty``: nothing is written where no row is kept. Where shared memory holds what a loop over tiles needs, as many
     programs as run at a time do the work of all, since thousands that return would take longer than these.
     """
@@ -41,30 +46,32 @@ def add_d_weight(
         # in
         operand(dlogits_RV, tile.inner, tile.rows, tma), operand(rows.hidden, tile.inner, tile.cols, tma), rows.num_kept, gain,
         # out, or in and out
-        operand(d_weight_VD, tile.rows, tile.cols // 2, tma and not add),
+        operand(d_weight_VD, tile.rows, tile.cols // 2, tma and not add and low_VD is None), low_VD,
         # sizes
         num_rows, num_cols, hidden_size, dlogits_RV.stride(0),
         # options
-        HAS_GAIN=gain is not None, ADD=add, SKIP_EMPTY=often_empty, ONE_WAVE=in_one_wave,
+        HAS_GAIN=gain is not None, ADD=add, HAS_LOW=low_VD is not None, SKIP_EMPTY=often_empty, ONE_WAVE=in_one_wave,
         # tiles
         BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_N=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )
 
 
-@kernel("dlogits", "hidden", "d_weight", "hidden_size")
+@kernel("dlogits", "hidden", "d_weight", "low_ptr", "hidden_size")
 def _grad_weight_kernel(
     dlogits,  # in: [R, columns] descriptor or pointer
     hidden,  # in: [R, D] descriptor or pointer
     num_kept_ptr,  # in: [1] int32
     gain_ptr,  # in: [] fp32
-    d_weight,  # out: [columns, D] descriptor or pointer; a pointer, in and out, with ADD
+    d_weight,  # out: [columns, D] descriptor or pointer; a pointer with HAS_LOW, in and out with ADD
+    low_ptr,  # out, and in with ADD: [columns, D] int8
     num_rows,
     num_cols,
     hidden_size,
     dlogits_stride,
     HAS_GAIN: tl.constexpr,
     ADD: tl.constexpr,
+    HAS_LOW: tl.constexpr,
     SKIP_EMPTY: tl.constexpr,
     ONE_WAVE: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -74,20 +81,20 @@ def _grad_weight_kernel(
     PRECISION: tl.constexpr,
 ):
     num_kept = tl.load(num_kept_ptr)
-    given = (dlogits, hidden, num_kept, gain_ptr, d_weight, num_rows, num_cols, hidden_size, dlogits_stride)
+    given = (dlogits, hidden, num_kept, gain_ptr, d_weight, low_ptr, num_rows, num_cols, hidden_size, dlogits_stride)
     if ONE_WAVE:
         num_tiles = tl.cdiv(num_cols, BLOCK_V) * tl.cdiv(hidden_size, BLOCK_D)
         for tile in range(tl.program_id(0), tl.where(num_kept > 0, num_tiles, 0), tl.num_programs(0)):
-            _write_tile(tile, *given, HAS_GAIN, ADD, BLOCK_V, BLOCK_D, BLOCK_N, TMA, PRECISION)
+            _write_tile(tile, *given, HAS_GAIN, ADD, HAS_LOW, BLOCK_V, BLOCK_D, BLOCK_N, TMA, PRECISION)
     elif not SKIP_EMPTY or num_kept > 0:
-        _write_tile(tl.program_id(0), *given, HAS_GAIN, ADD, BLOCK_V, BLOCK_D, BLOCK_N, TMA, PRECISION)
+        _write_tile(tl.program_id(0), *given, HAS_GAIN, ADD, HAS_LOW, BLOCK_V, BLOCK_D, BLOCK_N, TMA, PRECISION)
 
 
 @triton.jit
 def _write_tile(
-    tile, dlogits, hidden, num_kept, gain_ptr, d_weight, num_rows, num_cols, hidden_size, dlogits_stride,
-    HAS_GAIN: tl.constexpr, ADD: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    tile, dlogits, hidden, num_kept, gain_ptr, d_weight, low_ptr, num_rows, num_cols, hidden_size, dlogits_stride,
+    HAS_GAIN: tl.constexpr, ADD: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Write a tile of d_weight, or add to it."""
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
@@ -100,19 +107,41 @@ def _write_tile(
         acc = tl.dot(g.T, h, acc, input_precision=PRECISION)
     if HAS_GAIN:
         acc *= tl.load(gain_ptr)
-    if ADD:
+    if ADD or HAS_LOW:
         offs_v = row + tl.arange(0, BLOCK_V)
-        # The tile is added a quarter at a time: the whole of it beside its addresses spills registers.
+        # The tile is written a quarter at a time: the whole of it beside its addresses spills registers.
         for half in tl.static_range(2):
             for quarter in tl.static_range(2):
                 part = halves(halves(acc)[half])[quarter]
                 offs_d = col + (2 * half + quarter) * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
                 mask = (offs_v < num_cols)[:, None] & (offs_d < hidden_size)[None, :]
-                where = d_weight + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-                part += tl.load(where, mask=mask, other=0).to(tl.float32)
-                tl.store(where, part.to(d_weight.dtype.element_ty), mask=mask)
+                where = offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+                if ADD:
+                    before = tl.load(d_weight + where, mask=mask, other=0)
+                    if HAS_LOW:
+                        part += joined(before, tl.load(low_ptr + where, mask=mask, other=0))
+                    else:
+                        part += before.to(tl.float32)
+                rounded = part.to(d_weight.dtype.element_ty)
+                tl.store(d_weight + where, rounded, mask=mask)
+                if HAS_LOW:
+                    tl.store(low_ptr + where, low_byte(part, rounded), mask=mask)
     else:
         store_tile(d_weight, row, col, acc, num_cols, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
+
+
+@triton.jit
+def low_byte(number, rounded):
+    """Return the fp32 number less what it was rounded to in bf16, in 256ths of the last place of that."""
+    rest = number.to(tl.int32, bitcast=True) - (rounded.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    return tl.minimum((rest + 128) >> 8, 127).to(tl.int8)
+
+
+@triton.jit
+def joined(rounded, low):
+    """Return the fp32 number that a bf16 number and its ``low_byte`` are. An infinity or a NaN stays one."""
+    bits = (rounded.to(tl.int16, bitcast=True).to(tl.int32) << 16) + (low.to(tl.int32) << 8)
+    return bits.to(tl.float32, bitcast=True)
 
 
 def add_d_bias(

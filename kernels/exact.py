@@ -243,6 +243,7 @@ class Output(NamedTuple):
     gain: torch.Tensor | None  # What all of them are multiplied by, or None
     ready: Callable[[torch.Tensor], None] | None  # ``Grads.hidden_ready``
     often_empty: bool  # See ``Grads``
+    weight_low: torch.Tensor | None = None  # ``Grads.weight_low``
     weight_first: bool = False  # d_hidden's storage has the rows that d_weight is made of, and comes after it
 
 
@@ -294,7 +295,9 @@ def gradients(
         dlogits_RV = x.hidden.new_empty(at_once, cols) if chunks else kept.exp_NV
         low_RD = remainder(x.hidden, at_once) if num_parts > 1 and d_hidden is not None else None
         total = None if d_hidden is None else Sum(d_hidden, low_RD)
-        out = Output(total, d_weight, d_bias, gain, grads.hidden_ready, grads.often_empty, weight_first)
+        out = Output(
+            total, d_weight, d_bias, gain, grads.hidden_ready, grads.often_empty, grads.weight_low, weight_first
+        )
 
         # Rows of kept exponentials are those of all tokens, in order: no group is finished before another.
         ready_rows = None if num_kept else grads.ready_rows
@@ -357,7 +360,7 @@ def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -
     if out.weight is not None:
         add_d_weight(
             out.weight[columns], part.dlogits_RV, rows, out.gain, tiles.grad_weight, add=part.add,
-            often_empty=out.often_empty,
+            low_VD=None if out.weight_low is None else out.weight_low[columns], often_empty=out.often_empty,
         )
     if out.bias is not None:
         add_d_bias(out.bias[columns], part.dlogits_RV, rows, part.scale_R, out.gain)

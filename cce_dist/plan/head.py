@@ -49,11 +49,11 @@ class Head:
     def is_split(self) -> bool:
         return self.tp > 1
 
-    def group_rows(self, loss: str, workspace_bytes: int) -> int | None:
-        """Return the tokens of a group of ``cce_dist/groups.py``; None: the loss goes another way."""
+    def groups(self, loss: str, workspace_bytes: int) -> budget.Groups | None:
+        """Return the groups of tokens of ``cce_dist/groups.py``; None: the loss goes another way."""
         if loss != "budget":
             return None
-        return budget.rows_of_groups(self.sizes, workspace_bytes, holds_weight=self.main_grad)
+        return budget.groups_of(self.sizes, workspace_bytes, holds_weight=self.main_grad)
 
     @property
     def hidden_bytes(self) -> int:
@@ -146,13 +146,13 @@ def lists_have_capacity(head: Head, workspace_bytes: int) -> bool:
 def _our_moments(head: Head, loss: str, device: Device, workspace_bytes: int) -> list[dict[str, int]]:
     """Return what is alive in forward, while backward's products run, while d_hidden is summed, and at the end."""
     sizes, tiles = head.sizes, _tiles(device)
-    rows = head.group_rows(loss, workspace_bytes)
+    groups = head.groups(loss, workspace_bytes)
     in_slices = head.sequence_parallel and head.is_split
     gathered = {"gathered hidden": head.hidden_bytes if in_slices else 0}
     gradients = {"gradients": head.hidden_bytes + head.weight_bytes}
     summed = {"sum": head.slice_bytes if in_slices else 0}
-    if rows is not None:
-        workspace = budget.groups_peak(sizes, rows, tiles, device.multiprocessors)
+    if groups is not None:
+        workspace = budget.groups_peak(sizes, groups, tiles, device.multiprocessors)
         moments = [gathered | gradients | summed | {"workspace": workspace}]
         if not head.one_number:
             anew = budget.anew_peak(sizes, workspace_bytes, tiles, device.multiprocessors)
@@ -200,12 +200,13 @@ def _our_seconds(head: Head, loss: str, device: Device, workspace_bytes: int) ->
         forward, backward = _filter_seconds(head, device, workspace_bytes)
         return product + forward, backward, _our_collectives(head, device, 0.0, 2)
     forward = product + _exponentials(head, device) + _small_kernels(head, device)
-    rows = head.group_rows(loss, workspace_bytes)
-    if rows is not None:
+    groups = head.groups(loss, workspace_bytes)
+    if groups is not None:
         # All is done in forward, and the sum of a group's d_hidden runs behind the next group.
-        more = cdiv(head.num_tokens, rows) - 1
+        more = cdiv(head.num_tokens, groups.rows) - 1
         forward += _gradient_products(head, device) + _small_kernels(head, device)
-        forward += more * (3 * head.weight_bytes / device.bandwidth + COSTS.group)
+        passes = 4.5 if groups.low else 3.0  # over d_weight
+        forward += more * (passes * head.weight_bytes / device.bandwidth + COSTS.group)
         backward = COSTS.launch
         if not head.one_number:
             # Upstream gradients are compared; gradients are multiplied, and launches for those that differ end at once.

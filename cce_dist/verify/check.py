@@ -249,7 +249,10 @@ def _ours(
     # What the buffer holds before is of dC's own size, so that adding to it rounds no more than dC is rounded.
     before = 2.0**-12
     out_buffer = torch.full(weight.shape, before, device=device) if case.accumulate else None
-    with groups.of_rows(case.in_groups or None), torch.autocast(device, torch.bfloat16, enabled=case.autocast):
+    with (
+        groups.of_rows(case.in_groups or None, low=True),
+        torch.autocast(device, torch.bfloat16, enabled=case.autocast),
+    ):
         out: Any = linear_cross_entropy(
             hidden, weight, labels, linear_bias=bias, shard=shard, return_aux=aux, backend=backend,
             grad_weight_out=out_buffer, **case.options,

@@ -86,6 +86,7 @@ class Draw:
         wanted: Whether hidden, weight and bias need a gradient.
         hidden_of_ignored, padding: What hidden states of ignored tokens hold, and padding rows of weight and bias.
         in_groups: Tokens of a group whose gradients are made in forward, where they can be; None: as the sizes say.
+        low: dC has 8 bits more then, while groups are added to it.
         expected: Of upstream gradients of each token then: empty: all equal; "upstream": themselves; "other": other ones.
         broken: A token with a NaN in its hidden state, none: -1.
     """
@@ -112,6 +113,7 @@ class Draw:
     classes: bool = False
     learn_scale: bool = False
     in_groups: int | None = None
+    low: bool = False
     expected: str = ""
     broken: int = -1
     twice: bool = False
@@ -153,6 +155,7 @@ def draw(setting: Setting, number: int) -> Draw:
         call.expected = apart.choice(["", "upstream", "other"])
         count = torch.Size(call.shape).numel()
         call.in_groups = apart.randint(max(1, count // MOST_GROUPS), max(1, count))
+        call.low = setting.backend == "triton" and call.dtype == torch.bfloat16 and apart.random() < 0.5
     return call
 
 
@@ -384,7 +387,7 @@ def _ours(
     if call.expected and options.get("reduction") == "none":
         expected = upstream["loss"].to(setting.device, FP32).view(labels.shape)
         options["expected_weights"] = 3.0 * expected if call.expected == "upstream" else expected.abs() + 0.1
-    with groups.of_rows(call.in_groups), torch.autocast(setting.device, call.dtype, enabled=call.autocast):
+    with groups.of_rows(call.in_groups, call.low), torch.autocast(setting.device, call.dtype, enabled=call.autocast):
         out = linear_cross_entropy(hidden, weight, labels, **options)
     outputs = {"loss": out} if isinstance(out, Tensor) else {name: getattr(out, name) for name in ("loss", *PER_TOKEN)}
     values = {name: x.detach() for name, x in outputs.items()}
@@ -506,7 +509,7 @@ def _errors(call: Draw, name: str, values: list[Tensor], plain: Tensor | None, e
         floor += EPS[FP32] * (logit_noise * expected.noise[name] + expected.noise[name + " unbent"])
         if name == "dC" and call.buffer is not None:
             floor += 2 * EPS[call.buffer] * (expected.noise[name] + right.abs().max().item() if right.numel() else 0.0)
-        if name == "dC" and call.in_groups and right.numel():  # each group but the first is added in the weight's dtype
+        if name == "dC" and call.in_groups and not call.low and right.numel():  # rounded after each group but the first
             count = -(-torch.Size(call.shape).numel() // call.in_groups)
             floor += EPS[dtype] * max(0, count - 1) * right.abs().max().item()
     elif not exact_products:
