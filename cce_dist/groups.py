@@ -78,42 +78,51 @@ def groups_of(x: Operands, call: Call, per_token: bool, grad_weight_out: Tensor 
 
 
 class Terms(NamedTuple):
-    """What a token's nll becomes its loss by: ``weight_N * (nll + z_loss_weight * lse^2)``; one number is the sum / divisor."""
+    """What a token's nll becomes its loss by.
 
-    divisor: Tensor | None  # 0-d; None: the loss is one for each token
-    z_loss_weight: float | Tensor = 0.0
-    weight_N: Tensor | None = None  # fp32, of the labels' classes; None: 1
+    That of a token is ``weight_N * ((1 - label_smoothing) * nll + label_smoothing * uniform_nll + z_loss_weight * lse^2)``. One
+    number is their sum over the divisor.
+    """
 
-    def losses(self, nll_N: Tensor, lse_N: Tensor) -> Tensor:
+    divisor: float | Tensor | None  # None: the loss is one for each token
+    z_loss_weight: float | Tensor = 0.0  # no gradient
+    label_smoothing: float = 0.0
+    weight_N: Tensor | None = None  # fp32, of the labels' classes, 0 where the label is ignored; None: 1
+
+    def losses(self, nll_N: Tensor, lse_N: Tensor, uniform_nll_N: Tensor) -> Tensor:
         """Return the tokens' losses before they are divided."""
+        if self.label_smoothing:
+            nll_N = (1 - self.label_smoothing) * nll_N + self.label_smoothing * uniform_nll_N
         if isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight:
             nll_N = nll_N + self.z_loss_weight * lse_N.square()
         return nll_N if self.weight_N is None else nll_N * self.weight_N
 
     def gradients(self, upstream_N: Tensor, lse_N: Tensor) -> list[Tensor | None]:
-        """Return the gradients by nll, lse and three others from those of the tokens' losses."""
-        d_nll_N, d_lse_N = upstream_N if self.weight_N is None else upstream_N * self.weight_N, None
+        """Return the gradients by nll, lse, target logit, uniform nll and entropy from those of the tokens' losses."""
+        d_loss_N = upstream_N if self.weight_N is None else upstream_N * self.weight_N
+        d_lse_N = d_uniform_N = None
         if isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight:
-            d_lse_N = d_nll_N * (2.0 * self.z_loss_weight * lse_N)
-        return [d_nll_N, d_lse_N, None, None, None]
+            d_lse_N = d_loss_N * (2.0 * self.z_loss_weight * lse_N)
+        d_nll_N = d_loss_N
+        if self.label_smoothing:
+            d_nll_N, d_uniform_N = (1 - self.label_smoothing) * d_loss_N, self.label_smoothing * d_loss_N
+        return [d_nll_N, d_lse_N, None, d_uniform_N, None]
 
 
-def loss(x: Operands, divisor: float | Tensor | None, call: Call, groups: Groups, z_loss_weight: float | Tensor = 0.0,
-         weight_N: Tensor | None = None, expected_N: Tensor | None = None,
+def loss(x: Operands, terms: Terms, call: Call, groups: Groups, expected_N: Tensor | None = None,
          grad_weight_out: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Return the sum of the tokens' losses, divided by ``divisor``: 0-d fp32, differentiable once; without one, the losses [N].
+    """Return the sum of the tokens' losses, divided: 0-d fp32, differentiable once; without a divisor, the losses [N].
 
     Args:
         x: The operands; the labels in place of their ids. Under sequence parallelism hidden states are this rank's slice.
-        divisor: A number, or a 0-d tensor.
+        terms: What the loss is made of.
         call: What is computed.
         groups: How it goes group by group.
-        z_loss_weight: Weight of the squared log-sum-exp; no gradient.
-        weight_N: [N] fp32 weight of each token's class, 0 where the label is ignored; None: 1.
         expected_N: [N] what upstream gradients of the losses are expected to be in proportion to; None: all are equal.
         grad_weight_out: Buffer that backward adds d_weight to.
     """
-    terms = Terms(None if divisor is None else on_device(divisor, x.hidden.device), z_loss_weight, weight_N)
+    if terms.divisor is not None:
+        terms = terms._replace(divisor=on_device(terms.divisor, x.hidden.device))
     return _InGroups.apply(  # type: ignore[return-value]
         x.hidden, x.weight, x.bias, x.ids, grad_weight_out, terms, expected_N, call, groups
     )
@@ -231,10 +240,10 @@ def _scale(values: Tensor | None, factor: Tensor, backend: str, out: Tensor | No
     values.copy_(scaled) if out is None else out.add_(scaled)
 
 
-def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: Tensor | None) -> Tensor:
+def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: float | Tensor | None) -> Tensor:
     """Return the upstream gradients, [N] fp32, that gradients are made for."""
     if divisor is not None:
-        return (1.0 / divisor.float()).expand(len(ids_N))
+        return (1.0 / on_device(divisor, ids_N.device).float()).expand(len(ids_N))
     if expected_N is None:
         return torch.ones((), device=ids_N.device).expand(len(ids_N))
     expected_N = torch.where((ids_N >= 0) & expected_N.isfinite(), expected_N.float(), 0.0)
@@ -280,8 +289,9 @@ def run(
             part = slice(first, min(first + rows, x.num_tokens))
             of_part = [made.expected_N, *softmax[:2], loss_N, terms.weight_N, made.hidden]
             of_part = [tensor if tensor is None else tensor[part] for tensor in of_part]
-            tensors = hidden[part], weight, bias, ids[part], of_part, (made.weight, low)
-            d_weight, d_bias = _finish(*tensors, terms.z_loss_weight, wanted[1:], call_of_group)
+            tensors = hidden[part], weight, bias, ids[part], of_part, [made.weight, low]
+            numbers = [terms.z_loss_weight, terms.label_smoothing]
+            d_weight, d_bias = _finish(*tensors, numbers, wanted[1:], call_of_group)
             if made.weight is None and wanted[1]:  # Later groups add to it by themselves.
                 made = made._replace(weight=d_weight)
             if wanted[2] and bias is not None:
@@ -297,12 +307,13 @@ def run(
 
 def _finished(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids_N: Tensor, of_tokens: list[Tensor | None],
-    d_weight: tuple[Tensor | None, Tensor | None], z_loss_weight: float | Tensor, wanted: tuple[bool, ...], call: Call,
+    d_weight: list[Tensor | None], numbers: list[Any], wanted: tuple[bool, ...], call: Call,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Finish the tokens of a group: write their softmax, losses and d_hidden, and add to d_weight if there is one.
 
     The exponentials end with the call. ``of_tokens`` are the expected upstream gradients, the maximum and the logarithm of the
-    sum, the losses, the weights of classes and d_hidden. Beside d_weight stands what 16 bits of it do not hold.
+    sum, the losses, the weights of classes and d_hidden. Beside d_weight stands what 16 bits of it do not hold. ``numbers`` are
+    the weight of the z-loss and the label smoothing.
 
     Returns:
         A new d_weight, and d_bias; an empty tensor for what is not wanted, or not new.
@@ -310,15 +321,23 @@ def _finished(
     expected_N, max_N, log_sum_N, loss_N, weight_N, d_hidden = of_tokens
     assert expected_N is not None and max_N is not None and log_sum_N is not None and loss_N is not None
     group, x = merge.resolve(call.layout.group_name), Operands(hidden, weight, bias, ids_N, call.spec.logits)
-    backend, spec, terms = chosen(call, x, group)[0], call.spec, Terms(None, z_loss_weight, weight_N)
+    backend, spec, terms = chosen(call, x, group)[0], call.spec, Terms(None, *numbers, weight_N)
     # Without a filter nobody merges a bound.
     stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
-    nll_N, lse_N, *_, merged = backend.token_losses(merge.gather_stats(stats_KN, group), ids_N, spec)
-    loss_N.copy_(terms.losses(nll_N, lse_N))
+    nll_N, lse_N, _, uniform_nll_N, *_, merged = backend.token_losses(merge.gather_stats(stats_KN, group), ids_N, spec)
+    loss_N.copy_(terms.losses(nll_N, lse_N, uniform_nll_N))
     max_N.copy_(merged[0])
     log_sum_N.copy_(merged[1])
     coef_4N = backend.coefficients(terms.gradients(expected_N, lse_N), ids_N, spec.vocab_size)
-    grads = Grads(d_hidden is not None, wanted[0], wanted[1] and bias is not None, *d_weight, hidden_out=d_hidden)
+    weight_out, weight_low = d_weight
+    grads = Grads(
+        d_hidden is not None,
+        wanted[0],
+        wanted[1] and bias is not None,
+        weight_out,
+        hidden_out=d_hidden,
+        weight_low=weight_low,
+    )
     _, made, d_bias = backend.gradients(x, Softmax(max_N, log_sum_N), coef_4N, saved, grads, spec)
     nothing = hidden.new_empty(0)
     return nothing if made is None else made, nothing if d_bias is None else d_bias

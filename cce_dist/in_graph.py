@@ -26,33 +26,34 @@ def serves(hidden: Tensor, call: Call, grad_weight_out: Tensor | None, z_loss_we
     return groups.are_forced() or (call.backend == "triton" and hidden.dtype == torch.bfloat16)
 
 
-def loss(x: Operands, divisor: float | Tensor, call: Call, z_loss_weight: float | Tensor = 0.0,
-                  weight_N: Tensor | None = None) -> Tensor:  # fmt: skip
+def loss(x: Operands, terms: groups.Terms, call: Call) -> Tensor:
     """Return what ``groups.loss`` does of one number, by an operator that torch.compile takes into its graph.
 
     Its gradients are made in forward also where they are not made in groups. Arguments are those of ``groups.loss``.
     """
+    divisor, z_loss_weight, label_smoothing, weight_N = terms
+    assert divisor is not None
     divisor = groups.on_device(divisor, x.hidden.device)
     want = [tensor is not None and tensor.requires_grad for tensor in (x.hidden, x.weight, x.bias)]
     return torch.ops.cce_dist.loss_and_gradients(
-        x.hidden, x.weight, x.bias, x.ids, divisor, weight_N, z_loss_weight, want, *flat(call)
+        x.hidden, x.weight, x.bias, x.ids, divisor, weight_N, z_loss_weight, label_smoothing, want, *flat(call)
     )[0]
 
 
 def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, divisor: Tensor, weight_N: Tensor | None,
-    z_loss_weight: float, want: list[bool], *flat_call: Any,
+    z_loss_weight: float, label_smoothing: float, want: list[bool], *flat_call: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The operator: the loss, 0-d fp32, and the gradients that are wanted, as if upstream's were 1."""
-    call, terms = build(Call, iter(flat_call)), groups.Terms(divisor, z_loss_weight, weight_N)
+    call, terms = build(Call, iter(flat_call)), groups.Terms(divisor, z_loss_weight, label_smoothing, weight_N)
     parts = groups.groups_of(Operands(hidden, weight, bias, labels, call.spec.logits), call, False, None)
     if parts is not None:
         loss, made = groups.run(hidden, weight, bias, labels, terms, None, call, parts, tuple(want))
         found = made[:3]
     else:
         call = call._replace(spec=call.spec._replace(want=call.spec.want._replace(mean=False)))
-        nll_N, lse_N, *_, saved = op._forward_again(hidden, weight, bias, labels, None, None, call)
-        loss = terms.losses(nll_N, lse_N).sum() / divisor
+        nll_N, lse_N, _, uniform_nll_N, *_, saved = op._forward_again(hidden, weight, bias, labels, None, None, call)
+        loss = terms.losses(nll_N, lse_N, uniform_nll_N).sum() / divisor
         d_losses = [*terms.gradients(groups.expectation(None, labels, divisor), lse_N), None]
         found = op._backward_again(d_losses, hidden, weight, bias, saved, None, want, call)
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if tensor is None else tensor for tensor in found)
@@ -85,7 +86,7 @@ def _gradients_times(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
 _LIBRARY = torch.library.Library("cce_dist", "FRAGMENT")  # lives as long as its operator
 _LIBRARY.define(
     "loss_and_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor divisor, Tensor? class_weight, "
-    f"float z_loss_weight, bool[] want, {', '.join(schema(Call))}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"float z_loss_weight, float label_smoothing, bool[] want, {', '.join(schema(Call))}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.impl("loss_and_gradients", _loss_and_gradients, "CompositeExplicitAutograd")
 torch.library.register_fake("cce_dist::loss_and_gradients", _loss_and_gradients_fake, lib=_LIBRARY)

@@ -217,16 +217,18 @@ def linear_cross_entropy(
     agree.check_ranks(x, {"weight": weight}, shard, chosen, call)
     class_weights = None if weight is None else terms.ClassWeights(weight, x, shard, chosen.ignore_index)
     expected = _checked_expectation(expected_weights, target, chosen)
-    if unread is None and _is_loss_alone(chosen):
-        per_token, of_labels = reduction == "none", None if class_weights is None else class_weights.of_labels
-        if not torch.compiler.is_compiling():
-            parts = groups.groups_of(x, call, per_token, grad_weight_out)
-            if parts is not None:
-                divisor = None if per_token else _divisor(x, chosen, class_weights)
-                loss = groups.loss(x, divisor, call, parts, chosen.z_loss_weight, of_labels, expected, grad_weight_out)
-                return loss.view(target.shape) if per_token else loss
-        elif not per_token and in_graph.serves(x.hidden, call, grad_weight_out, chosen.z_loss_weight):
-            return in_graph.loss(x, _divisor(x, chosen, class_weights), call, chosen.z_loss_weight, of_labels)
+    if unread is None and _is_loss_alone(chosen, class_weights):
+        per_token, compiling = reduction == "none", torch.compiler.is_compiling()
+        parts = None if compiling else groups.groups_of(x, call, per_token, grad_weight_out)
+        in_operator = compiling and in_graph.serves(x.hidden, call, grad_weight_out, chosen.z_loss_weight)
+        if parts is not None or (in_operator and not per_token):
+            divisor = None if per_token else _divisor(x, chosen, class_weights)
+            of_labels = None if class_weights is None else class_weights.of_labels
+            made_of = groups.Terms(divisor, chosen.z_loss_weight, chosen.label_smoothing, of_labels)
+            if parts is None:
+                return in_graph.loss(x, made_of, call)
+            loss = groups.loss(x, made_of, call, parts, expected, grad_weight_out)
+            return loss.view(target.shape) if per_token else loss
     factors = None if unread is None else terms.factors(unread, 1.0, x, target.shape, call)
     found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
     loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll
@@ -279,10 +281,14 @@ def _screened(call: Call, x: Operands, shard: VocabShard, grad_filter: GradFilte
     return call._replace(spec=spec._replace(filter=spec.filter._replace(screen=screen)))
 
 
-def _is_loss_alone(options: Options) -> bool:
-    """Whether the call returns its loss alone, of upstream gradients that can be expected, without a uniform term."""
+def _is_loss_alone(options: Options, class_weights: terms.ClassWeights | None) -> bool:
+    """Whether the call returns its loss alone, of upstream gradients that can be expected.
+
+    Classes' own parts of a uniform term are added outside.
+    """
     is_expected = options.expected_weights or options.reduction != "none"
-    return options.label_smoothing == 0 and not options.return_aux and is_expected
+    is_whole = class_weights is None or options.label_smoothing == 0
+    return is_whole and is_expected and not options.return_aux
 
 
 def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Options) -> Tensor | None:

@@ -237,8 +237,6 @@ class Grads(NamedTuple):
     want_weight: bool = True  # Compute d_weight
     want_bias: bool = True  # Compute d_bias
     weight_out: torch.Tensor | None = None  # [V, D] buffer that d_weight is added to instead of being returned, or None
-    # [V, D] int8: what d_weight in bf16 leaves of a sum that calls before began and others go on with, or None
-    weight_low: torch.Tensor | None = None
     # Called with d_hidden as soon as it is whole on the current stream
     hidden_ready: Callable[[torch.Tensor], None] | None = None
     # Call ``hidden_ready`` before that with the first ``ready_rows`` rows, then with twice as many, and so on, each as soon
@@ -246,6 +244,8 @@ class Grads(NamedTuple):
     ready_rows: int | None = None
     hidden_out: torch.Tensor | None = None  # [N, D] storage that d_hidden is written to and returned in, or None
     often_empty: bool = False  # Often no token has a label: launches then end at once, and d_weight need not be written
+    # [V, D] int8: what d_weight in bf16 leaves of a sum that calls before began and others go on with, or None
+    weight_low: torch.Tensor | None = None
 
 
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]  # of hidden, weight and bias

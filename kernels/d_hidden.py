@@ -40,9 +40,11 @@ def add_d_hidden(
     *,
     first: bool,
     often_empty: bool = False,
+    outer: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Add gain * scale_R * (dlogits_RV @ weight_VD) at the tokens of the group; ``first`` sets it instead.
 
+    ``outer``: one number for each token and one for each column, [N] and [D] fp32, whose products are added to that.
     ``often_empty``: often no token is kept, so as many programs as run at a time do the work of all.
     """
     num_rows, num_cols = dlogits_RV.shape[0], weight_VD.shape[0]
@@ -58,7 +60,7 @@ def add_d_hidden(
         # The number of tokens decides whether one chunk is all: the kernels that several run serve it, too.
         assert first
         opens, total = 2, total._replace(low_RD=torch.empty(0, dtype=torch.bfloat16, device=weight_VD.device))
-    target = (rows.index, rows.num_kept, scale_R, gain, total.high_ND, total.low_RD, parts_PRC)
+    target = (rows.index, rows.num_kept, scale_R, gain, *(outer or (None, None)), total.high_ND, total.low_RD, parts_PRC)
     sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), opens, num_whole, splits)
     options = {
         "HAS_SCALE": scale_R is not None,
@@ -79,7 +81,7 @@ def add_d_hidden(
         )
 
 
-@kernel("dlogits", "weight", "scale_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")
+@kernel("dlogits", "weight", "scale_ptr", "of_column_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")
 def _grad_hidden_kernel(
     dlogits,  # in: [R, columns] descriptor or pointer
     weight,  # in: [columns, D] descriptor or pointer
@@ -87,6 +89,8 @@ def _grad_hidden_kernel(
     num_kept_ptr,  # in: [1] int32
     scale_ptr,  # in: [R] fp32
     gain_ptr,  # in: [] fp32
+    of_token_ptr,  # in: [N] fp32, or None
+    of_column_ptr,  # in: [D] fp32, or None
     d_hidden_ptr,  # in, out: [N, D]
     low_ptr,  # in, out: [R, D] bf16
     parts_ptr,  # out: [parts, BLOCK_N, BLOCK_D] fp32
@@ -111,8 +115,8 @@ def _grad_hidden_kernel(
 ):
     num_kept = tl.load(num_kept_ptr)
     given = (
-        dlogits, weight, index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr, low_ptr, parts_ptr, num_rows, num_cols,
-        hidden_size, dlogits_stride, first, num_whole, splits,
+        dlogits, weight, index_ptr, num_kept, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr,
+        parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_whole, splits,
     )
     if OFTEN_EMPTY:
         for piece in range(tl.program_id(0), tl.where(num_kept > 0, num_pieces, 0), tl.num_programs(0)):
@@ -127,8 +131,8 @@ def _grad_hidden_kernel(
 
 @triton.jit
 def _write_piece(
-    piece, dlogits, weight, index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr, low_ptr, parts_ptr, num_rows, num_cols,
-    hidden_size, dlogits_stride, first, num_whole, splits,
+    piece, dlogits, weight, index_ptr, num_kept, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr,
+    parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_whole, splits,
     HAS_SCALE: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_LOW: tl.constexpr, BY_TOKEN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -157,17 +161,20 @@ def _write_piece(
                     tl.store(_part(parts_ptr, part, number, BLOCK_N, BLOCK_D), some)
                 else:
                     _add(
-                        some, row, col + number * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr,
-                        low_ptr, hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
+                        some, row, col + number * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, of_token_ptr,
+                        of_column_ptr, d_hidden_ptr, low_ptr, hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN,
+                        BLOCK_N, BLOCK_D // 4,
                     )
 
 
-@kernel("scale_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")
+@kernel("scale_ptr", "of_column_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")
 def _add_parts_kernel(
     index_ptr,  # This and the next pointers are those of _grad_hidden_kernel.
     num_kept_ptr,
     scale_ptr,
     gain_ptr,
+    of_token_ptr,
+    of_column_ptr,
     d_hidden_ptr,
     low_ptr,
     parts_ptr,  # in: [parts, BLOCK_N, BLOCK_D] fp32, those of one tile after one another
@@ -194,8 +201,8 @@ def _add_parts_kernel(
     for split in range(splits):
         some += tl.load(_part(parts_ptr, cut * splits + split, quarter, BLOCK_N, BLOCK_D))
     _add(
-        some, row, col + quarter * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, d_hidden_ptr, low_ptr,
-        hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
+        some, row, col + quarter * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr,
+        d_hidden_ptr, low_ptr, hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
     )
 
 
@@ -216,6 +223,8 @@ def _add(
     num_kept,
     scale_ptr,
     gain_ptr,
+    of_token_ptr,
+    of_column_ptr,
     d_hidden_ptr,
     low_ptr,
     hidden_size,
@@ -233,9 +242,12 @@ def _add(
     live = offs_n < num_kept
     if HAS_SCALE:
         some *= tl.load(scale_ptr + offs_n, mask=live, other=0)[:, None]
+    token = tl.load(index_ptr + offs_n, mask=live, other=0)
+    if of_token_ptr is not None:
+        of_column = tl.load(of_column_ptr + offs_d, mask=offs_d < hidden_size, other=0)
+        some += tl.load(of_token_ptr + token, mask=live, other=0)[:, None] * of_column[None, :]
     if HAS_GAIN:
         some *= tl.load(gain_ptr)
-    token = tl.load(index_ptr + offs_n, mask=live, other=0)
     mask = live[:, None] & (offs_d < hidden_size)[None, :]
     high = d_hidden_ptr + token.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
     low_row = token if BY_TOKEN else offs_n

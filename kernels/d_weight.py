@@ -28,11 +28,13 @@ def add_d_weight(
     *,
     add: bool,
     low_VD: torch.Tensor | None = None,
+    more_D: torch.Tensor | None = None,
     often_empty: bool = False,
 ) -> None:
     """Set d_weight_VD to gain * (dlogits_RV^T @ rows), or ``add`` that to it.
 
     ``low_VD``: int8, what d_weight_VD in bf16 does not hold of the sum; set or added to as that is.
+    ``more_D``: fp32, added to each row of the product.
     ``often_empty``: nothing is written where no row is kept. Where shared memory holds what a loop over tiles needs, as many
     programs as run at a time do the work of all, since thousands that return would take longer than these.
     """
@@ -45,6 +47,7 @@ def add_d_weight(
     _grad_weight_kernel[(min(num_tiles, num_programs(d_weight_VD.device)) if in_one_wave else num_tiles,)](
         # in
         operand(dlogits_RV, tile.inner, tile.rows, tma), operand(rows.hidden, tile.inner, tile.cols, tma), rows.num_kept, gain,
+        more_D,
         # out, or in and out
         operand(d_weight_VD, tile.rows, tile.cols // 2, tma and not add and low_VD is None), low_VD,
         # sizes
@@ -57,12 +60,13 @@ def add_d_weight(
     )
 
 
-@kernel("dlogits", "hidden", "d_weight", "low_ptr", "hidden_size")
+@kernel("dlogits", "hidden", "more_ptr", "d_weight", "low_ptr", "hidden_size")
 def _grad_weight_kernel(
     dlogits,  # in: [R, columns] descriptor or pointer
     hidden,  # in: [R, D] descriptor or pointer
     num_kept_ptr,  # in: [1] int32
     gain_ptr,  # in: [] fp32
+    more_ptr,  # in: [D] fp32, or None
     d_weight,  # out: [columns, D] descriptor or pointer; a pointer with HAS_LOW, in and out with ADD
     low_ptr,  # out, and in with ADD: [columns, D] int8
     num_rows,
@@ -81,7 +85,9 @@ def _grad_weight_kernel(
     PRECISION: tl.constexpr,
 ):
     num_kept = tl.load(num_kept_ptr)
-    given = (dlogits, hidden, num_kept, gain_ptr, d_weight, low_ptr, num_rows, num_cols, hidden_size, dlogits_stride)
+    given = (
+        dlogits, hidden, num_kept, gain_ptr, more_ptr, d_weight, low_ptr, num_rows, num_cols, hidden_size, dlogits_stride,
+    )
     if ONE_WAVE:
         num_tiles = tl.cdiv(num_cols, BLOCK_V) * tl.cdiv(hidden_size, BLOCK_D)
         for tile in range(tl.program_id(0), tl.where(num_kept > 0, num_tiles, 0), tl.num_programs(0)):
@@ -92,7 +98,7 @@ def _grad_weight_kernel(
 
 @triton.jit
 def _write_tile(
-    tile, dlogits, hidden, num_kept, gain_ptr, d_weight, low_ptr, num_rows, num_cols, hidden_size, dlogits_stride,
+    tile, dlogits, hidden, num_kept, gain_ptr, more_ptr, d_weight, low_ptr, num_rows, num_cols, hidden_size, dlogits_stride,
     HAS_GAIN: tl.constexpr, ADD: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -105,6 +111,9 @@ def _write_tile(
         g = load_tile(dlogits, inner, row, num_rows, num_cols, dlogits_stride, BLOCK_N, BLOCK_V, TMA)
         h = load_tile(hidden, inner, col, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_D, TMA)
         acc = tl.dot(g.T, h, acc, input_precision=PRECISION)
+    if more_ptr is not None:
+        offs_d = col + tl.arange(0, BLOCK_D)
+        acc += tl.load(more_ptr + offs_d, mask=offs_d < hidden_size, other=0)[None, :]
     if HAS_GAIN:
         acc *= tl.load(gain_ptr)
     if ADD or HAS_LOW:

@@ -53,6 +53,7 @@ from cce_dist.kernels.tokens import (
     mean,
     merged_lse,
     ordered_ids,
+    sums_of_rows,
     token_groups,
     token_losses,
 )
@@ -87,12 +88,12 @@ def default_workspace(x: Operands, spec: Spec) -> int:
 def keeps(x: Operands, spec: Spec) -> bool:
     """Whether exponentials can be kept.
 
-    They cannot where they do not say the gradient (label smoothing; the entropy under a softcap, whose slope is in them), in
-    fp16, whose exponent is too short, in fp32, whose precision they would cost, and where a token's bits may not depend on
-    others.
+    They cannot where they do not say the gradient (label smoothing or an entropy under a softcap, whose slope is in them; label
+    smoothing of tokens with factors), in fp16, whose exponent is too short, in fp32, whose precision they would cost, and where
+    a token's bits may not depend on others.
     """
-    want = spec.want
-    they_say_it = not want.uniform and not (want.entropy and spec.logits.softcap > 0.0)
+    want, has_slope = spec.want, spec.logits.softcap > 0.0
+    they_say_it = not (want.uniform and (has_slope or spec.factors)) and not (want.entropy and has_slope)
     return want.grad and x.hidden.dtype == torch.bfloat16 and they_say_it and not spec.invariant
 
 
@@ -247,6 +248,24 @@ class Output(NamedTuple):
     weight_first: bool = False  # d_hidden's storage has the rows that d_weight is made of, and comes after it
 
 
+class Uniform(NamedTuple):
+    """Label smoothing's part of the logits' gradient, where exponentials are kept of the rest.
+
+    It is the same in all columns of a token, so that its products are sums of rows.
+    """
+
+    coef_N: torch.Tensor  # A token's, fp32
+    d_weight_D: torch.Tensor  # Its part of each row of d_weight, fp32
+    columns_D: torch.Tensor  # The sum of the columns' weights, fp32: d_hidden of a coefficient of 1
+
+    @classmethod
+    def of(cls, x: Operands, coef_4N: torch.Tensor, num_columns: int) -> Uniform:
+        ones_2V = torch.ones(2, num_columns, dtype=torch.float32, device=x.weight.device)
+        columns_D = sums_of_rows(ones_2V, x.weight[:num_columns])[0]
+        coef_2N = coef_4N[2:] if x.logits.logit_scale == 1.0 else coef_4N[2:] * x.logits.logit_scale
+        return cls(coef_2N[0], sums_of_rows(coef_2N, x.hidden)[0], columns_D)
+
+
 class _Part(NamedTuple):
     """Columns [first, stop) of the logits' gradient, for one group of tokens."""
 
@@ -257,6 +276,7 @@ class _Part(NamedTuple):
     opens: bool  # d_hidden of these tokens is set, not added to
     add: bool  # d_weight of these columns is added to, not set
     num_final: int  # Tokens whose d_hidden is final with this part, from the first one on; 0: none
+    uniform: Uniform | None = None  # What is added to the products of each column
 
 
 def gradients(
@@ -313,7 +333,9 @@ def gradients(
                 scale_R = _kept_operand(kept, x, rows, softmax, coef_4N)
                 if d_weight is not None:
                     gather_rows(x.hidden, rows, scale_R)
-                _add_part(out, _Part(0, num_kept, kept.exp_NV, scale_R, not chunks, add, num_final), x, rows, tiles)
+                uniform = Uniform.of(x, coef_4N, num_kept) if spec.want.uniform else None
+                part = _Part(0, num_kept, kept.exp_NV, scale_R, not chunks, add, num_final, uniform)
+                _add_part(out, part, x, rows, tiles)
     return returned
 
 
@@ -354,16 +376,19 @@ def add_chunks(
 
 def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -> None:
     """Add a part's products to the gradients."""
-    columns = slice(part.first, part.stop)
+    columns, uniform = slice(part.first, part.stop), part.uniform
     if not out.weight_first:
         _add_hidden_part(out, part, x, rows, tiles)
     if out.weight is not None:
         add_d_weight(
             out.weight[columns], part.dlogits_RV, rows, out.gain, tiles.grad_weight, add=part.add,
-            low_VD=None if out.weight_low is None else out.weight_low[columns], often_empty=out.often_empty,
+            low_VD=None if out.weight_low is None else out.weight_low[columns],
+            more_D=None if uniform is None else uniform.d_weight_D, often_empty=out.often_empty,
         )
     if out.bias is not None:
         add_d_bias(out.bias[columns], part.dlogits_RV, rows, part.scale_R, out.gain)
+        if uniform is not None:
+            out.bias[columns].add_(uniform.coef_N.sum())
     if out.weight_first and out.hidden is not None:
         out.hidden.high_ND.zero_()  # Tokens without a label have no row in the product.
         _add_hidden_part(out, part, x, rows, tiles)
@@ -375,6 +400,7 @@ def _add_hidden_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: T
     add_d_hidden(
         out.hidden, part.dlogits_RV, x.weight[part.first : part.stop], rows, part.scale_R, out.gain, tiles.grad_hidden,
         first=part.opens, often_empty=out.often_empty,
+        outer=None if part.uniform is None else (part.uniform.coef_N, part.uniform.columns_D),
     )
     if out.ready is not None and part.num_final:
         out.ready(out.hidden.high_ND[: part.num_final])

@@ -273,11 +273,12 @@ def _lse_kernel(
         else:
             new_shift = tl.where(new_max > float("-inf"), new_max, 0.0)
         drop = new_shift - shift  # An empty sum of 0 stays 0 whatever this is.
-        e = _exp(z - new_shift[:, None], FAST)
+        above = z - new_shift[:, None]
         if WANT_BELOW:
             in_v = (tile * BLOCK_V + tl.arange(0, BLOCK_V) < num_valid)[None, :]
-            below += count * tl.where(count > 0, drop, 0.0) + tl.sum(tl.where(in_v, new_shift[:, None] - z, 0.0), 1)
+            below += count * tl.where(count > 0, drop, 0.0) - tl.sum(tl.where(in_v, above, 0.0), 1)
             count += tl.minimum(num_valid - tile * BLOCK_V, BLOCK_V).to(tl.float32)
+        e = _exp(above, FAST)
         if WANT_MOMENT:
             if KEEP_EXP or MARK:
                 moment = _moment(moment, sum_exp, e, z, new_max, drop, new_max - running_max)

@@ -203,6 +203,7 @@ def main() -> None:
     step("kept, tiles that lie", workspace_bytes=1 << 30, size=512)
     with groups.of_rows(256):
         step("kept, in groups", workspace_bytes=1 << 30)
+        step("smoothed, in groups", workspace_bytes=1 << 30, label_smoothing=0.1)
     with groups.of_rows(256, low=True):
         step("each token, in groups", workspace_bytes=1 << 30, reduction="none", grad_weight_out=torch.zeros(5000, 640))
     step("filtered", grad_filter=GradFilter(always=True))

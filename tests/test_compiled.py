@@ -33,7 +33,7 @@ PRODUCTS = EXACT - {"_gather_targets_kernel", "_scale_kernel"} | {
 # rounded.
 SPILLS = {
     "3.7": {
-        "90": {("_round_rows_kernel", "4")},
+        "90": {("_round_rows_kernel", "4"), ("_lse_kernel", "28")},
         "100": {("_choose_kernel", "16"), ("_round_rows_kernel", "4"), ("_round_rows_kernel", "16")},
     },
 }

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from shards import DEVICE, GPU, Live, launch_nothing, needs_gpu
 from tiny_trainer import compared
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cce_dist import VocabShard, groups, linear_cross_entropy, merge
 from cce_dist.kernels import budget
+from cce_dist.kernels.d_weight import joined, low_byte
 from cce_dist.kernels.scale import scale
 from cce_dist.kernels.tiles import Tile, choose_tiles, num_programs
 from cce_dist.verify.check import assert_no_worse
@@ -53,7 +56,11 @@ def dense(
     classes = options.get("weight", logits.new_ones(logits.shape[1])).to(logits)
     counted, of_labels = labels != -100, classes[labels.clamp(min=0)]
     z_loss = options.get("z_loss_weight", 0.0) * logits.logsumexp(1).square()
-    loss = F.cross_entropy(logits, labels, classes, reduction="none") + counted * of_labels * z_loss
+    smoothing = options.get("label_smoothing", 0.0)
+    loss = (
+        F.cross_entropy(logits, labels, classes, reduction="none", label_smoothing=smoothing)
+        + counted * of_labels * z_loss
+    )
     if options.get("reduction") != "none":
         loss = loss.sum()
     if "reduction" not in options:
@@ -72,6 +79,7 @@ def dense(
         ({"z_loss_weight": 0.1}, 1.0),
         ({"z_loss_weight": torch.tensor(0.1), "weight": torch.rand(V), "reduction": "sum"}, 0.5),
         ({"weight": torch.rand(V)}, 1.0),
+        ({"label_smoothing": 0.3, "z_loss_weight": 0.1, "logit_scale": 0.5}, 2.0),
     ],
 )
 def test_same_numbers_as_dense(backend: str, options: dict[str, Any], factor: float) -> None:
@@ -221,7 +229,7 @@ def test_what_is_frozen_gets_none(wanted: tuple[bool, ...]) -> None:
     ("options", "dtype"),
     [
         ({"reduction": "none", "expected_weights": False}, torch.float32), ({"return_aux": ("nll",)}, torch.float32),
-        ({"label_smoothing": 0.1}, torch.float32), ({"reduction": "none"}, torch.float16),
+        ({"label_smoothing": 0.1, "weight": torch.rand(V)}, torch.float32), ({"reduction": "none"}, torch.float16),
     ],
 )  # fmt: skip
 def test_who_cannot_expect_is_not_in_groups(options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -408,6 +416,59 @@ def test_waves_of_the_log_sum_exp_are_full() -> None:
     # Others stay as they were measured.
     assert [budget.num_parts(128 * blocks, 1000, 128, 132) for blocks in (1, 8, 16, 32, 64)] == [132, 33, 33, 33, 33]
     assert budget.num_parts(128 * 13, 20, 128, 132) == 20
+
+
+@needs_gpu
+def test_many_groups_are_rounded_once() -> None:
+    """Catches: a dC that is rounded to 16 bits after each of many groups, with 8 bits beside it that are lost or wrong."""
+    hidden = torch.randn(5000, 512, device="cuda").bfloat16().requires_grad_()
+    weight = (0.1 * torch.randn(32000, 512, device="cuda")).bfloat16().requires_grad_()
+    labels = torch.randint(32000, (5000,), device="cuda")
+    right = dense([hidden, weight], labels, torch.float64, 1.0)[2]
+
+    def error(rows: int, low: bool) -> float:
+        with groups.of_rows(rows, low):
+            loss = linear_cross_entropy(hidden, weight, labels, workspace_bytes=1 << 30)
+        (found,) = torch.autograd.grad(loss, [weight])
+        return float((found - right).norm() / right.norm())
+
+    assert error(256, low=True) < 1.05 * error(5000, low=False) < 0.7 * error(256, low=False)
+
+
+@needs_gpu
+def test_the_byte_below_bf16() -> None:
+    """Catches: a byte with a sign or a carry lost, at the edges of powers of two and of the range."""
+    edges = [
+        0.0,
+        -0.0,
+        1.0,
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+        3.4e38,
+        -3.4e38,
+        1e-45,
+        1 - 2.0**-9,
+        -2 + 2.0**-9,
+        255.5 / 128,
+    ]
+    numbers = torch.cat((torch.tensor(edges), torch.randn(1000) * torch.logspace(-37, 37, 1000))).cuda()
+    rounded, found = numbers.bfloat16(), torch.empty_like(numbers)
+    low = torch.empty(len(numbers), dtype=torch.int8, device="cuda")
+    _there_and_back[(1,)](numbers, rounded, low, found, len(numbers), BLOCK=1024)
+    finite = numbers.isfinite()
+    assert ((found - numbers).abs() <= numbers.abs() * 2.0**-15 + 1e-40)[finite].all()
+    torch.testing.assert_close(found[~finite], numbers[~finite], equal_nan=True)
+
+
+@triton.jit
+def _there_and_back(number_ptr, rounded_ptr, low_ptr, found_ptr, count, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    mask = offs < count
+    rounded = tl.load(rounded_ptr + offs, mask=mask, other=0)
+    tl.store(low_ptr + offs, low_byte(tl.load(number_ptr + offs, mask=mask, other=0), rounded), mask=mask)
+    tl.debug_barrier()
+    tl.store(found_ptr + offs, joined(rounded, tl.load(low_ptr + offs, mask=mask, other=0)), mask=mask)
 
 
 @pytest.mark.skipif(GPU, reason="a GPU's parts of the vocabulary outweigh so small a budget")

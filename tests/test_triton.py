@@ -104,6 +104,11 @@ CACHED = [
     pytest.param(sized(cached=128, bias=True, logit_scale=0.5, softcap=3.0), id="bias-scale-softcap"),
     pytest.param(sized(cached=128, spread=300.0), id="references-to-level"),
     pytest.param(sized(cached=128, offset=-1e4, bias=True), id="all-at-minus-1e4"),
+    pytest.param(sized(cached=128, uniform=True, bias=True, logit_scale=0.5), id="smoothing"),
+    pytest.param(
+        sized(cached=64, budget=12000, bias=True, uniform=True, entropy=True), id="smoothing-entropy-of-a-part"
+    ),
+    pytest.param(sized(cached=128, start=50, num_valid=77, ids=300, uniform=True), id="smoothing-of-a-padded-shard"),
     pytest.param(sized(cached=128, entropy=True), id="entropy"),
     pytest.param(sized(cached=64, budget=12000, bias=True, logit_scale=0.5, entropy=True), id="entropy-of-a-part"),
     pytest.param(sized(cached=128, spread=100.0, entropy=True), id="entropy-with-references-to-level"),
@@ -518,11 +523,11 @@ def test_where_exponentials_are_kept() -> None:
     assert exact.columns_kept(x, spec) == 256
     assert exact.columns_kept(x._replace(hidden=x.hidden.half()), spec) == 0
     assert exact.default_workspace(x._replace(hidden=x.hidden.half()), spec) == 256 << 20
-    for want in (Want(grad=False), Want(uniform=True)):
-        assert exact.columns_kept(x, spec._replace(want=want)) == 0
-    with_entropy = spec._replace(want=Want(entropy=True))
-    assert exact.columns_kept(x, with_entropy) == 256
-    assert exact.columns_kept(x, with_entropy._replace(logits=ShardLogits(0, 8, softcap=30.0))) == 0
+    assert exact.columns_kept(x, spec._replace(want=Want(grad=False))) == 0
+    for want in (Want(entropy=True), Want(uniform=True)):
+        assert exact.columns_kept(x, spec._replace(want=want)) == 256
+        assert exact.columns_kept(x, spec._replace(want=want, logits=ShardLogits(0, 8, softcap=30.0))) == 0
+    assert exact.columns_kept(x, spec._replace(want=Want(uniform=True), factors=True)) == 0
 
 
 class Seen(NamedTuple):

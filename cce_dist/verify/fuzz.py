@@ -161,8 +161,7 @@ def draw(setting: Setting, number: int) -> Draw:
 
 def _alone(call: Draw) -> None:
     """Leave out what is not the loss alone with one upstream gradient of a token."""
-    for name in ("return_aux", "label_smoothing"):
-        call.options.pop(name, None)
+    call.options.pop("return_aux", None)
     call.upstream = ("loss",)
 
 
