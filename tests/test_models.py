@@ -368,8 +368,9 @@ def own_mode() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-COMPARED = "compare --model gemma-3-270m --num-layers 2 --seq-len 32 --device cpu --steps 6 --measure-every 3".split()
-COMPARED += "--batch-size 4 --eval-batches 2 --lr 1e-2 --warmup 2".split()
+COMPARED = ["compare", "--model", "gemma-3-270m", "--num-layers", "2", "--seq-len", "32", "--device", "cpu"]
+COMPARED += ["--steps", "6", "--measure-every", "3", "--eval-batches", "2", "--batch-size", "4", "--lr", "1e-2"]
+COMPARED += ["--warmup", "2"]
 WAYS = ["stock", "default", "filtered", "screened"]
 
 
@@ -386,8 +387,10 @@ def test_models_train_with_each_gradient(
     # The threshold is above a uniform softmax.
     options = ["--dtype", "float32", "--filter-eps", "4e-3", "--compile", *corpus]
     files = [tmp_path / str(seed) / "compare.json" for seed in (3, 4)]
-    for seed, file in zip("34", files, strict=True):
-        assert cli.main([*COMPARED, *options, "--first-seed", seed, "--seeds", "1", "--out", str(file.parent)]) == 0
+    with mock.patch.object(steps.Text, "train", autospec=True, side_effect=steps.Text.train) as drawn:
+        for seed, file in zip("34", files, strict=True):
+            assert cli.main([*COMPARED, *options, "--first-seed", seed, "--seeds", "1", "--out", str(file.parent)]) == 0
+    assert [call.args[-1] for call in drawn.call_args_list] == [3, 4]
     whole = curves.joined(files)
     assert [(run.seed, run.method) for run in whole.runs] == [(seed, way) for seed in (3, 4) for way in WAYS]
     losses = {way: whole.series(way, "val_loss") for way in WAYS}
@@ -413,12 +416,21 @@ def test_models_train_with_each_gradient(
     assert "- stock (s.e.) |" in shown and (tmp_path / "3" / "compare.png").exists()
 
 
-def test_a_converted_model_trains_under_autocast(tiny: None, own_mode: None, corpus: list[str], tmp_path: Path) -> None:
+def test_a_converted_model_trains_under_autocast(
+    tiny: None, own_mode: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """fp32 parameters and bf16 products, as Trainer's ``bf16=True``: ours is stock to the rounding of bf16."""
+    dtypes = set()
+
+    def watched(layer: nn.Linear, x: torch.Tensor, forward: Callable = nn.Linear.forward) -> torch.Tensor:
+        dtypes.add((layer.weight.dtype, forward(layer, x).dtype))
+        return forward(layer, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", watched)
     options = ["--seeds", "1", "--methods", "default", "stock", *corpus, "--out", str(tmp_path)]
     assert cli.main([*COMPARED, *options]) == 0
     found = curves.joined([tmp_path / "compare.json"])
-    assert found.options["dtype"] == "bfloat16"
+    assert dtypes == {(torch.float32, torch.bfloat16)}
     assert max(abs(value[0]) for value in found.excess("default").values()) < 5e-3
     for way in ("default", "stock"):
         distances = [1 - values[0] for values in found.series(way, "cosine", "dE").values()]
