@@ -139,7 +139,7 @@ def _cells(comparison: Comparison, method: str) -> dict[str, str]:
         return f"{statistics.fmean(seeds):{form}}" + ("" if math.isnan(spread) else f" ({spread:.4f})")
 
     def average(statistic: str, gradient: str = "") -> float:
-        values = _every(comparison, method, statistic, gradient)
+        values = [value for values in comparison.series(method, statistic, gradient).values() for value in values]
         return statistics.fmean(values) if values else math.nan
 
     def or_dash(value: float, form: str) -> str:
@@ -154,9 +154,7 @@ def _cells(comparison: Comparison, method: str) -> dict[str, str]:
     for name in GRADIENTS:
         distance = 1 - average("cosine", name)
         cells[name] = f"{or_dash(distance, '.1e')}, {or_dash(average('norm', name), '.3f')}"
-    pairs = zip(*(_every(comparison, method, kind, "mean dE") for kind in ("cosine", "norm")), strict=True)
-    errors = [math.sqrt(max(0.0, 1 + norm * norm - 2 * norm * cosine)) for cosine, norm in pairs]
-    cells[COLUMNS["mean-dE-error"]] = or_dash(statistics.fmean(errors) if errors else math.nan, ".1e")
+    cells[COLUMNS["mean-dE-error"]] = or_dash(average("error_of_mean"), ".1e")
     cells["kept"] = or_dash(average("kept_tiles"), ".2g")
     if comparison.options["device"] == "cuda":  # on a CPU a rate says little of the methods
         rates = comparison.series(method, "tokens_per_s").values()
@@ -164,11 +162,6 @@ def _cells(comparison: Comparison, method: str) -> dict[str, str]:
         settled = [rate for values in list(rates)[1:] or rates for rate in values]
         cells["tokens/s"] = f"{statistics.median(settled):,.0f}" if settled else "-"
     return cells
-
-
-def _every(comparison: Comparison, method: str, statistic: str, gradient: str = "") -> list[float]:
-    """The finite values of all steps and seeds."""
-    return [value for values in comparison.series(method, statistic, gradient).values() for value in values]
 
 
 def spread_of(values: list[float]) -> float:

@@ -41,6 +41,12 @@ class Measurement:
     dense_norm: dict[str, float] = field(default_factory=dict)
     batch_loss: float = math.nan
 
+    @property
+    def error_of_mean(self) -> float:
+        """Relative error of dE's mean over tokens, from its cosine and norm."""
+        cosine, norm = (values.get("mean dE", math.nan) for values in (self.cosine, self.norm))
+        return math.sqrt(max(1 + norm * norm - 2 * norm * cosine, 0.0))
+
 
 @dataclass
 class Run:
