@@ -81,6 +81,10 @@ def test_the_filter_is_on_and_compensation_repairs_the_mean(comparison: report.C
     assert all(0 < kept < 0.95 for kept in flat(comparison, "filtered", "kept_tiles"))
     assert error(comparison, "filtered-plain", "mean dE") > 1e-2
     assert error(comparison, "filtered", "mean dE") < 1e-4
+    of_means = flat(comparison, "filtered-plain", "error_of_mean")
+    assert max(of_means) == pytest.approx(error(comparison, "filtered-plain", "mean dE"))
+    (row,) = (line for line in report.summary(comparison, ["mean-dE-error"]) if "filtered-plain" in line)
+    assert f"{sum(of_means) / len(of_means):.1e}" in row
     for name in ("dE", "dC", "rare dC"):
         assert error(comparison, "filtered", name) < 0.7 * error(comparison, "filtered-plain", name)
     # What is dropped is missing from rows that no label touches.

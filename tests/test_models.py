@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,9 +20,12 @@ from torch import nn
 from cce_dist import cli
 from cce_dist.bench import fsdp, models, peers, report, steps
 from cce_dist.bench.models import CONFIGS, FromHidden, Way, build, config_of, twin
+from cce_dist.compare import models as training
+from cce_dist.compare import report as curves
 from cce_dist.plan import Layout, Model, plan, sizes
 from cce_dist.plan import fsdp as plans
 from cce_dist.plan.planning import LOSSES, largest
+from cce_dist.pretrain import Recipe
 
 transformers = pytest.importorskip("transformers")
 
@@ -356,3 +359,106 @@ def under_fsdp(out: Path) -> None:
 
 def test_whole_steps_under_fsdp(ranks2: Callable, tmp_path: Path) -> None:
     ranks2(under_fsdp, tmp_path)
+
+
+@pytest.fixture
+def own_mode() -> Iterator[None]:
+    """Take back what a training sets for the whole process."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+COMPARED = ["compare", "--model", "gemma-3-270m", "--num-layers", "2", "--seq-len", "32", "--device", "cpu"]
+COMPARED += ["--steps", "6", "--measure-every", "3", "--eval-batches", "2", "--batch-size", "4", "--lr", "1e-2"]
+COMPARED += ["--warmup", "2"]
+WAYS = ["stock", "default", "filtered", "screened"]
+
+
+def test_models_train_with_each_gradient(
+    tiny: None,
+    own_mode: None,
+    corpus: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a run from other weights or batches, a way that is another's, a wrong dE, seeds that do not merge."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    # The threshold is above a uniform softmax.
+    options = ["--dtype", "float32", "--filter-eps", "4e-3", "--compile", *corpus]
+    files = [tmp_path / str(seed) / "compare.json" for seed in (3, 4)]
+    with mock.patch.object(steps.Text, "train", autospec=True, side_effect=steps.Text.train) as drawn:
+        for seed, file in zip("34", files, strict=True):
+            assert cli.main([*COMPARED, *options, "--first-seed", seed, "--seeds", "1", "--out", str(file.parent)]) == 0
+    assert [call.args[-1] for call in drawn.call_args_list] == [3, 4]
+    whole = curves.joined(files)
+    assert [(run.seed, run.method) for run in whole.runs] == [(seed, way) for seed in (3, 4) for way in WAYS]
+    losses = {way: whole.series(way, "val_loss") for way in WAYS}
+    assert all(list(series) == [0, 3, 6] and series[0] == losses["stock"][0] for series in losses.values())
+    assert losses["stock"][0][0] != losses["stock"][0][1] and max(losses["stock"][6]) < np.log(400) - 0.1
+    for statistic in ("val_loss", "batch_loss", "train_loss"):
+        ours, stock = (whole.series(way, statistic) for way in ("default", "stock"))
+        for step in stock:
+            assert ours[step] == pytest.approx(stock[step], abs=1e-5), statistic
+    for name in curves.GRADIENTS:
+        away = {way: 1 - min(map(min, whole.series(way, "cosine", name).values())) for way in WAYS}
+        assert away["stock"] < 1e-9 and away["default"] < 1e-9, name
+        if name == "dE":
+            assert 1e-6 < away["filtered"] < 0.1 and 1e-6 < away["screened"] < 0.1
+    assert all(0 < kept[0] < 1 for kept in whole.series("filtered", "kept_tiles").values())
+    assert not whole.series("default", "kept_tiles")
+    assert max(abs(value) for value in whole.excess("filtered")[6]) > 1e-6
+
+    capsys.readouterr()
+    assert cli.main(["compare", "--show", *map(str, files)]) == 0
+    shown = capsys.readouterr().out
+    assert "### gemma-3-270m, 6 steps of 128 tokens, 2 seeds; 2 layers, D 16, V 400, float32" in shown
+    assert "- stock (s.e.) |" in shown and (tmp_path / "3" / "compare.png").exists()
+
+
+def test_a_converted_model_trains_under_autocast(
+    tiny: None, own_mode: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp32 parameters and bf16 products, as Trainer's ``bf16=True``: ours is stock to the rounding of bf16."""
+    dtypes = set()
+
+    def watched(layer: nn.Linear, x: torch.Tensor, forward: Callable = nn.Linear.forward) -> torch.Tensor:
+        dtypes.add((layer.weight.dtype, forward(layer, x).dtype))
+        return forward(layer, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", watched)
+    options = ["--seeds", "1", "--methods", "default", "stock", *corpus, "--out", str(tmp_path)]
+    assert cli.main([*COMPARED, *options]) == 0
+    found = curves.joined([tmp_path / "compare.json"])
+    assert dtypes == {(torch.float32, torch.bfloat16)}
+    assert max(abs(value[0]) for value in found.excess("default").values()) < 5e-3
+    for way in ("default", "stock"):
+        distances = [1 - values[0] for values in found.series(way, "cosine", "dE").values()]
+        assert 0 < max(distances) < 1e-3
+
+
+def test_a_softcap_is_in_every_loss_and_gradient(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a held-out loss or a dense gradient of other logits than the model's own."""
+    monkeypatch.setitem(models._GEMMA_2, "final_logit_softcapping", 0.1)
+    model = build("gemma-2-2b", 1, torch.float32, torch.device("cpu"))
+    ids = torch.randint(400, (1, 2, 16), generator=torch.Generator().manual_seed(0))
+    stock = training._OfModel(Recipe(), steps.at_rest(model), model, False, ids, ids)
+    found, loss = stock.probe(0), model(input_ids=ids[0], labels=ids[0])["loss"].item()
+    assert [stock.validate(), found.batch_loss] == pytest.approx([loss, loss], rel=1e-6)
+    assert min(found.cosine.values()) > 1 - 1e-9
+    assert [*found.norm.values()] == pytest.approx([1] * 4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--model", "gpt-9"], "unknown model gpt-9: choose from gemma-3-270m"),
+        (["--vocab-size", "300"], "--vocab-size and --model exclude each other"),
+        (["--methods", "exact"], "unknown method 'exact' of a model: choose from stock"),
+    ],
+)
+def test_what_is_no_training_of_a_model_is_one_line(
+    more: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert cli.main([*COMPARED, *more, "--out", str(tmp_path)]) == 1
+    assert says in capsys.readouterr().err

@@ -62,14 +62,14 @@ class Problem:
         return [heads, heads + gradients, heads * self.again + gradients]
 
 
-def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Problem:
+def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None) -> Problem:
     """The mean loss over the labels that are not ignored."""
     kept = (labels != IGNORE_INDEX).double()
-    return Problem((hidden, labels), (weight,), kept / kept.sum().clamp_min(1), _losses)
+    return Problem((hidden, labels), (weight,), kept / kept.sum().clamp_min(1), partial(_losses, softcap=softcap))
 
 
-def _losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return specification.linear_cross_entropy(hidden, weight, labels, reduction="none").loss
+def _losses(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None) -> Tensor:
+    return specification.linear_cross_entropy(hidden, weight, labels, softcap=softcap, reduction="none").loss
 
 
 class Reference(NamedTuple):

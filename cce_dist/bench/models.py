@@ -60,21 +60,27 @@ def config_of(name: str, num_layers: int | None = None) -> tuple[Any, Any]:
     )
 
 
-def build(name: str, num_layers: int | None, dtype: torch.dtype, device: torch.device) -> Any:
+def build(name: str, num_layers: int | None, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
     """Return a model of ``CONFIGS`` with weights as transformers draws them.
 
     Attention is SDPA, or eager in a family that caps its scores, which transformers has no SDPA for (Gemma 2).
     """
     kind, config = config_of(name, num_layers)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with torch.device(device):
         attention = "sdpa" if kind._supports_sdpa else "eager"
         return kind._from_config(config, dtype=dtype, attn_implementation=attention).train()
 
 
-def twin(model: Any) -> Any:
-    """Return a copy of a model that has the very parameters of the model."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+def twin(model: Any, *shared: nn.Module) -> Any:
+    """Return a copy of a model that has the very parameters of the model, and those of its modules that are ``shared``."""
+    return copy.deepcopy(model, {id(each): each for each in (*shared, *model.parameters())})
+
+
+def compile_layers(model: Any) -> None:
+    """Have ``torch.compile`` compile each layer by itself, when it is first called."""
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
 
 
 class FromHidden(nn.Module):
@@ -107,8 +113,7 @@ class Way(NamedTuple):
     def around(self, model: Any) -> nn.Module:
         """Return this way's module over ``model``."""
         if self.compiled == "layers":
-            for layer in model.model.layers:
-                layer.compile(dynamic=False)
+            compile_layers(model)
         module = self.build(model)
         return cast(nn.Module, torch.compile(module, dynamic=False)) if self.compiled == "all" else module
 
@@ -124,14 +129,14 @@ OURS: dict[str, dict[str, Any]] = {
 }
 
 
-def ways(compiled: Sequence[str]) -> dict[str, Way]:
+def ways(compiled: Sequence[str], ours: dict[str, dict[str, Any]] = OURS) -> dict[str, Way]:
     """Every way by name: the model's own, other libraries', ours; eager (""), with compiled "layers", and compiled ("all")."""
     table = {
         "stock": Way(lambda model: model),
         "torch-compile": Way(partial(_from_hidden, peers.torch_compile)),
         "liger": Way(_liger, needs_cuda=True),
         "cce": Way(partial(_from_hidden, partial(peers.cut_cross_entropy, impl="cce")), needs_cuda=True),
-        **{name: Way(partial(convert, options), ours=True) for name, options in OURS.items()},
+        **{name: Way(partial(convert, options), ours=True) for name, options in ours.items()},
     }
     found = {}
     for part in compiled:

@@ -103,9 +103,9 @@ class Text:
         """Return ids of the tokenizer as rows of the weight, int64 on the device."""
         return torch.from_numpy(ids.astype(np.int64) * self.vocab_size // self.known).to(device)
 
-    def train(self, position: int, count: int, length: int, device: torch.device) -> Tensor:
-        """Return [count, length] ids of the part that is trained on."""
-        return self.spread(Batches(self.corpus.train, length, 0).at(position, count)[0], device)
+    def train(self, position: int, count: int, length: int, device: torch.device, seed: int = 0) -> Tensor:
+        """Return [count, length] ids of the part that is trained on, in the order of a seed."""
+        return self.spread(Batches(self.corpus.train, length, seed).at(position, count)[0], device)
 
     def held_out(self, count: int, length: int, device: torch.device) -> Tensor:
         """Return [count, length] ids that nobody trains on."""
@@ -117,17 +117,20 @@ class Run(NamedTuple):
 
     model: Any
     optimizer: torch.optim.Optimizer
+    clip: float = CLIP
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return self.optimizer.param_groups[0]["params"]
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def step(self, way: nn.Module, ids: Tensor) -> None:
-        """Take a step on ids [B, L]. No gradient is left, whatever happens."""
+    def step(self, way: Callable[..., Any], ids: Tensor) -> Tensor:
+        """Take a step on ids [B, L], and return the loss before it. No gradient is left, whatever happens."""
         try:
-            way(input_ids=ids, labels=ids)["loss"].backward()
-            nn.utils.clip_grad_norm_(self.parameters, CLIP)
+            loss = way(input_ids=ids, labels=ids)["loss"]
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.parameters, self.clip)
             self.optimizer.step()
+            return loss.detach()
         finally:
             self.optimizer.zero_grad()
 

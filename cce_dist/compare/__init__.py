@@ -4,7 +4,8 @@ The same model is pre-trained from the same weights on the same batches, once fo
 Every few steps the validation loss is taken, by the exact head whatever the method, and the method's gradient is compared
 with the dense one, on the weights and the batch that its run has come to.
 
-Reading order: ``heads`` (what is compared), ``runs`` (training), ``probe`` (the gradient), ``report`` (table, JSON, figure).
+Reading order: ``heads`` (what is compared), ``runs`` (training), ``probe`` (the gradient), ``models`` (transformers' models in
+place of our own), ``report`` (table, JSON, figure).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from cce_dist.arguments import file, folder, number, whole
 from cce_dist.pretrain.recipe import FILTERS
 
 METHODS = (*pretrain.LOSSES, "cce", "cce-kahan-full-c")
-DEFAULTS: dict[str, dict[str, Any]] = {  # by device: minutes, not hours
+MODEL_METHODS = ("stock", "default", "filtered", "screened")  # of --model
+DEFAULTS: dict[str, dict[str, Any]] = {  # by device, or of --model: minutes, not hours
     "cuda": {
         "preset": "wide",
         "steps": 400,
@@ -43,6 +46,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # by device: minutes, not hours
         "measure_every": 10,
         "filter_eps": 2**-8,  # a smaller vocabulary has larger probabilities
     },
+    "model": {
+        "seq_len": 2048,
+        "steps": 2000,
+        "batch_size": 2,
+        "dtype": "bfloat16",
+        "lr": 3e-4,
+        "warmup": 200,
+        "seeds": 2,
+        "measure_every": 100,
+        "filter_eps": GradFilter.eps,
+    },
 }
 
 
@@ -51,20 +65,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Pre-train the same GPT with several ways of computing the head's gradient, one after another, and write table, "
         "JSON and figure: validation loss, and each gradient's distance from the dense one through training.\n\n"
-        "Options without a default here take one that fits the device:\n"
+        "Options without a default here take one that fits the device, or --model:\n"
         + "\n".join(f"  {device:<5} {_as_options(values)}" for device, values in DEFAULTS.items())
     )
     run = parser.add_argument_group("run")
     run.add_argument("--out", type=folder, default=Path("runs/compare"), help="folder of compare.json and compare.png")
     run.add_argument(
+        "--model", metavar="MODEL", help="train a model of transformers, one that 'cce-dist bench --models list' prints"
+    )
+    run.add_argument(
         "--methods",
         nargs="+",
-        default=list(METHODS),
         metavar="METHOD",
         help="dense (all logits in memory), exact, filtered (and compensated), screened (the same, its forward in 8 bits "
         "where the GPU can), filtered-plain (not compensated), full-c (dC exact, dE filtered), full-c-plain, or another "
         "library's row of 'cce-dist bench' "
-        f"(default: {' '.join(METHODS)})",
+        f"(default: {' '.join(METHODS)}). With --model the rows of 'cce-dist bench --models', ours without cce-dist- "
+        f"(default: {' '.join(MODEL_METHODS)})",
     )
     run.add_argument("--seeds", type=whole(1), metavar="N", help="runs of each method, a seed each")
     run.add_argument("--first-seed", type=whole(0), default=0, metavar="SEED", help="of N in a row (default: 0)")
@@ -85,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--columns", nargs="+", metavar="COLUMN", help="with --show: print these columns, and draw nothing"
     )
     pretrain.add_flags(parser, {name: name for name in ("model", "data", "optimization", "device")})
-    parser.set_defaults(**dict.fromkeys(DEFAULTS["cuda"]))
+    parser.set_defaults(**dict.fromkeys((*DEFAULTS["cuda"], *DEFAULTS["model"])))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"cce-dist compare: stopped; --show {args.out / 'compare.json'} has what was finished", file=sys.stderr)
         return 130
     print(f"\n{figure}, {figure.with_suffix('.json')}")
-    return int(any(run.problem for run in comparison.runs if run.method in pretrain.LOSSES))
+    return int(any(run.problem for run in comparison.runs if run.method in (*pretrain.LOSSES, *MODEL_METHODS)))
 
 
 def _compare(args: argparse.Namespace) -> Any:
@@ -124,21 +141,23 @@ def _compare(args: argparse.Namespace) -> Any:
     import torch
     from tqdm import tqdm
 
-    from cce_dist.compare import heads, report, runs
+    from cce_dist.compare import heads, models, report, runs
     from cce_dist.pretrain import data, ranks
     from cce_dist.report import describe_environment, write_json
 
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.methods = args.methods or list(MODEL_METHODS if args.model else METHODS)
     if args.filter_eps is not None and not {*FILTERS} & {*args.methods}:
         raise pretrain.UsageError(f"--filter-eps needs a method that filters: {', '.join(FILTERS)}")
-    for name, value in DEFAULTS[args.device].items():
+    for name, value in DEFAULTS["model" if args.model else args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    recipe = pretrain.Recipe.of(args)  # on one rank; the model is built and judged with the exact loss
+    # On one rank; the model is built and judged with the exact loss.
+    recipe = models.recipe_of(args) if args.model else pretrain.Recipe.of(args)
     here = ranks.join(recipe)
     recipe.check_sizes()
-    chosen, missing = heads.choose(args.methods, recipe, here)
+    chosen, missing = (models if args.model else heads).choose(args.methods, recipe, here)
     folder = data.prepare(*recipe.text)
     args.out.mkdir(parents=True, exist_ok=True)
 
@@ -148,8 +167,9 @@ def _compare(args: argparse.Namespace) -> Any:
     num_steps = args.seeds * len(chosen) * args.steps
     with tqdm(total=num_steps, unit="step", dynamic_ncols=True, disable=None) as bar:
         seeds = range(args.first_seed, args.first_seed + args.seeds)
+        train_all: Any = partial(models.train_all, model=args.model) if args.model else runs.train_all
         how = {"seeds": seeds, "measure_every": args.measure_every, "advance": bar.update}
-        for run in runs.train_all(recipe, here, data.Corpus(folder), chosen, **how):
+        for run in train_all(recipe, here, data.Corpus(folder), chosen, **how):
             comparison.runs.append(run)
             write_json(args.out / "compare.json", comparison)
             tqdm.write(report.line(run))

@@ -7,14 +7,14 @@ the rows of dC whose token is no label of the batch, which have nothing but the 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cce_dist import LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy
-from cce_dist.bench.loop import loss_of, truth_of
+from cce_dist.bench.loop import Problem, loss_of, truth_of
 from cce_dist.pretrain.data import IGNORED
 from cce_dist.pretrain.engines.torch import TorchEngine
 from cce_dist.pretrain.recipe import Recipe
@@ -28,6 +28,8 @@ class Agreement(NamedTuple):
     cosine: dict[str, float]  # NaN where a gradient is 0
     norm: dict[str, float]  # the method's over that of the dense one
     kept_tiles: float  # ``FilterStats.kept``; NaN for what is no filter of this library
+    dense_norm: dict[str, float]  # of the dense gradients themselves
+    batch_loss: float  # of the batch, by dense arithmetic
 
 
 def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndarray) -> Agreement:
@@ -38,27 +40,40 @@ def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndar
         hidden = model.hidden_states(part_ids).to(getattr(torch, recipe.dtype))
     weight = model.head.weight
     assert isinstance(weight, nn.Parameter)
-    ours = _gradients(recipe, head, hidden, weight, part_labels)
-    truth = truth_of(loss_of(hidden.flatten(0, -2), weight.detach().to(hidden.dtype), part_labels.flatten()))
-    rare = torch.ones(len(truth.d_weight), dtype=torch.bool, device=hidden.device)
-    rare[part_labels[part_labels != IGNORED]] = False
-    d_hidden, d_weight = ours[0].flatten(0, -2), ours[1]
+    d_hidden, d_weight = _gradients(recipe, head, hidden, weight, part_labels)
+    kept_tiles = math.nan
+    if isinstance(head, VocabParallelHead):
+        with recipe.autocast():
+            kept_tiles = share_kept(hidden, weight, part_labels, **head.loss_options)
+    operands = hidden.flatten(0, -2), weight.detach().to(hidden.dtype), part_labels.flatten()
+    return agreement(d_hidden.flatten(0, -2), d_weight, loss_of(*operands), kept_tiles)
+
+
+def agreement(d_hidden: Tensor, d_weight: Tensor, problem: Problem, kept_tiles: float) -> Agreement:
+    """Compare gradients [N, D] and [V, D] of a loss with the dense ones, from the rounded operands of the problem."""
+    truth, labels = truth_of(problem), problem.tokens[1]
+    rare = torch.ones(len(truth.d_weight), dtype=torch.bool, device=labels.device)
+    rare[labels[labels != IGNORED]] = False
     pairs = (
         (d_hidden, truth.d_hidden),
         (d_hidden.double().mean(0), truth.d_hidden.double().mean(0)),
         (d_weight, truth.d_weight),
         (d_weight[rare], truth.d_weight[rare]),
     )
-    columns = torch.stack([_cosine_and_norm(one, other) for one, other in pairs], 1).tolist()
-    cosine, norm = (dict(zip(GRADIENTS, column, strict=True)) for column in columns)
-    kept_tiles = math.nan
-    if isinstance(head, VocabParallelHead) and head.loss_options["grad_filter"] is not None:
-        with torch.no_grad(), recipe.autocast():
-            options = {**head.loss_options, "return_aux": ("filter_stats",)}
-            output = linear_cross_entropy(hidden, head.weight, part_labels, **options)
-        assert isinstance(output, LinearCrossEntropyOutput) and output.filter_stats is not None
-        kept_tiles = output.filter_stats.kept.item()
-    return Agreement(cosine, norm, kept_tiles)
+    columns = torch.stack([_cosine_and_norms(one, other) for one, other in pairs], 1).tolist()
+    cosine, norm, dense_norm = (dict(zip(GRADIENTS, column, strict=True)) for column in columns)
+    return Agreement(cosine, norm, kept_tiles, dense_norm, truth.value.item())
+
+
+@torch.no_grad()
+def share_kept(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> float:
+    """Return what a loss with these options keeps, by ``FilterStats.kept``; NaN of one that does not filter."""
+    if options["grad_filter"] is None:
+        return math.nan
+    options["return_aux"] = ("filter_stats",)
+    output = linear_cross_entropy(hidden, weight, labels, **options)
+    assert isinstance(output, LinearCrossEntropyOutput) and output.filter_stats is not None
+    return output.filter_stats.kept.item()
 
 
 def _gradients(
@@ -71,8 +86,8 @@ def _gradients(
     return d_hidden, d_weight
 
 
-def _cosine_and_norm(gradient: Tensor, truth: Tensor) -> Tensor:
-    """Cosine of two gradients, and the norm of the first over that of the second. -> [2] fp64"""
+def _cosine_and_norms(gradient: Tensor, truth: Tensor) -> Tensor:
+    """Cosine of two gradients, the norm of the first over that of the second, and that of the second. -> [3] fp64"""
     gradient, truth = gradient.double().flatten(), truth.double().flatten()
     norm, true_norm = gradient.norm(), truth.norm()
-    return torch.stack((gradient @ truth / (norm * true_norm), norm / true_norm))
+    return torch.stack((gradient @ truth / (norm * true_norm), norm / true_norm, true_norm))

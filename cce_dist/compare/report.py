@@ -16,19 +16,19 @@ from cce_dist.compare.probe import GRADIENTS
 from cce_dist.compare.runs import Measurement, Run
 from cce_dist.pretrain import UsageError
 
-BASELINE = "dense"
 TITLES = {
     "dE": "dE",
     "mean dE": "dE, mean over tokens",
     "dC": "dC",
     "rare dC": "dC of tokens not in the batch",
 }
-COLUMNS = {  # what --columns calls the columns of the table
+COLUMNS = {  # what --columns calls the columns of the table; {} is the baseline
     "val-loss": "val loss (sd)",
-    "excess": f"- {BASELINE} (sd)",
-    "excess-se": f"- {BASELINE} (s.e.)",
+    "excess": "- {} (sd)",
+    "excess-se": "- {} (s.e.)",
     "dE": "dE",
     "mean-dE": "mean dE",
+    "mean-dE-error": "error of mean dE",
     "dC": "dC",
     "rare-dC": "rare dC",
     "kept": "kept",
@@ -52,11 +52,17 @@ class Comparison:
         return list(dict.fromkeys(run.method for run in self.runs))
 
     @property
+    def baseline(self) -> str:
+        """The method that the others are held to: dense, or a model's own."""
+        return "stock" if self.options.get("model") else "dense"
+
+    @property
     def title(self) -> str:
         o, sizes = self.options, self.sizes
+        model = f"{o['model']}, " if o.get("model") else ""
         return (
-            f"{o['steps']} steps of {o['batch_size'] * sizes['seq_len']:,} tokens, {len({run.seed for run in self.runs})} "
-            f"seeds; "
+            f"{model}{o['steps']} steps of {o['batch_size'] * sizes['seq_len']:,} tokens, "
+            f"{len({run.seed for run in self.runs})} seeds; "
             f"{sizes['num_layers']} layers, D {sizes['hidden_size']:,}, V {sizes['vocab_size']:,}, {o['dtype']}, "
             f"eps {o['filter_eps']:.2g}"
         )
@@ -73,7 +79,7 @@ class Comparison:
 
     def excess(self, method: str) -> dict[int, list[float]]:
         """Return validation loss less the baseline's of the same seed, by step."""
-        baseline = self._measurements(BASELINE)
+        baseline = self._measurements(self.baseline)
         values: dict[int, list[float]] = {}
         for place, measured in self._measurements(method).items():
             if place in baseline and math.isfinite(measured.val_loss - baseline[place].val_loss):
@@ -101,9 +107,10 @@ def table(comparison: Comparison) -> str:
         notes.append(f"Not measured: {', '.join(reasons)}.")
     about = (
         "Validation loss after the last step, by the exact head, in nats per token: mean over seeds (and standard "
-        f"deviation, or error of the mean); '- {BASELINE}' is paired by seed. Gradients are compared with dense ones in wider "
-        "arithmetic, on the run's own weights and batch: 1 - cosine, and the norm over the dense one's, means over all "
-        "measurements and seeds. Rare dC: the rows of tokens that are not in the batch. Kept: the share that the filter keeps."
+        f"deviation, or error of the mean); '- {comparison.baseline}' is paired by seed. Gradients are compared with dense "
+        "ones in wider arithmetic, on the run's own weights and batch: 1 - cosine, and the norm over the dense one's, means "
+        "over all measurements and seeds. Rare dC: the rows of tokens that are not in the batch. Kept: the share that the "
+        "filter keeps."
     )
     heading = [f"### {comparison.title}", "", f"{report.where(comparison.environment)}. {about}"]
     return "\n".join([*heading, "", *summary(comparison), "", *notes])
@@ -116,7 +123,8 @@ def summary(comparison: Comparison, columns: Sequence[str] = tuple(COLUMNS)) -> 
         raise UsageError(f"unknown column {min(unknown)!r}: choose from {', '.join(COLUMNS)}")
     rows = [_cells(comparison, method) for method in comparison.methods]
     kept = ["method", *(COLUMNS[name] for name in columns)]
-    return report.table([{name: row[name] for name in kept if name in row} for row in rows])
+    baseline = comparison.baseline
+    return report.table([{name.format(baseline): row[name] for name in kept if name in row} for row in rows])
 
 
 def _cells(comparison: Comparison, method: str) -> dict[str, str]:
@@ -146,6 +154,7 @@ def _cells(comparison: Comparison, method: str) -> dict[str, str]:
     for name in GRADIENTS:
         distance = 1 - average("cosine", name)
         cells[name] = f"{or_dash(distance, '.1e')}, {or_dash(average('norm', name), '.3f')}"
+    cells[COLUMNS["mean-dE-error"]] = or_dash(average("error_of_mean"), ".1e")
     cells["kept"] = or_dash(average("kept_tiles"), ".2g")
     if comparison.options["device"] == "cuda":  # on a CPU a rate says little of the methods
         rates = comparison.series(method, "tokens_per_s").values()
@@ -194,7 +203,7 @@ def draw(comparison: Comparison, path: Path) -> None:
         panels = figure.subplot_mosaic(layout, height_ratios=[1.4, 1, 1])
         _band_of_seeds(panels["excess"], comparison)
         for index, method in enumerate(comparison.methods):
-            color = "black" if method == BASELINE else f"C{index % 10}"
+            color = "black" if method == comparison.baseline else f"C{index % 10}"
             style = {"color": color, "linestyle": ("-", "--", ":")[index % 3], "label": method}
             _curve(panels["loss"], comparison.series(method, "val_loss"), style)
             _curve(panels["excess"], comparison.excess(method), style)
@@ -205,7 +214,9 @@ def draw(comparison: Comparison, path: Path) -> None:
                 _curve(panels[f"norm {name}"], comparison.series(method, "norm", name), style)
 
         panels["loss"].set(title="validation loss", ylabel="nats per token")
-        panels["excess"].set(title=f"validation loss less {BASELINE}'s of the same seed", ylabel="nats per token")
+        panels["excess"].set(
+            title=f"validation loss less {comparison.baseline}'s of the same seed", ylabel="nats per token"
+        )
         if max(map(abs, panels["excess"].get_ylim())) > 0.05:
             panels["excess"].set_yscale("symlog", linthresh=0.01)
         for name in GRADIENTS:
@@ -231,10 +242,10 @@ def _curve(panel: Any, values: dict[int, list[float]], style: dict[str, str]) ->
 
 def _band_of_seeds(panel: Any, comparison: Comparison) -> None:
     """Shade how far the baseline's own seeds lie apart."""
-    losses = comparison.series(BASELINE, "val_loss")
+    losses = comparison.series(comparison.baseline, "val_loss")
     spreads = [spread_of(values) for values in losses.values()]
     if any(math.isfinite(spread) for spread in spreads):
         low = [-spread for spread in spreads]
         panel.fill_between(list(losses), low, spreads, color="0.85", linewidth=0, zorder=0)
-        panel.plot([], [], color="0.85", linewidth=8, label=f"seeds of {BASELINE}: 1 sd")
+        panel.plot([], [], color="0.85", linewidth=8, label=f"seeds of {comparison.baseline}: 1 sd")
         panel.legend(loc="best")

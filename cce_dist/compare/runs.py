@@ -1,4 +1,7 @@
-"""Training: for each seed one model, trained once with each method from the same weights, in the same order of batches."""
+"""Training: for each seed one model, trained once with each method from the same weights, in the same order of batches.
+
+``train`` is the loop, whatever the model; ``train_all`` is all runs of this project's GPT.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cce_dist import VocabParallelHead
 from cce_dist.compare.heads import MakeHead
-from cce_dist.compare.probe import probe
+from cce_dist.compare.probe import Agreement, probe
 from cce_dist.pretrain.build import build_model
 from cce_dist.pretrain.data import Batches, Corpus
 from cce_dist.pretrain.engines.torch import TorchEngine
@@ -25,7 +29,7 @@ from cce_dist.report import describe
 
 @dataclass
 class Measurement:
-    """The state of a run after ``step`` optimizer steps; the last three fields are as ``Agreement`` has them."""
+    """The state of a run after ``step`` optimizer steps; the last five fields are as ``Agreement`` has them."""
 
     step: int
     val_loss: float  # by the exact head, nats per token, the same batches every time
@@ -34,6 +38,14 @@ class Measurement:
     cosine: dict[str, float] = field(default_factory=dict)
     norm: dict[str, float] = field(default_factory=dict)
     kept_tiles: float = math.nan
+    dense_norm: dict[str, float] = field(default_factory=dict)
+    batch_loss: float = math.nan
+
+    @property
+    def error_of_mean(self) -> float:
+        """Relative error of dE's mean over tokens, from its cosine and norm."""
+        cosine, norm = (values.get("mean dE", math.nan) for values in (self.cosine, self.norm))
+        return math.sqrt(max(1 + norm * norm - 2 * norm * cosine, 0.0))
 
 
 @dataclass
@@ -44,6 +56,22 @@ class Run:
     seed: int
     measurements: list[Measurement] = field(default_factory=list)
     problem: str = ""
+
+
+class Training(Protocol):
+    """A model and the method that it learns by; steps count from 0."""
+
+    def validate(self) -> float:
+        """Return the exact loss of text held out."""
+        ...
+
+    def probe(self, step: int) -> Agreement:
+        """Compare the method's gradients with the dense ones, before a step."""
+        ...
+
+    def step(self, step: int) -> Tensor:
+        """Take a step, and return its loss, which nobody reads yet."""
+        ...
 
 
 def train_all(
@@ -71,7 +99,7 @@ def train_all(
             run = Run(name, seed)
             try:
                 engine = TorchEngine(recipe, ranks, model, fused=ranks.device.type == "cuda")
-                _train(engine, make_head(exact.weight), batches, held_out, run, measure_every, advance)
+                train(recipe, _OfGPT(engine, make_head(exact.weight), batches, held_out), run, measure_every, advance)
             except Exception as error:  # whatever another library raises, the rest goes on
                 if name in LOSSES:
                     raise
@@ -81,36 +109,51 @@ def train_all(
             yield run
 
 
-def _train(
-    engine: TorchEngine,
-    head: nn.Module,
-    batches: Batches,
-    held_out: Batches,
-    run: Run,
-    measure_every: int,
-    advance: Callable[[], Any],
-) -> None:
-    """Train the engine's model with ``head`` as its last layer; between steps it has its own, exact one."""
-    recipe, exact = engine.recipe, engine.model.head
+@dataclass
+class _OfGPT:
+    """Training of the engine's model with ``head`` as its last layer; between steps it has its own, exact one."""
+
+    engine: TorchEngine
+    head: nn.Module
+    batches: Batches
+    held_out: Batches
+
+    def validate(self) -> float:
+        return self.engine.validate(self.held_out)
+
+    def probe(self, step: int) -> Agreement:
+        return probe(self.engine, self.head, *self._batch(step))
+
+    def step(self, step: int) -> Tensor:
+        model, exact = self.engine.model, self.engine.model.head
+        model.head = self.head
+        loss = self.engine.step(step + 1, *self._batch(step)).loss
+        model.head = exact
+        return loss
+
+    def _batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        size = self.engine.recipe.batch_size
+        return self.batches.at(step * size, size)
+
+
+def train(recipe: Recipe, training: Training, run: Run, measure_every: int, advance: Callable[[], Any]) -> None:
+    """Take the recipe's steps, and measure every so many of them, before the first and after the last."""
     losses: list[Tensor] = []
     clock = time.perf_counter()
     for step in range(recipe.steps + 1):
-        ids, labels = batches.at(step * recipe.batch_size, recipe.batch_size)
         if step % measure_every == 0 or step == recipe.steps:
             measured = Measurement(step, math.nan)
             if losses:
                 measured.train_loss = torch.stack(losses).mean().item()  # waits for the device, so the clock is right
-                measured.tokens_per_s = len(losses) * labels.size / (time.perf_counter() - clock)
-            measured.val_loss = engine.validate(held_out)
+                num_tokens = len(losses) * recipe.batch_size * recipe.shape.seq_len
+                measured.tokens_per_s = num_tokens / (time.perf_counter() - clock)
+            measured.val_loss = training.validate()
             run.measurements.append(measured)
             if not math.isfinite(measured.val_loss):
                 run.problem = f"the validation loss is {measured.val_loss} after step {step}"
                 return
-            agreement = probe(engine, head, ids, labels)
-            measured.cosine, measured.norm, measured.kept_tiles = agreement
+            vars(measured).update(training.probe(step)._asdict())
             losses, clock = [], time.perf_counter()
         if step < recipe.steps:
-            engine.model.head = head
-            losses.append(engine.step(step + 1, ids, labels).loss)
-            engine.model.head = exact
+            losses.append(training.step(step))
             advance()

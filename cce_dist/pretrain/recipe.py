@@ -177,12 +177,13 @@ class Recipe:
     @classmethod
     def of(cls, args: argparse.Namespace, **fields: Any) -> Recipe:
         """Read a parsed command line. ``fields`` win over it; a field in neither keeps its default."""
-        sizes = {name: getattr(args, name) for name in SIZES}
-        shape = dataclasses.replace(PRESETS[args.preset], **{k: v for k, v in sizes.items() if v is not None})
+        if "shape" not in fields:
+            sizes = {name: getattr(args, name) for name in SIZES}
+            given = {name: size for name, size in sizes.items() if size is not None}
+            fields["shape"] = dataclasses.replace(PRESETS[args.preset], **given)
         names = {field.name for field in dataclasses.fields(cls)}
         said: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
-        said |= {"shape": shape, **fields}
-        return cls(**said)
+        return cls(**said | fields)
 
     def check_sizes(self) -> None:
         """Raise ``UsageError`` where the vocabulary is too small, or model and batch cannot be split over the ranks."""

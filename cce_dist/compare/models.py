@@ -1,0 +1,174 @@
+"""Training of transformers' models, at the sizes of ``bench --models`` and from weights as they are drawn.
+
+One model serves all runs. Its layers are compiled once, and its weights are set back in place. A method has a head of its own
+over the same trunk. Parameters are fp32, and computed with under autocast, as Trainer does with ``bf16=True``. The batches of
+a seed lie on the device before its first step, so that the host never waits between measurements.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cce_dist
+from cce_dist.bench import steps
+from cce_dist.bench.loop import loss_of
+from cce_dist.bench.models import CONFIGS, OURS, Way, build, compile_layers, twin, ways
+from cce_dist.compare.probe import Agreement, agreement, share_kept
+from cce_dist.compare.runs import Run, train
+from cce_dist.plan import sizes
+from cce_dist.pretrain.build import make_optimizer
+from cce_dist.pretrain.data import IGNORED, Corpus
+from cce_dist.pretrain.engines import set_learning_rate
+from cce_dist.pretrain.ranks import Ranks
+from cce_dist.pretrain.recipe import Recipe, Shape, UsageError
+from cce_dist.pretrain.train import make_deterministic
+from cce_dist.report import describe
+
+OWN_OPTIONS = {"preset": None, "vocab_size": None, "accumulate": 1}  # of this project's GPT alone, and unsaid
+
+
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """Return how the model of ``args.model`` is trained.
+
+    Raises:
+        UsageError: It is unknown, transformers is missing, or an option is none of such a model.
+    """
+    if args.model not in CONFIGS:
+        raise UsageError(f"unknown model {args.model}: choose from {', '.join(CONFIGS)}")
+    if find_spec("transformers") is None:
+        raise UsageError("--model needs transformers")
+    for name, unsaid in OWN_OPTIONS.items():
+        if getattr(args, name) != unsaid:
+            raise UsageError(f"--{name.replace('_', '-')} and --model exclude each other")
+    size = sizes.MODELS[args.model]
+    num_layers = args.num_layers or size.num_layers
+    shape = Shape(size.hidden_size, num_layers, size.num_heads, size.ffn_size, args.seq_len, size.vocab_size)
+    return Recipe.of(args, shape=shape)
+
+
+def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, Way], dict[str, str]]:
+    """Return the named ways of ``bench --models``, and why those that cannot run here cannot.
+
+    Raises:
+        UsageError: There is no such way.
+    """
+    eps = {"filter_eps": recipe.filter_eps}
+    ours = {name.removeprefix("cce-dist-"): way | (eps if "filter" in way else {}) for name, way in OURS.items()}
+    table = ways([""], ours)
+    if unknown := [name for name in names if name not in table]:
+        raise UsageError(f"unknown method {unknown[0]!r} of a model: choose from {', '.join(table)}")
+    missing = [name for name in names if table[name].needs_cuda and ranks.device.type != "cuda"]
+    chosen = {name: table[name] for name in names if name not in missing}
+    return chosen, dict.fromkeys(missing, "needs a GPU")
+
+
+def train_all(
+    recipe: Recipe,
+    ranks: Ranks,
+    corpus: Corpus,
+    methods: dict[str, Way],
+    *,
+    model: str,
+    seeds: Iterable[int],
+    measure_every: int,
+    advance: Callable[[], Any],
+) -> Iterator[Run]:
+    """Yield each run as it ends, all methods of a seed before the next seed; ``advance`` is called after every step."""
+    # Layers that differ, and modes with and without gradients, compile the same code of the model's class anew.
+    torch._dynamo.config.recompile_limit = 64
+    batch = recipe.batch_size, recipe.shape.seq_len
+    draw = partial(build, model, recipe.shape.num_layers, torch.float32, ranks.device)
+    trained, text = draw(), steps.Text(corpus, recipe.shape.vocab_size)
+    if recipe.compile:
+        compile_layers(trained)
+    held_out = text.held_out(recipe.eval_batches * batch[0], batch[1], ranks.device).view(-1, *batch)
+    for seed in seeds:
+        make_deterministic(seed)
+        initial = draw(seed).state_dict()
+        batches = text.train(0, recipe.steps * batch[0], batch[1], ranks.device, seed).view(-1, *batch)
+        for name, way in methods.items():
+            trained.load_state_dict(initial)
+            run = Run(name, seed)
+            try:
+                way_of_it = way.build(twin(trained, trained.model))
+                optimizer = make_optimizer(trained, recipe, fused=True)
+                stepped = steps.Run(trained, optimizer, recipe.clip)
+                training = _OfModel(recipe, stepped, way_of_it, way.ours, batches, held_out)
+                train(recipe, training, run, measure_every, advance)
+            except Exception as error:  # whatever another library raises, the rest goes on
+                if way.ours or name == "stock":
+                    raise
+                run.problem = describe(error)
+            yield run
+
+
+@dataclass
+class _OfModel:
+    """Training of one model by one way. Its gradients are compared on the first batch of the seed, whatever the step."""
+
+    recipe: Recipe
+    run: steps.Run
+    way: nn.Module
+    is_ours: bool
+    batches: Tensor  # [steps, B, L] ids
+    held_out: Tensor  # [batches, B, L] ids
+
+    def step(self, step: int) -> Tensor:
+        set_learning_rate(self.run.optimizer, self.recipe.learning_rate(step + 1))
+        return self.run.step(self._forward, self.batches[step])
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        losses = []
+        for ids in self.held_out:
+            with self.recipe.autocast():
+                hidden = self.run.model.model(input_ids=ids, use_cache=False).last_hidden_state
+                weight = self.run.model.lm_head.weight
+                losses.append(cce_dist.linear_cross_entropy(hidden, weight, _labels(ids), softcap=self._softcap))
+        return torch.stack(losses).mean().item()
+
+    def probe(self, step: int) -> Agreement:
+        ids, found = self.batches[0], []
+
+        def cut(trunk: nn.Module, args: tuple, output: Any) -> Any:
+            """End the graph behind the trunk: what reaches the leaf there is dE, and the weight's gradient is the head's."""
+            found.append(output.last_hidden_state.detach().requires_grad_())
+            output.last_hidden_state = found[0]
+            return output
+
+        with self.run.model.model.register_forward_hook(cut):
+            loss = self._forward(input_ids=ids, labels=ids)["loss"]
+        (hidden,), weight, labels = found, self.run.model.lm_head.weight, _labels(ids)
+        d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
+        dtype = getattr(torch, self.recipe.dtype)
+        hidden, weight = hidden.detach().to(dtype), weight.detach().to(dtype)
+        kept = float("nan")
+        if self.is_ours:
+            cce_dist.require(self.way)
+            head: Any = self.way.lm_head
+            grad_filter = head.cce_task.options.grad_filter
+            kept = share_kept(hidden, weight, labels, softcap=self._softcap, grad_filter=grad_filter)
+        problem = loss_of(hidden.flatten(0, 1), weight, labels.flatten(), self._softcap)
+        return agreement(d_hidden.flatten(0, 1), d_weight, problem, kept)
+
+    def _forward(self, **batch: Tensor) -> Any:
+        with self.recipe.autocast():
+            return self.way(**batch)
+
+    @property
+    def _softcap(self) -> float | None:
+        return getattr(self.run.model.config, "final_logit_softcapping", None)
+
+
+def _labels(ids: Tensor) -> Tensor:
+    """Labels [B, L] as transformers shifts them: the last token of a sequence has none."""
+    return F.pad(ids[:, 1:], (0, 1), value=IGNORED)
