@@ -10,25 +10,30 @@ import torch
 from cce_dist import VocabShard, cli
 from cce_dist.bench import loop, tasks
 from cce_dist.bench.report import read_json
-from cce_dist.bench.shapes import LOG_PROBS, HeadShape
+from cce_dist.bench.shapes import KEPT_IDS, LOG_PROBS, HeadShape
 from cce_dist.bench.workload import make_workload
 from cce_dist.kernels.divergence.heads import KINDS
 
 N, D, V = 24, 16, 70
 
 
-@pytest.mark.parametrize("name", [*LOG_PROBS, *KINDS])
+@pytest.mark.parametrize("name", [*LOG_PROBS, *KEPT_IDS, *KINDS])
 def test_every_method_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an upstream gradient that one method forgets, values in another order, chunks of the truth in a wrong place."""
     monkeypatch.setattr(loop, "REFERENCE_CHUNK_BYTES", 8 * V * 10)  # 10 tokens
     monkeypatch.setitem(LOG_PROBS, "scores", (1, True, 5, False))
-    task = tasks.scores_task(name) if name in LOG_PROBS else tasks.divergence_task(name, 2 * D)
+    monkeypatch.setitem(KEPT_IDS, "kept-512", 33)
+    if name in KINDS:
+        task = tasks.divergence_task(name, 2 * D)
+    else:
+        task = tasks.scores_task(name) if name in LOG_PROBS else tasks.kept_task(name)
     problem = task.problem(make_workload(HeadShape(D, V), N, dtype=torch.float32))
     truth = loop.truth_of(problem)
     if name in LOG_PROBS:
         assert truth.value.shape == (N, sum(LOG_PROBS[name][:3]))  # ids, the entropy, the largest logits
     rows = task.methods([256])
-    assert {"cce-dist", "cce-dist-default", "cce-dist-cached", "cce-dist-torch", "torch", "torch-compile"} <= set(rows)
+    assert {"cce-dist", "cce-dist-default", "cce-dist-cached", "cce-dist-torch", "torch"} <= set(rows)
+    assert name in KEPT_IDS or "torch-compile" in rows
     for row, method in rows.items():
         if row in ("torch-compile", "liger", "verl"):
             continue

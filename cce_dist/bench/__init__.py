@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 from cce_dist.arguments import device, file, folder, number, pattern, whole, wholes
-from cce_dist.bench.shapes import COLUMNS, LOG_PROBS, SHAPES
+from cce_dist.bench.shapes import COLUMNS, KEPT_IDS, LOG_PROBS, SHAPES
 from cce_dist.kernels.divergence.heads import KINDS
 
 DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
@@ -51,9 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--log-probs",
         nargs="*",
-        choices=LOG_PROBS,
+        choices=[*LOG_PROBS, *KEPT_IDS],
         metavar="TASK",
-        help=f"time log-probabilities and entropies, as policies take them: {', '.join(LOG_PROBS)} (default: all)",
+        help="time log-probabilities and entropies, as policies take them: "
+        f"{', '.join([*LOG_PROBS, *KEPT_IDS])} (default: all)",
     )
     add(
         "--kl",

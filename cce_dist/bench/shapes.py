@@ -36,6 +36,7 @@ LOG_PROBS = {  # tasks: ids of a token, whether entropies too, how many of the l
     "ids-128": (128, False, 0, True),
     "scores": (1, True, 64, False),
 }
+KEPT_IDS = {"kept-64": 64, "kept-512": 512}  # tasks: ids of a token's list
 COLUMNS = {  # what --columns calls the columns of a case's table
     "fwd": "fwd ms (IQR)",
     "fwd/1": "/1 GEMM",

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce_dist import VocabShard, linear_kl_divergence, linear_log_probs, reference
+from cce_dist import KeptIds, VocabShard, linear_kl_divergence, linear_log_probs, reference
 from cce_dist.bench import methods, peers
 from cce_dist.bench.loop import Function, Problem, loss_of
 from cce_dist.bench.methods import Method, build_ours, our_options
 from cce_dist.bench.peers import compiled
-from cce_dist.bench.shapes import LOG_PROBS, HeadShape
+from cce_dist.bench.shapes import KEPT_IDS, LOG_PROBS, HeadShape
 from cce_dist.bench.workload import Workload, make_workload
 from cce_dist.kernels.divergence.heads import KINDS
 
@@ -35,7 +35,8 @@ class Task(NamedTuple):
 
 def tasks_of(args: argparse.Namespace) -> list[Task]:
     """The tasks that the options of ``cce-dist bench`` ask for."""
-    tasks = [] if args.log_probs is None else [scores_task(name) for name in args.log_probs or LOG_PROBS]
+    names = [] if args.log_probs is None else args.log_probs or [*LOG_PROBS, *KEPT_IDS]
+    tasks = [kept_task(name) if name in KEPT_IDS else scores_task(name) for name in names]
     if args.kl is not None:
         tasks += [divergence_task(kind, args.teacher_size) for kind in args.kl or KINDS]
     return tasks or [Task(partial(methods.all_methods, args.stage or ""), lambda workload: loss_of(*workload[:3]))]
@@ -111,6 +112,36 @@ def scores_task(name: str) -> Task:
     if num_ids == 1 and not top_k:
         rivals |= {"trl": trl, "verl": verl}
     return Task(partial(_rows, build, rivals), problem, name)
+
+
+def kept_task(name: str) -> Task:
+    """Log-probabilities within the K likeliest ids of each token, its label among them, as a sampler with top-k keeps them."""
+    num_ids = KEPT_IDS[name]
+
+    def dense(hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
+        kept = (hidden @ weight.t()).gather(1, ids)
+        kept = kept.to(torch.promote_types(kept.dtype, torch.float32))
+        return torch.where(ids == labels[:, None], kept, 0.0).sum(1) - kept.logsumexp(1)
+
+    def build(shard: VocabShard, hidden: Tensor, options: dict[str, Any]) -> Function:
+        offsets = torch.arange(0, len(hidden) * num_ids + 1, num_ids, device=hidden.device)
+
+        def function(hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
+            kept = KeptIds(offsets, ids.flatten())
+            return linear_log_probs(hidden, weight, labels, kept=kept, shard=shard, **options).log_probs
+
+        return function
+
+    def problem(workload: Workload) -> Problem:
+        hidden, weight, labels = workload[:3]
+        ids = (hidden @ weight.t()).topk(num_ids).indices
+        is_there = (ids == labels[:, None]).any(1)
+        ids[:, -1] = torch.where(is_there, ids[:, -1], labels)
+        like: dict[str, Any] = {"generator": torch.Generator(hidden.device).manual_seed(1), "device": hidden.device}
+        upstream = torch.randn(len(hidden), **like) / len(hidden)
+        return Problem((hidden, labels, ids), (weight,), upstream, dense, reduced=False)
+
+    return Task(partial(_rows, build, {"torch": lambda: dense}), problem, name)
 
 
 def divergence_task(kind: str, teacher_size: int | None) -> Task:
