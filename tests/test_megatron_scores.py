@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("megatron.core")
@@ -89,7 +90,56 @@ def over_two_ranks(sequence_parallel: bool) -> None:
     on_layout(Case(tp=2, sequence_parallel=sequence_parallel, tied=sequence_parallel), on_one_layout)
     if not sequence_parallel:
         on_layout(Case(), on_one_layout)
+        on_layout(Case(cp=2, own_tokens=True), next_ids_in_slices)
         on_layout(Case(tp=2), what_is_not_served)
+
+
+def packed_lengths(*lengths: int) -> Any:
+    """Return Megatron's parameters of sequences that lie one behind the other."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+
+
+def of_this_rank(tokens: Tensor, rank: int, size: int) -> Tensor:
+    """Return what Megatron gives a context-parallel rank of a sequence: two of 2 size pieces."""
+    pieces = tokens.chunk(2 * size)
+    return torch.cat([pieces[rank], pieces[-1 - rank]])
+
+
+def next_ids_in_slices(case: Case) -> None:
+    """Labels of slices and of packed sequences. Catches a label of another sequence, and one that the next rank has."""
+    from megatron.core import parallel_state
+
+    group: Any = parallel_state.get_context_parallel_group()
+    size = group.size()
+    for lengths in ([SEQ], [4, 8, 4, 4]):
+        packed = packed_lengths(*lengths) if len(lengths) > 1 else None
+        tokens = torch.arange(sum(lengths))
+        mine = torch.cat([of_this_rank(each, group.rank(), size) for each in tokens.split(lengths)])
+        ids = torch.randint(VOCAB, (1, len(tokens)), generator=torch.Generator().manual_seed(2))
+        labels = torch.cat([F.pad(each[1:], (0, 1), value=-1) for each in ids[0].split(lengths)])[None]
+        ids, labels, positions = (each[:, mine] for each in (ids, labels, tokens[None] % SEQ))
+        found = cce.next_ids(ids, group, packed)
+        assert torch.equal(found, labels)
+        results = []
+        for ours, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
+            model = with_processor(build(case)[0].to(dtype))
+            if ours:
+                score = {"labels": found, "output_processor": processor(entropy=True)}
+                scores = model(ids, positions, None, packed_seq_params=packed, **score)
+                scores = scores.log_probs, scores.entropy
+            else:
+                scores = dense_scores(model(ids, positions, None), labels.clamp(min=0))
+                scores = [x.masked_fill(labels < 0, 0) for x in scores]
+            policy_loss(*scores).backward()
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            results.append({"log_probs": scores[0], "entropy": scores[1], **gradients})
+        for name in results[0]:
+            assert_no_worse(*(result[name] for result in results), quantity=f"{name} of {lengths}, {case}")
+    with pytest.raises(ValueError, match=r"packed sequences of 4 tokens \(cu_seqlens_q\), ids of 10 on each of 2 "):
+        cce.next_ids(ids, group, packed_lengths(4))
 
 
 def what_is_not_served(case: Case) -> None:

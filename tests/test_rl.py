@@ -17,12 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+from torch.nn.utils.rnn import pad_sequence
 
 pytest.importorskip("megatron.core")
 
 import test_megatron_scores
 from dense_scores import TOKENS, VOCAB, compare, dense_scores, operands, policy_loss
 from megatron_on_cpu import use_cpu
+from nemo_rl_on_cpu import use_stand_ins
+from test_megatron_scores import of_this_rank, packed_lengths
 
 from cce_dist.integrations import megatron as cce_megatron
 from cce_dist.integrations import nemo_rl as cce_nemo_rl
@@ -76,6 +80,29 @@ def from_parallel_hidden_states_to_logprobs(
     raise AssertionError("this is NeMo-RL's own")
 
 
+def _gpt_forward_with_linear_ce_fusion(self, hidden, labels=None, packed_seq_params=None):
+    """Ends as NeMo-RL's of this name does; ``self`` has the weight and the groups."""
+    groups = {"tp_group": self.tp_group, "cp_group": self.cp_group}
+    rows = {"vocab_start_index": 0, "vocab_end_index": len(self.weight)}
+    return nemo().from_parallel_hidden_states_to_logprobs(hidden, self.weight, None, labels, **rows, **groups)
+
+
+def allgather_cp_sharded_tensor(tensor, cp_group, seq_dim):
+    """Gathers as NeMo-RL's does: a rank has two of 2 size pieces, and backward sums over ranks."""
+    pieces = [piece for each in all_gather(tensor, group=cp_group) for piece in each.chunk(2, seq_dim)]
+    return torch.cat([*pieces[::2], *pieces[1::2][::-1]], seq_dim)
+
+
+class LossPostProcessor:
+    """The parameters of NeMo-RL's; its loss says whether it takes packed log-probabilities."""
+
+    def __init__(self, loss_fn: Any) -> None:
+        self.loss_fn = loss_fn
+
+    def __call__(self, data_dict, packed_seq_params=None, global_valid_seqs=None, global_valid_toks=None):
+        return lambda log_probs: (log_probs, packed_seq_params)
+
+
 def stand_in(path: str, **names: Any) -> Any:
     """Return the module of a package, its own or one with these names."""
     try:
@@ -101,8 +128,17 @@ def verl() -> Any:
 
 
 def nemo() -> Any:
-    name = cce_nemo_rl.PATCH.name
-    return stand_in(cce_nemo_rl.PATCH.module, **{name: from_parallel_hidden_states_to_logprobs})
+    names = from_parallel_hidden_states_to_logprobs, _gpt_forward_with_linear_ce_fusion, allgather_cp_sharded_tensor
+    home = stand_in(cce_nemo_rl.PATCH.module, **{each.__name__: each for each in names})
+    if hasattr(home, "__file__"):  # NeMo-RL itself
+        use_stand_ins()
+    else:
+        stand_in("nemo_rl.models.megatron.train", LossPostProcessor=LossPostProcessor)
+    return home
+
+
+def nemo_rl_is_here() -> bool:
+    return hasattr(nemo(), "__file__")
 
 
 ADAPTERS = {"verl": cce_verl, "NeMo-RL": cce_nemo_rl, "TRL": cce_trl}
@@ -175,6 +211,47 @@ def test_nemo_rl_on_one_rank() -> None:
     assert not log_probs.requires_grad and log_probs.shape == (2, TOKENS - 1)
 
 
+def packed_by_nemo(group: Any) -> None:
+    """Catches a label of another sequence, rows in another's place, and what a slice of a sequence knows alone."""
+    lengths, size = [8, 4, 8], group.size()
+    packed, (hidden, weight, _) = packed_lengths(*lengths), operands(2)
+    hidden = hidden.view(-1, 1, hidden.shape[-1])[: sum(lengths)]
+    ids = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(3))
+    pieces = torch.arange(sum(lengths)).split(lengths)
+    mine = torch.cat([of_this_rank(each, group.rank(), size) for each in pieces]) if size > 1 else torch.cat(pieces)
+
+    def summed(grad: Tensor) -> Tensor:
+        return sum(all_gather(grad, group=group)) if size > 1 else grad  # type: ignore[return-value]
+
+    def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        whole = weight.view_as(weight)
+        whole.register_hook(summed)
+        model = SimpleNamespace(weight=whole, tp_group=Alone(), cp_group=group)
+        forward = nemo()._gpt_forward_with_linear_ce_fusion
+        log_probs = forward(model, hidden, labels=ids[None, mine], packed_seq_params=packed)
+        log_probs.register_hook(lambda grad: grad / size)  # every rank has the whole loss
+        return log_probs, log_probs.new_zeros(())
+
+    def dense(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        rows = [next_ids(hidden[each], weight, ids[None, each])[0][0] for each in pieces]
+        log_probs = pad_sequence(rows, batch_first=True)
+        return log_probs, log_probs.new_zeros(())
+
+    compare(ours, dense, hidden, weight, mine)
+
+
+@pytest.mark.skipif(nemo_rl_is_here(), reason="test_nemo_rl.py has NeMo-RL's own forward")
+def test_packed_sequences_of_nemo_rl() -> None:
+    """Log-probabilities that are unpacked already go around NeMo-RL's own unpacking, with its width."""
+    cce_nemo_rl.install()
+    packed_by_nemo(Alone())
+    packed, scores = packed_lengths(4, 4), torch.ones(2, 3)
+    for fused, wanted in ((True, None), (False, packed)):
+        process = LossPostProcessor(SimpleNamespace(use_fused_linear_logprobs=fused))
+        found, lengths = process({"input_ids": torch.zeros(2, 6)}, packed)(scores)
+        assert lengths is wanted and found.shape == ((2, 5) if fused else (2, 3))
+
+
 def verl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) -> None:
     """Catches a gradient of hidden states that is a shard's part alone, and one that is summed twice."""
     from megatron.core import parallel_state
@@ -213,10 +290,12 @@ def nemo_rl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) ->
         mine,
         rows,
     )
-    if hasattr(nemo(), "patch_gpt_model_forward_for_linear_ce_fusion"):  # NeMo-RL itself
+    if nemo_rl_is_here():
         from test_megatron import Case, on_layout
 
         on_layout(Case(tp=2, sequence_parallel=sequence_parallel), through_nemos_forward)
+    else:
+        packed_by_nemo(dist.group.WORLD)
 
 
 def through_nemos_forward(case: Any) -> None:
@@ -306,6 +385,14 @@ def test_install_is_undone_and_done_again(package: str) -> None:
     assert getattr(caller, name) == getattr(home, name) == theirs
 
 
+def test_nemo_rl_is_patched_in_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    nemo()
+    monkeypatch.setattr(sys.modules["nemo_rl.models.megatron.train"].LossPostProcessor, "__call__", other)
+    with pytest.raises(RuntimeError, match=r"there LossPostProcessor.__call__ takes self, data_dict, .*; in .* model"):
+        cce_nemo_rl.install()
+    assert not hasattr(nemo().from_parallel_hidden_states_to_logprobs, "cce_original")
+
+
 def by_verl(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return verl().linear_cross_entropy(hidden, weight, labels)[0]
 
@@ -367,7 +454,7 @@ def test_one_line_says_that_ours_is_in_use(caplog: pytest.LogCaptureFixture) -> 
 
 
 NOT_SERVED: dict[str, tuple[Callable, str]] = {
-    "context": (lambda h, w, y: nemos(h, w, y, Alone(), cp_group=Alone(2)), "do not know context parallelism"),
+    "context": (lambda h, w, y: nemos(h, w, y, Alone(), cp_group=Alone(2)), "need packed_seq_params"),
     "rows": (lambda h, w, y: nemos(h, w, y, Alone(), rank=1), r"has the rows \[0, 64\], NeMo-RL says"),
     "length": (lambda h, w, y: nemos(h[1:], w, y, Alone()), "neither whole nor slices"),
     "order": (lambda h, w, y: verl().linear_cross_entropy(h, w, y), "one order of tokens"),

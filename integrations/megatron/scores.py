@@ -6,6 +6,8 @@
     with log_probs_of(model, entropy=True) as found:  # any converted model of any version, as HybridModel
         model(ids, positions, mask, labels=labels)  # found[-1] has LogProbs
 
+    labels = next_ids(ids, cp_group, packed_seq_params)  # where nobody has shifted them
+
 ``GPTModel.forward`` calls its ``output_processor`` in place of the head and the loss, with hidden states as the head would get
 them: [s, b, h], or this rank's slice [s/tp, b, h] under sequence parallelism. The head says which, and whether the gradient of
 hidden states is summed here. In ``log_probs_of`` the model asks deferred logits for its loss as ever.
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import LogProbs
@@ -96,6 +99,36 @@ def log_probs_of(model: Any, *, temperature: float | Tensor = 1.0, **wanted: Any
             task.compute, task.scores = vocab_parallel_loss, None
 
 
+def next_ids(ids: Tensor, cp_group: dist.ProcessGroup | None = None, packed_seq_params: Any = None) -> Tensor:
+    """Return the label of each token where that is the next id of its sequence, by Megatron's own ``roll_tensor``.
+
+    Args:
+        ids: [b, s], of this rank's slices of the sequences under context parallelism.
+        cp_group: The context-parallel group; None: sequences are whole.
+        packed_seq_params: Megatron's, with the lengths in ``cu_seqlens_q``; ids are then [1, s].
+
+    Returns:
+        [b, s]; -1 behind the last token of a sequence. That label is outside the vocabulary: log-probability 0, no gradient.
+
+    Communication: Under context parallelism one id per slice to each neighbour, for each packed sequence.
+
+    Raises:
+        ValueError: The packed sequences have another length than the ids.
+    """
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    if packed_seq_params is not None:
+        size = 1 if cp_group is None else cp_group.size()
+        length = int(packed_seq_params.cu_seqlens_q[-1])
+        if length != size * ids.shape[1]:
+            raise ValueError(
+                f"cce_dist: packed sequences of {length} tokens (cu_seqlens_q), ids of {ids.shape[1]} on each of {size} "
+                "context-parallel ranks"
+            )
+    # roll_tensor puts zeros behind the last token, which would be an id.
+    return roll_tensor(ids + 1, -1, -1, cp_group, packed_seq_params)[0] - 1
+
+
 def _check(function: str, wanted: dict[str, Any]) -> None:
     unknown = wanted.keys() - {"entropy", "sum_p_squared", "argmax", "top_k"}
     if unknown:
@@ -137,11 +170,11 @@ class _Processor:
             return vocab_parallel_log_probs(
                 hidden,
                 whole,
-                labels,
+                labels,  # type: ignore[arg-type]
                 **call,
                 **context,
                 **self.wanted,
-                options=options,  # type: ignore[arg-type]
+                options=options,
                 logit_scale=float(scale_logits(torch.ones(()))),
             )
 
