@@ -11,12 +11,18 @@ of transformers with ``impl_backend: triton``. ``install`` puts another in its p
   Megatron's gather of slices wants in backward, and is not the gradient of hidden states that all ranks hold.
 * The temperature may be a tensor, of any shape that broadcasts over the labels.
 
+verl turns ``use_fused_kernels`` off in a Megatron model that predicts several tokens (``mtp.enable``), even where rollouts
+alone use the predictions. ``install(mtp=True)`` leaves it on unless they are trained (``mtp.enable_train``): their loss needs a
+mask that verl's fused forward is not given.
+
 Letters: N tokens, D hidden size, V_r the rows of the vocabulary on this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -61,6 +67,37 @@ def _make(options: ScoreOptions) -> Callable:
     return linear_cross_entropy
 
 
+def _fused_kernels(_: ScoreOptions) -> Callable:
+    def _maybe_enable_fused_kernels(self: Any) -> None:
+        theirs = _maybe_enable_fused_kernels.cce_original  # type: ignore[attr-defined]
+        mtp = self.model_config.mtp
+        told = SimpleNamespace(mtp=SimpleNamespace(enable=mtp.enable and mtp.enable_train))
+        engine = {"engine_config": self.engine_config, "is_value_model": self.is_value_model, "module": self.module}
+        theirs(SimpleNamespace(model_config=told, **engine))
+
+    return _maybe_enable_fused_kernels
+
+
+def _postprocess(_: ScoreOptions) -> Callable:
+    # verl's stands in for the method of a model that predicts several tokens, and knows no output_processor.
+    def _megatron_gptmodel_postprocess(self: Any, *args: Any, output_processor: Any = None, **given: Any) -> Any:
+        if output_processor is None:
+            return _megatron_gptmodel_postprocess.cce_original(self, *args, **given)  # type: ignore[attr-defined]
+        if not self.post_process:
+            return given["hidden_states"]
+        return output_processor(
+            output_layer=self.output_layer,
+            output_weight=self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else None,
+            context=given.pop("output_processor_context"),
+            config=self.config,
+            **given,
+        )
+
+    return _megatron_gptmodel_postprocess
+
+
 PATCH = Patch(
     "verl.utils.kernel.linear_cross_entropy",
     "linear_cross_entropy",
@@ -68,7 +105,35 @@ PATCH = Patch(
     _make,
     {"linear_cross_entropy": (), "LinearCrossEntropy.forward": PARAMETERS},  # the first is the other's apply
 )
-install, uninstall = PATCH.install, PATCH.uninstall
+ENGINE, POSTPROCESS = "verl.workers.engine.megatron.transformer_impl", "_megatron_gptmodel_postprocess"
+MTP = (
+    Patch(ENGINE, "MegatronEngine._maybe_enable_fused_kernels", "verl 0.9", _fused_kernels),
+    Patch("verl.models.mcore.mtp_patch", POSTPROCESS, "verl 0.9", _postprocess, {POSTPROCESS: ()}),
+)
+
+
+def install(
+    *, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False, mtp: bool = False
+) -> None:
+    """Have verl's models take log-probabilities from hidden states: ``Patch.install``.
+
+    Args:
+        backend, workspace_bytes, batch_invariant: As in ``linear_log_probs``.
+        mtp: Leave ``use_fused_kernels`` on in models of Megatron that predict several tokens, and are not trained to.
+    """
+    uninstall()
+    try:
+        for patch in (PATCH, *(MTP if mtp else ())):
+            patch.install(backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant)
+    except Exception:
+        uninstall()
+        raise
+
+
+def uninstall() -> None:
+    """Undo ``install``."""
+    for patch in (PATCH, *MTP):
+        patch.uninstall()
 
 
 def was_gathered(hidden: Tensor) -> bool:

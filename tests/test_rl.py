@@ -64,6 +64,22 @@ def fused_output_processor(
     return SimpleNamespace(log_probs=scores[0], entropy=scores[1])
 
 
+class MegatronEngine:
+    """Turns fused kernels off as verl's does."""
+
+    engine_config: Any
+    model_config: Any
+
+    def _maybe_enable_fused_kernels(self):
+        if self.model_config.mtp.enable:
+            self.engine_config.use_fused_kernels = False
+
+
+def _megatron_gptmodel_postprocess(self, hidden_states, output_processor=None, output_processor_context=None):
+    """Gives logits to everybody, as verl's does."""
+    return "logits"
+
+
 def from_parallel_hidden_states_to_logprobs(
     tensor_parallel_hidden_states,
     output_weight_layer,
@@ -127,6 +143,14 @@ def verl() -> Any:
     )
 
 
+def verls_mtp() -> tuple[Any, Any]:
+    """Return verl's engine of Megatron, and its module of a model that predicts several tokens."""
+    verl()
+    engine, postprocess = (patch.module for patch in cce_verl.MTP)
+    functions = {"_megatron_gptmodel_postprocess": _megatron_gptmodel_postprocess}
+    return stand_in(engine, MegatronEngine=MegatronEngine).MegatronEngine, stand_in(postprocess, **functions)
+
+
 def nemo() -> Any:
     names = from_parallel_hidden_states_to_logprobs, _gpt_forward_with_linear_ce_fusion, allgather_cp_sharded_tensor
     home = stand_in(cce_nemo_rl.PATCH.module, **{each.__name__: each for each in names})
@@ -135,6 +159,10 @@ def nemo() -> Any:
     else:
         stand_in("nemo_rl.models.megatron.train", LossPostProcessor=LossPostProcessor)
     return home
+
+
+def verl_is_here() -> bool:
+    return hasattr(verl(), "__file__")
 
 
 def nemo_rl_is_here() -> bool:
@@ -175,6 +203,50 @@ def test_verl_with_the_whole_vocabulary(temperature: Any) -> None:
         return [x.view(-1) for x in dense_scores(hidden @ weight.t(), labels, per_token)]
 
     compare(lambda *x: verl().linear_cross_entropy(*x, labels, temperature, "none"), dense, hidden, weight)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_verl_keeps_fused_kernels_with_predictions_that_it_does_not_train(trained: bool) -> None:
+    kind, patched = verls_mtp()
+    engine = SimpleNamespace(module=[], is_value_model=False, model_config=SimpleNamespace())
+    engine.model_config.mtp = SimpleNamespace(enable=True, enable_train=trained)
+    for mtp in (False, True):
+        engine.engine_config = SimpleNamespace(use_fused_kernels=True, use_remove_padding=True)
+        cce_verl.install(mtp=mtp)
+        kind._maybe_enable_fused_kernels(engine)
+        assert engine.engine_config.use_fused_kernels is (mtp and not trained)
+    model = SimpleNamespace(post_process=False)
+    hidden = torch.randn(3, 1, 4)
+    given = {"hidden_states": hidden, "output_processor": lambda: None, "output_processor_context": None}
+    assert patched._megatron_gptmodel_postprocess(model, **given) is hidden  # a stage without a head
+
+
+def verl_that_predicts_two_tokens(case: Any) -> None:
+    """verl's processor in a model of Megatron that verl has patched for multi-token prediction, beside that model's logits."""
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+    from test_megatron import batch, build
+
+    _, patched = verls_mtp()
+    cce_verl.install(mtp=True)
+    module, results = verl(), []
+    for ours, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
+        model = build(case)[0].to(dtype)
+        patched.patch_postprocess(model)
+        inputs = {name: x[:1] for name, x in batch(model)[0].items()}  # verl packs sequences into one
+        labels = inputs["input_ids"].roll(-1, -1)
+        if ours:
+            context = module.FusedOutputProcessorContext(temperature=0.7)
+            score = {"output_processor": module.fused_output_processor, "output_processor_context": context}
+            out = model(**inputs, labels=labels, **score)
+            scores = [x.view_as(labels) for x in (out.log_probs, out.entropy)]
+        else:
+            scores = dense_scores(gather_from_tensor_model_parallel_region(model(**inputs)), labels, 0.7)
+        policy_loss(*scores).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append({"log_probs": scores[0], "entropy": scores[1], **gradients})
+    assert results[0].keys() == results[1].keys()  # nothing of the second prediction
+    for name in results[0]:
+        assert_no_worse(*(result[name] for result in results), quantity=f"verl's {name}, {case}")
 
 
 class Alone:
@@ -338,6 +410,10 @@ def two_ranks() -> None:
         verl_over_two_ranks(sequence_parallel, mine, rows)
         nemo_rl_over_two_ranks(sequence_parallel, mine, rows)
         test_megatron_scores.over_two_ranks(sequence_parallel)
+        if verl_is_here():
+            from test_megatron import Case, on_layout
+
+            on_layout(Case(tp=2, sequence_parallel=sequence_parallel, mtp=1), verl_that_predicts_two_tokens)
 
 
 @pytest.mark.slow
