@@ -28,7 +28,7 @@ from torch import Tensor
 
 from cce_dist import LogProbs
 from cce_dist.integrations.deferred import Head
-from cce_dist.integrations.megatron.loss import Options, vocab_parallel_log_probs, vocab_parallel_loss
+from cce_dist.integrations.megatron.loss import Options, vocab_parallel_log_probs
 from cce_dist.integrations.megatron.swap import call_of, language_models, reason_against
 from cce_dist.integrations.patching import say_once
 
@@ -70,7 +70,7 @@ def log_probs_of(model: Any, *, temperature: float | Tensor = 1.0, **wanted: Any
     """Give a list to which each call of a converted model with labels appends their ``LogProbs``, [b, s] each.
 
     The call returns what it always does, minus the log-probabilities; a filter is not used. A stage without a head appends
-    nothing, so every rank makes the same calls.
+    nothing, so every rank makes the same calls. Losses of multi-token prediction stay what they were.
 
     Args:
         model: As of ``convert``, which has converted it.
@@ -78,7 +78,7 @@ def log_probs_of(model: Any, *, temperature: float | Tensor = 1.0, **wanted: Any
         **wanted: ``entropy``, ``sum_p_squared``, ``argmax``, ``top_k`` of ``linear_log_probs``.
 
     Raises:
-        ValueError: The model is not converted, or predicts several tokens, whose losses would have the temperature, too.
+        ValueError: The model is not converted.
         TypeError: ``wanted`` names something else, or ``model`` is none of megatron-core.
     """
     _check("log_probs_of", wanted)
@@ -86,17 +86,17 @@ def log_probs_of(model: Any, *, temperature: float | Tensor = 1.0, **wanted: Any
     tasks = []
     for part in language_models(model):
         head = getattr(part, "output_layer", None)
-        if head is not None and (not isinstance(head, Head) or part.config.mtp_num_layers):
-            raise ValueError("cce_dist: log_probs_of needs a model that is converted, without multi-token prediction")
+        if head is not None and not isinstance(head, Head):
+            raise ValueError("cce_dist: log_probs_of needs a model that is converted")
         tasks += [] if head is None else [head.cce_task]
     compute = functools.partial(vocab_parallel_log_probs, temperature=temperature, **wanted)
     for task in tasks:
-        task.compute, task.scores = compute, found
+        task.score, task.scores = compute, found
     try:
         yield found
     finally:
         for task in tasks:
-            task.compute, task.scores = vocab_parallel_loss, None
+            task.score, task.scores = None, []
 
 
 def next_ids(ids: Tensor, cp_group: dist.ProcessGroup | None = None, packed_seq_params: Any = None) -> Tensor:
