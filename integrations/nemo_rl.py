@@ -8,9 +8,9 @@ With that switch NeMo-RL's ``GPTModel.forward`` ends in one function, ``from_par
 computes chunks of fp32 logits twice, with two collectives each, and gathers hidden states under any tensor parallelism. Ours
 has the collectives of ``linear_log_probs``, and tells by the shapes whether hidden states are whole.
 
-NeMo-RL does not give that function the lengths of packed sequences, so it knows neither packing nor context parallelism. Ours
-is told by a second patch: it returns a row for each sequence, gathered over context-parallel ranks, which is what NeMo-RL's
-log-probabilities take; a third patch has its losses take them.
+NeMo-RL does not give that function the lengths of packed sequences, so its own knows neither packing nor context parallelism.
+A second patch hands the lengths on. Ours then returns a row for each sequence, gathered over context-parallel ranks. NeMo-RL's
+log-probabilities take such rows; a third patch has its losses take them.
 
 Letters: B sequences, S tokens of a sequence, T those of all packed sequences, D hidden size, V_r the rows of the vocabulary on
 this rank.
@@ -33,7 +33,7 @@ from cce_dist import linear_log_probs
 from cce_dist.integrations.megatron.loss import shard_of
 from cce_dist.integrations.megatron.scores import next_ids
 from cce_dist.integrations.options import ScoreOptions
-from cce_dist.integrations.patching import Patch, say_once
+from cce_dist.integrations.patching import Patch, install_all, say_once, uninstall_all
 
 
 def _scores(options: ScoreOptions) -> Callable:
@@ -76,14 +76,12 @@ def _scores(options: ScoreOptions) -> Callable:
 
 def _forward(_: ScoreOptions) -> Callable:
     # The lengths go with the labels, which NeMo-RL hands on as they are.
-    def _gpt_forward_with_linear_ce_fusion(
-        self: Any, *args: Any, labels: Tensor | None = None, packed_seq_params: Any = None, **kwargs: Any
-    ) -> Tensor:
-        if labels is not None and packed_seq_params is not None:
-            labels = labels.view_as(labels)
-            labels.packed_seq_params = packed_seq_params  # type: ignore[attr-defined]
-        theirs = _gpt_forward_with_linear_ce_fusion.cce_original  # type: ignore[attr-defined]
-        return theirs(self, *args, labels=labels, packed_seq_params=packed_seq_params, **kwargs)
+    def _gpt_forward_with_linear_ce_fusion(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        labels, packed = kwargs.get("labels"), kwargs.get("packed_seq_params")
+        if labels is not None and packed is not None:
+            kwargs["labels"] = labels.view_as(labels)
+            kwargs["labels"].packed_seq_params = packed
+        return _gpt_forward_with_linear_ce_fusion.cce_original(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     return _gpt_forward_with_linear_ce_fusion
 
@@ -97,10 +95,7 @@ def _loss(_: ScoreOptions) -> Callable:
         global_valid_toks: Tensor | None = None,
     ) -> Callable:
         theirs = __call__.cce_original  # type: ignore[attr-defined]
-        # The second name is of NeMo-RL 0.7.
-        fused = any(
-            getattr(self.loss_fn, name, False) for name in ("use_fused_linear_logprobs", "use_linear_ce_fusion")
-        )
+        fused = any(getattr(self.loss_fn, name, False) for name in SWITCHES)
         unpacked = fused and packed_seq_params is not None
         compute = theirs(self, data_dict, None if unpacked else packed_seq_params, global_valid_seqs, global_valid_toks)
         if not unpacked:
@@ -111,6 +106,7 @@ def _loss(_: ScoreOptions) -> Callable:
     return __call__
 
 
+SWITCHES = "use_fused_linear_logprobs", "use_linear_ce_fusion"  # of a loss; the second is that of NeMo-RL 0.7
 KNOWN = "NeMo-RL 0.7 and main of 2026-08"
 PATCH = Patch("nemo_rl.distributed.model_utils", "from_parallel_hidden_states_to_logprobs", KNOWN, _scores)
 _FORWARD = "_gpt_forward_with_linear_ce_fusion"
@@ -123,18 +119,13 @@ PATCHES = (
 
 def install(*, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False) -> None:
     """Have NeMo-RL's Megatron workers take log-probabilities from hidden states: ``Patch.install``."""
-    try:
-        for patch in PATCHES:
-            patch.install(backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant)
-    except Exception:
-        uninstall()
-        raise
+    options = {"backend": backend, "workspace_bytes": workspace_bytes, "batch_invariant": batch_invariant}
+    install_all(PATCHES, **options)
 
 
 def uninstall() -> None:
     """Undo ``install``."""
-    for patch in PATCHES:
-        patch.uninstall()
+    uninstall_all(PATCHES)
 
 
 def _unpacked(log_probs: Tensor, packed: Any, cp_group: dist.ProcessGroup | None) -> Tensor:

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -93,6 +93,23 @@ class Patch:
         for path, module in list(sys.modules.items()):
             if path.partition(".")[0] == self._package and getattr(module, "__dict__", {}).get(self.name) is old:
                 setattr(module, self.name, new)
+
+
+def install_all(patches: Iterable[Patch], **options: Any) -> None:
+    """Install patches as ``Patch.install`` does, all of them or none."""
+    patches = tuple(patches)
+    uninstall_all(patches)
+    try:
+        for patch in patches:
+            patch.install(**options)
+    except Exception:
+        uninstall_all(patches)
+        raise
+
+
+def uninstall_all(patches: Iterable[Patch]) -> None:
+    for patch in patches:
+        patch.uninstall()
 
 
 def _found(home: Any, name: str) -> Any:

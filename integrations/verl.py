@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from cce_dist import linear_log_probs
 from cce_dist.integrations.megatron.loss import shard_of
 from cce_dist.integrations.options import ScoreOptions
-from cce_dist.integrations.patching import Patch, say_once
+from cce_dist.integrations.patching import Patch, install_all, say_once, uninstall_all
 
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
 
@@ -68,6 +68,7 @@ def _make(options: ScoreOptions) -> Callable:
 
 
 def _fused_kernels(_: ScoreOptions) -> Callable:
+    # verl's own is told of multi-token prediction only where it is trained.
     def _maybe_enable_fused_kernels(self: Any) -> None:
         theirs = _maybe_enable_fused_kernels.cce_original  # type: ignore[attr-defined]
         mtp = self.model_config.mtp
@@ -79,21 +80,16 @@ def _fused_kernels(_: ScoreOptions) -> Callable:
 
 
 def _postprocess(_: ScoreOptions) -> Callable:
-    # verl's stands in for the method of a model that predicts several tokens, and knows no output_processor.
+    # verl puts this method into models that predict several tokens. Its own ignores output_processor.
     def _megatron_gptmodel_postprocess(self: Any, *args: Any, output_processor: Any = None, **given: Any) -> Any:
         if output_processor is None:
             return _megatron_gptmodel_postprocess.cce_original(self, *args, **given)  # type: ignore[attr-defined]
         if not self.post_process:
             return given["hidden_states"]
-        return output_processor(
-            output_layer=self.output_layer,
-            output_weight=self.shared_embedding_or_output_weight()
-            if self.share_embeddings_and_output_weights
-            else None,
-            context=given.pop("output_processor_context"),
-            config=self.config,
-            **given,
-        )
+        tied = self.share_embeddings_and_output_weights
+        given["output_weight"] = self.shared_embedding_or_output_weight() if tied else None
+        given["context"] = given.pop("output_processor_context")
+        return output_processor(output_layer=self.output_layer, config=self.config, **given)
 
     return _megatron_gptmodel_postprocess
 
@@ -122,18 +118,13 @@ def install(
         mtp: Leave ``use_fused_kernels`` on in models of Megatron that predict several tokens, and are not trained to.
     """
     uninstall()
-    try:
-        for patch in (PATCH, *(MTP if mtp else ())):
-            patch.install(backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant)
-    except Exception:
-        uninstall()
-        raise
+    options = {"backend": backend, "workspace_bytes": workspace_bytes, "batch_invariant": batch_invariant}
+    install_all((PATCH, *(MTP if mtp else ())), **options)
 
 
 def uninstall() -> None:
     """Undo ``install``."""
-    for patch in (PATCH, *MTP):
-        patch.uninstall()
+    uninstall_all((PATCH, *MTP))
 
 
 def was_gathered(hidden: Tensor) -> bool:

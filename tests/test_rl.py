@@ -494,7 +494,12 @@ def test_install_is_undone_and_done_again(package: str) -> None:
 
 def test_nemo_rl_is_patched_in_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     nemo()
-    monkeypatch.setattr(sys.modules["nemo_rl.models.megatron.train"].LossPostProcessor, "__call__", other)
+    cce_nemo_rl.install()
+    process = importlib.import_module("nemo_rl.models.megatron.train").LossPostProcessor
+    assert hasattr(process.__call__, "cce_original")
+    cce_nemo_rl.uninstall()
+    assert not hasattr(process.__call__, "cce_original")
+    monkeypatch.setattr(process, "__call__", other)
     with pytest.raises(RuntimeError, match=r"there LossPostProcessor.__call__ takes self, data_dict, .*; in .* model"):
         cce_nemo_rl.install()
     assert not hasattr(nemo().from_parallel_hidden_states_to_logprobs, "cce_original")
