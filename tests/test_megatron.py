@@ -60,6 +60,7 @@ class Case:
     ep: int = 1
     frozen_head: bool = False
     in_groups: int | None = None  # tokens of a group whose gradients are made in forward
+    positions: str = "learned_absolute"
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # more of TransformerConfig
 
 
@@ -184,7 +185,7 @@ def build(case: Case, **overrides: Any) -> list[Any]:
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=case.tied,
-            position_embedding_type="learned_absolute",
+            position_embedding_type=case.positions,  # pyright: ignore[reportArgumentType]
             mtp_block_spec=mtp,
             **virtual,
         )

@@ -221,29 +221,39 @@ def test_verl_keeps_fused_kernels_with_predictions_that_it_does_not_train(traine
     assert patched._megatron_gptmodel_postprocess(model, **given) is hidden  # a stage without a head
 
 
-def verl_that_predicts_two_tokens(case: Any) -> None:
-    """verl's processor in a model of Megatron that verl has patched for multi-token prediction, beside that model's logits."""
+def packed_by_verl(case: Any) -> None:
+    """verl's own packing, cut and gathered over context-parallel ranks, in a model that predicts one token or two.
+
+    Beside its path over logits. Catches labels of another sequence, and an output_processor that nobody calls.
+    """
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-    from test_megatron import batch, build
+    from test_megatron import build
+
+    def score(logits: Tensor, label: Tensor) -> dict[str, Tensor]:
+        log_probs, entropy = dense_scores(gather_from_tensor_model_parallel_region(logits), label, 0.7)
+        return {"log_probs": log_probs, "entropy": entropy}
 
     _, patched = verls_mtp()
     cce_verl.install(mtp=True)
-    module, results = verl(), []
+    fused = verl().fused_forward_model_engine()
+    on_logits = importlib.import_module("verl.models.mcore.model_forward").gptmodel_forward_model_engine
+    generator, results = torch.Generator().manual_seed(5), []
+    ids = [torch.randint(1, VOCAB, (length,), generator=generator) for length in (5, 8, 3)]
+    ids = torch.nested.nested_tensor(ids, layout=torch.jagged)
     for ours, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
         model = build(case)[0].to(dtype)
-        patched.patch_postprocess(model)
-        inputs = {name: x[:1] for name, x in batch(model)[0].items()}  # verl packs sequences into one
-        labels = inputs["input_ids"].roll(-1, -1)
+        if case.mtp:
+            patched.patch_postprocess(model)
         if ours:
-            context = module.FusedOutputProcessorContext(temperature=0.7)
-            score = {"output_processor": module.fused_output_processor, "output_processor_context": context}
-            out = model(**inputs, labels=labels, **score)
-            scores = [x.view_as(labels) for x in (out.log_probs, out.entropy)]
+            verl().patch_fused_forward(model)
+            how = {"temperature": 0.7, "calculate_entropy": True, "pad_token_id": 0}
+            out = fused(model, input_ids=ids, labels=ids.clone(), multi_modal_inputs={}, **how)
         else:
-            scores = dense_scores(gather_from_tensor_model_parallel_region(model(**inputs)), labels, 0.7)
-        policy_loss(*scores).backward()
+            out = on_logits(model, ids, {}, logits_processor=score, logits_processor_args={"label": ids.clone()})
+        scores = {name: out[name].values() for name in ("log_probs", "entropy")}
+        policy_loss(*scores.values()).backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        results.append({"log_probs": scores[0], "entropy": scores[1], **gradients})
+        results.append({**scores, **gradients})
     assert results[0].keys() == results[1].keys()  # nothing of the second prediction
     for name in results[0]:
         assert_no_worse(*(result[name] for result in results), quantity=f"verl's {name}, {case}")
@@ -413,7 +423,10 @@ def two_ranks() -> None:
         if verl_is_here():
             from test_megatron import Case, on_layout
 
-            on_layout(Case(tp=2, sequence_parallel=sequence_parallel, mtp=1), verl_that_predicts_two_tokens)
+            how: dict[str, Any] = {"own_tokens": True, "positions": "rope"}
+            on_layout(Case(tp=2, sequence_parallel=sequence_parallel, mtp=1, **how), packed_by_verl)
+            if not sequence_parallel:
+                on_layout(Case(cp=2, **how), packed_by_verl)
 
 
 @pytest.mark.slow
