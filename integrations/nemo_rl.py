@@ -8,25 +8,35 @@ With that switch NeMo-RL's ``GPTModel.forward`` ends in one function, ``from_par
 computes chunks of fp32 logits twice, with two collectives each, and gathers hidden states under any tensor parallelism. Ours
 has the collectives of ``linear_log_probs``, and tells by the shapes whether hidden states are whole.
 
-Letters: B sequences, S tokens of a sequence, D hidden size, V_r the rows of the vocabulary on this rank.
+NeMo-RL does not give that function the lengths of packed sequences, so its own knows neither packing nor context parallelism.
+A second patch hands the lengths on. Ours then returns a row for each sequence, gathered over context-parallel ranks. NeMo-RL's
+log-probabilities take such rows; a third patch has its losses take them.
+
+Letters: B sequences, S tokens of a sequence, T those of all packed sequences, D hidden size, V_r the rows of the vocabulary on
+this rank.
 """
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from cce_dist import linear_log_probs
 from cce_dist.integrations.megatron.loss import shard_of
+from cce_dist.integrations.megatron.scores import next_ids
 from cce_dist.integrations.options import ScoreOptions
-from cce_dist.integrations.patching import Patch, say_once
+from cce_dist.integrations.patching import Patch, install_all, say_once, uninstall_all
 
 
-def _make(options: ScoreOptions) -> Callable:
+def _scores(options: ScoreOptions) -> Callable:
     # NeMo-RL's fused_linear_logprobs_chunk_size means nothing here: workspace_bytes bounds the memory.
     def from_parallel_hidden_states_to_logprobs(
         tensor_parallel_hidden_states: Tensor,
@@ -41,40 +51,100 @@ def _make(options: ScoreOptions) -> Callable:
         chunk_size: int | None = None,
     ) -> Tensor:
         hidden, weight = tensor_parallel_hidden_states, output_weight_layer
+        packed = getattr(target, "packed_seq_params", None)
+        cp_group = None if cp_group is None or cp_group.size() == 1 else cp_group
         shard = shard_of(weight.shape[0], tp_group, None)
-        slices = _refuse(hidden, target, (vocab_start_index, vocab_end_index), shard, cp_group)
+        slices = _refuse(hidden, target, (vocab_start_index, vocab_end_index), shard, cp_group is not None, packed)
         say_once("NeMo-RL's log-probabilities come from hidden states (linear_log_probs)")
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
             found = linear_log_probs(
                 hidden.to(weight.dtype),
                 weight,
-                target.roll(-1, dims=-1).t(),
+                next_ids(target, cp_group, packed).t(),
+                ignore_index=-1,
                 shard=shard,
                 sequence_parallel=slices,
                 backend=options.backend,
                 workspace_bytes=options.workspace_bytes,
                 batch_invariant=options.batch_invariant,
             )
-        return found.log_probs.t()[:, :-1]
+            log_probs = found.log_probs.t()
+            return log_probs[:, :-1] if packed is None else _unpacked(log_probs, packed, cp_group)
 
     return from_parallel_hidden_states_to_logprobs
 
 
-PATCH = Patch(
-    "nemo_rl.distributed.model_utils",
-    "from_parallel_hidden_states_to_logprobs",
-    "NeMo-RL 0.7 and main of 2026-08",
-    _make,
+def _forward(_: ScoreOptions) -> Callable:
+    # The lengths go with the labels, which NeMo-RL hands on as they are.
+    def _gpt_forward_with_linear_ce_fusion(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        labels, packed = kwargs.get("labels"), kwargs.get("packed_seq_params")
+        if labels is not None and packed is not None:
+            kwargs["labels"] = labels.view_as(labels)
+            kwargs["labels"].packed_seq_params = packed
+        return _gpt_forward_with_linear_ce_fusion.cce_original(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    return _gpt_forward_with_linear_ce_fusion
+
+
+def _loss(_: ScoreOptions) -> Callable:
+    def __call__(
+        self: Any,
+        data_dict: Any,
+        packed_seq_params: Any = None,
+        global_valid_seqs: Tensor | None = None,
+        global_valid_toks: Tensor | None = None,
+    ) -> Callable:
+        theirs = __call__.cce_original  # type: ignore[attr-defined]
+        fused = any(getattr(self.loss_fn, name, False) for name in SWITCHES)
+        unpacked = fused and packed_seq_params is not None
+        compute = theirs(self, data_dict, None if unpacked else packed_seq_params, global_valid_seqs, global_valid_toks)
+        if not unpacked:
+            return compute
+        length = data_dict["input_ids"].shape[1] - 1
+        return lambda log_probs: compute(F.pad(log_probs, (0, length - log_probs.shape[1])))
+
+    return __call__
+
+
+SWITCHES = "use_fused_linear_logprobs", "use_linear_ce_fusion"  # of a loss; the second is that of NeMo-RL 0.7
+KNOWN = "NeMo-RL 0.7 and main of 2026-08"
+PATCH = Patch("nemo_rl.distributed.model_utils", "from_parallel_hidden_states_to_logprobs", KNOWN, _scores)
+_FORWARD = "_gpt_forward_with_linear_ce_fusion"
+PATCHES = (
+    PATCH,
+    Patch("nemo_rl.distributed.model_utils", _FORWARD, KNOWN, _forward, {_FORWARD: ()}),
+    Patch("nemo_rl.models.megatron.train", "LossPostProcessor.__call__", KNOWN, _loss),
 )
-install, uninstall = PATCH.install, PATCH.uninstall
 
 
-def _refuse(hidden: Tensor, target: Tensor, rows: tuple[int, int], shard: Any, cp_group: Any) -> bool:
+def install(*, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False) -> None:
+    """Have NeMo-RL's Megatron workers take log-probabilities from hidden states: ``Patch.install``."""
+    options = {"backend": backend, "workspace_bytes": workspace_bytes, "batch_invariant": batch_invariant}
+    install_all(PATCHES, **options)
+
+
+def uninstall() -> None:
+    """Undo ``install``."""
+    uninstall_all(PATCHES)
+
+
+def _unpacked(log_probs: Tensor, packed: Any, cp_group: dist.ProcessGroup | None) -> Tensor:
+    """Return a row for each packed sequence, [B, S - 1] with zeros behind the shorter, from this rank's tokens [1, T/cp]."""
+    gather = importlib.import_module(PATCH.module).allgather_cp_sharded_tensor
+    size = 1 if cp_group is None else cp_group.size()
+    rows = []
+    for start, stop in itertools.pairwise(packed.cu_seqlens_q.tolist()):
+        row = log_probs[0, start // size : stop // size]
+        rows.append(row if cp_group is None else gather(row, cp_group, seq_dim=0))
+    return pad_sequence(rows, batch_first=True)[:, :-1]
+
+
+def _refuse(hidden: Tensor, target: Tensor, rows: tuple[int, int], shard: Any, in_slices: bool, packed: Any) -> bool:
     """Raise on what is not served; return whether hidden [S/tp or S, B, D] is this rank's slice of the sequence."""
-    if cp_group is not None and cp_group.size() > 1:
+    if in_slices and packed is None:
         raise ValueError(
-            "cce_dist: NeMo-RL's fused log-probabilities do not know context parallelism: the label of a slice's last token is "
-            "on another rank, and the lengths of packed sequences are not given to the function"
+            "cce_dist: under context parallelism NeMo-RL's log-probabilities need packed_seq_params, the lengths of packed "
+            "sequences, and this call of GPTModel.forward has none"
         )
     if rows != (shard.start, shard.stop):
         raise ValueError(f"cce_dist: the weight has the rows {[shard.start, shard.stop]}, NeMo-RL says {list(rows)}")

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +27,7 @@ class Patch:
 
     Args:
         module: The module that defines the function, "verl.utils.kernel.linear_cross_entropy" say.
-        name: The function's name.
+        name: The function's name; of a method with its class, "LossPostProcessor.__call__".
         known: Versions that the adapter was written for, as a message says them.
         make: Called with the options, returns the replacement; the function has the replacement's parameters.
         parameters: What other names of the module take, or this one if not those; () is anything. Classes take their fields.
@@ -60,20 +60,18 @@ class Patch:
             raise ImportError(f"cce_dist needs {self.known}, and cannot import {self.module}: {error}") from error
         ours: Any = self.make(options)
         self._check(home, {self.name: tuple(inspect.signature(ours).parameters), **self.parameters})
-        ours.cce_original = getattr(home, self.name)
+        ours.cce_original = _found(home, self.name)
         self._swap(ours.cce_original, ours)
 
     def uninstall(self) -> None:
         """Undo ``install``; nothing happens where it was not called."""
-        ours: Any = getattr(sys.modules.get(self.module), self.name, None)
+        ours = _found(sys.modules.get(self.module), self.name)
         if hasattr(ours, "cce_original"):
             self._swap(ours, ours.cce_original)
 
     def _check(self, home: Any, parameters: Mapping[str, tuple[str, ...]]) -> None:
         for name, wanted in parameters.items():
-            found = home
-            for part in name.split("."):
-                found = getattr(found, part, None)
+            found = _found(home, name)
             names = tuple(inspect.signature(found).parameters) if callable(found) and wanted else ()
             if names != wanted:
                 version = getattr(sys.modules.get(self._package), "__version__", "this version")
@@ -87,10 +85,38 @@ class Patch:
         return self.module.partition(".")[0]
 
     def _swap(self, old: Any, new: Any) -> None:
+        owner, _, name = self.name.rpartition(".")
+        if owner:
+            setattr(_found(sys.modules[self.module], owner), name, new)
+            return
         # Modules that are imported later take the name from the module that defines it.
         for path, module in list(sys.modules.items()):
             if path.partition(".")[0] == self._package and getattr(module, "__dict__", {}).get(self.name) is old:
                 setattr(module, self.name, new)
+
+
+def install_all(patches: Iterable[Patch], **options: Any) -> None:
+    """Install patches as ``Patch.install`` does, all of them or none."""
+    patches = tuple(patches)
+    uninstall_all(patches)
+    try:
+        for patch in patches:
+            patch.install(**options)
+    except Exception:
+        uninstall_all(patches)
+        raise
+
+
+def uninstall_all(patches: Iterable[Patch]) -> None:
+    for patch in patches:
+        patch.uninstall()
+
+
+def _found(home: Any, name: str) -> Any:
+    """Return what a module has by a name, with dots or without; None where it has nothing."""
+    for part in name.split("."):
+        home = getattr(home, part, None)
+    return home
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from cce_dist import VocabShard, linear_cross_entropy, linear_log_probs
 from cce_dist.integrations import peft, trl_distillation
 from cce_dist.integrations.deferred import Head, Task, TensorLogits, checked, give_back, take
 from cce_dist.integrations.options import ScoreOptions
-from cce_dist.integrations.patching import Patch
+from cce_dist.integrations.patching import Patch, install_all, uninstall_all
 
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
 OUTPUTS = FIELDS[1:6]
@@ -77,21 +77,16 @@ def install(*, backend: str = "auto", workspace_bytes: int | None = None, batch_
     GKDTrainer or a GOLDTrainer is an error from now on: their divergences are of logits.
     """
     uninstall()
-    try:
-        for patch in PATCHES:
-            patch.install(backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant)
-        # Both trainers are SFTTrainers.
-        trainer = importlib.import_module("trl.trainer.sft_trainer").SFTTrainer
-        trainer.__init__ = _refusing(trainer.__init__)
-    except Exception:
-        uninstall()
-        raise
+    options = {"backend": backend, "workspace_bytes": workspace_bytes, "batch_invariant": batch_invariant}
+    install_all(PATCHES, **options)
+    # Both trainers are SFTTrainers.
+    trainer = importlib.import_module("trl.trainer.sft_trainer").SFTTrainer
+    trainer.__init__ = _refusing(trainer.__init__)
 
 
 def uninstall() -> None:
     """Undo ``install``; a trainer that was made before keeps what it has."""
-    for patch in PATCHES:
-        patch.uninstall()
+    uninstall_all(PATCHES)
     trainer: Any = getattr(sys.modules.get("trl.trainer.sft_trainer"), "SFTTrainer", None)
     if trainer is not None:
         trainer.__init__ = getattr(trainer.__init__, "cce_original", trainer.__init__)

@@ -11,12 +11,18 @@ of transformers with ``impl_backend: triton``. ``install`` puts another in its p
   Megatron's gather of slices wants in backward, and is not the gradient of hidden states that all ranks hold.
 * The temperature may be a tensor, of any shape that broadcasts over the labels.
 
+verl turns ``use_fused_kernels`` off in a Megatron model that predicts several tokens (``mtp.enable``), even where rollouts
+alone use the predictions. ``install(mtp=True)`` leaves it on unless they are trained (``mtp.enable_train``): their loss needs a
+mask that verl's fused forward is not given.
+
 Letters: N tokens, D hidden size, V_r the rows of the vocabulary on this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from cce_dist import linear_log_probs
 from cce_dist.integrations.megatron.loss import shard_of
 from cce_dist.integrations.options import ScoreOptions
-from cce_dist.integrations.patching import Patch, say_once
+from cce_dist.integrations.patching import Patch, install_all, say_once, uninstall_all
 
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
 
@@ -61,6 +67,33 @@ def _make(options: ScoreOptions) -> Callable:
     return linear_cross_entropy
 
 
+def _fused_kernels(_: ScoreOptions) -> Callable:
+    # verl's own is told of multi-token prediction only where it is trained.
+    def _maybe_enable_fused_kernels(self: Any) -> None:
+        theirs = _maybe_enable_fused_kernels.cce_original  # type: ignore[attr-defined]
+        mtp = self.model_config.mtp
+        told = SimpleNamespace(mtp=SimpleNamespace(enable=mtp.enable and mtp.enable_train))
+        engine = {"engine_config": self.engine_config, "is_value_model": self.is_value_model, "module": self.module}
+        theirs(SimpleNamespace(model_config=told, **engine))
+
+    return _maybe_enable_fused_kernels
+
+
+def _postprocess(_: ScoreOptions) -> Callable:
+    # verl puts this method into models that predict several tokens. Its own ignores output_processor.
+    def _megatron_gptmodel_postprocess(self: Any, *args: Any, output_processor: Any = None, **given: Any) -> Any:
+        if output_processor is None:
+            return _megatron_gptmodel_postprocess.cce_original(self, *args, **given)  # type: ignore[attr-defined]
+        if not self.post_process:
+            return given["hidden_states"]
+        tied = self.share_embeddings_and_output_weights
+        given["output_weight"] = self.shared_embedding_or_output_weight() if tied else None
+        given["context"] = given.pop("output_processor_context")
+        return output_processor(output_layer=self.output_layer, config=self.config, **given)
+
+    return _megatron_gptmodel_postprocess
+
+
 PATCH = Patch(
     "verl.utils.kernel.linear_cross_entropy",
     "linear_cross_entropy",
@@ -68,7 +101,30 @@ PATCH = Patch(
     _make,
     {"linear_cross_entropy": (), "LinearCrossEntropy.forward": PARAMETERS},  # the first is the other's apply
 )
-install, uninstall = PATCH.install, PATCH.uninstall
+ENGINE, POSTPROCESS = "verl.workers.engine.megatron.transformer_impl", "_megatron_gptmodel_postprocess"
+MTP = (
+    Patch(ENGINE, "MegatronEngine._maybe_enable_fused_kernels", "verl 0.9", _fused_kernels),
+    Patch("verl.models.mcore.mtp_patch", POSTPROCESS, "verl 0.9", _postprocess, {POSTPROCESS: ()}),
+)
+
+
+def install(
+    *, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False, mtp: bool = False
+) -> None:
+    """Have verl's models take log-probabilities from hidden states: ``Patch.install``.
+
+    Args:
+        backend, workspace_bytes, batch_invariant: As in ``linear_log_probs``.
+        mtp: Leave ``use_fused_kernels`` on in models of Megatron that predict several tokens, and are not trained to.
+    """
+    uninstall()
+    options = {"backend": backend, "workspace_bytes": workspace_bytes, "batch_invariant": batch_invariant}
+    install_all((PATCH, *(MTP if mtp else ())), **options)
+
+
+def uninstall() -> None:
+    """Undo ``install``."""
+    uninstall_all((PATCH, *MTP))
 
 
 def was_gathered(hidden: Tensor) -> bool:

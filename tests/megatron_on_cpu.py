@@ -43,11 +43,17 @@ def use_cpu() -> None:
         answer = type_of(self, *args, **kwargs)
         return "torch.cuda." + answer.split(".")[-1] if isinstance(answer, str) else answer
 
+    tensor: Any = torch.tensor
+
+    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return tensor(*args, **kwargs)
+
     replacements: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: cpu),
         (torch.cuda, "synchronize", lambda *_: None),
         (torch.cuda, "current_stream", lambda *_: NoStream()),
         (torch.cuda.random, "get_rng_state", lambda **_: torch.get_rng_state()),
+        (torch, "tensor", unpinned),  # NeMo-RL pins an index
         (torch.Tensor, "cuda", lambda self, *_, **__: self),
         (torch.Tensor, "type", type_on_gpu),
         # Names of Transformer Engine that some versions use without having it.

@@ -60,6 +60,7 @@ class Case:
     ep: int = 1
     frozen_head: bool = False
     in_groups: int | None = None  # tokens of a group whose gradients are made in forward
+    positions: str = "learned_absolute"
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # more of TransformerConfig
 
 
@@ -184,7 +185,7 @@ def build(case: Case, **overrides: Any) -> list[Any]:
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=case.tied,
-            position_embedding_type="learned_absolute",
+            position_embedding_type=case.positions,  # pyright: ignore[reportArgumentType]
             mtp_block_spec=mtp,
             **virtual,
         )
@@ -780,6 +781,8 @@ def hybrid(case: Case) -> Any:
     attention.mlp, attention.mlp_bda = IdentityOp, IdentityFuncOp
     mlp.input_layernorm, mlp.pre_mlp_layernorm = IdentityOp, Norm
     mlp.self_attention, mlp.self_attn_bda = IdentityOp, IdentityFuncOp
+    if case.own_tokens:
+        attention.self_attention.submodules.core_attention = OwnTokenAttention
     layer = get_gpt_layer_local_spec().module
     stack: Any = mamba_block
     layers = stack.MambaStackSubmodules(
@@ -789,7 +792,9 @@ def hybrid(case: Case) -> Any:
     home: Any = sys.modules[stack.MambaStack.__module__]
     home.TENorm = Norm  # its last norm is Transformer Engine's
     torch.manual_seed(0)
-    parallel: dict[str, Any] = dict(tensor_model_parallel_size=case.tp, sequence_parallel=case.sequence_parallel)
+    parallel: dict[str, Any] = dict(
+        tensor_model_parallel_size=case.tp, sequence_parallel=case.sequence_parallel, context_parallel_size=case.cp
+    )
     return MambaModel(
         TransformerConfig(num_layers=2, **SIZES, **parallel),
         ModuleSpec(module=stack.MambaStack, submodules=layers),

@@ -17,12 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+from torch.nn.utils.rnn import pad_sequence
 
 pytest.importorskip("megatron.core")
 
 import test_megatron_scores
-from dense_scores import TOKENS, VOCAB, compare, dense_scores, operands, policy_loss
+from dense_scores import TOKENS, VOCAB, assert_same_curve, compare, dense_scores, operands, policy_loss
 from megatron_on_cpu import use_cpu
+from nemo_rl_on_cpu import use_stand_ins
+from test_megatron_scores import of_this_rank, packed_lengths
 
 from cce_dist.integrations import megatron as cce_megatron
 from cce_dist.integrations import nemo_rl as cce_nemo_rl
@@ -60,6 +64,22 @@ def fused_output_processor(
     return SimpleNamespace(log_probs=scores[0], entropy=scores[1])
 
 
+class MegatronEngine:
+    """Turns fused kernels off as verl's does."""
+
+    engine_config: Any
+    model_config: Any
+
+    def _maybe_enable_fused_kernels(self):
+        if self.model_config.mtp.enable:
+            self.engine_config.use_fused_kernels = False
+
+
+def _megatron_gptmodel_postprocess(self, hidden_states, output_processor=None, output_processor_context=None):
+    """Gives logits to everybody, as verl's does."""
+    return "logits"
+
+
 def from_parallel_hidden_states_to_logprobs(
     tensor_parallel_hidden_states,
     output_weight_layer,
@@ -74,6 +94,29 @@ def from_parallel_hidden_states_to_logprobs(
 ):
     """Has the parameters of NeMo-RL's, as of 0.7."""
     raise AssertionError("this is NeMo-RL's own")
+
+
+def _gpt_forward_with_linear_ce_fusion(self, hidden, labels=None, packed_seq_params=None):
+    """Ends as NeMo-RL's of this name does; ``self`` has the weight and the groups."""
+    groups = {"tp_group": self.tp_group, "cp_group": self.cp_group}
+    rows = {"vocab_start_index": 0, "vocab_end_index": len(self.weight)}
+    return nemo().from_parallel_hidden_states_to_logprobs(hidden, self.weight, None, labels, **rows, **groups)
+
+
+def allgather_cp_sharded_tensor(tensor, cp_group, seq_dim):
+    """Gathers as NeMo-RL's does: a rank has two of 2 size pieces, and backward sums over ranks."""
+    pieces = [piece for each in all_gather(tensor, group=cp_group) for piece in each.chunk(2, seq_dim)]
+    return torch.cat([*pieces[::2], *pieces[1::2][::-1]], seq_dim)
+
+
+class LossPostProcessor:
+    """The parameters of NeMo-RL's; its loss says whether it takes packed log-probabilities."""
+
+    def __init__(self, loss_fn: Any) -> None:
+        self.loss_fn = loss_fn
+
+    def __call__(self, data_dict, packed_seq_params=None, global_valid_seqs=None, global_valid_toks=None):
+        return lambda log_probs: (log_probs, packed_seq_params)
 
 
 def stand_in(path: str, **names: Any) -> Any:
@@ -100,9 +143,30 @@ def verl() -> Any:
     )
 
 
+def verls_mtp() -> tuple[Any, Any]:
+    """Return verl's engine of Megatron, and its module of a model that predicts several tokens."""
+    verl()
+    engine, postprocess = (patch.module for patch in cce_verl.MTP)
+    functions = {"_megatron_gptmodel_postprocess": _megatron_gptmodel_postprocess}
+    return stand_in(engine, MegatronEngine=MegatronEngine).MegatronEngine, stand_in(postprocess, **functions)
+
+
 def nemo() -> Any:
-    name = cce_nemo_rl.PATCH.name
-    return stand_in(cce_nemo_rl.PATCH.module, **{name: from_parallel_hidden_states_to_logprobs})
+    names = from_parallel_hidden_states_to_logprobs, _gpt_forward_with_linear_ce_fusion, allgather_cp_sharded_tensor
+    home = stand_in(cce_nemo_rl.PATCH.module, **{each.__name__: each for each in names})
+    if hasattr(home, "__file__"):  # NeMo-RL itself
+        use_stand_ins()
+    else:
+        stand_in("nemo_rl.models.megatron.train", LossPostProcessor=LossPostProcessor)
+    return home
+
+
+def verl_is_here() -> bool:
+    return hasattr(verl(), "__file__")
+
+
+def nemo_rl_is_here() -> bool:
+    return hasattr(nemo(), "__file__")
 
 
 ADAPTERS = {"verl": cce_verl, "NeMo-RL": cce_nemo_rl, "TRL": cce_trl}
@@ -141,6 +205,60 @@ def test_verl_with_the_whole_vocabulary(temperature: Any) -> None:
     compare(lambda *x: verl().linear_cross_entropy(*x, labels, temperature, "none"), dense, hidden, weight)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_verl_keeps_fused_kernels_with_predictions_that_it_does_not_train(trained: bool) -> None:
+    kind, patched = verls_mtp()
+    engine = SimpleNamespace(module=[], is_value_model=False, model_config=SimpleNamespace())
+    engine.model_config.mtp = SimpleNamespace(enable=True, enable_train=trained)
+    for mtp in (False, True):
+        engine.engine_config = SimpleNamespace(use_fused_kernels=True, use_remove_padding=True)
+        cce_verl.install(mtp=mtp)
+        kind._maybe_enable_fused_kernels(engine)
+        assert engine.engine_config.use_fused_kernels is (mtp and not trained)
+    model = SimpleNamespace(post_process=False)
+    hidden = torch.randn(3, 1, 4)
+    given = {"hidden_states": hidden, "output_processor": lambda: None, "output_processor_context": None}
+    assert patched._megatron_gptmodel_postprocess(model, **given) is hidden  # a stage without a head
+
+
+def packed_by_verl(case: Any) -> None:
+    """verl's own packing, cut and gathered over context-parallel ranks, in a model that predicts one token or two.
+
+    Beside its path over logits. Catches labels of another sequence, and an output_processor that nobody calls.
+    """
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+    from test_megatron import build
+
+    def score(logits: Tensor, label: Tensor) -> dict[str, Tensor]:
+        log_probs, entropy = dense_scores(gather_from_tensor_model_parallel_region(logits), label, 0.7)
+        return {"log_probs": log_probs, "entropy": entropy}
+
+    _, patched = verls_mtp()
+    cce_verl.install(mtp=True)
+    fused = verl().fused_forward_model_engine()
+    on_logits = importlib.import_module("verl.models.mcore.model_forward").gptmodel_forward_model_engine
+    generator, results = torch.Generator().manual_seed(5), []
+    ids = [torch.randint(1, VOCAB, (length,), generator=generator) for length in (5, 8, 3)]
+    ids = torch.nested.nested_tensor(ids, layout=torch.jagged)
+    for ours, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
+        model = build(case)[0].to(dtype)
+        if case.mtp:
+            patched.patch_postprocess(model)
+        if ours:
+            verl().patch_fused_forward(model)
+            how = {"temperature": 0.7, "calculate_entropy": True, "pad_token_id": 0}
+            out = fused(model, input_ids=ids, labels=ids.clone(), multi_modal_inputs={}, **how)
+        else:
+            out = on_logits(model, ids, {}, logits_processor=score, logits_processor_args={"label": ids.clone()})
+        scores = {name: out[name].values() for name in ("log_probs", "entropy")}
+        policy_loss(*scores.values()).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append({**scores, **gradients})
+    assert results[0].keys() == results[1].keys()  # nothing of the second prediction
+    for name in results[0]:
+        assert_no_worse(*(result[name] for result in results), quantity=f"verl's {name}, {case}")
+
+
 class Alone:
     """A group of one rank, or of another size."""
 
@@ -173,6 +291,47 @@ def test_nemo_rl_on_one_rank() -> None:
     compare(lambda h, w: nemos(h, w, labels, Alone()), lambda h, w: next_ids(h, w, labels), hidden, weight)
     log_probs, _ = nemos(hidden, weight.requires_grad_(), labels, Alone(), inference_only=True)
     assert not log_probs.requires_grad and log_probs.shape == (2, TOKENS - 1)
+
+
+def packed_by_nemo(group: Any) -> None:
+    """Catches a label of another sequence, rows in another's place, and what a slice of a sequence knows alone."""
+    lengths, size = [8, 4, 8], group.size()
+    packed, (hidden, weight, _) = packed_lengths(*lengths), operands(2)
+    hidden = hidden.view(-1, 1, hidden.shape[-1])[: sum(lengths)]
+    ids = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(3))
+    pieces = torch.arange(sum(lengths)).split(lengths)
+    mine = torch.cat([of_this_rank(each, group.rank(), size) for each in pieces]) if size > 1 else torch.cat(pieces)
+
+    def summed(grad: Tensor) -> Tensor:
+        return sum(all_gather(grad, group=group)) if size > 1 else grad  # type: ignore[return-value]
+
+    def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        whole = weight.view_as(weight)
+        whole.register_hook(summed)
+        model = SimpleNamespace(weight=whole, tp_group=Alone(), cp_group=group)
+        forward = nemo()._gpt_forward_with_linear_ce_fusion
+        log_probs = forward(model, hidden, labels=ids[None, mine], packed_seq_params=packed)
+        log_probs.register_hook(lambda grad: grad / size)  # every rank has the whole loss
+        return log_probs, log_probs.new_zeros(())
+
+    def dense(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        rows = [next_ids(hidden[each], weight, ids[None, each])[0][0] for each in pieces]
+        log_probs = pad_sequence(rows, batch_first=True)
+        return log_probs, log_probs.new_zeros(())
+
+    compare(ours, dense, hidden, weight, mine)
+
+
+@pytest.mark.skipif(nemo_rl_is_here(), reason="test_nemo_rl.py has NeMo-RL's own forward")
+def test_packed_sequences_of_nemo_rl() -> None:
+    """Log-probabilities that are unpacked already go around NeMo-RL's own unpacking, with its width."""
+    cce_nemo_rl.install()
+    packed_by_nemo(Alone())
+    packed, scores = packed_lengths(4, 4), torch.ones(2, 3)
+    for fused, wanted in ((True, None), (False, packed)):
+        process = LossPostProcessor(SimpleNamespace(use_fused_linear_logprobs=fused))
+        found, lengths = process({"input_ids": torch.zeros(2, 6)}, packed)(scores)
+        assert lengths is wanted and found.shape == ((2, 5) if fused else (2, 3))
 
 
 def verl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) -> None:
@@ -213,10 +372,12 @@ def nemo_rl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) ->
         mine,
         rows,
     )
-    if hasattr(nemo(), "patch_gpt_model_forward_for_linear_ce_fusion"):  # NeMo-RL itself
+    if nemo_rl_is_here():
         from test_megatron import Case, on_layout
 
         on_layout(Case(tp=2, sequence_parallel=sequence_parallel), through_nemos_forward)
+    else:
+        packed_by_nemo(dist.group.WORLD)
 
 
 def through_nemos_forward(case: Any) -> None:
@@ -259,6 +420,13 @@ def two_ranks() -> None:
         verl_over_two_ranks(sequence_parallel, mine, rows)
         nemo_rl_over_two_ranks(sequence_parallel, mine, rows)
         test_megatron_scores.over_two_ranks(sequence_parallel)
+        if verl_is_here():
+            from test_megatron import Case, on_layout
+
+            how: dict[str, Any] = {"own_tokens": True, "positions": "rope"}
+            on_layout(Case(tp=2, sequence_parallel=sequence_parallel, mtp=1, **how), packed_by_verl)
+            if not sequence_parallel:
+                on_layout(Case(cp=2, **how), packed_by_verl)
 
 
 @pytest.mark.slow
@@ -288,6 +456,37 @@ def test_transformers_forward_of_verl() -> None:
         assert_no_worse(ours, baseline, truth, quantity=name)
 
 
+def test_the_curve_of_fifty_steps_is_verls() -> None:
+    """verl's own forwards and clipped loss: of hidden states with ours inside, and of logits."""
+    theirs = pytest.importorskip("verl.models.transformers.dense_common", reason="verl itself: launch/rl_packages.sh")
+    from tiny_trainer import VOCAB as size
+    from tiny_trainer import tiny_model
+
+    algorithms = importlib.import_module("verl.trainer.ppo.core_algos")
+    cce_verl.install()
+    clip = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "global_batch_info": {}}
+    config = importlib.import_module("omegaconf").OmegaConf.create(clip)
+    generator = torch.Generator().manual_seed(0)
+    batches = torch.randint(1, size, (5, 2, TOKENS), generator=generator)
+    advantages = torch.randn(5, 2, TOKENS, generator=generator)
+    mask, found = torch.ones(2, TOKENS), []
+    for forward in (theirs.forward_with_triton_backend, theirs.forward_with_torch_backend):
+        model, old, losses = tiny_model(), {}, []
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for step in range(50):
+            out = forward(model, input_ids=batches[step % 5], temperature=0.7, return_dict=True)
+            log_probs, entropy = out.log_probs.view_as(mask), out.entropy
+            old.setdefault(step % 5, log_probs.detach())
+            given = old[step % 5], log_probs, advantages[step % 5], mask
+            loss, _ = algorithms.compute_policy_loss_vanilla(*given, config=config)
+            losses.append(loss - 0.01 * entropy.mean())
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        found.append(losses)
+    assert_same_curve("verl's policy", *found)
+
+
 @pytest.mark.parametrize("package", ADAPTERS)
 def test_install_is_undone_and_done_again(package: str) -> None:
     if package == "TRL":
@@ -304,6 +503,19 @@ def test_install_is_undone_and_done_again(package: str) -> None:
     adapter.uninstall()
     adapter.uninstall()
     assert getattr(caller, name) == getattr(home, name) == theirs
+
+
+def test_nemo_rl_is_patched_in_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    nemo()
+    cce_nemo_rl.install()
+    process = importlib.import_module("nemo_rl.models.megatron.train").LossPostProcessor
+    assert hasattr(process.__call__, "cce_original")
+    cce_nemo_rl.uninstall()
+    assert not hasattr(process.__call__, "cce_original")
+    monkeypatch.setattr(process, "__call__", other)
+    with pytest.raises(RuntimeError, match=r"there LossPostProcessor.__call__ takes self, data_dict, .*; in .* model"):
+        cce_nemo_rl.install()
+    assert not hasattr(nemo().from_parallel_hidden_states_to_logprobs, "cce_original")
 
 
 def by_verl(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -367,7 +579,7 @@ def test_one_line_says_that_ours_is_in_use(caplog: pytest.LogCaptureFixture) -> 
 
 
 NOT_SERVED: dict[str, tuple[Callable, str]] = {
-    "context": (lambda h, w, y: nemos(h, w, y, Alone(), cp_group=Alone(2)), "do not know context parallelism"),
+    "context": (lambda h, w, y: nemos(h, w, y, Alone(), cp_group=Alone(2)), "need packed_seq_params"),
     "rows": (lambda h, w, y: nemos(h, w, y, Alone(), rank=1), r"has the rows \[0, 64\], NeMo-RL says"),
     "length": (lambda h, w, y: nemos(h[1:], w, y, Alone()), "neither whole nor slices"),
     "order": (lambda h, w, y: verl().linear_cross_entropy(h, w, y), "one order of tokens"),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 pytest.importorskip("trl")
 
+from dense_scores import assert_same_curve
 from tiny_trainer import (
     LENGTH,
     VOCAB,
@@ -227,7 +228,7 @@ def trainer_of(kind: str, data: str, **given: Any) -> Callable:
         import trl
 
         how: dict[str, Any] = dict(bf16=False, gradient_checkpointing=False, learning_rate=1e-2, max_steps=3)
-        args = arguments(out, getattr(trl, f"{kind}Config"), **how, **more)
+        args = arguments(out, getattr(trl, f"{kind}Config"), **how | more)
         trainer = getattr(trl, f"{kind}Trainer")
         return trainer(model, args=args, train_dataset=rows(data), processing_class=tokenizer(), **given)
 
@@ -286,38 +287,52 @@ def test_trainers_log_and_learn_as_they_do(make: Callable, name: str, more: dict
     assert any(not torch.equal(start[where], parameter) for where, parameter in found.items())
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_distillation_trainer_logs_and_learns_as_it_does(beta: float, tmp_path: Path) -> None:
+def distilled(out: Path, **more: Any) -> tuple[list[dict[str, float]], Any]:
+    """Return what DistillationTrainer logs, and its parameters."""
     from trl import DistillationConfig, DistillationTrainer
 
+    forget()
     teacher = tiny_model("Gemma2", hidden_size=48).eval()
+    how: dict[str, Any] = dict(bf16=False, gradient_checkpointing=False, learning_rate=1e-2, max_steps=3)
+    args = arguments(out, DistillationConfig, temperature=0.7, max_completion_length=6, **how | more)
+    given = {"train_dataset": rows("prompt"), "processing_class": tokenizer()}
+    trainer = DistillationTrainer(tiny_model("Gemma2"), teacher, args, **given)
+    torch.manual_seed(0)
+    trainer.train()
+    return logged(trainer), trainer.accelerator.get_state_dict(trainer.model_wrapped)
 
-    def run() -> tuple[list[dict[str, float]], Any]:
-        forget()
-        how: dict[str, Any] = dict(bf16=False, gradient_checkpointing=False, learning_rate=1e-2, max_steps=3)
-        args = arguments(tmp_path, DistillationConfig, beta=beta, temperature=0.7, max_completion_length=6, **how)
-        trainer = DistillationTrainer(
-            tiny_model("Gemma2"),
-            copy.deepcopy(teacher),
-            args,
-            train_dataset=rows("prompt"),
-            processing_class=tokenizer(),
-        )
-        torch.manual_seed(0)
-        trainer.train()
-        return logged(trainer), trainer.accelerator.get_state_dict(trainer.model_wrapped)
 
-    stock, expected = run()
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_distillation_trainer_logs_and_learns_as_it_does(beta: float, tmp_path: Path) -> None:
+    stock, expected = distilled(tmp_path, beta=beta)
     cce_trl.install()
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
         patch.setattr("cce_dist.integrations.trl_distillation.say_once", said.append)
-        ours, found = run()
+        ours, found = distilled(tmp_path, beta=beta)
     assert len(said) >= 3
     assert_same_log(ours, stock, TOLERANCE)
     assert_same_parameters(found, expected, TOLERANCE)
     start = tiny_model("Gemma2").state_dict()
     assert any(not torch.equal(start[where], parameter) for where, parameter in found.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "grpo", "distillation"])
+def test_the_curve_of_fifty_steps_is_trls(kind: str, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"max_steps": 50, "optim": "adamw_torch", "learning_rate": 3e-3}
+
+    def curve() -> list[Tensor]:
+        if kind == "distillation":
+            log, _ = distilled(tmp_path, beta=0.5, **how)
+        else:
+            make, name, more = TRAINERS[kind]
+            log, *_ = trained(make, tiny_model(name), tmp_path, **more | how)
+        return [torch.tensor(entry["loss"]) for entry in log if "loss" in entry]
+
+    stock = curve()
+    cce_trl.install()
+    assert_same_curve(f"TRL's {kind}", curve(), stock)
 
 
 def test_distillation_under_zero_3_is_refused() -> None:

@@ -25,7 +25,7 @@ from cce_dist.integrations.megatron.loss import (
     vocab_parallel_loss,
     vocab_parallel_max,
 )
-from cce_dist.integrations.megatron.scores import log_probs_of, log_probs_processor
+from cce_dist.integrations.megatron.scores import log_probs_of, log_probs_processor, next_ids
 from cce_dist.integrations.megatron.swap import convert, require, revert
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "install",
     "log_probs_of",
     "log_probs_processor",
+    "next_ids",
     "options_from_args",
     "require",
     "revert",

@@ -6,6 +6,8 @@
     with log_probs_of(model, entropy=True) as found:  # any converted model of any version, as HybridModel
         model(ids, positions, mask, labels=labels)  # found[-1] has LogProbs
 
+    labels = next_ids(ids, cp_group, packed_seq_params)  # where nobody has shifted them
+
 ``GPTModel.forward`` calls its ``output_processor`` in place of the head and the loss, with hidden states as the head would get
 them: [s, b, h], or this rank's slice [s/tp, b, h] under sequence parallelism. The head says which, and whether the gradient of
 hidden states is summed here. In ``log_probs_of`` the model asks deferred logits for its loss as ever.
@@ -21,11 +23,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import LogProbs
 from cce_dist.integrations.deferred import Head
-from cce_dist.integrations.megatron.loss import Options, vocab_parallel_log_probs, vocab_parallel_loss
+from cce_dist.integrations.megatron.loss import Options, vocab_parallel_log_probs
 from cce_dist.integrations.megatron.swap import call_of, language_models, reason_against
 from cce_dist.integrations.patching import say_once
 
@@ -67,7 +70,7 @@ def log_probs_of(model: Any, *, temperature: float | Tensor = 1.0, **wanted: Any
     """Give a list to which each call of a converted model with labels appends their ``LogProbs``, [b, s] each.
 
     The call returns what it always does, minus the log-probabilities; a filter is not used. A stage without a head appends
-    nothing, so every rank makes the same calls.
+    nothing, so every rank makes the same calls. Losses of multi-token prediction stay what they were.
 
     Args:
         model: As of ``convert``, which has converted it.
@@ -75,7 +78,7 @@ def log_probs_of(model: Any, *, temperature: float | Tensor = 1.0, **wanted: Any
         **wanted: ``entropy``, ``sum_p_squared``, ``argmax``, ``top_k`` of ``linear_log_probs``.
 
     Raises:
-        ValueError: The model is not converted, or predicts several tokens, whose losses would have the temperature, too.
+        ValueError: The model is not converted.
         TypeError: ``wanted`` names something else, or ``model`` is none of megatron-core.
     """
     _check("log_probs_of", wanted)
@@ -83,17 +86,47 @@ def log_probs_of(model: Any, *, temperature: float | Tensor = 1.0, **wanted: Any
     tasks = []
     for part in language_models(model):
         head = getattr(part, "output_layer", None)
-        if head is not None and (not isinstance(head, Head) or part.config.mtp_num_layers):
-            raise ValueError("cce_dist: log_probs_of needs a model that is converted, without multi-token prediction")
+        if head is not None and not isinstance(head, Head):
+            raise ValueError("cce_dist: log_probs_of needs a model that is converted")
         tasks += [] if head is None else [head.cce_task]
     compute = functools.partial(vocab_parallel_log_probs, temperature=temperature, **wanted)
     for task in tasks:
-        task.compute, task.scores = compute, found
+        task.score, task.scores = compute, found
     try:
         yield found
     finally:
         for task in tasks:
-            task.compute, task.scores = vocab_parallel_loss, None
+            task.score, task.scores = None, []
+
+
+def next_ids(ids: Tensor, cp_group: dist.ProcessGroup | None = None, packed_seq_params: Any = None) -> Tensor:
+    """Return the label of each token where that is the next id of its sequence, by Megatron's own ``roll_tensor``.
+
+    Args:
+        ids: [b, s], of this rank's slices of the sequences under context parallelism.
+        cp_group: The context-parallel group; None: sequences are whole.
+        packed_seq_params: Megatron's, with the lengths in ``cu_seqlens_q``; ids are then [1, s].
+
+    Returns:
+        [b, s]; -1 behind the last token of a sequence. That label is outside the vocabulary: log-probability 0, no gradient.
+
+    Communication: Under context parallelism one id per slice to each neighbour, for each packed sequence.
+
+    Raises:
+        ValueError: The packed sequences have another length than the ids.
+    """
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    if packed_seq_params is not None:
+        size = 1 if cp_group is None else cp_group.size()
+        length = int(packed_seq_params.cu_seqlens_q[-1])
+        if length != size * ids.shape[1]:
+            raise ValueError(
+                f"cce_dist: packed sequences of {length} tokens (cu_seqlens_q), ids of {ids.shape[1]} on each of {size} "
+                "context-parallel ranks"
+            )
+    # roll_tensor puts zeros behind the last token, which would be an id.
+    return roll_tensor(ids + 1, -1, -1, cp_group, packed_seq_params)[0] - 1
 
 
 def _check(function: str, wanted: dict[str, Any]) -> None:
@@ -137,11 +170,11 @@ class _Processor:
             return vocab_parallel_log_probs(
                 hidden,
                 whole,
-                labels,
+                labels,  # type: ignore[arg-type]
                 **call,
                 **context,
                 **self.wanted,
-                options=options,  # type: ignore[arg-type]
+                options=options,
                 logit_scale=float(scale_logits(torch.ones(()))),
             )
 

@@ -99,19 +99,21 @@ class MegatronLogits(deferred.DeferredLogits):
     ANSWERED = deferred.DeferredLogits.ANSWERED | {torch.argmax: "argmax", torch.max: "max"}
 
     def loss(self, labels: Tensor) -> Tensor:
-        """Return the loss [b, s] of labels [b, s]; keep their ``LogProbs`` in ``log_probs_of``."""
+        """Return the loss [b, s] of labels [b, s]; keep the ``LogProbs`` of the model's own labels in ``log_probs_of``."""
         task = self._task
         expected = task.expected_weights(labels)
+        score = task.score if labels is task.told[0] else None
 
         def compute(head: Any, hidden: Tensor, weight: Any, **_: Any) -> Any:
             weight, call = call_of(head, weight)
-            if task.scores is None:
-                call["expected_weights"] = expected
-            return task.compute(hidden, weight, labels, **call, options=task.options, **self._scaling())
+            call |= {"options": task.options, **self._scaling()}
+            if score is not None:
+                return score(hidden, weight, labels, **call)
+            return vocab_parallel_loss(hidden, weight, labels, expected_weights=expected, **call)
 
         task.num_losses += self._training
         answer = self._ask(compute)
-        if task.scores is None:
+        if score is None:
             return answer
         task.scores.append(answer)
         return -answer.log_probs
@@ -154,14 +156,17 @@ class MegatronLogits(deferred.DeferredLogits):
 class Task(deferred.Task):
     """What a converted ``output_layer`` knows; it defers in calls of the model, or of its end, with labels."""
 
-    compute: Callable = vocab_parallel_loss
-    scores: list | None = None  # of log_probs_of
-    told: tuple = (None, None)  # labels and loss mask of the call under way
+    score: Callable | None = None  # of log_probs_of, in the place of the loss of the model's own labels
+    scores: list = dataclasses.field(default_factory=list)  # what it returned
+    told: tuple = (
+        None,
+        None,
+    )  # labels and loss mask of the call under way; multi-token prediction rolls labels of its own
 
     def expected_weights(self, labels: Tensor) -> Tensor | bool:
         """Return what losses of these labels will be multiplied by."""
         of_model, mask = self.told
-        if labels is not of_model:  # Multi-token prediction rolls labels, and a mask of its own.
+        if labels is not of_model:  # the mask is rolled, too
             return False
         return mask.reshape(labels.shape) if isinstance(mask, Tensor) and mask.numel() == labels.numel() else True
 
