@@ -302,6 +302,8 @@ def test_a_method_is_a_row_of_the_groups_that_it_can_run_in():
     assert {"cce-dist-sp@64MiB", "megatron", "deepspeed-logits", "torch-loss-parallel"} <= split - alone
     chosen = choose(["cce-dist-sp", "cce-dist"], table)
     assert list(chosen) == ["cce-dist@64MiB", "cce-dist@128MiB", "cce-dist-sp@64MiB", "cce-dist-sp@128MiB"]
+    each = {"cce-dist-each@64MiB", "cce-dist-each-failed@64MiB"}
+    assert set(table) - set(choose(None, table)) == each == set(choose(sorted(each), table))
     with pytest.raises(SystemExit, match="unknown method tochr; choose from cce-dist"):
         choose(["tochr"], table)
 

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how sure the softmax is: unigram, early, spread, middle, trained, sharp, or all of this 'ladder'; or files that "
         "'cce-dist pretrain --capture' wrote, which have their own shape and tokens (default: trained)",
     )
-    add("--methods", nargs="+", metavar="METHOD", help="rows of the table; 'list' prints them (default: all)")
+    add("--methods", nargs="+", metavar="METHOD", help="rows of the table; 'list' prints them")
     add(
         "--ignored",
         nargs="+",
