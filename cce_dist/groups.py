@@ -226,8 +226,13 @@ def _scale(values: Tensor | None, factor: Tensor, backend: str, out: Tensor | No
         scale(values, factor, out)
         return
     factor = factor[:, None] if factor.dim() else factor
-    scaled = torch.where((values == 0) | (factor == 0), 0.0, values.float() * factor)
+    scaled = times(values, factor)
     values.copy_(scaled) if out is None else out.add_(scaled)
+
+
+def times(values: Tensor, factor: Tensor) -> Tensor:
+    """Return the product in fp32, in which 0 times an infinity is 0."""
+    return torch.where((values == 0) | (factor == 0), 0.0, values.float() * factor)
 
 
 def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: Tensor | None) -> Tensor:
