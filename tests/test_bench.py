@@ -163,14 +163,6 @@ def test_what_is_wrong_is_refused_a_time(method, says):
     assert len(rows["right"].total.seconds) == 2
 
 
-def test_a_small_error_is_timed_and_shown():
-    rows, _ = measure_tiny(rounded=planted("dE", 1.01))
-    errors = rows["rounded"].errors
-    assert errors is not None
-    assert not rows["rounded"].problem
-    assert errors.d_hidden == pytest.approx(0.01, rel=1e-3)
-
-
 def test_a_method_that_fails_says_why_and_the_rest_goes_on():
     rows, floor = measure_tiny(
         absent=failing(ModuleNotFoundError("No module named 'quack'", name="quack")),

@@ -326,8 +326,10 @@ def under_fsdp(out: Path) -> None:
         "32",
         "--device",
         "cpu",
+        "--repeats",
+        "2",
     ]
-    command += ["--repeats", "2", "--out", str(out)]
+    command += ["--out", str(out)]
     in_fp32 = ["--dtype", "float32", "--compile", "layers", "--methods"]
     layers = ["cce-dist-default+layers", "cce-dist-shard-over+layers"]
     found = []
