@@ -131,14 +131,9 @@ def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
     for sequence_parallel in (False, True):
         table |= _megatrons(peers.megatron, sequence_parallel, needs_group=True)
     table["deepspeed"] = Method(peers.deepspeed, needs_group=True)
-    table["deepspeed-logits"] = Method(peers.deepspeed_logits, needs_group=True)
-    table["deepspeed-logits-liger"] = Method(
-        partial(peers.deepspeed_logits, backend="liger"), needs_cuda=True, needs_group=True
-    )
     for preset in ("cce", "cce-exact", "cce-kahan-full-c"):
         build = partial(peers.cut_cross_entropy, impl=preset.replace("-", "_"))
         table[preset] = Method(build, needs_cuda=True)
-    table["cce-torch-compile"] = Method(partial(peers.cut_cross_entropy, impl="torch_compile"))
     table["liger"] = Method(peers.liger_triton, needs_cuda=True, needs_whole=True)
     table["liger-cute"] = Method(peers.liger_cute, needs_cuda=True, needs_whole=True)
     table["quack"] = Method(peers.quack, needs_cuda=True, needs_whole=True)

@@ -210,17 +210,6 @@ def deepspeed(shard: VocabShard, hidden: Tensor) -> LossFn:
     )
 
 
-def deepspeed_logits(shard: VocabShard, hidden: Tensor, backend: str = "torch") -> LossFn:
-    """DeepSpeed's loss of logits that are there, with its sum of dE over the group."""
-    of_logits = deepspeed_loss(shard, hidden.device, backend)
-    from deepspeed.module_inject.layers import ColumnParallel
-
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return of_logits(F.linear(cast(Tensor, ColumnParallel.apply(shard.group, hidden)), weight), labels)
-
-    return loss
-
-
 def deepspeed_loss(shard: VocabShard, device: torch.device, backend: str) -> Callable[[Tensor, Tensor], Tensor]:
     """DeepSpeed's loss of a rank's logits [N, V_r] and labels [N]."""
     quiet_deepspeed(device)

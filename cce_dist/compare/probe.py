@@ -7,7 +7,6 @@ the rows of dC whose token is no label of the batch, which have nothing but the 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,16 +21,15 @@ from cce_dist.pretrain.recipe import Recipe
 GRADIENTS: tuple[str, ...] = ("dE", "mean dE", "dC", "rare dC")
 
 
-class Agreement(NamedTuple):
-    """How alike a method's gradients and the dense ones are, each by the names in ``GRADIENTS``."""
+def probe(
+    engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndarray
+) -> tuple[dict[str, float], dict[str, float], float]:
+    """Compare the gradients of ``head`` over the first microbatch with the dense ones, from the same rounded operands.
 
-    cosine: dict[str, float]  # NaN where a gradient is 0
-    norm: dict[str, float]  # the method's over that of the dense one
-    kept_tiles: float  # ``FilterStats.kept``; NaN for what is no filter of this library
-
-
-def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndarray) -> Agreement:
-    """Compare the gradients of ``head`` over the first microbatch with the dense ones, from the same rounded operands."""
+    Returns:
+        Cosine and norm over the dense one's, by the names in ``GRADIENTS``, NaN where a gradient is 0; and
+        ``FilterStats.kept``, NaN for what is no filter of this library.
+    """
     recipe, model = engine.recipe, engine.model
     part_ids, part_labels = next(engine.ranks.microbatches(ids, labels, recipe.accumulate))
     with torch.no_grad(), recipe.autocast():
@@ -58,7 +56,7 @@ def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndar
             output = linear_cross_entropy(hidden, head.weight, part_labels, **options)
         assert isinstance(output, LinearCrossEntropyOutput) and output.filter_stats is not None
         kept_tiles = output.filter_stats.kept.item()
-    return Agreement(cosine, norm, kept_tiles)
+    return cosine, norm, kept_tiles
 
 
 def _gradients(

@@ -25,7 +25,7 @@ from cce_dist.report import describe
 
 @dataclass
 class Measurement:
-    """The state of a run after ``step`` optimizer steps; the last three fields are as ``Agreement`` has them."""
+    """The state of a run after ``step`` optimizer steps; the last three fields are as ``probe`` returns them."""
 
     step: int
     val_loss: float  # by the exact head, nats per token, the same batches every time
@@ -106,8 +106,7 @@ def _train(
             if not math.isfinite(measured.val_loss):
                 run.problem = f"the validation loss is {measured.val_loss} after step {step}"
                 return
-            agreement = probe(engine, head, ids, labels)
-            measured.cosine, measured.norm, measured.kept_tiles = agreement
+            measured.cosine, measured.norm, measured.kept_tiles = probe(engine, head, ids, labels)
             losses, clock = [], time.perf_counter()
         if step < recipe.steps:
             engine.model.head = head
