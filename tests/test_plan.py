@@ -284,7 +284,7 @@ def test_config_files(name: str, tmp_path: Path) -> None:
         pytest.param(["--model", "gpt-2", "--pp", "16"], "12 layers cannot be cut into 16", id="pp"),
         pytest.param(["--model", "gpt-2", "--gpu", "v100"], "unknown GPU v100", id="gpu"),
         pytest.param(["--model", "gpt-2", "--tokens", "0"], "--tokens and --micro-batch must be", id="tokens"),
-        pytest.param(["--model", "gpt-2", "--workspace", "0"], "--workspace must be", id="workspace"),
+        pytest.param(["--model", "gpt-2", "--workspace", "0"], "the workspace must be positive", id="workspace"),
         pytest.param(["--config", "/nowhere/config.json"], "No such file", id="no-file"),
         pytest.param(["--config", str(ROOT / "LICENSE")], "has no hidden_size", id="other-file"),
         pytest.param(["--model", "gpt-2", "--scale", "8", "--tp", "3"], "cannot be split", id="scale"),

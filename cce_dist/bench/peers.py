@@ -242,9 +242,6 @@ def cut_cross_entropy(shard: VocabShard, hidden: Tensor, impl: str, softcap: flo
         options["vocab_parallel_options"] = library.VocabParallelOptions(shard.start, shard.stop, shard.group)
     if impl in {member.name.lower() for member in library.LinearCrossEntropyImpl}:
         return partial(library.linear_cross_entropy, impl=impl, **options)
-    # Releases before the presets: not filtered, without Kahan summation.
-    if impl == "cce_exact":
-        return partial(library.linear_cross_entropy, impl="cce", filter_eps=None, **options)
     raise ImportError(f"cut-cross-entropy {library.__version__} has no preset {impl}")
 
 
