@@ -41,8 +41,8 @@ def best_cut(num_layers: int, times: Times, layout: Layout) -> Cut:
     """Return the cut whose slowest rank takes least.
 
     The embedding counts nothing: its backward is a sum of rows. Among equally fast cuts the one is taken that leaves most
-    layers to the last stage, since the first one holds most activations; layers that are left over go to later stages. There are
-    as many layers as ``planning.check`` asks for.
+    layers to the last stage, since the first one holds most activations; layers that are left over go to later stages.
+    ``planning.check`` has seen to it that there are enough of them.
     """
     pp, vpp = layout.pp, layout.vpp
     if pp == 1:
