@@ -236,8 +236,13 @@ def _scale(values: Tensor | None, factor: Tensor, backend: str, out: Tensor | No
         scale(values, factor, out)
         return
     factor = factor[:, None] if factor.dim() else factor
-    scaled = torch.where((values == 0) | (factor == 0), 0.0, values.float() * factor)
+    scaled = times(values, factor)
     values.copy_(scaled) if out is None else out.add_(scaled)
+
+
+def times(values: Tensor, factor: Tensor) -> Tensor:
+    """Return the product in fp32, in which 0 times an infinity is 0."""
+    return torch.where((values == 0) | (factor == 0), 0.0, values.float() * factor)
 
 
 def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: float | Tensor | None) -> Tensor:
@@ -321,7 +326,8 @@ def _finished(
     expected_N, max_N, log_sum_N, loss_N, weight_N, d_hidden = of_tokens
     assert expected_N is not None and max_N is not None and log_sum_N is not None and loss_N is not None
     group, x = merge.resolve(call.layout.group_name), Operands(hidden, weight, bias, ids_N, call.spec.logits)
-    backend, spec, terms = chosen(call, x, group)[0], call.spec, Terms(None, *numbers, weight_N)
+    z_loss_weight, label_smoothing = numbers
+    backend, spec, terms = chosen(call, x, group)[0], call.spec, Terms(None, z_loss_weight, label_smoothing, weight_N)
     # Without a filter nobody merges a bound.
     stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
     nll_N, lse_N, _, uniform_nll_N, *_, merged = backend.token_losses(merge.gather_stats(stats_KN, group), ids_N, spec)

@@ -77,7 +77,7 @@ def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 def _gradients_times(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     scaled = [
-        torch.where((made == 0) | (upstream == 0), 0.0, made * upstream).to(made.dtype) if wanted else None
+        groups.times(made, upstream).to(made.dtype) if wanted else None
         for made, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
     ]
     return *scaled, *(None,) * (ctx.num_inputs - 3)

@@ -1,7 +1,4 @@
-"""The installer under TRL, verl and NeMo-RL: a function of ours in the place of another package's, and back.
-
-Other modules of the package may have imported that function by name, so ``Patch`` replaces it in all of them.
-"""
+"""A function of ours in the place of another package's, and back: the installer under TRL, verl, NeMo-RL and torchtitan."""
 
 from __future__ import annotations
 
@@ -22,19 +19,55 @@ _log = logging.getLogger("cce_dist").warning
 
 
 @dataclasses.dataclass(frozen=True)
-class Patch:
-    """One function of another package, and what replaces it.
+class Place:
+    """Where another package has a function. Its other modules may have imported it by name, so all of them get another.
 
     Args:
         module: The module that defines the function, "verl.utils.kernel.linear_cross_entropy" say.
-        name: The function's name; of a method with its class, "LossPostProcessor.__call__".
+        name: The function's name; that of a method has its class before it, "SFTTrainer.__init__".
+    """
+
+    module: str
+    name: str
+
+    def put(self, ours: Any) -> Any:
+        """Put a function of ours there, in place of the last one, and return the package's own."""
+        self.uninstall()
+        ours.cce_original = _found(importlib.import_module(self.module), self.name)
+        self._swap(ours.cce_original, ours)
+        return ours.cce_original
+
+    def uninstall(self) -> None:
+        """Undo ``put``; nothing happens where it was not called."""
+        ours = _found(sys.modules.get(self.module), self.name)
+        if hasattr(ours, "cce_original"):
+            self._swap(ours, ours.cce_original)
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+    def _swap(self, old: Any, new: Any) -> None:
+        owner, _, name = self.name.rpartition(".")
+        if owner:
+            setattr(_found(sys.modules[self.module], owner), name, new)
+            return
+        # Modules that are imported later take the name from the module that defines it.
+        for path, module in list(sys.modules.items()):
+            if path.partition(".")[0] == self.package and getattr(module, "__dict__", {}).get(name) is old:
+                setattr(module, name, new)
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch(Place):
+    """One function of another package, and what replaces it.
+
+    Args:
         known: Versions that the adapter was written for, as a message says them.
         make: Called with the options, returns the replacement; the function has the replacement's parameters.
         parameters: What other names of the module take, or this one if not those; () is anything. Classes take their fields.
     """
 
-    module: str
-    name: str
     known: str
     make: Callable[[ScoreOptions], Callable]
     parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -58,41 +91,20 @@ class Patch:
             home = importlib.import_module(self.module)
         except ImportError as error:
             raise ImportError(f"cce_dist needs {self.known}, and cannot import {self.module}: {error}") from error
-        ours: Any = self.make(options)
+        ours = self.make(options)
         self._check(home, {self.name: tuple(inspect.signature(ours).parameters), **self.parameters})
-        ours.cce_original = _found(home, self.name)
-        self._swap(ours.cce_original, ours)
-
-    def uninstall(self) -> None:
-        """Undo ``install``; nothing happens where it was not called."""
-        ours = _found(sys.modules.get(self.module), self.name)
-        if hasattr(ours, "cce_original"):
-            self._swap(ours, ours.cce_original)
+        self.put(ours)
 
     def _check(self, home: Any, parameters: Mapping[str, tuple[str, ...]]) -> None:
         for name, wanted in parameters.items():
             found = _found(home, name)
             names = tuple(inspect.signature(found).parameters) if callable(found) and wanted else ()
             if names != wanted:
-                version = getattr(sys.modules.get(self._package), "__version__", "this version")
+                version = getattr(sys.modules.get(self.package), "__version__", "this version")
                 raise RuntimeError(
                     f"cce_dist knows {self.known}: there {name} takes {', '.join(wanted)}; in {version} "
                     f"{', '.join(names) or 'nothing'}"
                 )
-
-    @property
-    def _package(self) -> str:
-        return self.module.partition(".")[0]
-
-    def _swap(self, old: Any, new: Any) -> None:
-        owner, _, name = self.name.rpartition(".")
-        if owner:
-            setattr(_found(sys.modules[self.module], owner), name, new)
-            return
-        # Modules that are imported later take the name from the module that defines it.
-        for path, module in list(sys.modules.items()):
-            if path.partition(".")[0] == self._package and getattr(module, "__dict__", {}).get(self.name) is old:
-                setattr(module, self.name, new)
 
 
 def install_all(patches: Iterable[Patch], **options: Any) -> None:
@@ -107,9 +119,9 @@ def install_all(patches: Iterable[Patch], **options: Any) -> None:
         raise
 
 
-def uninstall_all(patches: Iterable[Patch]) -> None:
-    for patch in patches:
-        patch.uninstall()
+def uninstall_all(places: Iterable[Place]) -> None:
+    for place in places:
+        place.uninstall()
 
 
 def _found(home: Any, name: str) -> Any:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,15 +28,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config.override import derive, override
-from torchtitan.distributed import fsdp as titan
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 
 from cce_dist import VocabShard, linear_cross_entropy
 from cce_dist.integrations import fsdp
 from cce_dist.integrations.options import TrainOptions
+from cce_dist.integrations.patching import Place
 
 BACKENDS = ("spmd_types", "partial_dtensor")
+FULLY_SHARD = Place("torchtitan.distributed.fsdp", "fully_shard")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +67,11 @@ class CCELoss(ChunkedLossWrapper):
         super().__init__(config)  # compile_config is for a loss of logits
         if get_spmd_backend() not in BACKENDS:
             raise ValueError(f"cce_loss needs parallelism.spmd_backend to be one of {', '.join(BACKENDS)}")
-        self.options, self.rows, self.fully_shard = _read(config.keys), None, titan.fully_shard
+        self.options, self.rows = _read(config.keys), None
         if self.options.shard_over:
             if get_spmd_backend() != "partial_dtensor":
                 raise ValueError('cce_loss: shard_over needs parallelism.spmd_backend to be "partial_dtensor"')
-            titan.fully_shard = self._fully_shard
+            self.fully_shard = FULLY_SHARD.put(functools.partial(self._fully_shard))
 
     def _fully_shard(self, module: Any, *, mesh: Any, **given: Any) -> Any:
         """Split the head that torchtitan shards together with the norm before it, and have FSDP2 leave it alone."""
@@ -84,7 +86,7 @@ class CCELoss(ChunkedLossWrapper):
             raise ValueError(
                 f"cce_loss cannot take over a head that is a {type(lm_head).__name__}: it must be nn.Linear"
             )
-        titan.fully_shard = self.fully_shard
+        FULLY_SHARD.uninstall()
         if self.rows is not None:
             self.rows.enter(lm_head)
         elif self.options.shard_over:

@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,7 +31,7 @@ from cce_dist import VocabShard, linear_cross_entropy, linear_log_probs
 from cce_dist.integrations import peft, trl_distillation
 from cce_dist.integrations.deferred import Head, Task, TensorLogits, checked, give_back, take
 from cce_dist.integrations.options import ScoreOptions
-from cce_dist.integrations.patching import Patch, install_all, uninstall_all
+from cce_dist.integrations.patching import Patch, Place, install_all, uninstall_all
 
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
 OUTPUTS = FIELDS[1:6]
@@ -66,8 +65,12 @@ PATCH = Patch(
     _make,
     {"FusedCausalLMOutput": FIELDS},
 )
+ON_LOGITS = (
+    "GKDTrainer",
+    "GOLDTrainer",
+)  # experimental ones, which take nothing from hidden states; both are SFTTrainers
 PATCHES = (trl_distillation.PATCH, PATCH)
-ON_LOGITS = ("GKDTrainer", "GOLDTrainer")  # experimental ones, which take nothing from hidden states
+TRAINER = Place("trl.trainer.sft_trainer", "SFTTrainer.__init__")
 
 
 def install(*, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False) -> None:
@@ -77,19 +80,13 @@ def install(*, backend: str = "auto", workspace_bytes: int | None = None, batch_
     GKDTrainer or a GOLDTrainer is an error from now on: their divergences are of logits.
     """
     uninstall()
-    options = {"backend": backend, "workspace_bytes": workspace_bytes, "batch_invariant": batch_invariant}
-    install_all(PATCHES, **options)
-    # Both trainers are SFTTrainers.
-    trainer = importlib.import_module("trl.trainer.sft_trainer").SFTTrainer
-    trainer.__init__ = _refusing(trainer.__init__)
+    install_all(PATCHES, backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant)
+    TRAINER.put(_refusing(importlib.import_module(TRAINER.module).SFTTrainer.__init__))
 
 
 def uninstall() -> None:
     """Undo ``install``; a trainer that was made before keeps what it has."""
-    uninstall_all(PATCHES)
-    trainer: Any = getattr(sys.modules.get("trl.trainer.sft_trainer"), "SFTTrainer", None)
-    if trainer is not None:
-        trainer.__init__ = getattr(trainer.__init__, "cce_original", trainer.__init__)
+    uninstall_all((*PATCHES, TRAINER))
 
 
 def _refusing(original: Callable) -> Callable:
@@ -102,7 +99,6 @@ def _refusing(original: Callable) -> Callable:
             )
         original(self, *args, **kwargs)
 
-    init.cce_original = original  # type: ignore[attr-defined]
     return init
 
 

@@ -253,17 +253,21 @@ def _bytes_of_group(sizes: Sizes, tile_cols: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _usual_waves(num_rows: int, hidden_size: int) -> tuple[float, int]:
-    """Return the waves that d_hidden of so many tokens takes on an H100 or H200, and the bytes of its last wave's parts.
+    """Return what ``_waves`` does of so many tokens on an H100 or H200.
 
     Budgets are the same on every device, so that groups are the same on every rank.
     """
     rows, cols = _fitted(BLOCK_N, BLOCK_V, hidden_size)
-    num_tiles = cdiv(num_rows, rows) * cdiv(hidden_size, cols)
-    num_whole, splits = cut_last_wave(num_tiles, num_tiles * PROGRAMS, PROGRAMS)
+    return _waves(cdiv(num_rows, rows) * cdiv(hidden_size, cols), 2 * PROGRAMS, PROGRAMS, rows * cols)
+
+
+def _waves(num_tiles: int, num_steps: int, at_once: int, tile_elements: int) -> tuple[float, int]:
+    """Return the waves that tiles of d_hidden take, and the bytes of the parts that its last wave is cut into."""
+    num_whole, splits = cut_last_wave(num_tiles, num_steps, at_once)
     if splits == 1:
-        return cdiv(num_tiles, PROGRAMS), 0
+        return cdiv(num_tiles, at_once), 0
     cut = num_tiles - num_whole
-    return num_whole / PROGRAMS + _waves_of_parts(cut, splits, PROGRAMS), cut * splits * rows * cols * 4
+    return num_whole / at_once + _waves_of_parts(cut, splits, at_once), cut * splits * tile_elements * 4
 
 
 def _part_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int) -> int:
@@ -765,5 +769,4 @@ def _cut_tiles_bytes(rows: int, cols: int, hidden_size: int, tiles: Tiles, at_on
     """Bytes of the parts that the tiles of d_hidden's last wave are cut into."""
     tile = fitted(tiles.grad_hidden, hidden_size)
     num_tiles = cdiv(rows, tile.rows) * cdiv(hidden_size, tile.cols)
-    whole, splits = cut_last_wave(num_tiles, cdiv(cols, tile.inner), at_once)
-    return (num_tiles - whole) * splits * tile.rows * tile.cols * 4
+    return _waves(num_tiles, cdiv(cols, tile.inner), at_once, tile.rows * tile.cols)[1]

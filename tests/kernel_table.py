@@ -1,7 +1,7 @@
 """Write the table of docs/kernels.md from the source: `python tests/kernel_table.py` replaces it, and test_docs.py holds it.
 
-Name and file come from the kernel's declaration, the outputs from its pointer comments, the launcher from the function that
-names the kernel. With the launch left out a test of that file fails (or its process ends) in the interpreter.
+Names come from the kernels' declarations, outputs from their pointer comments. With a launch left out a test of that file fails
+(or its process ends) in the interpreter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/kernels.md"
-HEAD = "| kernel | file | launched by | writes | test |\n|---|---|---|---|---|\n"
+HEAD = "| file | its kernels, and what each writes | test |\n|---|---|---|\n"
 # The tests of a kernel, by the first of these that its file's path begins with.
 TESTS = {
     "cells": "test_log_probs.py",
@@ -29,22 +29,21 @@ TESTS = {
 
 
 def table() -> str:
-    """Return the rows, in the order of files and of kernels in them."""
-    found = []
+    """Return a row of each file: its kernels in order, each with what it writes, and their test."""
+    rows = []
     for path in sorted((ROOT / "kernels").rglob("*.py"), key=lambda p: (len(p.parts), p)):
-        source = path.read_text()
-        functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-        for node in functions:
-            if not node.name.endswith("_kernel"):
-                continue
-            text = ast.get_source_segment(source, node) or ""
-            out = re.findall(r"^    (\w+?)(?:_ptr)?,  # (?:in, )?out", text, re.MULTILINE)
-            bodies = {f.name: ast.get_source_segment(source, f) or "" for f in functions if f is not node}
-            launches = [name for name, body in bodies.items() if re.search(rf"\b{node.name}\b", body)]
+        source, kernels = path.read_text(), []
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                text = ast.get_source_segment(source, node) or ""
+                assert len(re.findall(rf"\b{node.name}\b", source)) > 1, f"{path} does not launch {node.name}"
+                out = re.findall(r"^    (\w+?)(?:_ptr)?,  # (?:in, )?out", text, re.MULTILINE)
+                kernels.append(f"`{node.name}`: {', '.join(out)}" if out else f"`{node.name}`")
+        if kernels:
             file = path.relative_to(ROOT / "kernels").as_posix()
             test = next(test for path, test in TESTS.items() if file.startswith(path))
-            found.append(f"| `{node.name}` | `{file}` | `{launches[0]}` | {', '.join(out)} | `{test}` |\n")
-    return HEAD + "".join(found)
+            rows.append(f"| `{file}` | {'; '.join(kernels)} | `{test}` |\n")
+    return HEAD + "".join(rows)
 
 
 def with_table(page: str) -> str:

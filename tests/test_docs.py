@@ -105,7 +105,7 @@ def test_the_readmes_numbers_are_the_results() -> None:
 
 
 def test_the_table_of_kernels_is_that_of_the_source() -> None:
-    """Catches a kernel without a row or a test, a row of a kernel that is gone, a launcher or a file under another name."""
+    """Catches a kernel that the page lacks, one that is gone or that nobody launches, and a file under another name."""
     page = PAGES["docs/kernels.md"]
     assert kernel_table.with_table(page) == page, "run python tests/kernel_table.py"
     assert all((ROOT / "tests" / file).is_file() for file in kernel_table.TESTS.values())

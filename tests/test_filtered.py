@@ -828,9 +828,7 @@ def test_filter_stats() -> None:
 
 
 PUBLIC = [
-    verify_cases.Case("smoothing", "", {"label_smoothing": 0.1}, shards=verify_cases.padded),
     verify_cases.Case("softcap", "", {"softcap": 20.0}, accumulate=True),
-    verify_cases.Case("softcap-and-smoothing", "", {"softcap": 20.0, "label_smoothing": 0.1}),  # exact
     verify_cases.Case("entropy", "", objective="aux"),  # exact
     verify_cases.Case("fp16-full-c", "", {"z_loss_weight": 1e-4}, dtype=torch.float16),
 ]

@@ -13,7 +13,6 @@ from cce_dist.verify.check import assert_no_worse, run_case
 from cce_dist.verify.fuzz import Setting, draw, run_many
 from cce_dist.verify.fuzz_cases import FUNCTIONS
 from cce_dist.verify.oracle import PER_TOKEN, truth
-from cce_dist.verify.views import LAYOUTS, constant, view_of
 
 GPU = torch.cuda.is_available()
 OTHERS = ("log-probs", "kept", "divergence")
@@ -34,7 +33,7 @@ def test_triton():
 
 
 def test_two_ranks():
-    run_ranks(_on_ranks, 2, 120)
+    run_ranks(_on_ranks, 2, 80)
 
 
 def _on_ranks(count: int) -> None:
@@ -57,7 +56,7 @@ def test_torch_of(function: str):
 @pytest.mark.slow
 def test_triton_of(function: str):
     setting = Setting(1, "cuda" if GPU else "cpu", "triton", function=function)
-    assert failures(setting, 100 if GPU else 4) == ""
+    assert failures(setting, 100 if GPU else 2) == ""
 
 
 def test_a_mutation_of_the_log_probs_is_seen(monkeypatch: pytest.MonkeyPatch):
@@ -116,28 +115,9 @@ def test_a_case_is_a_function_of_its_number():
     assert str(draw(setting._replace(seed=4), 17)) != str(draw(setting, 17))
 
 
-def test_command_line(capsys):
-    argv = ["verify", "--fuzz", "3", "--seed", "1", "--case", "5", "--backend", "torch", "--device", "cpu"]
-    assert cli.main(argv) == 0
-    assert "3 of 3 random cases hold, seed 1" in capsys.readouterr().out
-
-
-def test_oracle_is_torchs_cross_entropy():
-    """The oracle against an independent one; the reference against the oracle."""
-    problem = random_problem(bias=True)(torch.Generator().manual_seed(0))
-    problem.labels[::4] = -100
-    hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
-    logits = torch.nn.functional.linear(hidden, weight, problem.bias)
-    loss = torch.nn.functional.cross_entropy(logits, problem.labels, label_smoothing=0.1)
-    values = truth(problem, {"label_smoothing": 0.1}, {"loss": torch.ones((), dtype=torch.float64)}).values
-    expected = (loss, *torch.autograd.grad(loss, (hidden, weight)))
-    for name, right in zip(("loss", "dE", "dC"), expected, strict=True):
-        torch.testing.assert_close(values[name], right)
-
-
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_oracle_agrees_with_the_reference(softcap):
-    """Two derivations of the same loss: formulas by hand, and autograd of the definition; the scale's gradient too."""
+    """Formulas by hand, and autograd of the definition, which test_loss.py holds to torch's; the scale's gradient too."""
     problem = random_problem(bias=True)(torch.Generator().manual_seed(1))
     problem.labels[::4] = -100
     scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
@@ -153,15 +133,3 @@ def test_oracle_agrees_with_the_reference(softcap):
     values = truth(problem, options | {"logit_scale": 0.7}, upstream).values
     for name, right in [*outputs.items(), *zip(("dE", "dC", "dbias", "dscale"), gradients, strict=True)]:
         assert_no_worse(values[name].float(), right.float(), right.detach(), quantity=name)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(), (5,), (5, 4), (2, 3, 4), (0, 4)], ids=str)
-def test_a_view_holds_the_values(layout, shape):
-    values = constant(torch.randn(shape))
-    view = view_of(values, layout)
-    assert torch.equal(view, values)
-    if layout == "unaligned" and values.numel():
-        assert view.data_ptr() % 16 != 0 and view.is_contiguous()
-    elif layout == "strided" and len(shape) > 0 and values.numel():
-        assert not view.is_contiguous()

@@ -455,7 +455,8 @@ def test_the_byte_below_bf16() -> None:
     numbers = torch.cat((torch.tensor(edges), torch.randn(1000) * torch.logspace(-37, 37, 1000))).cuda()
     rounded, found = numbers.bfloat16(), torch.empty_like(numbers)
     low = torch.empty(len(numbers), dtype=torch.int8, device="cuda")
-    _there_and_back[(1,)](numbers, rounded, low, found, len(numbers), BLOCK=1024)
+    launch: Any = _there_and_back[(1,)]
+    launch(numbers, rounded, low, found, len(numbers), BLOCK=1024)
     finite = numbers.isfinite()
     assert ((found - numbers).abs() <= numbers.abs() * 2.0**-15 + 1e-40)[finite].all()
     torch.testing.assert_close(found[~finite], numbers[~finite], equal_nan=True)

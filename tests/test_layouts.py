@@ -1,11 +1,10 @@
-"""Every tensor argument in every layout of memory, on both backends: the result has the bits of the contiguous call.
+"""Memory that is not read, and labels cut out of others, on both backends: the result has the bits of the contiguous call.
 
-Memory between the numbers is NaN, or an id that no vocabulary has. Triton runs interpreted on the CPU, compiled on a GPU.
+Random calls (test_fuzz.py) have every argument in every layout. Triton runs interpreted on the CPU, compiled on a GPU.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -20,16 +19,6 @@ DEVICE = "cuda" if GPU else "cpu"
 N, D, V = (256, 64, 640) if GPU else (12, 8, 40)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 
-ARGUMENTS = (
-    "input",
-    "linear_weight",
-    "target",
-    "linear_bias",
-    "grad_output",
-    "num_tokens",
-    "weight",
-    "grad_weight_out",
-)
 AUX = ("nll", "lse", "target_logit", "entropy", "z_loss")
 EVERYTHING = dict(label_smoothing=0.1, logit_scale=0.7, softcap=5.0, z_loss_weight=1e-2)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -37,8 +26,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "none": dict(reduction="none"),
     "everything": dict(reduction="none", return_aux=True, **EVERYTHING),
     "filter": dict(reduction="none", grad_filter=GradFilter(eps=0.02, always=True)),
-    "small-workspace": dict(reduction="none", workspace_bytes=1),
-    "padded": dict(reduction="none", shard=VocabShard(0, V, V - 7)),
 }
 
 
@@ -64,6 +51,11 @@ def arguments(*alike: str) -> dict[str, Tensor]:
     return {name: (constant(x) if name in alike else x).to(DEVICE) for name, x in values.items()}
 
 
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    differ = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not differ, f"differ from the contiguous call: {differ}"
+
+
 def run(values: dict[str, Tensor], options: dict[str, Any], backend: str, with_buffer: bool) -> dict[str, Tensor]:
     """Loss, aux outputs and gradients; ``grad_output`` comes from above to every output that has the labels' shape."""
     inputs = [values[name].requires_grad_() for name in ("input", "linear_weight", "linear_bias")]
@@ -87,49 +79,6 @@ def run(values: dict[str, Tensor], options: dict[str, Any], backend: str, with_b
     return outputs | dict(zip(("dE", "dC", "dbias"), (grads[0], d_weight, grads[2]), strict=True))
 
 
-@functools.cache
-def contiguous(option: str, backend: str, *alike: str, with_buffer: bool = False) -> dict[str, Tensor]:
-    """What the call gives when nothing is a view."""
-    return run(arguments(*alike), OPTIONS[option], backend, with_buffer)
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 0.0) -> None:
-    """Raise unless every value differs by no more than ``tolerance`` of the largest one."""
-    differ = {
-        name: (one[name] - other[name]).abs().max().item()
-        for name in one
-        if not torch.equal(one[name], other[name])
-        and (one[name] - other[name]).abs().max() > tolerance * other[name].abs().max()
-    }
-    assert not differ, f"differ from the contiguous call: {differ}"
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [(name, layout) for name in ARGUMENTS for layout in (WRITABLE if name == "grad_weight_out" else LAYOUTS)[1:]],
-)
-def test_one_argument(name, layout, backend):
-    """Catches a kernel that reads base + row * width of a tensor whose rows lie elsewhere."""
-    option, with_buffer = "plain" if name in ("num_tokens", "weight") else "everything", name == "grad_weight_out"
-    alike = (name,) if layout == "expanded" else ()
-    expected = contiguous(option, backend, *alike, with_buffer=with_buffer)
-    values = arguments(*alike)
-    values[name] = view_of(values[name], layout)
-    assert_same(run(values, OPTIONS[option], backend, with_buffer), expected)
-
-
-@pytest.mark.parametrize(("option", "layout"), list(zip(OPTIONS, (*LAYOUTS[1:], "strided"), strict=True)))
-def test_all_arguments(option, layout, backend):
-    """Catches the same where an option takes another way through the kernels; the layouts take turns."""
-    alike = ARGUMENTS if layout == "expanded" else ()
-    expected = contiguous(option, backend, *alike, with_buffer=layout in WRITABLE)
-    views = {name: view_of(x, layout) for name, x in arguments(*alike).items()}
-    # An unaligned matrix reaches a GPU's kernels by pointers, not by descriptors, and some sums then take another order.
-    other_order = backend == "triton" and torch.cuda.is_available() and layout == "unaligned"
-    tolerance = 1e-4 if other_order else 0.0
-    assert_same(run(views, OPTIONS[option], backend, layout in WRITABLE), expected, tolerance)
-
-
 @pytest.mark.parametrize(
     "take",
     [
@@ -145,7 +94,7 @@ def test_labels_sliced_from_a_batch(take, backend):
         values = arguments()
         values["target"] = take(values["target"].to(dtype))
         assert torch.equal(values["target"], arguments()["target"].to(dtype))
-        assert_same(run(values, OPTIONS["none"], backend, False), contiguous("none", backend))
+        assert_same(*(run(x, OPTIONS["none"], backend, False) for x in (values, arguments())))
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in WRITABLE])
@@ -178,14 +127,3 @@ def test_padding_rows_of_the_weight_are_not_read(option, backend):
         clean[name][V - 7 :] = 0.0
     got, expected = (run(x, options, backend, False) for x in (values, clean))
     assert_same(got, expected)
-
-
-@pytest.mark.parametrize("option", ["none", "filter"])
-def test_a_token_with_nan_leaves_other_tokens_gradients_alone(option, backend):
-    """The contract of a non-finite logit, with and without a filter. Catches NaN in a sum over tokens that dE shares."""
-    values = arguments()
-    values["input"][1, 0] = torch.nan
-    got = run(values, OPTIONS[option], backend, False)
-    others = torch.ones_like(values["target"], dtype=torch.bool)
-    others[1, 0] = False
-    assert got["loss"][1, 0].isnan() and got["loss"][others].isfinite().all() and got["dE"][others].isfinite().all()

@@ -44,6 +44,8 @@ DISAGREEMENTS: list[tuple[str, Callable[[int], dict[str, Any]], str]] = [
     ("target-ignored", lambda r: dict(target=torch.arange(N).index_fill(0, torch.tensor([r]), -100)), "disagree on target"),
     ("input-needs-gradient", lambda r: dict(input=_hidden().requires_grad_(r == 0)), "disagree on input.*gradient"),
     ("class-weights", lambda r: dict(weight=torch.ones(V) + r), "disagree on weight"),
+    ("num-of-labels", lambda r: dict(input=_hidden()[r:], target=torch.arange(r, N)), r"disagree on .*by rank .*6.*5"),
+    ("shards", lambda r: dict(shard=VocabShard(11 * r, 10 + 11 * r, V, dist.group.WORLD)), "do not tile"),
 ]  # fmt: skip
 
 

@@ -38,7 +38,6 @@ CASE = Case() if GPU else Case(num_tokens=37)
 CASES = [
     pytest.param(CASE, id="tails-of-all-axes"),
     pytest.param(CASE._replace(hidden_size=32, bias=True, logit_scale=0.8, softcap=9.0), id="bias-scale-softcap"),
-    pytest.param(CASE._replace(softcap=900.0), id="softcap-far"),
     pytest.param(CASE._replace(hidden_size=19, coefs="signed", logit_scale=-1.0), id="rows-no-descriptor-can-describe"),
     pytest.param(CASE._replace(start=50, num_valid=77, ids=300), id="padded-shard"),
     pytest.param(
@@ -180,7 +179,7 @@ def test_statistics_and_lists(case: Case, limits, centering: list[screen.Centeri
     )  # a label that is listed and not marked
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[5]])
+@pytest.mark.parametrize("case", [CASES[1], CASES[4]])
 @pytest.mark.slow
 def test_entropy(case: Case, limits, centering: list[screen.Centering]) -> None:
     """Catches: a moment without a row's number, without the frequent columns', the listed ones' or the variance's part,
@@ -220,7 +219,7 @@ def test_gradient_of_the_entropy() -> None:
         assert (ours - true).norm() < (MOST_RMS if not GPU else 1e-2) * true.norm()
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[5]])
+@pytest.mark.parametrize("case", [CASES[1], CASES[4]])
 @pytest.mark.slow
 def test_gradients(case: Case, limits) -> None:
     """Catches: a token that cannot be trusted served, a hit that the screen left out, a mass relative to something else."""

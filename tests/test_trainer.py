@@ -67,7 +67,10 @@ CASES: dict[str, tuple[str, dict, dict]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "more", "of_trainer"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("name", "more", "of_trainer"),
+    [pytest.param(*case, id=key, marks=[pytest.mark.slow] * (key == "compiled")) for key, case in CASES.items()],
+)
 def test_trainer(tmp_path: Path, name: str, more: dict, of_trainer: dict) -> None:
     with counted(deferred, "_dense") as computed:
         stock, ours = (trained(tmp_path, ours, tiny_model(name), more, of_trainer) for ours in (False, True))

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how sure the softmax is: unigram, early, spread, middle, trained, sharp, or all of this 'ladder'; or files that "
         "'cce-dist pretrain --capture' wrote, which have their own shape and tokens (default: trained)",
     )
-    add("--methods", nargs="+", metavar="METHOD", help="rows of the table; 'list' prints them (default: all)")
+    add("--methods", nargs="+", metavar="METHOD", help="rows of the table; 'list' prints them")
     add(
         "--ignored",
         nargs="+",
@@ -157,16 +157,9 @@ def _models(args: argparse.Namespace) -> int:
     unknown = [name for name in args.models if name not in models.CONFIGS]
     if unknown:
         raise SystemExit(f"cce-dist bench: unknown model {unknown[0]}; choose from {', '.join(models.CONFIGS)}")
-    others = {
-        "--shapes": args.shapes,
-        "--tp": args.tp,
-        "--log-probs": args.log_probs,
-        "--kl": args.kl,
-        "--stage": args.stage,
-    }
-    for name, value in others.items():
-        if value is not None:
-            raise SystemExit(f"cce-dist bench: --models and {name} are two tables; give one")
+    for name in ("shapes", "tp", "log_probs", "kl", "stage"):
+        if getattr(args, name) is not None:
+            raise SystemExit(f"cce-dist bench: --models and --{name.replace('_', '-')} are two tables; give one")
     args.tokens = args.tokens or ([8192] if args.fsdp is not None else MODEL_TOKENS)
     wrong = [tokens for tokens in args.tokens if tokens % min(tokens, args.length)]
     if wrong:

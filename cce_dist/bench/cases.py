@@ -19,13 +19,14 @@ from cce_dist import VocabShard
 from cce_dist.bench import report
 from cce_dist.bench.loop import measure
 from cce_dist.bench.methods import UNNAMED_MIB, Method
+from cce_dist.bench.models import Way
 from cce_dist.bench.shapes import SHAPES
 from cce_dist.bench.tasks import Task, tasks_of
 from cce_dist.bench.workload import RUNGS, Workload, make_workload, read_workload
 from cce_dist.ranks import in_torchrun, join, own_device, run_ranks
 from cce_dist.report import describe, describe_environment, write_json
 
-T = TypeVar("T")
+T = TypeVar("T", Method, Way)
 
 TIMEOUT_SECONDS = 600.0
 
@@ -72,9 +73,9 @@ def on_ranks(body: Callable[[argparse.Namespace], int], args: argparse.Namespace
 
 
 def choose(names: Sequence[str] | None, available: dict[str, T]) -> dict[str, T]:
-    """The methods named, in the order of the table (None: all); ``cce-dist`` means each of its workspaces."""
+    """The methods named, in the order of the table (None: all that need no name); ``cce-dist`` means each of its workspaces."""
     if names is None:
-        return available
+        return {name: method for name, method in available.items() if not method.by_name}
     known = {name: name.partition("@")[0] for name in available}
     unknown = set(names) - set(known) - set(known.values())
     if unknown:

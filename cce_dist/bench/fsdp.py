@@ -26,8 +26,7 @@ from cce_dist.bench.cases import choose, on_ranks, show_progress
 from cce_dist.bench.models import SUFFIXES, Way, build
 from cce_dist.ranks import in_torchrun
 
-OVER = {"cce-dist-shard-over": {}, "cce-dist-shard-over-equal": {"equal_tokens": True}}
-NAMED = ("cce-dist-cached", "stock", "liger", "cce")  # rows that are there if they are asked for
+BY_NAME = ("cce-dist-cached", "stock", "liger", "cce")
 
 
 def ways(compiled: str) -> dict[str, Way]:
@@ -40,9 +39,10 @@ def ways(compiled: str) -> dict[str, Way]:
         raise SystemExit("cce-dist bench: --fsdp takes --compile no or layers")
     part = "" if compiled == "no" else compiled
     others, suffix = models.ways([part]), SUFFIXES[part]
-    over = {f"{name}{suffix}": Way(partial(_over_ranks, more), True, compiled=part) for name, more in OVER.items()}
-    first, *rest = (f"{name}{suffix}" for name in ("cce-dist-default", "torch-compile", *NAMED))
-    return {first: others[first], **over, **{name: others[name] for name in rest}}
+    first, peer, *named = (f"{name}{suffix}" for name in ("cce-dist-default", "torch-compile", *BY_NAME))
+    over = {f"cce-dist-shard-over{suffix}": Way(_over_ranks, ours=True, compiled=part)}
+    rest = {name: others[name]._replace(by_name=True) for name in named}
+    return {first: others[first], **over, peer: others[peer], **rest}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,9 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _on_rank(args: argparse.Namespace) -> int:
-    table = ways(args.compile)
-    few = [name for name in table if name.partition("+")[0] not in NAMED]
-    return steps.run(args, choose(args.methods or few, table), cases)
+    return steps.run(args, choose(args.methods, ways(args.compile)), cases)
 
 
 def cases(args: argparse.Namespace, name: str, chosen: dict[str, Way], device: torch.device) -> Iterator[report.Case]:
@@ -111,8 +109,8 @@ def _opened(
     return steps.at_rest(model), module
 
 
-def _over_ranks(more: dict[str, Any], model: Any) -> nn.Module:
-    return models.convert({"shard_over": _mesh(model.device.type), **more}, model)
+def _over_ranks(model: Any) -> nn.Module:
+    return models.convert({"shard_over": _mesh(model.device.type)}, model)
 
 
 @cache

@@ -12,7 +12,8 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -230,7 +231,7 @@ def _checked(
 ) -> tuple[Row, Function | None]:
     """Build and check a method: this rank's row, and the function if it is right."""
     row, function, hidden = Row(name, method.ours), None, problem.tokens[0]
-    try:
+    with noted(row):
         if method.needs_cuda and not hidden.is_cuda:
             raise ImportError("needs a GPU")
         num_tokens = len(problem.tokens[1])
@@ -238,12 +239,18 @@ def _checked(
             raise ValueError(f"{num_tokens} tokens are not {shard.group_size} equal slices")
         function = method.build(shard, hidden)
         check(row, function, problem, truth)
+    return row, None if row.problem else function
+
+
+@contextmanager
+def noted(row: Row) -> Iterator[None]:
+    """Write into a row what goes wrong, so that the others go on."""
+    try:
+        yield
     except ImportError as error:
         row.problem, row.missing = describe(error), True
-    # Whatever another library raises, the other methods go on.
-    except Exception as error:
+    except Exception as error:  # whatever another library raises
         row.problem = describe(error)
-    return row, None if row.problem else function
 
 
 def truth_of(problem: Problem) -> Reference:

@@ -31,13 +31,12 @@ class Method(NamedTuple):
     needs_cuda: bool = False
     needs_group: bool = False  # no row where the vocabulary is whole
     needs_whole: bool = False  # no row where the vocabulary is split
+    by_name: bool = False  # a row only where --methods names it
 
     def is_for(self, num_ranks: int) -> bool:
         return not (self.needs_group if num_ranks == 1 else self.needs_whole)
 
 
-# Rows of a loss for each token: forward expects upstream gradients that come, others than come, and none.
-EXPECTATIONS: dict[str, bool | str] = {"-each": True, "-each-failed": "others", "-each-unexpected": False}
 UNNAMED_MIB = 256  # the budget of a row of ours whose name says none
 
 
@@ -86,10 +85,10 @@ def build_ours(build: Build, options: dict[str, Any], shard: VocabShard, hidden:
     return build(shard, hidden, options=options, **more)
 
 
-def _our_loss_of_each(shard: VocabShard, hidden: Tensor, options: dict[str, Any], expects: Any) -> LossFn:
-    """The mean of losses of "none". ``expects``: True, False, or "others" for weights that upstream gradients are not in."""
-    weights = torch.rand(len(hidden), device=hidden.device) if expects == "others" else expects
-    loss = partial(linear_cross_entropy, shard=shard, reduction="none", expected_weights=weights, **options)
+def _our_loss_of_each(shard: VocabShard, hidden: Tensor, options: dict[str, Any], failed: bool) -> LossFn:
+    """The mean of losses of "none"; with ``failed`` forward expects other upstream gradients than come."""
+    expected = torch.rand(len(hidden), device=hidden.device) if failed else True
+    loss = partial(linear_cross_entropy, shard=shard, reduction="none", expected_weights=expected, **options)
 
     def mean(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return loss(hidden, weight, labels).sum() / (labels != IGNORE_INDEX).sum()
@@ -117,10 +116,10 @@ def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
     for name, options in _beside(ours, "-torch", backend="torch").items():
         table[name] = Method(partial(build_ours, _our_loss, options), ours=True, needs_whole=True)
 
-    for suffix, expects in EXPECTATIONS.items():
+    for suffix in ("-each", "-each-failed"):
         for name, options in _beside(ours, suffix).items():
-            build = partial(build_ours, _our_loss_of_each, options, expects=expects)
-            table[name] = Method(build, ours=True)
+            build = partial(build_ours, _our_loss_of_each, options, failed=suffix == "-each-failed")
+            table[name] = Method(build, ours=True, by_name=True)
 
     table["torch"] = Method(lambda *case: peers.dense, needs_whole=True)
     table["torch-compile"] = Method(peers.torch_compile)
@@ -132,14 +131,9 @@ def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
     for sequence_parallel in (False, True):
         table |= _megatrons(peers.megatron, sequence_parallel, needs_group=True)
     table["deepspeed"] = Method(peers.deepspeed, needs_group=True)
-    table["deepspeed-logits"] = Method(peers.deepspeed_logits, needs_group=True)
-    table["deepspeed-logits-liger"] = Method(
-        partial(peers.deepspeed_logits, backend="liger"), needs_cuda=True, needs_group=True
-    )
     for preset in ("cce", "cce-exact", "cce-kahan-full-c"):
         build = partial(peers.cut_cross_entropy, impl=preset.replace("-", "_"))
         table[preset] = Method(build, needs_cuda=True)
-    table["cce-torch-compile"] = Method(partial(peers.cut_cross_entropy, impl="torch_compile"))
     table["liger"] = Method(peers.liger_triton, needs_cuda=True, needs_whole=True)
     table["liger-cute"] = Method(peers.liger_cute, needs_cuda=True, needs_whole=True)
     table["quack"] = Method(peers.quack, needs_cuda=True, needs_whole=True)

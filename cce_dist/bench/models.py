@@ -105,6 +105,7 @@ class Way(NamedTuple):
     ours: bool = False
     needs_cuda: bool = False
     compiled: str = ""  # what ``torch.compile`` is around: "layers", each by itself, or "all"
+    by_name: bool = False  # a row only where --methods names it
 
     def of(self, model: Any) -> nn.Module:
         """Return this way's module over the parameters of ``model``, which stays as it is."""

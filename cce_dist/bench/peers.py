@@ -210,17 +210,6 @@ def deepspeed(shard: VocabShard, hidden: Tensor) -> LossFn:
     )
 
 
-def deepspeed_logits(shard: VocabShard, hidden: Tensor, backend: str = "torch") -> LossFn:
-    """DeepSpeed's loss of logits that are there, with its sum of dE over the group."""
-    of_logits = deepspeed_loss(shard, hidden.device, backend)
-    from deepspeed.module_inject.layers import ColumnParallel
-
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return of_logits(F.linear(cast(Tensor, ColumnParallel.apply(shard.group, hidden)), weight), labels)
-
-    return loss
-
-
 def deepspeed_loss(shard: VocabShard, device: torch.device, backend: str) -> Callable[[Tensor, Tensor], Tensor]:
     """DeepSpeed's loss of a rank's logits [N, V_r] and labels [N]."""
     quiet_deepspeed(device)
@@ -253,9 +242,6 @@ def cut_cross_entropy(shard: VocabShard, hidden: Tensor, impl: str, softcap: flo
         options["vocab_parallel_options"] = library.VocabParallelOptions(shard.start, shard.stop, shard.group)
     if impl in {member.name.lower() for member in library.LinearCrossEntropyImpl}:
         return partial(library.linear_cross_entropy, impl=impl, **options)
-    # Releases before the presets: not filtered, without Kahan summation.
-    if impl == "cce_exact":
-        return partial(library.linear_cross_entropy, impl="cce", filter_eps=None, **options)
     raise ImportError(f"cut-cross-entropy {library.__version__} has no preset {impl}")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cce_dist.plan.sizes import MODELS
+
 
 class HeadShape(NamedTuple):
     """Hidden size D and vocabulary size V of a head: the rows of the published weight."""
@@ -12,23 +14,10 @@ class HeadShape(NamedTuple):
     vocab_size: int
 
 
-SHAPES = {
-    "gemma-3-270m": HeadShape(640, 262_144),
-    "gemma-3-1b": HeadShape(1152, 262_144),
-    "qwen-3-0.6b": HeadShape(1024, 151_936),
-    "llama-3.2-1b": HeadShape(2048, 128_256),
-    "gemma-2-2b": HeadShape(2304, 256_000),
-    "gemma-2-9b": HeadShape(3584, 256_000),
-    "gemma-2-27b": HeadShape(4608, 256_000),
-    "llama-3-8b": HeadShape(4096, 128_256),
-    "qwen-2.5-7b": HeadShape(3584, 152_064),
-    "qwen-2.5-32b": HeadShape(5120, 152_064),
-    "qwen-3-8b": HeadShape(4096, 151_936),
-    "mistral-nemo": HeadShape(5120, 131_072),
-    "phi-3.5": HeadShape(3072, 32_064),
-    "gpt-2": HeadShape(768, 50_257),
-    "toy": HeadShape(256, 4_096),  # for a CPU, and for tests
-}
+_KNOWN = "gemma-3-270m gemma-3-1b qwen-3-0.6b llama-3.2-1b gemma-2-2b gemma-2-9b gemma-2-27b llama-3-8b qwen-2.5-7b"
+_KNOWN += " qwen-2.5-32b mistral-nemo phi-3.5 gpt-2"
+SHAPES = {name: HeadShape(MODELS[name].hidden_size, MODELS[name].vocab_size) for name in _KNOWN.split()}
+SHAPES |= {"qwen-3-8b": HeadShape(4096, 151_936), "toy": HeadShape(256, 4_096)}  # the last for a CPU, and for tests
 LOG_PROBS = {  # tasks: ids of a token, whether entropies too, how many of the largest logits, whether gradients
     "entropy": (1, True, 0, True),
     "ids-1": (1, False, 0, True),

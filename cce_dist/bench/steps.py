@@ -12,7 +12,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -40,6 +39,7 @@ from cce_dist.bench.loop import (
     free_memory,
     least_waiting,
     loss_of,
+    noted,
     take_slowest,
     time_in_turns,
     worst,
@@ -220,10 +220,11 @@ def measure(
     before, there, own, rows = _allocated(ids), {}, {}, []
     for name, way in chosen.items():
         row, start = Row(name, way.ours), _allocated(ids)
-        with _noted(row, ids):
+        with noted(row):
             if way.needs_cuda and not ids.is_cuda:
                 raise ImportError("needs a GPU")
             there[name] = opened(way)
+        free_memory(ids)
         own[name] = before + _allocated(ids) - start
         rows.append(worst(everyone(row, shard)))
     jobs, sent = [], {}
@@ -232,19 +233,21 @@ def measure(
             continue
         progress(f"checking {row.name}")
         (run, module), of_others = there[row.name], _allocated(ids) - own[row.name]
-        with _noted(row, ids):
+        with noted(row):
             _check(row, run, module, ids, truth)
             if row.ours:
                 cce_dist.require(module)
+        free_memory(ids)
         row, step = worst(everyone(row, shard)), partial(run.step, module, ids)
         if not row.problem:
-            with _noted(row, ids):
+            with noted(row):
                 if shard.group_size > 1:
                     with Collectives(shard.group_size) as seen:
                         step()  # the first of this way, which makes the optimizer's state
                     sent[row.name] = least_waiting(everyone(seen.kinds, shard))
                 if ids.is_cuda:
                     row.peak_bytes = _peak(step) - of_others
+            free_memory(ids)
             row = worst(everyone(row, shard))
         if row.problem:
             del there[row.name]
@@ -308,19 +311,6 @@ def _verdict(errors: Errors) -> str:
         if not error <= limit:
             return f"wrong {name}: {error:.1e} from stock, limit {limit:.0e}"
     return ""
-
-
-@contextmanager
-def _noted(row: Row, tensor: Tensor) -> Iterator[None]:
-    """Write into a row what goes wrong, so that the other ways go on."""
-    try:
-        yield
-    except ImportError as error:
-        row.problem, row.missing = describe(error), True
-    # Whatever another library raises, the other ways go on.
-    except Exception as error:
-        row.problem = describe(error)
-    free_memory(tensor)
 
 
 def _allocated(tensor: Tensor) -> int:

@@ -66,8 +66,6 @@ def run(args: argparse.Namespace) -> int:
     """Print a plan. Returns the exit code; a user's mistake is one line."""
     try:
         device = measure() if args.measure else named(DEVICES, args.gpu, "GPU")
-        if args.workspace is not None and args.workspace < 1:
-            raise ValueError(f"--workspace must be at least 1 MiB, got {args.workspace}")
         workspace = args.workspace and args.workspace << 20
         found = plan(*_model_and_layout(args), device, workspace)
         steps = []

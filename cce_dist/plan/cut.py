@@ -42,13 +42,9 @@ def best_cut(num_layers: int, times: Times, layout: Layout) -> Cut:
 
     The embedding counts nothing: its backward is a sum of rows. Among equally fast cuts the one is taken that leaves most
     layers to the last stage, since the first one holds most activations; layers that are left over go to later stages.
-
-    Raises:
-        ValueError: There are fewer layers than stages can share.
+    ``planning.check`` has seen to it that there are enough of them.
     """
     pp, vpp = layout.pp, layout.vpp
-    if num_layers < pp * vpp - 1:
-        raise ValueError(f"{num_layers} layers cannot be cut into {pp} x {vpp} stages")
     if pp == 1:
         return even_cut(num_layers, times, layout)
 

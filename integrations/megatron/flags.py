@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import runpy
 import sys
 from pathlib import Path
@@ -13,8 +12,12 @@ from cce_dist.filter import SCREENS, GradFilter
 from cce_dist.integrations.megatron.loss import Options
 from cce_dist.integrations.megatron.swap import FLAG, convert, language_module
 from cce_dist.integrations.options import FILTERS
+from cce_dist.integrations.patching import Place
 
 FUSION_FLAG = "--cross-entropy-fusion-impl"
+SETUP = Place(
+    "megatron.core.models.common.language_module.language_module", "LanguageModule.setup_embeddings_and_output_layer"
+)
 _defaults: dict[str, Any] = {}  # what the launcher has read, for a parser of the script's that has our flags, too
 
 
@@ -34,21 +37,15 @@ def install(options: Options | None = None, every_model: bool = False) -> None:
     Raises:
         ImportError: megatron-core is missing, or has not the names that this module builds on.
     """
-    base = language_module()
+    language_module()
     from megatron.core.model_parallel_config import ModelParallelConfig
 
-    uninstall()
-    original = base.setup_embeddings_and_output_layer
-
-    @functools.wraps(original)
     def setup_embeddings_and_output_layer(self: Any) -> None:
         original(self)
         if every_model or self.config.cross_entropy_fusion_impl == FLAG:
             convert(self, options or _options_of_the_command_line())
 
-    wrapped: Any = setup_embeddings_and_output_layer
-    wrapped.cce_original = original
-    base.setup_embeddings_and_output_layer = wrapped
+    original = SETUP.put(setup_embeddings_and_output_layer)
     field = ModelParallelConfig.__dataclass_fields__["cross_entropy_fusion_impl"]
     values = get_args(field.type)
     if values and FLAG not in values:
@@ -58,9 +55,7 @@ def install(options: Options | None = None, every_model: bool = False) -> None:
 
 def uninstall() -> None:
     """Undo ``install``; models that are converted stay so."""
-    base = language_module()
-    wrapped = base.setup_embeddings_and_output_layer
-    base.setup_embeddings_and_output_layer = getattr(wrapped, "cce_original", wrapped)
+    SETUP.uninstall()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
