@@ -158,10 +158,8 @@ class Task(deferred.Task):
 
     score: Callable | None = None  # of log_probs_of, in the place of the loss of the model's own labels
     scores: list = dataclasses.field(default_factory=list)  # what it returned
-    told: tuple = (
-        None,
-        None,
-    )  # labels and loss mask of the call under way; multi-token prediction rolls labels of its own
+    # Labels and loss mask of the call under way. Multi-token prediction rolls labels of its own.
+    told: tuple = (None, None)
 
     def expected_weights(self, labels: Tensor) -> Tensor | bool:
         """Return what losses of these labels will be multiplied by."""
