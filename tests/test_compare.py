@@ -5,6 +5,8 @@ import json
 import math
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ pytest.importorskip("matplotlib")
 
 from cce_dist import cli, linear_cross_entropy
 from cce_dist.compare import heads, report
+from cce_dist.compare.probe import Agreement
+from cce_dist.compare.runs import Run, train
 from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.recipe import PRESETS, Recipe
 from cce_dist.report import write_json
@@ -200,3 +204,18 @@ def test_a_wrong_option_is_one_line(
     assert cli.main(["compare", *TOY, *SHORT, "--out", str(tmp_path), "--cache", str(tmp_path), *more]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and message in lines[0]
+
+
+@pytest.mark.parametrize(("last", "learned"), [(3.95, False), (3.5, True)])
+def test_a_run_that_learns_nothing_says_so(last: float, learned: bool) -> None:
+    """Catches losses of a training that went nowhere, compared as if they said something of gradients."""
+    losses = iter([4.0, last])
+    training: Any = SimpleNamespace(
+        validate=lambda: next(losses),
+        probe=lambda _: Agreement({}, {}, 0.0, {}, 0.0),
+        step=lambda _: torch.tensor(4.0),
+    )
+    recipe: Any = SimpleNamespace(steps=100, batch_size=1, shape=SimpleNamespace(seq_len=1))
+    run = Run("exact", 0)
+    train(recipe, training, run, 100, lambda: None)
+    assert ("nothing was learned" in run.problem) == (not learned)

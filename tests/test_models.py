@@ -382,12 +382,10 @@ def test_models_train_with_each_gradient(
     corpus: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Catches a run from other weights or batches, a way that is another's, a wrong dE, seeds that do not merge."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     # The threshold is above a uniform softmax.
-    options = ["--dtype", "float32", "--filter-eps", "4e-3", "--compile", *corpus]
+    options = ["--dtype", "float32", "--filter-eps", "4e-3", *corpus]
     files = [tmp_path / str(seed) / "compare.json" for seed in (3, 4)]
     with mock.patch.object(steps.Text, "train", autospec=True, side_effect=steps.Text.train) as drawn:
         for seed, file in zip("34", files, strict=True):
@@ -456,6 +454,7 @@ def test_a_softcap_is_in_every_loss_and_gradient(tiny: None, monkeypatch: pytest
     [
         (["--model", "gpt-9"], "unknown model gpt-9: choose from gemma-3-270m"),
         (["--vocab-size", "300"], "--vocab-size and --model exclude each other"),
+        (["--compile"], "--compile and --model exclude each other"),
         (["--methods", "exact"], "unknown method 'exact' of a model: choose from stock"),
     ],
 )

@@ -77,7 +77,7 @@ def twin(model: Any, *shared: nn.Module) -> Any:
     return copy.deepcopy(model, {id(each): each for each in (*shared, *model.parameters())})
 
 
-def compile_layers(model: Any) -> None:
+def _compile_layers(model: Any) -> None:
     """Have ``torch.compile`` compile each layer by itself, when it is first called."""
     for layer in model.model.layers:
         layer.compile(dynamic=False)
@@ -114,7 +114,7 @@ class Way(NamedTuple):
     def around(self, model: Any) -> nn.Module:
         """Return this way's module over ``model``."""
         if self.compiled == "layers":
-            compile_layers(model)
+            _compile_layers(model)
         module = self.build(model)
         return cast(nn.Module, torch.compile(module, dynamic=False)) if self.compiled == "all" else module
 

@@ -50,7 +50,7 @@ class Measurement:
 
 @dataclass
 class Run:
-    """One training; ``problem`` says in a line why it ended early, if it did."""
+    """One training; ``problem`` says in a line why it ended early, or says nothing."""
 
     method: str
     seed: int
@@ -157,3 +157,8 @@ def train(recipe: Recipe, training: Training, run: Run, measure_every: int, adva
         if step < recipe.steps:
             losses.append(training.step(step))
             advance()
+    first, last = run.measurements[0].val_loss, run.measurements[-1].val_loss
+    if recipe.steps >= 100 and last > first - 0.1:  # gradients of noise, whose losses compare nothing
+        run.problem = (
+            f"nothing was learned: the validation loss went from {first:.2f} to {last:.2f} in {recipe.steps} steps"
+        )
