@@ -98,9 +98,9 @@ NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the 
 LIVE_BLOCKS = 8  # fp32 blocks of logits that the dense backend has alive at a time, at most
 BLOCK_N, BLOCK_V = 128, 256  # its blocks are multiples of these
 
-# Tokens of a group at least: groups of 768 took as long as logits computed twice at D 1,024. Groups at most after each of which dC
-# is rounded to bf16: it is off by 2.9e-3 with one, 3.8e-3 with five, 6.9e-3 with sixteen, dense bf16's by 6.4e-3 to 8.1e-3 (H200,
-# 2026-11). More have 8 bits beside it, or, where these take over a third of the budget, are sixteen at most.
+# Tokens of a group at least: groups of 768 took as long as logits computed twice at D 1,024. Groups at most after each of which
+# dC is rounded to bf16: it is off by 2.9e-3 with one, 3.8e-3 with five, 6.9e-3 with sixteen, dense bf16's by 6.4e-3 to 8.1e-3
+# (H200, 2026-11). More have 8 bits beside it, or, where these take over a third of the budget, are sixteen at most.
 LEAST_GROUP, MOST_ROUNDED, MOST_GROUPS = 896, 5, 16
 # Groups that are not even take less of the time that d_hidden takes with one more pass over d_weight for each group. That is
 # counted in waves of d_hidden's tiles on the 132 programs of an H100 or H200: 1e-4 of a wave for each hidden unit.
