@@ -65,10 +65,7 @@ PATCH = Patch(
     _make,
     {"FusedCausalLMOutput": FIELDS},
 )
-ON_LOGITS = (
-    "GKDTrainer",
-    "GOLDTrainer",
-)  # experimental ones, which take nothing from hidden states; both are SFTTrainers
+ON_LOGITS = ("GKDTrainer", "GOLDTrainer")  # experimental SFTTrainers, which take nothing from hidden states
 PATCHES = (trl_distillation.PATCH, PATCH)
 TRAINER = Place("trl.trainer.sft_trainer", "SFTTrainer.__init__")
 
@@ -81,7 +78,11 @@ def install(*, backend: str = "auto", workspace_bytes: int | None = None, batch_
     """
     uninstall()
     install_all(PATCHES, backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant)
-    TRAINER.put(_refusing(importlib.import_module(TRAINER.module).SFTTrainer.__init__))
+    try:
+        TRAINER.put(_refusing(importlib.import_module(TRAINER.module).SFTTrainer.__init__))
+    except Exception:
+        uninstall()
+        raise
 
 
 def uninstall() -> None:
