@@ -77,12 +77,6 @@ def twin(model: Any, *shared: nn.Module) -> Any:
     return copy.deepcopy(model, {id(each): each for each in (*shared, *model.parameters())})
 
 
-def _compile_layers(model: Any) -> None:
-    """Have ``torch.compile`` compile each layer by itself, when it is first called."""
-    for layer in model.model.layers:
-        layer.compile(dynamic=False)
-
-
 class FromHidden(nn.Module):
     """A model whose loss another library computes from hidden states. Labels are shifted as transformers shifts them."""
 
@@ -114,7 +108,8 @@ class Way(NamedTuple):
     def around(self, model: Any) -> nn.Module:
         """Return this way's module over ``model``."""
         if self.compiled == "layers":
-            _compile_layers(model)
+            for layer in model.model.layers:
+                layer.compile(dynamic=False)
         module = self.build(model)
         return cast(nn.Module, torch.compile(module, dynamic=False)) if self.compiled == "all" else module
 
