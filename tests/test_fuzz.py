@@ -115,6 +115,12 @@ def test_a_case_is_a_function_of_its_number():
     assert str(draw(setting._replace(seed=4), 17)) != str(draw(setting, 17))
 
 
+def test_command_line(capsys):
+    argv = ["verify", "--fuzz", "3", "--seed", "1", "--case", "5", "--backend", "torch", "--device", "cpu"]
+    assert cli.main(argv) == 0
+    assert "3 of 3 random cases hold, seed 1" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_oracle_agrees_with_the_reference(softcap):
     """Formulas by hand, and autograd of the definition, which test_loss.py holds to torch's; the scale's gradient too."""

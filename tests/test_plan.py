@@ -135,6 +135,16 @@ def test_filtered_peak_is_what_is_alive(
         assert abs(ours - true) <= max(0.03 * true, 16 << 20), (ours >> 20, true >> 20)
 
 
+def test_the_head_in_layers() -> None:
+    """The worth of a head that the issue of pipelines is about: measured times over a layer's products."""
+    names = ("llama-3-8b", "gemma-2-2b")
+    worth = {name: {row["loss"]: row["layers"] for row in plan(name, workspace_bytes=256 << 20).head} for name in names}
+    expected = {"llama-3-8b": (2.53, 3.54, 1.28), "gemma-2-2b": (7.86, 11.1, 3.75)}
+    for name, numbers in expected.items():
+        for loss, number, rel in zip(("kept", "budget", "filtered"), numbers, (0.03, 0.03, 0.12), strict=True):
+            assert worth[name][loss] == pytest.approx(number, rel=rel)
+
+
 def test_the_best_cut_is_the_best_of_all() -> None:
     generator = random.Random(0)
     for _ in range(40):
