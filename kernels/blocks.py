@@ -190,6 +190,31 @@ def tile_of_logits(
 
 
 @triton.jit
+def tile_of_products(
+    hidden,  # in: [R, D] descriptor or pointer
+    weight,  # in: [V, D] descriptor or pointer
+    row,
+    col,
+    num_rows,
+    num_cols,
+    hidden_size,
+    TILE: tl.constexpr,  # ``tiles.Tile``
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Multiply a block of rows with a block of columns, at (row, col), in fp32: the product that forward and backward share."""
+    BLOCK_N: tl.constexpr = TILE.rows
+    BLOCK_V: tl.constexpr = TILE.cols
+    BLOCK_D: tl.constexpr = TILE.inner
+    acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    for inner in range(0, hidden_size, BLOCK_D):
+        h = load_tile(hidden, row, inner, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_D, TMA)
+        w = load_tile(weight, col, inner, num_cols, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
+        acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def rows_with_zeros(num_kept, MAX_SIDE: tl.constexpr):
     """Return where gathered rows end: behind ``num_kept`` zeros reach to the end of the largest tile.
 
