@@ -18,7 +18,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.head import factors_of, slope_of
+from cce_dist.kernels.head import slope_of, token_factors
 
 
 def write_cells(
@@ -77,7 +77,7 @@ def _cells_kernel(
             coef_entropy = tl.load(coef + 3 * num_tokens.to(tl.int64), mask=here, other=0)
             # A probability that underflows would make 0 * -inf.
             grad -= coef_entropy * tl.where(p > 0, p * (log_p + entropy), 0.0)
-    before, after = factors_of(head, token, here)
+    before, after = token_factors(head, token, here)
     grad *= before * after
     if head.softcap is not None:
         grad *= slope_of(z, head, after)

@@ -24,7 +24,7 @@ from cce_dist.kernels.blocks import (
 )
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
-from cce_dist.kernels.head import factors_of, logits_of, slope_of
+from cce_dist.kernels.head import logits_of, slope_of, token_factors
 from cce_dist.kernels.lse import choose_splits
 from cce_dist.kernels.tiles import Tiles, num_programs, precision
 
@@ -140,7 +140,7 @@ def _write_part(
     label = (tl.load(labels_ptr + token, mask=live, other=-1) - start - first_col).to(tl.int32)
     coef = coef_ptr + token
     stride = num_tokens.to(tl.int64)
-    factors = factors_of(head, token, live)
+    factors = token_factors(head, token, live)
     before, after = factors
     scale = before * after
     coef_p = tl.load(coef, mask=live, other=0) * scale

@@ -18,7 +18,7 @@ import triton.language as tl
 
 
 @triton.jit
-def factors_of(head, token, live):
+def token_factors(head, token, live):
     """Return what the products of these tokens are multiplied by, before and after the softcap: two blocks of fp32.
 
     Only live tokens are read; the factors of others are 1.
@@ -41,7 +41,7 @@ def logits_of(
     offs_v,  # their columns: [BLOCK_V] or [BLOCK]
     in_v,  # which of these are part of the vocabulary
     head,  # in: Head
-    factors,  # of ``factors_of``: [BLOCK_N] or [BLOCK] each, or numbers
+    factors,  # of ``token_factors``: [BLOCK_N] or [BLOCK] each, or numbers
     MASK_V: tl.constexpr,  # whether some columns may not be part of the vocabulary
 ):
     """Turn fp32 products into logits; with MASK_V, columns that are not part of the vocabulary are -inf."""

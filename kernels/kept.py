@@ -21,7 +21,7 @@ from cce_dist.kernels import Cells, Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.fast_math import LOG_2, fast_log2, has_fast_math
-from cce_dist.kernels.head import factors_of, slope_of
+from cce_dist.kernels.head import slope_of, token_factors
 from cce_dist.kernels.lse import HEADROOM, Keep
 
 SMALLEST = tl.constexpr(2.0**-126)  # normal number of fp32 and bf16
@@ -154,7 +154,7 @@ def _row_scale_kernel(
     target = tl.load(target_ptr + token, mask=live, other=0)
     row_max = tl.load(softmax.max + token, mask=live, other=0)
     log_sum = tl.load(softmax.log_sum + token, mask=live, other=0)
-    before, after = factors_of(head, token, live)
+    before, after = token_factors(head, token, live)
     factor = before * after
     coef_p = tl.load(coef_ptr + token, mask=live, other=0) * factor
     if SEVERAL:

@@ -17,7 +17,7 @@ from torch import Tensor
 from cce_dist.kernels import Gradients, Grads, Operands, Spec
 from cce_dist.kernels.blocks import kernel, on_device
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.head import factors_of, logits_of
+from cce_dist.kernels.head import logits_of, token_factors
 from cce_dist.kernels.kept_ids import KeptLists
 from cce_dist.kernels.tiles import stages_of_rows
 
@@ -83,7 +83,7 @@ def _list_logits_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
     h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
-    factors = factors_of(head, token, True)
+    factors = token_factors(head, token, True)
     own_column = tl.load(ids_ptr + token) - start
     begin = tl.load(begin_ptr + token)
     end = tl.load(begin_ptr + token + 1)

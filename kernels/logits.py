@@ -1,7 +1,6 @@
 """The logits of some tokens and columns, written a bounded chunk at a time: for the largest of them, and for two heads.
 
-The product is that of the other kernels (``blocks.tile_of_products``), and a token's logits do not depend on how many others are
-computed with them.
+The product is the one of all kernels, and a token's logits do not depend on which others are computed beside them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import has_tma, kernel, operand, row_and_split, store_tile, tile_of_products
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.head import factors_of, logits_of
+from cce_dist.kernels.head import logits_of, token_factors
 from cce_dist.kernels.tiles import Tiles, num_programs, precision
 
 
@@ -81,7 +80,7 @@ def _logits_kernel(
         token = offs_n
         if head.factors is not None:
             token = tl.load(index_ptr + offs_n, mask=live, other=0)
-        factors = factors_of(head, token, live)
+        factors = token_factors(head, token, live)
         col = tile * BLOCK_V
         acc = tile_of_products(
             hidden, weight, row, first_col + col, num_rows, num_valid, hidden_size, TILE, TMA, PRECISION

@@ -40,7 +40,7 @@ from cce_dist.kernels.blocks import (
 from cce_dist.kernels.budget import NUM_PLANES, cdiv, num_parts
 from cce_dist.kernels.candidates import Candidates, by_hand, list_candidates
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
-from cce_dist.kernels.head import factors_of, logits_of, sloped
+from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, num_programs, precision
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
@@ -236,7 +236,7 @@ def _lse_kernel(
     token = offs_n
     if head.factors is not None:
         token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
-    factors = factors_of(head, token, live)
+    factors = token_factors(head, token, live)
     after = factors[1][:, None]
 
     for tile in tl.range(start, stop, flatten=True):
@@ -511,7 +511,7 @@ def _gather_targets_kernel(
         tl.store(where, h, mask=written[:, None] & in_d)
         w = tl.load(weight_ptr + label[:, None] * hidden_size + offs_d[None, :], mask=live[:, None] & in_d, other=0)
         products += h.to(tl.float32) * w.to(tl.float32)
-    z = logits_of(tl.sum(products, 1), label, live, head, factors_of(head, token, live), False)
+    z = logits_of(tl.sum(products, 1), label, live, head, token_factors(head, token, live), False)
     z = tl.where(live, z, 0.0)
     tl.store(target_ptr + token, z, mask=in_n)
     if copy_ptr is not None:

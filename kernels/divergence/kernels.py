@@ -36,7 +36,7 @@ from cce_dist.kernels.exact import (
     token_groups,
 )
 from cce_dist.kernels.fast_math import LOG2_E, LOG_2, fast_exp2, fast_log2, has_fast_math
-from cce_dist.kernels.head import factors_of, slope_of
+from cce_dist.kernels.head import slope_of, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import compact, gathered
 
@@ -438,7 +438,7 @@ def _pair_gradients_kernel(
     one_s = top_s - tl.load(max_s_ptr + token, mask=live, other=0) - tl.load(log_sum_s_ptr + token, mask=live, other=0)
     one_t = top_t - tl.load(max_t_ptr + token, mask=live, other=0) - tl.load(log_sum_t_ptr + token, mask=live, other=0)
     offset = tl.load(offset_ptr + token, mask=live, other=0)
-    before, after = factors_of(head, token, live)
+    before, after = token_factors(head, token, live)
     coef = tl.load(coef_ptr + token, mask=live, other=0) * before
 
     cells = offs_n.to(tl.int64)[:, None] * z_stride + tile * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]

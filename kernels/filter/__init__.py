@@ -184,7 +184,7 @@ def _before_all_columns(
     """Write the labels' logits to stats_KN, and bound each token's log-sum-exp by them, frequent columns and some others."""
     order, num_tokens = exact.order_of(x), x.num_tokens
     frequent_3N = stats_KN.new_empty(3, num_tokens)
-    frequent_sloped_N = stats_KN.new_empty(num_tokens) if x.logits.softcap > 0.0 else None
+    frequent_sloped_N = stats_KN.new_empty(num_tokens) if x.head.softcap is not None else None
     sampled_ids_S, sampled = sample_outside(frequent, x)
     num_sampled = sampled_ids_S.shape[0]
     sums_3PN = stats_KN.new_empty(3, cdiv(num_sampled, tiles.lse.cols), num_tokens)
@@ -236,7 +236,7 @@ def _log_sum_exp(
 ) -> None:
     """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group."""
     num_rows = rows.index.shape[0]
-    num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
+    num_tiles = cdiv(x.num_valid, tiles.lse.cols)
     parts = choose_splits(num_rows, num_tiles, tiles.lse, stats_KN.device)
     partials_KPR = stats_KN.new_empty(NUM_PLANES, parts, num_rows)
     lse_partials(

@@ -18,7 +18,7 @@ from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import has_tma, kernel, operand, tile_of_products
 from cce_dist.kernels.budget import bound_columns, cdiv
 from cce_dist.kernels.filter.frequent import Frequent
-from cce_dist.kernels.head import factors_of, logits_of
+from cce_dist.kernels.head import logits_of, token_factors
 from cce_dist.kernels.tiles import Tiles, interpreted, precision
 
 ERRORS = 2.0  # standard errors
@@ -151,7 +151,7 @@ def _sampled_sums_kernel(
     offs_n = row + tl.arange(0, BLOCK_N)
     live = offs_n < num_kept
     offs_s = part * BLOCK_V + tl.arange(0, BLOCK_V)
-    z = logits_of(acc, offs_s, offs_s < size, head, factors_of(head, offs_n, live), True)
+    z = logits_of(acc, offs_s, offs_s < size, head, token_factors(head, offs_n, live), True)
     token = tl.load(index_ptr + offs_n, mask=live, other=0).to(tl.int64)
     label = (tl.load(labels_ptr + token, mask=live, other=-1) - start).to(tl.int32)
     column = tl.load(ids_ptr + offs_s, mask=offs_s < size, other=-1)

@@ -30,7 +30,7 @@ from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.budget import FALLBACK, cdiv
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.frequent import Frequent
-from cce_dist.kernels.head import factors_of, logits_of, slope_of
+from cce_dist.kernels.head import logits_of, slope_of, token_factors
 from cce_dist.kernels.tiles import stages_of_rows
 
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
@@ -483,7 +483,7 @@ def _listed_gradients_kernel(
     number = tl.cdiv(count, ENTRIES) - (tl.load(last_block_ptr + token) - block)
     columns_ptr += tl.load(begin_ptr + token)
     begin = tl.load(end_ptr + token) - count
-    factors = factors_of(head, token, True)
+    factors = token_factors(head, token, True)
     before, after = factors
     coef_p = tl.load(coef_ptr + token) * before
     coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token) * before

@@ -25,7 +25,7 @@ from cce_dist.kernels import Operands, Rows, Softmax, compensation
 from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter.shares import PART, RUN, Centered, Dropped, Sample
-from cce_dist.kernels.head import factors_of, logits_of, sloped
+from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, Tiles, precision
 
 
@@ -701,7 +701,7 @@ def _sampled_gradients_kernel(
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
     offs_k = col + tl.arange(0, BLOCK_V)
     in_k = offs_k < num_columns
-    factors = factors_of(head, token, live)
+    factors = token_factors(head, token, live)
     before, after = factors
     z = logits_of(acc, offs_k, in_k, head, factors, MASK_V)
     threshold = tl.load(threshold_ptr + token, mask=live, other=float("-inf"))

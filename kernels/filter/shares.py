@@ -39,7 +39,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands, compensation
 from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
 from cce_dist.kernels.budget import cdiv
-from cce_dist.kernels.head import factors_of, logits_of, sloped
+from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, num_programs, precision, sample_tile, stages_of_rows
 from cce_dist.kernels.tokens import gathered, sums_of_rows
 
@@ -503,7 +503,7 @@ def _dropped_sums_kernel(
         acc = tile_of_products(hidden, weight, row, col, num_rows, num_valid, hidden_size, TILE, TMA, PRECISION)
         offs_n = row + tl.arange(0, BLOCK_N)
         live = offs_n < num_sampled
-        factors = factors_of(head, offs_n, live)
+        factors = token_factors(head, offs_n, live)
         z = logits_of(acc, offs_v, in_v, head, factors, MASK_V)
         reference = tl.load(reference_ptr + offs_n, mask=live, other=0)
         threshold = tl.load(threshold_ptr + offs_n, mask=live, other=float("-inf"))
