@@ -145,10 +145,10 @@ def linear_cross_entropy(
         backend: "triton", "torch", or "auto": Triton on a GPU, else torch. The environment variable CCE_DIST_BACKEND
             overrides "auto".
         workspace_bytes: Bound of the temporary memory for logits, and of what forward may keep for backward; the same on every
-            rank of a group. None: as much as it takes to keep all exponentials, which saves a quarter of the time, but at most
-            2 GiB and at least 256 MiB; 256 MiB where none can be kept. The shapes alone decide it. The extremes: 1 takes the
-            least memory, 1 << 40 keeps everything and is fastest. Where not all can be kept, a call on Triton without
-            return_aux makes its gradients in forward, group by group of tokens; they are held until backward.
+            rank of a group. None: enough to keep all exponentials, which saves a quarter of the time, but at least 256 and at
+            most 2,100 MiB; 256 MiB where none can be kept. The shapes alone decide it. The extremes: 1 takes the least memory,
+            1 << 40 keeps everything and is fastest. Where not all can be kept, a call on Triton without return_aux makes its
+            gradients in forward, group by group of tokens; they are held until backward.
         expected_weights: What upstream gradients of a loss of "none" will be in proportion to, for gradients that are made in
             forward: a tensor of target's shape, as a mask by which losses are multiplied; True: they are equal. Backward
             compares. Where it is not so, dC takes two products more. False: expect nothing, make no gradients in forward.
