@@ -180,6 +180,12 @@ def default_workspace(sizes: Sizes, keeps: bool) -> int:
     return max(LEAST_DEFAULT, min(bytes_of_all(sizes._replace(alone=False)), MOST_DEFAULT))
 
 
+def beside_lists(sizes: Sizes, top_k: int, workspace_bytes: int) -> int:
+    """Return the budget less the lists of all tokens for the ``top_k`` largest logits."""
+    plan = top_plan(sizes.num_columns, top_k) if top_k else None
+    return workspace_bytes - (0 if plan is None else sizes.num_tokens * top_bytes(plan, top_k))
+
+
 def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int:
     """Return how many of the first columns keep their exponentials within the budget: a multiple of ``tile_cols``."""
     num_tokens = sizes.num_tokens

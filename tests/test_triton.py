@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -516,13 +515,12 @@ def test_who_waits_for_d_hidden() -> None:
     rank. Under sequence parallelism that rank takes its slice, too."""
     rows = torch.zeros(8, 16, dtype=torch.bfloat16)
     x = Operands(rows, rows, None, torch.zeros(8, dtype=torch.int64), ShardLogits(0, 8))
-    one, two = (SimpleNamespace(size=lambda size=size: size) for size in (1, 2))
-    plain, partial, sliced = Layout(), Layout(partial=True), Layout(sequence_parallel=True)
-    for layout, group, alone in (
-        (plain, None, True), (plain, one, True), (plain, two, False), (partial, two, True), (sliced, one, False),
-        (sliced, two, False),
+    plain, partial, sliced = Layout("tp"), Layout("tp", partial=True), Layout("tp", sequence_parallel=True)
+    for layout, num_ranks, alone in (
+        (Layout(), 1, True), (plain, 1, True), (plain, 2, False), (partial, 2, True), (sliced, 1, False),
+        (sliced, 2, False),
     ):  # fmt: skip
-        assert op.chosen(Call(Spec(x.logits, 8), layout, "triton"), x, group)[1].alone == alone
+        assert op.decided(Call(Spec(x.logits, 8), layout, "triton"), x, num_ranks).spec.alone == alone
 
 
 def test_where_exponentials_are_kept() -> None:
@@ -532,7 +530,6 @@ def test_where_exponentials_are_kept() -> None:
     spec = Spec(x.logits, 8)
     assert exact.columns_kept(x, spec) == 256
     assert exact.columns_kept(x._replace(hidden=x.hidden.half()), spec) == 0
-    assert exact.default_workspace(x._replace(hidden=x.hidden.half()), spec) == 256 << 20
     assert exact.columns_kept(x, spec._replace(want=Want(grad=False))) == 0
     for want in (Want(entropy=True), Want(uniform=True)):
         assert exact.columns_kept(x, spec._replace(want=want)) == 256
