@@ -21,9 +21,8 @@ from cce_dist.call import DTYPES, Call, LossOptions, Options, checked
 from cce_dist.decide import Where
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.kernels import Filter, Operands, Spec, Want
-from cce_dist.kernels.backends import screen_pays, why_not_screened
 from cce_dist.kernels.extras import Outputs
-from cce_dist.shard import VocabShard, even_rows
+from cce_dist.shard import VocabShard
 
 
 class LinearCrossEntropyOutput(NamedTuple):
@@ -311,7 +310,6 @@ def _prepare(
         hidden, bias = terms.learn_scale(logit_scale, scale, x.hidden, x.bias, shard.group, part)
         x = x._replace(hidden=hidden, bias=bias)
     call = operands.call_of(x, _spec(x, weight, shard, chosen)._replace(factors=unread is not None), shard, chosen)
-    call = _screened(call, x, shard, chosen.grad_filter)
     expected = _checked_expectation(expected_weights, target, chosen)
     # Factors of tokens, a z-loss whose weight a graph does not read, and classes' own parts of a uniform term.
     outside = unread is not None or isinstance(chosen.z_loss_weight, Tensor)
@@ -336,20 +334,6 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
     f = options.grad_filter
     kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
     return Spec(x.logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
-
-
-def _screened(call: Call, x: Operands, shard: VocabShard, grad_filter: GradFilter | None) -> Call:
-    """Have forward screened where the filter says so."""
-    if grad_filter is None or grad_filter.screen is None:
-        return call
-    reason = why_not_screened(call.backend, x.hidden)
-    if reason is not None and grad_filter.screen == "fp8":
-        raise ValueError(f'GradFilter(screen="fp8") needs products in 8 bits: {reason}; screen="auto" does without')
-    asked = grad_filter.screen == "fp8" or grad_filter.always
-    # An even shard: every rank decides the same.
-    screen = reason is None and (asked or screen_pays(x, even_rows(shard.vocab_size, 0, shard.group_size)[1]))
-    spec = call.spec
-    return call._replace(spec=spec._replace(filter=spec.filter._replace(screen=screen)))
 
 
 def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Options) -> Tensor | None:

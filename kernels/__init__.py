@@ -93,17 +93,13 @@ class ShardLogits(NamedTuple):
 
 
 class Filter(NamedTuple):
-    """The part of the gradient that is dropped; eps = 0 drops nothing. The documented form is ``cce_dist.GradFilter``.
-
-    ``screen``: forward takes most of the logits from products in 8 bits.
-    """
+    """The part of the gradient that is dropped; eps = 0 drops nothing. The documented form is ``cce_dist.GradFilter``."""
 
     eps: float = 0.0
     compensate: bool = True
     hidden: bool = True
     weight: bool = True
     always: bool = False
-    screen: bool = False
 
 
 class Want(NamedTuple):
@@ -149,11 +145,6 @@ class Spec(NamedTuple):
         want, has_slope = self.want, self.logits.softcap > 0.0
         has_other_terms = (want.uniform and (has_slope or self.factors)) or (want.entropy and has_slope)
         return want.grad and dtype == "torch.bfloat16" and not has_other_terms and not self.invariant
-
-    @property
-    def screened(self) -> bool:
-        """Whether forward is screened. Outputs that need all logits alike, or the largest one, turn the screen off."""
-        return self.filter.screen and not (self.want.uniform or self.want.largest)
 
     @property
     def several(self) -> bool:
