@@ -58,12 +58,12 @@ def logits_of(
         z += bias
     z *= before
     if head.softcap is not None:
-        z = softcapped(z, head.softcap, head.far) * after
+        z = softcapped(z, head.softcap, head.far)
     if MASK_V:
         if TILE:
             in_v = in_v[None, :]
         z = tl.where(in_v, z, float("-inf"))
-    return z
+    return z * after
 
 
 @triton.jit

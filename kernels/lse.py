@@ -77,7 +77,7 @@ class Span(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Where exponentials are kept. In the kernel they are an argument of their own, since they may be a descriptor."""
+    """Where exponentials are kept. The kernel takes ``exp_RV`` apart from the rest: it may be a descriptor."""
 
     reference_R: torch.Tensor  # in: the value that a row's exponentials are first relative to, fp32
     exp_RV: torch.Tensor  # out: the exponentials
@@ -169,7 +169,7 @@ def _lse_kernel(
     num_kept_ptr,  # in: [1] int32
     partial_ptr,  # out: [K, P, R] fp32
     exp,  # out: [R, B * BLOCK_V] descriptor or pointer, or None
-    keep,  # in, out: Keep without the exponentials, or None
+    keep,  # in, out: Keep without its exponentials, or None
     marks,  # in, out: Marks, or None
     lists,  # in, out: Candidates, or None
     num_rows,
@@ -223,7 +223,7 @@ def _lse_kernel(
     count = 0.0
     reference = tl.zeros((BLOCK_N,), tl.float32)
     threshold = tl.zeros((BLOCK_N,), tl.float32)
-    if keep is not None:
+    if exp is not None:
         reference = tl.load(keep.reference_R + offs_n, mask=in_n, other=0)
         reference = tl.where(reference > float("-inf"), reference, 0.0)
     if marks is not None:
@@ -255,7 +255,7 @@ def _lse_kernel(
         if WANT.best:
             column = tl.min(tl.where(z == tile_max[:, None], offs_v[None, :], 0x7FFFFFFF), 1)
             best = tl.where(tile_max > running_max, column, best)
-        if keep is not None or marks is not None:
+        if exp is not None or marks is not None:
             new_shift = tl.where(new_max > reference + HEADROOM, new_max, reference)
         else:
             new_shift = tl.where(new_max > float("-inf"), new_max, 0.0)
@@ -266,7 +266,7 @@ def _lse_kernel(
             count += tl.minimum(num_valid - tile * BLOCK_V, BLOCK_V).to(tl.float32)
         e = _exp(above, FAST)
         if WANT.moment:
-            if keep is not None or marks is not None:
+            if exp is not None or marks is not None:
                 moment = _moment(moment, sum_exp, e, z, new_max, drop, new_max - running_max)
             else:
                 moment = _moment(moment, sum_exp, e, z, new_shift, drop, drop)
@@ -281,7 +281,7 @@ def _lse_kernel(
             sum_sloped = tl.where(sum_sloped > 0, sum_sloped * tl.exp(-drop), sum_sloped) + tl.sum(e, 1)
         running_max = new_max
         shift = new_shift
-        if keep is not None:
+        if exp is not None:
             if head.softcap is not None:
                 e = sloped(e, z, head, after)
             store_tile(exp, row, tile * BLOCK_V, e, num_rows, exp_cols, exp_cols, BLOCK_N, BLOCK_V, TMA)

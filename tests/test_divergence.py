@@ -300,8 +300,9 @@ def test_logits_of_16_bits_are_precise_near_the_largest_of_their_tile() -> None:
 def test_what_is_kept_within_the_budget() -> None:
     """Catches: a budget that forgets the teacher's half, exponentials of a dtype that cannot hold them, or for no backward."""
     operands = torch.empty(8192, 512, dtype=torch.bfloat16)
-    head = Operands.of(operands, torch.empty(0, 512), torch.zeros(8192), ShardLogits(0, 32768))
-    x, spec = Heads(head, head), Divergence(head.logits, head.logits, workspace_bytes=1 << 40)
+    logits = ShardLogits(0, 32768)
+    head = Operands.of(operands, torch.empty(0, 512), torch.zeros(8192), logits)
+    x, spec = Heads(head, head), Divergence(logits, logits, workspace_bytes=1 << 40)
     assert divergence.columns_kept(x, spec) == 32768
     assert divergence.columns_kept(x, spec._replace(grad=False)) == 0
     half = head._replace(hidden=operands.half())
