@@ -111,4 +111,5 @@ def choose(name: str, spec: Spec, x: Operands) -> Backend:
     filtering = spec.filter.eps > 0 and (spec.filter.hidden or spec.filter.weight)
     # A uniform term under a softcap has no control variate: then nothing is dropped.
     filtering = filtering and not (spec.want.uniform and spec.logits.softcap > 0)
+    filtering = filtering and x.head.tensors.keys() <= {"bias"}  # its samples of columns have no other tensor
     return filter if filtering and (spec.filter.always or filter.pays(x, spec)) else exact

@@ -282,7 +282,7 @@ def test_logits_of_16_bits_are_precise_near_the_largest_of_their_tile() -> None:
     hidden, weight = torch.randn(num_tokens, 64, device=DEVICE).half(), torch.randn(cols - 5, 64, device=DEVICE).half()
     bias = torch.full((cols - 5,), 1e3, device=DEVICE) + 100 * (torch.arange(cols - 5, device=DEVICE) // tiles.lse.cols)
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
-    x = Operands.of(hidden, weight, ids, ShardLogits(0, cols - 5), bias)
+    x = Operands.of(hidden, weight, ids, ShardLogits(0, cols - 5), bias=bias)
     pair = new_pair_logits(num_tokens, cols, tiles.lse.cols, hidden)
     pair = pair._replace(z_2RC=pair.z_2RC.half())  # as beside bf16, which the interpreter misreads
     rows = gathered(hidden, compact(ids), torch.empty_like(hidden))
