@@ -28,9 +28,9 @@ class Operator(NamedTuple):
     forward takes ``hidden, weight, head, *others, grad_weight_out, call`` and returns its outputs and, last, a list of tensors
     that backward needs. ``head`` is the list of the tensors of ``kernels.Head`` that there are; the call names them. backward
     takes the outputs' gradients, the kept arguments of forward, what forward saved, ``grad_weight_out``, which gradients are
-    wanted, and the call. It returns the gradients of hidden states and weight, and [K, V] fp32 with a row for each tensor of the
-    head whose gradient is wanted: an operator that writes to an argument cannot return a list. The operators of torch.library
-    take the call's flat values in place of the call.
+    wanted, and the call. It returns the gradients of hidden states and weight, and [K, V] fp32 with a row for each tensor of
+    the head whose gradient is wanted: an operator that writes to an argument cannot return a list. The operators of
+    torch.library take the call's flat values in place of the call.
 
     Attributes:
         public_name: Of the function that the user called, for what is refused.
