@@ -12,13 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from cce_dist import agree, checks, divergence_op, merge
 from cce_dist.call import Layout, Options, checked
+from cce_dist.decide import choose_backend
 from cce_dist.divergence_op import PUBLIC_NAME, DivergenceCall
 from cce_dist.kernels.divergence.heads import KINDS, Divergence
 from cce_dist.operands import (
     LocalHead,
     check_buffer,
     check_shape,
-    choose_backend,
+    device_type,
     environment,
     head_of,
     logits_of,
@@ -163,7 +164,7 @@ def linear_kl_divergence(
         spec,
         student.shard.vocab_size,
         Layout.of(student.shard, options),
-        choose_backend(options.backend, forced_backend, student.input),
+        choose_backend(options.backend, forced_backend, device_type(student.input), student.input.dtype),
     )
     if debug and student.shard.group is not None and not torch.compiler.is_compiling():
         _check_ranks(student, teacher, {"mask": mask, "teacher_ids": teacher_ids}, options, call)

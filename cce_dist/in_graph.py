@@ -11,20 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_dist import groups, op
+from cce_dist import groups, merge, op
 from cce_dist.autograd import head_gradients
 from cce_dist.call import Call, build, flat, schema
 from cce_dist.kernels import Operands
-
-
-def serves(hidden: Tensor, call: Call, grad_weight_out: Tensor | None, z_loss_weight: float | Tensor) -> bool:
-    """Whether one number's gradients are made in forward where torch.compile takes the call into a graph."""
-    if not call.spec.want.grad or call.spec.filter.eps > 0 or grad_weight_out is not None:
-        return False
-    if isinstance(z_loss_weight, Tensor):
-        return False
-    # fp16 is too short for gradients that a loss scale multiplies afterwards; fp32 keeps no exponentials.
-    return groups.are_forced() or (call.backend == "triton" and hidden.dtype == torch.bfloat16)
 
 
 def loss(x: Operands, terms: groups.Terms, call: Call) -> Tensor:
@@ -48,10 +38,11 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """The operator: the loss, 0-d fp32, and the gradients that are wanted, as if upstream's were 1."""
     call, terms = build(Call, iter(flat_call)), groups.Terms(divisor, z_loss_weight, label_smoothing, weight_N)
-    x = op.operands_of(hidden, weight, head, labels, call.spec)
-    parts = groups.groups_of(x, call, False, None)
-    if parts is not None:
-        loss, made = groups.run(hidden, weight, head, labels, terms, None, call, parts, tuple(want))
+    x, group = op.operands_of(hidden, weight, head, labels, call.spec), merge.resolve(call.layout.group_name)
+    num_ranks = 1 if group is None else group.size()
+    call = groups.decided_now(call, x, num_ranks, op.where_of(call, x, num_ranks, "number"))
+    if call.way.passes == "one":
+        loss, made = groups.run(hidden, weight, head, labels, terms, None, call, tuple(want))
         d_hidden, d_weight, d_head = made.hidden, made.weight, call.spec.logits.listed(bias=made.bias)
     else:
         call = call._replace(spec=call.spec._replace(want=call.spec.want._replace(mean=False)))
