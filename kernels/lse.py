@@ -77,7 +77,7 @@ class Span(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Where exponentials are kept. In the kernel they are an argument of their own, since they may be a descriptor."""
+    """Where exponentials are kept. The kernel takes ``exp_RV`` apart from the rest: it may be a descriptor."""
 
     reference_R: torch.Tensor  # in: the value that a row's exponentials are first relative to, fp32
     exp_RV: torch.Tensor  # out: the exponentials
@@ -169,7 +169,7 @@ def _lse_kernel(
     num_kept_ptr,  # in: [1] int32
     partial_ptr,  # out: [K, P, R] fp32
     exp,  # out: [R, B * BLOCK_V] descriptor or pointer, or None
-    keep,  # in, out: Keep without the exponentials, used where ``exp`` is there
+    keep,  # in, out: Keep without its exponentials, or None where ``exp`` is None
     marks,  # in, out: Marks, or None
     lists,  # in, out: Candidates, or None
     num_rows,

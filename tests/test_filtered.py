@@ -237,7 +237,7 @@ def correction(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case, colu
 
 
 def operands(p: Problem) -> Operands:
-    return Operands.of(p.hidden, p.weight, p.labels, p.logits, p.bias)
+    return Operands.of(p.hidden, p.weight, p.labels, p.logits, bias=p.bias)
 
 
 def spec_of(p: Problem, case: Case) -> Spec:
@@ -959,7 +959,7 @@ def test_definition_over_shards(num_shards: int, monkeypatch: pytest.MonkeyPatch
     for start, stop in zip(starts, [*starts[1:], num_rows], strict=True):
         mine, logits = slice(start, stop), ShardLogits(start, stop - start)
         assert p.bias is not None
-        x = Operands.of(p.hidden, p.weight[mine], labels, logits, p.bias[mine])
+        x = Operands.of(p.hidden, p.weight[mine], labels, logits, bias=p.bias[mine])
         spec = Spec(logits, num_rows, filter=Filter(eps), workspace_bytes=1 << 22)
         softmax = Softmax(d.maximum.float(), d.log_sum.float())
         part: Any = backend.gradients(x, softmax, coef, [], Grads(want_bias=False), spec)

@@ -182,7 +182,7 @@ def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
 
 
 def operands(p: Problem) -> Operands:
-    return Operands.of(p.hidden, p.weight, p.labels, p.logits, p.bias)
+    return Operands.of(p.hidden, p.weight, p.labels, p.logits, bias=p.bias)
 
 
 def spec_of(p: Problem, case: Case) -> Spec:
@@ -535,7 +535,7 @@ def test_where_exponentials_are_kept() -> None:
     for want in (Want(entropy=True), Want(uniform=True)):
         assert exact.columns_kept(x, spec._replace(want=want)) == 256
         assert exact.columns_kept(x, spec._replace(want=want, logits=ShardLogits(0, 8, softcap=30.0))) == 0
-    assert exact.columns_kept(x, spec._replace(want=Want(uniform=True), factors=True)) == 0
+    assert exact.columns_kept(x, Spec(logits._replace(tensors="factors"), 8, want=Want(uniform=True))) == 0
 
 
 class Seen(NamedTuple):
@@ -552,13 +552,13 @@ class Seen(NamedTuple):
         buffer = torch.zeros_like(weight, dtype=torch.float32) if into else None
         call, peaks = flat(Call(spec, backend="triton")), []
         with Live() as live:
-            losses = op._forward(hidden, weight, None, labels, None, buffer, *call)
+            losses = op._forward(hidden, weight, [], labels, buffer, *call)
             kept = sum(x.nbytes for x in tree_leaves(losses))
             forward, saved = live.peak - kept, losses[-1]
             for _ in range(backwards):
                 live.peak = 0
                 upstream = [losses[0], None, None, None, losses[4] if spec.want.entropy else None, None]
-                grads = op._backward(upstream, hidden, weight, None, saved, buffer, [*needs, False], *call)
+                grads = op._backward(upstream, hidden, weight, [], saved, buffer, [*needs], *call)
                 peaks.append(live.peak - kept - sum(x.nbytes for x in grads))
                 del grads
         return Seen(saved, forward, max(peaks))
