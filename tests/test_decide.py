@@ -1,6 +1,6 @@
 """The way of a call: a table of sizes and options, and the sentence that ``explain`` returns."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ def way(sizes: tuple[int, int, int], where: dict[str, Any] | None = None, softca
     """Decide for N, D and V of a shard, bf16 on Triton and one number's loss unless said otherwise."""
     where = {"backend": "triton", "dtype": BF16, "upstream": "number"} | (where or {})
     itemsize = getattr(torch, where["dtype"].removeprefix("torch.")).itemsize
-    task = Spec(ShardLogits(0, sizes[2], softcap=softcap), sizes[2], **{"workspace_bytes": 0} | spec)
+    given: dict[str, Any] = {"workspace_bytes": 0} | spec
+    task = Spec(ShardLogits(0, sizes[2], softcap=softcap), sizes[2], **given)
     found = decide.decide(Sizes(*sizes, itemsize), task, Where(**where))
     return found._replace(workspace_bytes=-(-found.workspace_bytes // MIB))
 
@@ -77,7 +78,7 @@ NO_UPSTREAM = "one pass would have to know the upstream gradient in forward"
 )  # fmt: skip
 def test_the_table(given: tuple, wanted: tuple) -> None:
     """Catches a rule that another one hides: each row differs from its neighbours in one fact."""
-    sizes, where, spec = (*given, {}, {})[:3]
+    sizes, where, spec = cast(Any, (*given, {}, {})[:3])
     assert tuple(way(sizes, where, **spec))[:-1] == wanted
 
 
