@@ -133,7 +133,7 @@ def decided(call: DivergenceCall, *operands: Any) -> DivergenceCall:
         return call
     hidden, _, _, mask, teacher_hidden, *_ = operands
     group = merge.resolve(call.layout.group_name)
-    columns = even_rows(call.vocab_size, 0, 1 if group is None else group.size())[1]
+    columns = even_rows(call.vocab_size, 0, merge.size_of(group))[1]
     sizes = sizes_of(mask.shape[0], hidden, columns, teacher_hidden)
     summed = group is not None and not call.layout.partial
     way = decide_heads(sizes, call.spec, Where(call.backend, str(hidden.dtype), summed))

@@ -63,7 +63,7 @@ def decided_now(call: Call, x: Operands, num_ranks: int, where: Where) -> Call:
     in_transform = maybe_current_level() is not None or forward_ad._current_level >= 0
     if in_transform or not nobody_listens(x.hidden, x.weight):
         where = where._replace(upstream="unknown")
-    call = decided(call, x, num_ranks, where)
+    call = decided(call, x.hidden, x.num_tokens, num_ranks, where)
     if _FORCED is None or not decide.may_take_one_pass(call.way.backend, call.spec, where):
         return call
     return call._replace(way=call.way._replace(passes="one", groups=_FORCED))

@@ -39,8 +39,8 @@ def _loss_and_gradients(
     """The operator: the loss, 0-d fp32, and the gradients that are wanted, as if upstream's were 1."""
     call, terms = build(Call, iter(flat_call)), groups.Terms(divisor, z_loss_weight, label_smoothing, weight_N)
     x, group = op.operands_of(hidden, weight, head, labels, call.spec), merge.resolve(call.layout.group_name)
-    num_ranks = 1 if group is None else group.size()
-    call = groups.decided_now(call, x, num_ranks, op.where_of(call, x, num_ranks, "number"))
+    num_ranks = merge.size_of(group)
+    call = groups.decided_now(call, x, num_ranks, op.where_of(call, hidden, num_ranks, "number"))
     if call.way.passes == "one":
         loss, made = groups.run(hidden, weight, head, labels, terms, None, call, tuple(want))
         d_hidden, d_weight, d_head = made.hidden, made.weight, call.spec.logits.listed(bias=made.bias)

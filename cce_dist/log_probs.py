@@ -162,7 +162,7 @@ def linear_log_probs(
         out = LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)
         return _with_mass(out, x, kept, call) if kept_mass else out
     if not torch.compiler.is_compiling():
-        call = op.decided(call, x, shard.group_size)
+        call = op.decided(call, x.hidden, x.num_tokens, shard.group_size)
     found = op.forward(x, grad_weight_out, call)
     statistics = (found.sum_p_squared, found.max_logit, found.argmax)
     squares, max_logit, best = (None if values is None else values.view(tokens) for values in statistics)

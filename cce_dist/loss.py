@@ -253,8 +253,8 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
     given = inspect.signature(linear_cross_entropy).bind(input, linear_weight, target, **options)
     given.apply_defaults()
     x, shard, _, call, where, *_ = _prepare(on_meta=True, **given.arguments)
-    way = op.decided(call, x, shard.group_size, where).way
-    sizes = op.sizes_of_even_shard(x, shard.vocab_size, shard.group_size)
+    way = op.decided(call, x.hidden, x.num_tokens, shard.group_size, where).way
+    sizes = op.sizes_of_even_shard(x.hidden, x.num_tokens, shard.vocab_size, shard.group_size)
     return decide.in_words(way, sizes, call.spec, where)
 
 
@@ -317,7 +317,7 @@ def _prepare(
     outside = outside or (weight is not None and chosen.label_smoothing != 0)
     returns_more = bool(chosen.return_aux) or outside
     upstream = decide.upstream_of(chosen.reduction, chosen.expected_weights, returns_more)
-    where = op.where_of(call, x, shard.group_size, upstream, grad_weight_out is not None)
+    where = op.where_of(call, x.hidden, shard.group_size, upstream, grad_weight_out is not None)
     return _Prepared(x, shard, chosen, call, where, scale, expected)
 
 

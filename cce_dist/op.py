@@ -69,8 +69,8 @@ def _run_forward(
         The losses of ``Outputs``, the list of its other tensors that are wanted, and the list of ``Saved``.
     """
     layout, group = call.layout, merge.resolve(call.layout.group_name)
+    call = decided(call, hidden, labels.shape[0], merge.size_of(group))
     x = Operands.of(hidden, weight, labels, call.spec.logits, **call.spec.logits.named(head))
-    call = decided(call, x, 1 if group is None else group.size())
     backend, spec = named(call.way.backend), call.spec
     rehearse(backend, spec, x, grad_weight_out)
 
@@ -158,7 +158,7 @@ def _run_backward(
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     merged, ids, count, ids_NI, target_NI, saved = Saved.of(saved, call.spec)
     x = operands_of(hidden, weight, head, ids, call.spec)
-    call = decided(call, x, 1 if group is None else group.size())
+    call = decided(call, hidden, ids.shape[0], merge.size_of(group))
     backend, spec = named(call.way.backend), call.spec
     *d_losses, d_mean = d_losses
     of_mean = None if count is None or d_mean is None else (d_mean, count)
@@ -202,29 +202,30 @@ def sum_group_of(layout: Layout, group: Any) -> Any:
     return group if group is not None and layout.sums(group.size()) else None
 
 
-def decided(call: Call, x: Operands, num_ranks: int, where: Where | None = None) -> Call:
+def decided(call: Call, hidden: Tensor, num_tokens: int, num_ranks: int, where: Where | None = None) -> Call:
     """Return the call with its way, and with the budget and ``alone`` in its spec; unchanged if it has a way.
 
     Args:
         call: The call.
-        x: The operands; under sequence parallelism hidden states may be a slice. Labels may stand in place of ids.
+        hidden: Hidden states; under sequence parallelism this rank's slice.
+        num_tokens: Tokens of the whole call.
         num_ranks: Size of the vocabulary-parallel group.
         where: What the way follows from. None: forward knows nothing of the upstream gradient.
     """
     if call.way.backend:
         return call
-    where = where or where_of(call, x, num_ranks)
-    way = decide.decide(sizes_of_even_shard(x, call.spec.vocab_size, num_ranks), call.spec, where)
+    where = where or where_of(call, hidden, num_ranks)
+    way = decide.decide(sizes_of_even_shard(hidden, num_tokens, call.spec.vocab_size, num_ranks), call.spec, where)
     spec = call.spec._replace(workspace_bytes=way.workspace_bytes, alone=not where.summed)
     return call._replace(spec=spec, way=way)
 
 
-def where_of(call: Call, x: Operands, num_ranks: int, upstream: str = "unknown", has_buffer: bool = False) -> Where:
-    return Where(call.backend, str(x.hidden.dtype), call.layout.sums(num_ranks), upstream, has_buffer)
+def where_of(call: Call, hidden: Tensor, num_ranks: int, upstream: str = "unknown", has_buffer: bool = False) -> Where:
+    return Where(call.backend, str(hidden.dtype), call.layout.sums(num_ranks), upstream, has_buffer)
 
 
-def sizes_of_even_shard(x: Operands, vocab_size: int, num_ranks: int) -> Sizes:
-    return Sizes(x.num_tokens, x.hidden.shape[1], even_rows(vocab_size, 0, num_ranks)[1], x.hidden.itemsize)
+def sizes_of_even_shard(hidden: Tensor, num_tokens: int, vocab_size: int, num_ranks: int) -> Sizes:
+    return Sizes(num_tokens, hidden.shape[1], even_rows(vocab_size, 0, num_ranks)[1], hidden.itemsize)
 
 
 def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
@@ -237,9 +238,9 @@ def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
     nll = empty(*labels.shape)
     losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, want.uniform, want.entropy))
     ids = labels.new_empty(num_tokens)
+    num_ranks = merge.size_of(merge.resolve(call.layout.group_name))
+    call = decided(call, hidden, num_tokens, num_ranks)
     x = Operands.of(hidden, weight, ids, call.spec.logits, **call.spec.logits.named(head))
-    group = merge.resolve(call.layout.group_name)
-    call = decided(call, x, 1 if group is None else group.size())
     others = [hidden.new_empty(shape, dtype=dtype) for shape, dtype in listed(want, num_tokens).values()]
     saved = Saved(
         empty(2 + want.entropy, num_tokens),

@@ -1,6 +1,6 @@
 """The way of a call: a table of sizes and options, and the sentence that ``explain`` returns."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ NO_UPSTREAM = "one pass would have to know the upstream gradient in forward"
 )  # fmt: skip
 def test_the_table(given: tuple, wanted: tuple) -> None:
     """Catches a rule that another one hides: each row differs from its neighbours in one fact."""
-    sizes, where, spec = (*given, {}, {})[:3]
+    sizes, where, spec = cast(Any, (*given, {}, {})[:3])
     assert tuple(way(sizes, where, **spec))[:-1] == wanted
 
 

@@ -255,7 +255,7 @@ def test_under_torch_compile(grouped: bool, options: dict[str, Any], backend: st
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return -3.0 * linear_cross_entropy(hidden, weight, labels, linear_bias=bias, backend=backend, **options)
 
-    two_passes = mock.patch.object(groups, "decided_now", lambda call, x, num_ranks, _: op.decided(call, x, num_ranks))
+    two_passes = mock.patch.object(groups, "decided_now", lambda call, x, *_: op.decided(call, x.hidden, N, 1))
     with groups.of_rows(ROWS), mock.patch.object(groups, "run", wraps=groups.run) as run:
         with nullcontext() if grouped else two_passes:
             found = torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors)

@@ -513,15 +513,13 @@ def test_the_default_halves_8192_tokens_of_a_large_vocabulary(hidden_size: int, 
 def test_who_waits_for_d_hidden() -> None:
     """Catches: room that is counted on where a group sums d_hidden, or not where each rank's part is returned or there is one
     rank. Under sequence parallelism that rank takes its slice, too."""
-    rows = torch.zeros(8, 16, dtype=torch.bfloat16)
-    logits = ShardLogits(0, 8)
-    x = Operands.of(rows, rows, torch.zeros(8, dtype=torch.int64), logits)
+    hidden, spec = torch.zeros(8, 16, dtype=torch.bfloat16), Spec(ShardLogits(0, 8), 8)
     plain, partial, sliced = Layout("tp"), Layout("tp", partial=True), Layout("tp", sequence_parallel=True)
     for layout, num_ranks, alone in (
         (Layout(), 1, True), (plain, 1, True), (plain, 2, False), (partial, 2, True), (sliced, 1, False),
         (sliced, 2, False),
     ):  # fmt: skip
-        assert op.decided(Call(Spec(logits, 8), layout, "triton"), x, num_ranks).spec.alone == alone
+        assert op.decided(Call(spec, layout, "triton"), hidden, 8, num_ranks).spec.alone == alone
 
 
 def test_where_exponentials_are_kept() -> None:
