@@ -43,6 +43,7 @@ from cce_dist.kernels.budget import NUM_PLANES, cdiv, num_parts
 from cce_dist.kernels.candidates import Candidates, by_hand, list_candidates
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, num_programs, precision
+from cce_dist.kernels.tokens import first_rows
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
@@ -74,7 +75,7 @@ class Keep(NamedTuple):
 class Marks(NamedTuple):
     """The bits that a filter wants of the logits."""
 
-    bound_R: torch.Tensor  # in: lower bound of each row's log-sum-exp, fp32
+    bound_N: torch.Tensor  # in: lower bound of each token's log-sum-exp, fp32
     log_eps: float  # A logit is kept unless it is below ``bound + log_eps``
     words_RW: torch.Tensor  # out: int32, bit k of word w is column 32 w + k; for all columns of the last tile
 
@@ -106,13 +107,13 @@ def lse_partials(
     num_rows, hidden_size = rows.hidden.shape
     reference_R, exp_RV, tile_reference_BR = keep or (None, None, None)
     tma = has_tma(rows.hidden, x.weight) and (exp_RV is None or has_tma(exp_RV))
-    bound_R, log_eps, words_RW = marks or (reference_R, 0.0, None)
+    reference, log_eps, words_RW = marks or (reference_R, 0.0, None)
     threshold_R, list_RM, count_R = lists or (None, None, None)
     grid = (cdiv(num_rows, tile.rows) * span.num_parts,)
     _lse_kernel[grid](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
-        rows.num_kept, bound_R, x.factors_N2, None if x.factors_N2 is None else rows.index,
+        rows.num_kept, reference, x.factors_N2, None if x.factors_N2 is None and marks is None else rows.index,
         # out
         partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), tile_reference_BR,
         words_RW, threshold_R, list_RM, count_R,
@@ -159,9 +160,9 @@ def _lse_kernel(
     weight,  # in: [V, D] descriptor or pointer
     bias_ptr,  # in: [V]
     num_kept_ptr,  # in: [1] int32
-    reference_ptr,  # in: [R] fp32; the bound with MARK
+    reference_ptr,  # in: [R] fp32; with MARK the bound, [N]
     factor_ptr,  # in: [N, 2] fp32
-    index_ptr,  # in: [R] int32; with HAS_FACTORS
+    index_ptr,  # in: [R] int32; with HAS_FACTORS or MARK
     partial_ptr,  # out: [K, P, R] fp32
     exp,  # out: [R, B * BLOCK_V] descriptor or pointer
     tile_reference_ptr,  # out: [B, R] fp32
@@ -238,7 +239,8 @@ def _lse_kernel(
         reference = tl.where(reference > float("-inf"), reference, 0.0)
     if MARK:
         # A bound of +inf makes every exponential of a dead row 0.
-        reference = tl.load(reference_ptr + offs_n, mask=offs_n < num_kept, other=float("inf"))
+        token = tl.load(index_ptr + offs_n, mask=offs_n < num_kept, other=0)
+        reference = tl.load(reference_ptr + token, mask=offs_n < num_kept, other=float("inf"))
         threshold = reference + log_eps
         reference = tl.where(reference > float("-inf"), reference, 0.0)
     if LIST:
@@ -461,7 +463,7 @@ def gathered_with_targets(
 
     It is 0 where the label is no valid row of this shard. Of several ids a token target_N is [I, N]. ``copy_N`` gets the same.
     """
-    rows = Rows(order[0], order[1], buffer_RD[: order[0].shape[0]])
+    rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
     num_rows, hidden_size = rows.hidden.shape
     logits, ids, num_ids = x.logits, x.ids, None
     if x.cells is not None:
