@@ -238,7 +238,7 @@ def correction(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case, colu
 
 
 def operands(p: Problem) -> Operands:
-    return Operands(p.hidden, p.weight, p.bias, p.labels, p.logits)
+    return Operands.of(p.hidden, p.weight, p.labels, p.logits, p.bias)
 
 
 def spec_of(p: Problem, case: Case) -> Spec:
@@ -498,7 +498,7 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
     sample = shares.Sample(
         labels.int(), numbers, labels, torch.full_like(labels[:1].int(), size), means_2D=means
     )  # fmt: skip
-    x = Operands(rows, weight, None, labels, ShardLogits(0, num_valid, scale))
+    x = Operands.of(rows, weight, labels, ShardLogits(0, num_valid, scale))
     dropped = shares.dropped_shares(rows, x, sample, slot, choose_tiles(DTYPE, rows.device).lse)
     z = scale * rows.double() @ weight.double().T
     e = torch.where(z < 0.4, z.exp(), 0.0)
@@ -547,9 +547,7 @@ def test_sampled_tokens_correct_d_weight(dtype: torch.dtype, limits, monkeypatch
         kept_by(tuple(saved), p, d, case.grad_filter.eps), 0.0, d.p * d.slope
     )
     part = part.masked_fill(p.labels[:, None] < 0, 0.0) * p.logits.logit_scale
-    reweighting = (
-        -shares.REWEIGHTING * p.logits.logit_scale * (p.weight.double() @ sample.means_2D[1].double())
-    ).exp()
+    reweighting = (-shares.REWEIGHTING * p.logits.logit_scale * (p.weight.double() @ sample.means_2D[1].double())).exp()
     weight = sample.centered.numbers_3S[2].double()
     parts = (part[token] / part[token].sum(1, keepdim=True)) * weight[:, None] * reweighting
     torch.testing.assert_close(parts.sum(0) / parts.sum(), share, rtol=2e-2 if GPU else 1e-4, atol=1e-7)
@@ -884,7 +882,7 @@ def test_ranks_choose_alike() -> None:
             for want in (Want(), Want(grad=False)):
                 logits = ShardLogits(0, num_valid)
                 call = Call(Spec(logits, 128256, filter=Filter(2.0**-12), want=want), backend="triton")
-                assert op.chosen(call, Operands(hidden, hidden, None, labels, logits), group)[0] is chosen
+                assert op.chosen(call, Operands.of(hidden, hidden, labels, logits), group)[0] is chosen
 
 
 @pytest.fixture(scope="module")
@@ -973,7 +971,7 @@ def test_definition_over_shards(num_shards: int, monkeypatch: pytest.MonkeyPatch
     for start, stop in zip(starts, [*starts[1:], num_rows], strict=True):
         mine, logits = slice(start, stop), ShardLogits(start, stop - start)
         assert p.bias is not None
-        x = Operands(p.hidden, p.weight[mine], p.bias[mine], labels, logits)
+        x = Operands.of(p.hidden, p.weight[mine], labels, logits, p.bias[mine])
         spec = Spec(logits, num_rows, filter=Filter(eps), workspace_bytes=1 << 22)
         softmax = Softmax(d.maximum.float(), d.log_sum.float())
         part: Any = backend.gradients(x, softmax, coef, [], Grads(want_bias=False), spec)
@@ -1148,5 +1146,5 @@ def test_frequent_columns_are_those_labelled_most() -> None:
     labels = torch.tensor([7, 7, 7, 5, 5, 9, 3, 3, -1, -100, 100, 0], device=DEVICE)
     nothing = torch.zeros(0, device=DEVICE)
     ids = torch.empty(6, dtype=torch.int64, device=DEVICE)
-    frequent.most_labelled(Operands(nothing, nothing, None, labels, ShardLogits(3, 20)), ids)
+    frequent.most_labelled(Operands.of(nothing, nothing, labels, ShardLogits(3, 20)), ids)
     assert ids.tolist() == [0, 1, 2, 3, 4, 6]  # counts 2, 0, 2, 0, 3, 1: of those never seen the first

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from cce_dist.kernels import Operands, Rows, ShardLogits
+from cce_dist.kernels import Head, Operands, Rows
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_weight import add_d_weight
@@ -27,7 +27,7 @@ def lines_of_sample(sampled: SampledColumns, sample: Sample, x: Operands, tiles:
     assert sample.centered is not None
     centered_SD, num_sampled = sample.centered.rows_SD, sampled.centered_KD.shape[0]
     lines_SK = torch.empty(centered_SD.shape[0], num_sampled, dtype=torch.float32, device=centered_SD.device)
-    plain = Operands(centered_SD, sampled.centered_KD, None, x.ids, ShardLogits(0, num_sampled))
+    plain = Operands(centered_SD, sampled.centered_KD, Head(), x.ids, 0, num_sampled)
     logits_chunk(plain, Rows(sample.token_S, sample.size, centered_SD), 0, lines_SK, tiles)
     return lines_SK
 
@@ -55,7 +55,7 @@ def covariance_of(
     _take_mean_off_kernel[(cdiv(hidden_size, 32),)](
         sample.means_2D, covariance_DD, factors.values_5,
         dropped.shared_3D,
-        hidden_size, REWEIGHTING * x.logits.logit_scale,
+        hidden_size, REWEIGHTING * x.head.multiplier,
         BLOCK_R=256, BLOCK_D=32, num_warps=8,
     )
     return covariance_DD

@@ -47,9 +47,9 @@ def num_frequent(num_valid: int, eps: float) -> int:
 
 def most_labelled(x: Operands, ids_F: torch.Tensor) -> None:
     """Fill ids_F with the columns of the shard that are the label most often, ascending; of equals, the first."""
-    num_tokens, num_valid = x.num_tokens, x.logits.num_valid
+    num_tokens, num_valid = x.num_tokens, x.num_valid
     counts = torch.zeros(num_valid + num_tokens, dtype=torch.int32, device=x.ids.device)
-    _count_labels_kernel[(cdiv(num_tokens, 1024),)](x.ids, counts, num_tokens, x.logits.start, num_valid, BLOCK_N=1024)
+    _count_labels_kernel[(cdiv(num_tokens, 1024),)](x.ids, counts, num_tokens, x.start, num_valid, BLOCK_N=1024)
     _most_labelled_kernel[(cdiv(num_valid, 4096),)](
         counts, ids_F, num_tokens, num_valid, ids_F.shape[0], num_tokens.bit_length(), BLOCK_V=4096, num_warps=8
     )
@@ -119,30 +119,29 @@ def gather_frequent(ids_F: torch.Tensor, x: Operands, num_words: int) -> Frequen
     size, hidden_size = ids_F.shape[0], x.weight.shape[1]
     slot_V = torch.empty(33 * num_words, dtype=torch.int32, device=ids_F.device)
     weight_FD = torch.empty(size, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
-    bias_F = None if x.bias is None else x.bias.new_empty(size)
+    bias_F = None if x.head.bias is None else x.head.bias.new_empty(size)
     _gather_frequent_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
-        ids_F, x.weight, x.bias,
+        ids_F, x.weight, x.head.bias,
         slot_V, weight_FD, bias_F,
         size, hidden_size, num_words, size.bit_length(),
-        HAS_BIAS=x.bias is not None, BLOCK_F=16, BLOCK_D=256, BLOCK_W=16,
+        BLOCK_F=16, BLOCK_D=256, BLOCK_W=16,
     )
-    logits = x.logits._replace(start=0, num_valid=size)
-    return Frequent(ids_F, slot_V, num_words, x._replace(weight=weight_FD, bias=bias_F, logits=logits))
+    columns = x._replace(weight=weight_FD, head=x.head._replace(bias=bias_F), start=0, num_valid=size)
+    return Frequent(ids_F, slot_V, num_words, columns)
 
 
 @kernel("weight_ptr", "bias_ptr", "slot_ptr", "weight_out_ptr", "bias_out_ptr", "hidden_size")
 def _gather_frequent_kernel(
     ids_ptr,  # in: [F] int64, ascending
     weight_ptr,  # in: [V, D]
-    bias_ptr,  # in: [V]
+    bias_ptr,  # in: [V], or None
     slot_ptr,  # out: [33 W] int32: slots and words, as in ``Frequent``
     weight_out_ptr,  # out: [F, D]
-    bias_out_ptr,  # out: [F]
+    bias_out_ptr,  # out: [F], or None
     size,
     hidden_size,
     num_words,
     num_steps,
-    HAS_BIAS: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -154,7 +153,7 @@ def _gather_frequent_kernel(
     column = tl.load(ids_ptr + offs_f, mask=in_f, other=0)
     row = tl.load(weight_ptr + column[:, None] * hidden_size + offs_d[None, :], mask=mask, other=0)
     tl.store(weight_out_ptr + offs_f.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], row, mask=mask)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         if tl.program_id(1) == 0:
             tl.store(bias_out_ptr + offs_f, tl.load(bias_ptr + column, mask=in_f, other=0), mask=in_f)
 
