@@ -184,8 +184,7 @@ def _with_mass(out: LogProbs, x: Operands, kept: KeptIds, factors: Tensor, call:
 
 def _spec(x: Operands, scale: float | None, shard: VocabShard, options: LogProbOptions) -> Spec:
     want = Want(
-        grad=torch.is_grad_enabled()
-        and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.head.bias)),
+        grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.head.bias)),
         entropy=options.entropy,
         largest=options.argmax,
         sum_p_squared=options.sum_p_squared,

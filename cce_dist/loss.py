@@ -253,8 +253,7 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
     # The mean of nll is taken by the operator itself, so that its launches can be replayed.
     plain = options.label_smoothing == 0 and not options.has_z_loss and class_weights is None
     want = Want(
-        grad=torch.is_grad_enabled()
-        and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.head.bias)),
+        grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.head.bias)),
         uniform=options.label_smoothing > 0 and class_weights is None,
         entropy="entropy" in options.return_aux,
         filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
