@@ -43,6 +43,7 @@ from cce_dist.kernels import (
     filter,
 )
 from cce_dist.kernels.filter import bound, frequent, lists, sampling, shares
+from cce_dist.kernels.launch.tape import launching
 from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.verify import cases as verify_cases
 from cce_dist.verify.check import assert_no_worse, run_case
@@ -1139,6 +1140,28 @@ def test_capacity_is_what_the_budget_and_the_cost_say(monkeypatch: pytest.Monkey
     assert budget.list_capacity(16384, 256_000, 256 << 20) > 140 * 16384  # half of the budget holds the sampled tokens
     assert budget.list_capacity(8192, 32_000, 256 << 20) == 250 * 8192
     assert budget.list_capacity(0, 32_000, 256 << 20) == 1
+
+
+def test_the_host_calls_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of an ordinary call, without its launches. An operator of torch takes the host 2 to 10 us, as long
+    as a launch. Catches: views, fills and small arithmetic in torch where a kernel could do it on the way."""
+    monkeypatch.undo()
+    torch.use_deterministic_algorithms(False)  # which fill what is not initialised
+    hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16, device=DEVICE) for n in (512, 4096))
+    labels, logits = torch.arange(512, device=DEVICE), ShardLogits(0, 4096)
+    spec = Spec(logits, 4096, filter=Filter(2.0**-10), workspace_bytes=256 << 20)
+    with (
+        launching(lambda *_: None),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ):
+        ids, order = filter.ordered_ids(labels, -100, 4096)
+        x = Operands.of(hidden, weight, ids, logits)._replace(order=order)
+        stats, saved = filter.statistics(x, spec, lambda stats: filter.merged_lse(stats[None]))
+        nll, *_, merged = filter.token_losses(stats[None], ids, spec)
+        coef = filter.coefficients([None] * 5, ids, 4096, filter.mean(nll, labels, -100))
+        filter.gradients(x, Softmax(merged[0], merged[1]), coef, saved, Grads(want_bias=False), spec)
+    called = Counter(event.name for event in profile.events() if event.name.startswith("aten::"))
+    assert 50 < called.total() <= 160, called
 
 
 def test_frequent_columns_are_those_labelled_most() -> None:
