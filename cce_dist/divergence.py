@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from cce_dist import agree, checks, divergence_op, merge
 from cce_dist.call import Layout, Options, checked
+from cce_dist.decide import choose_backend
 from cce_dist.divergence_op import PUBLIC_NAME, DivergenceCall
 from cce_dist.kernels.divergence.heads import KINDS, Divergence
-from cce_dist.operands import Head, check_buffer, check_shape, choose_backend, environment, head_of, shape_of_tokens
+from cce_dist.operands import Head, check_buffer, check_shape, device_type, environment, head_of, shape_of_tokens
 from cce_dist.shard import VocabShard
 
 
@@ -153,7 +154,7 @@ def linear_kl_divergence(
         spec,
         student.shard.vocab_size,
         Layout.of(student.shard, options),
-        choose_backend(options.backend, forced_backend, student.input),
+        choose_backend(options.backend, forced_backend, device_type(student.input), student.input.dtype),
     )
     if debug and student.shard.group is not None and not torch.compiler.is_compiling():
         _check_ranks(student, teacher, {"mask": mask, "teacher_ids": teacher_ids}, options, call)

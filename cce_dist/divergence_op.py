@@ -15,10 +15,11 @@ from torch import Tensor
 from cce_dist import merge
 from cce_dist.autograd import Operator, replayed
 from cce_dist.call import Layout, build
+from cce_dist.decide import Way, Where, decide_heads
 from cce_dist.kernels import IGNORED, Grads, Operands
 from cce_dist.kernels.divergence import dense as dense_heads
 from cce_dist.kernels.divergence import heads
-from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair
+from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, sizes_of
 from cce_dist.kernels.launch.tape import recorded
 from cce_dist.shard import even_rows
 
@@ -32,10 +33,11 @@ class DivergenceCall(NamedTuple):
     vocab_size: int
     layout: Layout = Layout()
     backend: str = "torch"
+    way: Way = Way()
 
 
 def _backend(call: DivergenceCall) -> ModuleType:
-    """The backend's arithmetic for two heads; that of Triton is imported by its first use."""
+    """The backend's arithmetic for two heads; the one on Triton is imported by its first use."""
     if call.backend == "torch":
         return dense_heads
     from cce_dist.kernels.divergence import kernels as divergence
@@ -51,11 +53,10 @@ def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
             ``grad_weight_out``, which backward alone needs, and the call.
     """
     *operands, _, call = given
-    spec, group = call.spec, merge.resolve(call.layout.group_name)
-    backend = _backend(call)
+    backend, group = _backend(call), merge.resolve(call.layout.group_name)
     with torch.autocast(operands[0].device.type, enabled=False):
-        x = _gathered(*operands, call=call)
-        spec = _with_workspace(backend, x, call, group)
+        call = decided(call, *operands)
+        x, spec = _gathered(*operands, call=call), call.spec
         stats_5N, kept = backend.statistics(x, spec)
         merged_5N = heads.merge(merge.gather_stats(stats_5N, group), spec)
         pair = heads.pair_of(merged_5N, spec)
@@ -95,13 +96,12 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, T
     *operands, saved, grad_weight_out, want, call = given
     hidden, _, bias, *_ = operands
     want_hidden, want_weight, want_bias = want
-    layout, spec, group = call.layout, call.spec, merge.resolve(call.layout.group_name)
-    backend, sum_group = _backend(call), None if call.layout.partial else group
+    layout, backend, group = call.layout, _backend(call), merge.resolve(call.layout.group_name)
+    sum_group = None if layout.partial else group
     assert d_values[0] is not None
     with torch.autocast(hidden.device.type, enabled=False):
-        x = _gathered(*operands, call=call)
-        spec = _with_workspace(backend, x, call, group)
-        rows = None if sum_group is None else backend.rows_at_once(_of_even_shard(x, call, sum_group.size()), spec)
+        call = decided(call, *operands)
+        x, spec, rows = _gathered(*operands, call=call), call.spec, call.way.ready_rows or None
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
         num_tokens = x.student.num_tokens
         hidden_sum = recorded(merge.HiddenGradSum, sum_group, layout.sequence_parallel, reduce_dtype, num_tokens, rows)
@@ -117,18 +117,21 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, T
         )
 
 
-def _with_workspace(backend: ModuleType, x: Heads, call: DivergenceCall, group: Any) -> Divergence:
-    """Choose the budget if none was given: the same on every rank."""
-    if call.spec.workspace_bytes > 0:
-        return call.spec
-    even = _of_even_shard(x, call, 1 if group is None else group.size())
-    return call.spec._replace(workspace_bytes=backend.default_workspace(even, call.spec))
+def decided(call: DivergenceCall, *operands: Any) -> DivergenceCall:
+    """Return the call with its way, and with the memory budget in its spec; unchanged if it has a way.
 
-
-def _of_even_shard(x: Heads, call: DivergenceCall, num_ranks: int) -> Heads:
-    """As if the vocabulary were split evenly, so that every rank gets the same answer."""
-    num_valid = even_rows(call.vocab_size, 0, num_ranks)[1]
-    return x._replace(student=x.student._replace(num_valid=num_valid))
+    Args:
+        operands: As ``_gathered`` takes them. Hidden states may be slices.
+    """
+    if call.way.backend:
+        return call
+    hidden, _, _, mask, teacher_hidden, *_ = operands
+    group = merge.resolve(call.layout.group_name)
+    columns = even_rows(call.vocab_size, 0, 1 if group is None else group.size())[1]
+    sizes = sizes_of(mask.shape[0], hidden, columns, teacher_hidden)
+    summed = group is not None and not call.layout.partial
+    way = decide_heads(sizes, call.spec, Where(call.backend, str(hidden.dtype), summed))
+    return call._replace(spec=call.spec._replace(workspace_bytes=way.workspace_bytes), way=way)
 
 
 def _forward_fake(hidden, weight, bias, mask, teacher_hidden, teacher_weight, teacher_bias, _, *flat):
@@ -140,10 +143,9 @@ def _forward_fake(hidden, weight, bias, mask, teacher_hidden, teacher_weight, te
         Operands.of(every, weight, ids, call.spec.student, bias),
         Operands.of(every_teachers, teacher_weight, ids, call.spec.teacher, teacher_bias),
     )
-    backend = _backend(call)
-    spec = _with_workspace(backend, x, call, merge.resolve(call.layout.group_name))
+    spec = decided(call, hidden, weight, bias, mask, teacher_hidden).spec
     pair_5N = hidden.new_empty((5, num_tokens), dtype=torch.float32)
-    return torch.empty_like(pair_5N[0]), [pair_5N, *backend.saved_like(x, spec)]
+    return torch.empty_like(pair_5N[0]), [pair_5N, *_backend(call).saved_like(x, spec)]
 
 
 _forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
@@ -165,5 +167,7 @@ _OPERATOR.register(_forward_fake)
 
 def forward(*tensors: Tensor | None, call: DivergenceCall) -> Tensor:
     """The operator as the public function calls it; see ``_run_forward``. Returns the divergence of each token, [N]."""
+    if not torch.compiler.is_compiling():
+        call = decided(call, *tensors)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[:3])
     return _OPERATOR.apply(*tensors, call=call, needs_grad=needs_grad)[0]

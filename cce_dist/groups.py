@@ -22,14 +22,16 @@ from torch import Tensor
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
-from cce_dist import merge
+from cce_dist import decide, merge
 from cce_dist.agree import label_error
 from cce_dist.autograd import differentiable_once, nobody_listens, replayed
 from cce_dist.call import Call
-from cce_dist.kernels import IGNORED, Grads, Operands, Softmax, budget
+from cce_dist.decide import Where
+from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
+from cce_dist.kernels.backends import named
 from cce_dist.kernels.budget import Groups
 from cce_dist.kernels.launch.rehearsal import rehearse
-from cce_dist.op import chosen, of_even_shard, sum_group_of
+from cce_dist.op import decided, sum_group_of
 
 # Expected weights of a token, relative to the largest: the least, which stands for 0, and what counts as rounding.
 LEAST_WEIGHT, ROUNDING = 2.0**-40, 2.0**-20
@@ -38,7 +40,7 @@ _FORCED: Groups | None = None
 
 @contextmanager
 def of_rows(rows: int | None, low: bool = False) -> Iterator[None]:
-    """Make calls in groups of so many tokens, on any backend and at any size, where they can be; None: as ever. For tests."""
+    """Test hook: force groups of so many tokens, on any backend and at any size. None restores the default."""
     global _FORCED
     before, _FORCED = _FORCED, None if rows is None else Groups(rows, low)
     try:
@@ -48,33 +50,23 @@ def of_rows(rows: int | None, low: bool = False) -> Iterator[None]:
 
 
 def are_forced() -> bool:
-    """Whether a test has calls made in groups wherever they can be."""
+    """Whether a test has forced groups."""
     return _FORCED is not None
 
 
-def groups_of(x: Operands, call: Call, per_token: bool, grad_weight_out: Tensor | None) -> Groups | None:
-    """Return the groups of a call, the same on every rank. None: it is not made in groups."""
-    if maybe_current_level() is not None or forward_ad._current_level >= 0:
-        return None
-    if not call.spec.want.grad or not nobody_listens(x.hidden, x.weight):
-        return None
-    if per_token and x.hidden.dtype == torch.float16:  # too short an exponent for gradients of unknown size
-        return None
-    if call.backend == "torch":
-        return None if call.spec.filter.eps > 0 else _FORCED
-    from cce_dist.kernels import exact
+def decided_now(call: Call, x: Operands, num_ranks: int, where: Where) -> Call:
+    """Return the call with its way, as ``op.decided`` does, by the state of the process too.
 
-    group = merge.resolve(call.layout.group_name)
-    backend, spec = chosen(call, x, group)
-    if backend is not exact:
-        return None
-    if _FORCED is not None:
-        return _FORCED
-    even = of_even_shard(x, spec, 1 if group is None else group.size())
-    if not exact.keeps(even, spec):
-        return None
-    sizes = exact.sizes_of(even)._replace(alone=spec.alone)
-    return budget.groups_of(sizes, spec.workspace_bytes, holds_weight=grad_weight_out is not None)
+    There are two passes inside a transform of torch.func, and where a dispatch mode or a tensor subclass looks at operators.
+    A test may force groups.
+    """
+    in_transform = maybe_current_level() is not None or forward_ad._current_level >= 0
+    if in_transform or not nobody_listens(x.hidden, x.weight):
+        where = where._replace(upstream="unknown")
+    call = decided(call, x, num_ranks, where)
+    if _FORCED is None or not decide.may_take_one_pass(call.way.backend, call.spec, where):
+        return call
+    return call._replace(way=call.way._replace(passes="one", groups=_FORCED))
 
 
 class Terms(NamedTuple):
@@ -109,22 +101,21 @@ class Terms(NamedTuple):
         return [d_nll_N, d_lse_N, None, d_uniform_N, None]
 
 
-def loss(x: Operands, terms: Terms, call: Call, groups: Groups, expected_N: Tensor | None = None,
+def loss(x: Operands, terms: Terms, call: Call, expected_N: Tensor | None = None,
          grad_weight_out: Tensor | None = None) -> Tensor:  # fmt: skip
     """Return the sum of the tokens' losses, divided: 0-d fp32, differentiable once; without a divisor, the losses [N].
 
     Args:
         x: The operands; the labels in place of their ids. Under sequence parallelism hidden states are this rank's slice.
         terms: What the loss is made of.
-        call: What is computed.
-        groups: How it goes group by group.
+        call: What is computed, in one pass.
         expected_N: [N] what upstream gradients of the losses are expected to be in proportion to; None: all are equal.
         grad_weight_out: Buffer that backward adds d_weight to.
     """
     if terms.divisor is not None:
         terms = terms._replace(divisor=on_device(terms.divisor, x.hidden.device))
     return _InGroups.apply(  # type: ignore[return-value]
-        x.hidden, x.weight, x.head.bias, x.ids, grad_weight_out, terms, expected_N, call, groups
+        x.hidden, x.weight, x.head.bias, x.ids, grad_weight_out, terms, expected_N, call
     )
 
 
@@ -147,10 +138,10 @@ class _Made(NamedTuple):
 class _InGroups(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None,
-                terms: Terms, expected_N: Tensor | None, call: Call, groups: Groups) -> Tensor:  # fmt: skip
+                terms: Terms, expected_N: Tensor | None, call: Call) -> Tensor:  # fmt: skip
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.grad_weight_out = grad_weight_out
-        ctx.told = terms, expected_N, call, groups, ctx.needs_input_grad[:3]
+        ctx.told = terms, expected_N, call, ctx.needs_input_grad[:3]
         # No saved tensors: the first backward takes these away, scales them in place, and leaves them to the parameters.
         found, ctx.made = run(hidden, weight, bias, labels, *ctx.told)
         return found
@@ -166,7 +157,7 @@ class _InGroups(torch.autograd.Function):
             there = [nothing if tensor is None else tensor for tensor in found]
             once = differentiable_once("linear_cross_entropy", there, (*ctx.saved_tensors[:3], grads[0]))
             found = [None if tensor is None else one for tensor, one in zip(found, once, strict=True)]
-        return *found, *(None,) * 6
+        return *found, *(None,) * 5
 
 
 def _times_upstream(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -208,9 +199,9 @@ def _common_factor(upstream_N: Tensor, made: _Made) -> tuple[Tensor, Tensor]:
 
 def _add_anew(saved: tuple[Tensor, ...], made: _Made, upstream_N: Tensor, terms: Terms, call: Call) -> None:
     """Add the gradients of weight and bias; launches end at once where all tokens are without a label."""
-    hidden, weight, bias, labels = saved
+    hidden, weight, bias, _ = saved
     group = merge.resolve(call.layout.group_name)
-    backend, spec = chosen(call, Operands.of(hidden, weight, labels, call.spec.logits, bias), group)
+    backend, spec = named(call.way.backend), call.spec
     with torch.autocast(hidden.device.type, enabled=False):
         if call.layout.sequence_parallel and group is not None:
             hidden = merge.SequenceGather(hidden, group).wait()
@@ -260,14 +251,13 @@ def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: float | Tenso
 
 def run(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, expected_N: Tensor | None,
-    call: Call, groups: Groups, wanted: tuple[bool, ...],
+    call: Call, wanted: tuple[bool, ...],
 ) -> tuple[Tensor, _Made]:  # fmt: skip
     """Return the loss and its gradients, group by group."""
-    layout, group, rows = call.layout, merge.resolve(call.layout.group_name), groups.rows
-    x = Operands.of(hidden, weight, labels, call.spec.logits, bias)
-    backend, spec = chosen(call, x, group)
+    layout, group, rows = call.layout, merge.resolve(call.layout.group_name), call.way.groups.rows
     # The sum over ranks begins when a group is done, and nothing of the group waits for it.
-    spec = spec._replace(alone=True)
+    backend, spec = named(call.way.backend), call.spec._replace(alone=True)
+    x = Operands.of(hidden, weight, labels, spec.logits, bias)
     call_of_group = call._replace(spec=spec)
     with torch.autocast(hidden.device.type, enabled=False):
         ids = backend.label_ids(labels, spec.ignore_index, spec.vocab_size)
@@ -282,7 +272,7 @@ def run(
         loss_N = torch.empty(x.num_tokens, dtype=torch.float32, device=hidden.device)
         softmax = Softmax(*loss_N.new_empty(2, x.num_tokens))
         d_hidden = hidden.new_empty(hidden.shape) if wanted[0] else None
-        has_low = groups.low and wanted[1] and call.backend != "torch" and weight.dtype == torch.bfloat16
+        has_low = call.way.groups.low and wanted[1] and call.backend != "torch" and weight.dtype == torch.bfloat16
         low = weight.new_empty(weight.shape, dtype=torch.int8) if has_low else None
         made = _Made(d_hidden, None, None, ids, expectation(expected_N, ids, terms.divisor), softmax)
         sum_group = sum_group_of(layout, group)
@@ -327,7 +317,8 @@ def _finished(
     assert expected_N is not None and max_N is not None and log_sum_N is not None and loss_N is not None
     group, x = merge.resolve(call.layout.group_name), Operands.of(hidden, weight, ids_N, call.spec.logits, bias)
     z_loss_weight, label_smoothing = numbers
-    backend, spec, terms = chosen(call, x, group)[0], call.spec, Terms(None, z_loss_weight, label_smoothing, weight_N)
+    backend, spec = named(call.way.backend), call.spec
+    terms = Terms(None, z_loss_weight, label_smoothing, weight_N)
     # Without a filter nobody merges a bound.
     stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
     nll_N, lse_N, _, uniform_nll_N, *_, merged = backend.token_losses(merge.gather_stats(stats_KN, group), ids_N, spec)

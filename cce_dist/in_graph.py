@@ -11,19 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_dist import groups, op
+from cce_dist import groups, merge, op
 from cce_dist.call import Call, build, flat, schema
 from cce_dist.kernels import Operands
-
-
-def serves(hidden: Tensor, call: Call, grad_weight_out: Tensor | None, z_loss_weight: float | Tensor) -> bool:
-    """Whether one number's gradients are made in forward where torch.compile takes the call into a graph."""
-    if not call.spec.want.grad or call.spec.filter.eps > 0 or grad_weight_out is not None:
-        return False
-    if isinstance(z_loss_weight, Tensor):
-        return False
-    # fp16 is too short for gradients that a loss scale multiplies afterwards; fp32 keeps no exponentials.
-    return groups.are_forced() or (call.backend == "triton" and hidden.dtype == torch.bfloat16)
 
 
 def loss(x: Operands, terms: groups.Terms, call: Call) -> Tensor:
@@ -46,9 +36,11 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The operator: the loss, 0-d fp32, and the gradients that are wanted, as if upstream's were 1."""
     call, terms = build(Call, iter(flat_call)), groups.Terms(divisor, z_loss_weight, label_smoothing, weight_N)
-    parts = groups.groups_of(Operands.of(hidden, weight, labels, call.spec.logits, bias), call, False, None)
-    if parts is not None:
-        loss, made = groups.run(hidden, weight, bias, labels, terms, None, call, parts, tuple(want))
+    x, group = Operands.of(hidden, weight, labels, call.spec.logits, bias), merge.resolve(call.layout.group_name)
+    num_ranks = 1 if group is None else group.size()
+    call = groups.decided_now(call, x, num_ranks, op.where_of(call, x, num_ranks, "number"))
+    if call.way.passes == "one":
+        loss, made = groups.run(hidden, weight, bias, labels, terms, None, call, tuple(want))
         found = made[:3]
     else:
         call = call._replace(spec=call.spec._replace(want=call.spec.want._replace(mean=False)))

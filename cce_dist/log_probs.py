@@ -161,6 +161,8 @@ def linear_log_probs(
         nll, lse, entropies = kept_op.forward(x, kept, factors, grad_weight_out, call)
         out = LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)
         return _with_mass(out, x, kept, factors, call) if kept_mass else out
+    if not torch.compiler.is_compiling():
+        call = op.decided(call, x, shard.group_size)
     found = op.forward(x.hidden, x.weight, x.head.bias, x.ids, grad_weight_out, call, factors)
     statistics = (found.sum_p_squared, found.max_logit, found.argmax)
     squares, max_logit, best = (None if values is None else values.view(tokens) for values in statistics)
@@ -184,7 +186,8 @@ def _with_mass(out: LogProbs, x: Operands, kept: KeptIds, factors: Tensor, call:
 
 def _spec(x: Operands, scale: float | None, shard: VocabShard, options: LogProbOptions) -> Spec:
     want = Want(
-        grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.head.bias)),
+        grad=torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.head.bias)),
         entropy=options.entropy,
         largest=options.argmax,
         sum_p_squared=options.sum_p_squared,

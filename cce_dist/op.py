@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist import merge
+from cce_dist import decide, merge
 from cce_dist.agree import label_error
 from cce_dist.autograd import Operator, replayed
 from cce_dist.call import Call, Layout, build
+from cce_dist.decide import Where
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
-from cce_dist.kernels.backends import Backend, choose
+from cce_dist.kernels.backends import Backend, named
+from cce_dist.kernels.budget import Sizes
 from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
 from cce_dist.kernels.launch.rehearsal import rehearse
 from cce_dist.kernels.launch.tape import recorded
@@ -76,7 +78,8 @@ def _run_forward(
     """
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     x = Operands.of(hidden, weight, labels, call.spec.logits, bias)
-    backend, spec = chosen(call, x, group)
+    call = decided(call, x, 1 if group is None else group.size())
+    backend, spec = named(call.way.backend), call.spec
     rehearse(backend, spec, x, grad_weight_out)
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
@@ -163,7 +166,9 @@ def _run_backward(
     """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     merged, ids, count, ids_NI, target_NI, factors, saved = Saved.of(saved, call.spec)
-    backend, spec = chosen(call, Operands.of(hidden, weight, ids, call.spec.logits, bias), group)
+    x = Operands.of(hidden, weight, ids, call.spec.logits, bias)
+    call = decided(call, x, 1 if group is None else group.size())
+    backend, spec = named(call.way.backend), call.spec
     *d_losses, d_mean = d_losses
     of_mean = None if count is None or d_mean is None else (d_mean, count)
     cells = None
@@ -177,7 +182,7 @@ def _run_backward(
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size, of_mean)
         x = Operands.of(hidden, weight, ids, spec.logits, bias, factors, cells)
         sum_group = sum_group_of(layout, group)
-        rows = None if sum_group is None else _rows_at_once(backend, x, spec, sum_group.size())
+        rows = call.way.ready_rows or None
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
         hidden_sum = start_sum = None
         if sum_group is not None:
@@ -202,31 +207,32 @@ def _run_backward(
 
 def sum_group_of(layout: Layout, group: Any) -> Any:
     """The ranks that d_hidden is summed over, or None."""
-    one_rank = group is not None and group.size() == 1 and not layout.sequence_parallel
-    return None if layout.partial or one_rank else group
+    return group if group is not None and layout.sums(group.size()) else None
 
 
-def _rows_at_once(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> int | None:
-    """Tokens whose dE can be summed over the group while that of others is computed; None: all are final together.
+def decided(call: Call, x: Operands, num_ranks: int, where: Where | None = None) -> Call:
+    """Return the call with its way, and with the budget and ``alone`` in its spec; unchanged if it has a way.
 
-    Every rank gets the same answer: that of an even shard.
+    Args:
+        call: The call.
+        x: The operands; under sequence parallelism hidden states may be a slice. Labels may stand in place of ids.
+        num_ranks: Size of the vocabulary-parallel group.
+        where: What the way follows from. None: forward knows nothing of the upstream gradient.
     """
-    return backend.rows_at_once(of_even_shard(x, spec, num_ranks), spec)
+    if call.way.backend:
+        return call
+    where = where or where_of(call, x, num_ranks)
+    way = decide.decide(sizes_of_even_shard(x, call.spec.vocab_size, num_ranks), call.spec, where)
+    spec = call.spec._replace(workspace_bytes=way.workspace_bytes, alone=not where.summed)
+    return call._replace(spec=spec, way=way)
 
 
-def chosen(call: Call, x: Operands, group: Any) -> tuple[Backend, Spec]:
-    """Choose the backend, and the budget if none was given, by the sizes of an even shard: the same on every rank."""
-    spec = call.spec._replace(alone=sum_group_of(call.layout, group) is None)
-    x = of_even_shard(x, spec, 1 if group is None else group.size())
-    backend = choose(call.backend, spec, x)
-    if spec.workspace_bytes > 0:
-        return backend, spec
-    return backend, spec._replace(workspace_bytes=backend.default_workspace(x, spec))
+def where_of(call: Call, x: Operands, num_ranks: int, upstream: str = "unknown", has_buffer: bool = False) -> Where:
+    return Where(call.backend, str(x.hidden.dtype), call.layout.sums(num_ranks), upstream, has_buffer)
 
 
-def of_even_shard(x: Operands, spec: Spec, num_ranks: int) -> Operands:
-    num_valid = even_rows(spec.vocab_size, 0, num_ranks)[1]
-    return x if num_valid == x.num_valid else x._replace(num_valid=num_valid)
+def sizes_of_even_shard(x: Operands, vocab_size: int, num_ranks: int) -> Sizes:
+    return Sizes(x.num_tokens, x.hidden.shape[1], even_rows(vocab_size, 0, num_ranks)[1], x.hidden.itemsize)
 
 
 def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat):
@@ -240,16 +246,17 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, want.uniform, want.entropy))
     ids = labels.new_empty(num_tokens)
     x = Operands.of(hidden, weight, ids, call.spec.logits, bias)
-    backend, spec = chosen(call, x, merge.resolve(call.layout.group_name))
+    group = merge.resolve(call.layout.group_name)
+    call = decided(call, x, 1 if group is None else group.size())
     others = [hidden.new_empty(shape, dtype=dtype) for shape, dtype in listed(want, num_tokens).values()]
     saved = Saved(
         empty(2 + want.entropy, num_tokens),
         ids,
         ids.new_empty(()) if want.mean else None,
-        torch.empty_like(labels) if spec.several else None,
-        empty(*labels.shape) if spec.several else None,
+        torch.empty_like(labels) if call.spec.several else None,
+        empty(*labels.shape) if call.spec.several else None,
         None if factors is None else torch.empty_like(factors),
-        backend.saved_like(x, spec),
+        named(call.way.backend).saved_like(x, call.spec),
     )
     return nll, *losses, empty() if want.mean else empty(0), others, saved.listed()
 

@@ -11,25 +11,27 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import checks
-from cce_dist.call import BACKENDS, DTYPES, Call, Layout, LogProbOptions, Options
+from cce_dist.call import DTYPES, Call, Layout, LogProbOptions, Options
+from cce_dist.decide import choose_backend
 from cce_dist.kernels import Operands, ShardLogits, Spec
 from cce_dist.shard import VocabShard, local_rows
 
 
 def prepare(
     input: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, buffer: Tensor | None, shard: VocabShard | None,
-    logit_scale: float, options: Options | LogProbOptions,
+    logit_scale: float, options: Options | LogProbOptions, on_meta: bool = False,
 ) -> tuple[Operands, VocabShard]:  # fmt: skip
     """Check the tensors, cast them as autocast asks, and return them as kernels take them, and the shard.
 
     Args:
         labels: One id of each token, or with ``linear_log_probs`` several.
         buffer: ``grad_weight_out``.
+        on_meta: Whether all tensors may be on "meta".
     """
     if shard is None and type(weight) in (Tensor, torch.nn.Parameter) and weight.dim() == 2 and len(weight) > 0:
         shard = None if torch.compiler.is_compiling() else _whole(len(weight))
-    head = head_of(input, weight, bias, shard)
-    checks.tensors({options.labels: labels, "input": head.input}, grad_weight_out=buffer)
+    head = head_of(input, weight, bias, shard, on_meta)
+    checks.tensors({options.labels: labels, "input": head.input}, on_meta, grad_weight_out=buffer)
     _check_labels(labels, head, options)
     if buffer is not None:
         check_buffer(buffer, head.weight)
@@ -59,12 +61,15 @@ class Head(NamedTuple):
         return hidden.contiguous(), self.weight.contiguous(), None if self.bias is None else self.bias.contiguous()
 
 
-def head_of(input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None) -> Head:
+def head_of(
+    input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None, on_meta: bool = False
+) -> Head:
     """Return the rows that are here, cast as autocast asks; raise unless dtypes, devices and sizes fit each other."""
-    checks.tensors({"input": input, "linear_weight": weight}, linear_bias=bias)
+    checks.tensors({"input": input, "linear_weight": weight}, on_meta, linear_bias=bias)
     weight, bias, shard = local_rows(weight, bias, shard)
-    if torch.is_autocast_enabled(input.device.type):
-        dtype = torch.get_autocast_dtype(input.device.type)
+    autocast_type = "cuda" if input.is_meta else input.device.type
+    if torch.is_autocast_enabled(autocast_type):
+        dtype = torch.get_autocast_dtype(autocast_type)
         input, weight = input.to(dtype), weight.to(dtype)
     if isinstance(input, DTensor):
         raise TypeError(_needs_local("input"))
@@ -94,31 +99,18 @@ def _whole(num_rows: int) -> VocabShard:
 def call_of(x: Operands, spec: Spec, shard: VocabShard, options: Options | LogProbOptions) -> Call:
     """Return what the operator is told of a call."""
     forced, debug = environment()
-    return Call(
-        spec, Layout.of(shard, options), choose_backend(options.backend, forced, x.hidden), debug, options.labels
-    )
+    backend = choose_backend(options.backend, forced, device_type(x.hidden), x.hidden.dtype)
+    return Call(spec, Layout.of(shard, options), backend, debug, options.labels)
+
+
+def device_type(tensor: Tensor) -> str:
+    return "cuda" if tensor.is_cuda else tensor.device.type
 
 
 @torch.compiler.assume_constant_result
 def environment() -> tuple[str, bool]:
     """CCE_DIST_BACKEND and CCE_DIST_DEBUG."""
     return os.environ.get("CCE_DIST_BACKEND", "auto"), os.environ.get("CCE_DIST_DEBUG", "0") not in ("", "0")
-
-
-def choose_backend(backend: str, forced: str, input: Tensor) -> str:
-    """Return the backend that will run, "triton" or "torch"."""
-    checks.choice("CCE_DIST_BACKEND", forced, BACKENDS)
-    if backend == "auto":
-        backend = forced
-    if backend == "auto":
-        return "triton" if input.is_cuda and torch.version.cuda is not None else "torch"
-    if backend == "triton" and not input.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"backend='triton' needs a GPU (or Triton's interpreter, TRITON_INTERPRET=1), input is on {input.device}"
-        )
-    if backend == "triton" and not input.is_cuda and input.dtype == torch.bfloat16:
-        raise TypeError("input is bfloat16, which Triton's interpreter misreads: use float32, float16, or a GPU")
-    return backend
 
 
 def _needs_local(name: str) -> str:

@@ -164,6 +164,17 @@ class Spec(NamedTuple):
         """The number of statistics of a token that the loss has."""
         return 3 + 2 * self.want.uniform + self.want.entropy
 
+    def can_keep(self, dtype: str) -> bool:
+        """Whether exponentials can be kept from forward to backward, for hidden states of this dtype.
+
+        Not in fp16, whose exponent is too short, nor in fp32, whose precision they would cost. Not where the gradient is no
+        multiple of exp(z) plus a number of the token: label smoothing or an entropy under a softcap, whose slope is another
+        factor, and label smoothing of tokens with factors. Not where a token's bits may not depend on other tokens.
+        """
+        want, has_slope = self.want, self.logits.softcap > 0.0
+        has_other_terms = (want.uniform and (has_slope or self.factors)) or (want.entropy and has_slope)
+        return want.grad and dtype == "torch.bfloat16" and not has_other_terms and not self.invariant
+
     @property
     def several(self) -> bool:
         """Whether a token has more ids than its label."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -877,13 +876,13 @@ def test_small_heads_are_exact_unless_the_filter_is_forced() -> None:
 def test_ranks_choose_alike() -> None:
     """Catches a choice by a rank's own rows: shards may be uneven, and one rank's bound waits for those of all."""
     hidden, labels = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(8192, dtype=torch.int64)
-    for num_ranks, chosen in ((1, filter), (8, exact)):
-        group: Any = SimpleNamespace(size=lambda num_ranks=num_ranks: num_ranks)
+    for num_ranks, chosen in ((1, "filter"), (8, "exact")):
         for num_valid in (0, 16032, 128256):
             for want in (Want(), Want(grad=False)):
                 logits = ShardLogits(0, num_valid)
                 call = Call(Spec(logits, 128256, filter=Filter(2.0**-12), want=want), backend="triton")
-                assert op.chosen(call, Operands.of(hidden, hidden, labels, logits), group)[0] is chosen
+                x = Operands.of(hidden, hidden, labels, logits)
+                assert op.decided(call, x, num_ranks).way.backend == chosen
 
 
 @pytest.fixture(scope="module")

@@ -100,28 +100,9 @@ from cce_dist.kernels.tokens import (
 )
 
 __all__ = [
-    "coefficients", "default_workspace", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids",
-    "rows_at_once", "saved_like", "saved_of_slices", "statistics", "token_losses",
+    "coefficients", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids", "saved_like",
+    "saved_of_slices", "statistics", "token_losses",
 ]
-
-
-def default_workspace(x: Operands, spec: Spec) -> int:
-    return budget.LEAST_DEFAULT  # lists take the place of exponentials
-
-
-def pays(x: Operands, spec: Spec) -> bool:
-    """Return whether the filter takes less time than exact gradients, by the sizes and what is wanted alone.
-
-    It does not depend on which gradients a rank needs, since all ranks of a group have to agree.
-    """
-    with_grad = spec._replace(want=spec.want._replace(grad=True))
-    exact_sides = (not spec.filter.hidden) + (not spec.filter.weight)
-    sizes = exact.sizes_of(x)._replace(alone=spec.alone)
-    return budget.filter_pays(sizes, exact.keeps(x, with_grad), spec.workspace_bytes, exact_sides)
-
-
-def rows_at_once(x: Operands, spec: Spec) -> int | None:
-    return budget.most_rows(exact.sizes_of(x), spec.workspace_bytes)
 
 
 def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
