@@ -23,15 +23,16 @@ Build = Callable[..., LossFn]
 
 
 class Method(NamedTuple):
-    """One row of the table."""
+    """One row of a table."""
 
-    build: Callable[[VocabShard, Tensor], LossFn]  # this rank's shard, a case's hidden states -> the loss function
+    build: Callable[..., Any]  # heads: this rank's shard, hidden states -> loss function; models: a model -> module
     ours: bool = False
     sequence_parallel: bool = False  # hidden is this rank's slice, and so is its gradient
     needs_cuda: bool = False
     needs_group: bool = False  # no row where the vocabulary is whole
     needs_whole: bool = False  # no row where the vocabulary is split
-    by_name: bool = False  # a row only where --methods names it
+    by_name: bool = False  # a row only if --methods names it
+    compiled: str = ""  # models: torch.compile around "layers", each by itself, or around "all"
 
     def is_for(self, num_ranks: int) -> bool:
         return not (self.needs_group if num_ranks == 1 else self.needs_whole)

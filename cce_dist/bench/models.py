@@ -1,6 +1,7 @@
-"""Models of transformers at their real sizes, and the ways in which ``bench --models`` computes the loss of one.
+"""Models of transformers at their real sizes, and the methods of ``bench --models``.
 
-A way has a copy of the model with parameters that are those of all other copies. Changes to a copy reach no other one.
+A method takes a copy of a model. All copies have the same parameters, but a change to a copy reaches no other copy. Called with
+ids and labels [B, L], what a method returns gives {"loss": mean loss, 0-d}.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +21,12 @@ from torch import Tensor, nn
 import cce_dist
 from cce_dist import VocabShard
 from cce_dist.bench import peers
+from cce_dist.bench.methods import Method
 from cce_dist.bench.peers import LossFn
 from cce_dist.bench.workload import IGNORE_INDEX
 from cce_dist.plan import sizes
 
-# Family of transformers, and what its config has besides the sizes of ``cce_dist.plan.sizes``, as far as a step's time depends
-# on it.
+# The family in transformers, and what its config has besides the sizes of ``cce_dist.plan.sizes`` and a step's time depends on.
 _GEMMA_3 = {"sliding_window": 512, "query_pre_attn_scalar": 256}
 _GEMMA_2 = {"sliding_window": 4096, "query_pre_attn_scalar": 256}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,7 +75,7 @@ def build(name: str, num_layers: int | None, dtype: torch.dtype, device: torch.d
 
 
 def twin(model: Any, *shared: nn.Module) -> Any:
-    """Return a copy of a model that has the very parameters of the model, and those of its modules that are ``shared``."""
+    """Return a copy of a model that has the same parameters, not copies of them, and the same ``shared`` modules."""
     return copy.deepcopy(model, {id(each): each for each in (*shared, *model.parameters())})
 
 
@@ -90,28 +92,21 @@ class FromHidden(nn.Module):
         return {"loss": self.loss(hidden.flatten(0, 1), self.model.lm_head.weight, shifted.flatten())}
 
 
-class Way(NamedTuple):
-    """One row of the table."""
+STOCK = Method(lambda model: model)
 
-    build: Callable[
-        [Any], nn.Module
-    ]  # a copy of the model -> called with ids and labels [B, L] it returns a "loss", 0-d
-    ours: bool = False
-    needs_cuda: bool = False
-    compiled: str = ""  # what ``torch.compile`` is around: "layers", each by itself, or "all"
-    by_name: bool = False  # a row only where --methods names it
 
-    def of(self, model: Any) -> nn.Module:
-        """Return this way's module over the parameters of ``model``, which stays as it is."""
-        return self.around(twin(model))
+def over(method: Method, model: Any) -> nn.Module:
+    """Return a method's module over the parameters of ``model``, which stays as it is."""
+    return around(method, twin(model))
 
-    def around(self, model: Any) -> nn.Module:
-        """Return this way's module over ``model``."""
-        if self.compiled == "layers":
-            for layer in model.model.layers:
-                layer.compile(dynamic=False)
-        module = self.build(model)
-        return cast(nn.Module, torch.compile(module, dynamic=False)) if self.compiled == "all" else module
+
+def around(method: Method, model: Any) -> nn.Module:
+    """Return a method's module over ``model``, which the method may change."""
+    if method.compiled == "layers":
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+    module = method.build(model)
+    return cast(nn.Module, torch.compile(module, dynamic=False)) if method.compiled == "all" else module
 
 
 SUFFIXES = {"": "", "layers": "+layers", "all": "+compile"}
@@ -125,22 +120,21 @@ OURS: dict[str, dict[str, Any]] = {
 }
 
 
-def ways(compiled: Sequence[str], ours: dict[str, dict[str, Any]] = OURS) -> dict[str, Way]:
-    """Every way by name: the model's own, other libraries', ours; eager (""), with compiled "layers", and compiled ("all")."""
+def ways(compiled: Sequence[str], ours: dict[str, dict[str, Any]] = OURS) -> dict[str, Method]:
+    """Return every method by name, once for each of ``compiled``: "" is eager, "layers" and "all" as in ``Method``."""
     table = {
-        "stock": Way(lambda model: model),
-        "torch-compile": Way(partial(_from_hidden, peers.torch_compile)),
-        "liger": Way(_liger, needs_cuda=True),
-        "cce": Way(partial(_from_hidden, partial(peers.cut_cross_entropy, impl="cce")), needs_cuda=True),
-        **{name: Way(partial(convert, options), ours=True) for name, options in ours.items()},
+        "stock": STOCK,
+        "torch-compile": Method(partial(_from_hidden, peers.torch_compile)),
+        "liger": Method(_liger, needs_cuda=True),
+        "cce": Method(partial(_from_hidden, partial(peers.cut_cross_entropy, impl="cce")), needs_cuda=True),
+        **{name: Method(partial(convert, options), ours=True) for name, options in ours.items()},
     }
-    found = {}
-    for part in compiled:
-        for name, way in table.items():
-            # A compiled loss in a compiled model is the compiled stock model.
-            if (part, name) != ("all", "torch-compile"):
-                found[name + SUFFIXES[part]] = way._replace(compiled=part)
-    return found
+    return {
+        name + SUFFIXES[part]: method._replace(compiled=part)
+        for part, (name, method) in product(compiled, table.items())
+        # A compiled loss in a compiled model is the compiled stock model.
+        if (part, name) != ("all", "torch-compile")
+    }
 
 
 def _from_hidden(make: Callable[..., LossFn], model: Any) -> nn.Module:

@@ -26,6 +26,7 @@ LOG_PROBS = {  # tasks: ids of a token, whether entropies too, how many of the l
     "scores": (1, True, 64, False),
 }
 KEPT_IDS = {"kept-64": 64, "kept-512": 512}  # tasks: ids of a token's list
+COMPILE = {"no": ("",), "layers": ("layers",), "yes": ("all",), "both": ("", "all")}  # what torch.compile is around
 COLUMNS = {  # what --columns calls the columns of a case's table
     "fwd": "fwd ms (IQR)",
     "fwd/1": "/1 GEMM",

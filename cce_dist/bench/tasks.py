@@ -17,9 +17,9 @@ from torch import Tensor
 
 from cce_dist import KeptIds, VocabShard, linear_kl_divergence, linear_log_probs, reference
 from cce_dist.bench import methods, peers
-from cce_dist.bench.loop import Function, Problem, loss_of
 from cce_dist.bench.methods import Method, build_ours, our_options
 from cce_dist.bench.peers import compiled
+from cce_dist.bench.problem import Function, Problem, loss_of
 from cce_dist.bench.shapes import KEPT_IDS, LOG_PROBS, HeadShape
 from cce_dist.bench.workload import Workload, make_workload
 from cce_dist.kernels.divergence.heads import KINDS

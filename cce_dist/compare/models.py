@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 import cce_dist
 from cce_dist.bench import steps
-from cce_dist.bench.loop import loss_of
-from cce_dist.bench.models import CONFIGS, OURS, Way, build, twin, ways
+from cce_dist.bench.methods import Method
+from cce_dist.bench.models import CONFIGS, OURS, build, twin, ways
+from cce_dist.bench.problem import loss_of
 from cce_dist.compare.probe import Agreement, agreement, share_kept
 from cce_dist.compare.runs import Run, train
 from cce_dist.plan import sizes
@@ -60,7 +61,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     return Recipe.of(args, shape=shape)
 
 
-def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, Way], dict[str, str]]:
+def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, Method], dict[str, str]]:
     """Return the named ways of ``bench --models``, and why those that cannot run here cannot.
 
     Raises:
@@ -80,7 +81,7 @@ def train_all(
     recipe: Recipe,
     ranks: Ranks,
     corpus: Corpus,
-    methods: dict[str, Way],
+    methods: dict[str, Method],
     *,
     model: str,
     seeds: Iterable[int],
