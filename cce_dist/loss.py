@@ -16,12 +16,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from cce_dist import agree, checks, groups, in_graph, op, operands, terms
-from cce_dist.call import DTYPES, Call, LossOptions, Options, checked
+from cce_dist.call import DTYPES, LossOptions, Options, checked
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.kernels import Filter, Operands, Spec, Want
-from cce_dist.kernels.backends import screen_pays, why_not_screened
 from cce_dist.kernels.extras import Outputs
-from cce_dist.shard import VocabShard, even_rows
+from cce_dist.shard import VocabShard
 
 
 class LinearCrossEntropyOutput(NamedTuple):
@@ -213,7 +212,6 @@ def linear_cross_entropy(
         hidden, bias = terms.learn_scale(logit_scale, scale, x.hidden, x.bias, shard.group, part)
         x = x._replace(hidden=hidden, bias=bias)
     call = operands.call_of(x, _spec(x, weight, shard, chosen)._replace(factors=unread is not None), shard, chosen)
-    call = _screened(call, x, shard, chosen.grad_filter)
     agree.check_ranks(x, {"weight": weight}, shard, chosen, call)
     class_weights = None if weight is None else terms.ClassWeights(weight, x, shard, chosen.ignore_index)
     expected = _checked_expectation(expected_weights, target, chosen)
@@ -265,20 +263,6 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
     f = options.grad_filter
     kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
     return Spec(x.logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
-
-
-def _screened(call: Call, x: Operands, shard: VocabShard, grad_filter: GradFilter | None) -> Call:
-    """Have forward screened where the filter says so."""
-    if grad_filter is None or grad_filter.screen is None:
-        return call
-    reason = why_not_screened(call.backend, x.hidden)
-    if reason is not None and grad_filter.screen == "fp8":
-        raise ValueError(f'GradFilter(screen="fp8") needs products in 8 bits: {reason}; screen="auto" does without')
-    asked = grad_filter.screen == "fp8" or grad_filter.always
-    # An even shard: every rank decides the same.
-    screen = reason is None and (asked or screen_pays(x, even_rows(shard.vocab_size, 0, shard.group_size)[1]))
-    spec = call.spec
-    return call._replace(spec=spec._replace(filter=spec.filter._replace(screen=screen)))
 
 
 def _is_loss_alone(options: Options, class_weights: terms.ClassWeights | None) -> bool:

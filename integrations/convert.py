@@ -41,9 +41,9 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
         equal_tokens: With ``shard_over``, a promise that the ranks of the mesh's last dimension have the same number of tokens
             in every call. Without it they tell each other, and the host waits for that.
         **options: ``filter`` ("off", "compensated" or "plain"), ``filter_eps``, ``filter_hidden``, ``filter_weight``,
-            ``filter_always``, ``filter_screen``, ``label_smoothing``, ``z_loss_weight``, ``backend``, ``workspace_bytes``
-            (None: the shapes choose the budget; 1 takes the least memory, 1 << 40 keeps everything), ``reduce_dtype``, and
-            ``head``, the name of the module that makes the logits: the keys of DeepSpeed's section, with the same checks.
+            ``filter_always``, ``label_smoothing``, ``z_loss_weight``, ``backend``, ``workspace_bytes`` (None: the shapes choose
+            the budget; 1 takes the least memory, 1 << 40 keeps everything), ``reduce_dtype``, and ``head``, the name of the
+            module that makes the logits: the keys of DeepSpeed's section, with the same checks.
 
     Sharding: The weight is whole where the head runs. FSDP2 and ZeRO-3 gather the weight around the loss, as around any layer.
         With ``shard_over`` a rank computes its rows of the vocabulary for the tokens of all ranks of the mesh's last dimension.

@@ -93,17 +93,13 @@ class ShardLogits(NamedTuple):
 
 
 class Filter(NamedTuple):
-    """The part of the gradient that is dropped; eps = 0 drops nothing. The documented form is ``cce_dist.GradFilter``.
-
-    ``screen``: forward takes most of the logits from products in 8 bits.
-    """
+    """The part of the gradient that is dropped; eps = 0 drops nothing. The documented form is ``cce_dist.GradFilter``."""
 
     eps: float = 0.0
     compensate: bool = True
     hidden: bool = True
     weight: bool = True
     always: bool = False
-    screen: bool = False
 
 
 class Want(NamedTuple):
@@ -138,11 +134,6 @@ class Spec(NamedTuple):
     def num_stats(self) -> int:
         """The number of statistics of a token that the loss has."""
         return 3 + 2 * self.want.uniform + self.want.entropy
-
-    @property
-    def screened(self) -> bool:
-        """Whether forward is screened. Outputs that need all logits alike, or the largest one, turn the screen off."""
-        return self.filter.screen and not (self.want.uniform or self.want.largest)
 
     @property
     def several(self) -> bool:

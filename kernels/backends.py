@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from cce_dist.kernels import Gradients, Grads, Operands, Softmax, Spec, budget, dense
+from cce_dist.kernels import Gradients, Grads, Operands, Softmax, Spec, dense
 
 
 class Backend(Protocol):
@@ -113,25 +112,3 @@ def choose(name: str, spec: Spec, x: Operands) -> Backend:
     # A uniform term under a softcap has no control variate: then nothing is dropped.
     filtering = filtering and not (spec.want.uniform and spec.logits.softcap > 0)
     return filter if filtering and (spec.filter.always or filter.pays(x, spec)) else exact
-
-
-def why_not_screened(name: str, hidden: Tensor) -> str | None:
-    """Return what keeps a backend from products in 8 bits on these operands, None where it has them."""
-    if name == "torch":
-        return "the torch backend has none"
-    if not hidden.is_cuda:
-        return None  # Triton's interpreter, which tests what Hopper runs
-    if hidden.dtype != torch.bfloat16:
-        return f"input is {hidden.dtype}, not bfloat16"
-    return None if _multiplies_8_bits(hidden.device) else f"{hidden.device} is not of compute capability 9.0 or later"
-
-
-def screen_pays(x: Operands, num_columns: int) -> bool:
-    """Return whether a screen takes less time than the product in 16 bits on a shard of so many columns, by sizes alone."""
-    sizes = budget.Sizes(x.num_tokens, x.hidden.shape[1], num_columns, x.hidden.itemsize)
-    return budget.screen_pays(sizes)
-
-
-@torch.compiler.assume_constant_result
-def _multiplies_8_bits(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9

@@ -52,16 +52,6 @@ _TABLE = {
     (8, 32): Tiles(*(Tile(64, 64, 32, 4, 2),) * 4, 8),
 }
 _FALLBACK = Tiles(*(Tile(64, 64, 16, 4, 2),) * 4, 8)  # ieee fp32, and devices that no row names
-# Products in 8 bits (filter/screen), by capability and whether the logits have a softcap, whose epilogue over the wider
-# tile spills. The rows of 9 compile without spills. The others were not tuned and did not run.
-_OF_SCREEN = {
-    (12, False): Tile(128, 64, 128, 8, 3),
-    (12, True): Tile(128, 64, 128, 8, 3),
-    (10, False): Tile(128, 128, 128, 8, 3),
-    (10, True): Tile(128, 128, 128, 8, 3),
-    (9, False): Tile(128, 256, 128, 8, 3),
-    (9, True): Tile(128, 128, 128, 8, 3),
-}
 _INTERPRETED = Tiles(*(Tile(16, 32, 16, 4, 1),) * 4, 2)  # small, so that small tests still cross tile edges
 
 
@@ -110,13 +100,6 @@ def sample_tile(tile: Tile, num_rows: int, itemsize: int, device: torch.device) 
 def stages_of_rows(num_bytes: int) -> int:
     """Return the stages of a loop that has rows on their way to shared memory: 4, or as many as 48 KiB have room for."""
     return min(4, 1 + (48 << 10) // num_bytes)
-
-
-def screen_tile(device: torch.device, softcap: bool) -> Tile:
-    """Return the tile of the product in 8 bits, which takes Hopper or later."""
-    if interpreted():
-        return Tile(16, 64, 16, 4, 1)
-    return _OF_SCREEN[min(12, torch.cuda.get_device_capability(real_device(device))[0]), softcap]
 
 
 @lru_cache(maxsize=8)

@@ -183,7 +183,7 @@ def test_every_method_that_needs_no_gpu_is_right_or_says_why(monkeypatch):
     chosen = {name: m for name, m in available.items() if "compile" not in name}  # compiling takes a minute
     rows, _, _ = measure(tiny_workload(), chosen, repeats=1)
     by_name = {row.name: row for row in rows}
-    ours = "cce-dist@1MiB cce-dist-cached cce-dist-filtered@1MiB cce-dist-screened@1MiB cce-dist-torch@1MiB"
+    ours = "cce-dist@1MiB cce-dist-cached cce-dist-filtered@1MiB cce-dist-torch@1MiB"
     for name in (*ours.split(), "torch"):
         assert by_name[name].problem == ""
     assert by_name["quack"].missing
@@ -288,7 +288,7 @@ def test_a_method_is_a_row_of_the_groups_that_it_can_run_in():
     """Catches a library without a vocabulary-parallel loss that is given a shard, and the reverse."""
     table = methods.all_methods(workspace_mib=[64, 128])
     alone, split = ({name for name, method in table.items() if method.is_for(size)} for size in (1, 2))
-    ours = "cce-dist@64MiB cce-dist@128MiB cce-dist-cached cce-dist-filtered@64MiB cce-dist-screened@64MiB"
+    ours = "cce-dist@64MiB cce-dist@128MiB cce-dist-cached cce-dist-filtered@64MiB"
     assert {*ours.split(), "torch-compile", "cce"} <= alone & split
     assert {"torch", "liger", "quack"} <= alone - split
     assert {"cce-dist-sp@64MiB", "megatron", "deepspeed", "torch-loss-parallel"} <= split - alone

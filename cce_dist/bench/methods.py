@@ -58,12 +58,11 @@ def our_options(workspace_mib: Sequence[int]) -> dict[str, dict[str, Any]]:
         for mib in workspace_mib
     }
     at = "" if first == UNNAMED_MIB else f"@{first}MiB"
-    filters = {"filtered": GradFilter(always=True), "screened": GradFilter(always=True, screen="auto")}
     return {
         **exact,
         "cce-dist-default": {},
         "cce-dist-cached": {"workspace_bytes": None},
-        **{f"cce-dist-{name}{at}": {"grad_filter": f, "workspace_bytes": first << 20} for name, f in filters.items()},
+        f"cce-dist-filtered{at}": {"grad_filter": GradFilter(always=True), "workspace_bytes": first << 20},
     }
 
 

@@ -116,7 +116,6 @@ OURS: dict[str, dict[str, Any]] = {
     "cce-dist-default": {},
     "cce-dist-cached": {"workspace_bytes": 1 << 40},
     "cce-dist-filtered": {"filter": "compensated", "filter_always": True},
-    "cce-dist-screened": {"filter": "compensated", "filter_always": True, "filter_screen": "auto"},
 }
 
 

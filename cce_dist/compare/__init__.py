@@ -22,7 +22,7 @@ from cce_dist.arguments import file, folder, number, whole
 from cce_dist.pretrain.recipe import FILTERS
 
 METHODS = (*pretrain.LOSSES, "cce", "cce-kahan-full-c")
-MODEL_METHODS = ("stock", "default", "filtered", "screened")  # of --model
+MODEL_METHODS = ("stock", "default", "filtered")  # of --model
 DEFAULTS: dict[str, dict[str, Any]] = {  # by device, or of --model: minutes, not hours
     "cuda": {
         "preset": "wide",
@@ -77,9 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         nargs="+",
         metavar="METHOD",
-        help="dense (all logits in memory), exact, filtered (and compensated), screened (the same, its forward in 8 bits "
-        "where the GPU can), filtered-plain (not compensated), full-c (dC exact, dE filtered), full-c-plain, or another "
-        "library's row of 'cce-dist bench' "
+        help="dense (all logits in memory), exact, filtered (and compensated), filtered-plain (not compensated), "
+        "full-c (dC exact, dE filtered), full-c-plain, or another library's row of 'cce-dist bench' "
         f"(default: {' '.join(METHODS)}). With --model the rows of 'cce-dist bench --models', ours without cce-dist- "
         f"(default: {' '.join(MODEL_METHODS)})",
     )

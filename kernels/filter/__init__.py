@@ -73,7 +73,6 @@ from cce_dist.kernels.filter.sampling import (
     squares_of_tokens,
     weigh_tokens,
 )
-from cce_dist.kernels.filter.screen import First, screened_statistics
 from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
@@ -84,10 +83,9 @@ from cce_dist.kernels.lse import (
     lse_partials,
     merge_splits,
 )
-from cce_dist.kernels.tiles import Tiles, choose_tiles, screen_tile
+from cce_dist.kernels.tiles import Tiles, choose_tiles
 from cce_dist.kernels.tokens import (
     coefficients,
-    compact,
     gathered,
     label_ids,
     mean,
@@ -151,52 +149,58 @@ def statistics(
         return stats_KN, list(lists._replace(bound_3N=bound_3N))
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        unit = tiles.lse.cols
-        if spec.screened:
-            unit = max(unit, screen_tile(x.hidden.device, x.logits.softcap > 0.0).cols)
-        num_words = cdiv(num_valid, unit) * unit // 32
+        num_words = cdiv(num_valid, tiles.lse.cols) * tiles.lse.cols // 32
         ids_F = most_labelled(x, lists.ids_F.shape[0])
         frequent = gather_frequent(ids_F, x, num_words)
         at_once, first_at_once = budget.filter_forward_rows(
             exact.sizes_of(x), num_words, spec.workspace_bytes, tiles.lse.rows, tiles.group
         )
         buffer_RD = x.hidden.new_empty(min(first_at_once, num_tokens), x.hidden.shape[1])
-        first = _before_all_columns(x, frequent, tiles, buffer_RD, stats_KN, merge_bound, spec)
-        if spec.screened:
-            del buffer_RD
-            bound_3N, fallback_N = screened_statistics(x, frequent, first, lists, stats_KN, spec, tiles)
-            _look_again(x, fallback_N, stats_KN, spec, tiles)
-        else:
-            bound_3N = _marked_statistics(x, frequent, first, lists, stats_KN, buffer_RD, at_once, spec)
+        first = _before_all_columns(x, frequent, tiles, buffer_RD, stats_KN, merge_bound)
+        bound_3N = _marked_statistics(x, frequent, first, lists, stats_KN, buffer_RD, at_once, spec)
     return stats_KN, list(lists._replace(bound_3N=bound_3N, ids_F=ids_F))
+
+
+class _First(NamedTuple):
+    """What is known of each token before the pass over all columns.
+
+    Attributes:
+        order: The compact order of the tokens, as ``tokens.compact`` returns it.
+        frequent_3N: Maximum and sum of exp over the frequent columns, fp32. The third row is not used.
+        frequent_sloped_N: That sum times the softcap's slopes, fp32; None without a softcap.
+        bound_N: Lower bound of the log-sum-exp, fp32.
+    """
+
+    order: list[torch.Tensor]
+    frequent_3N: torch.Tensor
+    frequent_sloped_N: torch.Tensor | None
+    bound_N: torch.Tensor
 
 
 def _before_all_columns(
     x: Operands, frequent: Frequent, tiles: Tiles, buffer_RD: torch.Tensor, stats_KN: torch.Tensor,
-    merge_bound: Callable[[torch.Tensor], torch.Tensor], spec: Spec,
-) -> First:
+    merge_bound: Callable[[torch.Tensor], torch.Tensor],
+) -> _First:
     """Write the labels' logits to stats_KN, and bound each token's log-sum-exp by them, frequent columns and some others."""
     order, num_tokens = exact.order_of(x), x.num_tokens
-    want = spec.want if spec.screened else NOTHING_MORE
-    frequent_KN = stats_KN.new_empty(3 + want.entropy, num_tokens)
-    frequent_3N, frequent_moment_N = frequent_KN[:3], frequent_KN[3] if want.entropy else None
+    frequent_3N = stats_KN.new_empty(3, num_tokens)
     frequent_sloped_N = stats_KN.new_empty(num_tokens) if x.logits.softcap > 0.0 else None
     sampled_ids_S, sampled = sample_outside(frequent, x)
     num_sampled = sampled_ids_S.shape[0]
     sums_3PN = stats_KN.new_empty(3, cdiv(num_sampled, tiles.lse.cols), num_tokens)
     for group in exact.token_groups(order, buffer_RD.shape[0]):
         rows = gathered_with_targets(x, group, buffer_RD, stats_KN[2])
-        _log_sum_exp(frequent.x, rows, tiles, frequent_KN, frequent_sloped_N, want=want)
+        _log_sum_exp(frequent.x, rows, tiles, frequent_3N, frequent_sloped_N)
         if num_sampled:
             sampled_sums(sampled_ids_S, sampled, x.logits.start, rows, tiles, sums_3PN)
     shard_3N = bound_of_shard(frequent_3N, stats_KN[2], sums_3PN, num_sampled, x, frequent)
-    return First(order, frequent_3N, frequent_sloped_N, frequent_moment_N, shard_3N, merge_bound(shard_3N), sampled)
+    return _First(order, frequent_3N, frequent_sloped_N, merge_bound(shard_3N))
 
 
 def _marked_statistics(
     x: Operands,
     frequent: Frequent,
-    first: First,
+    first: _First,
     lists: Lists,
     stats_KN: torch.Tensor,
     buffer_RD: torch.Tensor,
@@ -226,29 +230,14 @@ def _marked_statistics(
     return outside_frequent(first.bound_N, first.frequent_3N[0], frequent_sum_N, stats_KN[0], sum_N)
 
 
-def _look_again(x: Operands, fallback_N: torch.Tensor, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles) -> None:
-    """Compute the statistics of tokens that have a label in ``fallback_N`` from all logits in 16 bits. Often there are none."""
-    at_once = min(x.num_tokens, budget.forward_rows(exact.sizes_of(x), spec.workspace_bytes, False))
-    buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
-    again_KN = torch.empty_like(stats_KN)
-    for group in exact.token_groups(compact(fallback_N), at_once):
-        _log_sum_exp(x, gathered(x.hidden, group, buffer_RD), tiles, again_KN, None, want=spec.want, expected=FALLBACK)
-    stats_KN[:2] = torch.where(fallback_N >= 0, again_KN[:2], stats_KN[:2])
-    if spec.want.entropy:
-        stats_KN[3] = torch.where(fallback_N >= 0, again_KN[3], stats_KN[3])
-
-
 def _log_sum_exp(
     x: Operands, rows: Rows, tiles: Tiles, stats_KN: torch.Tensor, sloped_N: torch.Tensor | None,
-    marks: Marks | None = None, want: Want = NOTHING_MORE, expected: int | None = None,
+    marks: Marks | None = None, want: Want = NOTHING_MORE,
 ) -> None:
-    """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group.
-
-    ``expected``: how many of them have a label, if it is far from all.
-    """
+    """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group."""
     num_rows = rows.index.shape[0]
     num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
-    parts = choose_splits(expected or num_rows, num_tiles, tiles.lse, stats_KN.device)
+    parts = choose_splits(num_rows, num_tiles, tiles.lse, stats_KN.device)
     partials_KPR = stats_KN.new_empty(NUM_PLANES, parts, num_rows)
     lse_partials(
         x, rows, tiles, Span(0, num_tiles, parts), partials_KPR, want=want, marks=marks, want_sloped=sloped_N is not None
