@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from cce_dist import cli
-from cce_dist.bench import fsdp, models, peers, report, steps
-from cce_dist.bench.models import CONFIGS, FromHidden, Way, build, config_of, twin
+from cce_dist.bench import cases, models, peers, records, report, steps
+from cce_dist.bench.methods import Method
+from cce_dist.bench.models import CONFIGS, STOCK, FromHidden, build, config_of, over, twin
 from cce_dist.compare import models as training
 from cce_dist.compare import report as curves
 from cce_dist.plan import Layout, Model, plan, sizes
@@ -96,11 +97,11 @@ def test_whole_steps_from_the_command_line(
     options = ["--train-steps", "40", "--repeats", "2", "--device", "cpu", "--dtype", "float32"]
     assert cli.main([*command, *options, *corpus, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    cases = report.read_json(out / "bench.json").cases
-    assert [(case.shape, case.num_tokens, case.num_layers) for case in cases] == [
+    found = records.read_json(out / "bench.json").cases
+    assert [(case.shape, case.num_tokens, case.num_layers) for case in found] == [
         ("gemma-2-2b", n, 1) for n in (32, 64)
     ]
-    for case in cases:
+    for case in found:
         rows = {row.name: row for row in case.rows}
         there = {"stock", "torch-compile", *models.OURS}
         assert {name for name, row in rows.items() if not row.problem} == there, [row.problem for row in case.rows]
@@ -124,16 +125,16 @@ def test_whole_steps_from_the_command_line(
     assert "| stock             |" in capsys.readouterr().out
 
     # As on a GPU.
-    stock = next(row for row in cases[-1].rows if row.name == "stock")
+    stock = next(row for row in found[-1].rows if row.name == "stock")
     stock.total.seconds, stock.peak_bytes, stock.longest = [0.5, 0.25, 0.25], 3 << 30, 9216
-    others = [row for row in cases[-1].rows if row is not stock]
-    text = report.table(dataclasses.replace(cases[-1], on_gpu=True, limit_gib=80, rows=[stock]))
+    others = [row for row in found[-1].rows if row is not stock]
+    text = report.table(dataclasses.replace(found[-1], on_gpu=True, limit_gib=80, rows=[stock]))
     heading, _, line = (row.split("|")[2:-1] for row in text.splitlines() if row.startswith("|"))
     cells = {name.strip(): cell.strip() for name, cell in zip(heading, line, strict=True)}
     assert cells["step ms (IQR)"] == "250.0 (125.0)" and cells["tokens/s"] == "256" and cells["x stock"] == "1.000"
     assert cells["peak MiB"] == "3,072" and cells["longest in 80 GiB"] == "9,216"
-    picture = dataclasses.replace(cases[-1], on_gpu=True, rows=[stock, *others])
-    report.write_figure(out / "gpu.png", report.read_json(out / "bench.json").environment, [picture])
+    picture = dataclasses.replace(found[-1], on_gpu=True, rows=[stock, *others])
+    report.write_figure(out / "gpu.png", records.read_json(out / "bench.json").environment, [picture])
     assert (out / "gpu.png").exists()
 
 
@@ -167,7 +168,7 @@ def test_ways_under_torch_compile(
     options = ["--device", "cpu", "--dtype", "float32", "--compile", compile, "--out", str(tmp_path), *corpus]
     names = [f"stock{suffix}", f"cce-dist-default{suffix}"]
     assert cli.main([*command, *options, "--methods", *names]) == 0
-    rows = report.read_json(tmp_path / "bench.json").cases[0].rows
+    rows = records.read_json(tmp_path / "bench.json").cases[0].rows
     assert [row.name for row in rows] == names and len(compiled) == 2
     assert all(row.total.seconds and row.errors and row.errors.d_hidden < 1e-5 for row in rows)
 
@@ -197,8 +198,8 @@ def test_nothing_wrong_is_timed(
     kind: str, says: str, tiny: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong row has no time and says why, the others go on, and the exit code tells."""
-    table = {"stock": Way(lambda model: model), "wrong": Way(partial(Wrong, kind=kind), ours=kind == "fails")}
-    monkeypatch.setattr(models, "ways", lambda compiles: table | {"cce-dist-default": table["stock"]})
+    table = {"stock": STOCK, "wrong": Method(partial(Wrong, kind=kind), ours=kind == "fails")}
+    monkeypatch.setattr(steps, "ways", lambda compiles: table | {"cce-dist-default": table["stock"]})
     command = [
         "bench",
         "--models",
@@ -214,7 +215,7 @@ def test_nothing_wrong_is_timed(
     ]
     options = ["--repeats", "1", "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path), *corpus]
     assert cli.main([*command, *options, "--methods", "stock", "wrong"]) == (kind == "fails")
-    stock, wrong = report.read_json(tmp_path / "bench.json").cases[0].rows
+    stock, wrong = records.read_json(tmp_path / "bench.json").cases[0].rows
     assert stock.total.seconds and not stock.problem
     assert says in wrong.problem and not wrong.total.seconds
 
@@ -237,7 +238,7 @@ def test_other_losses_see_the_softcap(tiny: None, monkeypatch: pytest.MonkeyPatc
         model.lm_head.weight *= 50
     ids = torch.randint(400, (2, 16), generator=torch.Generator().manual_seed(0))
     stock = model(input_ids=ids, labels=ids)["loss"]
-    other = models.ways([""])["torch-compile"].of(model)
+    other = over(models.ways([""])["torch-compile"], model)
     torch.testing.assert_close(other(ids, ids)["loss"], stock, rtol=1e-6, atol=0)
     assert steps._workload(model, ids).loss == pytest.approx(stock.item(), rel=1e-5)
     assert abs(FromHidden(twin(model), peers.dense)(ids, ids)["loss"] / stock - 1) > 1e-2
@@ -257,7 +258,7 @@ def test_liger_changes_one_model(tiny: None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
     before = type(model).forward
-    patched = models.ways([""])["liger"].of(model)
+    patched = over(models.ways([""])["liger"], model)
     ids = torch.ones(1, 4, dtype=torch.int64)
     assert patched(input_ids=ids, labels=ids)["loss"] is patched and asked == [{"fused_linear_cross_entropy"}]
     assert type(model).forward is before and model(input_ids=ids, labels=ids)["loss"].ndim == 0
@@ -339,16 +340,16 @@ def under_fsdp(out: Path) -> None:
     with (
         mock.patch.dict(sizes.MODELS, {"gemma-3-270m": tiny}),
         mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")),
-        mock.patch.object(fsdp, "on_ranks", lambda body, args, *_: body(args)),
+        mock.patch.object(cases, "_on_ranks", lambda body, args, _: body(args)),
     ):
         for more in ([], [*in_fp32, *layers]):
             assert cli.main([*command, *more]) == 0
             dist.barrier()
-            (case,) = report.read_json(out / "bench.json").cases
+            (case,) = records.read_json(out / "bench.json").cases
             assert case.num_ranks == 2 and all(len(row.total.seconds) == 2 for row in case.rows)
             found.append({row.name: row for row in case.rows})
             if not more:
-                given = {name: report.received(kinds, 2)["gathered"] for name, kinds in case.collectives.items()}
+                given = {name: report.received_bytes(kinds, 2)["gathered"] for name, kinds in case.collectives.items()}
                 assert "| gathered MiB | scattered MiB |" in report.table(case)
     assert list(found[0]) == ["cce-dist-default", "cce-dist-shard-over", "torch-compile"] and list(found[1]) == layers
     assert all(row.errors and max(row.errors.d_hidden, row.errors.d_weight) < 1e-5 for row in found[1].values())

@@ -13,19 +13,13 @@ Every table goes one way: a task and an input, methods, a row for each method. R
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from cce_dist.arguments import device, file, folder, number, pattern, whole, wholes
 from cce_dist.bench.shapes import COLUMNS, COMPILE, KEPT_IDS, LOG_PROBS, SHAPES
 from cce_dist.kernels.divergence.heads import KINDS
 
-DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
-    "cuda": (["gemma-2-2b", "llama-3-8b", "phi-3.5"], [8192]),
-    "cpu": (["toy"], [512]),
-}
 STAGES = ("megatron", "deepspeed")
-MODEL_TOKENS = [2048, 8192, 32768]  # of --models
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,53 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.models == ["list"]:
-        print("\n".join(_configs()))
-        return 0
-    (_check_models if args.models else _check_heads)(args)
     return cases.run(args)
-
-
-def _check_heads(args: argparse.Namespace) -> None:
-    """Fill in what a table of heads takes by default."""
-    import torch
-
-    from cce_dist.bench.workload import RUNGS
-
-    shapes, tokens = DEFAULTS[torch.device(args.device).type]
-    args.workload = [rung for name in args.workload for rung in (RUNGS if name == "ladder" else [name])]
-    missing = [name for name in args.workload if name not in RUNGS and not os.path.isfile(name)]
-    if missing:
-        raise SystemExit(f"cce-dist bench: {missing[0]} is neither a rung ({', '.join(RUNGS)}) nor a file")
-    args.shapes, args.tokens, args.ignored = args.shapes or shapes, args.tokens or tokens, args.ignored or [0.0]
-    if args.log_probs is not None or args.kl is not None:
-        args.ignored = [0.0]  # every token counts
-
-
-def _configs() -> list[str]:
-    """Return the names of the models."""
-    try:
-        from cce_dist.bench import models, steps  # noqa: F401  what the steps need, too
-    except ImportError as error:
-        raise SystemExit(f"cce-dist bench: --models needs cce-dist[train]: {error}") from error
-    return list(models.CONFIGS)
-
-
-def _check_models(args: argparse.Namespace) -> None:
-    """Fill in what a table of whole steps takes by default, and refuse what is an option of heads."""
-    configs = _configs()
-    unknown = [name for name in args.models if name not in configs]
-    if unknown:
-        raise SystemExit(f"cce-dist bench: unknown model {unknown[0]}; choose from {', '.join(configs)}")
-    for name in ("shapes", "tp", "log_probs", "kl", "stage"):
-        if getattr(args, name) is not None:
-            raise SystemExit(f"cce-dist bench: --models and --{name.replace('_', '-')} are two tables; give one")
-    args.tokens = args.tokens or ([8192] if args.fsdp is not None else MODEL_TOKENS)
-    wrong = [tokens for tokens in args.tokens if tokens % min(tokens, args.length)]
-    if wrong:
-        raise SystemExit(f"cce-dist bench: {wrong[0]} tokens are no whole sequences of {args.length}")
-    if args.longest and (args.device == "cpu" or args.fsdp is not None):
-        raise SystemExit("cce-dist bench: --longest needs a GPU, whose memory is the limit, and no other rank")
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from cce_dist.bench import heads, report
 from cce_dist.bench.loop import show_progress
 from cce_dist.bench.methods import Method
+from cce_dist.bench.models import CONFIGS
 from cce_dist.bench.records import Case, Results, read_json
 from cce_dist.ranks import in_torchrun, join, own_device, run_ranks
 from cce_dist.report import describe, describe_environment, write_json
@@ -26,7 +27,10 @@ TIMEOUT_SECONDS = 600.0
 def run(args: argparse.Namespace) -> int:
     """Measure. Returns 0, or 1 if there is no case or a row of this library has no time (wrong, or failed)."""
     table = _table(args)
-    world = table.num_ranks(args)
+    if args.models == ["list"]:
+        print("\n".join(CONFIGS))
+        return 0
+    world = table.complete(args)
     available = table.methods(args)
     if args.methods == ["list"]:
         print("\n".join(available))
@@ -36,11 +40,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(args: argparse.Namespace) -> ModuleType:
-    """Return the module of the table: its functions ``num_ranks``, ``methods`` and ``cases`` take the options."""
+    """Return the module of the table, which has ``complete``, ``methods`` and ``cases``."""
     if not args.models:
         return heads
-    from cce_dist.bench import fsdp, steps
-
+    try:
+        from cce_dist.bench import fsdp, steps
+    except ImportError as error:
+        raise SystemExit(f"cce-dist bench: --models needs cce-dist[train]: {error}") from error
     return steps if args.fsdp is None else fsdp
 
 

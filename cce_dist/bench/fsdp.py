@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from cce_dist.bench import models, steps
-from cce_dist.bench.loop import Progress, show_progress
+from cce_dist.bench.loop import show_progress
 from cce_dist.bench.methods import Method
 from cce_dist.bench.records import Case, Cases
 from cce_dist.ranks import in_torchrun
@@ -29,8 +29,13 @@ from cce_dist.ranks import in_torchrun
 BY_NAME = ("cce-dist-cached", "stock", "liger", "cce")
 
 
-def num_ranks(args: argparse.Namespace) -> int:
-    """Return the number of ranks, at least two: those of torchrun, or as many as ``--fsdp`` asks for."""
+def complete(args: argparse.Namespace) -> int:
+    """Check the options, fill in their defaults, and return the number of ranks."""
+    args.tokens = args.tokens or [8192]
+    steps.complete(args)
+    if args.compile not in ("no", "layers"):
+        # FSDP2 goes around layers that are compiled one by one, not into a model that is compiled whole.
+        raise SystemExit("cce-dist bench: --fsdp takes --compile no or layers")
     there = int(os.environ["WORLD_SIZE"]) if in_torchrun() else args.fsdp or torch.cuda.device_count()
     if there < 2 or args.fsdp not in (0, there):
         raise SystemExit(f"cce-dist bench: --fsdp {args.fsdp or ''} takes all ranks, two or more; here are {there}")
@@ -38,14 +43,7 @@ def num_ranks(args: argparse.Namespace) -> int:
 
 
 def methods(args: argparse.Namespace) -> dict[str, Method]:
-    """Return the rows: the default first, which the others are compared with, then ``shard_over``.
-
-    Raises:
-        SystemExit: The whole model shall be compiled. FSDP2 goes around layers that are compiled one by one, not into a
-            compiled model.
-    """
-    if args.compile not in ("no", "layers"):
-        raise SystemExit("cce-dist bench: --fsdp takes --compile no or layers")
+    """Return the rows: the default first, which the others are compared with, then ``shard_over``."""
     part = "" if args.compile == "no" else args.compile
     others, suffix = models.ways([part]), models.SUFFIXES[part]
     first, peer, *named = (f"{name}{suffix}" for name in ("cce-dist-default", "torch-compile", *BY_NAME))
@@ -65,7 +63,7 @@ def _cases_of(name: str, args: argparse.Namespace, chosen: dict[str, Method], de
     config, group = models.config_of(name, args.layers)[1], _mesh(device.type).get_group()
     open_run = partial(_open_run, name, args.layers, getattr(torch, args.dtype), device)
     for num_tokens in args.tokens:
-        told: Progress = lambda line, head=f"{name}, N {num_tokens:,}: ": show_progress(head + line)  # noqa: E731
+        told = partial(show_progress, f"{name}, N {num_tokens:,}: ")
         length = min(args.length, num_tokens)
         draw = torch.Generator(device).manual_seed(dist.get_rank())
         ids = torch.randint(config.vocab_size, (num_tokens // length, length), generator=draw, device=device)
@@ -77,12 +75,11 @@ def _cases_of(name: str, args: argparse.Namespace, chosen: dict[str, Method], de
             vocab_size=config.vocab_size,
             dtype=args.dtype,
             on_gpu=ids.is_cuda,
-            rows=found.rows,
-            collectives=found.collectives,
             num_ranks=dist.get_world_size(),
             task="whole steps under FSDP2",
             num_layers=config.num_hidden_layers,
             length=length,
+            **found._asdict(),
         )
 
 

@@ -14,18 +14,31 @@ import torch
 import torch.distributed as dist
 
 from cce_dist import VocabShard
-from cce_dist.bench.loop import Measured, Progress, measure, show_progress
+from cce_dist.bench.loop import Measured, Progress, Trial, measure, show_progress
 from cce_dist.bench.methods import UNNAMED_MIB, Method
-from cce_dist.bench.problem import HeadTrial, Problem, Reference, products, reference_of
-from cce_dist.bench.records import Case, Cases, Floor
+from cce_dist.bench.problem import Problem, Reference, parts_of, products, reference_of, trial_of
+from cce_dist.bench.records import Case, Cases
 from cce_dist.bench.shapes import SHAPES
 from cce_dist.bench.tasks import Task, tasks_of
 from cce_dist.bench.workload import RUNGS, Workload, make_workload, read_workload
 from cce_dist.ranks import in_torchrun
 
+DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
+    "cuda": (["gemma-2-2b", "llama-3-8b", "phi-3.5"], [8192]),
+    "cpu": (["toy"], [512]),
+}
 
-def num_ranks(args: argparse.Namespace) -> int:
-    """Return how many ranks the options ask for, 0 for this process alone, and write the sizes of the groups into ``args.tp``."""
+
+def complete(args: argparse.Namespace) -> int:
+    """Check the options, fill in their defaults, and return the number of ranks; 0 is this process alone."""
+    shapes, tokens = DEFAULTS[torch.device(args.device).type]
+    args.workload = [rung for name in args.workload for rung in (RUNGS if name == "ladder" else [name])]
+    missing = [name for name in args.workload if name not in RUNGS and not os.path.isfile(name)]
+    if missing:
+        raise SystemExit(f"cce-dist bench: {missing[0]} is neither a rung ({', '.join(RUNGS)}) nor a file")
+    args.shapes, args.tokens, args.ignored = args.shapes or shapes, args.tokens or tokens, args.ignored or [0.0]
+    if args.log_probs is not None or args.kl is not None:
+        args.ignored = [0.0]  # every token counts
     is_rank = in_torchrun() and bool(args.tp or args.stage)
     sizes = args.tp or [1]
     if args.stage:
@@ -70,7 +83,7 @@ def _sources(args: argparse.Namespace) -> Iterator[Source]:
 
 
 def cases(args: argparse.Namespace, chosen: Container[str], device: torch.device) -> Cases:
-    """Yield a label and the cases of each workload. Every rank calls this; a rank outside a case's group does not get the case."""
+    """Yield each workload's label and its cases. Every rank calls this, but gets only the cases of its groups."""
     groups = {size: dist.new_group(range(size)) if size > 1 else None for size in args.tp}
     shares: list[float] = args.ignored
     for source, ignored in product(_sources(args), shares):
@@ -95,20 +108,18 @@ def _cases_of(
         dist.broadcast(tensor, src=0)
     for task, (size, group) in product(tasks_of(args), groups.items()):
         if not is_rank or dist.get_rank() < size:
-            shard, head = VocabShard.even(len(workload.weight), group), f"{source.label}, {task.name} T {size}: "
-            problem = task.problem(workload)
+            shard, problem = VocabShard.even(len(workload.weight), group), task.problem(workload)
             rows = {name: method for name, method in _rows(task, args).items() if name in chosen}
-            told: Progress = lambda line, head=head: show_progress(head + line)  # noqa: E731
-            found, floor = measure_problem(problem, shard, rows, args.repeats, told, not args.no_forward)
+            told = partial(show_progress, f"{source.label}, {task.name} T {size}: ")
+            found = measure_problem(problem, shard, rows, args.repeats, told, not args.no_forward)
+            num_tokens, hidden_size = workload.hidden.shape
             yield Case(
-                source.shape,
-                *workload.hidden.shape,
-                len(workload.weight),
-                args.dtype,
-                device.type == "cuda",
-                found.rows,
-                floor,
-                found.collectives,
+                shape=source.shape,
+                num_tokens=num_tokens,
+                hidden_size=hidden_size,
+                vocab_size=len(workload.weight),
+                dtype=args.dtype,
+                on_gpu=device.type == "cuda",
                 num_ranks=size,
                 task=task.name,
                 stage=args.stage or "",
@@ -117,6 +128,7 @@ def _cases_of(
                 teacher_size=problem.weights[-1].shape[1] if len(problem.weights) > 1 else 0,
                 counts=problem.counts,
                 **workload.drawn,
+                **found._asdict(),
             )
         if is_rank:
             dist.barrier()
@@ -129,25 +141,21 @@ def measure_problem(
     repeats: int,
     progress: Progress = lambda line: None,
     forward: bool = True,
-) -> tuple[Measured, Floor]:
-    """Measure the methods that are for this size of group, and the plain products of one shard in the same rounds.
+) -> Measured:
+    """Measure the methods that are for this size of group, and the plain products of one shard.
 
     ``problem`` is the whole input, on every rank. ``forward`` asks for the time of forward by itself, too.
     """
     progress("reference")
     # The reference waits on the host, because the steps that are timed need the memory.
-    true = Reference(*(tensor.cpu() for tensor in reference_of(problem)))
-    parts = {sliced: problem.of_rank(shard, sliced) for sliced in (False, True)}
+    parts = parts_of(problem, Reference(*(tensor.cpu() for tensor in reference_of(problem))), shard)
+    num_tokens, device = len(problem.tokens[0]), problem.tokens[0].device
 
-    def make(method: Method) -> HeadTrial:
-        part = parts[method.sequence_parallel]
-        num_tokens = len(problem.tokens[0])
+    def make(method: Method) -> Trial:
         if method.sequence_parallel and num_tokens % shard.group_size:
             raise ValueError(f"{num_tokens} tokens are not {shard.group_size} equal slices")
-        function = method.build(shard, part.tokens[0])
-        return HeadTrial(function, part, true.of_rank(shard, method.sequence_parallel), forward)
+        part, reference = parts[method.sequence_parallel]
+        return trial_of(method.build(shard, part.tokens[0]), part, reference, forward)
 
     chosen = {name: method for name, method in methods.items() if method.is_for(shard.group_size)}
-    floor, device = Floor(), problem.tokens[0].device
-    jobs = products(floor, parts[False])
-    return measure(chosen, make, repeats, device, shard.group, jobs, progress), floor
+    return measure(chosen, make, repeats, device, shard.group, progress, partial(products, parts[False][0]))

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,28 +55,15 @@ class Limits(NamedTuple):
         return ""
 
 
-class Trial(Protocol):
+class Trial(NamedTuple):
     """A method on the input of a table."""
 
+    once: Callable[[], Sequence[Tensor | None]]  # computes values and gradients
+    errors: Callable[..., Errors]  # compares them with the reference
     limits: Limits
-
-    def once(self) -> Sequence[Tensor | None]:
-        """Compute values and gradients, which ``errors`` compares with the reference."""
-        ...
-
-    def errors(self, *computed: Tensor | None) -> Errors: ...
-
-    def step(self) -> Sequence[Tensor]:
-        """Run the step that is timed, and return its outputs, which do not count as memory of the step."""
-        ...
-
-    def resident_bytes(self) -> int:
-        """Return the memory that is allocated between steps and counts as memory of the step."""
-        ...
-
-    def jobs(self) -> dict[str, Callable[[], object]]:
-        """Return the calls that are timed, by the field of ``Row`` that takes their time."""
-        ...
+    step: Callable[[], Sequence[Tensor]]  # what is timed; its outputs do not count as memory of the step
+    jobs: dict[str, Callable[[], object]]  # the calls that are timed, by the field of ``Row`` that takes their time
+    resident_bytes: Callable[[], int] = lambda: 0  # allocated between steps, and counted as memory of the step
 
 
 class Job(NamedTuple):
@@ -88,10 +75,11 @@ class Job(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A row for each method, in order, and the collectives of a step of each method."""
+    """A row for each method, in order, the collectives of a step of each method, and the products of the same rounds."""
 
     rows: list[Row]
     collectives: dict[str, list[Collective]]
+    floor: Floor
 
 
 def measure(
@@ -100,10 +88,10 @@ def measure(
     repeats: int,
     device: torch.device,
     group: dist.ProcessGroup | None,
-    floor: Sequence[Job] = (),
     progress: Progress = lambda line: None,
+    products: Callable[[Floor], list[Job]] = lambda floor: [],
 ) -> Measured:
-    """Check every method, then time those that are right for ``repeats`` rounds; ``floor`` is timed in the same rounds."""
+    """Check every method, then time those that are right, and the plain products, for ``repeats`` rounds."""
     rows, trials, sent = [Row(name, method.ours) for name, method in methods.items()], {}, {}
     # All are made before one is checked, because making a compiled method resets what torch has compiled.
     for row in rows:
@@ -111,27 +99,26 @@ def measure(
             if methods[row.name].needs_cuda and device.type != "cuda":
                 raise ImportError("needs a GPU")
             trials[row.name] = make(methods[row.name])
-    jobs = list(floor)
     for row in rows:
         if not row.problem:
             progress(f"checking {row.name}")
             with _agreed(row, device, group):
                 _check(row, trials[row.name], device)
-        if not row.problem and group is not None:
-            with _agreed(row, device, group), Collectives(group.size()) as seen:
-                trials[row.name].step()
-            if not row.problem:
-                sent[row.name] = least_waiting(everyone(seen.kinds, group))
-        if not row.problem and device.type == "cuda":
+        if not row.problem:
             with _agreed(row, device, group):
-                row.peak_bytes = _peak(trials[row.name])
+                sent[row.name] = _observe(row, trials[row.name], device, group)
         if row.problem:
             trials.pop(row.name, None)
-        else:
-            jobs += [Job(row, getattr(row, name), call) for name, call in trials[row.name].jobs().items()]
+    floor = Floor()
+    jobs = products(floor)
+    for row in rows:
+        calls = trials[row.name].jobs if row.name in trials else {}
+        jobs += [Job(row, getattr(row, name), call) for name, call in calls.items()]
     time_in_turns(jobs, repeats, Clock(device, group), progress)
     take_slowest(jobs, group)
-    return Measured(rows, sent)
+    of_ranks = everyone(sent, group)
+    found = {name: least_waiting([sent[name] for sent in of_ranks]) for name in trials} if group is not None else {}
+    return Measured(rows, found, floor)
 
 
 @contextmanager
@@ -150,24 +137,30 @@ def _agreed(row: Row, device: torch.device, group: dist.ProcessGroup | None) -> 
 def _check(row: Row, trial: Trial, device: torch.device) -> None:
     """Call a method for the first time: fill in the seconds that this takes, and the errors."""
     start = time.perf_counter()
-    computed = trial.once()
+    value, *_ = computed = trial.once()
     if device.type == "cuda":
         torch.cuda.synchronize()
     row.first = time.perf_counter() - start
-    value = computed[0]
     row.value = value.item() if value is not None and not value.ndim else None
     row.errors = trial.errors(*computed)
     row.problem = trial.limits.verdict(row.errors)
 
 
-def _peak(trial: Trial) -> int:
-    """Return the most bytes of a step. It must not be the first one, which compiles and autotunes."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    outputs = sum(tensor.nbytes for tensor in trial.step())
-    torch.cuda.synchronize()
-    return max(0, torch.cuda.max_memory_allocated() - before - outputs) + trial.resident_bytes()
+def _observe(row: Row, trial: Trial, device: torch.device, group: dist.ProcessGroup | None) -> list[Collective]:
+    """Return the collectives of a step, and fill in its peak memory. It is not the first step, which compiles."""
+    kinds = []
+    if group is not None:
+        with Collectives(group.size()) as seen:
+            trial.step()
+        kinds = seen.kinds
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        outputs = sum(tensor.nbytes for tensor in trial.step())
+        torch.cuda.synchronize()
+        row.peak_bytes = max(0, torch.cuda.max_memory_allocated() - before - outputs) + trial.resident_bytes()
+    return kinds
 
 
 def relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
@@ -293,11 +286,11 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def show_progress(line: str) -> None:
+def show_progress(*line: str) -> None:
     """Overwrite one line of a terminal; print a line each where the output is a file; only on the first rank."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return
     if sys.stderr.isatty():
-        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-    elif line:
-        print(line, file=sys.stderr, flush=True)
+        print("\r\033[K", *line, sep="", end="", file=sys.stderr, flush=True)
+    elif any(line):
+        print(*line, sep="", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cce_dist import VocabShard
 from cce_dist import reference as specification
-from cce_dist.bench.loop import Job, Limits, relative_error
+from cce_dist.bench.loop import Job, Limits, Trial, relative_error
 from cce_dist.bench.records import Errors, Floor
 from cce_dist.bench.workload import IGNORE_INDEX
 from cce_dist.kernels.precision import ieee_products
@@ -47,14 +47,6 @@ class Problem:
         heads, gradients = len(self.weights), 2 * self.grad
         return [heads, heads + gradients, heads * self.again + gradients]
 
-    def of_rank(self, shard: VocabShard, sequence_parallel: bool) -> Problem:
-        """Return a rank's part: its rows of the weights, and with sequence parallelism its slice of the hidden states."""
-        if shard.group is None:
-            return self
-        part = replace(self, weights=tuple(weight[shard.start : shard.stop].clone() for weight in self.weights))
-        hidden, *others = self.tokens
-        return replace(part, tokens=(_slice(hidden, shard).clone(), *others)) if sequence_parallel else part
-
 
 def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None) -> Problem:
     """Return the problem of the mean loss over the labels that are not ignored."""
@@ -84,17 +76,6 @@ class Reference(NamedTuple):
     d_hidden: Tensor  # [N, D]
     d_weight: Tensor  # [V, D]
 
-    def of_rank(self, shard: VocabShard, sequence_parallel: bool) -> Reference:
-        """Return a rank's part of the gradients, as ``Problem.of_rank`` takes the part of the input."""
-        d_hidden = _slice(self.d_hidden, shard) if sequence_parallel else self.d_hidden
-        return Reference(self.value, d_hidden, self.d_weight[shard.start : shard.stop])
-
-
-def _slice(tensor: Tensor, shard: VocabShard) -> Tensor:
-    """Return a rank's slice of the tokens."""
-    rank, size = (0, 1) if shard.group is None else (shard.group.rank(), shard.group_size)
-    return tensor[rank * len(tensor) // size : (rank + 1) * len(tensor) // size]
-
 
 def reference_of(problem: Problem) -> Reference:
     """Compute a step with fp32 logits and sums (fp64 for fp32 inputs), a chunk of tokens at a time."""
@@ -120,52 +101,42 @@ def reference_of(problem: Problem) -> Reference:
     return Reference(value, torch.cat(d_hidden) if d_hidden else torch.zeros_like(hidden), d_weight)
 
 
-@dataclass
-class HeadTrial:
-    """A method on a rank's part of a problem."""
+def parts_of(problem: Problem, reference: Reference, shard: VocabShard) -> dict[bool, tuple[Problem, Reference]]:
+    """Return a rank's part of the input and of what is right: with all tokens (False), or with its slice of them (True)."""
+    if shard.group is None:
+        return dict.fromkeys((False, True), (problem, reference))
+    (hidden, *others), size, rank = problem.tokens, shard.group_size, shard.group.rank()
+    rows, tokens = slice(shard.start, shard.stop), slice(rank * len(hidden) // size, (rank + 1) * len(hidden) // size)
+    own = replace(problem, weights=tuple(weight[rows].clone() for weight in problem.weights))
+    own_reference = reference._replace(d_weight=reference.d_weight[rows])
+    sliced = replace(own, tokens=(hidden[tokens].clone(), *others))
+    return {False: (own, own_reference), True: (sliced, own_reference._replace(d_hidden=reference.d_hidden[tokens]))}
 
-    function: Function
-    problem: Problem
-    reference: Reference
-    with_forward: bool = True  # time forward by itself, too
 
-    limits = LIMITS
+def trial_of(function: Function, problem: Problem, reference: Reference, forward: bool = True) -> Trial:
+    """Return the trial of a method on a rank's part of a problem; ``forward`` asks for the time of forward by itself, too."""
+    run = partial(step, function, problem)
 
-    def once(self) -> tuple[Tensor, ...]:
-        return self.step()
-
-    def errors(self, *computed: Tensor) -> Errors:
-        value, *gradients = computed
-        true = self.reference
-        loss = relative_error([(value, true.value)])
+    def errors(value: Tensor, *gradients: Tensor) -> Errors:
+        loss = relative_error([(value, reference.value)])
         if not gradients:
             return Errors(loss, 0.0, 0.0, 0.0)
         # A framework that adds up dC itself returns a dummy.
-        d_hidden, d_weight = gradients[0], getattr(self.function, "main_grad", gradients[1])
-        means = d_hidden.mean(0, dtype=true.d_hidden.dtype), true.d_hidden.mean(0)
-        of_hidden, of_weight = relative_error([(d_hidden, true.d_hidden)]), relative_error([(d_weight, true.d_weight)])
-        return Errors(loss, of_hidden, of_weight, relative_error([means]))
-
-    def step(self) -> tuple[Tensor, ...]:
-        return step(self.function, self.problem)
-
-    def resident_bytes(self) -> int:
-        return 0
-
-    def jobs(self) -> dict[str, Callable[[], object]]:
-        forward = {"forward": self._forward} if self.with_forward or not self.problem.grad else {}
-        return forward | ({"total": self.step} if self.problem.grad else {})
+        d_hidden, d_weight = gradients[0], getattr(function, "main_grad", gradients[1])
+        means = d_hidden.mean(0, dtype=reference.d_hidden.dtype), reference.d_hidden.mean(0)
+        pairs = ((d_hidden, reference.d_hidden), (d_weight, reference.d_weight), means)
+        return Errors(loss, *(relative_error([pair]) for pair in pairs))
 
     @torch.no_grad()
-    def _forward(self) -> None:
-        self.function(*self.problem.operands)
+    def alone() -> None:
+        function(*problem.operands)
+
+    jobs: dict[str, Callable[[], object]] = {"forward": alone} if forward or not problem.grad else {}
+    return Trial(run, errors, LIMITS, run, jobs | ({"total": run} if problem.grad else {}))
 
 
-def products(floor: Floor, problem: Problem) -> list[Job]:
-    """Return the jobs of ``floor``: plain products of the real operands, because values decide how much power a product draws.
-
-    Their clock depends on the power.
-    """
+def products(problem: Problem, floor: Floor) -> list[Job]:
+    """Return the jobs of ``floor``: plain products of the real operands, whose values decide the power and so the clock."""
     (hidden, *_), (weight, *_) = problem.tokens, problem.weights
     heads = list(zip(problem.tokens, problem.weights, strict=False))  # a teacher's tokens are hidden states, too
     try:

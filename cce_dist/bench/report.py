@@ -200,7 +200,7 @@ def _ratio(timing: Timing, products: Timing) -> str:
 
 def _speedup(total: Timing, base: Row | None) -> str:
     """Return the speed over the base's: the median over rounds."""
-    if base is None:
+    if base is None or not total.seconds:
         return "-"
     return f"{statistics.median(theirs / mine for theirs, mine in zip(base.total.seconds, total.seconds, strict=True)):.3f}"
 
@@ -241,31 +241,21 @@ def write_figure(path: Path, environment: dict[str, Any], cases: Sequence[Case])
 
 
 def _time_panel(axis: Any, case: Case) -> None:
+    """Draw times over the plain products of a step, of forward where there is no step, or over the base of whole steps."""
+    steps = any(row.total.seconds for row in case.present)
+    floor, count = (case.floor.three, case.counts[1]) if steps else (case.floor.one, case.counts[0])
+    unit = f"{count} plain matrix products"
     if case.num_layers:
-        _speed_panel(axis, case)
-        return
-    floor = case.floor.three if case.floor.three.seconds else case.floor.one
+        floor, unit = case.base.total if case.base else Timing(), f"step of {case.base.name if case.base else 'none'}"
     values, spreads, labels = [], [], []
     for row in case.present:
-        timing = row.total if case.floor.three.seconds else row.forward
-        problem = row.problem or case.floor.problem
+        timing, problem = row.total if steps else row.forward, row.problem or case.floor.problem
         values.append(0.0 if problem else timing.median / floor.median)
         spreads.append(0.0 if problem else timing.spread / floor.median)
         label = problem.partition(":")[0] or f"{values[-1]:.2f}"
         labels.append(label if problem or not case.on_gpu else f"{label}   {_ms(timing.median)} ms")
-    count = case.counts[1 if case.floor.three.seconds else 0]
-    _bars(axis, case, values, labels, f"time / {count} plain matrix products" + ("" if case.on_gpu else " (CPU)"), spreads)
+    _bars(axis, case, values, labels, f"time / {unit}" + ("" if case.on_gpu else " (CPU)"), spreads)
     axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
-
-
-def _speed_panel(axis: Any, case: Case) -> None:
-    """Draw the tokens a second of whole steps; on a CPU over those of the fastest."""
-    speeds = [0.0 if row.problem else case.num_tokens / row.total.median for row in case.present]
-    unit, digits = (1.0, 0) if case.on_gpu else (max(speeds) or 1.0, 2)
-    values = [speed / unit for speed in speeds]
-    pairs = zip(case.present, values, strict=True)
-    labels = [row.problem.partition(":")[0] or f"{value:,.{digits}f}" for row, value in pairs]
-    _bars(axis, case, values, labels, "tokens a second" if case.on_gpu else "tokens a second over the fastest's (CPU)")
 
 
 def _memory_panel(axis: Any, case: Case) -> None:

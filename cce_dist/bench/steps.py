@@ -9,8 +9,8 @@ a time.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import cce_dist
-from cce_dist.bench.loop import Limits, Measured, Progress, free_memory, measure, relative_error, show_progress
+from cce_dist.bench.loop import Limits, Measured, Progress, Trial, free_memory, measure, relative_error, show_progress
 from cce_dist.bench.methods import Method
-from cce_dist.bench.models import STOCK, build, over, twin, ways
+from cce_dist.bench.models import CONFIGS, STOCK, build, over, ways
 from cce_dist.bench.records import Case, Cases, Errors
 from cce_dist.bench.shapes import COMPILE
 from cce_dist.bench.workload import IGNORE_INDEX, Workload, describe_softmax
@@ -39,8 +39,20 @@ LIMITS = Limits(1e-2, 0.2, "the body", "the head")
 LONGEST_UNIT = 1024  # tokens
 
 
-def num_ranks(args: argparse.Namespace) -> int:
-    """Return 0: this process measures alone."""
+def complete(args: argparse.Namespace) -> int:
+    """Check the options, fill in their defaults, and return the number of ranks: 0, this process alone."""
+    unknown = [name for name in args.models if name not in CONFIGS]
+    if unknown:
+        raise SystemExit(f"cce-dist bench: unknown model {unknown[0]}; choose from {', '.join(CONFIGS)}")
+    for name in ("shapes", "tp", "log_probs", "kl", "stage"):
+        if getattr(args, name) is not None:
+            raise SystemExit(f"cce-dist bench: --models and --{name.replace('_', '-')} are two tables; give one")
+    args.tokens = args.tokens or [2048, 8192, 32768]
+    wrong = [tokens for tokens in args.tokens if tokens % min(tokens, args.length)]
+    if wrong:
+        raise SystemExit(f"cce-dist bench: {wrong[0]} tokens are no whole sequences of {args.length}")
+    if args.longest and (args.device == "cpu" or args.fsdp is not None):
+        raise SystemExit("cce-dist bench: --longest needs a GPU, whose memory is the limit, and no other rank")
     return 0
 
 
@@ -63,13 +75,13 @@ def _cases_of(name: str, args: argparse.Namespace, chosen: dict[str, Method], de
     run = at_rest(model)
     try:
         text = Text(Corpus(prepare(args.corpus, args.pattern, vocab_size, args.cache)), vocab_size)
-        _train(run, text, args.length, args.train_steps, device, lambda line: show_progress(f"{name}: {line}"))
+        _train(run, text, args.length, args.train_steps, device, partial(show_progress, f"{name}: "))
     except (CorpusError, UsageError) as error:
         raise SystemExit(f"cce-dist bench: {error}") from error
     for num_tokens in args.tokens:
         length = min(args.length, num_tokens)
         ids = text.held_out(num_tokens // length, length, device)
-        told: Progress = lambda line, head=f"{name}, N {num_tokens:,}: ": show_progress(head + line)  # noqa: E731
+        told = partial(show_progress, f"{name}, N {num_tokens:,}: ")
         found = measure_steps(chosen, lambda method: (run, over(method, model)), ids, args.repeats, told)
         limit = args.longest if num_tokens == args.tokens[-1] else 0
         for row in found.rows if limit else ():
@@ -81,7 +93,6 @@ def _cases_of(name: str, args: argparse.Namespace, chosen: dict[str, Method], de
             vocab_size=vocab_size,
             dtype=args.dtype,
             on_gpu=ids.is_cuda,
-            rows=found.rows,
             task="whole steps",
             num_layers=model.config.num_hidden_layers,
             train_steps=args.train_steps,
@@ -89,6 +100,7 @@ def _cases_of(name: str, args: argparse.Namespace, chosen: dict[str, Method], de
             length=length,
             limit_gib=limit,
             **_workload(model, ids).drawn,
+            **found._asdict(),
         )
 
 
@@ -147,9 +159,15 @@ class Run(NamedTuple):
                 part = way(input_ids=ids, labels=ids)["loss"] / len(batches)
                 part.backward()
                 loss += part.item()
-            return torch.tensor(loss, dtype=torch.float64), *(None if p.grad is None else _here(p.grad) for p in self.parameters)
+            gradients = (parameter.grad for parameter in self.parameters)
+            return torch.tensor(loss, dtype=torch.float64), *(None if g is None else _here(g) for g in gradients)
         finally:
             self.optimizer.zero_grad()
+
+    def resident_bytes(self) -> int:
+        """Return the bytes of weights, buffers and the optimizer's state."""
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        return sum(_here(tensor).nbytes for tensor in (*self.parameters, *self.model.buffers(), *state))
 
 
 def at_rest(model: Any) -> Run:
@@ -174,45 +192,6 @@ def _train(run: Run, text: Text, length: int, steps: int, device: torch.device, 
     group["lr"] = 0.0
 
 
-@dataclass
-class StepTrial:
-    """A method's step on ids; ``reference`` is what ``Run.gradients`` returns for the stock model."""
-
-    run: Run
-    module: nn.Module
-    ids: Tensor
-    reference: list[Tensor | None]
-    ours: bool
-
-    limits = LIMITS
-
-    def once(self) -> tuple[Tensor | None, ...]:
-        return self.run.gradients(self.module, self.ids)
-
-    def errors(self, *computed: Tensor | None) -> Errors:
-        if self.ours:
-            cce_dist.require(self.module)
-        head = self.run.model.lm_head.weight
-        pairs: dict[str, list[tuple[Tensor, Tensor]]] = {"loss": [], "body": [], "head": []}
-        parts = ["loss", *("head" if parameter is head else "body" for parameter in self.run.parameters)]
-        for part, value, true in zip(parts, computed, self.reference, strict=True):
-            if true is not None:
-                pairs[part].append((torch.zeros_like(true) if value is None else value, true))
-        return Errors(*map(relative_error, pairs.values()), d_hidden_mean=float("nan"))
-
-    def step(self) -> tuple[Tensor, ...]:
-        return (self.run.step(self.module, self.ids),)
-
-    def resident_bytes(self) -> int:
-        """Return the bytes of weights, buffers and the optimizer's state."""
-        state = [value for values in self.run.optimizer.state.values() for value in values.values()]
-        held = [*self.run.parameters, *self.run.model.buffers(), *state]
-        return sum(_here(tensor).nbytes for tensor in held)
-
-    def jobs(self) -> dict[str, Callable[[], object]]:
-        return {"total": self.step}
-
-
 def measure_steps(
     methods: dict[str, Method],
     open_run: Callable[[Method], tuple[Run, nn.Module]],
@@ -222,7 +201,7 @@ def measure_steps(
     group: dist.ProcessGroup | None = None,
 ) -> Measured:
     """Measure the steps of each method on this rank's ids. ``open_run`` returns the run and the module of a method."""
-    # Each method compiles the same code of the model's class anew, and a second shape would get symbolic sizes, and be slower.
+    # Each method compiles the same code of the model's class anew. A second shape would get symbolic sizes, and be slower.
     torch._dynamo.config.recompile_limit = 64
     torch.compiler.reset()
     progress("the stock model, a sequence at a time")
@@ -231,10 +210,32 @@ def measure_steps(
     del run, stock
     free_memory(ids.device)
 
-    def make(method: Method) -> StepTrial:
-        return StepTrial(*open_run(method), ids, reference, method.ours)
+    def make(method: Method) -> Trial:
+        run, module = open_run(method)
 
-    return measure(methods, make, repeats, ids.device, group, progress=progress)
+        def errors(*computed: Tensor | None) -> Errors:
+            if method.ours:
+                cce_dist.require(module)
+            return _errors(run, computed, reference)
+
+        def step() -> list[Tensor]:
+            return [run.step(module, ids)]
+
+        return Trial(partial(run.gradients, module, ids), errors, LIMITS, step, {"total": step}, run.resident_bytes)
+
+    return measure(methods, make, repeats, ids.device, group, progress)
+
+
+def _errors(run: Run, computed: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> Errors:
+    """Compare two results of ``Run.gradients``. The gradients of all parameters of the body are one vector."""
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {"loss": [], "body": [], "head": []}
+    head = run.model.lm_head.weight
+    parts = ["loss", *("head" if parameter is head else "body" for parameter in run.parameters)]
+    for part, value, true in zip(parts, computed, reference, strict=True):
+        if true is not None:
+            pairs[part].append((torch.zeros_like(true) if value is None else value, true))
+    loss, body, of_head = (relative_error(pairs[part]) for part in ("loss", "body", "head"))
+    return Errors(loss, body, of_head, float("nan"))
 
 
 def _longest(run: Run, method: Method, text: Text, limit_gib: int, progress: Progress) -> int | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cce_dist import KeptIds, VocabShard, linear_kl_divergence, linear_log_probs, reference
 from cce_dist.bench import methods, peers
-from cce_dist.bench.methods import Method, build_ours, our_options
+from cce_dist.bench.methods import Method, build_ours, our_rows
 from cce_dist.bench.peers import compiled
 from cce_dist.bench.problem import Function, Problem, loss_of
 from cce_dist.bench.shapes import KEPT_IDS, LOG_PROBS, HeadShape
@@ -46,11 +46,7 @@ def _rows(
     build: Callable[..., Function], others: dict[str, Callable[[], Function]], workspace_mib: Sequence[int]
 ) -> dict[str, Method]:
     """Rows of ours, which ``build`` makes of a shard, hidden states and options, and of others, for whole vocabularies."""
-    table = {
-        name: Method(partial(build_ours, build, options), ours=True)
-        for name, options in our_options(workspace_mib).items()
-        if "grad_filter" not in options
-    }
+    table = our_rows(build, workspace_mib, filtered=False)
     table["cce-dist-torch"] = Method(partial(build_ours, build, {"backend": "torch"}), ours=True, needs_whole=True)
     for name, make in others.items():
         table[name] = Method(lambda shard, hidden, make=make: make(), needs_whole=True)

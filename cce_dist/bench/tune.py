@@ -10,19 +10,20 @@ import argparse
 import json
 import math
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cce_dist.arguments import whole
 from cce_dist.bench.shapes import SHAPES
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cce_dist.bench.problem import Problem
     from cce_dist.kernels.tiles import Tile, Tiles
 
 VARIABLE = "CCE_DIST_TILES"
@@ -53,19 +54,23 @@ def run(args: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise SystemExit("cce-dist tune: needs a GPU, tile sizes are a property of the device")
-    from cce_dist.bench.loop import loss_of
+    from cce_dist.bench.problem import loss_of
     from cce_dist.bench.workload import make_workload
     from cce_dist.kernels.tiles import choose_tiles
 
     device, dtype = torch.device("cuda"), getattr(torch, args.dtype)
-    start = choose_tiles(dtype, device)
-    problems = [
-        loss_of(*make_workload(SHAPES[shape], args.tokens, dtype=dtype, device=device)[:3]) for shape in args.shapes
-    ]
+    start, before = choose_tiles(dtype, device), os.environ.get(VARIABLE)
+    workloads = (make_workload(SHAPES[shape], args.tokens, dtype=dtype, device=device) for shape in args.shapes)
+    problems = [loss_of(*workload[:3]) for workload in workloads]
     name = torch.cuda.get_device_name(device)
-    with tempfile.TemporaryDirectory() as folder:
-        race = _race_on_gpu(problems, name, args.dtype, Path(folder), args.repeats)
-        best = search(start, race, lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            race = _race_on_gpu(problems, name, args.dtype, Path(folder), args.repeats)
+            best = search(start, race, lambda line: print(line, file=sys.stderr, flush=True))
+    finally:
+        os.environ.pop(VARIABLE, None)
+        if before is not None:
+            os.environ[VARIABLE] = before
     merge_into(args.out, name, args.dtype, best)
     print(f"{args.out}: {name}, {args.dtype}\nexport {VARIABLE}={args.out.resolve()}")
     return 0
@@ -101,48 +106,35 @@ def merge_into(path: Path, device: str, dtype: str, tiles: Tiles) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _race_on_gpu(problems: list[Any], device: str, dtype: str, folder: Path, repeats: int) -> Race:
-    import torch
-
+def _race_on_gpu(problems: list[Problem], device: str, dtype: str, folder: Path, repeats: int) -> Race:
     from cce_dist import linear_cross_entropy
-    from cce_dist.bench.loop import Clock, relative_error, step
+    from cce_dist.bench.loop import measure
+    from cce_dist.bench.methods import Method
+    from cce_dist.bench.problem import reference_of, trial_of
 
-    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
-        return linear_cross_entropy(hidden, weight, labels, backend="triton")
+    references = [reference_of(problem) for problem in problems]
 
-    clock = Clock(torch.device("cuda"))
-    # The truth is what the tiles at hand give, which the tests check.
-    truths = [step(loss, problem)[1:] for problem in problems]
-    files: dict[Tiles, Path] = {}
-
-    def use(tiles: Tiles) -> None:
+    def method(tiles: Tiles) -> Method:
         # Each has a file of its own, since the loss remembers what it read.
-        if tiles not in files:
-            files[tiles] = folder / f"{len(files)}.json"
-            merge_into(files[tiles], device, dtype, tiles)
-        os.environ[VARIABLE] = str(files[tiles])
+        file = folder / f"{hash(tiles)}.json"
+        merge_into(file, device, dtype, tiles)
+
+        def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+            os.environ[VARIABLE] = str(file)
+            return linear_cross_entropy(hidden, weight, labels, backend="triton")
+
+        return Method(lambda: loss)
 
     def race(best: Tiles, candidate: Tiles) -> float:
-        before = os.environ.get(VARIABLE)
         log_ratio = 0.0
-        try:
-            for problem, truth in zip(problems, truths, strict=True):
-                use(candidate)
-                gradients = step(loss, problem)[1:]
-                if not all(relative_error(g, t) < 2e-2 for g, t in zip(gradients, truth, strict=True)):
-                    return math.inf
-                seconds: dict[Tiles, list[float]] = {best: [], candidate: []}
-                for _ in range(repeats):
-                    for tiles, times in seconds.items():
-                        use(tiles)
-                        times.append(clock(partial(step, loss, problem)))
-                log_ratio += math.log(statistics.median(seconds[candidate]) / statistics.median(seconds[best]))
-        except Exception:  # too many registers, too much shared memory, tiles that do not fit one another
-            return math.inf
-        finally:
-            os.environ.pop(VARIABLE)
-            if before is not None:
-                os.environ[VARIABLE] = before
+        for problem, reference in zip(problems, references, strict=True):
+            both = {"best": method(best), "candidate": method(candidate)}
+            where = problem.upstream.device
+            rows = measure(both, lambda m: trial_of(m.build(), problem, reference, False), repeats, where, None).rows  # noqa: B023
+            if any(row.problem for row in rows):  # too many registers, too much shared memory, tiles that do not fit
+                return math.inf
+            of_best, of_candidate = (row.total.median for row in rows)
+            log_ratio += math.log(of_candidate / of_best)
         return math.exp(log_ratio / len(problems))
 
     return race
