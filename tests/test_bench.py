@@ -143,7 +143,11 @@ def measure(workload, chosen, repeats, **options):
 
 
 def case_of(workload, found):
-    sizes = {"num_tokens": len(workload.hidden), "hidden_size": workload.hidden.shape[1], "vocab_size": len(workload.weight)}
+    sizes = {
+        "num_tokens": len(workload.hidden),
+        "hidden_size": workload.hidden.shape[1],
+        "vocab_size": len(workload.weight),
+    }
     return records.Case("tiny", **sizes, dtype="float32", on_gpu=False, **workload.drawn, **found._asdict())
 
 

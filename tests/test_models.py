@@ -27,6 +27,8 @@ from cce_dist.plan import Layout, Model, plan, sizes
 from cce_dist.plan import fsdp as plans
 from cce_dist.plan.planning import LOSSES, largest
 from cce_dist.pretrain import Recipe
+from cce_dist.pretrain.ranks import Ranks
+from cce_dist.pretrain.recipe import Shape
 
 transformers = pytest.importorskip("transformers")
 
@@ -438,12 +440,18 @@ def test_a_converted_model_trains_under_autocast(
         assert 0 < max(distances) < 1e-3
 
 
-def test_a_softcap_is_in_every_loss_and_gradient(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_softcap_is_in_every_loss_and_gradient(
+    tiny: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a held-out loss or a dense gradient of other logits than the model's own."""
     monkeypatch.setitem(models._GEMMA_2, "final_logit_softcapping", 0.1)
-    model = build("gemma-2-2b", 1, torch.float32, torch.device("cpu"))
-    ids = torch.randint(400, (1, 2, 16), generator=torch.Generator().manual_seed(0))
-    stock = training._OfModel(Recipe(), steps.at_rest(model), model, False, ids, ids)
+    text = steps.Corpus(steps.prepare(Path(corpus[1]), "*.txt", 400, tmp_path / "cache"))
+    recipe = Recipe(shape=Shape(16, 1, 2, 32, 16, 400), steps=1, batch_size=2)
+    stock = training.ModelLearner("gemma-2-2b", recipe, Ranks(torch.device("cpu")), text, {"stock": STOCK})
+    stock.start(0)
+    stock.take("stock")
+    stock.held_out = ids = stock.batches
+    model = stock.model
     found, loss = stock.probe(0), model(input_ids=ids[0], labels=ids[0])["loss"].item()
     assert [stock.validate(), found.batch_loss] == pytest.approx([loss, loss], rel=1e-6)
     assert min(found.cosine.values()) > 1 - 1e-9
