@@ -14,6 +14,12 @@ from cce_dist.bench.shapes import COLUMNS
 
 # Headings of a table whose cases need different numbers of products.
 NEEDED = {"fwd/1": "/ products", "total/3": "/ products", "total/4": "/ products, logits twice"}
+OF_HEADS = ("fwd", "fwd/1", "total", "total/3", "total/4", "host", "first", "MiB", "dE", "dC", "mean-dE", "loss")
+OF_STEPS = (
+    *("total", "tokens/s", "stock", "host", "first", "MiB", "longest"),
+    *("gathered", "scattered", "value", "loss", "dE", "dC"),
+)
+ON_GPU = {"fwd", "total", "tokens/s", "host", "first", "MiB"}  # columns that a table of a CPU does not have
 LEAST_TOLD = 1 << 16  # bytes of the smallest collective that is listed for whole steps
 
 
@@ -42,24 +48,8 @@ def headings(case: Case) -> dict[str, str]:
     return COLUMNS | step | ({"longest": f"longest in {case.limit_gib} GiB"} if case.limit_gib else {})
 
 
-def shown(case: Case) -> list[str]:
-    """Return the columns of a case's table. A CPU's times say little, so that only ratios are shown."""
-    gpu = case.on_gpu
-    if case.num_layers:
-        found = {"total": gpu, "tokens/s": gpu, "stock": True, "host": gpu, "first": gpu, "MiB": gpu}
-        split = case.num_ranks > 1
-        found |= {"longest": bool(case.limit_gib), "gathered": split, "scattered": split}
-        found |= dict.fromkeys(("value", "loss", "dE", "dC"), True)
-    else:
-        found = {"fwd": gpu, "fwd/1": True, "total": gpu, "total/3": True, "total/4": True}
-        found |= {"host": gpu and any(row.total.host for row in case.rows)}
-        found |= {"first": gpu and any(row.first is not None for row in case.rows), "MiB": gpu}
-        found |= dict.fromkeys(("dE", "dC", "mean-dE", "loss"), True)
-    return [name for name, is_shown in found.items() if is_shown]
-
-
 def cells(row: Row, case: Case) -> dict[str, str]:
-    """Return a row's text by column. A refused method has its errors, and the reason in place of a ratio."""
+    """Return a row's text by column, "-" where there is no number. A refused method has the reason in place of a ratio."""
     refused = row.problem.partition(":")[0]
     forward, total = (Timing(), Timing()) if refused else (row.forward, row.total)
     one, three, four = (Timing(),) * 3 if case.floor.problem else (case.floor.one, case.floor.three, case.floor.four)
@@ -85,16 +75,21 @@ def cells(row: Row, case: Case) -> dict[str, str]:
     }
     for name, column in (("d_hidden", "dE"), ("d_weight", "dC"), ("d_hidden_mean", "mean-dE"), ("loss", "loss")):
         text[column] = _number(row.errors and getattr(row.errors, name), ".1e")
-    return text
+    # The times of a CPU say little, so that only ratios are shown.
+    known = {"sends", *columns_of(case)} - (set() if case.on_gpu else ON_GPU)
+    return {name: text[name] if name in known else "-" for name in COLUMNS}
+
+
+def columns_of(case: Case) -> Sequence[str]:
+    return OF_STEPS if case.num_layers else OF_HEADS
 
 
 def table(case: Case) -> str:
-    """Return the case as Markdown."""
-    names, of_column = shown(case), headings(case)
-    rows = []
-    for row in case.present:
-        text = cells(row, case)
-        rows.append({"method": row.name} | {of_column[name]: text[name] for name in names})
+    """Return the case as Markdown. A column without a number is left out."""
+    texts = {row.name: cells(row, case) for row in case.present}
+    names = [name for name in columns_of(case) if any(text[name] != "-" for text in texts.values())]
+    of_column = headings(case)
+    rows = [{"method": row} | {of_column[name]: text[name] for name in names} for row, text in texts.items()]
     least = LEAST_TOLD * bool(case.num_layers)
     sends = []
     for name, kinds in case.collectives.items():
@@ -146,10 +141,9 @@ def summary(cases: Sequence[Case], columns: Sequence[str]) -> list[str]:
             line[column] = "-"
         if not case.floor.problem:
             rows[floor][column] = _floor(case)
-        there = {*shown(case), "sends"}
         for row in case.present:
             text = cells(row, case)
-            rows[row.name][column] = "; ".join(text[name] if name in there else "-" for name in columns)
+            rows[row.name][column] = "; ".join(text[name] for name in columns)
     timed = {"fwd", "total", "host"} & set(columns)
     if not timed or not all(case.on_gpu and not case.num_layers for case in cases):
         del rows[floor]
