@@ -320,12 +320,12 @@ def test_a_row_of_ours_says_its_budget():
 
 
 def test_steps_can_be_timed_without_forward_alone():
-    """Catches steps that are left out too, and a table that asks for a median of nothing."""
+    """Catches steps that are left out too, and a table with an empty column."""
     workload = tiny_workload()
     found = measure(workload, {"right": Method(lambda *case: dense)}, 2, forward=False)
     assert not found.rows[0].forward.seconds and len(found.rows[0].total.seconds) == 2
     (line,) = [line for line in report.table(case_of(workload, found)).splitlines() if "right" in line]
-    assert line.split("|")[2].strip() == "-" and float(line.split("|")[3]) > 0
+    assert float(line.split("|")[2]) > 0
 
 
 def test_a_gpu_has_times_memory_the_hosts_time_and_that_of_the_first_call(tmp_path):

@@ -26,20 +26,8 @@ OURS = ["cce-dist", "cce-dist-cached", "cce-dist-filtered"]
 @pytest.mark.slow
 def test_one_rank(tmp_path, capfd, printing_ranks):
     theirs = ["deepspeed", "deepspeed-linear"]
-    command = [
-        "bench",
-        "--stage",
-        "deepspeed",
-        "--shapes",
-        "toy",
-        "--tokens",
-        "32",
-        "--repeats",
-        "1",
-        "--device",
-        "cpu",
-    ]
-    assert cli.main([*command, "--methods", *theirs, *OURS, "--out", str(tmp_path)]) == 0
+    options = ["--shapes", "toy", "--tokens", "32", "--repeats", "1", "--device", "cpu", "--out", str(tmp_path)]
+    assert cli.main(["bench", "--stage", "deepspeed", *options, "--methods", *theirs, *OURS]) == 0
     output = capfd.readouterr().out
     assert output.startswith("### end of deepspeed's last stage, toy, N 32, D 256, V 4,096, bfloat16\n")
     [case] = json.loads((tmp_path / "bench.json").read_text())["cases"]

@@ -32,6 +32,7 @@ from cce_dist.pretrain.recipe import Shape
 
 transformers = pytest.importorskip("transformers")
 
+QUICK = ["--repeats", "1", "--device", "cpu", "--dtype", "float32"]
 PUBLISHED = {  # parameters as each model's page counts them, norms included
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
@@ -154,20 +155,8 @@ def test_ways_under_torch_compile(
             compile(module, backend="eager", **options),
         )[1],
     )
-    command = [
-        "bench",
-        "--models",
-        "llama-3.2-1b",
-        "--layers",
-        "1",
-        "--tokens",
-        "32",
-        "--train-steps",
-        "5",
-        "--repeats",
-        "1",
-    ]
-    options = ["--device", "cpu", "--dtype", "float32", "--compile", compile, "--out", str(tmp_path), *corpus]
+    command = ["bench", "--models", "llama-3.2-1b", "--layers", "1", "--tokens", "32", "--train-steps", "5", *QUICK]
+    options = ["--compile", compile, "--out", str(tmp_path), *corpus]
     names = [f"stock{suffix}", f"cce-dist-default{suffix}"]
     assert cli.main([*command, *options, "--methods", *names]) == 0
     rows = records.read_json(tmp_path / "bench.json").cases[0].rows
@@ -202,20 +191,8 @@ def test_nothing_wrong_is_timed(
     """A wrong row has no time and says why, the others go on, and the exit code tells."""
     table = {"stock": STOCK, "wrong": Method(partial(Wrong, kind=kind), ours=kind == "fails")}
     monkeypatch.setattr(steps, "ways", lambda compiles: table | {"cce-dist-default": table["stock"]})
-    command = [
-        "bench",
-        "--models",
-        "qwen-3-0.6b",
-        "--layers",
-        "1",
-        "--tokens",
-        "64",
-        "--length",
-        "32",
-        "--train-steps",
-        "5",
-    ]
-    options = ["--repeats", "1", "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path), *corpus]
+    command = ["bench", "--models", "qwen-3-0.6b", "--layers", "1", "--tokens", "64", "--length", "32", *QUICK]
+    options = ["--train-steps", "5", "--out", str(tmp_path), *corpus]
     assert cli.main([*command, *options, "--methods", "stock", "wrong"]) == (kind == "fails")
     stock, wrong = records.read_json(tmp_path / "bench.json").cases[0].rows
     assert stock.total.seconds and not stock.problem
@@ -275,7 +252,9 @@ def test_ids_are_spread_over_all_rows(corpus: list[str], tmp_path: Path) -> None
     assert rows[0] == 0 and (rows.diff() > 0).all() and 5000 - 5000 / text.known - 1 <= rows[-1] < 5000
 
 
-def test_the_longest_that_fits(tiny: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_that_fits(
+    tiny: None, corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a limit that stays, a step that is not the way's, and text that ends before a sequence does."""
     for most in (0, 1, 5, 64, 1000):
         assert largest(lambda count, most=most: count <= most) == most
@@ -292,12 +271,12 @@ def test_the_longest_that_fits(tiny: None, corpus: list[str], tmp_path: Path, mo
     run: Any = SimpleNamespace(model=model, parameters=[*model.parameters()], step=step)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=160 << 30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
-    way, told = models.ways([""])["cce-dist-default"], []
-    assert steps._longest(run, way, text, 80, told.append) == 6144
+    way = models.ways([""])["cce-dist-default"]
+    assert steps._longest(run, way, text, 80) == 6144
     assert fractions == [0.5, 1.0] and max(taken) == 8192
-    assert steps._longest(run, way._replace(compiled="all"), text, 80, told.append) is None
+    assert steps._longest(run, way._replace(compiled="all"), text, 80) is None
     monkeypatch.setattr(run, "step", lambda way, ids: way(nobody=ids))
-    assert steps._longest(run, way, text, 80, told.append) is None and "no longest sequence: ValueError" in told[-1]
+    assert steps._longest(run, way, text, 80) is None and "no longest sequence: ValueError" in capsys.readouterr().err
 
 
 def test_what_is_no_table_is_refused(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,22 +299,8 @@ def test_what_is_no_table_is_refused(capsys: pytest.CaptureFixture, monkeypatch:
 def under_fsdp(out: Path) -> None:
     """Two ranks: bytes are the plan's in bf16, gradients the stock model's in fp32, with layers compiled, too."""
     tiny = Model(16, 402, 2, 4, 32, 2, 4, is_tied=True)
-    command = [
-        "bench",
-        "--models",
-        "gemma-3-270m",
-        "--fsdp",
-        "2",
-        "--tokens",
-        "64",
-        "--length",
-        "32",
-        "--device",
-        "cpu",
-        "--repeats",
-        "2",
-    ]
-    command += ["--out", str(out)]
+    command = ["bench", "--models", "gemma-3-270m", "--fsdp", "2", "--tokens", "64", "--length", "32"]
+    command += ["--device", "cpu", "--repeats", "2", "--out", str(out)]
     in_fp32 = ["--dtype", "float32", "--compile", "layers", "--methods"]
     layers = ["cce-dist-default+layers", "cce-dist-shard-over+layers"]
     found = []

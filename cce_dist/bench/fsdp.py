@@ -21,7 +21,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from cce_dist.bench import models, steps
-from cce_dist.bench.loop import show_progress
 from cce_dist.bench.methods import Method
 from cce_dist.bench.records import Case, Cases
 from cce_dist.ranks import in_torchrun
@@ -60,27 +59,13 @@ def cases(args: argparse.Namespace, chosen: dict[str, Method], device: torch.dev
 
 def _cases_of(name: str, args: argparse.Namespace, chosen: dict[str, Method], device: torch.device) -> Iterator[Case]:
     """Measure a model at each number of tokens of a rank."""
-    config, group = models.config_of(name, args.layers)[1], _mesh(device.type).get_group()
+    vocab_size, group = models.config_of(name)[1].vocab_size, _mesh(device.type).get_group()
     open_run = partial(_open_run, name, args.layers, getattr(torch, args.dtype), device)
     for num_tokens in args.tokens:
-        told = partial(show_progress, f"{name}, N {num_tokens:,}: ")
         length = min(args.length, num_tokens)
         draw = torch.Generator(device).manual_seed(dist.get_rank())
-        ids = torch.randint(config.vocab_size, (num_tokens // length, length), generator=draw, device=device)
-        found = steps.measure_steps(chosen, open_run, ids, args.repeats, told, group)
-        yield Case(
-            shape=name,
-            num_tokens=num_tokens,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            dtype=args.dtype,
-            on_gpu=ids.is_cuda,
-            num_ranks=dist.get_world_size(),
-            task="whole steps under FSDP2",
-            num_layers=config.num_hidden_layers,
-            length=length,
-            **found._asdict(),
-        )
+        ids = torch.randint(vocab_size, (num_tokens // length, length), generator=draw, device=device)
+        yield steps.measure_steps(name, args, chosen, open_run, ids, group)
 
 
 def _open_run(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import cce_dist
-from cce_dist.bench.loop import Limits, Measured, Progress, Trial, free_memory, measure, relative_error, show_progress
+from cce_dist.bench.loop import Limits, Progress, Trial, free_memory, measure, relative_error, show_progress
 from cce_dist.bench.methods import Method
 from cce_dist.bench.models import CONFIGS, STOCK, build, over, ways
 from cce_dist.bench.records import Case, Cases, Errors
@@ -81,27 +82,13 @@ def _cases_of(name: str, args: argparse.Namespace, chosen: dict[str, Method], de
     for num_tokens in args.tokens:
         length = min(args.length, num_tokens)
         ids = text.held_out(num_tokens // length, length, device)
-        told = partial(show_progress, f"{name}, N {num_tokens:,}: ")
-        found = measure_steps(chosen, lambda method: (run, over(method, model)), ids, args.repeats, told)
-        limit = args.longest if num_tokens == args.tokens[-1] else 0
-        for row in found.rows if limit else ():
-            row.longest = None if row.problem else _longest(run, chosen[row.name], text, limit, told)
-        yield Case(
-            shape=name,
-            num_tokens=num_tokens,
-            hidden_size=model.config.hidden_size,
-            vocab_size=vocab_size,
-            dtype=args.dtype,
-            on_gpu=ids.is_cuda,
-            task="whole steps",
-            num_layers=model.config.num_hidden_layers,
-            train_steps=args.train_steps,
-            num_ids=text.num_ids,
-            length=length,
-            limit_gib=limit,
-            **_workload(model, ids).drawn,
-            **found._asdict(),
-        )
+        case = measure_steps(name, args, chosen, lambda method: (run, over(method, model)), ids)
+        case.train_steps, case.num_ids = args.train_steps, text.num_ids
+        if args.longest and num_tokens == args.tokens[-1]:
+            case.limit_gib = args.longest
+            for row in case.rows:
+                row.longest = None if row.problem else _longest(run, chosen[row.name], text, args.longest)
+        yield replace(case, **_workload(model, ids).drawn)
 
 
 class Text:
@@ -193,19 +180,21 @@ def _train(run: Run, text: Text, length: int, steps: int, device: torch.device, 
 
 
 def measure_steps(
+    name: str,
+    args: argparse.Namespace,
     methods: dict[str, Method],
     open_run: Callable[[Method], tuple[Run, nn.Module]],
     ids: Tensor,
-    repeats: int,
-    progress: Progress,
     group: dist.ProcessGroup | None = None,
-) -> Measured:
+) -> Case:
     """Measure the steps of each method on this rank's ids. ``open_run`` returns the run and the module of a method."""
+    progress = partial(show_progress, f"{name}, N {ids.numel():,}: ")
+    progress("the stock model, a sequence at a time")
     # Each method compiles the same code of the model's class anew. A second shape would get symbolic sizes, and be slower.
     torch._dynamo.config.recompile_limit = 64
     torch.compiler.reset()
-    progress("the stock model, a sequence at a time")
     run, stock = open_run(STOCK)
+    config = run.model.config
     reference = [None if true is None else true.cpu() for true in run.gradients(stock, *ids.split(1))]
     del run, stock
     free_memory(ids.device)
@@ -223,7 +212,19 @@ def measure_steps(
 
         return Trial(partial(run.gradients, module, ids), errors, LIMITS, step, {"total": step}, run.resident_bytes)
 
-    return measure(methods, make, repeats, ids.device, group, progress)
+    return Case(
+        shape=name,
+        num_tokens=ids.numel(),
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        dtype=args.dtype,
+        on_gpu=ids.is_cuda,
+        num_ranks=1 if group is None else group.size(),
+        task="whole steps" if group is None else "whole steps under FSDP2",
+        num_layers=config.num_hidden_layers,
+        length=ids.shape[1],
+        **measure(methods, make, args.repeats, ids.device, group, progress)._asdict(),
+    )
 
 
 def _errors(run: Run, computed: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> Errors:
@@ -238,7 +239,7 @@ def _errors(run: Run, computed: Sequence[Tensor | None], reference: Sequence[Ten
     return Errors(loss, body, of_head, float("nan"))
 
 
-def _longest(run: Run, method: Method, text: Text, limit_gib: int, progress: Progress) -> int | None:
+def _longest(run: Run, method: Method, text: Text, limit_gib: int) -> int | None:
     """Return the tokens of the longest sequence whose step fits.
 
     None for a compiled method, which each length would compile anew.
@@ -247,7 +248,7 @@ def _longest(run: Run, method: Method, text: Text, limit_gib: int, progress: Pro
 
     def fits(units: int) -> bool:
         ids, fit = text.spread(train[np.arange(units * LONGEST_UNIT) % len(train)], device)[None], True
-        progress(f"a sequence of {ids.shape[1]:,}")
+        show_progress(f"a sequence of {ids.shape[1]:,}")
         try:
             run.step(over(method, run.model), ids)
         except torch.OutOfMemoryError:
@@ -262,7 +263,7 @@ def _longest(run: Run, method: Method, text: Text, limit_gib: int, progress: Pro
     try:
         return LONGEST_UNIT * largest(fits)
     except Exception as error:
-        progress(f"no longest sequence: {describe(error)}")
+        show_progress(f"no longest sequence: {describe(error)}")
         return None
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
