@@ -80,8 +80,8 @@ def _gathered(
         hidden, teacher_hidden = (recorded(merge.SequenceGather.wait, gather) for gather in arriving)
     ids = torch.where(mask, 0, IGNORED)
     return Heads(
-        Operands(hidden, weight, bias, ids, spec.student),
-        Operands(teacher_hidden, teacher_weight, teacher_bias, ids, spec.teacher),
+        Operands.of(hidden, weight, ids, spec.student, bias),
+        Operands.of(teacher_hidden, teacher_weight, ids, spec.teacher, teacher_bias),
     )
 
 
@@ -127,8 +127,8 @@ def _with_workspace(backend: ModuleType, x: Heads, call: DivergenceCall, group: 
 
 def _of_even_shard(x: Heads, call: DivergenceCall, num_ranks: int) -> Heads:
     """As if the vocabulary were split evenly, so that every rank gets the same answer."""
-    logits = x.student.logits._replace(num_valid=even_rows(call.vocab_size, 0, num_ranks)[1])
-    return x._replace(student=x.student._replace(logits=logits))
+    num_valid = even_rows(call.vocab_size, 0, num_ranks)[1]
+    return x._replace(student=x.student._replace(num_valid=num_valid))
 
 
 def _forward_fake(hidden, weight, bias, mask, teacher_hidden, teacher_weight, teacher_bias, _, *flat):
@@ -137,8 +137,8 @@ def _forward_fake(hidden, weight, bias, mask, teacher_hidden, teacher_weight, te
     # With sequence parallelism the hidden states of all tokens have these sizes.
     every, every_teachers = (x.new_empty(num_tokens, x.shape[1]) for x in (hidden, teacher_hidden))
     x = Heads(
-        Operands(every, weight, bias, ids, call.spec.student),
-        Operands(every_teachers, teacher_weight, teacher_bias, ids, call.spec.teacher),
+        Operands.of(every, weight, ids, call.spec.student, bias),
+        Operands.of(every_teachers, teacher_weight, ids, call.spec.teacher, teacher_bias),
     )
     backend = _backend(call)
     spec = _with_workspace(backend, x, call, merge.resolve(call.layout.group_name))

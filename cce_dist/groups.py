@@ -124,7 +124,7 @@ def loss(x: Operands, terms: Terms, call: Call, groups: Groups, expected_N: Tens
     if terms.divisor is not None:
         terms = terms._replace(divisor=on_device(terms.divisor, x.hidden.device))
     return _InGroups.apply(  # type: ignore[return-value]
-        x.hidden, x.weight, x.bias, x.ids, grad_weight_out, terms, expected_N, call, groups
+        x.hidden, x.weight, x.head.bias, x.ids, grad_weight_out, terms, expected_N, call, groups
     )
 
 
@@ -210,11 +210,11 @@ def _add_anew(saved: tuple[Tensor, ...], made: _Made, upstream_N: Tensor, terms:
     """Add the gradients of weight and bias; launches end at once where all tokens are without a label."""
     hidden, weight, bias, labels = saved
     group = merge.resolve(call.layout.group_name)
-    backend, spec = chosen(call, Operands(hidden, weight, bias, labels, call.spec.logits), group)
+    backend, spec = chosen(call, Operands.of(hidden, weight, labels, call.spec.logits, bias), group)
     with torch.autocast(hidden.device.type, enabled=False):
         if call.layout.sequence_parallel and group is not None:
             hidden = merge.SequenceGather(hidden, group).wait()
-        x = Operands(hidden, weight, bias, made.ids_N, spec.logits)
+        x = Operands.of(hidden, weight, made.ids_N, spec.logits, bias)
         # Logits without a label count as 0, and shall not be compared with a maximum that is far below.
         softmax = Softmax(*(torch.where(x.ids >= 0, numbers_N, 0.0) for numbers_N in made.softmax[:2]))
         d_losses = terms.gradients(upstream_N, softmax.max + softmax.log_sum)
@@ -264,7 +264,7 @@ def run(
 ) -> tuple[Tensor, _Made]:  # fmt: skip
     """Return the loss and its gradients, group by group."""
     layout, group, rows = call.layout, merge.resolve(call.layout.group_name), groups.rows
-    x = Operands(hidden, weight, bias, labels, call.spec.logits)
+    x = Operands.of(hidden, weight, labels, call.spec.logits, bias)
     backend, spec = chosen(call, x, group)
     # The sum over ranks begins when a group is done, and nothing of the group waits for it.
     spec = spec._replace(alone=True)
@@ -325,7 +325,7 @@ def _finished(
     """
     expected_N, max_N, log_sum_N, loss_N, weight_N, d_hidden = of_tokens
     assert expected_N is not None and max_N is not None and log_sum_N is not None and loss_N is not None
-    group, x = merge.resolve(call.layout.group_name), Operands(hidden, weight, bias, ids_N, call.spec.logits)
+    group, x = merge.resolve(call.layout.group_name), Operands.of(hidden, weight, ids_N, call.spec.logits, bias)
     z_loss_weight, label_smoothing = numbers
     backend, spec, terms = chosen(call, x, group)[0], call.spec, Terms(None, z_loss_weight, label_smoothing, weight_N)
     # Without a filter nobody merges a bound.

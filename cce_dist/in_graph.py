@@ -34,9 +34,9 @@ def loss(x: Operands, terms: groups.Terms, call: Call) -> Tensor:
     divisor, z_loss_weight, label_smoothing, weight_N = terms
     assert divisor is not None
     divisor = groups.on_device(divisor, x.hidden.device)
-    want = [tensor is not None and tensor.requires_grad for tensor in (x.hidden, x.weight, x.bias)]
+    want = [tensor is not None and tensor.requires_grad for tensor in (x.hidden, x.weight, x.head.bias)]
     return torch.ops.cce_dist.loss_and_gradients(
-        x.hidden, x.weight, x.bias, x.ids, divisor, weight_N, z_loss_weight, label_smoothing, want, *flat(call)
+        x.hidden, x.weight, x.head.bias, x.ids, divisor, weight_N, z_loss_weight, label_smoothing, want, *flat(call)
     )[0]
 
 
@@ -46,7 +46,7 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The operator: the loss, 0-d fp32, and the gradients that are wanted, as if upstream's were 1."""
     call, terms = build(Call, iter(flat_call)), groups.Terms(divisor, z_loss_weight, label_smoothing, weight_N)
-    parts = groups.groups_of(Operands(hidden, weight, bias, labels, call.spec.logits), call, False, None)
+    parts = groups.groups_of(Operands.of(hidden, weight, labels, call.spec.logits, bias), call, False, None)
     if parts is not None:
         loss, made = groups.run(hidden, weight, bias, labels, terms, None, call, parts, tuple(want))
         found = made[:3]

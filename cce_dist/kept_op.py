@@ -62,7 +62,7 @@ def _run_forward(
         token_L = token_of_entries(begin, kept.shape[0])
         ids = _ids_of_tokens(labels, KeptIds(offsets, kept), token_L, call)
         factors = torch.where(ids[:, None] >= 0, factors, 1.0)  # an ignored token's factors may be anything
-        x = Operands(_gathered(hidden, call), weight, bias, ids, spec.logits, None, factors)
+        x = Operands.of(_gathered(hidden, call), weight, ids, spec.logits, bias, factors)
         lists = lists_of(begin, token_L, kept, ids, spec.logits)
         stats_KN, z_M = _backend(call).statistics(x, lists, spec)
         nll, lse, _, _, entropy, merged = dense.token_losses(merge.gather_stats(stats_KN, group), ids, spec)
@@ -94,7 +94,7 @@ def _run_backward(
     merged, ids, factors, *of_lists, z_M = Saved(*saved)
     d_nll, d_lse, d_entropy = d_losses
     with torch.autocast(hidden.device.type, enabled=False):
-        x = Operands(_gathered(hidden, call), weight, bias, ids, spec.logits, None, factors)
+        x = Operands.of(_gathered(hidden, call), weight, ids, spec.logits, bias, factors)
         coef_4N = dense.coefficients([d_nll, d_lse, None, None, d_entropy], ids, spec.vocab_size)
         softmax = Softmax(merged[0], merged[1], None if d_entropy is None else merged[2])
         lists = KeptLists(*of_lists)
@@ -146,5 +146,5 @@ def forward(
     x: Operands, kept: KeptIds, factors: Tensor, grad_weight_out: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The operator as ``linear_log_probs`` calls it; see ``_run_forward``. Returns its first three results."""
-    tensors = (x.hidden, x.weight, x.bias, x.ids, factors, kept.offsets.contiguous(), kept.ids.contiguous())
+    tensors = (x.hidden, x.weight, x.head.bias, x.ids, factors, kept.offsets.contiguous(), kept.ids.contiguous())
     return _OPERATOR.apply(*tensors, grad_weight_out, call=call, needs_grad=call.spec.want.grad)[:3]

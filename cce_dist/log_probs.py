@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from cce_dist import agree, checks, kept_ids, kept_op, op, operands, terms
 from cce_dist.call import Call, LogProbOptions, checked
 from cce_dist.kept_ids import KeptIds
-from cce_dist.kernels import Operands, Spec, Want
+from cce_dist.kernels import Operands, ShardLogits, Spec, Want
 from cce_dist.kernels.kept_ids import rising
 from cce_dist.shard import VocabShard
 
@@ -150,7 +150,7 @@ def linear_log_probs(
     if options.top_k > shard.vocab_size:
         raise ValueError(f"top_k is {options.top_k}, the vocabulary has {shard.vocab_size} ids")
     tokens = ids.shape[: input.dim() - 1]
-    call = operands.call_of(x, _spec(x, scale is None, shard, options), shard, options)
+    call = operands.call_of(x, _spec(x, scale, shard, options), shard, options)
     if options.batch_invariant and call.backend == "torch":
         raise ValueError("batch_invariant needs the Triton backend: sums of the torch backend depend on the batch")
     factors = terms.factors(logit_scale, temperature, x, tokens, call) if scale is None else None
@@ -161,7 +161,7 @@ def linear_log_probs(
         nll, lse, entropies = kept_op.forward(x, kept, factors, grad_weight_out, call)
         out = LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)
         return _with_mass(out, x, kept, factors, call) if kept_mass else out
-    found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
+    found = op.forward(x.hidden, x.weight, x.head.bias, x.ids, grad_weight_out, call, factors)
     statistics = (found.sum_p_squared, found.max_logit, found.argmax)
     squares, max_logit, best = (None if values is None else values.view(tokens) for values in statistics)
     most = (None if values is None else values.view(*tokens, top_k) for values in (found.top_log_probs, found.top_ids))
@@ -176,24 +176,25 @@ def _with_mass(out: LogProbs, x: Operands, kept: KeptIds, factors: Tensor, call:
     """Add what a sweep over the whole vocabulary says of the tokens whose list is not empty."""
     ids = x.ids.masked_fill(rising(kept.offsets, kept.ids.shape[0]).diff() == 0, call.spec.ignore_index)
     sweep = call._replace(spec=call.spec._replace(want=Want(grad=False)))
-    found = op.forward(x.hidden, x.weight, x.bias, ids, None, sweep, factors)
+    found = op.forward(x.hidden, x.weight, x.head.bias, ids, None, sweep, factors)
     mass = (out.lse.view(-1) - found.lse).exp().clamp(max=1.0).masked_fill(ids == call.spec.ignore_index, 0.0)
     full = (0.0 - found.nll).view(out.log_probs.shape)
     return out._replace(full_log_probs=full, kept_mass=mass.view(out.lse.shape))
 
 
-def _spec(x: Operands, factors: bool, shard: VocabShard, options: LogProbOptions) -> Spec:
+def _spec(x: Operands, scale: float | None, shard: VocabShard, options: LogProbOptions) -> Spec:
     want = Want(
-        grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.bias)),
+        grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.head.bias)),
         entropy=options.entropy,
         largest=options.argmax,
         sum_p_squared=options.sum_p_squared,
         best=options.argmax,
         top_k=options.top_k,
     )
+    logits = ShardLogits(shard.start, shard.num_valid, 1.0 if scale is None else scale, options.softcap or 0.0)
     return Spec(
-        x.logits, shard.vocab_size, options.ignore_index, want=want, workspace_bytes=options.workspace_bytes,
-        num_ids=x.ids.shape[1] if x.ids.dim() == 2 else 1, factors=factors, invariant=options.batch_invariant,
+        logits, shard.vocab_size, options.ignore_index, want=want, workspace_bytes=options.workspace_bytes,
+        num_ids=x.ids.shape[1] if x.ids.dim() == 2 else 1, factors=scale is None, invariant=options.batch_invariant,
     )  # fmt: skip
 
 

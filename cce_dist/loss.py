@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 from cce_dist import agree, checks, groups, in_graph, op, operands, terms
 from cce_dist.call import DTYPES, LossOptions, Options, checked
 from cce_dist.filter import FilterStats, GradFilter
-from cce_dist.kernels import Filter, Operands, Spec, Want
+from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, Want
 from cce_dist.kernels.extras import Outputs
 from cce_dist.shard import VocabShard
 
@@ -209,8 +209,8 @@ def linear_cross_entropy(
     scale = chosen.logit_scale if unread is None else unread
     if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
         part = sequence_parallel or input_grad == "partial"
-        hidden, bias = terms.learn_scale(logit_scale, scale, x.hidden, x.bias, shard.group, part)
-        x = x._replace(hidden=hidden, bias=bias)
+        hidden, bias = terms.learn_scale(logit_scale, scale, x.hidden, x.head.bias, shard.group, part)
+        x = x._replace(hidden=hidden, head=x.head._replace(bias=bias))
     call = operands.call_of(x, _spec(x, weight, shard, chosen)._replace(factors=unread is not None), shard, chosen)
     agree.check_ranks(x, {"weight": weight}, shard, chosen, call)
     class_weights = None if weight is None else terms.ClassWeights(weight, x, shard, chosen.ignore_index)
@@ -228,7 +228,7 @@ def linear_cross_entropy(
             loss = groups.loss(x, made_of, call, parts, expected, grad_weight_out)
             return loss.view(target.shape) if per_token else loss
     factors = None if unread is None else terms.factors(unread, 1.0, x, target.shape, call)
-    found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
+    found = op.forward(x.hidden, x.weight, x.head.bias, x.ids, grad_weight_out, call, factors)
     loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll
     if call.spec.want.uniform:
         loss = loss + chosen.label_smoothing * found.uniform_nll
@@ -253,7 +253,7 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
     # The mean of nll is taken by the operator itself, so that its launches can be replayed.
     plain = options.label_smoothing == 0 and not options.has_z_loss and class_weights is None
     want = Want(
-        grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.bias)),
+        grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.head.bias)),
         uniform=options.label_smoothing > 0 and class_weights is None,
         entropy="entropy" in options.return_aux,
         filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
@@ -262,7 +262,8 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
     )
     f = options.grad_filter
     kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
-    return Spec(x.logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
+    logits = ShardLogits(shard.start, shard.num_valid, options.logit_scale, options.softcap or 0.0)
+    return Spec(logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
 
 
 def _is_loss_alone(options: Options, class_weights: terms.ClassWeights | None) -> bool:

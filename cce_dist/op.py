@@ -75,7 +75,7 @@ def _run_forward(
         The losses of ``Outputs``, the list of its other tensors that are wanted, and the list of ``Saved``.
     """
     layout, group = call.layout, merge.resolve(call.layout.group_name)
-    x = Operands(hidden, weight, bias, labels, call.spec.logits)
+    x = Operands.of(hidden, weight, labels, call.spec.logits, bias)
     backend, spec = chosen(call, x, group)
     rehearse(backend, spec, x, grad_weight_out)
 
@@ -111,7 +111,7 @@ def _run_forward(
         if spec.want.filter_stats:
             found["filter_stats"] = backend.filter_stats(x, Softmax(merged[0], merged[1]), saved, spec)
         others = [found[name] for name in listed(spec.want, 0)]
-        kept = Saved(merged, x.ids, count, ids_NI, target_NI, x.factors_N2, saved)
+        kept = Saved(merged, x.ids, count, ids_NI, target_NI, x.head.factors, saved)
         return *losses, mean, others, kept.listed()
 
 
@@ -129,7 +129,7 @@ def _operands(
         ids = any_id(cells.ids_NI)
     if factors is not None:
         factors = torch.where(ids[:, None] >= 0, factors, 1.0)  # an ignored token's factors may be anything
-    return Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
+    return Operands.of(hidden, weight, ids, spec.logits, bias, factors, cells)
 
 
 def _statistics_on_arrival(
@@ -163,7 +163,7 @@ def _run_backward(
     """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     merged, ids, count, ids_NI, target_NI, factors, saved = Saved.of(saved, call.spec)
-    backend, spec = chosen(call, Operands(hidden, weight, bias, ids, call.spec.logits), group)
+    backend, spec = chosen(call, Operands.of(hidden, weight, ids, call.spec.logits, bias), group)
     *d_losses, d_mean = d_losses
     of_mean = None if count is None or d_mean is None else (d_mean, count)
     cells = None
@@ -175,7 +175,7 @@ def _run_backward(
     with torch.autocast(hidden.device.type, enabled=False):
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size, of_mean)
-        x = Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
+        x = Operands.of(hidden, weight, ids, spec.logits, bias, factors, cells)
         sum_group = sum_group_of(layout, group)
         rows = None if sum_group is None else _rows_at_once(backend, x, spec, sum_group.size())
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
@@ -226,7 +226,7 @@ def chosen(call: Call, x: Operands, group: Any) -> tuple[Backend, Spec]:
 
 def of_even_shard(x: Operands, spec: Spec, num_ranks: int) -> Operands:
     num_valid = even_rows(spec.vocab_size, 0, num_ranks)[1]
-    return x if num_valid == x.logits.num_valid else x._replace(logits=spec.logits._replace(num_valid=num_valid))
+    return x if num_valid == x.num_valid else x._replace(num_valid=num_valid)
 
 
 def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat):
@@ -239,7 +239,7 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     nll = empty(*labels.shape)
     losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, want.uniform, want.entropy))
     ids = labels.new_empty(num_tokens)
-    x = Operands(hidden, weight, bias, ids, call.spec.logits)
+    x = Operands.of(hidden, weight, ids, call.spec.logits, bias)
     backend, spec = chosen(call, x, merge.resolve(call.layout.group_name))
     others = [hidden.new_empty(shape, dtype=dtype) for shape, dtype in listed(want, num_tokens).values()]
     saved = Saved(

@@ -37,7 +37,9 @@ def prepare(
     ids = labels.long()
     if ids.dim() != 1 + several:  # a view costs the host as much as all of these checks, and autograd one more step
         ids = ids.reshape(-1, ids.shape[-1]) if several else ids.reshape(-1)
-    return Operands(*head.operands(), ids.contiguous(), head.logits(logit_scale, options.softcap)), head.shard
+    hidden, weight, bias = head.operands()
+    logits = head.logits(logit_scale, options.softcap)
+    return Operands.of(hidden, weight, ids.contiguous(), logits, bias), head.shard
 
 
 class Head(NamedTuple):

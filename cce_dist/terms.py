@@ -127,7 +127,7 @@ class ClassWeights:
         x, here = self.x, slice(0, self.shard.num_valid)
         with torch.autocast(x.hidden.device.type, enabled=False):
             w_V = self.weight[self.shard.start : self.shard.start + self.shard.num_valid]
-            of_bias = torch.zeros_like(w_V) if x.bias is None else x.bias[here].float()
+            of_bias = torch.zeros_like(w_V) if x.head.bias is None else x.head.bias[here].float()
             vector = torch.cat((w_V @ x.weight[here].float(), (w_V @ of_bias)[None]))
             if self.shard.group is not None:
                 vector = merge.SumOverRanks.apply(vector, self.shard.group)

@@ -75,21 +75,50 @@ IGNORED, OUTSIDE = -1, -2  # stand for a label that is the ignore_index, and for
 
 
 class ShardLogits(NamedTuple):
-    """How logits come from hidden states on this shard."""
+    """How logits come from hidden states on this shard, as plain numbers."""
 
     start: int  # First vocabulary id of the shard; row j of the weight is id ``start + j``
     num_valid: int  # Rows of the weight that are part of the vocabulary; rows from here on are padding
     logit_scale: float = 1.0  # Multiplies the logits
     softcap: float = 0.0  # Bound of the logits, ``softcap * tanh(u / softcap)``; 0 means none
 
-    @property
-    def capped(self) -> int:
-        """0 without a softcap, 1 with one, 2 where logits may be so far below it that tanh must be exact for small arguments.
 
-        A logit is off by some 1e-7 softcaps otherwise. The exact form takes 5 to 7 % of a step (H200, 2026-11), so softcaps of
-        the usual size go without.
-        """
-        return 0 if self.softcap <= 0.0 else 1 + (self.softcap > FAR_SOFTCAP)
+class Head(NamedTuple):
+    """What turns the products ``hidden @ weight.T`` into logits, beside the weight itself. None means absent.
+
+    A kernel takes the record as one argument, and ``head.py`` alone reads it there. Triton compiles a kernel for what is
+    absent, so nothing else tells a kernel whether there is a bias.
+    """
+
+    bias: torch.Tensor | None = None  # [V] contiguous
+    scale: float | None = None  # Multiplies the products and the bias
+    softcap: float | None = None
+    # 1 if the softcap is above FAR_SOFTCAP, else None. Logits may then be so far below the softcap that tanh must be exact for
+    # small arguments: a logit is off by some 1e-7 softcaps otherwise. The exact form takes 5 to 7 % of a step (H200, 2026-11).
+    far: int | None = None
+    # [N, 2] fp32 contiguous: each token's factors, before and after the softcap. There is no scale beside them.
+    factors: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, logits: ShardLogits, bias: torch.Tensor | None = None, factors: torch.Tensor | None = None) -> Head:
+        """Return the head that has these tensors."""
+        scale = None if logits.logit_scale == 1.0 else logits.logit_scale
+        if logits.softcap <= 0.0:
+            return cls(bias, scale, factors=factors)
+        return cls(bias, scale, logits.softcap, 1 if logits.softcap > FAR_SOFTCAP else None, factors)
+
+    @property
+    def multiplier(self) -> float:
+        """The scale, 1 if there is none."""
+        return 1.0 if self.scale is None else self.scale
+
+    def of_columns(self, columns: slice | torch.Tensor) -> Head:
+        """Return the head of some columns."""
+        return self if self.bias is None else self._replace(bias=self.bias[columns].contiguous())
+
+    def of_tokens(self, rows: slice) -> Head:
+        """Return the head of some tokens."""
+        return self if self.factors is None else self._replace(factors=self.factors[rows])
 
 
 class Filter(NamedTuple):
@@ -187,15 +216,22 @@ class Operands(NamedTuple):
 
     hidden: torch.Tensor  # [N, D] contiguous; fp32, bf16 or fp16
     weight: torch.Tensor  # [V, D] contiguous, the same dtype
-    bias: torch.Tensor | None  # [V] contiguous, or None
+    head: Head
     # [N] int64, label ids in the whole vocabulary; IGNORED and OUTSIDE are negative. With several ids a token: any one of
     # them that is in it.
     ids: torch.Tensor
-    logits: ShardLogits  # The shard
+    start: int  # As in ``ShardLogits``
+    num_valid: int  # Likewise
     cells: Cells | None = None  # Several ids of each token, or None
-    # [N, 2] fp32 contiguous, what each token's logits are multiplied by: before and after the softcap; or None
-    factors_N2: torch.Tensor | None = None
     order: list[torch.Tensor] | None = None  # ``tokens.compact`` of ids, where that has been made with them
+
+    @classmethod
+    def of(
+        cls, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, logits: ShardLogits,
+        bias: torch.Tensor | None = None, factors: torch.Tensor | None = None, cells: Cells | None = None,
+    ) -> Operands:
+        """Return the operands of a shard whose logits come as ``logits`` says."""
+        return cls(hidden, weight, Head.of(logits, bias, factors), ids, logits.start, logits.num_valid, cells)
 
     @property
     def num_tokens(self) -> int:
@@ -203,10 +239,10 @@ class Operands(NamedTuple):
 
     def of_tokens(self, rows: slice, hidden: torch.Tensor) -> Operands:
         """Return those of some of the tokens, whose hidden states are given."""
-        cells, factors = self.cells, self.factors_N2
+        cells = self.cells
         return self._replace(
-            hidden=hidden, ids=self.ids[rows], cells=None if cells is None else Cells(cells.ids_NI[rows]),
-            factors_N2=None if factors is None else factors[rows], order=None,
+            hidden=hidden, head=self.head.of_tokens(rows), ids=self.ids[rows],
+            cells=None if cells is None else Cells(cells.ids_NI[rows]), order=None,
         )
 
 

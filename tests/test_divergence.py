@@ -282,7 +282,7 @@ def test_logits_of_16_bits_are_precise_near_the_largest_of_their_tile() -> None:
     hidden, weight = torch.randn(num_tokens, 64, device=DEVICE).half(), torch.randn(cols - 5, 64, device=DEVICE).half()
     bias = torch.full((cols - 5,), 1e3, device=DEVICE) + 100 * (torch.arange(cols - 5, device=DEVICE) // tiles.lse.cols)
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
-    x = Operands(hidden, weight, bias, ids, ShardLogits(0, cols - 5))
+    x = Operands.of(hidden, weight, ids, ShardLogits(0, cols - 5), bias)
     pair = new_pair_logits(num_tokens, cols, tiles.lse.cols, hidden)
     pair = pair._replace(z_2RC=pair.z_2RC.half())  # as beside bf16, which the interpreter misreads
     rows = gathered(hidden, compact(ids), torch.empty_like(hidden))
@@ -300,7 +300,7 @@ def test_logits_of_16_bits_are_precise_near_the_largest_of_their_tile() -> None:
 def test_what_is_kept_within_the_budget() -> None:
     """Catches: a budget that forgets the teacher's half, exponentials of a dtype that cannot hold them, or for no backward."""
     operands = torch.empty(8192, 512, dtype=torch.bfloat16)
-    head = Operands(operands, torch.empty(0, 512), None, torch.zeros(8192), ShardLogits(0, 32768))
+    head = Operands.of(operands, torch.empty(0, 512), torch.zeros(8192), ShardLogits(0, 32768))
     x, spec = Heads(head, head), Divergence(head.logits, head.logits, workspace_bytes=1 << 40)
     assert divergence.columns_kept(x, spec) == 32768
     assert divergence.columns_kept(x, spec._replace(grad=False)) == 0
@@ -343,7 +343,7 @@ def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, monkeypatch: 
     chosen = mib << 20
     if not mib:  # a default keeps all, or 2 GiB
         chosen = divergence.default_workspace(
-            Heads(*(Operands(x, weight, None, x, logits) for x in (hidden, teacher))), call.spec
+            Heads(*(Operands.of(x, weight, x, logits) for x in (hidden, teacher))), call.spec
         )
         assert 4 * num_tokens * 9000 < kept or chosen == 2 << 30
     last_wave = 2 * at_once * tiles.grad_hidden.rows * tiles.grad_hidden.cols * 4  # parts of up to two

@@ -49,8 +49,8 @@ def test_groups_are_those_of_an_even_shard():
     ):
         hidden = torch.empty(1, hidden_size, dtype=torch.bfloat16)
         for num_valid in (0, 1, vocab_size // num_ranks, vocab_size):
-            x = Operands(hidden, hidden, None, torch.empty(num_tokens), ShardLogits(0, num_valid))
-            spec = Spec(x.logits, vocab_size)
+            logits = ShardLogits(0, num_valid)
+            x, spec = Operands.of(hidden, hidden, torch.empty(num_tokens), logits), Spec(logits, vocab_size)
             assert op._rows_at_once(exact, x, spec, num_ranks) == rows
     x, spec = x._replace(ids=torch.empty(16384)), spec._replace(filter=Filter(2.0**-12))
     assert op._rows_at_once(filter, x, spec, 8) == 10880

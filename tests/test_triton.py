@@ -183,7 +183,7 @@ def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
 
 
 def operands(p: Problem) -> Operands:
-    return Operands(p.hidden, p.weight, p.bias, p.labels, p.logits)
+    return Operands.of(p.hidden, p.weight, p.labels, p.logits, p.bias)
 
 
 def spec_of(p: Problem, case: Case) -> Spec:
@@ -505,21 +505,22 @@ def test_who_waits_for_d_hidden() -> None:
     """Catches: room that is counted on where a group sums d_hidden, or not where each rank's part is returned or there is one
     rank. Under sequence parallelism that rank takes its slice, too."""
     rows = torch.zeros(8, 16, dtype=torch.bfloat16)
-    x = Operands(rows, rows, None, torch.zeros(8, dtype=torch.int64), ShardLogits(0, 8))
+    logits = ShardLogits(0, 8)
+    x = Operands.of(rows, rows, torch.zeros(8, dtype=torch.int64), logits)
     one, two = (SimpleNamespace(size=lambda size=size: size) for size in (1, 2))
     plain, partial, sliced = Layout(), Layout(partial=True), Layout(sequence_parallel=True)
     for layout, group, alone in (
         (plain, None, True), (plain, one, True), (plain, two, False), (partial, two, True), (sliced, one, False),
         (sliced, two, False),
     ):  # fmt: skip
-        assert op.chosen(Call(Spec(x.logits, 8), layout, "triton"), x, group)[1].alone == alone
+        assert op.chosen(Call(Spec(logits, 8), layout, "triton"), x, group)[1].alone == alone
 
 
 def test_where_exponentials_are_kept() -> None:
     """Catches: kept where they do not say the gradient, or where 16 bits are too few."""
     rows = torch.zeros(8, 16, dtype=torch.bfloat16)
-    x = Operands(rows, rows, None, torch.zeros(8), ShardLogits(0, 8))
-    spec = Spec(x.logits, 8)
+    logits = ShardLogits(0, 8)
+    x, spec = Operands.of(rows, rows, torch.zeros(8), logits), Spec(logits, 8)
     assert exact.columns_kept(x, spec) == 256
     assert exact.columns_kept(x._replace(hidden=x.hidden.half()), spec) == 0
     assert exact.default_workspace(x._replace(hidden=x.hidden.half()), spec) == 256 << 20
@@ -670,14 +671,20 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
 
 
 def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches are left out. Catches: a constexpr, or a tensor given or not, that follows the number of chunks, so of tokens:
-    its kernel would compile in the middle of training."""
+    """Launches are left out. Catches: a constexpr, or a tensor given or not, that follows the number of chunks, so of tokens,
+    and an integer inside a tuple, which Triton always specializes on: the kernel would compile in the middle of training."""
     launch_nothing(monkeypatch)
     seen: list[dict[str, set[tuple[Any, ...]]]] = []
 
+    def kind(arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            assert not any(isinstance(item, int) for item in arg)
+            return tuple(map(kind, arg))
+        return getattr(arg, "dtype", arg is None)
+
     def launch(kernel: Any, _: Any) -> Any:
         def record(*args: Any, **options: Any) -> None:
-            given = [getattr(arg, "dtype", arg is None) for arg in args]
+            given = map(kind, args)
             seen[-1].setdefault(kernel.fn.__name__, set()).add((*given, *options.items()))
 
         return record
@@ -688,8 +695,9 @@ def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPa
         seen.append({})
         hidden = torch.zeros(num_tokens, 256, dtype=torch.bfloat16, device=DEVICE)
         labels = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
-        x = Operands(hidden, hidden[:1000], None, labels, ShardLogits(0, 1000))
-        spec = Spec(x.logits, 1000, workspace_bytes=64 << 20)
+        logits = ShardLogits(0, 1000)
+        x = Operands.of(hidden, hidden[:1000], labels, logits)
+        spec = Spec(logits, 1000, workspace_bytes=64 << 20)
         stats, saved = exact.statistics(x, spec)
         exact.gradients(x, Softmax(stats[0], stats[1]), torch.zeros(4, num_tokens, device=DEVICE), saved, Grads(), spec)
     assert seen[0].keys() >= {"_lse_kernel", "_dlogits_kernel", "_grad_hidden_kernel", "_grad_weight_kernel"}
