@@ -1,8 +1,8 @@
-"""The methods that are compared: this library, plain torch, and others, each imported when asked for.
+"""The methods of the tables of heads: this library, plain torch, and other libraries, which are imported when asked for.
 
-A method is built once per case and then called as ``loss = method(hidden, weight, labels)`` on every rank: hidden [N, D] (with
-sequence parallelism the rank's slice of it), weight the rank's rows, labels whole. It returns the mean over the labels that are
-not -100. Building raises ``ImportError`` where the library, or the part of it that is asked for, is missing.
+A method is built once per case and then called as ``loss = method(hidden, weight, labels)`` on every rank. Hidden is [N, D],
+with sequence parallelism the rank's slice of it; weight has the rank's rows; labels are whole. The result is the mean over the
+labels that are not -100. Building raises ``ImportError`` if the library, or the part of it that is asked for, is missing.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(name: str, num_layers: int | None = None) -> tuple[Any, Any]:
-    """Return the class and the config of a model of ``CONFIGS``, with fewer layers where they are given."""
+    """Return the class and the config of a model of ``CONFIGS``, with ``num_layers`` layers if given."""
     import transformers
 
     (family, more), model = CONFIGS[name], sizes.MODELS[name]
@@ -65,7 +65,7 @@ def config_of(name: str, num_layers: int | None = None) -> tuple[Any, Any]:
 def build(name: str, num_layers: int | None, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
     """Return a model of ``CONFIGS`` with weights as transformers draws them.
 
-    Attention is SDPA, or eager in a family that caps its scores, which transformers has no SDPA for (Gemma 2).
+    Attention is SDPA, or eager for Gemma 2, which caps its attention scores.
     """
     kind, config = config_of(name, num_layers)
     torch.manual_seed(seed)
@@ -80,7 +80,7 @@ def twin(model: Any, *shared: nn.Module) -> Any:
 
 
 class FromHidden(nn.Module):
-    """A model whose loss another library computes from hidden states. Labels are shifted as transformers shifts them."""
+    """A model whose loss another library computes from hidden states, with labels shifted as in transformers."""
 
     def __init__(self, model: Any, loss: LossFn) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def _from_hidden(make: Callable[..., LossFn], model: Any) -> nn.Module:
 
 
 def _liger(model: Any) -> nn.Module:
-    """Liger's fused loss alone, by Liger's own patch of one model, as Trainer applies it."""
+    """Apply Liger's own patch to one model, as Trainer does, but only its fused loss."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance  # pyright: ignore[reportMissingImports]
 
     off = dict.fromkeys(("rope", "rms_norm", "cross_entropy", "swiglu", "geglu"), False)
@@ -157,7 +157,7 @@ def _liger(model: Any) -> nn.Module:
 
 
 def convert(options: dict[str, Any], model: Any) -> nn.Module:
-    """Convert a model, and say nothing."""
+    """Convert a model without the log line."""
     log = logging.getLogger("cce_dist")
     level = log.level
     log.setLevel(logging.ERROR)  # the line of each conversion

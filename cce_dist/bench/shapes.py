@@ -1,4 +1,4 @@
-"""What options of the benchmark name: heads of well-known models, tasks of log-probabilities, columns."""
+"""Names that options take: heads of well-known models, tasks of log-probabilities, columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cce_dist.plan.sizes import MODELS
 
 
 class HeadShape(NamedTuple):
-    """Hidden size D and vocabulary size V of a head: the rows of the published weight."""
+    """Hidden size D and vocabulary size V of a head; V is the number of rows of the published weight."""
 
     hidden_size: int
     vocab_size: int
