@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cce_dist import LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy
-from cce_dist.bench.loop import Problem, loss_of, truth_of
+from cce_dist.bench.problem import Problem, loss_of, reference_of
 from cce_dist.pretrain.data import IGNORED
 from cce_dist.pretrain.engines.torch import TorchEngine
 from cce_dist.pretrain.recipe import Recipe
@@ -51,7 +51,7 @@ def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndar
 
 def agreement(d_hidden: Tensor, d_weight: Tensor, problem: Problem, kept_tiles: float) -> Agreement:
     """Compare gradients [N, D] and [V, D] of a loss with the dense ones, from the rounded operands of the problem."""
-    truth, labels = truth_of(problem), problem.tokens[1]
+    truth, labels = reference_of(problem), problem.tokens[1]
     rare = torch.ones(len(truth.d_weight), dtype=torch.bool, device=labels.device)
     rare[labels[labels != IGNORED]] = False
     pairs = (
