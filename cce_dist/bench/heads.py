@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,7 @@ def _sources(args: argparse.Namespace) -> Iterator[Source]:
 
 def cases(args: argparse.Namespace, chosen: Container[str], device: torch.device) -> Cases:
     """Yield each workload's label and its cases. Every rank calls this, but gets only the cases of its groups."""
-    groups = {size: dist.new_group(range(size)) if size > 1 else None for size in args.tp}
+    groups: dict[int, Any] = {size: dist.new_group(range(size)) if size > 1 else None for size in args.tp}
     shares: list[float] = args.ignored
     for source, ignored in product(_sources(args), shares):
         yield source.label, _cases_of(source, ignored, args, chosen, device, groups)
@@ -96,7 +96,7 @@ def _cases_of(
     args: argparse.Namespace,
     chosen: Container[str],
     device: torch.device,
-    groups: dict[int, dist.ProcessGroup | None],
+    groups: dict[int, Any],
 ) -> Iterator[Case]:
     show_progress(f"{source.label}: drawing the workload")
     try:

@@ -49,11 +49,11 @@ def all_methods(table: str = "", workspace_mib: Sequence[int] = (UNNAMED_MIB,)) 
 
 
 def our_rows(
-    build: Build, workspace_mib: Sequence[int], suffix: str = "", filtered: bool = True, **flags: bool
+    build: Build, workspace_mib: Sequence[int], suffix: str = "", filtered: bool = True, **flags: Any
 ) -> dict[str, Method]:
     """Return this library's rows in any table: in each budget, as it comes, with all exponentials kept, and filtered."""
     at = _at(workspace_mib)
-    options = {
+    options: dict[str, dict[str, Any]] = {
         f"cce-dist{suffix}{f'@{mib}MiB' if len(workspace_mib) > 1 else at}": {"workspace_bytes": mib << 20}
         for mib in workspace_mib
     }
@@ -65,7 +65,7 @@ def our_rows(
     return {name: Method(partial(build_ours, build, each), ours=True, **flags) for name, each in options.items()}
 
 
-def _one_row(build: Build, workspace_mib: Sequence[int], suffix: str, **flags: bool) -> dict[str, Method]:
+def _one_row(build: Build, workspace_mib: Sequence[int], suffix: str, **flags: Any) -> dict[str, Method]:
     """Return a row of the first budget that only some tables have."""
     options = {"workspace_bytes": workspace_mib[0] << 20}
     return {f"cce-dist{suffix}{_at(workspace_mib)}": Method(partial(build_ours, build, options), ours=True, **flags)}
