@@ -65,22 +65,33 @@ which comes from the logit that forward saved: no cell is added to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
+_T = TypeVar("_T")
 FAR_SOFTCAP = 64.0  # models have 30 to 50
 IGNORED, OUTSIDE = -1, -2  # stand for a label that is the ignore_index, and for one that is not in the vocabulary
 
 
 class ShardLogits(NamedTuple):
-    """How logits come from hidden states on this shard, as plain numbers."""
+    """How logits come from hidden states on this shard, as plain values."""
 
     start: int  # First vocabulary id of the shard; row j of the weight is id ``start + j``
     num_valid: int  # Rows of the weight that are part of the vocabulary; rows from here on are padding
     logit_scale: float = 1.0  # Multiplies the logits
     softcap: float = 0.0  # Bound of the logits, ``softcap * tanh(u / softcap)``; 0 means none
+    # Names of the tensors of ``Head`` that there are, with spaces between them. An operator takes these tensors as a list.
+    tensors: str = ""
+
+    def named(self, values: Sequence[_T]) -> dict[str, _T]:
+        """Return what a list has for each of the head's tensors, by the tensor's name."""
+        return dict(zip(self.tensors.split(), values, strict=True))
+
+    def listed(self, **values: _T) -> list[_T | None]:
+        """Return what belongs to each of the head's tensors, None where nothing is named, in the order of the list."""
+        return [values.get(name) for name in self.tensors.split()]
 
 
 class Head(NamedTuple):
@@ -100,12 +111,16 @@ class Head(NamedTuple):
     factors: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, logits: ShardLogits, bias: torch.Tensor | None = None, factors: torch.Tensor | None = None) -> Head:
+    def of(cls, logits: ShardLogits, **tensors: torch.Tensor | None) -> Head:
         """Return the head that has these tensors."""
         scale = None if logits.logit_scale == 1.0 else logits.logit_scale
-        if logits.softcap <= 0.0:
-            return cls(bias, scale, factors=factors)
-        return cls(bias, scale, logits.softcap, 1 if logits.softcap > FAR_SOFTCAP else None, factors)
+        softcap = logits.softcap if logits.softcap > 0.0 else None
+        return cls(scale=scale, softcap=softcap, far=1 if logits.softcap > FAR_SOFTCAP else None, **tensors)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that there are, by name."""
+        return {name: x for name, x in zip(self._fields, self, strict=True) if isinstance(x, torch.Tensor)}
 
     @property
     def multiplier(self) -> float:
@@ -155,7 +170,6 @@ class Spec(NamedTuple):
     want: Want = Want()
     workspace_bytes: int = 256 << 20
     num_ids: int = 1  # I, the ids of a token; 1: its label
-    factors: bool = False  # Whether each token has factors of its own
     invariant: bool = False  # A token's outputs have the same bits whichever other tokens are in the call
     alone: bool = False  # d_hidden is not summed over ranks, so nobody waits for it while d_weight is computed
 
@@ -163,6 +177,22 @@ class Spec(NamedTuple):
     def num_stats(self) -> int:
         """The number of statistics of a token that the loss has."""
         return 3 + 2 * self.want.uniform + self.want.entropy
+
+    def can_keep(self, dtype: str) -> bool:
+        """Whether exponentials can be kept from forward to backward, for hidden states of this dtype.
+
+        Not in fp16, whose exponent is too short, nor in fp32, whose precision they would cost. Not where the gradient is no
+        multiple of exp(z) plus a number of the token: label smoothing or an entropy under a softcap, whose slope is another
+        factor, and label smoothing of tokens with factors. Not where a token's bits may not depend on other tokens.
+        """
+        want, has_slope = self.want, self.logits.softcap > 0.0
+        has_other_terms = (want.uniform and (has_slope or self.factors)) or (want.entropy and has_slope)
+        return want.grad and dtype == "torch.bfloat16" and not has_other_terms and not self.invariant
+
+    @property
+    def factors(self) -> bool:
+        """Whether each token has factors of its own."""
+        return "factors" in self.logits.tensors.split()
 
     @property
     def several(self) -> bool:
@@ -227,15 +257,19 @@ class Operands(NamedTuple):
 
     @classmethod
     def of(
-        cls, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, logits: ShardLogits,
-        bias: torch.Tensor | None = None, factors: torch.Tensor | None = None, cells: Cells | None = None,
+        cls, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, logits: ShardLogits, cells: Cells | None = None,
+        **tensors: torch.Tensor | None,
     ) -> Operands:
-        """Return the operands of a shard whose logits come as ``logits`` says."""
-        return cls(hidden, weight, Head.of(logits, bias, factors), ids, logits.start, logits.num_valid, cells)
+        """Return the operands of a shard whose logits come as ``logits`` says, with these tensors of the head."""
+        return cls(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid, cells)
 
     @property
     def num_tokens(self) -> int:
         return self.ids.shape[0]
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(x.requires_grad for x in (self.hidden, self.weight, *self.head.tensors.values()))
 
     def of_tokens(self, rows: slice, hidden: torch.Tensor) -> Operands:
         """Return those of some of the tokens, whose hidden states are given."""

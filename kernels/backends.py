@@ -1,4 +1,4 @@
-"""The functions that a backend has, and the choice of one.
+"""The functions that each backend has. ``cce_dist/decide.py`` chooses the backend of a call.
 
 ``dense`` (plain torch), ``exact`` and ``filter`` (Triton) are modules that all have these functions with the same meaning, so
 that the operator in ``cce_dist/op.py`` reads as the algorithm does and names none of them.
@@ -57,10 +57,6 @@ class Backend(Protocol):
 
     # The passes over the vocabulary.
 
-    def default_workspace(self, x: Operands, spec: Spec) -> int:
-        """Return the budget, in bytes, of a call that gives none: from sizes, dtype and what is wanted alone."""
-        ...
-
     def saved_like(self, x: Operands, spec: Spec) -> list[Tensor]:
         """Return tensors of the shapes and dtypes of what ``statistics`` saves."""
         ...
@@ -94,21 +90,11 @@ class Backend(Protocol):
         """Return d_hidden [N, D] in hidden's dtype, d_weight [V, D] in weight's dtype, d_bias [V] fp32; None if not wanted."""
         ...
 
-    def rows_at_once(self, x: Operands, spec: Spec) -> int | None:
-        """Return the tokens whose d_hidden becomes final while that of others is computed; None: all become so together."""
-        ...
 
-
-def choose(name: str, spec: Spec, x: Operands) -> Backend:
-    """Return the backend of that name, "torch" or "triton", for a call; those of Triton are imported by their first use.
-
-    A filter on Triton has to pay by the sizes of ``x``, the largest shard of an even split: every rank then chooses the same.
-    """
-    if name == "torch":
+def named(name: str) -> Backend:
+    """Return the backend "dense", "exact" or "filter"; the two on Triton are imported by their first use."""
+    if name == "dense":
         return dense
     from cce_dist.kernels import exact, filter
 
-    filtering = spec.filter.eps > 0 and (spec.filter.hidden or spec.filter.weight)
-    # A uniform term under a softcap has no control variate: then nothing is dropped.
-    filtering = filtering and not (spec.want.uniform and spec.logits.softcap > 0)
-    return filter if filtering and (spec.filter.always or filter.pays(x, spec)) else exact
+    return filter if name == "filter" else exact

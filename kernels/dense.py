@@ -41,14 +41,6 @@ def ordered_ids(labels_N: Tensor, ignore_index: int, vocab_size: int) -> tuple[T
     return label_ids(labels_N, ignore_index, vocab_size), None
 
 
-def rows_at_once(x: Operands, spec: Spec) -> int | None:
-    return None  # the outer loop is over the vocabulary
-
-
-def default_workspace(x: Operands, spec: Spec) -> int:
-    return budget.LEAST_DEFAULT
-
-
 def saved_like(x: Operands, spec: Spec) -> list[Tensor]:
     return []
 

@@ -59,50 +59,28 @@ from cce_dist.kernels.tokens import (
 )
 
 __all__ = [
-    "coefficients", "default_workspace", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids",
-    "rows_at_once", "saved_like", "saved_of_slices", "statistics", "token_losses",
+    "coefficients", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids", "saved_like",
+    "saved_of_slices", "statistics", "token_losses",
 ]
 
 
 def columns_kept(x: Operands, spec: Spec) -> int:
     """Return how many of the shard's first columns keep their exponentials within the budget."""
-    if not keeps(x, spec):
+    if not spec.can_keep(str(x.hidden.dtype)):
         return 0
     return budget.columns_kept(sizes_of(x)._replace(alone=spec.alone), _beside_lists(x, spec))
 
 
 def _beside_lists(x: Operands, spec: Spec) -> int:
-    """The budget, less the lists of all tokens for the largest logits."""
-    plan = top_plan(x, spec)
-    return spec.workspace_bytes - (0 if plan is None else x.num_tokens * budget.top_bytes(plan, spec.want.top_k))
+    return budget.beside_lists(sizes_of(x), spec.want.top_k, spec.workspace_bytes)
 
 
 def top_plan(x: Operands, spec: Spec) -> budget.TopPlan | None:
     return budget.top_plan(x.num_valid, spec.want.top_k) if spec.want.top_k else None
 
 
-def default_workspace(x: Operands, spec: Spec) -> int:
-    return budget.default_workspace(sizes_of(x), keeps(x, spec))
-
-
-def keeps(x: Operands, spec: Spec) -> bool:
-    """Whether exponentials can be kept.
-
-    They cannot where they do not say the gradient (label smoothing or an entropy under a softcap, whose slope is in them; label
-    smoothing of tokens with factors), in fp16, whose exponent is too short, in fp32, whose precision they would cost, and where
-    a token's bits may not depend on others.
-    """
-    want, has_slope = spec.want, spec.logits.softcap > 0.0
-    they_say_it = not (want.uniform and (has_slope or spec.factors)) and not (want.entropy and has_slope)
-    return want.grad and x.hidden.dtype == torch.bfloat16 and they_say_it and not spec.invariant
-
-
 def sizes_of(x: Operands) -> Sizes:
     return Sizes(x.num_tokens, x.hidden.shape[1], x.num_valid, x.hidden.itemsize)
-
-
-def rows_at_once(x: Operands, spec: Spec) -> int | None:
-    return None if columns_kept(x, spec) > 0 else budget.most_rows(sizes_of(x), spec.workspace_bytes)
 
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:

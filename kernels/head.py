@@ -47,23 +47,29 @@ def logits_of(
     """Turn fp32 products into logits; with MASK_V, columns that are not part of the vocabulary are -inf."""
     z = acc
     before, after = factors
+    inside = in_v
     TILE: tl.constexpr = len(acc.shape) == 2
     if TILE:
         before = before[:, None]
         after = after[:, None]
+        inside = in_v[None, :]
     if head.bias is not None:
-        bias = tl.load(head.bias + offs_v, mask=in_v, other=0).to(tl.float32)
-        if TILE:
-            bias = bias[None, :]
-        z += bias
+        z += of_columns(head.bias, offs_v, in_v, TILE)
     z *= before
     if head.softcap is not None:
-        z = softcapped(z, head.softcap, head.far) * after
+        z = softcapped(z, head.softcap, head.far)
     if MASK_V:
-        if TILE:
-            in_v = in_v[None, :]
-        z = tl.where(in_v, z, float("-inf"))
-    return z
+        z = tl.where(inside, z, float("-inf"))
+    return z * after
+
+
+@triton.jit
+def of_columns(numbers_ptr, offs_v, in_v, TILE: tl.constexpr):
+    """Read a number for each column, [V] in any dtype, in fp32; for a TILE as its row. Others than those in_v are 0."""
+    numbers = tl.load(numbers_ptr + offs_v, mask=in_v, other=0).to(tl.float32)
+    if TILE:
+        numbers = numbers[None, :]
+    return numbers
 
 
 @triton.jit

@@ -57,7 +57,8 @@ def _entry_logits(h, weight_ptr, head, factors, column, offs_d, in_d, hidden_siz
     here = column >= 0
     where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
     w = tl.load(where, mask=here[:, None] & in_d[None, :], other=0)
-    return logits_of(tl.sum(w.to(tl.float32) * h[None, :], 1), column, here, head, factors, True)
+    z = logits_of(tl.sum(w.to(tl.float32) * h[None, :], 1), column, here, head, factors, False)
+    return tl.where(here, z, float("-inf"))
 
 
 @kernel("hidden_ptr", "weight_ptr", "hidden_size")

@@ -42,6 +42,7 @@ from cce_dist.kernels.candidates import Candidates, by_hand, list_candidates
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, num_programs, precision
+from cce_dist.kernels.tokens import first_rows
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
@@ -77,7 +78,7 @@ class Span(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Where exponentials are kept. In the kernel they are an argument of their own, since they may be a descriptor."""
+    """Where exponentials are kept. The kernel takes ``exp_RV`` apart from the rest: it may be a descriptor."""
 
     reference_R: torch.Tensor  # in: the value that a row's exponentials are first relative to, fp32
     exp_RV: torch.Tensor  # out: the exponentials
@@ -87,7 +88,7 @@ class Keep(NamedTuple):
 class Marks(NamedTuple):
     """The bits that a filter wants of the logits."""
 
-    bound_R: torch.Tensor  # in: lower bound of each row's log-sum-exp, fp32
+    bound_N: torch.Tensor  # in: lower bound of each token's log-sum-exp, fp32
     log_eps: float  # A logit is kept unless it is below ``bound + log_eps``
     words_RW: torch.Tensor  # out: int32, bit k of word w is column 32 w + k; for all columns of the last tile
 
@@ -169,7 +170,7 @@ def _lse_kernel(
     num_kept_ptr,  # in: [1] int32
     partial_ptr,  # out: [K, P, R] fp32
     exp,  # out: [R, B * BLOCK_V] descriptor or pointer, or None
-    keep,  # in, out: Keep without the exponentials, or None
+    keep,  # in, out: Keep without its exponentials, or None where ``exp`` is None
     marks,  # in, out: Marks, or None
     lists,  # in, out: Candidates, or None
     num_rows,
@@ -223,12 +224,13 @@ def _lse_kernel(
     count = 0.0
     reference = tl.zeros((BLOCK_N,), tl.float32)
     threshold = tl.zeros((BLOCK_N,), tl.float32)
-    if keep is not None:
+    if exp is not None:
         reference = tl.load(keep.reference_R + offs_n, mask=in_n, other=0)
         reference = tl.where(reference > float("-inf"), reference, 0.0)
     if marks is not None:
         # A bound of +inf makes every exponential of a dead row 0.
-        reference = tl.load(marks.bound_R + offs_n, mask=live, other=float("inf"))
+        token = tl.load(index_ptr + offs_n, mask=live, other=0)
+        reference = tl.load(marks.bound_N + token, mask=live, other=float("inf"))
         threshold = reference + marks.log_eps
         reference = tl.where(reference > float("-inf"), reference, 0.0)
     if lists is not None:
@@ -255,7 +257,7 @@ def _lse_kernel(
         if WANT.best:
             column = tl.min(tl.where(z == tile_max[:, None], offs_v[None, :], 0x7FFFFFFF), 1)
             best = tl.where(tile_max > running_max, column, best)
-        if keep is not None or marks is not None:
+        if exp is not None or marks is not None:
             new_shift = tl.where(new_max > reference + HEADROOM, new_max, reference)
         else:
             new_shift = tl.where(new_max > float("-inf"), new_max, 0.0)
@@ -266,7 +268,7 @@ def _lse_kernel(
             count += tl.minimum(num_valid - tile * BLOCK_V, BLOCK_V).to(tl.float32)
         e = _exp(above, FAST)
         if WANT.moment:
-            if keep is not None or marks is not None:
+            if exp is not None or marks is not None:
                 moment = _moment(moment, sum_exp, e, z, new_max, drop, new_max - running_max)
             else:
                 moment = _moment(moment, sum_exp, e, z, new_shift, drop, drop)
@@ -281,7 +283,7 @@ def _lse_kernel(
             sum_sloped = tl.where(sum_sloped > 0, sum_sloped * tl.exp(-drop), sum_sloped) + tl.sum(e, 1)
         running_max = new_max
         shift = new_shift
-        if keep is not None:
+        if exp is not None:
             if head.softcap is not None:
                 e = sloped(e, z, head, after)
             store_tile(exp, row, tile * BLOCK_V, e, num_rows, exp_cols, exp_cols, BLOCK_N, BLOCK_V, TMA)
@@ -442,7 +444,7 @@ def gathered_with_targets(
 
     It is 0 where the label is no valid row of this shard. Of several ids a token target_N is [I, N]. ``copy_N`` gets the same.
     """
-    rows = Rows(order[0], order[1], buffer_RD[: order[0].shape[0]])
+    rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
     num_rows, hidden_size = rows.hidden.shape
     ids, num_ids = x.ids, None
     if x.cells is not None:

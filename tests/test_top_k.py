@@ -118,7 +118,7 @@ def test_two_shards() -> None:
     bias, stats = torch.full((V,), -1e3, device=DEVICE), []
     for start, rows in ((0, slice(cut)), (cut, slice(cut, V))):
         logits = ShardLogits(start, len(weight[rows]))
-        x = Operands.of(hidden, weight[rows], labels, logits, bias[rows])
+        x = Operands.of(hidden, weight[rows], labels, logits, bias=bias[rows])
         spec = Spec(logits, V, want=Want(grad=False, top_k=K), workspace_bytes=256 << 20)
         stats.append(exact.statistics(x, spec)[0])
     z, ids = extras.of_keys(extras.merge_top(torch.stack(stats), spec))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -182,7 +181,7 @@ def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
 
 
 def operands(p: Problem) -> Operands:
-    return Operands.of(p.hidden, p.weight, p.labels, p.logits, p.bias)
+    return Operands.of(p.hidden, p.weight, p.labels, p.logits, bias=p.bias)
 
 
 def spec_of(p: Problem, case: Case) -> Spec:
@@ -466,27 +465,28 @@ def test_the_budget_that_is_chosen(num_tokens, num_columns):
     """Catches a default that keeps less than it could, one that grows without bound, and one that a dtype cannot use."""
     sizes = budget.Sizes(num_tokens, 4096, num_columns, 2)
     chosen = budget.default_workspace(sizes, True)
-    assert 256 << 20 <= chosen <= 2 << 30 and budget.default_workspace(sizes, False) == 256 << 20
-    if budget.bytes_of_all(sizes) <= 2 << 30:
+    assert 256 << 20 <= chosen <= 2100 << 20 and budget.default_workspace(sizes, False) == 256 << 20
+    if budget.bytes_of_all(sizes) <= 2100 << 20:
         assert budget.columns_kept(sizes, chosen) >= num_columns * (num_tokens > 0)
     else:
-        assert chosen == 2 << 30
+        assert chosen == 2100 << 20
     assert budget.columns_kept(sizes, chosen) >= budget.columns_kept(sizes, 256 << 20)
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "hidden_size", "num_columns", "rows"),
     [
-        pytest.param(8192, 4096, 128_256, 4096, id="llama-3-8b"),
+        pytest.param(8192, 4096, 128_256, 8192, id="llama-3-8b"),
+        pytest.param(8192, 8192, 128_256, 4096, id="llama-3-70b"),
         pytest.param(4096, 4096, 128_256, 4096, id="llama-3-8b-that-fits"),
-        pytest.param(65536, 4096, 15_872, 6144, id="many-tokens"),
-        pytest.param(8192, 768, 130_816, None, id="parts-of-the-last-wave-do-not-fit"),
-        pytest.param(8192, 4096, 131_072, None, id="exponentials-take-all"),
+        pytest.param(65536, 4096, 15_872, 14336, id="many-tokens"),
+        pytest.param(8192, 768, 134_144, None, id="parts-of-the-last-wave-do-not-fit"),
+        pytest.param(8192, 4096, 134_400, None, id="exponentials-take-all"),
     ],
 )
 def test_the_default_keeps_all_that_fits(num_tokens: int, hidden_size: int, num_columns: int, rows: int | None):
-    """Catches a default that keeps a part where 2 GiB hold all beside a group's hidden states, groups where all tokens fit, and
-    one that counts on d_hidden's storage where ranks sum d_hidden."""
+    """Catches a default that keeps a part where 2,100 MiB hold all beside a group's hidden states, groups where all tokens fit,
+    and a default that counts on d_hidden's storage where ranks sum d_hidden."""
     sizes = budget.Sizes(num_tokens, hidden_size, num_columns, 2, alone=True)
     chosen = budget.default_workspace(sizes, True)
     kept = budget.columns_kept(sizes, chosen)
@@ -496,23 +496,29 @@ def test_the_default_keeps_all_that_fits(num_tokens: int, hidden_size: int, num_
     summed = sizes._replace(alone=False)
     assert budget.default_workspace(summed, True) == chosen
     of_part = budget.columns_kept(summed, chosen)
-    assert (of_part >= num_columns) == (budget.bytes_of_all(summed) <= 2 << 30) == (rows == num_tokens)
+    assert (of_part >= num_columns) == (budget.bytes_of_all(summed) <= 2100 << 20) == (rows == num_tokens)
     assert of_part == 0 or budget.forward_rows(summed, chosen, of_part) == num_tokens
+
+
+@pytest.mark.parametrize("num_columns", [262_144, 262_208, 262_400])
+@pytest.mark.parametrize("hidden_size", [640, 1152, 2048, 2560, 3840, 5376, 8192])
+def test_the_default_halves_8192_tokens_of_a_large_vocabulary(hidden_size: int, num_columns: int) -> None:
+    """Gemma 3 and 3n have such heads. Catches a default that misses two even groups by a few MiB."""
+    sizes = budget.Sizes(8192, hidden_size, num_columns, 2, alone=True)
+    assert budget.groups_of(sizes, budget.default_workspace(sizes, True)) == (4096, False)
+    assert budget.columns_kept(sizes._replace(num_tokens=4096), 2100 << 20) >= num_columns
 
 
 def test_who_waits_for_d_hidden() -> None:
     """Catches: room that is counted on where a group sums d_hidden, or not where each rank's part is returned or there is one
     rank. Under sequence parallelism that rank takes its slice, too."""
-    rows = torch.zeros(8, 16, dtype=torch.bfloat16)
-    logits = ShardLogits(0, 8)
-    x = Operands.of(rows, rows, torch.zeros(8, dtype=torch.int64), logits)
-    one, two = (SimpleNamespace(size=lambda size=size: size) for size in (1, 2))
-    plain, partial, sliced = Layout(), Layout(partial=True), Layout(sequence_parallel=True)
-    for layout, group, alone in (
-        (plain, None, True), (plain, one, True), (plain, two, False), (partial, two, True), (sliced, one, False),
-        (sliced, two, False),
+    hidden, spec = torch.zeros(8, 16, dtype=torch.bfloat16), Spec(ShardLogits(0, 8), 8)
+    plain, partial, sliced = Layout("tp"), Layout("tp", partial=True), Layout("tp", sequence_parallel=True)
+    for layout, num_ranks, alone in (
+        (Layout(), 1, True), (plain, 1, True), (plain, 2, False), (partial, 2, True), (sliced, 1, False),
+        (sliced, 2, False),
     ):  # fmt: skip
-        assert op.chosen(Call(Spec(logits, 8), layout, "triton"), x, group)[1].alone == alone
+        assert op.decided(Call(spec, layout, "triton"), hidden, 8, num_ranks).spec.alone == alone
 
 
 def test_where_exponentials_are_kept() -> None:
@@ -522,12 +528,11 @@ def test_where_exponentials_are_kept() -> None:
     x, spec = Operands.of(rows, rows, torch.zeros(8), logits), Spec(logits, 8)
     assert exact.columns_kept(x, spec) == 256
     assert exact.columns_kept(x._replace(hidden=x.hidden.half()), spec) == 0
-    assert exact.default_workspace(x._replace(hidden=x.hidden.half()), spec) == 256 << 20
     assert exact.columns_kept(x, spec._replace(want=Want(grad=False))) == 0
     for want in (Want(entropy=True), Want(uniform=True)):
         assert exact.columns_kept(x, spec._replace(want=want)) == 256
         assert exact.columns_kept(x, spec._replace(want=want, logits=ShardLogits(0, 8, softcap=30.0))) == 0
-    assert exact.columns_kept(x, spec._replace(want=Want(uniform=True), factors=True)) == 0
+    assert exact.columns_kept(x, Spec(logits._replace(tensors="factors"), 8, want=Want(uniform=True))) == 0
 
 
 class Seen(NamedTuple):
@@ -544,13 +549,13 @@ class Seen(NamedTuple):
         buffer = torch.zeros_like(weight, dtype=torch.float32) if into else None
         call, peaks = flat(Call(spec, backend="triton")), []
         with Live() as live:
-            losses = op._forward(hidden, weight, None, labels, None, buffer, *call)
+            losses = op._forward(hidden, weight, [], labels, buffer, *call)
             kept = sum(x.nbytes for x in tree_leaves(losses))
             forward, saved = live.peak - kept, losses[-1]
             for _ in range(backwards):
                 live.peak = 0
                 upstream = [losses[0], None, None, None, losses[4] if spec.want.entropy else None, None]
-                grads = op._backward(upstream, hidden, weight, None, saved, buffer, [*needs, False], *call)
+                grads = op._backward(upstream, hidden, weight, [], saved, buffer, [*needs], *call)
                 peaks.append(live.peak - kept - sum(x.nbytes for x in grads))
                 del grads
         return Seen(saved, forward, max(peaks))

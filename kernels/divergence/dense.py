@@ -7,17 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import Gradients, Grads, Spec, budget
+from cce_dist.kernels import Gradients, Grads, Spec
 from cce_dist.kernels.dense import FLOOR, Block, blocks_of
 from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, above_mixture, merge
-
-
-def rows_at_once(x: Heads, spec: Divergence) -> int | None:
-    return None  # the outer loop is over the vocabulary
-
-
-def default_workspace(x: Heads, spec: Divergence) -> int:
-    return budget.LEAST_DEFAULT
 
 
 def saved_like(x: Heads, spec: Divergence) -> list[Tensor]:

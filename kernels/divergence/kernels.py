@@ -22,10 +22,10 @@ import triton.language as tl
 
 from cce_dist.kernels import Gradients, Grads, Rows, budget
 from cce_dist.kernels.blocks import kernel, on_device
-from cce_dist.kernels.budget import Sizes, cdiv
+from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair
-from cce_dist.kernels.divergence.pair_logits import PairLogits, cell_bytes, fill_logits, new_pair_logits
+from cce_dist.kernels.divergence.pair_logits import PairLogits, fill_logits, new_pair_logits
 from cce_dist.kernels.exact import (
     Output,
     add_chunks,
@@ -46,30 +46,10 @@ SUMS_TILES = 4  # that a program which adds up reads at a time; it is a warp wit
 BLOCK_N = 16  # rows of a program that writes gradients
 
 
-def sizes_of(x: Heads) -> Sizes:
-    student = x.student
-    return Sizes(
-        student.num_tokens, student.hidden.shape[1], student.num_valid, student.hidden.itemsize,
-        x.teacher.hidden.shape[1], cell_bytes(student.hidden.dtype),
-    )
-
-
 def columns_kept(x: Heads, spec: Divergence) -> int:
     """Return how many of the shard's first columns are kept for backward within the budget."""
-    return budget.columns_kept(sizes_of(x), spec.workspace_bytes) if _keeps(x, spec) else 0
-
-
-def default_workspace(x: Heads, spec: Divergence) -> int:
-    return budget.default_workspace(sizes_of(x), _keeps(x, spec))
-
-
-def _keeps(x: Heads, spec: Divergence) -> bool:
-    """Whether anything is kept: in bf16, as for the loss."""
-    return spec.grad and x.student.hidden.dtype == torch.bfloat16
-
-
-def rows_at_once(x: Heads, spec: Divergence) -> int | None:
-    return None if columns_kept(x, spec) > 0 else budget.most_rows(sizes_of(x), spec.workspace_bytes)
+    can_keep = spec.can_keep(str(x.student.hidden.dtype))
+    return budget.columns_kept(x.sizes, spec.workspace_bytes) if can_keep else 0
 
 
 def saved_like(x: Heads, spec: Divergence) -> list[torch.Tensor]:
@@ -117,7 +97,7 @@ class _Work(NamedTuple):
 
 
 def _work(x: Heads, spec: Divergence, kept: PairLogits) -> _Work:
-    (student, teacher), sizes = x, sizes_of(x)
+    (student, teacher), sizes = x, x.sizes
     tiles = choose_tiles(student.hidden.dtype, student.hidden.device)
     left = sizes._replace(num_columns=max(0, sizes.num_columns - kept.columns))
     at_once, cols = budget.exact_chunks(

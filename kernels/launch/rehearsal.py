@@ -46,7 +46,7 @@ def rehearse(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
         return
     if torch.cuda.is_current_stream_capturing() or spec.several or spec.factors or spec.want.top_k:
         return
-    tensors = tuple((t.shape, t.dtype) for t in (x.weight, x.head.bias, weight_out) if t is not None)
+    tensors = tuple((t.shape, t.dtype) for t in (x.weight, *x.head.tensors.values(), weight_out) if t is not None)
     options = _kind(spec._replace(workspace_bytes=spec.workspace_bytes.bit_length()))
     call = id(backend), x.weight.device, options, x.num_tokens.bit_length(), tensors
     if call in _REHEARSED:
@@ -113,7 +113,8 @@ def _through(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
 
     labels = bare(x.ids)
     hidden = x.hidden.new_empty(x.num_tokens, x.hidden.shape[1], device="meta")
-    x = x._replace(hidden=hidden, weight=bare(x.weight), head=x.head._replace(bias=bare(x.head.bias)), ids=labels)
+    head = x.head._replace(**{name: bare(tensor) for name, tensor in x.head.tensors.items()})
+    x = x._replace(hidden=hidden, weight=bare(x.weight), head=head, ids=labels)
     ids, order = backend.ordered_ids(labels, spec.ignore_index, spec.vocab_size)
     x = x._replace(ids=ids, order=order)
     stats_KN, saved = backend.statistics(x, spec, merge_bound)
