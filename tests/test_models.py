@@ -206,6 +206,17 @@ def test_ways_share_parameters_and_nothing_else(tiny: None) -> None:
     assert first.lm_head.weight is model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def test_memory_of_a_step_has_weights_and_optimizer(tiny: None) -> None:
+    """Catches a peak without AdamW's two moments, and a tied weight that counts twice."""
+    model = build("gemma-3-270m", 1, torch.float32, torch.device("cpu"))
+    run, ids = steps.at_rest(model), torch.ones(1, 4, dtype=torch.int64)
+    before = run.resident_bytes()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert before == weights + sum(buffer.nbytes for buffer in model.buffers())
+    run.step(model, ids)
+    assert run.resident_bytes() - before == 2 * weights + 4 * len(run.parameters)  # AdamW counts steps, too
+
+
 def test_other_losses_see_the_softcap(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a loss from hidden states, or a described softmax, without the softcap, and labels that are shifted otherwise."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

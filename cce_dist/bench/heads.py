@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,8 @@ def complete(args: argparse.Namespace) -> int:
     missing = [name for name in args.workload if name not in RUNGS and not os.path.isfile(name)]
     if missing:
         raise SystemExit(f"cce-dist bench: {missing[0]} is neither a rung ({', '.join(RUNGS)}) nor a file")
-    args.shapes, args.tokens, args.ignored = args.shapes or shapes, args.tokens or tokens, args.ignored or [0.0]
+    args.shapes, args.tokens = args.shapes or shapes, args.tokens or tokens
+    args.ignored = args.ignored or [0.0]
     if args.log_probs is not None or args.kl is not None:
         args.ignored = [0.0]  # every token counts
     is_rank = in_torchrun() and bool(args.tp or args.stage)
@@ -84,7 +85,9 @@ def _sources(args: argparse.Namespace) -> Iterator[Source]:
 
 def cases(args: argparse.Namespace, chosen: Container[str], device: torch.device) -> Cases:
     """Yield each workload's label and its cases. Every rank calls this, but gets only the cases of its groups."""
-    groups = {size: dist.new_group(range(size)) if size > 1 else None for size in args.tp}
+    groups: dict[int, Any] = {}
+    for size in args.tp:
+        groups[size] = dist.new_group(range(size)) if size > 1 else None
     shares: list[float] = args.ignored
     for source, ignored in product(_sources(args), shares):
         yield source.label, _cases_of(source, ignored, args, chosen, device, groups)
@@ -96,7 +99,7 @@ def _cases_of(
     args: argparse.Namespace,
     chosen: Container[str],
     device: torch.device,
-    groups: dict[int, dist.ProcessGroup | None],
+    groups: dict[int, Any],
 ) -> Iterator[Case]:
     show_progress(f"{source.label}: drawing the workload")
     try:
@@ -158,4 +161,5 @@ def measure_problem(
         return trial_of(method.build(shard, part.tokens[0]), part, reference, forward)
 
     chosen = {name: method for name, method in methods.items() if method.is_for(shard.group_size)}
-    return measure(chosen, make, repeats, device, shard.group, progress, partial(products, parts[False][0]))
+    floor = partial(products, parts[False][0])
+    return measure(chosen, make, repeats, device, shard.group, progress, floor)

@@ -62,7 +62,7 @@ class Trial(NamedTuple):
     errors: Callable[..., Errors]  # compares them with the reference
     limits: Limits
     step: Callable[[], Sequence[Tensor]]  # what is timed; its outputs do not count as memory of the step
-    jobs: dict[str, Callable[[], object]]  # the calls that are timed, by the field of ``Row`` that takes their time
+    jobs: dict[str, Callable[[], object]]  # calls that are timed, by the field of ``Row`` for the time
     resident_bytes: Callable[[], int] = lambda: 0  # allocated between steps, and counted as memory of the step
 
 
@@ -75,7 +75,7 @@ class Job(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A row for each method, in order, the collectives of a step of each method, and the products of the same rounds."""
+    """A row and the collectives of a step for each method, and the plain products of the same rounds."""
 
     rows: list[Row]
     collectives: dict[str, list[Collective]]
@@ -116,14 +116,16 @@ def measure(
         jobs += [Job(row, getattr(row, name), call) for name, call in calls.items()]
     time_in_turns(jobs, repeats, Clock(device, group), progress)
     take_slowest(jobs, group)
-    of_ranks = everyone(sent, group)
-    found = {name: least_waiting([sent[name] for sent in of_ranks]) for name in trials} if group is not None else {}
+    found = {}
+    if group is not None:
+        of_ranks = everyone(sent, group)
+        found = {name: least_waiting([sent[name] for sent in of_ranks]) for name in trials}
     return Measured(rows, found, floor)
 
 
 @contextmanager
 def _agreed(row: Row, device: torch.device, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Write into a row what goes wrong inside, so that the others go on; afterwards all ranks have the same row."""
+    """Write a failure inside into the row; afterwards all ranks have the same row."""
     try:
         yield
     except ImportError as error:
@@ -147,7 +149,7 @@ def _check(row: Row, trial: Trial, device: torch.device) -> None:
 
 
 def _observe(row: Row, trial: Trial, device: torch.device, group: dist.ProcessGroup | None) -> list[Collective]:
-    """Return the collectives of a step, and fill in its peak memory. It is not the first step, which compiles."""
+    """Run a step that does not compile anything: return its collectives, and fill in its peak memory."""
     kinds = []
     if group is not None:
         with Collectives(group.size()) as seen:
@@ -159,7 +161,8 @@ def _observe(row: Row, trial: Trial, device: torch.device, group: dist.ProcessGr
         before = torch.cuda.memory_allocated()
         outputs = sum(tensor.nbytes for tensor in trial.step())
         torch.cuda.synchronize()
-        row.peak_bytes = max(0, torch.cuda.max_memory_allocated() - before - outputs) + trial.resident_bytes()
+        above = torch.cuda.max_memory_allocated() - before - outputs
+        row.peak_bytes = max(0, above) + trial.resident_bytes()
     return kinds
 
 
@@ -174,13 +177,14 @@ def relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
         blocks = (torch.atleast_1d(tensor.detach()).split(ERROR_BLOCK) for tensor in (value, truth))
         for some, true in zip(*blocks, strict=True):
             true = true.to(some.device, dtype)
-            squares.append(torch.stack([(some.to(dtype) - true).square().sum(), true.square().sum()]).double())
-    difference, norm = torch.stack(squares).sum(0)
-    return (difference / norm).sqrt().item()
+            difference = some.to(dtype) - true
+            squares.append(torch.stack([difference.square().sum(), true.square().sum()]).double())
+    of_difference, of_truth = torch.stack(squares).sum(0)
+    return (of_difference / of_truth).sqrt().item()
 
 
 def time_in_turns(jobs: Sequence[Job], repeats: int, clock: Clock, progress: Progress) -> None:
-    """Time every job once a round, in a random order that is the same on every rank, after a round that warms up."""
+    """Time every job once a round, in a random order that all ranks share, after a round that warms up."""
     turns, shuffled = list(jobs), random.Random(0)
     for repeat in range(repeats + 1):
         shuffled.shuffle(turns)
@@ -210,7 +214,7 @@ def take_slowest(jobs: Sequence[Job], group: dist.ProcessGroup | None) -> None:
 
 
 class Clock:
-    """The seconds that a job takes on this rank, from when all ranks are there: by CUDA events, or on a CPU by the wall clock.
+    """Measures the seconds of a job from when all ranks are there: by CUDA events, or on a CPU by the wall clock.
 
     On a GPU every job comes after the same matrix products: they bring the card to its power limit, remove the job's data from
     the L2 cache, and let the host launch ahead. The host's time is the time of the call alone.
@@ -271,7 +275,7 @@ def worst(rows: Sequence[Row]) -> Row:
 
 
 def least_waiting(ranks: Sequence[list[Collective]]) -> list[Collective]:
-    """Take each kind of collective from the rank where it was shortest: its time includes the wait for ranks that come late."""
+    """Take each kind of collective from the rank that waited least for the others: where it was shortest."""
     alike: dict[tuple[str, int], list[Collective]] = {}
     # Ranks may see them in another order: a CPU's group has threads of its own.
     for kind in chain.from_iterable(ranks):
@@ -287,7 +291,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def show_progress(*line: str) -> None:
-    """Overwrite one line of a terminal; print a line each where the output is a file; only on the first rank."""
+    """Overwrite one line of a terminal, or append a line to a file; only on the first rank."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return
     if sys.stderr.isatty():

@@ -26,7 +26,7 @@ CACHED = 1 << 60  # a budget that keeps all exponentials between forward and bac
 class Method(NamedTuple):
     """One row of a table."""
 
-    build: Callable[..., Any]  # heads: this rank's shard, hidden states -> loss function; models: a model -> module
+    build: Callable[..., Any]  # heads: shard, hidden states -> loss function; models: model -> module
     ours: bool = False
     sequence_parallel: bool = False  # hidden is this rank's slice, and so is its gradient
     needs_cuda: bool = False
@@ -49,26 +49,27 @@ def all_methods(table: str = "", workspace_mib: Sequence[int] = (UNNAMED_MIB,)) 
 
 
 def our_rows(
-    build: Build, workspace_mib: Sequence[int], suffix: str = "", filtered: bool = True, **flags: bool
+    build: Build, workspace_mib: Sequence[int], suffix: str = "", filtered: bool = True, **flags: Any
 ) -> dict[str, Method]:
-    """Return this library's rows in any table: in each budget, as it comes, with all exponentials kept, and filtered."""
+    """Return this library's rows in any table: each budget, the default, all exponentials kept, filtered."""
     at = _at(workspace_mib)
-    options = {
-        f"cce-dist{suffix}{f'@{mib}MiB' if len(workspace_mib) > 1 else at}": {"workspace_bytes": mib << 20}
-        for mib in workspace_mib
-    }
+    options: dict[str, dict[str, Any]] = {}
+    for mib in workspace_mib:
+        name = f"cce-dist{suffix}{at}" if len(workspace_mib) == 1 else f"cce-dist{suffix}@{mib}MiB"
+        options[name] = {"workspace_bytes": mib << 20}
     options[f"cce-dist-default{suffix}"] = {}
     options[f"cce-dist-cached{suffix}"] = {"workspace_bytes": CACHED}
     if filtered:
-        budget = workspace_mib[0] << 20
-        options[f"cce-dist-filtered{suffix}{at}"] = {"workspace_bytes": budget, "grad_filter": GradFilter(always=True)}
+        budget = {"workspace_bytes": workspace_mib[0] << 20}
+        options[f"cce-dist-filtered{suffix}{at}"] = budget | {"grad_filter": GradFilter(always=True)}
     return {name: Method(partial(build_ours, build, each), ours=True, **flags) for name, each in options.items()}
 
 
-def _one_row(build: Build, workspace_mib: Sequence[int], suffix: str, **flags: bool) -> dict[str, Method]:
+def _one_row(build: Build, workspace_mib: Sequence[int], suffix: str, **flags: Any) -> dict[str, Method]:
     """Return a row of the first budget that only some tables have."""
     options = {"workspace_bytes": workspace_mib[0] << 20}
-    return {f"cce-dist{suffix}{_at(workspace_mib)}": Method(partial(build_ours, build, options), ours=True, **flags)}
+    method = Method(partial(build_ours, build, options), ours=True, **flags)
+    return {f"cce-dist{suffix}{_at(workspace_mib)}": method}
 
 
 def _at(workspace_mib: Sequence[int]) -> str:
@@ -93,15 +94,20 @@ def _our_loss_of_each(shard: VocabShard, hidden: Tensor, options: dict[str, Any]
     """Return the mean of losses of "none"; if ``failed``, forward expects other upstream gradients than come."""
     expected = torch.rand(len(hidden), device=hidden.device) if failed else True
     loss = _our_loss(shard, hidden, options, reduction="none", expected_weights=expected)
-    return lambda hidden, weight, labels: loss(hidden, weight, labels).sum() / (labels != IGNORE_INDEX).sum()
+
+    def mean(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return loss(hidden, weight, labels).sum() / (labels != IGNORE_INDEX).sum()
+
+    return mean
 
 
 def _losses(workspace_mib: Sequence[int]) -> dict[str, Method]:
     in_slices = partial(_our_loss, sequence_parallel=True)
     table = our_rows(_our_loss, workspace_mib)
     table |= our_rows(in_slices, workspace_mib, "-sp", sequence_parallel=True, needs_group=True)
-    table |= _one_row(partial(_our_loss, reduce_dtype=torch.float32), workspace_mib, "-fp32-sum", needs_group=True)
-    table |= _one_row(partial(_our_loss, backend="torch"), workspace_mib, "-torch", needs_whole=True)
+    in_fp32, in_torch = partial(_our_loss, reduce_dtype=torch.float32), partial(_our_loss, backend="torch")
+    table |= _one_row(in_fp32, workspace_mib, "-fp32-sum", needs_group=True)
+    table |= _one_row(in_torch, workspace_mib, "-torch", needs_whole=True)
     for suffix, failed in (("-each", False), ("-each-failed", True)):
         table |= _one_row(partial(_our_loss_of_each, failed=failed), workspace_mib, suffix, by_name=True)
 

@@ -26,7 +26,7 @@ from cce_dist.bench.peers import LossFn
 from cce_dist.bench.workload import IGNORE_INDEX
 from cce_dist.plan import sizes
 
-# The family in transformers, and what its config has besides the sizes of ``cce_dist.plan.sizes`` and a step's time depends on.
+# The family in transformers, and what its config needs besides the sizes of ``cce_dist.plan.sizes``.
 _GEMMA_3 = {"sliding_window": 512, "query_pre_attn_scalar": 256}
 _GEMMA_2 = {"sliding_window": 4096, "query_pre_attn_scalar": 256}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -75,7 +75,7 @@ def build(name: str, num_layers: int | None, dtype: torch.dtype, device: torch.d
 
 
 def twin(model: Any, *shared: nn.Module) -> Any:
-    """Return a copy of a model that has the same parameters, not copies of them, and the same ``shared`` modules."""
+    """Copy a model, but not its parameters and its ``shared`` modules."""
     return copy.deepcopy(model, {id(each): each for each in (*shared, *model.parameters())})
 
 
@@ -120,7 +120,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 def ways(compiled: Sequence[str], ours: dict[str, dict[str, Any]] = OURS) -> dict[str, Method]:
-    """Return every method by name, once for each of ``compiled``: "" is eager, "layers" and "all" as in ``Method``."""
+    """Return every method by name, once for each of ``compiled``: "" (eager), "layers" or "all"."""
     table = {
         "stock": STOCK,
         "torch-compile": Method(partial(_from_hidden, peers.torch_compile)),

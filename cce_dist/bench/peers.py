@@ -41,7 +41,7 @@ def mean_of_kept(losses: Tensor, labels: Tensor) -> Tensor:
 
 
 def torch_linear_cross_entropy(shard: VocabShard, hidden: Tensor, policy: str = "") -> LossFn:
-    """Return ``F.linear_cross_entropy``; with a policy ("compact", "balanced", "accurate", "auto") it splits the tokens."""
+    """Return ``F.linear_cross_entropy``; with a policy, such as "compact", it splits the tokens."""
     if not hasattr(F, "linear_cross_entropy"):
         raise ImportError(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
     if not policy:
@@ -54,13 +54,13 @@ def torch_linear_cross_entropy(shard: VocabShard, hidden: Tensor, policy: str = 
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for one shape. Resets the compiler, because a second shape would get symbolic sizes and be slower."""
+    """Reset the compiler, because a second shape would get symbolic sizes and be slower, and compile."""
     torch.compiler.reset()
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def torch_compile(shard: VocabShard, hidden: Tensor, softcap: float | None = None) -> LossFn:
-    """Return the compiled dense loss. Over a group the compiled part is a rank's own, and two all-reduces merge the ranks."""
+    """Return the compiled dense loss. Over a group two all-reduces merge the compiled parts."""
     group = shard.group
     if group is None:
         return compiled(dense if softcap is None else partial(dense, softcap=softcap))
@@ -116,7 +116,7 @@ class _Merged(torch.autograd.Function):
 
 
 def trl_chunks() -> Callable[..., tuple[Tensor, ...]]:
-    """Return TRL's chunked function of hidden, weight, labels and the names of further outputs. It has five outputs."""
+    """Return TRL's chunked function of hidden, weight, labels and the names of further outputs."""
     from trl.trainer import utils
 
     function: Any = getattr(utils, "_ChunkedLogProbFunction", None)
@@ -155,7 +155,7 @@ def torch_loss_parallel(shard: VocabShard, hidden: Tensor) -> LossFn:
 
 
 def megatron(shard: VocabShard, hidden: Tensor, fused: bool, sequence_parallel: bool) -> LossFn:
-    """Return Megatron-core's column-parallel product, which hides the sum of dE behind dC, and its cross-entropy."""
+    """Return Megatron-core's column-parallel product followed by its cross-entropy."""
     parallel_state = megatron_state(shard)
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy

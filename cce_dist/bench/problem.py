@@ -1,4 +1,4 @@
-"""What the rows of a head's table compute: outputs and gradients of hidden states and a weight, checked against a reference."""
+"""What the methods of a head's table compute, and the reference that they are compared with."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Problem:
 def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None) -> Problem:
     """Return the problem of the mean loss over the labels that are not ignored."""
     kept = (labels != IGNORE_INDEX).double()
-    return Problem((hidden, labels), (weight,), kept / kept.sum().clamp_min(1), partial(_losses, softcap=softcap))
+    upstream = kept / kept.sum().clamp_min(1)
+    return Problem((hidden, labels), (weight,), upstream, partial(_losses, softcap=softcap))
 
 
 def _losses(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None) -> Tensor:
@@ -59,7 +60,7 @@ def _losses(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | Non
 
 
 def step(function: Function, problem: Problem) -> tuple[Tensor, ...]:
-    """Compute the outputs and, if the problem has them, both gradients. Leaves are new, so that nothing is accumulated."""
+    """Compute the outputs and, if the problem has them, both gradients, on new leaves."""
     hidden, weight, *others = problem.operands
     hidden, weight = (tensor.detach().requires_grad_(problem.grad) for tensor in (hidden, weight))
     value = function(hidden, weight, *others)
@@ -102,19 +103,21 @@ def reference_of(problem: Problem) -> Reference:
 
 
 def parts_of(problem: Problem, reference: Reference, shard: VocabShard) -> dict[bool, tuple[Problem, Reference]]:
-    """Return a rank's part of the input and of what is right: with all tokens (False), or with its slice of them (True)."""
+    """Return a rank's part of problem and reference: with all tokens (False), or with its slice of them (True)."""
     if shard.group is None:
         return dict.fromkeys((False, True), (problem, reference))
-    (hidden, *others), size, rank = problem.tokens, shard.group_size, shard.group.rank()
-    rows, tokens = slice(shard.start, shard.stop), slice(rank * len(hidden) // size, (rank + 1) * len(hidden) // size)
+    hidden, *others = problem.tokens
+    size, rank = shard.group_size, shard.group.rank()
+    rows = slice(shard.start, shard.stop)
+    tokens = slice(rank * len(hidden) // size, (rank + 1) * len(hidden) // size)
     own = replace(problem, weights=tuple(weight[rows].clone() for weight in problem.weights))
-    own_reference = reference._replace(d_weight=reference.d_weight[rows])
+    right = reference._replace(d_weight=reference.d_weight[rows])
     sliced = replace(own, tokens=(hidden[tokens].clone(), *others))
-    return {False: (own, own_reference), True: (sliced, own_reference._replace(d_hidden=reference.d_hidden[tokens]))}
+    return {False: (own, right), True: (sliced, right._replace(d_hidden=reference.d_hidden[tokens]))}
 
 
 def trial_of(function: Function, problem: Problem, reference: Reference, forward: bool = True) -> Trial:
-    """Return the trial of a method on a rank's part of a problem; ``forward`` asks for the time of forward by itself, too."""
+    """Return the trial of a method on a rank's part of a problem; ``forward`` is timed by itself, too."""
     run = partial(step, function, problem)
 
     def errors(value: Tensor, *gradients: Tensor) -> Errors:
@@ -136,7 +139,7 @@ def trial_of(function: Function, problem: Problem, reference: Reference, forward
 
 
 def products(problem: Problem, floor: Floor) -> list[Job]:
-    """Return the jobs of ``floor``: plain products of the real operands, whose values decide the power and so the clock."""
+    """Return the jobs of ``floor``: products of the real operands, whose values affect power and clock."""
     (hidden, *_), (weight, *_) = problem.tokens, problem.weights
     heads = list(zip(problem.tokens, problem.weights, strict=False))  # a teacher's tokens are hidden states, too
     try:

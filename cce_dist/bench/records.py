@@ -58,18 +58,18 @@ class Row:
     errors: Errors | None = None
     forward: Timing = field(default_factory=Timing)
     total: Timing = field(default_factory=Timing)
-    peak_bytes: int | None = None  # of a step, above inputs and gradients; of a whole step with them; None on a CPU
+    peak_bytes: int | None = None  # of a head, above inputs and gradients; of whole steps all
     first: float | None = None  # seconds of the first loss and gradient, compilation included
     value: float | None = None  # the loss, if it is one number
-    longest: int | None = None  # tokens of the longest sequence that fits, if a table of whole steps looked for it
+    longest: int | None = None  # tokens of the longest sequence that fits, if it was looked for
 
 
 @dataclass
 class Floor:
-    """Plain ``torch.mm`` products: as many as forward, a step, and a step that computes the logits twice need at least.
+    """Times of plain ``torch.mm`` products; ``Case.counts`` says how many.
 
-    ``Case.counts`` has the numbers of products. Each timing is one job, because a GPU at its power limit runs three products
-    in a row slower than three alone.
+    Forward needs ``one``, a step ``three``, and a step that computes the logits twice ``four``. Each timing is one job, because
+    a GPU at its power limit runs three products in a row slower than three alone.
     """
 
     one: Timing = field(default_factory=Timing)

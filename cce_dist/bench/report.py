@@ -9,7 +9,7 @@ from typing import Any
 
 from cce_dist import report
 from cce_dist.bench.collectives import Collective
-from cce_dist.bench.records import Case, Row, Timing
+from cce_dist.bench.records import Case, Floor, Row, Timing
 from cce_dist.bench.shapes import COLUMNS
 
 # Headings of a table whose cases need different numbers of products.
@@ -19,6 +19,7 @@ OF_STEPS = (
     *("total", "tokens/s", "stock", "host", "first", "MiB", "longest"),
     *("gathered", "scattered", "value", "loss", "dE", "dC"),
 )
+ERRORS = {"loss": "loss", "dE": "d_hidden", "dC": "d_weight", "mean-dE": "d_hidden_mean"}
 ON_GPU = {"fwd", "total", "tokens/s", "host", "first", "MiB"}  # columns that a table of a CPU does not have
 LEAST_TOLD = 1 << 16  # bytes of the smallest collective that is listed for whole steps
 
@@ -49,19 +50,19 @@ def headings(case: Case) -> dict[str, str]:
 
 
 def cells(row: Row, case: Case) -> dict[str, str]:
-    """Return a row's text by column, "-" where there is no number. A refused method has the reason in place of a ratio."""
+    """Return a row's text by column, "-" where there is no number, and for a refused method the reason."""
     refused = row.problem.partition(":")[0]
     forward, total = (Timing(), Timing()) if refused else (row.forward, row.total)
-    one, three, four = (Timing(),) * 3 if case.floor.problem else (case.floor.one, case.floor.three, case.floor.four)
+    floor = Floor() if case.floor.problem else case.floor
     speed = case.num_tokens / total.median if total.seconds else None
     sent = case.collectives.get(row.name)
     received = {} if sent is None else received_bytes(sent, case.num_ranks)
     text = {
         "fwd": _ms_of(forward),
-        "fwd/1": _ratio(forward, one),
+        "fwd/1": _ratio(forward, floor.one),
         "total": _ms_of(total),
-        "total/3": refused or _ratio(total, three),
-        "total/4": _ratio(total, four),
+        "total/3": refused or _ratio(total, floor.three),
+        "total/4": _ratio(total, floor.four),
         "tokens/s": _number(speed, ",.0f"),
         "stock": refused or _speedup(total, case.base),
         "host": _ms(statistics.median(total.host)) if total.host else "-",
@@ -73,7 +74,7 @@ def cells(row: Row, case: Case) -> dict[str, str]:
         "value": _number(row.value, ".4f"),
         "sends": _sent(sent or []),
     }
-    for name, column in (("d_hidden", "dE"), ("d_weight", "dC"), ("d_hidden_mean", "mean-dE"), ("loss", "loss")):
+    for column, name in ERRORS.items():
         text[column] = _number(row.errors and getattr(row.errors, name), ".1e")
     # The times of a CPU say little, so that only ratios are shown.
     known = {"sends", *columns_of(case)} - (set() if case.on_gpu else ON_GPU)
@@ -120,9 +121,9 @@ def _about(case: Case) -> str:
 
 
 def summary(cases: Sequence[Case], columns: Sequence[str]) -> list[str]:
-    """Return the lines of one Markdown table: a row per method, a column per case, in each cell the numbers of ``columns``.
+    """Return the lines of a Markdown table: a row per method, a column per case, and in each cell some columns.
 
-    Where times are asked for, the first row has the plain products.
+    If times are asked for, the first row has the plain products.
     """
     # Cases of one task have one heading; others have the products that each of them needs.
     of_cases = [{name: headings(case)[name] for name in columns} for case in cases]
@@ -163,7 +164,7 @@ def _column(case: Case, cases: Sequence[Case]) -> str:
 
 
 def received_bytes(kinds: Sequence[Collective], num_ranks: int) -> dict[str, float]:
-    """Return the bytes that a rank receives in a step by all-gathers, and by sums: an all-reduce scatters and gathers."""
+    """Return the bytes that a rank receives by all-gathers, and by sums; an all-reduce counts as both."""
     found = {"gathered": 0.0, "scattered": 0.0}
     for kind in kinds:
         num_bytes = kind.count * kind.num_bytes * (num_ranks - 1) / num_ranks
@@ -196,7 +197,8 @@ def _speedup(total: Timing, base: Row | None) -> str:
     """Return the speed over the base's: the median over rounds."""
     if base is None or not total.seconds:
         return "-"
-    return f"{statistics.median(theirs / mine for theirs, mine in zip(base.total.seconds, total.seconds, strict=True)):.3f}"
+    rounds = zip(base.total.seconds, total.seconds, strict=True)
+    return f"{statistics.median(theirs / mine for theirs, mine in rounds):.3f}"
 
 
 def _floor(case: Case) -> str:
@@ -217,7 +219,7 @@ def _ms(seconds: float, spread: float | None = None) -> str:
 
 
 def write_figure(path: Path, environment: dict[str, Any], cases: Sequence[Case]) -> None:
-    """Draw bars of time over the products that a step needs, and of memory below them; up to three cases side by side."""
+    """Draw bars of time, and of memory below them; up to three cases side by side."""
     panels = [_time_panel, _memory_panel] if cases[0].on_gpu else [_time_panel]
     columns = min(3, len(cases))
     bands = -(-len(cases) // columns) * len(panels)
@@ -235,12 +237,12 @@ def write_figure(path: Path, environment: dict[str, Any], cases: Sequence[Case])
 
 
 def _time_panel(axis: Any, case: Case) -> None:
-    """Draw times over the plain products of a step, of forward where there is no step, or over the base of whole steps."""
+    """Draw times over those of plain products, or over the times of the base of whole steps."""
     steps = any(row.total.seconds for row in case.present)
     floor, count = (case.floor.three, case.counts[1]) if steps else (case.floor.one, case.counts[0])
     unit = f"{count} plain matrix products"
-    if case.num_layers:
-        floor, unit = case.base.total if case.base else Timing(), f"step of {case.base.name if case.base else 'none'}"
+    if case.num_layers and case.base is not None:
+        floor, unit = case.base.total, f"step of {case.base.name}"
     values, spreads, labels = [], [], []
     for row in case.present:
         timing, problem = row.total if steps else row.forward, row.problem or case.floor.problem
@@ -255,7 +257,8 @@ def _time_panel(axis: Any, case: Case) -> None:
 def _memory_panel(axis: Any, case: Case) -> None:
     mib = [(row.peak_bytes or 0) / 2**20 for row in case.present]
     labels = [_number(row.peak_bytes, ",.0f", 2**20) for row in case.present]
-    _bars(axis, case, mib, labels, "peak MiB" if case.num_layers else "peak MiB above inputs and gradients")
+    unit = "peak MiB" if case.num_layers else "peak MiB above inputs and gradients"
+    _bars(axis, case, mib, labels, unit)
 
 
 def _bars(

@@ -101,7 +101,7 @@ def megatron(
 def deepspeed(
     shard: VocabShard, hidden: Tensor, *, options: dict[str, Any] | None = None, backend: str = "torch"
 ) -> Stage:
-    """Return a stage with all logits and DeepSpeed's cross-entropy of them; given ``options``, with ours by ``convert``."""
+    """Return a stage with DeepSpeed's loss of all logits; given ``options``, with ours by ``convert``."""
     of_logits = deepspeed_loss(shard, hidden.device, backend)
     import deepspeed as library
     from deepspeed.module_inject.layers import ColumnParallel

@@ -87,7 +87,8 @@ def _cases_of(name: str, args: argparse.Namespace, chosen: dict[str, Method], de
         if args.longest and num_tokens == args.tokens[-1]:
             case.limit_gib = args.longest
             for row in case.rows:
-                row.longest = None if row.problem else _longest(run, chosen[row.name], text, args.longest)
+                if not row.problem:
+                    row.longest = _longest(run, chosen[row.name], text, args.longest)
         yield replace(case, **_workload(model, ids).drawn)
 
 
@@ -139,15 +140,16 @@ class Run(NamedTuple):
             self.optimizer.zero_grad()
 
     def gradients(self, way: Callable[..., Any], *batches: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the mean loss of batches with equally many labels, and its gradient of each parameter, this rank's rows."""
+        """Return the mean loss over equally large batches, and this rank's rows of each parameter's gradient."""
         loss = 0.0
         try:
             for ids in batches:
                 part = way(input_ids=ids, labels=ids)["loss"] / len(batches)
                 part.backward()
                 loss += part.item()
-            gradients = (parameter.grad for parameter in self.parameters)
-            return torch.tensor(loss, dtype=torch.float64), *(None if g is None else _here(g) for g in gradients)
+            gradients = [parameter.grad for parameter in self.parameters]
+            local = (None if gradient is None else _here(gradient) for gradient in gradients)
+            return torch.tensor(loss, dtype=torch.float64), *local
         finally:
             self.optimizer.zero_grad()
 
@@ -158,8 +160,9 @@ class Run(NamedTuple):
 
 
 def at_rest(model: Any) -> Run:
-    """Return a run whose steps do all the work but leave the weights as they are, until somebody sets a learning rate."""
-    return Run(model, torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
+    """Return a run whose steps do all the work but change no weight, until somebody sets a learning rate."""
+    options: dict[str, Any] = {"lr": 0.0, "betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}
+    return Run(model, torch.optim.AdamW(model.parameters(), **options))
 
 
 def _here(tensor: Tensor) -> Tensor:
@@ -210,7 +213,8 @@ def measure_steps(
         def step() -> list[Tensor]:
             return [run.step(module, ids)]
 
-        return Trial(partial(run.gradients, module, ids), errors, LIMITS, step, {"total": step}, run.resident_bytes)
+        once = partial(run.gradients, module, ids)
+        return Trial(once, errors, LIMITS, step, {"total": step}, run.resident_bytes)
 
     return Case(
         shape=name,

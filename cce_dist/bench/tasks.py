@@ -45,7 +45,7 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
 def _rows(
     build: Callable[..., Function], others: dict[str, Callable[[], Function]], workspace_mib: Sequence[int]
 ) -> dict[str, Method]:
-    """Return this library's rows, which ``build`` makes, and those of others, which take the whole vocabulary."""
+    """Return this library's rows, and the rows of others, which take the whole vocabulary."""
     table = our_rows(build, workspace_mib, filtered=False)
     table["cce-dist-torch"] = Method(partial(build_ours, build, {"backend": "torch"}), ours=True, needs_whole=True)
     for name, make in others.items():
@@ -111,7 +111,7 @@ def scores_task(name: str) -> Task:
 
 
 def kept_task(name: str) -> Task:
-    """Return the task of log-probabilities over each token's K likeliest ids and its label, as for a sampler with top-k."""
+    """Return the task of log-probabilities within each token's K likeliest ids, its label among them."""
     num_ids = KEPT_IDS[name]
 
     def dense(hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def kept_task(name: str) -> Task:
 
 
 def divergence_task(kind: str, teacher_size: int | None) -> Task:
-    """Return the task of the mean divergence of two heads. Without kept logits "jsd" computes the logits three times."""
+    """Return the task of the mean divergence of two heads."""
 
     def dense(hidden: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> Tensor:
         log_p = (hidden @ weight.t()).float().log_softmax(-1)
@@ -174,7 +174,7 @@ def divergence_task(kind: str, teacher_size: int | None) -> Task:
         teacher = make_workload(shape, len(hidden), dtype=hidden.dtype, device=hidden.device, seed=1)
         upstream = torch.full((len(hidden),), 1 / len(hidden), device=hidden.device)
         truth = partial(reference.linear_kl_divergence, kind=kind)
-        again = 3 if kind == "jsd" else 2
+        again = 3 if kind == "jsd" else 2  # without kept logits the mixture takes one product more
         return Problem((hidden, teacher.hidden), (weight, teacher.weight), upstream, cast(Function, truth), again=again)
 
     rivals = {"torch": lambda: dense, "torch-compile": lambda: compiled(dense), "liger": liger}

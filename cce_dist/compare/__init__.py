@@ -4,8 +4,8 @@ The same model is pre-trained from the same weights on the same batches, once fo
 Every few steps the validation loss is taken, by the exact head whatever the method, and the method's gradient is compared
 with the dense one, on the weights and the batch that its run has come to.
 
-Reading order: ``heads`` (what is compared), ``runs`` (training), ``probe`` (the gradient), ``models`` (transformers' models in
-place of our own), ``report`` (table, JSON, figure).
+Reading order: ``runs`` (training), ``heads`` (our GPT with each head), ``models`` (models of transformers), ``probe`` (the
+gradient), ``report`` (table, JSON, figure).
 """
 
 from __future__ import annotations
