@@ -66,7 +66,7 @@ which comes from the logit that forward saved: no cell is added to.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -85,7 +85,7 @@ class ShardLogits(NamedTuple):
     # Names of the tensors of ``Head`` that there are, with spaces between them. An operator takes these tensors as a list.
     tensors: str = ""
 
-    def named(self, values: Sequence[_T]) -> dict[str, _T]:
+    def named(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return what a list has for each of the head's tensors, by the tensor's name."""
         return dict(zip(self.tensors.split(), values, strict=True))
 

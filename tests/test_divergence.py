@@ -339,13 +339,13 @@ def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, monkeypatch: 
     logits = ShardLogits(0, 9000)
     call = DivergenceCall(Divergence(logits, logits, workspace_bytes=mib << 20), 9000, backend="triton")
     counted = torch.ones(num_tokens, dtype=torch.bool, device=DEVICE)
-    given = (hidden, weight, None, counted, teacher, teacher_weight, None)
+    given = (hidden, weight, [], counted, teacher, teacher_weight, [])
     with Live() as live:
         value, saved = divergence_op._run_forward(*given, None, call)
         forward, live.peak = live.peak, 0
         kept = sum(x.nbytes for x in saved[1:])
-        grads = divergence_op._run_backward([value], *given, saved, None, [True, True, False], call)
-    backward = live.peak - sum(x.nbytes for x in grads)
+        grads = divergence_op._run_backward([value], *given, saved, None, [True, True], call)
+    backward = live.peak - sum(x.nbytes for x in grads if x is not None)
     chosen = divergence_op.decided(call, *given).spec.workspace_bytes
     assert chosen == mib << 20 or (not mib and (4 * num_tokens * 9000 < kept or chosen == budget.MOST_DEFAULT))
     last_wave = 2 * at_once * tiles.grad_hidden.rows * tiles.grad_hidden.cols * 4  # parts of up to two

@@ -118,8 +118,7 @@ def _through(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
     ids, order = backend.ordered_ids(labels, spec.ignore_index, spec.vocab_size)
     x = x._replace(ids=ids, order=order)
     stats_KN, saved = backend.statistics(x, spec, merge_bound)
-    nll_N, *_, merged = backend.token_losses(stats_KN[None], x.ids, spec)
-    softmax = Softmax(merged[0], merged[1], merged[2] if spec.want.entropy else None)
+    nll_N, *_, softmax = backend.token_losses(stats_KN[None], x.ids, spec)
     of_mean = backend.mean(nll_N, labels, spec.ignore_index) if spec.want.mean else None
     wanted = (of_mean is None, False, False, spec.want.uniform, spec.want.entropy)
     coef_4N = backend.coefficients([nll_N if want else None for want in wanted], x.ids, spec.vocab_size, of_mean)
