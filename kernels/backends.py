@@ -7,7 +7,7 @@ that the operator in ``cce_dist/op.py`` reads as the algorithm does and names no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 

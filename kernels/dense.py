@@ -9,7 +9,7 @@ Source: mgmalek's efficient_cross_entropy and Liger-Kernel chunk tokens. The onl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor

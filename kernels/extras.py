@@ -27,7 +27,7 @@ def any_id(ids_NI: Tensor) -> Tensor:
 class Outputs(NamedTuple):
     """Every result of the operator that a caller sees, fp32 but for ids; 0 where a token is IGNORED, NaN where it is OUTSIDE.
 
-    The first NUM_LOSSES are differentiable, and None or empty unless wanted. The others, a list in this order, are None unless wanted.
+    The first NUM_LOSSES are differentiable. An output that is not wanted is None; torch.library makes an empty tensor of it.
     """
 
     nll: Tensor  # [N], of several ids [N, I]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import FAR_SOFTCAP, Grads, Operands, Softmax, Spec
+from cce_dist.kernels import FAR_SOFTCAP, Grads, Operands, Spec
 from cce_dist.kernels.backends import Backend
 from cce_dist.kernels.launch.tape import add_bounded, launching
 
