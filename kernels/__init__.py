@@ -257,11 +257,11 @@ class Operands(NamedTuple):
 
     @classmethod
     def of(
-        cls, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, logits: ShardLogits, cells: Cells | None = None,
+        cls, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, logits: ShardLogits,
         **tensors: torch.Tensor | None,
     ) -> Operands:
         """Return the operands of a shard whose logits come as ``logits`` says, with these tensors of the head."""
-        return cls(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid, cells)
+        return cls(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid)
 
     @property
     def num_tokens(self) -> int:
