@@ -177,6 +177,8 @@ def _backend_of(sizes: Sizes, spec: Spec, where: Where) -> tuple[str, str]:
         return "exact", ""
     if spec.want.uniform and spec.logits.softcap > 0:
         return "exact", "the filter is off because label smoothing under a softcap has no control variate"
+    if not set(spec.logits.tensors.split()) <= {"bias"}:
+        return "exact", "the filter is off because its samples of columns know no tensor of the head but a bias"
     if kept.always or _filter_pays(sizes, spec, where):
         return "filter", ""
     return "exact", "the filter is off because exact is faster at these sizes"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cce_dist import merge
-from cce_dist.autograd import Operator, replayed
+from cce_dist.autograd import Operator, head_rows, replayed
 from cce_dist.call import Layout, build
 from cce_dist.decide import Way, Where, decide_heads
 from cce_dist.kernels import IGNORED, Grads, Operands
@@ -49,8 +49,8 @@ def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
     """The divergence of each token, [N] fp32, 0 where it is not counted; the rows of ``Pair``, [5, N], and what is kept.
 
     Args:
-        given: hidden, weight and bias of the student; mask, [N] bool; hidden, weight and bias of the teacher; then
-            ``grad_weight_out``, which backward alone needs, and the call.
+        given: hidden, weight and head of the student; mask, [N] bool; hidden, weight and head of the teacher; then
+            ``grad_weight_out``, which backward alone needs, and the call. A head is the list of its tensors.
     """
     *operands, _, call = given
     backend, group = _backend(call), merge.resolve(call.layout.group_name)
@@ -71,8 +71,8 @@ def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 def _gathered(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
-    teacher_bias: Tensor | None, *, call: DivergenceCall,
+    hidden: Tensor, weight: Tensor, head: list[Tensor], mask: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+    teacher_head: list[Tensor], *, call: DivergenceCall,
 ) -> Heads:  # fmt: skip
     """The operands of both heads with all tokens; both gathers are under way together."""
     group, spec = merge.resolve(call.layout.group_name), call.spec
@@ -80,22 +80,27 @@ def _gathered(
         arriving = [recorded(merge.SequenceGather, slice_, group) for slice_ in (hidden, teacher_hidden)]
         hidden, teacher_hidden = (recorded(merge.SequenceGather.wait, gather) for gather in arriving)
     ids = torch.where(mask, 0, IGNORED)
+    return _heads((hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head), ids, spec)
+
+
+def _heads(student: tuple[Any, ...], teacher: tuple[Any, ...], ids: Tensor, spec: Divergence) -> Heads:
+    """The operands of both heads from hidden states, weight and the head's tensors of each."""
+    of_heads = zip((student, teacher), (spec.student, spec.teacher), strict=True)
     return Heads(
-        Operands(hidden, weight, bias, ids, spec.student),
-        Operands(teacher_hidden, teacher_weight, teacher_bias, ids, spec.teacher),
+        *(Operands.of(hidden, weight, ids, logits, **logits.named(head)) for (hidden, weight, head), logits in of_heads)
     )
 
 
 def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """dE, dC and dbias of the student; an empty tensor for what is not wanted (or went into ``grad_weight_out``).
+    """dE, dC, and the student's head's gradients as rows; an empty tensor for what is not wanted, or is in ``grad_weight_out``.
 
     Args:
         d_values: The gradient of each token's divergence.
-        given: The operands of forward; what it saved; ``grad_weight_out``; which of the three are wanted; the call.
+        given: The operands of forward; what it saved; ``grad_weight_out``; which gradients are wanted; the call.
     """
     *operands, saved, grad_weight_out, want, call = given
-    hidden, _, bias, *_ = operands
-    want_hidden, want_weight, want_bias = want
+    hidden, weight, *_ = operands
+    want_hidden, want_weight, *want_head = want
     layout, backend, group = call.layout, _backend(call), merge.resolve(call.layout.group_name)
     sum_group = None if layout.partial else group
     assert d_values[0] is not None
@@ -107,13 +112,14 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, T
         hidden_sum = recorded(merge.HiddenGradSum, sum_group, layout.sequence_parallel, reduce_dtype, num_tokens, rows)
         coef_N = d_values[0].masked_fill(x.student.ids < 0, 0.0)
         start_sum = partial(recorded, merge.HiddenGradSum.start, hidden_sum)
+        want_bias = spec.student.named(want_head).get("bias", False)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
         _, d_weight, d_bias = backend.gradients(x, Pair(*saved[0]), coef_N, saved[1:], grads, spec)
         nothing = hidden.new_empty(0)
         return (
             recorded(merge.HiddenGradSum.wait, hidden_sum) if want_hidden else nothing,
             nothing if d_weight is None else d_weight,
-            nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
+            head_rows(spec.student.listed(bias=d_bias), want_head, weight),
         )
 
 
@@ -134,16 +140,13 @@ def decided(call: DivergenceCall, *operands: Any) -> DivergenceCall:
     return call._replace(spec=call.spec._replace(workspace_bytes=way.workspace_bytes), way=way)
 
 
-def _forward_fake(hidden, weight, bias, mask, teacher_hidden, teacher_weight, teacher_bias, _, *flat):
+def _forward_fake(hidden, weight, head, mask, teacher_hidden, teacher_weight, teacher_head, _, *flat):
     call, num_tokens = build(DivergenceCall, iter(flat)), mask.shape[0]
     ids = mask.new_empty(num_tokens, dtype=torch.int64)
     # With sequence parallelism the hidden states of all tokens have these sizes.
     every, every_teachers = (x.new_empty(num_tokens, x.shape[1]) for x in (hidden, teacher_hidden))
-    x = Heads(
-        Operands(every, weight, bias, ids, call.spec.student),
-        Operands(every_teachers, teacher_weight, teacher_bias, ids, call.spec.teacher),
-    )
-    spec = decided(call, hidden, weight, bias, mask, teacher_hidden).spec
+    x = _heads((every, weight, head), (every_teachers, teacher_weight, teacher_head), ids, call.spec)
+    spec = decided(call, hidden, weight, head, mask, teacher_hidden).spec
     pair_5N = hidden.new_empty((5, num_tokens), dtype=torch.float32)
     return torch.empty_like(pair_5N[0]), [pair_5N, *_backend(call).saved_like(x, spec)]
 
@@ -155,8 +158,8 @@ _OPERATOR = Operator(
     _backward_again,
     "divergence",
     "divergence_backward",
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor mask, "
-    "Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias, Tensor? grad_weight_out",
+    "Tensor hidden, Tensor weight, Tensor[] head, Tensor mask, "
+    "Tensor teacher_hidden, Tensor teacher_weight, Tensor[] teacher_head, Tensor? grad_weight_out",
     "(Tensor, Tensor[])",
     DivergenceCall,
     num_outputs=1,
@@ -165,9 +168,10 @@ _OPERATOR = Operator(
 _OPERATOR.register(_forward_fake)
 
 
-def forward(*tensors: Tensor | None, call: DivergenceCall) -> Tensor:
+def forward(*tensors: Any, call: DivergenceCall) -> Tensor:
     """The operator as the public function calls it; see ``_run_forward``. Returns the divergence of each token, [N]."""
     if not torch.compiler.is_compiling():
         call = decided(call, *tensors)
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[:3])
+    hidden, weight, head, *_ = tensors
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weight, *head))
     return _OPERATOR.apply(*tensors, call=call, needs_grad=needs_grad)[0]

@@ -31,7 +31,7 @@ from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
 from cce_dist.kernels.backends import named
 from cce_dist.kernels.budget import Groups
 from cce_dist.kernels.launch.rehearsal import rehearse
-from cce_dist.op import decided, sum_group_of
+from cce_dist.op import decided, operands_of, sum_group_of
 
 # Expected weights of a token, relative to the largest: the least, which stands for 0, and what counts as rounding.
 LEAST_WEIGHT, ROUNDING = 2.0**-40, 2.0**-20
@@ -114,9 +114,8 @@ def loss(x: Operands, terms: Terms, call: Call, expected_N: Tensor | None = None
     """
     if terms.divisor is not None:
         terms = terms._replace(divisor=on_device(terms.divisor, x.hidden.device))
-    return _InGroups.apply(  # type: ignore[return-value]
-        x.hidden, x.weight, x.bias, x.ids, grad_weight_out, terms, expected_N, call
-    )
+    given = x.ids, grad_weight_out, terms, expected_N, call
+    return _InGroups.apply(given, x.hidden, x.weight, *x.head.tensors.values())  # type: ignore[return-value]
 
 
 def on_device(divisor: float | Tensor, device: torch.device) -> Tensor:
@@ -136,32 +135,34 @@ class _Made(NamedTuple):
 
 
 class _InGroups(torch.autograd.Function):
+    """One pass, as autograd sees it. Autograd tracks arguments, not lists, so the head's tensors come last."""
+
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None,
-                terms: Terms, expected_N: Tensor | None, call: Call) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.grad_weight_out = grad_weight_out
-        ctx.told = terms, expected_N, call, ctx.needs_input_grad[:3]
+    def forward(ctx, given: tuple[Any, ...], hidden: Tensor, weight: Tensor, *head: Tensor) -> Tensor:
+        labels, ctx.grad_weight_out, *told = given
+        ctx.save_for_backward(labels, hidden, weight, *head)
+        ctx.told = *told, ctx.needs_input_grad[1:]
         # No saved tensors: the first backward takes these away, scales them in place, and leaves them to the parameters.
-        found, ctx.made = run(hidden, weight, bias, labels, *ctx.told)
+        found, ctx.made = run(hidden, weight, [*head], labels, *ctx.told)
         return found
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> Any:
+        labels, hidden, weight, *head = ctx.saved_tensors
         with torch.no_grad():
             if ctx.made is None:
-                ctx.made = run(*ctx.saved_tensors, *ctx.told)[1]
+                ctx.made = run(hidden, weight, head, labels, *ctx.told)[1]
             found = _times_upstream(ctx, grads[0].float())
         if torch.is_grad_enabled():
             nothing = grads[0].new_empty(0)
             there = [nothing if tensor is None else tensor for tensor in found]
-            once = differentiable_once("linear_cross_entropy", there, (*ctx.saved_tensors[:3], grads[0]))
+            once = differentiable_once("linear_cross_entropy", there, (hidden, weight, *head, grads[0]))
             found = [None if tensor is None else one for tensor, one in zip(found, once, strict=True)]
-        return *found, *(None,) * 5
+        return None, *found
 
 
 def _times_upstream(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of hidden, weight and bias, in the storage of those that were made, and take these away."""
+    """Return the gradients of hidden states, weight and head, in the storage of those that were made, and take these away."""
     made, ctx.made = ctx.made, None
     (terms, _, call, *_), out = ctx.told, ctx.grad_weight_out
     ids_N, factor_N, factor, anew = made.ids_N, upstream, upstream, False
@@ -183,7 +184,7 @@ def _times_upstream(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         made = made._replace(weight=None if made.weight is None else out)  # The other's memory is free.
     if anew:
         _add_anew(ctx.saved_tensors, made._replace(ids_N=ids_N), upstream, terms, call)
-    return made.hidden, made.weight if out is None else None, made.bias
+    return made.hidden, made.weight if out is None else None, *call.spec.logits.listed(bias=made.bias)
 
 
 def _common_factor(upstream_N: Tensor, made: _Made) -> tuple[Tensor, Tensor]:
@@ -199,13 +200,13 @@ def _common_factor(upstream_N: Tensor, made: _Made) -> tuple[Tensor, Tensor]:
 
 def _add_anew(saved: tuple[Tensor, ...], made: _Made, upstream_N: Tensor, terms: Terms, call: Call) -> None:
     """Add the gradients of weight and bias; launches end at once where all tokens are without a label."""
-    hidden, weight, bias, _ = saved
+    _, hidden, weight, *head = saved
     group = merge.resolve(call.layout.group_name)
     backend, spec = named(call.way.backend), call.spec
     with torch.autocast(hidden.device.type, enabled=False):
         if call.layout.sequence_parallel and group is not None:
             hidden = merge.SequenceGather(hidden, group).wait()
-        x = Operands(hidden, weight, bias, made.ids_N, spec.logits)
+        x = operands_of(hidden, weight, head, made.ids_N, spec)
         # Logits without a label count as 0, and shall not be compared with a maximum that is far below.
         softmax = Softmax(*(torch.where(x.ids >= 0, numbers_N, 0.0) for numbers_N in made.softmax[:2]))
         d_losses = terms.gradients(upstream_N, softmax.max + softmax.log_sum)
@@ -250,14 +251,14 @@ def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: float | Tenso
 
 
 def run(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, expected_N: Tensor | None,
+    hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, terms: Terms, expected_N: Tensor | None,
     call: Call, wanted: tuple[bool, ...],
 ) -> tuple[Tensor, _Made]:  # fmt: skip
-    """Return the loss and its gradients, group by group."""
+    """Return the loss and its gradients, group by group. ``wanted``: which of hidden states, weight and head get a gradient."""
     layout, group, rows = call.layout, merge.resolve(call.layout.group_name), call.way.groups.rows
     # The sum over ranks begins when a group is done, and nothing of the group waits for it.
     backend, spec = named(call.way.backend), call.spec._replace(alone=True)
-    x = Operands(hidden, weight, bias, labels, spec.logits)
+    x = operands_of(hidden, weight, head, labels, spec)
     call_of_group = call._replace(spec=spec)
     with torch.autocast(hidden.device.type, enabled=False):
         ids = backend.label_ids(labels, spec.ignore_index, spec.vocab_size)
@@ -284,24 +285,24 @@ def run(
             part = slice(first, min(first + rows, x.num_tokens))
             of_part = [made.expected_N, *softmax[:2], loss_N, terms.weight_N, made.hidden]
             of_part = [tensor if tensor is None else tensor[part] for tensor in of_part]
-            tensors = hidden[part], weight, bias, ids[part], of_part, [made.weight, low]
+            tensors = hidden[part], weight, head, ids[part], of_part, [made.weight, low]
             numbers = [terms.z_loss_weight, terms.label_smoothing]
             d_weight, d_bias = _finish(*tensors, numbers, wanted[1:], call_of_group)
             if made.weight is None and wanted[1]:  # Later groups add to it by themselves.
                 made = made._replace(weight=d_weight)
-            if wanted[2] and bias is not None:
+            if spec.logits.named(wanted[2:]).get("bias", False):
                 made = made._replace(bias=d_bias if made.bias is None else made.bias + d_bias)
             if hidden_sum is not None and made.hidden is not None:
                 hidden_sum.start(made.hidden[: part.stop])
         if hidden_sum is not None:
             made = made._replace(hidden=hidden_sum.wait())
-        if made.bias is not None and bias is not None:
-            made = made._replace(bias=made.bias.to(bias.dtype))
+        if made.bias is not None and x.head.bias is not None:
+            made = made._replace(bias=made.bias.to(x.head.bias.dtype))
         return loss_N if terms.divisor is None else loss_N.sum() / terms.divisor, made
 
 
 def _finished(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids_N: Tensor, of_tokens: list[Tensor | None],
+    hidden: Tensor, weight: Tensor, head: list[Tensor], ids_N: Tensor, of_tokens: list[Tensor | None],
     d_weight: list[Tensor | None], numbers: list[Any], wanted: tuple[bool, ...], call: Call,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Finish the tokens of a group: write their softmax, losses and d_hidden, and add to d_weight if there is one.
@@ -315,7 +316,7 @@ def _finished(
     """
     expected_N, max_N, log_sum_N, loss_N, weight_N, d_hidden = of_tokens
     assert expected_N is not None and max_N is not None and log_sum_N is not None and loss_N is not None
-    group, x = merge.resolve(call.layout.group_name), Operands(hidden, weight, bias, ids_N, call.spec.logits)
+    group, x = merge.resolve(call.layout.group_name), operands_of(hidden, weight, head, ids_N, call.spec)
     z_loss_weight, label_smoothing = numbers
     backend, spec = named(call.way.backend), call.spec
     terms = Terms(None, z_loss_weight, label_smoothing, weight_N)
@@ -330,7 +331,7 @@ def _finished(
     grads = Grads(
         d_hidden is not None,
         wanted[0],
-        wanted[1] and bias is not None,
+        spec.logits.named(wanted[1:]).get("bias", False),
         weight_out,
         hidden_out=d_hidden,
         weight_low=weight_low,

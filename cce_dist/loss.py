@@ -210,8 +210,7 @@ def linear_cross_entropy(
             return in_graph.loss(x, made_of, call)
         loss = groups.loss(x, made_of, call, expected, grad_weight_out)
         return loss.view(target.shape) if reduction == "none" else loss
-    factors = terms.factors(scale, 1.0, x, target.shape, call) if isinstance(scale, Tensor) else None
-    found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
+    found = op.forward(x, grad_weight_out, call)
     loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll
     if call.spec.want.uniform:
         loss = loss + chosen.label_smoothing * found.uniform_nll
@@ -307,9 +306,11 @@ def _prepare(
     scale = chosen.logit_scale if unread is None else unread
     if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
         part = chosen.sequence_parallel or chosen.input_grad == "partial"
-        hidden, bias = terms.learn_scale(logit_scale, scale, x.hidden, x.bias, shard.group, part)
-        x = x._replace(hidden=hidden, bias=bias)
-    call = operands.call_of(x, _spec(x, weight, shard, chosen)._replace(factors=unread is not None), shard, chosen)
+        hidden, bias = terms.learn_scale(logit_scale, scale, x.hidden, x.head.bias, shard.group, part)
+        x = x._replace(hidden=hidden, head=x.head._replace(bias=bias))
+    if unread is not None:
+        x = terms.with_factors(x, unread, 1.0, target.shape, chosen.ignore_index)
+    call = operands.call_of(x, _spec(x, weight, shard, chosen), shard, chosen)
     expected = _checked_expectation(expected_weights, target, chosen)
     # Factors of tokens, a z-loss whose weight a graph does not read, and classes' own parts of a uniform term.
     outside = unread is not None or isinstance(chosen.z_loss_weight, Tensor)
@@ -324,7 +325,7 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
     # The mean of nll is taken by the operator itself, so that its launches can be replayed.
     plain = options.label_smoothing == 0 and not options.has_z_loss and class_weights is None
     want = Want(
-        grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.bias)),
+        grad=torch.is_grad_enabled() and x.requires_grad,
         uniform=options.label_smoothing > 0 and class_weights is None,
         entropy="entropy" in options.return_aux,
         filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
@@ -333,7 +334,8 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
     )
     f = options.grad_filter
     kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
-    return Spec(x.logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
+    logits = operands.logits_of(shard, options.logit_scale, options.softcap, x.head.tensors)
+    return Spec(logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
 
 
 def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Options) -> Tensor | None:

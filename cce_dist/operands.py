@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -39,29 +40,37 @@ def prepare(
     ids = labels.long()
     if ids.dim() != 1 + several:  # a view costs the host as much as all of these checks, and autograd one more step
         ids = ids.reshape(-1, ids.shape[-1]) if several else ids.reshape(-1)
-    return Operands(*head.operands(), ids.contiguous(), head.logits(logit_scale, options.softcap)), head.shard
+    hidden, weight, tensors = head.operands()
+    logits = logits_of(head.shard, logit_scale, options.softcap, tensors)
+    return Operands.of(hidden, weight, ids.contiguous(), logits, **tensors), head.shard
 
 
-class Head(NamedTuple):
-    """The tensors of one head: [..., D], [V_r, D] and [V_r], and which rows of the vocabulary those are."""
+def logits_of(shard: VocabShard, logit_scale: float, softcap: float | None, tensors: Iterable[str]) -> ShardLogits:
+    """Return how logits come from hidden states on a shard, as plain values; ``tensors`` names the tensors of ``Head``."""
+    return ShardLogits(shard.start, shard.num_valid, logit_scale, softcap or 0.0, " ".join(tensors))
+
+
+class LocalHead(NamedTuple):
+    """The tensors of one head on this rank: [..., D], [V_r, D] and [V_r], and which rows of the vocabulary those are."""
 
     input: Tensor
     weight: Tensor
     bias: Tensor | None
     shard: VocabShard
 
-    def logits(self, logit_scale: float, softcap: float | None) -> ShardLogits:
-        return ShardLogits(self.shard.start, self.shard.num_valid, logit_scale, softcap or 0.0)
+    def operands(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return hidden states [N, D], the weight, and the tensors of ``kernels.Head`` by name.
 
-    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states [N, D], weight and bias: kernels take addresses, not strides, so all are made contiguous here."""
+        Kernels take addresses, not strides, so all are made contiguous here.
+        """
         hidden = self.input if self.input.dim() == 2 else self.input.reshape(-1, self.input.shape[-1])
-        return hidden.contiguous(), self.weight.contiguous(), None if self.bias is None else self.bias.contiguous()
+        tensors = {} if self.bias is None else {"bias": self.bias.contiguous()}
+        return hidden.contiguous(), self.weight.contiguous(), tensors
 
 
 def head_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None, on_meta: bool = False
-) -> Head:
+) -> LocalHead:
     """Return the rows that are here, cast as autocast asks; raise unless dtypes, devices and sizes fit each other."""
     checks.tensors({"input": input, "linear_weight": weight}, on_meta, linear_bias=bias)
     weight, bias, shard = local_rows(weight, bias, shard)
@@ -86,7 +95,7 @@ def head_of(
         if tensor is not None and tensor.device != input.device:
             raise ValueError(f"input is on {input.device}, {name} on {tensor.device}")
     shard.check(weight, bias)
-    return Head(input, weight, bias, shard)
+    return LocalHead(input, weight, bias, shard)
 
 
 @lru_cache(maxsize=64)
@@ -115,7 +124,7 @@ def _needs_local(name: str) -> str:
     return f"{name} is a DTensor: pass its local tensor (to_local()); sequence_parallel says if it is a slice"
 
 
-def _check_labels(labels: Tensor, head: Head, options: Options | LogProbOptions) -> None:
+def _check_labels(labels: Tensor, head: LocalHead, options: Options | LogProbOptions) -> None:
     """Raise unless these are ids of the head's tokens, or with ``linear_log_probs`` several of each."""
     name, input = options.labels, head.input
     if isinstance(labels, DTensor):
@@ -133,7 +142,7 @@ def _check_labels(labels: Tensor, head: Head, options: Options | LogProbOptions)
     check_shape(name, labels, tokens, wanted, head, options.sequence_parallel)
 
 
-def shape_of_tokens(head: Head, sequence_parallel: bool) -> tuple[int, ...]:
+def shape_of_tokens(head: LocalHead, sequence_parallel: bool) -> tuple[int, ...]:
     """The leading dimensions of all tokens of the group."""
     shape = tuple(head.input.shape[:-1])
     if not sequence_parallel:
@@ -144,7 +153,7 @@ def shape_of_tokens(head: Head, sequence_parallel: bool) -> tuple[int, ...]:
 
 
 def check_shape(
-    name: str, tensor: Tensor, tokens: tuple[int, ...], wanted: str, head: Head, sequence_parallel: bool
+    name: str, tensor: Tensor, tokens: tuple[int, ...], wanted: str, head: LocalHead, sequence_parallel: bool
 ) -> None:
     """Raise unless a tensor has the tokens' shape; ``wanted`` says so."""
     if tuple(tensor.shape) != tokens:

@@ -16,12 +16,18 @@ BF16, MIB = "torch.bfloat16", 1 << 20
 SMOOTH = {"want": Want(uniform=True), "softcap": 30.0}
 
 
-def way(sizes: tuple[int, int, int], where: dict[str, Any] | None = None, softcap: float = 0.0, **spec: Any) -> Way:
+def way(
+    sizes: tuple[int, int, int],
+    where: dict[str, Any] | None = None,
+    softcap: float = 0.0,
+    tensors: str = "",
+    **spec: Any,
+) -> Way:
     """Decide for N, D and V of a shard, bf16 on Triton and one number's loss unless said otherwise."""
     where = {"backend": "triton", "dtype": BF16, "upstream": "number"} | (where or {})
     itemsize = getattr(torch, where["dtype"].removeprefix("torch.")).itemsize
-    given: dict[str, Any] = {"workspace_bytes": 0} | spec
-    task = Spec(ShardLogits(0, sizes[2], softcap=softcap), sizes[2], **given)
+    options: dict[str, Any] = {"workspace_bytes": 0} | spec
+    task = Spec(ShardLogits(0, sizes[2], softcap=softcap, tensors=tensors), sizes[2], **options)
     found = decide.decide(Sizes(*sizes, itemsize), task, Where(**where))
     return found._replace(workspace_bytes=-(-found.workspace_bytes // MIB))
 
@@ -71,6 +77,14 @@ NO_UPSTREAM = "one pass would have to know the upstream gradient in forward"
             id="filter-without-control-variate",
         ),
         pytest.param(
+            (GEMMA, {}, {"filter": Filter(2**-10), "tensors": "bias"}), ("filter", "two", (0, False), 256, 0),
+            id="filter-with-a-bias",
+        ),
+        pytest.param(
+            (GEMMA, {}, {"filter": Filter(2**-10, always=True), "tensors": "bias factors"}),
+            ("exact", "one", (4096, False), 2100, 0), id="filter-with-factors",
+        ),
+        pytest.param(
             (GEMMA, {}, {"filter": Filter(2**-10, hidden=False, weight=False, always=True)}),
             ("exact", "one", (4096, False), 2100, 0), id="filter-of-nothing",
         ),
@@ -92,6 +106,7 @@ def test_reasons() -> None:
     assert "these options" in way(GEMMA, invariant=True).reason
     assert "faster at these sizes" in way((512, 640, 32_064), None, filter=Filter(2**-10)).reason
     assert "control variate" in way(GEMMA, None, filter=Filter(2**-10), **SMOOTH).reason
+    assert "tensor of the head" in way(GEMMA, None, filter=Filter(2**-10), tensors="factors").reason
 
 
 def test_symbols_are_decided_on_too() -> None:

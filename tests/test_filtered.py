@@ -237,7 +237,7 @@ def correction(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case, colu
 
 
 def operands(p: Problem) -> Operands:
-    return Operands(p.hidden, p.weight, p.bias, p.labels, p.logits)
+    return Operands.of(p.hidden, p.weight, p.labels, p.logits, bias=p.bias)
 
 
 def spec_of(p: Problem, case: Case) -> Spec:
@@ -488,7 +488,7 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
         labels.int(), numbers[0], numbers[1] + 0.4, labels, torch.full_like(labels[:1].int(), size), numbers[0],
         mean_shift_D=mean_shift,
     )  # fmt: skip
-    x = Operands(rows, weight, None, labels, ShardLogits(0, num_valid, scale))
+    x = Operands.of(rows, weight, labels, ShardLogits(0, num_valid, scale))
     dropped = shares.dropped_shares(rows, x, sample, slot, choose_tiles(DTYPE, rows.device).lse)
     z = scale * rows.double() @ weight.double().T
     e = torch.where(z < 0.4, z.exp(), 0.0)
@@ -958,7 +958,7 @@ def test_definition_over_shards(num_shards: int, monkeypatch: pytest.MonkeyPatch
     for start, stop in zip(starts, [*starts[1:], num_rows], strict=True):
         mine, logits = slice(start, stop), ShardLogits(start, stop - start)
         assert p.bias is not None
-        x = Operands(p.hidden, p.weight[mine], p.bias[mine], labels, logits)
+        x = Operands.of(p.hidden, p.weight[mine], labels, logits, bias=p.bias[mine])
         spec = Spec(logits, num_rows, filter=Filter(eps), workspace_bytes=1 << 22)
         softmax = Softmax(d.maximum.float(), d.log_sum.float())
         part: Any = backend.gradients(x, softmax, coef, [], Grads(want_bias=False), spec)
@@ -1132,5 +1132,5 @@ def test_frequent_columns_are_those_labelled_most() -> None:
     """Catches: ties broken by chance, labels of other shards or ignored ones counted."""
     labels = torch.tensor([7, 7, 7, 5, 5, 9, 3, 3, -1, -100, 100, 0], device=DEVICE)
     nothing = torch.zeros(0, device=DEVICE)
-    ids = frequent.most_labelled(Operands(nothing, nothing, None, labels, ShardLogits(3, 20)), 6)
+    ids = frequent.most_labelled(Operands.of(nothing, nothing, labels, ShardLogits(3, 20)), 6)
     assert ids.tolist() == [0, 1, 2, 3, 4, 6]  # counts 2, 0, 2, 0, 3, 1: of those never seen the first

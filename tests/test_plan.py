@@ -117,11 +117,9 @@ def test_filtered_peak_is_what_is_alive(mib: int, num_tokens: int, monkeypatch: 
     spec = Spec(ShardLogits(0, 3000), 3000, filter=kept, workspace_bytes=mib << 20)
     call = flat(Call(spec, backend="triton"))
     with Live() as live:
-        losses = op._forward(hidden, weight, None, labels, None, None, *call)
+        losses = op._forward(hidden, weight, [], labels, None, *call)
         forward, live.peak = live.peak, 0
-        grads = op._backward(
-            [losses[0], *[None] * 4], hidden, weight, None, losses[-1], None, [True, True, False], *call
-        )
+        grads = op._backward([losses[0], *[None] * 4], hidden, weight, [], losses[-1], None, [True, True], *call)
     on = tiles.choose_tiles(hidden.dtype, hidden.device), tiles.num_programs(hidden.device)
     hot = budget.frequent_columns(3000, DEFAULT_EPS, 32 if tiles.interpreted() else 256)
     said = budget.filtered_peak(budget.Sizes(num_tokens, 2048, 3000, 2), mib << 20, hot, *on)

@@ -182,7 +182,7 @@ def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
 
 
 def operands(p: Problem) -> Operands:
-    return Operands(p.hidden, p.weight, p.bias, p.labels, p.logits)
+    return Operands.of(p.hidden, p.weight, p.labels, p.logits, bias=p.bias)
 
 
 def spec_of(p: Problem, case: Case) -> Spec:
@@ -525,15 +525,15 @@ def test_who_waits_for_d_hidden() -> None:
 def test_where_exponentials_are_kept() -> None:
     """Catches: kept where they do not say the gradient, or where 16 bits are too few."""
     rows = torch.zeros(8, 16, dtype=torch.bfloat16)
-    x = Operands(rows, rows, None, torch.zeros(8), ShardLogits(0, 8))
-    spec = Spec(x.logits, 8)
+    logits = ShardLogits(0, 8)
+    x, spec = Operands.of(rows, rows, torch.zeros(8), logits), Spec(logits, 8)
     assert exact.columns_kept(x, spec) == 256
     assert exact.columns_kept(x._replace(hidden=x.hidden.half()), spec) == 0
     assert exact.columns_kept(x, spec._replace(want=Want(grad=False))) == 0
     for want in (Want(entropy=True), Want(uniform=True)):
         assert exact.columns_kept(x, spec._replace(want=want)) == 256
         assert exact.columns_kept(x, spec._replace(want=want, logits=ShardLogits(0, 8, softcap=30.0))) == 0
-    assert exact.columns_kept(x, spec._replace(want=Want(uniform=True), factors=True)) == 0
+    assert exact.columns_kept(x, Spec(logits._replace(tensors="factors"), 8, want=Want(uniform=True))) == 0
 
 
 class Seen(NamedTuple):
@@ -550,13 +550,13 @@ class Seen(NamedTuple):
         buffer = torch.zeros_like(weight, dtype=torch.float32) if into else None
         call, peaks = flat(Call(spec, backend="triton")), []
         with Live() as live:
-            losses = op._forward(hidden, weight, None, labels, None, buffer, *call)
+            losses = op._forward(hidden, weight, [], labels, buffer, *call)
             kept = sum(x.nbytes for x in tree_leaves(losses))
             forward, saved = live.peak - kept, losses[-1]
             for _ in range(backwards):
                 live.peak = 0
                 upstream = [losses[0], None, None, None, losses[4] if spec.want.entropy else None, None]
-                grads = op._backward(upstream, hidden, weight, None, saved, buffer, [*needs, False], *call)
+                grads = op._backward(upstream, hidden, weight, [], saved, buffer, [*needs], *call)
                 peaks.append(live.peak - kept - sum(x.nbytes for x in grads))
                 del grads
         return Seen(saved, forward, max(peaks))
@@ -676,14 +676,20 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
 
 
 def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches are left out. Catches: a constexpr, or a tensor given or not, that follows the number of chunks, so of tokens:
-    its kernel would compile in the middle of training."""
+    """Launches are left out. Catches: a constexpr, or a tensor given or not, that follows the number of chunks, so of tokens,
+    and an integer inside a tuple, which Triton always specializes on: the kernel would compile in the middle of training."""
     launch_nothing(monkeypatch)
     seen: list[dict[str, set[tuple[Any, ...]]]] = []
 
+    def kind(arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            assert not any(isinstance(item, int) for item in arg)
+            return tuple(map(kind, arg))
+        return getattr(arg, "dtype", arg is None)
+
     def launch(kernel: Any, _: Any) -> Any:
         def record(*args: Any, **options: Any) -> None:
-            given = [getattr(arg, "dtype", arg is None) for arg in args]
+            given = map(kind, args)
             seen[-1].setdefault(kernel.fn.__name__, set()).add((*given, *options.items()))
 
         return record
@@ -694,8 +700,9 @@ def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPa
         seen.append({})
         hidden = torch.zeros(num_tokens, 256, dtype=torch.bfloat16, device=DEVICE)
         labels = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
-        x = Operands(hidden, hidden[:1000], None, labels, ShardLogits(0, 1000))
-        spec = Spec(x.logits, 1000, workspace_bytes=64 << 20)
+        logits = ShardLogits(0, 1000)
+        x = Operands.of(hidden, hidden[:1000], labels, logits)
+        spec = Spec(logits, 1000, workspace_bytes=64 << 20)
         stats, saved = exact.statistics(x, spec)
         exact.gradients(x, Softmax(stats[0], stats[1]), torch.zeros(4, num_tokens, device=DEVICE), saved, Grads(), spec)
     assert seen[0].keys() >= {"_lse_kernel", "_dlogits_kernel", "_grad_hidden_kernel", "_grad_weight_kernel"}

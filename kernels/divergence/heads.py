@@ -58,7 +58,7 @@ class Heads(NamedTuple):
     def sizes(self) -> Sizes:
         """Sizes of this shard."""
         student = self.student
-        return sizes_of(student.num_tokens, student.hidden, student.logits.num_valid, self.teacher.hidden)
+        return sizes_of(student.num_tokens, student.hidden, student.num_valid, self.teacher.hidden)
 
 
 def sizes_of(num_tokens: int, hidden: Tensor, num_columns: int, teacher_hidden: Tensor) -> Sizes:

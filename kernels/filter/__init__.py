@@ -106,7 +106,7 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
 
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
-    num_tokens, num_valid = x.num_tokens, x.logits.num_valid
+    num_tokens, num_valid = x.num_tokens, x.num_valid
     capacity = budget.list_capacity(num_tokens, num_valid, spec.workspace_bytes, x.hidden.itemsize)
     lists = Lists(
         x.hidden.new_empty(3, num_tokens, dtype=torch.float32),
@@ -120,7 +120,7 @@ def statistics(
     x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN as ``exact`` does, and ``Lists``."""
-    num_tokens, num_valid = x.num_tokens, x.logits.num_valid
+    num_tokens, num_valid = x.num_tokens, x.num_valid
     stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=x.hidden.device)
     lists = Lists(*saved_like(x, spec))
     if num_tokens == 0 or num_valid == 0:
@@ -165,7 +165,7 @@ def _before_all_columns(
     """Write the labels' logits to stats_KN, and bound each token's log-sum-exp by them, frequent columns and some others."""
     order, num_tokens = exact.order_of(x), x.num_tokens
     frequent_3N = stats_KN.new_empty(3, num_tokens)
-    frequent_sloped_N = stats_KN.new_empty(num_tokens) if x.logits.softcap > 0.0 else None
+    frequent_sloped_N = stats_KN.new_empty(num_tokens) if x.head.softcap is not None else None
     sampled_ids_S, sampled = sample_outside(frequent, x)
     num_sampled = sampled_ids_S.shape[0]
     sums_3PN = stats_KN.new_empty(3, cdiv(num_sampled, tiles.lse.cols), num_tokens)
@@ -173,7 +173,7 @@ def _before_all_columns(
         rows = gathered_with_targets(x, group, buffer_RD, stats_KN[2])
         _log_sum_exp(frequent.x, rows, tiles, frequent_3N, frequent_sloped_N)
         if num_sampled:
-            sampled_sums(sampled_ids_S, sampled, x.logits.start, rows, tiles, sums_3PN)
+            sampled_sums(sampled_ids_S, sampled, x.start, rows, tiles, sums_3PN)
     shard_3N = bound_of_shard(frequent_3N, stats_KN[2], sums_3PN, num_sampled, x, frequent)
     return _First(order, frequent_3N, frequent_sloped_N, merge_bound(shard_3N))
 
@@ -217,7 +217,7 @@ def _log_sum_exp(
 ) -> None:
     """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group."""
     num_rows = rows.index.shape[0]
-    num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
+    num_tiles = cdiv(x.num_valid, tiles.lse.cols)
     parts = choose_splits(num_rows, num_tiles, tiles.lse, stats_KN.device)
     partials_KPR = stats_KN.new_empty(NUM_PLANES, parts, num_rows)
     lse_partials(
@@ -227,7 +227,7 @@ def _log_sum_exp(
 
 
 def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec: Spec) -> torch.Tensor:
-    num_tokens, num_valid = x.num_tokens, x.logits.num_valid
+    num_tokens, num_valid = x.num_tokens, x.num_valid
     if num_tokens == 0 or num_valid == 0:
         return softmax.max.new_zeros(3)
     lists = Lists(*saved)
@@ -256,7 +256,7 @@ def gradients(
     def exactly(wanted: Grads) -> Gradients:
         return exact.gradients(x, softmax, coef_4N, list(exact.new_kept(x, exact.order_of(x))), wanted, spec)
 
-    if x.num_tokens == 0 or x.logits.num_valid == 0 or softmax.entropy is not None:
+    if x.num_tokens == 0 or x.num_valid == 0 or softmax.entropy is not None:
         return exactly(grads)
     d_hidden = d_weight = d_bias = None
     if grads.want_hidden and not sides.hidden:
@@ -322,7 +322,7 @@ class _Work(NamedTuple):
 def _filtered_gradients(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, grads: Grads, spec: Spec
 ) -> Gradients:
-    num_valid, device = x.logits.num_valid, x.hidden.device
+    num_valid, device = x.num_valid, x.hidden.device
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, device)
         frequent = gather_frequent(lists.ids_F, x, cdiv(num_valid, 32))
@@ -366,7 +366,7 @@ def _finish_weight(
     comp, parts = work.compensation, (work.frequent.slot_V, frequent_weight_FD, work.compensation.share_V)
     assert comp.shared_weight_2D is not None
     if comp.tokens is not None and comp.factors is not None:
-        rows_VD, gain = target[: x.logits.num_valid], comp.factors.gain
+        rows_VD, gain = target[: x.num_valid], comp.factors.gain
         compensated_weight(
             rows_VD, comp.tokens, gain, *parts, comp.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
         )
@@ -388,7 +388,7 @@ def _compensation(
     tiles: Tiles,
     grads: Grads, spec: Spec,
 ) -> Compensation:
-    num_valid, weight = x.logits.num_valid, x.weight[: x.logits.num_valid]
+    num_valid, weight = x.num_valid, x.weight[: x.num_valid]
     shared_weight_2D = sums_of_rows(factor_2N, x.hidden) if grads.want_weight else None
     if not spec.filter.compensate:
         shares_2V = shares_of(None, None, frequent.slot_V, num_valid, spec.want.uniform).shares_2V
@@ -441,7 +441,7 @@ def _add_fallback(
     d_weight is not written.
     """
     d_hidden, d_weight, d_bias = out
-    num_valid = x.logits.num_valid
+    num_valid = x.num_valid
     tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
     coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
     rows = gathered(x.hidden, (how.fallback, how.num_fallback), x.hidden.new_empty(FALLBACK, x.hidden.shape[1]))
@@ -475,7 +475,7 @@ def _add_rows(
     d_hidden, frequent_weight_FD, frequent_bias_F = out
     frequent, tiles = work.frequent.x._replace(ids=work.how.frequent_labels), work.tiles
     coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
-    cols = cdiv(frequent.logits.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
+    cols = cdiv(frequent.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
     sampled, shared_2D, factors = (
         work.compensation.sampled,
         work.compensation.shared_hidden_2D,

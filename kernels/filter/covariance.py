@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from cce_dist.kernels import Operands, Rows, ShardLogits
+from cce_dist.kernels import Head, Operands, Rows
 from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.filter.sampling import Factors, SampledColumns, sample_centered
 from cce_dist.kernels.filter.shares import REWEIGHTING, Dropped, Sample
@@ -25,7 +25,7 @@ def lines_of_sample(sampled: SampledColumns, sample: Sample, x: Operands, tiles:
     assert sample.centered is not None
     centered_SD, num_sampled = sample.centered.rows_SD, sampled.centered_KD.shape[0]
     lines_SK = torch.empty(centered_SD.shape[0], num_sampled, dtype=torch.float32, device=centered_SD.device)
-    plain = Operands(centered_SD, sampled.centered_KD, None, x.ids, ShardLogits(0, num_sampled))
+    plain = Operands(centered_SD, sampled.centered_KD, Head(), x.ids, 0, num_sampled)
     logits_chunk(plain, Rows(_places(centered_SD), sample.size, centered_SD), 0, lines_SK, tiles)
     return lines_SK
 
@@ -56,7 +56,7 @@ def covariance_of(
     add_d_weight(covariance_DD, sampled.centered_KD, columns, factors.lines, tiles.grad_weight, add=True)
     # REWEIGHTING moved the shares from the sample's mean to that of all tokens. ``linear`` is the estimate of the right factor.
     shift_2D = sums_of_rows(torch.stack((sample.mean_D, sample.mean_shift_D.float())), covariance_DD)
-    factors_2 = torch.stack((factors.linear, (factors.linear - REWEIGHTING * x.logits.logit_scale).clamp(min=0.0)))
+    factors_2 = torch.stack((factors.linear, (factors.linear - REWEIGHTING * x.head.multiplier).clamp(min=0.0)))
     shared_2D[0].sub_((factors_2[:, None] * shift_2D).sum(0))
     return covariance_DD
 

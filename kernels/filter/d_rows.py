@@ -39,7 +39,7 @@ def add_listed_hidden(
         x.weight, rows.index, rows.num_kept, lists.count_N, how.end, entries.column, entries.grad,
         total.low_RD,
         total.high_ND,
-        hidden_size, x.logits.num_valid, longer_than,
+        hidden_size, x.num_valid, longer_than,
         HAS_LOW=total.low_RD is not None, BY_TOKEN=total.by_token, BLOCK_K=8, BLOCK_D=1024, num_warps=4,
     )
 

@@ -46,11 +46,11 @@ def num_frequent(num_valid: int, eps: float) -> int:
 
 def most_labelled(x: Operands, size: int) -> torch.Tensor:
     """Return the ``size`` columns of the shard that are the label most often, ascending; of equals, the first."""
-    num_tokens, num_valid = x.num_tokens, x.logits.num_valid
+    num_tokens, num_valid = x.num_tokens, x.num_valid
     zeros = torch.zeros(num_valid + num_tokens, dtype=torch.int32, device=x.ids.device)
     count_V, above_N = zeros.split((num_valid, num_tokens))
     _count_labels_kernel[(cdiv(num_tokens, 1024),)](
-        x.ids, count_V, above_N, num_tokens, x.logits.start, num_valid, BLOCK_N=1024
+        x.ids, count_V, above_N, num_tokens, x.start, num_valid, BLOCK_N=1024
     )
     ids_F = x.ids.new_empty(size)
     _most_labelled_kernel[(cdiv(num_valid, 4096),)](
@@ -123,29 +123,28 @@ def gather_frequent(ids_F: torch.Tensor, x: Operands, num_words: int) -> Frequen
     size, hidden_size = ids_F.shape[0], x.weight.shape[1]
     slot_V, words_W = torch.zeros(33 * num_words, dtype=torch.int32, device=ids_F.device).split(32 * num_words)
     weight_FD = x.weight.new_empty(size, hidden_size)
-    bias_F = None if x.bias is None else x.bias.new_empty(size)
+    bias_F = None if x.head.bias is None else x.head.bias.new_empty(size)
     _gather_frequent_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
-        ids_F, x.weight, x.bias,
+        ids_F, x.weight, x.head.bias,
         slot_V, words_W, weight_FD, bias_F,
         size, hidden_size,
-        HAS_BIAS=x.bias is not None, BLOCK_F=16, BLOCK_D=256,
+        BLOCK_F=16, BLOCK_D=256,
     )
-    logits = x.logits._replace(start=0, num_valid=size)
-    return Frequent(ids_F, slot_V, words_W, x._replace(weight=weight_FD, bias=bias_F, logits=logits))
+    columns = x._replace(weight=weight_FD, head=x.head._replace(bias=bias_F), start=0, num_valid=size)
+    return Frequent(ids_F, slot_V, words_W, columns)
 
 
 @kernel("weight_ptr", "bias_ptr", "slot_ptr", "words_ptr", "weight_out_ptr", "bias_out_ptr", "hidden_size")
 def _gather_frequent_kernel(
     ids_ptr,  # in: [F] int64
     weight_ptr,  # in: [V, D]
-    bias_ptr,  # in: [V]
+    bias_ptr,  # in: [V], or None
     slot_ptr,  # in, out: [32 W] int32
     words_ptr,  # in, out: [W] int32
     weight_out_ptr,  # out: [F, D]
-    bias_out_ptr,  # out: [F]
+    bias_out_ptr,  # out: [F], or None
     size,
     hidden_size,
-    HAS_BIAS: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -160,7 +159,7 @@ def _gather_frequent_kernel(
         tl.store(slot_ptr + column, offs_f + 1, mask=in_f)
         bit = tl.full((BLOCK_F,), 1, tl.int32) << (column % 32).to(tl.int32)
         tl.atomic_or(words_ptr + column // 32, bit, mask=in_f)  # Bits commute, so the result is deterministic.
-        if HAS_BIAS:
+        if bias_ptr is not None:
             tl.store(bias_out_ptr + offs_f, tl.load(bias_ptr + column, mask=in_f, other=0), mask=in_f)
 
 

@@ -26,10 +26,11 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax
-from cce_dist.kernels.blocks import kernel, softcap_slope, softcapped
+from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.budget import FALLBACK, cdiv
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.frequent import Frequent
+from cce_dist.kernels.head import logits_of, slope_of, token_factors
 from cce_dist.kernels.tiles import stages_of_rows
 
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
@@ -74,7 +75,7 @@ def list_columns(
     _list_columns_kernel[(num_rows,)](
         words_RW, frequent.words_W, x.ids, rows.index, rows.num_kept, taken,
         lists.columns_M, lists.begin_N, lists.count_N,
-        num_words // aligned, lists.columns_M.shape[0], x.logits.start, x.logits.num_valid,
+        num_words // aligned, lists.columns_M.shape[0], x.start, x.num_valid,
         BLOCK_W=512, ALIGNED=aligned, num_warps=1,
     )
 
@@ -227,7 +228,7 @@ def decide(
     _decide_kernel[(1,)](
         x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.count_N, slot_V,
         int64_3N, int32_3N, fp32_3N, num_4, fallback, block_token,
-        num_tokens, LONGEST, capacity, x.logits.start, x.logits.num_valid,
+        num_tokens, LONGEST, capacity, x.start, x.num_valid,
         math.log(eps), SLACK,
         HAS_SLOT=slot_V is not None, FALLBACK=FALLBACK, ENTRIES=BLOCK, BLOCK=4096, num_warps=32,
     )
@@ -410,15 +411,14 @@ def listed_gradients(
     high_ND, low_ND = (None, None) if total is None else (total.high_ND, total.low_RD)
     _listed_gradients_kernel[(most_blocks,)](
         # in
-        x.hidden, x.weight, x.bias, x.ids, how.block_token, how.last_block, how.num_blocks,
+        x.hidden, x.weight, x.head, x.ids, how.block_token, how.last_block, how.num_blocks,
         lists.columns_M, lists.begin_N, lists.count_N, how.end, how.threshold, softmax.max, softmax.log_sum, coef_4N,
         # out
         mass_B, kept_B, *(entries or (None, None, None)), high_ND, low_ND,
         # sizes
-        num_tokens, hidden_size, x.logits.start, x.logits.num_valid,
+        num_tokens, hidden_size, x.start, x.num_valid,
         # options
-        x.logits.logit_scale, x.logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.capped, WANT_ENTRIES=entries is not None,
+        WANT_ENTRIES=entries is not None,
         WANT_HIDDEN=total is not None, HAS_LOW=low_ND is not None,
         # tiles
         ENTRIES=BLOCK, BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
@@ -430,20 +430,20 @@ def listed_gradients(
     _dropped_kernel[(cdiv(num_tokens, 128),)](
         mass_B, kept_B, how.listed_labels, how.last_block, lists.count_N, how.mass, coef_4N,
         factor, num_listed_N,
-        num_tokens, x.logits.logit_scale,
+        num_tokens, x.head.multiplier,
         WANT_FACTORS=entries is not None, COMPENSATE=compensate, ENTRIES=BLOCK, BLOCK_N=128,
     )
     return factor, num_listed_N
 
 
 @kernel(
-    "hidden_ptr", "weight_ptr", "bias_ptr", "columns_ptr", "entry_column_ptr", "entry_token_ptr", "entry_grad_ptr",
+    "hidden_ptr", "weight_ptr", "columns_ptr", "entry_column_ptr", "entry_token_ptr", "entry_grad_ptr",
     "high_ptr", "low_ptr", "hidden_size",
 )
 def _listed_gradients_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
-    bias_ptr,  # in: [V]
+    head,  # in: Head
     labels_ptr,  # in: [N] int64
     block_token_ptr,  # in: [B] int32
     last_block_ptr,  # in: [N] int32
@@ -467,10 +467,6 @@ def _listed_gradients_kernel(
     hidden_size,
     start,
     num_valid,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     WANT_ENTRIES: tl.constexpr,
     WANT_HIDDEN: tl.constexpr,
     HAS_LOW: tl.constexpr,
@@ -487,8 +483,10 @@ def _listed_gradients_kernel(
     number = tl.cdiv(count, ENTRIES) - (tl.load(last_block_ptr + token) - block)
     columns_ptr += tl.load(begin_ptr + token)
     begin = tl.load(end_ptr + token) - count
-    coef_p = tl.load(coef_ptr + token) * logit_scale
-    coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token) * logit_scale
+    factors = token_factors(head, token, True)
+    before, after = factors
+    coef_p = tl.load(coef_ptr + token) * before
+    coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token) * before
     row_max = tl.load(max_ptr + token)
     log_sum = tl.load(log_sum_ptr + token)
     threshold = tl.load(threshold_ptr + token)
@@ -508,14 +506,10 @@ def _listed_gradients_kernel(
         column = tl.load(columns_ptr + offs_k, mask=in_k, other=0)
         where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
         w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
-        z = tl.sum(w.to(tl.float32) * h[None, :], 1)
-        if HAS_BIAS:
-            z += tl.load(bias_ptr + column, mask=in_k, other=0).to(tl.float32)
-        z *= logit_scale
+        z = logits_of(tl.sum(w.to(tl.float32) * h[None, :], 1), column, in_k, head, factors, False)
         slope = tl.full((BLOCK_K,), 1.0, tl.float32)
-        if HAS_SOFTCAP:
-            z = softcapped(z, softcap, HAS_SOFTCAP)
-            slope = softcap_slope(z, softcap)
+        if head.softcap is not None:
+            slope = slope_of(z, head, after)
         is_label = column == label
         kept = in_k & ((z >= threshold) | is_label)
         p = tl.where(kept, tl.exp((z - row_max) - log_sum) * slope, 0.0)

@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax, compensation
-from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
+from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
 from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter.shares import PART, RUN, Centered, Dropped, Sample
+from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, Tiles, precision
 
 
@@ -88,9 +89,9 @@ def sample_columns(dropped: Dropped, size: int, center_D: torch.Tensor, x: Opera
     column_K = torch.empty(size, dtype=torch.int64, device=device)
     inverse_share_K, square_K = torch.empty(2, size, dtype=torch.float32, device=device).unbind()
     weight_KD, centered_KD = (x.weight.new_empty(size, hidden_size) for _ in range(2))
-    bias_K = None if x.bias is None else x.bias.new_empty(size)
+    bias_K = None if x.head.bias is None else x.head.bias.new_empty(size)
     _launch_sampling(dropped, 0, size, center_D, x, centered_KD, column_K, inverse_share_K, weight_KD, square_K, bias_K)
-    of_columns = x._replace(weight=weight_KD, bias=bias_K, logits=x.logits._replace(num_valid=size))
+    of_columns = x._replace(weight=weight_KD, head=x.head._replace(bias=bias_K), num_valid=size)
     return SampledColumns(column_K, inverse_share_K, of_columns, centered_KD, square_K)
 
 
@@ -114,10 +115,10 @@ def _launch_sampling(
     column_K, inverse_share_K, weight_KD, square_K, bias_K = numbers or (None,) * 5
     num_runs = dropped.count_B.shape[0]
     _sample_columns_kernel[(centered_KD.shape[0],)](
-        dropped.shares_2V, dropped.count_B, center_D, x.weight, x.bias, linear,
+        dropped.shares_2V, dropped.count_B, center_D, x.weight, x.head.bias, linear,
         column_K, inverse_share_K, weight_KD, centered_KD, square_K, bias_K,
-        first, num_runs, x.logits.num_valid, x.weight.shape[1], size, compensation.PARTS,
-        HAS_BIAS=bias_K is not None, CENTERED_ALONE=column_K is None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(),
+        first, num_runs, x.num_valid, x.weight.shape[1], size, compensation.PARTS,
+        CENTERED_ALONE=column_K is None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(),
         BLOCK_D=1024,
     )
 
@@ -137,14 +138,13 @@ def _sample_columns_kernel(
     weight_out_ptr,  # out: [K, D]
     centered_ptr,  # out: [K, D]
     square_ptr,  # out: [K] fp32
-    bias_out_ptr,  # out: [K]
+    bias_out_ptr,  # out: [K], or None
     first_sample,
     num_runs,
     num_valid,
     hidden_size,
     size,
     whole,
-    HAS_BIAS: tl.constexpr,
     CENTERED_ALONE: tl.constexpr,
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
@@ -172,7 +172,7 @@ def _sample_columns_kernel(
         share = tl.load(shares_ptr + column)
         tl.store(column_ptr + row, column.to(tl.int64))
         tl.store(inverse_share_ptr + row, tl.where(share > 0, 1 / (size * share), 0.0))
-    if HAS_BIAS:
+    if bias_out_ptr is not None:
         tl.store(bias_out_ptr + row, tl.load(bias_ptr + column))
 
     square = tl.zeros((BLOCK_D,), tl.float32)
@@ -459,7 +459,7 @@ def factors_of(
         sampled.square_K, sampled.inverse_share_K, dropped.center_D, sample.token_S, mass_S, coef_4N,
         shared_hidden_2D, shared_weight_2D, factors_6,
         *(0 if squares is None else squares.shape[1] for squares in (squares_7P, tokens_2P)), num_columns, hidden_size,
-        num_columns / max(1, num_covariance), sampled.x.logits.logit_scale, compensation.LEAST_SIGNAL,
+        num_columns / max(1, num_covariance), sampled.x.head.multiplier, compensation.LEAST_SIGNAL,
         compensation.LEAST_CORRECTED,
         compensation.LEAST_SHRINKAGE,
         HAS_COLUMNS=columns is not None, HAS_TOKENS=tokens_2P is not None, LINEAR=num_covariance > 0,
@@ -638,35 +638,31 @@ def sampled_gradients(
 
     Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it.
     """
-    tile, x, logits = tiles.dlogits, sampled.x, sampled.x.logits
+    tile, x = tiles.dlogits, sampled.x
     num_rows, hidden_size = rows.hidden.shape
-    num_columns = logits.num_valid
+    num_columns = x.num_valid
     tma = has_tma(rows.hidden, x.weight, grads_RK)
     _sampled_gradients_kernel[(cdiv(num_rows, tile.rows) * cdiv(num_columns, tile.cols),)](
         # in
-        operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
+        operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
         sampled.column_K, sampled.inverse_share_K, x.ids, rows.index, rows.num_kept, threshold_N, softmax.max,
-        softmax.log_sum, coef_4N,
-        factor,
+        softmax.log_sum, coef_4N, factor,
         # out
         operand(grads_RK, tile.rows, tile.cols // 2, tma),
         # sizes
-        num_rows, hidden_size, num_columns, logits.start,
+        num_rows, hidden_size, num_columns, x.start,
         # options
-        logits.logit_scale, logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.capped,
-        HAS_FACTOR=factor is not None, MASK_V=num_columns % tile.cols != 0,
+        MASK_V=num_columns % tile.cols != 0,
         # tiles
-        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        TILE=tile, TMA=tma, PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )
 
 
-@kernel("hidden", "weight", "bias_ptr", "grads", "hidden_size")
+@kernel("hidden", "weight", "grads", "hidden_size")
 def _sampled_gradients_kernel(
     hidden,  # in: [R, D] descriptor or pointer
     weight,  # in: [K, D] descriptor or pointer
-    bias_ptr,  # in: [K]
+    head,  # in: Head
     column_ptr,  # in: [K] int64
     inverse_share_ptr,  # in: [K] fp32
     labels_ptr,  # in: [N] int64
@@ -676,25 +672,19 @@ def _sampled_gradients_kernel(
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
-    factor_ptr,  # in: [] fp32
+    factor_ptr,  # in: [] fp32, or None
     grads,  # out: [R, K] descriptor or pointer
     num_rows,
     hidden_size,
     num_columns,
     start,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
     MASK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    BLOCK_N: tl.constexpr = TILE.rows
+    BLOCK_V: tl.constexpr = TILE.cols
     # Blocks of columns that read the same tokens run side by side, so that these come from memory once.
     num_col_blocks = tl.cdiv(num_columns, BLOCK_V)
     row = tl.program_id(0) // num_col_blocks * BLOCK_N
@@ -702,31 +692,31 @@ def _sampled_gradients_kernel(
     num_kept = tl.load(num_kept_ptr)
     if row >= num_kept:
         return
-    nobody_reads = (tl.load(factor_ptr) == 0) if HAS_FACTOR else False
+    nobody_reads = (tl.load(factor_ptr) == 0) if factor_ptr is not None else False
     if nobody_reads:
         return
-    z = tile_of_logits(
-        hidden, weight, bias_ptr, row, col, num_rows, num_columns, hidden_size, logit_scale, softcap,
-        HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-    )
+    acc = tile_of_products(hidden, weight, row, col, num_rows, num_columns, hidden_size, TILE, TMA, PRECISION)
     offs_n = row + tl.arange(0, BLOCK_N)
     live = offs_n < num_kept
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
+    offs_k = col + tl.arange(0, BLOCK_V)
+    in_k = offs_k < num_columns
+    factors = token_factors(head, token, live)
+    before, after = factors
+    z = logits_of(acc, offs_k, in_k, head, factors, MASK_V)
     threshold = tl.load(threshold_ptr + token, mask=live, other=float("-inf"))
     row_max = tl.load(max_ptr + token, mask=live, other=0)
     log_sum = tl.load(log_sum_ptr + token, mask=live, other=0)
-    coef_p = tl.load(coef_ptr + token, mask=live, other=0) * logit_scale
+    coef_p = tl.load(coef_ptr + token, mask=live, other=0) * before
     label = tl.load(labels_ptr + token, mask=live, other=-1) - start
-    offs_k = col + tl.arange(0, BLOCK_V)
-    in_k = offs_k < num_columns
     column = tl.load(column_ptr + offs_k, mask=in_k, other=-1)
     inverse_share = tl.load(inverse_share_ptr + offs_k, mask=in_k, other=0)
-    if HAS_FACTOR:
+    if factor_ptr is not None:
         inverse_share *= tl.load(factor_ptr)
     dropped = (z < threshold[:, None]) & (column.to(tl.int32)[None, :] != label.to(tl.int32)[:, None])
     p = tl.where(dropped, tl.exp((z - row_max[:, None]) - log_sum[:, None]), 0.0)
-    if HAS_SOFTCAP:
-        p = sloped(p, z, softcap)
+    if head.softcap is not None:
+        p = sloped(p, z, head, after[:, None])
     store_tile(
         grads,
         row,

@@ -37,8 +37,9 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, compensation
-from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
+from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
 from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, num_programs, precision, sample_tile, stages_of_rows
 from cce_dist.kernels.tokens import gathered, sums_of_rows
 
@@ -351,29 +352,24 @@ def dropped_shares(
     ``parts_SV`` takes the parts, where they are asked for. ``uniform``: as in ``shares_of``.
     """
     num_rows, hidden_size = rows_SD.shape
-    logits = x.logits
     tile = sample_tile(tile, num_rows, rows_SD.itemsize, rows_SD.device)
-    if logits.softcap > 0.0:
+    if x.head.softcap is not None:
         tile = tile._replace(cols=max(16, tile.cols // 2))  # the epilogue over a whole tile spills registers
     num_blocks = cdiv(num_rows, tile.rows)
-    sums_BV = torch.empty(num_blocks, logits.num_valid, dtype=torch.float32, device=rows_SD.device)
+    sums_BV = torch.empty(num_blocks, x.num_valid, dtype=torch.float32, device=rows_SD.device)
     tma = has_tma(rows_SD, x.weight)
-    _dropped_sums_kernel[(cdiv(logits.num_valid, tile.cols) * num_blocks,)](
+    _dropped_sums_kernel[(cdiv(x.num_valid, tile.cols) * num_blocks,)](
         # in
-        operand(rows_SD, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
+        operand(rows_SD, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
         sample.size, sample.reference_S, sample.threshold_S, sample.label_S, slot_V,
         # out
         sums_BV, None if parts_SV is None else operand(parts_SV, tile.rows, tile.cols // 2, tma),
         # sizes
-        num_rows, hidden_size, logits.num_valid, logits.start, 0 if parts_SV is None else parts_SV.shape[1],
+        num_rows, hidden_size, x.num_valid, x.start, 0 if parts_SV is None else parts_SV.shape[1],
         # options
-        logits.logit_scale, logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0,
-        HAS_SOFTCAP=logits.capped, WANT_PARTS=parts_SV is not None,
-        MASK_V=logits.num_valid % tile.cols != 0,
+        MASK_V=x.num_valid % tile.cols != 0,
         # tiles
-        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        TILE=tile, TMA=tma, PRECISION=precision(rows_SD.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )
     return _reweighted(sums_BV, x, sample, slot_V, uniform)._replace(parts_SV=parts_SV)
 
@@ -394,7 +390,7 @@ def _reweighted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torc
     _reweight_kernel[(parts,)](
         sums_BV, x.weight, sample.mean_shift_D, sample.size,
         sums_V, reweighting_V, total_P, mean_PD,
-        num_valid, hidden_size, REWEIGHTING * x.logits.logit_scale,
+        num_valid, hidden_size, REWEIGHTING * x.head.multiplier,
         HAS_SHIFT=sample.mean_shift_D is not None, NUM_BLOCKS=num_blocks, BLOCK_V=block_v, MAIN_D=main_d, REST_D=rest_d,
         STAGES=stages_of_rows(block_v * (main_d + rest_d) * x.weight.itemsize), num_warps=4,
     )
@@ -471,36 +467,30 @@ def _reweight_kernel(
         tl.store(mean_ptr + rest_d, rest_mean, mask=in_rest)
 
 
-@kernel("hidden", "weight", "bias_ptr", "slot_ptr", "sums_ptr", "parts", "hidden_size")
+@kernel("hidden", "weight", "slot_ptr", "sums_ptr", "parts", "hidden_size")
 def _dropped_sums_kernel(
     hidden,  # in: [S, D] descriptor or pointer
     weight,  # in: [V, D] descriptor or pointer
-    bias_ptr,  # in: [V]
+    head,  # in: Head
     num_sampled_ptr,  # in: [1] int32
     reference_ptr,  # in: [S] fp32
     threshold_ptr,  # in: [S] fp32
     labels_ptr,  # in: [S] int64
     slot_ptr,  # in: [V] int32
     sums_ptr,  # out: [B, V] fp32, a row for each block of rows
-    parts,  # out: [S, columns] descriptor or pointer, with WANT_PARTS
+    parts,  # out: [S, columns] descriptor or pointer, or None
     num_rows,
     hidden_size,
     num_valid,
     start,
     parts_cols,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    WANT_PARTS: tl.constexpr,
     MASK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    BLOCK_N: tl.constexpr = TILE.rows
+    BLOCK_V: tl.constexpr = TILE.cols
     num_sampled = tl.load(num_sampled_ptr)
     # Blocks of rows that read the same columns run side by side, so that these come from memory once.
     num_blocks = tl.cdiv(num_rows, BLOCK_N)
@@ -510,23 +500,22 @@ def _dropped_sums_kernel(
     in_v = offs_v < num_valid
     sums = tl.zeros((BLOCK_V,), tl.float32)
     if row < num_sampled:
-        z = tile_of_logits(
-            hidden, weight, bias_ptr, row, col, num_rows, num_valid, hidden_size, logit_scale, softcap,
-            HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-        )
+        acc = tile_of_products(hidden, weight, row, col, num_rows, num_valid, hidden_size, TILE, TMA, PRECISION)
         offs_n = row + tl.arange(0, BLOCK_N)
         live = offs_n < num_sampled
+        factors = token_factors(head, offs_n, live)
+        z = logits_of(acc, offs_v, in_v, head, factors, MASK_V)
         reference = tl.load(reference_ptr + offs_n, mask=live, other=0)
         threshold = tl.load(threshold_ptr + offs_n, mask=live, other=float("-inf"))
         label = (tl.load(labels_ptr + offs_n, mask=live, other=-1) - start).to(tl.int32)
         dropped = (z < threshold[:, None]) & (offs_v[None, :] != label[:, None])
         e = tl.where(dropped, tl.exp(z - reference[:, None]), 0.0)
-        if HAS_SOFTCAP:
-            e = sloped(e, z, softcap)
+        if head.softcap is not None:
+            e = sloped(e, z, head, factors[1][:, None])
         is_frequent = tl.load(slot_ptr + offs_v, mask=in_v, other=0) > 0
         sums = tl.where(is_frequent, 0.0, tl.sum(e, 0))
         factor = tl.where(is_frequent, 0.0, PART)
-        if WANT_PARTS:
+        if parts is not None:
             store_tile(
                 parts, row, col, e * factor[None, :], num_rows, parts_cols, parts_cols, BLOCK_N, BLOCK_V, TMA
             )

@@ -108,7 +108,10 @@ class Direct:
 
 
 def kinds(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return what Triton may compile apart of arguments that are no constants, and the arguments, addresses for tensors."""
+    """Return what Triton may compile apart of arguments that are no constants, and the arguments, addresses for tensors.
+
+    A tuple among them, such as ``Head``, stays one: the launcher in C takes it apart.
+    """
     key, values = [], []
     for value in args:
         of = type(value)
@@ -125,6 +128,10 @@ def kinds(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             address = value.data_ptr()
             key.append((value.dtype, "unaligned") if address & 15 else value.dtype)
             value = address
+        elif isinstance(value, tuple):
+            inner, items = kinds(value)
+            key.append(tuple(inner))
+            value = tuple(items)
         else:
             key.append((value.base.dtype, *value.block_shape, value.padding) if hasattr(value, "block_shape") else of)
         values.append(value)

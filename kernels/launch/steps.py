@@ -444,7 +444,7 @@ class _Launch:
         self.run, behind, encoders, in_one = launcher_of(compiled)
         self.args = [*launch.grid, 0, compiled.function, *behind]
         self.values: list[Any] = [] if in_one else self.args
-        self.pointers: list[tuple[int, int, int]] = []
+        self.pointers: list[tuple[list[Any], int, int, int]] = []
         self.matrices: list[tuple[slice, _Described, int, int]] = []
         for value in launch.values:
             begin = len(self.values)
@@ -455,17 +455,25 @@ class _Launch:
                 self.matrices.append((slice(begin, begin + width), described, *replay.source(value.place)))
                 self.values += [None] * width
                 continue
-            if isinstance(value, Place):
-                self.pointers.append((begin, *replay.source(value)))
-            self.values.append(value)
+            self._add(self.values, value, replay)
         if in_one:
             self.args.append(self.values)
+
+    def _add(self, values: list[Any], value: Any, replay: Replay) -> None:
+        """Append an argument; a tuple becomes a list, whose addresses can be changed."""
+        if isinstance(value, Place):
+            self.pointers.append((values, len(values), *replay.source(value)))
+        elif isinstance(value, tuple):
+            items, value = value, []
+            for item in items:
+                self._add(value, item, replay)
+        values.append(value)
 
     def __call__(self, stream: int) -> None:
         values, address = self.values, self.address
         self.args[3] = stream
-        for position, source, offset in self.pointers:
-            values[position] = address[source] + offset
+        for within, position, source, offset in self.pointers:
+            within[position] = address[source] + offset
         for where, described, source, offset in self.matrices:
             values[where] = described.at(address[source] + offset)
         self.run(*self.args)
