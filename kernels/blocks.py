@@ -54,10 +54,12 @@ def on_device(tensor: torch.Tensor) -> AbstractContextManager:
 
 def has_tma(*matrices: torch.Tensor) -> bool:
     """Whether tensor descriptors can describe these row-major matrices here (16-byte base and rows)."""
-    aligned = all(m.data_ptr() % 16 == 0 and m.stride(0) * m.itemsize % 16 == 0 for m in matrices)
+    for matrix in matrices:
+        if matrix.data_ptr() % 16 or matrix.stride(0) * matrix.itemsize % 16:
+            return False
     if interpreted():
-        return aligned and all(m.dtype != torch.bfloat16 for m in matrices)  # whose descriptors misread bf16
-    return aligned and _has_copy_engine(real_device(matrices[0].device))
+        return all(matrix.dtype != torch.bfloat16 for matrix in matrices)  # whose descriptors misread bf16
+    return _has_copy_engine(real_device(matrices[0].device))
 
 
 @lru_cache(maxsize=16)
@@ -66,8 +68,16 @@ def _has_copy_engine(device: torch.device) -> bool:
 
 
 def operand(matrix: torch.Tensor, rows: int, cols: int, tma: bool) -> TensorDescriptor | torch.Tensor:
-    """Return a matrix in the form a kernel reads: a descriptor of [rows, cols] blocks, or itself."""
-    return TensorDescriptor.from_tensor(matrix, [rows, cols]) if tma else matrix
+    """Return a matrix in the form a kernel reads: a descriptor of [rows, cols] blocks, or itself.
+
+    ``has_tma`` has looked at its alignment, so the descriptor is made without the checks of its own ``__init__``.
+    """
+    if not tma:
+        return matrix
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base, descriptor.block_shape = matrix, [rows, cols]
+    descriptor.shape, descriptor.strides = matrix.shape, matrix.stride()
+    return descriptor
 
 
 @triton.jit

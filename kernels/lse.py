@@ -42,6 +42,7 @@ from cce_dist.kernels.candidates import Candidates, by_hand, list_candidates
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, num_programs, precision
+from cce_dist.kernels.tokens import first_rows
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
@@ -87,7 +88,7 @@ class Keep(NamedTuple):
 class Marks(NamedTuple):
     """The bits that a filter wants of the logits."""
 
-    bound_R: torch.Tensor  # in: lower bound of each row's log-sum-exp, fp32
+    bound_N: torch.Tensor  # in: lower bound of each token's log-sum-exp, fp32
     log_eps: float  # A logit is kept unless it is below ``bound + log_eps``
     words_RW: torch.Tensor  # out: int32, bit k of word w is column 32 w + k; for all columns of the last tile
 
@@ -228,7 +229,8 @@ def _lse_kernel(
         reference = tl.where(reference > float("-inf"), reference, 0.0)
     if marks is not None:
         # A bound of +inf makes every exponential of a dead row 0.
-        reference = tl.load(marks.bound_R + offs_n, mask=live, other=float("inf"))
+        token = tl.load(index_ptr + offs_n, mask=live, other=0)
+        reference = tl.load(marks.bound_N + token, mask=live, other=float("inf"))
         threshold = reference + marks.log_eps
         reference = tl.where(reference > float("-inf"), reference, 0.0)
     if lists is not None:
@@ -442,7 +444,7 @@ def gathered_with_targets(
 
     It is 0 where the label is no valid row of this shard. Of several ids a token target_N is [I, N]. ``copy_N`` gets the same.
     """
-    rows = Rows(order[0], order[1], buffer_RD[: order[0].shape[0]])
+    rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
     num_rows, hidden_size = rows.hidden.shape
     ids, num_ids = x.ids, None
     if x.cells is not None:

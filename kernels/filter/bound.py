@@ -35,7 +35,7 @@ def sample_outside(frequent: Frequent, x: Operands) -> tuple[torch.Tensor, Opera
     num_outside = num_valid - frequent.ids_F.shape[0]
     size = num_sampled(num_outside)
     ids_S = torch.empty(size, dtype=torch.int32, device=x.weight.device)
-    weight_SD = x.weight.new_empty(size, hidden_size)
+    weight_SD = torch.empty(size, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
     bias_S = None if x.head.bias is None else x.head.bias.new_empty(size)
     if size:
         _sample_outside_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
@@ -167,26 +167,28 @@ def _sampled_sums_kernel(
 
 
 def bound_of_shard(
-    frequent_3N: torch.Tensor, target_N: torch.Tensor, sums_3PN: torch.Tensor, num_sampled: int, x: Operands, frequent: Frequent
+    frequent_3N: torch.Tensor, stats_KN: torch.Tensor, sums_3PN: torch.Tensor, num_sampled: int, x: Operands,
+    frequent: Frequent, taken: torch.Tensor,
 ) -> torch.Tensor:
     """Return the shard's part of the bound as a maximum, a sum relative to it, and zeros, [3, N] fp32.
 
     Args:
         frequent_3N: Maximum and sum of exp over the frequent columns.
-        target_N: The label's logit. It counts where it is another column of the shard.
+        stats_KN: Its TARGET is the label's logit. It counts where it is another column of the shard.
         sums_3PN: What ``sampled_sums`` writes.
         num_sampled: How many columns were sampled.
         x: The shard.
         frequent: Its frequent columns.
+        taken: out: 0, where ``lists.list_columns`` begins.
     """
-    stats_3N = torch.empty_like(frequent_3N)
+    stats_3N = torch.empty(3, x.num_tokens, dtype=torch.float32, device=frequent_3N.device)
     num_outside = x.num_valid - frequent.ids_F.shape[0]
     # The error of a mean of ``num_sampled`` out of ``num_outside``; it is 0 where all of them are sampled.
     left_out = 1.0 - num_sampled / num_outside if num_outside else 0.0
     error = ERRORS * (left_out / max(1, num_sampled - 1)) ** 0.5
     _bound_of_shard_kernel[(cdiv(x.num_tokens, 256),)](
-        frequent_3N, target_N, sums_3PN, x.ids, frequent.slot_V,
-        stats_3N,
+        frequent_3N, stats_KN, sums_3PN, x.ids, frequent.slot_V,
+        stats_3N, taken,
         x.num_tokens, x.start, x.num_valid, sums_3PN.shape[1], max(1, num_sampled), num_outside, error,
         BLOCK_N=256,
     )
@@ -196,11 +198,12 @@ def bound_of_shard(
 @kernel("frequent_ptr", "slot_ptr", "stats_ptr")
 def _bound_of_shard_kernel(
     frequent_ptr,  # in: [3, N] fp32: maximum, sum, anything
-    target_ptr,  # in: [N] fp32
+    shard_ptr,  # in: [K, N] fp32; TARGET is read
     sums_ptr,  # in: [3, P, N] fp32: reference, sum, sum of squares
     labels_ptr,  # in: [N] int64
     slot_ptr,  # in: [V] int32
     stats_ptr,  # out: [3, N] fp32
+    taken_ptr,  # out: [1] int64
     num_tokens,
     start,
     num_valid,
@@ -210,7 +213,10 @@ def _bound_of_shard_kernel(
     error,
     BLOCK_N: tl.constexpr,
 ):
+    if tl.program_id(0) == 0:
+        tl.store(taken_ptr, 0)
     stride = num_tokens.to(tl.int64)
+    target_ptr = shard_ptr + 2 * stride
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = offs_n < num_tokens
     label = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
