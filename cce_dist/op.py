@@ -21,10 +21,10 @@ from cce_dist.call import Call, Layout, build
 from cce_dist.decide import Where
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, named
-from cce_dist.kernels.budget import Sizes
+from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
-from cce_dist.kernels.launch.rehearsal import rehearse
 from cce_dist.kernels.launch.tape import recorded
+from cce_dist.kernels.memory import Sizes
 from cce_dist.shard import even_rows
 
 
@@ -72,7 +72,7 @@ def _run_forward(
     call = decided(call, hidden, labels.shape[0], merge.size_of(group))
     backend, spec = named(call.way.backend), call.spec
     x = Operands.of(hidden, weight, labels, spec.logits, **spec.logits.named(head))
-    rehearse(backend, spec, x, grad_weight_out)
+    compile_ahead(backend, spec, x, grad_weight_out)
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
         return backend.merged_lse(merge.gather_stats(stats_3N, group))
