@@ -26,7 +26,9 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
     The model's own loss code finds deferred logits where it found logits. Its call of ``F.cross_entropy`` computes the loss.
     Scale, softcap, ignored label, reduction and weights of tokens come from where the model has them. Parameters, their names
     and checkpoints stay. Logits are deferred in training, and where the model is given labels. A model in evaluation computes
-    them as soon as somebody looks at them, and always without labels. One rank says in a line that the loss is in use.
+    them as soon as somebody looks at them, and always without labels. A look raises if the logits are stale: a tensor that they
+    are computed from was changed in place, PEFT uses other adapters, or a forward in training has begun. Other changes through
+    ``.data`` are not detected. One rank says in a line that the loss is in use.
 
     Call it on every rank, before or after ``fully_shard``, and before DDP, ``Trainer(...)`` and ``accelerator.prepare``; after
     PEFT. On a converted model it replaces the options, where there are any. Call it again after ``resize_token_embeddings``.

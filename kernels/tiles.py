@@ -1,9 +1,7 @@
-"""Tile sizes by device and dtype: a table with its provenance, or the user's own file from ``cce-dist tune``."""
+"""Tile sizes by device and dtype: a table with its provenance."""
 
 from __future__ import annotations
 
-import json
-import os
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -67,21 +65,17 @@ def _in_interpreter() -> bool:
 
 
 def choose_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Return the tiles for a dtype on a device: the user's own (the file that CCE_DIST_TILES names), else the table's."""
+    """Return the tiles for a dtype on a device."""
     planned = planned_device()
     if planned is not None:
         return table_tiles(planned.major, 8 * dtype.itemsize)
-    return _chosen(dtype, real_device(device), os.environ.get("CCE_DIST_TILES"), precision(dtype))
+    return _chosen(dtype, real_device(device), precision(dtype))
 
 
 @lru_cache(maxsize=64)
-def _chosen(dtype: torch.dtype, device: torch.device, path: str | None, dot_precision: str) -> Tiles:
+def _chosen(dtype: torch.dtype, device: torch.device, dot_precision: str) -> Tiles:
     if interpreted():
         return _INTERPRETED
-    if path:
-        tuned = read_tiles(path).get((torch.cuda.get_device_name(device), str(dtype).removeprefix("torch.")))
-        if tuned is not None:
-            return tuned
     bits = 0 if dtype == torch.float32 and dot_precision == "ieee" else dtype.itemsize * 8
     if torch.version.hip is not None:
         return _FALLBACK  # ROCm says 9.x, too, for devices with 64 KiB of shared memory
@@ -108,40 +102,6 @@ def sample_tile(tile: Tile, num_rows: int, itemsize: int, device: torch.device) 
 def stages_of_rows(num_bytes: int) -> int:
     """Return the stages of a loop that has rows on their way to shared memory: 4, or as many as 48 KiB have room for."""
     return min(4, 1 + (48 << 10) // num_bytes)
-
-
-@lru_cache(maxsize=8)
-def read_tiles(path: str) -> dict[tuple[str, str], Tiles]:
-    """Read a file that ``cce-dist tune`` wrote: {"device": {"dtype": {"lse": [rows, cols, inner, warps, stages], ...}}}.
-
-    Raises:
-        ValueError: The file is not of that form, or a size is not a power of two.
-    """
-    try:
-        with open(path) as file:
-            content = json.load(file)
-        table = {
-            (device, dtype): Tiles(*(Tile(*row[name]) for name in Tiles._fields[:-1]), row["group"])
-            for device, by_dtype in content.items()
-            for dtype, row in by_dtype.items()
-        }
-    except (OSError, TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not a tile file of `cce-dist tune` ({error!r})") from error
-    _validate(path, table)
-    return table
-
-
-def _validate(path: str, table: dict[tuple[str, str], Tiles]) -> None:
-    for key, tiles in table.items():
-        for tile in tiles[:-1]:
-            powers = all(isinstance(n, int) and n > 0 and n & (n - 1) == 0 for n in tile[:4])
-            if not powers or min(tile[:3]) < 16 or max(tile[:3]) > MAX_SIDE or tile.stages < 1:
-                raise ValueError(f"{path}: {tile} of {key}: sides are powers of two from 16 to {MAX_SIDE}, stages >= 1")
-        if (
-            tiles.grad_hidden.inner > min(tiles.lse.cols, tiles.dlogits.cols)
-            or tiles.grad_weight.inner > tiles.dlogits.rows
-        ):
-            raise ValueError(f"{path}: {key}: a product's inner side is longer than the dlogits tile that fills it")
 
 
 def num_programs(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from cce_dist import report
 from cce_dist.bench.methods import UNNAMED_MIB
-from cce_dist.bench.report import read_json
+from cce_dist.bench.records import read_json
 from cce_dist.kernels import memory
 from cce_dist.plan.devices import DENSE, DEVICES, Device
 from cce_dist.plan.head import Cost, Head, cost

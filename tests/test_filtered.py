@@ -24,7 +24,8 @@ from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
 from torch import Tensor
 
 from cce_dist import GradFilter, linear_cross_entropy, op
-from cce_dist.bench.loop import loss_of, relative_error, step, truth_of
+from cce_dist.bench.loop import relative_error
+from cce_dist.bench.problem import loss_of, reference_of, step
 from cce_dist.bench.shapes import HeadShape
 from cce_dist.bench.workload import make_workload
 from cce_dist.call import Call
@@ -675,11 +676,11 @@ def test_torch_shrinks_the_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "sampled_columns", lambda _: 128)
     monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.25)
     w = make_workload(HeadShape(256, 4096), 512, rung="early", dtype=torch.float32, device=DEVICE)
-    truth = truth_of(loss_of(w.hidden, w.weight, w.labels))
+    truth = reference_of(loss_of(w.hidden, w.weight, w.labels))
     loss = functools.partial(linear_cross_entropy, backend="torch", grad_filter=GradFilter())
 
     def error() -> float:
-        return relative_error(step(loss, loss_of(*w[:3]))[2], truth.d_weight)
+        return relative_error([(step(loss, loss_of(*w[:3]))[2], truth.d_weight)])
 
     with_it = error()
     monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", torch.inf)

@@ -6,7 +6,6 @@ Each test names the mutation of the kernels that it catches.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -604,28 +603,6 @@ def test_all_kept_in_the_least_budget(what: str, needs: tuple[bool, bool], monke
     room, few = least - exponentials, 12 << 20  # a few numbers for each token and each column
     assert room < 0.3 * hidden_bytes and seen.forward <= room + few
     assert seen.backward <= max(room, 0 if needs[0] else hidden_bytes) + few
-
-
-def test_tile_file(tmp_path) -> None:
-    """Anything but a tile file is refused with its name. Catches: unchecked sizes reaching a kernel."""
-
-    file, mine = tmp_path / "tiles.json", tiles._TABLE[9, 16]
-
-    def read(content: str | dict) -> dict:
-        file.write_text(content if isinstance(content, str) else json.dumps(content))
-        return tiles.read_tiles.__wrapped__(str(file))
-
-    other = mine._replace(group=8)
-    found = read({"GPU A": {"bfloat16": mine._asdict()}, "GPU B": {"float16": other._asdict()}})
-    assert found == {("GPU A", "bfloat16"): mine, ("GPU B", "float16"): other}
-    for content in ("{", "[]", '{"GPU": {"bfloat16": {}}}', "", '{"GPU": 3}'):
-        with pytest.raises(ValueError, match=r"tiles\.json"):
-            read(content)
-    for wrong in ({"rows": 96}, {"cols": 512}, {"inner": 8}):
-        with pytest.raises(ValueError, match="power"):
-            read({"GPU": {"bfloat16": mine._replace(lse=mine.lse._replace(**wrong))._asdict()}})
-    with pytest.raises(ValueError, match="inner"):
-        read({"GPU": {"bfloat16": mine._replace(grad_weight=mine.lse._replace(inner=256))._asdict()}})
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])

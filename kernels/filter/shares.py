@@ -274,8 +274,8 @@ def _calibrate_kernel(
     centered_ptr,  # in: [S, D]
     num_sampled_ptr,  # in: [1] int32
     number_ptr,  # in, out: [3, S] fp32: the reference, in the second row
-    of_row_ptr,  # in: [3, S] fp32: as in ``Centered``; the last row is written
-    mean_ptr,  # in: [2, D] fp32: the mean of all tokens; the second row is written, as in ``Sample``
+    of_row_ptr,  # in, out: [3, S] fp32: as in ``Centered``; the last row is written
+    mean_ptr,  # in, out: [2, D] fp32, as in ``Sample``; the second row is written
     centered_mean_ptr,  # out: [D] fp32
     hidden_size,
     SAMPLE: tl.constexpr,

@@ -167,7 +167,7 @@ class Replayed:
 
 def _tensors_and_key(args: Sequence[Any], more: tuple) -> tuple[list[Tensor], list[int], tuple]:
     tensors: list[Tensor] = []
-    settings = torch.is_inference_mode_enabled(), fp32_precision(), os.environ.get("CCE_DIST_TILES")
+    settings = torch.is_inference_mode_enabled(), fp32_precision()
     key: list[Any] = [more, settings]
     addresses: list[int] = []
     for arg in args:
