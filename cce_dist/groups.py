@@ -29,8 +29,8 @@ from cce_dist.call import Call
 from cce_dist.decide import Where
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
 from cce_dist.kernels.backends import named
-from cce_dist.kernels.budget import Groups
-from cce_dist.kernels.launch.rehearsal import rehearse
+from cce_dist.kernels.dry_run import compile_ahead
+from cce_dist.kernels.memory import Groups
 from cce_dist.op import decided, operands_of, sum_group_of
 
 # Expected weights of a token, relative to the largest: the least, which stands for 0, and what counts as rounding.
@@ -268,7 +268,7 @@ def run(
                 raise IndexError(error)
         if layout.sequence_parallel and group is not None:
             hidden = merge.SequenceGather(hidden, group).wait()
-        rehearse(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None)
+        compile_ahead(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None)
         x = x._replace(hidden=hidden, ids=ids)
         loss_N = torch.empty(x.num_tokens, dtype=torch.float32, device=hidden.device)
         softmax = Softmax(*loss_N.new_empty(2, x.num_tokens))

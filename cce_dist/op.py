@@ -21,10 +21,10 @@ from cce_dist.call import Call, Layout, build
 from cce_dist.decide import Where
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, named
-from cce_dist.kernels.budget import Sizes
+from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
-from cce_dist.kernels.launch.rehearsal import rehearse
 from cce_dist.kernels.launch.tape import recorded
+from cce_dist.kernels.memory import Sizes
 from cce_dist.shard import even_rows
 
 
@@ -75,9 +75,9 @@ def _run_forward(
     """
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     call = decided(call, hidden, labels.shape[0], merge.size_of(group))
-    x = Operands.of(hidden, weight, labels, call.spec.logits, **call.spec.logits.named(head))
     backend, spec = named(call.way.backend), call.spec
-    rehearse(backend, spec, x, grad_weight_out)
+    x = Operands.of(hidden, weight, labels, spec.logits, **spec.logits.named(head))
+    compile_ahead(backend, spec, x, grad_weight_out)
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
         return backend.merged_lse(merge.gather_stats(stats_3N, group))
@@ -162,7 +162,6 @@ def _run_backward(
     """dE, dC, and the head's gradients as rows; None for what is not wanted (or went into ``grad_weight_out``)."""
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     max_N, log_sum_N, entropy_N, ids, count, ids_NI, target_NI, saved = Saved.of(saved, call.spec)
-    x = operands_of(hidden, weight, head, ids, call.spec)
     call = decided(call, hidden, ids.shape[0], merge.size_of(group))
     backend, spec = named(call.way.backend), call.spec
     *d_losses, d_mean = d_losses
@@ -176,7 +175,7 @@ def _run_backward(
     with torch.autocast(hidden.device.type, enabled=False):
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size, of_mean)
-        x = x._replace(cells=cells)
+        x = operands_of(hidden, weight, head, ids, spec)._replace(cells=cells)
         sum_group = sum_group_of(layout, group)
         rows = call.way.ready_rows or None
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
@@ -238,8 +237,7 @@ def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
     nll = empty(*labels.shape)
     losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, want.uniform, want.entropy))
     ids = labels.new_empty(num_tokens)
-    num_ranks = merge.size_of(merge.resolve(call.layout.group_name))
-    call = decided(call, hidden, num_tokens, num_ranks)
+    call = decided(call, hidden, num_tokens, merge.size_of(merge.resolve(call.layout.group_name)))
     x = Operands.of(hidden, weight, ids, call.spec.logits, **call.spec.logits.named(head))
     others = [hidden.new_empty(shape, dtype=dtype) for shape, dtype in listed(want, num_tokens).values()]
     saved = Saved(

@@ -5,7 +5,7 @@ The logits of the shard are ``z = softcap * tanh(u / softcap)`` with ``u = logit
 
 This file holds the records that travel between host functions. ``backends`` names the functions that each of the three
 backends has: ``dense`` (plain torch, any device), ``exact`` (the kernels of this folder) and ``filter`` (the same with a
-filter). ``budget`` is the arithmetic of ``workspace_bytes``. The table of kernels is in docs/kernels.md.
+filter). ``memory`` is the arithmetic of ``workspace_bytes``. The table of kernels is in docs/kernels.md.
 
 **Letters** at the end of a tensor's name are its dimensions:
 

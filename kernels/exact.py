@@ -8,7 +8,7 @@ forward                                             backward
                                                       kept exponentials: the two products alone (kept)
 
 Tokens without a label come last in both (``tokens.compact``). ``workspace_bytes`` bounds what is alive beside inputs and
-outputs; ``budget`` says how many rows and columns a chunk has, and how many columns keep their exponentials for backward.
+outputs; ``memory`` says how many rows and columns a chunk has, and how many columns keep their exponentials for backward.
 
 Nothing here waits for the device, so a CUDA graph can capture it; shapes known on the host alone decide the launches.
 """
@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget
+from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, Spec, Want, memory
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.budget import Sizes, cdiv
 from cce_dist.kernels.candidates import Candidates, new_candidates, sampled
 from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
@@ -42,6 +41,7 @@ from cce_dist.kernels.lse import (
     merge_splits,
     new_partials,
 )
+from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import (
     coefficients,
@@ -58,6 +58,7 @@ from cce_dist.kernels.tokens import (
     token_groups,
     token_losses,
 )
+from cce_dist.kernels.waves import cdiv
 
 __all__ = [
     "coefficients", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids", "saved_like",
@@ -69,15 +70,15 @@ def columns_kept(x: Operands, spec: Spec) -> int:
     """Return how many of the shard's first columns keep their exponentials within the budget."""
     if not spec.can_keep(str(x.hidden.dtype)):
         return 0
-    return budget.columns_kept(sizes_of(x)._replace(alone=spec.alone), _beside_lists(x, spec))
+    return memory.columns_kept(sizes_of(x)._replace(alone=spec.alone), _beside_lists(x, spec))
 
 
 def _beside_lists(x: Operands, spec: Spec) -> int:
-    return budget.beside_lists(sizes_of(x), spec.want.top_k, spec.workspace_bytes)
+    return memory.beside_lists(sizes_of(x), spec.want.top_k, spec.workspace_bytes)
 
 
-def top_plan(x: Operands, spec: Spec) -> budget.TopPlan | None:
-    return budget.top_plan(x.num_valid, spec.want.top_k) if spec.want.top_k else None
+def top_plan(x: Operands, spec: Spec) -> memory.TopPlan | None:
+    return memory.top_plan(x.num_valid, spec.want.top_k) if spec.want.top_k else None
 
 
 def sizes_of(x: Operands) -> Sizes:
@@ -167,11 +168,11 @@ def _forward_rows(x: Operands, spec: Spec, tiles: Tiles, kept: Kept) -> int:
     """Tokens that forward works on at a time."""
     plan, sizes, columns = top_plan(x, spec), sizes_of(x), kept.exp_NV.shape[1]
     if columns:
-        return min(x.num_tokens, budget.forward_rows(sizes, _beside_lists(x, spec), columns))
-    rows = budget.forward_rows(sizes, spec.workspace_bytes, 0)
+        return min(x.num_tokens, memory.forward_rows(sizes, _beside_lists(x, spec), columns))
+    rows = memory.forward_rows(sizes, spec.workspace_bytes, 0)
     if plan is not None:
-        # Cut into a quarter of the programs that run at once (budget.num_parts), four blocks of rows fill the device.
-        rows = min(rows, budget.top_rows(sizes, plan, spec.want.top_k, spec.workspace_bytes, 4 * tiles.lse.rows))
+        # Cut into a quarter of the programs that run at once (waves.num_parts), four blocks of rows fill the device.
+        rows = min(rows, memory.top_rows(sizes, plan, spec.want.top_k, spec.workspace_bytes, 4 * tiles.lse.rows))
     return min(x.num_tokens, rows)
 
 
@@ -282,7 +283,7 @@ def gradients(
             _make_anew(x, kept, tiles, spec)
             # Autograd, which counts what is written to saved tensors, sees no more of this than of the kernels' writing.
             kept.spent.data.fill_(softmax.entropy is not None)
-        at_once, cols = budget.exact_chunks(
+        at_once, cols = memory.exact_chunks(
             sizes_of(x)._replace(num_columns=last - num_kept), spec.workspace_bytes, kept.exp_NV.nbytes, tiles,
             num_programs(x.hidden.device),
         )

@@ -19,10 +19,10 @@ import triton.language as tl
 
 from cce_dist.kernels import Cells, Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.fast_math import LOG_2, fast_log2, has_fast_math
 from cce_dist.kernels.head import slope_of, token_factors
 from cce_dist.kernels.lse import HEADROOM, Keep
+from cce_dist.kernels.waves import cdiv
 
 SMALLEST = tl.constexpr(2.0**-126)  # normal number of fp32 and bf16
 

@@ -37,15 +37,16 @@ from cce_dist.kernels.blocks import (
     store_tile,
     tile_of_products,
 )
-from cce_dist.kernels.budget import NUM_PLANES, cdiv, num_parts
 from cce_dist.kernels.candidates import Candidates, by_hand, list_candidates
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, num_programs, precision
 from cce_dist.kernels.tokens import first_rows
+from cce_dist.kernels.waves import cdiv, num_parts
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
+NUM_PLANES = 7  # of the partials, but for the last two
 # Planes of the partials: running maximum, what the sums are relative to, sum of exp, then the optional sums; the last two, sum
 # of squares and bits of the best column, are there where they are wanted.
 MAX, SHIFT, SUM, MOMENT, BELOW, COUNT, SLOPED, SQUARE, BEST = (tl.constexpr(i) for i in range(9))

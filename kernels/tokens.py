@@ -19,8 +19,8 @@ import triton.language as tl
 
 from cce_dist.kernels import IGNORED, OUTSIDE, Rows, Softmax, Spec
 from cce_dist.kernels.blocks import kernel, on_device, rows_with_zeros
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.tiles import MAX_SIDE, num_programs
+from cce_dist.kernels.waves import cdiv
 
 _IGNORED, _OUTSIDE = tl.constexpr(IGNORED), tl.constexpr(OUTSIDE)
 _BLOCK = 128  # tokens of a program

@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from cce_dist import GradFilter, VocabShard, decide, explain, linear_cross_entropy
 from cce_dist.decide import Way, Where
 from cce_dist.kernels import Filter, ShardLogits, Spec, Want
-from cce_dist.kernels.budget import Groups, Sizes
+from cce_dist.kernels.memory import Groups, Sizes
 
 BF16, MIB = "torch.bfloat16", 1 << 20
 SMOOTH = {"want": Want(uniform=True), "softcap": 30.0}

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shards import DEVICE, GPU, Live, launch_nothing, nan_memory
+from shards import DEVICE, GPU, launch_nothing, nan_memory
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -24,10 +24,11 @@ from cce_dist import VocabShard, divergence_op, linear_kl_divergence
 from cce_dist.call import flat
 from cce_dist.decide import Where, decide_heads
 from cce_dist.divergence_op import DivergenceCall
-from cce_dist.kernels import Operands, ShardLogits, budget, d_hidden
+from cce_dist.kernels import Operands, ShardLogits, d_hidden, memory
 from cce_dist.kernels.divergence import kernels as divergence
 from cce_dist.kernels.divergence.heads import KINDS, Divergence, Heads
 from cce_dist.kernels.divergence.pair_logits import fill_logits, new_pair_logits
+from cce_dist.kernels.dry_run import Live
 from cce_dist.kernels.tiles import choose_tiles, table_tiles
 from cce_dist.kernels.tokens import compact, gathered
 from cce_dist.verify.cases import even, random_problem, uneven
@@ -240,8 +241,8 @@ HALVES = {"torch": torch.bfloat16, "triton": torch.bfloat16 if GPU else torch.fl
 def test_matches_dense(case: Case, backend: str, request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches phantom columns, a moment that forgets that a maximum grew, 0 times infinity, the other head's options."""
     if case.budget == 1:
-        monkeypatch.setattr(budget, "LEAST_BYTES", 8000)
-        monkeypatch.setattr(budget, "ROWS", 16)
+        monkeypatch.setattr(memory, "LEAST_BYTES", 8000)
+        monkeypatch.setattr(memory, "ROWS", 16)
     half = [HALVES[backend]] * any(name in request.node.callspec.id for name in HALF)
     for dtype, kind in itertools.product((torch.float32, *half), KINDS):
         p = draw(case, dtype)
@@ -255,7 +256,7 @@ def test_kept_exponentials_match_dense(case: Case, kind: str, monkeypatch: pytes
     """Catches: a tile's exponentials relative to another's, the smaller of p and t taken for the larger, padding that is no
     number, the recomputed part's first column, a slope left out, a chunk that starts where another did."""
     monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(case.kept))
-    monkeypatch.setattr(budget, "exact_chunks", lambda sizes, *_: budget.Chunks(sizes.num_tokens, kept_columns(32)))
+    monkeypatch.setattr(memory, "exact_chunks", lambda sizes, *_: memory.Chunks(sizes.num_tokens, kept_columns(32)))
     p = draw(case, KEPT_IN)
     truth, baseline = dense(p.wide(), kind, **case.options), dense(p, kind, **case.options)
     check(ours(p, case, kind, "triton"), baseline, truth, KEPT_IN, kind)
@@ -347,7 +348,7 @@ def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, monkeypatch: 
         grads = divergence_op._run_backward([value], *given, saved, None, [True, True], call)
     backward = live.peak - sum(x.nbytes for x in grads if x is not None)
     chosen = divergence_op.decided(call, *given).spec.workspace_bytes
-    assert chosen == mib << 20 or (not mib and (4 * num_tokens * 9000 < kept or chosen == budget.MOST_DEFAULT))
+    assert chosen == mib << 20 or (not mib and (4 * num_tokens * 9000 < kept or chosen == memory.MOST_DEFAULT))
     last_wave = 2 * at_once * tiles.grad_hidden.rows * tiles.grad_hidden.cols * 4  # parts of up to two
     assert max(forward, backward) <= chosen + last_wave + (2 << 20), (forward >> 20, backward >> 20, chosen >> 20)
 
@@ -556,7 +557,7 @@ def test_an_id_that_nobody_checks_makes_no_number(kind: str, backend: str) -> No
 
 def _kernels_on_two_ranks() -> None:
     """Cases in uneven shards, dE a few tokens at a time. The ranks are on CPUs, where kernels are interpreted."""
-    with mock.patch.multiple(budget, most_rows=lambda *_: 4, LEAST_BYTES=8000, ROWS=4):
+    with mock.patch.multiple(memory, most_rows=lambda *_: 4, LEAST_BYTES=8000, ROWS=4):
         for case in DIVERGENCE_CASES:
             if case.name in OF_KERNELS:
                 smaller = replace(case, shards=uneven, problem=random_problem(12, 24, 75))

@@ -14,7 +14,7 @@ from shards import DEVICE, GPU, nan_memory
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, budget, exact, filter
+from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Want, exact, filter, memory
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 DTYPE = torch.bfloat16 if GPU else torch.float32  # the interpreter misreads bf16
@@ -76,7 +76,7 @@ def gradients(shard: Shard, saved: list[Tensor]) -> list[Tensor]:
 @pytest.fixture
 def no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists overflow: all of them share 100 places."""
-    monkeypatch.setattr(budget, "list_capacity", lambda *_: 100)
+    monkeypatch.setattr(memory, "list_capacity", lambda *_: 100)
 
 
 @pytest.mark.usefixtures("no_capacity")
@@ -102,9 +102,9 @@ def test_nothing_can_be_filtered() -> None:
 def test_nothing_is_computed_for_what_nobody_will_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of backward are those of the exact path, and the filter's own kernels read no matrix. Catches: a
     control variate, its squares or its sample where nothing is dropped."""
-    for module in (budget, filter):
+    for module in (memory, filter):
         monkeypatch.setattr(module, "SAMPLE", 16)
-    monkeypatch.setattr(budget, "sampled_columns", lambda _: 32)
+    monkeypatch.setattr(memory, "sampled_columns", lambda _: 32)
     shard = random_logits(2.0)
     _, saved = statistics(shard)
     read, products = count_work(monkeypatch)

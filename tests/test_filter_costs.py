@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from cce_dist.kernels import budget
+from cce_dist.kernels import memory
+from cce_dist.kernels.filter import costs
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 # Columns of a token outside the frequent ids whose probability reaches 2^-10: those that lists must hold. The bench's workloads
@@ -27,9 +28,9 @@ LISTED = {
 class Timed(NamedTuple):
     """Medians of one run, in seconds; a row is forward alone, loss and gradient."""
 
-    sizes: budget.Sizes
+    sizes: memory.Sizes
     listed: float  # columns of a token that are listed
-    rates: budget.Rates  # those of the run's own plain product
+    rates: costs.Rates  # those of the run's own plain product
     filtered: tuple[float, float]
     kept: float | None  # loss and gradient without a filter, exponentials kept; None where they were not measured
 
@@ -42,13 +43,13 @@ def _timed() -> dict[str, Timed]:
                 row["name"]: tuple(statistics.median(row[part]["seconds"]) for part in ("forward", "total"))
                 for row in case["rows"]
             }
-            sizes = budget.Sizes(case["num_tokens"], case["hidden_size"], case["vocab_size"], 2)
+            sizes = memory.Sizes(case["num_tokens"], case["hidden_size"], case["vocab_size"], 2)
             product = statistics.median(case["floor"]["one"]["seconds"])
             shape = case["shape"] + (f", V {case['vocab_size']:,}" if case["shape"] == "captured" else "")
             found[f"{shape}, {case['rung']}"] = Timed(
                 sizes,
                 LISTED[shape][case["rung"]],
-                budget.Rates(2 * sizes.num_tokens * sizes.hidden_size * sizes.num_columns / product, budget.H200[2][1]),
+                costs.Rates(2 * sizes.num_tokens * sizes.hidden_size * sizes.num_columns / product, costs.H200[2][1]),
                 rows["cce-dist-filtered"],
                 rows.get("cce-dist-cached", (0, None))[1],
             )
@@ -62,15 +63,15 @@ def test_costs_are_those_that_were_measured() -> None:
     timed_of = _timed()
     assert len(timed_of) == sum(map(len, LISTED.values()))
     for name, timed in timed_of.items():
-        product = budget.product_seconds(timed.sizes, timed.rates)
-        frequent = budget.frequent_columns(timed.sizes.num_columns, 2.0**-10)
-        forward, backward = budget.filter_seconds(timed.sizes, budget.LEAST_DEFAULT, timed.rates, frequent)
+        product = costs.product_seconds(timed.sizes, timed.rates)
+        frequent = memory.frequent_columns(timed.sizes.num_columns, 2.0**-10)
+        forward, backward = costs.filter_seconds(timed.sizes, memory.LEAST_DEFAULT, timed.rates, frequent)
         assert product + forward == pytest.approx(timed.filtered[0], rel=0.12), name
-        said = product + forward + backward + budget.listed_seconds(timed.sizes, timed.listed)
+        said = product + forward + backward + costs.listed_seconds(timed.sizes, timed.listed)
         assert said == pytest.approx(timed.filtered[1], rel=0.12), name
 
         if timed.kept is not None:
-            assert budget.filter_pays(timed.sizes, True, 0) == (timed.filtered[1] < timed.kept), name
+            assert costs.filter_pays(timed.sizes, True, 0) == (timed.filtered[1] < timed.kept), name
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,8 @@ def test_costs_are_those_that_were_measured() -> None:
 )
 def test_filter_pays_where_it_was_faster(sizes: tuple[int, int, int], faster: bool) -> None:
     """Catches a rule that another head contradicts, and one that asks less of a filter where exact is slower."""
-    of = budget.Sizes(*sizes, 2)
-    assert budget.filter_pays(of, True, 0) == faster
+    of = memory.Sizes(*sizes, 2)
+    assert costs.filter_pays(of, True, 0) == faster
     # Exact gradients recompute within a small budget.
-    assert budget.filter_pays(of, True, 1) >= budget.filter_pays(of, True, 1 << 40)
-    assert budget.filter_pays(of, False, 0) >= faster
+    assert costs.filter_pays(of, True, 1) >= costs.filter_pays(of, True, 1 << 40)
+    assert costs.filter_pays(of, False, 0) >= faster

@@ -37,10 +37,10 @@ from cce_dist.kernels import (
     Softmax,
     Spec,
     Want,
-    budget,
     compensation,
     exact,
     filter,
+    memory,
 )
 from cce_dist.kernels.filter import bound, frequent, lists, sampling, shares
 from cce_dist.kernels.launch.tape import launching
@@ -266,9 +266,9 @@ def gradients(p: Problem, case: Case, merged: Dense | Softmax, saved, **how) -> 
 
 @pytest.fixture(autouse=True)
 def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(budget, "LEAST_BYTES", 1 << 10)
-    monkeypatch.setattr(budget, "list_capacity", lambda *_: Case().capacity)
-    monkeypatch.setattr(budget, "sampled_columns", lambda _: 0)
+    monkeypatch.setattr(memory, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(memory, "list_capacity", lambda *_: Case().capacity)
+    monkeypatch.setattr(memory, "sampled_columns", lambda _: 0)
     monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.0)  # draws that are mostly noise are added all the same
     monkeypatch.setattr(lists, "BLOCK", 16)  # lists of several blocks
     monkeypatch.setattr(filter, "SAMPLE", 1024 if not GPU else 4096)  # all tokens: then the column sums are exact
@@ -284,9 +284,9 @@ def limits(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(lists, "LONGEST", case.longest)
         monkeypatch.setattr(lists, "FALLBACK", case.fallback)
         monkeypatch.setattr(filter, "FALLBACK", case.fallback)
-        monkeypatch.setattr(budget, "list_capacity", lambda *_: case.capacity)
-        monkeypatch.setattr(budget, "sampled_columns", lambda _: case.sampled)
-        monkeypatch.setattr(budget, "ROWS", budget.ROWS if GPU else 16)  # groups of a few tokens
+        monkeypatch.setattr(memory, "list_capacity", lambda *_: case.capacity)
+        monkeypatch.setattr(memory, "sampled_columns", lambda _: case.sampled)
+        monkeypatch.setattr(memory, "ROWS", memory.ROWS if GPU else 16)  # groups of a few tokens
 
     return set_limits
 
@@ -357,7 +357,7 @@ def test_matches_dense(case: Case, limits, sampled: dict[str, Any]) -> None:
         of_hidden = grad + added
     assert_no_worse(d_hidden, of_hidden.to(DTYPE) @ weight, of_hidden @ weight.double(), DTYPE, "d_hidden")
     baseline = torch.zeros_like(d_weight[: p.logits.num_valid])
-    for group in labelled.nonzero()[:, 0].split(case.num_tokens if case.budget > 1000 else budget.ROWS):
+    for group in labelled.nonzero()[:, 0].split(case.num_tokens if case.budget > 1000 else memory.ROWS):
         baseline += rounded[group].T @ hidden[group]  # rounded once a group, as rows of frequent columns are
     assert_no_worse(d_weight[: p.logits.num_valid], baseline, grad.T @ hidden.double(), DTYPE, "d_weight")
     if d_bias is not None:
@@ -525,7 +525,7 @@ def test_sampled_tokens_correct_d_weight(dtype: torch.dtype, limits, monkeypatch
     limits(case)
     size = 32
     monkeypatch.setattr(filter, "SAMPLE", size)
-    monkeypatch.setattr(budget, "SAMPLE", size)
+    monkeypatch.setattr(memory, "SAMPLE", size)
     monkeypatch.setattr(
         compensation, "LEAST_SHRINKAGE", torch.inf
     )  # else it may comp in where the sampled tokens do not
@@ -579,12 +579,12 @@ def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
     limits(case)
     size, num_covariance = 32, 48
     monkeypatch.setattr(filter, "SAMPLE", size)
-    monkeypatch.setattr(budget, "covariance_rows", lambda *_: 32)
+    monkeypatch.setattr(memory, "covariance_rows", lambda *_: 32)
     p = problem(case, torch.float32)
     d = dense(p)
     _, *saved = local_stats(p, case)
     seen = watched(monkeypatch, "sample_columns", "squares_of_columns", "factors_of")
-    monkeypatch.setattr(budget, "covariance_columns", lambda *_: num_covariance)
+    monkeypatch.setattr(memory, "covariance_columns", lambda *_: num_covariance)
     bent = gradients(p, case, d, saved)[0]
     factors = factor(seen, sampling.LINEAR), factor(seen, sampling.COLUMNS)
     limits(case._replace(sampled=0))
@@ -635,9 +635,9 @@ def test_shrinkage_of_the_covariance(limits, monkeypatch: pytest.MonkeyPatch) ->
     limits(case)
     size = 32
     monkeypatch.setattr(filter, "SAMPLE", size)
-    monkeypatch.setattr(budget, "SAMPLE", size)
-    monkeypatch.setattr(budget, "covariance_rows", lambda *_: 32)
-    monkeypatch.setattr(budget, "covariance_columns", lambda *_: 48)
+    monkeypatch.setattr(memory, "SAMPLE", size)
+    monkeypatch.setattr(memory, "covariance_rows", lambda *_: 32)
+    monkeypatch.setattr(memory, "covariance_columns", lambda *_: 48)
     monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", 0.0)
     p = problem(case, torch.float32)
     d = dense(p)
@@ -673,7 +673,7 @@ def test_shrinkage_of_the_covariance(limits, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_torch_shrinks_the_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: the sign of it, the columns' mean left in, a factor that is fitted to something else."""
-    monkeypatch.setattr(budget, "sampled_columns", lambda _: 128)
+    monkeypatch.setattr(memory, "sampled_columns", lambda _: 128)
     monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.25)
     w = make_workload(HeadShape(256, 4096), 512, rung="early", dtype=torch.float32, device=DEVICE)
     truth = reference_of(loss_of(w.hidden, w.weight, w.labels))
@@ -723,7 +723,7 @@ def test_lists_are_added_first_or_last(dtype: torch.dtype, monkeypatch: pytest.M
     grad = gradient_of_logits(tuple(saved), p, d, case)[0]
     results = []
     for first in (True, False):
-        monkeypatch.setattr(budget, "keeps_remainder", lambda *_, first=first: first)
+        monkeypatch.setattr(memory, "keeps_remainder", lambda *_, first=first: first)
         d_hidden = gradients(p, case, d, saved, want_weight=False, want_bias=False)[0]
         assert_no_worse(d_hidden, grad.to(dtype) @ p.weight, grad @ p.weight.double(), dtype, "d_hidden")
         results.append(d_hidden)
@@ -813,7 +813,7 @@ def test_a_sample_that_drops_nothing(ignored: float, upstream: float, limits, mo
     case = OF_BOTH_SIGNS._replace(bias=False, logit_scale=1.0, softcap=0.0, coefs="mean", ignored=ignored)
     limits(case)
     monkeypatch.setattr(filter, "SAMPLE", 32)
-    monkeypatch.setattr(budget, "SAMPLE", 32)
+    monkeypatch.setattr(memory, "SAMPLE", 32)
     p = problem(case)
     p = p._replace(coef=p.coef * upstream)
     _, *saved = local_stats(p, case)
@@ -935,7 +935,7 @@ def errors_of(state: tuple[Tensor, Tensor, Tensor], eps: float = 2.0**-10) -> di
 def test_errors_on_a_trained_model(trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a control variate that does not know what tokens differ in: rank 1 alone is several times as wrong."""
     rank_1 = errors_of(trained)
-    monkeypatch.setattr(budget, "sampled_columns", lambda num_columns: num_columns // 8)  # 256: as many as of 8,192
+    monkeypatch.setattr(memory, "sampled_columns", lambda num_columns: num_columns // 8)  # 256: as many as of 8,192
     ours = errors_of(trained)
     assert all(ours[name] < 0.65 * rank_1[name] for name in ("dE", "dC", "rare"))
     assert ours["mean dE"] < 1e-5
@@ -947,7 +947,7 @@ def test_noise_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight = torch.randn(600, 64), torch.randn(2048, 64) * 0.3
     labels = torch.randint(2048, (600,))
     rank_1 = errors_of((hidden, weight, labels), 2.0**-9)
-    monkeypatch.setattr(budget, "sampled_columns", lambda num_columns: num_columns // 32)
+    monkeypatch.setattr(memory, "sampled_columns", lambda num_columns: num_columns // 32)
     ours = errors_of((hidden, weight, labels), 2.0**-9)
     assert ours["dE"] <= 1.01 * rank_1["dE"] and ours["dC"] <= 1.01 * rank_1["dC"]
 
@@ -1132,13 +1132,13 @@ def test_a_bound_that_is_too_high_loses_nothing(monkeypatch: pytest.MonkeyPatch,
 def test_capacity_is_what_the_budget_and_the_cost_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a share of the budget that sorting exceeds, and lists that cost more than the exact gradient."""
     monkeypatch.undo()
-    assert budget.list_capacity(8192, 256_000, 256 << 20) * 56 + 256 * 256_000 * 2 <= 256 << 20
+    assert memory.list_capacity(8192, 256_000, 256 << 20) * 56 + 256 * 256_000 * 2 <= 256 << 20
     assert (
-        budget.list_capacity(8192, 256_000, 256 << 20) == 256 * 8192
+        memory.list_capacity(8192, 256_000, 256 << 20) == 256 * 8192
     )  # all of the room is sorted, so there is an end to it
-    assert budget.list_capacity(16384, 256_000, 256 << 20) > 140 * 16384  # half of the budget holds the sampled tokens
-    assert budget.list_capacity(8192, 32_000, 256 << 20) == 250 * 8192
-    assert budget.list_capacity(0, 32_000, 256 << 20) == 1
+    assert memory.list_capacity(16384, 256_000, 256 << 20) > 140 * 16384  # half of the budget holds the sampled tokens
+    assert memory.list_capacity(8192, 32_000, 256 << 20) == 250 * 8192
+    assert memory.list_capacity(0, 32_000, 256 << 20) == 1
 
 
 def test_the_host_calls_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from shards import GPU
 from cce_dist import GradFilter, VocabShard, linear_cross_entropy
 from cce_dist.bench.shapes import HeadShape
 from cce_dist.bench.workload import make_workload
-from cce_dist.kernels import budget, filter
+from cce_dist.kernels import filter, memory
 from cce_dist.kernels.filter import lists
 from cce_dist.verify.cases import Case, Problem, even
 from cce_dist.verify.check import EPS, _expected
@@ -67,7 +67,7 @@ def _on_two_ranks() -> None:
     limits = {"LEAST_BYTES": 1 << 10, "list_capacity": lambda *_: 8192, "sampled_columns": lambda _: 32}
     small = {"num_frequent": lambda num_valid, _: min(num_valid, FREQUENT), "SAMPLE": 1024}
     with (
-        mock.patch.multiple(budget, **limits),
+        mock.patch.multiple(memory, **limits),
         mock.patch.multiple(filter, **small),
         mock.patch.object(lists, "BLOCK", 16),
     ):

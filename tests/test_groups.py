@@ -13,16 +13,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from shards import DEVICE, GPU, Live, launch_nothing, needs_gpu
+from shards import DEVICE, GPU, launch_nothing, needs_gpu
 from tiny_trainer import compared
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cce_dist import VocabShard, groups, linear_cross_entropy, merge, op
-from cce_dist.kernels import budget
+from cce_dist.kernels import ShardLogits, Spec, dry_run, memory, waves
 from cce_dist.kernels.d_weight import joined, low_byte
+from cce_dist.kernels.dry_run import Live
 from cce_dist.kernels.scale import scale
-from cce_dist.kernels.tiles import Tile, choose_tiles, num_programs
+from cce_dist.kernels.tiles import Tile
 from cce_dist.verify.check import assert_no_worse
 
 N, D, V, ROWS = 22, 16, 75, 6  # four groups, the last of four tokens
@@ -361,29 +362,29 @@ def test_the_size_of_groups() -> None:
     )
     for num_tokens, hidden_size, num_columns in heads:
         for mib in (64, 256, 512, 1024, 2048, 4096, 1 << 20):
-            sizes = budget.Sizes(num_tokens, hidden_size, num_columns, 2)
-            groups = budget.groups_of(sizes, mib << 20)
+            sizes = memory.Sizes(num_tokens, hidden_size, num_columns, 2)
+            groups = memory.groups_of(sizes, mib << 20)
             if groups is not None:
                 rows, count = groups.rows, -(-num_tokens // groups.rows)
                 of_group = sizes._replace(num_tokens=rows, alone=True)
-                beside = budget.low_bytes(sizes) if groups.low else 0
-                assert budget.bytes_of_all(of_group) + beside <= mib << 20 < budget.bytes_of_all(sizes)
-                assert rows % 128 == 0 and rows >= budget.LEAST_GROUP
-                assert groups.low or count <= budget.MOST_GROUPS
-                assert groups.low == (count > budget.MOST_ROUNDED) or mib <= 512
+                beside = memory.low_bytes(sizes) if groups.low else 0
+                assert memory.bytes_of_all(of_group) + beside <= mib << 20 < memory.bytes_of_all(sizes)
+                assert rows % 128 == 0 and rows >= memory.LEAST_GROUP
+                assert groups.low or count <= memory.MOST_GROUPS
+                assert groups.low == (count > memory.MOST_ROUNDED) or mib <= 512
                 if -num_tokens % rows >= 128 * -(-num_tokens // rows):
                     uneven.append((num_tokens, mib, rows))
     # 73 and 104 tiles of d_hidden would take two waves, or most of one, where 66 and 88 take a half or two thirds.
     assert uneven == []
-    llama = budget.Sizes(8192, 4096, 128256, 2)
-    assert [budget.groups_of(llama, mib << 20) for mib in (128, 512, 1024, 4096)] == [
+    llama = memory.Sizes(8192, 4096, 128256, 2)
+    assert [memory.groups_of(llama, mib << 20) for mib in (128, 512, 1024, 4096)] == [
         None,
         (1664, False),
         (4096, False),
         None,
     ]
     # dC that waits for backward takes 1,002 MiB of them.
-    held = [budget.groups_of(llama, mib << 20, holds_weight=True) for mib in (1024, 1514, 2048, 4096)]
+    held = [memory.groups_of(llama, mib << 20, holds_weight=True) for mib in (1024, 1514, 2048, 4096)]
     assert held == [None, (1664, False), (4096, False), None]
 
 
@@ -399,24 +400,24 @@ def test_the_last_wave_of_d_hidden_is_cut() -> None:
         208: (132, 3),
         264: (264, 1),
     }.items():
-        assert budget.cut_last_wave(num_tiles, 1000, 132) == wanted
+        assert waves.cut_last_wave(num_tiles, 1000, 132) == wanted
     for num_tiles in range(1, 400):
-        whole, splits = budget.cut_last_wave(num_tiles, 5, 132)
+        whole, splits = waves.cut_last_wave(num_tiles, 5, 132)
         assert whole % 132 == 0 or (splits == 1 and whole == num_tiles)
         assert splits <= 5 and (num_tiles - whole) * splits <= 2 * 132
     tile = Tile(128, 256, 64, 8, 3)
     for width, standing in {640: True, 1152: True, 768: False, 1024: False, 64: True, 2304: False}.items():
-        assert budget.fitted(tile, width)[:2] == ((256, 128) if standing else (128, 256))
+        assert waves.fitted(tile, width)[:2] == ((256, 128) if standing else (128, 256))
 
 
 def test_waves_of_the_log_sum_exp_are_full() -> None:
     """Catches: groups of 13 row blocks cut into 33 parts, whose last wave leaves three quarters of 132 programs idle."""
     for blocks in range(5, 128):
-        parts = budget.num_parts(128 * blocks, 1000, 128, 132)
+        parts = waves.num_parts(128 * blocks, 1000, 128, 132)
         assert blocks * parts / (-(-blocks * parts // 132) * 132) >= 0.92, (blocks, parts)
     # Others stay as they were measured.
-    assert [budget.num_parts(128 * blocks, 1000, 128, 132) for blocks in (1, 8, 16, 32, 64)] == [132, 33, 33, 33, 33]
-    assert budget.num_parts(128 * 13, 20, 128, 132) == 20
+    assert [waves.num_parts(128 * blocks, 1000, 128, 132) for blocks in (1, 8, 16, 32, 64)] == [132, 33, 33, 33, 33]
+    assert waves.num_parts(128 * 13, 20, 128, 132) == 20
 
 
 @needs_gpu
@@ -476,12 +477,14 @@ def _there_and_back(number_ptr, rounded_ptr, low_ptr, found_ptr, count, BLOCK: t
 @pytest.mark.parametrize("mib", [8, 16])
 def test_one_group_is_alive_at_a_time(mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: the exponentials of a group that live on while those of the next are made, d_hidden in two places."""
+    spec = Spec(ShardLogits(0, 3000), 3000, workspace_bytes=mib << 20, alone=True)
+    said = dry_run.anew_peak(memory.Sizes(8192, 64, 3000, 2, alone=True), spec, None)
     launch_nothing(monkeypatch)
     # The interpreter misreads bf16, but nothing is launched.
     monkeypatch.setattr("cce_dist.operands.choose_backend", lambda *_: "triton")
     monkeypatch.setattr(groups, "nobody_listens", lambda *_: True)  # Live does
-    monkeypatch.setattr(budget, "KEPT_ROWS", 128)
-    monkeypatch.setattr(budget, "_usual_waves", lambda *_: (1.0, 0))
+    monkeypatch.setattr(memory, "KEPT_ROWS", 128)
+    monkeypatch.setattr(memory, "usual_waves", lambda *_: (1.0, 0))
     hidden = torch.zeros(8192, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     weight = torch.zeros(3000, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     labels = torch.zeros(8192, dtype=torch.int64, device=DEVICE)
@@ -495,10 +498,6 @@ def test_one_group_is_alive_at_a_time(mib: int, monkeypatch: pytest.MonkeyPatch)
             assert 0.4 * (mib << 20) < live.peak - of_outputs - numbers <= mib << 20
             torch.autograd.grad(loss.sum(), (hidden, weight))
             if reduction == "none":  # a chunk of the logits' gradient, for upstream gradients that nobody expected
-                sizes = budget.Sizes(8192, 64, 3000, 2)
-                said = budget.anew_peak(
-                    sizes, mib << 20, choose_tiles(hidden.dtype, hidden.device), num_programs(hidden.device)
-                )
                 assert 0.97 * said <= live.peak - of_outputs <= said + numbers
 
 

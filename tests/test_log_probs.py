@@ -14,7 +14,7 @@ from shards import DEVICE, GPU
 from torch import Tensor
 
 from cce_dist import GradFilter, LogProbs, linear_cross_entropy, linear_log_probs, reference
-from cce_dist.kernels import IGNORED, OUTSIDE, Operands, ShardLogits, Softmax, Spec, budget, exact, extras
+from cce_dist.kernels import IGNORED, OUTSIDE, Operands, ShardLogits, Softmax, Spec, exact, extras, memory
 from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.verify.cases import zipf_problem
 from cce_dist.verify.check import assert_no_worse
@@ -100,7 +100,7 @@ def test_the_largest_logits_over_groups_of_tokens(backend: str) -> None:
     hidden, weight = torch.randn(50, 16, device=DEVICE), torch.randn(300, 16, device=DEVICE)
     ids = torch.randint(300, (50,), device=DEVICE)
     ids[::7] = -100
-    with mock.patch.object(budget, "LEAST_BYTES", 1 << 15):  # 24 tokens at a time
+    with mock.patch.object(memory, "LEAST_BYTES", 1 << 15):  # 24 tokens at a time
         out = linear_log_probs(hidden, weight, ids, top_k=3, backend=backend, workspace_bytes=1)
     expected = reference.linear_log_probs(hidden, weight, ids, top_k=3)
     assert out.top_ids is not None and expected.top_ids is not None

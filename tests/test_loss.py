@@ -5,7 +5,7 @@ import torch
 
 from cce_dist import GradFilter, LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy, reference
 from cce_dist.call import AUX, Call, build, flat
-from cce_dist.kernels import Filter, ShardLogits, Spec, Want, budget
+from cce_dist.kernels import Filter, ShardLogits, Spec, Want, memory
 from cce_dist.verify.cases import zipf_problem
 from cce_dist.verify.check import assert_no_worse
 
@@ -112,9 +112,9 @@ def test_environment_overrides_auto(data, monkeypatch):
 
 def test_workspace_bounds_the_blocks_of_logits():
     for num_tokens, num_rows, workspace in ((8192, 256000, 256 << 20), (1 << 20, 32064, 256 << 20), (5, 7, 1)):
-        rows, cols = budget.dense_block(num_tokens, num_rows, workspace)
-        least = 4 * budget.BLOCK_N * budget.BLOCK_V * budget.LIVE_BLOCKS
-        assert 4 * rows * cols * budget.LIVE_BLOCKS <= max(workspace, least)
+        rows, cols = memory.dense_block(num_tokens, num_rows, workspace)
+        least = 4 * memory.BLOCK_N * memory.BLOCK_V * memory.LIVE_BLOCKS
+        assert 4 * rows * cols * memory.LIVE_BLOCKS <= max(workspace, least)
         assert 1 <= rows <= num_tokens and 1 <= cols <= num_rows
 
 

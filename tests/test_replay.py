@@ -37,7 +37,7 @@ from cce_dist import (
     linear_log_probs,
     op,
 )
-from cce_dist.kernels import budget, exact
+from cce_dist.kernels import exact, memory
 from cce_dist.kernels.launch import replay, steps
 from cce_dist.kernels.launch import tape as tape_module
 from cce_dist.kernels.launch.tape import Recorded, Tape, recorded
@@ -159,7 +159,7 @@ def ordinary() -> Any:
 
 
 def small_chunks(rows: int = 16) -> Any:
-    return mock.patch.multiple(budget, LEAST_BYTES=1 << 10, ROWS=rows)
+    return mock.patch.multiple(memory, LEAST_BYTES=1 << 10, ROWS=rows)
 
 
 def follow(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> replay.Replayed:
@@ -228,7 +228,7 @@ def test_same_bits_with_kept_exponentials_of_groups() -> None:
     """Catches: zeros that a replay writes into d_hidden too early, over the hidden states that d_weight is made of."""
     hidden, weight, labels = tensors()
     kept = mock.patch.object(exact, "columns_kept", lambda *_: 768 if GPU else 96)
-    rows = mock.patch.object(budget, "forward_rows", lambda *_: 128 if GPU else 16)
+    rows = mock.patch.object(memory, "forward_rows", lambda *_: 128 if GPU else 16)
 
     def step() -> list[Tensor]:
         given = leaves(hidden, weight)
@@ -602,7 +602,7 @@ def test_a_launch_that_no_tape_sees_is_refused(caplog: pytest.LogCaptureFixture)
 
 def test_every_launched_kernel_is_declared() -> None:
     """Catches it before a GPU does."""
-    folder = Path(budget.__file__).parent
+    folder = Path(memory.__file__).parent
     for path in folder.rglob("*.py"):
         text = path.read_text()
         hidden = set(re.findall(r"@triton\.jit\s+def (\w+)", text)) & set(re.findall(r"(\w+)\[", text))

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from cce_dist import GradFilter, VocabParallelHead, VocabShard, linear_cross_entropy, merge, op
+from cce_dist import GradFilter, VocabParallelHead, VocabShard, decide, linear_cross_entropy, merge, op
 from cce_dist.bench.collectives import Collectives, _is_kernel_of
 from cce_dist.call import Call, Layout
-from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, budget, dense
+from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, dense, memory
 from cce_dist.verify.check import assert_no_worse
 
 N, D = 12, 8
@@ -494,7 +494,8 @@ def _gradients_in_groups(
 ) -> tuple[tuple[Tensor, ...], list[tuple[str, int]]]:
     """Gradients, 16 tokens at a time and ``rows`` of them final together, and the sums that were started on the way."""
     operands = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    with mock.patch.multiple(budget, most_rows=lambda *_: rows, LEAST_BYTES=8 << 10, ROWS=16):
+    smaller = mock.patch.multiple(memory, most_rows=lambda *_: rows, LEAST_BYTES=8 << 10, ROWS=16)
+    with smaller, mock.patch.object(decide, "_decide_once", decide._decide):
         loss = linear_cross_entropy(*operands, labels, shard=shard, reduction="sum", workspace_bytes=1, **options)
         with sums() as started:
             gradients = torch.autograd.grad(loss, operands)

@@ -10,21 +10,21 @@ from shards import DEVICE, GPU
 from torch import Tensor
 
 from cce_dist import linear_log_probs
-from cce_dist.kernels import Operands, ShardLogits, Spec, Want, budget, candidates, exact, extras
-from cce_dist.kernels.budget import TopPlan
+from cce_dist.kernels import Operands, ShardLogits, Spec, Want, candidates, exact, extras, memory
 from cce_dist.kernels.lse import Span, lse_partials, new_partials
+from cce_dist.kernels.memory import TopPlan
 from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.kernels.tokens import compact, gathered
 
 V = 20_000 if GPU else 330
 K = 5
-PLAN = budget.top_plan(V, K) or TopPlan(3, 7, 64)  # a small vocabulary has none of its own
+PLAN = memory.top_plan(V, K) or TopPlan(3, 7, 64)  # a small vocabulary has none of its own
 
 
 @pytest.fixture(autouse=True)
 def _with_a_plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU and "num_columns" not in request.fixturenames:
-        monkeypatch.setattr(budget, "top_plan", lambda *_: PLAN)
+        monkeypatch.setattr(memory, "top_plan", lambda *_: PLAN)
 
 
 def misleading() -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ def test_no_sample_changes_the_result(plan: TopPlan | None) -> None:
     z = torch.randn(3, V).mul(3)
     z[0] = z[0].round()
     usual = found(z, K)
-    with mock.patch.object(budget, "top_plan", lambda *_: plan):
+    with mock.patch.object(memory, "top_plan", lambda *_: plan):
         assert all(torch.equal(a, b) for a, b in zip(found(z, K), usual, strict=True))
     assert torch.equal(usual[1], largest(z, K)[1])
 
@@ -189,7 +189,7 @@ def test_beside_kept_exponentials() -> None:
     for top_k, rows in ((0, 2048), (K, 2048), (K, 4)):
         h, w = (x.to(DEVICE).requires_grad_() for x in (hidden, weight))
         columns = mock.patch.object(exact, "columns_kept", lambda *_: 4 * tile_cols)
-        groups = mock.patch.object(budget, "forward_rows", lambda *_, rows=rows: rows)
+        groups = mock.patch.object(memory, "forward_rows", lambda *_, rows=rows: rows)
         with columns, groups:
             out = linear_log_probs(h, w, ids, top_k=top_k, backend="triton")
             outputs.append((out, *torch.autograd.grad(out.log_probs.sum(), (h, w))))
@@ -217,22 +217,22 @@ def test_the_same_bits_in_every_run() -> None:
 @pytest.mark.parametrize("num_columns", [1, 300, 5_000, 32_768, 128_256, 1 << 20])
 def test_a_plan_fits(num_columns: int, top_k: int) -> None:
     """In the rows that a budget has room for, and a sample that holds what it is asked for."""
-    plan = budget.top_plan(num_columns, top_k)
+    plan = memory.top_plan(num_columns, top_k)
     if plan is None:
         assert num_columns < 64 * 8 or top_k * 20 > num_columns or num_columns < 9_000 * max(1, top_k // 16)
         return
     assert plan.nth <= num_columns // plan.step and 8 * plan.room <= num_columns
-    sizes = budget.Sizes(8192, 4096, num_columns, 2)
+    sizes = memory.Sizes(8192, 4096, num_columns, 2)
     for workspace in (32 << 20, 256 << 20):
-        rows = budget.top_rows(sizes, plan, top_k, workspace, 2048)
-        taken = rows * (sizes.hidden_bytes + budget.top_bytes(plan, top_k))
-        assert taken <= workspace or rows == budget.ROWS
+        rows = memory.top_rows(sizes, plan, top_k, workspace, 2048)
+        taken = rows * (sizes.hidden_bytes + memory.top_bytes(plan, top_k))
+        assert taken <= workspace or rows == memory.ROWS
 
 
 @pytest.mark.parametrize("num_columns", [128_256])  # takes the vocabulary's own plan
 def test_the_sample_is_rarely_too_high_or_too_low(num_columns: int) -> None:
     """By drawing: no row of 200,000 has fewer than k columns at its threshold, or more than its list has room for."""
-    plan = budget.top_plan(num_columns, 64)
+    plan = memory.top_plan(num_columns, 64)
     assert plan is not None
     # The ranks of a sample's columns among all: the nth smallest is the number of columns at the threshold, less one.
     ranks = torch.distributions.Gamma(float(plan.nth), 1.0).sample((200_000,)) * plan.step

@@ -63,7 +63,7 @@ class Costs(NamedTuple):
 
 # Read on H200s in November 2026: ``slowest`` from the plain products at T = 1, 2 and 4; ``backward`` from the rows of
 # cce-dist-cached less those products; ``group`` from ten heads in 512 MiB, 1 GiB and the default. Our launches are those of
-# docs/results.md#small-shards. A filter's costs are ``budget.FILTER_COSTS``.
+# docs/results.md#small-shards. A filter's costs are in ``kernels/filter/costs.py``.
 COSTS = Costs()
 
 

@@ -1,17 +1,22 @@
 """The head: what a loss adds to a step, in bytes and in seconds, from sizes alone.
 
-Bytes are those of ``cce_dist.kernels.budget``, which the kernels themselves ask. A peak is the largest of a few moments of a
-step. Seconds are the sum of matrix products at the GPU's rate, bytes over its bandwidth, launches and collectives.
+``cce_dist.decide`` says which way the loss goes. Bytes come from a dry run of that way (``kernels/dry_run.py``). A peak is the
+largest of a few moments of a step. Seconds are the sum of matrix products at the GPU's rate, bytes over its bandwidth, launches
+and collectives.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from cce_dist.decide import Way, Where, decide
 from cce_dist.filter import GradFilter
-from cce_dist.kernels import budget
-from cce_dist.kernels.budget import Sizes, cdiv
+from cce_dist.kernels import Filter, ShardLogits, Spec, dry_run, memory, waves
+from cce_dist.kernels.filter import costs
+from cce_dist.kernels.memory import Sizes
+from cce_dist.kernels.planned import Planned
 from cce_dist.kernels.tiles import Tiles, table_tiles
+from cce_dist.kernels.waves import cdiv
 from cce_dist.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Dense, Device
 
 OURS = ("kept", "budget", "filtered")
@@ -49,11 +54,18 @@ class Head:
     def is_split(self) -> bool:
         return self.tp > 1
 
-    def groups(self, loss: str, workspace_bytes: int) -> budget.Groups | None:
-        """Return the groups of tokens of ``cce_dist/groups.py``; None: the loss goes another way."""
-        if loss != "budget":
-            return None
-        return budget.groups_of(self.sizes, workspace_bytes, holds_weight=self.main_grad)
+    def way(self, loss: str, workspace_bytes: int | None) -> Way:
+        """Return how one of ``OURS`` goes within a budget, or within the budget that it chooses."""
+        upstream = "unknown" if loss != "budget" else "number" if self.one_number else "tokens"
+        where = Where("triton", "torch.bfloat16", self.is_split, upstream, self.main_grad)
+        return decide(self.sizes, self.spec(loss, workspace_bytes or 0), where)
+
+    def spec(self, loss: str, workspace_bytes: int) -> Spec:
+        """Return the task of one of ``OURS``."""
+        kept = Filter(DEFAULT_EPS, always=True) if loss == "filtered" else Filter()
+        columns = self.sizes.num_columns
+        logits = ShardLogits(0, columns)
+        return Spec(logits, columns, filter=kept, workspace_bytes=workspace_bytes, alone=not self.is_split)
 
     @property
     def hidden_bytes(self) -> int:
@@ -114,23 +126,26 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = No
         device: The GPU.
         workspace_bytes: The budget of "budget" and "filtered"; None: the one that the loss chooses.
     """
-    workspace_bytes = workspace_bytes or budget.default_workspace(head.sizes, keeps=loss != "filtered")
     if loss == "kept":
         workspace_bytes = 2 * head.num_tokens * head.vocab_size * ITEMSIZE + (1 << 30)
-    moments = _our_moments(head, loss, device, workspace_bytes) if loss in OURS else _dense_moments(head, loss)
+    if loss in OURS:
+        way = head.way(loss, workspace_bytes)
+        moments = _our_moments(head, loss, device, way)
+        forward, backward, collectives = _our_seconds(head, loss, device, way)
+    else:
+        moments = _dense_moments(head, loss)
+        forward, backward, collectives = _dense_seconds(head, loss, device)
     items = dict(max(moments, key=lambda items: sum(items.values())))
     items["gradients"] = items.get("gradients", 0) - head.gradient_bytes
     items = {name: size for name, size in items.items() if size}
-    seconds = _our_seconds if loss in OURS else _dense_seconds
-    forward, backward, collectives = seconds(head, loss, device, workspace_bytes)
     forward, backward = forward * _slowest(head.tp), backward * _slowest(head.tp)
     total = forward + backward + sum(each.exposed for each in collectives)
     most = total
     if loss == "filtered":
         # Where the lists have no room all tokens go through the exact backward as well.
         more = listed_seconds(head, MANY_LISTED - FEW_LISTED)
-        if not lists_have_capacity(head, workspace_bytes):
-            more = _exact_backward(head, device, workspace_bytes)[0]
+        if not lists_have_capacity(head, way.workspace_bytes):
+            more = _exact_backward(head, device, way.workspace_bytes)[0]
         most += more * _slowest(head.tp)
     return Cost(loss, max(0, sum(items.values())), items, forward, total, most, collectives)
 
@@ -139,37 +154,31 @@ def lists_have_capacity(head: Head, workspace_bytes: int) -> bool:
     """Return whether lists hold ``MANY_LISTED`` columns of a token and a third more, and labels tell the frequent ones."""
     num_tokens, num_columns = head.num_tokens, head.sizes.num_columns
     needed = 4 / 3 * MANY_LISTED * num_tokens / head.tp
-    there_is = budget.list_capacity(num_tokens, num_columns, workspace_bytes) >= needed
-    return there_is and num_tokens >= 4 * budget.frequent_columns(num_columns, DEFAULT_EPS)
+    there_is = memory.list_capacity(num_tokens, num_columns, workspace_bytes) >= needed
+    return there_is and num_tokens >= 4 * memory.frequent_columns(num_columns, DEFAULT_EPS)
 
 
-def _our_moments(head: Head, loss: str, device: Device, workspace_bytes: int) -> list[dict[str, int]]:
+def _our_moments(head: Head, loss: str, device: Device, way: Way) -> list[dict[str, int]]:
     """Return what is alive in forward, while backward's products run, while d_hidden is summed, and at the end."""
-    sizes, tiles = head.sizes, _tiles(device)
-    groups = head.groups(loss, workspace_bytes)
+    sizes, spec = head.sizes, head.spec(loss, way.workspace_bytes)
+    gpu = Planned(device.major, device.multiprocessors)
     in_slices = head.sequence_parallel and head.is_split
     gathered = {"gathered hidden": head.hidden_bytes if in_slices else 0}
     gradients = {"gradients": head.hidden_bytes + head.weight_bytes}
     summed = {"sum": head.slice_bytes if in_slices else 0}
-    if groups is not None:
-        workspace = budget.groups_peak(sizes, groups, tiles, device.multiprocessors)
+    if way.passes == "one":
+        workspace = dry_run.groups_peak(sizes, way.groups, spec, gpu)
         moments = [gathered | gradients | summed | {"workspace": workspace}]
         if not head.one_number:
-            anew = budget.anew_peak(sizes, workspace_bytes, tiles, device.multiprocessors)
+            anew = dry_run.anew_peak(sizes, spec, gpu)
             moments.append(gathered | {"gradients": head.gradient_bytes, "workspace": anew})
         return moments
-    if loss == "filtered":
-        frequent = budget.frequent_columns(sizes.num_columns, DEFAULT_EPS)
-        peak = budget.filtered_peak(
-            sizes._replace(alone=False), workspace_bytes, frequent, tiles, device.multiprocessors
-        )
-    else:
-        peak = budget.exact_peak(sizes, workspace_bytes, True, tiles, device.multiprocessors)
+    peak = dry_run.peak(way.backend, sizes, spec, gpu, way.ready_rows)
     saved = {"lists" if loss == "filtered" else "saved": peak.saved}
     return [
         saved | gathered | {"workspace": peak.forward - peak.saved},
         saved | gathered | gradients | {"workspace": peak.backward - peak.saved},
-        saved | gathered | gradients | summed | {"workspace": peak.backward - peak.saved - peak.parts},
+        saved | gathered | gradients | summed | {"workspace": peak.summing - peak.saved},
         saved | {"gradients": head.gradient_bytes},
     ]
 
@@ -193,15 +202,14 @@ def _slowest(num_ranks: int) -> float:
     return 1.0 + COSTS.slowest * (num_ranks.bit_length() - 1)
 
 
-def _our_seconds(head: Head, loss: str, device: Device, workspace_bytes: int) -> tuple[float, float, list[Collective]]:
+def _our_seconds(head: Head, loss: str, device: Device, way: Way) -> tuple[float, float, list[Collective]]:
     """Return seconds of forward and backward, and the collectives."""
-    product = head.product / device.flops
+    product, workspace_bytes, groups = head.product / device.flops, way.workspace_bytes, way.groups
     if loss == "filtered":
         forward, backward = _filter_seconds(head, device, workspace_bytes)
         return product + forward, backward, _our_collectives(head, device, 0.0, 2)
     forward = product + _exponentials(head, device) + _small_kernels(head, device)
-    groups = head.groups(loss, workspace_bytes)
-    if groups is not None:
+    if way.passes == "one":
         # All is done in forward, and the sum of a group's d_hidden runs behind the next group.
         more = cdiv(head.num_tokens, groups.rows) - 1
         forward += _gradient_products(head, device) + _small_kernels(head, device)
@@ -231,7 +239,7 @@ def _exact_backward(head: Head, device: Device, workspace_bytes: int) -> tuple[f
     """Return seconds of the exact backward, and those of its last product, which runs behind the sum of d_hidden."""
     product = head.product / device.flops
     products = _gradient_products(head, device)
-    kept = budget.columns_kept(head.sizes, workspace_bytes)
+    kept = memory.columns_kept(head.sizes, workspace_bytes)
     recomputed = max(0, head.sizes.num_columns - kept) / max(1, head.sizes.num_columns)
     chunks, rows = _chunks(head, device, workspace_bytes, kept)
     seconds = products + recomputed * (COSTS.backward * product + _exponentials(head, device))
@@ -241,7 +249,7 @@ def _exact_backward(head: Head, device: Device, workspace_bytes: int) -> tuple[f
 
 def _gradient_products(head: Head, device: Device) -> float:
     """Return seconds of the two products of the gradients, whose last tile of D is often in part empty."""
-    cols = budget.fitted(_tiles(device).grad_weight, head.hidden_size).cols
+    cols = waves.fitted(_tiles(device).grad_weight, head.hidden_size).cols
     return COSTS.backward * 2 * head.product / device.flops * (cdiv(head.hidden_size, cols) * cols / head.hidden_size)
 
 
@@ -253,7 +261,7 @@ def _chunks(head: Head, device: Device, workspace_bytes: int, kept: int) -> tupl
         return 0, sizes.num_tokens
     some, kept_bytes = sizes._replace(num_columns=left), kept * sizes.num_tokens * sizes.itemsize
     tiles = _tiles(device)
-    rows, cols = budget.exact_chunks(some, workspace_bytes, kept_bytes, tiles, device.multiprocessors)
+    rows, cols = memory.exact_chunks(some, workspace_bytes, kept_bytes, tiles, device.multiprocessors)
     return cdiv(sizes.num_tokens, rows) * cdiv(left, cols), rows
 
 
@@ -266,18 +274,18 @@ def _chunk_seconds(head: Head, device: Device, rows: int) -> float:
 
 def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
     """Return what a filter adds to the product of forward, and its backward with the fewest listed columns."""
-    frequent = budget.frequent_columns(head.sizes.num_columns, DEFAULT_EPS)
-    rates = budget.Rates(device.flops, device.bandwidth)
-    forward, backward = budget.filter_seconds(head.sizes, workspace_bytes, rates, frequent)
+    frequent = memory.frequent_columns(head.sizes.num_columns, DEFAULT_EPS)
+    rates = costs.Rates(device.flops, device.bandwidth)
+    forward, backward = costs.filter_seconds(head.sizes, workspace_bytes, rates, frequent)
     return forward, backward + listed_seconds(head, FEW_LISTED)
 
 
 def listed_seconds(head: Head, num_columns: float) -> float:
     """Return seconds of so many listed columns of each token, over all ranks: each rank lists its share of them."""
-    return budget.listed_seconds(head.sizes, num_columns / head.tp)
+    return costs.listed_seconds(head.sizes, num_columns / head.tp)
 
 
-def _dense_seconds(head: Head, loss: str, device: Device, _: int) -> tuple[float, float, list[Collective]]:
+def _dense_seconds(head: Head, loss: str, device: Device) -> tuple[float, float, list[Collective]]:
     """Return seconds of forward and backward, and the collectives, of a loss that holds logits."""
     how = DENSE[loss]
     # The plain products read rows of logits, which the library is slow with where they are not a whole number of vectors.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cce_dist import groups, reference
 from cce_dist.filter import GradFilter
-from cce_dist.kernels.budget import MOST_GROUPS
+from cce_dist.kernels.memory import MOST_GROUPS
 from cce_dist.loss import linear_cross_entropy
 from cce_dist.shard import VocabShard
 from cce_dist.verify.cases import Bounds, Problem, even, padded

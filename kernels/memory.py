@@ -1,12 +1,12 @@
-"""The worth of ``workspace_bytes``: how many tokens and columns are worked on at a time, how many exponentials are kept.
+"""What a memory budget (``workspace_bytes``) buys: tokens and columns that are worked on at a time, exponentials that are kept.
 
-Pure arithmetic on sizes, so that the host code of the kernels, the fakes of torch.compile and a plan made without a GPU agree.
+Pure arithmetic on sizes, so that the host code of the kernels and the fakes of torch.compile agree.
 
-exact     The chunk is one of the vocabulary, not of tokens: it finishes its rows of d_weight, the large output, while d_hidden,
-          the small one, is added to. Only where two bytes per element of d_hidden exceed the budget are tokens split too, and
-          d_weight is then added to in its own dtype. A budget above that keeps exponentials of the first columns.
-filtered  Hidden states of a group of tokens, their marks and lists, and the entries of all lists in backward.
-dense     Blocks of fp32 logits, of which LIVE_BLOCKS are alive at a time.
+exact     A chunk is a part of the vocabulary, not of the tokens: it finishes its rows of d_weight, the large output, and adds to
+          d_hidden, the small one. Tokens are split too only where two bytes per element of d_hidden exceed the budget; d_weight
+          is then added to in its own dtype. A larger budget keeps exponentials of the first columns.
+filtered  The budget holds hidden states of a group of tokens, their marks and lists, and in backward the entries of all lists.
+dense     At most LIVE_BLOCKS blocks of fp32 logits are alive at a time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+from cce_dist.kernels.waves import cdiv, fill_waves, usual_waves
+
 if TYPE_CHECKING:
-    from cce_dist.kernels.tiles import Tile, Tiles
+    from cce_dist.kernels.tiles import Tiles
 
 LEAST_BYTES = 32 << 20  # below this budget the rows of a chunk would no longer fill a device
 CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
@@ -29,8 +31,6 @@ LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2100 << 20
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
 KEPT_ROWS = 16 * ROWS  # tokens, at least, whose exponentials are made at a time: row blocks that share the weight in L2
-SECOND_WAVE = 0.03  # of a wave that a second wave of d_hidden's parts costs
-FULL_WAVES = 0.95  # of the programs that run at once, at least, are busy on average, where a cut of the vocabulary can do it
 # Every 63rd column is a sample of 1.6 % of a product. Once in a million tokens, too few of the largest logits are below its
 # threshold, or too many of all. A list has a place in eight columns at most, each of four logits and a column.
 TOP_STEP, RARELY, LEAST_SPARSE, TOP_PLACE_BYTES = 63, 1e-6, 8, 20
@@ -39,55 +39,13 @@ FALLBACK = 128  # tokens, one tile of rows, that may be exact while others are l
 MOST_COVARIANCE = 1 << 25  # elements of the columns that ``covariance_columns`` counts: their noise falls with both sizes
 SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a power of 2
 
-# Bytes of a listed column in backward: column, token and gradient as they are made; while they are sorted also column and
-# order, and the sort's own order and buffers; in all also forward's column, and token and gradient in their new order.
-MADE_BYTES, SORTED_BYTES, ENTRY_BYTES = 12, 32, 56
+# Of a listed column in backward: column, token and gradient as they are made (12); while they are sorted also column and order,
+# and the sort's own order and buffers (20); and forward's column, and token and gradient in their new order.
+ENTRY_BYTES = 56
 MOST_LISTED = 256  # columns of a token, on average, that there is room for: all of the room is sorted, used or not
 # A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
 # does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed one
-
-# What exact gradients take, for ``filter_pays``: one H200, bf16, N 8,192; 2026-11. Products are those of the logits' size.
-EXACT_PRODUCTS = 3.2  # loss and gradient with all exponentials kept
-RECOMPUTED = 1.1  # products more where none is kept
-USUAL_LIST = 40  # columns of a token that a filter lists: 34 where a model trains, 25 to 59 where the softmax is flat
-FILTER_HOST = 6.0e-3  # seconds that the host takes: 220 to 270 kernels took 8 to 14 ms, and there are 80 to 160
-MARGIN = 0.9  # of the exact time, that the filter may take
-
-
-class Rates(NamedTuple):
-    """What a GPU does in a second: operations of a product, bytes from and to memory."""
-
-    operations: float
-    bytes_moved: float
-
-
-# By the bytes of an element; the latter is tf32, as nobody measured fp32.
-H200 = {2: Rates(7.0e14, 3.5e12), 4: Rates(3.5e14, 3.5e12)}
-
-
-class FilterCosts(NamedTuple):
-    """The costs of a filter that the rates of a GPU do not say."""
-
-    marks: float = 0.053  # Time that marking adds to the log-sum-exp, over a plain product's
-    forward: float = 0.24e-3  # Seconds of small kernels in forward
-    backward: float = 0.69e-3  # Seconds of small kernels in backward, and of others whatever the sizes
-    passes: float = 3.7  # Passes over the weight or its gradient in backward
-    sorted: float = 0.1e-9  # Seconds that the sort takes for each column that lists have room for
-    listed: float = 1.5e-9  # Seconds that a listed column of a token takes, however narrow its row
-    listed_wide: float = 0.99e-9  # Seconds more for each 1,024 elements of the row
-    # The same for each doubling of the vocabulary above ``LISTED_OF``: rows of rarer ids are found less often in the cache
-    rarer: float = 0.23e-9
-
-
-# A fit to twenty filtered times at eps 2^-10: six synthetic softmaxes on the heads of Llama-3-8B, Gemma-2-2B and Phi-3.5, two
-# captured ones of D 768, V 32,768 (H200s, bf16, N 8,192, 2026-11). The kernels have become faster since: it meets times of
-# the former, mostly from above, and older ones of six captured states within 12 % (tests/test_filter_costs.py). What a place of
-# a list costs when it is sorted is of an older filter.
-FILTER_COSTS = FilterCosts()
-LISTED_OF = 32_064  # Phi-3.5's rows
-
-NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the vocabulary (lse.py)
 
 LIVE_BLOCKS = 8  # fp32 blocks of logits that the dense backend has alive at a time, at most
 BLOCK_N, BLOCK_V = 128, 256  # its blocks are multiples of these
@@ -98,12 +56,7 @@ BLOCK_N, BLOCK_V = 128, 256  # its blocks are multiples of these
 LEAST_GROUP, MOST_ROUNDED, MOST_GROUPS = 896, 5, 16
 # Groups that are not even take less of the time that d_hidden takes with one more pass over d_weight for each group. That is
 # counted in waves of d_hidden's tiles on the 132 programs of an H100 or H200: 1e-4 of a wave for each hidden unit.
-FULLER, D_WEIGHT_WAVES, PROGRAMS = 0.95, 1e-4, 132
-
-
-def cdiv(a: int, b: int) -> int:
-    """Ceiling division; Triton's own takes two microseconds a call on the host."""
-    return -(-a // b)
+FULLER, D_WEIGHT_WAVES = 0.95, 1e-4
 
 
 class Sizes(NamedTuple):
@@ -155,7 +108,7 @@ def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
     row_bytes = _making_bytes(sizes, num_tiles)
     beside = sizes.num_tokens * row_bytes
     if sizes.alone:
-        beside = min(beside, max(KEPT_ROWS * row_bytes, _usual_waves(sizes.num_tokens, sizes.hidden_size)[1]))
+        beside = min(beside, max(KEPT_ROWS * row_bytes, usual_waves(sizes.num_tokens, sizes.hidden_size)[1]))
     return sizes.num_tokens * num_tiles * tile_cols * sizes.cell_bytes + beside
 
 
@@ -236,7 +189,7 @@ def _rows_of_groups(sizes: Sizes, room: int, tile_cols: int, most: int) -> int |
 
     def waves(rows: int) -> float:
         passes = D_WEIGHT_WAVES * sizes.hidden_size
-        return cdiv(num_tokens, rows) * (_usual_waves(rows, sizes.hidden_size)[0] + passes)
+        return cdiv(num_tokens, rows) * (usual_waves(rows, sizes.hidden_size)[0] + passes)
 
     even = cdiv(cdiv(num_tokens, cdiv(num_tokens, fit[-1])), BLOCK_N) * BLOCK_N
     even = even if even < LEAST_GROUP or even in fit else fit[-1]
@@ -248,27 +201,8 @@ def _bytes_of_group(sizes: Sizes, tile_cols: int) -> int:
     """Return the bytes of a group: exponentials, what stands beside them while they are made, parts of d_hidden's last wave."""
     num_tiles = cdiv(sizes.num_columns, tile_cols)
     made = min(sizes.num_tokens, KEPT_ROWS) * _making_bytes(sizes, num_tiles)
-    parts = _usual_waves(sizes.num_tokens, sizes.hidden_size)[1]
+    parts = usual_waves(sizes.num_tokens, sizes.hidden_size)[1]
     return sizes.num_tokens * num_tiles * tile_cols * sizes.cell_bytes + max(made, parts)
-
-
-@lru_cache(maxsize=4096)
-def _usual_waves(num_rows: int, hidden_size: int) -> tuple[float, int]:
-    """Return what ``_waves`` does of so many tokens on an H100 or H200.
-
-    Budgets are the same on every device, so that groups are the same on every rank.
-    """
-    rows, cols = _fitted(BLOCK_N, BLOCK_V, hidden_size)
-    return _waves(cdiv(num_rows, rows) * cdiv(hidden_size, cols), 2 * PROGRAMS, PROGRAMS, rows * cols)
-
-
-def _waves(num_tiles: int, num_steps: int, at_once: int, tile_elements: int) -> tuple[float, int]:
-    """Return the waves that tiles of d_hidden take, and the bytes of the parts that its last wave is cut into."""
-    num_whole, splits = cut_last_wave(num_tiles, num_steps, at_once)
-    if splits == 1:
-        return cdiv(num_tiles, at_once), 0
-    cut = num_tiles - num_whole
-    return num_whole / at_once + _waves_of_parts(cut, splits, at_once), cut * splits * tile_elements * 4
 
 
 def _part_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int) -> int:
@@ -279,57 +213,6 @@ def _part_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int) -> int:
     recompute = sizes.num_tokens * (2 * sizes.hidden_bytes + width * sizes.cell_bytes)
     tile_bytes = tile_cols * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads  # of a token, its references counted
     return (workspace_bytes - recompute) // (sizes.num_tokens * tile_bytes)
-
-
-@lru_cache(maxsize=1024)
-def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> int:
-    """Return the number of parts that the log-sum-exp cuts ``num_tiles`` tiles of the vocabulary into.
-
-    It is a quarter of the device's programs, so that 16 row blocks are four whole waves; fewer where many row blocks would have
-    large partials, more where few would not fill the device. Where the last wave would be far from full, it is the nearest
-    number with fuller waves.
-    """
-    row_blocks = cdiv(num_rows, tile_rows)
-    wanted = max(cdiv(at_once, row_blocks), min(at_once // 4, cdiv(16 * at_once, row_blocks)))
-
-    def filled(parts: int) -> float:
-        return row_blocks * parts / (cdiv(row_blocks * parts, at_once) * at_once)
-
-    if filled(wanted) >= FULL_WAVES:
-        return min(num_tiles, wanted)
-    near = sorted(range(max(1, at_once // row_blocks), wanted + wanted // 2 + 1), key=lambda parts: abs(parts - wanted))
-    return min(num_tiles, next((parts for parts in near if filled(parts) >= FULL_WAVES), max(near, key=filled)))
-
-
-@lru_cache(maxsize=1024)
-def cut_last_wave(num_tiles: int, num_steps: int, at_once: int) -> tuple[int, int]:
-    """Return how many tiles of d_hidden stay whole, and into how many parts of the inner axis each of the others is cut.
-
-    The parts are one wave or two: 87 tiles of 132 programs take two thirds of a wave in three parts each.
-    """
-    last = num_tiles % at_once
-    if not last:
-        return num_tiles, 1
-    most = max(1, min(2 * at_once // last, num_steps))
-    splits = min(range(1, most + 1), key=lambda splits: _waves_of_parts(last, splits, at_once))
-    return (num_tiles - last, splits) if splits > 1 else (num_tiles, 1)
-
-
-def _waves_of_parts(num_tiles: int, splits: int, at_once: int) -> float:
-    """Return the time of tiles in so many parts each, in waves of whole tiles."""
-    waves = cdiv(num_tiles * splits, at_once)
-    return waves / splits + SECOND_WAVE * (waves - 1)
-
-
-def fitted(tile: Tile, width: int) -> Tile:
-    """Return the tile, lying or standing: as the columns of its tiles exceed ``width`` less."""
-    rows, cols = _fitted(tile.rows, tile.cols, width)
-    return tile._replace(rows=rows, cols=cols)
-
-
-def _fitted(rows: int, cols: int, width: int) -> tuple[int, int]:
-    """640 columns are five times 128, not 2.5 times 256."""
-    return (cols, rows) if cdiv(width, rows) * rows < cdiv(width, cols) * cols else (rows, cols)
 
 
 def forward_rows(sizes: Sizes, workspace_bytes: int, kept: int, tile_cols: int = 256) -> int:
@@ -365,36 +248,7 @@ def exact_chunks(sizes: Sizes, workspace_bytes: int, kept_bytes: int, tiles: Til
         rows = max(ROWS, budget // (sizes.sum_bytes + 2 * tile_cols * sizes.cell_bytes) // ROWS * ROWS)
         rows = min(sizes.num_tokens, rows, most_rows(sizes, workspace_bytes))
     cols = max(tile_cols, (budget - rows * sizes.sum_bytes) // (rows * sizes.cell_bytes) // tile_cols * tile_cols)
-    return Chunks(rows, _fill_waves(rows, sizes.num_columns, sizes.hidden_size, tiles, at_once, cols))
-
-
-@lru_cache(maxsize=1024)
-def _fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_once: int, most: int) -> int:
-    """Return the width of a chunk, at most ``most``, at which programs wait least for one another.
-
-    A last wave of a few programs takes as long as one of ``at_once`` (d_hidden's is cut, see d_hidden.py).
-    """
-
-    grad_weight = fitted(tiles.grad_weight, hidden_size)
-
-    def waves(tile: Tile, num_rows: int, num_cols: int, inner: int) -> int:
-        blocks = cdiv(num_rows, tile.rows) * cdiv(num_cols, tile.cols)
-        return cdiv(blocks, at_once) * tile.rows * tile.cols * inner
-
-    def time(width: int) -> int:
-        whole, rest = divmod(num_cols, width)
-        return sum(
-            count * (waves(tiles.dlogits, rows, cols, hidden_size) + waves(grad_weight, cols, hidden_size, rows))
-            for count, cols in ((whole, width), (1, rest))
-        )
-
-    tile_cols = tiles.dlogits.cols
-    chunks = max(1, cdiv(num_cols, most))
-    even = max(1, cdiv(cdiv(num_cols, chunks), tile_cols)) * tile_cols
-    return min(
-        range(max(tile_cols, even - even // 4 // tile_cols * tile_cols), even + 1, tile_cols),
-        key=lambda w: (time(w), -w),
-    )
+    return Chunks(rows, fill_waves(rows, sizes.num_columns, sizes.hidden_size, tiles, at_once, cols))
 
 
 def keeps_sample(num_tokens: int, num_columns: int, itemsize: int, workspace_bytes: int) -> bool:
@@ -413,53 +267,6 @@ def list_capacity(num_tokens: int, num_columns: int, workspace_bytes: int, items
     if keeps_sample(num_tokens, num_columns, itemsize, workspace_bytes):
         room -= _sample_bytes(num_columns, itemsize)
     return max(1, min(room // ENTRY_BYTES, num_tokens * min(MOST_LISTED, num_columns // COLUMNS_PER_ENTRY)))
-
-
-def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: int = 0) -> bool:
-    """Return whether a filter takes less time than exact gradients would, as far as the sizes of the largest shard tell.
-
-    The exact way is 3 products, and a fourth for columns whose exponentials are not kept (it may keep them if ``keeps``). The
-    filter is the forward product, ``filter_seconds``, lists of the usual length, and the recomputation of ``exact_sides``, the
-    gradients that are not filtered. Rates are an H200's on every device, since ranks have to agree.
-    """
-    rates, num_columns = H200[sizes.itemsize], sizes.num_columns
-    product = product_seconds(sizes, rates)
-    kept = columns_kept(sizes, workspace_bytes or default_workspace(sizes, keeps)) if keeps else 0
-    recomputed = RECOMPUTED * (1 - min(1.0, kept / max(1, num_columns)))
-    exact = (EXACT_PRODUCTS + recomputed) * product
-    more = filter_seconds(sizes, workspace_bytes or LEAST_DEFAULT, rates, frequent_columns(num_columns, 0.0))
-    lists = listed_seconds(sizes, min(USUAL_LIST, num_columns // COLUMNS_PER_ENTRY))
-    filtered = (1 + exact_sides * (1 + RECOMPUTED)) * product + sum(more) + lists
-    return max(FILTER_HOST, filtered) < MARGIN * exact
-
-
-def product_seconds(sizes: Sizes, rates: Rates) -> float:
-    """Return what a product of the logits' size takes."""
-    return 2 * sizes.num_tokens * sizes.hidden_size * sizes.num_columns / rates.operations
-
-
-def filter_seconds(sizes: Sizes, workspace_bytes: int, rates: Rates, frequent: int) -> tuple[float, float]:
-    """Return what a filter adds to the product of forward, and all of its backward but lists."""
-    costs, num_tokens, num_columns = FILTER_COSTS, sizes.num_tokens, max(1, sizes.num_columns)
-    product = product_seconds(sizes, rates)
-    marks_bytes = num_tokens * num_columns // 4  # a bit of each logit, in and out
-    few = (frequent + bound_columns(num_columns - frequent)) / num_columns
-    forward = (costs.marks + few) * product + marks_bytes / rates.bytes_moved + costs.forward
-    wide = 3 * frequent + 2 * sampled_columns(num_columns)
-    if covariance_rows(sizes, workspace_bytes):
-        wide += sizes.hidden_size * (1 + covariance_columns(num_columns, sizes.hidden_size) / num_tokens)
-    products = wide / num_columns + 2 * SAMPLE / max(SAMPLE, num_tokens)
-    num_bytes = costs.passes * num_columns * sizes.hidden_bytes + 6 * num_tokens * sizes.hidden_bytes
-    sorted_columns = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
-    backward = products * product + num_bytes / rates.bytes_moved + costs.sorted * sorted_columns + costs.backward
-    return forward, backward
-
-
-def listed_seconds(sizes: Sizes, num_columns: float) -> float:
-    """Return what so many listed columns of each token take: more with the width of rows and the number of rare ids."""
-    doublings = max(0.0, math.log2(max(1, sizes.num_columns) / LISTED_OF))
-    wide = FILTER_COSTS.listed_wide + FILTER_COSTS.rarer * doublings
-    return sizes.num_tokens * num_columns * (FILTER_COSTS.listed + sizes.hidden_size / 1024 * wide)
 
 
 def fallback_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
@@ -552,115 +359,6 @@ def top_rows_of_all(sizes: Sizes, workspace_bytes: int) -> int:
     return min(sizes.num_tokens, rows // ROWS * ROWS if rows >= ROWS else rows)
 
 
-class Peak(NamedTuple):
-    """Bytes that are alive at most beside inputs and outputs."""
-
-    forward: int  # In the forward pass, what is saved counted
-    saved: int  # Between the passes: exponentials or lists, and a few numbers for each token
-    backward: int  # In the backward pass, what is saved counted
-    # The part of ``backward`` that is gone before d_hidden is summed over ranks: parts of its last wave's tiles
-    parts: int = 0
-
-
-def exact_peak(sizes: Sizes, workspace_bytes: int, keep: bool, tiles: Tiles, at_once: int) -> Peak:
-    """Predict what the exact kernels take; ``keep``: exponentials may be kept (bf16 without smoothing)."""
-    num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
-    kept = columns_kept(sizes, workspace_bytes) if keep else 0
-    kept_bytes = num_tokens * kept * sizes.itemsize
-    # References, order, ids, merged and statistics.
-    saved = kept_bytes + num_tokens * ((8 if kept else 0) + 4 + 8 + 8 + 12)
-
-    rows = min(num_tokens, forward_rows(sizes, workspace_bytes, kept))
-    num_tiles, kept_tiles = cdiv(num_columns, tiles.lse.cols), kept // tiles.lse.cols
-    counts = [n for n in (num_tiles - min(kept_tiles, num_tiles), min(kept_tiles, num_tiles)) if n > 0]
-    parts = sum(num_parts(rows, n, tiles.lse.rows, at_once) for n in counts)
-    forward = rows * (sizes.hidden_bytes + 4 * NUM_PLANES * (parts + (kept > 0)) + REFERENCE_BYTES * kept_tiles)
-
-    left = max(0, num_columns - kept)
-    rows, cols = exact_chunks(sizes._replace(num_columns=left), workspace_bytes, kept_bytes, tiles, at_once)
-    several = kept > 0 if left <= cols else True
-    if left:
-        backward = rows * ((sizes.sum_bytes if several else sizes.hidden_bytes) + cols * sizes.itemsize)
-    else:
-        backward = 0 if sizes.alone else rows * sizes.hidden_bytes
-    # The last group of tokens may be smaller, and then its last wave is cut into more parts.
-    groups = {rows, num_tokens % rows or rows} if rows else {0}
-    width = max(cols if left else 0, kept)
-    cut = max(_cut_tiles_bytes(group, width, sizes.hidden_size, tiles, at_once) for group in groups)
-    return Peak(saved + forward, saved, saved + backward + cut + num_tokens * 16, cut)  # 16: the coefficients
-
-
-def groups_peak(sizes: Sizes, groups: Groups, tiles: Tiles, at_once: int) -> int:
-    """Predict the bytes beside inputs and gradients of a loss that goes group by group; they end with forward."""
-    group = sizes._replace(num_tokens=groups.rows, alone=True)
-    peak = exact_peak(group, bytes_of_all(group), True, tiles, at_once)
-    of_all = sizes.num_tokens * 12 + (low_bytes(sizes) if groups.low else 0)  # ids and losses
-    return max(peak.forward, peak.backward) + of_all
-
-
-def anew_peak(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) -> int:
-    """Predict the bytes beside inputs and gradients of d_weight alone, whose logits' gradient is made a chunk at a time."""
-    rows, cols = exact_chunks(sizes, workspace_bytes, 0, tiles, at_once)
-    numbers = 16 + 12 + 16 + 8  # coefficients, ids, sums
-    return rows * (sizes.hidden_bytes + cols * sizes.itemsize) + sizes.num_tokens * numbers
-
-
-def filtered_peak(sizes: Sizes, workspace_bytes: int, frequent_columns: int, tiles: Tiles, at_once: int) -> Peak:
-    """Predict what the kernels with a filter take."""
-    num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
-    capacity = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
-    frequent_bytes = frequent_columns * sizes.hidden_bytes
-    # The lists: bound, begin and count, columns, frequent columns. Beside them ids, merged and statistics.
-    saved = num_tokens * (12 + 8) + 4 * capacity + 8 * frequent_columns + num_tokens * (8 + 8 + 12)
-
-    num_words = cdiv(num_columns, tiles.lse.cols) * tiles.lse.cols // 32
-    rows, first_rows = filter_forward_rows(sizes, num_words, workspace_bytes, tiles.lse.rows, tiles.group)
-    rows, first_rows = min(rows, num_tokens), min(first_rows, num_tokens)
-    parts = num_parts(rows, cdiv(num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
-    sampled = bound_columns(num_columns - frequent_columns, tiles.lse.cols)
-    forward = frequent_bytes + 4 * 33 * num_words + sampled * (sizes.hidden_bytes + 4)
-    # The compact order, the frequent columns' statistics, the sums of those sampled, the bound.
-    forward += num_tokens * (4 + 12 + 12 * cdiv(sampled, tiles.lse.cols) + 4)
-    forward += first_rows * sizes.hidden_bytes + rows * 4 * (num_words + NUM_PLANES * parts + 1)
-
-    exact = exact_peak(sizes, workspace_bytes, False, tiles, at_once)
-    # The coefficients and the plan are there all the time. The exact kernels come first: for all tokens, whose room is taken
-    # although they may be none, then for a few.
-    through = (
-        frequent_columns * sizes.hidden_bytes + 4 * 33 * cdiv(num_columns, 32) + num_tokens * (16 + 3 * (8 + 4 + 4) + 4)
-    )
-    densely = exact.backward - exact.saved - num_tokens * 16
-    cols = fallback_columns(num_columns, FALLBACK, sizes.itemsize, workspace_bytes, tiles.dlogits.cols)
-    few = FALLBACK * (sizes.sum_bytes + cols * sizes.itemsize)
-    few += _cut_tiles_bytes(FALLBACK, cols, sizes.hidden_size, tiles, at_once)
-    listed = _listed_bytes(sizes, workspace_bytes, frequent_columns, tiles.dlogits.cols)
-    return Peak(saved + forward, saved, saved + through + max(densely, few, listed), max(0, densely - max(few, listed)))
-
-
-def _listed_bytes(sizes: Sizes, workspace_bytes: int, frequent_columns: int, tile_cols: int) -> int:
-    """Bytes of the lists' part of the filter's backward."""
-    num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
-    capacity = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
-    # Entries, each token's factors, the sample, the columns' shares, the frequent columns' gradients and the sampled columns
-    # stay. Groups of tokens and the sort of the entries come one after the other, and the remainder goes before the sort.
-    sampled = sampled_columns(num_columns)
-    listed = MADE_BYTES * capacity + num_tokens * 12 + SAMPLE * sizes.hidden_bytes + 8 * num_columns
-    listed += frequent_columns * sizes.hidden_bytes + sampled * (2 * sizes.hidden_bytes + 12)
-    if keeps_sample(num_tokens, num_columns, sizes.itemsize, workspace_bytes):
-        listed += _sample_bytes(num_columns, sizes.itemsize) + SAMPLE * sizes.hidden_bytes
-    making = SAMPLE * (sizes.hidden_bytes + sampled * sizes.itemsize)
-    covariance_at_once = covariance_rows(sizes, workspace_bytes) if sampled else 0
-    covariance = sizes.hidden_size * sizes.hidden_bytes if covariance_at_once else 0
-    making = max(making, covariance_at_once * sizes.hidden_bytes) + (4 * SAMPLE * sampled if covariance else 0)
-    cols = cdiv(frequent_columns, tile_cols) * tile_cols
-    at_a_time = filter_backward_rows(sizes, cols + sampled, workspace_bytes)
-    whole = keeps_remainder(sizes, workspace_bytes)
-    groups = at_a_time * ((sizes.hidden_bytes if whole else sizes.sum_bytes) + (cols + sampled) * sizes.itemsize)
-    return listed + max(
-        max(making, groups) + covariance + (remainder_bytes(sizes) if whole else 0), SORTED_BYTES * capacity
-    )
-
-
 def bound_columns(num_outside: int, unit: int = 256) -> int:
     """Return how many columns that are not frequent bound the others: 1,024 or a thirty-second if less, in whole ``unit``."""
     return min(num_outside, max(1, round(min(1024, num_outside / 32) / unit)) * unit)
@@ -688,10 +386,3 @@ def covariance_rows(sizes: Sizes, workspace_bytes: int) -> int:
 def frequent_columns(num_columns: int, eps: float, unit: int = 256) -> int:
     """Return H, the columns kept for every token: 1,024, or 1/eps or 1/16 of the shard if less, in whole ``unit``."""
     return min(num_columns, max(1, round(min(1024, 1 / eps if eps else 1024, num_columns / 16) / unit)) * unit)
-
-
-def _cut_tiles_bytes(rows: int, cols: int, hidden_size: int, tiles: Tiles, at_once: int) -> int:
-    """Bytes of the parts that the tiles of d_hidden's last wave are cut into."""
-    tile = fitted(tiles.grad_hidden, hidden_size)
-    num_tiles = cdiv(rows, tile.rows) * cdiv(hidden_size, tile.cols)
-    return _waves(num_tiles, cdiv(cols, tile.inner), at_once, tile.rows * tile.cols)[1]

@@ -1,6 +1,6 @@
-"""Rehearse calls for a GPU that need not be here, and see that their launches find all kernels compiled: a line each.
+"""Compile calls ahead for a GPU that need not be here, and see that their launches find all kernels compiled: a line each.
 
-    python tests/rehearse_for_gpu.py
+    python tests/compile_ahead_for_gpu.py 1
 
 Compiling is left out: a kernel of Triton is a name here, under the key that Triton gives it.
 """
@@ -23,7 +23,7 @@ import torch
 import triton
 
 from cce_dist import GradFilter, linear_cross_entropy, linear_log_probs
-from cce_dist.kernels.launch import rehearsal
+from cce_dist.kernels import dry_run
 
 BROKEN = sys.argv[2:]  # names of kernels that do not compile
 compiled: Counter[tuple[Any, str]] = Counter()
@@ -52,7 +52,7 @@ def begin(name: str) -> None:
 
 def told() -> None:
     twice = sum(n > 1 for n in compiled.values())
-    print("kinds", len(rehearsal._REHEARSED), "compiled", len(compiled), "twice", twice, "late", *by_launch)
+    print("kinds", len(dry_run._COMPILED), "compiled", len(compiled), "twice", twice, "late", *by_launch)
 
 
 def step(name: str, bias: bool = False, dtype: torch.dtype = torch.bfloat16, out: bool = False, **options: Any) -> None:
@@ -70,7 +70,7 @@ def step(name: str, bias: bool = False, dtype: torch.dtype = torch.bfloat16, out
 def main() -> None:
     triton.compiler.compile = compile_nothing
     pretend_gpu.begin("90")
-    rehearsal.num_threads = lambda: 4  # pyright: ignore
+    dry_run.num_threads = lambda: 4  # pyright: ignore
     step("default")
     step("default again")
     step("scale", logit_scale=2.0)
