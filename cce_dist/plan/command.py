@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from cce_dist.arguments import wholes
-from cce_dist.plan import fsdp
 from cce_dist.plan.devices import DEVICES, HOSTS, Device, measure
 from cce_dist.plan.layers import RECOMPUTE, Layout
 from cce_dist.plan.picture import COLORS, draw
 from cce_dist.plan.planning import LOSSES, METHODS, MIB, Plan, named, plan
 from cce_dist.plan.scale import GLOBAL_TOKENS, Step, grow
-from cce_dist.plan.sizes import MODELS, Config, Model, read_config
+from cce_dist.plan.sizes import MODELS, Config, Counted, Model, NeedsTransformers, read_config
 from cce_dist.report import table
 
 BY_HAND = ("hidden_size", "vocab_size", "num_layers", "num_heads", "ffn_size")
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cce-dist plan``."""
     model = parser.add_argument_group("model: a name, a file, or sizes by hand; sizes change those of a name or a file")
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    model.add_argument("--config", type=Path, metavar="FILE", help="Hugging Face config.json, or Megatron's arguments")
+    model.add_argument("--config", type=Path, metavar="FILE", help="Hugging Face config.json, or a Megatron script")
     for name in (*BY_HAND, "num_kv_heads", "head_size"):
         model.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
 
@@ -81,6 +81,9 @@ def run(args: argparse.Namespace) -> int:
             draw(args.picture, found, title)
     except (OSError, ValueError) as error:
         raise SystemExit(f"cce-dist plan: {' '.join(str(error).split())}") from error
+    except NeedsTransformers as error:
+        print(f"cce-dist {error}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -91,6 +94,8 @@ def _model_and_layout(args: argparse.Namespace) -> tuple[Model, Layout]:
     given = {name: value for name, value in sizes.items() if value is not None}
     if args.config:
         config = read_config(args.config)
+        if given and isinstance(config.model, Counted):
+            raise ValueError(f"--config {args.config} has its own sizes; leave out --{min(given).replace('_', '-')}")
     elif args.model:
         config = Config(named(MODELS, args.model, "model"), {})
     else:
@@ -140,7 +145,7 @@ def _text(found: Plan, title: str, workspace: int | None) -> list[str]:
     ]
     if layout.pp > 1:
         parts.append("Cut to use:\n" + "\n".join(_cuts(found)))
-    return parts + fsdp.paragraphs(found.model, layout, found.device)
+    return parts
 
 
 def _device(device: Device) -> str:

@@ -84,21 +84,20 @@ def layer_time(model: Model, layout: Layout, device: Device) -> LayerTime:
     attention = 2.0 * layout.num_tokens * layout.seq_len * model.query_size
     slowest = 1.0 + COSTS.slowest * (layout.tp.bit_length() - 1)
     products = (num_passes * operations + (num_passes + 0.5) * attention) / layout.tp / device.flops * slowest
-    moved = EAGER_HIDDEN_BYTES * model.hidden_size / layout.in_slices + EAGER_INNER_BYTES * model.ffn_size / layout.tp
+    moved = EAGER_HIDDEN_BYTES * model.width / layout.in_slices + EAGER_INNER_BYTES * model.ffn_size / layout.tp
     products += layout.elementwise * STRIDED * moved * layout.num_tokens / device.bandwidth
-    whole = 2 * layout.num_tokens * model.hidden_size
+    whole = 2 * layout.num_tokens * model.width
     name, count = ("all_gather", 8) if layout.sequence_parallel else ("all_reduce", 4)
     return LayerTime(products, count * collective_seconds(name, whole, layout.tp, device))
 
 
 def activation_bytes(model: Model, layout: Layout) -> int:
     """Return the bytes that a layer keeps of one microbatch for backward, in 16 bits."""
-    between = 2 * model.hidden_size // layout.in_slices
+    between = 2 * model.width // layout.in_slices
     if layout.recompute == "full":
         return layout.num_tokens * between
-    wide = model.ffn_size * (3 if model.is_gated else 2) * max(1, model.experts_per_token)
-    # Both norms' inputs and outputs; queries, keys and values; attention's output and log-sum-exp; the inner layer.
-    split = 2 * (2 * model.query_size + model.key_value_size + wide) + 4 * model.num_heads
+    # Inputs and outputs of two norms; queries, keys, values, attention's output, inner widths; the log-sum-exp in fp32.
+    split = 2 * model.kept_size + 4 * model.num_heads
     return layout.num_tokens * (4 * between + split // layout.tp)
 
 

@@ -163,6 +163,8 @@ def check(model: Model, layout: Layout) -> None:
     for name, size in (("heads", model.num_heads), ("ffn_size", model.ffn_size), ("tokens", layout.num_tokens)):
         if size % layout.tp:
             raise ValueError(f"{name} {size} cannot be split over tp {layout.tp} ranks")
+    if layout.elementwise and not model.ffn_size:
+        raise ValueError("--eager needs --ffn-size, which a config.json does not have: give sizes by hand")
     if model.num_layers < layout.pp * layout.vpp - 1:
         raise ValueError(f"{model.num_layers} layers cannot be cut into {layout.pp} x {layout.vpp} stages")
 
@@ -190,8 +192,12 @@ def stage_bytes(model: Model, layout: Layout, cut: Cut, head: Cost, rank: int) -
     """Return what a pipeline rank holds at its peak, by item."""
     layers = sum(cut.layers[rank :: layout.pp])
     is_last = rank == layout.pp - 1
-    params = layers * model.layer_params + model.hidden_size * is_last
-    params += model.head_params * (is_last + (rank == 0 and not (is_last and model.is_tied)))
+    params = layers * model.layer_params
+    if rank == 0:
+        params += model.embedding_params
+    if is_last:
+        params += model.hidden_size
+        params += 0 if rank == 0 and model.is_tied else model.head_params
     items = state_bytes(params // layout.tp, layout)
     items["activations"] = stage_activations(model, layout, layers, rank)
     if not is_last:
