@@ -240,27 +240,61 @@ def test_scale() -> None:
         grow(MODELS["llama-3-8b"], Layout(tp=8), DEVICES["h200"], [12], 256 << 20)
 
 
-CONFIGS = {
-    "train.sh": (
-        "torchrun pretrain_gpt.py --num-layers 32 --hidden-size=4096 \\\n --ffn-hidden-size 14336 --num-attention-heads 32 \\\n"
-        "  --group-query-attention --num-query-groups 8 --swiglu --untie-embeddings-and-output-weights # tied? no\n"
-        "  --vocab-size 128256 --tensor-model-parallel-size 8 --seq-length 4096 --micro-batch-size 2\n",
-        {"tp": 8, "tokens": 4096, "micro_batch": 2},
-    ),
-    "args.yaml": (
-        "MODEL_ARGS:\n  --num-layers: 32\n  --hidden-size: 4096\n  --ffn-hidden-size: 14336\n  --num-attention-heads: 32\n"
-        "  --num-query-groups: 8\n  --swiglu: true\n  --untie-embeddings-and-output-weights: true\n  --vocab-size: 128256\n",
-        {},
-    ),
+SCRIPT = """#!/bin/bash
+# The model: --num-layers 1
+LAYERS=32
+ARGS=(--num-layers ${LAYERS} --hidden-size=4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8
+    --swiglu --untie-embeddings-and-output-weights --kv-channels 128)
+torchrun --nproc-per-node 8 pretrain_gpt.py "${ARGS[@]}" --vocab-size 128256 --lr 1e-4 \\
+    --group-query-attention """
+SIZED = dataclasses.replace(MODELS["llama-3-8b"], head_size=128)
+OPTIONS = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "micro_batch": 1, "tokens": None, "recompute": "none"}
+OPTIONS |= {"sequence_parallel": False}
+MORE = {  # options that are added to the script, and what they change
+    "": {},
+    "--num-layers 40 --num-layers 48": {"num_layers": 48},
+    "--tensor-model-parallel-size 8 --sequence-parallel": {"vocab_size": 129_024, "tp": 8, "sequence_parallel": True},
+    "--tensor-model-parallel-size 8 --make-vocab-size-divisible-by 1": {"tp": 8},
+    "--padded-vocab-size 128512": {"vocab_size": 128_512},
+    "--num-experts 8 --expert-model-parallel-size 4": {"num_experts": 8, "experts_per_token": 2, "ep": 4},
+    "--num-experts 8 --moe-ffn-hidden-size 768": {"num_experts": 8, "experts_per_token": 2, "ffn_size": 768},
+    "--moe-ffn-hidden-size 768 --moe-router-topk 4": {},
+    "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2": {"pp": 4, "vpp": 4},
+    "--context-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2": {"cp": 2, "vpp": 2},
+    "--seq-length 4096 --micro-batch-size 2": {"tokens": 4096, "micro_batch": 2},
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": {"recompute": "full"},
+    "--recompute-granularity selective --moe-layer-freq 1": {},
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_megatron_files(name: str, tmp_path: Path) -> None:
-    text, options = CONFIGS[name]
-    (tmp_path / name).write_text(text)
-    config = read_config(tmp_path / name)
-    assert (config.model, config.options) == (MODELS["llama-3-8b"], options)
+@pytest.mark.parametrize("more", MORE)
+def test_a_megatron_script_is_read_as_megatron_does(more: str, tmp_path: Path) -> None:
+    """Catches a first value that wins, a comment that is read, experts as wide as dense layers, an unpadded vocabulary."""
+    (tmp_path / "train.sh").write_text(SCRIPT + more)
+    found = read_config(tmp_path / "train.sh")
+    assert vars(found.model) | {name: found.options[name] for name in OPTIONS} == vars(SIZED) | OPTIONS | MORE[more]
+
+
+def test_sizes_that_a_megatron_script_leaves_out(tmp_path: Path) -> None:
+    """Defaults are Megatron's, and sizes by hand stand above the script's. Catches groups of heads without their flag."""
+    text = "--num-layers 2 --hidden-size 1024 --num-attention-heads 16 --num-query-groups 4"
+    (tmp_path / "train.sh").write_text(text)
+    found = read_config(tmp_path / "train.sh", vocab_size=1000, tp=2).model
+    assert found == Model(1024, 1000, 2, 16, 4096, is_gated=False, is_tied=True)
+    (tmp_path / "train.sh").write_text(SCRIPT.replace("--ffn-hidden-size 14336", "") + " --num-experts 4")
+    assert read_config(tmp_path / "train.sh").model.ffn_size == 10_880
+    by_hand = read_config(tmp_path / "train.sh", ffn_size=512, num_kv_heads=16, tp=32).model
+    assert (by_hand.ffn_size, by_hand.num_kv_heads, by_hand.vocab_size) == (512, 16, 131_072)
+
+
+def test_ranks_that_share_experts_hold_their_own_alone() -> None:
+    """Catches an optimizer's state that is split twice."""
+    whole, shared = (plan("mixtral-8x7b", Layout(dp=8, ep=ep)).losses[3].last_stage for ep in (1, 8))
+    model = MODELS["mixtral-8x7b"]
+    others = 7 * model.num_layers * model.expert_params
+    assert whole["weights"] - shared["weights"] == 2 * others and whole["optimizer"] == shared["optimizer"]
+    with pytest.raises(ValueError, match="8 experts cannot be shared by ep 3 ranks of dp 8"):
+        plan("mixtral-8x7b", Layout(dp=8, ep=3))
 
 
 LLAMA_3_8B = {"vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -350,7 +384,7 @@ def test_a_config_json_needs_transformers(monkeypatch: pytest.MonkeyPatch, tmp_p
         pytest.param(["--model", "gpt-2", "--workspace", "0"], "the workspace must be positive", id="workspace"),
         pytest.param(["--config", "/nowhere/config.json"], "No such file", id="no-file"),
         pytest.param(["--config", "/nowhere/run.sh"], "No such file", id="no-script"),
-        pytest.param(["--config", str(ROOT / "LICENSE")], "has no hidden_size", id="other-file"),
+        pytest.param(["--config", str(ROOT / "LICENSE")], "has no num_layers", id="other-file"),
         pytest.param(["--model", "gpt-2", "--scale", "8", "--tp", "3"], "cannot be split", id="scale"),
         pytest.param(["--model", "gpt-2", "--num-kv-heads", "-2"], "must not be negative", id="negative"),
         pytest.param(["--model", "gpt-2", "--num-kv-heads", "5"], "cannot share 5 heads", id="shared"),
@@ -371,7 +405,9 @@ def test_mistakes_are_one_line(argv: list[str], told: str) -> None:
         ("config.json", '{"model_type": "t5"}', "t5 is not a causal language model"),
         ("config.json", '{"model_type": "llama", "hidden_size": "wide"}', "hidden_size"),
         ("config.json", '{"model_type": "llama", "num_hidden_layers": 0}', "no list of layers"),
-        ("text.sh", "--hidden-size 64 --seq-length x", "seq_length must be a whole number"),
+        ("text.sh", "--hidden-size $SIZE", r"argument --hidden-size: invalid int value: '\$SIZE'"),
+        ("text.sh", "--multi-latent-attention", "does not know the effect of --multi-latent-attention"),
+        ("text.sh", "--moe-layer-freq '([0]*3+[1]*29)'", "does not know the effect of --moe-layer-freq"),
     ],
 )
 def test_wrong_files_are_one_line(name: str, text: str, told: str, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class Layout:
     Attributes:
         tp, pp, dp, cp: Tensor-, pipeline-, data- and context-parallel size.
         vpp: Chunks of layers of a pipeline rank.
+        ep: Ranks that share the experts, among the data- and context-parallel ones. Their all-to-alls take no time.
         zero_stage: What is split over data-parallel ranks: 1 the optimizer's state, 2 gradients too, 3 weights too; 0 nothing.
         num_tokens: Tokens of a microbatch on one rank.
         seq_len: Tokens that attention looks over; 0: its products of queries and keys are left out.
@@ -45,6 +46,7 @@ class Layout:
     dp: int = 1
     cp: int = 1
     vpp: int = 1
+    ep: int = 1
     zero_stage: int = 1
     num_tokens: int = 8192
     seq_len: int = 0
@@ -116,11 +118,12 @@ def chunks_in_flight(layout: Layout, rank: int) -> int:
     return 2 * (layout.pp - rank - 1) + (layout.vpp - 1) * layout.pp + 1
 
 
-def state_bytes(params: int, layout: Layout) -> dict[str, int]:
+def state_bytes(params: int, experts: int, layout: Layout) -> dict[str, int]:
     """Return the bytes of the parameters of a rank and of what training keeps for each, by item.
 
-    Weights are bf16. Megatron and DeepSpeed add gradients up in fp32, and their optimizer has an fp32 copy and two moments;
-    torch's fully sharded parameters are fp32 themselves.
+    ``experts`` of the parameters are shared over ``ep`` ranks, unless data parallelism splits them already. Weights are bf16.
+    Megatron and DeepSpeed add gradients up in fp32, and their optimizer has an fp32 copy and two moments; torch's fully sharded
+    parameters are fp32 themselves.
     """
     ways = layout.dp * layout.cp
     stage = layout.zero_stage if layout.framework in ("megatron", "deepspeed") else 3
@@ -130,4 +133,6 @@ def state_bytes(params: int, layout: Layout) -> dict[str, int]:
         sizes = (2, 4, 12)
     else:
         names, sizes = ("weights", "gradients", "optimizer"), (4, 4, 8)
-    return {name: size * params // split for name, size, split in zip(names, sizes, by_stage, strict=True)}
+    unsplit = params - experts + experts // layout.ep
+    counts = [params // split if split > 1 else unsplit for split in by_stage]
+    return {name: size * count for name, size, count in zip(names, sizes, counts, strict=True)}

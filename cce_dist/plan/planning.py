@@ -147,7 +147,7 @@ def named(table: dict[str, T], value: T | str, kind: str) -> T:
 
 def check(model: Model, layout: Layout) -> None:
     """Raise ValueError where sizes are wrong or cannot be split."""
-    for name in ("tp", "pp", "dp", "cp", "vpp", "num_tokens"):
+    for name in ("tp", "pp", "dp", "cp", "vpp", "ep", "num_tokens"):
         if getattr(layout, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(layout, name)}")
     if layout.framework not in METHODS:
@@ -158,6 +158,9 @@ def check(model: Model, layout: Layout) -> None:
         raise ValueError(f"unknown recomputation {layout.recompute}; choose from {', '.join(RECOMPUTE)}")
     if layout.zero_stage not in range(4):
         raise ValueError(f"zero_stage must be 0 to 3, got {layout.zero_stage}")
+    if layout.dp * layout.cp % layout.ep or model.num_experts % layout.ep:
+        shared = f"{model.num_experts} experts cannot be shared by ep {layout.ep} ranks"
+        raise ValueError(f"{shared} of dp {layout.dp} x cp {layout.cp}")
     if layout.vpp > 1 and layout.pp == 1:
         raise ValueError("vpp needs pp of at least 2")
     for name, size in (("heads", model.num_heads), ("ffn_size", model.ffn_size), ("tokens", layout.num_tokens)):
@@ -198,7 +201,8 @@ def stage_bytes(model: Model, layout: Layout, cut: Cut, head: Cost, rank: int) -
     if is_last:
         params += model.hidden_size
         params += 0 if rank == 0 and model.is_tied else model.head_params
-    items = state_bytes(params // layout.tp, layout)
+    experts = layers * model.num_experts * model.expert_params
+    items = state_bytes(params // layout.tp, experts // layout.tp, layout)
     items["activations"] = stage_activations(model, layout, layers, rank)
     if not is_last:
         return items

@@ -1,14 +1,15 @@
-"""Sizes of models: a table by name, and readers of a Hugging Face config.json and of Megatron's arguments."""
+"""Sizes of models: a table by name, and the model that transformers builds from a config.json."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from cce_dist.plan import megatron
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,53 +164,33 @@ MODELS = {
     "gpt-neo-2.7b": Model(2560, 50_257, 32, 20, 10240, is_gated=False, is_tied=True),
 }
 
-# Megatron's names of sizes and options, with underscores.
-_SIZES = {
-    "hidden_size": ("hidden_size",),
-    "vocab_size": ("padded_vocab_size", "vocab_size"),
-    "num_layers": ("num_layers",),
-    "num_heads": ("num_attention_heads",),
-    "ffn_size": ("ffn_hidden_size",),
-    "num_kv_heads": ("num_query_groups",),
-    "head_size": ("kv_channels",),
-    "num_experts": ("num_experts",),
-    "experts_per_token": ("moe_router_topk",),
-}
-_OPTIONS = {
-    "tp": ("tensor_model_parallel_size",),
-    "pp": ("pipeline_model_parallel_size",),
-    "cp": ("context_parallel_size",),
-    "micro_batch": ("micro_batch_size",),
-    "tokens": ("seq_length",),
-}
-
-
-class NeedsTransformers(ModuleNotFoundError):
-    """A config.json is to be read, and transformers is not installed."""
-
 
 class Config(NamedTuple):
-    """What a file says: the model, and such options of the plan as it has, by name."""
+    """What a file says: the model, and options of the plan by name, None where the file does not say."""
 
     model: Model
-    options: dict[str, int]
+    options: dict[str, Any]
 
 
-def read_config(path: Path) -> Config:
-    """Read a model's sizes from a Hugging Face config.json (or its folder), or from Megatron's arguments (a script or YAML).
+def read_config(path: Path, **given: int) -> Config:
+    """Read a model's sizes from a Hugging Face config.json (or its folder), or from a shell script that starts Megatron.
+
+    Sizes of ``Model`` that are ``given``, and ``tp``, stand above those of a script.
 
     Raises:
         ValueError: The file cannot be read, transformers cannot build its model, or a size is not in it.
-        NeedsTransformers: The file is a config.json, and transformers is not installed.
+        ModuleNotFoundError: The file is a config.json, and transformers is not installed.
     """
     try:
         if path.is_dir() or path.suffix == ".json":
+            if by_hand := sorted(given.keys() - {"tp"}):
+                raise ValueError(f"has its own sizes; leave out --{by_hand[0].replace('_', '-')}")
             return Config(_build(path), {})
-        return _read_megatron(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
+        found = megatron.read(path.read_text(), given)
+        sizes = {field.name: found[field.name] for field in dataclasses.fields(Model)}
+        return Config(Model(**sizes), found)
+    except (OSError, ValueError) as error:
         raise ValueError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"--config {path}: {error}") from error
 
 
 def _build(path: Path) -> Counted:
@@ -217,7 +198,8 @@ def _build(path: Path) -> Counted:
     try:
         import transformers
     except ModuleNotFoundError:
-        raise NeedsTransformers("plan --config needs transformers: pip install transformers") from None
+        hint = "plan --config needs transformers: pip install transformers"
+        raise ModuleNotFoundError(hint, name="transformers") from None
     path.stat()
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -274,60 +256,11 @@ def _layers(model: nn.Module, expected: int) -> tuple[int, list[Tensor]]:
     The layers are the list of modules that has ``expected`` members. Of several, or if none has, the one with most parameters.
     Equally long lists of one parent (one of attentions, one of feed-forward networks) count as one.
     """
-    stacks = [(0, [])]
+    stacks = []
     for module in model.modules():
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
-        for length in {len(each) for each in lists}:
+        for length in {len(each) for each in lists} - {0}:
             stacks.append((length, [x for each in lists if len(each) == length for x in each.parameters()]))
-    num_layers, parameters = max(stacks, key=lambda stack: (stack[0] == expected, sum(x.numel() for x in stack[1])))
-    if not parameters:
+    if not stacks:
         raise ValueError(f"{type(model).__name__} has no list of layers")
-    return num_layers, parameters
-
-
-def _model(values: dict[str, Any], is_gated: bool, is_tied: bool, ffn_size: int | None) -> Model:
-    """Return the model of a file; ``ffn_size`` stands for an inner width that the file does not have."""
-    sizes = {size: _first(values, names) for size, names in _SIZES.items()}
-    sizes["ffn_size"] = sizes["ffn_size"] or ffn_size
-    needed = [field.name for field in dataclasses.fields(Model) if field.default is dataclasses.MISSING]
-    for size in needed:
-        if sizes[size] is None:
-            raise ValueError(f"has no {' or '.join(_SIZES[size])}")
-    return Model(**{size: value or 0 for size, value in sizes.items()}, is_gated=is_gated, is_tied=is_tied)
-
-
-def _first(values: dict[str, Any], names: tuple[str, ...]) -> int | None:
-    return next((_whole(name, values[name]) for name in names if values.get(name) is not None), None)
-
-
-def _whole(name: str, value: Any) -> int:
-    """Return a number that a file has, or that its text says; a switch and a fraction are none."""
-    text = str(value).strip()
-    if isinstance(value, bool) or not re.fullmatch(r"[+-]?\d+", text):
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
-    return int(text)
-
-
-def _read_megatron(text: str) -> Config:
-    """Read ``--name value``, ``--name=value`` or ``name: value``; a flag without a value is true."""
-    text = re.sub(r"(^|\s)#.*", "", text)
-    # A key is marked by its dashes, so that a flag's value is not taken for one.
-    text = re.sub(r"^\s*(?:--)?([a-z][\w-]*):(?=\s|$)", r" --\1 ", text, flags=re.MULTILINE)
-    words = re.sub(r"(--[\w-]+)=", r"\1 ", text).replace("\\\n", " ").split()
-    values: dict[str, Any] = {}
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
-        word = word.strip("\"'()")
-        if word.startswith("--"):
-            values.setdefault(word[2:].replace("-", "_"), "true" if after.startswith("--") else after.strip("\"'()"))
-
-    def is_on(name: str) -> bool:
-        return str(values.get(name, "false")).lower() not in ("false", "0", "no")
-
-    is_gated = is_on("swiglu") or is_on("gated_linear_unit")
-    ffn_size = 4 * (_first(values, _SIZES["hidden_size"]) or 0)
-    if is_gated:
-        ffn_size = int(ffn_size * 2 / 3) // 64 * 64
-    is_tied = not is_on("untie_embeddings_and_output_weights")
-    options = {option: _first(values, names) for option, names in _OPTIONS.items()}
-    found = {option: value for option, value in options.items() if value is not None}
-    return Config(_model(values, is_gated, is_tied, ffn_size), found)
+    return max(stacks, key=lambda stack: (stack[0] == expected, sum(x.numel() for x in stack[1])))
