@@ -52,11 +52,6 @@ COMMANDS = {
         "predict what the head costs, what fits, and how to cut the pipeline, without a GPU",
         "cce-dist plan --model llama-3-8b --tokens 8192 --tp 8 --pp 4",
     ),
-    "tune": Command(
-        "cce_dist.bench.tune",
-        "measure tile sizes on your GPU and keep the best",
-        "cce-dist tune --shapes llama-3-8b",
-    ),
 }
 
 EXTRA_OF = {"tokenizers": "train", "tqdm": "train", "numpy": "train", "matplotlib": "train"}

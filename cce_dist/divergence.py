@@ -12,9 +12,19 @@ from torch.distributed.tensor import DTensor
 
 from cce_dist import agree, checks, divergence_op, merge
 from cce_dist.call import Layout, Options, checked
+from cce_dist.decide import choose_backend
 from cce_dist.divergence_op import PUBLIC_NAME, DivergenceCall
 from cce_dist.kernels.divergence.heads import KINDS, Divergence
-from cce_dist.operands import Head, check_buffer, check_shape, choose_backend, environment, head_of, shape_of_tokens
+from cce_dist.operands import (
+    LocalHead,
+    check_buffer,
+    check_shape,
+    device_type,
+    environment,
+    head_of,
+    logits_of,
+    shape_of_tokens,
+)
 from cce_dist.shard import VocabShard
 
 
@@ -141,9 +151,10 @@ def linear_kl_divergence(
         checks.tensors({"grad_weight_out": grad_weight_out})
         check_buffer(grad_weight_out, student.weight)
     of_teacher = _of_teacher(_options, logit_scale=teacher_logit_scale, softcap=teacher_softcap)
+    (hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head) = student.operands(), teacher.operands()
     spec = Divergence(
-        student.logits(options.logit_scale, options.softcap),
-        teacher.logits(of_teacher.logit_scale, of_teacher.softcap),
+        logits_of(student.shard, options.logit_scale, options.softcap, head),
+        logits_of(teacher.shard, of_teacher.logit_scale, of_teacher.softcap, teacher_head),
         kind,
         beta,
         options.workspace_bytes,
@@ -153,13 +164,14 @@ def linear_kl_divergence(
         spec,
         student.shard.vocab_size,
         Layout.of(student.shard, options),
-        choose_backend(options.backend, forced_backend, student.input),
+        choose_backend(options.backend, forced_backend, device_type(student.input), student.input.dtype),
     )
     if debug and student.shard.group is not None and not torch.compiler.is_compiling():
         _check_ranks(student, teacher, {"mask": mask, "teacher_ids": teacher_ids}, options, call)
     value = divergence_op.forward(
-        *student.operands(), mask.reshape(-1), *teacher.operands(), grad_weight_out, call=call
-    )
+        hidden, weight, [*head.values()], mask.reshape(-1), teacher_hidden, teacher_weight, [*teacher_head.values()],
+        grad_weight_out, call=call,
+    )  # fmt: skip
     if reduction == "none":
         return value.view(mask.shape)
     return value.sum() if reduction == "sum" else value.sum() / mask.sum().clamp(min=1)
@@ -190,7 +202,7 @@ def _beta(value: Any) -> float:
     return value
 
 
-def _heads(student: Any, teacher: Any, teacher_ids: Any, debug: bool) -> tuple[Head, Head]:
+def _heads(student: Any, teacher: Any, teacher_ids: Any, debug: bool) -> tuple[LocalHead, LocalHead]:
     """Check input, weight, bias and shard of both heads, and return them; the teacher's tensors are detached."""
     student = head_of(*student)
     input, weight, bias, shard = teacher
@@ -202,7 +214,7 @@ def _heads(student: Any, teacher: Any, teacher_ids: Any, debug: bool) -> tuple[H
             )
         shard = student.shard
     input, weight, bias, shard = _of_teacher(head_of, input, weight, bias, shard)
-    teacher = Head(input.detach(), weight.detach(), None if bias is None else bias.detach(), shard)
+    teacher = LocalHead(input.detach(), weight.detach(), None if bias is None else bias.detach(), shard)
     if teacher.input.dtype != student.input.dtype:
         raise TypeError(
             f"input is {student.input.dtype}, teacher_input {teacher.input.dtype}: cast one, or use autocast"
@@ -220,7 +232,7 @@ def _heads(student: Any, teacher: Any, teacher_ids: Any, debug: bool) -> tuple[H
     return student, teacher
 
 
-def _rows_of_ids(teacher: Head, ids: Any, shard: VocabShard, debug: bool) -> Head:
+def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -> LocalHead:
     """Return the teacher's rows of the ids that the student has on this rank, copied; ``shard`` is the student's."""
     checks.tensors({"teacher_ids": ids})
     if isinstance(ids, DTensor) or ids.dtype not in (torch.int64, torch.int32) or ids.shape != (shard.vocab_size,):
@@ -246,7 +258,7 @@ def _rows_of_ids(teacher: Head, ids: Any, shard: VocabShard, debug: bool) -> Hea
     rows = torch.where(here, rows, 0)
     weight = teacher.weight[rows].masked_fill_(~here[:, None], torch.nan)
     group = shard.group if own.group is None else own.group
-    return Head(
+    return LocalHead(
         teacher.input,
         weight,
         None if teacher.bias is None else teacher.bias[rows],
@@ -270,7 +282,7 @@ def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:
         )
 
 
-def _mask(mask: Tensor | None, student: Head, sequence_parallel: bool) -> Tensor:
+def _mask(mask: Tensor | None, student: LocalHead, sequence_parallel: bool) -> Tensor:
     """Check the mask, or make the one that counts every token. -> the whole's shape, bool."""
     tokens = shape_of_tokens(student, sequence_parallel)
     if mask is None:
@@ -287,7 +299,7 @@ def _mask(mask: Tensor | None, student: Head, sequence_parallel: bool) -> Tensor
 
 
 def _check_ranks(
-    student: Head, teacher: Head, alike: dict[str, Tensor | None], options: Options, call: DivergenceCall
+    student: LocalHead, teacher: LocalHead, alike: dict[str, Tensor | None], options: Options, call: DivergenceCall
 ) -> None:
     """Raise RuntimeError on every rank if the ranks were called differently, or if shards leave a gap."""
     shard = student.shard

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from cce_dist import merge
-from cce_dist.autograd import Operator, replayed
+from cce_dist.autograd import Operator, head_rows, replayed
 from cce_dist.call import Layout, build
+from cce_dist.decide import Way, Where, decide_heads
 from cce_dist.kernels import IGNORED, Grads, Operands
 from cce_dist.kernels.divergence import dense as dense_heads
 from cce_dist.kernels.divergence import heads
-from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair
+from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, sizes_of
 from cce_dist.kernels.launch.tape import recorded
 from cce_dist.shard import even_rows
 
@@ -32,10 +33,11 @@ class DivergenceCall(NamedTuple):
     vocab_size: int
     layout: Layout = Layout()
     backend: str = "torch"
+    way: Way = Way()
 
 
 def _backend(call: DivergenceCall) -> ModuleType:
-    """The backend's arithmetic for two heads; that of Triton is imported by its first use."""
+    """The backend's arithmetic for two heads; the one on Triton is imported by its first use."""
     if call.backend == "torch":
         return dense_heads
     from cce_dist.kernels.divergence import kernels as divergence
@@ -47,15 +49,14 @@ def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
     """The divergence of each token, [N] fp32, 0 where it is not counted; the rows of ``Pair``, [5, N], and what is kept.
 
     Args:
-        given: hidden, weight and bias of the student; mask, [N] bool; hidden, weight and bias of the teacher; then
-            ``grad_weight_out``, which backward alone needs, and the call.
+        given: hidden, weight and head of the student; mask, [N] bool; hidden, weight and head of the teacher; then
+            ``grad_weight_out``, which backward alone needs, and the call. A head is the list of its tensors.
     """
     *operands, _, call = given
-    spec, group = call.spec, merge.resolve(call.layout.group_name)
-    backend = _backend(call)
+    backend, group = _backend(call), merge.resolve(call.layout.group_name)
     with torch.autocast(operands[0].device.type, enabled=False):
-        x = _gathered(*operands, call=call)
-        spec = _with_workspace(backend, x, call, group)
+        call = decided(call, *operands)
+        x, spec = _gathered(*operands, call=call), call.spec
         stats_5N, kept = backend.statistics(x, spec)
         merged_5N = heads.merge(merge.gather_stats(stats_5N, group), spec)
         pair = heads.pair_of(merged_5N, spec)
@@ -70,8 +71,8 @@ def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 def _gathered(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
-    teacher_bias: Tensor | None, *, call: DivergenceCall,
+    hidden: Tensor, weight: Tensor, head: list[Tensor], mask: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+    teacher_head: list[Tensor], *, call: DivergenceCall,
 ) -> Heads:  # fmt: skip
     """The operands of both heads with all tokens; both gathers are under way together."""
     group, spec = merge.resolve(call.layout.group_name), call.spec
@@ -79,71 +80,75 @@ def _gathered(
         arriving = [recorded(merge.SequenceGather, slice_, group) for slice_ in (hidden, teacher_hidden)]
         hidden, teacher_hidden = (recorded(merge.SequenceGather.wait, gather) for gather in arriving)
     ids = torch.where(mask, 0, IGNORED)
+    return _heads((hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head), ids, spec)
+
+
+def _heads(student: tuple[Any, ...], teacher: tuple[Any, ...], ids: Tensor, spec: Divergence) -> Heads:
+    """The operands of both heads from hidden states, weight and the head's tensors of each."""
+    of_heads = zip((student, teacher), (spec.student, spec.teacher), strict=True)
     return Heads(
-        Operands(hidden, weight, bias, ids, spec.student),
-        Operands(teacher_hidden, teacher_weight, teacher_bias, ids, spec.teacher),
+        *(Operands.of(hidden, weight, ids, logits, **logits.named(head)) for (hidden, weight, head), logits in of_heads)
     )
 
 
 def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """dE, dC and dbias of the student; an empty tensor for what is not wanted (or went into ``grad_weight_out``).
+    """dE, dC, and the student's head's gradients as rows; an empty tensor for what is not wanted, or is in ``grad_weight_out``.
 
     Args:
         d_values: The gradient of each token's divergence.
-        given: The operands of forward; what it saved; ``grad_weight_out``; which of the three are wanted; the call.
+        given: The operands of forward; what it saved; ``grad_weight_out``; which gradients are wanted; the call.
     """
     *operands, saved, grad_weight_out, want, call = given
-    hidden, _, bias, *_ = operands
-    want_hidden, want_weight, want_bias = want
-    layout, spec, group = call.layout, call.spec, merge.resolve(call.layout.group_name)
-    backend, sum_group = _backend(call), None if call.layout.partial else group
+    hidden, weight, *_ = operands
+    want_hidden, want_weight, *want_head = want
+    layout, backend, group = call.layout, _backend(call), merge.resolve(call.layout.group_name)
+    sum_group = None if layout.partial else group
     assert d_values[0] is not None
     with torch.autocast(hidden.device.type, enabled=False):
-        x = _gathered(*operands, call=call)
-        spec = _with_workspace(backend, x, call, group)
-        rows = None if sum_group is None else backend.rows_at_once(_of_even_shard(x, call, sum_group.size()), spec)
+        call = decided(call, *operands)
+        x, spec, rows = _gathered(*operands, call=call), call.spec, call.way.ready_rows or None
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
         num_tokens = x.student.num_tokens
         hidden_sum = recorded(merge.HiddenGradSum, sum_group, layout.sequence_parallel, reduce_dtype, num_tokens, rows)
         coef_N = d_values[0].masked_fill(x.student.ids < 0, 0.0)
         start_sum = partial(recorded, merge.HiddenGradSum.start, hidden_sum)
+        want_bias = spec.student.named(want_head).get("bias", False)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
         _, d_weight, d_bias = backend.gradients(x, Pair(*saved[0]), coef_N, saved[1:], grads, spec)
         nothing = hidden.new_empty(0)
         return (
             recorded(merge.HiddenGradSum.wait, hidden_sum) if want_hidden else nothing,
             nothing if d_weight is None else d_weight,
-            nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
+            head_rows(spec.student.listed(bias=d_bias), want_head, weight),
         )
 
 
-def _with_workspace(backend: ModuleType, x: Heads, call: DivergenceCall, group: Any) -> Divergence:
-    """Choose the budget if none was given: the same on every rank."""
-    if call.spec.workspace_bytes > 0:
-        return call.spec
-    even = _of_even_shard(x, call, 1 if group is None else group.size())
-    return call.spec._replace(workspace_bytes=backend.default_workspace(even, call.spec))
+def decided(call: DivergenceCall, *operands: Any) -> DivergenceCall:
+    """Return the call with its way, and with the memory budget in its spec; unchanged if it has a way.
+
+    Args:
+        operands: As ``_gathered`` takes them. Hidden states may be slices.
+    """
+    if call.way.backend:
+        return call
+    hidden, _, _, mask, teacher_hidden, *_ = operands
+    group = merge.resolve(call.layout.group_name)
+    columns = even_rows(call.vocab_size, 0, merge.size_of(group))[1]
+    sizes = sizes_of(mask.shape[0], hidden, columns, teacher_hidden)
+    summed = group is not None and not call.layout.partial
+    way = decide_heads(sizes, call.spec, Where(call.backend, str(hidden.dtype), summed))
+    return call._replace(spec=call.spec._replace(workspace_bytes=way.workspace_bytes), way=way)
 
 
-def _of_even_shard(x: Heads, call: DivergenceCall, num_ranks: int) -> Heads:
-    """As if the vocabulary were split evenly, so that every rank gets the same answer."""
-    logits = x.student.logits._replace(num_valid=even_rows(call.vocab_size, 0, num_ranks)[1])
-    return x._replace(student=x.student._replace(logits=logits))
-
-
-def _forward_fake(hidden, weight, bias, mask, teacher_hidden, teacher_weight, teacher_bias, _, *flat):
+def _forward_fake(hidden, weight, head, mask, teacher_hidden, teacher_weight, teacher_head, _, *flat):
     call, num_tokens = build(DivergenceCall, iter(flat)), mask.shape[0]
     ids = mask.new_empty(num_tokens, dtype=torch.int64)
     # With sequence parallelism the hidden states of all tokens have these sizes.
     every, every_teachers = (x.new_empty(num_tokens, x.shape[1]) for x in (hidden, teacher_hidden))
-    x = Heads(
-        Operands(every, weight, bias, ids, call.spec.student),
-        Operands(every_teachers, teacher_weight, teacher_bias, ids, call.spec.teacher),
-    )
-    backend = _backend(call)
-    spec = _with_workspace(backend, x, call, merge.resolve(call.layout.group_name))
+    x = _heads((every, weight, head), (every_teachers, teacher_weight, teacher_head), ids, call.spec)
+    spec = decided(call, hidden, weight, head, mask, teacher_hidden).spec
     pair_5N = hidden.new_empty((5, num_tokens), dtype=torch.float32)
-    return torch.empty_like(pair_5N[0]), [pair_5N, *backend.saved_like(x, spec)]
+    return torch.empty_like(pair_5N[0]), [pair_5N, *_backend(call).saved_like(x, spec)]
 
 
 _forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
@@ -153,8 +158,8 @@ _OPERATOR = Operator(
     _backward_again,
     "divergence",
     "divergence_backward",
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor mask, "
-    "Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias, Tensor? grad_weight_out",
+    "Tensor hidden, Tensor weight, Tensor[] head, Tensor mask, "
+    "Tensor teacher_hidden, Tensor teacher_weight, Tensor[] teacher_head, Tensor? grad_weight_out",
     "(Tensor, Tensor[])",
     DivergenceCall,
     num_outputs=1,
@@ -163,7 +168,10 @@ _OPERATOR = Operator(
 _OPERATOR.register(_forward_fake)
 
 
-def forward(*tensors: Tensor | None, call: DivergenceCall) -> Tensor:
+def forward(*tensors: Any, call: DivergenceCall) -> Tensor:
     """The operator as the public function calls it; see ``_run_forward``. Returns the divergence of each token, [N]."""
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[:3])
+    if not torch.compiler.is_compiling():
+        call = decided(call, *tensors)
+    hidden, weight, head, *_ = tensors
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weight, *head))
     return _OPERATOR.apply(*tensors, call=call, needs_grad=needs_grad)[0]

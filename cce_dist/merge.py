@@ -24,6 +24,11 @@ def resolve(group_name: Any) -> dist.ProcessGroup | None:
     return recorded(_resolve_process_group, group_name) if group_name else None
 
 
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """Ranks of a group; 1 where the vocabulary is not split."""
+    return 1 if group is None else group.size()
+
+
 def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-gather every rank's statistics: the one collective of forward, 4 K N bytes from each rank. -> [T, K, N].
 

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 LEAST_BYTES = 32 << 20  # below this budget the rows of a chunk would no longer fill a device
 CHUNK_COST = 2500  # fixed cost of a chunk, in columns recomputed: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
 LEAST_TILES = 16  # of kept exponentials, if not all are kept
-LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2 << 30  # of the budget that is chosen where none is given
+# Bounds of the default budget. The upper one holds a group of 4,096 tokens at a vocabulary of 262,144 to 262,400 ids (Gemma 3):
+# 2,048 MiB of exponentials and at most 42 MiB beside them for hidden sizes up to 8,192. With 2,048 MiB groups have half as many
+# tokens, and Gemma-3-1b's head takes 27.6 ms in place of 23.9 (H200, 8,192 tokens, 2026-11).
+LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2100 << 20
 ROWS = 128  # groups of tokens are cut at multiples of this
 REFERENCE_BYTES = 4  # of a row's reference beside each tile of kept exponentials, while they are made
 KEPT_ROWS = 16 * ROWS  # tokens, at least, whose exponentials are made at a time: row blocks that share the weight in L2
@@ -40,7 +43,6 @@ SAMPLE = 256  # tokens that the shares of what is dropped are taken from; a powe
 # order, and the sort's own order and buffers; in all also forward's column, and token and gradient in their new order.
 MADE_BYTES, SORTED_BYTES, ENTRY_BYTES = 12, 32, 56
 MOST_LISTED = 256  # columns of a token, on average, that there is room for: all of the room is sorted, used or not
-LISTED_PARTS = 4  # programs that share the list of a token while forward sums it up; a power of 2
 # A listed column moves three rows of D numbers. One of the exact gradient takes three products of 2 D operations, and a GPU
 # does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed one
@@ -84,14 +86,6 @@ class FilterCosts(NamedTuple):
 # a list costs when it is sorted is of an older filter.
 FILTER_COSTS = FilterCosts()
 LISTED_OF = 32_064  # Phi-3.5's rows
-
-# What a screen takes in place of a filter's forward pass, for ``screen_pays``, fitted to 24 softmaxes: the 18 synthetic ones
-# and three captured states of V 32,768 within 13 %. Three of V 131,072, where its lists are longer, take up to 24 % more. In
-# a second: operations of a product in 8 bits, bytes that are rounded, bytes of rows that are gathered for listed columns. And
-# seconds that are there whatever the sizes.
-SCREEN_OPERATIONS, SCREEN_ROUNDED, SCREEN_LISTED, SCREEN_SECONDS = 1.02e15, 2.8e12, 5.0e12, 0.65e-3
-
-RANK = 32  # columns beside the operands of the screen's products in 8 bits (filter/screen/centering.py)
 
 NUM_PLANES = 7  # numbers that the log-sum-exp has for each row and part of the vocabulary (lse.py)
 
@@ -175,6 +169,12 @@ def default_workspace(sizes: Sizes, keeps: bool) -> int:
     if not keeps:
         return LEAST_DEFAULT
     return max(LEAST_DEFAULT, min(bytes_of_all(sizes._replace(alone=False)), MOST_DEFAULT))
+
+
+def beside_lists(sizes: Sizes, top_k: int, workspace_bytes: int) -> int:
+    """Return the budget less the lists of all tokens for the ``top_k`` largest logits."""
+    plan = top_plan(sizes.num_columns, top_k) if top_k else None
+    return workspace_bytes - (0 if plan is None else sizes.num_tokens * top_bytes(plan, top_k))
 
 
 def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int:
@@ -462,22 +462,6 @@ def listed_seconds(sizes: Sizes, num_columns: float) -> float:
     return sizes.num_tokens * num_columns * (FILTER_COSTS.listed + sizes.hidden_size / 1024 * wide)
 
 
-def screen_pays(sizes: Sizes) -> bool:
-    """Return whether a screen takes less time than a filter's forward pass in 16 bits, by the largest shard's sizes alone."""
-    rates, num_columns = H200[2], sizes.num_columns
-    forward, _ = filter_seconds(sizes, LEAST_DEFAULT, rates, frequent_columns(num_columns, 0.0))
-    listed = min(USUAL_LIST, num_columns // COLUMNS_PER_ENTRY)
-    return screen_seconds(sizes, listed) < product_seconds(sizes, rates) + forward
-
-
-def screen_seconds(sizes: Sizes, num_listed: float) -> float:
-    """Return what a screened forward pass takes where so many columns of each token are listed."""
-    num_tokens, hidden_size, num_columns = sizes[:3]
-    product = 2 * num_tokens * rounded_size(hidden_size, 128) * num_columns / SCREEN_OPERATIONS
-    rounding = 3 * hidden_size * (num_tokens + num_columns) / SCREEN_ROUNDED
-    return product + rounding + num_tokens * num_listed * sizes.hidden_bytes / SCREEN_LISTED + SCREEN_SECONDS
-
-
 def fallback_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
     """Return the columns at a time of the exact gradient of a few tokens: a quarter of the budget."""
     most = max(workspace_bytes, LEAST_BYTES) // 4 // (rows * itemsize) // tile_cols * tile_cols
@@ -492,33 +476,6 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
     unit = tile_rows * group if rows >= tile_rows * group else tile_rows
     rows = min(max(unit, rows // unit * unit), cdiv(sizes.num_tokens, tile_rows) * tile_rows)
     return Chunks(rows, max(rows, budget // 2 // sizes.hidden_bytes // ROWS * ROWS))
-
-
-def screen_chunks(
-    sizes: Sizes, num_columns: int, capacity: int, workspace_bytes: int, tile_rows: int, group: int, tile_cols: int
-) -> Chunks:
-    """Return the tokens and columns at a time of the filter's screen: both in 8 bits, with marks, beside lists of ``capacity``.
-
-    Half of the budget takes tokens, so that the weight is rounded as seldom as can be. ``num_columns`` fill whole tiles.
-    """
-    room, row_bytes = max(workspace_bytes, LEAST_BYTES), _rounded_bytes(sizes)
-    rows = room // 2 // row_bytes
-    unit = tile_rows * group if rows >= tile_rows * group else tile_rows
-    rows = min(max(unit, rows // unit * unit), cdiv(sizes.num_tokens, tile_rows) * tile_rows)
-    num_tiles = cdiv(num_columns, tile_cols)
-    most = (room - 4 * capacity - rows * row_bytes) // (row_bytes + cdiv(rows, 8)) // tile_cols
-    chunks = cdiv(num_tiles, max(1, most))
-    return Chunks(rows, cdiv(num_tiles, max(1, chunks)) * tile_cols)
-
-
-def _rounded_bytes(sizes: Sizes) -> int:
-    """Bytes of a row in 8 bits and its numbers."""
-    return rounded_size(sizes.hidden_size, 128) + 16
-
-
-def rounded_size(hidden_size: int, inner: int) -> int:
-    """Return the columns of operands in 8 bits, axes counted, ``inner`` of which are worked on at a time."""
-    return cdiv(hidden_size + RANK, inner) * inner
 
 
 def keeps_remainder(sizes: Sizes, workspace_bytes: int) -> bool:
@@ -648,18 +605,15 @@ def anew_peak(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) ->
     return rows * (sizes.hidden_bytes + cols * sizes.itemsize) + sizes.num_tokens * numbers
 
 
-def filtered_peak(
-    sizes: Sizes, workspace_bytes: int, frequent_columns: int, tiles: Tiles, at_once: int, screen: Tile | None = None
-) -> Peak:
-    """Predict what the kernels with a filter take; ``screen`` is the tile in 8 bits of a screened forward."""
+def filtered_peak(sizes: Sizes, workspace_bytes: int, frequent_columns: int, tiles: Tiles, at_once: int) -> Peak:
+    """Predict what the kernels with a filter take."""
     num_tokens, num_columns = sizes.num_tokens, sizes.num_columns
     capacity = list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
     frequent_bytes = frequent_columns * sizes.hidden_bytes
     # The lists: bound, begin and count, columns, frequent columns. Beside them ids, merged and statistics.
     saved = num_tokens * (12 + 8) + 4 * capacity + 8 * frequent_columns + num_tokens * (8 + 8 + 12)
 
-    unit = tiles.lse.cols if screen is None else max(tiles.lse.cols, screen.cols)
-    num_words = cdiv(num_columns, unit) * unit // 32
+    num_words = cdiv(num_columns, tiles.lse.cols) * tiles.lse.cols // 32
     rows, first_rows = filter_forward_rows(sizes, num_words, workspace_bytes, tiles.lse.rows, tiles.group)
     rows, first_rows = min(rows, num_tokens), min(first_rows, num_tokens)
     parts = num_parts(rows, cdiv(num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
@@ -667,14 +621,7 @@ def filtered_peak(
     forward = frequent_bytes + 4 * 33 * num_words + sampled * (sizes.hidden_bytes + 4)
     # The compact order, the frequent columns' statistics, the sums of those sampled, the bound.
     forward += num_tokens * (4 + 12 + 12 * cdiv(sampled, tiles.lse.cols) + 4)
-    if screen is None:
-        forward += first_rows * sizes.hidden_bytes + rows * 4 * (num_words + NUM_PLANES * parts + 1)
-    else:
-        forward += max(
-            first_rows * sizes.hidden_bytes,
-            _screen_bytes(sizes, 32 * num_words, capacity, workspace_bytes, screen, tiles, at_once),
-            _again_bytes(sizes, workspace_bytes, tiles, at_once),
-        )
+    forward += first_rows * sizes.hidden_bytes + rows * 4 * (num_words + NUM_PLANES * parts + 1)
 
     exact = exact_peak(sizes, workspace_bytes, False, tiles, at_once)
     # The coefficients and the plan are there all the time. The exact kernels come first: for all tokens, whose room is taken
@@ -712,29 +659,6 @@ def _listed_bytes(sizes: Sizes, workspace_bytes: int, frequent_columns: int, til
     return listed + max(
         max(making, groups) + covariance + (remainder_bytes(sizes) if whole else 0), SORTED_BYTES * capacity
     )
-
-
-def _screen_bytes(
-    sizes: Sizes, num_columns: int, capacity: int, workspace_bytes: int, screen: Tile, tiles: Tiles, at_once: int
-) -> int:
-    """Bytes of the screen: operands in 8 bits and what they are less of, marks and lists of chunks, the parts of the sums."""
-    num_tokens, row_bytes = sizes.num_tokens, _rounded_bytes(sizes)
-    rows, cols = screen_chunks(sizes, num_columns, capacity, workspace_bytes, screen.rows, tiles.group, screen.cols)
-    rows, firsts = min(rows, num_tokens), range(0, num_columns, cols)
-    splits = sum(
-        num_parts(rows, (min(first + cols, num_columns) - first) // screen.cols, screen.rows, at_once)
-        for first in firsts
-    )
-    lists = 4 * capacity + num_tokens * (8 * len(firsts) + 4)
-    around = (SAMPLE + 3 * RANK) * sizes.hidden_bytes
-    return lists + around + rows * (row_bytes + cols // 8 + 4 * (splits + LISTED_PARTS)) + cols * row_bytes
-
-
-def _again_bytes(sizes: Sizes, workspace_bytes: int, tiles: Tiles, at_once: int) -> int:
-    """Bytes of the pass over tokens that a screen cannot serve."""
-    parts = num_parts(FALLBACK, cdiv(sizes.num_columns, tiles.lse.cols), tiles.lse.rows, at_once)
-    rows = min(sizes.num_tokens, forward_rows(sizes, workspace_bytes, 0))
-    return sizes.num_tokens * 24 + rows * (sizes.hidden_bytes + 4 * NUM_PLANES * parts)
 
 
 def bound_columns(num_outside: int, unit: int = 256) -> int:

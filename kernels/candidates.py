@@ -51,12 +51,11 @@ class Candidates(NamedTuple):
 
 def sampled(x: Operands, plan: TopPlan) -> Operands:
     """Return every ``step``-th column as a shard of its own."""
-    weight, bias = x.weight[: x.logits.num_valid : plan.step], x.bias
+    columns = slice(0, x.num_valid, plan.step)
+    weight = x.weight[columns]
     if not has_tma(x.hidden, weight):
         weight = weight.contiguous()
-    if bias is not None:
-        bias = bias[: x.logits.num_valid : plan.step].contiguous()
-    return x._replace(weight=weight, bias=bias, logits=x.logits._replace(start=0, num_valid=weight.shape[0]))
+    return x._replace(weight=weight, head=x.head.of_columns(columns), start=0, num_valid=weight.shape[0])
 
 
 def new_candidates(sample: Operands, plan: TopPlan, tiles: Tiles, rows: Rows) -> Candidates:

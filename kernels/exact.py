@@ -59,50 +59,28 @@ from cce_dist.kernels.tokens import (
 )
 
 __all__ = [
-    "coefficients", "default_workspace", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids",
-    "rows_at_once", "saved_like", "saved_of_slices", "statistics", "token_losses",
+    "coefficients", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids", "saved_like",
+    "saved_of_slices", "statistics", "token_losses",
 ]
 
 
 def columns_kept(x: Operands, spec: Spec) -> int:
     """Return how many of the shard's first columns keep their exponentials within the budget."""
-    if not keeps(x, spec):
+    if not spec.can_keep(str(x.hidden.dtype)):
         return 0
     return budget.columns_kept(sizes_of(x)._replace(alone=spec.alone), _beside_lists(x, spec))
 
 
 def _beside_lists(x: Operands, spec: Spec) -> int:
-    """The budget, less the lists of all tokens for the largest logits."""
-    plan = top_plan(x, spec)
-    return spec.workspace_bytes - (0 if plan is None else x.num_tokens * budget.top_bytes(plan, spec.want.top_k))
+    return budget.beside_lists(sizes_of(x), spec.want.top_k, spec.workspace_bytes)
 
 
 def top_plan(x: Operands, spec: Spec) -> budget.TopPlan | None:
-    return budget.top_plan(x.logits.num_valid, spec.want.top_k) if spec.want.top_k else None
-
-
-def default_workspace(x: Operands, spec: Spec) -> int:
-    return budget.default_workspace(sizes_of(x), keeps(x, spec))
-
-
-def keeps(x: Operands, spec: Spec) -> bool:
-    """Whether exponentials can be kept.
-
-    They cannot where they do not say the gradient (label smoothing or an entropy under a softcap, whose slope is in them; label
-    smoothing of tokens with factors), in fp16, whose exponent is too short, in fp32, whose precision they would cost, and where
-    a token's bits may not depend on others.
-    """
-    want, has_slope = spec.want, spec.logits.softcap > 0.0
-    they_say_it = not (want.uniform and (has_slope or spec.factors)) and not (want.entropy and has_slope)
-    return want.grad and x.hidden.dtype == torch.bfloat16 and they_say_it and not spec.invariant
+    return budget.top_plan(x.num_valid, spec.want.top_k) if spec.want.top_k else None
 
 
 def sizes_of(x: Operands) -> Sizes:
-    return Sizes(x.num_tokens, x.hidden.shape[1], x.logits.num_valid, x.hidden.itemsize)
-
-
-def rows_at_once(x: Operands, spec: Spec) -> int | None:
-    return None if columns_kept(x, spec) > 0 else budget.most_rows(sizes_of(x), spec.workspace_bytes)
+    return Sizes(x.num_tokens, x.hidden.shape[1], x.num_valid, x.hidden.itemsize)
 
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
@@ -137,7 +115,7 @@ def statistics(
     stats_KN = torch.empty(spec.num_rows, num_tokens, **fp32)
     if spec.want.top_k:  # of no column; the shard may have fewer
         _keys(stats_KN, spec).zero_()[: spec.want.top_k] = LEAST_KEY >> 32
-    if num_tokens == 0 or x.logits.num_valid == 0:
+    if num_tokens == 0 or x.num_valid == 0:
         stats_KN[: spec.first_top].zero_()[0] = float("-inf")
         return stats_KN, list(kept)
     if spec.several:
@@ -148,7 +126,7 @@ def statistics(
         if spec.want.top_k:
             choose_among_all(x, left_N, spec, tiles, _keys(stats_KN, spec))
         if spec.want.best:  # columns become ids
-            stats_KN[spec.best_row].view(torch.int32).add_(x.logits.start)
+            stats_KN[spec.best_row].view(torch.int32).add_(x.start)
     return stats_KN, list(kept)
 
 
@@ -160,7 +138,7 @@ def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Te
     """Fill the statistics. Returns ids [N] that are not negative where the largest logits are still to be found."""
     plan, target = top_plan(x, spec), stats_KN[spec.first_target :] if spec.several else stats_KN[2]
     at_once = _forward_rows(x, spec, tiles, kept)
-    num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
+    num_tiles = cdiv(x.num_valid, tiles.lse.cols)
     keeping, parts = _kept_span(x, kept, tiles, at_once), 0
     if keeping.last < num_tiles:
         # As many parts as 400 to 8,192 tokens get on an H100, whatever the call has.
@@ -198,7 +176,7 @@ def _forward_rows(x: Operands, spec: Spec, tiles: Tiles, kept: Kept) -> int:
 
 def _kept_span(x: Operands, kept: Kept, tiles: Tiles, at_once: int) -> Span:
     """The tiles whose exponentials are kept, cut for a group of so many tokens; no parts where there are none."""
-    num_tiles = min(kept.exp_NV.shape[1] // tiles.lse.cols, cdiv(x.logits.num_valid, tiles.lse.cols))
+    num_tiles = min(kept.exp_NV.shape[1] // tiles.lse.cols, cdiv(x.num_valid, tiles.lse.cols))
     parts = choose_splits(at_once, num_tiles, tiles.lse, x.hidden.device) if num_tiles else 0
     return Span(0, num_tiles, parts)
 
@@ -262,7 +240,7 @@ class Uniform(NamedTuple):
     def of(cls, x: Operands, coef_4N: torch.Tensor, num_columns: int) -> Uniform:
         ones_2V = torch.ones(2, num_columns, dtype=torch.float32, device=x.weight.device)
         columns_D = sums_of_rows(ones_2V, x.weight[:num_columns])[0]
-        coef_2N = coef_4N[2:] if x.logits.logit_scale == 1.0 else coef_4N[2:] * x.logits.logit_scale
+        coef_2N = coef_4N[2:] if x.head.scale is None else coef_4N[2:] * x.head.scale
         return cls(coef_2N[0], sums_of_rows(coef_2N, x.hidden)[0], columns_D)
 
 
@@ -283,13 +261,13 @@ def gradients(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
     """Return d_hidden, d_weight and d_bias; a token without a label gets a d_hidden of exactly 0 and adds nothing elsewhere."""
-    kept, last = Kept(*saved), x.logits.num_valid
+    kept, last = Kept(*saved), x.num_valid
     num_kept = min(kept.exp_NV.shape[1], last)
     # Scaled hidden states are of use to d_weight alone, and d_hidden's storage has room for them if it may wait.
     weight_first = 0 < num_kept == last and grads.want_hidden and grads.want_weight and grads.hidden_ready is None
     d_hidden, d_weight, d_bias = new_gradients(x, grads, zeros=not weight_first)
     returned = (d_hidden, None if grads.weight_out is not None else d_weight, d_bias)
-    if x.num_tokens == 0 or x.logits.num_valid == 0:
+    if x.num_tokens == 0 or x.num_valid == 0:
         if d_hidden is not None and grads.hidden_ready is not None:
             grads.hidden_ready(d_hidden)
         return returned
@@ -418,7 +396,7 @@ def new_gradients(x: Operands, grads: Grads, zeros: bool = True) -> Gradients:
     if not grads.want_weight or grads.weight_out is not None:
         return d_hidden, grads.weight_out if grads.want_weight else None, d_bias
     d_weight = torch.empty_like(x.weight)
-    num_written = x.logits.num_valid if x.num_tokens else 0
+    num_written = x.num_valid if x.num_tokens else 0
     if num_written < num_rows:
         d_weight[num_written:].zero_()  # padding
     return d_hidden, d_weight, d_bias

@@ -46,7 +46,7 @@ def choose_listed(
 
 def choose_among_all(x: Operands, left_N: torch.Tensor, spec: Spec, tiles: Tiles, keys_KN: torch.Tensor) -> None:
     """Write the largest keys of the tokens whose ``left_N`` is not negative, from all of their logits."""
-    num_tokens, num_valid, hidden_size = x.num_tokens, x.logits.num_valid, x.hidden.shape[1]
+    num_tokens, num_valid, hidden_size = x.num_tokens, x.num_valid, x.hidden.shape[1]
     cols = cdiv(num_valid, tiles.lse.cols) * tiles.lse.cols
     sizes = budget.Sizes(num_tokens, hidden_size, cols, x.hidden.itemsize)
     at_once = budget.top_rows_of_all(sizes, spec.workspace_bytes)
@@ -73,7 +73,7 @@ def _launch(
     _choose_kernel[(num_rows,)](
         z_RM, count_R, threshold_R, rows.index, rows.num_kept,
         chosen_RK, keys_KN, left_N,
-        x.num_tokens, z_RM.shape[1], None if lists is None else lists.room, x.logits.num_valid, x.logits.start, top_k,
+        x.num_tokens, z_RM.shape[1], None if lists is None else lists.room, x.num_valid, x.start, top_k,
         LISTED=lists is not None, TOGETHER=TOGETHER, PIVOTS=PIVOTS if lists is None else num_pivots(), BLOCK_K=power,
         PART=min(64, max(1, 1024 * warps // power)), BLOCK=block, CHUNK=max(1, block // 4), num_warps=warps,
     )

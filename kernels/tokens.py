@@ -143,9 +143,19 @@ def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor
 
 def gathered(hidden_ND: torch.Tensor, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor) -> Rows:
     """Return a group of tokens, its hidden states gathered into the first rows of the buffer as ``gather_rows`` fills them."""
-    rows = Rows(order[0], order[1], buffer_RD[: order[0].shape[0]])
+    rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
     gather_rows(hidden_ND, rows)
     return rows
+
+
+def first_rows(buffer: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return the first rows of a buffer. They are nearly always all, and a view takes the host some microseconds."""
+    return some_rows(buffer, 0, num_rows)
+
+
+def some_rows(matrix: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """Return the rows [first, stop) of a matrix, or the matrix itself if those are all."""
+    return matrix if stop - first == matrix.shape[0] else matrix[first:stop]
 
 
 def gather_rows(hidden_ND: torch.Tensor, rows: Rows, scale_R: torch.Tensor | None = None) -> None:
@@ -208,7 +218,7 @@ def token_losses(stats_TKN: torch.Tensor, ids_N: torch.Tensor, spec: Spec) -> tu
 
 def merged_lse(stats_T3N: torch.Tensor) -> torch.Tensor:
     num_shards, num_stats, num_tokens = stats_T3N.shape
-    lse_N = stats_T3N.new_empty(num_tokens)
+    lse_N = torch.empty(num_tokens, dtype=torch.float32, device=stats_T3N.device)
     _launch(_merged_lse_kernel, num_tokens, stats_T3N, lse_N, num_shards, num_stats)
     return lse_N
 

@@ -22,7 +22,6 @@ TESTS = {
     "logits": "test_top_k.py",
     "divergence": "test_divergence.py",
     "scale": "test_groups.py",
-    "filter/screen": "test_screened.py",
     "filter": "test_filtered.py",
     "": "test_triton.py",
 }

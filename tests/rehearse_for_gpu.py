@@ -84,7 +84,6 @@ def main() -> None:
     step("fp16", dtype=torch.float16)
     step("fp32", dtype=torch.float32)
     step("filtered", grad_filter=GradFilter(always=True))
-    step("screened", grad_filter=GradFilter(always=True, screen="fp8"))
     begin("log-probs with entropy")
     hidden, weight = (torch.randn(n, 640).bfloat16().requires_grad_() for n in (600, 5000))
     out = linear_log_probs(hidden, weight, torch.arange(600), backend="triton", entropy=True)

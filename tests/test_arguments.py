@@ -31,7 +31,6 @@ CASES = {
         "--steps 0", "--seeds 0", "--measure-every 0", "--eval-batches 0", "--filter-eps nan", "--filter-eps 1", "--lr nan",
         "--clip -1", "--show nosuch.json", "--out /dev/null", "--warmup -1", f"--out {LONG}", f"--show {LONG}",
     ],
-    "tune": ["--tokens 0", "--repeats 0"],
     "plot": ["x.jsonl -o curves.nosuch", "x.jsonl -o nosuch/curves.png"],
 }  # fmt: skip
 

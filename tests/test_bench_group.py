@@ -6,7 +6,8 @@ import pytest
 
 from cce_dist import cli
 from cce_dist.bench.collectives import Collective, _times, _union
-from cce_dist.bench.loop import Errors, Row, least_waiting, worst
+from cce_dist.bench.loop import least_waiting, worst
+from cce_dist.bench.records import Errors, Row
 
 
 @pytest.mark.slow

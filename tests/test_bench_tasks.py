@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from cce_dist import VocabShard, cli
-from cce_dist.bench import loop, tasks
-from cce_dist.bench.report import read_json
+from cce_dist.bench import problem as problems
+from cce_dist.bench import tasks
+from cce_dist.bench.records import read_json
 from cce_dist.bench.shapes import KEPT_IDS, LOG_PROBS, HeadShape
 from cce_dist.bench.workload import make_workload
 from cce_dist.kernels.divergence.heads import KINDS
@@ -20,7 +21,7 @@ N, D, V = 24, 16, 70
 @pytest.mark.parametrize("name", [*LOG_PROBS, *KEPT_IDS, *KINDS])
 def test_every_method_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an upstream gradient that one method forgets, values in another order, chunks of the truth in a wrong place."""
-    monkeypatch.setattr(loop, "REFERENCE_CHUNK_BYTES", 8 * V * 10)  # 10 tokens
+    monkeypatch.setattr(problems, "REFERENCE_CHUNK_BYTES", 8 * V * 10)  # 10 tokens
     monkeypatch.setitem(LOG_PROBS, "scores", (1, True, 5, False))
     monkeypatch.setitem(KEPT_IDS, "kept-512", 33)
     if name in KINDS:
@@ -28,7 +29,7 @@ def test_every_method_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     else:
         task = tasks.scores_task(name) if name in LOG_PROBS else tasks.kept_task(name)
     problem = task.problem(make_workload(HeadShape(D, V), N, dtype=torch.float32))
-    truth = loop.truth_of(problem)
+    truth = problems.reference_of(problem)
     if name in LOG_PROBS:
         assert truth.value.shape == (N, sum(LOG_PROBS[name][:3]))  # ids, the entropy, the largest logits
     rows = task.methods([256])
@@ -39,7 +40,7 @@ def test_every_method_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> No
             continue
         function = method.build(VocabShard(0, V, V), problem.tokens[0])
         expected = truth if problem.grad else truth[:1]
-        for ours, true in zip(loop.step(function, problem), expected, strict=True):
+        for ours, true in zip(problems.step(function, problem), expected, strict=True):
             torch.testing.assert_close(ours.double(), true, atol=1e-5, rtol=1e-4)
 
 

@@ -26,7 +26,7 @@ def _value(draw: random.Random) -> Any:
         [
             tensor, tensor, TensorDescriptor.from_tensor(matrix, draw.choice([[8, 8], [16, 16]])),
             draw.randrange(20), draw.randrange(1 << 10) << 4, 1 << draw.randrange(63), draw.random(), None,
-            draw.choice([True, False]),
+            draw.choice([True, False]), (tensor, None, draw.random()), (draw.randrange(20), tensor),
         ]
     )  # fmt: skip
 
@@ -71,35 +71,37 @@ def _bare(launch: Any) -> Any:
 def test_a_kind_that_came_before_passes_triton_by(
     launcher_and_seen: tuple[Any, list], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: keywords in another order, a kind taken for another, a hook that is passed by."""
+    """Catches: keywords in another order, a kind taken for another, also inside a tuple, a hook that is passed by."""
     launcher, seen = launcher_and_seen
-    kernel: Any = Kernel(launcher, a=False, b=False, c=False, d=False, e=True)
+    kernel: Any = Kernel(launcher, a=False, b=False, c=False, d=False, e=False, f=True)
     launch = direct.Direct(kernel)
     monkeypatch.setattr(direct, "_is_wanted", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 9, raising=False)
 
-    def call(size: int, number: int, how: str, **more: Any) -> None:
+    def call(size: int, number: int, how: str, scale: float | None = 0.5, **more: Any) -> None:
         matrix, other, x = (torch.zeros(16, 16, device=DEVICE) for _ in range(3))
         described = [TensorDescriptor.from_tensor(m, [8, size]) for m in (matrix, other)]
-        launch((described[0], x, number, described[1]), (1, 2), {**more, "e": how})
-        kernel.run(described[0], x, number, described[1], how, grid=(1, 2), warmup=False, **more)
+        given = described[0], x, number, described[1], (x, scale)
+        launch(given, (1, 2), {**more, "f": how})
+        kernel.run(*given, how, grid=(1, 2), warmup=False, **more)
         kernel.launches -= 1
         assert _bare(seen[-1]) == _bare(seen[-2])
 
     for number, (args, more) in enumerate([((8, 5, "a"), {}), ((4, 5, "a"), {}), ((8, 1, "a"), {}),
-                                           ((8, 5, "b"), {}), ((8, 5, "a"), {"num_warps": 8})]):  # fmt: skip
+                                           ((8, 5, "b"), {}), ((8, 5, "a", None), {}),
+                                           ((8, 5, "a"), {"num_warps": 8})]):  # fmt: skip
         for _ in range(3):
             call(*args, **more)
             assert kernel.launches == number + 1
     call(8, 7, "a")
-    assert kernel.launches == 5
+    assert kernel.launches == 6
     kernel.pre_run_hooks = [print]
     call(8, 7, "a")
     kernel.pre_run_hooks = []
     monkeypatch.setattr(direct, "watched", lambda: True)
     call(8, 7, "a")
-    assert kernel.launches == 7
+    assert kernel.launches == 8
 
 
 @needs_gpu
@@ -186,7 +188,8 @@ def launcher_and_seen(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     meta = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [8, 8], "fp4_padded": False}
     matrix = "tensordesc<fp32[8, 8]>"
     source = SimpleNamespace(
-        signature={"a": matrix, "b": "*fp32", "c": "i32", "d": matrix, "e": "constexpr"}, constants={}
+        signature={"a": matrix, "b": "*fp32", "c": "i32", "d": matrix, "e": ("*fp32", "fp32"), "f": "constexpr"},
+        constants={},
     )
     metadata = SimpleNamespace(
         tensordesc_meta=[meta, {**meta, "swizzle": 2}], num_ctas=1, global_scratch_size=0, global_scratch_align=1,
@@ -203,7 +206,7 @@ def test_the_launcher_in_c_gets_what_triton_gives_it(launcher_and_seen: tuple[An
     matrices = [torch.zeros(16, 16, device=DEVICE) for _ in range(3)]
     place = Place(0, 0, torch.float32, (16, 16), (16, 1))
     values = [Matrix(TensorDescriptor.from_tensor(matrices[0], [8, 8]), place), place, 5]
-    values += [values[0], "ieee"]
+    values += [values[0], (place, 0.5), "ieee"]
     call = SimpleNamespace(address=[0, 0], source=lambda place: (1, 0))
     launch = steps._Launch(call, Launch(compiled, (1, 2, 3), values))  # pyright: ignore[reportArgumentType]
     assert launch.run is not launcher
@@ -211,7 +214,8 @@ def test_the_launcher_in_c_gets_what_triton_gives_it(launcher_and_seen: tuple[An
         call.address[1] = matrix.data_ptr()
         launch(9)
         described = TensorDescriptor.from_tensor(matrix, [8, 8])
-        launcher(1, 2, 3, 9, 7, (4, 1, 0), None, None, None, described, matrix.data_ptr(), 5, described, "ieee")
+        launcher(1, 2, 3, 9, 7, (4, 1, 0), None, None, None, described, matrix.data_ptr(), 5, described,
+                 [matrix.data_ptr(), 0.5], "ieee")  # fmt: skip
         assert seen[-1] == seen[-2]
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from cce_dist import VocabShard, divergence_op, linear_kl_divergence
 from cce_dist.call import flat
+from cce_dist.decide import Where, decide_heads
 from cce_dist.divergence_op import DivergenceCall
 from cce_dist.kernels import Operands, ShardLogits, budget, d_hidden
 from cce_dist.kernels.divergence import kernels as divergence
@@ -282,7 +283,7 @@ def test_logits_of_16_bits_are_precise_near_the_largest_of_their_tile() -> None:
     hidden, weight = torch.randn(num_tokens, 64, device=DEVICE).half(), torch.randn(cols - 5, 64, device=DEVICE).half()
     bias = torch.full((cols - 5,), 1e3, device=DEVICE) + 100 * (torch.arange(cols - 5, device=DEVICE) // tiles.lse.cols)
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
-    x = Operands(hidden, weight, bias, ids, ShardLogits(0, cols - 5))
+    x = Operands.of(hidden, weight, ids, ShardLogits(0, cols - 5), bias=bias)
     pair = new_pair_logits(num_tokens, cols, tiles.lse.cols, hidden)
     pair = pair._replace(z_2RC=pair.z_2RC.half())  # as beside bf16, which the interpreter misreads
     rows = gathered(hidden, compact(ids), torch.empty_like(hidden))
@@ -300,16 +301,21 @@ def test_logits_of_16_bits_are_precise_near_the_largest_of_their_tile() -> None:
 def test_what_is_kept_within_the_budget() -> None:
     """Catches: a budget that forgets the teacher's half, exponentials of a dtype that cannot hold them, or for no backward."""
     operands = torch.empty(8192, 512, dtype=torch.bfloat16)
-    head = Operands(operands, torch.empty(0, 512), None, torch.zeros(8192), ShardLogits(0, 32768))
-    x, spec = Heads(head, head), Divergence(head.logits, head.logits, workspace_bytes=1 << 40)
+    logits = ShardLogits(0, 32768)
+    head = Operands.of(operands, torch.empty(0, 512), torch.zeros(8192), logits)
+    x, spec = Heads(head, head), Divergence(logits, logits, workspace_bytes=1 << 40)
     assert divergence.columns_kept(x, spec) == 32768
     assert divergence.columns_kept(x, spec._replace(grad=False)) == 0
     half = head._replace(hidden=operands.half())
     assert divergence.columns_kept(Heads(half, half), spec) == 0
-    chosen = divergence.default_workspace(x, spec)
+    heads_of = {"torch.bfloat16": x, "torch.float16": Heads(half, half)}
+    chosen, of_half = (
+        decide_heads(heads.sizes, spec._replace(workspace_bytes=0), Where("triton", dtype)).workspace_bytes
+        for dtype, heads in heads_of.items()
+    )
+    assert of_half == 256 << 20
     assert 4 * 8192 * 32768 < chosen < 5.5 * 8192 * 32768
     assert divergence.columns_kept(x, spec._replace(workspace_bytes=chosen)) == 32768
-    assert divergence.default_workspace(Heads(half, half), spec) == 256 << 20
     for mib in (256, 512, 1024, chosen >> 20):
         columns = divergence.columns_kept(x, spec._replace(workspace_bytes=mib << 20))
         assert 4 * 8192 * columns < mib << 20 and (columns > 0) == (mib > 256), mib
@@ -340,12 +346,8 @@ def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, monkeypatch: 
         kept = sum(x.nbytes for x in saved[1:])
         grads = divergence_op._run_backward([value], *given, saved, None, [True, True, False], call)
     backward = live.peak - sum(x.nbytes for x in grads)
-    chosen = mib << 20
-    if not mib:  # a default keeps all, or 2 GiB
-        chosen = divergence.default_workspace(
-            Heads(*(Operands(x, weight, None, x, logits) for x in (hidden, teacher))), call.spec
-        )
-        assert 4 * num_tokens * 9000 < kept or chosen == 2 << 30
+    chosen = divergence_op.decided(call, *given).spec.workspace_bytes
+    assert chosen == mib << 20 or (not mib and (4 * num_tokens * 9000 < kept or chosen == budget.MOST_DEFAULT))
     last_wave = 2 * at_once * tiles.grad_hidden.rows * tiles.grad_hidden.cols * 4  # parts of up to two
     assert max(forward, backward) <= chosen + last_wave + (2 << 20), (forward >> 20, backward >> 20, chosen >> 20)
 
@@ -469,10 +471,12 @@ def test_compiles_whole() -> None:
 def test_operators_are_well_formed() -> None:
     """torch's own checks of schema, fakes and registration."""
     p = draw(Case(num_tokens=4, bias=True), torch.float32)
-    call = DivergenceCall(Divergence(ShardLogits(0, 75), ShardLogits(0, 75), "jsd"), 75)
+    logits = ShardLogits(0, 75, tensors="bias")
+    call = DivergenceCall(Divergence(logits, logits, "jsd"), 75)
     mask = torch.ones(4, dtype=torch.bool, device=DEVICE)
-    student = [x.requires_grad_() for x in p[:3] if x is not None]
-    torch.library.opcheck(torch.ops.cce_dist.divergence.default, (*student, mask, *p[3:6], None, *flat(call)))
+    hidden, weight, bias = (x.requires_grad_() for x in p[:3] if x is not None)
+    tensors = (hidden, weight, [bias], mask, *p[3:5], [p[5]], None)
+    torch.library.opcheck(torch.ops.cce_dist.divergence.default, (*tensors, *flat(call)))
 
 
 @pytest.mark.parametrize(

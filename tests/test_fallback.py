@@ -49,7 +49,7 @@ def random_logits(deviation: float, eps: float = EPS) -> Shard:
     coef[:, labels < 0] = 0.0
     logits = ShardLogits(0, NUM_COLUMNS)
     spec = Spec(logits, NUM_COLUMNS, filter=Filter(eps), want=Want(grad=True), workspace_bytes=64 << 20)
-    x = Operands(hidden, weight, None, labels, logits)
+    x = Operands.of(hidden, weight, labels, logits)
     return Shard(x, spec, Softmax(maximum, (z - maximum[:, None]).exp().sum(1).log()), coef)
 
 
@@ -166,7 +166,7 @@ def test_statistics_count_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(filter, "decide", lambda *_: how)
     monkeypatch.setattr(filter, "listed_gradients", lambda *_: (nothing, nothing.int()))
     logits = ShardLogits(0, size)
-    x = Operands(nothing[:, None], nothing[:, None], None, ids, logits)
+    x = Operands.of(nothing[:, None], nothing[:, None], ids, logits)
     saved: list[Any] = filter.saved_like(
         x, spec := Spec(logits, size, filter=Filter(2.0**-12), workspace_bytes=1 << 20)
     )

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,7 +24,8 @@ from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
 from torch import Tensor
 
 from cce_dist import GradFilter, linear_cross_entropy, op
-from cce_dist.bench.loop import loss_of, relative_error, step, truth_of
+from cce_dist.bench.loop import relative_error
+from cce_dist.bench.problem import loss_of, reference_of, step
 from cce_dist.bench.shapes import HeadShape
 from cce_dist.bench.workload import make_workload
 from cce_dist.call import Call
@@ -42,7 +42,8 @@ from cce_dist.kernels import (
     exact,
     filter,
 )
-from cce_dist.kernels.filter import bound, frequent, lists, shares
+from cce_dist.kernels.filter import bound, frequent, lists, sampling, shares
+from cce_dist.kernels.launch.tape import launching
 from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.verify import cases as verify_cases
 from cce_dist.verify.check import assert_no_worse, run_case
@@ -238,7 +239,7 @@ def correction(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case, colu
 
 
 def operands(p: Problem) -> Operands:
-    return Operands(p.hidden, p.weight, p.bias, p.labels, p.logits)
+    return Operands.of(p.hidden, p.weight, p.labels, p.logits, bias=p.bias)
 
 
 def spec_of(p: Problem, case: Case) -> Spec:
@@ -307,6 +308,11 @@ def watched(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, Any]:
     return seen
 
 
+def factor(seen: dict[str, Any], which: Any) -> Tensor:
+    """One of the factors that ``factors_of`` found."""
+    return seen["factors_of"].values_5[which.value]
+
+
 @pytest.fixture
 def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The columns that a backward draws, and the factors on what they add."""
@@ -345,9 +351,8 @@ def test_matches_dense(case: Case, limits, sampled: dict[str, Any]) -> None:
     assert ("sample_columns" in sampled) == (case.sampled > 0)
     if case.sampled and not exact[labelled].all():
         added, signal_share = correction(tuple(saved), p, d, case, sampled["sample_columns"].column_K)
-        torch.testing.assert_close(
-            sampled["factors_of"].columns.double(), signal_share, rtol=0.05 if GPU else 1e-3, atol=0
-        )
+        columns = factor(sampled, sampling.COLUMNS).double()
+        torch.testing.assert_close(columns, signal_share, rtol=0.05 if GPU else 1e-3, atol=0)
         assert 0.01 < signal_share < 0.99
         of_hidden = grad + added
     assert_no_worse(d_hidden, of_hidden.to(DTYPE) @ weight, of_hidden @ weight.double(), DTYPE, "d_hidden")
@@ -438,7 +443,8 @@ def test_sample_stands_for_all_tokens() -> None:
     hidden = torch.randn(num_tokens, 40) + torch.randn(num_tokens, 1) + 1.0
     hidden[::30] = float("nan")
     reference, threshold, labels = torch.randn(num_tokens), torch.randn(num_tokens), torch.arange(num_tokens) + 7
-    given = [each.to(DEVICE) for each in (hidden, dropped.float(), reference, threshold, labels)]
+    numbers = torch.stack((threshold, torch.full_like(threshold, float("nan")), reference))
+    given = [each.to(DEVICE) for each in (hidden, dropped.float()[None], numbers, labels)]
     sample, rows = shares.sample_tokens(*given, most=size)
     token = sample.token_S.long().cpu()
     assert sample.size.item() == size
@@ -447,9 +453,11 @@ def test_sample_stands_for_all_tokens() -> None:
     taken = torch.bincount(token, minlength=num_tokens)
     assert ((taken - wanted).abs() < 1.001).all() and taken[1000] >= 4
     assert (taken[dropped == 0] == 0).all()
-    assert torch.equal(sample.threshold_S.cpu(), threshold[token]) and torch.equal(sample.label_S.cpu(), labels[token])
+    mass_S, reference_S, threshold_S = sample.numbers_3S.cpu()
+    assert torch.equal(threshold_S, threshold[token]) and torch.equal(sample.label_S.cpu(), labels[token])
+    assert torch.equal(mass_S, dropped.float()[token])
 
-    weight = ((reference + dropped.abs().log())[token] - sample.reference_S.cpu()).exp()
+    weight = ((reference + dropped.abs().log())[token] - reference_S).exp()
     mean = ((wanted / size)[:, None] * hidden.nan_to_num().double()).sum(0)
     along = rows.cpu().double() @ mean
     assert abs(along.mean() - mean.square().sum()) > 0.01 * mean.square().sum()  # there is something to calibrate
@@ -458,16 +466,17 @@ def test_sample_stands_for_all_tokens() -> None:
     assert (weight - 1).abs().max() < 0.9
 
     mean_shift = ((weight[:, None] * rows.cpu().double()).sum(0) / weight.sum()) - mean
-    assert sample.mean_shift_D is not None and mean_shift.norm() > 0.03
-    torch.testing.assert_close(sample.mean_shift_D.cpu().double(), mean_shift, rtol=1e-4, atol=1e-5)
+    assert sample.means_2D is not None and mean_shift.norm() > 0.03
+    torch.testing.assert_close(sample.means_2D[1].cpu().double(), mean_shift, rtol=1e-4, atol=1e-5)
 
-    none, _ = shares.sample_tokens(given[0], torch.zeros(num_tokens, device=DEVICE), *given[2:], most=size)
+    none, _ = shares.sample_tokens(given[0], torch.zeros(1, num_tokens, device=DEVICE), *given[2:], most=size)
     assert none.size.item() == 0
-    few, _ = shares.sample_tokens(*(each[:100] for each in given), most=size)
+    of_few = given[0][:100], given[1][:, :100].contiguous(), given[2][:, :100].contiguous(), given[3][:100]
+    few, _ = shares.sample_tokens(*of_few, most=size)
     assert few.size.item() == 100 and few.token_S[:100].tolist() == list(range(100))
-    used = few.reference_S < float("inf")
+    used = few.numbers_3S[1] < float("inf")
     assert used.nonzero()[:, 0].tolist() == dropped[:100].nonzero()[:, 0].tolist()
-    torch.testing.assert_close(few.reference_S[used].cpu(), reference[:100][used[:100].cpu()])
+    torch.testing.assert_close(few.numbers_3S[1, used].cpu(), reference[:100][used[:100].cpu()])
 
 
 @pytest.mark.parametrize("hidden_size", [16, 2304])
@@ -482,14 +491,15 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
     mean_shift = (0.3 * torch.randn(hidden_size)).to(DEVICE, DTYPE)
     slot = torch.zeros(num_valid, dtype=torch.int32, device=DEVICE)
     slot[3] = 1
-    numbers = torch.zeros(2, size, device=DEVICE)
+    numbers = torch.zeros(3, size, device=DEVICE)
+    numbers[2] = 0.4  # the threshold
     labels = torch.full((size,), -1, device=DEVICE)
     labels[5] = 11
+    means = torch.stack((torch.full_like(mean_shift, float("nan")), mean_shift)).float()
     sample = shares.Sample(
-        labels.int(), numbers[0], numbers[1] + 0.4, labels, torch.full_like(labels[:1].int(), size), numbers[0],
-        mean_shift_D=mean_shift,
+        labels.int(), numbers, labels, torch.full_like(labels[:1].int(), size), means_2D=means
     )  # fmt: skip
-    x = Operands(rows, weight, None, labels, ShardLogits(0, num_valid, scale))
+    x = Operands.of(rows, weight, labels, ShardLogits(0, num_valid, scale))
     dropped = shares.dropped_shares(rows, x, sample, slot, choose_tiles(DTYPE, rows.device).lse)
     z = scale * rows.double() @ weight.double().T
     e = torch.where(z < 0.4, z.exp(), 0.0)
@@ -499,9 +509,10 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
     share = sums / sums.sum()
     rtol = 2e-2 if GPU else 1e-5
     torch.testing.assert_close(dropped.shares_2V[0].double(), share, rtol=rtol, atol=1e-6)
-    assert dropped.center_D is not None
+    assert dropped.shared_3D is not None
     center = share @ weight.double().nan_to_num()
-    torch.testing.assert_close(dropped.center_D.double(), center, rtol=rtol, atol=1e-2 if GPU else 1e-6)
+    expected = torch.stack((center, torch.zeros_like(center), center))
+    torch.testing.assert_close(dropped.shared_3D.double(), expected, rtol=rtol, atol=1e-2 if GPU else 1e-6)
 
 
 @pytest.mark.parametrize("dtype", dict.fromkeys((torch.float32, DTYPE)), ids=str)
@@ -537,19 +548,19 @@ def test_sampled_tokens_correct_d_weight(dtype: torch.dtype, limits, monkeypatch
         kept_by(tuple(saved), p, d, case.grad_filter.eps), 0.0, d.p * d.slope
     )
     part = part.masked_fill(p.labels[:, None] < 0, 0.0) * p.logits.logit_scale
-    reweighting = (
-        -shares.REWEIGHTING * p.logits.logit_scale * (p.weight.double() @ sample.mean_shift_D.double())
-    ).exp()
-    parts = (part[token] / part[token].sum(1, keepdim=True)) * sample.centered.share_S.double()[:, None] * reweighting
+    reweighting = (-shares.REWEIGHTING * p.logits.logit_scale * (p.weight.double() @ sample.means_2D[1].double())).exp()
+    weight = sample.centered.numbers_3S[2].double()
+    parts = (part[token] / part[token].sum(1, keepdim=True)) * weight[:, None] * reweighting
     torch.testing.assert_close(parts.sum(0) / parts.sum(), share, rtol=2e-2 if GPU else 1e-4, atol=1e-7)
-    centered = (p.hidden[token].double() - sample.mean_D.double()) * part[token].sum(1, keepdim=True).sign()
-    terms = (parts / parts.sum()).T - share[:, None] * sample.centered.share_S.double()
+    centered = (p.hidden[token].double() - sample.means_2D[0].double()) * part[token].sum(1, keepdim=True).sign()
+    terms = (parts / parts.sum()).T - share[:, None] * weight
     some = terms[column] * share[column, None].rsqrt()
     signal_share = 1 - (some.square().sum(0) * centered.square().sum(1)).sum() / (some @ centered).square().sum()
     assert 0.05 < signal_share < 0.99
-    torch.testing.assert_close(first["factors_of"].tokens.double(), signal_share, rtol=0.05 if GPU else 1e-3, atol=0)
+    of_tokens = factor(first, sampling.TOKENS).double()
+    torch.testing.assert_close(of_tokens, signal_share, rtol=0.05 if GPU else 1e-3, atol=0)
     rtol = 1e-2 if GPU else 1e-4
-    torch.testing.assert_close(part[token].sum(1), sample.mass_S.double(), rtol=rtol, atol=1e-9)
+    torch.testing.assert_close(part[token].sum(1), sample.numbers_3S[0].double(), rtol=rtol, atol=1e-9)
     torch.testing.assert_close(part.sum(1).abs().sum(), tokens.centered.mass.double(), rtol=rtol, atol=0)
     expected = signal_share * part.sum(1).abs().sum() * terms @ centered
     added = ours.double() - alone.double()
@@ -575,7 +586,7 @@ def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watched(monkeypatch, "sample_columns", "squares_of_columns", "factors_of")
     monkeypatch.setattr(budget, "covariance_columns", lambda *_: num_covariance)
     bent = gradients(p, case, d, saved)[0]
-    factors = seen["factors_of"]
+    factors = factor(seen, sampling.LINEAR), factor(seen, sampling.COLUMNS)
     limits(case._replace(sampled=0))
     rank_1 = gradients(p, case, d, saved)[0]
 
@@ -587,7 +598,7 @@ def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
     part = part.masked_fill(p.labels[:, None] < 0, 0.0)
     mass = part.sum(1, keepdim=True)
     centered = p.weight[column].double() - center
-    strength = mass * (p.hidden.double() - sample.mean_D.double())
+    strength = mass * (p.hidden.double() - sample.means_2D[0].double())
     terms = part[:, column] / (len(column) * share[column].double()) - mass / len(column)
     lines = strength @ centered.T / len(column)
     apart = p.weight[compensation.sample(share, num_covariance).place].double() - center
@@ -604,15 +615,15 @@ def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
     fitted = compensation.linear(
         some @ centered, straight @ centered, torch.stack(noises), len(column) / num_covariance, usual
     )
-    for ours, theirs in zip((factors.linear, factors.columns), fitted, strict=True):
+    for ours, theirs in zip(factors, fitted, strict=True):
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=0.05 if GPU else 1e-3, atol=1e-3)
-    assert 0.1 < factors.linear < 1.0
-    whole, of_draws = factors.linear.double(), factors.columns.double()
+    assert 0.1 < factors[0] < 1.0
+    whole, of_draws = factors[0].double(), factors[1].double()
     expected = whole * strength @ (apart.T @ apart) / num_covariance + of_draws * (terms - whole * lines) @ centered
     # The shares were moved towards the mean of all tokens less far than the linear says.
     spread = apart.T @ apart / num_covariance - of_draws * centered.T @ centered / len(column)
     more = (whole - shares.REWEIGHTING * p.logits.logit_scale).clamp(min=0)
-    expected -= mass * more * (sample.mean_shift_D.double() @ spread)
+    expected -= mass * more * (sample.means_2D[1].double() @ spread)
     assert expected.abs().max() > 0.002 * rank_1.abs().max()
     assert (bent.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max()
 
@@ -633,12 +644,12 @@ def test_shrinkage_of_the_covariance(limits, monkeypatch: pytest.MonkeyPatch) ->
     _, *saved = local_stats(p, case)
     seen = watched(monkeypatch, "sample_columns", "squares_of_columns", "factors_of")
     gradients(p, case, d, saved)
-    assert seen["factors_of"].tokens > 0 == seen["factors_of"].shrinkage
+    assert factor(seen, sampling.TOKENS) > 0 == factor(seen, sampling.SHRINKAGE)
     monkeypatch.setattr(filter, "weigh_tokens", lambda *_: None)
     ours, first = gradients(p, case, d, saved)[1], dict(seen)
     monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", torch.inf)
     rank_1 = gradients(p, case, d, saved)[1]
-    assert seen["factors_of"].shrinkage == 0
+    assert factor(seen, sampling.SHRINKAGE) == 0
 
     sample, column = first["given to squares_of_columns"][1], first["sample_columns"].column_K
     share = first["given to sample_columns"][0].shares_2V[0].double()
@@ -649,11 +660,12 @@ def test_shrinkage_of_the_covariance(limits, monkeypatch: pytest.MonkeyPatch) ->
     mass, token = part.sum(1, keepdim=True), sample.token_S.long()
     inverse_share = mass.abs().sum() / (size * mass[token].abs())
     terms = inverse_share * (part[token][:, column] - mass[token] * share[column])
-    estimate = terms.T @ (p.hidden[token].double() - sample.mean_D.double())
-    factor = (estimate * centered[column]).sum() / (share[column, None] * centered[column].square()).sum()
-    assert factor != 0
-    torch.testing.assert_close(first["factors_of"].shrinkage.double(), factor, rtol=0.05 if GPU else 1e-3, atol=0)
-    expected = factor * share[:, None] * centered
+    estimate = terms.T @ (p.hidden[token].double() - sample.means_2D[0].double())
+    fitted = (estimate * centered[column]).sum() / (share[column, None] * centered[column].square()).sum()
+    assert fitted != 0
+    ours_factor = factor(first, sampling.SHRINKAGE).double()
+    torch.testing.assert_close(ours_factor, fitted, rtol=0.05 if GPU else 1e-3, atol=0)
+    expected = fitted * share[:, None] * centered
     assert expected.abs().max() > (0.001 if not GPU else 5e-5) * rank_1.abs().max()  # by the columns that are sampled
     rounding = 1e-5 * rank_1.abs().max() if GPU else 0.0
     assert (ours.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max() + rounding
@@ -664,11 +676,11 @@ def test_torch_shrinks_the_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "sampled_columns", lambda _: 128)
     monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.25)
     w = make_workload(HeadShape(256, 4096), 512, rung="early", dtype=torch.float32, device=DEVICE)
-    truth = truth_of(loss_of(w.hidden, w.weight, w.labels))
+    truth = reference_of(loss_of(w.hidden, w.weight, w.labels))
     loss = functools.partial(linear_cross_entropy, backend="torch", grad_filter=GradFilter())
 
     def error() -> float:
-        return relative_error(step(loss, loss_of(*w[:3]))[2], truth.d_weight)
+        return relative_error([(step(loss, loss_of(*w[:3]))[2], truth.d_weight)])
 
     with_it = error()
     monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", torch.inf)
@@ -865,13 +877,12 @@ def test_small_heads_are_exact_unless_the_filter_is_forced() -> None:
 def test_ranks_choose_alike() -> None:
     """Catches a choice by a rank's own rows: shards may be uneven, and one rank's bound waits for those of all."""
     hidden, labels = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(8192, dtype=torch.int64)
-    for num_ranks, chosen in ((1, filter), (8, exact)):
-        group: Any = SimpleNamespace(size=lambda num_ranks=num_ranks: num_ranks)
+    for num_ranks, chosen in ((1, "filter"), (8, "exact")):
         for num_valid in (0, 16032, 128256):
             for want in (Want(), Want(grad=False)):
                 logits = ShardLogits(0, num_valid)
                 call = Call(Spec(logits, 128256, filter=Filter(2.0**-12), want=want), backend="triton")
-                assert op.chosen(call, Operands(hidden, hidden, None, labels, logits), group)[0] is chosen
+                assert op.decided(call, hidden, len(labels), num_ranks).way.backend == chosen
 
 
 @pytest.fixture(scope="module")
@@ -960,7 +971,7 @@ def test_definition_over_shards(num_shards: int, monkeypatch: pytest.MonkeyPatch
     for start, stop in zip(starts, [*starts[1:], num_rows], strict=True):
         mine, logits = slice(start, stop), ShardLogits(start, stop - start)
         assert p.bias is not None
-        x = Operands(p.hidden, p.weight[mine], p.bias[mine], labels, logits)
+        x = Operands.of(p.hidden, p.weight[mine], labels, logits, bias=p.bias[mine])
         spec = Spec(logits, num_rows, filter=Filter(eps), workspace_bytes=1 << 22)
         softmax = Softmax(d.maximum.float(), d.log_sum.float())
         part: Any = backend.gradients(x, softmax, coef, [], Grads(want_bias=False), spec)
@@ -1130,9 +1141,32 @@ def test_capacity_is_what_the_budget_and_the_cost_say(monkeypatch: pytest.Monkey
     assert budget.list_capacity(0, 32_000, 256 << 20) == 1
 
 
+def test_the_host_calls_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of an ordinary call, without its launches. An operator of torch takes the host 2 to 10 us, as long
+    as a launch. Catches: views, fills and small arithmetic in torch where a kernel could do it on the way."""
+    monkeypatch.undo()
+    torch.use_deterministic_algorithms(False)  # which fill what is not initialised
+    hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16, device=DEVICE) for n in (512, 4096))
+    labels, logits = torch.arange(512, device=DEVICE), ShardLogits(0, 4096)
+    spec = Spec(logits, 4096, filter=Filter(2.0**-10), workspace_bytes=256 << 20)
+    with (
+        launching(lambda *_: None),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ):
+        ids, order = filter.ordered_ids(labels, -100, 4096)
+        x = Operands.of(hidden, weight, ids, logits)._replace(order=order)
+        stats, saved = filter.statistics(x, spec, lambda stats: filter.merged_lse(stats[None]))
+        nll, *_, merged = filter.token_losses(stats[None], ids, spec)
+        coef = filter.coefficients([None] * 5, ids, 4096, filter.mean(nll, labels, -100))
+        filter.gradients(x, Softmax(merged[0], merged[1]), coef, saved, Grads(want_bias=False), spec)
+    called = Counter(event.name for event in profile.events() if event.name.startswith("aten::"))
+    assert 50 < called.total() <= 165, called
+
+
 def test_frequent_columns_are_those_labelled_most() -> None:
     """Catches: ties broken by chance, labels of other shards or ignored ones counted."""
     labels = torch.tensor([7, 7, 7, 5, 5, 9, 3, 3, -1, -100, 100, 0], device=DEVICE)
     nothing = torch.zeros(0, device=DEVICE)
-    ids = frequent.most_labelled(Operands(nothing, nothing, None, labels, ShardLogits(3, 20)), 6)
+    ids = torch.empty(6, dtype=torch.int64, device=DEVICE)
+    frequent.most_labelled(Operands.of(nothing, nothing, labels, ShardLogits(3, 20)), ids)
     assert ids.tolist() == [0, 1, 2, 3, 4, 6]  # counts 2, 0, 2, 0, 3, 1: of those never seen the first

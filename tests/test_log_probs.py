@@ -135,8 +135,8 @@ def test_outputs_do_not_depend_on_other_tokens() -> None:
 
 def test_nothing_that_depends_on_other_tokens_is_kept() -> None:
     operands = torch.empty(64, 64, dtype=torch.bfloat16)
-    x = Operands(operands, operands, None, torch.zeros(64), ShardLogits(0, 64))
-    spec = Spec(x.logits, 64, workspace_bytes=1 << 30)
+    logits = ShardLogits(0, 64)
+    x, spec = Operands.of(operands, operands, torch.zeros(64), logits), Spec(logits, 64, workspace_bytes=1 << 30)
     assert exact.columns_kept(x, spec) > 0 == exact.columns_kept(x, spec._replace(invariant=True))
 
 

@@ -76,12 +76,15 @@ def test_compiles_as_one_graph(data):
         torch.testing.assert_close(*grads)
 
 
-def test_operators_pass_torchs_own_check(data):
+@pytest.mark.parametrize("tensors", ["", "bias"])
+def test_operators_pass_torchs_own_check(data, tensors: str):
     hidden, weight, target = data
+    head = [torch.randn(V, requires_grad=True)] if tensors else []
     want = Want(uniform=True, entropy=True, filter_stats=True, largest=True)
-    call = Call(Spec(ShardLogits(0, V), V, filter=Filter(2.0**-12, always=True), want=want, workspace_bytes=1 << 20))
+    logits = ShardLogits(0, V, tensors=tensors)
+    call = Call(Spec(logits, V, filter=Filter(2.0**-12, always=True), want=want, workspace_bytes=1 << 20))
     assert build(Call, iter(flat(call))) == call
-    torch.library.opcheck(torch.ops.cce_dist.forward.default, (hidden, weight, None, target, None, None, *flat(call)))
+    torch.library.opcheck(torch.ops.cce_dist.forward.default, (hidden, weight, head, target, None, *flat(call)))
 
 
 def test_named_outputs_alone_are_computed(data):

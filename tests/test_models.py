@@ -18,16 +18,20 @@ import torch.distributed as dist
 from torch import nn
 
 from cce_dist import cli
-from cce_dist.bench import fsdp, models, peers, report, steps
-from cce_dist.bench.models import CONFIGS, FromHidden, Way, build, config_of, twin
+from cce_dist.bench import cases, models, peers, records, report, steps
+from cce_dist.bench.methods import Method
+from cce_dist.bench.models import CONFIGS, STOCK, FromHidden, build, config_of, over, twin
 from cce_dist.compare import models as training
 from cce_dist.compare import report as curves
 from cce_dist.plan import Layout, Model, plan, sizes
 from cce_dist.plan.planning import LOSSES, largest
 from cce_dist.pretrain import Recipe
+from cce_dist.pretrain.ranks import Ranks
+from cce_dist.pretrain.recipe import Shape
 
 transformers = pytest.importorskip("transformers")
 
+QUICK = ["--repeats", "1", "--device", "cpu", "--dtype", "float32"]
 PUBLISHED = {  # parameters as each model's page counts them, norms included
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
@@ -95,11 +99,11 @@ def test_whole_steps_from_the_command_line(
     options = ["--train-steps", "40", "--repeats", "2", "--device", "cpu", "--dtype", "float32"]
     assert cli.main([*command, *options, *corpus, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    cases = report.read_json(out / "bench.json").cases
-    assert [(case.shape, case.num_tokens, case.num_layers) for case in cases] == [
+    found = records.read_json(out / "bench.json").cases
+    assert [(case.shape, case.num_tokens, case.num_layers) for case in found] == [
         ("gemma-2-2b", n, 1) for n in (32, 64)
     ]
-    for case in cases:
+    for case in found:
         rows = {row.name: row for row in case.rows}
         there = {"stock", "torch-compile", *models.OURS}
         assert {name for name, row in rows.items() if not row.problem} == there, [row.problem for row in case.rows]
@@ -123,16 +127,16 @@ def test_whole_steps_from_the_command_line(
     assert "| stock             |" in capsys.readouterr().out
 
     # As on a GPU.
-    stock = next(row for row in cases[-1].rows if row.name == "stock")
+    stock = next(row for row in found[-1].rows if row.name == "stock")
     stock.total.seconds, stock.peak_bytes, stock.longest = [0.5, 0.25, 0.25], 3 << 30, 9216
-    others = [row for row in cases[-1].rows if row is not stock]
-    text = report.table(dataclasses.replace(cases[-1], on_gpu=True, limit_gib=80, rows=[stock]))
+    others = [row for row in found[-1].rows if row is not stock]
+    text = report.table(dataclasses.replace(found[-1], on_gpu=True, limit_gib=80, rows=[stock]))
     heading, _, line = (row.split("|")[2:-1] for row in text.splitlines() if row.startswith("|"))
     cells = {name.strip(): cell.strip() for name, cell in zip(heading, line, strict=True)}
     assert cells["step ms (IQR)"] == "250.0 (125.0)" and cells["tokens/s"] == "256" and cells["x stock"] == "1.000"
     assert cells["peak MiB"] == "3,072" and cells["longest in 80 GiB"] == "9,216"
-    picture = dataclasses.replace(cases[-1], on_gpu=True, rows=[stock, *others])
-    report.write_figure(out / "gpu.png", report.read_json(out / "bench.json").environment, [picture])
+    picture = dataclasses.replace(found[-1], on_gpu=True, rows=[stock, *others])
+    report.write_figure(out / "gpu.png", records.read_json(out / "bench.json").environment, [picture])
     assert (out / "gpu.png").exists()
 
 
@@ -150,23 +154,11 @@ def test_ways_under_torch_compile(
             compile(module, backend="eager", **options),
         )[1],
     )
-    command = [
-        "bench",
-        "--models",
-        "llama-3.2-1b",
-        "--layers",
-        "1",
-        "--tokens",
-        "32",
-        "--train-steps",
-        "5",
-        "--repeats",
-        "1",
-    ]
-    options = ["--device", "cpu", "--dtype", "float32", "--compile", compile, "--out", str(tmp_path), *corpus]
+    command = ["bench", "--models", "llama-3.2-1b", "--layers", "1", "--tokens", "32", "--train-steps", "5", *QUICK]
+    options = ["--compile", compile, "--out", str(tmp_path), *corpus]
     names = [f"stock{suffix}", f"cce-dist-default{suffix}"]
     assert cli.main([*command, *options, "--methods", *names]) == 0
-    rows = report.read_json(tmp_path / "bench.json").cases[0].rows
+    rows = records.read_json(tmp_path / "bench.json").cases[0].rows
     assert [row.name for row in rows] == names and len(compiled) == 2
     assert all(row.total.seconds and row.errors and row.errors.d_hidden < 1e-5 for row in rows)
 
@@ -189,33 +181,18 @@ class Wrong(nn.Module):
         return {"loss": loss}
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"), [("loss", "wrong loss"), ("gradient", "wrong gradient"), ("fails", "no kernel")]
-)
-def test_nothing_wrong_is_timed(
-    kind: str, says: str, tiny: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_wrong_is_timed(tiny: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong row has no time and says why, the others go on, and the exit code tells."""
-    table = {"stock": Way(lambda model: model), "wrong": Way(partial(Wrong, kind=kind), ours=kind == "fails")}
-    monkeypatch.setattr(models, "ways", lambda compiles: table | {"cce-dist-default": table["stock"]})
-    command = [
-        "bench",
-        "--models",
-        "qwen-3-0.6b",
-        "--layers",
-        "1",
-        "--tokens",
-        "64",
-        "--length",
-        "32",
-        "--train-steps",
-        "5",
-    ]
-    options = ["--repeats", "1", "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path), *corpus]
-    assert cli.main([*command, *options, "--methods", "stock", "wrong"]) == (kind == "fails")
-    stock, wrong = report.read_json(tmp_path / "bench.json").cases[0].rows
+    wrong = {kind: Method(partial(Wrong, kind=kind), ours=kind == "fails") for kind in ("loss", "gradient", "fails")}
+    monkeypatch.setattr(steps, "ways", lambda compiles: wrong | {"cce-dist-default": STOCK, "stock": STOCK})
+    command = ["bench", "--models", "qwen-3-0.6b", "--layers", "1", "--tokens", "64", "--length", "32", *QUICK]
+    options = ["--train-steps", "5", "--out", str(tmp_path), *corpus]
+    assert cli.main([*command, *options, "--methods", *wrong, "stock"]) == 1
+    *rows, stock = records.read_json(tmp_path / "bench.json").cases[0].rows
     assert stock.total.seconds and not stock.problem
-    assert says in wrong.problem and not wrong.total.seconds
+    says = ("wrong loss: relative error", "wrong gradient of the body: relative error", "RuntimeError: no kernel")
+    for row, reason in zip(rows, says, strict=True):
+        assert row.problem.startswith(reason) and not row.total.seconds
 
 
 def test_ways_share_parameters_and_nothing_else(tiny: None) -> None:
@@ -228,6 +205,17 @@ def test_ways_share_parameters_and_nothing_else(tiny: None) -> None:
     assert first.lm_head.weight is model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def test_memory_of_a_step_has_weights_and_optimizer(tiny: None) -> None:
+    """Catches a peak without AdamW's two moments, and a tied weight that counts twice."""
+    model = build("gemma-3-270m", 1, torch.float32, torch.device("cpu"))
+    run, ids = steps.at_rest(model), torch.ones(1, 4, dtype=torch.int64)
+    before = run.resident_bytes()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert before == weights + sum(buffer.nbytes for buffer in model.buffers())
+    run.step(model, ids)
+    assert run.resident_bytes() - before == 2 * weights + 4 * len(run.parameters)  # AdamW counts steps, too
+
+
 def test_other_losses_see_the_softcap(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a loss from hidden states, or a described softmax, without the softcap, and labels that are shifted otherwise."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -236,7 +224,7 @@ def test_other_losses_see_the_softcap(tiny: None, monkeypatch: pytest.MonkeyPatc
         model.lm_head.weight *= 50
     ids = torch.randint(400, (2, 16), generator=torch.Generator().manual_seed(0))
     stock = model(input_ids=ids, labels=ids)["loss"]
-    other = models.ways([""])["torch-compile"].of(model)
+    other = over(models.ways([""])["torch-compile"], model)
     torch.testing.assert_close(other(ids, ids)["loss"], stock, rtol=1e-6, atol=0)
     assert steps._workload(model, ids).loss == pytest.approx(stock.item(), rel=1e-5)
     assert abs(FromHidden(twin(model), peers.dense)(ids, ids)["loss"] / stock - 1) > 1e-2
@@ -256,7 +244,7 @@ def test_liger_changes_one_model(tiny: None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
     before = type(model).forward
-    patched = models.ways([""])["liger"].of(model)
+    patched = over(models.ways([""])["liger"], model)
     ids = torch.ones(1, 4, dtype=torch.int64)
     assert patched(input_ids=ids, labels=ids)["loss"] is patched and asked == [{"fused_linear_cross_entropy"}]
     assert type(model).forward is before and model(input_ids=ids, labels=ids)["loss"].ndim == 0
@@ -271,7 +259,9 @@ def test_ids_are_spread_over_all_rows(corpus: list[str], tmp_path: Path) -> None
     assert rows[0] == 0 and (rows.diff() > 0).all() and 5000 - 5000 / text.known - 1 <= rows[-1] < 5000
 
 
-def test_the_longest_that_fits(tiny: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_that_fits(
+    tiny: None, corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a limit that stays, a step that is not the way's, and text that ends before a sequence does."""
     for most in (0, 1, 5, 64, 1000):
         assert largest(lambda count, most=most: count <= most) == most
@@ -288,12 +278,12 @@ def test_the_longest_that_fits(tiny: None, corpus: list[str], tmp_path: Path, mo
     run: Any = SimpleNamespace(model=model, parameters=[*model.parameters()], step=step)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=160 << 30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
-    way, told = models.ways([""])["cce-dist-default"], []
-    assert steps._longest(run, way, text, 80, told.append) == 6144
+    way = models.ways([""])["cce-dist-default"]
+    assert steps._longest(run, way, text, 80) == 6144
     assert fractions == [0.5, 1.0] and max(taken) == 8192
-    assert steps._longest(run, way._replace(compiled="all"), text, 80, told.append) is None
+    assert steps._longest(run, way._replace(compiled="all"), text, 80) is None
     monkeypatch.setattr(run, "step", lambda way, ids: way(nobody=ids))
-    assert steps._longest(run, way, text, 80, told.append) is None and "no longest sequence: ValueError" in told[-1]
+    assert steps._longest(run, way, text, 80) is None and "no longest sequence: ValueError" in capsys.readouterr().err
 
 
 def test_what_is_no_table_is_refused(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,38 +306,24 @@ def test_what_is_no_table_is_refused(capsys: pytest.CaptureFixture, monkeypatch:
 def under_fsdp(out: Path) -> None:
     """Two ranks: bytes are those of the arithmetic in bf16, gradients the stock model's in fp32, with layers compiled, too."""
     tiny = Model(16, 402, 2, 4, 32, 2, 4, is_tied=True)
-    command = [
-        "bench",
-        "--models",
-        "gemma-3-270m",
-        "--fsdp",
-        "2",
-        "--tokens",
-        "64",
-        "--length",
-        "32",
-        "--device",
-        "cpu",
-        "--repeats",
-        "2",
-    ]
-    command += ["--out", str(out)]
+    command = ["bench", "--models", "gemma-3-270m", "--fsdp", "2", "--tokens", "64", "--length", "32"]
+    command += ["--device", "cpu", "--repeats", "2", "--out", str(out)]
     in_fp32 = ["--dtype", "float32", "--compile", "layers", "--methods"]
     layers = ["cce-dist-default+layers", "cce-dist-shard-over+layers"]
     found = []
     with (
         mock.patch.dict(sizes.MODELS, {"gemma-3-270m": tiny}),
         mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")),
-        mock.patch.object(fsdp, "on_ranks", lambda body, args, *_: body(args)),
+        mock.patch.object(cases, "_on_ranks", lambda body, args, _: body(args)),
     ):
         for more in ([], [*in_fp32, *layers]):
             assert cli.main([*command, *more]) == 0
             dist.barrier()
-            (case,) = report.read_json(out / "bench.json").cases
+            (case,) = records.read_json(out / "bench.json").cases
             assert case.num_ranks == 2 and all(len(row.total.seconds) == 2 for row in case.rows)
             found.append({row.name: row for row in case.rows})
             if not more:
-                given = {name: report.received(kinds, 2)["gathered"] for name, kinds in case.collectives.items()}
+                given = {name: report.received_bytes(kinds, 2)["gathered"] for name, kinds in case.collectives.items()}
                 assert "| gathered MiB | scattered MiB |" in report.table(case)
     assert list(found[0]) == ["cce-dist-default", "cce-dist-shard-over", "torch-compile"] and list(found[1]) == layers
     assert all(row.errors and max(row.errors.d_hidden, row.errors.d_weight) < 1e-5 for row in found[1].values())
@@ -374,7 +350,7 @@ def own_mode() -> Iterator[None]:
 COMPARED = ["compare", "--model", "gemma-3-270m", "--num-layers", "2", "--seq-len", "32", "--device", "cpu"]
 COMPARED += ["--steps", "6", "--measure-every", "3", "--eval-batches", "2", "--batch-size", "4", "--lr", "1e-2"]
 COMPARED += ["--warmup", "2"]
-WAYS = ["stock", "default", "filtered", "screened"]
+WAYS = ["stock", "default", "filtered"]
 
 
 def test_models_train_with_each_gradient(
@@ -405,7 +381,7 @@ def test_models_train_with_each_gradient(
         away = {way: 1 - min(map(min, whole.series(way, "cosine", name).values())) for way in WAYS}
         assert away["stock"] < 1e-9 and away["default"] < 1e-9, name
         if name == "dE":
-            assert 1e-6 < away["filtered"] < 0.1 and 1e-6 < away["screened"] < 0.1
+            assert 1e-6 < away["filtered"] < 0.1
     assert all(0 < kept[0] < 1 for kept in whole.series("filtered", "kept_tiles").values())
     assert not whole.series("default", "kept_tiles")
     assert max(abs(value) for value in whole.excess("filtered")[6]) > 1e-6
@@ -438,12 +414,18 @@ def test_a_converted_model_trains_under_autocast(
         assert 0 < max(distances) < 1e-3
 
 
-def test_a_softcap_is_in_every_loss_and_gradient(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_softcap_is_in_every_loss_and_gradient(
+    tiny: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a held-out loss or a dense gradient of other logits than the model's own."""
     monkeypatch.setitem(models._GEMMA_2, "final_logit_softcapping", 0.1)
-    model = build("gemma-2-2b", 1, torch.float32, torch.device("cpu"))
-    ids = torch.randint(400, (1, 2, 16), generator=torch.Generator().manual_seed(0))
-    stock = training._OfModel(Recipe(), steps.at_rest(model), model, False, ids, ids)
+    text = steps.Corpus(steps.prepare(Path(corpus[1]), "*.txt", 400, tmp_path / "cache"))
+    recipe = Recipe(shape=Shape(16, 1, 2, 32, 16, 400), steps=1, batch_size=2)
+    stock = training.ModelLearner("gemma-2-2b", recipe, Ranks(torch.device("cpu")), text, {"stock": STOCK})
+    stock.start(0)
+    stock.take("stock")
+    stock.held_out = ids = stock.batches
+    model = stock.model
     found, loss = stock.probe(0), model(input_ids=ids[0], labels=ids[0])["loss"].item()
     assert [stock.validate(), found.batch_loss] == pytest.approx([loss, loss], rel=1e-6)
     assert min(found.cosine.values()) > 1 - 1e-9

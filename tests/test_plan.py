@@ -93,29 +93,22 @@ def test_the_tables_of_the_page_are_what_their_commands_print(capsys) -> None:
         assert table and table in shown + "\n", command
 
 
-@pytest.mark.parametrize(
-    ("mib", "screen", "num_tokens"), [(256, False, 16384), (64, True, 16384), (64, False, 4096), (128, False, 2048)]
-)
-def test_filtered_peak_is_what_is_alive(
-    mib: int, screen: bool, num_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("mib", "num_tokens"), [(256, 16384), (64, 16384), (64, 4096), (128, 2048)])
+def test_filtered_peak_is_what_is_alive(mib: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a tensor of the filter that ``budget.filtered_peak`` does not know. Launches are left out."""
     launch_nothing(monkeypatch)
     hidden = torch.zeros(num_tokens, 2048, dtype=torch.bfloat16, device=DEVICE)
     weight, labels = hidden.new_zeros(3000, 2048), torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
-    kept = Filter(DEFAULT_EPS, always=True, screen=screen)
+    kept = Filter(DEFAULT_EPS, always=True)
     spec = Spec(ShardLogits(0, 3000), 3000, filter=kept, workspace_bytes=mib << 20)
     call = flat(Call(spec, backend="triton"))
     with Live() as live:
-        losses = op._forward(hidden, weight, None, labels, None, None, *call)
+        losses = op._forward(hidden, weight, [], labels, None, *call)
         forward, live.peak = live.peak, 0
-        grads = op._backward(
-            [losses[0], *[None] * 4], hidden, weight, None, losses[-1], None, [True, True, False], *call
-        )
+        grads = op._backward([losses[0], *[None] * 4], hidden, weight, [], losses[-1], None, [True, True], *call)
     on = tiles.choose_tiles(hidden.dtype, hidden.device), tiles.num_programs(hidden.device)
     hot = budget.frequent_columns(3000, DEFAULT_EPS, 32 if tiles.interpreted() else 256)
-    tile = tiles.screen_tile(hidden.device, False) if screen else None
-    said = budget.filtered_peak(budget.Sizes(num_tokens, 2048, 3000, 2), mib << 20, hot, *on, tile)
+    said = budget.filtered_peak(budget.Sizes(num_tokens, 2048, 3000, 2), mib << 20, hot, *on)
     seen = (forward, live.peak - sum(x.nbytes for x in tree_leaves(grads)))
     for ours, true in zip((said.forward, said.backward), seen, strict=True):
         assert abs(ours - true) <= max(0.03 * true, 16 << 20), (ours >> 20, true >> 20)

@@ -9,13 +9,11 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
-import itertools
 import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,9 +38,9 @@ from cce_dist import (
     op,
 )
 from cce_dist.kernels import budget, exact
-from cce_dist.kernels.launch import graphs, replay, steps
+from cce_dist.kernels.launch import replay, steps
 from cce_dist.kernels.launch import tape as tape_module
-from cce_dist.kernels.launch.tape import Place, Recorded, Tape, mapped, recorded
+from cce_dist.kernels.launch.tape import Recorded, Tape, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -115,97 +113,6 @@ def replaying() -> Iterator[list[replay.Shared]]:
         yield used
         for function in functions:
             function.forget()
-
-
-class Captured:
-    """A graph's stand-in on a CPU: what steps would launch, with their addresses as numbers, whoever has the memory later."""
-
-    def __init__(self, steps_: Any, device: torch.device) -> None:
-        self.last_call, self.calls = 0, []
-        for step in steps_:
-            name = "run" if isinstance(step, steps._Launch) else "function"
-            with mock.patch.object(step, name, partial(self._note, getattr(step, name))):
-                step(0)
-
-    def _note(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self.calls.append((function, mapped((args, kwargs), self._frozen)))
-
-    @staticmethod
-    def _frozen(value: Any) -> Any:
-        if isinstance(value, TensorDescriptor):
-            address, value = value.base.data_ptr(), copy.copy(value)
-            value.base = SimpleNamespace(data_ptr=lambda: address)
-        return Address(value.data_ptr(), _like(value)) if isinstance(value, Tensor) else value
-
-    def launch(self, stream: int) -> bool:
-        for function, values in self.calls:
-            args, kwargs = mapped(values, lambda x: _at(x.address, x.like) if isinstance(x, Address) else x)
-            function(*args, **kwargs)
-        return True
-
-
-class Address:
-    def __init__(self, address: int, like: Any) -> None:
-        self.address, self.like = address, like
-
-
-class InPlace(steps.Replay):
-    """A replay whose workspace is where it was, as that of a GPU's allocator often is."""
-
-    def __init__(self, plan: steps.ReplayPlan) -> None:
-        super().__init__(plan)
-        self.storage: Any = self.workspace
-        self.storage.resize_(plan.workspace_bytes)
-        self.workspace: Any = SimpleNamespace(resize_=lambda size: None, data_ptr=self.storage.data_ptr)
-
-    def move(self) -> None:
-        """Have the workspace somewhere else."""
-        size, address, self.others = self.storage.nbytes(), self.storage.data_ptr(), []
-        while self.storage.data_ptr() == address:
-            self.storage.resize_(0)
-            self.others.append(torch.empty(size, dtype=torch.uint8))  # in the old place, which stays readable
-            self.storage.resize_(size)
-
-
-class Allocator:
-    """Memory of a tensor at two places, by turns, so that addresses come again."""
-
-    def __init__(self, place: Place, device: torch.device) -> None:
-        self.places = [torch.empty_strided(place.size, place.stride, dtype=place.dtype) for _ in range(2)]
-        self.turns = itertools.cycle([0, 1])
-
-    def __call__(self) -> Tensor:
-        tensor = self.places[next(self.turns)]
-        return _at(tensor.data_ptr(), _like(tensor))
-
-
-@contextmanager
-def capturing() -> Iterator[list[Any]]:
-    """Have stretches of steps captured, on a CPU by a stand-in. -> The graphs that are launched, in order."""
-    launched: list[Any] = []
-    capture = graphs.capture if GPU else Captured
-
-    def noted(*given: Any) -> Any:
-        graph: Any = capture(*given)
-        if graph is None:
-            return None
-        launch = graph.launch
-
-        def counted(stream: int) -> bool:
-            launched.append(graph)
-            return launch(stream)
-
-        graph.launch = counted
-        return graph
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(graphs, "capture", noted))
-        if not GPU:
-            stack.enter_context(mock.patch.object(graphs, "available", lambda: True))
-            stack.enter_context(mock.patch.object(graphs, "is_captured", lambda: False))
-            stack.enter_context(mock.patch.object(steps, "_allocator", Allocator))
-            stack.enter_context(mock.patch.object(replay, "Replay", InPlace))
-        yield launched
 
 
 def tensors(num_tokens: int = 20, hidden_size: int = 16, num_rows: int = 70) -> tuple[Tensor, Tensor, Tensor]:
@@ -345,195 +252,12 @@ def test_same_bits_where_gradients_are_made_in_groups(options: dict[str, Any]) -
     check(step, calls=4)
 
 
-@pytest.mark.parametrize("case", ["exact", *(pytest.param(case, marks=needs_gpu) for case in CASES if case != "exact")])
-def test_same_bits_as_graphs(case: str) -> None:
-    """The same two sets of tensors again and again. Catches: a graph at addresses that are not this call's."""
-    hidden, weight, labels = tensors(8, 16, 40)
-    both = [leaves(hidden, weight), leaves(hidden.flip(0), weight.flip(0))]
-    ones = [torch.ones((), device=DEVICE) for _ in both]
-
-    def step(given: list[Tensor], one: Tensor) -> list[Tensor]:
-        for leaf in given:
-            leaf.grad = None
-        with small_chunks():
-            loss = loss_of(given, labels, **{"workspace_bytes": 1 << 20, **CASES[case]})
-            loss.backward(one)
-        return [x.clone() for x in (loss.detach(), *gradients(given))]
-
-    with ordinary():
-        wanted = [step(*given) for given in zip(both, ones, strict=True)]
-    with replaying(), capturing() as launched:
-        for _ in range(8 if GPU else 4):
-            for given, one, right in zip(both, ones, wanted, strict=True):
-                assert same(step(given, one), right)
-        assert len(launched) >= 4
-        assert len(set(map(id, launched))) >= 2
-
-
 def run(replay_: steps.Replay, given: list[Tensor]) -> Any:
     try:
         replay_.begin(given, [x.data_ptr() for x in given])
         return replay_.run(replay._stream(given[0].device))
     finally:
         replay_.end()
-
-
-BY_HAND = pytest.mark.skipif(GPU, reason="moves memory by hand, which a GPU's allocator does by itself")
-
-
-@BY_HAND
-def test_whatever_moves_is_seen() -> None:
-    """One address at a time: each input, each output, the workspace. Catches: one that a graph's key does not hold."""
-
-    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        product = x * y
-        total = product.sum(0)
-        return product - total, (product + y).exp()
-
-    def inputs() -> list[Tensor]:
-        return [torch.randn(4, 300) for _ in range(2)]
-
-    given = inputs()
-    _, plan = planned(function, *given)
-    with capturing() as launched, mock.patch.object(graphs, "MOST_GRAPHS", 99):
-        replay_ = InPlace(plan)
-        allocate: Any = replay_.first.func
-        outputs: list[Any] = [allocator for _, allocator in allocate.allocators]
-        assert len(outputs) == 2 and replay_.plan.workspace_bytes
-
-        def is_right() -> bool:
-            """Whether a call gives what it should at these addresses, and a graph was launched."""
-            num_launched, found = len(launched), run(replay_, given)
-            assert same(found, function(*given))
-            return len(launched) > num_launched
-
-        def is_seen() -> bool:
-            return [is_right() for _ in range(4)] == [False, False, True, True]
-
-        assert is_seen()
-        for number, other in enumerate(inputs()):
-            given[number] = other
-            assert is_seen()
-        for output in outputs:
-            output.turns = itertools.cycle([2, 3])
-            output.places += [torch.empty_like(place) for place in output.places]
-            assert is_seen()
-        replay_.move()
-        assert is_seen()
-
-
-def test_a_loss_that_is_kept_moves_no_graph() -> None:
-    """All losses of a loop are kept, so each is somewhere else. Catches: a graph that is for one of them alone.
-
-    The workspace is larger than 1 MiB: a GPU's allocator has other blocks for it than for what is kept, so it stays in place.
-    """
-
-    def function(x: Tensor, d_loss: Tensor, call: Any) -> tuple[Tensor, ...]:
-        scaled = x * (d_loss * 2)
-        # A sum of more numbers would allocate on a GPU, and no graph has it.
-        loss = (scaled + 1).exp()[:300].sum() / 3
-        return loss, scaled - 1
-
-    replayed, kept, x = replay.Replayed(function, lambda call: ()), [], torch.linspace(-1, 1, 100_000, device=DEVICE)
-    gc.collect()  # what other tests left would make room elsewhere
-    with capturing() as launched:
-        for number in range(9):
-            d_loss = torch.tensor(float(number), device=DEVICE)
-            loss, y = replayed(x, d_loss, None)
-            assert torch.equal(loss, function(x, d_loss, None)[0]) and torch.equal(y, 2 * number * x - 1)
-            kept += [loss, d_loss]
-    assert plan_of(replayed).plan.workspace_bytes > 1 << 20
-    # Two calls are no replays, and the first replay sees its addresses for the first time.
-    assert len(launched) == 6 and len(set(map(id, launched))) == 1
-
-
-@BY_HAND
-def test_collectives_stand_between_graphs() -> None:
-    """What a collective gives is somewhere else in each call. Catches: one that is captured, a graph of its old result."""
-    given_away: list[Tensor] = []
-
-    def collective(x: Tensor) -> Tensor:
-        given_away.append(x + 1)
-        return given_away[-1]
-
-    def function(x: Tensor, call: Any) -> tuple[Tensor, ...]:
-        there = recorded(collective, (x * 2 + 1).exp() - x)
-        return (there - 1).exp() * 2, there * there
-
-    x = torch.empty(300, device=DEVICE)
-    with capturing() as launched:
-        replayed = follow(function, ((x.copy_(torch.linspace(-1, n / 9, 300)), None) for n in range(9)))
-    assert len(given_away) == 18
-    assert len(set(map(id, launched))) == 1
-    kinds = [type(step).__name__ for step in plan_of(replayed).idle[0].steps]
-    assert kinds == ["Together", "_Recorded", "Together"]
-
-
-class Stretch:
-    """A stretch of one step over two storages, whose captures are counted."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.address, self.done, self.works, self.captured_by_others = [0, 0, 0], [], True, False
-        monkeypatch.setattr(graphs, "capture", self._capture)
-        monkeypatch.setattr(graphs, "is_captured", lambda: self.captured_by_others)
-        step = lambda stream: self.done.append("step")  # noqa: E731
-        self.stretch = graphs.Together([step], [step], self.address, [0, 2], torch.device("cpu"))
-
-    def _capture(self, steps_: Any, device: torch.device) -> Any:
-        self.done.append("capture")
-        where = tuple(self.address)
-
-        def launch(stream: int) -> bool:
-            self.done.append(("graph", stream, where))
-            return self.works
-
-        return SimpleNamespace(last_call=0, launch=launch) if self.works else None
-
-    def __call__(self, *address: int, stream: int = 5) -> list[Any]:
-        self.address[:] = address
-        self.done.clear()
-        self.stretch(stream)
-        return self.done.copy()
-
-
-def test_a_graph_is_launched_where_its_addresses_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a graph of other addresses or of another stream, one inside somebody's capture."""
-    stretch = Stretch(monkeypatch)
-    graph = ("graph", 5, (1, 2, 3))
-    assert [stretch(1, 2, 3) for _ in range(3)] == [["step"], ["capture", graph], [graph]]
-    assert stretch(1, 7, 3) == [graph]  # no step touches the storage that moved
-    assert stretch(1, 2, 4) == stretch(9, 2, 3) == stretch(1, 2, 3, stream=6) == ["step"]
-    stretch.captured_by_others = True
-    assert stretch(1, 2, 3) == stretch(1, 2, 4) == ["step"]
-    stretch.captured_by_others = False
-    assert stretch(1, 2, 3) == [graph]
-    assert stretch(1, 2, 4) == ["capture", ("graph", 5, (1, 2, 4))]
-
-
-def test_graphs_are_bounded_and_captures_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a cache that grows; captures at every step of a loop with more addresses than graphs; endless failures."""
-    stretch, most = Stretch(monkeypatch), graphs.MOST_GRAPHS
-    done = [stretch(n, 0, 0) for _ in range(4) for n in range(most + 4)]
-    assert sum("capture" in each for each in done) == most == len(stretch.stretch.graphs)
-    for n in range(1000):
-        assert stretch(n + most + 4, 0, 0) == ["step"]
-    assert len(stretch.stretch.seen) == graphs.MOST_SEEN
-    stretch(most + 1, 0, 0)
-    assert "capture" in stretch(most + 1, 0, 0)  # nobody launched the others any more
-    assert len(stretch.stretch.graphs) == most
-    stretch.works = False
-    failures = [stretch(-1, 0, 0) for _ in range(2 * graphs.MOST_FAILURES)]
-    assert sum("capture" in each for each in failures) == graphs.MOST_FAILURES
-    assert all(each[-1] == "step" for each in failures)
-
-
-def test_a_graph_that_cuda_refuses_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a call that fails although its steps can be launched; another attempt at each call."""
-    stretch = Stretch(monkeypatch)
-    for _ in range(3):
-        stretch(1, 2, 3)
-    stretch.works = False
-    assert [stretch(1, 2, 3) for _ in range(2)] == [[("graph", 5, (1, 2, 3)), "step"], ["step"]]
 
 
 def test_other_uses() -> None:
@@ -771,7 +495,7 @@ def test_what_cannot_be_followed_stays_ordinary(
 
 FAILURES = [
     "replay._tensors_and_key", "replay._launches", "tape.Tape.__init__", "tape.Tape._operator", "tape.Tape._returned",
-    "replay.ReplayPlan", "replay.Replay", "steps.lay_out", "steps._Op.__init__", "steps.Replay.begin", "steps.Replay._joined",
+    "replay.ReplayPlan", "replay.Replay", "steps.lay_out", "steps._Op.__init__", "steps.Replay.begin",
     "steps._Allocate.__call__", "replay._stream", "replay.current", "replay._without_autocast",
 ]  # fmt: skip
 
@@ -833,40 +557,6 @@ def test_a_hook_in_place_of_tritons_chain(hook: Any, monkeypatch: pytest.MonkeyP
     assert None not in replayed.plans.values()
 
 
-def test_check_compares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CCE_DIST_REPLAY=check. Catches: a result or an input that only the ordinary call would get right."""
-
-    def function(x: Tensor, out: Tensor, call: Any) -> tuple[Any, ...]:
-        out.add_(x)
-        return x * 2, [torch.empty(3, device=DEVICE)]
-
-    monkeypatch.setattr(replay, "_checks", lambda: True)
-    monkeypatch.setattr(graphs, "is_captured", lambda: False)
-    replayed = replay.Replayed(function, lambda call: ())
-    buffer = torch.zeros(10, device=DEVICE)[1:]
-    for number in range(5):
-        assert replayed(torch.full((9,), 2.0, device=DEVICE), buffer, None)[0].tolist() == [4.0] * 9
-        assert buffer[0] == 2.0 * (number + 1)
-    for step in plan_of(replayed).idle[0].steps:
-        if isinstance(step, steps._Op):
-            function_ = step.function
-            step.function = lambda *given, f=function_, **kwargs: f(*given, **kwargs).mul_(3)
-            with pytest.raises(RuntimeError, match="CCE_DIST_REPLAY=check"):
-                replayed(torch.ones(9, device=DEVICE), buffer, None)
-            step.function = function_
-
-
-def test_check_holds_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a comparison of memory that nobody writes, and a copy of an input that makes another kind of call."""
-    monkeypatch.setattr(replay, "_checks", lambda: True)
-    monkeypatch.setattr(graphs, "is_captured", lambda: False)
-    hidden, weight, labels = tensors()
-    with replaying() as used:
-        for _ in range(3):
-            loss_of(leaves(hidden, weight), labels).backward()
-    assert len(used) == 2
-
-
 def test_kinds_by_turns_keep_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: shapes by turns, one more than plans, each of which is recorded again and again; a plan that nobody needs."""
     monkeypatch.setattr(replay, "MOST_PLANS", 3)
@@ -898,45 +588,6 @@ def test_plans_die_without_the_collector() -> None:
         assert [reference() for reference in alive] == [None] * len(alive)
     finally:
         gc.enable()
-
-
-class FakeDriver:
-    """CUDA's driver as far as captures go: whether one is on, and handles that are not given back."""
-
-    def __init__(self, interrupts: str) -> None:
-        self.interrupts, self.capturing, self.graphs = interrupts, False, 0
-
-    def cuStreamBeginCapture_v2(self, stream: int, mode: int) -> int:
-        self.capturing = True
-        if self.interrupts == "begin":
-            raise KeyboardInterrupt
-        return 0
-
-    def cuStreamEndCapture(self, stream: int, graph: Any) -> int:
-        self.capturing, was = False, self.capturing
-        graph._obj.value, self.graphs = (7, self.graphs + 1) if was else (None, self.graphs)
-        return 0 if was else 900
-
-    def cuGraphDestroy(self, graph: Any) -> int:
-        self.graphs -= 1
-        return 0
-
-
-@pytest.mark.parametrize("where", ["begin", "step"])
-def test_an_interrupted_capture_ends(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a thread that goes on capturing after Ctrl-C."""
-    driver = FakeDriver(where)
-    monkeypatch.setattr(graphs, "_driver", lambda: driver)
-    monkeypatch.setattr(graphs, "_side_stream", lambda device: SimpleNamespace(cuda_stream=3))
-    monkeypatch.setattr(graphs, "_num_allocations", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-
-    def step(stream: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        graphs.capture([step], torch.device("cpu"))
-    assert not driver.capturing and not driver.graphs and not graphs._CAPTURING.locked()
 
 
 def test_a_launch_that_no_tape_sees_is_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -1093,32 +744,6 @@ def training(
 OF_A_GPU = pytest.mark.parametrize("options", [{}, {"grad_filter": GradFilter(always=True)}], ids=["exact", "filter"])
 
 
-def stretches(used: list[replay.Shared]) -> list[graphs.Together]:
-    """Return the stretches of steps that the plans can launch as graphs."""
-    plans = {id(shared): shared for shared in used}.values()
-    return [s for shared in plans for idle in shared.idle for s in idle.steps if isinstance(s, graphs.Together)]
-
-
-@needs_gpu
-@OF_A_GPU
-def test_graphs_wait_for_nothing(options: dict[str, Any]) -> None:
-    """Catches: a capture or a launch that waits for the device, a stretch that no graph takes."""
-    step, wanted = training(options)
-    gc.collect()
-    torch.cuda.synchronize()
-    with replaying() as used, capturing() as launched:
-        asleep = torch.cuda.Event()
-        torch.cuda._sleep(4_000_000_000)
-        asleep.record()
-        for _ in range(8):
-            found = None  # or else its memory is taken, and addresses come again in some later step
-            found = step()
-        assert not asleep.query(), "the device was waited for, or the host is very slow"
-        # Six steps are replays. Memory is the same before each, so all addresses come again.
-        assert len(launched) >= 2 * len(stretches(used)) > 0
-        assert same(wanted, found)
-
-
 @needs_gpu
 @OF_A_GPU
 def test_peak_is_that_of_ordinary_calls(options: dict[str, Any]) -> None:
@@ -1143,39 +768,26 @@ def test_peak_is_that_of_ordinary_calls(options: dict[str, Any]) -> None:
 
 @needs_gpu
 @OF_A_GPU
-def test_graphs_of_threads_and_streams(options: dict[str, Any]) -> None:
-    """Catches: one graph on two streams at a time, a capture that takes in what another thread launches or draws.
-
-    A thread that allocates spoils the captures of others, so each has some steps to itself first.
-    """
+def test_threads_and_streams(options: dict[str, Any]) -> None:
+    """Three threads replay steps, each on a stream of its own. Catches: a workspace that two streams write to at a time."""
     steps_, errors = [training(options, seed) for seed in range(3)], []
-    alone, together, quiet = threading.Lock(), threading.Barrier(len(steps_)), []
 
     def work(step: Callable[[], list[Tensor]], wanted: list[Tensor]) -> None:
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
-                with alone:
-                    before = len(launched)
-                    assert all(same(wanted, step()) for _ in range(8))
-                    quiet.append(len(launched) - before)
-                together.wait()
                 for _ in range(20):
                     assert same(wanted, step())
-                    torch.rand(64, device=DEVICE)
         except Exception as error:
             errors.append(error)
-            together.abort()
 
-    gc.collect()
     torch.cuda.synchronize()
-    with replaying(), capturing() as launched:
+    with replaying() as used:
         threads = [threading.Thread(target=work, args=each) for each in steps_]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert not errors
-        assert all(quiet), quiet
+    assert used and not errors
 
 
 @needs_gpu

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from cce_dist import GradFilter, VocabParallelHead, VocabShard, linear_cross_entropy, merge, op
 from cce_dist.bench.collectives import Collectives, _is_kernel_of
-from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, budget, dense, exact, filter
+from cce_dist.call import Call, Layout
+from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, budget, dense
 from cce_dist.verify.check import assert_no_worse
 
 N, D = 12, 8
@@ -44,16 +45,15 @@ def test_groups_are_those_of_an_even_shard():
     for num_tokens, hidden_size, vocab_size, num_ranks, rows in (
         (8192, 4096, 128256, 4, 8192),
         (16384, 4096, 128256, 4, 8192),
-        (16384, 3072, 32064, 8, None),  # exponentials are kept, of all tokens
+        (16384, 3072, 32064, 8, 0),  # exponentials are kept, of all tokens
         (65536, 3072, 32064, 8, 10880),
     ):
         hidden = torch.empty(1, hidden_size, dtype=torch.bfloat16)
         for num_valid in (0, 1, vocab_size // num_ranks, vocab_size):
-            x = Operands(hidden, hidden, None, torch.empty(num_tokens), ShardLogits(0, num_valid))
-            spec = Spec(x.logits, vocab_size)
-            assert op._rows_at_once(exact, x, spec, num_ranks) == rows
-    x, spec = x._replace(ids=torch.empty(16384)), spec._replace(filter=Filter(2.0**-12))
-    assert op._rows_at_once(filter, x, spec, 8) == 10880
+            call = Call(Spec(ShardLogits(0, num_valid), vocab_size), Layout("tp"), "triton")
+            assert op.decided(call, hidden, num_tokens, num_ranks).way.ready_rows == rows
+    filtered = call.spec._replace(filter=Filter(2.0**-12, always=True))
+    assert op.decided(call._replace(spec=filtered), hidden, 16384, 8).way.ready_rows == 10880
 
 
 def test_kernels_of_a_collective():

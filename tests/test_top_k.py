@@ -117,8 +117,9 @@ def test_two_shards() -> None:
     weight[cut:] *= 20
     bias, stats = torch.full((V,), -1e3, device=DEVICE), []
     for start, rows in ((0, slice(cut)), (cut, slice(cut, V))):
-        x = Operands(hidden, weight[rows], bias[rows], labels, ShardLogits(start, len(weight[rows])))
-        spec = Spec(x.logits, V, want=Want(grad=False, top_k=K), workspace_bytes=256 << 20)
+        logits = ShardLogits(start, len(weight[rows]))
+        x = Operands.of(hidden, weight[rows], labels, logits, bias=bias[rows])
+        spec = Spec(logits, V, want=Want(grad=False, top_k=K), workspace_bytes=256 << 20)
         stats.append(exact.statistics(x, spec)[0])
     z, ids = extras.of_keys(extras.merge_top(torch.stack(stats), spec))
     values, expected = largest(hidden @ weight.t() + bias, K)
@@ -152,7 +153,7 @@ def test_lists_hold_what_reaches_the_threshold(dtype: torch.dtype, hidden_size: 
     weight = torch.randn(V, hidden_size, device=DEVICE).to(dtype)
     labels = torch.arange(20, device=DEVICE)
     labels[::5] = -1
-    x = Operands(hidden, weight, None, labels, ShardLogits(0, V - 3))
+    x = Operands.of(hidden, weight, labels, ShardLogits(0, V - 3))
     tiles = choose_tiles(dtype, hidden.device)
     if not GPU:  # a lane has two cells, or one
         tiles = tiles._replace(lse=tiles.lse._replace(cols=hidden_size // 16 * 224 + 32))

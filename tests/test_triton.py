@@ -6,10 +6,8 @@ Each test names the mutation of the kernels that it catches.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -183,7 +181,7 @@ def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
 
 
 def operands(p: Problem) -> Operands:
-    return Operands(p.hidden, p.weight, p.bias, p.labels, p.logits)
+    return Operands.of(p.hidden, p.weight, p.labels, p.logits, bias=p.bias)
 
 
 def spec_of(p: Problem, case: Case) -> Spec:
@@ -467,27 +465,28 @@ def test_the_budget_that_is_chosen(num_tokens, num_columns):
     """Catches a default that keeps less than it could, one that grows without bound, and one that a dtype cannot use."""
     sizes = budget.Sizes(num_tokens, 4096, num_columns, 2)
     chosen = budget.default_workspace(sizes, True)
-    assert 256 << 20 <= chosen <= 2 << 30 and budget.default_workspace(sizes, False) == 256 << 20
-    if budget.bytes_of_all(sizes) <= 2 << 30:
+    assert 256 << 20 <= chosen <= 2100 << 20 and budget.default_workspace(sizes, False) == 256 << 20
+    if budget.bytes_of_all(sizes) <= 2100 << 20:
         assert budget.columns_kept(sizes, chosen) >= num_columns * (num_tokens > 0)
     else:
-        assert chosen == 2 << 30
+        assert chosen == 2100 << 20
     assert budget.columns_kept(sizes, chosen) >= budget.columns_kept(sizes, 256 << 20)
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "hidden_size", "num_columns", "rows"),
     [
-        pytest.param(8192, 4096, 128_256, 4096, id="llama-3-8b"),
+        pytest.param(8192, 4096, 128_256, 8192, id="llama-3-8b"),
+        pytest.param(8192, 8192, 128_256, 4096, id="llama-3-70b"),
         pytest.param(4096, 4096, 128_256, 4096, id="llama-3-8b-that-fits"),
-        pytest.param(65536, 4096, 15_872, 6144, id="many-tokens"),
-        pytest.param(8192, 768, 130_816, None, id="parts-of-the-last-wave-do-not-fit"),
-        pytest.param(8192, 4096, 131_072, None, id="exponentials-take-all"),
+        pytest.param(65536, 4096, 15_872, 14336, id="many-tokens"),
+        pytest.param(8192, 768, 134_144, None, id="parts-of-the-last-wave-do-not-fit"),
+        pytest.param(8192, 4096, 134_400, None, id="exponentials-take-all"),
     ],
 )
 def test_the_default_keeps_all_that_fits(num_tokens: int, hidden_size: int, num_columns: int, rows: int | None):
-    """Catches a default that keeps a part where 2 GiB hold all beside a group's hidden states, groups where all tokens fit, and
-    one that counts on d_hidden's storage where ranks sum d_hidden."""
+    """Catches a default that keeps a part where 2,100 MiB hold all beside a group's hidden states, groups where all tokens fit,
+    and a default that counts on d_hidden's storage where ranks sum d_hidden."""
     sizes = budget.Sizes(num_tokens, hidden_size, num_columns, 2, alone=True)
     chosen = budget.default_workspace(sizes, True)
     kept = budget.columns_kept(sizes, chosen)
@@ -497,37 +496,43 @@ def test_the_default_keeps_all_that_fits(num_tokens: int, hidden_size: int, num_
     summed = sizes._replace(alone=False)
     assert budget.default_workspace(summed, True) == chosen
     of_part = budget.columns_kept(summed, chosen)
-    assert (of_part >= num_columns) == (budget.bytes_of_all(summed) <= 2 << 30) == (rows == num_tokens)
+    assert (of_part >= num_columns) == (budget.bytes_of_all(summed) <= 2100 << 20) == (rows == num_tokens)
     assert of_part == 0 or budget.forward_rows(summed, chosen, of_part) == num_tokens
+
+
+@pytest.mark.parametrize("num_columns", [262_144, 262_208, 262_400])
+@pytest.mark.parametrize("hidden_size", [640, 1152, 2048, 2560, 3840, 5376, 8192])
+def test_the_default_halves_8192_tokens_of_a_large_vocabulary(hidden_size: int, num_columns: int) -> None:
+    """Gemma 3 and 3n have such heads. Catches a default that misses two even groups by a few MiB."""
+    sizes = budget.Sizes(8192, hidden_size, num_columns, 2, alone=True)
+    assert budget.groups_of(sizes, budget.default_workspace(sizes, True)) == (4096, False)
+    assert budget.columns_kept(sizes._replace(num_tokens=4096), 2100 << 20) >= num_columns
 
 
 def test_who_waits_for_d_hidden() -> None:
     """Catches: room that is counted on where a group sums d_hidden, or not where each rank's part is returned or there is one
     rank. Under sequence parallelism that rank takes its slice, too."""
-    rows = torch.zeros(8, 16, dtype=torch.bfloat16)
-    x = Operands(rows, rows, None, torch.zeros(8, dtype=torch.int64), ShardLogits(0, 8))
-    one, two = (SimpleNamespace(size=lambda size=size: size) for size in (1, 2))
-    plain, partial, sliced = Layout(), Layout(partial=True), Layout(sequence_parallel=True)
-    for layout, group, alone in (
-        (plain, None, True), (plain, one, True), (plain, two, False), (partial, two, True), (sliced, one, False),
-        (sliced, two, False),
+    hidden, spec = torch.zeros(8, 16, dtype=torch.bfloat16), Spec(ShardLogits(0, 8), 8)
+    plain, partial, sliced = Layout("tp"), Layout("tp", partial=True), Layout("tp", sequence_parallel=True)
+    for layout, num_ranks, alone in (
+        (Layout(), 1, True), (plain, 1, True), (plain, 2, False), (partial, 2, True), (sliced, 1, False),
+        (sliced, 2, False),
     ):  # fmt: skip
-        assert op.chosen(Call(Spec(x.logits, 8), layout, "triton"), x, group)[1].alone == alone
+        assert op.decided(Call(spec, layout, "triton"), hidden, 8, num_ranks).spec.alone == alone
 
 
 def test_where_exponentials_are_kept() -> None:
     """Catches: kept where they do not say the gradient, or where 16 bits are too few."""
     rows = torch.zeros(8, 16, dtype=torch.bfloat16)
-    x = Operands(rows, rows, None, torch.zeros(8), ShardLogits(0, 8))
-    spec = Spec(x.logits, 8)
+    logits = ShardLogits(0, 8)
+    x, spec = Operands.of(rows, rows, torch.zeros(8), logits), Spec(logits, 8)
     assert exact.columns_kept(x, spec) == 256
     assert exact.columns_kept(x._replace(hidden=x.hidden.half()), spec) == 0
-    assert exact.default_workspace(x._replace(hidden=x.hidden.half()), spec) == 256 << 20
     assert exact.columns_kept(x, spec._replace(want=Want(grad=False))) == 0
     for want in (Want(entropy=True), Want(uniform=True)):
         assert exact.columns_kept(x, spec._replace(want=want)) == 256
         assert exact.columns_kept(x, spec._replace(want=want, logits=ShardLogits(0, 8, softcap=30.0))) == 0
-    assert exact.columns_kept(x, spec._replace(want=Want(uniform=True), factors=True)) == 0
+    assert exact.columns_kept(x, Spec(logits._replace(tensors="factors"), 8, want=Want(uniform=True))) == 0
 
 
 class Seen(NamedTuple):
@@ -544,13 +549,13 @@ class Seen(NamedTuple):
         buffer = torch.zeros_like(weight, dtype=torch.float32) if into else None
         call, peaks = flat(Call(spec, backend="triton")), []
         with Live() as live:
-            losses = op._forward(hidden, weight, None, labels, None, buffer, *call)
+            losses = op._forward(hidden, weight, [], labels, buffer, *call)
             kept = sum(x.nbytes for x in tree_leaves(losses))
             forward, saved = live.peak - kept, losses[-1]
             for _ in range(backwards):
                 live.peak = 0
                 upstream = [losses[0], None, None, None, losses[4] if spec.want.entropy else None, None]
-                grads = op._backward(upstream, hidden, weight, None, saved, buffer, [*needs, False], *call)
+                grads = op._backward(upstream, hidden, weight, [], saved, buffer, [*needs], *call)
                 peaks.append(live.peak - kept - sum(x.nbytes for x in grads))
                 del grads
         return Seen(saved, forward, max(peaks))
@@ -593,28 +598,6 @@ def test_all_kept_in_the_least_budget(what: str, needs: tuple[bool, bool], monke
     room, few = least - exponentials, 12 << 20  # a few numbers for each token and each column
     assert room < 0.3 * hidden_bytes and seen.forward <= room + few
     assert seen.backward <= max(room, 0 if needs[0] else hidden_bytes) + few
-
-
-def test_tile_file(tmp_path) -> None:
-    """Anything but a tile file is refused with its name. Catches: unchecked sizes reaching a kernel."""
-
-    file, mine = tmp_path / "tiles.json", tiles._TABLE[9, 16]
-
-    def read(content: str | dict) -> dict:
-        file.write_text(content if isinstance(content, str) else json.dumps(content))
-        return tiles.read_tiles.__wrapped__(str(file))
-
-    other = mine._replace(group=8)
-    found = read({"GPU A": {"bfloat16": mine._asdict()}, "GPU B": {"float16": other._asdict()}})
-    assert found == {("GPU A", "bfloat16"): mine, ("GPU B", "float16"): other}
-    for content in ("{", "[]", '{"GPU": {"bfloat16": {}}}', "", '{"GPU": 3}'):
-        with pytest.raises(ValueError, match=r"tiles\.json"):
-            read(content)
-    for wrong in ({"rows": 96}, {"cols": 512}, {"inner": 8}):
-        with pytest.raises(ValueError, match="power"):
-            read({"GPU": {"bfloat16": mine._replace(lse=mine.lse._replace(**wrong))._asdict()}})
-    with pytest.raises(ValueError, match="inner"):
-        read({"GPU": {"bfloat16": mine._replace(grad_weight=mine.lse._replace(inner=256))._asdict()}})
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
@@ -670,14 +653,20 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
 
 
 def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches are left out. Catches: a constexpr, or a tensor given or not, that follows the number of chunks, so of tokens:
-    its kernel would compile in the middle of training."""
+    """Launches are left out. Catches: a constexpr, or a tensor given or not, that follows the number of chunks, so of tokens,
+    and an integer inside a tuple, which Triton always specializes on: the kernel would compile in the middle of training."""
     launch_nothing(monkeypatch)
     seen: list[dict[str, set[tuple[Any, ...]]]] = []
 
+    def kind(arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            assert not any(isinstance(item, int) for item in arg)
+            return tuple(map(kind, arg))
+        return getattr(arg, "dtype", arg is None)
+
     def launch(kernel: Any, _: Any) -> Any:
         def record(*args: Any, **options: Any) -> None:
-            given = [getattr(arg, "dtype", arg is None) for arg in args]
+            given = map(kind, args)
             seen[-1].setdefault(kernel.fn.__name__, set()).add((*given, *options.items()))
 
         return record
@@ -688,8 +677,9 @@ def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPa
         seen.append({})
         hidden = torch.zeros(num_tokens, 256, dtype=torch.bfloat16, device=DEVICE)
         labels = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
-        x = Operands(hidden, hidden[:1000], None, labels, ShardLogits(0, 1000))
-        spec = Spec(x.logits, 1000, workspace_bytes=64 << 20)
+        logits = ShardLogits(0, 1000)
+        x = Operands.of(hidden, hidden[:1000], labels, logits)
+        spec = Spec(logits, 1000, workspace_bytes=64 << 20)
         stats, saved = exact.statistics(x, spec)
         exact.gradients(x, Softmax(stats[0], stats[1]), torch.zeros(4, num_tokens, device=DEVICE), saved, Grads(), spec)
     assert seen[0].keys() >= {"_lse_kernel", "_dlogits_kernel", "_grad_hidden_kernel", "_grad_weight_kernel"}

@@ -1,29 +1,25 @@
 """``cce-dist bench``: time, memory and error of the loss and its gradients, against other libraries and plain products.
 
-Reading order: ``shapes`` (heads by name), ``workload`` (input with a trained model's statistics), ``methods`` (what is
-compared: this library, ``peers``, and ``stage``, the ends of frameworks' last stages), ``loop`` (check a problem, then time, on
-one rank or a group), ``tasks`` (the problems: losses, log-probabilities, divergences), ``collectives`` (what is sent),
-``report`` (table, JSON, figure), ``cases`` (all of a command). Whole steps have ``models`` (their configs, and the
-ways to compute a loss), ``steps`` (train on text, check, time) and ``fsdp`` (several ranks) besides.
+Every table goes one way: a task and an input, methods, a row for each method. Reading order:
+
+* ``cases`` runs a command: its ranks, its tables, its files;
+* ``loop`` checks every method and times those that are right, whatever the table;
+* ``heads`` are the tables of heads: ``shapes`` and ``workload`` make the input, ``tasks`` say what is computed (``problem``),
+  ``methods`` name the rows: this library, ``peers``, and ``stage``, the ends of frameworks' last stages;
+* ``steps`` and ``fsdp`` are the tables of whole training steps, on one rank and on several; ``models`` has their rows;
+* ``records`` is what a bench.json holds, ``collectives`` what is sent in a step, ``report`` prints and draws.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from cce_dist.arguments import device, file, folder, number, pattern, whole, wholes
-from cce_dist.bench.shapes import COLUMNS, KEPT_IDS, LOG_PROBS, SHAPES
+from cce_dist.bench.shapes import COLUMNS, COMPILE, KEPT_IDS, LOG_PROBS, SHAPES
 from cce_dist.kernels.divergence.heads import KINDS
 
-DEFAULTS = {  # by device: shapes and tokens that take minutes, not hours
-    "cuda": (["gemma-2-2b", "llama-3-8b", "phi-3.5"], [8192]),
-    "cpu": (["toy"], [512]),
-}
 STAGES = ("megatron", "deepspeed")
-MODEL_TOKENS = [2048, 8192, 32768]  # of --models
-COMPILE = {"no": ("",), "layers": ("layers",), "yes": ("all",), "both": ("", "all")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,56 +123,15 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from cce_dist.bench import cases
-    from cce_dist.bench.workload import RUNGS
 
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.models:
-        return _models(args)
-    shapes, tokens = DEFAULTS[torch.device(args.device).type]
-    args.workload = [rung for name in args.workload for rung in (RUNGS if name == "ladder" else [name])]
-    missing = [name for name in args.workload if name not in RUNGS and not os.path.isfile(name)]
-    if missing:
-        raise SystemExit(f"cce-dist bench: {missing[0]} is neither a rung ({', '.join(RUNGS)}) nor a file")
-    args.shapes, args.tokens, args.ignored = args.shapes or shapes, args.tokens or tokens, args.ignored or [0.0]
-    if args.log_probs is not None or args.kl is not None:
-        args.ignored = [0.0]  # every token counts
     return cases.run(args)
-
-
-def _models(args: argparse.Namespace) -> int:
-    """Measure whole steps."""
-    try:
-        from cce_dist.bench import cases, fsdp, models, steps
-    except ImportError as error:
-        raise SystemExit(f"cce-dist bench: --models needs cce-dist[train]: {error}") from error
-
-    if args.models == ["list"]:
-        print("\n".join(models.CONFIGS))
-        return 0
-    unknown = [name for name in args.models if name not in models.CONFIGS]
-    if unknown:
-        raise SystemExit(f"cce-dist bench: unknown model {unknown[0]}; choose from {', '.join(models.CONFIGS)}")
-    for name in ("shapes", "tp", "log_probs", "kl", "stage"):
-        if getattr(args, name) is not None:
-            raise SystemExit(f"cce-dist bench: --models and --{name.replace('_', '-')} are two tables; give one")
-    args.tokens = args.tokens or ([8192] if args.fsdp is not None else MODEL_TOKENS)
-    wrong = [tokens for tokens in args.tokens if tokens % min(tokens, args.length)]
-    if wrong:
-        raise SystemExit(f"cce-dist bench: {wrong[0]} tokens are no whole sequences of {args.length}")
-    if args.longest and (args.device == "cpu" or args.fsdp is not None):
-        raise SystemExit("cce-dist bench: --longest needs a GPU, whose memory is the limit, and no other rank")
-    table = models.ways(COMPILE[args.compile]) if args.fsdp is None else fsdp.ways(args.compile)
-    if args.methods == ["list"]:
-        print("\n".join(table))
-        return 0
-    chosen = cases.choose(args.methods, table)
-    return steps.run(args, chosen, steps.cases) if args.fsdp is None else fsdp.run(args)
 
 
 def _show(args: argparse.Namespace) -> int:
     """Print files again: a table and a figure for each, or one table of the columns asked for."""
-    from cce_dist.bench import report
+    from cce_dist.bench import records, report
 
     asked = {
         "shape": args.shapes or args.models,
@@ -185,8 +140,8 @@ def _show(args: argparse.Namespace) -> int:
         "num_ranks": args.tp,
     }
     try:
-        files = {path: report.read_json(path) for path in args.show}
-        shown = {path: report.select(results.cases, asked, args.methods) for path, results in files.items()}
+        files = {path: records.read_json(path) for path in args.show}
+        shown = {path: records.select(results.cases, asked, args.methods) for path, results in files.items()}
         if not any(shown.values()):
             raise ValueError(f"nothing of what is asked for is in {', '.join(map(str, args.show))}")
         every = [case for cases in shown.values() for case in cases]

@@ -14,10 +14,10 @@ ITEM_BYTES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "long
 
 @dataclass(frozen=True)
 class Collective:
-    """The collectives of one kind and size in a step; no times on a CPU."""
+    """All collectives of one kind and size in a step; no times on a CPU."""
 
     name: str  # all_reduce, all_gather, reduce_scatter, ...
-    num_bytes: int  # of what one sums or gathers, whole
+    num_bytes: int  # of the whole tensor that one of them sums or gathers
     count: int
     seconds: float | None = None  # of their kernels together, waiting for other ranks included
     exposed: float | None = None  # the part of it in which this rank computes nothing
@@ -26,7 +26,7 @@ class Collective:
 class Collectives:
     """A context that records the collectives made inside: on any stream, also in backward and inside of operators.
 
-    ``num_ranks`` are those of the group, by which what is gathered grows.
+    ``num_ranks`` is the size of the group, which decides the size of what an all-gather returns.
     """
 
     sizes: list[tuple[str, int]]  # name and bytes of each, in order
@@ -74,12 +74,12 @@ class Collectives:
 
 
 def _is_kernel_of(kernel: str, name: str) -> bool:
-    """Whether it is NCCL's: kernels are called ncclDevKernel_AllReduce_..., and nccl:all_reduce is their annotation."""
+    """Return whether a kernel, such as ncclDevKernel_AllReduce_..., is of a collective, such as all_reduce."""
     return kernel.lower().startswith(f"nccldevkernel_{name.replace('_', '')}_")
 
 
 def _times(spans: list[tuple[int, int] | None], computing: list[tuple[int, int]]) -> tuple[float | None, float | None]:
-    """Seconds of the spans, and of what computation does not cover of them; None where a span is not known."""
+    """Return the seconds of the spans, and of the part that no computation covers; None if a span is unknown."""
     known = [span for span in spans if span is not None]
     if len(known) < len(spans):
         return None, None
@@ -89,7 +89,7 @@ def _times(spans: list[tuple[int, int] | None], computing: list[tuple[int, int]]
 
 
 def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same time as spans that are in order and do not overlap."""
+    """Return the same time as ordered spans that do not overlap."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if merged and start <= merged[-1][1]:

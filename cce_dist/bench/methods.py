@@ -1,8 +1,8 @@
-"""The methods that are compared: this library, plain torch, and others, each imported when asked for.
+"""The methods of the tables of heads: this library, plain torch, and other libraries, which are imported when asked for.
 
-A method is built once per case and then called as ``loss = method(hidden, weight, labels)`` on every rank: hidden [N, D] (with
-sequence parallelism the rank's slice of it), weight the rank's rows, labels whole. It returns the mean over the labels that are
-not -100. Building raises ``ImportError`` where the library, or the part of it that is asked for, is missing.
+A method is built once per case and then called as ``loss = method(hidden, weight, labels)`` on every rank. Hidden is [N, D],
+with sequence parallelism the rank's slice of it; weight has the rank's rows; labels are whole. The result is the mean over the
+labels that are not -100. Building raises ``ImportError`` if the library, or the part of it that is asked for, is missing.
 """
 
 from __future__ import annotations
@@ -20,75 +20,80 @@ from cce_dist.bench.peers import LossFn
 from cce_dist.bench.workload import IGNORE_INDEX
 
 Build = Callable[..., LossFn]
+CACHED = 1 << 60  # a budget that keeps all exponentials between forward and backward
 
 
 class Method(NamedTuple):
-    """One row of the table."""
+    """One row of a table."""
 
-    build: Callable[[VocabShard, Tensor], LossFn]  # this rank's shard, a case's hidden states -> the loss function
+    build: Callable[..., Any]  # heads: shard, hidden states -> loss function; models: model -> module
     ours: bool = False
     sequence_parallel: bool = False  # hidden is this rank's slice, and so is its gradient
     needs_cuda: bool = False
     needs_group: bool = False  # no row where the vocabulary is whole
     needs_whole: bool = False  # no row where the vocabulary is split
-    by_name: bool = False  # a row only where --methods names it
+    by_name: bool = False  # a row only if --methods names it
+    compiled: str = ""  # models: torch.compile around "layers", each by itself, or around "all"
 
     def is_for(self, num_ranks: int) -> bool:
         return not (self.needs_group if num_ranks == 1 else self.needs_whole)
 
 
-UNNAMED_MIB = 256  # the budget of a row of ours whose name says none
+UNNAMED_MIB = 256  # the budget of a row of ours whose name has none, but for ``-default`` and ``-cached``
 
 
 def all_methods(table: str = "", workspace_mib: Sequence[int] = (UNNAMED_MIB,)) -> dict[str, Method]:
-    """Every method by name; ``table`` is "megatron" or "deepspeed" for the rows of their last stages."""
+    """Return every method by name; ``table`` is "megatron" or "deepspeed" for the rows of their last stages."""
     tables = {"": _losses, "megatron": _megatron_stages, "deepspeed": _deepspeed_stages}
-    return tables[table](our_options(workspace_mib))
+    return tables[table](workspace_mib)
 
 
-def our_options(workspace_mib: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """This library's rows in every table, with the options of each; a budget of None is one for all exponentials.
-
-    A name without a budget has ``UNNAMED_MIB``; ``cce-dist-default`` has none.
-    """
-    first, *others = workspace_mib
-    exact = {
-        f"cce-dist@{mib}MiB" if others or mib != UNNAMED_MIB else "cce-dist": {"workspace_bytes": mib << 20}
-        for mib in workspace_mib
-    }
-    at = "" if first == UNNAMED_MIB else f"@{first}MiB"
-    filters = {"filtered": GradFilter(always=True), "screened": GradFilter(always=True, screen="auto")}
-    return {
-        **exact,
-        "cce-dist-default": {},
-        "cce-dist-cached": {"workspace_bytes": None},
-        **{f"cce-dist-{name}{at}": {"grad_filter": f, "workspace_bytes": first << 20} for name, f in filters.items()},
-    }
+def our_rows(
+    build: Build, workspace_mib: Sequence[int], suffix: str = "", filtered: bool = True, **flags: Any
+) -> dict[str, Method]:
+    """Return this library's rows in any table: each budget, the default, all exponentials kept, filtered."""
+    at = _at(workspace_mib)
+    options: dict[str, dict[str, Any]] = {}
+    for mib in workspace_mib:
+        name = f"cce-dist{suffix}{at}" if len(workspace_mib) == 1 else f"cce-dist{suffix}@{mib}MiB"
+        options[name] = {"workspace_bytes": mib << 20}
+    options[f"cce-dist-default{suffix}"] = {}
+    options[f"cce-dist-cached{suffix}"] = {"workspace_bytes": CACHED}
+    if filtered:
+        budget = {"workspace_bytes": workspace_mib[0] << 20}
+        options[f"cce-dist-filtered{suffix}{at}"] = budget | {"grad_filter": GradFilter(always=True)}
+    return {name: Method(partial(build_ours, build, each), ours=True, **flags) for name, each in options.items()}
 
 
-def _beside(ours: dict[str, dict[str, Any]], suffix: str, **more: Any) -> dict[str, dict[str, Any]]:
-    """A row of the first budget with other options; its name says the budget where that is not the unnamed one."""
-    options = next(iter(ours.values()))
-    mib = options["workspace_bytes"] >> 20
-    name = "cce-dist" if mib == UNNAMED_MIB else f"cce-dist@{mib}MiB"
-    return {_named(name, suffix): options | more}
+def _one_row(build: Build, workspace_mib: Sequence[int], suffix: str, **flags: Any) -> dict[str, Method]:
+    """Return a row of the first budget that only some tables have."""
+    options = {"workspace_bytes": workspace_mib[0] << 20}
+    method = Method(partial(build_ours, build, options), ours=True, **flags)
+    return {f"cce-dist{suffix}{_at(workspace_mib)}": method}
 
 
-def build_ours(build: Build, options: dict[str, Any], shard: VocabShard, hidden: Tensor, **more: Any) -> LossFn:
+def _at(workspace_mib: Sequence[int]) -> str:
+    return "" if workspace_mib[0] == UNNAMED_MIB else f"@{workspace_mib[0]}MiB"
+
+
+def build_ours(build: Build, options: dict[str, Any], shard: VocabShard, hidden: Tensor) -> Any:
     """Build a row of this library. An exact row takes the kernels on a GPU, or is an error: a row says what it timed."""
     options = dict(options)
     if "grad_filter" not in options:
         options.setdefault("backend", "triton" if hidden.is_cuda else "torch")
-    if options.get("workspace_bytes", 0) is None:
-        # All of exp(logits) may stay between forward and backward.
+    if options.get("workspace_bytes") == CACHED:
         options["workspace_bytes"] = 2 * len(hidden) * shard.vocab_size * hidden.element_size() + (1 << 30)
-    return build(shard, hidden, options=options, **more)
+    return build(shard, hidden, options=options)
+
+
+def _our_loss(shard: VocabShard, hidden: Tensor, options: dict[str, Any], **more: Any) -> LossFn:
+    return cast(LossFn, partial(linear_cross_entropy, shard=shard, **{**options, **more}))
 
 
 def _our_loss_of_each(shard: VocabShard, hidden: Tensor, options: dict[str, Any], failed: bool) -> LossFn:
-    """The mean of losses of "none"; with ``failed`` forward expects other upstream gradients than come."""
+    """Return the mean of losses of "none"; if ``failed``, forward expects other upstream gradients than come."""
     expected = torch.rand(len(hidden), device=hidden.device) if failed else True
-    loss = partial(linear_cross_entropy, shard=shard, reduction="none", expected_weights=expected, **options)
+    loss = _our_loss(shard, hidden, options, reduction="none", expected_weights=expected)
 
     def mean(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return loss(hidden, weight, labels).sum() / (labels != IGNORE_INDEX).sum()
@@ -96,30 +101,15 @@ def _our_loss_of_each(shard: VocabShard, hidden: Tensor, options: dict[str, Any]
     return mean
 
 
-def _our_loss(shard: VocabShard, hidden: Tensor, options: dict[str, Any]) -> LossFn:
-    return cast(LossFn, partial(linear_cross_entropy, shard=shard, **options))
-
-
-def _named(name: str, suffix: str) -> str:
-    """The name with a suffix before its budget: ``cce-dist-sp@64MiB``."""
-    base, at, budget = name.partition("@")
-    return f"{base}{suffix}{at}{budget}"
-
-
-def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
-    table = {name: Method(partial(build_ours, _our_loss, options), ours=True) for name, options in ours.items()}
-    for name, options in ours.items():
-        build = partial(build_ours, _our_loss, options | {"sequence_parallel": True})
-        table[_named(name, "-sp")] = Method(build, ours=True, sequence_parallel=True, needs_group=True)
-    for name, options in _beside(ours, "-fp32-sum", reduce_dtype=torch.float32).items():
-        table[name] = Method(partial(build_ours, _our_loss, options), ours=True, needs_group=True)
-    for name, options in _beside(ours, "-torch", backend="torch").items():
-        table[name] = Method(partial(build_ours, _our_loss, options), ours=True, needs_whole=True)
-
-    for suffix in ("-each", "-each-failed"):
-        for name, options in _beside(ours, suffix).items():
-            build = partial(build_ours, _our_loss_of_each, options, failed=suffix == "-each-failed")
-            table[name] = Method(build, ours=True, by_name=True)
+def _losses(workspace_mib: Sequence[int]) -> dict[str, Method]:
+    in_slices = partial(_our_loss, sequence_parallel=True)
+    table = our_rows(_our_loss, workspace_mib)
+    table |= our_rows(in_slices, workspace_mib, "-sp", sequence_parallel=True, needs_group=True)
+    in_fp32, in_torch = partial(_our_loss, reduce_dtype=torch.float32), partial(_our_loss, backend="torch")
+    table |= _one_row(in_fp32, workspace_mib, "-fp32-sum", needs_group=True)
+    table |= _one_row(in_torch, workspace_mib, "-torch", needs_whole=True)
+    for suffix, failed in (("-each", False), ("-each-failed", True)):
+        table |= _one_row(partial(_our_loss_of_each, failed=failed), workspace_mib, suffix, by_name=True)
 
     table["torch"] = Method(lambda *case: peers.dense, needs_whole=True)
     table["torch-compile"] = Method(peers.torch_compile)
@@ -141,10 +131,10 @@ def _losses(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
 
 
 def _megatrons(build: Build, sequence_parallel: bool, needs_group: bool) -> dict[str, Method]:
-    """Megatron's own losses."""
+    """Return the rows of Megatron's own losses."""
     table = {}
     for name, fused in (("megatron", False), ("megatron-fused", True)):
-        table[_named(name, "-sp" * sequence_parallel)] = Method(
+        table[f"{name}{'-sp' * sequence_parallel}"] = Method(
             partial(build, fused=fused, sequence_parallel=sequence_parallel),
             sequence_parallel=sequence_parallel,
             # Megatron's linear layer puts its slice of dE on the current GPU, whatever the device.
@@ -154,26 +144,22 @@ def _megatrons(build: Build, sequence_parallel: bool, needs_group: bool) -> dict
     return table
 
 
-def _megatron_stages(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
+def _megatron_stages(workspace_mib: Sequence[int]) -> dict[str, Method]:
     table = {}
-    for sequence_parallel in (False, True):
-        table |= _megatrons(stage.megatron, sequence_parallel, needs_group=sequence_parallel)
-        for name, options in (ours | _beside(ours, "-main-grad")).items():
-            main_grad = "-main-grad" in name
-            build = partial(stage.megatron, sequence_parallel=sequence_parallel, main_grad=main_grad)
-            table[_named(name, "-sp" * sequence_parallel)] = Method(
-                partial(build_ours, build, options), True, sequence_parallel, needs_group=sequence_parallel
-            )
+    for is_split in (False, True):
+        flags, suffix = {"sequence_parallel": is_split, "needs_group": is_split}, "-sp" * is_split
+        build = partial(stage.megatron, sequence_parallel=is_split)
+        table |= _megatrons(stage.megatron, **flags)
+        table |= our_rows(build, workspace_mib, suffix, **flags)
+        table |= _one_row(partial(build, main_grad=True), workspace_mib, f"-main-grad{suffix}", **flags)
     return table
 
 
-def _deepspeed_stages(ours: dict[str, dict[str, Any]]) -> dict[str, Method]:
+def _deepspeed_stages(workspace_mib: Sequence[int]) -> dict[str, Method]:
     table = {
         "deepspeed": Method(stage.deepspeed),
         "deepspeed-liger": Method(partial(stage.deepspeed, backend="liger"), needs_cuda=True, needs_group=True),
         # DeepSpeed's loss without logits, which nothing in DeepSpeed calls: what a user can write into the last layer.
         "deepspeed-linear": Method(peers.deepspeed),
     }
-    for name, options in ours.items():
-        table[name] = Method(partial(build_ours, stage.deepspeed, options), ours=True)
-    return table
+    return table | our_rows(stage.deepspeed, workspace_mib)

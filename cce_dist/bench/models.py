@@ -1,6 +1,7 @@
-"""Models of transformers at their real sizes, and the ways in which ``bench --models`` computes the loss of one.
+"""Models of transformers at their real sizes, and the methods of ``bench --models``.
 
-A way has a copy of the model with parameters that are those of all other copies. Changes to a copy reach no other one.
+A method takes a copy of a model. All copies have the same parameters, but a change to a copy reaches no other copy. Called with
+ids and labels [B, L], what a method returns gives {"loss": mean loss, 0-d}.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +21,12 @@ from torch import Tensor, nn
 import cce_dist
 from cce_dist import VocabShard
 from cce_dist.bench import peers
+from cce_dist.bench.methods import Method
 from cce_dist.bench.peers import LossFn
 from cce_dist.bench.workload import IGNORE_INDEX
 from cce_dist.plan import sizes
 
-# Family of transformers, and what its config has besides the sizes of ``cce_dist.plan.sizes``, as far as a step's time depends
-# on it.
+# The family in transformers, and what its config needs besides the sizes of ``cce_dist.plan.sizes``.
 _GEMMA_3 = {"sliding_window": 512, "query_pre_attn_scalar": 256}
 _GEMMA_2 = {"sliding_window": 4096, "query_pre_attn_scalar": 256}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,7 +42,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(name: str, num_layers: int | None = None) -> tuple[Any, Any]:
-    """Return the class and the config of a model of ``CONFIGS``, with fewer layers where they are given."""
+    """Return the class and the config of a model of ``CONFIGS``, with ``num_layers`` layers if given."""
     import transformers
 
     (family, more), model = CONFIGS[name], sizes.MODELS[name]
@@ -63,7 +65,7 @@ def config_of(name: str, num_layers: int | None = None) -> tuple[Any, Any]:
 def build(name: str, num_layers: int | None, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
     """Return a model of ``CONFIGS`` with weights as transformers draws them.
 
-    Attention is SDPA, or eager in a family that caps its scores, which transformers has no SDPA for (Gemma 2).
+    Attention is SDPA, or eager for Gemma 2, which caps its attention scores.
     """
     kind, config = config_of(name, num_layers)
     torch.manual_seed(seed)
@@ -73,12 +75,12 @@ def build(name: str, num_layers: int | None, dtype: torch.dtype, device: torch.d
 
 
 def twin(model: Any, *shared: nn.Module) -> Any:
-    """Return a copy of a model that has the very parameters of the model, and those of its modules that are ``shared``."""
+    """Copy a model, but not its parameters and its ``shared`` modules."""
     return copy.deepcopy(model, {id(each): each for each in (*shared, *model.parameters())})
 
 
 class FromHidden(nn.Module):
-    """A model whose loss another library computes from hidden states. Labels are shifted as transformers shifts them."""
+    """A model whose loss another library computes from hidden states, with labels shifted as in transformers."""
 
     def __init__(self, model: Any, loss: LossFn) -> None:
         super().__init__()
@@ -90,28 +92,21 @@ class FromHidden(nn.Module):
         return {"loss": self.loss(hidden.flatten(0, 1), self.model.lm_head.weight, shifted.flatten())}
 
 
-class Way(NamedTuple):
-    """One row of the table."""
+STOCK = Method(lambda model: model)
 
-    build: Callable[
-        [Any], nn.Module
-    ]  # a copy of the model -> called with ids and labels [B, L] it returns a "loss", 0-d
-    ours: bool = False
-    needs_cuda: bool = False
-    compiled: str = ""  # what ``torch.compile`` is around: "layers", each by itself, or "all"
-    by_name: bool = False  # a row only where --methods names it
 
-    def of(self, model: Any) -> nn.Module:
-        """Return this way's module over the parameters of ``model``, which stays as it is."""
-        return self.around(twin(model))
+def over(method: Method, model: Any) -> nn.Module:
+    """Return a method's module over the parameters of ``model``, which stays as it is."""
+    return around(method, twin(model))
 
-    def around(self, model: Any) -> nn.Module:
-        """Return this way's module over ``model``."""
-        if self.compiled == "layers":
-            for layer in model.model.layers:
-                layer.compile(dynamic=False)
-        module = self.build(model)
-        return cast(nn.Module, torch.compile(module, dynamic=False)) if self.compiled == "all" else module
+
+def around(method: Method, model: Any) -> nn.Module:
+    """Return a method's module over ``model``, which the method may change."""
+    if method.compiled == "layers":
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+    module = method.build(model)
+    return cast(nn.Module, torch.compile(module, dynamic=False)) if method.compiled == "all" else module
 
 
 SUFFIXES = {"": "", "layers": "+layers", "all": "+compile"}
@@ -121,26 +116,24 @@ OURS: dict[str, dict[str, Any]] = {
     "cce-dist-default": {},
     "cce-dist-cached": {"workspace_bytes": 1 << 40},
     "cce-dist-filtered": {"filter": "compensated", "filter_always": True},
-    "cce-dist-screened": {"filter": "compensated", "filter_always": True, "filter_screen": "auto"},
 }
 
 
-def ways(compiled: Sequence[str], ours: dict[str, dict[str, Any]] = OURS) -> dict[str, Way]:
-    """Every way by name: the model's own, other libraries', ours; eager (""), with compiled "layers", and compiled ("all")."""
+def ways(compiled: Sequence[str], ours: dict[str, dict[str, Any]] = OURS) -> dict[str, Method]:
+    """Return every method by name, once for each of ``compiled``: "" (eager), "layers" or "all"."""
     table = {
-        "stock": Way(lambda model: model),
-        "torch-compile": Way(partial(_from_hidden, peers.torch_compile)),
-        "liger": Way(_liger, needs_cuda=True),
-        "cce": Way(partial(_from_hidden, partial(peers.cut_cross_entropy, impl="cce")), needs_cuda=True),
-        **{name: Way(partial(convert, options), ours=True) for name, options in ours.items()},
+        "stock": STOCK,
+        "torch-compile": Method(partial(_from_hidden, peers.torch_compile)),
+        "liger": Method(_liger, needs_cuda=True),
+        "cce": Method(partial(_from_hidden, partial(peers.cut_cross_entropy, impl="cce")), needs_cuda=True),
+        **{name: Method(partial(convert, options), ours=True) for name, options in ours.items()},
     }
-    found = {}
-    for part in compiled:
-        for name, way in table.items():
-            # A compiled loss in a compiled model is the compiled stock model.
-            if (part, name) != ("all", "torch-compile"):
-                found[name + SUFFIXES[part]] = way._replace(compiled=part)
-    return found
+    return {
+        name + SUFFIXES[part]: method._replace(compiled=part)
+        for part, (name, method) in product(compiled, table.items())
+        # A compiled loss in a compiled model is the compiled stock model.
+        if (part, name) != ("all", "torch-compile")
+    }
 
 
 def _from_hidden(make: Callable[..., LossFn], model: Any) -> nn.Module:
@@ -150,7 +143,7 @@ def _from_hidden(make: Callable[..., LossFn], model: Any) -> nn.Module:
 
 
 def _liger(model: Any) -> nn.Module:
-    """Liger's fused loss alone, by Liger's own patch of one model, as Trainer applies it."""
+    """Apply Liger's own patch to one model, as Trainer does, but only its fused loss."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance  # pyright: ignore[reportMissingImports]
 
     off = dict.fromkeys(("rope", "rms_norm", "cross_entropy", "swiglu", "geglu"), False)
@@ -164,7 +157,7 @@ def _liger(model: Any) -> nn.Module:
 
 
 def convert(options: dict[str, Any], model: Any) -> nn.Module:
-    """Convert a model, and say nothing."""
+    """Convert a model without the log line."""
     log = logging.getLogger("cce_dist")
     level = log.level
     log.setLevel(logging.ERROR)  # the line of each conversion

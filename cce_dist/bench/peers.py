@@ -1,6 +1,7 @@
-"""The losses that this library is compared with: torch's own, dense, and those of other libraries, over a group where they can.
+"""The losses that this library is compared with: torch's, dense ones, and the losses of other libraries.
 
-Most functions take this rank's shard and a case's hidden states and return a loss function, as ``methods`` says it.
+Most functions take this rank's shard and a case's hidden states and return a loss function, as ``methods`` describes it. A
+library without a vocabulary-parallel mode ignores the shard; its row then needs the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [N, D], weight [V_
 
 
 def dense(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None) -> Tensor:
-    """The loss as everybody writes it, with all logits in memory."""
+    """Compute the loss as everybody writes it, with all logits in memory."""
     logits = F.linear(hidden, weight)
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
@@ -34,13 +35,13 @@ def dense(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None 
 
 
 def mean_of_kept(losses: Tensor, labels: Tensor) -> Tensor:
-    """Mean of losses [N] over the labels that are not ignored."""
+    """Return the mean of losses [N] over the labels that are not ignored."""
     kept = labels != IGNORE_INDEX
     return torch.where(kept, losses, 0.0).sum() / kept.sum()
 
 
 def torch_linear_cross_entropy(shard: VocabShard, hidden: Tensor, policy: str = "") -> LossFn:
-    """torch's own; with a policy in chunks of tokens: "compact", "balanced", "accurate", or "auto", torch's choice of them."""
+    """Return ``F.linear_cross_entropy``; with a policy, such as "compact", it splits the tokens."""
     if not hasattr(F, "linear_cross_entropy"):
         raise ImportError(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
     if not policy:
@@ -53,13 +54,13 @@ def torch_linear_cross_entropy(shard: VocabShard, hidden: Tensor, policy: str = 
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile for one shape. What was compiled is forgotten: a second shape would get symbolic sizes, and be slower."""
+    """Reset the compiler, because a second shape would get symbolic sizes and be slower, and compile."""
     torch.compiler.reset()
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def torch_compile(shard: VocabShard, hidden: Tensor, softcap: float | None = None) -> LossFn:
-    """Dense and compiled; over a group merged as one writes it by hand, and as cut-cross-entropy's mode of this name does."""
+    """Return the compiled dense loss. Over a group two all-reduces merge the compiled parts."""
     group = shard.group
     if group is None:
         return compiled(dense if softcap is None else partial(dense, softcap=softcap))
@@ -81,7 +82,7 @@ def torch_compile(shard: VocabShard, hidden: Tensor, softcap: float | None = Non
 
 
 class _Summed(torch.autograd.Function):
-    """Give hidden as it is, and sum its gradient over the group."""
+    """Return hidden unchanged, and sum its gradient over the group."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
@@ -96,7 +97,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Merged(torch.autograd.Function):
-    """Losses from each shard's log-sum-exp and target logit, both [N] fp32."""
+    """Compute losses from each shard's log-sum-exp and target logit, both [N] fp32."""
 
     @staticmethod
     def forward(ctx: Any, local_lse: Tensor, target: Tensor, group: Any) -> Tensor:
@@ -115,7 +116,7 @@ class _Merged(torch.autograd.Function):
 
 
 def trl_chunks() -> Callable[..., tuple[Tensor, ...]]:
-    """TRL's chunks of tokens and of the vocabulary: hidden, weight, labels and what else is asked for -> five outputs."""
+    """Return TRL's chunked function of hidden, weight, labels and the names of further outputs."""
     from trl.trainer import utils
 
     function: Any = getattr(utils, "_ChunkedLogProbFunction", None)
@@ -133,7 +134,7 @@ def trl_chunks() -> Callable[..., tuple[Tensor, ...]]:
 
 
 def torch_loss_parallel(shard: VocabShard, hidden: Tensor) -> LossFn:
-    """Dense: logits are a DTensor split over the vocabulary, and torch's ``loss_parallel`` takes them."""
+    """Return torch's ``loss_parallel`` of dense logits, a DTensor that is split over the vocabulary."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import loss_parallel
@@ -154,7 +155,7 @@ def torch_loss_parallel(shard: VocabShard, hidden: Tensor) -> LossFn:
 
 
 def megatron(shard: VocabShard, hidden: Tensor, fused: bool, sequence_parallel: bool) -> LossFn:
-    """Megatron-core's column-parallel product, which hides the sum of dE behind dC, and its cross-entropy."""
+    """Return Megatron-core's column-parallel product followed by its cross-entropy."""
     parallel_state = megatron_state(shard)
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -186,7 +187,7 @@ def megatron(shard: VocabShard, hidden: Tensor, fused: bool, sequence_parallel: 
 
 
 def megatron_state(shard: VocabShard) -> Any:
-    """Megatron's ``parallel_state``, once its warnings are silent and the split is one that Megatron has."""
+    """Return Megatron's ``parallel_state``. Silences its warnings, and refuses shards of unequal size."""
     # Megatron warns that Transformer Engine and Apex are not installed, and the like.
     warnings.filterwarnings("ignore", module="megatron")
     from megatron.core import parallel_state
@@ -197,7 +198,7 @@ def megatron_state(shard: VocabShard) -> Any:
 
 
 def deepspeed(shard: VocabShard, hidden: Tensor) -> LossFn:
-    """DeepSpeed's loss without logits."""
+    """Return DeepSpeed's loss of hidden states, which does not hold the logits."""
     quiet_deepspeed(hidden.device)
     from deepspeed.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
@@ -211,7 +212,7 @@ def deepspeed(shard: VocabShard, hidden: Tensor) -> LossFn:
 
 
 def deepspeed_loss(shard: VocabShard, device: torch.device, backend: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """DeepSpeed's loss of a rank's logits [N, V_r] and labels [N]."""
+    """Return DeepSpeed's loss of a rank's logits [N, V_r] and labels [N]."""
     quiet_deepspeed(device)
     from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
 
@@ -227,7 +228,7 @@ def deepspeed_loss(shard: VocabShard, device: torch.device, backend: str) -> Cal
 
 
 def quiet_deepspeed(device: torch.device) -> None:
-    """Start DeepSpeed on the process group that there is, and have it say only what went wrong."""
+    """Start DeepSpeed on the present process group, and silence all but its errors."""
     start_deepspeed(device)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 

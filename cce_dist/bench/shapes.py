@@ -1,4 +1,4 @@
-"""What options of the benchmark name: heads of well-known models, tasks of log-probabilities, columns."""
+"""Names that options take: heads of well-known models, tasks of log-probabilities, columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cce_dist.plan.sizes import MODELS
 
 
 class HeadShape(NamedTuple):
-    """Hidden size D and vocabulary size V of a head: the rows of the published weight."""
+    """Hidden size D and vocabulary size V of a head; V is the number of rows of the published weight."""
 
     hidden_size: int
     vocab_size: int
@@ -26,6 +26,7 @@ LOG_PROBS = {  # tasks: ids of a token, whether entropies too, how many of the l
     "scores": (1, True, 64, False),
 }
 KEPT_IDS = {"kept-64": 64, "kept-512": 512}  # tasks: ids of a token's list
+COMPILE = {"no": ("",), "layers": ("layers",), "yes": ("all",), "both": ("", "all")}  # what torch.compile is around
 COLUMNS = {  # what --columns calls the columns of a case's table
     "fwd": "fwd ms (IQR)",
     "fwd/1": "/1 GEMM",

@@ -1,8 +1,8 @@
-"""The end of a pipeline's last stage by a framework's own means and by ours: rows of ``bench --stage``.
+"""The end of a pipeline's last stage, with a framework's own loss or with ours: rows of ``bench --stage``.
 
-Megatron's stage is a GPTModel without layers, DeepSpeed's is a PipelineModule whose only layer is the head. The weight is the
-benchmark's, put in its place before each call. All ranks are one tensor-parallel group. ``cce-dist-main-grad`` also adds dC
-into an fp32 buffer, which the other rows leave to DDP.
+Megatron's stage is a GPTModel without layers, DeepSpeed's is a PipelineModule whose only layer is the head. Each call gets the
+benchmark's weight. All ranks are one tensor-parallel group. ``cce-dist-main-grad`` also adds dC into an fp32 buffer, which the
+other rows leave to DDP.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # hidden [N, D], labels [N] -> mean l
 
 
 class Stage:
-    """A last stage as a loss function of the benchmark.
+    """A last stage, called like any loss function of the benchmark.
 
     With ``has_main_grad`` backward adds dC into ``main_grad``, [V_r, D] fp32, as Megatron's fused accumulation does.
     """
@@ -32,7 +32,7 @@ class Stage:
 
     def __init__(self, head: Any, loss: Loss, has_main_grad: bool = False) -> None:
         self.head, self.loss, self.has_main_grad = head, loss, has_main_grad
-        # An engine may remember the parameter, so its memory is freed too.
+        # An engine may keep the parameter alive, so its memory is freed by hand.
         head.weight.data = head.weight.new_empty(0)
         # From here on the weight is an attribute like any other.
         del head.weight
@@ -56,7 +56,7 @@ def megatron(
     options: dict[str, Any] | None = None,
     main_grad: bool = False,
 ) -> Stage:
-    """Megatron's own loss, fused or not, or with options ours by ``convert``; ``main_grad`` as in ``Stage``."""
+    """Return a stage with Megatron's own loss, fused or not; given ``options``, with ours by ``convert``."""
     parallel_state = megatron_state(shard)
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
@@ -101,7 +101,7 @@ def megatron(
 def deepspeed(
     shard: VocabShard, hidden: Tensor, *, options: dict[str, Any] | None = None, backend: str = "torch"
 ) -> Stage:
-    """All logits and their cross-entropy, DeepSpeed's own if the vocabulary is split; or with options ours by ``convert``."""
+    """Return a stage with DeepSpeed's loss of all logits; given ``options``, with ours by ``convert``."""
     of_logits = deepspeed_loss(shard, hidden.device, backend)
     import deepspeed as library
     from deepspeed.module_inject.layers import ColumnParallel

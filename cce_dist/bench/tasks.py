@@ -1,7 +1,7 @@
-"""What ``cce-dist bench`` measures: the loss, the ends of last stages, log-probabilities, divergences of two heads.
+"""What a table of heads computes: the loss, a framework's last stage, log-probabilities, the divergence of two heads.
 
-Each task makes a ``Problem`` of a workload, and has rows for it. Upstream gradients of log-probabilities have both signs, as
-advantages do. The two heads of a divergence disagree.
+Each task makes a ``Problem`` of a workload, and has rows for it. Upstream gradients of log-probabilities have both signs, like
+advantages. The two heads of a divergence are drawn independently.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from cce_dist import KeptIds, VocabShard, linear_kl_divergence, linear_log_probs, reference
 from cce_dist.bench import methods, peers
-from cce_dist.bench.loop import Function, Problem, loss_of
-from cce_dist.bench.methods import Method, build_ours, our_options
+from cce_dist.bench.methods import Method, build_ours, our_rows
 from cce_dist.bench.peers import compiled
+from cce_dist.bench.problem import Function, Problem, loss_of
 from cce_dist.bench.shapes import KEPT_IDS, LOG_PROBS, HeadShape
 from cce_dist.bench.workload import Workload, make_workload
 from cce_dist.kernels.divergence.heads import KINDS
@@ -29,12 +29,12 @@ class Task(NamedTuple):
     """One kind of table."""
 
     methods: Callable[[Sequence[int]], dict[str, Method]]  # workspaces in MiB -> the rows by name
-    problem: Callable[[Workload], Problem]  # what the rows compute on a workload
-    name: str = ""  # none for the loss and for last stages
+    problem: Callable[[Workload], Problem]  # what the rows compute
+    name: str = ""  # empty for the loss and for last stages
 
 
 def tasks_of(args: argparse.Namespace) -> list[Task]:
-    """The tasks that the options of ``cce-dist bench`` ask for."""
+    """Return the tasks that the options of ``cce-dist bench`` ask for."""
     names = [] if args.log_probs is None else args.log_probs or [*LOG_PROBS, *KEPT_IDS]
     tasks = [kept_task(name) if name in KEPT_IDS else scores_task(name) for name in names]
     if args.kl is not None:
@@ -45,12 +45,8 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
 def _rows(
     build: Callable[..., Function], others: dict[str, Callable[[], Function]], workspace_mib: Sequence[int]
 ) -> dict[str, Method]:
-    """Rows of ours, which ``build`` makes of a shard, hidden states and options, and of others, for whole vocabularies."""
-    table = {
-        name: Method(partial(build_ours, build, options), ours=True)
-        for name, options in our_options(workspace_mib).items()
-        if "grad_filter" not in options
-    }
+    """Return this library's rows, and the rows of others, which take the whole vocabulary."""
+    table = our_rows(build, workspace_mib, filtered=False)
     table["cce-dist-torch"] = Method(partial(build_ours, build, {"backend": "torch"}), ours=True, needs_whole=True)
     for name, make in others.items():
         table[name] = Method(lambda shard, hidden, make=make: make(), needs_whole=True)
@@ -58,7 +54,7 @@ def _rows(
 
 
 def scores_task(name: str) -> Task:
-    """Log-probabilities of K ids a token, with entropies and the largest logits where they are asked for."""
+    """Return the task of log-probabilities of K ids per token, some with entropies or with the largest logits."""
     num_ids, entropy, top_k, grad = LOG_PROBS[name]
 
     def joined(log_probs: Tensor, of_entropy: Tensor | None, top: Tensor | None) -> Tensor:
@@ -115,7 +111,7 @@ def scores_task(name: str) -> Task:
 
 
 def kept_task(name: str) -> Task:
-    """Log-probabilities within the K likeliest ids of each token, its label among them, as a sampler with top-k keeps them."""
+    """Return the task of log-probabilities within each token's K likeliest ids, its label among them."""
     num_ids = KEPT_IDS[name]
 
     def dense(hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
@@ -145,7 +141,7 @@ def kept_task(name: str) -> Task:
 
 
 def divergence_task(kind: str, teacher_size: int | None) -> Task:
-    """The mean divergence of two heads. The mixture of "jsd" needs the logits once more where nothing is kept."""
+    """Return the task of the mean divergence of two heads."""
 
     def dense(hidden: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> Tensor:
         log_p = (hidden @ weight.t()).float().log_softmax(-1)
@@ -178,7 +174,7 @@ def divergence_task(kind: str, teacher_size: int | None) -> Task:
         teacher = make_workload(shape, len(hidden), dtype=hidden.dtype, device=hidden.device, seed=1)
         upstream = torch.full((len(hidden),), 1 / len(hidden), device=hidden.device)
         truth = partial(reference.linear_kl_divergence, kind=kind)
-        again = 3 if kind == "jsd" else 2
+        again = 3 if kind == "jsd" else 2  # without kept logits the mixture takes one product more
         return Problem((hidden, teacher.hidden), (weight, teacher.weight), upstream, cast(Function, truth), again=again)
 
     rivals = {"torch": lambda: dense, "torch-compile": lambda: compiled(dense), "liger": liger}

@@ -52,7 +52,7 @@ RUNGS = {
 
 
 class Workload(NamedTuple):
-    """Input of one head, and what it looks like, means over tokens."""
+    """The input of one head, and what its softmax looks like: means over tokens."""
 
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D], of the same dtype
@@ -65,7 +65,7 @@ class Workload(NamedTuple):
 
     @property
     def drawn(self) -> dict[str, float]:
-        """What it looks like, by name."""
+        """Return what the softmax looks like, by name."""
         return dict(zip(self._fields[3:], self[3:], strict=True))
 
 
@@ -122,7 +122,7 @@ def read_workload(
     """
     try:
         captured = torch.load(path, map_location=device, weights_only=True)
-    # What torch raises on a file of another kind is not told: pickle's errors, KeyError, EOFError, RuntimeError.
+    # torch does not document what it raises for a file of another kind.
     except (pickle.UnpicklingError, LookupError, EOFError, RuntimeError, ValueError):
         captured = None
     if not isinstance(captured, dict) or not captured.keys() >= {"hidden", "weight", "labels"}:
@@ -136,7 +136,7 @@ def read_workload(
 
 
 def _log_unigram(vocab_size: int, generator: torch.Generator) -> Tensor:
-    """[V] fp32 logarithms of Zipf's probabilities, ids roughly in order of frequency."""
+    """Return the logarithms of Zipf's probabilities, [V] fp32, ids roughly in order of frequency."""
     rank = torch.arange(1, vocab_size + 1, device=generator.device, dtype=torch.float32)
     noise = torch.randn(vocab_size, generator=generator, device=generator.device)
     order = (rank.log() + ID_DISORDER * noise).argsort()
@@ -148,7 +148,7 @@ def _log_unigram(vocab_size: int, generator: torch.Generator) -> Tensor:
 def _candidates(
     num_tokens: int, rung: Rung, log_unigram: Tensor, hidden_size: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """[N, K] ids of each token's candidates, and what their logits gain."""
+    """Return the ids of each token's candidates, and what their logits gain, both [N, K]."""
     device = log_unigram.device
     ids = torch.multinomial(log_unigram.exp(), num_tokens * rung.count, replacement=True, generator=generator)
     ids = ids.view(num_tokens, rung.count)
@@ -165,7 +165,7 @@ def _candidates(
 
 
 def _probabilities(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Iterator[Tensor]:
-    """The softmax of a few tokens at a time, [n, V] fp32."""
+    """Yield the softmax of a few tokens at a time, [n, V] fp32."""
     rows = max(1, LABEL_CHUNK_BYTES // (4 * weight.shape[0]))
     for chunk in hidden.split(rows):
         logits = torch.mm(chunk, weight.T).float()
@@ -181,7 +181,7 @@ def _draw_labels(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> 
 def describe_softmax(
     hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None
 ) -> tuple[float, float, float, float, float]:
-    """Loss, two points of the sorted probabilities, and how many matter, over the tokens that have a label."""
+    """Return the last five fields of ``Workload``, over the tokens that have a label."""
     vocab_size = weight.shape[0]
     totals = torch.zeros(3, device=hidden.device, dtype=torch.float64)
     above = torch.zeros(vocab_size, device=hidden.device, dtype=torch.int64)

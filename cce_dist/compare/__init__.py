@@ -4,8 +4,8 @@ The same model is pre-trained from the same weights on the same batches, once fo
 Every few steps the validation loss is taken, by the exact head whatever the method, and the method's gradient is compared
 with the dense one, on the weights and the batch that its run has come to.
 
-Reading order: ``heads`` (what is compared), ``runs`` (training), ``probe`` (the gradient), ``models`` (transformers' models in
-place of our own), ``report`` (table, JSON, figure).
+Reading order: ``runs`` (training), ``heads`` (our GPT with each head), ``models`` (models of transformers), ``probe`` (the
+gradient), ``report`` (table, JSON, figure).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cce_dist.arguments import file, folder, number, whole
 from cce_dist.pretrain.recipe import FILTERS
 
 METHODS = (*pretrain.LOSSES, "cce", "cce-kahan-full-c")
-MODEL_METHODS = ("stock", "default", "filtered", "screened")  # of --model
+MODEL_METHODS = ("stock", "default", "filtered")  # of --model
 DEFAULTS: dict[str, dict[str, Any]] = {  # by device, or of --model: minutes, not hours
     "cuda": {
         "preset": "wide",
@@ -77,9 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         nargs="+",
         metavar="METHOD",
-        help="dense (all logits in memory), exact, filtered (and compensated), screened (the same, its forward in 8 bits "
-        "where the GPU can), filtered-plain (not compensated), full-c (dC exact, dE filtered), full-c-plain, or another "
-        "library's row of 'cce-dist bench' "
+        help="dense (all logits in memory), exact, filtered (and compensated), filtered-plain (not compensated), "
+        "full-c (dC exact, dE filtered), full-c-plain, or another library's row of 'cce-dist bench' "
         f"(default: {' '.join(METHODS)}). With --model the rows of 'cce-dist bench --models', ours without cce-dist- "
         f"(default: {' '.join(MODEL_METHODS)})",
     )
@@ -167,9 +166,9 @@ def _compare(args: argparse.Namespace) -> Any:
     num_steps = args.seeds * len(chosen) * args.steps
     with tqdm(total=num_steps, unit="step", dynamic_ncols=True, disable=None) as bar:
         seeds = range(args.first_seed, args.first_seed + args.seeds)
-        train_all: Any = partial(models.train_all, model=args.model) if args.model else runs.train_all
-        how = {"seeds": seeds, "measure_every": args.measure_every, "advance": bar.update}
-        for run in train_all(recipe, here, data.Corpus(folder), chosen, **how):
+        kind: Any = partial(models.ModelLearner, args.model) if args.model else heads.GPTLearner
+        learner = kind(recipe, here, data.Corpus(folder), chosen)
+        for run in runs.train_all(recipe, learner, seeds, args.measure_every, bar.update):
             comparison.runs.append(run)
             write_json(args.out / "compare.json", comparison)
             tqdm.write(report.line(run))

@@ -1,7 +1,7 @@
-"""The heads that are compared: they hold the same weight and give the same loss, but not the same gradient.
+"""This project's GPT, trained with one head after another.
 
-This library's are those of ``cce-dist pretrain --loss``. Other libraries' are the rows of ``cce-dist bench``, made into a
-head: to a head they are a function of hidden states, weight and labels.
+All heads have the same weight and give the same loss, but not the same gradient. This library's are those of ``cce-dist
+pretrain --loss``. Other libraries' are the rows of ``cce-dist bench``, as functions of hidden states, weight and labels.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cce_dist import VocabShard
+from cce_dist import VocabParallelHead, VocabShard
 from cce_dist.bench.methods import all_methods
 from cce_dist.bench.peers import LossFn
-from cce_dist.pretrain.build import build_head
-from cce_dist.pretrain.data import IGNORED
+from cce_dist.compare.probe import Agreement, probe
+from cce_dist.pretrain.build import build_head, build_model
+from cce_dist.pretrain.data import IGNORED, Batches, Corpus
+from cce_dist.pretrain.engines.torch import TorchEngine
 from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.recipe import LOSSES, Recipe, UsageError
 from cce_dist.report import describe
@@ -50,6 +53,48 @@ def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, Ma
             except ImportError as error:
                 missing[name] = describe(error)
     return chosen, missing
+
+
+class GPTLearner:
+    """The GPT of ``cce-dist pretrain`` on the engine of torch; between steps it has its own, exact head."""
+
+    def __init__(self, recipe: Recipe, ranks: Ranks, corpus: Corpus, methods: dict[str, MakeHead]) -> None:
+        self.recipe, self.ranks, self.corpus, self.methods = recipe, ranks, corpus, methods
+        self.held_out = Batches(corpus.held_out, recipe.shape.seq_len, seed=0)  # seeds are judged by the same text
+
+    def start(self, seed: int) -> None:
+        self.model = build_model(self.recipe, self.ranks)
+        self.exact = self.model.head
+        self.initial = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.batches = Batches(self.corpus.train, self.recipe.shape.seq_len, seed)
+
+    def take(self, method: str) -> None:
+        # The run before may have ended inside a step.
+        self.model.head = self.exact
+        self.model.zero_grad()
+        self.model.load_state_dict(self.initial)
+        self.engine = TorchEngine(self.recipe, self.ranks, self.model, fused=self.ranks.device.type == "cuda")
+        assert isinstance(self.exact, VocabParallelHead)
+        self.head = self.methods[method](self.exact.weight)
+
+    def is_ours(self, method: str) -> bool:
+        return method in LOSSES
+
+    def validate(self) -> float:
+        return self.engine.validate(self.held_out)
+
+    def probe(self, step: int) -> Agreement:
+        return probe(self.engine, self.head, *self._batch(step))
+
+    def step(self, step: int) -> Tensor:
+        self.model.head = self.head
+        loss = self.engine.step(step + 1, *self._batch(step)).loss
+        self.model.head = self.exact
+        return loss
+
+    def _batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        size = self.recipe.batch_size
+        return self.batches.at(step * size, size)
 
 
 class PeerHead(nn.Module):

@@ -1,15 +1,13 @@
-"""Training of transformers' models, at the sizes of ``bench --models`` and from weights as they are drawn.
+"""Models of transformers, at the sizes of ``bench --models``, trained by one method after another from drawn weights.
 
-One model serves all runs. Its weights are set back in place. A method has a head of its own
-over the same trunk. Parameters are fp32, and computed with under autocast, as Trainer does with ``bf16=True``. The batches of
-a seed lie on the device before its first step, so that the host never waits between measurements.
+One model serves all runs: its weights are set back in place, and each method has a head of its own over the same trunk.
+Parameters are fp32 and the forward pass runs under autocast, as with Trainer's ``bf16=True``. The batches of a seed lie on the
+device before its first step, so that the host never waits between measurements.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -20,18 +18,16 @@ from torch import Tensor, nn
 
 import cce_dist
 from cce_dist.bench import steps
-from cce_dist.bench.loop import loss_of
-from cce_dist.bench.models import CONFIGS, OURS, Way, build, twin, ways
+from cce_dist.bench.methods import Method
+from cce_dist.bench.models import CONFIGS, OURS, build, twin, ways
+from cce_dist.bench.problem import loss_of
 from cce_dist.compare.probe import Agreement, agreement, share_kept
-from cce_dist.compare.runs import Run, train
 from cce_dist.plan import sizes
 from cce_dist.pretrain.build import make_optimizer
 from cce_dist.pretrain.data import IGNORED, Corpus
 from cce_dist.pretrain.engines import set_learning_rate
 from cce_dist.pretrain.ranks import Ranks
 from cce_dist.pretrain.recipe import Recipe, Shape, UsageError
-from cce_dist.pretrain.train import make_deterministic
-from cce_dist.report import describe
 
 OWN_OPTIONS = {"preset": None, "vocab_size": None, "accumulate": 1}  # of this project's GPT alone, and unsaid
 
@@ -60,7 +56,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     return Recipe.of(args, shape=shape)
 
 
-def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, Way], dict[str, str]]:
+def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, Method], dict[str, str]]:
     """Return the named ways of ``bench --models``, and why those that cannot run here cannot.
 
     Raises:
@@ -76,52 +72,35 @@ def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, Wa
     return chosen, dict.fromkeys(missing, "needs a GPU")
 
 
-def train_all(
-    recipe: Recipe,
-    ranks: Ranks,
-    corpus: Corpus,
-    methods: dict[str, Way],
-    *,
-    model: str,
-    seeds: Iterable[int],
-    measure_every: int,
-    advance: Callable[[], Any],
-) -> Iterator[Run]:
-    """Yield each run as it ends, all methods of a seed before the next seed; ``advance`` is called after every step."""
-    batch = recipe.batch_size, recipe.shape.seq_len
-    draw = partial(build, model, recipe.shape.num_layers, torch.float32, ranks.device)
-    trained, text = draw(), steps.Text(corpus, recipe.shape.vocab_size)
-    held_out = text.held_out(recipe.eval_batches * batch[0], batch[1], ranks.device).view(-1, *batch)
-    for seed in seeds:
-        make_deterministic(seed)
-        initial = draw(seed).state_dict()
-        batches = text.train(0, recipe.steps * batch[0], batch[1], ranks.device, seed).view(-1, *batch)
-        for name, way in methods.items():
-            trained.load_state_dict(initial)
-            run = Run(name, seed)
-            try:
-                way_of_it = way.build(twin(trained, trained.model))
-                optimizer = make_optimizer(trained, recipe, fused=True)
-                stepped = steps.Run(trained, optimizer, recipe.clip)
-                training = _OfModel(recipe, stepped, way_of_it, way.ours, batches, held_out)
-                train(recipe, training, run, measure_every, advance)
-            except Exception as error:  # whatever another library raises, the rest goes on
-                if way.ours or name == "stock":
-                    raise
-                run.problem = describe(error)
-            yield run
+class ModelLearner:
+    """One model of transformers. Its gradients are compared on the first batch of the seed, whatever the step."""
 
-
-@dataclass
-class _OfModel:
-    """Training of one model by one way. Its gradients are compared on the first batch of the seed, whatever the step."""
-
-    recipe: Recipe
-    run: steps.Run
     way: nn.Module
-    is_ours: bool
+    run: steps.Run
+    ours: bool
     batches: Tensor  # [steps, B, L] ids
     held_out: Tensor  # [batches, B, L] ids
+
+    def __init__(self, name: str, recipe: Recipe, ranks: Ranks, corpus: Corpus, methods: dict[str, Method]) -> None:
+        self.recipe, self.methods, self.device = recipe, methods, ranks.device
+        self.draw = partial(build, name, recipe.shape.num_layers, torch.float32, ranks.device)
+        self.model, self.text = self.draw(), steps.Text(corpus, recipe.shape.vocab_size)
+        self.batch = recipe.batch_size, recipe.shape.seq_len
+        ids = self.text.held_out(recipe.eval_batches * self.batch[0], self.batch[1], self.device)
+        self.held_out = ids.view(-1, *self.batch)
+
+    def start(self, seed: int) -> None:
+        self.initial = self.draw(seed).state_dict()
+        ids = self.text.train(0, self.recipe.steps * self.batch[0], self.batch[1], self.device, seed)
+        self.batches = ids.view(-1, *self.batch)
+
+    def take(self, method: str) -> None:
+        self.model.load_state_dict(self.initial)
+        self.way, self.ours = self.methods[method].build(twin(self.model, self.model.model)), self.methods[method].ours
+        self.run = steps.Run(self.model, make_optimizer(self.model, self.recipe, fused=True), self.recipe.clip)
+
+    def is_ours(self, method: str) -> bool:
+        return self.methods[method].ours or method == "stock"
 
     def step(self, step: int) -> Tensor:
         set_learning_rate(self.run.optimizer, self.recipe.learning_rate(step + 1))
@@ -132,8 +111,8 @@ class _OfModel:
         losses = []
         for ids in self.held_out:
             with self.recipe.autocast():
-                hidden = self.run.model.model(input_ids=ids, use_cache=False).last_hidden_state
-                weight = self.run.model.lm_head.weight
+                hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+                weight = self.model.lm_head.weight
                 losses.append(cce_dist.linear_cross_entropy(hidden, weight, _labels(ids), softcap=self._softcap))
         return torch.stack(losses).mean().item()
 
@@ -141,19 +120,19 @@ class _OfModel:
         ids, found = self.batches[0], []
 
         def cut(trunk: nn.Module, args: tuple, output: Any) -> Any:
-            """End the graph behind the trunk: what reaches the leaf there is dE, and the weight's gradient is the head's."""
+            """Cut the graph behind the trunk: the leaf there gets dE, and the weight's gradient is that of the head alone."""
             found.append(output.last_hidden_state.detach().requires_grad_())
             output.last_hidden_state = found[0]
             return output
 
-        with self.run.model.model.register_forward_hook(cut):
+        with self.model.model.register_forward_hook(cut):
             loss = self._forward(input_ids=ids, labels=ids)["loss"]
-        (hidden,), weight, labels = found, self.run.model.lm_head.weight, _labels(ids)
+        (hidden,), weight, labels = found, self.model.lm_head.weight, _labels(ids)
         d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
         dtype = getattr(torch, self.recipe.dtype)
         hidden, weight = hidden.detach().to(dtype), weight.detach().to(dtype)
         kept = float("nan")
-        if self.is_ours:
+        if self.ours:
             cce_dist.require(self.way)
             head: Any = self.way.lm_head
             grad_filter = head.cce_task.options.grad_filter
@@ -167,7 +146,7 @@ class _OfModel:
 
     @property
     def _softcap(self) -> float | None:
-        return getattr(self.run.model.config, "final_logit_softcapping", None)
+        return getattr(self.model.config, "final_logit_softcapping", None)
 
 
 def _labels(ids: Tensor) -> Tensor:

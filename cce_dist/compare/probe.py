@@ -1,7 +1,7 @@
 """How far a head's gradient is from the dense one, on hidden states of the model in training.
 
-Four gradients tell what a filter does: dE; its mean over tokens, where errors that all push the same way add up; dC; and
-the rows of dC whose token is no label of the batch, which have nothing but the softmax's small probabilities.
+Four gradients show what a filter does: dE; its mean over tokens, in which errors of the same sign add up; dC; and the rows of
+dC whose token is no label of the batch, which come from small probabilities alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cce_dist import LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy
-from cce_dist.bench.loop import Problem, loss_of, truth_of
+from cce_dist.bench.problem import Problem, loss_of, reference_of
 from cce_dist.pretrain.data import IGNORED
 from cce_dist.pretrain.engines.torch import TorchEngine
 from cce_dist.pretrain.recipe import Recipe
@@ -23,11 +23,11 @@ GRADIENTS: tuple[str, ...] = ("dE", "mean dE", "dC", "rare dC")
 
 
 class Agreement(NamedTuple):
-    """How alike a method's gradients and the dense ones are, each by the names in ``GRADIENTS``."""
+    """How a method's gradients compare with the dense ones, by the names in ``GRADIENTS``."""
 
     cosine: dict[str, float]  # NaN where a gradient is 0
-    norm: dict[str, float]  # the method's over that of the dense one
-    kept_tiles: float  # ``FilterStats.kept``; NaN for what is no filter of this library
+    norm: dict[str, float]  # of the method's gradient over the dense gradient's
+    kept_tiles: float  # ``FilterStats.kept``; NaN without a filter of this library
     dense_norm: dict[str, float]  # of the dense gradients themselves
     batch_loss: float  # of the batch, by dense arithmetic
 
@@ -51,7 +51,7 @@ def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndar
 
 def agreement(d_hidden: Tensor, d_weight: Tensor, problem: Problem, kept_tiles: float) -> Agreement:
     """Compare gradients [N, D] and [V, D] of a loss with the dense ones, from the rounded operands of the problem."""
-    truth, labels = truth_of(problem), problem.tokens[1]
+    truth, labels = reference_of(problem), problem.tokens[1]
     rare = torch.ones(len(truth.d_weight), dtype=torch.bool, device=labels.device)
     rare[labels[labels != IGNORED]] = False
     pairs = (
@@ -67,7 +67,7 @@ def agreement(d_hidden: Tensor, d_weight: Tensor, problem: Problem, kept_tiles: 
 
 @torch.no_grad()
 def share_kept(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> float:
-    """Return what a loss with these options keeps, by ``FilterStats.kept``; NaN of one that does not filter."""
+    """Return the share that a loss with these options keeps, ``FilterStats.kept``; NaN without a filter."""
     if options["grad_filter"] is None:
         return math.nan
     options["return_aux"] = ("filter_stats",)
@@ -87,7 +87,7 @@ def _gradients(
 
 
 def _cosine_and_norms(gradient: Tensor, truth: Tensor) -> Tensor:
-    """Cosine of two gradients, the norm of the first over that of the second, and that of the second. -> [3] fp64"""
+    """Return the cosine of two gradients, the ratio of their norms, and the norm of the truth, as [3] fp64."""
     gradient, truth = gradient.double().flatten(), truth.double().flatten()
     norm, true_norm = gradient.norm(), truth.norm()
     return torch.stack((gradient @ truth / (norm * true_norm), norm / true_norm, true_norm))

@@ -1,4 +1,4 @@
-"""The findings: a Markdown table for the terminal, JSON, and a figure."""
+"""What was measured: a Markdown table for the terminal, JSON, and a figure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OF_A_COMMAND = {"out", "methods", "seeds", "first_seed", "show", "columns", "cac
 
 @dataclass
 class Comparison:
-    """All runs, and what they were made with."""
+    """All runs, with the environment and the options that they were made with."""
 
     environment: dict[str, Any]
     options: dict[str, Any]  # of the command line
@@ -53,7 +53,7 @@ class Comparison:
 
     @property
     def baseline(self) -> str:
-        """The method that the others are held to: dense, or a model's own."""
+        """Return the method that the others are compared with: dense, or a model's own."""
         return "stock" if self.options.get("model") else "dense"
 
     @property
@@ -68,7 +68,7 @@ class Comparison:
         )
 
     def series(self, method: str, statistic: str, gradient: str = "") -> dict[int, list[float]]:
-        """Return the finite values of an attribute of ``Measurement``, by step, one of each seed."""
+        """Return the finite values of an attribute of ``Measurement``: by step, one value per seed."""
         values: dict[int, list[float]] = {}
         for measured in self._measurements(method).values():
             value = getattr(measured, statistic)
@@ -78,7 +78,7 @@ class Comparison:
         return values
 
     def excess(self, method: str) -> dict[int, list[float]]:
-        """Return validation loss less the baseline's of the same seed, by step."""
+        """Return the validation loss minus the baseline's for the same seed, by step."""
         baseline = self._measurements(self.baseline)
         values: dict[int, list[float]] = {}
         for place, measured in self._measurements(method).items():
@@ -93,14 +93,14 @@ class Comparison:
 
 
 def line(run: Run) -> str:
-    """One run as a line of progress."""
+    """Return one run as a line of progress."""
     if run.problem:
         return f"seed {run.seed}  {run.method}: {run.problem}"
     return f"seed {run.seed}  {run.method}: val loss {run.measurements[-1].val_loss:.4f}"
 
 
 def table(comparison: Comparison) -> str:
-    """The comparison as Markdown."""
+    """Return the comparison as Markdown."""
     notes = [f"* seed {run.seed}, {run.method}: {run.problem}" for run in comparison.runs if run.problem]
     if comparison.missing:
         reasons = (f"{name} ({reason})" for name, reason in comparison.missing.items())
@@ -117,7 +117,7 @@ def table(comparison: Comparison) -> str:
 
 
 def summary(comparison: Comparison, columns: Sequence[str] = tuple(COLUMNS)) -> list[str]:
-    """The lines of the Markdown table alone, with some of its columns by their names in ``COLUMNS``."""
+    """Return the lines of the Markdown table, with the named columns of ``COLUMNS``."""
     unknown = set(columns) - set(COLUMNS)
     if unknown:
         raise UsageError(f"unknown column {min(unknown)!r}: choose from {', '.join(COLUMNS)}")
@@ -128,7 +128,7 @@ def summary(comparison: Comparison, columns: Sequence[str] = tuple(COLUMNS)) -> 
 
 
 def _cells(comparison: Comparison, method: str) -> dict[str, str]:
-    """A row's text by column."""
+    """Return a row's text by column."""
     last = comparison.options["steps"]
 
     def final(values: dict[int, list[float]], form: str, of_mean: bool = False) -> str:
@@ -165,15 +165,15 @@ def _cells(comparison: Comparison, method: str) -> dict[str, str]:
 
 
 def spread_of(values: list[float]) -> float:
-    """Sample standard deviation, NaN of a single value."""
+    """Return the sample standard deviation, NaN for a single value."""
     return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
 def joined(paths: Sequence[Path]) -> Comparison:
-    """Read several compare.json, of other seeds or methods, as one; the first one's figure and environment stand for all.
+    """Read several compare.json, with different seeds or methods, as one. The environment is the first file's.
 
     Raises:
-        UsageError: One is something else, trained otherwise, or has a run that another one has.
+        UsageError: A file is something else, was trained with other options, or repeats a run of another file.
     """
     try:
         first, *others = (report.read_json(path, Comparison, "compare.json") for path in paths)
@@ -192,7 +192,7 @@ def joined(paths: Sequence[Path]) -> Comparison:
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Write the figure: the loss, and its difference to the baseline; below, direction and size of four gradients."""
+    """Write the figure: the loss and its difference from the baseline, and the direction and size of four gradients."""
     layout: Any = [
         ["loss", "loss", "excess", "excess"],
         [f"cosine {name}" for name in GRADIENTS],
@@ -241,7 +241,7 @@ def _curve(panel: Any, values: dict[int, list[float]], style: dict[str, str]) ->
 
 
 def _band_of_seeds(panel: Any, comparison: Comparison) -> None:
-    """Shade how far the baseline's own seeds lie apart."""
+    """Shade the spread of the baseline's own seeds."""
     losses = comparison.series(comparison.baseline, "val_loss")
     spreads = [spread_of(values) for values in losses.values()]
     if any(math.isfinite(spread) for spread in spreads):

@@ -19,7 +19,6 @@ from cce_dist.pretrain.exits import UsageError
 
 FILTERS: dict[str, dict[str, Any]] = {  # arguments of GradFilter, beside eps, by name of the loss
     "filtered": {},
-    "screened": {"screen": "auto"},
     "filtered-plain": {"compensate": False},
     "full-c": {"weight": False},
     "full-c-plain": {"weight": False, "compensate": False},

@@ -236,12 +236,5 @@ CASES = [
     Case("filter-sequence-parallel", "a bound of the slice alone", {"grad_filter": FILTERED, "sequence_parallel": True},
          ZIPF),
     Case("filter-bf16", "d_hidden rounded between frequent columns and lists", {"grad_filter": FILTERED}, ZIPF, dtype=BF16),
-    Case("filter-screened", "a logit that matters left in 8 bits", {"grad_filter": replace(FILTERED, screen="auto")}, ZIPF,
-         dtype=BF16),
-    Case("filter-screened-entropy", "an entropy of the listed logits alone, or its gradient dropped",
-         {"grad_filter": replace(FILTERED, screen="auto")}, ZIPF, dtype=BF16, objective="aux"),
-    Case("filter-screened-uneven-shards", "a sum relative to the shard's own bound",
-         {"grad_filter": replace(FILTERED, screen="auto"), "z_loss_weight": 0.05}, zipf_problem(bias=True), shards=uneven,
-         dtype=BF16),
 ]
 # fmt: on

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import groups, reference
-from cce_dist.call import AUX
 from cce_dist.filter import GradFilter
 from cce_dist.loss import TIE, LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
@@ -105,8 +104,8 @@ def run_case(
 
 
 def further_runs(device: str) -> int:
-    """Runs of a case after its first. On a GPU: recorded, replayed, and replayed where its addresses come again."""
-    return 3 if device == "cuda" else 1
+    """Return how often a case runs after its first run. On a GPU the second run is recorded and the third one replayed."""
+    return 2 if device == "cuda" else 1
 
 
 def of_rank(
@@ -242,10 +241,7 @@ def _ours(
     if case.noncontiguous:
         hidden = hidden.t().contiguous().t()
     hidden.requires_grad_()
-    # The largest logit would turn a screen off.
-    screen = getattr(case.options.get("grad_filter"), "screen", None)
-    aux = True if screen is None else tuple(name for name in AUX if name not in ("max_logit", "label_is_max"))
-    aux = aux if not case.in_groups else False  # whose gradients nobody knows in forward
+    aux = not case.in_groups  # a group's gradients are made in forward, before those of other outputs are known
     # What the buffer holds before is of dC's own size, so that adding to it rounds no more than dC is rounded.
     before = 2.0**-12
     out_buffer = torch.full(weight.shape, before, device=device) if case.accumulate else None

@@ -46,7 +46,7 @@ def rehearse(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
         return
     if torch.cuda.is_current_stream_capturing() or spec.several or spec.factors or spec.want.top_k:
         return
-    tensors = tuple((t.shape, t.dtype) for t in (x.weight, x.bias, weight_out) if t is not None)
+    tensors = tuple((t.shape, t.dtype) for t in (x.weight, *x.head.tensors.values(), weight_out) if t is not None)
     options = _kind(spec._replace(workspace_bytes=spec.workspace_bytes.bit_length()))
     call = id(backend), x.weight.device, options, x.num_tokens.bit_length(), tensors
     if call in _REHEARSED:
@@ -113,7 +113,8 @@ def _through(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
 
     labels = bare(x.ids)
     hidden = x.hidden.new_empty(x.num_tokens, x.hidden.shape[1], device="meta")
-    x = Operands(hidden, bare(x.weight), bare(x.bias), labels, x.logits)
+    head = x.head._replace(**{name: bare(tensor) for name, tensor in x.head.tensors.items()})
+    x = x._replace(hidden=hidden, weight=bare(x.weight), head=head, ids=labels)
     ids, order = backend.ordered_ids(labels, spec.ignore_index, spec.vocab_size)
     x = x._replace(ids=ids, order=order)
     stats_KN, saved = backend.statistics(x, spec, merge_bound)
@@ -122,4 +123,4 @@ def _through(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
     of_mean = backend.mean(nll_N, labels, spec.ignore_index) if spec.want.mean else None
     wanted = (of_mean is None, False, False, spec.want.uniform, spec.want.entropy)
     coef_4N = backend.coefficients([nll_N if want else None for want in wanted], x.ids, spec.vocab_size, of_mean)
-    backend.gradients(x, softmax, coef_4N, saved, Grads(True, True, x.bias is not None, bare(weight_out)), spec)
+    backend.gradients(x, softmax, coef_4N, saved, Grads(True, True, x.head.bias is not None, bare(weight_out)), spec)

@@ -165,7 +165,6 @@ def ds_config(recipe: Recipe, ranks: Ranks) -> dict[str, Any]:
     if grad_filter is not None:
         section["filter"] = "compensated" if grad_filter.compensate else "plain"
         section |= {f"filter_{name}": getattr(grad_filter, name) for name in ("eps", "hidden", "weight", "always")}
-        section["filter_screen"] = grad_filter.screen or "off"
         section["report"] = True
     return {
         "train_micro_batch_size_per_gpu": recipe.batch_size // (ranks.dp * recipe.accumulate),
