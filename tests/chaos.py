@@ -129,7 +129,7 @@ class Chaos:
         if "after step" in self.tail():
             assert self.newest() == self.last_step(), "work was lost\n" + self.tail()
         elif code == AGAIN:
-            assert " before the " in self.tail(), self.tail()
+            assert re.search(" before the | was ended by ", self.tail()), self.tail()
         return code
 
     def fill_the_disk(self) -> int:

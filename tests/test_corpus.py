@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ pytest.importorskip("tokenizers")
 from commands import Command, kill
 from toy_runs import pretrain
 
-from cce_dist import cli
 from cce_dist.pretrain import corpus, data
 from cce_dist.pretrain.data import Corpus, CorpusError, prepare
 
@@ -180,11 +178,11 @@ def test_a_cache_serves_all_users(tmp_path: Path, texts: Path) -> None:
     ],
 )
 def test_an_odd_file_is_one_line(
-    tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], reason: str
+    tmp_path: Path, texts: Path, capfd: pytest.CaptureFixture[str], spoil: Callable[[Path], None], reason: str
 ) -> None:
     spoil(texts / "odd.txt")
     assert pretrain(tmp_path / "cache", tmp_path / "out", "--corpus", str(texts), "--pattern", "*.txt") == 1
-    [line] = capsys.readouterr().err.splitlines()
+    [line] = capfd.readouterr().err.splitlines()
     assert reason in line
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock"]
 
@@ -233,13 +231,3 @@ def test_scratch_folders_of_a_killed_process_go(tmp_path: Path, texts: Path) -> 
     left.mkdir(parents=True)
     prepare(texts, "*.txt", 300, tmp_path / "cache")
     assert not left.exists()
-
-
-def test_no_home_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cli.main(["pretrain", "--device", "cpu", "--tp", "1", "--out", str(tmp_path)]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert "no home folder: name a folder for tokenized corpora by --cache" in line

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import statistics
+import sys
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,6 @@ from cce_dist.kernels import tiles
 from cce_dist.plan import Layout, Model, devices, plan
 from cce_dist.plan.cut import Times, best_cut, deepspeed_weights, last_stage_layers, megatron_layout, timed
 from cce_dist.plan.devices import DEVICES, HOSTS
-from cce_dist.plan.fsdp import ways
 from cce_dist.plan.head import Head, cost, listed_seconds
 from cce_dist.plan.planning import LOSSES
 from cce_dist.plan.scale import grow
@@ -83,25 +83,11 @@ def printed(argv: list[str], capsys: pytest.CaptureFixture) -> str:
 
 def test_the_tables_of_the_page_are_what_their_commands_print(capsys) -> None:
     """Catches any number that moves: a prediction, a measurement, or one changed by hand."""
-    tables = [one for page in ("plan", "fsdp") for one in TABLE.findall((ROOT / f"docs/{page}.md").read_text())]
-    assert len({command for command, _ in tables}) > 1
+    tables = TABLE.findall((ROOT / "docs/plan.md").read_text())
+    assert tables
     for command, table in tables:
         shown = printed([arg.replace("docs/", f"{ROOT}/docs/") for arg in command.split()], capsys)
         assert table and table in shown + "\n", command
-
-
-def test_the_bytes_of_the_page_of_fsdp2_are_those_of_the_plan() -> None:
-    page, gib = (ROOT / "docs/fsdp.md").read_text(), 2**30
-    for name, model in {
-        "Gemma-3-270m": Model(640, 262_144, 18, 4, 2048, is_tied=True),
-        "Qwen3-0.6B": Model(1024, 151_936, 28, 16, 3072, is_tied=True),
-        "Llama-3-8B": Model(4096, 128_256, 32, 32, 14336),
-    }.items():
-        low, high = ways(model, 8192, 8, reduce_bytes=2), ways(model, 8192, 8, gathers=2)
-        numbers = " | ".join(f"{x / gib:.2f}" for x in (low.hidden, low.embedding, low.held_less))
-        assert f"| {name} | {low.weight / gib:.2f} to {high.weight / gib:.2f} | {numbers} |" in page
-        whole = int(model.vocab_size * (0.6 if model.is_tied else 1.0))
-        assert ways(model, int(0.95 * whole) // 8, 8).pays and not ways(model, int(1.05 * whole) // 8, 8).pays
 
 
 def test_the_head_in_layers() -> None:
@@ -223,32 +209,133 @@ def test_scale() -> None:
         grow(MODELS["llama-3-8b"], Layout(tp=8), DEVICES["h200"], [12], 256 << 20)
 
 
-CONFIGS = {
-    "config.json": (
-        '{"model_type": "llama", "hidden_size": 4096, "vocab_size": 128256, "num_hidden_layers": 32, "num_attention_heads": 32,'
-        ' "num_key_value_heads": 8, "intermediate_size": 14336, "tie_word_embeddings": false}',
-        {},
-    ),
-    "train.sh": (
-        "torchrun pretrain_gpt.py --num-layers 32 --hidden-size=4096 \\\n --ffn-hidden-size 14336 --num-attention-heads 32 \\\n"
-        "  --group-query-attention --num-query-groups 8 --swiglu --untie-embeddings-and-output-weights # tied? no\n"
-        "  --vocab-size 128256 --tensor-model-parallel-size 8 --seq-length 4096 --micro-batch-size 2\n",
-        {"tp": 8, "tokens": 4096, "micro_batch": 2},
-    ),
-    "args.yaml": (
-        "MODEL_ARGS:\n  --num-layers: 32\n  --hidden-size: 4096\n  --ffn-hidden-size: 14336\n  --num-attention-heads: 32\n"
-        "  --num-query-groups: 8\n  --swiglu: true\n  --untie-embeddings-and-output-weights: true\n  --vocab-size: 128256\n",
-        {},
-    ),
+SCRIPT = """#!/bin/bash
+# The model: --num-layers 1
+LAYERS=32
+ARGS=(--num-layers ${LAYERS} --hidden-size=4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8
+    --swiglu --untie-embeddings-and-output-weights --kv-channels 128)
+torchrun --nproc-per-node 8 pretrain_gpt.py "${ARGS[@]}" --vocab-size 128256 --lr 1e-4 \\
+    --group-query-attention """
+SIZED = dataclasses.replace(MODELS["llama-3-8b"], head_size=128)
+OPTIONS = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "micro_batch": 1, "tokens": None, "recompute": "none"}
+OPTIONS |= {"sequence_parallel": False}
+MORE = {  # options that are added to the script, and what they change
+    "": {},
+    "--num-layers 40 --num-layers 48": {"num_layers": 48},
+    "--tensor-model-parallel-size 8 --sequence-parallel": {"vocab_size": 129_024, "tp": 8, "sequence_parallel": True},
+    "--tensor-model-parallel-size 8 --make-vocab-size-divisible-by 1": {"tp": 8},
+    "--padded-vocab-size 128512": {"vocab_size": 128_512},
+    "--num-experts 8 --expert-model-parallel-size 4": {"num_experts": 8, "experts_per_token": 2, "ep": 4},
+    "--num-experts 8 --moe-ffn-hidden-size 768": {"num_experts": 8, "experts_per_token": 2, "ffn_size": 768},
+    "--moe-ffn-hidden-size 768 --moe-router-topk 4": {},
+    "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2": {"pp": 4, "vpp": 4},
+    "--context-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2": {"cp": 2, "vpp": 2},
+    "--seq-length 4096 --micro-batch-size 2": {"tokens": 4096, "micro_batch": 2},
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": {"recompute": "full"},
+    "--recompute-granularity selective --moe-layer-freq 1": {},
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_config_files(name: str, tmp_path: Path) -> None:
-    text, options = CONFIGS[name]
-    (tmp_path / name).write_text(text)
-    config = read_config(tmp_path / name)
-    assert (config.model, config.options) == (MODELS["llama-3-8b"], options)
+@pytest.mark.parametrize("more", MORE)
+def test_a_megatron_script_is_read_as_megatron_does(more: str, tmp_path: Path) -> None:
+    """Catches a first value that wins, a comment that is read, experts as wide as dense layers, an unpadded vocabulary."""
+    (tmp_path / "train.sh").write_text(SCRIPT + more)
+    found = read_config(tmp_path / "train.sh")
+    assert vars(found.model) | {name: found.options[name] for name in OPTIONS} == vars(SIZED) | OPTIONS | MORE[more]
+
+
+def test_sizes_that_a_megatron_script_leaves_out(tmp_path: Path) -> None:
+    """Defaults are Megatron's, and sizes by hand stand above the script's. Catches groups of heads without their flag."""
+    text = "--num-layers 2 --hidden-size 1024 --num-attention-heads 16 --num-query-groups 4"
+    (tmp_path / "train.sh").write_text(text)
+    found = read_config(tmp_path / "train.sh", vocab_size=1000, tp=2).model
+    assert found == Model(1024, 1000, 2, 16, 4096, is_gated=False, is_tied=True)
+    (tmp_path / "train.sh").write_text(SCRIPT.replace("--ffn-hidden-size 14336", "") + " --num-experts 4")
+    assert read_config(tmp_path / "train.sh").model.ffn_size == 10_880
+    by_hand = read_config(tmp_path / "train.sh", ffn_size=512, num_kv_heads=16, tp=32).model
+    assert (by_hand.ffn_size, by_hand.num_kv_heads, by_hand.vocab_size) == (512, 16, 131_072)
+
+
+def test_ranks_that_share_experts_hold_their_own_alone() -> None:
+    """Catches an optimizer's state that is split twice."""
+    whole, shared = (plan("mixtral-8x7b", Layout(dp=8, ep=ep)).losses[3].last_stage for ep in (1, 8))
+    model = MODELS["mixtral-8x7b"]
+    others = 7 * model.num_layers * model.expert_params
+    assert whole["weights"] - shared["weights"] == 2 * others and whole["optimizer"] == shared["optimizer"]
+    with pytest.raises(ValueError, match="8 experts cannot be shared by ep 3 ranks of dp 8"):
+        plan("mixtral-8x7b", Layout(dp=8, ep=3))
+
+
+LLAMA_3_8B = {"vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA_3_8B |= {"num_key_value_heads": 8, "intermediate_size": 14336}
+BUILT = {  # by what a formula would miss
+    "two-matrices": ("Starcoder2", {"num_hidden_layers": 2}),
+    "narrow-head": ("OPT", {"hidden_size": 1536, "word_embed_proj_dim": 512, "num_hidden_layers": 2}),
+    "shared-experts": ("Qwen2Moe", {"num_hidden_layers": 3}),
+    "vision": ("Gemma3", {"text_config": {"num_hidden_layers": 2}}),
+    "image-text-to-text": ("Llava", {"text_config": {"model_type": "llama", "num_hidden_layers": 2}}),
+    "no-attention": ("Mamba", {"num_hidden_layers": 2}),
+    "lists-side-by-side": ("XLM", {"n_layers": 2}),
+}
+
+
+def saved(folder: Path, family: str, given: dict[str, Any]) -> tuple[Any, Any]:
+    """Write a config.json as transformers does; return its config, and its model on the meta device."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(**given)
+    config.save_pretrained(folder)
+    is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    return config, model
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_models_that_transformers_builds_are_counted(name: str, tmp_path: Path) -> None:
+    """Catches parameters computed by a formula, a vision tower taken for the text's layers, a head as wide as the layers."""
+    config, built = saved(tmp_path, *BUILT[name])
+    head = built.get_output_embeddings().weight
+    for path in (tmp_path, tmp_path / "config.json"):
+        found = read_config(path).model
+        assert found.params == sum(parameter.numel() for parameter in built.parameters())
+        assert (found.vocab_size, found.hidden_size) == head.shape
+        assert found.is_tied == (head is built.get_input_embeddings().weight)
+        assert found.num_layers == config.get_text_config().num_hidden_layers
+        assert 0 < found.active_params <= found.layer_params and found.embedding_params > 0
+        plan(found)
+
+
+def test_counting_agrees_with_the_formula(tmp_path: Path) -> None:
+    """Llama, and experts of Mixtral, up to the formula's last norm. Catches experts that every token is multiplied with."""
+    mixtral = {"vocab_size": 32_000, "num_local_experts": 8, "num_experts_per_tok": 2}
+    for name, family, more in (("llama-3-8b", "Llama", {}), ("mixtral-8x7b", "Mixtral", mixtral)):
+        saved(tmp_path, family, LLAMA_3_8B | more)
+        found, formula = read_config(tmp_path).model, MODELS[name]
+        for size in ("params", "layer_params", "active_params", "embedding_params", "width", "query_size", "kept_size"):
+            assert getattr(found, size) == getattr(formula, size), size
+        ours, theirs = (plan(model, Layout(pp=4, dp=2)).losses[3] for model in (found, formula))
+        assert (ours.cut, ours.last_stage, ours.first_stage) == (theirs.cut, theirs.last_stage, theirs.first_stage)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+def test_every_causal_model_is_counted(tmp_path: Path) -> None:
+    """With its default config. Those that transformers cannot build are refused in one line."""
+    transformers = pytest.importorskip("transformers")
+    for kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        try:
+            _, built = saved(tmp_path, kind.__name__.removesuffix("Config"), {})
+        except Exception:
+            continue
+        assert read_config(tmp_path).model.params == sum(parameter.numel() for parameter in built.parameters()), kind
+
+
+def test_a_config_json_needs_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert cli.main(["plan", "--config", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "cce-dist plan --config needs transformers: pip install transformers\n"
 
 
 @pytest.mark.parametrize(
@@ -265,7 +352,8 @@ def test_config_files(name: str, tmp_path: Path) -> None:
         pytest.param(["--model", "gpt-2", "--tokens", "0"], "--tokens and --micro-batch must be", id="tokens"),
         pytest.param(["--model", "gpt-2", "--workspace", "0"], "the workspace must be positive", id="workspace"),
         pytest.param(["--config", "/nowhere/config.json"], "No such file", id="no-file"),
-        pytest.param(["--config", str(ROOT / "LICENSE")], "has no hidden_size", id="other-file"),
+        pytest.param(["--config", "/nowhere/run.sh"], "No such file", id="no-script"),
+        pytest.param(["--config", str(ROOT / "LICENSE")], "has no num_layers", id="other-file"),
         pytest.param(["--model", "gpt-2", "--scale", "8", "--tp", "3"], "cannot be split", id="scale"),
         pytest.param(["--model", "gpt-2", "--num-kv-heads", "-2"], "must not be negative", id="negative"),
         pytest.param(["--model", "gpt-2", "--num-kv-heads", "5"], "cannot share 5 heads", id="shared"),
@@ -282,9 +370,13 @@ def test_mistakes_are_one_line(argv: list[str], told: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("part.json", '{"text_config": 3}', "text_config must hold names and values"),
-        ("fraction.json", '{"hidden_size": 64.5}', "hidden_size must be a whole number, got 64.5"),
-        ("text.sh", "--hidden-size 64 --seq-length x", "seq_length must be a whole number"),
+        ("config.json", "[1]", "transformers cannot build"),
+        ("config.json", '{"model_type": "t5"}', "t5 is not a causal language model"),
+        ("config.json", '{"model_type": "llama", "hidden_size": "wide"}', "hidden_size"),
+        ("config.json", '{"model_type": "llama", "num_hidden_layers": 0}', "no list of layers"),
+        ("text.sh", "--hidden-size $SIZE", r"argument --hidden-size: invalid int value: '\$SIZE'"),
+        ("text.sh", "--multi-latent-attention", "does not know the effect of --multi-latent-attention"),
+        ("text.sh", "--moe-layer-freq '([0]*3+[1]*29)'", "does not know the effect of --moe-layer-freq"),
     ],
 )
 def test_wrong_files_are_one_line(name: str, text: str, told: str, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """``cce-dist plan``: what the head costs, what fits, and how to cut the pipeline, before a GPU is rented.
 
-Reading order: ``sizes`` (models, and the files that hold their sizes), ``devices`` (every constant, with its provenance),
-``head`` (bytes and seconds of a loss), ``layers`` (of a layer), ``cut`` (layers of each stage, and how frameworks are told),
-``planning`` (all of it for a layout), ``fsdp`` (whose weight is gathered), ``scale`` (more GPUs), ``picture``, ``command``.
+Reading order: ``sizes`` (models, and readers of files that describe them), ``devices`` (every constant, with its provenance),
+``head`` (bytes and seconds of a loss), ``layers`` (bytes and seconds of a layer), ``cut`` (layers of each stage, and how
+frameworks are told), ``planning`` (all of it for a layout), ``scale`` (more GPUs), ``picture``, ``command``.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from cce_dist.arguments import wholes
-from cce_dist.plan import fsdp
 from cce_dist.plan.devices import DEVICES, HOSTS, Device, measure
 from cce_dist.plan.layers import RECOMPUTE, Layout
 from cce_dist.plan.picture import COLORS, draw
@@ -20,14 +20,16 @@ from cce_dist.plan.sizes import MODELS, Config, Model, read_config
 from cce_dist.report import table
 
 BY_HAND = ("hidden_size", "vocab_size", "num_layers", "num_heads", "ffn_size")
-DEFAULTS = {"tokens": 8192, "micro_batch": 1, "tp": 1, "pp": 1, "cp": 1}  # which a config's own sizes go before
+# Options that a script may have, too. The command line stands above it.
+DEFAULTS = {"tokens": 8192, "micro_batch": 1, "tp": 1, "pp": 1, "cp": 1, "vpp": 1, "ep": 1, "recompute": "none"}
+DEFAULTS |= {"sequence_parallel": True}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cce-dist plan``."""
     model = parser.add_argument_group("model: a name, a file, or sizes by hand; sizes change those of a name or a file")
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    model.add_argument("--config", type=Path, metavar="FILE", help="Hugging Face config.json, or Megatron's arguments")
+    model.add_argument("--config", type=Path, metavar="FILE", help="Hugging Face config.json, or a Megatron script")
     for name in (*BY_HAND, "num_kv_heads", "head_size"):
         model.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
 
@@ -38,10 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--pp", type=int, help="pipeline ranks (default: 1)")
     layout.add_argument("--cp", type=int, help="context-parallel ranks (default: 1)")
     layout.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
-    layout.add_argument("--vpp", type=int, default=1, help="chunks of layers of a pipeline rank")
+    layout.add_argument("--vpp", type=int, help="chunks of layers of a pipeline rank (default: 1)")
     layout.add_argument("--zero-stage", type=int, default=1, choices=range(4), help="what data-parallel ranks split")
-    layout.add_argument("--no-sequence-parallel", action="store_true", help="activations are whole on every rank")
-    layout.add_argument("--recompute", choices=RECOMPUTE, default="none", help="of layers' activations")
+    layout.add_argument(
+        "--no-sequence-parallel",
+        dest="sequence_parallel",
+        action="store_false",
+        default=None,
+        help="activations are whole on every rank",
+    )
+    layout.add_argument("--recompute", choices=RECOMPUTE, help="of layers' activations (default: none)")
     layout.add_argument("--eager", action="store_true", help="count elementwise kernels of layers as torch runs them")
     layout.add_argument(
         "--host", choices=HOSTS, default="", help="count the host that launches kernels in this engine of pretrain"
@@ -81,6 +89,11 @@ def run(args: argparse.Namespace) -> int:
             draw(args.picture, found, title)
     except (OSError, ValueError) as error:
         raise SystemExit(f"cce-dist plan: {' '.join(str(error).split())}") from error
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        print(f"cce-dist {error}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -90,46 +103,39 @@ def _model_and_layout(args: argparse.Namespace) -> tuple[Model, Layout]:
     sizes = {name: getattr(args, name) for name in (*BY_HAND, "num_kv_heads", "head_size")}
     given = {name: value for name, value in sizes.items() if value is not None}
     if args.config:
-        config = read_config(args.config)
+        config = read_config(args.config, **given, **({"tp": args.tp} if args.tp else {}))
     elif args.model:
-        config = Config(named(MODELS, args.model, "model"), {})
+        config = Config(dataclasses.replace(named(MODELS, args.model, "model"), **given), {})
     else:
         missing = [f"--{name.replace('_', '-')}" for name in BY_HAND if name not in given]
         if missing:
             raise ValueError(f"no model: --model, --config, or sizes by hand; missing {', '.join(missing)}")
         config = Config(Model(**given), {})
-    model = dataclasses.replace(config.model, **given)
-    said = {name: getattr(args, name) for name in DEFAULTS}
-    options = DEFAULTS | config.options | {name: value for name, value in said.items() if value is not None}
-    if options["tokens"] < 1 or options["micro_batch"] < 1:
-        raise ValueError(
-            f"--tokens and --micro-batch must be at least 1, got {options['tokens']}, {options['micro_batch']}"
-        )
-    cp = options["cp"]
-    if cp < 1 or options["tokens"] % cp:
-        raise ValueError(f"--tokens {options['tokens']} cannot be split over --cp {cp} ranks")
+    options: dict[str, Any] = dict(DEFAULTS)
+    for source in (config.options, vars(args)):
+        options |= {name: source[name] for name in DEFAULTS if source.get(name) is not None}
+    tokens, micro_batch, cp = options.pop("tokens"), options.pop("micro_batch"), options["cp"]
+    if tokens < 1 or micro_batch < 1:
+        raise ValueError(f"--tokens and --micro-batch must be at least 1, got {tokens}, {micro_batch}")
+    if cp < 1 or tokens % cp:
+        raise ValueError(f"--tokens {tokens} cannot be split over --cp {cp} ranks")
     layout = Layout(
-        tp=options["tp"],
-        pp=options["pp"],
+        **options,
         dp=args.dp,
-        cp=cp,
-        vpp=args.vpp,
         zero_stage=args.zero_stage,
-        num_tokens=options["tokens"] // cp * options["micro_batch"],
-        seq_len=options["tokens"] if args.attention else 0,
-        recompute=args.recompute,
-        sequence_parallel=not args.no_sequence_parallel,
+        num_tokens=tokens // cp * micro_batch,
+        seq_len=tokens if args.attention else 0,
         framework=args.framework,
         elementwise=1.0 if args.eager else 0.0,
         host=args.host,
     )
-    return model, layout
+    return config.model, layout
 
 
 def _text(found: Plan, title: str, workspace: int | None) -> list[str]:
     """Return the plan as paragraphs."""
     layout, layer = found.layout, found.layer
-    splits = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "dp", "cp", "vpp"))
+    splits = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "dp", "cp", "vpp", "ep"))
     parts = [
         f"{title}: {found.model.params / 1e9:.2f} B parameters; {layout.num_tokens:,} tokens a microbatch; {splits}; ZeRO "
         f"{layout.zero_stage}; {layout.num_gpus} GPUs\n{_device(found.device)}\n"
@@ -140,7 +146,7 @@ def _text(found: Plan, title: str, workspace: int | None) -> list[str]:
     ]
     if layout.pp > 1:
         parts.append("Cut to use:\n" + "\n".join(_cuts(found)))
-    return parts + fsdp.paragraphs(found.model, layout, found.device)
+    return parts
 
 
 def _device(device: Device) -> str:

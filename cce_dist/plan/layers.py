@@ -30,6 +30,7 @@ class Layout:
     Attributes:
         tp, pp, dp, cp: Tensor-, pipeline-, data- and context-parallel size.
         vpp: Chunks of layers of a pipeline rank.
+        ep: Ranks that share the experts, among the data- and context-parallel ones. Their all-to-alls take no time.
         zero_stage: What is split over data-parallel ranks: 1 the optimizer's state, 2 gradients too, 3 weights too; 0 nothing.
         num_tokens: Tokens of a microbatch on one rank.
         seq_len: Tokens that attention looks over; 0: its products of queries and keys are left out.
@@ -45,6 +46,7 @@ class Layout:
     dp: int = 1
     cp: int = 1
     vpp: int = 1
+    ep: int = 1
     zero_stage: int = 1
     num_tokens: int = 8192
     seq_len: int = 0
@@ -84,21 +86,20 @@ def layer_time(model: Model, layout: Layout, device: Device) -> LayerTime:
     attention = 2.0 * layout.num_tokens * layout.seq_len * model.query_size
     slowest = 1.0 + COSTS.slowest * (layout.tp.bit_length() - 1)
     products = (num_passes * operations + (num_passes + 0.5) * attention) / layout.tp / device.flops * slowest
-    moved = EAGER_HIDDEN_BYTES * model.hidden_size / layout.in_slices + EAGER_INNER_BYTES * model.ffn_size / layout.tp
+    moved = EAGER_HIDDEN_BYTES * model.width / layout.in_slices + EAGER_INNER_BYTES * model.ffn_size / layout.tp
     products += layout.elementwise * STRIDED * moved * layout.num_tokens / device.bandwidth
-    whole = 2 * layout.num_tokens * model.hidden_size
+    whole = 2 * layout.num_tokens * model.width
     name, count = ("all_gather", 8) if layout.sequence_parallel else ("all_reduce", 4)
     return LayerTime(products, count * collective_seconds(name, whole, layout.tp, device))
 
 
 def activation_bytes(model: Model, layout: Layout) -> int:
     """Return the bytes that a layer keeps of one microbatch for backward, in 16 bits."""
-    between = 2 * model.hidden_size // layout.in_slices
+    between = 2 * model.width // layout.in_slices
     if layout.recompute == "full":
         return layout.num_tokens * between
-    wide = model.ffn_size * (3 if model.is_gated else 2) * max(1, model.experts_per_token)
-    # Both norms' inputs and outputs; queries, keys and values; attention's output and log-sum-exp; the inner layer.
-    split = 2 * (2 * model.query_size + model.key_value_size + wide) + 4 * model.num_heads
+    # Inputs and outputs of two norms; queries, keys, values, attention's output, inner widths; the log-sum-exp in fp32.
+    split = 2 * model.kept_size + 4 * model.num_heads
     return layout.num_tokens * (4 * between + split // layout.tp)
 
 
@@ -117,11 +118,12 @@ def chunks_in_flight(layout: Layout, rank: int) -> int:
     return 2 * (layout.pp - rank - 1) + (layout.vpp - 1) * layout.pp + 1
 
 
-def state_bytes(params: int, layout: Layout) -> dict[str, int]:
+def state_bytes(params: int, experts: int, layout: Layout) -> dict[str, int]:
     """Return the bytes of the parameters of a rank and of what training keeps for each, by item.
 
-    Weights are bf16. Megatron and DeepSpeed add gradients up in fp32, and their optimizer has an fp32 copy and two moments;
-    torch's fully sharded parameters are fp32 themselves.
+    ``experts`` of the parameters are shared over ``ep`` ranks, unless data parallelism splits them already. Weights are bf16.
+    Megatron and DeepSpeed add gradients up in fp32, and their optimizer has an fp32 copy and two moments; torch's fully sharded
+    parameters are fp32 themselves.
     """
     ways = layout.dp * layout.cp
     stage = layout.zero_stage if layout.framework in ("megatron", "deepspeed") else 3
@@ -131,4 +133,6 @@ def state_bytes(params: int, layout: Layout) -> dict[str, int]:
         sizes = (2, 4, 12)
     else:
         names, sizes = ("weights", "gradients", "optimizer"), (4, 4, 8)
-    return {name: size * params // split for name, size, split in zip(names, sizes, by_stage, strict=True)}
+    unsplit = params - experts + experts // layout.ep
+    counts = [params // split if split > 1 else unsplit for split in by_stage]
+    return {name: size * count for name, size, count in zip(names, sizes, counts, strict=True)}

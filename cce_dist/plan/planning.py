@@ -147,7 +147,7 @@ def named(table: dict[str, T], value: T | str, kind: str) -> T:
 
 def check(model: Model, layout: Layout) -> None:
     """Raise ValueError where sizes are wrong or cannot be split."""
-    for name in ("tp", "pp", "dp", "cp", "vpp", "num_tokens"):
+    for name in ("tp", "pp", "dp", "cp", "vpp", "ep", "num_tokens"):
         if getattr(layout, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(layout, name)}")
     if layout.framework not in METHODS:
@@ -158,11 +158,16 @@ def check(model: Model, layout: Layout) -> None:
         raise ValueError(f"unknown recomputation {layout.recompute}; choose from {', '.join(RECOMPUTE)}")
     if layout.zero_stage not in range(4):
         raise ValueError(f"zero_stage must be 0 to 3, got {layout.zero_stage}")
+    if layout.dp * layout.cp % layout.ep or model.num_experts % layout.ep:
+        shared = f"{model.num_experts} experts cannot be shared by ep {layout.ep} ranks"
+        raise ValueError(f"{shared} of dp {layout.dp} x cp {layout.cp}")
     if layout.vpp > 1 and layout.pp == 1:
         raise ValueError("vpp needs pp of at least 2")
     for name, size in (("heads", model.num_heads), ("ffn_size", model.ffn_size), ("tokens", layout.num_tokens)):
         if size % layout.tp:
             raise ValueError(f"{name} {size} cannot be split over tp {layout.tp} ranks")
+    if layout.elementwise and not model.ffn_size:
+        raise ValueError("--eager needs --ffn-size, which a config.json does not have: give sizes by hand")
     if model.num_layers < layout.pp * layout.vpp - 1:
         raise ValueError(f"{model.num_layers} layers cannot be cut into {layout.pp} x {layout.vpp} stages")
 
@@ -190,9 +195,14 @@ def stage_bytes(model: Model, layout: Layout, cut: Cut, head: Cost, rank: int) -
     """Return what a pipeline rank holds at its peak, by item."""
     layers = sum(cut.layers[rank :: layout.pp])
     is_last = rank == layout.pp - 1
-    params = layers * model.layer_params + model.hidden_size * is_last
-    params += model.head_params * (is_last + (rank == 0 and not (is_last and model.is_tied)))
-    items = state_bytes(params // layout.tp, layout)
+    params = layers * model.layer_params
+    if rank == 0:
+        params += model.embedding_params
+    if is_last:
+        params += model.hidden_size
+        params += 0 if rank == 0 and model.is_tied else model.head_params
+    experts = layers * model.num_experts * model.expert_params
+    items = state_bytes(params // layout.tp, experts // layout.tp, layout)
     items["activations"] = stage_activations(model, layout, layers, rank)
     if not is_last:
         return items

@@ -75,7 +75,7 @@ def _step(found: Plan, each: LossPlan, microbatches: int) -> Step:
     layers = sum(each.cut.layers[rank :: layout.pp])
     # A pipeline's neighbours are on other nodes once tensor parallelism fills one. Forward sends hidden states, backward their
     # gradient; nothing covers the first and last of them.
-    num_bytes = 2 * layout.num_tokens * found.model.hidden_size // layout.in_slices
+    num_bytes = 2 * layout.num_tokens * found.model.width // layout.in_slices
     send = collective_seconds(
         "send", num_bytes, GPUS_PER_NODE + 1 if layout.tp * layout.pp > GPUS_PER_NODE else 2, device
     )

@@ -1,25 +1,29 @@
-"""Sizes of models: a table by name, and the files that hold them: a Hugging Face config.json, and Megatron's arguments."""
+"""Sizes of models: a table by name, and the model that transformers builds from a config.json."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cce_dist.plan import megatron
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Sizes of a decoder-only transformer.
+    """Sizes of a decoder-only transformer, from which formulas compute its parameters.
 
     Attributes:
-        hidden_size, vocab_size, num_layers, num_heads, ffn_size: As named; ``ffn_size`` is the inner width.
-        num_kv_heads: Heads of keys and values; 0: ``num_heads``.
-        head_size: Of a head; 0: ``hidden_size / num_heads``.
-        is_gated: The inner layer has a gate beside it, as SwiGLU.
-        is_tied: Embedding and head are one weight.
-        num_experts, experts_per_token: Of a mixture; 0: none.
+        hidden_size, vocab_size, num_layers, num_heads: As named.
+        ffn_size: Inner width of the feed-forward network, or of one expert.
+        num_kv_heads: Number of key and value heads; 0 means ``num_heads``.
+        head_size: Width of an attention head; 0 means ``hidden_size / num_heads``.
+        is_gated: The feed-forward network has a gate, as SwiGLU does.
+        is_tied: Embedding and head share one weight.
+        num_experts, experts_per_token: Of a mixture of experts; 0 means none.
     """
 
     hidden_size: int
@@ -84,6 +88,19 @@ class Model:
         return self.attention_params + max(1, self.experts_per_token) * self.expert_params + router
 
     @property
+    def width(self) -> int:
+        """Width of the hidden states between layers."""
+        return self.hidden_size
+
+    @property
+    def kept_size(self) -> int:
+        """Elements that a layer's products keep of a token for backward, hidden states not counted.
+
+        Every product reads or writes hidden states; what it keeps is its other side.
+        """
+        return self.active_params // self.width
+
+    @property
     def head_params(self) -> int:
         return self.vocab_size * self.hidden_size
 
@@ -91,6 +108,30 @@ class Model:
     def params(self) -> int:
         heads = 1 if self.is_tied else 2
         return self.num_layers * self.layer_params + heads * self.head_params + self.hidden_size
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters before the first layer: all that are neither in a layer, nor in the last norm, nor in an untied head."""
+        after = self.hidden_size + (0 if self.is_tied else self.head_params)
+        return self.params - self.num_layers * self.layer_params - after
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(Model):
+    """A model that transformers has built: its parameters are counted, not computed.
+
+    ``hidden_size`` and ``vocab_size`` are those of the head's weight. Numbers of a layer are means over all layers.
+    ``num_heads`` is 0 for a model without attention, and ``ffn_size`` is always 0.
+    """
+
+    params: int = 0
+    layer_params: int = 0
+    active_params: int = 0
+    width: int = 0
+    query_size: int = 0
+
+    def __post_init__(self) -> None:
+        """Check nothing: transformers has built the model."""
 
 
 # Sizes as published in each model's config.json; the vocabulary is the number of rows of the weight.
@@ -123,111 +164,103 @@ MODELS = {
     "gpt-neo-2.7b": Model(2560, 50_257, 32, 20, 10240, is_gated=False, is_tied=True),
 }
 
-_WITHOUT_GATE = {"gpt2", "gpt_neo", "gptj", "gpt_neox", "phi", "opt", "bloom", "falcon", "gpt_bigcode"}
-
-# The names that files have for a size; Megatron's are written with underscores here.
-_SIZES = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "vocab_size": ("padded_vocab_size", "vocab_size"),
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
-    "ffn_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "num_kv_heads": ("num_key_value_heads", "num_query_groups"),
-    "head_size": ("head_dim", "kv_channels"),
-    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "experts_per_token": ("num_experts_per_tok", "moe_router_topk"),
-}
-_OPTIONS = {
-    "tp": ("tensor_model_parallel_size",),
-    "pp": ("pipeline_model_parallel_size",),
-    "cp": ("context_parallel_size",),
-    "micro_batch": ("micro_batch_size",),
-    "tokens": ("seq_length",),
-}
-
 
 class Config(NamedTuple):
-    """What a file says: the model, and such options of the plan as it has, by name."""
+    """What a file says: the model, and options of the plan by name, None where the file does not say."""
 
     model: Model
-    options: dict[str, int]
+    options: dict[str, Any]
 
 
-def read_config(path: Path) -> Config:
-    """Read a model's sizes from a config.json, or from Megatron's arguments (a script, or YAML).
+def read_config(path: Path, **given: int) -> Config:
+    """Read a model's sizes from a Hugging Face config.json (or its folder), or from a shell script that starts Megatron.
+
+    Sizes of ``Model`` that are ``given``, and ``tp``, stand above those of a script.
 
     Raises:
-        ValueError: The file cannot be read, or a size is not in it.
+        ValueError: The file cannot be read, transformers cannot build its model, or a size is not in it.
+        ModuleNotFoundError: The file is a config.json, and transformers is not installed.
     """
     try:
-        text = path.read_text()
-        return _read_hugging_face(text) if path.suffix == ".json" else _read_megatron(text)
-    except (OSError, UnicodeDecodeError) as error:
+        if path.is_dir() or path.suffix == ".json":
+            if by_hand := sorted(given.keys() - {"tp"}):
+                raise ValueError(f"has its own sizes; leave out --{by_hand[0].replace('_', '-')}")
+            return Config(_build(path), {})
+        found = megatron.read(path.read_text(), given)
+        sizes = {field.name: found[field.name] for field in dataclasses.fields(Model)}
+        return Config(Model(**sizes), found)
+    except (OSError, ValueError) as error:
         raise ValueError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"--config {path}: {error}") from error
 
 
-def _model(values: dict[str, Any], is_gated: bool, is_tied: bool, ffn_size: int | None) -> Model:
-    """Return the model of a file; ``ffn_size`` stands for an inner width that the file does not have."""
-    sizes = {size: _first(values, names) for size, names in _SIZES.items()}
-    sizes["ffn_size"] = sizes["ffn_size"] or ffn_size
-    needed = [field.name for field in dataclasses.fields(Model) if field.default is dataclasses.MISSING]
-    for size in needed:
-        if sizes[size] is None:
-            raise ValueError(f"has no {' or '.join(_SIZES[size])}")
-    return Model(**{size: value or 0 for size, value in sizes.items()}, is_gated=is_gated, is_tied=is_tied)
+def _build(path: Path) -> Counted:
+    """Have transformers build the model of a config.json on the meta device, without memory or network, and count it."""
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        hint = "plan --config needs transformers: pip install transformers"
+        raise ModuleNotFoundError(hint, name="transformers") from None
+    path.stat()
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        if not is_text and type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            raise ValueError(f"{config.model_type} is not a causal language model")
+        auto = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
+        with torch.device("meta"):
+            model = auto.from_config(config, trust_remote_code=False)
+        model.tie_weights()
+        head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    except Exception as error:  # whatever transformers raises
+        raise ValueError(f"transformers cannot build the model: {type(error).__name__}: {error}") from error
+    return _count(model, config.get_text_config(decoder=True), head, head is embedding)
 
 
-def _first(values: dict[str, Any], names: tuple[str, ...]) -> int | None:
-    return next((_whole(name, values[name]) for name in names if values.get(name) is not None), None)
+def _count(model: Any, config: Any, head: Tensor, is_tied: bool) -> Counted:
+    """Count the parameters of a model of transformers. ``config`` describes its text decoder, ``head`` is the head's weight."""
+    config.allow_global_per_layer_attribute_access = True
+    width = _said(config, "hidden_size") or head.shape[1]
+    num_layers, layers = _layers(model, _said(config, "num_hidden_layers"))
+    matrices = [parameter.shape for parameter in layers if parameter.dim() > 1]
+    chosen = _said(config, "num_experts_per_tok", "moe_topk", "top_k_experts")
+    active = 0
+    for shape in matrices:
+        # A tensor of experts has them in its first dimension.
+        share = min(1.0, chosen / shape[0]) if chosen and len(shape) == 3 else 1.0
+        active += int(share * shape.numel())
+    num_heads = _said(config, "num_attention_heads")
+    head_size = _said(config, "qk_head_dim", "head_dim") or width // max(1, num_heads)
+    return Counted(
+        hidden_size=head.shape[1],
+        vocab_size=head.shape[0],
+        num_layers=num_layers,
+        num_heads=num_heads,
+        ffn_size=0,
+        is_tied=is_tied,
+        params=sum(parameter.numel() for parameter in model.parameters()),
+        layer_params=sum(parameter.numel() for parameter in layers) // num_layers,
+        active_params=active // num_layers,
+        width=width,
+        query_size=num_heads * head_size,
+    )
 
 
-def _whole(name: str, value: Any) -> int:
-    """Return a number that a file has, or that its text says; a switch and a fraction are none."""
-    text = str(value).strip()
-    if isinstance(value, bool) or not re.fullmatch(r"[+-]?\d+", text):
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
-    return int(text)
+def _said(config: Any, *names: str) -> int:
+    """Return the first of these settings that the config has, else 0."""
+    return next((found for name in names if (found := getattr(config, name, None))), 0)
 
 
-def _read_hugging_face(text: str) -> Config:
-    values = json.loads(text)
-    if not isinstance(values, dict):
-        raise ValueError("is not a config.json")
-    # Models of several kinds of input have their language model's sizes in a part.
-    outer, values = values, values.get("text_config") or values
-    if not isinstance(values, dict):
-        raise ValueError(f"text_config must hold names and values, got {values!r}")
-    kind = values.get("model_type", "")
-    if _first(values, _SIZES["num_experts"]) and "moe_intermediate_size" in values:
-        values = values | {"intermediate_size": values["moe_intermediate_size"]}
-    ffn_size = 4 * (_first(values, _SIZES["hidden_size"]) or 0) if kind in _WITHOUT_GATE else None
-    # Transformers ties embedding and head where a file does not say.
-    is_tied = bool(values.get("tie_word_embeddings", outer.get("tie_word_embeddings", kind != "llama")))
-    return Config(_model(values, kind not in _WITHOUT_GATE, is_tied, ffn_size), {})
+def _layers(model: nn.Module, expected: int) -> tuple[int, list[Tensor]]:
+    """Return the number of layers, and all their parameters.
 
-
-def _read_megatron(text: str) -> Config:
-    """Read ``--name value``, ``--name=value`` or ``name: value``; a flag without a value is true."""
-    text = re.sub(r"(^|\s)#.*", "", text)
-    # A key is marked by its dashes, so that a flag's value is not taken for one.
-    text = re.sub(r"^\s*(?:--)?([a-z][\w-]*):(?=\s|$)", r" --\1 ", text, flags=re.MULTILINE)
-    words = re.sub(r"(--[\w-]+)=", r"\1 ", text).replace("\\\n", " ").split()
-    values: dict[str, Any] = {}
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
-        word = word.strip("\"'()")
-        if word.startswith("--"):
-            values.setdefault(word[2:].replace("-", "_"), "true" if after.startswith("--") else after.strip("\"'()"))
-
-    def is_on(name: str) -> bool:
-        return str(values.get(name, "false")).lower() not in ("false", "0", "no")
-
-    is_gated = is_on("swiglu") or is_on("gated_linear_unit")
-    ffn_size = 4 * (_first(values, _SIZES["hidden_size"]) or 0)
-    if is_gated:
-        ffn_size = int(ffn_size * 2 / 3) // 64 * 64
-    is_tied = not is_on("untie_embeddings_and_output_weights")
-    options = {option: _first(values, names) for option, names in _OPTIONS.items()}
-    found = {option: value for option, value in options.items() if value is not None}
-    return Config(_model(values, is_gated, is_tied, ffn_size), found)
+    The layers are the list of modules that has ``expected`` members. Of several, or if none has, the one with most parameters.
+    Equally long lists of one parent (one of attentions, one of feed-forward networks) count as one.
+    """
+    stacks = []
+    for module in model.modules():
+        lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
+        for length in {len(each) for each in lists} - {0}:
+            stacks.append((length, [x for each in lists if len(each) == length for x in each.parameters()]))
+    if not stacks:
+        raise ValueError(f"{type(model).__name__} has no list of layers")
+    return max(stacks, key=lambda stack: (stack[0] == expected, sum(x.numel() for x in stack[1])))

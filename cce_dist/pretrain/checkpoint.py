@@ -1,8 +1,8 @@
-"""Checkpoints that a crash, a full disk or a power failure cannot spoil, and whose damage is found.
+"""Checkpoints whose damage is found, whether a crash, a full disk or a power failure has caused it.
 
-A checkpoint is written to ``step-00000100.tmp`` with a manifest of sizes and checksums, flushed, renamed to
-``step-00000100``, and only then named in the file ``latest``. Loading verifies the manifest and passes a damaged checkpoint
-over. Tensors are stored by their global shape (``torch.distributed.checkpoint``), so a run goes on with any number of ranks.
+A checkpoint is written to ``step-00000100.tmp`` with a manifest of sizes and checksums, renamed to ``step-00000100``, and
+only then named in the file ``latest``. Loading verifies the manifest and passes a damaged checkpoint over. Tensors are stored
+by their global shape (``torch.distributed.checkpoint``), so a run goes on with any number of ranks.
 
 A manifest finds damage; it is no signature. Torch reads the metadata of tensors as a pickle, and so does DeepSpeed: go on from
 folders alone that you trust.
@@ -25,7 +25,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from cce_dist.pretrain import durable
-from cce_dist.pretrain.exits import CheckpointError, UsageError, may_pass, say
+from cce_dist.pretrain.exits import CheckpointError, UsageError, reason_of, say
 from cce_dist.pretrain.ranks import Ranks
 
 MANIFEST, STATE, LATEST = "manifest.json", "state.pt", "latest"
@@ -53,10 +53,7 @@ def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: d
             except (OSError, dcp.CheckpointException) as error:
                 wrapped = isinstance(error, dcp.CheckpointException)
                 cause = next(iter(error.failures.values()))[0] if wrapped else error
-                found = durable.why_not(cause, folder)
-                reason = str(cause) if found is None else found.strerror or str(found)
-                passing = found is not None and may_pass(found)
-                raise CheckpointError(f"cannot write checkpoint {final}: {reason}", passing) from error
+                raise CheckpointError(f"cannot write checkpoint {final}: {reason_of(cause)}") from error
 
         return ranks.together(attempt)
 
@@ -68,7 +65,7 @@ def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: d
         write(lambda: save_tensors(scratch))
         files = write_on_first(lambda: _add_state(scratch, state))
         mine = files[ranks.rank :: ranks.world_size]
-        sums = write(lambda: {name: checksum(scratch / name, flush=True) for name in mine})
+        sums = write(lambda: {name: checksum(scratch / name) for name in mine})
         write_on_first(
             lambda: _publish(scratch, final, keep, {name: sum for each in sums for name, sum in each.items()})
         )
@@ -102,24 +99,13 @@ def load(
 
 def clear(folder: Path) -> None:
     """Delete the checkpoints in ``folder``, and nothing else."""
-    with contextlib.suppress(IsADirectoryError, PermissionError):  # a folder: ``load`` says so
-        (folder / LATEST).unlink(missing_ok=True)
+    (folder / LATEST).unlink(missing_ok=True)
     for old in _ours(folder):
-        _delete(old)
+        shutil.rmtree(old)
 
 
-def sweep(folder: Path) -> None:
-    """Delete what a run that was killed left half written."""
-    for scratch in folder.glob("step-*.tmp"):
-        if NAME.fullmatch(scratch.stem) and scratch.is_dir():
-            shutil.rmtree(scratch, ignore_errors=True)
-    (folder / f"{LATEST}.tmp").unlink(missing_ok=True)
-
-
-def checksum(path: Path, *, flush: bool = False) -> list[Any]:
-    """Return a file's size and SHA-256; ``flush`` it to disk as well."""
-    if flush:
-        durable.sync(path)
+def checksum(path: Path) -> list[Any]:
+    """Return a file's size and SHA-256."""
     return [path.stat().st_size, durable.sha256(path)]
 
 
@@ -164,9 +150,6 @@ def _candidates(folder: Path) -> list[Path]:
         newest = (folder / LATEST).read_text(errors="replace").strip()
     except FileNotFoundError:
         return found
-    except IsADirectoryError:
-        what = "is a folder, where the name of the newest checkpoint should stand in a file"
-        raise UsageError(f"{folder / LATEST} {what}: --no-resume starts anew") from None
     if not found:
         gone = f"names {newest!r}, which is gone, and there is no other checkpoint"
         raise UsageError(f"{folder / LATEST} {gone}: --no-resume starts anew")
@@ -174,7 +157,7 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _ours(folder: Path) -> list[Path]:
-    """Return the folders, or links to some, that are checkpoints of ours, whole or damaged, the oldest first."""
+    """Return the folders that are checkpoints of ours, whole or damaged, the oldest first."""
 
     def is_ours(path: Path) -> bool:
         if not NAME.fullmatch(path.name) or not path.is_dir():
@@ -183,14 +166,6 @@ def _ours(folder: Path) -> list[Path]:
         return not files or bool(files & {MANIFEST, STATE, ".metadata"})
 
     return sorted(filter(is_ours, folder.glob("step-*")))
-
-
-def _delete(path: Path) -> None:
-    """Delete a checkpoint. Of a link the link goes, and what it names stays."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
 
 
 def _damage(path: Path, ranks: Ranks) -> str | None:
@@ -222,10 +197,10 @@ def _publish(scratch: Path, final: Path, keep: int, sums: dict[str, list[Any]]) 
     """Give a whole checkpoint its manifest and its name, point ``latest`` at it, and drop the oldest."""
     durable.write(scratch / MANIFEST, json.dumps({"files": sums}, indent=1) + "\n")
     if final in _ours(final.parent):
-        _delete(final)  # damaged, or left by a crash between the two renames below
-    durable.publish(scratch, final)
+        shutil.rmtree(final)  # damaged, or left by a crash between the two renames below
+    scratch.rename(final)
     durable.write(final.with_name(LATEST), final.name + "\n")
     finished = [path for path in _ours(final.parent) if path.name <= final.name]
     for old in finished[: -max(keep, 1)]:
         with contextlib.suppress(OSError):
-            _delete(old)
+            shutil.rmtree(old)

@@ -83,7 +83,7 @@ def _make(folder: Path, files: list[Source], vocab_size: int) -> None:
     scratch.mkdir()
     try:
         _tokenize(files, vocab_size, scratch)
-        durable.publish(scratch, folder)
+        scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -123,23 +123,14 @@ def _source(path: Path) -> Source:
     try:
         status = path.stat()
     except OSError as error:
-        raise CorpusError(f"cannot read corpus file {_shown(path)}: {error.strerror}") from error
+        raise CorpusError(f"cannot read corpus file {path}: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):
-        raise CorpusError(f"corpus file {_shown(path)} is no regular file; choose files by --pattern")
+        raise CorpusError(f"corpus file {path} is no regular file; choose files by --pattern")
     return Source(path, status.st_size, status.st_mtime_ns)
 
 
-def _shown(path: Path) -> str:
-    return os.fsencode(path).decode(errors="backslashreplace")
-
-
 def _cache() -> Path:
-    if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]) / "cce-dist"
-    try:
-        return Path.home() / ".cache" / "cce-dist"
-    except RuntimeError as error:
-        raise CorpusError("this user has no home folder: name a folder for tokenized corpora by --cache") from error
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cce-dist"
 
 
 def _key(files: dict[str, Source], vocab_size: int) -> str:
@@ -151,7 +142,7 @@ def _key(files: dict[str, Source], vocab_size: int) -> str:
             try:
                 digest.update(durable.sha256(source.path, bar.update).encode())
             except OSError as error:
-                raise CorpusError(f"cannot read corpus file {_shown(source.path)}: {error.strerror}") from error
+                raise CorpusError(f"cannot read corpus file {source.path}: {error.strerror}") from error
     return f"bpe-{vocab_size}-{digest.hexdigest()[:16]}"
 
 
@@ -188,8 +179,6 @@ def _tokenize(files: list[Source], vocab_size: int, folder: Path) -> None:
             encoded = tokenizer.encode_batch_fast([text or "" for text in texts])
             for text, piece in zip(texts, encoded, strict=True):
                 file.write(np.array([EOS] if text is None else piece.ids, dtype).tobytes())
-        file.flush()
-        os.fsync(file.fileno())
     meta = {"dtype": dtype.name, "vocab_size": vocab_size, "sha256": durable.sha256(folder / "ids.bin")}
     durable.write(folder / "meta.json", json.dumps(meta) + "\n")
 
@@ -222,11 +211,11 @@ def _pieces(source: Source, bar: tqdm) -> Iterator[str]:
                     rest = rest[stop:]
     except UnicodeDecodeError as error:
         why = f"is not UTF-8 text: {error.reason}; choose files by --pattern"
-        raise CorpusError(f"corpus file {_shown(source.path)} {why}") from error
+        raise CorpusError(f"corpus file {source.path} {why}") from error
     except OSError as error:
-        raise CorpusError(f"cannot read corpus file {_shown(source.path)}: {error.strerror}") from error
+        raise CorpusError(f"cannot read corpus file {source.path}: {error.strerror}") from error
     if _source(source.path) != source:
-        raise CorpusError(f"corpus file {_shown(source.path)} changed while it was read")
+        raise CorpusError(f"corpus file {source.path} changed while it was read")
     if rest:
         yield rest
 

@@ -5,14 +5,13 @@
 | 0 | finished | finished |
 | 2 | an argument that cannot be read | |
 | 1 | a restart does not help: usage, corpus, a loss that is not finite, a full disk; or a bug | the same |
-| 76 | | a lost peer, or a fault of the storage that may pass: the agent starts the ranks again |
+| 76 | | a lost peer: the agent starts the ranks again |
 | 75 | stopped on request: the same command goes on | the same |
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import sys
@@ -23,9 +22,6 @@ from pathlib import Path
 AGENT = "CCE_DIST_AGENT"  # the process id of the agent, where this package has started it
 HOPELESS, AGAIN, LOST = 1, 75, 76  # the last two as BSD's sysexits.h has them
 NO_RESTART = signal.SIGUSR2  # tells an agent of this package that its ranks leave, and are not to be started again
-MAY_PASS = """EIO ESTALE ETIMEDOUT EAGAIN EINTR ENETDOWN ENETUNREACH ECONNRESET ECONNREFUSED EHOSTDOWN EHOSTUNREACH
-    EREMOTEIO ENOLCK"""
-PASSING = {getattr(errno, name) for name in MAY_PASS.split()}
 
 
 class UsageError(Exception):
@@ -33,26 +29,21 @@ class UsageError(Exception):
 
 
 class CheckpointError(Exception):
-    """Something of the run could not be stored; ``passing`` says that a restart may help. Every rank raises it."""
-
-    def __init__(self, message: str, passing: bool = False) -> None:
-        super().__init__(message)
-        self.passing = passing
+    """Something of the run could not be stored. Every rank raises it."""
 
 
 class Stopped(Exception):
-    """The run was asked to stop. ``everywhere`` says that every rank raises it, after the same step."""
-
-    def __init__(self, message: str, everywhere: bool = False) -> None:
-        super().__init__(message)
-        self.everywhere = everywhere
+    """A signal asked the run to stop. Every rank raises it, after the same step."""
 
 
-def may_pass(error: BaseException) -> bool:
-    """Return whether what went wrong may have gone when the run is started again."""
-    if isinstance(error, CheckpointError):
-        return error.passing
-    return isinstance(error, OSError) and error.errno in PASSING
+def reason_of(error: BaseException) -> str:
+    """Return why a write failed: the operating system's reason if there is one behind the errors that torch makes of it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error)
 
 
 @contextlib.contextmanager
@@ -61,8 +52,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = f"cannot write {error.filename or path}: {error.strerror or error}"
-        raise CheckpointError(reason, may_pass(error)) from error
+        raise CheckpointError(f"cannot write {error.filename or path}: {error.strerror or error}") from error
 
 
 def speaks_for_all() -> bool:

@@ -1,4 +1,4 @@
-"""The folder of a run: one run at a time holds it, and every node sees the same one."""
+"""The folder of a run, which one run at a time holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import errno
 import fcntl
 import json
 import os
-import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ def hold(out: Path, ranks: Ranks) -> Iterator[bool]:
     Communication: a few small objects over the default group.
 
     Raises:
-        UsageError: Another run holds it, or some rank does not see the first rank's files; on every rank.
+        UsageError: Another run holds it; on every rank.
         CheckpointError: It cannot be written; on every rank.
     """
     with contextlib.ExitStack() as held:
@@ -43,7 +42,6 @@ def hold(out: Path, ranks: Ranks) -> Iterator[bool]:
 
         same = ranks.on_first(take)
         restarted = any(ranks.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
-        _check_shared(out, ranks)
         yield same or restarted
 
 
@@ -91,33 +89,3 @@ def _holder(lock: TextIO) -> dict[str, Any]:
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) else {}
-
-
-def _check_shared(out: Path, ranks: Ranks) -> None:
-    """Raise where a rank does not see in ``out`` what the first one has just written there, or cannot write itself."""
-    token, first_host = ranks.gather((secrets.token_hex(8), socket.gethostname()))[0]
-    # A name that nobody has looked up yet: clients of NFS remember for a while that a file is not there.
-    mark = out / f".seen-by-all-{token}"
-
-    def make() -> None:
-        with writing(mark):
-            mark.touch()
-
-    def look() -> None:
-        deadline, who = time.monotonic() + 3, f"rank {ranks.rank} on {socket.gethostname()}"
-        while not mark.exists():
-            if time.monotonic() > deadline:
-                raise UsageError(
-                    f"--out {out} of {who} is not that of rank 0 on {first_host}: a run of several nodes needs a "
-                    "folder that all of them share"
-                )
-            time.sleep(0.2)
-        if not os.access(out / "checkpoints", os.W_OK):
-            raise UsageError(f"{who} may not write to {out / 'checkpoints'}")
-
-    ranks.on_first(make)
-    try:
-        ranks.together(look)
-    finally:
-        if ranks.rank == 0:
-            mark.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ from cce_dist.pretrain.engines import Engine
 from cce_dist.pretrain.exits import AGAIN, HOPELESS, LOST, CheckpointError, Stopped, UsageError
 from cce_dist.pretrain.ranks import Ranks, check_gpus, join
 from cce_dist.pretrain.recipe import ENGINES, MEGATRON_FUSED, Recipe
-from cce_dist.pretrain.stop import SIGNALS, Notice
+from cce_dist.pretrain.stop import SIGNALS, hearing, leave_outside
 from cce_dist.pretrain.train import make_deterministic, train
 from cce_dist.ranks import in_torchrun
 
@@ -94,6 +94,11 @@ def _start_ranks(recipe: Recipe, num_local: int) -> int:
 
 def _rank_process(recipe: Recipe, agent: int) -> None:
     os.environ[exits.AGENT] = str(agent)
+    # Outside of the training loop a signal ends a rank as the system has it, even while it waits for another rank.
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         code = run_rank(recipe)
     except Exception:
@@ -107,14 +112,12 @@ def _rank_process(recipe: Recipe, agent: int) -> None:
 def run_rank(recipe: Recipe) -> int:
     """Set this rank up, train, and return its exit code, one of ``exits``."""
     _end_with_agent()
-    notice = Notice()
-    try:
-        with notice:
+    with contextlib.nullcontext() if in_torchrun() else hearing(SIGNALS, leave_outside):
+        try:
             ranks = join(recipe)
-            train_on(recipe, ranks, _prepare(recipe, ranks), notice)
-    except Exception as error:
-        early = None if notice.patient else notice.raised
-        return _end_early(early or error)
+            train_on(recipe, ranks, _prepare(recipe, ranks))
+        except Exception as error:
+            return _end_early(error)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -126,11 +129,11 @@ def _end_early(error: Exception) -> int:
     if isinstance(error, Stopped):
         if exits.speaks_for_all():
             exits.say(str(error))
-        return _leave(AGAIN, error.everywhere)
+        return _leave(AGAIN, everywhere=True)
     if not (isinstance(error, (UsageError, CheckpointError, data.CorpusError, OSError)) or _is_lost_peer(error)):
         raise error
     everywhere = isinstance(error, (UsageError, CheckpointError))
-    code = LOST if _is_lost_peer(error) or exits.may_pass(error) else HOPELESS
+    code = LOST if _is_lost_peer(error) else HOPELESS
     if not everywhere or exits.speaks_for_all():
         _report(error)
     return _leave(code, everywhere)
@@ -138,10 +141,9 @@ def _end_early(error: Exception) -> int:
 
 def _leave(code: int, everywhere: bool) -> int:
     """End this rank early; ``everywhere`` says that all ranks do."""
-    for number in SIGNALS:
-        with contextlib.suppress(ValueError):  # not on the main thread
-            signal.signal(number, signal.SIG_IGN if dist.is_initialized() else signal.getsignal(number))
     if dist.is_initialized():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         if everywhere:
             dist.barrier()  # the agent ends all ranks once one has left: wait for the one that reports
         exits.tell_torchrun(code)
@@ -193,7 +195,7 @@ def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
     return folders[nodes[node]]
 
 
-def train_on(recipe: Recipe, ranks: Ranks, folder: Path, notice: Notice | None = None) -> float:
+def train_on(recipe: Recipe, ranks: Ranks, folder: Path) -> float:
     """Train on the corpus in ``folder`` with the engine that the recipe names; see ``train``."""
     corpus = data.Corpus(folder)
     batches, held_out = (
@@ -202,7 +204,7 @@ def train_on(recipe: Recipe, ranks: Ranks, folder: Path, notice: Notice | None =
     make_deterministic(recipe.seed)
     # Only the engine's own module imports its framework.
     engine: type[Engine] = getattr(import_module(f"cce_dist.pretrain.engines.{recipe.engine}"), ENGINES[recipe.engine])
-    return train(engine(recipe, ranks), corpus, batches, held_out, notice)
+    return train(engine(recipe, ranks), corpus, batches, held_out)
 
 
 def check_engine(recipe: Recipe) -> None:

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from cce_dist.pretrain.exits import AGAIN, HOPELESS, NO_RESTART, say
-from cce_dist.pretrain.stop import SIGNALS, hearing
+from cce_dist.pretrain.stop import OUTSIDE, SIGNALS, hearing
 
 START_METHOD = "spawn"  # of the rank processes
 PATIENCE = 300  # seconds that the ranks may take for their last checkpoint; older versions of torch give them 30
@@ -63,12 +63,8 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
         ranks.extend(multiprocessing.active_children())
         raise SignalException("asked to stop", signal.SIGTERM if number == NO_RESTART else signal.Signals(number))
 
-    def kill() -> None:
-        for rank in ranks:
-            rank.kill()
-
     try:
-        with hearing((*SIGNALS, NO_RESTART), stop, kill):
+        with hearing((*SIGNALS, NO_RESTART), stop):
             handler = _rendezvous(meeting)
             spec = WorkerSpec(
                 role="default",
@@ -85,7 +81,7 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
         if HOPELESS in codes:
             return HOPELESS
         if AGAIN not in codes:
-            say(f"stopped by {error.sigval.name} before the ranks were started")
+            say(OUTSIDE.format(error.sigval.name))
         return AGAIN
     except (RendezvousError, dist.DistError) as error:
         say(f"the nodes did not meet: {error}")
@@ -101,7 +97,7 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
 
 
 class _Agent(LocalElasticAgent):
-    """Starts ranks with the signals held back: theirs until they can answer, its own until it knows whom to end."""
+    """Starts ranks with signals held back until it knows whom to end."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -24,17 +24,14 @@ from cce_dist.pretrain.engines import Engine, Step
 from cce_dist.pretrain.exits import Stopped, UsageError
 from cce_dist.pretrain.log import Log
 from cce_dist.pretrain.recipe import Recipe, Shape
-from cce_dist.pretrain.stop import Agreement, Notice
+from cce_dist.pretrain.stop import SIGNALS, Agreement, hearing
 
 # Dense bf16 TFLOP/s by part of the device's name, from NVIDIA's data sheets; the SXM modules.
 PEAKS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
-# Arguments that say where a run is, not what it is.
-PLACES = {"out", "cache", "corpus", "resume", "nodes", "ranks_per_node", "meet", "meet_conf", "run_id"}
-PLACES |= {"max_restarts", "timeout"}
 
 
-def train(engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches, notice: Notice | None = None) -> float:
-    """Train as the engine's recipe says. Both batches are from ``corpus``; ``notice`` hears signals that ask to stop.
+def train(engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches) -> float:
+    """Train as the engine's recipe says. Both batches are from ``corpus``.
 
     Returns:
         The last validation loss, in nats per token; NaN if the run was finished already.
@@ -45,11 +42,12 @@ def train(engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches, n
         Stopped: After a checkpoint, because a signal asked for it; on every rank.
     """
     with folder.hold(engine.recipe.out, engine.ranks) as restarted:
-        run = _Run(engine, corpus, held_out, notice or Notice(), restarted)
-        try:
-            return run.train(batches)
-        finally:
-            run.close()
+        run = _Run(engine, corpus, held_out, restarted)
+        with hearing(SIGNALS, run.agreement.remember):
+            try:
+                return run.train(batches)
+            finally:
+                run.close()
 
 
 def make_deterministic(seed: int) -> None:
@@ -62,10 +60,10 @@ def make_deterministic(seed: int) -> None:
 class _Run:
     """One run between two starts: its state, its log, and what it stores."""
 
-    def __init__(self, engine: Engine, corpus: Corpus, held_out: Batches, notice: Notice, restarted: bool) -> None:
-        self.engine, self.held_out, self.notice = engine, held_out, notice
+    def __init__(self, engine: Engine, corpus: Corpus, held_out: Batches, restarted: bool) -> None:
+        self.engine, self.held_out = engine, held_out
         self.recipe, self.ranks = engine.recipe, engine.ranks
-        self.agreement = Agreement(self.ranks, notice)
+        self.agreement = Agreement(self.ranks)
         self.unseen: list[tuple[int, Tensor]] = []  # steps whose numbers nobody has looked at yet
         self.state = self._resume(corpus, restarted)
         self.stored = self.state["step"]
@@ -75,7 +73,6 @@ class _Run:
         """Take all steps that are left; see the module's ``train``."""
         recipe, engine, state = self.recipe, self.engine, self.state
         val_loss, tokens, clock = math.nan, 0, time.perf_counter()
-        self.notice.patient = True
         for step in range(state["step"] + 1, recipe.steps + 1):
             asked = self.agreement.before_step()
             if asked is not None:
@@ -121,26 +118,19 @@ class _Run:
         # A run and its resumption must have all of these in common.
         same = shape | {"corpus": corpus.key, "seed": recipe.seed, "engine": recipe.engine} | engine.layout
         path = recipe.out / "checkpoints"
-        if ranks.rank == 0:
-            checkpoint.sweep(path)
-            if not recipe.resume and not restarted:
-                checkpoint.clear(path)
+        if ranks.rank == 0 and not recipe.resume and not restarted:
+            checkpoint.clear(path)
         ranks.gather(None)
         state = checkpoint.load(path, engine.load_tensors, same, ranks)
-        self.former = {} if state is None else state.get("arguments", {})
-        return {"step": 0, "position": 0} | (state or {}) | {"same": same, "arguments": recipe.arguments()}
+        return {"step": 0, "position": 0} | (state or {}) | {"same": same}
 
     def _open_log(self) -> Log | None:
-        step, ours = self.state["step"], self.state["arguments"]
+        step = self.state["step"]
         with self.agreement.noting(self.recipe.out / "metrics.jsonl"):
             log = Log(self.recipe, step)
             if step:
                 last = ", which was the last: --steps N goes on, --no-resume starts anew"
                 log.note(f"resumed after step {step}{last if step >= self.recipe.steps else ''}")
-                names = sorted(self.former.keys() & ours.keys() - PLACES)
-                other = [f"{n} {ours[n]} (was {self.former[n]})" for n in names if ours[n] != self.former[n]]
-                if other:
-                    log.note(f"resumed with other arguments: {', '.join(other)}")
             return log
 
     def _record(self, act: Callable[..., None], *args: Any) -> None:
@@ -182,7 +172,6 @@ class _Run:
         """Write a checkpoint of weights that give a finite loss."""
         if not is_judged:
             self._judge(num_batches=1)
-        self._record(Log.sync)
         path = self.recipe.out / "checkpoints"
         checkpoint.save(path, self.recipe.keep, self.engine.save_tensors, self.state, self.ranks)
         self.stored = self.state["step"]
@@ -195,7 +184,7 @@ class _Run:
                 self._check_finite()
                 self._store(is_judged=False)
             how = "its checkpoint is stored, and the same command goes on" if step else "nothing was done yet"
-        raise Stopped(f"stopped by {asked} after step {step}: {how}", everywhere=True)
+        raise Stopped(f"stopped by {asked} after step {step}: {how}")
 
     def _describe(self, step: int, done: Step, tokens: int, seconds: float) -> dict[str, Any]:
         """Return the metrics of a step: ``tokens`` were seen in the last ``seconds``. Every rank calls it."""
@@ -230,9 +219,7 @@ class _Run:
         try:
             plot.draw([recipe.out], recipe.out / "curves.png")
             there.append("curves.png")
-        except ModuleNotFoundError as error:
-            print(f"no figure, for lack of {error.name}; 'cce-dist plot {recipe.out}' draws it later")
-        except (OSError, ValueError) as error:
+        except (ModuleNotFoundError, OSError, ValueError) as error:
             print(f"no figure: {error}; 'cce-dist plot {recipe.out}' draws it later")
         there += [f"checkpoints/step-{self.stored:08d}"] * bool(self.stored) + ["tensorboard"] * recipe.tensorboard
         print(f"finished: {recipe.out} holds {', '.join(there)}")

@@ -95,8 +95,7 @@ class DeepSpeedEngine(Engine):
         if self.ranks.rank == 0 and not failures:
             durable.write(folder / "latest", TAG)
         if failures:
-            reason = durable.why_not(failures[0], folder) or failures[0]
-            raise OSError(getattr(reason, "errno", None), getattr(reason, "strerror", str(reason))) from failures[0]
+            raise OSError(str(failures[0])) from failures[0]
 
     def load_tensors(self, folder: Path) -> None:
         self.engine.load_checkpoint(str(folder), tag=TAG)
