@@ -41,7 +41,7 @@ def table() -> str:
         if kernels:
             file = path.relative_to(ROOT / "kernels").as_posix()
             test = next(test for path, test in TESTS.items() if file.startswith(path))
-            rows.append(f"| `{file}` | {'; '.join(kernels)} | `{test}` |\n")
+            rows.append(f"| `{file}` | {'; '.join(kernels)} | `tests/{test}` |\n")
     return HEAD + "".join(rows)
 
 

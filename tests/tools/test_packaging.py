@@ -50,7 +50,7 @@ def run_python(code: str) -> subprocess.CompletedProcess:
 
 def test_top_level_help_itself_imports_no_torch():
     code = "import sys; sys.modules['torch'] = None; import runpy; runpy.run_path({!r})['main'](['--help'])"
-    result = run_python(code.format(str(ROOT / "cce_dist" / "cli.py")))
+    result = run_python(code.format(str(ROOT / "cce_dist" / "tools" / "cli.py")))
     assert result.returncode == 0, result.stderr
     assert "cce-dist pretrain --tp 2" in result.stdout
 
