@@ -22,7 +22,6 @@ from cce_dist.tools.report import table
 BY_HAND = ("hidden_size", "vocab_size", "num_layers", "num_heads", "ffn_size")
 # Options that a script may have, too. The command line stands above it.
 DEFAULTS = {"tokens": 8192, "micro_batch": 1, "tp": 1, "pp": 1, "cp": 1, "vpp": 1, "ep": 1, "recompute": "none"}
-DEFAULTS |= {"sequence_parallel": True}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,13 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
     layout.add_argument("--vpp", type=int, help="chunks of layers of a pipeline rank (default: 1)")
     layout.add_argument("--zero-stage", type=int, default=1, choices=range(4), help="what data-parallel ranks split")
-    layout.add_argument(
-        "--no-sequence-parallel",
-        dest="sequence_parallel",
-        action="store_false",
-        default=None,
-        help="activations are whole on every rank",
-    )
+    layout.add_argument("--no-sequence-parallel", action="store_true", help="activations are whole on every rank")
     layout.add_argument("--recompute", choices=RECOMPUTE, help="of layers' activations (default: none)")
     layout.add_argument("--eager", action="store_true", help="count elementwise kernels of layers as torch runs them")
     layout.add_argument(
@@ -121,6 +114,7 @@ def _model_and_layout(args: argparse.Namespace) -> tuple[Model, Layout]:
         raise ValueError(f"--tokens {tokens} cannot be split over --cp {cp} ranks")
     layout = Layout(
         **options,
+        sequence_parallel=config.options.get("sequence_parallel", True) and not args.no_sequence_parallel,
         dp=args.dp,
         zero_stage=args.zero_stage,
         num_tokens=tokens // cp * micro_batch,

@@ -24,9 +24,15 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+<<<<<<< HEAD:cce_dist/tools/pretrain/checkpoint.py
 from cce_dist.tools.pretrain import durable
 from cce_dist.tools.pretrain.exits import CheckpointError, UsageError, reason_of, say
 from cce_dist.tools.pretrain.ranks import Ranks
+=======
+from cce_dist.pretrain import durable
+from cce_dist.pretrain.exits import CheckpointError, UsageError, say
+from cce_dist.pretrain.ranks import Ranks
+>>>>>>> w-plan:cce_dist/pretrain/checkpoint.py
 
 MANIFEST, STATE, LATEST = "manifest.json", "state.pt", "latest"
 NAME = re.compile(r"step-\d{8,}")
@@ -53,7 +59,8 @@ def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: d
             except (OSError, dcp.CheckpointException) as error:
                 wrapped = isinstance(error, dcp.CheckpointException)
                 cause = next(iter(error.failures.values()))[0] if wrapped else error
-                raise CheckpointError(f"cannot write checkpoint {final}: {reason_of(cause)}") from error
+                reason = getattr(cause, "strerror", None) or f"{cause} (is the disk full?)"  # torch's own say no more
+                raise CheckpointError(f"cannot write checkpoint {final}: {reason}") from error
 
         return ranks.together(attempt)
 

@@ -36,16 +36,6 @@ class Stopped(Exception):
     """A signal asked the run to stop. Every rank raises it, after the same step."""
 
 
-def reason_of(error: BaseException) -> str:
-    """Return why a write failed: the operating system's reason if there is one behind the errors that torch makes of it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return str(error)
-
-
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Raise the system's refusal to write as a ``CheckpointError``; ``path`` names the file where the error does not."""
