@@ -1159,7 +1159,7 @@ def test_the_host_calls_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
         nll, *_, merged = filter.token_losses(stats[None], ids, spec)
         coef = filter.coefficients([None] * 5, ids, 4096, filter.mean(nll, labels, -100))
         filter.gradients(x, Softmax(merged[0], merged[1]), coef, saved, Grads(want_bias=False), spec)
-    called = Counter(event.name for event in profile.events() if event.name.startswith("aten::"))
+    called = Counter(event.name for event in profile.events() or () if event.name.startswith("aten::"))
     assert 50 < called.total() <= 165, called
 
 
