@@ -24,15 +24,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-<<<<<<< HEAD:cce_dist/tools/pretrain/checkpoint.py
 from cce_dist.tools.pretrain import durable
-from cce_dist.tools.pretrain.exits import CheckpointError, UsageError, reason_of, say
+from cce_dist.tools.pretrain.exits import CheckpointError, UsageError, say
 from cce_dist.tools.pretrain.ranks import Ranks
-=======
-from cce_dist.pretrain import durable
-from cce_dist.pretrain.exits import CheckpointError, UsageError, say
-from cce_dist.pretrain.ranks import Ranks
->>>>>>> w-plan:cce_dist/pretrain/checkpoint.py
 
 MANIFEST, STATE, LATEST = "manifest.json", "state.pt", "latest"
 NAME = re.compile(r"step-\d{8,}")
