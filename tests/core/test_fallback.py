@@ -121,9 +121,9 @@ def test_nothing_is_computed_for_what_nobody_will_read(monkeypatch: pytest.Monke
         "_dropped_sums_kernel",
         "_compensated_weight_kernel",
     } <= of_filter.keys()
-    # Entries are sorted, and columns sampled, whatever there is.
-    sorts_or_draws = {"_by_column_kernel", "_sample_columns_kernel", "_filtered_bias_kernel"}
-    assert all(n < 3 * NUM_COLUMNS for name, n in of_filter.items() if name not in sorts_or_draws), of_filter
+    # Entries are sorted, columns sampled and the frequent columns' rows gathered, whatever there is.
+    always = {"_by_column_kernel", "_sample_columns_kernel", "_filtered_bias_kernel", "_gather_frequent_kernel"}
+    assert all(n < 3 * NUM_COLUMNS for name, n in of_filter.items() if name not in always), of_filter
 
 
 def count_work(monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], Counter[str]]:
@@ -164,7 +164,7 @@ def test_statistics_count_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> Non
         num_fallback=torch.zeros(1, dtype=torch.int32, device=DEVICE),
     )  # fmt: skip
     monkeypatch.setattr(filter, "decide", lambda *_: how)
-    monkeypatch.setattr(filter, "listed_gradients", lambda *_: (nothing, nothing.int()))
+    monkeypatch.setattr(filter, "listed_stats", lambda *_: (nothing, nothing.int()))
     logits = ShardLogits(0, size)
     x = Operands.of(nothing[:, None], nothing[:, None], ids, logits)
     saved: list[Any] = filter.saved_like(
