@@ -271,7 +271,7 @@ def run(
         compile_ahead(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None)
         x = x._replace(hidden=hidden, ids=ids)
         loss_N = torch.empty(x.num_tokens, dtype=torch.float32, device=hidden.device)
-        softmax = Softmax(*loss_N.new_empty(2, x.num_tokens))
+        softmax = Softmax(torch.empty_like(loss_N), torch.empty_like(loss_N))
         d_hidden = hidden.new_empty(hidden.shape) if wanted[0] else None
         has_low = call.way.groups.low and wanted[1] and call.backend != "torch" and weight.dtype == torch.bfloat16
         low = weight.new_empty(weight.shape, dtype=torch.int8) if has_low else None
