@@ -91,20 +91,19 @@ def _heads(student: tuple[Any, ...], teacher: tuple[Any, ...], ids: Tensor, spec
     )
 
 
-def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """dE, dC, and the student's head's gradients as rows; an empty tensor for what is not wanted, or is in ``grad_weight_out``.
+def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dE, dC, and the student's head's gradients as rows; None for what is not wanted, or is in ``grad_weight_out``.
 
     Args:
         d_values: The gradient of each token's divergence.
         given: The operands of forward; what it saved; ``grad_weight_out``; which gradients are wanted; the call.
     """
     *operands, saved, grad_weight_out, want, call = given
-    hidden, weight, *_ = operands
     want_hidden, want_weight, *want_head = want
     layout, backend, group = call.layout, _backend(call), merge.resolve(call.layout.group_name)
     sum_group = None if layout.partial else group
     assert d_values[0] is not None
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(d_values[0].device.type, enabled=False):
         call = decided(call, *operands)
         x, spec, rows = _gathered(*operands, call=call), call.spec, call.way.ready_rows or None
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
@@ -115,11 +114,10 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor, T
         want_bias = spec.student.named(want_head).get("bias", False)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
         _, d_weight, d_bias = backend.gradients(x, Pair(*saved[0]), coef_N, saved[1:], grads, spec)
-        nothing = hidden.new_empty(0)
         return (
-            recorded(merge.HiddenGradSum.wait, hidden_sum) if want_hidden else nothing,
-            nothing if d_weight is None else d_weight,
-            head_rows(spec.student.listed(bias=d_bias), want_head, weight),
+            recorded(merge.HiddenGradSum.wait, hidden_sum) if want_hidden else None,
+            d_weight,
+            head_rows(spec.student.listed(bias=d_bias), want_head),
         )
 
 

@@ -139,9 +139,9 @@ class _InGroups(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, given: tuple[Any, ...], hidden: Tensor, weight: Tensor, *head: Tensor) -> Tensor:
-        labels, ctx.grad_weight_out, *told = given
+        labels, ctx.grad_weight_out, terms, expected_N, call = given
         ctx.save_for_backward(labels, hidden, weight, *head)
-        ctx.told = *told, ctx.needs_input_grad[1:]
+        ctx.told = terms, expected_N, call, ctx.needs_input_grad[1:]
         # No saved tensors: the first backward takes these away, scales them in place, and leaves them to the parameters.
         found, ctx.made = run(hidden, weight, [*head], labels, *ctx.told)
         return found

@@ -66,7 +66,7 @@ which comes from the logit that forward saved: no cell is added to.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -85,7 +85,7 @@ class ShardLogits(NamedTuple):
     # Names of the tensors of ``Head`` that there are, with spaces between them. An operator takes these tensors as a list.
     tensors: str = ""
 
-    def named(self, values: Sequence[_T]) -> dict[str, _T]:
+    def named(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return what a list has for each of the head's tensors, by the tensor's name."""
         return dict(zip(self.tensors.split(), values, strict=True))
 
@@ -257,11 +257,11 @@ class Operands(NamedTuple):
 
     @classmethod
     def of(
-        cls, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, logits: ShardLogits, cells: Cells | None = None,
+        cls, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, logits: ShardLogits,
         **tensors: torch.Tensor | None,
     ) -> Operands:
         """Return the operands of a shard whose logits come as ``logits`` says, with these tensors of the head."""
-        return cls(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid, cells)
+        return cls(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid)
 
     @property
     def num_tokens(self) -> int:

@@ -9,7 +9,7 @@ Source: mgmalek's efficient_cross_entropy and Liger-Kernel chunk tokens. The onl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -442,15 +442,15 @@ def merge(stats_TKN: Tensor, spec: Spec) -> Merged:
     return Merged(max_N, log_sum, target_TN.sum(0), mean_below, entropy)
 
 
-def token_losses(stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Tensor, ...]:
+def token_losses(stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Any, ...]:
     want = spec.want
     merged = merge(stats_TKN[:, : spec.num_stats], spec)
     nll, lse = merged.max - merged.target + merged.log_sum, merged.max + merged.log_sum
     losses = torch.stack((nll, lse, merged.target, merged.mean_below + merged.log_sum, merged.entropy))
     losses = losses.masked_fill_(ids_N == IGNORED, 0.0).masked_fill_(ids_N == OUTSIDE, torch.nan)
     wanted = (True, True, True, want.uniform, want.entropy)
-    backward = (merged.max, merged.log_sum, merged.entropy)[: 2 + want.entropy]
-    return *(x.clone() if w else x.new_empty(0) for x, w in zip(losses, wanted, strict=True)), torch.stack(backward)
+    softmax = Softmax(merged.max, merged.log_sum, merged.entropy if want.entropy else None)
+    return *(x.clone() if it_is else None for x, it_is in zip(losses, wanted, strict=True)), softmax
 
 
 def merged_lse(stats_T3N: Tensor) -> Tensor:

@@ -158,8 +158,8 @@ class _Kept(NamedTuple):
 
     x: Operands
     saved: list[Tensor]
-    merged: Tensor
-    losses: list[Tensor]
+    softmax: Softmax
+    losses: list[Any]
     of_mean: tuple[Tensor, Tensor] | None
 
 
@@ -173,15 +173,14 @@ def _forward(backend: Backend, spec: Spec, x: Operands) -> _Kept:
     ids, order = backend.ordered_ids(labels, spec.ignore_index, spec.vocab_size)
     x = x._replace(ids=ids, order=order)
     stats_KN, saved = backend.statistics(x, spec, merge_bound)
-    *losses, merged = backend.token_losses(stats_KN[None], x.ids, spec)
+    *losses, softmax = backend.token_losses(stats_KN[None], x.ids, spec)
     of_mean = backend.mean(losses[0], labels, spec.ignore_index) if spec.want.mean else None
-    return _Kept(x, saved, merged, losses, of_mean)
+    return _Kept(x, saved, softmax, losses, of_mean)
 
 
 def _backward(backend: Backend, spec: Spec, kept: _Kept, grads: Grads) -> Any:
     """Go through a backward pass likewise."""
-    x, saved, merged, losses, of_mean = kept
-    softmax = Softmax(merged[0], merged[1], merged[2] if spec.want.entropy else None)
+    x, saved, softmax, losses, of_mean = kept
     wanted = (of_mean is None, False, False, spec.want.uniform, spec.want.entropy)
     coef_4N = backend.coefficients([losses[0] if want else None for want in wanted], x.ids, spec.vocab_size, of_mean)
     return backend.gradients(x, softmax, coef_4N, saved, grads, spec)

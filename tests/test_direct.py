@@ -88,9 +88,11 @@ def test_a_kind_that_came_before_passes_triton_by(
         kernel.launches -= 1
         assert _bare(seen[-1]) == _bare(seen[-2])
 
-    for number, (args, more) in enumerate([((8, 5, "a"), {}), ((4, 5, "a"), {}), ((8, 1, "a"), {}),
-                                           ((8, 5, "b"), {}), ((8, 5, "a", None), {}),
-                                           ((8, 5, "a"), {"num_warps": 8})]):  # fmt: skip
+    kinds: list[tuple[tuple, dict[str, Any]]] = [
+        ((8, 5, "a"), {}), ((4, 5, "a"), {}), ((8, 1, "a"), {}), ((8, 5, "b"), {}), ((8, 5, "a", None), {}),
+        ((8, 5, "a"), {"num_warps": 8}),
+    ]  # fmt: skip
+    for number, (args, more) in enumerate(kinds):
         for _ in range(3):
             call(*args, **more)
             assert kernel.launches == number + 1

@@ -14,7 +14,7 @@ from shards import DEVICE, GPU
 from torch import Tensor
 
 from cce_dist import GradFilter, LogProbs, linear_cross_entropy, linear_log_probs, reference
-from cce_dist.kernels import IGNORED, OUTSIDE, Operands, ShardLogits, Spec, exact, extras, memory
+from cce_dist.kernels import IGNORED, OUTSIDE, Operands, ShardLogits, Softmax, Spec, exact, extras, memory
 from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.verify.cases import zipf_problem
 from cce_dist.verify.check import assert_no_worse
@@ -146,7 +146,7 @@ def test_an_id_outside_is_nan_alone() -> None:
     of_tokens = extras.any_id(ids)
     assert of_tokens.tolist() == [3, OUTSIDE, IGNORED]
     spec = Spec(ShardLogits(0, V), V, num_ids=3)
-    nll, _ = extras.merge_cells(torch.ones(1, 6, 3), torch.zeros(2, 3), ids, spec)
+    nll, _ = extras.merge_cells(torch.ones(1, 6, 3), Softmax(*torch.zeros(2, 3)), ids, spec)
     assert nll.tolist()[0][::2] == [-1, -1] and nll.isnan().tolist() == [
         [False, True, False],
         [False, True, False],

@@ -188,9 +188,8 @@ def _before_all_columns(
     sampled_ids_S, sampled = sample_outside(frequent, x)
     num_sampled = sampled_ids_S.shape[0]
     sums_3PN = torch.empty(3, cdiv(num_sampled, tiles.lse.cols), num_tokens, dtype=torch.float32, device=device)
-    target_N = stats_KN[2]
     for group in exact.token_groups(order, buffer_RD.shape[0]):
-        rows = gathered_with_targets(x, group, buffer_RD, target_N)
+        rows = gathered_with_targets(x, group, buffer_RD, stats_KN, 2)
         _log_sum_exp(frequent.x, rows, tiles, frequent_3N, frequent_sloped_N)
         if num_sampled:
             sampled_sums(sampled_ids_S, sampled, x.start, rows, tiles, sums_3PN)
