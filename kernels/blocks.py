@@ -68,7 +68,7 @@ def operand(matrix: torch.Tensor, rows: int, cols: int, tma: bool) -> TensorDesc
     """
     if not tma:
         return matrix
-    descriptor = object.__new__(TensorDescriptor)
+    descriptor: Any = object.__new__(TensorDescriptor)
     descriptor.base, descriptor.block_shape = matrix, [rows, cols]
     descriptor.shape, descriptor.strides = matrix.shape, matrix.stride()
     return descriptor

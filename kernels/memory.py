@@ -2,9 +2,9 @@
 
 Pure arithmetic on sizes, so that the host code of the kernels and the fakes of torch.compile agree.
 
-exact     A chunk is a part of the vocabulary, not of the tokens: it finishes its rows of d_weight, the large output, and adds
-          to d_hidden, the small one. Tokens are split too only where two bytes per element of d_hidden exceed the budget;
-          d_weight is then added to in its own dtype. A larger budget keeps exponentials of the first columns.
+exact     A chunk is a part of the vocabulary. It finishes its rows of d_weight, the large output, and adds to d_hidden, the
+          small one. Tokens are split too only where two bytes per element of d_hidden exceed the budget; d_weight is then added
+          to in its own dtype. A larger budget keeps exponentials of the first columns.
 filtered  The budget holds hidden states of a group of tokens, their marks and lists, and in backward the entries of all lists.
 dense     At most LIVE_BLOCKS blocks of fp32 logits are alive at a time.
 """

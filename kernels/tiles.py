@@ -39,7 +39,7 @@ _WIDE = Tile(128, 256, 64, 8, 3)
 # Measured 2026-11 on one H200 and one H100 (torch 2.11, Triton 3.6) for (9, 16). On the H100 groups of 8 and 32, 4 stages and
 # 256 x 128 were timed beside it, and none was better on all four heads (docs/results/h100-kept.json). The other rows were not
 # tuned and did not run there: what they need fits the shared memory of the device (228 KiB of 10, 164 or 99 of 8, 99 of 12),
-# as tests/test_compiled.py checks.
+# as tests/kernels/test_compiled.py checks.
 _TABLE = {
     (12, 16): Tiles(*(Tile(128, 64, 32, 4, 3),) * 4, 8),
     (12, 32): Tiles(*(Tile(64, 64, 32, 4, 2),) * 4, 8),

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from cce_dist import report
-from cce_dist.bench.methods import UNNAMED_MIB
-from cce_dist.bench.records import read_json
 from cce_dist.kernels import memory
-from cce_dist.plan.devices import DENSE, DEVICES, Device
-from cce_dist.plan.head import Cost, Head, cost
+from cce_dist.tools import report
+from cce_dist.tools.bench.methods import UNNAMED_MIB
+from cce_dist.tools.bench.records import read_json
+from cce_dist.tools.plan.devices import DENSE, DEVICES, Device
+from cce_dist.tools.plan.head import Cost, Head, cost
 
 MOST_DEFAULT = 2 << 30  # the largest default budget when the stored rounds were measured
 OURS = re.compile(r"cce-dist(-cached|-default)?(-sp)?(?:@(\d+)MiB)?")

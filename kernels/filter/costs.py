@@ -46,8 +46,8 @@ class FilterCosts(NamedTuple):
 
 # A fit to twenty filtered times at eps 2^-10: six synthetic softmaxes on the heads of Llama-3-8B, Gemma-2-2B and Phi-3.5, two
 # captured ones of D 768, V 32,768 (H200s, bf16, N 8,192, 2026-11). The kernels have become faster since: it meets times of
-# the former, mostly from above, and older ones of six captured states within 12 % (tests/test_filter_costs.py). What a place of
-# a list costs when it is sorted is of an older filter.
+# the former, mostly from above, and older ones of six captured states within 12 %
+# (tests/kernels/test_filter_costs.py). The cost of sorting a place of a list was measured with an older filter.
 FILTER_COSTS = FilterCosts()
 LISTED_OF = 32_064  # Phi-3.5's rows
 
