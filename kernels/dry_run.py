@@ -49,22 +49,24 @@ class Live(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: dict[StorageWeakRef, int] = {}
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by identity: a weak reference keeps it from reuse
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors((args, kwargs)):  # inputs count nothing
-            self.storages.setdefault(StorageWeakRef(tensor.untyped_storage()), 0)
         out = func(*args, **(kwargs or {}))
-        for tensor in _tensors(out):
-            self.storages.setdefault(StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes())
-        self.peak = max(self.peak, self.current())
+        made = [storage for storage in _storages(out) if storage._cdata not in self.storages]
+        if made:
+            given = {storage._cdata for storage in _storages((args, kwargs))}  # A view of an input makes nothing.
+            for storage in made:
+                size = 0 if storage._cdata in given else storage.nbytes()
+                self.storages[storage._cdata] = StorageWeakRef(storage), size
+            self.peak = max(self.peak, self.current())
         return out
 
     def current(self) -> int:
         """Return the bytes that are alive now."""
-        self.storages = {storage: size for storage, size in self.storages.items() if not storage.expired()}
-        return sum(self.storages.values())
+        self.storages = {key: there for key, there in self.storages.items() if not there[0].expired()}
+        return sum(size for _, size in self.storages.values())
 
     def restart(self) -> int:
         """Return the peak, and begin anew."""
@@ -73,7 +75,13 @@ class Live(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storages(value: Any) -> list[torch.UntypedStorage]:
+    return [tensor.untyped_storage() for tensor in _tensors(value)]
 
 
 class Peak(NamedTuple):

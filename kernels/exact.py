@@ -42,6 +42,7 @@ from cce_dist.kernels.lse import (
     new_partials,
 )
 from cce_dist.kernels.memory import Sizes
+from cce_dist.kernels.planned import thinned
 from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import (
     coefficients,
@@ -352,7 +353,7 @@ def add_chunks(
     d_weight is set unless ``add``, and d_hidden by the first chunk if that ``opens``. ``num_final`` as in ``_Part``.
     """
     grads_RV = first_rows(dlogits_RV, rows.index.shape[0])
-    for first, stop in chunks:
+    for first, stop in thinned(chunks):
         fill(first, grads_RV)
         final = num_final if stop == chunks[-1][1] else 0
         _add_part(out, _Part(first, stop, grads_RV, None, opens and first == chunks[0][0], add, final), x, rows, tiles)

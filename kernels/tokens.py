@@ -19,6 +19,7 @@ import triton.language as tl
 
 from cce_dist.kernels import IGNORED, OUTSIDE, Rows, Softmax, Spec
 from cce_dist.kernels.blocks import kernel, on_device, rows_with_zeros
+from cce_dist.kernels.planned import thinned
 from cce_dist.kernels.tiles import MAX_SIDE, num_programs
 from cce_dist.kernels.waves import cdiv
 
@@ -139,7 +140,7 @@ def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor
         return [order]
     starts = torch.arange(0, num_tokens, rows, dtype=torch.int32, device=index_N.device)
     kept_G = (num_kept - starts).clamp_(0, rows)
-    return [[index_N[i : i + rows], kept_G[g : g + 1]] for g, i in enumerate(range(0, num_tokens, rows))]
+    return thinned([[index_N[i : i + rows], kept_G[g : g + 1]] for g, i in enumerate(range(0, num_tokens, rows))])
 
 
 def gathered(hidden_ND: torch.Tensor, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor) -> Rows:

@@ -19,7 +19,7 @@ from shards import DEVICE, needs_gpu
 
 from cce_dist import GradFilter, linear_cross_entropy
 from cce_dist.decide import Where, decide
-from cce_dist.kernels import Filter, ShardLogits, Spec, dry_run
+from cce_dist.kernels import Filter, ShardLogits, Spec, dry_run, exact, tokens
 from cce_dist.kernels.dry_run import Live, Peak
 from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.planned import Planned, planned_device
@@ -54,6 +54,19 @@ def test_a_planned_gpu_decides_on_the_tiles() -> None:
     said, fewer = (peak_of("exact", 8192, 640, 262_144, 256, device=Planned(9, count)) for count in (132, 100))
     assert said.backward // MIB == 242 and said.forward // MIB == 17 and fewer.backward != said.backward
     assert planned_device() is None
+
+
+@pytest.mark.parametrize("backend", ["exact", "filter"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_loops_are_cut_short(backend: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a group of tokens or a chunk that allocates more than the first two and the last, which a plan goes through."""
+    given = (backend, 100_001, 768, 50_257, 64, alone)
+    short = peak_of(*given)
+    dry_run.peak.cache_clear()
+    for module in (tokens, exact):
+        monkeypatch.setattr(module, "thinned", lambda items: items)
+    assert peak_of(*given) == short
+    dry_run.peak.cache_clear()
 
 
 @pytest.mark.parametrize("backend", ["exact", "filter"])
