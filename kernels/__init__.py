@@ -283,9 +283,9 @@ class Operands(NamedTuple):
 class Softmax(NamedTuple):
     """Statistics of the whole vocabulary, [N] fp32 each: the log-sum-exp is ``max + log_sum``, kept apart for exactness.
 
-    ``entropy`` is None where it is not differentiated. Kernels take the record as one argument, and Triton compiles a kernel anew
-    where an address inside a record is no multiple of 16. So each is an allocation of its own, or a slice that starts at a
-    multiple of four tokens.
+    ``entropy`` is None where it is not differentiated. Kernels take the record as one argument, and Triton compiles a kernel
+    again if an address inside a record is not a multiple of 16. So each tensor is an allocation of its own, or a slice that
+    starts at a multiple of four tokens.
     """
 
     max: torch.Tensor
