@@ -8,18 +8,19 @@ from cce_dist import cli, reference
 from cce_dist.kernels import dense, extras
 from cce_dist.kernels.divergence import dense as dense_heads
 from cce_dist.ranks import run_ranks
-from cce_dist.verify.cases import CASES, random_problem
+from cce_dist.verify.cases import CASES, PER_TOKEN, random_problem
+from cce_dist.verify import FUNCTIONS
 from cce_dist.verify.check import assert_no_worse, run_case
-from cce_dist.verify.fuzz import Setting, draw, run_many
-from cce_dist.verify.fuzz_cases import FUNCTIONS
-from cce_dist.verify.oracle import PER_TOKEN, truth
+from cce_dist.verify.fuzz import SOURCES, Setting, draw_loss, run_many
+from cce_dist.verify.loss import LOSS
+from cce_dist.verify.oracle import truth
 
 GPU = torch.cuda.is_available()
 OTHERS = ("log-probs", "kept", "divergence")
 
 
 def failures(setting: Setting, count: int, first: int = 0) -> str:
-    return "\n".join(run_many(setting, first, count, lambda line: None, FUNCTIONS[setting.function]))
+    return "\n".join(run_many(setting, first, count, lambda line: None))
 
 
 def test_torch():
@@ -44,7 +45,7 @@ def _on_ranks(count: int) -> None:
 
 @pytest.mark.parametrize("function", OTHERS)
 def test_torch_of(function: str):
-    assert set(FUNCTIONS) == {"loss", *OTHERS}
+    assert FUNCTIONS == tuple(SOURCES) == ("loss", *OTHERS)
     assert cli.main(["verify", "--fuzz", "1", "--device", "cpu", "--function", function]) == 0
     assert failures(Setting(1, backend="torch", function=function), 150) == ""
     # One token whose logits all reach the softcap: the dense baseline has hardly an error there, by luck.
@@ -95,7 +96,7 @@ def test_a_mutation_of_the_loss_is_seen(name, change, says, case, monkeypatch):
     found = failures(Setting(seed=1, backend="torch"), 60)
     assert "cce-dist verify --fuzz 1 --seed 1 --case" in found and says in found
     (line,) = [line for line in CASES if line.name == case]
-    assert not all(result.ok for result in run_case(line, None, "cpu"))
+    assert not all(result.ok for result in run_case(LOSS, line, None, "cpu"))
 
 
 def test_a_mutation_of_the_reference_is_seen(monkeypatch):
@@ -111,8 +112,8 @@ def test_a_mutation_of_the_reference_is_seen(monkeypatch):
 
 def test_a_case_is_a_function_of_its_number():
     setting = Setting(seed=3, backend="torch")
-    assert str(draw(setting, 17)) == str(draw(setting, 17)) != str(draw(setting, 18))
-    assert str(draw(setting._replace(seed=4), 17)) != str(draw(setting, 17))
+    assert str(draw_loss(setting, 17)) == str(draw_loss(setting, 17)) != str(draw_loss(setting, 18))
+    assert str(draw_loss(setting._replace(seed=4), 17)) != str(draw_loss(setting, 17))
 
 
 def test_command_line(capsys):
