@@ -192,9 +192,9 @@ def for_interpreter(case: Any) -> Any:
 
 def cases(backends: list[str], world: int, group: Any) -> Iterator[tuple[str, Callable, tuple]]:
     """Name, function and arguments of every case. Here and in ``for_interpreter`` stands all that is known of verify."""
-    from cce_dist.verify.matrix import TABLES
     from cce_dist.verify.check import run_case
     from cce_dist.verify.fuzz import Setting, run_one
+    from cce_dist.verify.matrix import TABLES
 
     for backend in backends:
         for function, named in TABLES.values():

@@ -839,7 +839,7 @@ PUBLIC = [
 def test_linear_cross_entropy(case: verify_cases.LossCase) -> None:
     """The operators around the kernels, as verify runs them on ranks. Catches: a tensor saved in one place, read in another."""
     grad_filter = GradFilter(2.0**-6, weight=case.name != "fp16-full-c", always=True)
-    draw = verify_cases.zipf_problem(
+    draw = verify_cases.Zipf(
         18, 16, 130, bias=case.buffer is None, labels=verify_cases.ignore(slice(0, None, 4))
     )
     case = replace(case, options={**case.options, "grad_filter": grad_filter}, problem=draw)

@@ -8,8 +8,8 @@ from cce_dist import cli, reference
 from cce_dist.kernels import dense, extras
 from cce_dist.kernels.divergence import dense as dense_heads
 from cce_dist.ranks import run_ranks
-from cce_dist.verify.cases import CASES, PER_TOKEN, random_problem
 from cce_dist.verify import FUNCTIONS
+from cce_dist.verify.cases import CASES, PER_TOKEN, Gaussian
 from cce_dist.verify.check import assert_no_worse, run_case
 from cce_dist.verify.fuzz import SOURCES, Setting, draw_loss, run_many
 from cce_dist.verify.loss import LOSS
@@ -125,7 +125,7 @@ def test_command_line(capsys):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_oracle_agrees_with_the_reference(softcap):
     """Formulas by hand, and autograd of the definition, which test_loss.py holds to torch's; the scale's gradient too."""
-    problem = random_problem(bias=True)(torch.Generator().manual_seed(1))
+    problem = Gaussian(bias=True)(torch.Generator().manual_seed(1))
     problem.labels[::4] = -100
     scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     options = {"label_smoothing": 0.1, "softcap": softcap, "z_loss_weight": 0.02, "reduction": "none"}

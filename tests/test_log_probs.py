@@ -16,7 +16,7 @@ from torch import Tensor
 from cce_dist import GradFilter, LogProbs, linear_cross_entropy, linear_log_probs, reference
 from cce_dist.kernels import IGNORED, OUTSIDE, Operands, ShardLogits, Spec, budget, exact, extras
 from cce_dist.kernels.tiles import choose_tiles
-from cce_dist.verify.cases import KEPT_CASES, LOG_PROB_CASES, LogProbCase, zipf_problem
+from cce_dist.verify.cases import KEPT_CASES, LOG_PROB_CASES, LogProbCase, Zipf
 from cce_dist.verify.check import assert_no_worse, run_case
 from cce_dist.verify.log_probs import LOG_PROBS
 
@@ -242,7 +242,7 @@ def test_a_token_without_an_id_may_hold_anything(backend: str) -> None:
 
 def test_a_filter_would_keep_the_mean_of_one_sign_alone() -> None:
     """Why there is none: upstream gradients of both signs, as advantages are, lose what the compensation promises."""
-    problem = zipf_problem(512)(torch.Generator().manual_seed(0))
+    problem = Zipf(512)(torch.Generator().manual_seed(0))
     hidden, weight = problem.hidden.float().requires_grad_(), problem.weight.float()
 
     def sum_of_d_hidden(grad_filter: GradFilter | None, upstream: Tensor) -> Tensor:

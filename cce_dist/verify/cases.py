@@ -64,51 +64,66 @@ def padded(vocab_size: int, ranks: int) -> Bounds:
     return [(r * rows, (r + 1) * rows) for r in range(ranks)]
 
 
-def random_problem(
-    num_tokens: int = 37, hidden_size: int = 24, vocab_size: int = 203, *, bias: bool = False, scale: float = 0.5,
-    labels: Callable[[Tensor, int], Tensor] | None = None, shift: float = 0.0, spike: float = 0.0, grid: bool = False,
-) -> Recipe:  # fmt: skip
-    """Gaussian data. ``shift`` is added to every logit, ``spike`` to one logit of every other token.
+@dataclass(frozen=True)
+class Gaussian:
+    """Draws Gaussian data.
 
-    ``grid`` rounds to eighths, so that all logits are exact in fp32 in any order of summation, also next to a shift of 1e4.
+    Attributes:
+        scale: Standard deviation of the weight.
+        labels: Changes the labels, from those that were drawn evenly and the vocabulary size.
+        shift: Added to every logit.
+        spike: Added to one logit of every other token.
+        grid: Round to eighths: all logits are then exact in fp32 in any order of summation, also next to a shift of 1e4.
+        masked: Share of the biases that are -inf. Labels have none.
     """
 
-    def draw(generator: torch.Generator) -> Problem:
-        hidden = torch.randn(num_tokens, hidden_size, generator=generator, dtype=torch.float64)
-        weight = torch.randn(vocab_size, hidden_size, generator=generator, dtype=torch.float64) * scale
-        y = torch.randint(vocab_size, (num_tokens,), generator=generator)
-        if grid:
-            hidden, weight = (hidden * 8).round() / 8, (weight * 8).round() / 8
-        if shift or spike:  # through two directions of their own
-            hidden[:, 0], weight[:, 0] = 1.0, shift
+    num_tokens: int = 37
+    hidden_size: int = 24
+    vocab_size: int = 203
+    bias: bool = False
+    scale: float = 0.5
+    labels: Callable[[Tensor, int], Tensor] | None = None
+    shift: float = 0.0
+    spike: float = 0.0
+    grid: bool = False
+    masked: float = 0.0
+
+    def __call__(self, generator: torch.Generator) -> Problem:
+        hidden = torch.randn(self.num_tokens, self.hidden_size, generator=generator, dtype=torch.float64)
+        weight = torch.randn(self.vocab_size, self.hidden_size, generator=generator, dtype=torch.float64) * self.scale
+        y = torch.randint(self.vocab_size, (self.num_tokens,), generator=generator)
+        b = torch.randn(self.vocab_size, generator=generator, dtype=torch.float64) if self.bias else None
+        if self.grid:
+            hidden, weight, b = (x if x is None else (x * 8).round() / 8 for x in (hidden, weight, b))
+        if self.shift or self.spike:  # through two directions of their own
+            hidden[:, 0], weight[:, 0] = 1.0, self.shift
             hidden[:, 1], weight[:, 1] = 0.0, 0.0
-            hidden[::2, 1], weight[vocab_size // 2, 1] = 1.0, spike
-        b = torch.randn(vocab_size, generator=generator, dtype=torch.float64) if bias else None
-        return Problem(hidden, weight, y if labels is None else labels(y, vocab_size), b)
+            hidden[::2, 1], weight[self.vocab_size // 2, 1] = 1.0, self.spike
+        if self.masked and b is not None:
+            b[torch.rand(self.vocab_size, generator=generator) < self.masked] = -torch.inf
+            b[y] = 0.5
+        return Problem(hidden, weight, y if self.labels is None else self.labels(y, self.vocab_size), b)
 
-    return draw
 
+@dataclass(frozen=True)
+class Zipf:
+    """Draws logits with a Zipf unigram and a likely label for each token: a filter drops about half of the tiles."""
 
-def zipf_problem(
-    num_tokens: int = 300,
-    hidden_size: int = 96,
-    vocab_size: int = 4000,
-    *,
-    bias: bool = False,
-    labels: Callable[[Tensor, int], Tensor] | None = None,
-) -> Recipe:
-    """Logits with a Zipf unigram and a likely label for each token: a filter drops about half of the tiles."""
+    num_tokens: int = 300
+    hidden_size: int = 96
+    vocab_size: int = 4000
+    bias: bool = False
+    labels: Callable[[Tensor, int], Tensor] | None = None
 
-    def draw(generator: torch.Generator) -> Problem:
-        weight = torch.randn(vocab_size, hidden_size, generator=generator, dtype=torch.float64) * 0.1
-        weight[:, 0] = -torch.arange(1, vocab_size + 1, dtype=torch.float64).log() * 1.2
-        y = (torch.rand(num_tokens, generator=generator, dtype=torch.float64) ** 20 * vocab_size).long()
-        hidden = torch.randn(num_tokens, hidden_size, generator=generator, dtype=torch.float64) * 0.3 + 4 * weight[y]
+    def __call__(self, generator: torch.Generator) -> Problem:
+        weight = torch.randn(self.vocab_size, self.hidden_size, generator=generator, dtype=torch.float64) * 0.1
+        weight[:, 0] = -torch.arange(1, self.vocab_size + 1, dtype=torch.float64).log() * 1.2
+        y = (torch.rand(self.num_tokens, generator=generator, dtype=torch.float64) ** 20 * self.vocab_size).long()
+        hidden = torch.randn(self.num_tokens, self.hidden_size, generator=generator, dtype=torch.float64) * 0.3
+        hidden += 4 * weight[y]
         hidden[:, 0] = 1.0
-        b = 0.1 * torch.randn(vocab_size, generator=generator, dtype=torch.float64) if bias else None
-        return Problem(hidden, weight, y if labels is None else labels(y, vocab_size), b)
-
-    return draw
+        b = 0.1 * torch.randn(self.vocab_size, generator=generator, dtype=torch.float64) if self.bias else None
+        return Problem(hidden, weight, y if self.labels is None else self.labels(y, self.vocab_size), b)
 
 
 def ignore(which: slice | None, index: int = -100) -> Callable[[Tensor, int], Tensor]:
@@ -146,7 +161,7 @@ class Case:
     name: str = ""
     catches: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    problem: Recipe = field(default_factory=random_problem)
+    problem: Recipe = field(default_factory=Gaussian)
     shards: Split = even
     dtype: torch.dtype = FP32
     autocast: bool = False
@@ -294,50 +309,42 @@ EVERYTHING = dict(label_smoothing=0.1, logit_scale=0.7, softcap=5.0, z_loss_weig
 NONE = {"reduction": "none"}
 PER_TOKEN = ("nll", "lse", "target_logit", "entropy", "z_loss")
 ALL = ("loss", *PER_TOKEN)
-ZIPF = zipf_problem()
+ZIPF = Zipf()
 FILTERED = GradFilter(always=True)  # on Triton too, where heads as small as these have exact gradients
+Options = dict[str, Any] | None
 FULL_C = {"grad_filter": replace(FILTERED, weight=False)}
 
 
-def small(num_tokens: int = 37, hidden_size: int = 32, vocab_size: int = 203, **others: Any) -> Recipe:
+# The cheap ones first. fp32 is for logits that bf16 cannot hold, and compiles faster.
+# fmt: off
+def small(num_tokens: int = 37, hidden_size: int = 32, vocab_size: int = 203, **others: Any) -> Gaussian:
     """Data of sizes that share their kernels with other cases."""
-    return random_problem(num_tokens, hidden_size, vocab_size, **others)
+    return Gaussian(num_tokens, hidden_size, vocab_size, **others)
 
 
-def trap(
-    name: str, catches: str, options: dict[str, Any] | None = None, problem: Recipe | None = None, **others
-) -> LossCase:
+def trap(name: str, catches: str, options: Options = None, problem: Recipe | None = None, **others: Any) -> LossCase:
     """A line of the table: bf16 unless it says otherwise, and all auxiliary outputs, which calls in groups cannot have."""
     in_groups = others.setdefault("low", "in_groups" in others)
     options = ({} if in_groups else {"return_aux": True}) | (options or {})
     return LossCase(name, catches, options, problem or small(), **{"dtype": BF16} | others)
 
 
-def filter_trap(
-    name: str, catches: str, options: dict[str, Any] | None = None, problem: Recipe | None = None, **others
-):
+def filter_trap(name: str, catches: str, options: Options = None, problem: Recipe | None = None, **others: Any) -> LossCase:
     """The same with a filter: half of dE's error must be gone, a quarter of dC's, and nearly all of the sum's."""
-    return trap(
-        name,
-        catches,
-        {"grad_filter": FILTERED} | (options or {}),
-        problem or ZIPF,
-        **{"left": (0.5, 0.75, 0.02)} | others,
-    )
+    options = {"grad_filter": FILTERED} | (options or {})
+    return trap(name, catches, options, problem or ZIPF, **{"left": (0.5, 0.75, 0.02)} | others)
 
 
-# The cheap ones first. fp32 is for logits that bf16 cannot hold, and compiles faster.
-# fmt: off
 CASES = [
-    trap("plain", "the target of another rank's shard", problem=random_problem(), dtype=FP32),
-    trap("logits-at-minus-1e4", "a maximum floored at 0", problem=random_problem(shift=-1e4, grid=True), dtype=FP32),
-    trap("gap-of-1e4", "the log of an underflowed sum", problem=random_problem(spike=1e4, grid=True), dtype=FP32),
-    trap("gap-of-1e4-aux", "0 times infinity in the entropy", problem=random_problem(spike=1e4, grid=True), dtype=FP32,
+    trap("plain", "the target of another rank's shard", problem=Gaussian(), dtype=FP32),
+    trap("logits-at-minus-1e4", "a maximum floored at 0", problem=Gaussian(shift=-1e4, grid=True), dtype=FP32),
+    trap("gap-of-1e4", "the log of an underflowed sum", problem=Gaussian(spike=1e4, grid=True), dtype=FP32),
+    trap("gap-of-1e4-aux", "0 times infinity in the entropy", problem=Gaussian(spike=1e4, grid=True), dtype=FP32,
          upstream=ALL),
     trap("logits-at-plus-1e4", "the sum lost next to a large maximum", {"label_smoothing": 0.1},
-         random_problem(shift=1e4, grid=True), dtype=FP32),
+         Gaussian(shift=1e4, grid=True), dtype=FP32),
     trap("padded-negative-logits", "phantom columns of logit 0", {"label_smoothing": 0.1},
-         random_problem(shift=-1e4, grid=True), shards=padded, dtype=FP32),
+         Gaussian(shift=-1e4, grid=True), shards=padded, dtype=FP32),
     trap("bf16", "logits rounded before the log-sum-exp", problem=small(scale=0.2)),
     trap("sum", "a division by the number of tokens", {"reduction": "sum"}),
     trap("none-signed-upstream", "a scalar upstream gradient assumed", NONE),
@@ -399,7 +406,7 @@ CASES = [
     filter_trap("filter-smoothing", "the uniform term dropped, or twice in frequent columns", {"label_smoothing": 0.1}),
     filter_trap("filter-smoothing-softcap", "a uniform term under a slope", {"label_smoothing": 0.1, "softcap": 20.0}),
     filter_trap("filter-softcap", "a dropped mass without the softcap's slope", {"softcap": 20.0},
-                zipf_problem(bias=True, labels=ignore(slice(0, None, 4)))),
+                Zipf(bias=True, labels=ignore(slice(0, None, 4)))),
     filter_trap("filter-signed-upstream", "weights of both signs", NONE, left=(0.75, 0.75, 1.0)),
     filter_trap("filter-entropy", "an entropy's gradient dropped", upstream=ALL),
     filter_trap("filter-uneven-shards", "a bound of the shard's own", shards=uneven),
@@ -434,37 +441,37 @@ LOG_PROB_CASES = [
     LogProbCase("log-probs", "a gradient of one sign assumed"),
     LogProbCase("log-probs-alone", "an entropy that was not asked for", upstream=("log_probs",)),
     LogProbCase("log-probs-3", "the target of another rank's shard", num_ids=3, upstream=("log_probs",)),
-    LogProbCase("log-probs-64", "a sum of ids in another order", problem=random_problem(5, bias=True), num_ids=64),
+    LogProbCase("log-probs-64", "a sum of ids in another order", problem=Gaussian(5, bias=True), num_ids=64),
     LogProbCase("log-probs-64-entropy", "p of an id's own logit, which is rounded otherwise, beside the others' p",
-                problem=random_problem(7, 32, 32, scale=2.0), num_ids=64, upstream=("entropy",)),
+                problem=Gaussian(7, 32, 32, scale=2.0), num_ids=64, upstream=("entropy",)),
     LogProbCase("log-probs-repeated", "a cell that is overwritten twice", num_ids=7, change=repeated),
     LogProbCase("log-probs-ignored", "an ignored id with a gradient", num_ids=5, change=ignored),
-    LogProbCase("log-probs-own-factors", "one token's temperature for another", problem=random_problem(bias=True), own=OWN),
+    LogProbCase("log-probs-own-factors", "one token's temperature for another", problem=Gaussian(bias=True), own=OWN),
     LogProbCase("log-probs-softcap", "a temperature before the softcap", {**SOFTCAP, "temperature": 0.7},
-                random_problem(bias=True), num_ids=3),
-    LogProbCase("log-probs-everything", "options that only work alone", SOFTCAP, random_problem(bias=True), num_ids=4,
+                Gaussian(bias=True), num_ids=3),
+    LogProbCase("log-probs-everything", "options that only work alone", SOFTCAP, Gaussian(bias=True), num_ids=4,
                 change=ignored, own=OWN),
     LogProbCase("log-probs-uneven-shards", "the column of another shard", SOFTCAP, shards=uneven, num_ids=3, own=OWN),
     LogProbCase("log-probs-empty-shards", "a maximum over nothing", shards=with_empty, num_ids=3),
-    LogProbCase("log-probs-padded-shards", "padding in the largest logits", problem=random_problem(shift=-30.0, grid=True),
+    LogProbCase("log-probs-padded-shards", "padding in the largest logits", problem=Gaussian(shift=-30.0, grid=True),
                 shards=padded, num_ids=3),
     LogProbCase("log-probs-sequence-parallel", "ids or temperatures of the slice", {"sequence_parallel": True},
-                random_problem(24), num_ids=3, own=OWN),
-    LogProbCase("log-probs-gap-of-1e4", "0 times infinity", problem=random_problem(spike=1e4, grid=True), num_ids=3),
+                Gaussian(24), num_ids=3, own=OWN),
+    LogProbCase("log-probs-gap-of-1e4", "0 times infinity", problem=Gaussian(spike=1e4, grid=True), num_ids=3),
     LogProbCase("log-probs-many-blocks", "state carried between blocks of logits", {"workspace_bytes": 1},
-                random_problem(300, 16, 1200, bias=True), num_ids=3, own=OWN),
-    LogProbCase("log-probs-bf16", "logits rounded before the log-sum-exp", problem=random_problem(scale=0.2), dtype=BF16,
+                Gaussian(300, 16, 1200, bias=True), num_ids=3, own=OWN),
+    LogProbCase("log-probs-bf16", "logits rounded before the log-sum-exp", problem=Gaussian(scale=0.2), dtype=BF16,
                 num_ids=3),
-    LogProbCase("log-probs-fp16", "gradients of ids that underflow", problem=random_problem(scale=0.2), dtype=FP16, num_ids=3),
+    LogProbCase("log-probs-fp16", "gradients of ids that underflow", problem=Gaussian(scale=0.2), dtype=FP16, num_ids=3),
 ]
 KEPT_CASES = [
     LogProbCase("kept", "an own id outside of its list, an empty list, a long one beside short ones", kept=40),
     LogProbCase("kept-everything", "options that only work alone", {**SOFTCAP, "workspace_bytes": 1},
-                random_problem(300, 70, 300, bias=True), num_ids=1, change=ignored, own=OWN, kept=300),
+                Gaussian(300, 70, 300, bias=True), num_ids=1, change=ignored, own=OWN, kept=300),
     LogProbCase("kept-empty-shards", "a list of which a shard has nothing", shards=with_empty, kept=3),
-    LogProbCase("kept-gap-of-1e4", "a log-sum-exp in one number", problem=random_problem(spike=1e4, grid=True), kept=200),
-    LogProbCase("kept-sequence-parallel", "lists of the slice", {"sequence_parallel": True}, random_problem(24), kept=9),
-    LogProbCase("kept-bf16", "logits rounded before the log-sum-exp", problem=random_problem(scale=0.2), dtype=BF16, kept=60),
+    LogProbCase("kept-gap-of-1e4", "a log-sum-exp in one number", problem=Gaussian(spike=1e4, grid=True), kept=200),
+    LogProbCase("kept-sequence-parallel", "lists of the slice", {"sequence_parallel": True}, Gaussian(24), kept=9),
+    LogProbCase("kept-bf16", "logits rounded before the log-sum-exp", problem=Gaussian(scale=0.2), dtype=BF16, kept=60),
 ]
 # fmt: on
 REVERSE, JSD = {"kind": "reverse"}, {"kind": "jsd", "beta": 0.3}
@@ -475,28 +482,28 @@ DIVERGENCE_CASES = [
     DivergenceCase("kl-forward", "the teacher's log-sum-exp of a shard alone"),
     DivergenceCase("kl-reverse", "KL(t || p) in place of KL(p || t)", REVERSE),
     DivergenceCase("kl-jsd", "a mixture of softmaxes of a shard alone", JSD),
-    DivergenceCase("kl-options-of-both", "the student's options on the teacher's logits", OF_BOTH, random_problem(bias=True)),
-    DivergenceCase("kl-reverse-options", "the softcap's slope left out", OF_BOTH | REVERSE, random_problem(bias=True)),
-    DivergenceCase("kl-jsd-options", "beta and 1 - beta exchanged", OF_BOTH | JSD, random_problem(bias=True)),
-    DivergenceCase("kl-masked", "tokens that do not count in dC", problem=random_problem(bias=True), masked=0.4),
-    DivergenceCase("kl-uneven-shards", "a moment relative to another shard's maximum", problem=random_problem(bias=True),
+    DivergenceCase("kl-options-of-both", "the student's options on the teacher's logits", OF_BOTH, Gaussian(bias=True)),
+    DivergenceCase("kl-reverse-options", "the softcap's slope left out", OF_BOTH | REVERSE, Gaussian(bias=True)),
+    DivergenceCase("kl-jsd-options", "beta and 1 - beta exchanged", OF_BOTH | JSD, Gaussian(bias=True)),
+    DivergenceCase("kl-masked", "tokens that do not count in dC", problem=Gaussian(bias=True), masked=0.4),
+    DivergenceCase("kl-uneven-shards", "a moment relative to another shard's maximum", problem=Gaussian(bias=True),
                    shards=uneven),
     DivergenceCase("kl-empty-shards", "a maximum over nothing", REVERSE, shards=with_empty),
-    DivergenceCase("kl-padded", "phantom columns of logit 0 in either head", JSD, random_problem(shift=-20.0, grid=True),
+    DivergenceCase("kl-padded", "phantom columns of logit 0 in either head", JSD, Gaussian(shift=-20.0, grid=True),
                    shards=padded, teacher_padding=7),
-    DivergenceCase("kl-sharp-teacher", "0 times infinity where the teacher underflows", problem=random_problem(scale=0.05),
+    DivergenceCase("kl-sharp-teacher", "0 times infinity where the teacher underflows", problem=Gaussian(scale=0.05),
                    spread=30.0),
-    DivergenceCase("kl-sharp-student", "0 times infinity where the student underflows", REVERSE, random_problem(scale=6.0),
+    DivergenceCase("kl-sharp-student", "0 times infinity where the student underflows", REVERSE, Gaussian(scale=6.0),
                    spread=0.1),
     DivergenceCase("kl-sequence-parallel", "the teacher's slice taken for the whole", {"sequence_parallel": True},
-                   random_problem(24)),
+                   Gaussian(24)),
     DivergenceCase("kl-partial", "a sum that somebody else makes, too", {"input_grad": "partial"}),
     DivergenceCase("kl-many-blocks", "state carried between blocks of logits", {"workspace_bytes": 1},
-                   random_problem(300, 16, 1200, bias=True)),
-    DivergenceCase("kl-draft", "the teacher's rows by the student's ids", problem=random_problem(bias=True), shards=uneven,
+                   Gaussian(300, 16, 1200, bias=True)),
+    DivergenceCase("kl-draft", "the teacher's rows by the student's ids", problem=Gaussian(bias=True), shards=uneven,
                    draft="whole"),
-    DivergenceCase("kl-draft-split", "ids of another rank", problem=random_problem(bias=True), shards=padded, draft="split"),
-    DivergenceCase("kl-bf16", "logits rounded before their difference is taken", problem=random_problem(scale=0.2), dtype=BF16),
-    DivergenceCase("kl-fp16", "gradients of a token that underflow", JSD, random_problem(scale=0.2), dtype=FP16),
+    DivergenceCase("kl-draft-split", "ids of another rank", problem=Gaussian(bias=True), shards=padded, draft="split"),
+    DivergenceCase("kl-bf16", "logits rounded before their difference is taken", problem=Gaussian(scale=0.2), dtype=BF16),
+    DivergenceCase("kl-fp16", "gradients of a token that underflow", JSD, Gaussian(scale=0.2), dtype=FP16),
 ]
 # fmt: on

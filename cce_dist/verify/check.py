@@ -123,20 +123,16 @@ AGAIN = " of a second backward"
 
 
 def found(
-    case: Case,
-    out: Any,
-    upstream: dict[str, Tensor],
-    leaves: dict[str, Any],
-    twice: bool = False,
-    elsewhere: str = "",
+    out: Any, upstream: dict[str, Tensor], leaves: dict[str, Any], case: Case | None = None, elsewhere: str = ""
 ) -> dict[str, Tensor]:
     """Return the outputs of a call that are not None, and its gradients, under the names of their leaves.
 
     Args:
         out: A record of outputs.
         upstream: Gradients of outputs.
-        leaves: The tensors to differentiate by, those that want it.
-        twice: Call backward a second time; its gradients have names that end in ``AGAIN``.
+        leaves: The tensors to differentiate by, those that require it.
+        case: Of the function itself: its layouts of upstream gradients, and whether backward is called a second time, whose
+            gradients have names that end in ``AGAIN``. None: a reference.
         elsewhere: The leaf whose gradient goes into a buffer.
     """
     outputs = {name: x for name, x in out._asdict().items() if isinstance(x, Tensor)}
@@ -144,7 +140,9 @@ def found(
     inputs = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
     roots, above = [outputs[name] for name in upstream], []
     for name, root in zip(upstream, roots, strict=True):
-        above.append(view_of(upstream[name].to(root).view(root.shape), case.layout(name)))
+        gradient = upstream[name].to(root).view(root.shape)
+        above.append(gradient if case is None else view_of(gradient, case.layout(name)))
+    twice = case is not None and case.twice and not elsewhere
     for suffix in ("", AGAIN)[: (1 + twice) * bool(inputs)]:
         again = twice and not suffix
         grads = torch.autograd.grad(roots, list(inputs.values()), above, retain_graph=again, allow_unused=True)
@@ -174,13 +172,14 @@ def draw_upstream(case: Case, shapes: dict[str, tuple[int, ...]], generator: tor
     upstream = {}
     for name in case.upstream:
         shape = shapes[name]
-        upstream[name] = (
-            torch.ones(()) if not shape and case.scale is None else torch.randn(shape, generator=generator) * scale
-        )
+        if not shape and case.scale is None:
+            upstream[name] = torch.ones(())
+            continue
+        gradient = torch.randn(shape, generator=generator) * scale
         if shape:
-            upstream[name][4::5] = 0.0
-        if shape and case.layout(name) == "expanded":
-            upstream[name] = constant(upstream[name].view(case.shape or shape)).view(shape)
+            gradient[4::5] = 0.0
+        repeated = shape and case.layout(name) == "expanded"
+        upstream[name] = constant(gradient.view(case.shape or shape)).view(shape) if repeated else gradient
     return upstream
 
 

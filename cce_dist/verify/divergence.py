@@ -12,7 +12,7 @@ from cce_dist import reference
 from cce_dist.divergence import linear_kl_divergence
 from cce_dist.shard import VocabShard
 from cce_dist.verify import check
-from cce_dist.verify.cases import FP32, OF_BOTH, DivergenceCase, Drawn, Problem, Truth, random_problem
+from cce_dist.verify.cases import FP32, OF_BOTH, DivergenceCase, Drawn, Gaussian, Problem, Truth
 from cce_dist.verify.check import GRADIENTS, Error, Function, Part, bound_of, compare, found
 
 TEACHER_SIZE = 40  # the teacher's D; the student's is that of its problem
@@ -25,7 +25,7 @@ class Value(NamedTuple):
 def draw(case: DivergenceCase, generator: torch.Generator) -> Drawn:
     student = check.draw_problem(case, generator)
     num_tokens, vocab_size = student.hidden.shape[0], student.weight.shape[0]
-    teacher = random_problem(num_tokens, TEACHER_SIZE, vocab_size, scale=case.spread / TEACHER_SIZE**0.5)(generator)
+    teacher = Gaussian(num_tokens, TEACHER_SIZE, vocab_size, scale=case.spread / TEACHER_SIZE**0.5)(generator)
     bias = None if student.bias is None else torch.randn(vocab_size, generator=generator, dtype=torch.float64)
     teacher = replace(teacher, bias=bias).rounded(case.dtype)
     mask = torch.rand(num_tokens, generator=generator) >= case.masked
@@ -44,7 +44,7 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
     value = reference.linear_kl_divergence(
         hidden, weight, teacher, teacher_weight, linear_bias=bias, teacher_bias=teacher_bias, **known
     )
-    return found(drawn.case, Value(value), upstream, leaves)
+    return found(Value(value), upstream, leaves)
 
 
 def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str
         hidden, weight, teacher_hidden, teacher_weight, linear_bias=bias, teacher_bias=teacher_bias, shard=shard,
         teacher_shard=None if case.draft == "whole" else rows, backend=backend, **options,
     )  # fmt: skip
-    return found(case, Value(value), upstream, leaves, case.twice)
+    return found(Value(value), upstream, leaves, case)
 
 
 def _draft(teacher: Problem, shard: VocabShard, draft: str) -> tuple[Problem, Tensor, VocabShard]:

@@ -10,7 +10,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from cce_dist.filter import GradFilter
 from cce_dist.kernels.budget import MOST_GROUPS
 from cce_dist.verify import cases
-from cce_dist.verify.cases import BF16, FP16, FP32, PER_TOKEN, Bounds, Case, Problem, Recipe, Split
+from cce_dist.verify.cases import BF16, FP16, FP32, PER_TOKEN, Bounds, Case, Recipe, Split
 from cce_dist.verify.check import Error, Function, run_case
 from cce_dist.verify.divergence import DIVERGENCE
 from cce_dist.verify.log_probs import LOG_PROBS
@@ -70,56 +70,6 @@ class Setting(NamedTuple):
         return f"{interpreter}{launcher} verify --fuzz 1 --seed {self.seed} --case {number} {where}"
 
 
-@dataclass(frozen=True)
-class RandomLogits:
-    """Data with 0.1 to 10 nats of spread, or one trap.
-
-    "up", "down", "gap": all logits near 1e4, near -1e4, or one of them 1e4 above the others, on a grid on which all products
-    are exact in fp32. "masked": some biases are -inf. "zipf": a unigram, and a likely label. "equal": no logit differs.
-
-    Attributes:
-        large: The size of "up", "down" and "gap".
-        ignored: Share of the labels that are ``ignore_index``.
-    """
-
-    num_tokens: int
-    hidden_size: int
-    vocab_size: int
-    logits: str
-    large: float
-    bias: bool
-    ignored: float
-    ignore_index: int
-
-    def __call__(self, generator: torch.Generator) -> Problem:
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-        num_tokens, vocab_size = self.num_tokens, self.vocab_size
-        spread = {"small": 0.01, "wide": 10.0, "zipf": 0.3, "equal": 0.0}.get(self.logits, 1.0)
-        hidden = normal(num_tokens, self.hidden_size)
-        weight = normal(vocab_size, self.hidden_size) * spread / self.hidden_size**0.5
-        bias = normal(vocab_size) if self.bias else None
-        labels = torch.randint(vocab_size, (num_tokens,), generator=generator)
-        if self.logits == "zipf":
-            labels = (torch.rand(num_tokens, generator=generator, dtype=torch.float64) ** 8 * vocab_size).long()
-            weight[:, 0] = -torch.arange(1, vocab_size + 1, dtype=torch.float64).log() * 1.2
-            hidden += 4 * weight[labels]
-            hidden[:, 0] = 1.0
-        if self.logits == "masked":
-            assert bias is not None
-            bias[torch.rand(vocab_size, generator=generator) < 0.3] = -torch.inf
-            bias[labels] = 0.5
-        if self.logits in ("up", "down", "gap"):
-            hidden, weight = (hidden * 8).round() / 8, (weight * 8).round() / 8
-            bias = None if bias is None else (bias * 8).round() / 8
-            hidden[:, 0], weight[:, 0] = 1.0, {"up": self.large, "down": -self.large, "gap": 0.0}[self.logits]
-            if self.logits == "gap":
-                weight[vocab_size // 2, 0] = self.large
-        ignore = torch.rand(num_tokens, generator=generator) < self.ignored
-        return Problem(hidden, weight, torch.where(ignore, self.ignore_index, labels), bias)
-
-
 def draw_loss(setting: Setting, number: int) -> cases.LossCase:
     """Draw a call of the loss: the same on every rank, and on every machine."""
     where = f"{setting.interpreted}/{setting.device}/{setting.ranks}"
@@ -129,7 +79,7 @@ def draw_loss(setting: Setting, number: int) -> cases.LossCase:
     most_n, most_d, most_v = (40, 33, 90) if setting.interpreted else (150, 70, 600)
     if filtered or (setting.device == "cuda" and rng.random() < 0.3):
         most_n, most_v = 2 * most_n, 3 * most_v
-    # What is drawn below has no effect unless it is among the fields of LossCase, or of its problem.
+    # The fields of a LossCase, and what its problem is made of.
     call = SimpleNamespace(
         shape=(_size(rng, most_n, 0.02),),
         hidden_size=max(2, _size(rng, most_d, 0.0)),
@@ -148,20 +98,33 @@ def draw_loss(setting: Setting, number: int) -> cases.LossCase:
     apart = random.Random(f"groups/{setting.seed}/{number}/{where}")
     if not filtered and apart.random() < 0.2:
         _draw_groups(apart, call, setting)
-    return _loss_case(call, f"loss {number}")
+    drawn = {name: value for name, value in vars(call).items() if name in cases.LossCase.__dataclass_fields__}
+    return cases.LossCase(f"loss {number}", problem=_problem(call, number), **drawn)
 
 
-def _loss_case(call: SimpleNamespace, name: str) -> cases.LossCase:
-    fields, options = vars(call), call.options
-    data = {name: fields.pop(name) for name in ("hidden_size", "vocab_size", "logits", "ignored")}
-    problem = RandomLogits(
-        torch.Size(call.shape).numel(),
-        **data,
-        large=512.0 if call.dtype == FP16 else 1e4,
-        bias=call.bias is not None,
-        ignore_index=options.get("ignore_index", -100),
-    )
-    return cases.LossCase(name, problem=problem, **fields)
+def _problem(call: SimpleNamespace, seed: int) -> Recipe:
+    """Data with 0.1 to 10 nats of spread, or one trap.
+
+    "up", "down", "gap": all logits near 1e4, near -1e4, or one of them 1e4 above the others, on a grid on which all products
+    are exact in fp32. "masked": some biases are -inf. "zipf": a unigram, and a likely label. "equal": no logit differs.
+    """
+
+    def labels(y: Tensor, vocab_size: int) -> Tensor:
+        ignore = torch.rand(len(y), generator=torch.Generator().manual_seed(seed)) < call.ignored
+        return torch.where(ignore, call.options.get("ignore_index", -100), y)
+
+    sizes = torch.Size(call.shape).numel(), call.hidden_size, call.vocab_size
+    biased, large = call.bias is not None, 512.0 if call.dtype == FP16 else 1e4
+    if call.logits == "zipf":
+        return cases.Zipf(*sizes, bias=biased, labels=labels)
+    scale = {"small": 0.01, "wide": 10.0, "equal": 0.0}.get(call.logits, 1.0) / call.hidden_size**0.5
+    trap: dict[str, Any] = {
+        "up": {"shift": large, "grid": True},
+        "down": {"shift": -large, "grid": True},
+        "gap": {"spike": large, "grid": True},
+        "masked": {"masked": 0.3},
+    }
+    return cases.Gaussian(*sizes, bias=biased, scale=scale, labels=labels, **trap.get(call.logits, {}))
 
 
 def _size(rng: random.Random, most: int, zero: float) -> int:
@@ -370,7 +333,7 @@ def _common(
     odd = 0 if kind.random() < 0.5 else r.randint(1, 15)  # 0: sizes are multiples of 16
     hidden_size, vocab_size = 16 * r.randint(1, 3) + odd, 16 * r.randint(4, 14) + odd
     scale = r.choice((0.05, 0.5, 2.0) if dtype == FP32 else (0.05, 0.2, 0.5))
-    problem = cases.random_problem(num_tokens, hidden_size, vocab_size, bias=kind.random() < 0.4, scale=scale)
+    problem = cases.Gaussian(num_tokens, hidden_size, vocab_size, bias=kind.random() < 0.4, scale=scale)
     return options, problem, dtype, shards
 
 

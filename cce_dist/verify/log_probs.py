@@ -60,7 +60,7 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
     how: dict[str, Any] = {name: options[name] for name in known if name in options}
     how |= {name: value.to(wide) for name, value in how.items() if isinstance(value, Tensor)}
     out = reference.linear_log_probs(hidden, weight, ids, linear_bias=bias, top_k=TOP, **how)
-    values = found(drawn.case, out, upstream, leaves)
+    values = found(out, upstream, leaves)
     if "kept" not in how:
         all_ids = torch.arange(len(weight), device=device).expand(len(hidden), -1)
         log_p = reference.linear_log_probs(hidden, weight, all_ids, linear_bias=bias, **how).log_probs
@@ -78,7 +78,7 @@ def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str
     else:
         options |= {"sum_p_squared": True, "argmax": True, "top_k": TOP}
     out = linear_log_probs(hidden, weight, ids, linear_bias=bias, shard=shard, backend=backend, entropy=True, **options)
-    return found(drawn.case, out, upstream, leaves, drawn.case.twice)
+    return found(out, upstream, leaves, drawn.case)
 
 
 def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str, Tensor], truth: Truth) -> list[Error]:

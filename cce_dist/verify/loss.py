@@ -14,7 +14,7 @@ from cce_dist.filter import GradFilter
 from cce_dist.loss import TIE, LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
 from cce_dist.verify import check, oracle
-from cce_dist.verify.cases import FP32, PER_TOKEN, Bounds, Drawn, LossCase, Problem, Truth
+from cce_dist.verify.cases import FP32, PER_TOKEN, Bounds, Drawn, Gaussian, LossCase, Problem, Truth
 from cce_dist.verify.check import EPS, GRADIENTS, Error, Function, Part, compare, found
 from cce_dist.verify.views import view_of
 
@@ -49,7 +49,7 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
     out = reference.linear_cross_entropy(
         hidden, weight, labels, linear_bias=bias, logit_scale=leaves["dscale"], **known
     )
-    return found(drawn.case, out, upstream, leaves)
+    return found(out, upstream, leaves)
 
 
 def _truth(drawn: Drawn, bounds: Bounds, backend: str, device: str) -> Truth:
@@ -114,8 +114,7 @@ def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str
         )
     out = _as_record(out, labels.shape)
     leaves["dscale"] = scale
-    twice, elsewhere = case.twice and buffer is None, "" if buffer is None else "dC"
-    values = found(case, out, upstream, leaves, twice, elsewhere)
+    values = found(out, upstream, leaves, case, elsewhere="" if buffer is None else "dC")
     if buffer is not None:
         values["dC"] = buffer.double() - held_before
     return values
@@ -175,15 +174,15 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
 
 def _floor(case: LossCase, name: str, right: Tensor, truth: Truth) -> float:
     """Return the rounding that no order of operations avoids, of a random case."""
-    of_logits = getattr(case.problem, "logits", "")
+    problem = case.problem if isinstance(case.problem, Gaussian) else Gaussian()
     dtype, noise = case.dtype if name in GRADIENTS else FP32, truth.noise
     exact_scale = case.options.get("logit_scale", 1.0) in (1, -0.5) and "softcap" not in case.options
-    exact_products = exact_scale and not case.classes and of_logits in ("up", "down", "gap", "equal")
+    exact_products = exact_scale and not case.classes and (problem.grid or problem.scale == 0)
     floor = EPS[dtype] * torch.finfo(dtype).smallest_normal
     if name not in GRADIENTS:
         return floor + (0.0 if exact_products else EPS[FP32] * noise.get(name, 0.0))
     floor += EPS[dtype] * noise[name]
-    if name == "dscale" and (of_logits == "equal" or "expanded" in case.layouts.values()):
+    if name == "dscale" and (problem.scale == 0 or "expanded" in case.layouts.values()):
         floor += EPS[dtype] * noise["dscale alike"]
     if name in ("dE", "dscale"):
         floor += EPS[dtype] * noise["parts of dE"]
