@@ -39,7 +39,7 @@ def check_ranks(
     """
     if not call.debug or shard.group is None or torch.compiler.is_compiling():
         return
-    facts = facts_of(x.hidden, x.weight, x.bias)
+    facts = facts_of(x.hidden, x.weight, x.head.bias)
     facts |= {"number of tokens": x.num_tokens, "vocab_size": shard.vocab_size} | options._asdict()
     if isinstance(options, Options) and isinstance(options.num_tokens, Tensor):
         facts["num_tokens"] = options.num_tokens.item()

@@ -25,25 +25,27 @@ from cce_dist.kernels.launch.replay import Replayed
 class Operator(NamedTuple):
     """A pair of functions, forward and backward, and the operators of the same meaning in torch.library.
 
-    forward takes ``hidden, weight, bias, *others, grad_weight_out, call`` and returns its outputs and, last, a list of tensors
-    that backward needs. backward takes the outputs' gradients, the kept tensors of forward, what forward saved,
-    ``grad_weight_out``, which of the first three gradients are wanted, and the call. It returns those three. The operators of
+    forward takes ``hidden, weight, head, *others, grad_weight_out, call`` and returns its outputs and, last, a list of tensors
+    that backward needs. ``head`` is the list of the tensors of ``kernels.Head`` that there are; the call names them. backward
+    takes the outputs' gradients, the kept arguments of forward, what forward saved, ``grad_weight_out``, which gradients are
+    wanted, and the call. It returns the gradients of hidden states and weight, and [K, V] fp32 with a row for each tensor of
+    the head whose gradient is wanted: an operator that writes to an argument cannot return a list. The operators of
     torch.library take the call's flat values in place of the call.
 
     Attributes:
         public_name: Of the function that the user called, for what is refused.
         forward_name: Of the operator in ``torch.ops.cce_dist``.
         backward_name: Likewise.
-        tensors: Schema of forward's tensors.
+        tensors: Schema of forward's tensors and lists of tensors.
         results: Schema of forward's results.
         call: The record that a call is.
         num_outputs: The first results of forward, which are differentiable; others and what is saved are not.
-        num_kept: The first tensors of forward, hidden, weight and bias counted, that backward needs too.
+        num_kept: The first arguments of forward, hidden, weight and head counted, that backward needs too.
     """
 
     public_name: str
     forward: Callable[..., tuple[Any, ...]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
     forward_name: str
     backward_name: str
     tensors: str
@@ -52,18 +54,26 @@ class Operator(NamedTuple):
     num_outputs: int
     num_kept: int
 
-    def apply(self, *tensors: Tensor | None, call: Any, needs_grad: bool) -> Any:
+    @property
+    def num_tensors(self) -> int:
+        """The number of forward's arguments before the call."""
+        return self.tensors.count(",") + 1
+
+    def apply(
+        self, hidden: Tensor, weight: Tensor, head: list[Tensor], *others: Any, call: Any, needs_grad: bool
+    ) -> Any:
         """Call forward; what it saves may be left out of its results."""
-        refuse_transforms(self.public_name, *tensors[:3])
+        refuse_transforms(self.public_name, hidden, weight, *head)
         if torch.compiler.is_compiling() or not needs_grad:
-            return getattr(torch.ops.cce_dist, self.forward_name)(*tensors, *flat(call))
-        return _Eager.apply(self, *tensors, call)
+            operator = getattr(torch.ops.cce_dist, self.forward_name)
+            return operator(hidden, weight, head, *others, *flat(call))
+        return _Eager.apply(self, others, call, hidden, weight, *head)
 
     def register(self, forward_fake: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Put both operators into torch.library, and return their functions, which take a call's flat values."""
         kept, values = ", ".join(self.tensors.split(", ")[: self.num_kept]), ", ".join(schema(self.call))
-        forward = self._of_flat_call(self.forward, self.tensors.count(",") + 1)
-        backward = self._of_flat_call(self.backward, self.num_kept + 4)
+        forward = self._of_flat_call(self.forward, self.num_tensors, 0)
+        backward = self._of_flat_call(self.backward, self.num_kept + 4, 1)
         library = torch.library.Library("cce_dist", "FRAGMENT")
         _LIBRARIES.append(library)
         for name, arguments, results, function, fake in (
@@ -80,57 +90,93 @@ class Operator(NamedTuple):
             library.impl(name, function, "CompositeExplicitAutograd")
             torch.library.register_fake(f"cce_dist::{name}", fake, lib=library)
         torch.library.register_autograd(
-            f"cce_dist::{self.forward_name}", self.differentiate, setup_context=self.save, lib=library
+            f"cce_dist::{self.forward_name}", self.differentiate_operator, setup_context=self.save, lib=library
         )
         return forward, backward
 
-    def _of_flat_call(self, function: Callable[..., Any], num_others: int) -> Callable[..., Any]:
-        return lambda *given: function(*given[:num_others], build(self.call, iter(given[num_others:])))
+    def _of_flat_call(self, function: Callable[..., Any], num_others: int, hidden_at: int) -> Callable[..., Any]:
+        """Return a function that takes a call's flat values and returns an empty tensor in place of None."""
+
+        def of_flat_call(*given: Any) -> tuple[Any, ...]:
+            found = function(*given[:num_others], build(self.call, iter(given[num_others:])))
+            return tuple(given[hidden_at].new_empty(0) if value is None else value for value in found)
+
+        return of_flat_call
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Keep what backward needs; ``inputs`` end in a call, or in its flat values."""
-        num_tensors = next(i for i, value in enumerate(inputs) if not (value is None or isinstance(value, Tensor)))
-        others = output[self.num_outputs :]
-        ctx.told = inputs[num_tensors:]
-        ctx.save_for_backward(*inputs[: self.num_kept], *others[-1])
-        ctx.grad_weight_out = inputs[num_tensors - 1]
-        ctx.num_inputs = len(inputs)
+        tensors, others = inputs[: self.num_tensors], output[self.num_outputs :]
+        ctx.told, ctx.grad_weight_out = inputs[self.num_tensors :], tensors[-1]
+        # A context saves tensors, no lists of tensors.
+        ctx.lengths = [len(value) if isinstance(value, list) else None for value in tensors]
+        kept = tensors[: self.num_kept]
+        flattened = [tensor for value in kept for tensor in (value if isinstance(value, list) else [value])]
+        ctx.save_for_backward(*flattened, *others[-1])
         ctx.mark_non_differentiable(*(tensor for other in others for tensor in other))
         ctx.set_materialize_grads(False)
 
-    def differentiate(self, ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        """Return the gradients of all inputs from those of all results."""
+    def differentiate(self, ctx: Any, want: list[bool], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients that are wanted of hidden states, weight and each of the head's tensors, else None."""
         d_outputs = list(grads[: self.num_outputs])
         if all(d is None for d in d_outputs):
-            return (None,) * ctx.num_inputs
+            return [None] * len(want)
         refuse_transforms(self.public_name, *d_outputs)
-        tensors = ctx.saved_tensors
-        kept, saved = tensors[: self.num_kept], list(tensors[self.num_kept :])
-        want = list(ctx.needs_input_grad[-ctx.num_inputs :][:3])
+        tensors = iter(ctx.saved_tensors)
+        operands: list[Any] = [
+            next(tensors) if length is None else [next(tensors) for _ in range(length)]
+            for length in ctx.lengths[: self.num_kept]
+        ]
+        hidden, weight, head, *_ = operands
         twice = torch.is_grad_enabled()
         with torch.no_grad():
-            given = (d_outputs, *kept, saved, ctx.grad_weight_out, want)
+            given = (d_outputs, *operands, [*tensors], ctx.grad_weight_out, want)
             call = build(self.call, iter(ctx.told)) if len(ctx.told) > 1 else ctx.told[0]
-            if nobody_listens(*kept[:2]):
-                found = self.backward(*given, call)
+            if nobody_listens(hidden, weight):
+                d_hidden, d_weight, d_head_KV = self.backward(*given, call)
             else:
-                found = getattr(torch.ops.cce_dist, self.backward_name)(*given, *flat(call))
+                d_hidden, d_weight, d_head_KV = getattr(torch.ops.cce_dist, self.backward_name)(*given, *flat(call))
+            found = [d_hidden, d_weight, *head_gradients(d_head_KV, head, want[2:])]
         if twice:
-            found = differentiable_once(self.public_name, found, (*kept[:3], *d_outputs))
-        want[1] = want[1] and ctx.grad_weight_out is None
-        chosen = [grad if wanted else None for grad, wanted in zip(found, want, strict=True)]
-        return *chosen, *(None,) * (ctx.num_inputs - 3)
+            found = [hidden.new_empty(0) if grad is None else grad for grad in found]
+            found = differentiable_once(self.public_name, found, (hidden, weight, *head, *d_outputs))
+        returned = [want[0], want[1] and ctx.grad_weight_out is None, *want[2:]]
+        return [grad if wanted else None for grad, wanted in zip(found, returned, strict=True)]
+
+    def differentiate_operator(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Return the gradients of all arguments of forward's operator, as torch.library asks for them."""
+        of_hidden, of_weight, of_head = ctx.needs_input_grad[:3]
+        d_hidden, d_weight, *d_head = self.differentiate(ctx, [of_hidden, of_weight, *of_head], grads)
+        others = (None if length is None else [None] * length for length in ctx.lengths[3:])
+        return d_hidden, d_weight, d_head, *others, *(None for _ in ctx.told)
 
     def backward_fake(self, d_outputs: list[Tensor | None], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Shapes and dtypes of the operator's three gradients, for torch.compile."""
-        hidden, weight, bias = others[:3]
+        """Shapes and dtypes of the operator's gradients, for torch.compile."""
+        hidden, weight = others[:2]
         _, grad_weight_out, want = others[self.num_kept :][:3]
         nothing = hidden.new_empty(0)
         return (
             torch.empty_like(hidden) if want[0] else nothing,
-            torch.empty_like(weight) if want[1] and grad_weight_out is None else nothing.to(weight.dtype),
-            torch.empty_like(bias) if want[2] else nothing,
+            torch.empty_like(weight) if want[1] and grad_weight_out is None else torch.empty_like(nothing),
+            weight.new_empty((sum(want[2:]), weight.shape[0]), dtype=torch.float32)
+            if any(want[2:])
+            else torch.empty_like(nothing),
         )
+
+
+def head_rows(found: Sequence[Tensor | None], want: Sequence[bool]) -> Tensor | None:
+    """Return the gradients that are wanted of the head's tensors, [V] fp32 each, as rows. -> [K, V], or None for no row."""
+    rows = [grad for grad, wanted in zip(found, want, strict=True) if wanted and grad is not None]
+    if not rows:
+        return None
+    return torch.stack(rows) if len(rows) > 1 else rows[0][None]
+
+
+def head_gradients(d_head_KV: Tensor | None, head: Sequence[Tensor], want: Sequence[bool]) -> list[Tensor | None]:
+    """Return what ``head_rows`` has for each tensor, in the tensor's dtype; None where nothing is wanted."""
+    if d_head_KV is None or not any(want):
+        return [None] * len(head)
+    rows = iter(d_head_KV.unbind())
+    return [next(rows).to(x.dtype) if wanted else None for x, wanted in zip(head, want, strict=True)]
 
 
 _LIBRARIES: list[torch.library.Library] = []  # operators live as long as these
@@ -150,20 +196,24 @@ def _replayable(call: Any) -> tuple | None:
 
 
 class _Eager(torch.autograd.Function):
+    """The operator without torch.library. Autograd tracks arguments, not lists, so the head's tensors come last."""
+
     @staticmethod
-    def forward(ctx, operator: Operator, *inputs: Any):
-        *tensors, call = inputs
-        if nobody_listens(*tensors[:2]):
+    def forward(
+        ctx, operator: Operator, others: tuple[Any, ...], call: Any, hidden: Tensor, weight: Tensor, *head: Tensor
+    ):
+        tensors = hidden, weight, list(head), *others
+        if nobody_listens(hidden, weight):
             output = operator.forward(*tensors, call)
         else:
             output = getattr(torch.ops.cce_dist, operator.forward_name)(*tensors, *flat(call))
         ctx.operator = operator
-        operator.save(ctx, inputs, output)
+        operator.save(ctx, (*tensors, call), output)
         return output[:-1]
 
     @staticmethod
     def backward(ctx, *grads: Any):
-        return None, *ctx.operator.differentiate(ctx, *grads)
+        return None, None, None, *ctx.operator.differentiate(ctx, list(ctx.needs_input_grad[3:]), grads)
 
 
 def nobody_listens(*tensors: Tensor) -> bool:
@@ -172,9 +222,10 @@ def nobody_listens(*tensors: Tensor) -> bool:
     return plain and torch._C._len_torch_dispatch_stack() == 0
 
 
-def differentiable_once(public_name: str, found: Sequence[Tensor], depends_on: Sequence[Tensor | None]) -> Any:
-    """Return three gradients such that differentiating them, with respect to what they depend on, raises RuntimeError."""
-    return _Refuse.apply(public_name, *found, *(x for x in depends_on if x is not None and x.requires_grad))
+def differentiable_once(public_name: str, found: Sequence[Tensor], depends_on: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return gradients such that differentiating them, with respect to what they depend on, raises RuntimeError."""
+    tracked = [x for x in depends_on if x is not None and x.requires_grad]
+    return list(_Refuse.apply(public_name, len(found), *found, *tracked))  # type: ignore[arg-type]
 
 
 class _Refuse(torch.autograd.Function):
@@ -184,9 +235,9 @@ class _Refuse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, public_name: str, d_hidden: Tensor, d_weight: Tensor, d_bias: Tensor, *depends_on: Tensor) -> Any:
+    def forward(ctx, public_name: str, num_found: int, *tensors: Tensor) -> Any:
         ctx.public_name = public_name
-        return d_hidden.clone(), d_weight.clone(), d_bias.clone()
+        return tuple(tensor.clone() for tensor in tensors[:num_found])
 
     @staticmethod
     def backward(ctx, *grads: Any):

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from cce_dist.checks import boolean, choice, integer, kind, number
+from cce_dist.decide import BACKENDS, Way
 from cce_dist.filter import GradFilter
 from cce_dist.kernels import Spec
 from cce_dist.shard import VocabShard
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BACKENDS = ("auto", "triton", "torch")
 MOST_TOP = 1024  # the largest top_k
 AUX = ("nll", "lse", "target_logit", "entropy", "z_loss", "filter_stats", "max_logit", "label_is_max")
 
@@ -248,6 +248,10 @@ class Layout(NamedTuple):
         name = "" if options.reduce_dtype is None else str(options.reduce_dtype).removeprefix("torch.")
         return cls(shard.group_name, options.sequence_parallel, options.input_grad == "partial", name)
 
+    def sums(self, num_ranks: int) -> bool:
+        """Whether d_hidden is summed over the group. A group of one rank sums nothing, but leaves its slice."""
+        return bool(self.group_name) and not self.partial and (num_ranks > 1 or self.sequence_parallel)
+
 
 class Call(NamedTuple):
     """One call of the operator.
@@ -258,6 +262,7 @@ class Call(NamedTuple):
         backend: "torch" or "triton".
         debug: Check the labels on a GPU, too, which waits for it.
         argument: The public name of the labels.
+        way: How the call goes. Once it is decided, ``spec`` has its memory budget.
     """
 
     spec: Spec
@@ -265,6 +270,7 @@ class Call(NamedTuple):
     backend: str = "torch"
     debug: bool = False
     argument: str = "target"
+    way: Way = Way()
 
 
 @cache

@@ -57,8 +57,11 @@ def kind(name: str, value: Any, wanted: type) -> Any:
     return value
 
 
-def tensors(required: dict[str, Any], **optional: Any) -> None:
-    """Raise TypeError unless every value is a dense tensor (or, if optional, None), ValueError if none of them has values."""
+def tensors(required: dict[str, Any], on_meta: bool = False, **optional: Any) -> None:
+    """Raise TypeError unless every value is a dense tensor (or, if optional, None).
+
+    Raise ValueError if all of them are on "meta", unless ``on_meta``.
+    """
     values = required | {name: value for name, value in optional.items() if value is not None}
     for name, value in values.items():
         if not isinstance(value, torch.Tensor):
@@ -66,5 +69,5 @@ def tensors(required: dict[str, Any], **optional: Any) -> None:
         if value.is_nested or value.layout != torch.strided:
             kind = "nested" if value.is_nested else "sparse"
             raise TypeError(f"{name} is {kind} ({value.layout}): pass a dense tensor")
-    if all(value.is_meta for value in values.values()):
+    if not on_meta and all(value.is_meta for value in values.values()):
         raise ValueError(f"{next(iter(values))} is on meta: it has no values")

@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cce_dist.checks import boolean, choice, number
-
-SCREENS = ("fp8", "auto")
+from cce_dist.checks import boolean, number
 
 
 @dataclass(frozen=True)
@@ -32,13 +30,6 @@ class GradFilter:
         hidden: False leaves dE exact ("FullE").
         weight: False leaves dC exact ("FullC").
         always: True filters whatever it costs; see below.
-        screen: "fp8" takes most logits of the forward pass from products in 8 bits (e4m3), which cost about half. What they
-            find near the threshold or above is computed again from the operands, so the label's logit and all that is kept are
-            as right as without. The log-sum-exp is off by some 1e-4 to 1e-3 nats, less than that of logits in bf16; the entropy
-            by two to five times as much. It needs bf16, the Triton backend and a GPU of compute capability 9.0 (Hopper) or
-            later; elsewhere "fp8" is an error. "auto" screens there if the sizes say that it takes less time (with ``always``
-            whatever they say), and nowhere else. A call is not screened if it has label smoothing or an aux output that needs
-            the largest logit ("max_logit", "label_is_max"). None: no screen.
 
     **Where it does nothing.** A filter has a cost of its own, so on a small head exact gradients take less time. The Triton
     backend then computes those, and ``filter_stats`` says that all is kept. The sizes alone decide (tokens, D, ids of a shard,
@@ -46,8 +37,7 @@ class GradFilter:
     torch backend always filters: it says what the filter means, and saves no time.
 
     Raises:
-        ValueError, TypeError: eps is not in [0, 1), a flag no bool, or screen something else. A call of the loss raises them,
-            too, where "fp8" cannot be had.
+        ValueError, TypeError: eps is not in [0, 1), or a flag is no bool.
 
     Source: Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al.), section 4.3, for the filter. The
     compensation is this project's.
@@ -58,11 +48,8 @@ class GradFilter:
     hidden: bool = True
     weight: bool = True
     always: bool = False
-    screen: str | None = None
 
     def __post_init__(self) -> None:
-        if self.screen is not None:
-            choice("GradFilter.screen", self.screen, SCREENS)
         for flag in ("compensate", "hidden", "weight", "always"):
             boolean(f"GradFilter.{flag}", getattr(self, flag))
         if not 0.0 <= number("GradFilter.eps", self.eps) < 1.0:

@@ -22,14 +22,16 @@ from torch import Tensor
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
-from cce_dist import merge
+from cce_dist import decide, merge
 from cce_dist.agree import label_error
 from cce_dist.autograd import differentiable_once, nobody_listens, replayed
 from cce_dist.call import Call
-from cce_dist.kernels import IGNORED, Grads, Operands, Softmax, budget
-from cce_dist.kernels.budget import Groups
-from cce_dist.kernels.launch.rehearsal import rehearse
-from cce_dist.op import chosen, of_even_shard, sum_group_of
+from cce_dist.decide import Where
+from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
+from cce_dist.kernels.backends import named
+from cce_dist.kernels.dry_run import compile_ahead
+from cce_dist.kernels.memory import Groups
+from cce_dist.op import decided, operands_of, sum_group_of
 
 # Expected weights of a token, relative to the largest: the least, which stands for 0, and what counts as rounding.
 LEAST_WEIGHT, ROUNDING = 2.0**-40, 2.0**-20
@@ -38,7 +40,7 @@ _FORCED: Groups | None = None
 
 @contextmanager
 def of_rows(rows: int | None, low: bool = False) -> Iterator[None]:
-    """Make calls in groups of so many tokens, on any backend and at any size, where they can be; None: as ever. For tests."""
+    """Test hook: force groups of so many tokens, on any backend and at any size. None restores the default."""
     global _FORCED
     before, _FORCED = _FORCED, None if rows is None else Groups(rows, low)
     try:
@@ -48,33 +50,23 @@ def of_rows(rows: int | None, low: bool = False) -> Iterator[None]:
 
 
 def are_forced() -> bool:
-    """Whether a test has calls made in groups wherever they can be."""
+    """Whether a test has forced groups."""
     return _FORCED is not None
 
 
-def groups_of(x: Operands, call: Call, per_token: bool, grad_weight_out: Tensor | None) -> Groups | None:
-    """Return the groups of a call, the same on every rank. None: it is not made in groups."""
-    if maybe_current_level() is not None or forward_ad._current_level >= 0:
-        return None
-    if not call.spec.want.grad or not nobody_listens(x.hidden, x.weight):
-        return None
-    if per_token and x.hidden.dtype == torch.float16:  # too short an exponent for gradients of unknown size
-        return None
-    if call.backend == "torch":
-        return None if call.spec.filter.eps > 0 else _FORCED
-    from cce_dist.kernels import exact
+def decided_now(call: Call, x: Operands, num_ranks: int, where: Where) -> Call:
+    """Return the call with its way, as ``op.decided`` does, by the state of the process too.
 
-    group = merge.resolve(call.layout.group_name)
-    backend, spec = chosen(call, x, group)
-    if backend is not exact:
-        return None
-    if _FORCED is not None:
-        return _FORCED
-    even = of_even_shard(x, spec, 1 if group is None else group.size())
-    if not exact.keeps(even, spec):
-        return None
-    sizes = exact.sizes_of(even)._replace(alone=spec.alone)
-    return budget.groups_of(sizes, spec.workspace_bytes, holds_weight=grad_weight_out is not None)
+    There are two passes inside a transform of torch.func, and where a dispatch mode or a tensor subclass looks at operators.
+    A test may force groups.
+    """
+    in_transform = maybe_current_level() is not None or forward_ad._current_level >= 0
+    if in_transform or not nobody_listens(x.hidden, x.weight):
+        where = where._replace(upstream="unknown")
+    call = decided(call, x.hidden, x.num_tokens, num_ranks, where)
+    if _FORCED is None or not decide.may_take_one_pass(call.way.backend, call.spec, where):
+        return call
+    return call._replace(way=call.way._replace(passes="one", groups=_FORCED))
 
 
 class Terms(NamedTuple):
@@ -109,23 +101,21 @@ class Terms(NamedTuple):
         return [d_nll_N, d_lse_N, None, d_uniform_N, None]
 
 
-def loss(x: Operands, terms: Terms, call: Call, groups: Groups, expected_N: Tensor | None = None,
+def loss(x: Operands, terms: Terms, call: Call, expected_N: Tensor | None = None,
          grad_weight_out: Tensor | None = None) -> Tensor:  # fmt: skip
     """Return the sum of the tokens' losses, divided: 0-d fp32, differentiable once; without a divisor, the losses [N].
 
     Args:
         x: The operands; the labels in place of their ids. Under sequence parallelism hidden states are this rank's slice.
         terms: What the loss is made of.
-        call: What is computed.
-        groups: How it goes group by group.
+        call: What is computed, in one pass.
         expected_N: [N] what upstream gradients of the losses are expected to be in proportion to; None: all are equal.
         grad_weight_out: Buffer that backward adds d_weight to.
     """
     if terms.divisor is not None:
         terms = terms._replace(divisor=on_device(terms.divisor, x.hidden.device))
-    return _InGroups.apply(  # type: ignore[return-value]
-        x.hidden, x.weight, x.bias, x.ids, grad_weight_out, terms, expected_N, call, groups
-    )
+    given = x.ids, grad_weight_out, terms, expected_N, call
+    return _InGroups.apply(given, x.hidden, x.weight, *x.head.tensors.values())  # type: ignore[return-value]
 
 
 def on_device(divisor: float | Tensor, device: torch.device) -> Tensor:
@@ -145,32 +135,34 @@ class _Made(NamedTuple):
 
 
 class _InGroups(torch.autograd.Function):
+    """One pass, as autograd sees it. Autograd tracks arguments, not lists, so the head's tensors come last."""
+
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, grad_weight_out: Tensor | None,
-                terms: Terms, expected_N: Tensor | None, call: Call, groups: Groups) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.grad_weight_out = grad_weight_out
-        ctx.told = terms, expected_N, call, groups, ctx.needs_input_grad[:3]
+    def forward(ctx, given: tuple[Any, ...], hidden: Tensor, weight: Tensor, *head: Tensor) -> Tensor:
+        labels, ctx.grad_weight_out, terms, expected_N, call = given
+        ctx.save_for_backward(labels, hidden, weight, *head)
+        ctx.told = terms, expected_N, call, ctx.needs_input_grad[1:]
         # No saved tensors: the first backward takes these away, scales them in place, and leaves them to the parameters.
-        found, ctx.made = run(hidden, weight, bias, labels, *ctx.told)
+        found, ctx.made = run(hidden, weight, [*head], labels, *ctx.told)
         return found
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> Any:
+        labels, hidden, weight, *head = ctx.saved_tensors
         with torch.no_grad():
             if ctx.made is None:
-                ctx.made = run(*ctx.saved_tensors, *ctx.told)[1]
+                ctx.made = run(hidden, weight, head, labels, *ctx.told)[1]
             found = _times_upstream(ctx, grads[0].float())
         if torch.is_grad_enabled():
             nothing = grads[0].new_empty(0)
             there = [nothing if tensor is None else tensor for tensor in found]
-            once = differentiable_once("linear_cross_entropy", there, (*ctx.saved_tensors[:3], grads[0]))
+            once = differentiable_once("linear_cross_entropy", there, (hidden, weight, *head, grads[0]))
             found = [None if tensor is None else one for tensor, one in zip(found, once, strict=True)]
-        return *found, *(None,) * 6
+        return None, *found
 
 
 def _times_upstream(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of hidden, weight and bias, in the storage of those that were made, and take these away."""
+    """Return the gradients of hidden states, weight and head, in the storage of those that were made, and take these away."""
     made, ctx.made = ctx.made, None
     (terms, _, call, *_), out = ctx.told, ctx.grad_weight_out
     ids_N, factor_N, factor, anew = made.ids_N, upstream, upstream, False
@@ -192,7 +184,7 @@ def _times_upstream(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         made = made._replace(weight=None if made.weight is None else out)  # The other's memory is free.
     if anew:
         _add_anew(ctx.saved_tensors, made._replace(ids_N=ids_N), upstream, terms, call)
-    return made.hidden, made.weight if out is None else None, made.bias
+    return made.hidden, made.weight if out is None else None, *call.spec.logits.listed(bias=made.bias)
 
 
 def _common_factor(upstream_N: Tensor, made: _Made) -> tuple[Tensor, Tensor]:
@@ -208,13 +200,13 @@ def _common_factor(upstream_N: Tensor, made: _Made) -> tuple[Tensor, Tensor]:
 
 def _add_anew(saved: tuple[Tensor, ...], made: _Made, upstream_N: Tensor, terms: Terms, call: Call) -> None:
     """Add the gradients of weight and bias; launches end at once where all tokens are without a label."""
-    hidden, weight, bias, labels = saved
+    _, hidden, weight, *head = saved
     group = merge.resolve(call.layout.group_name)
-    backend, spec = chosen(call, Operands(hidden, weight, bias, labels, call.spec.logits), group)
+    backend, spec = named(call.way.backend), call.spec
     with torch.autocast(hidden.device.type, enabled=False):
         if call.layout.sequence_parallel and group is not None:
             hidden = merge.SequenceGather(hidden, group).wait()
-        x = Operands(hidden, weight, bias, made.ids_N, spec.logits)
+        x = operands_of(hidden, weight, head, made.ids_N, spec)
         # Logits without a label count as 0, and shall not be compared with a maximum that is far below.
         softmax = Softmax(*(torch.where(x.ids >= 0, numbers_N, 0.0) for numbers_N in made.softmax[:2]))
         d_losses = terms.gradients(upstream_N, softmax.max + softmax.log_sum)
@@ -259,15 +251,14 @@ def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: float | Tenso
 
 
 def run(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, expected_N: Tensor | None,
-    call: Call, groups: Groups, wanted: tuple[bool, ...],
+    hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, terms: Terms, expected_N: Tensor | None,
+    call: Call, wanted: tuple[bool, ...],
 ) -> tuple[Tensor, _Made]:  # fmt: skip
-    """Return the loss and its gradients, group by group."""
-    layout, group, rows = call.layout, merge.resolve(call.layout.group_name), groups.rows
-    x = Operands(hidden, weight, bias, labels, call.spec.logits)
-    backend, spec = chosen(call, x, group)
+    """Return the loss and its gradients, group by group. ``wanted``: which of hidden states, weight and head get a gradient."""
+    layout, group, rows = call.layout, merge.resolve(call.layout.group_name), call.way.groups.rows
     # The sum over ranks begins when a group is done, and nothing of the group waits for it.
-    spec = spec._replace(alone=True)
+    backend, spec = named(call.way.backend), call.spec._replace(alone=True)
+    x = operands_of(hidden, weight, head, labels, spec)
     call_of_group = call._replace(spec=spec)
     with torch.autocast(hidden.device.type, enabled=False):
         ids = backend.label_ids(labels, spec.ignore_index, spec.vocab_size)
@@ -277,12 +268,12 @@ def run(
                 raise IndexError(error)
         if layout.sequence_parallel and group is not None:
             hidden = merge.SequenceGather(hidden, group).wait()
-        rehearse(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None)
+        compile_ahead(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None)
         x = x._replace(hidden=hidden, ids=ids)
         loss_N = torch.empty(x.num_tokens, dtype=torch.float32, device=hidden.device)
-        softmax = Softmax(*loss_N.new_empty(2, x.num_tokens))
+        softmax = Softmax(torch.empty_like(loss_N), torch.empty_like(loss_N))
         d_hidden = hidden.new_empty(hidden.shape) if wanted[0] else None
-        has_low = groups.low and wanted[1] and call.backend != "torch" and weight.dtype == torch.bfloat16
+        has_low = call.way.groups.low and wanted[1] and call.backend != "torch" and weight.dtype == torch.bfloat16
         low = weight.new_empty(weight.shape, dtype=torch.int8) if has_low else None
         made = _Made(d_hidden, None, None, ids, expectation(expected_N, ids, terms.divisor), softmax)
         sum_group = sum_group_of(layout, group)
@@ -294,24 +285,24 @@ def run(
             part = slice(first, min(first + rows, x.num_tokens))
             of_part = [made.expected_N, *softmax[:2], loss_N, terms.weight_N, made.hidden]
             of_part = [tensor if tensor is None else tensor[part] for tensor in of_part]
-            tensors = hidden[part], weight, bias, ids[part], of_part, [made.weight, low]
+            tensors = hidden[part], weight, head, ids[part], of_part, [made.weight, low]
             numbers = [terms.z_loss_weight, terms.label_smoothing]
             d_weight, d_bias = _finish(*tensors, numbers, wanted[1:], call_of_group)
             if made.weight is None and wanted[1]:  # Later groups add to it by themselves.
                 made = made._replace(weight=d_weight)
-            if wanted[2] and bias is not None:
+            if spec.logits.named(wanted[2:]).get("bias", False):
                 made = made._replace(bias=d_bias if made.bias is None else made.bias + d_bias)
             if hidden_sum is not None and made.hidden is not None:
                 hidden_sum.start(made.hidden[: part.stop])
         if hidden_sum is not None:
             made = made._replace(hidden=hidden_sum.wait())
-        if made.bias is not None and bias is not None:
-            made = made._replace(bias=made.bias.to(bias.dtype))
+        if made.bias is not None and x.head.bias is not None:
+            made = made._replace(bias=made.bias.to(x.head.bias.dtype))
         return loss_N if terms.divisor is None else loss_N.sum() / terms.divisor, made
 
 
 def _finished(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids_N: Tensor, of_tokens: list[Tensor | None],
+    hidden: Tensor, weight: Tensor, head: list[Tensor], ids_N: Tensor, of_tokens: list[Tensor | None],
     d_weight: list[Tensor | None], numbers: list[Any], wanted: tuple[bool, ...], call: Call,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Finish the tokens of a group: write their softmax, losses and d_hidden, and add to d_weight if there is one.
@@ -325,9 +316,10 @@ def _finished(
     """
     expected_N, max_N, log_sum_N, loss_N, weight_N, d_hidden = of_tokens
     assert expected_N is not None and max_N is not None and log_sum_N is not None and loss_N is not None
-    group, x = merge.resolve(call.layout.group_name), Operands(hidden, weight, bias, ids_N, call.spec.logits)
+    group, x = merge.resolve(call.layout.group_name), operands_of(hidden, weight, head, ids_N, call.spec)
     z_loss_weight, label_smoothing = numbers
-    backend, spec, terms = chosen(call, x, group)[0], call.spec, Terms(None, z_loss_weight, label_smoothing, weight_N)
+    backend, spec = named(call.way.backend), call.spec
+    terms = Terms(None, z_loss_weight, label_smoothing, weight_N)
     # Without a filter nobody merges a bound.
     stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
     nll_N, lse_N, _, uniform_nll_N, *_, merged = backend.token_losses(merge.gather_stats(stats_KN, group), ids_N, spec)
@@ -339,7 +331,7 @@ def _finished(
     grads = Grads(
         d_hidden is not None,
         wanted[0],
-        wanted[1] and bias is not None,
+        spec.logits.named(wanted[1:]).get("bias", False),
         weight_out,
         hidden_out=d_hidden,
         weight_low=weight_low,

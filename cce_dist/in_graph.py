@@ -11,19 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_dist import groups, op
+from cce_dist import groups, merge, op
+from cce_dist.autograd import head_gradients
 from cce_dist.call import Call, build, flat, schema
 from cce_dist.kernels import Operands
-
-
-def serves(hidden: Tensor, call: Call, grad_weight_out: Tensor | None, z_loss_weight: float | Tensor) -> bool:
-    """Whether one number's gradients are made in forward where torch.compile takes the call into a graph."""
-    if not call.spec.want.grad or call.spec.filter.eps > 0 or grad_weight_out is not None:
-        return False
-    if isinstance(z_loss_weight, Tensor):
-        return False
-    # fp16 is too short for gradients that a loss scale multiplies afterwards; fp32 keeps no exponentials.
-    return groups.are_forced() or (call.backend == "triton" and hidden.dtype == torch.bfloat16)
 
 
 def loss(x: Operands, terms: groups.Terms, call: Call) -> Tensor:
@@ -34,59 +25,65 @@ def loss(x: Operands, terms: groups.Terms, call: Call) -> Tensor:
     divisor, z_loss_weight, label_smoothing, weight_N = terms
     assert divisor is not None
     divisor = groups.on_device(divisor, x.hidden.device)
-    want = [tensor is not None and tensor.requires_grad for tensor in (x.hidden, x.weight, x.bias)]
+    head = [*x.head.tensors.values()]
+    want = [tensor.requires_grad for tensor in (x.hidden, x.weight, *head)]
     return torch.ops.cce_dist.loss_and_gradients(
-        x.hidden, x.weight, x.bias, x.ids, divisor, weight_N, z_loss_weight, label_smoothing, want, *flat(call)
+        x.hidden, x.weight, head, x.ids, divisor, weight_N, z_loss_weight, label_smoothing, want, *flat(call)
     )[0]
 
 
 def _loss_and_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, divisor: Tensor, weight_N: Tensor | None,
+    hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, divisor: Tensor, weight_N: Tensor | None,
     z_loss_weight: float, label_smoothing: float, want: list[bool], *flat_call: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """The operator: the loss, 0-d fp32, and the gradients that are wanted, as if upstream's were 1."""
     call, terms = build(Call, iter(flat_call)), groups.Terms(divisor, z_loss_weight, label_smoothing, weight_N)
-    parts = groups.groups_of(Operands(hidden, weight, bias, labels, call.spec.logits), call, False, None)
-    if parts is not None:
-        loss, made = groups.run(hidden, weight, bias, labels, terms, None, call, parts, tuple(want))
-        found = made[:3]
+    x, group = op.operands_of(hidden, weight, head, labels, call.spec), merge.resolve(call.layout.group_name)
+    num_ranks = merge.size_of(group)
+    call = groups.decided_now(call, x, num_ranks, op.where_of(call, hidden, num_ranks, "number"))
+    if call.way.passes == "one":
+        loss, made = groups.run(hidden, weight, head, labels, terms, None, call, tuple(want))
+        d_hidden, d_weight, d_head = made.hidden, made.weight, call.spec.logits.listed(bias=made.bias)
     else:
         call = call._replace(spec=call.spec._replace(want=call.spec.want._replace(mean=False)))
-        nll_N, lse_N, _, uniform_nll_N, *_, saved = op._forward_again(hidden, weight, bias, labels, None, None, call)
+        nll_N, lse_N, _, uniform_nll_N, *_, saved = op._forward_again(hidden, weight, head, labels, None, call)
         loss = terms.losses(nll_N, lse_N, uniform_nll_N).sum() / divisor
         d_losses = [*terms.gradients(groups.expectation(None, labels, divisor), lse_N), None]
-        found = op._backward_again(d_losses, hidden, weight, bias, saved, None, want, call)
-    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if tensor is None else tensor for tensor in found)
-    return loss, d_hidden, d_weight, d_bias
+        d_hidden, d_weight, d_head_KV = op._backward_again(d_losses, hidden, weight, head, saved, None, want, call)
+        d_head = head_gradients(d_head_KV, head, want[2:])
+    d_hidden, d_weight, *d_head = (hidden.new_empty(0) if x is None else x for x in (d_hidden, d_weight, *d_head))
+    return loss, d_hidden, d_weight, d_head
 
 
-def _loss_and_gradients_fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Any:
+def _loss_and_gradients_fake(hidden: Tensor, weight: Tensor, head: list[Tensor], *others: Any) -> Any:
     want = next(value for value in others if isinstance(value, list))
-    gradients = [
-        torch.empty_like(tensor) if wanted and tensor is not None else hidden.new_empty(0)
-        for tensor, wanted in zip((hidden, weight, bias), want, strict=True)
-    ]
-    return hidden.new_empty((), dtype=torch.float32), *gradients
+    d_hidden, d_weight, *d_head = (
+        torch.empty_like(x) if wanted else hidden.new_empty(0)
+        for x, wanted in zip((hidden, weight, *head), want, strict=True)
+    )
+    return hidden.new_empty((), dtype=torch.float32), d_hidden, d_weight, d_head
 
 
-def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[1:])
-    ctx.mark_non_differentiable(*output[1:])
+def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _, d_hidden, d_weight, d_head = output
+    ctx.save_for_backward(d_hidden, d_weight, *d_head)
+    ctx.mark_non_differentiable(d_hidden, d_weight, *d_head)
     ctx.num_inputs = len(inputs)
 
 
 def _gradients_times(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
-    scaled = [
+    of_hidden, of_weight, of_head = ctx.needs_input_grad[:3]
+    d_hidden, d_weight, *d_head = (
         groups.times(made, upstream).to(made.dtype) if wanted else None
-        for made, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-    ]
-    return *scaled, *(None,) * (ctx.num_inputs - 3)
+        for made, wanted in zip(ctx.saved_tensors, (of_hidden, of_weight, *of_head), strict=True)
+    )
+    return d_hidden, d_weight, d_head, *(None,) * (ctx.num_inputs - 3)
 
 
 _LIBRARY = torch.library.Library("cce_dist", "FRAGMENT")  # lives as long as its operator
 _LIBRARY.define(
-    "loss_and_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor divisor, Tensor? class_weight, "
-    f"float z_loss_weight, float label_smoothing, bool[] want, {', '.join(schema(Call))}) -> (Tensor, Tensor, Tensor, Tensor)"
+    "loss_and_gradients(Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor divisor, Tensor? class_weight, "
+    f"float z_loss_weight, float label_smoothing, bool[] want, {', '.join(schema(Call))}) -> (Tensor, Tensor, Tensor, Tensor[])"
 )
 _LIBRARY.impl("loss_and_gradients", _loss_and_gradients, "CompositeExplicitAutograd")
 torch.library.register_fake("cce_dist::loss_and_gradients", _loss_and_gradients_fake, lib=_LIBRARY)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from cce_dist import kept_ids, merge
 from cce_dist.agree import label_error
-from cce_dist.autograd import Operator
+from cce_dist.autograd import Operator, head_rows
 from cce_dist.call import Call, build
 from cce_dist.kept_ids import KeptIds
 from cce_dist.kernels import IGNORED, OUTSIDE, Grads, Operands, Softmax, dense
 from cce_dist.kernels import kept_ids as dense_lists
 from cce_dist.kernels.kept_ids import KeptLists, entry_gradients, lists_of, rising, token_of_entries
-from cce_dist.op import sum_group_of
+from cce_dist.op import operands_of, sum_group_of
 
 
 class Saved(NamedTuple):
@@ -27,7 +27,6 @@ class Saved(NamedTuple):
 
     merged: Tensor  # [2 or 3, N]: maximum, logarithm of the sum and entropy over the lists
     ids: Tensor  # [N] as in ``Operands``
-    factors: Tensor  # [N, 2] likewise
     begin: Tensor
     token: Tensor
     column: Tensor
@@ -51,9 +50,9 @@ def _gathered(hidden: Tensor, call: Call) -> Tensor:
 
 
 def _run_forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor, offsets: Tensor, kept: Tensor,
+    hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, offsets: Tensor, kept: Tensor,
     grad_weight_out: Tensor | None, call: Call,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
     """Negative log-probability, log-sum-exp and entropy over the lists, [N] fp32, and the list of ``Saved``."""
     spec, group = call.spec, merge.resolve(call.layout.group_name)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -61,12 +60,12 @@ def _run_forward(
         begin = rising(offsets, kept.shape[0])
         token_L = token_of_entries(begin, kept.shape[0])
         ids = _ids_of_tokens(labels, KeptIds(offsets, kept), token_L, call)
-        factors = torch.where(ids[:, None] >= 0, factors, 1.0)  # an ignored token's factors may be anything
-        x = Operands(_gathered(hidden, call), weight, bias, ids, spec.logits, None, factors)
+        x = operands_of(_gathered(hidden, call), weight, head, ids, spec)
         lists = lists_of(begin, token_L, kept, ids, spec.logits)
         stats_KN, z_M = _backend(call).statistics(x, lists, spec)
-        nll, lse, _, _, entropy, merged = dense.token_losses(merge.gather_stats(stats_KN, group), ids, spec)
-        return nll, lse, entropy, [*Saved(merged, ids, factors, *lists, z_M)]
+        nll, lse, _, _, entropy, softmax = dense.token_losses(merge.gather_stats(stats_KN, group), ids, spec)
+        merged = torch.stack([numbers_N for numbers_N in softmax if numbers_N is not None])
+        return nll, lse, entropy, [*Saved(merged, ids, *lists, z_M)]
 
 
 def _ids_of_tokens(labels: Tensor, kept: KeptIds, token_L: Tensor, call: Call) -> Tensor:
@@ -86,15 +85,16 @@ def _ids_of_tokens(labels: Tensor, kept: KeptIds, token_L: Tensor, call: Call) -
 
 
 def _run_backward(
-    d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, bias: Tensor | None, saved: list[Tensor],
+    d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, head: list[Tensor], saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dE, dC, and the head's gradients as rows; None for what is not wanted (or went into ``grad_weight_out``)."""
     layout, spec, group = call.layout, call.spec, merge.resolve(call.layout.group_name)
-    merged, ids, factors, *of_lists, z_M = Saved(*saved)
+    merged, ids, *of_lists, z_M = Saved(*saved)
+    want_hidden, want_weight, *want_head = want
     d_nll, d_lse, d_entropy = d_losses
     with torch.autocast(hidden.device.type, enabled=False):
-        x = Operands(_gathered(hidden, call), weight, bias, ids, spec.logits, None, factors)
+        x = operands_of(_gathered(hidden, call), weight, head, ids, spec)
         coef_4N = dense.coefficients([d_nll, d_lse, None, None, d_entropy], ids, spec.vocab_size)
         softmax = Softmax(merged[0], merged[1], None if d_entropy is None else merged[2])
         lists = KeptLists(*of_lists)
@@ -103,23 +103,23 @@ def _run_backward(
         hidden_sum = merge.HiddenGradSum(
             sum_group_of(layout, group), layout.sequence_parallel, dtype, x.num_tokens, None
         )
-        grads = Grads(*want, weight_out=grad_weight_out, hidden_ready=hidden_sum.start)
+        want_bias = spec.logits.named(want_head).get("bias", False)
+        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, hidden_sum.start)
         _, d_weight, d_bias = _backend(call).gradients(x, lists, grad_M, grads, spec)
-        nothing = hidden.new_empty(0)
         return (
-            hidden_sum.wait() if want[0] else nothing,
-            nothing if d_weight is None else d_weight,
-            nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
+            hidden_sum.wait() if want_hidden else None,
+            d_weight,
+            head_rows(spec.logits.listed(bias=d_bias), want_head),
         )
 
 
-def _forward_fake(hidden, weight, bias, labels, factors, offsets, kept, _, *flat):
+def _forward_fake(hidden, weight, head, labels, offsets, kept, _, *flat):
     call, num_tokens, num_entries = build(Call, iter(flat)), labels.shape[0], kept.shape[0] + labels.shape[0]
     fp32, int32 = (
         lambda *shape, dtype=dtype: hidden.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.int32)
     )
     saved = Saved(
-        fp32(2 + call.spec.want.entropy, num_tokens), torch.empty_like(labels), torch.empty_like(factors),
+        fp32(2 + call.spec.want.entropy, num_tokens), torch.empty_like(labels),
         int32(num_tokens + 1), int32(num_entries), int32(num_entries), labels.new_empty(num_entries),
         int32(call.spec.logits.num_valid + 1), fp32(num_entries),
     )  # fmt: skip
@@ -132,8 +132,7 @@ _OPERATOR = Operator(
     _run_backward,
     "kept_log_probs",
     "kept_log_probs_backward",
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor factors, Tensor offsets, Tensor kept, "
-    "Tensor? grad_weight_out",
+    "Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor offsets, Tensor kept, Tensor? grad_weight_out",
     "(Tensor, Tensor, Tensor, Tensor[])",
     Call,
     num_outputs=3,
@@ -142,9 +141,8 @@ _OPERATOR = Operator(
 _OPERATOR.register(_forward_fake)
 
 
-def forward(
-    x: Operands, kept: KeptIds, factors: Tensor, grad_weight_out: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(x: Operands, kept: KeptIds, grad_weight_out: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """The operator as ``linear_log_probs`` calls it; see ``_run_forward``. Returns its first three results."""
-    tensors = (x.hidden, x.weight, x.bias, x.ids, factors, kept.offsets.contiguous(), kept.ids.contiguous())
+    head = [*x.head.tensors.values()]
+    tensors = (x.hidden, x.weight, head, x.ids, kept.offsets.contiguous(), kept.ids.contiguous())
     return _OPERATOR.apply(*tensors, grad_weight_out, call=call, needs_grad=call.spec.want.grad)[:3]

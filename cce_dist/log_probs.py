@@ -150,18 +150,20 @@ def linear_log_probs(
     if options.top_k > shard.vocab_size:
         raise ValueError(f"top_k is {options.top_k}, the vocabulary has {shard.vocab_size} ids")
     tokens = ids.shape[: input.dim() - 1]
-    call = operands.call_of(x, _spec(x, scale is None, shard, options), shard, options)
+    if scale is None:
+        x = terms.with_factors(x, logit_scale, temperature, tokens, options.ignore_index)
+    call = operands.call_of(x, _spec(x, 1.0 if scale is None else scale, shard, options), shard, options)
     if options.batch_invariant and call.backend == "torch":
         raise ValueError("batch_invariant needs the Triton backend: sums of the torch backend depend on the batch")
-    factors = terms.factors(logit_scale, temperature, x, tokens, call) if scale is None else None
     lists = {} if kept is None else {"kept.offsets": kept.offsets, "kept.ids": kept.ids}
     agree.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature} | lists, shard, options, call)
     if kept is not None:
-        assert factors is not None
-        nll, lse, entropies = kept_op.forward(x, kept, factors, grad_weight_out, call)
+        nll, lse, entropies = kept_op.forward(x, kept, grad_weight_out, call)
         out = LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)
-        return _with_mass(out, x, kept, factors, call) if kept_mass else out
-    found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
+        return _with_mass(out, x, kept, call) if kept_mass else out
+    if not torch.compiler.is_compiling():
+        call = op.decided(call, x.hidden, x.num_tokens, shard.group_size)
+    found = op.forward(x, grad_weight_out, call)
     statistics = (found.sum_p_squared, found.max_logit, found.argmax)
     squares, max_logit, best = (None if values is None else values.view(tokens) for values in statistics)
     most = (None if values is None else values.view(*tokens, top_k) for values in (found.top_log_probs, found.top_ids))
@@ -172,28 +174,29 @@ def linear_log_probs(
 
 
 @torch.no_grad()
-def _with_mass(out: LogProbs, x: Operands, kept: KeptIds, factors: Tensor, call: Call) -> LogProbs:
+def _with_mass(out: LogProbs, x: Operands, kept: KeptIds, call: Call) -> LogProbs:
     """Add what a sweep over the whole vocabulary says of the tokens whose list is not empty."""
     ids = x.ids.masked_fill(rising(kept.offsets, kept.ids.shape[0]).diff() == 0, call.spec.ignore_index)
     sweep = call._replace(spec=call.spec._replace(want=Want(grad=False)))
-    found = op.forward(x.hidden, x.weight, x.bias, ids, None, sweep, factors)
+    found = op.forward(x._replace(ids=ids), None, sweep)
     mass = (out.lse.view(-1) - found.lse).exp().clamp(max=1.0).masked_fill(ids == call.spec.ignore_index, 0.0)
     full = (0.0 - found.nll).view(out.log_probs.shape)
     return out._replace(full_log_probs=full, kept_mass=mass.view(out.lse.shape))
 
 
-def _spec(x: Operands, factors: bool, shard: VocabShard, options: LogProbOptions) -> Spec:
+def _spec(x: Operands, scale: float, shard: VocabShard, options: LogProbOptions) -> Spec:
     want = Want(
-        grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.bias)),
+        grad=torch.is_grad_enabled() and x.requires_grad,
         entropy=options.entropy,
         largest=options.argmax,
         sum_p_squared=options.sum_p_squared,
         best=options.argmax,
         top_k=options.top_k,
     )
+    logits = operands.logits_of(shard, scale, options.softcap, x.head.tensors)
     return Spec(
-        x.logits, shard.vocab_size, options.ignore_index, want=want, workspace_bytes=options.workspace_bytes,
-        num_ids=x.ids.shape[1] if x.ids.dim() == 2 else 1, factors=factors, invariant=options.batch_invariant,
+        logits, shard.vocab_size, options.ignore_index, want=want, workspace_bytes=options.workspace_bytes,
+        num_ids=x.ids.shape[1] if x.ids.dim() == 2 else 1, invariant=options.batch_invariant,
     )  # fmt: skip
 
 

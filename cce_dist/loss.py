@@ -8,20 +8,21 @@ d_loss          ──► op.backward: gradients (kernels) ─► dC stays here,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from cce_dist import agree, checks, groups, in_graph, op, operands, terms
+from cce_dist import agree, checks, decide, groups, in_graph, op, operands, terms
 from cce_dist.call import DTYPES, Call, LossOptions, Options, checked
+from cce_dist.decide import Where
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.kernels import Filter, Operands, Spec, Want
-from cce_dist.kernels.backends import screen_pays, why_not_screened
 from cce_dist.kernels.extras import Outputs
-from cce_dist.shard import VocabShard, even_rows
+from cce_dist.shard import VocabShard
 
 
 class LinearCrossEntropyOutput(NamedTuple):
@@ -145,10 +146,10 @@ def linear_cross_entropy(
         backend: "triton", "torch", or "auto": Triton on a GPU, else torch. The environment variable CCE_DIST_BACKEND
             overrides "auto".
         workspace_bytes: Bound of the temporary memory for logits, and of what forward may keep for backward; the same on every
-            rank of a group. None: as much as it takes to keep all exponentials, which saves a quarter of the time, but at most
-            2 GiB and at least 256 MiB; 256 MiB where none can be kept. The shapes alone decide it. The extremes: 1 takes the
-            least memory, 1 << 40 keeps everything and is fastest. Where not all can be kept, a call on Triton without
-            return_aux makes its gradients in forward, group by group of tokens; they are held until backward.
+            rank of a group. None: enough to keep all exponentials, which saves a quarter of the time, but at least 256 and at
+            most 2,100 MiB; 256 MiB where none can be kept. The shapes alone decide it. The extremes: 1 takes the least memory,
+            1 << 40 keeps everything and is fastest. Where not all can be kept, a call on Triton without return_aux makes its
+            gradients in forward, group by group of tokens; they are held until backward.
         expected_weights: What upstream gradients of a loss of "none" will be in proportion to, for gradients that are made in
             forward: a tensor of target's shape, as a mask by which losses are multiplied; True: they are equal. Backward
             compares. Where it is not so, dC takes two products more. False: expect nothing, make no gradients in forward.
@@ -186,51 +187,30 @@ def linear_cross_entropy(
         Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al.); Online normalizer calculation for softmax
         (Milakov & Gimelshein); Megatron-LM's vocab-parallel cross-entropy for the sharding.
     """
-    if options is not None:
-        raise TypeError("options of F.linear_cross_entropy are not supported: leave options None")
-    # A compiled graph reads no tensor: the scale is then a factor of every token, which the filter does not know.
-    unread = None
-    if isinstance(logit_scale, Tensor) and logit_scale.dim() == 0 and grad_filter is None:
-        unread = logit_scale.detach() if torch.compiler.is_compiling() else None
-    chosen = checked(
-        Options, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-        logit_scale=logit_scale if unread is None else 1.0, softcap=softcap, z_loss_weight=z_loss_weight,
-        num_tokens=num_tokens, sequence_parallel=sequence_parallel, input_grad=input_grad, reduce_dtype=reduce_dtype,
-        grad_filter=grad_filter, return_aux=return_aux, backend=backend, workspace_bytes=workspace_bytes,
-        expected_weights=isinstance(expected_weights, Tensor) or expected_weights,
+    x, shard, chosen, call, where, scale, expected = _prepare(
+        input, linear_weight, target, linear_bias=linear_bias, weight=weight, ignore_index=ignore_index,
+        reduction=reduction, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap,
+        z_loss_weight=z_loss_weight, num_tokens=num_tokens, shard=shard, sequence_parallel=sequence_parallel,
+        input_grad=input_grad, reduce_dtype=reduce_dtype, grad_filter=grad_filter, return_aux=return_aux, backend=backend,
+        workspace_bytes=workspace_bytes, expected_weights=expected_weights, grad_weight_out=grad_weight_out,
+        options=options,
     )  # fmt: skip
-    x, shard = operands.prepare(
-        input, linear_weight, target, linear_bias, grad_weight_out, shard, chosen.logit_scale, chosen
-    )
-    if weight is not None:
-        check_class_weights("weight", weight, shard.vocab_size)
-        _check_weighted(weight, input, chosen, grad_weight_out)
-    if isinstance(chosen.num_tokens, Tensor) and chosen.num_tokens.device not in (input.device, torch.device("cpu")):
-        raise ValueError(f"input is on {input.device}, num_tokens on {chosen.num_tokens.device}")
-    scale = chosen.logit_scale if unread is None else unread
-    if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
-        part = sequence_parallel or input_grad == "partial"
-        hidden, bias = terms.learn_scale(logit_scale, scale, x.hidden, x.bias, shard.group, part)
-        x = x._replace(hidden=hidden, bias=bias)
-    call = operands.call_of(x, _spec(x, weight, shard, chosen)._replace(factors=unread is not None), shard, chosen)
-    call = _screened(call, x, shard, chosen.grad_filter)
     agree.check_ranks(x, {"weight": weight}, shard, chosen, call)
     class_weights = None if weight is None else terms.ClassWeights(weight, x, shard, chosen.ignore_index)
-    expected = _checked_expectation(expected_weights, target, chosen)
-    if unread is None and _is_loss_alone(chosen, class_weights):
-        per_token, compiling = reduction == "none", torch.compiler.is_compiling()
-        parts = None if compiling else groups.groups_of(x, call, per_token, grad_weight_out)
-        in_operator = compiling and in_graph.serves(x.hidden, call, grad_weight_out, chosen.z_loss_weight)
-        if parts is not None or (in_operator and not per_token):
-            divisor = None if per_token else _divisor(x, chosen, class_weights)
-            of_labels = None if class_weights is None else class_weights.of_labels
-            made_of = groups.Terms(divisor, chosen.z_loss_weight, chosen.label_smoothing, of_labels)
-            if parts is None:
-                return in_graph.loss(x, made_of, call)
-            loss = groups.loss(x, made_of, call, parts, expected, grad_weight_out)
-            return loss.view(target.shape) if per_token else loss
-    factors = None if unread is None else terms.factors(unread, 1.0, x, target.shape, call)
-    found = op.forward(x.hidden, x.weight, x.bias, x.ids, grad_weight_out, call, factors)
+    in_operator = False
+    if torch.compiler.is_compiling():
+        in_operator = decide.takes_operator_of_both(call.spec, where, groups.are_forced())
+    else:
+        call = groups.decided_now(call, x, shard.group_size, where)
+    if in_operator or call.way.passes == "one":
+        divisor = None if reduction == "none" else _divisor(x, chosen, class_weights)
+        of_labels = None if class_weights is None else class_weights.of_labels
+        made_of = groups.Terms(divisor, chosen.z_loss_weight, chosen.label_smoothing, of_labels)
+        if in_operator:
+            return in_graph.loss(x, made_of, call)
+        loss = groups.loss(x, made_of, call, expected, grad_weight_out)
+        return loss.view(target.shape) if reduction == "none" else loss
+    found = op.forward(x, grad_weight_out, call)
     loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll
     if call.spec.want.uniform:
         loss = loss + chosen.label_smoothing * found.uniform_nll
@@ -251,11 +231,101 @@ def linear_cross_entropy(
     return _output(loss, found, chosen.z_loss_weight * found.lse.square(), target, call.spec)
 
 
+def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> str:
+    """Return one sentence about how ``linear_cross_entropy`` goes with the same arguments: the way, its budget, and why.
+
+    Nothing is computed or communicated. Tensors may be on "meta", which stands for a GPU. Gradients count as wanted by
+    ``requires_grad``, as in the call itself.
+
+    Args:
+        input: [..., D] hidden states.
+        linear_weight: [V_r, D] this rank's rows of the head weight.
+        target: [...] labels.
+        options: Those of ``linear_cross_entropy``.
+
+    Returns:
+        A sentence such as "exact, one pass in 3 groups of 2,816 tokens, 2,100 MiB; the filter is off because exact is faster
+        at these sizes". The number of MiB is the memory budget.
+
+    Raises:
+        ValueError, TypeError: As ``linear_cross_entropy``, but for labels' values, which are not read.
+    """
+    given = inspect.signature(linear_cross_entropy).bind(input, linear_weight, target, **options)
+    given.apply_defaults()
+    x, shard, _, call, where, *_ = _prepare(on_meta=True, **given.arguments)
+    way = op.decided(call, x.hidden, x.num_tokens, shard.group_size, where).way
+    sizes = op.sizes_of_even_shard(x.hidden, x.num_tokens, shard.vocab_size, shard.group_size)
+    return decide.in_words(way, sizes, call.spec, where)
+
+
+class _Prepared(NamedTuple):
+    """The arguments of a call, checked.
+
+    Attributes:
+        x: The operands, with labels in place of ids.
+        shard: Which rows of the vocabulary are here.
+        options: The options.
+        call: What the operator is told; its way is not decided yet.
+        where: What the way follows from.
+        scale: Scale of the logits: a number, or a tensor that a compiled graph does not read.
+        expected: [N] expected weights, or None.
+    """
+
+    x: Operands
+    shard: VocabShard
+    options: Options
+    call: Call
+    where: Where
+    scale: float | Tensor
+    expected: Tensor | None
+
+
+def _prepare(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None, weight: Tensor | None,
+    shard: VocabShard | None, expected_weights: Tensor | bool, grad_weight_out: Tensor | None, options: Any,
+    on_meta: bool = False, **given: Any,
+) -> _Prepared:  # fmt: skip
+    """Check the arguments of ``linear_cross_entropy``; with ``on_meta`` tensors may all be without values."""
+    if options is not None:
+        raise TypeError("options of F.linear_cross_entropy are not supported: leave options None")
+    # A compiled graph reads no tensor: the scale is then a factor of every token, which the filter does not know.
+    logit_scale, unread = given["logit_scale"], None
+    if isinstance(logit_scale, Tensor) and logit_scale.dim() == 0 and given["grad_filter"] is None:
+        unread = logit_scale.detach() if torch.compiler.is_compiling() else None
+    given["logit_scale"] = logit_scale if unread is None else 1.0
+    given["expected_weights"] = isinstance(expected_weights, Tensor) or expected_weights
+    chosen = checked(Options, **given)
+    x, shard = operands.prepare(
+        input, linear_weight, target, linear_bias, grad_weight_out, shard, chosen.logit_scale, chosen, on_meta
+    )
+    if weight is not None:
+        check_class_weights("weight", weight, shard.vocab_size, on_meta)
+        _check_weighted(weight, input, chosen, grad_weight_out)
+    if isinstance(chosen.num_tokens, Tensor) and chosen.num_tokens.device not in (input.device, torch.device("cpu")):
+        raise ValueError(f"input is on {input.device}, num_tokens on {chosen.num_tokens.device}")
+    scale = chosen.logit_scale if unread is None else unread
+    if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
+        part = chosen.sequence_parallel or chosen.input_grad == "partial"
+        hidden, bias = terms.learn_scale(logit_scale, scale, x.hidden, x.head.bias, shard.group, part)
+        x = x._replace(hidden=hidden, head=x.head._replace(bias=bias))
+    if unread is not None:
+        x = terms.with_factors(x, unread, 1.0, target.shape, chosen.ignore_index)
+    call = operands.call_of(x, _spec(x, weight, shard, chosen), shard, chosen)
+    expected = _checked_expectation(expected_weights, target, chosen)
+    # Factors of tokens, a z-loss whose weight a graph does not read, and classes' own parts of a uniform term.
+    outside = unread is not None or isinstance(chosen.z_loss_weight, Tensor)
+    outside = outside or (weight is not None and chosen.label_smoothing != 0)
+    returns_more = bool(chosen.return_aux) or outside
+    upstream = decide.upstream_of(chosen.reduction, chosen.expected_weights, returns_more)
+    where = op.where_of(call, x.hidden, shard.group_size, upstream, grad_weight_out is not None)
+    return _Prepared(x, shard, chosen, call, where, scale, expected)
+
+
 def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options) -> Spec:
     # The mean of nll is taken by the operator itself, so that its launches can be replayed.
     plain = options.label_smoothing == 0 and not options.has_z_loss and class_weights is None
     want = Want(
-        grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x.hidden, x.weight, x.bias)),
+        grad=torch.is_grad_enabled() and x.requires_grad,
         uniform=options.label_smoothing > 0 and class_weights is None,
         entropy="entropy" in options.return_aux,
         filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
@@ -264,31 +334,8 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
     )
     f = options.grad_filter
     kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
-    return Spec(x.logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
-
-
-def _screened(call: Call, x: Operands, shard: VocabShard, grad_filter: GradFilter | None) -> Call:
-    """Have forward screened where the filter says so."""
-    if grad_filter is None or grad_filter.screen is None:
-        return call
-    reason = why_not_screened(call.backend, x.hidden)
-    if reason is not None and grad_filter.screen == "fp8":
-        raise ValueError(f'GradFilter(screen="fp8") needs products in 8 bits: {reason}; screen="auto" does without')
-    asked = grad_filter.screen == "fp8" or grad_filter.always
-    # An even shard: every rank decides the same.
-    screen = reason is None and (asked or screen_pays(x, even_rows(shard.vocab_size, 0, shard.group_size)[1]))
-    spec = call.spec
-    return call._replace(spec=spec._replace(filter=spec.filter._replace(screen=screen)))
-
-
-def _is_loss_alone(options: Options, class_weights: terms.ClassWeights | None) -> bool:
-    """Whether the call returns its loss alone, of upstream gradients that can be expected.
-
-    Classes' own parts of a uniform term are added outside.
-    """
-    is_expected = options.expected_weights or options.reduction != "none"
-    is_whole = class_weights is None or options.label_smoothing == 0
-    return is_whole and is_expected and not options.return_aux
+    logits = operands.logits_of(shard, options.logit_scale, options.softcap, x.head.tensors)
+    return Spec(logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
 
 
 def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Options) -> Tensor | None:
@@ -342,9 +389,9 @@ def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | 
     return (divisor + (divisor == 0)).float() if isinstance(divisor, Tensor) else divisor
 
 
-def check_class_weights(name: str, weight: Tensor, vocab_size: int) -> None:
+def check_class_weights(name: str, weight: Tensor, vocab_size: int, on_meta: bool = False) -> None:
     """Raise unless these can be weights of so many classes."""
-    checks.tensors({name: weight})
+    checks.tensors({name: weight}, on_meta)
     if weight.requires_grad:
         raise TypeError(f"{name} has no gradient here: pass class weights that require none")
     if weight.dtype not in DTYPES:

@@ -24,13 +24,18 @@ def resolve(group_name: Any) -> dist.ProcessGroup | None:
     return recorded(_resolve_process_group, group_name) if group_name else None
 
 
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """Ranks of a group; 1 where the vocabulary is not split."""
+    return 1 if group is None else group.size()
+
+
 def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-gather every rank's statistics: the one collective of forward, 4 K N bytes from each rank. -> [T, K, N].
 
     A group of one rank has nothing to gather.
     """
     if group is None or group.size() == 1:
-        return stats_KN.unsqueeze(0)
+        return stats_KN.view(1, *stats_KN.shape)
     return recorded(_all_gather, stats_KN, group).view(group.size(), *stats_KN.shape)
 
 

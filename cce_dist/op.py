@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist import merge
+from cce_dist import decide, merge
 from cce_dist.agree import label_error
-from cce_dist.autograd import Operator, replayed
+from cce_dist.autograd import Operator, head_rows, replayed
 from cce_dist.call import Call, Layout, build
+from cce_dist.decide import Where
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
-from cce_dist.kernels.backends import Backend, choose
+from cce_dist.kernels.backends import Backend, named
+from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
-from cce_dist.kernels.launch.rehearsal import rehearse
 from cce_dist.kernels.launch.tape import recorded
+from cce_dist.kernels.memory import Sizes
 from cce_dist.shard import even_rows
 
 
@@ -30,21 +32,23 @@ class Saved(NamedTuple):
     """What backward needs of forward beside the operands; a list of tensors between the two.
 
     Attributes:
-        merged: Maximum, logarithm of the sum and entropy over the whole vocabulary, [2 or 3, N].
+        max: [N] fp32, as in ``Softmax`` over the whole vocabulary; the next two likewise.
+        log_sum: [N].
+        entropy: [N], where it is wanted.
         ids: [N] as in ``Operands``.
         count: [] how many labels there are, with the mean.
         ids_NI: Several ids of each token.
         target_NI: Their logits.
-        factors_N2: As in ``Operands``.
         of_backend: What the backend saves.
     """
 
-    merged: Tensor
+    max: Tensor
+    log_sum: Tensor
+    entropy: Tensor | None
     ids: Tensor
     count: Tensor | None
     ids_NI: Tensor | None
     target_NI: Tensor | None
-    factors_N2: Tensor | None
     of_backend: list[Tensor]
 
     def listed(self) -> list[Tensor]:
@@ -54,64 +58,63 @@ class Saved(NamedTuple):
     def of(cls, tensors: list[Tensor], spec: Spec) -> Saved:
         """Name the tensors of a list; the task says which of them there are."""
         rest = iter(tensors)
-        there = (True, True, spec.want.mean, spec.several, spec.several, spec.factors)
+        there = (True, True, spec.want.entropy, True, spec.want.mean, spec.several, spec.several)
         return cls(*(next(rest) if it_is else None for it_is in there), list(rest))  # type: ignore[arg-type]
 
 
 def _run_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    factors: Tensor | None,
-    grad_weight_out: Tensor | None,
-    call: Call,
+    hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, grad_weight_out: Tensor | None, call: Call
 ) -> tuple[Any, ...]:
     """Per-token statistics of the whole vocabulary, 0 where the label is ignored, NaN where it is outside the vocabulary.
 
-    ``labels`` are [N], or [N, I]: several ids of each token. ``factors`` are [N, 2] fp32, see ``Operands``.
+    ``labels`` are [N], or [N, I]: several ids of each token. ``head`` are the tensors of ``Head`` that ``call`` names.
 
     Returns:
-        The losses of ``Outputs``, the list of its other tensors that are wanted, and the list of ``Saved``.
+        The losses of ``Outputs``, None where not wanted, the list of its other tensors that are wanted, and the list of
+        ``Saved``.
     """
     layout, group = call.layout, merge.resolve(call.layout.group_name)
-    x = Operands(hidden, weight, bias, labels, call.spec.logits)
-    backend, spec = chosen(call, x, group)
-    rehearse(backend, spec, x, grad_weight_out)
+    call = decided(call, hidden, labels.shape[0], merge.size_of(group))
+    backend, spec = named(call.way.backend), call.spec
+    x = Operands.of(hidden, weight, labels, spec.logits, **spec.logits.named(head))
+    compile_ahead(backend, spec, x, grad_weight_out)
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
         return backend.merged_lse(merge.gather_stats(stats_3N, group))
 
     with torch.autocast(hidden.device.type, enabled=False):
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
-        given, order = (labels.view(-1), spec.ignore_index, spec.vocab_size), None
+        flat_labels, order, cells = labels if labels.dim() == 1 else labels.view(-1), None, None
+        given = flat_labels, spec.ignore_index, spec.vocab_size
         if spec.several:
             ids = backend.label_ids(*given)
         else:
             ids, order = backend.ordered_ids(*given)
         if call.debug or not labels.is_cuda:  # reading labels waits for a GPU; there the token's loss is NaN instead
-            error = label_error(call.argument, labels.view(-1), ids, spec.vocab_size, spec.ignore_index)
+            error = label_error(call.argument, flat_labels, ids, spec.vocab_size, spec.ignore_index)
             if error:
                 raise IndexError(error)
-        x = _operands(hidden, weight, bias, ids, factors, spec)._replace(order=order)
+        if spec.several:
+            cells = Cells(ids.view(-1, spec.num_ids))
+            ids = any_id(cells.ids_NI)
+        x = operands_of(hidden, weight, head, ids, spec)._replace(cells=cells, order=order)
         if arriving is None:
             stats_KN, saved = backend.statistics(x, spec, merge_bound)
         else:
             x, stats_KN, saved = _statistics_on_arrival(arriving, backend, x, spec, merge_bound)
         stats_TKN = merge.gather_stats(stats_KN, group)
-        *losses, merged = backend.token_losses(stats_TKN, x.ids, spec)
-        ids_NI = target_NI = count = None
+        *losses, softmax = backend.token_losses(stats_TKN, x.ids, spec)
+        ids_NI = target_NI = mean = count = None
         if x.cells is not None:
             ids_NI = x.cells.ids_NI
-            losses[0], target_NI = merge_cells(stats_TKN, merged, ids_NI, spec)
-        mean = merged.new_empty(0)
+            losses[0], target_NI = merge_cells(stats_TKN, softmax, ids_NI, spec)
         if spec.want.mean:
             mean, count = backend.mean(losses[0], labels, spec.ignore_index)
-        found = merge_listed(stats_TKN, merged, x.ids, spec)
+        found = merge_listed(stats_TKN, softmax, x.ids, spec)
         if spec.want.filter_stats:
-            found["filter_stats"] = backend.filter_stats(x, Softmax(merged[0], merged[1]), saved, spec)
+            found["filter_stats"] = backend.filter_stats(x, softmax, saved, spec)
         others = [found[name] for name in listed(spec.want, 0)]
-        kept = Saved(merged, x.ids, count, ids_NI, target_NI, x.factors_N2, saved)
+        kept = Saved(softmax.max, softmax.log_sum, softmax.entropy, x.ids, count, ids_NI, target_NI, saved)
         return *losses, mean, others, kept.listed()
 
 
@@ -119,17 +122,13 @@ def _start_gather(hidden: Tensor, group: Any) -> merge.SequenceGather | None:
     return None if group is None else recorded(merge.SequenceGather, hidden, group)
 
 
-def _operands(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, factors: Tensor | None, spec: Spec
-) -> Operands:
-    """The tensors of a shard, from the ids of all tokens one after another."""
-    cells = None
-    if spec.several:
-        cells = Cells(ids.view(-1, spec.num_ids))
-        ids = any_id(cells.ids_NI)
-    if factors is not None:
-        factors = torch.where(ids[:, None] >= 0, factors, 1.0)  # an ignored token's factors may be anything
-    return Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
+def operands_of(hidden: Tensor, weight: Tensor, head: list[Tensor], ids: Tensor, spec: Spec) -> Operands:
+    """Return the operands of a shard; ``head`` are the tensors of ``Head`` that the task names."""
+    x = Operands.of(hidden, weight, ids, spec.logits, **spec.logits.named(head))
+    if x.head.factors is None:
+        return x
+    # An ignored token's factors may be anything.
+    return x._replace(head=x.head._replace(factors=torch.where(ids[:, None] >= 0, x.head.factors, 1.0)))
 
 
 def _statistics_on_arrival(
@@ -157,13 +156,14 @@ def _statistics_on_arrival(
 
 
 def _run_backward(
-    d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, bias: Tensor | None, saved: list[Tensor],
+    d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, head: list[Tensor], saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dE, dC and dbias; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dE, dC, and the head's gradients as rows; None for what is not wanted (or went into ``grad_weight_out``)."""
     layout, group = call.layout, merge.resolve(call.layout.group_name)
-    merged, ids, count, ids_NI, target_NI, factors, saved = Saved.of(saved, call.spec)
-    backend, spec = chosen(call, Operands(hidden, weight, bias, ids, call.spec.logits), group)
+    max_N, log_sum_N, entropy_N, ids, count, ids_NI, target_NI, saved = Saved.of(saved, call.spec)
+    call = decided(call, hidden, ids.shape[0], merge.size_of(group))
+    backend, spec = named(call.way.backend), call.spec
     *d_losses, d_mean = d_losses
     of_mean = None if count is None or d_mean is None else (d_mean, count)
     cells = None
@@ -171,13 +171,13 @@ def _run_backward(
         # The gradient of a log-sum-exp is that of all ids together; cells hold each id's own.
         cells, d_sum = cell_gradients(d_losses[0], target_NI, ids_NI)
         d_losses = [None, d_sum if d_losses[1] is None else d_sum + d_losses[1], *d_losses[2:]]
-    want_hidden, want_weight, want_bias = want
+    want_hidden, want_weight, *want_head = want
     with torch.autocast(hidden.device.type, enabled=False):
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size, of_mean)
-        x = Operands(hidden, weight, bias, ids, spec.logits, cells, factors)
+        x = operands_of(hidden, weight, head, ids, spec)._replace(cells=cells)
         sum_group = sum_group_of(layout, group)
-        rows = None if sum_group is None else _rows_at_once(backend, x, spec, sum_group.size())
+        rows = call.way.ready_rows or None
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
         hidden_sum = start_sum = None
         if sum_group is not None:
@@ -187,49 +187,47 @@ def _run_backward(
         if arriving is not None:
             x = x._replace(hidden=recorded(merge.SequenceGather.wait, arriving))
 
-        softmax = Softmax(merged[0], merged[1], None if d_losses[-1] is None else merged[2])
+        softmax = Softmax(max_N, log_sum_N, None if d_losses[-1] is None else entropy_N)
+        want_bias = spec.logits.named(want_head).get("bias", False)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
         d_hidden, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
         if hidden_sum is not None and want_hidden:
             d_hidden = recorded(merge.HiddenGradSum.wait, hidden_sum)
-        nothing = hidden.new_empty(0)
-        return (
-            nothing if d_hidden is None else d_hidden,
-            nothing if d_weight is None else d_weight,
-            nothing if d_bias is None or bias is None else d_bias.to(bias.dtype),
-        )
+        return d_hidden, d_weight, head_rows(spec.logits.listed(bias=d_bias), want_head)
 
 
 def sum_group_of(layout: Layout, group: Any) -> Any:
     """The ranks that d_hidden is summed over, or None."""
-    one_rank = group is not None and group.size() == 1 and not layout.sequence_parallel
-    return None if layout.partial or one_rank else group
+    return group if group is not None and layout.sums(group.size()) else None
 
 
-def _rows_at_once(backend: Backend, x: Operands, spec: Spec, num_ranks: int) -> int | None:
-    """Tokens whose dE can be summed over the group while that of others is computed; None: all are final together.
+def decided(call: Call, hidden: Tensor, num_tokens: int, num_ranks: int, where: Where | None = None) -> Call:
+    """Return the call with its way, and with the budget and ``alone`` in its spec; unchanged if it has a way.
 
-    Every rank gets the same answer: that of an even shard.
+    Args:
+        call: The call.
+        hidden: Hidden states; under sequence parallelism this rank's slice.
+        num_tokens: Tokens of the whole call.
+        num_ranks: Size of the vocabulary-parallel group.
+        where: What the way follows from. None: forward knows nothing of the upstream gradient.
     """
-    return backend.rows_at_once(of_even_shard(x, spec, num_ranks), spec)
+    if call.way.backend:
+        return call
+    where = where or where_of(call, hidden, num_ranks)
+    way = decide.decide(sizes_of_even_shard(hidden, num_tokens, call.spec.vocab_size, num_ranks), call.spec, where)
+    spec = call.spec._replace(workspace_bytes=way.workspace_bytes, alone=not where.summed)
+    return call._replace(spec=spec, way=way)
 
 
-def chosen(call: Call, x: Operands, group: Any) -> tuple[Backend, Spec]:
-    """Choose the backend, and the budget if none was given, by the sizes of an even shard: the same on every rank."""
-    spec = call.spec._replace(alone=sum_group_of(call.layout, group) is None)
-    x = of_even_shard(x, spec, 1 if group is None else group.size())
-    backend = choose(call.backend, spec, x)
-    if spec.workspace_bytes > 0:
-        return backend, spec
-    return backend, spec._replace(workspace_bytes=backend.default_workspace(x, spec))
+def where_of(call: Call, hidden: Tensor, num_ranks: int, upstream: str = "unknown", has_buffer: bool = False) -> Where:
+    return Where(call.backend, str(hidden.dtype), call.layout.sums(num_ranks), upstream, has_buffer)
 
 
-def of_even_shard(x: Operands, spec: Spec, num_ranks: int) -> Operands:
-    num_valid = even_rows(spec.vocab_size, 0, num_ranks)[1]
-    return x if num_valid == x.logits.num_valid else x._replace(logits=spec.logits._replace(num_valid=num_valid))
+def sizes_of_even_shard(hidden: Tensor, num_tokens: int, vocab_size: int, num_ranks: int) -> Sizes:
+    return Sizes(num_tokens, hidden.shape[1], even_rows(vocab_size, 0, num_ranks)[1], hidden.itemsize)
 
 
-def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat):
+def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
     call = build(Call, iter(flat))
     want, num_tokens = call.spec.want, labels.shape[0]
 
@@ -239,17 +237,18 @@ def _forward_fake(hidden, weight, bias, labels, factors, grad_weight_out, *flat)
     nll = empty(*labels.shape)
     losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, want.uniform, want.entropy))
     ids = labels.new_empty(num_tokens)
-    x = Operands(hidden, weight, bias, ids, call.spec.logits)
-    backend, spec = chosen(call, x, merge.resolve(call.layout.group_name))
+    call = decided(call, hidden, num_tokens, merge.size_of(merge.resolve(call.layout.group_name)))
+    x = Operands.of(hidden, weight, ids, call.spec.logits, **call.spec.logits.named(head))
     others = [hidden.new_empty(shape, dtype=dtype) for shape, dtype in listed(want, num_tokens).values()]
     saved = Saved(
-        empty(2 + want.entropy, num_tokens),
+        empty(num_tokens),
+        empty(num_tokens),
+        empty(num_tokens) if want.entropy else None,
         ids,
         ids.new_empty(()) if want.mean else None,
-        torch.empty_like(labels) if spec.several else None,
-        empty(*labels.shape) if spec.several else None,
-        None if factors is None else torch.empty_like(factors),
-        backend.saved_like(x, spec),
+        torch.empty_like(labels) if call.spec.several else None,
+        empty(*labels.shape) if call.spec.several else None,
+        named(call.way.backend).saved_like(x, call.spec),
     )
     return nll, *losses, empty() if want.mean else empty(0), others, saved.listed()
 
@@ -261,7 +260,7 @@ _OPERATOR = Operator(
     _backward_again,
     "forward",
     "backward",
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? factors, Tensor? grad_weight_out",
+    "Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor? grad_weight_out",
     f"({'Tensor, ' * NUM_LOSSES}Tensor[], Tensor[])",
     Call,
     NUM_LOSSES,
@@ -270,15 +269,7 @@ _OPERATOR = Operator(
 _forward, _backward = _OPERATOR.register(_forward_fake)
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    grad_weight_out: Tensor | None,
-    call: Call,
-    factors: Tensor | None = None,
-) -> Outputs:
-    """The operator as the loss calls it; see ``_run_forward``."""
-    tensors = (hidden, weight, bias, labels, factors, grad_weight_out)
+def forward(x: Operands, grad_weight_out: Tensor | None, call: Call) -> Outputs:
+    """The operator as the loss calls it; see ``_run_forward``. ``x.ids`` are the labels."""
+    tensors = (x.hidden, x.weight, [*x.head.tensors.values()], x.ids, grad_weight_out)
     return Outputs.of(_OPERATOR.apply(*tensors, call=call, needs_grad=call.spec.want.grad), call.spec.want)

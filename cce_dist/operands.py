@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,25 +12,27 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import checks
-from cce_dist.call import BACKENDS, DTYPES, Call, Layout, LogProbOptions, Options
+from cce_dist.call import DTYPES, Call, Layout, LogProbOptions, Options
+from cce_dist.decide import choose_backend
 from cce_dist.kernels import Operands, ShardLogits, Spec
 from cce_dist.shard import VocabShard, local_rows
 
 
 def prepare(
     input: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, buffer: Tensor | None, shard: VocabShard | None,
-    logit_scale: float, options: Options | LogProbOptions,
+    logit_scale: float, options: Options | LogProbOptions, on_meta: bool = False,
 ) -> tuple[Operands, VocabShard]:  # fmt: skip
     """Check the tensors, cast them as autocast asks, and return them as kernels take them, and the shard.
 
     Args:
         labels: One id of each token, or with ``linear_log_probs`` several.
         buffer: ``grad_weight_out``.
+        on_meta: Whether all tensors may be on "meta".
     """
     if shard is None and type(weight) in (Tensor, torch.nn.Parameter) and weight.dim() == 2 and len(weight) > 0:
         shard = None if torch.compiler.is_compiling() else _whole(len(weight))
-    head = head_of(input, weight, bias, shard)
-    checks.tensors({options.labels: labels, "input": head.input}, grad_weight_out=buffer)
+    head = head_of(input, weight, bias, shard, on_meta)
+    checks.tensors({options.labels: labels, "input": head.input}, on_meta, grad_weight_out=buffer)
     _check_labels(labels, head, options)
     if buffer is not None:
         check_buffer(buffer, head.weight)
@@ -37,32 +40,43 @@ def prepare(
     ids = labels.long()
     if ids.dim() != 1 + several:  # a view costs the host as much as all of these checks, and autograd one more step
         ids = ids.reshape(-1, ids.shape[-1]) if several else ids.reshape(-1)
-    return Operands(*head.operands(), ids.contiguous(), head.logits(logit_scale, options.softcap)), head.shard
+    hidden, weight, tensors = head.operands()
+    logits = logits_of(head.shard, logit_scale, options.softcap, tensors)
+    return Operands.of(hidden, weight, ids.contiguous(), logits, **tensors), head.shard
 
 
-class Head(NamedTuple):
-    """The tensors of one head: [..., D], [V_r, D] and [V_r], and which rows of the vocabulary those are."""
+def logits_of(shard: VocabShard, logit_scale: float, softcap: float | None, tensors: Iterable[str]) -> ShardLogits:
+    """Return how logits come from hidden states on a shard, as plain values; ``tensors`` names the tensors of ``Head``."""
+    return ShardLogits(shard.start, shard.num_valid, logit_scale, softcap or 0.0, " ".join(tensors))
+
+
+class LocalHead(NamedTuple):
+    """The tensors of one head on this rank: [..., D], [V_r, D] and [V_r], and which rows of the vocabulary those are."""
 
     input: Tensor
     weight: Tensor
     bias: Tensor | None
     shard: VocabShard
 
-    def logits(self, logit_scale: float, softcap: float | None) -> ShardLogits:
-        return ShardLogits(self.shard.start, self.shard.num_valid, logit_scale, softcap or 0.0)
+    def operands(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return hidden states [N, D], the weight, and the tensors of ``kernels.Head`` by name.
 
-    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states [N, D], weight and bias: kernels take addresses, not strides, so all are made contiguous here."""
+        Kernels take addresses, not strides, so all are made contiguous here.
+        """
         hidden = self.input if self.input.dim() == 2 else self.input.reshape(-1, self.input.shape[-1])
-        return hidden.contiguous(), self.weight.contiguous(), None if self.bias is None else self.bias.contiguous()
+        tensors = {} if self.bias is None else {"bias": self.bias.contiguous()}
+        return hidden.contiguous(), self.weight.contiguous(), tensors
 
 
-def head_of(input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None) -> Head:
+def head_of(
+    input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None, on_meta: bool = False
+) -> LocalHead:
     """Return the rows that are here, cast as autocast asks; raise unless dtypes, devices and sizes fit each other."""
-    checks.tensors({"input": input, "linear_weight": weight}, linear_bias=bias)
+    checks.tensors({"input": input, "linear_weight": weight}, on_meta, linear_bias=bias)
     weight, bias, shard = local_rows(weight, bias, shard)
-    if torch.is_autocast_enabled(input.device.type):
-        dtype = torch.get_autocast_dtype(input.device.type)
+    autocast_type = "cuda" if input.is_meta else input.device.type
+    if torch.is_autocast_enabled(autocast_type):
+        dtype = torch.get_autocast_dtype(autocast_type)
         input, weight = input.to(dtype), weight.to(dtype)
     if isinstance(input, DTensor):
         raise TypeError(_needs_local("input"))
@@ -81,7 +95,7 @@ def head_of(input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShar
         if tensor is not None and tensor.device != input.device:
             raise ValueError(f"input is on {input.device}, {name} on {tensor.device}")
     shard.check(weight, bias)
-    return Head(input, weight, bias, shard)
+    return LocalHead(input, weight, bias, shard)
 
 
 @lru_cache(maxsize=64)
@@ -92,9 +106,12 @@ def _whole(num_rows: int) -> VocabShard:
 def call_of(x: Operands, spec: Spec, shard: VocabShard, options: Options | LogProbOptions) -> Call:
     """Return what the operator is told of a call."""
     forced, debug = environment()
-    return Call(
-        spec, Layout.of(shard, options), choose_backend(options.backend, forced, x.hidden), debug, options.labels
-    )
+    backend = choose_backend(options.backend, forced, device_type(x.hidden), x.hidden.dtype)
+    return Call(spec, Layout.of(shard, options), backend, debug, options.labels)
+
+
+def device_type(tensor: Tensor) -> str:
+    return "cuda" if tensor.is_cuda else tensor.device.type
 
 
 @torch.compiler.assume_constant_result
@@ -103,27 +120,11 @@ def environment() -> tuple[str, bool]:
     return os.environ.get("CCE_DIST_BACKEND", "auto"), os.environ.get("CCE_DIST_DEBUG", "0") not in ("", "0")
 
 
-def choose_backend(backend: str, forced: str, input: Tensor) -> str:
-    """Return the backend that will run, "triton" or "torch"."""
-    checks.choice("CCE_DIST_BACKEND", forced, BACKENDS)
-    if backend == "auto":
-        backend = forced
-    if backend == "auto":
-        return "triton" if input.is_cuda and torch.version.cuda is not None else "torch"
-    if backend == "triton" and not input.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"backend='triton' needs a GPU (or Triton's interpreter, TRITON_INTERPRET=1), input is on {input.device}"
-        )
-    if backend == "triton" and not input.is_cuda and input.dtype == torch.bfloat16:
-        raise TypeError("input is bfloat16, which Triton's interpreter misreads: use float32, float16, or a GPU")
-    return backend
-
-
 def _needs_local(name: str) -> str:
     return f"{name} is a DTensor: pass its local tensor (to_local()); sequence_parallel says if it is a slice"
 
 
-def _check_labels(labels: Tensor, head: Head, options: Options | LogProbOptions) -> None:
+def _check_labels(labels: Tensor, head: LocalHead, options: Options | LogProbOptions) -> None:
     """Raise unless these are ids of the head's tokens, or with ``linear_log_probs`` several of each."""
     name, input = options.labels, head.input
     if isinstance(labels, DTensor):
@@ -141,7 +142,7 @@ def _check_labels(labels: Tensor, head: Head, options: Options | LogProbOptions)
     check_shape(name, labels, tokens, wanted, head, options.sequence_parallel)
 
 
-def shape_of_tokens(head: Head, sequence_parallel: bool) -> tuple[int, ...]:
+def shape_of_tokens(head: LocalHead, sequence_parallel: bool) -> tuple[int, ...]:
     """The leading dimensions of all tokens of the group."""
     shape = tuple(head.input.shape[:-1])
     if not sequence_parallel:
@@ -152,7 +153,7 @@ def shape_of_tokens(head: Head, sequence_parallel: bool) -> tuple[int, ...]:
 
 
 def check_shape(
-    name: str, tensor: Tensor, tokens: tuple[int, ...], wanted: str, head: Head, sequence_parallel: bool
+    name: str, tensor: Tensor, tokens: tuple[int, ...], wanted: str, head: LocalHead, sequence_parallel: bool
 ) -> None:
     """Raise unless a tensor has the tokens' shape; ``wanted`` says so."""
     if tuple(tensor.shape) != tokens:

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import merge
-from cce_dist.call import Call
 from cce_dist.kernels import Operands
+from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
 
 
@@ -63,13 +63,14 @@ def _dot(x: Tensor, d_x: Tensor | None) -> Tensor:
     return torch.where(d_x == 0, 0.0, x.float() * d_x.float()).sum()
 
 
-def factors(
-    logit_scale: float | Tensor, temperature: float | Tensor, x: Operands, tokens: torch.Size, call: Call
-) -> Tensor:
-    """Return each token's factors before and after the softcap, NaN where the argument is no number. -> [N, 2]."""
-    counts = x.ids != call.spec.ignore_index
+def with_factors(
+    x: Operands, logit_scale: float | Tensor, temperature: float | Tensor, tokens: torch.Size, ignore_index: int
+) -> Operands:
+    """Return the operands with each token's factors before and after the softcap, NaN where the argument is no number."""
+    counts = x.ids != ignore_index
     counts = counts.any(1) if counts.dim() == 2 else counts
-    readable = not torch.compiler.is_compiling() and (call.debug or not x.ids.is_cuda)  # reading waits for a GPU
+    # Reading waits for a GPU.
+    readable = not torch.compiler.is_compiling() and (environment()[1] or not x.ids.is_cuda)
     numbers = []
     for name, value in (("logit_scale", logit_scale), ("temperature", temperature)):
         wide = _of_tokens(name, value, x, tokens)
@@ -81,9 +82,11 @@ def factors(
             raise ValueError(f"{name}[{position}] (flattened) must be {positive}finite, got {wide[position].item():g}")
         numbers.append(torch.where(good, wide, torch.nan))
     scale_N, temperature_N = numbers
-    if not call.spec.logits.softcap:
-        return torch.stack((scale_N / temperature_N, torch.ones_like(scale_N)), 1).float()
-    return torch.stack((scale_N, 1.0 / temperature_N), 1).float()
+    if x.head.softcap is None:
+        factors = torch.stack((scale_N / temperature_N, torch.ones_like(scale_N)), 1)
+    else:
+        factors = torch.stack((scale_N, 1.0 / temperature_N), 1)
+    return x._replace(head=x.head._replace(factors=factors.float()))
 
 
 def _of_tokens(name: str, value: float | Tensor, x: Operands, tokens: torch.Size) -> Tensor:
@@ -127,7 +130,7 @@ class ClassWeights:
         x, here = self.x, slice(0, self.shard.num_valid)
         with torch.autocast(x.hidden.device.type, enabled=False):
             w_V = self.weight[self.shard.start : self.shard.start + self.shard.num_valid]
-            of_bias = torch.zeros_like(w_V) if x.bias is None else x.bias[here].float()
+            of_bias = torch.zeros_like(w_V) if x.head.bias is None else x.head.bias[here].float()
             vector = torch.cat((w_V @ x.weight[here].float(), (w_V @ of_bias)[None]))
             if self.shard.group is not None:
                 vector = merge.SumOverRanks.apply(vector, self.shard.group)

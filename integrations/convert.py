@@ -26,7 +26,9 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
     The model's own loss code finds deferred logits where it found logits. Its call of ``F.cross_entropy`` computes the loss.
     Scale, softcap, ignored label, reduction and weights of tokens come from where the model has them. Parameters, their names
     and checkpoints stay. Logits are deferred in training, and where the model is given labels. A model in evaluation computes
-    them as soon as somebody looks at them, and always without labels. One rank says in a line that the loss is in use.
+    them as soon as somebody looks at them, and always without labels. A look raises if the logits are stale: a tensor that they
+    are computed from was changed in place, PEFT uses other adapters, or a forward in training has begun. Other changes through
+    ``.data`` are not detected. One rank says in a line that the loss is in use.
 
     Call it on every rank, before or after ``fully_shard``, and before DDP, ``Trainer(...)`` and ``accelerator.prepare``; after
     PEFT. On a converted model it replaces the options, where there are any. Call it again after ``resize_token_embeddings``.
@@ -41,9 +43,9 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
         equal_tokens: With ``shard_over``, a promise that the ranks of the mesh's last dimension have the same number of tokens
             in every call. Without it they tell each other, and the host waits for that.
         **options: ``filter`` ("off", "compensated" or "plain"), ``filter_eps``, ``filter_hidden``, ``filter_weight``,
-            ``filter_always``, ``filter_screen``, ``label_smoothing``, ``z_loss_weight``, ``backend``, ``workspace_bytes``
-            (None: the shapes choose the budget; 1 takes the least memory, 1 << 40 keeps everything), ``reduce_dtype``, and
-            ``head``, the name of the module that makes the logits: the keys of DeepSpeed's section, with the same checks.
+            ``filter_always``, ``label_smoothing``, ``z_loss_weight``, ``backend``, ``workspace_bytes`` (None: the shapes choose
+            the budget; 1 takes the least memory, 1 << 40 keeps everything), ``reduce_dtype``, and ``head``, the name of the
+            module that makes the logits: the keys of DeepSpeed's section, with the same checks.
 
     Sharding: The weight is whole where the head runs. FSDP2 and ZeRO-3 gather the weight around the loss, as around any layer.
         With ``shard_over`` a rank computes its rows of the vocabulary for the tokens of all ranks of the mesh's last dimension.

@@ -4,8 +4,16 @@
 returns ``DeferredLogits``: no numbers, but the hidden states that the head was called with. The model's own code may scale them
 and, in the end, asks for their loss. That request calls the head again, through ``__call__`` and with ``ask=``, a function that
 runs inside of the head's ``forward``: the hooks of FSDP or ZeRO-3 gather the weight around its real use. In training all other
-uses of the logits raise an error that names the use. In evaluation another use computes them, unless what they are computed
-from has changed since (``unchanged``).
+uses of the logits raise an error that names the use. In evaluation any other use computes them from the saved hidden states. It
+raises an error instead if the logits are stale, because they would not fit the loss beside them:
+
+* ``Tensor._version`` of the hidden states, the head's weight or bias, or an adapter's weights has changed, or one of these
+  parameters was replaced (``on_demand.Versions``).
+* PEFT uses other adapters than at the forward, for example inside ``disable_adapter()``.
+* A forward of the model in training has begun. An optimizer that writes through ``.data``, as DeepSpeed's do, changes no
+  version, and neither DTensors nor parameters of ZeRO-3 have a version to compare.
+
+Other changes through ``.data`` are not detected, for example an average of the weights that is copied in for an evaluation.
 
 When logits are deferred is decided once, by ``Task.enter``, in the forward of the model that runs:
 
@@ -23,7 +31,7 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,8 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from cce_dist.integrations import peft
-from cce_dist.integrations.on_demand import OnDemand
-from cce_dist.integrations.unchanged import Seal, Version
+from cce_dist.integrations.on_demand import ChangedError, OnDemand, Versions
 from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
 
@@ -143,13 +150,11 @@ class TensorLogits(DeferredLogits):
         # Fewer where the caller has cut off the columns that pad the vocabulary.
         self._vocab_size = task.shard.vocab_size
         self._added: Tensor | None = None  # a bias [V]
-        self._weight_version, self._head_trains = Version(getattr(head, "weight", None)), head.training
-        # Logits for training are never looked at, and those of a split vocabulary have no answer to a look.
-        may_look = not (self._training and self._made_with_grad) and task.shard.group is None
-        # All logits that are derived from these share the seal of the weight, and the tensors that were looked at.
-        self._seal = Seal() if may_look else None
-        self._remember_hidden()
-        self._looks: list[tuple[Tensor, Version]] = []
+        # All logits that are derived from these share the state of the head, and the tensors that were computed.
+        self._head_trains, self._adapters = head.training, peft.adapters(head)
+        self._head_versions, self._hidden_versions = Versions(*peft.parameters(head)), Versions(hidden)
+        self._last_training = task.last_training
+        self._looks: list[tuple[Tensor, Versions]] = []
         kind = hidden.device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
@@ -264,7 +269,7 @@ class TensorLogits(DeferredLogits):
 
     def _computed(self, use: str, name: str = "") -> Tensor:
         """Return the logits [..., V] themselves, which evaluation alone may look at."""
-        if self._training and self._made_with_grad:
+        if not self._is_for_use():
             advice = self.ADVICE.get(name or use)
             raise self._refused(use) if advice is None else NotComputedError(f"{self._refused(use)}; {advice}")
         if self._task.shard.group is not None:
@@ -273,67 +278,49 @@ class TensorLogits(DeferredLogits):
             )
         if "_value" not in vars(self):
             with torch.set_grad_enabled(self._made_with_grad), _mode(self._head, self._head_trains):
-                logits = self._ask(lambda head, hidden: _dense(head, hidden, self._added, self._seal))
+                logits = self._ask(lambda head, hidden: _dense(head, hidden, self._added))
                 logits = logits[..., : self._vocab_size] * self._factor
                 logits = logits if self._softcap is None else logits.tanh() * self._softcap
                 self._value = logits.to(self._cast or logits.dtype)
-            self._looks.append((self._value, Version(self._value)))
+            self._looks.append((self._value, Versions(self._value)))
         return self._value
 
     def _scaling(self) -> dict[str, Any]:
         return {**super()._scaling(), "added": self._added}
 
     def _ask(self, compute: Callable) -> Any:
+        self._check()
         # The head's product has the dtype of the place where the model called the head, wherever its loss is asked for.
-        for value, versions in self._looks:
-            versions.check("logits that were looked at", value)
-        self._check_hidden()
-        if self._seal is None and not self._task.calls:
-            self._weight_version.check("the head's weight", getattr(self._head, "weight", None))
         kind, dtype, enabled = self._autocast
         with torch.autocast(kind, dtype, enabled):
-            answer = super()._ask(compute)
-        if self._seal is not None:
-            self._seal.check("the head's weight, or its bias,")
-        return answer
+            return super()._ask(compute)
+
+    def _check(self) -> None:
+        """Raise ChangedError if something that the logits are computed from has changed since the head was called."""
+        for value, versions in self._looks:
+            versions.check("logits computed before", value)
+        self._hidden_versions.check("the hidden states", self._hidden)
+        if peft.adapters(self._head) != self._adapters:
+            raise ChangedError("the adapters on the head changed")
+        self._head_versions.check("the head's weight or bias", *peft.parameters(self._head))
+        if self._is_for_use() and self._task.last_training is not self._last_training:
+            raise ChangedError("a forward in training began, and a step may have changed the weights,")
 
     def _with(self, **changes: Any) -> Any:
         if "hidden" in changes:
-            self._check_hidden()
+            self._hidden_versions.check("the hidden states", self._hidden)
+            changes["hidden_versions"] = Versions(changes["hidden"])
         new = super()._with(**changes)
         vars(new).pop("_value", None)
-        if "hidden" in changes:
-            new._remember_hidden()
         return new
 
-    def _remember_hidden(self) -> None:
-        self._version, self._hidden_seal = Version(self._hidden), Seal()
-        if self._seal is not None and self._task.trains is not None:
-            self._hidden_seal.read(self._hidden)
-
-    def _check_hidden(self) -> None:
-        self._version.check("hidden states", self._hidden)
-        if self._hidden_seal.sums and not self._task.calls:  # behind the forward: this waits for a GPU
-            self._hidden_seal.read(self._hidden)
-            self._hidden_seal.check("hidden states")
-
-    def may_be_looked_at(self) -> bool:
-        return self._seal is not None
-
-    def seal_weight(self) -> None:
-        """Read what the logits are computed from, if neither a loss nor a look has: no later look could find a change."""
-        if self._seal is not None and not self._seal.sums:
-            seal = self._seal
-            self._ask(lambda head, hidden: seal.read(*_sealed(head, hidden)))
+    def _is_for_use(self) -> bool:
+        """Whether the logits may be used for anything besides a loss."""
+        return not (self._training and self._made_with_grad)
 
     def _for_later(self) -> Any:
-        """Return what the caller of the model gets for logits of evaluation.
-
-        Without a loss, which seals the weight, nobody could tell later whether it is the same: the logits are computed now.
-        """
-        if self._seal is not None and not self._seal.sums:
-            return self._computed("the end of the forward")
-        if torch.is_grad_enabled():
+        """Return what the caller of the model gets for logits of evaluation: a tensor, which compiled code cannot make."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self
         return OnDemand(self.shape, self.dtype, self.device, functools.partial(self._computed, "a look"))
 
@@ -373,27 +360,13 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
     setattr(TensorLogits, f"__{_name}__", _in_place(f"__{_name}__"))
 
 
-def _dense(head: Any, hidden: Tensor, added: Tensor | None = None, seal: Seal | None = None) -> Tensor:
-    """Return the head's logits."""
-    given = hidden
-    hidden, whole = _whole(head, hidden)
-    if seal is not None:
-        seal.read(*(whole if head.cce_task.rows is None else peft.operands(head, given)[1:]))
-    whole[1] = peft.sum_of_biases(whole[1], added)
-    return F.linear(hidden, *whole)
-
-
-def _whole(head: Any, hidden: Tensor) -> tuple[Tensor, list[Any]]:
-    """Return the hidden states, and the weight and bias that they are multiplied with; outside of FSDP2's forward gathered."""
+def _dense(head: Any, hidden: Tensor, added: Tensor | None = None) -> Tensor:
+    """Return the head's logits. Outside of FSDP2's forward this gathers the weight and the bias."""
     hidden, *factors = peft.operands(head, hidden)
     rows = head.cce_task.rows
     gathered = (lambda x: x.full_tensor().to(hidden.dtype)) if rows is None else functools.partial(rows.whole, hidden)
-    return hidden, [gathered(x) if isinstance(x, DTensor) else x for x in factors]
-
-
-def _sealed(head: Any, hidden: Tensor) -> Sequence[Any]:
-    """Return what a seal reads of the head: a rank's own rows where they stay split."""
-    return _whole(head, hidden)[1] if head.cce_task.rows is None else peft.operands(head, hidden)[1:]
+    whole: list[Any] = [gathered(x) if isinstance(x, DTensor) else x for x in factors]
+    return F.linear(hidden, whole[0], peft.sum_of_biases(whole[1], added))
 
 
 @contextmanager
@@ -439,7 +412,6 @@ def _cross_entropy(
         reduction=reduction,
         label_smoothing=label_smoothing,
         training=input._training,
-        seal=input._seal,
         **input._scaling(),
     )
     if input._vocab_size != task.shard.vocab_size:
@@ -462,7 +434,9 @@ class Task:
     num_losses: int = 0  # in training, that the head was asked for
     num_asked: int = 0  # requests to the head in the outermost forward that is under way, or was last
     trains: bool | None = None  # the model's mode in that forward; None: no forward was watched
-    made: list[TensorLogits] = dataclasses.field(default_factory=list)  # in that forward, for evaluation
+    # Stands for the last forward in training that began: each puts a new list here. Compiled code can do that, too; a count
+    # would have it compiled anew for each number.
+    last_training: list = dataclasses.field(default_factory=list)
     hooks: tuple = ()  # handles of ``watch``
 
     def watch(self, model: nn.Module) -> None:
@@ -475,11 +449,13 @@ class Task:
     def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Decide whether the head defers in this call of the model, from the very module that runs: a copy has its own mode."""
         if not self.calls:
-            self.num_asked, self.made = 0, []
+            self.num_asked = 0
         self.trains = model.training
         if self.rows is not None:
             self.rows.enter(model)
         trains = model.training and torch.is_grad_enabled()
+        if trains:
+            self.last_training = []
         self.calls.append(trains or has_labels(model, args, kwargs))
 
     def leave(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -488,11 +464,7 @@ class Task:
         if self.calls or output is None:  # None: an error is under way
             return None
         if not (model.training and torch.is_grad_enabled()):
-            output = _for_later(output)
-            for logits in self.made:  # wherever else the output may have them
-                logits.seal_weight()
-            self.made = []
-            return output
+            return _for_later(output)
         self.num_forwards = one_more(self.num_forwards)
         if has_labels(model, args, kwargs) and not self.num_asked:
             raise RuntimeError(
@@ -517,10 +489,7 @@ class Task:
                 f"cce_dist: the head has {rows} rows, and had {self.shard.num_rows} when it was converted: convert the model "
                 "again after resize_token_embeddings"
             )
-        logits = TensorLogits(head, self, hidden)
-        if logits.may_be_looked_at() and self.calls:
-            self.made.append(logits)
-        return logits
+        return TensorLogits(head, self, hidden)
 
     def check_place(self, head: Any) -> None:
         """Raise where the loss may not be computed: behind the model's forward a sharded weight is not whole."""
@@ -549,7 +518,6 @@ class Task:
         label_smoothing: float,
         training: bool,
         added: Tensor | None = None,
-        seal: Seal | None = None,
         **call: Any,
     ) -> Any:
         """Return what ``linear_cross_entropy`` returns for this head and its options.
@@ -563,8 +531,6 @@ class Task:
             call["z_loss_weight"] = options.z_loss_weight
         call.setdefault("shard", self.shard)
         hidden, weight, bias = peft.operands(head, hidden)
-        if seal is not None:
-            seal.read(weight, bias)
         compute = linear_cross_entropy
         if self.rows is not None:
             compute = self.rows.loss
@@ -603,7 +569,7 @@ class Task:
     def __deepcopy__(self, memo: dict) -> Any:
         """A copied model shares options and groups, which nothing can copy. Calls, counts and hooks are its own."""
         new = memo[id(self)] = copy.copy(self)  # noted first: the hooks lead back to the task
-        new.calls, new.made, new.num_forwards, new.num_losses, new.num_asked = [], [], 0, 0, 0
+        new.calls, new.last_training, new.num_forwards, new.num_losses, new.num_asked = [], [], 0, 0, 0
         new.hooks = copy.deepcopy(self.hooks, memo)
         return new
 

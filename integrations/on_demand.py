@@ -1,8 +1,10 @@
-"""A tensor that is computed at the first look: the logits of an evaluation, where most callers want the loss alone.
+"""A tensor that is computed when it is first used: the logits of an evaluation, where most callers want the loss alone.
 
-It is a real ``torch.Tensor`` without memory, because Trainer, accelerate, DeepSpeed and autograd ask for one, from Python and
-from C++. Shape, dtype and device are known without a look, and ``detach`` looks at nothing. Every other function computes the
-tensor.
+``OnDemand`` is a real ``torch.Tensor`` without memory, because Trainer, accelerate, DeepSpeed and autograd ask for one, from
+Python and from C++. Shape, dtype and device are known in advance, and ``detach`` computes nothing. Any other function computes
+the tensor.
+
+By then the weights may have changed, and the logits would not fit the loss beside them. ``Versions`` detects that at no cost.
 """
 
 from __future__ import annotations
@@ -12,14 +14,50 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 NO_LOOK = {"__get__", "dim", "size", "numel", "is_contiguous", "is_floating_point", "is_complex", "detach", "__hash__"}
 SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default}
 
 
+class ChangedError(RuntimeError):
+    """Logits are stale: something that they are computed from changed after the model's forward."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"cce_dist: these logits are stale: {what} after the forward that they are from: use them before that, or keep a "
+            "copy (logits.clone())"
+        )
+
+
+class Versions:
+    """Tensors, and how often each of them had been changed in place.
+
+    ``Tensor._version`` counts the changes, but not those through ``.data``. Some tensors are not compared: inference tensors
+    and tensors inside of compiled code have no version, and gathering a DTensor or a parameter of ZeRO-3 changes it.
+    """
+
+    def __init__(self, *tensors: Tensor | None) -> None:
+        self._counts = [(tensor, _count_of(tensor)) for tensor in tensors]
+
+    def check(self, what: str, *tensors: Tensor | None) -> None:
+        """Raise ChangedError, which calls the tensors ``what``, if one of them was changed or replaced."""
+        for (before, count), tensor in zip(self._counts, tensors, strict=True):
+            now = _count_of(tensor)
+            if None not in (count, now) and (before is not tensor or count != now):
+                raise ChangedError(f"{what} changed")
+
+
+def _count_of(tensor: Any) -> int | None:
+    """Return how often a tensor was changed in place, or None where that cannot be compared."""
+    if torch.compiler.is_compiling() or tensor is None or isinstance(tensor, DTensor) or hasattr(tensor, "ds_id"):
+        return None
+    return None if tensor.is_inference() else tensor._version
+
+
 class OnDemand(Tensor):
-    """What ``compute()`` returns, from the first look on; ``compute`` remembers its result."""
+    """The tensor that ``compute()`` returns; ``compute`` remembers its result."""
 
     compute: Callable[[], Tensor]
 

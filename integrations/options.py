@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cce_dist.call import BACKENDS
-from cce_dist.filter import SCREENS, GradFilter
+from cce_dist.filter import GradFilter
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,7 +38,6 @@ KEYS: dict[str, tuple] = {  # the kind of a key's values, then which of them are
     "filter_hidden": (SWITCH,),
     "filter_weight": (SWITCH,),
     "filter_always": (SWITCH,),
-    "filter_screen": (TEXT, *_one_of(("off", *SCREENS))),
     "label_smoothing": (NUMBER, lambda x: 0 <= x <= 1, "in [0, 1]"),
     "z_loss_weight": (NUMBER, lambda x: 0 <= x < math.inf, "finite and not negative"),
     "batch_invariant": (SWITCH,),
@@ -59,7 +58,7 @@ class Options:
 
     Args:
         grad_filter: None for exact gradients, or how to filter them. Keys: ``filter`` (one of ``FILTERS``), ``filter_eps``,
-            ``filter_hidden``, ``filter_weight``, ``filter_always`` and ``filter_screen``.
+            ``filter_hidden``, ``filter_weight`` and ``filter_always``.
         backend, workspace_bytes: As in ``linear_cross_entropy``; None: the shapes choose the budget.
     """
 
@@ -102,8 +101,6 @@ class Options:
             fields["reduce_dtype"] = REDUCE_DTYPES[fields["reduce_dtype"]]
         if values.get("filter", "off") != "off":
             of_filter = {key[len("filter_") :]: value for key, value in values.items() if key.startswith("filter_")}
-            if of_filter.get("screen") == "off":
-                of_filter["screen"] = None
             fields["grad_filter"] = GradFilter(compensate=values["filter"] == "compensated", **of_filter)
         return cls(**fields)
 

@@ -53,11 +53,8 @@ def operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         head.unmerge()
     base = head.base_layer
     _check(head, base)
-    adapters = () if head.disable_adapters or head.merged else head.active_adapters
     rows, columns, bias = [hidden], [base.weight], base.bias
-    for name in adapters:
-        if name not in head.lora_A:
-            continue
+    for name in _added(head):
         down, up, scale = head.lora_A[name], head.lora_B[name], head.scaling[name]
         low = scale * down(head.lora_dropout[name](hidden.to(down.weight.dtype)))
         rows.append(low.to(hidden.dtype))
@@ -67,6 +64,33 @@ def operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     if len(rows) == 1:
         return hidden, base.weight, bias
     return torch.cat(rows, -1), torch.cat(columns, 1), None if bias is None else bias.to(base.weight.dtype)
+
+
+def _added(head: Any) -> list[str]:
+    """Return the names of the adapters that a LoRA layer adds to its weight."""
+    if head.disable_adapters or head.merged:
+        return []
+    return [name for name in head.active_adapters if name in head.lora_A]
+
+
+def adapters(head: Any) -> Any:
+    """Return the adapters in a head's logits: those that are added, with their scales, and those merged into the weight."""
+    if not is_lora(type(head)):
+        return None
+    merged = [] if head.disable_adapters else list(head.merged_adapters)
+    return [(name, head.scaling[name]) for name in _added(head)], merged
+
+
+def parameters(head: Any) -> list[nn.Parameter | None]:
+    """Return the parameters that a head's logits are computed from, with None for a missing one or one that is no Parameter."""
+    if not is_lora(type(head)):
+        found = [head.weight, getattr(head, "bias", None)]
+    else:
+        found = [head.base_layer.weight, head.base_layer.bias]
+        for name in _added(head):
+            down, up = head.lora_A[name], head.lora_B[name]
+            found += [down.weight, up.weight, up.bias]
+    return [x if isinstance(x, nn.Parameter) else None for x in found]
 
 
 def sum_of_biases(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -5,7 +5,7 @@ The logits of the shard are ``z = softcap * tanh(u / softcap)`` with ``u = logit
 
 This file holds the records that travel between host functions. ``backends`` names the functions that each of the three
 backends has: ``dense`` (plain torch, any device), ``exact`` (the kernels of this folder) and ``filter`` (the same with a
-filter). ``budget`` is the arithmetic of ``workspace_bytes``. The table of kernels is in docs/kernels.md.
+filter). ``memory`` is the arithmetic of ``workspace_bytes``. The table of kernels is in docs/kernels.md.
 
 **Letters** at the end of a tensor's name are its dimensions:
 
@@ -65,45 +65,85 @@ which comes from the logit that forward saved: no cell is added to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+_T = TypeVar("_T")
 FAR_SOFTCAP = 64.0  # models have 30 to 50
 IGNORED, OUTSIDE = -1, -2  # stand for a label that is the ignore_index, and for one that is not in the vocabulary
 
 
 class ShardLogits(NamedTuple):
-    """How logits come from hidden states on this shard."""
+    """How logits come from hidden states on this shard, as plain values."""
 
     start: int  # First vocabulary id of the shard; row j of the weight is id ``start + j``
     num_valid: int  # Rows of the weight that are part of the vocabulary; rows from here on are padding
     logit_scale: float = 1.0  # Multiplies the logits
     softcap: float = 0.0  # Bound of the logits, ``softcap * tanh(u / softcap)``; 0 means none
+    # Names of the tensors of ``Head`` that there are, with spaces between them. An operator takes these tensors as a list.
+    tensors: str = ""
+
+    def named(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Return what a list has for each of the head's tensors, by the tensor's name."""
+        return dict(zip(self.tensors.split(), values, strict=True))
+
+    def listed(self, **values: _T) -> list[_T | None]:
+        """Return what belongs to each of the head's tensors, None where nothing is named, in the order of the list."""
+        return [values.get(name) for name in self.tensors.split()]
+
+
+class Head(NamedTuple):
+    """What turns the products ``hidden @ weight.T`` into logits, beside the weight itself. None means absent.
+
+    A kernel takes the record as one argument, and ``head.py`` alone reads it there. Triton compiles a kernel for what is
+    absent, so nothing else tells a kernel whether there is a bias.
+    """
+
+    bias: torch.Tensor | None = None  # [V] contiguous
+    scale: float | None = None  # Multiplies the products and the bias
+    softcap: float | None = None
+    # 1 if the softcap is above FAR_SOFTCAP, else None. Logits may then be so far below the softcap that tanh must be exact for
+    # small arguments: a logit is off by some 1e-7 softcaps otherwise. The exact form takes 5 to 7 % of a step (H200, 2026-11).
+    far: int | None = None
+    # [N, 2] fp32 contiguous: each token's factors, before and after the softcap. There is no scale beside them.
+    factors: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, logits: ShardLogits, **tensors: torch.Tensor | None) -> Head:
+        """Return the head that has these tensors."""
+        scale = None if logits.logit_scale == 1.0 else logits.logit_scale
+        softcap = logits.softcap if logits.softcap > 0.0 else None
+        return cls(scale=scale, softcap=softcap, far=1 if logits.softcap > FAR_SOFTCAP else None, **tensors)
 
     @property
-    def capped(self) -> int:
-        """0 without a softcap, 1 with one, 2 where logits may be so far below it that tanh must be exact for small arguments.
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that there are, by name."""
+        return {name: x for name, x in zip(self._fields, self, strict=True) if isinstance(x, torch.Tensor)}
 
-        A logit is off by some 1e-7 softcaps otherwise. The exact form takes 5 to 7 % of a step (H200, 2026-11), so softcaps of
-        the usual size go without.
-        """
-        return 0 if self.softcap <= 0.0 else 1 + (self.softcap > FAR_SOFTCAP)
+    @property
+    def multiplier(self) -> float:
+        """The scale, 1 if there is none."""
+        return 1.0 if self.scale is None else self.scale
+
+    def of_columns(self, columns: slice | torch.Tensor) -> Head:
+        """Return the head of some columns."""
+        return self if self.bias is None else self._replace(bias=self.bias[columns].contiguous())
+
+    def of_tokens(self, rows: slice) -> Head:
+        """Return the head of some tokens."""
+        return self if self.factors is None else self._replace(factors=self.factors[rows])
 
 
 class Filter(NamedTuple):
-    """The part of the gradient that is dropped; eps = 0 drops nothing. The documented form is ``cce_dist.GradFilter``.
-
-    ``screen``: forward takes most of the logits from products in 8 bits.
-    """
+    """The part of the gradient that is dropped; eps = 0 drops nothing. The documented form is ``cce_dist.GradFilter``."""
 
     eps: float = 0.0
     compensate: bool = True
     hidden: bool = True
     weight: bool = True
     always: bool = False
-    screen: bool = False
 
 
 class Want(NamedTuple):
@@ -130,7 +170,6 @@ class Spec(NamedTuple):
     want: Want = Want()
     workspace_bytes: int = 256 << 20
     num_ids: int = 1  # I, the ids of a token; 1: its label
-    factors: bool = False  # Whether each token has factors of its own
     invariant: bool = False  # A token's outputs have the same bits whichever other tokens are in the call
     alone: bool = False  # d_hidden is not summed over ranks, so nobody waits for it while d_weight is computed
 
@@ -139,10 +178,21 @@ class Spec(NamedTuple):
         """The number of statistics of a token that the loss has."""
         return 3 + 2 * self.want.uniform + self.want.entropy
 
+    def can_keep(self, dtype: str) -> bool:
+        """Whether exponentials can be kept from forward to backward, for hidden states of this dtype.
+
+        Not in fp16, whose exponent is too short, nor in fp32, whose precision they would cost. Not where the gradient is no
+        multiple of exp(z) plus a number of the token: label smoothing or an entropy under a softcap, whose slope is another
+        factor, and label smoothing of tokens with factors. Not where a token's bits may not depend on other tokens.
+        """
+        want, has_slope = self.want, self.logits.softcap > 0.0
+        has_other_terms = (want.uniform and (has_slope or self.factors)) or (want.entropy and has_slope)
+        return want.grad and dtype == "torch.bfloat16" and not has_other_terms and not self.invariant
+
     @property
-    def screened(self) -> bool:
-        """Whether forward is screened. Outputs that need all logits alike, or the largest one, turn the screen off."""
-        return self.filter.screen and not (self.want.uniform or self.want.largest)
+    def factors(self) -> bool:
+        """Whether each token has factors of its own."""
+        return "factors" in self.logits.tensors.split()
 
     @property
     def several(self) -> bool:
@@ -196,33 +246,46 @@ class Operands(NamedTuple):
 
     hidden: torch.Tensor  # [N, D] contiguous; fp32, bf16 or fp16
     weight: torch.Tensor  # [V, D] contiguous, the same dtype
-    bias: torch.Tensor | None  # [V] contiguous, or None
+    head: Head
     # [N] int64, label ids in the whole vocabulary; IGNORED and OUTSIDE are negative. With several ids a token: any one of
     # them that is in it.
     ids: torch.Tensor
-    logits: ShardLogits  # The shard
+    start: int  # As in ``ShardLogits``
+    num_valid: int  # Likewise
     cells: Cells | None = None  # Several ids of each token, or None
-    # [N, 2] fp32 contiguous, what each token's logits are multiplied by: before and after the softcap; or None
-    factors_N2: torch.Tensor | None = None
     order: list[torch.Tensor] | None = None  # ``tokens.compact`` of ids, where that has been made with them
+
+    @classmethod
+    def of(
+        cls, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, logits: ShardLogits,
+        **tensors: torch.Tensor | None,
+    ) -> Operands:
+        """Return the operands of a shard whose logits come as ``logits`` says, with these tensors of the head."""
+        return cls(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid)
 
     @property
     def num_tokens(self) -> int:
         return self.ids.shape[0]
 
+    @property
+    def requires_grad(self) -> bool:
+        return any(x.requires_grad for x in (self.hidden, self.weight, *self.head.tensors.values()))
+
     def of_tokens(self, rows: slice, hidden: torch.Tensor) -> Operands:
         """Return those of some of the tokens, whose hidden states are given."""
-        cells, factors = self.cells, self.factors_N2
+        cells = self.cells
         return self._replace(
-            hidden=hidden, ids=self.ids[rows], cells=None if cells is None else Cells(cells.ids_NI[rows]),
-            factors_N2=None if factors is None else factors[rows], order=None,
+            hidden=hidden, head=self.head.of_tokens(rows), ids=self.ids[rows],
+            cells=None if cells is None else Cells(cells.ids_NI[rows]), order=None,
         )
 
 
 class Softmax(NamedTuple):
     """Statistics of the whole vocabulary, [N] fp32 each: the log-sum-exp is ``max + log_sum``, kept apart for exactness.
 
-    ``entropy`` is None where it is not differentiated.
+    ``entropy`` is None where it is not differentiated. Kernels take the record as one argument, and Triton compiles a kernel anew
+    where an address inside a record is no multiple of 16. So each is an allocation of its own, or a slice that starts at a
+    multiple of four tokens.
     """
 
     max: torch.Tensor

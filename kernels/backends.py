@@ -1,4 +1,4 @@
-"""The functions that a backend has, and the choice of one.
+"""The functions that each backend has. ``cce_dist/decide.py`` chooses the backend of a call.
 
 ``dense`` (plain torch), ``exact`` and ``filter`` (Triton) are modules that all have these functions with the same meaning, so
 that the operator in ``cce_dist/op.py`` reads as the algorithm does and names none of them.
@@ -7,12 +7,11 @@ that the operator in ``cce_dist/op.py`` reads as the algorithm does and names no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from cce_dist.kernels import Gradients, Grads, Operands, Softmax, Spec, budget, dense
+from cce_dist.kernels import Gradients, Grads, Operands, Softmax, Spec, dense
 
 
 class Backend(Protocol):
@@ -28,12 +27,12 @@ class Backend(Protocol):
         """Return ``label_ids`` of all tokens, and ``Operands.order``."""
         ...
 
-    def token_losses(self, stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Tensor, ...]:
+    def token_losses(self, stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Any, ...]:
         """Merge the shards' statistics by log-add-exp, in rank order, so that every rank computes the same bits.
 
         Returns:
-            nll, log-sum-exp, target logit, nll of the uniform distribution and entropy, [N] fp32, the last two empty unless
-            wanted; 0 where a label is IGNORED, NaN where it is OUTSIDE. Then the rows of ``Softmax``, [2 or 3, N] fp32.
+            nll, log-sum-exp, target logit, nll of the uniform distribution and entropy, [N] fp32, the last two None unless
+            wanted; 0 where a label is IGNORED, NaN where it is OUTSIDE. Then the ``Softmax``, its entropy None unless wanted.
         """
         ...
 
@@ -57,10 +56,6 @@ class Backend(Protocol):
         ...
 
     # The passes over the vocabulary.
-
-    def default_workspace(self, x: Operands, spec: Spec) -> int:
-        """Return the budget, in bytes, of a call that gives none: from sizes, dtype and what is wanted alone."""
-        ...
 
     def saved_like(self, x: Operands, spec: Spec) -> list[Tensor]:
         """Return tensors of the shapes and dtypes of what ``statistics`` saves."""
@@ -95,43 +90,11 @@ class Backend(Protocol):
         """Return d_hidden [N, D] in hidden's dtype, d_weight [V, D] in weight's dtype, d_bias [V] fp32; None if not wanted."""
         ...
 
-    def rows_at_once(self, x: Operands, spec: Spec) -> int | None:
-        """Return the tokens whose d_hidden becomes final while that of others is computed; None: all become so together."""
-        ...
 
-
-def choose(name: str, spec: Spec, x: Operands) -> Backend:
-    """Return the backend of that name, "torch" or "triton", for a call; those of Triton are imported by their first use.
-
-    A filter on Triton has to pay by the sizes of ``x``, the largest shard of an even split: every rank then chooses the same.
-    """
-    if name == "torch":
+def named(name: str) -> Backend:
+    """Return the backend "dense", "exact" or "filter"; the two on Triton are imported by their first use."""
+    if name == "dense":
         return dense
     from cce_dist.kernels import exact, filter
 
-    filtering = spec.filter.eps > 0 and (spec.filter.hidden or spec.filter.weight)
-    # A uniform term under a softcap has no control variate: then nothing is dropped.
-    filtering = filtering and not (spec.want.uniform and spec.logits.softcap > 0)
-    return filter if filtering and (spec.filter.always or filter.pays(x, spec)) else exact
-
-
-def why_not_screened(name: str, hidden: Tensor) -> str | None:
-    """Return what keeps a backend from products in 8 bits on these operands, None where it has them."""
-    if name == "torch":
-        return "the torch backend has none"
-    if not hidden.is_cuda:
-        return None  # Triton's interpreter, which tests what Hopper runs
-    if hidden.dtype != torch.bfloat16:
-        return f"input is {hidden.dtype}, not bfloat16"
-    return None if _multiplies_8_bits(hidden.device) else f"{hidden.device} is not of compute capability 9.0 or later"
-
-
-def screen_pays(x: Operands, num_columns: int) -> bool:
-    """Return whether a screen takes less time than the product in 16 bits on a shard of so many columns, by sizes alone."""
-    sizes = budget.Sizes(x.num_tokens, x.hidden.shape[1], num_columns, x.hidden.itemsize)
-    return budget.screen_pays(sizes)
-
-
-@torch.compiler.assume_constant_result
-def _multiplies_8_bits(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    return filter if name == "filter" else exact

@@ -1,9 +1,8 @@
-"""The pieces that every kernel shares: how a tile is read, written, and becomes logits; and how a kernel is declared.
+"""The pieces that every kernel shares: how a tile is read, multiplied and written; and how a kernel is declared.
 
 A matrix reaches a kernel in one of two forms, told apart by the constexpr ``TMA``: a tensor descriptor, which the copy
 engine of Hopper and later reads and writes without address arithmetic in the loop, or a plain pointer for other devices.
-The kernels are the same files either way. The masking of the vocabulary's tail is ``logits_of`` alone, so forward and
-backward cannot disagree on it.
+The kernels are the same files either way. ``head.py`` turns products into logits.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist.kernels.launch.direct import current
 from cce_dist.kernels.launch.tape import noted
-from cce_dist.kernels.tiles import interpreted, real_device
+from cce_dist.kernels.tiles import interpreted, major_of
 
 
 def kernel(*specialized: str) -> Callable[[Callable], Any]:
@@ -55,20 +53,25 @@ def on_device(tensor: torch.Tensor) -> AbstractContextManager:
 
 def has_tma(*matrices: torch.Tensor) -> bool:
     """Whether tensor descriptors can describe these row-major matrices here (16-byte base and rows)."""
-    aligned = all(m.data_ptr() % 16 == 0 and m.stride(0) * m.itemsize % 16 == 0 for m in matrices)
+    for matrix in matrices:
+        if matrix.data_ptr() % 16 or matrix.stride(0) * matrix.itemsize % 16:
+            return False
     if interpreted():
-        return aligned and all(m.dtype != torch.bfloat16 for m in matrices)  # whose descriptors misread bf16
-    return aligned and _has_copy_engine(real_device(matrices[0].device))
-
-
-@lru_cache(maxsize=16)
-def _has_copy_engine(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+        return all(matrix.dtype != torch.bfloat16 for matrix in matrices)  # whose descriptors misread bf16
+    return major_of(matrices[0].device) >= 9
 
 
 def operand(matrix: torch.Tensor, rows: int, cols: int, tma: bool) -> TensorDescriptor | torch.Tensor:
-    """Return a matrix in the form a kernel reads: a descriptor of [rows, cols] blocks, or itself."""
-    return TensorDescriptor.from_tensor(matrix, [rows, cols]) if tma else matrix
+    """Return a matrix in the form a kernel reads: a descriptor of [rows, cols] blocks, or itself.
+
+    ``has_tma`` has looked at its alignment, so the descriptor is made without the checks of its own ``__init__``.
+    """
+    if not tma:
+        return matrix
+    descriptor: Any = object.__new__(TensorDescriptor)
+    descriptor.base, descriptor.block_shape = matrix, [rows, cols]
+    descriptor.shape, descriptor.strides = matrix.shape, matrix.stride()
+    return descriptor
 
 
 @triton.jit
@@ -113,80 +116,28 @@ def store_tile(
 
 
 @triton.jit
-def softcapped(u, softcap, HAS_SOFTCAP: tl.constexpr):
-    """softcap * tanh(u / softcap), by one exponential that cannot overflow; ``ShardLogits.capped`` is the last argument."""
-    exponent = tl.abs(u) * (-2.0 / softcap)
-    t = tl.exp(exponent)
-    bounded = softcap * (1.0 - t) / (1.0 + t)
-    if HAS_SOFTCAP == 2:
-        # 1 - t cancels where u is far below the softcap. There tanh x = x - x^3 / 3, to rounding, with 2 x = -exponent.
-        bounded = tl.where(exponent > -0.03125, tl.abs(u) * (1.0 - exponent * exponent * (1.0 / 12.0)), bounded)
-    return tl.where(u < 0, -bounded, bounded)
-
-
-@triton.jit
-def softcap_slope(z, softcap):
-    """Derivative of ``softcapped`` with respect to u, from its value z."""
-    capped = z * (1.0 / softcap)
-    return 1.0 - capped * capped
-
-
-@triton.jit
-def logits_of(
-    acc,  # [BLOCK_N, BLOCK_V] fp32 products
-    offs_v,
-    bias_ptr,  # in: [V]
-    num_valid,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK_V: tl.constexpr,
-):
-    """Turn products into logits; columns at or past ``num_valid`` are -inf."""
-    z = acc
-    if HAS_BIAS:
-        z += tl.load(bias_ptr + offs_v, mask=offs_v < num_valid, other=0).to(tl.float32)[None, :]
-    if HAS_SCALE:
-        z *= logit_scale
-    if HAS_SOFTCAP:
-        z = softcapped(z, softcap, HAS_SOFTCAP)
-    if MASK_V:
-        z = tl.where((offs_v < num_valid)[None, :], z, float("-inf"))
-    return z
-
-
-@triton.jit
-def tile_of_logits(
+def tile_of_products(
     hidden,  # in: [R, D] descriptor or pointer
     weight,  # in: [V, D] descriptor or pointer
-    bias_ptr,  # in: [V]
     row,
     col,
     num_rows,
-    num_valid,
+    num_cols,
     hidden_size,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,  # ``tiles.Tile``
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the [BLOCK_N, BLOCK_V] logits at (row, col) in fp32: the one product that forward and backward recompute."""
+    """Multiply a block of rows with a block of columns, at (row, col), in fp32: the product that forward and backward share."""
+    BLOCK_N: tl.constexpr = TILE.rows
+    BLOCK_V: tl.constexpr = TILE.cols
+    BLOCK_D: tl.constexpr = TILE.inner
     acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     for inner in range(0, hidden_size, BLOCK_D):
         h = load_tile(hidden, row, inner, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_D, TMA)
-        w = load_tile(weight, col, inner, num_valid, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
+        w = load_tile(weight, col, inner, num_cols, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
         acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
-    offs_v = col + tl.arange(0, BLOCK_V)
-    return logits_of(acc, offs_v, bias_ptr, num_valid, logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V)
+    return acc
 
 
 @triton.jit
@@ -196,12 +147,6 @@ def rows_with_zeros(num_kept, MAX_SIDE: tl.constexpr):
     So zeros of dlogits meet nothing there that is not finite.
     """
     return tl.maximum(tl.cdiv(num_kept, MAX_SIDE), 1) * MAX_SIDE
-
-
-@triton.jit
-def sloped(e, z, softcap):
-    """Multiply exponentials by the softcap's slope; 0 stays 0 where a logit is infinite."""
-    return tl.where(e > 0, e * softcap_slope(z, softcap), 0.0)
 
 
 @triton.jit

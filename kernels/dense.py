@@ -9,7 +9,7 @@ Source: mgmalek's efficient_cross_entropy and Liger-Kernel chunk tokens. The onl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,13 @@ from cce_dist.kernels import (
     OUTSIDE,
     Gradients,
     Grads,
+    Head,
     Operands,
     ShardLogits,
     Softmax,
     Spec,
-    budget,
     compensation,
+    memory,
 )
 from cce_dist.kernels.extras import LEAST_KEY, keys_of, largest_keys, rows_of_keys
 
@@ -38,14 +39,6 @@ def label_ids(labels_N: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
 
 def ordered_ids(labels_N: Tensor, ignore_index: int, vocab_size: int) -> tuple[Tensor, list[Tensor] | None]:
     return label_ids(labels_N, ignore_index, vocab_size), None
-
-
-def rows_at_once(x: Operands, spec: Spec) -> int | None:
-    return None  # the outer loop is over the vocabulary
-
-
-def default_workspace(x: Operands, spec: Spec) -> int:
-    return budget.LEAST_DEFAULT
 
 
 def saved_like(x: Operands, spec: Spec) -> list[Tensor]:
@@ -63,7 +56,7 @@ class Block(NamedTuple):
     cols: slice
     hidden_RD: Tensor
     weight_CD: Tensor
-    bias_C: Tensor | None
+    head: Head  # Of these tokens and columns
     column_R1: Tensor  # The label's column, [R, 1]; any column where the label is not in the block
     label_R1: Tensor  # Whether the label is in the block
     # Whether a token has no label. Its logits are 0, since its hidden state may hold anything, and 0 times a weight or bias
@@ -71,58 +64,55 @@ class Block(NamedTuple):
     unlabelled_R1: Tensor
     columns_RI: Tensor | None = None  # The same of several ids, or None, as are the next
     ids_RI: Tensor | None = None  # Whether each of these ids is in the block
-    factors_2R1: Tensor | None = None  # Each token's factors, or None
 
-    def logits(self, logits: ShardLogits) -> Tensor:
-        z = _matmul(self.hidden_RD, self.weight_CD.t())
-        if self.bias_C is not None:
-            z += self.bias_C.float()
-        if self.factors_2R1 is not None:
-            z *= self.factors_2R1[0]
-        elif logits.logit_scale != 1.0:
-            z *= logits.logit_scale
-        if logits.softcap:
-            z = z.div_(logits.softcap).tanh_().mul_(logits.softcap)
-            if self.factors_2R1 is not None:
-                z *= self.factors_2R1[1]
+    def logits(self) -> Tensor:
+        z, head = _matmul(self.hidden_RD, self.weight_CD.t()), self.head
+        if head.bias is not None:
+            z += head.bias.float()
+        if head.factors is not None:
+            z *= head.factors[:, :1]
+        elif head.scale is not None:
+            z *= head.scale
+        if head.softcap is not None:
+            z = z.div_(head.softcap).tanh_().mul_(head.softcap)
+            if head.factors is not None:
+                z *= head.factors[:, 1:]
         return z.masked_fill_(self.unlabelled_R1, 0.0)
 
-    def slope(self, z: Tensor, logits: ShardLogits) -> Tensor | float:
+    def slope(self, z: Tensor) -> Tensor | float:
         """Derivative of the logits z with respect to ``hidden @ weight.T + bias``."""
-        if self.factors_2R1 is None:
-            scale, bound = logits.logit_scale, logits.softcap
-        elif logits.softcap:
-            scale, bound = self.factors_2R1.prod(0), self.factors_2R1[1] * logits.softcap
-        else:
-            scale, bound = self.factors_2R1[0], 0.0
-        return scale * (1 - (z / bound).square()) if logits.softcap else scale
+        head = self.head
+        if head.softcap is None:
+            return head.multiplier if head.factors is None else head.factors[:, :1]
+        scale, bound = head.multiplier, head.softcap
+        if head.factors is not None:
+            scale, bound = head.factors.prod(1, keepdim=True), head.factors[:, 1:] * head.softcap
+        return scale * (1 - (z / bound).square())
 
 
 def blocks_of(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[Block]]]:
     """The blocks of the shard's logits: for each range of columns the blocks of all tokens."""
-    logits = x.logits
-    num_rows, num_cols = budget.dense_block(x.num_tokens, logits.num_valid, spec.workspace_bytes)
+    num_rows, num_cols = memory.dense_block(x.num_tokens, x.num_valid, spec.workspace_bytes)
 
     def of_columns(cols: slice) -> Iterator[Block]:
         for start in range(0, x.num_tokens, num_rows):
             rows = slice(start, min(start + num_rows, x.num_tokens))
-            column_R1 = torch.where(x.ids[rows] >= 0, x.ids[rows] - logits.start - cols.start, -1)[:, None]
+            column_R1 = torch.where(x.ids[rows] >= 0, x.ids[rows] - x.start - cols.start, -1)[:, None]
             width = cols.stop - cols.start
             unlabelled_R1 = x.ids[rows, None] < 0
             hidden_RD = x.hidden[rows].masked_fill(unlabelled_R1, 0.0)
             columns_RI = ids_RI = None
             if x.cells is not None:
                 ids = x.cells.ids_NI[rows]
-                columns_RI = torch.where(ids >= 0, ids - logits.start - cols.start, -1)
+                columns_RI = torch.where(ids >= 0, ids - x.start - cols.start, -1)
                 columns_RI, ids_RI = columns_RI.clamp(0, width - 1), (columns_RI >= 0) & (columns_RI < width)
             yield Block(
-                rows, cols, hidden_RD, x.weight[cols], None if x.bias is None else x.bias[cols],
+                rows, cols, hidden_RD, x.weight[cols], x.head.of_columns(cols).of_tokens(rows),
                 column_R1.clamp(0, width - 1), (column_R1 >= 0) & (column_R1 < width), unlabelled_R1, columns_RI, ids_RI,
-                None if x.factors_N2 is None else x.factors_N2[rows].t()[:, :, None],
             )
 
-    for start in range(0, logits.num_valid, num_cols):
-        cols = slice(start, min(start + num_cols, logits.num_valid))
+    for start in range(0, x.num_valid, num_cols):
+        cols = slice(start, min(start + num_cols, x.num_valid))
         yield cols, of_columns(cols)
 
 
@@ -145,10 +135,10 @@ def statistics(
     stats_KN = _zeros(spec.num_rows, x.num_tokens, like=x.hidden)
     stats_KN[0] = -torch.inf
     if spec.want.uniform:
-        stats_KN[4] = x.logits.num_valid
+        stats_KN[4] = x.num_valid
     for _, blocks in blocks_of(x, spec):
         for block in blocks:
-            _add_block(stats_KN[:, block.rows], block.logits(x.logits), block, spec)
+            _add_block(stats_KN[:, block.rows], block.logits(), block, spec)
     if spec.want.top_k:
         stats_KN[spec.first_top :] = rows_of_keys(top_keys(x, spec))
     return stats_KN, []
@@ -160,7 +150,7 @@ def top_keys(x: Operands, spec: Spec) -> Tensor:
     # Keys take twice the bytes of logits, and the largest of them are copies.
     for _, blocks in blocks_of(x, spec._replace(workspace_bytes=spec.workspace_bytes // 2)):
         for block in blocks:
-            keys = keys_of(block.logits(x.logits), x.logits.start + block.cols.start)
+            keys = keys_of(block.logits(), x.start + block.cols.start)
             keys_NC[block.rows] = largest_keys([keys_NC[block.rows], keys], spec.want.top_k)
     return keys_NC
 
@@ -203,14 +193,14 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec)
     for _, blocks in blocks_of(x, spec):
         for block in blocks:
             labelled_R1 = x.ids[block.rows, None] >= 0
-            log_p = block.logits(x.logits).sub_(softmax.max[block.rows, None]).sub_(softmax.log_sum[block.rows, None])
+            log_p = block.logits().sub_(softmax.max[block.rows, None]).sub_(softmax.log_sum[block.rows, None])
             p = log_p.exp_()
             kept = _with_label(~(p < spec.filter.eps), block)  # NaN is kept
             num_kept += (kept & labelled_R1).sum()
             dropped_N[block.rows] += p.masked_fill_(kept | ~labelled_R1, 0.0).sum(1)
     num_labelled = (x.ids >= 0).sum().clamp(min=1)
     most = dropped_N.amax() if x.num_tokens else num_kept
-    return torch.stack((num_kept / (num_labelled * max(1, x.logits.num_valid)), dropped_N.sum() / num_labelled, most))
+    return torch.stack((num_kept / (num_labelled * max(1, x.num_valid)), dropped_N.sum() / num_labelled, most))
 
 
 def _with_label(kept: Tensor, block: Block) -> Tensor:
@@ -302,8 +292,8 @@ def _block_gradients(
 def _softmax_part(block: Block, softmax: Softmax, coef_4N: Tensor, spec: Spec) -> tuple[Tensor, Tensor | float]:
     """Return the part of a block's gradient that the softmax makes, with respect to the logits, and the logits' slope."""
     p_coef, _, _, entropy_coef = coef_4N[:, block.rows, None].unbind()
-    z = block.logits(spec.logits)
-    slope = block.slope(z, spec.logits)
+    z = block.logits()
+    slope = block.slope(z)
     log_p = z.sub_(softmax.max[block.rows, None]).sub_(softmax.log_sum[block.rows, None])
     if softmax.entropy is None:
         return log_p.exp_().mul_(p_coef), slope
@@ -325,30 +315,29 @@ def _add_compensation(
 
     Padding rows are left out: they may hold anything, and 0 times infinity is not 0.
     """
-    dropped_V = sums.dropped_V[: x.logits.num_valid]
+    dropped_V = sums.dropped_V[: x.num_valid]
     total = dropped_V.sum()
     share_V = torch.where(total > 0, dropped_V / total, 0.0)
     own = softmax.entropy is None
     if grads.want_hidden and spec.filter.hidden:
-        center_D = share_V @ x.weight[: x.logits.num_valid].float()
+        center_D = share_V @ x.weight[: x.num_valid].float()
         sums.hidden_ND.addcmul_(sums.dropped_N[:, None], center_D)
-        if own and budget.sampled_columns(x.logits.num_valid):
+        if own and memory.sampled_columns(x.num_valid):
             sums.hidden_ND.add_(_from_columns(sums.dropped_N, x, softmax, coef_4N, spec, share_V, center_D))
     if grads.want_weight and spec.filter.weight:
         hidden_ND = x.hidden.float().masked_fill(x.ids[:, None] < 0, 0.0)
         rank_1_VD = share_V[:, None] * (sums.dropped_N @ hidden_ND)
-        if own and x.num_tokens > budget.SAMPLE and budget.sampled_columns(x.logits.num_valid):
+        if own and x.num_tokens > memory.SAMPLE and memory.sampled_columns(x.num_valid):
             rank_1_VD += _from_tokens(sums.dropped_N, x, softmax, coef_4N, spec, share_V, hidden_ND)
-        sums.weight_VD[: x.logits.num_valid].add_((rank_1_VD * gain).to(sums.weight_VD.dtype))
+        sums.weight_VD[: x.num_valid].add_((rank_1_VD * gain).to(sums.weight_VD.dtype))
 
 
 def _from_columns(
     dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, center_D: Tensor
 ) -> Tensor:
     """Return what sampled columns, and the linear correction, add to d_hidden, [N, D]."""
-    column_K, inverse_share_K = compensation.sample(share_V, budget.sampled_columns(x.logits.num_valid))
-    bias_K = None if x.bias is None else x.bias[column_K]
-    columns = x._replace(weight=x.weight[column_K], bias=bias_K, logits=x.logits._replace(num_valid=len(column_K)))
+    column_K, inverse_share_K = compensation.sample(share_V, memory.sampled_columns(x.num_valid))
+    columns = x._replace(weight=x.weight[column_K], head=x.head.of_columns(column_K), num_valid=len(column_K))
     centered_KD = columns.weight.float() - center_D
     squares_K = centered_KD.square().sum(1)
     weighted_ND, linear_ND = _linear_terms(dropped_N, x, share_V, center_D)
@@ -356,7 +345,7 @@ def _from_columns(
     noise_3 = _zeros(3, like=x.hidden)
     for cols, blocks in blocks_of(columns, spec):
         for block in blocks:
-            is_label = x.ids[block.rows, None] == column_K[cols] + x.logits.start
+            is_label = x.ids[block.rows, None] == column_K[cols] + x.start
             terms = _dropped(block, softmax, coef_4N, spec, is_label) * inverse_share_K[cols]
             terms -= dropped_N[block.rows, None] / len(column_K)
             lines = weighted_ND[block.rows] @ centered_KD[cols].t() / len(column_K)
@@ -364,16 +353,16 @@ def _from_columns(
                 noise += product.sum(0) @ squares_K[cols]
             estimate_ND[block.rows] += terms @ centered_KD[cols]
             lines_ND[block.rows] += lines @ centered_KD[cols]
-    noise_part = len(column_K) / max(1, budget.covariance_columns(x.logits.num_valid, x.hidden.shape[1]))
-    usual = (coef_4N[0] * x.logits.logit_scale).square().sum() * squares_K.mean()
+    noise_part = len(column_K) / max(1, memory.covariance_columns(x.num_valid, x.hidden.shape[1]))
+    usual = (coef_4N[0] * x.head.multiplier).square().sum() * squares_K.mean()
     linear, part = compensation.linear(estimate_ND, lines_ND, noise_3, noise_part, usual)
     return linear * linear_ND + part * (estimate_ND - linear * lines_ND)
 
 
 def _linear_terms(dropped_N: Tensor, x: Operands, share_V: Tensor, center_D: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``r_i (e_i - e)``, and that times the covariance of the columns, [N, D] each; zeros where there are few tokens."""
-    num_columns, total = budget.covariance_columns(x.logits.num_valid, x.hidden.shape[1]), dropped_N.abs().sum()
-    if x.num_tokens <= budget.SAMPLE or not num_columns:
+    num_columns, total = memory.covariance_columns(x.num_valid, x.hidden.shape[1]), dropped_N.abs().sum()
+    if x.num_tokens <= memory.SAMPLE or not num_columns:
         nothing_ND = _zeros(*x.hidden.shape, like=x.hidden)
         return nothing_ND, nothing_ND
     hidden_ND = x.hidden.float().masked_fill(dropped_N[:, None] == 0, 0.0)
@@ -389,7 +378,7 @@ def _from_tokens(
     """Return what sampled tokens add to d_weight, [V, D]."""
     total = dropped_N.abs().sum()
     share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
-    token_S, inverse_share_S = compensation.sample(share_N, budget.SAMPLE)
+    token_S, inverse_share_S = compensation.sample(share_N, memory.SAMPLE)
     centered_SD = hidden_ND[token_S] - share_N @ hidden_ND
     squares_S = centered_SD.square().sum(1)
     tokens = x._replace(hidden=x.hidden[token_S], ids=x.ids[token_S])
@@ -405,9 +394,9 @@ def _from_tokens(
             noise += terms.square().sum(1) @ squares_S[block.rows]
             estimate_VD[cols] += terms.t() @ centered_SD[block.rows]
     factor = compensation.signal_share(estimate_VD.square().sum(), noise)
-    if not budget.covariance_columns(x.logits.num_valid, x.hidden.shape[1]):
+    if not memory.covariance_columns(x.num_valid, x.hidden.shape[1]):
         return factor * estimate_VD
-    weight_VD = x.weight[: x.logits.num_valid].float()
+    weight_VD = x.weight[: x.num_valid].float()
     centered_VD = weight_VD - share_V @ weight_VD
     square_V, share_V1 = centered_VD.square().sum(1), share_V[:, None]
     shrinkage = compensation.shrinkage(
@@ -453,15 +442,15 @@ def merge(stats_TKN: Tensor, spec: Spec) -> Merged:
     return Merged(max_N, log_sum, target_TN.sum(0), mean_below, entropy)
 
 
-def token_losses(stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Tensor, ...]:
+def token_losses(stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Any, ...]:
     want = spec.want
     merged = merge(stats_TKN[:, : spec.num_stats], spec)
     nll, lse = merged.max - merged.target + merged.log_sum, merged.max + merged.log_sum
     losses = torch.stack((nll, lse, merged.target, merged.mean_below + merged.log_sum, merged.entropy))
     losses = losses.masked_fill_(ids_N == IGNORED, 0.0).masked_fill_(ids_N == OUTSIDE, torch.nan)
     wanted = (True, True, True, want.uniform, want.entropy)
-    backward = (merged.max, merged.log_sum, merged.entropy)[: 2 + want.entropy]
-    return *(x.clone() if w else x.new_empty(0) for x, w in zip(losses, wanted, strict=True)), torch.stack(backward)
+    softmax = Softmax(merged.max, merged.log_sum, merged.entropy if want.entropy else None)
+    return *(x.clone() if it_is else None for x, it_is in zip(losses, wanted, strict=True)), softmax
 
 
 def merged_lse(stats_T3N: Tensor) -> Tensor:

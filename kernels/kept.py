@@ -18,10 +18,11 @@ import torch
 import triton.language as tl
 
 from cce_dist.kernels import Cells, Operands, Rows, Softmax
-from cce_dist.kernels.blocks import kernel, softcap_slope
-from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.fast_math import LOG_2, fast_log2, has_fast_math
+from cce_dist.kernels.head import slope_of, token_factors
 from cce_dist.kernels.lse import HEADROOM, Keep
+from cce_dist.kernels.waves import cdiv
 
 SMALLEST = tl.constexpr(2.0**-126)  # normal number of fp32 and bf16
 
@@ -32,7 +33,8 @@ class Kept(NamedTuple):
     index_N: torch.Tensor  # see ``tokens.compact``, as the next
     num_kept: torch.Tensor
     exp_NV: torch.Tensor  # [N, columns]; no columns where nothing is kept
-    reference: torch.Tensor  # [2, N] fp32: the value that a row is relative to; the logit of each token's label. Or [2, 0].
+    reference_N: torch.Tensor  # fp32: the value that a row's exponentials are relative to. [0]: none are kept.
+    target_N: torch.Tensor  # fp32: the logit of each token's label, in the order of the tokens. Likewise.
     spent: torch.Tensor  # [1] int32: whether a backward turned exponentials into gradients. [0]: no entropy is asked for.
 
     @property
@@ -41,8 +43,10 @@ class Kept(NamedTuple):
 
     def of_group(self, number: int, rows: int) -> Kept:
         """Return the exponentials of a group of tokens, whose groups have ``rows`` each; the last one may have fewer."""
+        if rows >= self.index_N.shape[0]:
+            return self
         here = slice(number * rows, (number + 1) * rows)
-        return self._replace(exp_NV=self.exp_NV[here], reference=self.reference[:, here])
+        return self._replace(exp_NV=self.exp_NV[here], reference_N=self.reference_N[here])
 
 
 def level(keep: Keep, rows: Rows, reference_R: torch.Tensor, tile_cols: int) -> None:
@@ -99,18 +103,15 @@ def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: t
     """
     num_rows = rows.index.shape[0]
     factor_2R = None if softmax.entropy is None else coef_4N.new_empty(2, num_rows)
-    logits, labels, grad_NI, num_ids = x.logits, x.ids, None, None
+    labels, grad_NI, num_ids = x.ids, None, None
     if x.cells is not None:
         labels, grad_NI, num_ids = x.cells.ids_NI, x.cells.grad_NI, x.cells.ids_NI.shape[1]
     scale_R = torch.empty(num_rows, dtype=torch.float32, device=coef_4N.device)
     _row_scale_kernel[(cdiv(num_rows, 128),)](
-        kept.reference[0], kept.reference[1], labels, rows.index, rows.num_kept, softmax.max, softmax.log_sum, coef_4N,
-        x.factors_N2, grad_NI, softmax.entropy,
+        kept.reference_N, kept.target_N, labels, x.head, rows.index, rows.num_kept, softmax, coef_4N, grad_NI,
         kept.exp_NV, scale_R, factor_2R,
-        num_rows, x.num_tokens, kept.exp_NV.shape[1], logits.start, logits.num_valid, num_ids,
-        logits.logit_scale, logits.softcap,
-        HAS_SOFTCAP=logits.softcap > 0.0, HAS_FACTORS=x.factors_N2 is not None, SEVERAL=num_ids is not None,
-        HAS_ENTROPY=factor_2R is not None, BLOCK_N=128,
+        num_rows, x.num_tokens, kept.exp_NV.shape[1], x.start, x.num_valid, num_ids,
+        SEVERAL=num_ids is not None, BLOCK_N=128,
     )
     if factor_2R is not None:
         num_cols = kept.exp_NV.shape[1]
@@ -122,7 +123,7 @@ def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: t
 
 def label_cells(kept: Kept, x: Operands, coef_4N: torch.Tensor) -> Cells:
     """Return each token's label as if it were one of several ids."""
-    return Cells(x.ids[:, None], kept.reference[1][:, None], coef_4N[1][:, None])
+    return Cells(x.ids[:, None], kept.target_N[:, None], coef_4N[1][:, None])
 
 
 @kernel("exp_ptr", "scale_ptr", "exp_cols")
@@ -130,29 +131,22 @@ def _row_scale_kernel(
     reference_ptr,  # in: [R] fp32
     target_ptr,  # in: [N] fp32
     labels_ptr,  # in: [N] int64; [N, I] with SEVERAL
+    head,  # in: Head
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    max_ptr,  # in: [N] fp32
-    log_sum_ptr,  # in: [N] fp32
+    softmax,  # in: Softmax
     coef_ptr,  # in: [4, N] fp32
-    factor_ptr,  # in: [N, 2] fp32
-    grad_ptr,  # in: [N, I] fp32
-    entropy_ptr,  # in: [N] fp32
+    grad_ptr,  # in: [N, I] fp32; with SEVERAL
     exp_ptr,  # out, one cell a row: [R, B * BLOCK_V]
     scale_ptr,  # out: [R] fp32
-    row_factor_ptr,  # out: [2, R] fp32; with HAS_ENTROPY
+    row_factor_ptr,  # out: [2, R] fp32; with an entropy
     num_rows,
     num_tokens,
     exp_cols,
     start,
     num_valid,
     num_ids,
-    logit_scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
     SEVERAL: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -161,16 +155,11 @@ def _row_scale_kernel(
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
     reference = tl.load(reference_ptr + offs_n, mask=live, other=0)
     target = tl.load(target_ptr + token, mask=live, other=0)
-    row_max = tl.load(max_ptr + token, mask=live, other=0)
-    log_sum = tl.load(log_sum_ptr + token, mask=live, other=0)
-    if HAS_FACTORS:
-        factor = factor_ptr + 2 * token.to(tl.int64)
-        logit_scale = tl.load(factor, mask=live, other=1)
-        if HAS_SOFTCAP:
-            after = tl.load(factor + 1, mask=live, other=1)
-            logit_scale *= after
-            softcap *= after
-    coef_p = tl.load(coef_ptr + token, mask=live, other=0) * logit_scale
+    row_max = tl.load(softmax.max + token, mask=live, other=0)
+    log_sum = tl.load(softmax.log_sum + token, mask=live, other=0)
+    before, after = token_factors(head, token, live)
+    factor = before * after
+    coef_p = tl.load(coef_ptr + token, mask=live, other=0) * factor
     if SEVERAL:
         coef_label = tl.zeros((BLOCK_N,), tl.float32)
         for which in range(0, num_ids):
@@ -178,17 +167,17 @@ def _row_scale_kernel(
             label = tl.load(labels_ptr + where, mask=live, other=-1) - start
             here = live & (label >= 0) & (label < tl.minimum(num_valid, exp_cols))
             coef_label = tl.maximum(coef_label, tl.abs(tl.load(grad_ptr + where, mask=here, other=0)))
-        coef_label *= logit_scale
+        coef_label *= factor
         here = live
     else:
-        coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token, mask=live, other=0) * logit_scale
+        coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token, mask=live, other=0) * factor
         label = tl.load(labels_ptr + token, mask=live, other=-1) - start
         here = live & (label >= 0) & (label < tl.minimum(num_valid, exp_cols))
 
-    if HAS_ENTROPY:
+    if softmax.entropy is not None:
         log_p = (reference - row_max) - log_sum  # of an exponential of 1
-        entropy = tl.load(entropy_ptr + token, mask=live, other=0)
-        coef_entropy = tl.load(coef_ptr + 3 * num_tokens.to(tl.int64) + token, mask=live, other=0) * logit_scale
+        entropy = tl.load(softmax.entropy + token, mask=live, other=0)
+        coef_entropy = tl.load(coef_ptr + 3 * num_tokens.to(tl.int64) + token, mask=live, other=0) * factor
         # Exponentials reach exp(HEADROOM): over this size no factor of theirs, a + b log e, is above 1.
         size = tl.abs(coef_p) + tl.abs(coef_entropy) * (tl.abs(entropy) + tl.abs(log_p) + HEADROOM)
         scale = size * tl.exp(log_p)
@@ -198,7 +187,7 @@ def _row_scale_kernel(
     # that gradient. A scale of 2^-90 of the gradient can, in bf16, and adds less than 2^-32 of it to the other cells.
     least = 8.077935669463161e-28 * tl.abs(coef_label)
     small = here & (tl.abs(scale) < least)
-    if HAS_ENTROPY:
+    if softmax.entropy is not None:
         share = tl.where(size == 0, 0.0, tl.where(small, scale / least, 1.0) / size)
         a = (coef_p - coef_entropy * (log_p + entropy)) * share
         tl.store(row_factor_ptr + offs_n, a, mask=live)
@@ -206,10 +195,10 @@ def _row_scale_kernel(
         b = -coef_entropy * share * LOG_2
         tl.store(row_factor_ptr + num_rows.to(tl.int64) + offs_n, b, mask=live)
     scale = tl.where(small, least, scale)
-    if not SEVERAL and not HAS_ENTROPY:
+    if not SEVERAL and softmax.entropy is None:
         grad = coef_p * tl.exp((target - row_max) - log_sum) + coef_label
-        if HAS_SOFTCAP:
-            grad *= softcap_slope(target, softcap)
+        if head.softcap is not None:
+            grad *= slope_of(target, head, after)
         cell = tl.where(scale == 0, 0.0, grad / scale)
         where = exp_ptr + offs_n.to(tl.int64) * exp_cols + tl.where(here, label, 0)
         tl.store(where, cell.to(exp_ptr.dtype.element_ty), mask=here)

@@ -49,9 +49,9 @@ class KeptLists(NamedTuple):
     def num_listed(self) -> int:
         return self.token_M.shape[0] - self.begin_N1.shape[0] + 1
 
-    def is_own(self, ids_N: Tensor, logits: ShardLogits) -> Tensor:
+    def is_own(self, x: Operands) -> Tensor:
         """Return which entries are their token's own id. -> [M] bool."""
-        return (self.column_M >= 0) & (self.column_M + logits.start == ids_N[self.token_M])
+        return (self.column_M >= 0) & (self.column_M + x.start == x.ids[self.token_M])
 
 
 def rising(offsets_N1: Tensor, num_listed: int) -> Tensor:
@@ -84,29 +84,30 @@ def lists_of(begin_N1: Tensor, token_L: Tensor, kept_L: Tensor, ids_N: Tensor, l
 
 def entry_gradients(x: Operands, lists: KeptLists, z_M: Tensor, softmax: Softmax, coef_4N: Tensor) -> Tensor:
     """Return the gradients of ``hidden @ weight.T + bias`` at the entries, 0 where there is no column. -> [M] fp32."""
-    assert x.factors_N2 is not None
+    head = x.head
+    assert head.factors is not None
     token_M = lists.token_M.long()
     coef_4M = coef_4N[:, token_M]
     log_p = (z_M - softmax.max[token_M]).sub_(softmax.log_sum[token_M])
     log_p[lists.num_listed :] = -torch.inf
     p = log_p.exp()
     grad = coef_4M[0] * p
-    grad += torch.where(lists.is_own(x.ids, x.logits), coef_4M[1], 0.0)
+    grad += torch.where(lists.is_own(x), coef_4M[1], 0.0)
     if softmax.entropy is not None:
         # A probability that underflows would make 0 * -inf.
         grad -= coef_4M[3] * torch.where(p == 0, 0.0, p * (log_p + softmax.entropy[token_M]))
-    before, after = x.factors_N2[token_M].unbind(1)
-    if x.logits.softcap:
-        grad *= after * (1 - (z_M / (after * x.logits.softcap)).square())
+    before, after = head.factors[token_M].unbind(1)
+    if head.softcap is not None:
+        grad *= after * (1 - (z_M / (after * head.softcap)).square())
     return torch.where(lists.column_M >= 0, grad * before, 0.0)
 
 
 def statistics(x: Operands, lists: KeptLists, spec: Spec) -> tuple[Tensor, Tensor]:
     """Return the rows of ``stats_KN`` that the loss has, taken over the lists, and the entries' logits (-inf: no column)."""
     z_M = torch.full(lists.column_M.shape, -torch.inf, dtype=torch.float32, device=x.hidden.device)
-    for block in _blocks(z_M.shape[0] if x.logits.num_valid else 0, x, spec):
+    for block in _blocks(z_M.shape[0] if x.num_valid else 0, x, spec):
         z_M[block] = _logits(x, lists, block)
-    z_L, z_N, own_M = z_M[: lists.num_listed], z_M[lists.num_listed :], lists.is_own(x.ids, x.logits)
+    z_L, z_N, own_M = z_M[: lists.num_listed], z_M[lists.num_listed :], lists.is_own(x)
     token_L = lists.token_M[: lists.num_listed]
 
     def over_lists(values_L: Tensor, reduce: str, initial: float) -> Tensor:
@@ -143,15 +144,16 @@ def _weight_rows(x: Operands, column: Tensor) -> Tensor:
 
 
 def _logits(x: Operands, lists: KeptLists, block: slice) -> Tensor:
-    assert x.factors_N2 is not None
+    head = x.head
+    assert head.factors is not None
     token, column = lists.token_M[block], lists.column_M[block]
     z = (x.hidden[token].float() * _weight_rows(x, column)).sum(1)
-    if x.bias is not None:
-        z += x.bias[column.clamp(min=0)].float()
-    before, after = x.factors_N2[token].unbind(1)
+    if head.bias is not None:
+        z += head.bias[column.clamp(min=0)].float()
+    before, after = head.factors[token].unbind(1)
     z *= before
-    if x.logits.softcap:
-        z = (z / x.logits.softcap).tanh() * x.logits.softcap * after
+    if head.softcap is not None:
+        z = (z / head.softcap).tanh() * head.softcap * after
     return z.masked_fill_(column < 0, -torch.inf)
 
 
@@ -167,13 +169,13 @@ def gradients(x: Operands, lists: KeptLists, grad_M: Tensor, grads: Grads, spec:
         _add_d_weight(d_weight, x, lists, grad_M, spec)
     if grads.want_bias:
         d_bias = torch.zeros(x.weight.shape[0], dtype=torch.float32, device=grad_M.device)
-        d_bias[: x.logits.num_valid] = _reduced(grad_M[lists.order_M], "sum", lists.first_V1, 0.0)
+        d_bias[: x.num_valid] = _reduced(grad_M[lists.order_M], "sum", lists.first_V1, 0.0)
     return d_hidden, d_weight if grads.weight_out is None else None, d_bias
 
 
 def _d_hidden(x: Operands, lists: KeptLists, grad_M: Tensor, spec: Spec) -> Tensor:
     total = torch.zeros(x.hidden.shape, dtype=torch.float32, device=x.hidden.device)
-    if x.logits.num_valid == 0:
+    if x.num_valid == 0:
         return total
     for block in _blocks(lists.num_listed, x, spec):
         rows = _weight_rows(x, lists.column_M[block]).mul_(grad_M[block, None])

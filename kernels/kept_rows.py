@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from cce_dist.kernels import Gradients, Grads, Operands, Spec
-from cce_dist.kernels.blocks import kernel, on_device, softcapped
-from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.blocks import kernel, on_device
+from cce_dist.kernels.head import logits_of, token_factors
 from cce_dist.kernels.kept_ids import KeptLists
 from cce_dist.kernels.tiles import stages_of_rows
+from cce_dist.kernels.waves import cdiv
 
 WARP_ELEMENTS = 1024  # of rows that a warp has in registers at a time, as for the filter's lists
 BLOCK_D = 1024  # columns of a row that a program of backward has
@@ -36,14 +37,13 @@ def statistics(x: Operands, lists: KeptLists, spec: Spec) -> tuple[Tensor, Tenso
         with on_device(x.hidden):
             _list_logits_kernel[(num_tokens,)](
                 # in
-                x.hidden, x.weight, x.bias, x.factors_N2, x.ids, lists.begin_N1, lists.column_M,
+                x.hidden, x.weight, x.head, x.ids, lists.begin_N1, lists.column_M,
                 # out
                 z_M, stats_KN,
                 # sizes
-                num_tokens, lists.num_listed, hidden_size, x.logits.start,
+                num_tokens, lists.num_listed, hidden_size, x.start,
                 # options
-                x.logits.softcap,
-                HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.capped, HAS_ENTROPY=spec.want.entropy,
+                HAS_ENTROPY=spec.want.entropy,
                 # tiles
                 BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
                 num_warps=warps,
@@ -52,20 +52,12 @@ def statistics(x: Operands, lists: KeptLists, spec: Spec) -> tuple[Tensor, Tenso
 
 
 @triton.jit
-def _entry_logits(
-    h, weight_ptr, bias_ptr, column, before, after, offs_d, in_d, hidden_size, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):
+def _entry_logits(h, weight_ptr, head, factors, column, offs_d, in_d, hidden_size):
     """Logits of some columns with a token's hidden state, -inf for no column."""
     here = column >= 0
     where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
     w = tl.load(where, mask=here[:, None] & in_d[None, :], other=0)
-    z = tl.sum(w.to(tl.float32) * h[None, :], 1)
-    if HAS_BIAS:
-        z += tl.load(bias_ptr + column, mask=here, other=0).to(tl.float32)
-    z *= before
-    if HAS_SOFTCAP:
-        z = softcapped(z, softcap, HAS_SOFTCAP) * after
+    z = logits_of(tl.sum(w.to(tl.float32) * h[None, :], 1), column, here, head, factors, False)
     return tl.where(here, z, float("-inf"))
 
 
@@ -73,8 +65,7 @@ def _entry_logits(
 def _list_logits_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
-    bias_ptr,  # in: [V]
-    factor_ptr,  # in: [N, 2] fp32
+    head,  # in: Head; every token has factors
     ids_ptr,  # in: [N] int64
     begin_ptr,  # in: [N + 1] int32
     column_ptr,  # in: [M] int32
@@ -84,9 +75,6 @@ def _list_logits_kernel(
     num_listed,
     hidden_size,
     start,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -96,8 +84,7 @@ def _list_logits_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
     h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
-    before = tl.load(factor_ptr + 2 * token)
-    after = tl.load(factor_ptr + 2 * token + 1)
+    factors = token_factors(head, token, True)
     own_column = tl.load(ids_ptr + token) - start
     begin = tl.load(begin_ptr + token)
     end = tl.load(begin_ptr + token + 1)
@@ -110,9 +97,7 @@ def _list_logits_kernel(
     for first in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         offs_k = first + tl.arange(0, BLOCK_K)
         column = tl.load(column_ptr + offs_k, mask=offs_k < end, other=-1)
-        z = _entry_logits(
-            h, weight_ptr, bias_ptr, column, before, after, offs_d, in_d, hidden_size, softcap, HAS_BIAS, HAS_SOFTCAP
-        )
+        z = _entry_logits(h, weight_ptr, head, factors, column, offs_d, in_d, hidden_size)
         tl.store(z_ptr + offs_k, z, mask=offs_k < end)
         target += tl.where((column == own_column) & (column >= 0), z, 0.0)
         new_max = tl.maximum(row_max, tl.max(z, 0))
@@ -131,9 +116,7 @@ def _list_logits_kernel(
     last = num_listed + token
     is_first = tl.arange(0, BLOCK_K) == 0
     column = tl.where(is_first, tl.load(column_ptr + last), -1)
-    z = _entry_logits(
-        h, weight_ptr, bias_ptr, column, before, after, offs_d, in_d, hidden_size, softcap, HAS_BIAS, HAS_SOFTCAP
-    )
+    z = _entry_logits(h, weight_ptr, head, factors, column, offs_d, in_d, hidden_size)
     tl.store(z_ptr + last + tl.arange(0, BLOCK_K), z, mask=is_first)
     target += tl.where(column >= 0, z, 0.0)
 
@@ -166,9 +149,9 @@ def gradients(x: Operands, lists: KeptLists, grad_M: Tensor, grads: Grads, spec:
             d_weight = torch.empty_like(x.weight) if grads.weight_out is None else grads.weight_out
             d_bias = torch.zeros(x.weight.shape[0], dtype=torch.float32, device=x.hidden.device)
             if not add:
-                d_weight[x.logits.num_valid :] = 0.0
-            if x.logits.num_valid:
-                _column_rows_kernel[(x.logits.num_valid, num_parts)](
+                d_weight[x.num_valid :] = 0.0
+            if x.num_valid:
+                _column_rows_kernel[(x.num_valid, num_parts)](
                     x.hidden, lists.first_V1, lists.order_M, lists.token_M, grad_M,
                     d_weight, d_bias,
                     *sizes,

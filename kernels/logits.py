@@ -1,7 +1,6 @@
 """The logits of some tokens and columns, written a bounded chunk at a time: for the largest of them, and for two heads.
 
-The product is that of the other kernels (``blocks.tile_of_logits``), and a token's logits do not depend on how many others are
-computed with them.
+The product is the one of all kernels, and a token's logits do not depend on which others are computed beside them.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ import torch
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows
-from cce_dist.kernels.blocks import has_tma, kernel, operand, row_and_split, store_tile, tile_of_logits
-from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.blocks import has_tma, kernel, operand, row_and_split, store_tile, tile_of_products
+from cce_dist.kernels.head import logits_of, token_factors
 from cce_dist.kernels.tiles import Tiles, num_programs, precision
+from cce_dist.kernels.waves import cdiv
 
 
 def logits_chunk(
@@ -23,40 +23,36 @@ def logits_chunk(
     With ``top_BR`` [tiles, R], which takes the largest logit of each row and tile, logits are relative to that. Rows at or past
     ``num_kept`` are unwritten but for the last tile.
     """
-    tile, logits = tiles.lse, x.logits
+    tile = tiles.lse
     (num_rows, num_cols), hidden_size = z_RV.shape, rows.hidden.shape[1]
     num_tiles = cdiv(num_cols, tile.cols)
     tma = has_tma(rows.hidden, x.weight, z_RV)
     _logits_kernel[(min(cdiv(num_rows, tile.rows) * num_tiles, num_programs(z_RV.device)),)](
         # in
-        operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
-        rows.index, rows.num_kept, x.factors_N2,
+        operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
+        rows.index, rows.num_kept,
         # out
         operand(z_RV, tile.rows, tile.cols // 2, tma), top_BR,
         # sizes
-        num_rows, hidden_size, logits.num_valid, num_cols, z_RV.stride(0), 0 if top_BR is None else top_BR.stride(0),
+        num_rows, hidden_size, x.num_valid, num_cols, z_RV.stride(0), 0 if top_BR is None else top_BR.stride(0),
         first_col, num_tiles,
         # options
-        logits.logit_scale, logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0 or x.factors_N2 is not None,
-        HAS_SOFTCAP=logits.capped, HAS_FACTORS=x.factors_N2 is not None, RELATIVE=top_BR is not None,
-        MASK_V=logits.num_valid % tile.cols != 0,
+        MASK_V=x.num_valid % tile.cols != 0,
         # tiles
-        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
-        PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        TILE=tile, GROUP=tiles.group, TMA=tma, PRECISION=precision(rows.hidden.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
     )
 
 
-@kernel("hidden", "weight", "bias_ptr", "z", "hidden_size", "z_stride")
+@kernel("hidden", "weight", "z", "hidden_size", "z_stride")
 def _logits_kernel(
     hidden,  # in: [R, D] descriptor or pointer
     weight,  # in: [V, D] descriptor or pointer
-    bias_ptr,  # in: [V]
+    head,  # in: Head
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    factor_ptr,  # in: [N, 2] fp32
     z,  # out: [R, columns of the chunk] descriptor or pointer
-    top_ptr,  # out: [B, R] fp32; with RELATIVE
+    top_ptr,  # out: [B, R] fp32, or None: the logits are not relative to it
     num_rows,
     hidden_size,
     num_valid,
@@ -65,21 +61,14 @@ def _logits_kernel(
     top_stride,
     first_col,
     num_tiles,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
-    RELATIVE: tl.constexpr,
     MASK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    BLOCK_N: tl.constexpr = TILE.rows
+    BLOCK_V: tl.constexpr = TILE.cols
     # Programs stay for several tiles, so that the copy engine fetches the next one's operands while a tile is written.
     num_kept = tl.load(num_kept_ptr)
     num_row_blocks = tl.cdiv(num_kept, BLOCK_N)
@@ -87,19 +76,19 @@ def _logits_kernel(
         row_block, tile = row_and_split(number, num_row_blocks, num_tiles, GROUP)
         row = row_block * BLOCK_N
         offs_n = row + tl.arange(0, BLOCK_N)
-        scale = logit_scale
-        if HAS_FACTORS:
-            live = offs_n < num_kept
-            factor = factor_ptr + 2 * tl.load(index_ptr + offs_n, mask=live, other=0).to(tl.int64)
-            scale = tl.load(factor, mask=live, other=1)[:, None]
-        some = tile_of_logits(
-            hidden, weight, bias_ptr, row, first_col + tile * BLOCK_V, num_rows, num_valid, hidden_size, scale, softcap,
-            HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
+        live = offs_n < num_kept
+        token = offs_n
+        if head.factors is not None:
+            token = tl.load(index_ptr + offs_n, mask=live, other=0)
+        factors = token_factors(head, token, live)
+        col = tile * BLOCK_V
+        acc = tile_of_products(
+            hidden, weight, row, first_col + col, num_rows, num_valid, hidden_size, TILE, TMA, PRECISION
         )
-        if HAS_FACTORS and HAS_SOFTCAP:
-            some *= tl.load(factor + 1, mask=live, other=1)[:, None]
-        if RELATIVE:
+        offs_v = first_col + col + tl.arange(0, BLOCK_V)
+        some = logits_of(acc, offs_v, offs_v < num_valid, head, factors, MASK_V)
+        if top_ptr is not None:
             top = tl.max(some, 1)
             some -= tl.where(top > float("-inf"), top, 0.0)[:, None]
             tl.store(top_ptr + tile * top_stride.to(tl.int64) + offs_n, top, mask=offs_n < num_rows)
-        store_tile(z, row, tile * BLOCK_V, some, num_rows, num_cols, z_stride, BLOCK_N, BLOCK_V, TMA)
+        store_tile(z, row, col, some, num_rows, num_cols, z_stride, BLOCK_N, BLOCK_V, TMA)

@@ -34,24 +34,39 @@ from cce_dist.kernels.blocks import (
     operand,
     row_and_split,
     rows_with_zeros,
-    sloped,
-    softcapped,
     store_tile,
-    tile_of_logits,
+    tile_of_products,
 )
-from cce_dist.kernels.budget import NUM_PLANES, cdiv, num_parts
 from cce_dist.kernels.candidates import Candidates, by_hand, list_candidates
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
+from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, num_programs, precision
+from cce_dist.kernels.tokens import first_rows
+from cce_dist.kernels.waves import cdiv, num_parts
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
+NUM_PLANES = 7  # of the partials, but for the last two
 # Planes of the partials: running maximum, what the sums are relative to, sum of exp, then the optional sums; the last two, sum
 # of squares and bits of the best column, are there where they are wanted.
 MAX, SHIFT, SUM, MOMENT, BELOW, COUNT, SLOPED, SQUARE, BEST = (tl.constexpr(i) for i in range(9))
 # Kept exponentials reach exp(40), and their squares exp(80): sums of 2^-64 of those stay in fp32, and so does that of 1.
 SMALLER = tl.constexpr(2.0**-32)
 NOTHING_MORE = Want()
+
+
+class Sums(NamedTuple):
+    """Which optional planes of the partials there are; a kernel takes the record as one constexpr."""
+
+    below: bool
+    moment: bool
+    sloped: bool
+    square: bool
+    best: bool
+
+    @classmethod
+    def of(cls, want: Want, want_sloped: bool) -> Sums:
+        return cls(want.uniform, want.entropy, want_sloped, want.sum_p_squared, want.best)
 
 
 class Span(NamedTuple):
@@ -64,9 +79,9 @@ class Span(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Where exponentials are kept."""
+    """Where exponentials are kept. The kernel takes ``exp_RV`` apart from the rest: it may be a descriptor."""
 
-    reference_R: torch.Tensor  # in: the value that a row's exponentials are first relative to, fp32
+    reference_R: torch.Tensor  # in: the value that a row's exponentials are first relative to, fp32; more may follow
     exp_RV: torch.Tensor  # out: the exponentials
     tile_reference_BR: torch.Tensor  # out: the value that those of each tile are relative to, fp32
 
@@ -74,7 +89,7 @@ class Keep(NamedTuple):
 class Marks(NamedTuple):
     """The bits that a filter wants of the logits."""
 
-    bound_R: torch.Tensor  # in: lower bound of each row's log-sum-exp, fp32
+    bound_N: torch.Tensor  # in: lower bound of each token's log-sum-exp, fp32
     log_eps: float  # A logit is kept unless it is below ``bound + log_eps``
     words_RW: torch.Tensor  # out: int32, bit k of word w is column 32 w + k; for all columns of the last tile
 
@@ -102,37 +117,31 @@ def lse_partials(
 
     ``want_sloped`` adds the sum of exp times the softcap's slope.
     """
-    tile, logits = tiles.lse, x.logits
+    tile = tiles.lse
     num_rows, hidden_size = rows.hidden.shape
-    reference_R, exp_RV, tile_reference_BR = keep or (None, None, None)
+    exp_RV, references = None, None
+    if keep is not None:
+        exp_RV, references = keep.exp_RV, keep._replace(exp_RV=None)
     tma = has_tma(rows.hidden, x.weight) and (exp_RV is None or has_tma(exp_RV))
-    bound_R, log_eps, words_RW = marks or (reference_R, 0.0, None)
-    threshold_R, list_RM, count_R = lists or (None, None, None)
     grid = (cdiv(num_rows, tile.rows) * span.num_parts,)
     _lse_kernel[grid](
         # in
-        operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
-        rows.num_kept, bound_R, x.factors_N2, None if x.factors_N2 is None else rows.index,
+        operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
+        rows.index, rows.num_kept,
         # out
-        partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), tile_reference_BR,
-        words_RW, threshold_R, list_RM, count_R,
+        partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), references, marks, lists,
         # sizes
-        num_rows, hidden_size, logits.num_valid, partials_KPR.shape[1], span.first, span.last, span.num_parts,
+        num_rows, hidden_size, x.num_valid, partials_KPR.shape[1], span.first, span.last, span.num_parts,
         span.first_part, *longest_first(span.last - span.first, span.num_parts),
-        0 if exp_RV is None else exp_RV.shape[1], 0 if words_RW is None else words_RW.shape[1],
+        0 if exp_RV is None else exp_RV.shape[1], 0 if marks is None else marks.words_RW.shape[1],
         None if lists is None else lists.room,
         # options
-        logits.logit_scale, logits.softcap, log_eps,
-        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.capped,
-        HAS_SCALE=logits.logit_scale != 1.0 or x.factors_N2 is not None, HAS_FACTORS=x.factors_N2 is not None,
-        MASK_V=logits.num_valid % tile.cols != 0, WANT_BELOW=want.uniform, WANT_MOMENT=want.entropy,
-        WANT_SQUARE=want.sum_p_squared, WANT_BEST=want.best,
-        KEEP_EXP=exp_RV is not None, WANT_SLOPED=want_sloped, MARK=marks is not None,
-        LIST=lists is not None, BY_HAND=lists is not None and by_hand(),
+        WANT=Sums.of(want, want_sloped), MASK_V=x.num_valid % tile.cols != 0,
         FAST=has_fast_math() and not want.best,  # with which all measures together would spill
+        BY_HAND=lists is not None and by_hand(),
         # tiles
-        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, GROUP=tiles.group, TMA=tma,
-        PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        TILE=tile, GROUP=tiles.group, TMA=tma, PRECISION=precision(rows.hidden.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
     )
 
 
@@ -153,22 +162,18 @@ def longest_first(num_tiles: int, num_parts: int) -> tuple[int, int]:
     return alike, pow(num_tiles // alike, -1, num_parts // alike)
 
 
-@kernel("hidden", "weight", "bias_ptr", "partial_ptr", "exp", "words_ptr", "list_ptr", "hidden_size", "exp_cols")
+@kernel("hidden", "weight", "partial_ptr", "exp", "hidden_size", "exp_cols")
 def _lse_kernel(
     hidden,  # in: [R, D] descriptor or pointer
     weight,  # in: [V, D] descriptor or pointer
-    bias_ptr,  # in: [V]
+    head,  # in: Head
+    index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    reference_ptr,  # in: [R] fp32; the bound with MARK
-    factor_ptr,  # in: [N, 2] fp32
-    index_ptr,  # in: [R] int32; with HAS_FACTORS
     partial_ptr,  # out: [K, P, R] fp32
-    exp,  # out: [R, B * BLOCK_V] descriptor or pointer
-    tile_reference_ptr,  # out: [B, R] fp32
-    words_ptr,  # out: [R, W] int32
-    threshold_ptr,  # in: [R] fp32; with LIST, as are the next two
-    list_ptr,  # out: [R, 5 room] fp32
-    count_ptr,  # in, out: [R] int32
+    exp,  # out: [R, B * BLOCK_V] descriptor or pointer, or None
+    keep,  # in, out: Keep without its exponentials, or None where ``exp`` is None
+    marks,  # in, out: Marks, or None
+    lists,  # in, out: Candidates, or None
     num_rows,
     hidden_size,
     num_valid,
@@ -182,31 +187,17 @@ def _lse_kernel(
     exp_cols,
     num_words,
     room,
-    logit_scale,
-    softcap,
-    log_eps,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    WANT: tl.constexpr,  # Sums
     MASK_V: tl.constexpr,
-    WANT_BELOW: tl.constexpr,
-    WANT_MOMENT: tl.constexpr,
-    WANT_SQUARE: tl.constexpr,
-    WANT_BEST: tl.constexpr,
-    KEEP_EXP: tl.constexpr,
-    WANT_SLOPED: tl.constexpr,
-    MARK: tl.constexpr,
     FAST: tl.constexpr,
-    LIST: tl.constexpr,
     BY_HAND: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    BLOCK_N: tl.constexpr = TILE.rows
+    BLOCK_V: tl.constexpr = TILE.cols
     num_kept = tl.load(num_kept_ptr)
     num_row_blocks = tl.cdiv(num_kept, BLOCK_N)
     pid = tl.program_id(0)
@@ -218,6 +209,7 @@ def _lse_kernel(
     row = row_block * BLOCK_N
     offs_n = row + tl.arange(0, BLOCK_N)
     in_n = offs_n < num_rows
+    live = offs_n < num_kept
     num_tiles = last_tile - first_tile
     start = first_tile + split * num_tiles // num_splits
     stop = first_tile + (split + 1) * num_tiles // num_splits
@@ -233,89 +225,86 @@ def _lse_kernel(
     count = 0.0
     reference = tl.zeros((BLOCK_N,), tl.float32)
     threshold = tl.zeros((BLOCK_N,), tl.float32)
-    if KEEP_EXP:
-        reference = tl.load(reference_ptr + offs_n, mask=in_n, other=0)
+    if exp is not None:
+        reference = tl.load(keep.reference_R + offs_n, mask=in_n, other=0)
         reference = tl.where(reference > float("-inf"), reference, 0.0)
-    if MARK:
+    if marks is not None:
         # A bound of +inf makes every exponential of a dead row 0.
-        reference = tl.load(reference_ptr + offs_n, mask=offs_n < num_kept, other=float("inf"))
-        threshold = reference + log_eps
+        token = tl.load(index_ptr + offs_n, mask=live, other=0)
+        reference = tl.load(marks.bound_N + token, mask=live, other=float("inf"))
+        threshold = reference + marks.log_eps
         reference = tl.where(reference > float("-inf"), reference, 0.0)
-    if LIST:
-        limit = tl.load(threshold_ptr + offs_n, mask=offs_n < num_kept, other=float("inf"))
-    bound = softcap
-    if HAS_FACTORS:
-        factor = factor_ptr + 2 * tl.load(index_ptr + offs_n, mask=in_n, other=0).to(tl.int64)
-        logit_scale = tl.load(factor, mask=offs_n < num_kept, other=1)[:, None]
-        after = tl.load(factor + 1, mask=offs_n < num_kept, other=1)[:, None]
-        bound = softcap * after
+    if lists is not None:
+        limit = tl.load(lists.threshold_R + offs_n, mask=live, other=float("inf"))
+    token = offs_n
+    if head.factors is not None:
+        token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
+    factors = token_factors(head, token, live)
+    after = factors[1][:, None]
 
     for tile in tl.range(start, stop, flatten=True):
-        z = tile_of_logits(
-            hidden, weight, bias_ptr, row, tile * BLOCK_V, num_rows, num_valid, hidden_size, logit_scale, softcap,
-            HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
+        acc = tile_of_products(
+            hidden, weight, row, tile * BLOCK_V, num_rows, num_valid, hidden_size, TILE, TMA, PRECISION
         )
-        if HAS_FACTORS and HAS_SOFTCAP:
-            z *= after
-        if LIST:
+        offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        in_v = offs_v < num_valid
+        z = logits_of(acc, offs_v, in_v, head, factors, MASK_V)
+        if lists is not None:
             list_candidates(
-                z, limit, list_ptr, count_ptr, room, tile * BLOCK_V, offs_n, offs_n < num_kept,
-                BLOCK_N, BLOCK_V, BY_HAND,
+                z, limit, lists.list_RM, lists.count_R, room, tile * BLOCK_V, offs_n, live, BLOCK_N, BLOCK_V, BY_HAND
             )
         tile_max = tl.max(z, 1)
         new_max = tl.maximum(running_max, tile_max)
-        if WANT_BEST:
-            offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        if WANT.best:
             column = tl.min(tl.where(z == tile_max[:, None], offs_v[None, :], 0x7FFFFFFF), 1)
             best = tl.where(tile_max > running_max, column, best)
-        if KEEP_EXP or MARK:
+        if exp is not None or marks is not None:
             new_shift = tl.where(new_max > reference + HEADROOM, new_max, reference)
         else:
             new_shift = tl.where(new_max > float("-inf"), new_max, 0.0)
         drop = new_shift - shift  # An empty sum of 0 stays 0 whatever this is.
         above = z - new_shift[:, None]
-        if WANT_BELOW:
-            in_v = (tile * BLOCK_V + tl.arange(0, BLOCK_V) < num_valid)[None, :]
-            below += count * tl.where(count > 0, drop, 0.0) - tl.sum(tl.where(in_v, above, 0.0), 1)
+        if WANT.below:
+            below += count * tl.where(count > 0, drop, 0.0) - tl.sum(tl.where(in_v[None, :], above, 0.0), 1)
             count += tl.minimum(num_valid - tile * BLOCK_V, BLOCK_V).to(tl.float32)
         e = _exp(above, FAST)
-        if WANT_MOMENT:
-            if KEEP_EXP or MARK:
+        if WANT.moment:
+            if exp is not None or marks is not None:
                 moment = _moment(moment, sum_exp, e, z, new_max, drop, new_max - running_max)
             else:
                 moment = _moment(moment, sum_exp, e, z, new_shift, drop, drop)
         sum_exp = tl.where(sum_exp > 0, sum_exp * tl.exp(-drop), sum_exp) + tl.sum(e, 1)
-        if WANT_SQUARE:
+        if WANT.square:
             small = e * SMALLER
             square = tl.where(square > 0, square * tl.exp(-2 * drop), square) + tl.sum(small * small, 1)
-        if MARK:
-            _mark(words_ptr, e, threshold - new_shift, tile, offs_n, in_n, num_words, BLOCK_N, BLOCK_V, FAST)
-        if WANT_SLOPED:
-            e = sloped(e, z, bound)
+        if marks is not None:
+            _mark(marks.words_RW, e, threshold - new_shift, tile, offs_n, in_n, num_words, BLOCK_N, BLOCK_V, FAST)
+        if WANT.sloped:
+            e = sloped(e, z, head, after)
             sum_sloped = tl.where(sum_sloped > 0, sum_sloped * tl.exp(-drop), sum_sloped) + tl.sum(e, 1)
         running_max = new_max
         shift = new_shift
-        if KEEP_EXP:
-            if HAS_SOFTCAP:
-                e = sloped(e, z, bound)
+        if exp is not None:
+            if head.softcap is not None:
+                e = sloped(e, z, head, after)
             store_tile(exp, row, tile * BLOCK_V, e, num_rows, exp_cols, exp_cols, BLOCK_N, BLOCK_V, TMA)
-            tl.store(tile_reference_ptr + tile * num_rows.to(tl.int64) + offs_n, shift, mask=in_n)
+            tl.store(keep.tile_reference_BR + tile * num_rows.to(tl.int64) + offs_n, shift, mask=in_n)
 
     plane = partial_splits.to(tl.int64) * num_rows
     where = partial_ptr + (first_split + split).to(tl.int64) * num_rows + offs_n
     tl.store(where + MAX * plane, running_max, mask=in_n)
     tl.store(where + SHIFT * plane, shift, mask=in_n)
     tl.store(where + SUM * plane, sum_exp, mask=in_n)
-    if WANT_BELOW:
+    if WANT.below:
         tl.store(where + BELOW * plane, below, mask=in_n)
         tl.store(where + COUNT * plane, tl.zeros((BLOCK_N,), tl.float32) + count, mask=in_n)
-    if WANT_MOMENT:
+    if WANT.moment:
         tl.store(where + MOMENT * plane, moment, mask=in_n)
-    if WANT_SLOPED:
+    if WANT.sloped:
         tl.store(where + SLOPED * plane, sum_sloped, mask=in_n)
-    if WANT_SQUARE:
+    if WANT.square:
         tl.store(where + SQUARE * plane, square, mask=in_n)
-    if WANT_BEST:
+    if WANT.best:
         tl.store(where + BEST * plane, best.to(tl.float32, bitcast=True), mask=in_n)
 
 
@@ -370,9 +359,8 @@ def merge_splits(
     _merge_splits_kernel[(cdiv(num_rows, 128),)](
         partials_KPR, rows.index, rows.num_kept,
         stats_KN, sloped_N,
-        num_rows, stats_KN.shape[1], partials_KPR.shape[1], x.logits.num_valid,
-        WANT_BELOW=want.uniform, WANT_MOMENT=want.entropy, WANT_SLOPED=sloped_N is not None,
-        WANT_SQUARE=want.sum_p_squared, WANT_BEST=want.best, BLOCK_N=128,
+        num_rows, stats_KN.shape[1], partials_KPR.shape[1], x.num_valid,
+        WANT=Sums.of(want, sloped_N is not None), BLOCK_N=128,
     )
 
 
@@ -387,11 +375,7 @@ def _merge_splits_kernel(
     num_tokens,
     num_splits,
     num_valid,
-    WANT_BELOW: tl.constexpr,
-    WANT_MOMENT: tl.constexpr,
-    WANT_SLOPED: tl.constexpr,
-    WANT_SQUARE: tl.constexpr,
-    WANT_BEST: tl.constexpr,
+    WANT: tl.constexpr,  # Sums
     BLOCK_N: tl.constexpr,
 ):
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -404,7 +388,7 @@ def _merge_splits_kernel(
     for split in range(0, num_splits):
         where = partial_ptr + split * row_stride + offs_n
         part_max = tl.load(where + MAX * plane, mask=live, other=0)
-        if WANT_BEST:
+        if WANT.best:
             # Parts are in the order of their columns: of equal maxima the first has the smallest.
             best = tl.where(part_max > merged_max, tl.load(where + BEST * plane, mask=live, other=0), best)
         merged_max = tl.maximum(merged_max, part_max)
@@ -422,16 +406,16 @@ def _merge_splits_kernel(
         # An empty sum stays empty whatever it is relative to; anything else, NaN too, is carried over.
         rescale = tl.where(part == 0, 1.0, tl.exp(-drop))
         sum_exp += part * rescale
-        if WANT_BELOW:
+        if WANT.below:
             columns = tl.load(where + COUNT * plane, mask=live, other=0)
             below += tl.load(where + BELOW * plane, mask=live, other=0) + columns * drop
-        if WANT_MOMENT:
+        if WANT.moment:
             part_moment = tl.load(where + MOMENT * plane, mask=live, other=0)
             rise = base - tl.load(where + MAX * plane, mask=live, other=0)
             moment += tl.where(part == 0, 0.0, rescale * (part_moment - rise * part))
-        if WANT_SLOPED:
+        if WANT.sloped:
             sloped += tl.load(where + SLOPED * plane, mask=live, other=0) * rescale
-        if WANT_SQUARE:
+        if WANT.square:
             square += tl.load(where + SQUARE * plane, mask=live, other=0) * rescale * rescale
 
     token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
@@ -439,73 +423,68 @@ def _merge_splits_kernel(
     stride = num_tokens.to(tl.int64)
     tl.store(stats, tl.where(live, merged_max, 0.0), mask=in_n)
     tl.store(stats + stride, tl.where(live, sum_exp, 1.0), mask=in_n)
-    if WANT_BELOW:
+    if WANT.below:
         tl.store(stats + 3 * stride, tl.where(live, below, 0.0), mask=in_n)
         tl.store(stats + 4 * stride, tl.zeros((BLOCK_N,), tl.float32) + num_valid, mask=in_n)
-    if WANT_MOMENT:
-        tl.store(stats + (3 + 2 * WANT_BELOW) * stride, tl.where(live, moment, 0.0), mask=in_n)
-    if WANT_SLOPED:
+    if WANT.moment:
+        tl.store(stats + (3 + 2 * WANT.below) * stride, tl.where(live, moment, 0.0), mask=in_n)
+    if WANT.sloped:
         tl.store(sloped_ptr + token, tl.where(live, sloped, 0.0), mask=in_n)
-    next_row = stats + (3 + 2 * WANT_BELOW + WANT_MOMENT) * stride
-    if WANT_SQUARE:
+    next_row = stats + (3 + 2 * WANT.below + WANT.moment) * stride
+    if WANT.square:
         tl.store(next_row, tl.where(live, square / (SMALLER * SMALLER), 0.0), mask=in_n)
-    if WANT_BEST:
-        tl.store(next_row + WANT_SQUARE * stride, tl.where(live, best, 0.0), mask=in_n)
+    if WANT.best:
+        tl.store(next_row + WANT.square * stride, tl.where(live, best, 0.0), mask=in_n)
 
 
 def gathered_with_targets(
-    x: Operands, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor, target_N: torch.Tensor,
+    x: Operands, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor, stats_KN: torch.Tensor, row: int,
     copy_N: torch.Tensor | None = None,
 ) -> Rows:
-    """Return what ``tokens.gathered`` does, and write z at the label to target_N at the tokens of the group.
+    """Gather the hidden states of a group as ``tokens.gathered`` does, and write the logit of each token's label.
 
-    It is 0 where the label is no valid row of this shard. Of several ids a token target_N is [I, N]. ``copy_N`` gets the same.
+    The logits go to one row of stats_KN, or to I rows from that one on where a token has several ids; those of single labels go
+    to ``copy_N`` too. A logit is 0 where the label is no valid row of this shard.
     """
-    rows = Rows(order[0], order[1], buffer_RD[: order[0].shape[0]])
+    rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
     num_rows, hidden_size = rows.hidden.shape
-    logits, ids, num_ids = x.logits, x.ids, None
+    ids, num_ids = x.ids, None
     if x.cells is not None:
         ids, num_ids = x.cells.ids_NI, x.cells.ids_NI.shape[1]
     _gather_targets_kernel[(cdiv(num_rows, 4) * (num_ids or 1),)](
-        x.hidden, x.weight, x.bias, ids, rows.index, rows.num_kept, x.factors_N2,
-        rows.hidden, target_N, copy_N,
-        num_rows, hidden_size, logits.start, logits.num_valid, num_ids, None if num_ids is None else x.num_tokens,
-        logits.logit_scale, logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=logits.capped, HAS_FACTORS=x.factors_N2 is not None,
+        x.hidden, x.weight, x.head, ids, rows.index, rows.num_kept,
+        rows.hidden, stats_KN, copy_N,
+        num_rows, hidden_size, x.num_tokens, row, x.start, x.num_valid, num_ids,
         SEVERAL=num_ids is not None, MAX_SIDE=MAX_SIDE, BLOCK_N=4, BLOCK_D=512,
     )
     return rows
 
 
-@kernel("hidden_ptr", "weight_ptr", "bias_ptr", "rows_ptr", "hidden_size")
+@kernel("hidden_ptr", "weight_ptr", "rows_ptr", "hidden_size")
 def _gather_targets_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
-    bias_ptr,  # in: [V]
+    head,  # in: Head
     labels_ptr,  # in: [N] int64; [N, I] with SEVERAL
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    factor_ptr,  # in: [N, 2] fp32
     rows_ptr,  # out: [R, D]
-    target_ptr,  # out: [N] fp32; [I, N] with SEVERAL
+    stats_ptr,  # out: rows from first_row on of [K, N] fp32, one or with SEVERAL I of them
     copy_ptr,  # out: [N] fp32, or None
     num_rows,
     hidden_size,
+    num_tokens,
+    first_row,
     start,
     num_valid,
     num_ids,
-    num_tokens,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
     SEVERAL: tl.constexpr,
     MAX_SIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     block = tl.program_id(0)
+    target_ptr = stats_ptr + first_row.to(tl.int64) * num_tokens
     if SEVERAL:
         # Programs of the same rows run side by side: those stay in the cache.
         which = block % num_ids
@@ -538,17 +517,8 @@ def _gather_targets_kernel(
         tl.store(where, h, mask=written[:, None] & in_d)
         w = tl.load(weight_ptr + label[:, None] * hidden_size + offs_d[None, :], mask=live[:, None] & in_d, other=0)
         products += h.to(tl.float32) * w.to(tl.float32)
-    u = tl.sum(products, 1)
-    if HAS_BIAS:
-        u += tl.load(bias_ptr + label, mask=live, other=0).to(tl.float32)
-    if HAS_FACTORS:
-        logit_scale = tl.load(factor_ptr + 2 * token.to(tl.int64), mask=live, other=1)
-    u *= logit_scale
-    if HAS_SOFTCAP:
-        u = softcapped(u, softcap, HAS_SOFTCAP)
-        if HAS_FACTORS:
-            u *= tl.load(factor_ptr + 2 * token.to(tl.int64) + 1, mask=live, other=1)
-    u = tl.where(live, u, 0.0)
-    tl.store(target_ptr + token, u, mask=in_n)
+    z = logits_of(tl.sum(products, 1), label, live, head, token_factors(head, token, live), False)
+    z = tl.where(live, z, 0.0)
+    tl.store(target_ptr + token, z, mask=in_n)
     if copy_ptr is not None:
-        tl.store(copy_ptr + token, u, mask=in_n)
+        tl.store(copy_ptr + token, z, mask=in_n)

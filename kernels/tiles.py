@@ -1,15 +1,14 @@
-"""Tile sizes by device and dtype: a table with its provenance, or the user's own file from ``cce-dist tune``."""
+"""Tile sizes by device and dtype: a table with its provenance."""
 
 from __future__ import annotations
 
-import json
-import os
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 
+from cce_dist.kernels.planned import planned_device
 from cce_dist.kernels.precision import fp32_precision
 
 
@@ -40,7 +39,7 @@ _WIDE = Tile(128, 256, 64, 8, 3)
 # Measured 2026-11 on one H200 and one H100 (torch 2.11, Triton 3.6) for (9, 16). On the H100 groups of 8 and 32, 4 stages and
 # 256 x 128 were timed beside it, and none was better on all four heads (docs/results/h100-kept.json). The other rows were not
 # tuned and did not run there: what they need fits the shared memory of the device (228 KiB of 10, 164 or 99 of 8, 99 of 12),
-# as tests/test_compiled.py checks.
+# as tests/kernels/test_compiled.py checks.
 _TABLE = {
     (12, 16): Tiles(*(Tile(128, 64, 32, 4, 3),) * 4, 8),
     (12, 32): Tiles(*(Tile(64, 64, 32, 4, 2),) * 4, 8),
@@ -52,38 +51,31 @@ _TABLE = {
     (8, 32): Tiles(*(Tile(64, 64, 32, 4, 2),) * 4, 8),
 }
 _FALLBACK = Tiles(*(Tile(64, 64, 16, 4, 2),) * 4, 8)  # ieee fp32, and devices that no row names
-# Products in 8 bits (filter/screen), by capability and whether the logits have a softcap, whose epilogue over the wider
-# tile spills. The rows of 9 compile without spills. The others were not tuned and did not run.
-_OF_SCREEN = {
-    (12, False): Tile(128, 64, 128, 8, 3),
-    (12, True): Tile(128, 64, 128, 8, 3),
-    (10, False): Tile(128, 128, 128, 8, 3),
-    (10, True): Tile(128, 128, 128, 8, 3),
-    (9, False): Tile(128, 256, 128, 8, 3),
-    (9, True): Tile(128, 128, 128, 8, 3),
-}
 _INTERPRETED = Tiles(*(Tile(16, 32, 16, 4, 1),) * 4, 2)  # small, so that small tests still cross tile edges
 
 
-@lru_cache(maxsize=1)
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
+    return planned_device() is None and _in_interpreter()
+
+
+@lru_cache(maxsize=1)
+def _in_interpreter() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
 def choose_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Return the tiles for a dtype on a device: the user's own (the file that CCE_DIST_TILES names), else the table's."""
-    return _chosen(dtype, real_device(device), os.environ.get("CCE_DIST_TILES"), precision(dtype))
+    """Return the tiles for a dtype on a device."""
+    planned = planned_device()
+    if planned is not None:
+        return table_tiles(planned.major, 8 * dtype.itemsize)
+    return _chosen(dtype, real_device(device), precision(dtype))
 
 
 @lru_cache(maxsize=64)
-def _chosen(dtype: torch.dtype, device: torch.device, path: str | None, dot_precision: str) -> Tiles:
+def _chosen(dtype: torch.dtype, device: torch.device, dot_precision: str) -> Tiles:
     if interpreted():
         return _INTERPRETED
-    if path:
-        tuned = read_tiles(path).get((torch.cuda.get_device_name(device), str(dtype).removeprefix("torch.")))
-        if tuned is not None:
-            return tuned
     bits = 0 if dtype == torch.float32 and dot_precision == "ieee" else dtype.itemsize * 8
     if torch.version.hip is not None:
         return _FALLBACK  # ROCm says 9.x, too, for devices with 64 KiB of shared memory
@@ -101,7 +93,7 @@ def sample_tile(tile: Tile, num_rows: int, itemsize: int, device: torch.device) 
     if tile.rows >= num_rows or tile.cols < 128:
         return tile
     tile = tile._replace(rows=2 * tile.rows, cols=tile.cols // 2)
-    if torch.version.hip is not None or torch.cuda.get_device_capability(real_device(device))[0] not in (9, 10):
+    if major_of(device) not in (9, 10):
         return tile
     room = (200 << 10) // ((tile.rows + tile.cols) * tile.inner * itemsize)
     return tile._replace(stages=max(tile.stages, min(tile.stages + 1, room)))
@@ -112,49 +104,11 @@ def stages_of_rows(num_bytes: int) -> int:
     return min(4, 1 + (48 << 10) // num_bytes)
 
 
-def screen_tile(device: torch.device, softcap: bool) -> Tile:
-    """Return the tile of the product in 8 bits, which takes Hopper or later."""
-    if interpreted():
-        return Tile(16, 64, 16, 4, 1)
-    return _OF_SCREEN[min(12, torch.cuda.get_device_capability(real_device(device))[0]), softcap]
-
-
-@lru_cache(maxsize=8)
-def read_tiles(path: str) -> dict[tuple[str, str], Tiles]:
-    """Read a file that ``cce-dist tune`` wrote: {"device": {"dtype": {"lse": [rows, cols, inner, warps, stages], ...}}}.
-
-    Raises:
-        ValueError: The file is not of that form, or a size is not a power of two.
-    """
-    try:
-        with open(path) as file:
-            content = json.load(file)
-        table = {
-            (device, dtype): Tiles(*(Tile(*row[name]) for name in Tiles._fields[:-1]), row["group"])
-            for device, by_dtype in content.items()
-            for dtype, row in by_dtype.items()
-        }
-    except (OSError, TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not a tile file of `cce-dist tune` ({error!r})") from error
-    _validate(path, table)
-    return table
-
-
-def _validate(path: str, table: dict[tuple[str, str], Tiles]) -> None:
-    for key, tiles in table.items():
-        for tile in tiles[:-1]:
-            powers = all(isinstance(n, int) and n > 0 and n & (n - 1) == 0 for n in tile[:4])
-            if not powers or min(tile[:3]) < 16 or max(tile[:3]) > MAX_SIDE or tile.stages < 1:
-                raise ValueError(f"{path}: {tile} of {key}: sides are powers of two from 16 to {MAX_SIDE}, stages >= 1")
-        if (
-            tiles.grad_hidden.inner > min(tiles.lse.cols, tiles.dlogits.cols)
-            or tiles.grad_weight.inner > tiles.dlogits.rows
-        ):
-            raise ValueError(f"{path}: {key}: a product's inner side is longer than the dlogits tile that fills it")
-
-
 def num_programs(device: torch.device) -> int:
     """Programs that run at once when each fills a multiprocessor."""
+    planned = planned_device()
+    if planned is not None:
+        return planned.num_programs
     return 4 if interpreted() else _num_multiprocessors(real_device(device))
 
 
@@ -163,9 +117,22 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def major_of(device: torch.device) -> int:
+    """Return the major number of a GPU's compute capability; 0 on ROCm."""
+    planned = planned_device()
+    return _major_of(real_device(device)) if planned is None else planned.major
+
+
+@lru_cache(maxsize=16)
+def _major_of(device: torch.device) -> int:
+    return 0 if torch.version.hip is not None else torch.cuda.get_device_capability(device)[0]
+
+
 def real_device(device: torch.device) -> torch.device:
-    """Return the device whose kernels a call takes: in a rehearsal, whose tensors are on "meta", the current one."""
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "meta" else device
+    """Return the device whose kernels a call takes: in a dry run, whose tensors are on "meta", the device of this process."""
+    if device.type != "meta":
+        return device
+    return torch.device("cpu") if interpreted() else torch.device("cuda", torch.cuda.current_device())
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ folder=$PWD/.venv/triton-$newest
 [ -d "$folder" ] || pip install --quiet --disable-pip-version-check --no-deps --target "$folder" "triton==$newest"
 export PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
 python -c "import triton; assert triton.__version__ == '$newest', triton.__version__"
-of_kernels="(match and not divergence) or kept_exponentials or nothing or shrinkage or linear_correction or numbers or with_a_screen or"
+of_kernels="(match and not divergence) or kept_exponentials or nothing or shrinkage or linear_correction or numbers or"
 of_kernels+=" fp16-full-c or top_k or times"
 pytest -n 2 --dist loadgroup -m "not slow and not sweep" -k "$of_kernels" \
-    tests/test_{triton,filtered,screened,divergence,top_k,log_probs,kept_ids,groups}.py "$@"
+    tests/kernels/test_{triton,filtered}.py tests/core/test_{divergence,top_k,log_probs,kept_ids,groups}.py "$@"

@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -76,19 +76,16 @@ class Step:
 
     name = ""
     whole = True
-    of_filter: ClassVar[set[str]] = set()  # kernels that the step "filtered" has come by
 
 
-def is_whole(kernel: str) -> bool:
-    """Whether a kernel of the step is compiled to the end, and not only laid out in shared memory.
+def is_whole() -> bool:
+    """Whether the step's kernels are compiled to the end, and not only laid out in shared memory.
 
-    The end tells whether the device's assembler takes the kernel, and what is spilled. Kernels with options spill, and so do a
-    filter's but for those of its screen: nothing is asked of them. On devices whose tiles were not tuned that holds for all.
+    The end tells whether the device's assembler takes a kernel, and what it spills. Kernels with options and the filter's may
+    spill, so they are only laid out. So are most kernels for devices whose tiles were not tuned.
     """
     if CAPABILITY not in (90, 100):
         return Step.name in ("exact", "kept")
-    if Step.name in ("screened", "screened, entropy"):
-        return kernel not in Step.of_filter
     return "options" not in Step.name and Step.name != "filtered"
 
 
@@ -111,9 +108,7 @@ seen: dict[int, Any] = {}
 
 
 def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-    Step.whole = is_whole(function.fn.__name__)
-    if Step.name == "filtered":
-        Step.of_filter.add(function.fn.__name__)
+    Step.whole = is_whole()
     kernel: Any = run(function, *args, grid=grid, warmup=True, **options)
     if id(kernel) not in seen:
         seen[id(kernel)] = kernel  # held: an id is one of what lives
@@ -207,10 +202,6 @@ def main() -> None:
     with groups.of_rows(256, low=True):
         step("each token, in groups", workspace_bytes=1 << 30, reduction="none", grad_weight_out=torch.zeros(5000, 640))
     step("filtered", grad_filter=GradFilter(always=True))
-    if CAPABILITY >= 90 and not HIP:
-        step("screened", grad_filter=GradFilter(always=True, screen="fp8"))
-        step("screened, entropy", grad_filter=GradFilter(always=True, screen="fp8"), return_aux=("entropy",))
-        step("screened with options", bias=True, softcap=30.0, grad_filter=GradFilter(always=True, screen="fp8"))
     step("exact with options", bias=True, softcap=30.0, label_smoothing=0.1)
     step("filtered with options", bias=True, softcap=30.0, grad_filter=GradFilter(always=True))
     # The sizes of tests: blocks of rows are then many rows.

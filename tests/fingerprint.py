@@ -192,9 +192,9 @@ def for_interpreter(case: Any) -> Any:
 
 def cases(backends: list[str], world: int, group: Any) -> Iterator[tuple[str, Callable, tuple]]:
     """Name, function and arguments of every case. Here and in ``for_interpreter`` stands all that is known of verify."""
-    from cce_dist.verify.check import run_case
-    from cce_dist.verify.fuzz import Setting, run_one
-    from cce_dist.verify.matrix import TABLES
+    from cce_dist.tools.verify.check import run_case
+    from cce_dist.tools.verify.fuzz import Setting, run_one
+    from cce_dist.tools.verify.matrix import TABLES
 
     for backend in backends:
         for function, named in TABLES.values():
@@ -215,7 +215,7 @@ def watch(recorder: Recorder) -> None:
 
     public = {getattr(cce_dist, name) for name in cce_dist.__all__ if name.startswith("linear_")}
     for name, module in list(sys.modules.items()):
-        for attribute, value in list(vars(module).items()) if name.startswith("cce_dist.verify") else ():
+        for attribute, value in list(vars(module).items()) if name.startswith("cce_dist.tools.verify") else ():
             if inspect.isfunction(value) and value in public:
                 setattr(module, attribute, partial(recorder.call, value))
     torch.autograd.grad = partial(recorder.grad, differentiate=torch.autograd.grad)
@@ -239,7 +239,7 @@ def record_rank(folder: str, backends: list[str]) -> None:
 
 def write_bits(folder: str, backends: list[str], worlds: tuple[int, ...]) -> dict[str, dict[str, str]]:
     os.environ |= {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    from cce_dist.ranks import run_ranks
+    from cce_dist.tools.ranks import run_ranks
 
     found: dict[str, dict[str, str]] = {}
     for world in worlds if backends else ():

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cce_dist.filter import SCREENS, GradFilter
+from cce_dist.filter import GradFilter
 from cce_dist.integrations.megatron.loss import Options
 from cce_dist.integrations.megatron.swap import FLAG, convert, language_module
 from cce_dist.integrations.options import FILTERS
@@ -68,11 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help=f"softmax below which gradients are dropped (default: {GradFilter.eps:g})",
     )
     group.add_argument(
-        "--cce-filter-screen",
-        choices=("off", *SCREENS),
-        help="whether forward screens the logits in 8 bits (default: off)",
-    )
-    group.add_argument(
         "--cce-workspace-bytes", type=int, metavar="BYTES", help="memory budget (default: the shapes choose it)"
     )
     group.add_argument(
@@ -91,7 +86,7 @@ def options_from_args(args: argparse.Namespace) -> Options:
     Raises:
         ValueError: A value is out of range; the message names the flag.
     """
-    keys = ("filter", "filter_eps", "filter_screen", "workspace_bytes", "vocab_size")
+    keys = ("filter", "filter_eps", "workspace_bytes", "vocab_size")
     values = {key: getattr(args, f"cce_{key}") for key in keys}
     given = {key: value for key, value in values.items() if value is not None}
     return Options.read(given, lambda key: f"--cce-{key.replace('_', '-')}", "the command line")

@@ -7,17 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import Gradients, Grads, Spec, budget
+from cce_dist.kernels import Gradients, Grads, Spec
 from cce_dist.kernels.dense import FLOOR, Block, blocks_of
 from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, above_mixture, merge
-
-
-def rows_at_once(x: Heads, spec: Divergence) -> int | None:
-    return None  # the outer loop is over the vocabulary
-
-
-def default_workspace(x: Heads, spec: Divergence) -> int:
-    return budget.LEAST_DEFAULT
 
 
 def saved_like(x: Heads, spec: Divergence) -> list[Tensor]:
@@ -27,7 +19,7 @@ def saved_like(x: Heads, spec: Divergence) -> list[Tensor]:
 def _pairs(x: Heads, spec: Divergence) -> Iterator[tuple[slice, Iterator[tuple[Block, Block]]]]:
     """The blocks of both heads' logits, of the same tokens and columns: for each range of columns those of all tokens."""
     of_student, of_teacher = (
-        blocks_of(head, Spec(head.logits, 1, workspace_bytes=spec.workspace_bytes)) for head in (x.student, x.teacher)
+        blocks_of(operands, Spec(spec.student, 1, workspace_bytes=spec.workspace_bytes)) for operands in x
     )
     for (cols, student), (_, teacher) in zip(of_student, of_teacher, strict=True):
         yield cols, zip(student, teacher, strict=True)
@@ -39,7 +31,7 @@ def statistics(x: Heads, spec: Divergence) -> tuple[Tensor, list[Tensor]]:
     stats_5N[[0, 2]] = -torch.inf
     for _, pairs in _pairs(x, spec):
         for student, teacher in pairs:
-            of_block_5R = _of_block(student.logits(x.student.logits), teacher.logits(x.teacher.logits), spec)
+            of_block_5R = _of_block(student.logits(), teacher.logits(), spec)
             before_5R = stats_5N[:, student.rows]
             before_5R.copy_(merge(torch.stack((before_5R, of_block_5R)), spec))
     return stats_5N, []
@@ -60,12 +52,12 @@ def _of_block(z_s: Tensor, z_t: Tensor, spec: Divergence) -> Tensor:
     return torch.stack((max_s, sum_s, max_t, sum_t, moment))
 
 
-def _log_softmaxes(student: Block, teacher: Block, x: Heads, pair: Pair) -> tuple[Tensor, Tensor, Tensor]:
+def _log_softmaxes(student: Block, teacher: Block, pair: Pair) -> tuple[Tensor, Tensor, Tensor]:
     """log p and log t of a block, and the student's logits."""
     rows = (student.rows, None)
-    z_s = student.logits(x.student.logits)
+    z_s = student.logits()
     log_p = (z_s - pair.max_s[rows]).sub_(pair.log_sum_s[rows])
-    log_t = teacher.logits(x.teacher.logits).sub_(pair.max_t[rows]).sub_(pair.log_sum_t[rows])
+    log_t = teacher.logits().sub_(pair.max_t[rows]).sub_(pair.log_sum_t[rows])
     return log_p, log_t, z_s
 
 
@@ -74,7 +66,7 @@ def mixture_sums(x: Heads, pair: Pair, saved: list[Tensor], spec: Divergence) ->
     sums_2N = torch.zeros(2, x.student.num_tokens, dtype=torch.float32, device=x.student.hidden.device)
     for _, pairs in _pairs(x, spec):
         for student, teacher in pairs:
-            log_p, log_t, _ = _log_softmaxes(student, teacher, x, pair)
+            log_p, log_t, _ = _log_softmaxes(student, teacher, pair)
             for sum_N, log_q, log_other, share in (
                 (sums_2N[0], log_t, log_p, 1 - spec.beta), (sums_2N[1], log_p, log_t, spec.beta),
             ):
@@ -94,7 +86,7 @@ def gradients(
     for cols, pairs in _pairs(x, spec):
         d_weight_CD = torch.zeros(student.weight[cols].shape, **fp32)
         for block, teacher in pairs:
-            d_logits = _block_gradients(block, teacher, x, pair, spec).mul_(coef_N[block.rows, None])
+            d_logits = _block_gradients(block, teacher, pair, spec).mul_(coef_N[block.rows, None])
             if grads.want_bias:
                 d_bias[cols] += d_logits.sum(0)
             if grads.want_hidden:
@@ -113,10 +105,10 @@ def gradients(
     )
 
 
-def _block_gradients(student: Block, teacher: Block, x: Heads, pair: Pair, spec: Divergence) -> Tensor:
+def _block_gradients(student: Block, teacher: Block, pair: Pair, spec: Divergence) -> Tensor:
     """The gradients of each token's divergence with respect to ``hidden @ weight.T + bias`` of the student."""
-    log_p, log_t, z = _log_softmaxes(student, teacher, x, pair)
-    logits, p = x.student.logits, log_p.exp()
+    log_p, log_t, z = _log_softmaxes(student, teacher, pair)
+    head, p = student.head, log_p.exp()
     if spec.kind == "forward":
         grad = p - log_t.exp_()
     else:
@@ -124,6 +116,6 @@ def _block_gradients(student: Block, teacher: Block, x: Heads, pair: Pair, spec:
         factor = 1.0 if spec.kind == "reverse" else 1 - spec.beta
         # A probability that underflows would make 0 * -inf.
         grad = torch.where(p == 0, 0.0, factor * p * (above - pair.offset[student.rows, None]))
-    if logits.softcap:
-        grad *= 1 - (z / logits.softcap).square()
-    return grad.mul_(logits.logit_scale)
+    if head.softcap is not None:
+        grad *= 1 - (z / head.softcap).square()
+    return grad.mul_(head.multiplier)

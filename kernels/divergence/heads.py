@@ -40,8 +40,12 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels import Operands, ShardLogits
+from cce_dist.kernels.memory import Sizes
 
 KINDS = ("forward", "reverse", "jsd")
+# Bytes of a cell in ``PairLogits``, and of its gradient where that needs memory of its own, by the dtype of hidden states; 8
+# for any other dtype.
+PAIR_BYTES = {torch.bfloat16: 4, torch.float16: 10}
 
 
 class Heads(NamedTuple):
@@ -49,6 +53,19 @@ class Heads(NamedTuple):
 
     student: Operands
     teacher: Operands
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of this shard."""
+        student = self.student
+        return sizes_of(student.num_tokens, student.hidden, student.num_valid, self.teacher.hidden)
+
+
+def sizes_of(num_tokens: int, hidden: Tensor, num_columns: int, teacher_hidden: Tensor) -> Sizes:
+    return Sizes(
+        num_tokens, hidden.shape[1], num_columns, hidden.itemsize, teacher_hidden.shape[1],
+        PAIR_BYTES.get(hidden.dtype, 8),
+    )  # fmt: skip
 
 
 class Divergence(NamedTuple):
@@ -60,6 +77,10 @@ class Divergence(NamedTuple):
     beta: float = 0.5  # The teacher's part of the mixture, for "jsd"
     workspace_bytes: int = 256 << 20  # The budget; 0: chosen from the shapes
     grad: bool = True  # A backward pass may follow
+
+    def can_keep(self, dtype: str) -> bool:
+        """Whether logits can be kept from forward to backward: in bf16, as for the loss."""
+        return self.grad and dtype == "torch.bfloat16"
 
     @property
     def leads(self) -> int:

@@ -20,12 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import Gradients, Grads, Rows, budget
-from cce_dist.kernels.blocks import kernel, on_device, softcap_slope
-from cce_dist.kernels.budget import Sizes, cdiv
+from cce_dist.kernels import Gradients, Grads, Rows, memory
+from cce_dist.kernels.blocks import kernel, on_device
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair
-from cce_dist.kernels.divergence.pair_logits import PairLogits, cell_bytes, fill_logits, new_pair_logits
+from cce_dist.kernels.divergence.pair_logits import PairLogits, fill_logits, new_pair_logits
 from cce_dist.kernels.exact import (
     Output,
     add_chunks,
@@ -36,8 +35,10 @@ from cce_dist.kernels.exact import (
     token_groups,
 )
 from cce_dist.kernels.fast_math import LOG2_E, LOG_2, fast_exp2, fast_log2, has_fast_math
+from cce_dist.kernels.head import slope_of, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import compact, gathered
+from cce_dist.kernels.waves import cdiv
 
 FORWARD, REVERSE, JSD, MIXTURE = (tl.constexpr(i) for i in range(4))  # tasks: the kinds, and jsd's second pass
 TASKS = {"forward": FORWARD, "reverse": REVERSE, "jsd": JSD}
@@ -45,30 +46,10 @@ SUMS_TILES = 4  # that a program which adds up reads at a time; it is a warp wit
 BLOCK_N = 16  # rows of a program that writes gradients
 
 
-def sizes_of(x: Heads) -> Sizes:
-    student = x.student
-    return Sizes(
-        student.num_tokens, student.hidden.shape[1], student.logits.num_valid, student.hidden.itemsize,
-        x.teacher.hidden.shape[1], cell_bytes(student.hidden.dtype),
-    )
-
-
 def columns_kept(x: Heads, spec: Divergence) -> int:
     """Return how many of the shard's first columns are kept for backward within the budget."""
-    return budget.columns_kept(sizes_of(x), spec.workspace_bytes) if _keeps(x, spec) else 0
-
-
-def default_workspace(x: Heads, spec: Divergence) -> int:
-    return budget.default_workspace(sizes_of(x), _keeps(x, spec))
-
-
-def _keeps(x: Heads, spec: Divergence) -> bool:
-    """Whether anything is kept: in bf16, as for the loss."""
-    return spec.grad and x.student.hidden.dtype == torch.bfloat16
-
-
-def rows_at_once(x: Heads, spec: Divergence) -> int | None:
-    return None if columns_kept(x, spec) > 0 else budget.most_rows(sizes_of(x), spec.workspace_bytes)
+    can_keep = spec.can_keep(str(x.student.hidden.dtype))
+    return memory.columns_kept(x.sizes, spec.workspace_bytes) if can_keep else 0
 
 
 def saved_like(x: Heads, spec: Divergence) -> list[torch.Tensor]:
@@ -86,7 +67,7 @@ def statistics(x: Heads, spec: Divergence) -> tuple[torch.Tensor, list[torch.Ten
     """Return stats_5N, zeros where a token is not counted; and ``PairLogits``."""
     stats_5N = x.student.hidden.new_zeros(5, x.student.num_tokens, dtype=torch.float32)
     kept = _new_kept(x, spec)
-    if x.student.num_tokens == 0 or x.student.logits.num_valid == 0:
+    if x.student.num_tokens == 0 or x.student.num_valid == 0:
         stats_5N[::2][:2].fill_(float("-inf"))
     else:
         _sweep(x, None, TASKS[spec.kind], stats_5N, spec, kept)
@@ -96,7 +77,7 @@ def statistics(x: Heads, spec: Divergence) -> tuple[torch.Tensor, list[torch.Ten
 def mixture_sums(x: Heads, pair: Pair, saved: list[torch.Tensor], spec: Divergence) -> torch.Tensor:
     """Return this shard's parts of KL(t || m) and KL(p || m), [2, N]; 0 where a token is not counted."""
     sums_2N = x.student.hidden.new_zeros(2, x.student.num_tokens, dtype=torch.float32)
-    if x.student.num_tokens and x.student.logits.num_valid:
+    if x.student.num_tokens and x.student.num_valid:
         _sweep(x, pair, MIXTURE, sums_2N, spec, PairLogits(*saved))
     return sums_2N
 
@@ -116,10 +97,10 @@ class _Work(NamedTuple):
 
 
 def _work(x: Heads, spec: Divergence, kept: PairLogits) -> _Work:
-    (student, teacher), sizes = x, sizes_of(x)
+    (student, teacher), sizes = x, x.sizes
     tiles = choose_tiles(student.hidden.dtype, student.hidden.device)
     left = sizes._replace(num_columns=max(0, sizes.num_columns - kept.columns))
-    at_once, cols = budget.exact_chunks(
+    at_once, cols = memory.exact_chunks(
         left, spec.workspace_bytes, kept.z_2RC.nbytes + kept.top_2BR.nbytes, tiles, num_programs(student.hidden.device)
     )
     at_once = min(at_once, sizes.num_tokens)
@@ -146,7 +127,7 @@ def _sweep(
 ) -> None:
     """Write each token's K sums; the first sweep, without a ``pair``, computes what is kept, that of the mixture reads it."""
     with on_device(x.student.hidden):
-        work, num_valid = _work(x, spec, kept), x.student.logits.num_valid
+        work, num_valid = _work(x, spec, kept), x.student.num_valid
         last_kept = min(kept.columns, num_valid)
         for order in token_groups(compact(x.student.ids), work.at_once):
             both = _gather(x, order, work)
@@ -336,15 +317,15 @@ def gradients(
     student, kept = x.student, PairLogits(*saved)
     d_hidden, d_weight, d_bias = new_gradients(student, grads)
     returned = (d_hidden, None if grads.weight_out is not None else d_weight, d_bias)
-    if student.num_tokens == 0 or student.logits.num_valid == 0:
+    if student.num_tokens == 0 or student.num_valid == 0:
         if d_hidden is not None and grads.hidden_ready is not None:
             grads.hidden_ready(d_hidden)
         return returned
     with on_device(student.hidden):
         coef_N, gain = normalised(coef_N, student.hidden.dtype)
         work, dtype = _work(x, spec, kept), student.hidden.dtype
-        last_kept = min(kept.columns, student.logits.num_valid)
-        chunks = work.chunks(last_kept, student.logits.num_valid)
+        last_kept = min(kept.columns, student.num_valid)
+        chunks = work.chunks(last_kept, student.num_valid)
         several = len(chunks) + (last_kept > 0) > 1
         low_RD = remainder(student.hidden, work.at_once) if several and d_hidden is not None else None
         total = None if d_hidden is None else Sum(d_hidden, low_RD)
@@ -376,19 +357,19 @@ def _write_gradients(
     spec: Divergence, tiles: Tiles, first: int, grads_RV: torch.Tensor,
 ) -> None:
     """Make the logits of the heads ``made``, of columns from ``first`` on, and write the student's gradient to ``grads_RV``."""
-    student, (z_2RC, top_2BR, _), num_rows = x.student.logits, logits, rows.index.shape[0]
+    student, (z_2RC, top_2BR, _), num_rows = x.student, logits, rows.index.shape[0]
     num_cols = min(grads_RV.shape[1], student.num_valid - first)
     _fill(x, made, logits, first, first + num_cols, tiles)
     _pair_gradients_kernel[(cdiv(num_cols, tiles.lse.cols), cdiv(num_rows, BLOCK_N))](
         # in
-        z_2RC[0], z_2RC[1], top_2BR[0], top_2BR[1], rows.index, rows.num_kept, *pair, coef_N,
+        z_2RC[0], z_2RC[1], top_2BR[0], top_2BR[1], student.head, rows.index, rows.num_kept, *pair, coef_N,
         # out
         grads_RV,
         # sizes
         num_rows, z_2RC.stride(1), top_2BR.stride(1),
         # options
-        student.logit_scale, student.softcap, spec.beta,
-        TASK=TASKS[spec.kind].value, HAS_SOFTCAP=student.softcap > 0.0, FAST=has_fast_math(),
+        spec.beta,
+        TASK=TASKS[spec.kind].value, FAST=has_fast_math(),
         FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_N=BLOCK_N, BLOCK_V=tiles.lse.cols, MAX_SIDE=MAX_SIDE,
     )
 
@@ -399,6 +380,7 @@ def _pair_gradients_kernel(
     z_t_ptr,  # in: [R, B * BLOCK_V]
     top_s_ptr,  # in: [B, R] fp32
     top_t_ptr,  # in: [B, R] fp32
+    head,  # in: Head of the student, without factors
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     max_s_ptr,  # in: [N] fp32; also the next five
@@ -411,11 +393,8 @@ def _pair_gradients_kernel(
     num_rows,
     z_stride,
     top_stride,
-    logit_scale,
-    softcap,
     beta,
     TASK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     FAST: tl.constexpr,
     FAST_LOG: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -439,7 +418,8 @@ def _pair_gradients_kernel(
     one_s = top_s - tl.load(max_s_ptr + token, mask=live, other=0) - tl.load(log_sum_s_ptr + token, mask=live, other=0)
     one_t = top_t - tl.load(max_t_ptr + token, mask=live, other=0) - tl.load(log_sum_t_ptr + token, mask=live, other=0)
     offset = tl.load(offset_ptr + token, mask=live, other=0)
-    coef = tl.load(coef_ptr + token, mask=live, other=0) * logit_scale
+    before, after = token_factors(head, token, live)
+    coef = tl.load(coef_ptr + token, mask=live, other=0) * before
 
     cells = offs_n.to(tl.int64)[:, None] * z_stride + tile * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
     # Logits of -inf make every p and t of a dead row 0.
@@ -458,7 +438,7 @@ def _pair_gradients_kernel(
         p, _, above_p, _ = _above_mixture(log_p, log_t, beta, FAST, FAST_LOG)
         grad = tl.where(p == 0, 0.0, p * (above_p - offset[:, None]))
     grad *= coef[:, None]
-    if HAS_SOFTCAP:
+    if head.softcap is not None:
         # The slope of a logit of -inf is no number; padding is such a column.
-        grad = tl.where(grad == 0, 0.0, grad * softcap_slope(z_s + top_s[:, None], softcap))
+        grad = tl.where(grad == 0, 0.0, grad * slope_of(z_s + top_s[:, None], head, after[:, None]))
     tl.store(dlogits_ptr + cells, grad.to(dlogits_ptr.dtype.element_ty), mask=(offs_n < num_rows)[:, None])

@@ -42,11 +42,6 @@ class PairLogits(NamedTuple):
         return self.z_2RC.shape[2]
 
 
-def cell_bytes(dtype: torch.dtype) -> int:
-    """Bytes of a cell in ``PairLogits``, and of its gradient where that needs room of its own, by the hidden states' dtype."""
-    return {torch.bfloat16: 4, torch.float16: 10}.get(dtype, 8)
-
-
 def new_pair_logits(num_rows: int, columns: int, tile_cols: int, like: torch.Tensor, kept: bool = False) -> PairLogits:
     """Return room for so many columns, a multiple of ``tile_cols``; ``like`` has the hidden states' dtype and device."""
     dtype = torch.float16 if like.dtype == torch.bfloat16 else torch.float32

@@ -34,9 +34,8 @@ from typing import NamedTuple
 
 import torch
 
-from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget, exact
+from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, exact, memory
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.budget import FALLBACK, NUM_PLANES, SAMPLE, cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
@@ -60,6 +59,7 @@ from cce_dist.kernels.filter.lists import (
     decide,
     list_columns,
     listed_gradients,
+    listed_stats,
     new_entries,
 )
 from cce_dist.kernels.filter.sampling import (
@@ -73,7 +73,6 @@ from cce_dist.kernels.filter.sampling import (
     squares_of_tokens,
     weigh_tokens,
 )
-from cce_dist.kernels.filter.screen import First, screened_statistics
 from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
@@ -83,43 +82,28 @@ from cce_dist.kernels.lse import (
     gathered_with_targets,
     lse_partials,
     merge_splits,
+    new_partials,
 )
-from cce_dist.kernels.tiles import Tiles, choose_tiles, screen_tile
+from cce_dist.kernels.memory import FALLBACK, SAMPLE
+from cce_dist.kernels.tiles import Tiles, choose_tiles
 from cce_dist.kernels.tokens import (
     coefficients,
-    compact,
+    first_rows,
     gathered,
     label_ids,
     mean,
     merged_lse,
     ordered_ids,
+    some_rows,
     sums_of_rows,
     token_losses,
 )
+from cce_dist.kernels.waves import cdiv
 
 __all__ = [
-    "coefficients", "default_workspace", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids",
-    "rows_at_once", "saved_like", "saved_of_slices", "statistics", "token_losses",
+    "coefficients", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids", "saved_like",
+    "saved_of_slices", "statistics", "token_losses",
 ]
-
-
-def default_workspace(x: Operands, spec: Spec) -> int:
-    return budget.LEAST_DEFAULT  # lists take the place of exponentials
-
-
-def pays(x: Operands, spec: Spec) -> bool:
-    """Return whether the filter takes less time than exact gradients, by the sizes and what is wanted alone.
-
-    It does not depend on which gradients a rank needs, since all ranks of a group have to agree.
-    """
-    with_grad = spec._replace(want=spec.want._replace(grad=True))
-    exact_sides = (not spec.filter.hidden) + (not spec.filter.weight)
-    sizes = exact.sizes_of(x)._replace(alone=spec.alone)
-    return budget.filter_pays(sizes, exact.keeps(x, with_grad), spec.workspace_bytes, exact_sides)
-
-
-def rows_at_once(x: Operands, spec: Spec) -> int | None:
-    return budget.most_rows(exact.sizes_of(x), spec.workspace_bytes)
 
 
 def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
@@ -127,21 +111,25 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
 
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
-    num_tokens, num_valid = x.num_tokens, x.logits.num_valid
-    capacity = budget.list_capacity(num_tokens, num_valid, spec.workspace_bytes, x.hidden.itemsize)
-    lists = Lists(
-        x.hidden.new_empty(3, num_tokens, dtype=torch.float32),
-        *(x.hidden.new_empty(n, dtype=torch.int32) for n in (capacity, num_tokens, num_tokens)),
-        x.hidden.new_empty(num_frequent(num_valid, spec.filter.eps), dtype=torch.int64),
-    )
-    return list(lists)
+    num_tokens, num_valid = x.num_tokens, x.num_valid
+    capacity = memory.list_capacity(num_tokens, num_valid, spec.workspace_bytes, x.hidden.itemsize)
+    return [
+        torch.empty(shape, dtype=dtype, device=x.hidden.device)
+        for shape, dtype in (
+            ((3, num_tokens), torch.float32),
+            (capacity, torch.int32),
+            (num_tokens, torch.int32),
+            (num_tokens, torch.int32),
+            (num_frequent(num_valid, spec.filter.eps), torch.int64),
+        )
+    ]
 
 
 def statistics(
     x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN as ``exact`` does, and ``Lists``."""
-    num_tokens, num_valid = x.num_tokens, x.logits.num_valid
+    num_tokens, num_valid = x.num_tokens, x.num_valid
     stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=x.hidden.device)
     lists = Lists(*saved_like(x, spec))
     if num_tokens == 0 or num_valid == 0:
@@ -151,105 +139,103 @@ def statistics(
         return stats_KN, list(lists._replace(bound_3N=bound_3N))
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        unit = tiles.lse.cols
-        if spec.screened:
-            unit = max(unit, screen_tile(x.hidden.device, x.logits.softcap > 0.0).cols)
-        num_words = cdiv(num_valid, unit) * unit // 32
-        ids_F = most_labelled(x, lists.ids_F.shape[0])
-        frequent = gather_frequent(ids_F, x, num_words)
-        at_once, first_at_once = budget.filter_forward_rows(
+        num_words = cdiv(num_valid, tiles.lse.cols) * tiles.lse.cols // 32
+        most_labelled(x, lists.ids_F)
+        frequent = gather_frequent(lists.ids_F, x, num_words)
+        at_once, first_at_once = memory.filter_forward_rows(
             exact.sizes_of(x), num_words, spec.workspace_bytes, tiles.lse.rows, tiles.group
         )
-        buffer_RD = x.hidden.new_empty(min(first_at_once, num_tokens), x.hidden.shape[1])
-        first = _before_all_columns(x, frequent, tiles, buffer_RD, stats_KN, merge_bound, spec)
-        if spec.screened:
-            del buffer_RD
-            bound_3N, fallback_N = screened_statistics(x, frequent, first, lists, stats_KN, spec, tiles)
-            _look_again(x, fallback_N, stats_KN, spec, tiles)
-        else:
-            bound_3N = _marked_statistics(x, frequent, first, lists, stats_KN, buffer_RD, at_once, spec)
-    return stats_KN, list(lists._replace(bound_3N=bound_3N, ids_F=ids_F))
+        buffer_RD = new_rows(x, min(first_at_once, num_tokens))
+        first = _before_all_columns(x, frequent, tiles, buffer_RD, stats_KN, merge_bound)
+        _marked_statistics(x, frequent, first, lists, stats_KN, buffer_RD, at_once, spec)
+    return stats_KN, list(lists)
+
+
+def new_rows(x: Operands, num_rows: int, num_columns: int | None = None) -> torch.Tensor:
+    """Return memory for hidden states of so many tokens, or for as many numbers of each as there are columns."""
+    num_columns = x.hidden.shape[1] if num_columns is None else num_columns
+    return torch.empty(num_rows, num_columns, dtype=x.hidden.dtype, device=x.hidden.device)
+
+
+class _First(NamedTuple):
+    """What is known of each token before the pass over all columns.
+
+    Attributes:
+        order: The compact order of the tokens, as ``tokens.compact`` returns it.
+        frequent_3N: Maximum and sum of exp over the frequent columns, fp32. The third row is not used.
+        frequent_sloped_N: That sum times the softcap's slopes, fp32; None without a softcap.
+        bound_N: Lower bound of the log-sum-exp, fp32.
+        taken: [1] int64: places of the lists that are taken, 0.
+    """
+
+    order: list[torch.Tensor]
+    frequent_3N: torch.Tensor
+    frequent_sloped_N: torch.Tensor | None
+    bound_N: torch.Tensor
+    taken: torch.Tensor
 
 
 def _before_all_columns(
     x: Operands, frequent: Frequent, tiles: Tiles, buffer_RD: torch.Tensor, stats_KN: torch.Tensor,
-    merge_bound: Callable[[torch.Tensor], torch.Tensor], spec: Spec,
-) -> First:
+    merge_bound: Callable[[torch.Tensor], torch.Tensor],
+) -> _First:
     """Write the labels' logits to stats_KN, and bound each token's log-sum-exp by them, frequent columns and some others."""
-    order, num_tokens = exact.order_of(x), x.num_tokens
-    want = spec.want if spec.screened else NOTHING_MORE
-    frequent_KN = stats_KN.new_empty(3 + want.entropy, num_tokens)
-    frequent_3N, frequent_moment_N = frequent_KN[:3], frequent_KN[3] if want.entropy else None
-    frequent_sloped_N = stats_KN.new_empty(num_tokens) if x.logits.softcap > 0.0 else None
+    order, num_tokens, device = exact.order_of(x), x.num_tokens, x.hidden.device
+    frequent_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
+    frequent_sloped_N = None
+    if x.head.softcap is not None:
+        frequent_sloped_N = torch.empty(num_tokens, dtype=torch.float32, device=device)
     sampled_ids_S, sampled = sample_outside(frequent, x)
     num_sampled = sampled_ids_S.shape[0]
-    sums_3PN = stats_KN.new_empty(3, cdiv(num_sampled, tiles.lse.cols), num_tokens)
+    sums_3PN = torch.empty(3, cdiv(num_sampled, tiles.lse.cols), num_tokens, dtype=torch.float32, device=device)
     for group in exact.token_groups(order, buffer_RD.shape[0]):
-        rows = gathered_with_targets(x, group, buffer_RD, stats_KN[2])
-        _log_sum_exp(frequent.x, rows, tiles, frequent_KN, frequent_sloped_N, want=want)
+        rows = gathered_with_targets(x, group, buffer_RD, stats_KN, 2)
+        _log_sum_exp(frequent.x, rows, tiles, frequent_3N, frequent_sloped_N)
         if num_sampled:
-            sampled_sums(sampled_ids_S, sampled, x.logits.start, rows, tiles, sums_3PN)
-    shard_3N = bound_of_shard(frequent_3N, stats_KN[2], sums_3PN, num_sampled, x, frequent)
-    return First(order, frequent_3N, frequent_sloped_N, frequent_moment_N, shard_3N, merge_bound(shard_3N), sampled)
+            sampled_sums(sampled_ids_S, sampled, x.start, rows, tiles, sums_3PN)
+    taken = torch.empty(1, dtype=torch.int64, device=device)
+    shard_3N = bound_of_shard(frequent_3N, stats_KN, sums_3PN, num_sampled, x, frequent, taken)
+    return _First(order, frequent_3N, frequent_sloped_N, merge_bound(shard_3N), taken)
 
 
 def _marked_statistics(
     x: Operands,
     frequent: Frequent,
-    first: First,
+    first: _First,
     lists: Lists,
     stats_KN: torch.Tensor,
     buffer_RD: torch.Tensor,
     at_once: int,
     spec: Spec,
-) -> torch.Tensor:
-    """Write the statistics of all columns to stats_KN, and the lists. Returns ``Lists.bound_3N``."""
-    num_tokens, num_words = x.num_tokens, frequent.words_W.shape[0]
+) -> None:
+    """Write the statistics of all columns to stats_KN, and the lists."""
+    num_tokens, num_words = x.num_tokens, frequent.num_words
     tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
     sloped_N = None if first.frequent_sloped_N is None else torch.empty_like(first.frequent_sloped_N)
-    taken = torch.zeros(1, dtype=torch.int64, device=x.hidden.device)
     words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=x.hidden.device)
     for group in exact.token_groups(first.order, at_once):
         if at_once < num_tokens:
             rows = gathered(x.hidden, group, buffer_RD)
         else:  # the first pass has gathered all
             rows = Rows(group[0], group[1], buffer_RD)
-        words = words_RW[: group[0].shape[0]]
-        marks = Marks(first.bound_N.index_select(0, group[0]), math.log(spec.filter.eps / SLACK), words)
+        words = first_rows(words_RW, group[0].shape[0])
+        marks = Marks(first.bound_N, math.log(spec.filter.eps / SLACK), words)
         _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
-        list_columns(words, frequent, x, rows, lists, taken)
-    frequent_sum_N, sum_N = (
-        (first.frequent_3N[1], stats_KN[1])
-        if sloped_N is None or first.frequent_sloped_N is None
-        else (first.frequent_sloped_N, sloped_N)
+        list_columns(words, frequent, x, rows, lists, first.taken)
+    outside_frequent(
+        first.bound_N, first.frequent_3N, first.frequent_sloped_N, stats_KN, sloped_N, lists.bound_3N
     )
-    return outside_frequent(first.bound_N, first.frequent_3N[0], frequent_sum_N, stats_KN[0], sum_N)
-
-
-def _look_again(x: Operands, fallback_N: torch.Tensor, stats_KN: torch.Tensor, spec: Spec, tiles: Tiles) -> None:
-    """Compute the statistics of tokens that have a label in ``fallback_N`` from all logits in 16 bits. Often there are none."""
-    at_once = min(x.num_tokens, budget.forward_rows(exact.sizes_of(x), spec.workspace_bytes, False))
-    buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
-    again_KN = torch.empty_like(stats_KN)
-    for group in exact.token_groups(compact(fallback_N), at_once):
-        _log_sum_exp(x, gathered(x.hidden, group, buffer_RD), tiles, again_KN, None, want=spec.want, expected=FALLBACK)
-    stats_KN[:2] = torch.where(fallback_N >= 0, again_KN[:2], stats_KN[:2])
-    if spec.want.entropy:
-        stats_KN[3] = torch.where(fallback_N >= 0, again_KN[3], stats_KN[3])
 
 
 def _log_sum_exp(
     x: Operands, rows: Rows, tiles: Tiles, stats_KN: torch.Tensor, sloped_N: torch.Tensor | None,
-    marks: Marks | None = None, want: Want = NOTHING_MORE, expected: int | None = None,
+    marks: Marks | None = None, want: Want = NOTHING_MORE,
 ) -> None:
-    """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group.
-
-    ``expected``: how many of them have a label, if it is far from all.
-    """
+    """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group."""
     num_rows = rows.index.shape[0]
-    num_tiles = cdiv(x.logits.num_valid, tiles.lse.cols)
-    parts = choose_splits(expected or num_rows, num_tiles, tiles.lse, stats_KN.device)
-    partials_KPR = stats_KN.new_empty(NUM_PLANES, parts, num_rows)
+    num_tiles = cdiv(x.num_valid, tiles.lse.cols)
+    parts = choose_splits(num_rows, num_tiles, tiles.lse, stats_KN.device)
+    partials_KPR = new_partials(parts, num_rows, want, stats_KN)
     lse_partials(
         x, rows, tiles, Span(0, num_tiles, parts), partials_KPR, want=want, marks=marks, want_sloped=sloped_N is not None
     )
@@ -257,7 +243,7 @@ def _log_sum_exp(
 
 
 def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec: Spec) -> torch.Tensor:
-    num_tokens, num_valid = x.num_tokens, x.logits.num_valid
+    num_tokens, num_valid = x.num_tokens, x.num_valid
     if num_tokens == 0 or num_valid == 0:
         return softmax.max.new_zeros(3)
     lists = Lists(*saved)
@@ -266,7 +252,7 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec:
         coef_4N = torch.zeros(4, num_tokens, dtype=torch.float32, device=x.hidden.device)
         coef_4N[:2] = 1.0
         how = decide(x, softmax, coef_4N, lists, None, spec.filter.eps)
-        dropped_N, num_listed_N = listed_gradients(x, softmax, coef_4N, lists, how, True, None, None)
+        dropped_N, num_listed_N = listed_stats(x, softmax, coef_4N, lists, how)
         num_labelled = (x.ids >= 0).sum().clamp(min=1)
         kept_N = torch.where(how.listed_labels >= 0, num_listed_N + lists.ids_F.shape[0], 0)
         num_kept = kept_N.sum() + (how.num_exact[0] + how.num_fallback[0]).long() * num_valid
@@ -286,7 +272,7 @@ def gradients(
     def exactly(wanted: Grads) -> Gradients:
         return exact.gradients(x, softmax, coef_4N, list(exact.new_kept(x, exact.order_of(x))), wanted, spec)
 
-    if x.num_tokens == 0 or x.logits.num_valid == 0 or softmax.entropy is not None:
+    if x.num_tokens == 0 or x.num_valid == 0 or softmax.entropy is not None:
         return exactly(grads)
     d_hidden = d_weight = d_bias = None
     if grads.want_hidden and not sides.hidden:
@@ -308,18 +294,18 @@ class Compensation(NamedTuple):
     """The control variate for what is dropped, and its corrections.
 
     Attributes:
-        share_V: Each column's part of the dropped mass; see ``shares_of``.
-        shared_hidden_2D: Two rows that the tokens' factors multiply in d_hidden; None where d_hidden is not wanted.
+        shares_2V: As in ``shares.Dropped``.
+        shared_hidden: What the tokens' factors multiply in d_hidden, the first two rows of [2 or 3, D]; None where d_hidden is
+            not wanted.
         shared_weight_2D: Two rows that shares and 1 multiply in d_weight; None where d_weight is not wanted.
         sampled: Columns that correct d_hidden, or None.
         tokens: Tokens that correct d_weight, or None.
         factors: The factors on the corrections, or None.
-        covariance_DD: What hidden states are multiplied by in d_hidden, times ``factors.linear`` and the token's factor, or
-            None.
+        covariance_DD: What hidden states are multiplied by in d_hidden, times LINEAR and the token's factor, or None.
     """
 
-    share_V: torch.Tensor
-    shared_hidden_2D: torch.Tensor | None
+    shares_2V: torch.Tensor
+    shared_hidden: torch.Tensor | None
     shared_weight_2D: torch.Tensor | None
     sampled: SampledColumns | None = None
     tokens: SampledTokens | None = None
@@ -352,7 +338,7 @@ class _Work(NamedTuple):
 def _filtered_gradients(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, grads: Grads, spec: Spec
 ) -> Gradients:
-    num_valid, device = x.logits.num_valid, x.hidden.device
+    num_valid, device = x.num_valid, x.hidden.device
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, device)
         frequent = gather_frequent(lists.ids_F, x, cdiv(num_valid, 32))
@@ -364,14 +350,18 @@ def _filtered_gradients(
         )
         target = d_weight if grads.weight_out is None else grads.weight_out
         _add_fallback(x, softmax, coef_4N, how, (d_hidden, target, d_bias), grads, spec)
-        entries = new_entries(lists.columns_M.shape[0], num_valid, device)
+        entries = new_entries(lists.columns_M.shape[0], device)
         total = _listed_sum(d_hidden, x, spec)
-        factor_2N, _ = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
+        factor_2N = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
         comp = _compensation(x, softmax, coef_4N, frequent, how, factor_2N, tiles, grads, spec)
         work = _Work(frequent, how, lists, entries, factor_2N, comp, tiles)
 
         num_frequent_columns = lists.ids_F.shape[0]
-        frequent_weight_FD = target.new_empty(num_frequent_columns, x.hidden.shape[1]) if target is not None else None
+        frequent_weight_FD = None
+        if target is not None:
+            frequent_weight_FD = torch.empty(
+                num_frequent_columns, x.hidden.shape[1], dtype=target.dtype, device=device
+            )
         frequent_bias_F = (
             None if d_bias is None else torch.zeros(num_frequent_columns, dtype=torch.float32, device=device)
         )
@@ -385,7 +375,7 @@ def _filtered_gradients(
             if target is not None and frequent_weight_FD is not None:
                 _finish_weight(target, x, columns, frequent_weight_FD, work, add=grads.weight_out is not None)
             if d_bias is not None and frequent_bias_F is not None:
-                listed_bias(d_bias, columns, frequent.slot_V, frequent_bias_F, comp.share_V, factor_2N.sum(1))
+                listed_bias(d_bias, columns, frequent.slot_V, frequent_bias_F, comp.shares_2V, factor_2N.sum(1))
     return d_hidden, d_weight, d_bias
 
 
@@ -393,12 +383,11 @@ def _finish_weight(
     target: torch.Tensor, x: Operands, columns: ByColumn, frequent_weight_FD: torch.Tensor, work: _Work, *, add: bool
 ) -> None:
     """Put all parts of d_weight together, in ``target``."""
-    comp, parts = work.compensation, (work.frequent.slot_V, frequent_weight_FD, work.compensation.share_V)
+    comp, parts = work.compensation, (work.frequent.slot_V, frequent_weight_FD, work.compensation.shares_2V)
     assert comp.shared_weight_2D is not None
     if comp.tokens is not None and comp.factors is not None:
-        rows_VD, gain = target[: x.logits.num_valid], comp.factors.gain
         compensated_weight(
-            rows_VD, comp.tokens, gain, *parts, comp.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
+            target, comp.tokens, comp.factors, *parts, comp.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
         )
     listed_weight(
         target, x.hidden, columns, *parts, comp.shared_weight_2D, work.how, comp.factors, x.weight, add=add
@@ -407,10 +396,9 @@ def _finish_weight(
 
 def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum | None:
     """Return d_hidden with the remainder of all tokens if the budget holds that: then lists are added to it first."""
-    if d_hidden is None or not budget.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes):
+    if d_hidden is None or not memory.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes):
         return None
-    low_ND = exact.remainder(x.hidden, x.num_tokens)
-    return Sum(d_hidden, None if low_ND is None else low_ND.zero_(), by_token=True)
+    return Sum(d_hidden, exact.remainder(x.hidden, x.num_tokens), by_token=True)
 
 
 def _compensation(
@@ -418,32 +406,29 @@ def _compensation(
     tiles: Tiles,
     grads: Grads, spec: Spec,
 ) -> Compensation:
-    num_valid, weight = x.logits.num_valid, x.weight[: x.logits.num_valid]
+    num_valid, uniform = x.num_valid, spec.want.uniform
     shared_weight_2D = sums_of_rows(factor_2N, x.hidden) if grads.want_weight else None
     if not spec.filter.compensate:
-        shares_2V = shares_of(None, None, frequent.slot_V, num_valid, spec.want.uniform).shares_2V
-        return Compensation(
-            shares_2V[0], sums_of_rows(shares_2V, weight) if grads.want_hidden else None, shared_weight_2D
-        )
-    sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.reference, how.threshold, x.ids, SAMPLE)
+        shares_2V = shares_of(None, frequent.slot_V, num_valid, uniform).shares_2V
+        shared_hidden_2D = sums_of_rows(shares_2V, first_rows(x.weight, num_valid)) if grads.want_hidden else None
+        return Compensation(shares_2V, shared_hidden_2D, shared_weight_2D)
+    sample, rows_SD = sample_tokens(x.hidden, factor_2N, how.numbers_3N, x.ids, SAMPLE)
     parts_SV = None
-    if grads.want_weight and budget.keeps_sample(x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes):
-        parts_SV = x.hidden.new_empty(SAMPLE, cdiv(num_valid, budget.ROWS) * budget.ROWS)
-    dropped = dropped_shares(rows_SD, x, sample, frequent.slot_V, tiles.lse, parts_SV, spec.want.uniform)
-    share_V, num_columns = dropped.shares_2V[0], budget.sampled_columns(num_valid)
+    if grads.want_weight and memory.keeps_sample(x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes):
+        parts_SV = new_rows(x, SAMPLE, cdiv(num_valid, memory.ROWS) * memory.ROWS)
+    dropped = dropped_shares(rows_SD, x, sample, frequent.slot_V, tiles.lse, parts_SV, uniform)
+    num_columns = memory.sampled_columns(num_valid)
     tokens = weigh_tokens(dropped, sample) if num_columns else None
-    assert dropped.center_D is not None
-    other_D = torch.zeros_like(dropped.center_D)
-    if spec.want.uniform and grads.want_hidden:
-        other_D = sums_of_rows(dropped.shares_2V, weight)[1]
-    shared_2D = torch.stack((dropped.center_D, other_D))
-    comp = Compensation(share_V, shared_2D if grads.want_hidden else None, shared_weight_2D)
+    assert dropped.shared_3D is not None
+    if uniform and grads.want_hidden:
+        dropped.shared_3D[1].copy_(sums_of_rows(dropped.shares_2V, first_rows(x.weight, num_valid))[1])
+    comp = Compensation(dropped.shares_2V, dropped.shared_3D if grads.want_hidden else None, shared_weight_2D)
     if num_columns == 0 or not (grads.want_hidden or tokens is not None):
         return comp
-    sampled = sample_columns(dropped, num_columns, dropped.center_D, x)
+    sampled = sample_columns(dropped, num_columns, x)
     of_columns = of_tokens = lines_SK = None
-    at_once = budget.covariance_rows(exact.sizes_of(x), spec.workspace_bytes) if sample.centered is not None else 0
-    num_covariance = budget.covariance_columns(num_valid, x.hidden.shape[1]) if at_once and grads.want_hidden else 0
+    at_once = memory.covariance_rows(exact.sizes_of(x), spec.workspace_bytes) if sample.centered is not None else 0
+    num_covariance = memory.covariance_columns(num_valid, x.hidden.shape[1]) if at_once and grads.want_hidden else 0
     if tokens is not None:
         of_tokens = squares_of_tokens(tokens, dropped, sampled, tiles)
     if grads.want_hidden:
@@ -451,13 +436,13 @@ def _compensation(
             lines_SK = lines_of_sample(sampled, sample, x, tiles)
         coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
         of_columns = squares_of_columns(
-            sampled, sample, rows_SD, gain, softmax, coef_4N, how.threshold, tiles, lines_SK
+            sampled, sample, rows_SD, gain, softmax, coef_4N, how.numbers_3N, tiles, lines_SK
         )
     factors = factors_of(
-        of_columns, of_tokens, sampled, dropped, sample, tokens, shared_2D, shared_weight_2D, num_covariance
+        of_columns, of_tokens, sampled, dropped, sample, shared_weight_2D, num_covariance, at_once
     )
     if num_covariance:
-        covariance_DD = covariance_of(dropped, num_covariance, at_once, sampled, sample, factors, shared_2D, x, tiles)
+        covariance_DD = covariance_of(dropped, num_covariance, at_once, sampled, sample, factors, x, tiles)
         comp = comp._replace(covariance_DD=covariance_DD)
     return comp._replace(sampled=sampled if grads.want_hidden else None, tokens=tokens, factors=factors)
 
@@ -471,27 +456,27 @@ def _add_fallback(
     d_weight is not written.
     """
     d_hidden, d_weight, d_bias = out
-    num_valid = x.logits.num_valid
+    num_valid = x.num_valid
     tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
     coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
-    rows = gathered(x.hidden, (how.fallback, how.num_fallback), x.hidden.new_empty(FALLBACK, x.hidden.shape[1]))
-    cols = budget.fallback_columns(num_valid, FALLBACK, x.hidden.itemsize, spec.workspace_bytes, tiles.dlogits.cols)
-    dlogits_RV = x.hidden.new_empty(FALLBACK, cols)
+    rows = gathered(x.hidden, (how.fallback, how.num_fallback), new_rows(x, FALLBACK))
+    cols = memory.fallback_columns(num_valid, FALLBACK, x.hidden.itemsize, spec.workspace_bytes, tiles.dlogits.cols)
+    dlogits_RV = new_rows(x, FALLBACK, cols)
     total = None if d_hidden is None else Sum(d_hidden, exact.remainder(x.hidden, FALLBACK))
     for first in range(0, num_valid, cols):
-        columns = slice(first, min(first + cols, num_valid))
+        stop = min(first + cols, num_valid)
         dlogits_chunk(x, rows, softmax, coef_4N, first, dlogits_RV, tiles)
         if total is not None:
             add_d_hidden(
-                total, dlogits_RV, x.weight[columns], rows, None, gain, tiles.grad_hidden, first=first == 0
+                total, dlogits_RV, some_rows(x.weight, first, stop), rows, None, gain, tiles.grad_hidden, first=first == 0
             )
         if d_weight is not None:
             add_d_weight(
-                d_weight[columns], dlogits_RV, rows, gain, tiles.grad_weight, add=grads.weight_out is not None,
+                some_rows(d_weight, first, stop), dlogits_RV, rows, gain, tiles.grad_weight, add=grads.weight_out is not None,
                 often_empty=True,
             )
         if d_bias is not None:
-            add_d_bias(d_bias[columns], dlogits_RV, rows, None, gain)
+            add_d_bias(some_rows(d_bias, first, stop), dlogits_RV, rows, None, gain)
 
 
 def _add_rows(
@@ -505,36 +490,36 @@ def _add_rows(
     d_hidden, frequent_weight_FD, frequent_bias_F = out
     frequent, tiles = work.frequent.x._replace(ids=work.how.frequent_labels), work.tiles
     coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
-    cols = cdiv(frequent.logits.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
-    sampled, shared_2D, factors = (
+    cols = cdiv(frequent.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
+    sampled, shared, factors = (
         work.compensation.sampled,
-        work.compensation.shared_hidden_2D,
+        work.compensation.shared_hidden,
         work.compensation.factors,
     )
     num_sampled = 0 if sampled is None else sampled.column_K.shape[0]
-    at_once = budget.filter_backward_rows(exact.sizes_of(x), cols + num_sampled, spec.workspace_bytes)
-    buffer_RD, dlogits_RF = x.hidden.new_empty(at_once, x.hidden.shape[1]), x.hidden.new_empty(at_once, cols)
+    at_once = memory.filter_backward_rows(exact.sizes_of(x), cols + num_sampled, spec.workspace_bytes)
+    buffer_RD, dlogits_RF = new_rows(x, at_once), new_rows(x, at_once, cols)
     total = listed
     if total is None and d_hidden is not None:
         total = Sum(d_hidden, exact.remainder(x.hidden, at_once))
-    sampled_RK = None if sampled is None else x.hidden.new_empty(at_once, num_sampled)
+    sampled_RK = None if sampled is None else new_rows(x, at_once, num_sampled)
     groups = exact.finished_groups(work.how.listed_labels, work.how.order, at_once, grads.ready_rows)
     for number, (*group, num_final) in enumerate(groups):
         rows = gathered(x.hidden, group, buffer_RD)
-        grads_RF = dlogits_RF[: rows.index.shape[0]]
+        num_rows = rows.index.shape[0]
+        grads_RF = first_rows(dlogits_RF, num_rows)
         dlogits_chunk(frequent, rows, softmax, coef_4N, 0, grads_RF, tiles)
-        if total is not None and shared_2D is not None:
+        if total is not None and shared is not None:
             of_sampled = None
             if sampled is not None and sampled_RK is not None and factors is not None:
-                of_sampled = Pair(sampled_RK[: rows.index.shape[0]], sampled.centered_KD)
+                of_sampled = Pair(first_rows(sampled_RK, num_rows), sampled.centered_KD)
                 sampled_gradients(
-                    sampled, rows, softmax, coef_4N, work.how.threshold, of_sampled.given_RC, tiles, factors.columns
+                    sampled, rows, softmax, coef_4N, work.how.numbers_3N, of_sampled.given_RC, tiles, factors
                 )
             longest = work.how.block if listed is not None else 0
             add_products(
                 total, rows, Pair(grads_RF, frequent.weight), of_sampled, work.compensation.covariance_DD, factors, gain,
-                work.factor_2N,
-                shared_2D, (work.lists, longest), tiles.grad_hidden, first=listed is None,
+                work.factor_2N, shared, (work.lists, longest), tiles.grad_hidden, first=listed is None,
             )
             add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, longer_than=longest)
             if grads.hidden_ready is not None and num_final:

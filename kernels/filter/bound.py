@@ -15,10 +15,12 @@ import torch
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows
-from cce_dist.kernels.blocks import has_tma, kernel, operand, tile_of_logits
-from cce_dist.kernels.budget import bound_columns, cdiv
+from cce_dist.kernels.blocks import has_tma, kernel, operand, tile_of_products
 from cce_dist.kernels.filter.frequent import Frequent
+from cce_dist.kernels.head import logits_of, token_factors
+from cce_dist.kernels.memory import bound_columns
 from cce_dist.kernels.tiles import Tiles, interpreted, precision
+from cce_dist.kernels.waves import cdiv
 
 ERRORS = 2.0  # standard errors
 
@@ -30,36 +32,35 @@ def num_sampled(num_outside: int) -> int:
 
 def sample_outside(frequent: Frequent, x: Operands) -> tuple[torch.Tensor, Operands]:
     """Return columns of the shard that are not frequent, [S] int32 ascending, and those columns as a shard of their own."""
-    num_valid, hidden_size = x.logits.num_valid, x.weight.shape[1]
+    num_valid, hidden_size = x.num_valid, x.weight.shape[1]
     num_outside = num_valid - frequent.ids_F.shape[0]
     size = num_sampled(num_outside)
     ids_S = torch.empty(size, dtype=torch.int32, device=x.weight.device)
-    weight_SD = x.weight.new_empty(size, hidden_size)
-    bias_S = None if x.bias is None else x.bias.new_empty(size)
+    weight_SD = torch.empty(size, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
+    bias_S = None if x.head.bias is None else x.head.bias.new_empty(size)
     if size:
         _sample_outside_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
-            frequent.ids_F, x.weight, x.bias,
+            frequent.ids_F, x.weight, x.head.bias,
             ids_S, weight_SD, bias_S,
             size, num_outside, num_valid - num_outside, hidden_size, (num_valid - num_outside).bit_length(),
-            HAS_BIAS=x.bias is not None, BLOCK_S=16, BLOCK_D=256,
+            BLOCK_S=16, BLOCK_D=256,
         )
-    return ids_S, x._replace(weight=weight_SD, bias=bias_S, logits=x.logits._replace(start=0, num_valid=size))
+    return ids_S, x._replace(weight=weight_SD, head=x.head._replace(bias=bias_S), start=0, num_valid=size)
 
 
 @kernel("frequent_ptr", "weight_ptr", "bias_ptr", "ids_ptr", "weight_out_ptr", "bias_out_ptr", "hidden_size")
 def _sample_outside_kernel(
     frequent_ptr,  # in: [F] int64: the frequent columns, ascending
     weight_ptr,  # in: [V, D]
-    bias_ptr,  # in: [V]
+    bias_ptr,  # in: [V], or None
     ids_ptr,  # out: [S] int32
     weight_out_ptr,  # out: [S, D]
-    bias_out_ptr,  # out: [S]
+    bias_out_ptr,  # out: [S], or None
     size,
     num_outside,
     num_frequent,
     hidden_size,
     num_steps,
-    HAS_BIAS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -87,7 +88,7 @@ def _sample_outside_kernel(
     tl.store(weight_out_ptr + offs_s.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], row, mask=mask)
     if tl.program_id(1) == 0:
         tl.store(ids_ptr + offs_s, column, mask=in_s)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             tl.store(bias_out_ptr + offs_s, tl.load(bias_ptr + column, mask=in_s, other=0), mask=in_s)
 
 
@@ -104,31 +105,27 @@ def sampled_sums(
         tiles: Tiles of the device; a part is one tile of columns.
         sums_3PN: out: at the tokens of the group.
     """
-    tile, logits = tiles.lse, sampled.logits
+    tile = tiles.lse
     num_rows, hidden_size = rows.hidden.shape
     tma = has_tma(rows.hidden, sampled.weight)
     _sampled_sums_kernel[(cdiv(num_rows, tile.rows) * sums_3PN.shape[1],)](
         # in
-        operand(rows.hidden, tile.rows, tile.inner, tma), operand(sampled.weight, tile.cols, tile.inner, tma), sampled.bias,
+        operand(rows.hidden, tile.rows, tile.inner, tma), operand(sampled.weight, tile.cols, tile.inner, tma), sampled.head,
         ids_S, sampled.ids, rows.index, rows.num_kept,
         # out
         sums_3PN,
         # sizes
-        num_rows, hidden_size, logits.num_valid, start, sums_3PN.shape[1], sampled.num_tokens,
-        # options
-        logits.logit_scale, logits.softcap,
-        HAS_BIAS=sampled.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.capped,
+        num_rows, hidden_size, sampled.num_valid, start, sums_3PN.shape[1], sampled.num_tokens,
         # tiles
-        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        TILE=tile, TMA=tma, PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )
 
 
-@kernel("hidden", "weight", "bias_ptr", "hidden_size")
+@kernel("hidden", "weight", "hidden_size")
 def _sampled_sums_kernel(
     hidden,  # in: [R, D] descriptor or pointer
     weight,  # in: [S, D] descriptor or pointer
-    bias_ptr,  # in: [S]
+    head,  # in: Head
     ids_ptr,  # in: [S] int32
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
@@ -140,31 +137,24 @@ def _sampled_sums_kernel(
     start,
     num_parts,
     num_tokens,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    BLOCK_N: tl.constexpr = TILE.rows
+    BLOCK_V: tl.constexpr = TILE.cols
     part = tl.program_id(0) % num_parts
     row = tl.program_id(0) // num_parts * BLOCK_N
     num_kept = tl.load(num_kept_ptr)
     if row >= num_kept:
         return
-    z = tile_of_logits(
-        hidden, weight, bias_ptr, row, part * BLOCK_V, num_rows, size, hidden_size, logit_scale, softcap,
-        HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, True, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-    )
+    acc = tile_of_products(hidden, weight, row, part * BLOCK_V, num_rows, size, hidden_size, TILE, TMA, PRECISION)
     offs_n = row + tl.arange(0, BLOCK_N)
     live = offs_n < num_kept
+    offs_s = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    z = logits_of(acc, offs_s, offs_s < size, head, token_factors(head, offs_n, live), True)
     token = tl.load(index_ptr + offs_n, mask=live, other=0).to(tl.int64)
     label = (tl.load(labels_ptr + token, mask=live, other=-1) - start).to(tl.int32)
-    offs_s = part * BLOCK_V + tl.arange(0, BLOCK_V)
     column = tl.load(ids_ptr + offs_s, mask=offs_s < size, other=-1)
     maximum = tl.max(z, 1)
     base = tl.where(maximum > float("-inf"), maximum, 0.0)
@@ -178,27 +168,29 @@ def _sampled_sums_kernel(
 
 
 def bound_of_shard(
-    frequent_3N: torch.Tensor, target_N: torch.Tensor, sums_3PN: torch.Tensor, num_sampled: int, x: Operands, frequent: Frequent
+    frequent_3N: torch.Tensor, stats_KN: torch.Tensor, sums_3PN: torch.Tensor, num_sampled: int, x: Operands,
+    frequent: Frequent, taken: torch.Tensor,
 ) -> torch.Tensor:
     """Return the shard's part of the bound as a maximum, a sum relative to it, and zeros, [3, N] fp32.
 
     Args:
         frequent_3N: Maximum and sum of exp over the frequent columns.
-        target_N: The label's logit. It counts where it is another column of the shard.
+        stats_KN: Its TARGET is the label's logit. It counts where it is another column of the shard.
         sums_3PN: What ``sampled_sums`` writes.
         num_sampled: How many columns were sampled.
         x: The shard.
         frequent: Its frequent columns.
+        taken: out: 0, where ``lists.list_columns`` begins.
     """
-    stats_3N = torch.empty_like(frequent_3N)
-    num_outside = x.logits.num_valid - frequent.ids_F.shape[0]
+    stats_3N = torch.empty(3, x.num_tokens, dtype=torch.float32, device=frequent_3N.device)
+    num_outside = x.num_valid - frequent.ids_F.shape[0]
     # The error of a mean of ``num_sampled`` out of ``num_outside``; it is 0 where all of them are sampled.
     left_out = 1.0 - num_sampled / num_outside if num_outside else 0.0
     error = ERRORS * (left_out / max(1, num_sampled - 1)) ** 0.5
     _bound_of_shard_kernel[(cdiv(x.num_tokens, 256),)](
-        frequent_3N, target_N, sums_3PN, x.ids, frequent.slot_V,
-        stats_3N,
-        x.num_tokens, x.logits.start, x.logits.num_valid, sums_3PN.shape[1], max(1, num_sampled), num_outside, error,
+        frequent_3N, stats_KN, sums_3PN, x.ids, frequent.slot_V,
+        stats_3N, taken,
+        x.num_tokens, x.start, x.num_valid, sums_3PN.shape[1], max(1, num_sampled), num_outside, error,
         BLOCK_N=256,
     )
     return stats_3N
@@ -207,11 +199,12 @@ def bound_of_shard(
 @kernel("frequent_ptr", "slot_ptr", "stats_ptr")
 def _bound_of_shard_kernel(
     frequent_ptr,  # in: [3, N] fp32: maximum, sum, anything
-    target_ptr,  # in: [N] fp32
+    shard_ptr,  # in: [K, N] fp32; TARGET is read
     sums_ptr,  # in: [3, P, N] fp32: reference, sum, sum of squares
     labels_ptr,  # in: [N] int64
     slot_ptr,  # in: [V] int32
     stats_ptr,  # out: [3, N] fp32
+    taken_ptr,  # out: [1] int64
     num_tokens,
     start,
     num_valid,
@@ -221,7 +214,10 @@ def _bound_of_shard_kernel(
     error,
     BLOCK_N: tl.constexpr,
 ):
+    if tl.program_id(0) == 0:
+        tl.store(taken_ptr, 0)
     stride = num_tokens.to(tl.int64)
+    target_ptr = shard_ptr + 2 * stride
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = offs_n < num_tokens
     label = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)

@@ -10,14 +10,16 @@ product goes to what all tokens share.
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 
-from cce_dist.kernels import Operands, Rows, ShardLogits
+from cce_dist.kernels import Head, Operands, Rows
+from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.d_weight import add_d_weight
-from cce_dist.kernels.filter.sampling import Factors, SampledColumns, sample_centered
+from cce_dist.kernels.filter.sampling import LINEAR, Factors, SampledColumns, sample_centered
 from cce_dist.kernels.filter.shares import REWEIGHTING, Dropped, Sample
 from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.tiles import Tiles
-from cce_dist.kernels.tokens import sums_of_rows
+from cce_dist.kernels.waves import cdiv
 
 
 def lines_of_sample(sampled: SampledColumns, sample: Sample, x: Operands, tiles: Tiles) -> torch.Tensor:
@@ -25,41 +27,67 @@ def lines_of_sample(sampled: SampledColumns, sample: Sample, x: Operands, tiles:
     assert sample.centered is not None
     centered_SD, num_sampled = sample.centered.rows_SD, sampled.centered_KD.shape[0]
     lines_SK = torch.empty(centered_SD.shape[0], num_sampled, dtype=torch.float32, device=centered_SD.device)
-    plain = Operands(centered_SD, sampled.centered_KD, None, x.ids, ShardLogits(0, num_sampled))
-    logits_chunk(plain, Rows(_places(centered_SD), sample.size, centered_SD), 0, lines_SK, tiles)
+    plain = Operands(centered_SD, sampled.centered_KD, Head(), x.ids, 0, num_sampled)
+    logits_chunk(plain, Rows(sample.token_S, sample.size, centered_SD), 0, lines_SK, tiles)
     return lines_SK
 
 
 def covariance_of(
-    dropped: Dropped, size: int, at_once: int, sampled: SampledColumns, sample: Sample, factors: Factors,
-    shared_2D: torch.Tensor,
-    x: Operands, tiles: Tiles,
+    dropped: Dropped, size: int, at_once: int, sampled: SampledColumns, sample: Sample, factors: Factors, x: Operands,
+    tiles: Tiles,
 ) -> torch.Tensor:
-    """Return the covariance, and take its product with the mean hidden state off ``shared_2D``. -> [D, D]
+    """Return the covariance, and take its product with the mean hidden state off ``Dropped.shared_3D``. -> [D, D]
 
-    ``size`` columns are sampled, some at a time. Where the linear's factor is 0 the covariance is 0, and the products cost
-    nothing.
+    ``size`` columns are sampled, ``at_once`` at a time. Where LINEAR is 0 the covariance is 0, and the products cost nothing.
     """
-    assert sample.mean_D is not None and sample.mean_shift_D is not None and dropped.center_D is not None
-    hidden_size, device = x.weight.shape[1], x.weight.device
-    has_linear = (factors.linear > 0).to(torch.int32)[None]
-    covariance_DD = x.weight.new_empty(hidden_size, hidden_size)
-    gain = torch.full((), 1.0 / size, dtype=torch.float32, device=device)
+    assert factors.of_covariance is not None
+    gain, lines, num_apart, num_sampled = factors.of_covariance
+    hidden_size = x.weight.shape[1]
+    covariance_DD = torch.empty(hidden_size, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
     for first in range(0, size, at_once):
-        centered_QD = sample_centered(
-            dropped, first, min(at_once, size - first), size, dropped.center_D, x, factors.linear
-        )
-        columns = Rows(_places(centered_QD), has_linear * len(centered_QD), centered_QD)
+        # The last group may be smaller. Rows past its end count as 0.
+        centered_QD = sample_centered(dropped, first, min(at_once, size - first), size, x, factors)
+        columns = Rows(sampled.column_K, num_apart, centered_QD)
         add_d_weight(covariance_DD, centered_QD, columns, gain, tiles.grad_weight, add=first > 0)
     # The sampled columns add their own linear part, so it is taken off here.
-    columns = Rows(sampled.column_K, has_linear * len(sampled.centered_KD), sampled.centered_KD)
-    add_d_weight(covariance_DD, sampled.centered_KD, columns, factors.lines, tiles.grad_weight, add=True)
-    # REWEIGHTING moved the shares from the sample's mean to that of all tokens. ``linear`` is the estimate of the right factor.
-    shift_2D = sums_of_rows(torch.stack((sample.mean_D, sample.mean_shift_D.float())), covariance_DD)
-    factors_2 = torch.stack((factors.linear, (factors.linear - REWEIGHTING * x.logits.logit_scale).clamp(min=0.0)))
-    shared_2D[0].sub_((factors_2[:, None] * shift_2D).sum(0))
+    columns = Rows(sampled.column_K, num_sampled, sampled.centered_KD)
+    add_d_weight(covariance_DD, sampled.centered_KD, columns, lines, tiles.grad_weight, add=True)
+    _take_mean_off_kernel[(cdiv(hidden_size, 32),)](
+        sample.means_2D, covariance_DD, factors.values_5,
+        dropped.shared_3D,
+        hidden_size, REWEIGHTING * x.head.multiplier,
+        BLOCK_R=256, BLOCK_D=32, num_warps=8,
+    )
     return covariance_DD
 
 
-def _places(rows: torch.Tensor) -> torch.Tensor:
-    return torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+@kernel("mean_ptr", "covariance_ptr", "shared_ptr", "hidden_size")
+def _take_mean_off_kernel(
+    mean_ptr,  # in: [2, D] fp32: the mean hidden state of all tokens, and that of the sample less it
+    covariance_ptr,  # in: [D, D]
+    factors_ptr,  # in: [5] fp32; LINEAR is read
+    shared_ptr,  # in, out: [D] fp32
+    hidden_size,
+    reweighting,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    linear = tl.load(factors_ptr + LINEAR)
+    if linear == 0:
+        return
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_d = offs_d < hidden_size
+    of_mean = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    of_shift = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    for first in range(0, hidden_size, BLOCK_R):
+        offs_r = first + tl.arange(0, BLOCK_R)
+        in_r = offs_r < hidden_size
+        where = covariance_ptr + offs_r.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+        row = tl.load(where, mask=in_r[:, None] & in_d[None, :], other=0).to(tl.float32)
+        of_mean += tl.load(mean_ptr + offs_r, mask=in_r, other=0)[:, None] * row
+        of_shift += tl.load(mean_ptr + hidden_size + offs_r, mask=in_r, other=0)[:, None] * row
+    # REWEIGHTING moved the shares from the sample's mean to that of all tokens. LINEAR is the estimate of the right factor.
+    more = tl.maximum(linear - reweighting, 0.0)
+    taken_off = linear * tl.sum(of_mean, 0) + more * tl.sum(of_shift, 0)
+    shared = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
+    tl.store(shared_ptr + offs_d, shared - taken_off, mask=in_d)

@@ -17,11 +17,11 @@ import triton.language as tl
 
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.lists import Lists
-from cce_dist.kernels.filter.sampling import Factors
+from cce_dist.kernels.filter.sampling import COLUMNS, LINEAR, Factors
 from cce_dist.kernels.tiles import Tile, precision
+from cce_dist.kernels.waves import cdiv
 
 
 class Pair(NamedTuple):
@@ -38,7 +38,7 @@ class Pair(NamedTuple):
 
 def add_products(
     total: Sum, rows: Rows, frequent: Pair, sampled: Pair | None, covariance_DD: torch.Tensor | None, factors: Factors | None,
-    gain: torch.Tensor | None, factor_2N: torch.Tensor, shared_2D: torch.Tensor, later: tuple[Lists, int], tile: Tile, *,
+    gain: torch.Tensor | None, factor_2N: torch.Tensor, shared: torch.Tensor, later: tuple[Lists, int], tile: Tile, *,
     first: bool,
 ) -> None:
     """Add everything but lists to d_hidden at the tokens of the group; ``first`` sets it instead.
@@ -47,12 +47,13 @@ def add_products(
         total: The remainder is written where lists are to come, and nowhere else.
         frequent: Of the frequent columns.
         sampled: Of the sampled columns, or None.
-        covariance_DD: As ``linear.covariance_of`` returns it, or None.
+        covariance_DD: As ``covariance.covariance_of`` returns it, or None.
         factors: With ``sampled`` or ``covariance_DD``: a product whose factor is 0 is left out.
         gain: Multiplies the products of both pairs, 0-d fp32; or None.
         factor_2N: r_i and u_i of each token, fp32.
-        shared_2D: What they multiply, fp32.
-        later: The lists, and the length of those that were added before.
+        shared: What they multiply, fp32: the first two rows of [2 or 3, D].
+        later: The lists, and the length of those that were added before. Only tokens whose list is one of the latter have a
+            remainder already.
     """
     hidden_size, num_rows = total.high_ND.shape[1], rows.hidden.shape[0]
     others = [*(sampled or ()), *(() if covariance_DD is None else (rows.hidden, covariance_DD))]
@@ -65,8 +66,8 @@ def add_products(
         # in
         *pair(*frequent), *([None, None] if sampled is None else pair(*sampled)),
         *([None, None] if covariance_DD is None else pair(rows.hidden, covariance_DD)),
-        *((None, None) if factors is None else (factors.columns, factors.linear)),
-        rows.index, rows.num_kept, gain, factor_2N, shared_2D, later[0].count_N,
+        None if factors is None else factors.values_5,
+        rows.index, rows.num_kept, gain, factor_2N, shared, later[0].count_N,
         # in, out
         total.high_ND, total.low_RD,
         # sizes
@@ -93,8 +94,7 @@ def _hidden_products_kernel(
     sampled_weight,  # in: [K, D] descriptor or pointer, with HAS_SAMPLED
     hidden,  # in: [R, D] descriptor or pointer, with HAS_COVARIANCE
     covariance,  # in: [D, D] descriptor or pointer, with HAS_COVARIANCE
-    sampled_factor_ptr,  # in: [] fp32, with HAS_SAMPLED
-    linear_ptr,  # in: [] fp32, with HAS_COVARIANCE
+    factors_ptr,  # in: [5] fp32, as in ``Factors``; with HAS_SAMPLED or HAS_COVARIANCE
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     gain_ptr,  # in: [] fp32
@@ -137,14 +137,14 @@ def _hidden_products_kernel(
 
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     if HAS_COVARIANCE:
-        linear = tl.load(linear_ptr)
+        linear = tl.load(factors_ptr + LINEAR)
         for inner in range(0, tl.where(linear > 0, hidden_size, 0), BLOCK_V):
             h = load_tile(hidden, row, inner, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_V, TMA)
             s = load_tile(covariance, inner, col, hidden_size, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
             acc = tl.dot(h, s, acc, input_precision=PRECISION)
         acc *= (mass * (linear / gain))[:, None]
     if HAS_SAMPLED:
-        for inner in range(0, tl.where(tl.load(sampled_factor_ptr) > 0, num_sampled, 0), BLOCK_V):
+        for inner in range(0, tl.where(tl.load(factors_ptr + COLUMNS) > 0, num_sampled, 0), BLOCK_V):
             g = load_tile(sampled_grads, row, inner, num_rows, num_sampled, sampled_stride, BLOCK_N, BLOCK_V, TMA)
             w = load_tile(sampled_weight, inner, col, num_sampled, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
             acc = tl.dot(g, w, acc, input_precision=PRECISION)
@@ -156,7 +156,9 @@ def _hidden_products_kernel(
         acc *= gain
 
     uniform = tl.load(factor_ptr + num_tokens.to(tl.int64) + token, mask=live, other=0)
-    later = live & (tl.load(count_ptr + token, mask=live, other=0) > num_before)
+    count = tl.load(count_ptr + token, mask=live, other=0)
+    later = live & (count > num_before)
+    has_low = live & (count > 0) & (count <= num_before)
     low_row = token if BY_TOKEN else offs_n.to(tl.int64)
     # The tile is stored a quarter at a time: the whole of it beside its addresses spills registers.
     for half in tl.static_range(2):
@@ -171,7 +173,7 @@ def _hidden_products_kernel(
             some += tl.load(high, mask=before, other=0).to(tl.float32)
             if HAS_LOW:
                 low = low_ptr + low_row[:, None] * hidden_size + offs_d[None, :]
-                some += tl.load(low, mask=before, other=0).to(tl.float32)
+                some += tl.load(low, mask=before & has_low[:, None], other=0).to(tl.float32)
             rounded = some.to(d_hidden_ptr.dtype.element_ty)
             if HAS_LOW:
                 rest = (some - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty)

@@ -23,11 +23,11 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.lists import Decisions, Entries, Lists
-from cce_dist.kernels.filter.sampling import Factors, SampledTokens
+from cce_dist.kernels.filter.sampling import GAIN, SHRINKAGE, Factors, SampledTokens
 from cce_dist.kernels.tiles import Tile, num_programs, precision
+from cce_dist.kernels.waves import cdiv
 
 
 def add_listed_hidden(
@@ -36,10 +36,10 @@ def add_listed_hidden(
     """Add the listed columns' part to d_hidden at the tokens of the group whose lists are longer than that."""
     num_rows, hidden_size = rows.index.shape[0], x.weight.shape[1]
     _filtered_hidden_kernel[(num_rows, cdiv(hidden_size, 1024))](
-        x.weight, rows.index, rows.num_kept, lists.count_N, how.end, entries.column, entries.grad,
+        x.weight, rows.index, rows.num_kept, lists.count_N, how.ends_2N, entries.column, entries.grad,
         total.low_RD,
         total.high_ND,
-        hidden_size, x.logits.num_valid, longer_than,
+        hidden_size, x.num_valid, longer_than,
         HAS_LOW=total.low_RD is not None, BY_TOKEN=total.by_token, BLOCK_K=8, BLOCK_D=1024, num_warps=4,
     )
 
@@ -50,7 +50,7 @@ def _filtered_hidden_kernel(
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     count_ptr,  # in: [N] int32
-    end_ptr,  # in: [N] int32
+    end_ptr,  # in: [N] int32: where the token's entries end
     entry_column_ptr,  # in: [M] int32
     entry_grad_ptr,  # in: [M] fp32
     low_ptr,  # in: [R, D]
@@ -111,7 +111,11 @@ def by_column(entries: Entries, num_cols: int) -> ByColumn:
     column, order = entries.column.sort(stable=True)
     capacity = column.shape[0]
     first_V = torch.empty(num_cols + 1, dtype=torch.int32, device=column.device)
-    columns = ByColumn(first_V, torch.empty_like(entries.token), torch.empty_like(entries.grad))
+    columns = ByColumn(
+        first_V,
+        torch.empty(capacity, dtype=torch.int32, device=column.device),
+        torch.empty(capacity, dtype=torch.float32, device=column.device),
+    )
     _by_column_kernel[(cdiv(max(capacity, num_cols + 1), 256),)](
         column, order, entries.token, entries.grad,
         *columns,
@@ -154,7 +158,8 @@ def _by_column_kernel(
 
 def listed_weight(
     d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
-    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, factors: Factors | None, weight: torch.Tensor, *, add: bool,
+    shares_2V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, factors: Factors | None, weight: torch.Tensor, *,
+    add: bool,
 ) -> None:
     """Set the rows of d_weight_VD to the sum of all their parts, or add it.
 
@@ -162,11 +167,11 @@ def listed_weight(
         d_weight_VD: in, out: may have more rows than there are columns; those are left alone.
         slot_V: Place among the frequent columns for each column, from 1 on, or 0.
         frequent_FD: The frequent columns' rows of the gradient.
-        share_V: Each column's part of the dropped mass.
+        shares_2V: Its first row is each column's part of the dropped mass.
         shared_2D: sum_i scale P_i m_i hidden_i and sum_i scale UNIFORM_i hidden_i, fp32.
         how: Where tokens are exact, d_weight_VD holds their gradient, to add to; where all are, it is left alone.
-        factors: Where ``factors.gain`` is not 0, ``compensated_weight`` has set the rows to all other parts.
-        weight: The weight, which is read where ``factors.shrinkage`` is not 0.
+        factors: Where GAIN is not 0, ``compensated_weight`` has set the rows to all other parts.
+        weight: The weight, which is read where SHRINKAGE is not 0.
         add: Add to d_weight_VD in any case.
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
@@ -175,9 +180,8 @@ def listed_weight(
     num_items = cdiv(num_cols, block_v) * cdiv(hidden_size, block_d)
     _filtered_weight_kernel[(cdiv(num_items, 2),)](
         # in
-        hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, frequent_FD, share_V, shared_2D,
-        how.num_exact, how.num_fallback,
-        weight, *((None, None) if factors is None else (factors.gain, factors.shrinkage)),
+        hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, frequent_FD, shares_2V, shared_2D,
+        how.num_exact, how.num_fallback, weight, None if factors is None else factors.values_5,
         # in, out
         d_weight_VD,
         # sizes
@@ -204,8 +208,7 @@ def _filtered_weight_kernel(
     num_exact_ptr,  # in: [1] int32
     num_fallback_ptr,  # in: [1] int32
     weight_ptr,  # in: [V, D]
-    gain_ptr,  # in: [] fp32
-    shrinkage_ptr,  # in: [] fp32
+    factors_ptr,  # in: [5] fp32, as in ``Factors``; with HAS_FACTORS
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
     hidden_size,
@@ -221,8 +224,8 @@ def _filtered_weight_kernel(
         return
     num_blocks_v = tl.cdiv(num_cols, BLOCK_V)
     adding = (add != 0) | (tl.load(num_fallback_ptr) > 0)
-    others_done = (tl.load(gain_ptr) != 0) if HAS_FACTORS else False
-    shrinkage = tl.load(shrinkage_ptr) if HAS_FACTORS else 0.0
+    others_done = (tl.load(factors_ptr + GAIN) != 0) if HAS_FACTORS else False
+    shrinkage = tl.load(factors_ptr + SHRINKAGE) if HAS_FACTORS else 0.0
     adding |= others_done
     # Programs side by side have the same part of all hidden states, which then stays in the cache.
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -304,20 +307,20 @@ def _rows(rows_ptr, number, in_k, offs_d, in_d, hidden_size):
 
 
 def compensated_weight(
-    d_weight_VD: torch.Tensor, tokens: SampledTokens, gain: torch.Tensor, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
-    share_V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, tile: Tile, *, add: bool,
+    d_weight_VD: torch.Tensor, tokens: SampledTokens, factors: Factors, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
+    shares_2V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, tile: Tile, *, add: bool,
 ) -> None:
     """Set the rows of d_weight_VD to all of their parts but the listed gradients, what sampled tokens add included, or add it.
 
     Args:
-        d_weight_VD: in, out: the columns' rows.
+        d_weight_VD: in, out: may have more rows than there are columns; those are left alone.
         tokens: The sampled tokens.
-        gain: The factor on what they add; where it is 0, nothing is written.
+        factors: GAIN is the factor on what they add; where it is 0, nothing is written.
         tile: Of a long product. Half of it is taken: this one is short, so most of its time is that of stores, which another
             program of the same multiprocessor then hides.
-        slot_V, frequent_FD, share_V, shared_2D, how, add: As in ``listed_weight``.
+        slot_V, frequent_FD, shares_2V, shared_2D, how, add: As in ``listed_weight``.
     """
-    num_cols, hidden_size = d_weight_VD.shape
+    num_cols, hidden_size = shares_2V.shape[1], d_weight_VD.shape[1]
     parts_SV, centered_SD = tokens.parts_SV, tokens.rows.hidden
     tile = tile._replace(cols=max(16, tile.cols // 2), warps=max(1, tile.warps // 2))
     tma = has_tma(parts_SV, centered_SD)
@@ -325,8 +328,8 @@ def compensated_weight(
     _compensated_weight_kernel[(min(num_tiles, 2 * num_programs(centered_SD.device)),)](
         # in
         operand(parts_SV, tile.inner, tile.rows, tma), operand(centered_SD, tile.inner, tile.cols, tma),
-        tokens.rows.num_kept, gain,
-        tokens.reweighting_V, slot_V, frequent_FD, share_V, shared_2D, how.num_exact, how.num_fallback,
+        tokens.rows.num_kept, factors.values_5,
+        tokens.reweighting_2V, slot_V, frequent_FD, shares_2V, shared_2D, how.num_exact, how.num_fallback,
         # in, out
         d_weight_VD,
         # sizes
@@ -342,7 +345,7 @@ def _compensated_weight_kernel(
     parts,  # in: [S, V or more] descriptor or pointer
     centered,  # in: [S, D] descriptor or pointer
     num_sampled_ptr,  # in: [1] int32
-    gain_ptr,  # in: [] fp32
+    factors_ptr,  # in: [5] fp32, as in ``Factors``; GAIN is read
     reweighting_ptr,  # in: [V] fp32
     slot_ptr,  # in: [V] int32
     frequent_ptr,  # in: [F, D]
@@ -363,7 +366,7 @@ def _compensated_weight_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    gain = tl.load(gain_ptr)
+    gain = tl.load(factors_ptr + GAIN)
     num_sampled = tl.load(num_sampled_ptr)
     adding = (add != 0) | (tl.load(num_fallback_ptr) > 0)
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
@@ -401,19 +404,19 @@ def _compensated_weight_kernel(
 
 
 def listed_bias(
-    d_bias_V: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_F: torch.Tensor, share_V: torch.Tensor,
+    d_bias_V: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_F: torch.Tensor, shares_2V: torch.Tensor,
     factor_2: torch.Tensor,
 ) -> None:
     """Add the column sums of the listed gradients, of the frequent columns and of the control variate to d_bias_V.
 
     Args:
-        slot_V: As in ``listed_weight``.
+        slot_V, shares_2V: As in ``listed_weight``.
         frequent_F: The frequent columns' part, fp32.
         factor_2: sum_i scale P_i m_i and sum_i scale UNIFORM_i.
     """
     num_cols = entries.first_V.shape[0] - 1
     _filtered_bias_kernel[(cdiv(num_cols, 128),)](
-        entries.first_V, entries.grad, slot_V, frequent_F, share_V, factor_2,
+        entries.first_V, entries.grad, slot_V, frequent_F, shares_2V, factor_2,
         d_bias_V,
         num_cols,
         BLOCK_V=128,

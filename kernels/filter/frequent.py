@@ -14,8 +14,9 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import kernel
-from cce_dist.kernels.budget import cdiv, frequent_columns
+from cce_dist.kernels.memory import frequent_columns
 from cce_dist.kernels.tiles import interpreted
+from cce_dist.kernels.waves import cdiv
 
 
 class Frequent(NamedTuple):
@@ -23,14 +24,15 @@ class Frequent(NamedTuple):
 
     Attributes:
         ids_F: Their columns, int64.
-        slot_V: Each column's place among them, from 1 on, or 0; int32, as many as the words have bits.
-        words_W: The frequent columns as bits, int32, like a row of the marks of ``lse.py``.
+        slot_V: Each column's place among them, from 1 on, or 0; int32, as many as the words have bits. Behind them stand W
+            words: the frequent columns as bits, like a row of the marks of ``lse.py``.
+        num_words: W.
         x: Frequent columns as a shard of their own. Its labels are those of the call, not slots.
     """
 
     ids_F: torch.Tensor
     slot_V: torch.Tensor
-    words_W: torch.Tensor
+    num_words: int
     x: Operands
 
 
@@ -44,31 +46,26 @@ def num_frequent(num_valid: int, eps: float) -> int:
     return frequent_columns(num_valid, eps, 32 if interpreted() else 256)
 
 
-def most_labelled(x: Operands, size: int) -> torch.Tensor:
-    """Return the ``size`` columns of the shard that are the label most often, ascending; of equals, the first."""
-    num_tokens, num_valid = x.num_tokens, x.logits.num_valid
-    zeros = torch.zeros(num_valid + num_tokens, dtype=torch.int32, device=x.ids.device)
-    count_V, above_N = zeros.split((num_valid, num_tokens))
-    _count_labels_kernel[(cdiv(num_tokens, 1024),)](
-        x.ids, count_V, above_N, num_tokens, x.logits.start, num_valid, BLOCK_N=1024
-    )
-    ids_F = x.ids.new_empty(size)
+def most_labelled(x: Operands, ids_F: torch.Tensor) -> None:
+    """Fill ids_F with the columns of the shard that are the label most often, ascending; of equals, the first."""
+    num_tokens, num_valid = x.num_tokens, x.num_valid
+    counts = torch.zeros(num_valid + num_tokens, dtype=torch.int32, device=x.ids.device)
+    _count_labels_kernel[(cdiv(num_tokens, 1024),)](x.ids, counts, num_tokens, x.start, num_valid, BLOCK_N=1024)
     _most_labelled_kernel[(cdiv(num_valid, 4096),)](
-        count_V, above_N, ids_F, num_tokens, num_valid, size, num_tokens.bit_length(), BLOCK_V=4096, num_warps=8
+        counts, ids_F, num_tokens, num_valid, ids_F.shape[0], num_tokens.bit_length(), BLOCK_V=4096, num_warps=8
     )
-    return ids_F
 
 
 @kernel("count_ptr")
 def _count_labels_kernel(
     labels_ptr,  # in: [N] int64
-    count_ptr,  # in, out: [V] int32
-    above_ptr,  # in, out: [N] int32: how many columns are the label more than 0, 1, ... times
+    count_ptr,  # in, out: [V + N] int32: labels of each column; how many columns are the label more than 0, 1, ... times
     num_tokens,
     start,
     num_valid,
     BLOCK_N: tl.constexpr,
 ):
+    above_ptr = count_ptr + num_valid
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     label = tl.load(labels_ptr + offs_n, mask=offs_n < num_tokens, other=-1)
     column = label - start
@@ -81,8 +78,7 @@ def _count_labels_kernel(
 
 @kernel("count_ptr", "ids_ptr")
 def _most_labelled_kernel(
-    count_ptr,  # in: [V] int32
-    above_ptr,  # in: [N] int32, descending
+    count_ptr,  # in: [V + N] int32, as ``_count_labels_kernel`` leaves it; the last N descend
     ids_ptr,  # out: [F] int64
     num_tokens,
     num_valid,
@@ -91,6 +87,7 @@ def _most_labelled_kernel(
     BLOCK_V: tl.constexpr,
 ):
     # Bisection for ``least``: all columns with more labels than that are chosen, and ``places`` of those with exactly so many.
+    above_ptr = count_ptr + num_valid
     least = tl.zeros((), tl.int32)
     last = least + num_tokens
     for _ in range(0, num_steps):
@@ -121,33 +118,34 @@ def _most_labelled_kernel(
 def gather_frequent(ids_F: torch.Tensor, x: Operands, num_words: int) -> Frequent:
     """Copy the frequent columns' rows out of the weight, and note where they are."""
     size, hidden_size = ids_F.shape[0], x.weight.shape[1]
-    slot_V, words_W = torch.zeros(33 * num_words, dtype=torch.int32, device=ids_F.device).split(32 * num_words)
-    weight_FD = x.weight.new_empty(size, hidden_size)
-    bias_F = None if x.bias is None else x.bias.new_empty(size)
+    slot_V = torch.empty(33 * num_words, dtype=torch.int32, device=ids_F.device)
+    weight_FD = torch.empty(size, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
+    bias_F = None if x.head.bias is None else x.head.bias.new_empty(size)
     _gather_frequent_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
-        ids_F, x.weight, x.bias,
-        slot_V, words_W, weight_FD, bias_F,
-        size, hidden_size,
-        HAS_BIAS=x.bias is not None, BLOCK_F=16, BLOCK_D=256,
+        ids_F, x.weight, x.head.bias,
+        slot_V, weight_FD, bias_F,
+        size, hidden_size, num_words, size.bit_length(),
+        BLOCK_F=16, BLOCK_D=256, BLOCK_W=16,
     )
-    logits = x.logits._replace(start=0, num_valid=size)
-    return Frequent(ids_F, slot_V, words_W, x._replace(weight=weight_FD, bias=bias_F, logits=logits))
+    columns = x._replace(weight=weight_FD, head=x.head._replace(bias=bias_F), start=0, num_valid=size)
+    return Frequent(ids_F, slot_V, num_words, columns)
 
 
-@kernel("weight_ptr", "bias_ptr", "slot_ptr", "words_ptr", "weight_out_ptr", "bias_out_ptr", "hidden_size")
+@kernel("weight_ptr", "bias_ptr", "slot_ptr", "weight_out_ptr", "bias_out_ptr", "hidden_size")
 def _gather_frequent_kernel(
-    ids_ptr,  # in: [F] int64
+    ids_ptr,  # in: [F] int64, ascending
     weight_ptr,  # in: [V, D]
-    bias_ptr,  # in: [V]
-    slot_ptr,  # in, out: [32 W] int32
-    words_ptr,  # in, out: [W] int32
+    bias_ptr,  # in: [V], or None
+    slot_ptr,  # out: [33 W] int32: slots and words, as in ``Frequent``
     weight_out_ptr,  # out: [F, D]
-    bias_out_ptr,  # out: [F]
+    bias_out_ptr,  # out: [F], or None
     size,
     hidden_size,
-    HAS_BIAS: tl.constexpr,
+    num_words,
+    num_steps,
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
     offs_f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -156,48 +154,79 @@ def _gather_frequent_kernel(
     column = tl.load(ids_ptr + offs_f, mask=in_f, other=0)
     row = tl.load(weight_ptr + column[:, None] * hidden_size + offs_d[None, :], mask=mask, other=0)
     tl.store(weight_out_ptr + offs_f.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], row, mask=mask)
-    if tl.program_id(1) == 0:
-        tl.store(slot_ptr + column, offs_f + 1, mask=in_f)
-        bit = tl.full((BLOCK_F,), 1, tl.int32) << (column % 32).to(tl.int32)
-        tl.atomic_or(words_ptr + column // 32, bit, mask=in_f)  # Bits commute, so the result is deterministic.
-        if HAS_BIAS:
-            tl.store(bias_out_ptr + offs_f, tl.load(bias_ptr + column, mask=in_f, other=0), mask=in_f)
+    if bias_ptr is not None:
+        once = in_f & (tl.program_id(1) == 0)
+        tl.store(bias_out_ptr + offs_f, tl.load(bias_ptr + column, mask=once, other=0), mask=once)
+
+    # All programs together write the slots: bisection finds how many frequent columns stand before a column.
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    for word in range(program * BLOCK_W, num_words, tl.num_programs(0) * tl.num_programs(1) * BLOCK_W):
+        offs_v = 32 * word + tl.arange(0, 32 * BLOCK_W)
+        in_v = offs_v < 32 * num_words
+        num_before = tl.zeros((32 * BLOCK_W,), tl.int32)
+        last = num_before + size
+        for _ in range(0, num_steps):
+            middle = (num_before + last) // 2
+            before = tl.load(ids_ptr + middle, mask=num_before < last, other=0) < offs_v
+            before = before & (num_before < last)
+            last = tl.where(before, last, middle)
+            num_before = tl.where(before, middle + 1, num_before)
+        is_frequent = tl.load(ids_ptr + num_before, mask=num_before < size, other=-1) == offs_v
+        tl.store(slot_ptr + offs_v, tl.where(is_frequent, num_before + 1, 0), mask=in_v)
+        bits = tl.where(is_frequent, 1 << (offs_v % 32), 0)
+        offs_w = word + tl.arange(0, BLOCK_W)
+        words = tl.sum(tl.reshape(bits, (BLOCK_W, 32)), 1).to(tl.int32)
+        tl.store(slot_ptr + 32 * num_words + offs_w, words, mask=offs_w < num_words)
 
 
 def outside_frequent(
     bound_N: torch.Tensor,
-    frequent_max_N: torch.Tensor,
-    frequent_sum_N: torch.Tensor,
-    max_N: torch.Tensor,
-    sum_N: torch.Tensor,
-) -> torch.Tensor:
-    """Return bound_3N: the bound; ``sum_N`` less the frequent columns, relative to ``max_N``; and that maximum."""
+    frequent_3N: torch.Tensor,
+    frequent_sloped_N: torch.Tensor | None,
+    stats_KN: torch.Tensor,
+    sloped_N: torch.Tensor | None,
+    bound_3N: torch.Tensor,
+) -> None:
+    """Fill bound_3N: the bound; the sum of exp less that of the frequent columns, relative to the maximum; and that maximum.
+
+    Args:
+        bound_N: The bound.
+        frequent_3N: Maximum and sum of exp over the frequent columns.
+        frequent_sloped_N: That sum times the softcap's slopes; None without a softcap.
+        stats_KN: Maximum and sum of exp over all columns.
+        sloped_N: That sum times the softcap's slopes; None without a softcap.
+        bound_3N: out.
+    """
     num_tokens = bound_N.shape[0]
-    bound_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=bound_N.device)
     _outside_frequent_kernel[(cdiv(num_tokens, 256),)](
-        bound_N, frequent_max_N, frequent_sum_N, max_N, sum_N, bound_3N, num_tokens, BLOCK_N=256
+        bound_N, frequent_3N, frequent_sloped_N, stats_KN, sloped_N,
+        bound_3N,
+        num_tokens,
+        BLOCK_N=256,
     )
-    return bound_3N
 
 
 @kernel("state_ptr")
 def _outside_frequent_kernel(
     bound_ptr,  # in: [N] fp32
-    frequent_max_ptr,  # in: [N] fp32
-    frequent_sum_ptr,  # in: [N] fp32
-    max_ptr,  # in: [N] fp32
-    sum_ptr,  # in: [N] fp32
+    frequent_ptr,  # in: [3, N] fp32: maximum, sum, anything
+    frequent_sloped_ptr,  # in: [N] fp32, or None
+    stats_ptr,  # in: [K, N] fp32: maximum, sum, ...
+    sloped_ptr,  # in: [N] fp32, or None
     state_ptr,  # out: [3, N] fp32
     num_tokens,
     BLOCK_N: tl.constexpr,
 ):
+    stride = num_tokens.to(tl.int64)
+    frequent_sum_ptr = frequent_ptr + stride if frequent_sloped_ptr is None else frequent_sloped_ptr
+    sum_ptr = stats_ptr + stride if sloped_ptr is None else sloped_ptr
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = offs_n < num_tokens
     state_ptr += offs_n
-    maximum = tl.load(max_ptr + offs_n, mask=in_n, other=0)
-    below = tl.load(frequent_max_ptr + offs_n, mask=in_n, other=0) - maximum
+    maximum = tl.load(stats_ptr + offs_n, mask=in_n, other=0)
+    below = tl.load(frequent_ptr + offs_n, mask=in_n, other=0) - maximum
     frequent = tl.load(frequent_sum_ptr + offs_n, mask=in_n, other=0) * tl.exp(below)
     outside = tl.load(sum_ptr + offs_n, mask=in_n, other=0) - frequent
     tl.store(state_ptr, tl.load(bound_ptr + offs_n, mask=in_n, other=0), mask=in_n)
-    tl.store(state_ptr + num_tokens.to(tl.int64), tl.where(outside < 0, 0.0, outside), mask=in_n)  # NaN stays
-    tl.store(state_ptr + 2 * num_tokens.to(tl.int64), maximum, mask=in_n)
+    tl.store(state_ptr + stride, tl.where(outside < 0, 0.0, outside), mask=in_n)  # NaN stays
+    tl.store(state_ptr + 2 * stride, maximum, mask=in_n)

@@ -8,7 +8,7 @@ coefficients, and ``plan`` decides for each token whether the lists can serve it
 The lists hold what is ``SLACK`` below ``bound + log eps``, so they serve unless the threshold is lower than that. A short list
 is kept whole: by then its rows of the weight have been read. A token whose list is too long, or that has anything that is not
 finite, is not served. Up to ``FALLBACK`` such tokens fall back to the exact path. All tokens do where there are more, or where
-the lists overflow (``budget.list_capacity``). ``listed_gradients`` then computes, for the listed columns j of a token,
+the lists overflow (``memory.list_capacity``). ``listed_gradients`` then computes, for the listed columns j of a token,
 
     z_j = hidden . weight_j        g_j = scale * slope * (P p_j + LABEL [j = label])
 
@@ -26,11 +26,13 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax
-from cce_dist.kernels.blocks import kernel, softcap_slope, softcapped
-from cce_dist.kernels.budget import FALLBACK, cdiv
+from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.frequent import Frequent
+from cce_dist.kernels.head import logits_of, slope_of, token_factors
+from cce_dist.kernels.memory import FALLBACK
 from cce_dist.kernels.tiles import stages_of_rows
+from cce_dist.kernels.waves import cdiv
 
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
 # Columns of a list. A single token that no list serves takes one tile of rows through the exact kernels: 1.7 ms for
@@ -72,9 +74,9 @@ def list_columns(
     num_rows, num_words = words_RW.shape
     aligned = min(16, num_words & -num_words)
     _list_columns_kernel[(num_rows,)](
-        words_RW, frequent.words_W, x.ids, rows.index, rows.num_kept, taken,
+        words_RW, frequent.slot_V, x.ids, rows.index, rows.num_kept, taken,
         lists.columns_M, lists.begin_N, lists.count_N,
-        num_words // aligned, lists.columns_M.shape[0], x.logits.start, x.logits.num_valid,
+        num_words // aligned, lists.columns_M.shape[0], x.start, x.num_valid,
         BLOCK_W=512, ALIGNED=aligned, num_warps=1,
     )
 
@@ -99,10 +101,10 @@ def _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, n
     return word ^ (word & frequent)
 
 
-@kernel("words_ptr", "frequent_words_ptr", "taken_ptr", "columns_ptr")
+@kernel("words_ptr", "slot_ptr", "taken_ptr", "columns_ptr")
 def _list_columns_kernel(
     words_ptr,  # in: [R, W] int32
-    frequent_words_ptr,  # in: [W] int32
+    slot_ptr,  # in: [33 W] int32, as in ``Frequent``; the words are read
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
@@ -129,6 +131,7 @@ def _list_columns_kernel(
     label_bit = tl.full((), 1, tl.uint32) << (tl.where(here, label, 0) % 32).to(tl.uint32)
     num_words = num_units * ALIGNED  # which says how wide reads may be
     words_ptr += row.to(tl.int64) * num_words
+    frequent_words_ptr = slot_ptr + 32 * num_words
 
     counts = tl.zeros((BLOCK_W,), tl.int32)
     for first in range(0, num_words, BLOCK_W):
@@ -168,12 +171,10 @@ class Decisions(NamedTuple):
         listed_labels: The label if frequent columns and list serve the token, else -1; int64.
         exact_labels: The label if all tokens take the exact path, else -1; int64.
         frequent_labels: The label's place among the frequent columns if it has one and the token is listed, else -1; int64.
-        end: Where the token's entries end; int32.
         index: The listed tokens, or all with a label if those are exact, in order, then the others; int32.
-        last_block: The place after the token's blocks; int32.
-        threshold: Logits below it are dropped, fp32.
-        mass: Softmax mass of the shard's columns that are not frequent, times the softcap's slopes, fp32.
-        reference: LSE less log |P|, fp32: exp(z - reference) = |P| p.
+        ends_2N: [2, N] int32: where the token's entries end; where its blocks end.
+        numbers_3N: [3, N] fp32: the threshold, below which logits are dropped; softmax mass of the shard's columns that are not
+            frequent, times the softcap's slopes; the reference, LSE less log |P|: exp(z - reference) = |P| p.
         num_exact: [1] int32.
         num_listed: [1] int32.
         num_fallback: [1] int32: tokens that are exact while others are listed.
@@ -186,12 +187,9 @@ class Decisions(NamedTuple):
     listed_labels: torch.Tensor
     exact_labels: torch.Tensor
     frequent_labels: torch.Tensor
-    end: torch.Tensor
     index: torch.Tensor
-    last_block: torch.Tensor
-    threshold: torch.Tensor
-    mass: torch.Tensor
-    reference: torch.Tensor
+    ends_2N: torch.Tensor
+    numbers_3N: torch.Tensor
     num_exact: torch.Tensor
     num_listed: torch.Tensor
     num_fallback: torch.Tensor
@@ -218,21 +216,24 @@ def decide(
 
     All tokens are exact where the lists overflowed, or where lists do not serve more than FALLBACK tokens.
     """
-    num_tokens, capacity, device = x.num_tokens, lists.columns_M.shape[0], x.ids.device
-    fp32_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
-    int64_3N = torch.empty(3, num_tokens, dtype=torch.int64, device=device)
-    int32_3N, num_4 = (torch.empty(size, dtype=torch.int32, device=device) for size in ((3, num_tokens), (4, 1)))
-    fallback = torch.empty(FALLBACK, dtype=torch.int32, device=device)
-    block_token = torch.empty(num_tokens + capacity // BLOCK, dtype=torch.int32, device=device)
+    num_tokens, capacity = x.num_tokens, lists.columns_M.shape[0]
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.ids.device)
+
+    how = Decisions(
+        new(num_tokens, dtype=torch.int64), new(num_tokens, dtype=torch.int64), new(num_tokens, dtype=torch.int64),
+        new(num_tokens), new(2, num_tokens), new(3, num_tokens, dtype=torch.float32),
+        new(1), new(1), new(1), new(1), new(FALLBACK), new(num_tokens + capacity // BLOCK), BLOCK,
+    )
     _decide_kernel[(1,)](
         x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.count_N, slot_V,
-        int64_3N, int32_3N, fp32_3N, num_4, fallback, block_token,
-        num_tokens, LONGEST, capacity, x.logits.start, x.logits.num_valid,
+        *how[:-1],
+        num_tokens, LONGEST, capacity, x.start, x.num_valid,
         math.log(eps), SLACK,
         HAS_SLOT=slot_V is not None, FALLBACK=FALLBACK, ENTRIES=BLOCK, BLOCK=4096, num_warps=32,
     )
-    per_token = (*int64_3N.unbind(), *int32_3N.unbind(), *fp32_3N.unbind())
-    return Decisions(*per_token, *num_4.unbind(), fallback=fallback, block_token=block_token, block=BLOCK)
+    return how
 
 
 @triton.jit
@@ -259,7 +260,10 @@ def _served(
     return served, count, threshold, outside * tl.exp(relative_to - lse), lse - tl.log(coef_p)
 
 
-@kernel("slot_ptr", "out_labels_ptr", "out_int_ptr", "out_ptr", "num_ptr", "fallback_ptr", "block_token_ptr")
+@kernel(
+    "slot_ptr", "listed_labels_ptr", "exact_labels_ptr", "frequent_labels_ptr", "index_out_ptr", "ends_ptr", "out_ptr",
+    "fallback_ptr", "block_token_ptr",
+)
 def _decide_kernel(
     labels_ptr,  # in: [N] int64
     max_ptr,  # in: [N] fp32
@@ -268,10 +272,16 @@ def _decide_kernel(
     bound_ptr,  # in: [3, N] fp32: bound, sum outside the frequent columns, what that is relative to
     count_ptr,  # in: [N] int32
     slot_ptr,  # in: [V] int32
-    out_labels_ptr,  # out: [3, N] int64
-    out_int_ptr,  # out: [3, N] int32: where the entries end; the compact order; where the blocks end
+    listed_labels_ptr,  # out: [N] int64
+    exact_labels_ptr,  # out: [N] int64
+    frequent_labels_ptr,  # out: [N] int64; with HAS_SLOT
+    index_out_ptr,  # out: [N] int32: the compact order
+    ends_ptr,  # out: [2, N] int32: where the entries end; where the blocks end
     out_ptr,  # out: [3, N] fp32
-    num_ptr,  # out: [4] int32: tokens that are exact, listed, and that fall back; blocks
+    num_exact_ptr,  # out: [1] int32
+    num_listed_ptr,  # out: [1] int32
+    num_fallback_ptr,  # out: [1] int32
+    num_blocks_ptr,  # out: [1] int32
     fallback_ptr,  # out: [FALLBACK] int32
     block_token_ptr,  # out: [blocks] int32
     num_tokens,
@@ -326,21 +336,21 @@ def _decide_kernel(
         served = tl.where(all_exact, False, served)
         exact = tl.where(all_exact, live, False)
         length = tl.where(live & served, count, 0)
-        tl.store(out_int_ptr + offs_n, taken + tl.cumsum(length, 0), mask=in_n)
+        tl.store(ends_ptr + offs_n, taken + tl.cumsum(length, 0), mask=in_n)
         taken += tl.sum(length, 0)
 
-        tl.store(out_labels_ptr + offs_n, tl.where(served, label, -1), mask=in_n)
-        tl.store(out_labels_ptr + stride + offs_n, tl.where(exact, label, -1), mask=in_n)
+        tl.store(listed_labels_ptr + offs_n, tl.where(served, label, -1), mask=in_n)
+        tl.store(exact_labels_ptr + offs_n, tl.where(exact, label, -1), mask=in_n)
         if HAS_SLOT:
             here = live & served & (label >= start) & (label - start < num_valid)
             slot = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=0)
-            tl.store(out_labels_ptr + 2 * stride + offs_n, slot.to(tl.int64) - 1, mask=in_n)
+            tl.store(frequent_labels_ptr + offs_n, slot.to(tl.int64) - 1, mask=in_n)
 
         chosen = (exact | (live & served)).to(tl.int32)
         chosen_before = num_chosen + tl.cumsum(chosen, 0) - chosen
         place = tl.where(chosen > 0, chosen_before, num_tokens - 1 - (offs_n - chosen_before))
         num_chosen += tl.sum(chosen, 0)
-        tl.store(out_int_ptr + stride + place, offs_n, mask=in_n)
+        tl.store(index_out_ptr + place, offs_n, mask=in_n)
 
         place = num_fallback + tl.cumsum(fallback.to(tl.int32), 0) - 1
         tl.store(fallback_ptr + place, offs_n, mask=fallback)
@@ -349,14 +359,14 @@ def _decide_kernel(
         blocks = (length + ENTRIES - 1) // ENTRIES
         block = num_blocks + tl.cumsum(blocks, 0)
         num_blocks += tl.sum(blocks, 0)
-        tl.store(out_int_ptr + 2 * stride + offs_n, block, mask=in_n)
+        tl.store(ends_ptr + stride + offs_n, block, mask=in_n)
         while tl.max(blocks, 0) > 0:
             tl.store(block_token_ptr + block - blocks, offs_n, mask=blocks > 0)
             blocks = tl.maximum(blocks - 1, 0)
-    tl.store(num_ptr, tl.where(all_exact, num_chosen, 0))
-    tl.store(num_ptr + 1, tl.where(all_exact, 0, num_chosen))
-    tl.store(num_ptr + 2, num_fallback)
-    tl.store(num_ptr + 3, num_blocks)
+    tl.store(num_exact_ptr, tl.where(all_exact, num_chosen, 0))
+    tl.store(num_listed_ptr, tl.where(all_exact, 0, num_chosen))
+    tl.store(num_fallback_ptr, num_fallback)
+    tl.store(num_blocks_ptr, num_blocks)
 
 
 class Entries(NamedTuple):
@@ -373,10 +383,10 @@ class Entries(NamedTuple):
     grad: torch.Tensor
 
 
-def new_entries(capacity: int, num_cols: int, device: torch.device) -> Entries:
-    """Return memory for entries, all of it unused."""
+def new_entries(capacity: int, device: torch.device) -> Entries:
+    """Return memory for entries."""
     return Entries(
-        torch.full((capacity,), num_cols, dtype=torch.int32, device=device),
+        torch.empty(capacity, dtype=torch.int32, device=device),
         torch.empty(capacity, dtype=torch.int32, device=device),
         torch.empty(capacity, dtype=torch.float32, device=device),
     )
@@ -384,8 +394,8 @@ def new_entries(capacity: int, num_cols: int, device: torch.device) -> Entries:
 
 def listed_gradients(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions, compensate: bool,
-    entries: Entries | None, total: Sum | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    entries: Entries, total: Sum | None,
+) -> torch.Tensor:
     """Compute the listed gradients, and the mass that is dropped, of the listed tokens.
 
     A listed logit below the threshold that backward knows is dropped all the same; its entry is one of no column.
@@ -393,71 +403,89 @@ def listed_gradients(
     Args:
         coef_4N: Coefficients as in ``cce_dist.kernels``; P, LABEL and UNIFORM are read.
         compensate: Whether anything stands in for what is dropped.
-        entries: out: or None.
+        entries: out.
         total: out, at tokens whose list is one block: the list's part of d_hidden; or None.
 
     Returns:
-        Each token's factors on the control variate, scale * P * m (or 0) and scale * UNIFORM, [2, N]; without entries m alone,
-        [N]. Then how many columns of the list are kept, [N] int32. All are 0 for the other tokens.
+        Each token's factors on the control variate, scale * P * m (or 0) and scale * UNIFORM, [2, N]; 0 for the other tokens.
     """
+    factor_2N = torch.empty(2, x.num_tokens, dtype=torch.float32, device=x.hidden.device)
+    _sum_lists(x, softmax, coef_4N, lists, how, factor_2N, entries=entries, total=total, compensate=compensate)
+    return factor_2N
+
+
+def listed_stats(
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mass that each token drops, [N] fp32, and how many columns of its list are kept, [N] int32.
+
+    Both are 0 for tokens that are not listed.
+    """
+    dropped_N = torch.empty(x.num_tokens, dtype=torch.float32, device=x.hidden.device)
+    num_listed_N = torch.empty(x.num_tokens, dtype=torch.int32, device=x.hidden.device)
+    _sum_lists(x, softmax, coef_4N, lists, how, dropped_N, num_listed_N=num_listed_N)
+    return dropped_N, num_listed_N
+
+
+def _sum_lists(
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions, factor: torch.Tensor, *,
+    entries: Entries | None = None, total: Sum | None = None, num_listed_N: torch.Tensor | None = None,
+    compensate: bool = True,
+) -> None:
+    """Go through all lists; see ``listed_gradients`` and ``listed_stats`` for what is written to the last arguments."""
     num_tokens, hidden_size = x.hidden.shape
-    most_blocks = how.block_token.shape[0]
-    mass_B = torch.empty(most_blocks, dtype=torch.float32, device=x.hidden.device)
-    kept_B = torch.empty(most_blocks, dtype=torch.int32, device=x.hidden.device)
+    most_blocks, device = how.block_token.shape[0], x.hidden.device
+    mass_B = torch.empty(most_blocks, dtype=torch.float32, device=device)
+    kept_B = None if num_listed_N is None else torch.empty(most_blocks, dtype=torch.int32, device=device)
     block_d = triton.next_power_of_2(hidden_size)
     warps = 8 if block_d > 4096 else min(4, max(1, block_d // 256))
     block_k = min(8, max(1, warps * WARP_ELEMENTS // block_d))
     high_ND, low_ND = (None, None) if total is None else (total.high_ND, total.low_RD)
-    _listed_gradients_kernel[(most_blocks,)](
+    # One program more than there may be blocks: those that have no block mark the entries that nobody uses.
+    _listed_gradients_kernel[(most_blocks + 1,)](
         # in
-        x.hidden, x.weight, x.bias, x.ids, how.block_token, how.last_block, how.num_blocks,
-        lists.columns_M, lists.begin_N, lists.count_N, how.end, how.threshold, softmax.max, softmax.log_sum, coef_4N,
+        x.hidden, x.weight, x.head, x.ids, how.block_token, how.ends_2N, how.num_blocks,
+        lists.columns_M, lists.begin_N, lists.count_N, how.numbers_3N, softmax.max, softmax.log_sum, coef_4N,
         # out
         mass_B, kept_B, *(entries or (None, None, None)), high_ND, low_ND,
         # sizes
-        num_tokens, hidden_size, x.logits.start, x.logits.num_valid,
+        num_tokens, hidden_size, lists.columns_M.shape[0], x.start, x.num_valid,
         # options
-        x.logits.logit_scale, x.logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SOFTCAP=x.logits.capped, WANT_ENTRIES=entries is not None,
+        WANT_ENTRIES=entries is not None,
         WANT_HIDDEN=total is not None, HAS_LOW=low_ND is not None,
         # tiles
         ENTRIES=BLOCK, BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
         num_warps=warps, **REGISTERS,
     )
-    num_listed_N = torch.empty_like(lists.count_N)
-    shape = (num_tokens,) if entries is None else (2, num_tokens)
-    factor = torch.empty(shape, dtype=torch.float32, device=x.hidden.device)
     _dropped_kernel[(cdiv(num_tokens, 128),)](
-        mass_B, kept_B, how.listed_labels, how.last_block, lists.count_N, how.mass, coef_4N,
+        mass_B, kept_B, how.listed_labels, how.ends_2N, lists.count_N, how.numbers_3N, coef_4N,
         factor, num_listed_N,
-        num_tokens, x.logits.logit_scale,
+        num_tokens, x.head.multiplier,
         WANT_FACTORS=entries is not None, COMPENSATE=compensate, ENTRIES=BLOCK, BLOCK_N=128,
     )
-    return factor, num_listed_N
 
 
 @kernel(
-    "hidden_ptr", "weight_ptr", "bias_ptr", "columns_ptr", "entry_column_ptr", "entry_token_ptr", "entry_grad_ptr",
+    "hidden_ptr", "weight_ptr", "columns_ptr", "entry_column_ptr", "entry_token_ptr", "entry_grad_ptr",
     "high_ptr", "low_ptr", "hidden_size",
 )
 def _listed_gradients_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
-    bias_ptr,  # in: [V]
+    head,  # in: Head
     labels_ptr,  # in: [N] int64
     block_token_ptr,  # in: [B] int32
-    last_block_ptr,  # in: [N] int32
+    ends_ptr,  # in: [2, N] int32, as in ``Decisions``
     num_blocks_ptr,  # in: [1] int32
     columns_ptr,  # in: [M] int32
     begin_ptr,  # in: [N] int32
     count_ptr,  # in: [N] int32
-    end_ptr,  # in: [N] int32
     threshold_ptr,  # in: [N] fp32
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
     mass_ptr,  # out: [B] fp32: softmax mass of the block's columns that are kept
-    kept_ptr,  # out: [B] int32: how many these are
+    kept_ptr,  # out: [B] int32: how many these are; or None
     entry_column_ptr,  # out: [M] int32
     entry_token_ptr,  # out: [M] int32
     entry_grad_ptr,  # out: [M] fp32
@@ -465,12 +493,9 @@ def _listed_gradients_kernel(
     low_ptr,  # out: [N, D] bf16
     num_tokens,
     hidden_size,
+    capacity,
     start,
     num_valid,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     WANT_ENTRIES: tl.constexpr,
     WANT_HIDDEN: tl.constexpr,
     HAS_LOW: tl.constexpr,
@@ -480,15 +505,24 @@ def _listed_gradients_kernel(
     STAGES: tl.constexpr,
 ):
     block = tl.program_id(0)
-    if block >= tl.load(num_blocks_ptr):
+    num_blocks = tl.load(num_blocks_ptr)
+    if block >= num_blocks:
+        if WANT_ENTRIES:  # The entries behind those of the last token are unused.
+            end = tl.load(ends_ptr + num_tokens - 1)
+            step = (tl.num_programs(0) - num_blocks) * ENTRIES
+            for first in range(end + (block - num_blocks) * ENTRIES, capacity, step):
+                offs_m = first + tl.arange(0, ENTRIES)
+                tl.store(entry_column_ptr + offs_m, tl.zeros((ENTRIES,), tl.int32) + num_valid, mask=offs_m < capacity)
         return
     token = tl.load(block_token_ptr + block).to(tl.int64)
     count = tl.load(count_ptr + token)
-    number = tl.cdiv(count, ENTRIES) - (tl.load(last_block_ptr + token) - block)
+    number = tl.cdiv(count, ENTRIES) - (tl.load(ends_ptr + num_tokens + token) - block)
     columns_ptr += tl.load(begin_ptr + token)
-    begin = tl.load(end_ptr + token) - count
-    coef_p = tl.load(coef_ptr + token) * logit_scale
-    coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token) * logit_scale
+    begin = tl.load(ends_ptr + token) - count
+    factors = token_factors(head, token, True)
+    before, after = factors
+    coef_p = tl.load(coef_ptr + token) * before
+    coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token) * before
     row_max = tl.load(max_ptr + token)
     log_sum = tl.load(log_sum_ptr + token)
     threshold = tl.load(threshold_ptr + token)
@@ -508,14 +542,10 @@ def _listed_gradients_kernel(
         column = tl.load(columns_ptr + offs_k, mask=in_k, other=0)
         where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
         w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
-        z = tl.sum(w.to(tl.float32) * h[None, :], 1)
-        if HAS_BIAS:
-            z += tl.load(bias_ptr + column, mask=in_k, other=0).to(tl.float32)
-        z *= logit_scale
+        z = logits_of(tl.sum(w.to(tl.float32) * h[None, :], 1), column, in_k, head, factors, False)
         slope = tl.full((BLOCK_K,), 1.0, tl.float32)
-        if HAS_SOFTCAP:
-            z = softcapped(z, softcap, HAS_SOFTCAP)
-            slope = softcap_slope(z, softcap)
+        if head.softcap is not None:
+            slope = slope_of(z, head, after)
         is_label = column == label
         kept = in_k & ((z >= threshold) | is_label)
         p = tl.where(kept, tl.exp((z - row_max) - log_sum) * slope, 0.0)
@@ -536,20 +566,21 @@ def _listed_gradients_kernel(
             low = (d_hidden - high.to(tl.float32)).to(low_ptr.dtype.element_ty)
             tl.store(low_ptr + token * hidden_size + offs_d, low, mask=alone)
     tl.store(mass_ptr + block, tl.sum(listed, 0))
-    tl.store(kept_ptr + block, tl.sum(num_listed, 0))
+    if kept_ptr is not None:
+        tl.store(kept_ptr + block, tl.sum(num_listed, 0))
 
 
 @kernel("factor_ptr", "num_listed_ptr")
 def _dropped_kernel(
     mass_ptr,  # in: [B] fp32
-    kept_ptr,  # in: [B] int32
+    kept_ptr,  # in: [B] int32, or None
     labels_ptr,  # in: [N] int64: negative where the token is not listed
-    last_block_ptr,  # in: [N] int32
+    ends_ptr,  # in: [2, N] int32, as in ``Decisions``
     count_ptr,  # in: [N] int32
-    outside_ptr,  # in: [N] fp32: softmax mass outside the frequent columns
+    numbers_ptr,  # in: [3, N] fp32, likewise; the second row is read
     coef_ptr,  # in: [4, N] fp32
     factor_ptr,  # out: [2, N] fp32; without factors [N], the mass alone
-    num_listed_ptr,  # out: [N] int32
+    num_listed_ptr,  # out: [N] int32, or None
     num_tokens,
     logit_scale,
     WANT_FACTORS: tl.constexpr,
@@ -561,21 +592,23 @@ def _dropped_kernel(
     in_n = offs_n < num_tokens
     live = tl.load(labels_ptr + offs_n, mask=in_n, other=-1) >= 0
     count = tl.load(count_ptr + offs_n, mask=live, other=0)
-    last = tl.load(last_block_ptr + offs_n, mask=live, other=0)
+    stride = num_tokens.to(tl.int64)
+    last = tl.load(ends_ptr + stride + offs_n, mask=live, other=0)
     block = last - (count + ENTRIES - 1) // ENTRIES
-    dropped = tl.load(outside_ptr + offs_n, mask=live, other=0)
+    dropped = tl.load(numbers_ptr + stride + offs_n, mask=live, other=0)
     kept = tl.zeros((BLOCK_N,), tl.float32)
     num_listed = tl.zeros((BLOCK_N,), tl.int32)
     for _ in range(0, tl.max(last - block, 0)):
         kept += tl.load(mass_ptr + block, mask=block < last, other=0)
-        num_listed += tl.load(kept_ptr + block, mask=block < last, other=0)
+        if kept_ptr is not None:
+            num_listed += tl.load(kept_ptr + block, mask=block < last, other=0)
         block += 1
     dropped = tl.maximum(dropped - kept, 0.0)
-    stride = num_tokens.to(tl.int64)
     if WANT_FACTORS:
         coef_p = tl.load(coef_ptr + offs_n, mask=live, other=0) * logit_scale
         uniform = tl.load(coef_ptr + 2 * stride + offs_n, mask=live, other=0) * logit_scale
         dropped *= coef_p if COMPENSATE else 0.0
         tl.store(factor_ptr + stride + offs_n, uniform, mask=in_n)
     tl.store(factor_ptr + offs_n, dropped, mask=in_n)
-    tl.store(num_listed_ptr + offs_n, num_listed, mask=in_n)
+    if num_listed_ptr is not None:
+        tl.store(num_listed_ptr + offs_n, num_listed, mask=in_n)

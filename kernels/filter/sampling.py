@@ -22,10 +22,11 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax, compensation
-from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
-from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
 from cce_dist.kernels.filter.shares import PART, RUN, Centered, Dropped, Sample
+from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, Tiles, precision
+from cce_dist.kernels.waves import cdiv
 
 
 class SampledColumns(NamedTuple):
@@ -33,126 +34,139 @@ class SampledColumns(NamedTuple):
 
     Attributes:
         column_K: [K] int64, ascending; one may be there more than once.
-        inverse_share_K: [K] fp32: 1 / (K share).
-        x: They as a shard of their own, but for its first id, which is that of the shard they are from.
+        numbers_2K: [2, K] fp32: 1 / (K share); the square of the row of ``centered_KD``.
+        x: The sampled rows as operands. ``start`` is still the original shard's.
         centered_KD: Their weight less the mean by share, in the weight's dtype.
-        square_K: The square of that, fp32.
     """
 
     column_K: torch.Tensor
-    inverse_share_K: torch.Tensor
+    numbers_2K: torch.Tensor
     x: Operands
     centered_KD: torch.Tensor
-    square_K: torch.Tensor
 
 
 class SampledTokens(NamedTuple):
     """What the sampled tokens add to d_weight, but for the factor on it.
 
     Attributes:
-        parts_SV: As in ``shares.Dropped``, and the next.
-        reweighting_V: The factor on each column's parts.
+        parts_SV: As in ``shares.Dropped``.
+        reweighting_2V: Likewise.
         rows: The tokens; their hidden states are centered_s, in the hidden states' dtype.
         centered: They as ``shares`` made them.
     """
 
     parts_SV: torch.Tensor
-    reweighting_V: torch.Tensor
+    reweighting_2V: torch.Tensor
     rows: Rows
     centered: Centered
 
 
+# Places in ``Factors.values_5``
+COLUMNS, TOKENS, GAIN, LINEAR, SHRINKAGE = (tl.constexpr(i) for i in range(5))
+
+
 class Factors(NamedTuple):
-    """The factors on the corrections of the control variate, 0-d fp32 tensors.
+    """The factors on the corrections of the control variate.
 
     Attributes:
-        columns: On what the sampled columns add to d_hidden.
-        tokens: On what the sampled tokens add to d_weight.
-        gain: That times what all tokens drop, in units of ``parts_SV``.
-        linear: On what a token's hidden state adds to d_hidden (``covariance.py``); 0 without.
-        lines: Minus ``columns`` over K: what takes the sampled columns' linear part off that.
-        shrinkage: On what a column's own row of the weight adds to d_weight, times its share; 0 where ``tokens`` is not.
+        values_5: [5] fp32. COLUMNS: on what the sampled columns add to d_hidden. TOKENS: on what the sampled tokens add to
+            d_weight. GAIN: that times what all tokens drop, in units of ``parts_SV``. LINEAR: on what a token's hidden state
+            adds to d_hidden (``covariance.py``), 0 without a covariance. SHRINKAGE: on what a column's own row of the weight
+            adds to d_weight, times its share; 0 where TOKENS is not.
+        of_covariance: What the covariance is made with, or None without one.
     """
 
-    columns: torch.Tensor
-    tokens: torch.Tensor
+    values_5: torch.Tensor
+    of_covariance: OfCovariance | None
+
+
+class OfCovariance(NamedTuple):
+    """The factors of the two products that make the covariance, and how many rows each has: 0 where LINEAR is 0.
+
+    Attributes:
+        gain: 1 / Q; a 0-d fp32 tensor.
+        lines: Minus COLUMNS / K, which takes the linear part of the sampled columns off; likewise.
+        num_apart: [1] int32: rows of a group of the Q columns.
+        num_sampled: [1] int32: rows of the K sampled columns.
+    """
+
     gain: torch.Tensor
-    linear: torch.Tensor
     lines: torch.Tensor
-    shrinkage: torch.Tensor
+    num_apart: torch.Tensor
+    num_sampled: torch.Tensor
 
 
-def sample_columns(dropped: Dropped, size: int, center_D: torch.Tensor, x: Operands) -> SampledColumns:
-    """Sample columns by share, as ``compensation.sample``, and copy their rows; ``center_D`` is the mean row by share."""
-    device, hidden_size = x.weight.device, x.weight.shape[1]
+def sample_columns(dropped: Dropped, size: int, x: Operands) -> SampledColumns:
+    """Sample columns by share, as ``compensation.sample``, and copy their rows."""
+    dtype, device, hidden_size = x.weight.dtype, x.weight.device, x.weight.shape[1]
     column_K = torch.empty(size, dtype=torch.int64, device=device)
-    inverse_share_K, square_K = torch.empty(2, size, dtype=torch.float32, device=device).unbind()
-    weight_KD, centered_KD = (x.weight.new_empty(size, hidden_size) for _ in range(2))
-    bias_K = None if x.bias is None else x.bias.new_empty(size)
-    _launch_sampling(dropped, 0, size, center_D, x, centered_KD, column_K, inverse_share_K, weight_KD, square_K, bias_K)
-    of_columns = x._replace(weight=weight_KD, bias=bias_K, logits=x.logits._replace(num_valid=size))
-    return SampledColumns(column_K, inverse_share_K, of_columns, centered_KD, square_K)
+    numbers_2K = torch.empty(2, size, dtype=torch.float32, device=device)
+    weight_KD, centered_KD = (torch.empty(size, hidden_size, dtype=dtype, device=device) for _ in range(2))
+    bias_K = None if x.head.bias is None else x.head.bias.new_empty(size)
+    _launch_sampling(dropped, 0, size, x, centered_KD, column_K, numbers_2K, weight_KD, bias_K)
+    of_columns = x._replace(weight=weight_KD, head=x.head._replace(bias=bias_K), num_valid=size)
+    return SampledColumns(column_K, numbers_2K, of_columns, centered_KD)
 
 
 def sample_centered(
-    dropped: Dropped, first: int, count: int, size: int, center_D: torch.Tensor, x: Operands, linear: torch.Tensor
+    dropped: Dropped, first: int, count: int, size: int, x: Operands, factors: Factors
 ) -> torch.Tensor:
-    """Return the weight less ``center_D`` of ``count`` columns from the ``first`` on, of the ``size`` that would be sampled.
+    """Return the weight less the mean by share of ``count`` columns from the ``first`` on, of the ``size`` that are sampled.
 
-    Nothing is written where ``linear`` is 0.
+    Nothing is written where LINEAR is 0.
     """
-    centered_QD = x.weight.new_empty(count, x.weight.shape[1])
-    _launch_sampling(dropped, first, size, center_D, x, centered_QD, linear=linear)
+    centered_QD = torch.empty(count, x.weight.shape[1], dtype=x.weight.dtype, device=x.weight.device)
+    _launch_sampling(dropped, first, size, x, centered_QD, factors=factors)
     return centered_QD
 
 
 def _launch_sampling(
-    dropped: Dropped, first: int, size: int, center_D: torch.Tensor, x: Operands, centered_KD: torch.Tensor,
-    *numbers: torch.Tensor | None, linear: torch.Tensor | None = None,
+    dropped: Dropped, first: int, size: int, x: Operands, centered_KD: torch.Tensor, *copies: torch.Tensor | None,
+    factors: Factors | None = None,
 ) -> None:
-    """Launch a program for each row of centered_KD. ``numbers``: column, inverse share, weight, square and bias, or none."""
-    column_K, inverse_share_K, weight_KD, square_K, bias_K = numbers or (None,) * 5
+    """Launch a program for each row of centered_KD. ``copies``: column, numbers, weight and bias, or none."""
+    column_K, numbers_2K, weight_KD, bias_K = copies or (None,) * 4
     num_runs = dropped.count_B.shape[0]
     _sample_columns_kernel[(centered_KD.shape[0],)](
-        dropped.shares_2V, dropped.count_B, center_D, x.weight, x.bias, linear,
-        column_K, inverse_share_K, weight_KD, centered_KD, square_K, bias_K,
-        first, num_runs, x.logits.num_valid, x.weight.shape[1], size, compensation.PARTS,
-        HAS_BIAS=bias_K is not None, CENTERED_ALONE=column_K is None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(),
+        dropped.shares_2V, dropped.count_B, dropped.shared_3D, x.weight, x.head.bias,
+        None if factors is None else factors.values_5,
+        column_K, numbers_2K, weight_KD, centered_KD, bias_K,
+        first, num_runs, x.num_valid, x.weight.shape[1], size, compensation.PARTS,
+        CENTERED_ALONE=column_K is None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(),
         BLOCK_D=1024,
     )
 
 
 @kernel(
-    "shares_ptr", "count_ptr", "center_ptr", "weight_ptr", "bias_ptr", "weight_out_ptr", "centered_ptr", "hidden_size"
+    "shares_ptr", "count_ptr", "shared_ptr", "weight_ptr", "bias_ptr", "weight_out_ptr", "centered_ptr", "hidden_size"
 )
 def _sample_columns_kernel(
     shares_ptr,  # in: [2, V] fp32
     count_ptr,  # in: [runs] int64: shares as whole numbers, summed over each run
-    center_ptr,  # in: [D] fp32
+    shared_ptr,  # in: [3, D] fp32, as in ``Dropped``; the last row is read
     weight_ptr,  # in: [V, D]
     bias_ptr,  # in: [V]
-    linear_ptr,  # in: [] fp32, with CENTERED_ALONE
+    factors_ptr,  # in: [5] fp32, with CENTERED_ALONE
     column_ptr,  # out: [K] int64
-    inverse_share_ptr,  # out: [K] fp32
+    number_ptr,  # out: [2, K] fp32, as in ``SampledColumns``
     weight_out_ptr,  # out: [K, D]
     centered_ptr,  # out: [K, D]
-    square_ptr,  # out: [K] fp32
-    bias_out_ptr,  # out: [K]
+    bias_out_ptr,  # out: [K], or None
     first_sample,
     num_runs,
     num_valid,
     hidden_size,
     size,
     whole,
-    HAS_BIAS: tl.constexpr,
     CENTERED_ALONE: tl.constexpr,
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    nobody_reads = (tl.load(linear_ptr) == 0) if CENTERED_ALONE else False
+    nobody_reads = (tl.load(factors_ptr + LINEAR) == 0) if CENTERED_ALONE else False
     if nobody_reads:
         return
+    center_ptr = shared_ptr + 2 * hidden_size
     row = tl.program_id(0).to(tl.int64)
     number = first_sample + row
     offs_b = tl.arange(0, RUNS)
@@ -171,8 +185,8 @@ def _sample_columns_kernel(
     if not CENTERED_ALONE:
         share = tl.load(shares_ptr + column)
         tl.store(column_ptr + row, column.to(tl.int64))
-        tl.store(inverse_share_ptr + row, tl.where(share > 0, 1 / (size * share), 0.0))
-    if HAS_BIAS:
+        tl.store(number_ptr + row, tl.where(share > 0, 1 / (size * share), 0.0))
+    if bias_out_ptr is not None:
         tl.store(bias_out_ptr + row, tl.load(bias_ptr + column))
 
     square = tl.zeros((BLOCK_D,), tl.float32)
@@ -187,16 +201,16 @@ def _sample_columns_kernel(
             tl.store(weight_out_ptr + row * hidden_size + offs_d, w, mask=in_d)
             square += centered.to(tl.float32) * centered.to(tl.float32)
     if not CENTERED_ALONE:
-        tl.store(square_ptr + row, tl.sum(square, 0))
+        tl.store(number_ptr + size + row, tl.sum(square, 0))
 
 
 def weigh_tokens(dropped: Dropped, sample: Sample) -> SampledTokens | None:
     """Return what the sample adds to d_weight; None where nothing was kept of it, or where it is all tokens."""
-    if dropped.parts_SV is None or dropped.reweighting_V is None or sample.centered is None:
+    if dropped.parts_SV is None or dropped.reweighting_2V is None or sample.centered is None:
         return None
     return SampledTokens(
         dropped.parts_SV,
-        dropped.reweighting_V,
+        dropped.reweighting_2V,
         Rows(sample.token_S, sample.size, sample.centered.rows_SD),
         sample.centered,
     )
@@ -204,7 +218,7 @@ def weigh_tokens(dropped: Dropped, sample: Sample) -> SampledTokens | None:
 
 def squares_of_columns(
     sampled: SampledColumns, sample: Sample, rows_SD: torch.Tensor, gain: torch.Tensor | None, softmax: Softmax,
-    coef_4N: torch.Tensor, threshold_N: torch.Tensor, tiles: Tiles, lines_SK: torch.Tensor | None,
+    coef_4N: torch.Tensor, numbers_3N: torch.Tensor, tiles: Tiles, lines_SK: torch.Tensor | None,
 ) -> OfColumns:
     """Return the square of what the columns add to the sample's d_hidden, and the sum of its terms' squares. -> [2, P]
 
@@ -218,55 +232,54 @@ def squares_of_columns(
         gain: What ``coef_4N`` was divided by, or None.
         softmax: Statistics of the whole vocabulary.
         coef_4N: As ``sampled_gradients`` gets them.
-        threshold_N: Logits below it are dropped.
+        numbers_3N: As in ``lists.Decisions``; the threshold is read.
         tiles: Tiles of the device.
-        lines_SK: As ``linear.lines_of_sample`` returns them, or None.
+        lines_SK: As ``covariance.lines_of_sample`` returns them, or None.
     """
     size, num_columns = rows_SD.shape[0], sampled.column_K.shape[0]
-    grads_SK = rows_SD.new_empty(size, num_columns)
+    grads_SK = torch.empty(size, num_columns, dtype=rows_SD.dtype, device=rows_SD.device)
     sampled_gradients(
-        sampled, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, threshold_N, grads_SK, tiles
+        sampled, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, numbers_3N, grads_SK, tiles
     )
     # A token stands for as many as have its mass together. K keeps fp16 away from its ends.
-    mass_S = sample.mass_S if gain is None else sample.mass_S / gain
+    mass = sample.numbers_3S if gain is None else sample.numbers_3S / gain
     squares_7P = _squares(
-        grads_SK, mass_S, sampled.centered_KD, sampled.square_K, tiles.lse, lines_SK=lines_SK,
-        inverse_share_K=sampled.inverse_share_K,
+        grads_SK, mass, size, sampled.centered_KD, sampled.numbers_2K, tiles.lse, lines_SK=lines_SK
     )
-    return OfColumns(squares_7P, mass_S, coef_4N)
+    return OfColumns(squares_7P, mass, coef_4N)
 
 
 def squares_of_tokens(tokens: SampledTokens, dropped: Dropped, sampled: SampledColumns, tiles: Tiles) -> torch.Tensor:
     """Return the square of what the tokens add to the sampled rows of d_weight, and the sum of its terms' squares. -> [2, P]"""
     # A column stands for as many as have its share together. S and V keep fp16 away from its ends.
     return _squares(
-        tokens.parts_SV, sampled.column_K, tokens.centered.rows_SD, tokens.centered.square_S, tiles.lse, dropped,
-        tokens.centered.share_S,
+        tokens.parts_SV, sampled.column_K, sampled.column_K.shape[0], tokens.centered.rows_SD, tokens.centered.numbers_3S,
+        tiles.lse, dropped,
     )
 
 
 def _squares(
-    given: torch.Tensor, of_rows: torch.Tensor, centered_ID: torch.Tensor, square_I: torch.Tensor, tile: Tile,
-    dropped: Dropped | None = None, share_S: torch.Tensor | None = None, lines_SK: torch.Tensor | None = None,
-    inverse_share_K: torch.Tensor | None = None,
+    given: torch.Tensor, of_rows: torch.Tensor, num_rows: int, centered_ID: torch.Tensor, numbers: torch.Tensor, tile: Tile,
+    dropped: Dropped | None = None, lines_SK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Square ``terms @ centered_ID``: of columns R is the sample and I the columns, of tokens the other way round.
 
-    ``tile`` says how much of the inner axis shared memory holds.
+    ``numbers`` are ``SampledColumns.numbers_2K`` or ``Centered.numbers_3S``. ``tile`` says how much of the inner axis shared
+    memory holds.
     """
-    (num_inner, hidden_size), num_rows = centered_ID.shape, of_rows.shape[0]
+    num_inner, hidden_size = centered_ID.shape
     block_r, block_d = 64, 512 // centered_ID.itemsize
     blocks_r, blocks_d = cdiv(num_rows, block_r), cdiv(hidden_size, block_d)
     parts = blocks_r * (blocks_d + 1)
     squares_7P = torch.empty(2 if lines_SK is None else 7, parts, dtype=torch.float32, device=centered_ID.device)
-    shares_2V, reweighting_V, total = (
-        (None,) * 3 if dropped is None else (dropped.shares_2V, dropped.reweighting_V, dropped.total)
+    shares_2V, reweighting_2V, total = (
+        (None,) * 3 if dropped is None else (dropped.shares_2V, dropped.reweighting_2V, dropped.total)
     )
     _squares_kernel[(parts,)](
-        given, of_rows, centered_ID, square_I, shares_2V, reweighting_V, total, share_S, lines_SK, inverse_share_K,
+        given, of_rows, centered_ID, numbers, shares_2V, reweighting_2V, total, lines_SK,
         squares_7P,
         num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
-        OF_TOKENS=dropped is not None, LINEAR=lines_SK is not None, BLOCK_R=block_r, BLOCK_D=block_d,
+        OF_TOKENS=dropped is not None, HAS_LINES=lines_SK is not None, BLOCK_R=block_r, BLOCK_D=block_d,
         BLOCK_I=tile.inner, PRECISION=precision(centered_ID.dtype), num_warps=8, num_stages=tile.stages,
     )
     return squares_7P
@@ -280,26 +293,27 @@ def _squares_kernel(
     given_ptr,  # in: [S, K] g of the columns, or [S, V or more]: parts of tokens
     of_rows_ptr,  # in: [S] fp32: what each token drops, or [K] int64: the columns
     centered_ptr,  # in: [K or S, D]
-    square_ptr,  # in: [K or S] fp32: the squares of its rows
+    number_ptr,  # in: [2, K] fp32: 1 / (K share), squares of the rows of ``centered``; or [3, S]: anything, squares, weights
     shares_ptr,  # in: [2, V] fp32, with OF_TOKENS
     reweighting_ptr,  # in: [V] fp32, with OF_TOKENS
     total_ptr,  # in: [] fp32, with OF_TOKENS
-    share_ptr,  # in: [S] fp32, with OF_TOKENS
-    lines_ptr,  # in: [S, K] fp32, with LINEAR
-    inverse_share_ptr,  # in: [K] fp32, with LINEAR
-    squares_ptr,  # out: [2 or 7, P] fp32: of the product, and of its terms; more with LINEAR
+    lines_ptr,  # in: [S, K] fp32, with HAS_LINES
+    squares_ptr,  # out: [2 or 7, P] fp32: of the product, and of its terms; more with HAS_LINES
     num_rows,
     num_inner,
     hidden_size,
     given_stride,
     root,
     OF_TOKENS: tl.constexpr,
-    LINEAR: tl.constexpr,
+    HAS_LINES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    inverse_share_ptr = number_ptr
+    square_ptr = number_ptr + num_inner
+    share_ptr = number_ptr + 2 * num_inner
     # The last program of each block of rows has the terms' own squares, the others have the product's.
     blocks = tl.cdiv(hidden_size, BLOCK_D) + 1
     offs_r = tl.program_id(0) // blocks * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -340,12 +354,12 @@ def _squares_kernel(
                 mask=in_i[:, None] & (offs_d < hidden_size)[None, :], other=0,
             )
             acc = tl.dot(term, centered, acc, input_precision=PRECISION)
-            if LINEAR:
+            if HAS_LINES:
                 line = _lines(lines_ptr + lines_row, offs_i, mask, root_of_lines, centered_ptr.dtype.element_ty)
                 line_acc = tl.dot(line, centered, line_acc, input_precision=PRECISION)
         tl.store(sums_ptr, _sum_of_all(acc * acc))
         tl.store(sums_ptr + num_parts, 0.0)
-        if LINEAR:
+        if HAS_LINES:
             tl.store(sums_ptr + 2 * num_parts, _sum_of_all(acc * line_acc))
             tl.store(sums_ptr + 3 * num_parts, 0.0)
             tl.store(sums_ptr + 4 * num_parts, _sum_of_all(line_acc * line_acc))
@@ -366,7 +380,7 @@ def _squares_kernel(
                 centered_ptr.dtype.element_ty, OF_TOKENS,
             ).to(tl.float32)
             noise += term * term * square
-            if LINEAR:
+            if HAS_LINES:
                 line = _lines(lines_ptr + lines_row, offs_i, mask, root_of_lines, centered_ptr.dtype.element_ty)
                 line = line.to(tl.float32)
                 both_noise += term * line * square
@@ -374,7 +388,7 @@ def _squares_kernel(
                 along += term * line * _one_over(tl.load(inverse_share_ptr + offs_i, mask=in_i, other=0))[None, :]
         tl.store(sums_ptr, 0.0)
         tl.store(sums_ptr + num_parts, _sum_of_all(noise))
-        if LINEAR:
+        if HAS_LINES:
             tl.store(sums_ptr + 2 * num_parts, 0.0)
             tl.store(sums_ptr + 3 * num_parts, _sum_of_all(both_noise))
             tl.store(sums_ptr + 4 * num_parts, 0.0)
@@ -421,19 +435,18 @@ class OfColumns(NamedTuple):
 
     Attributes:
         squares_7P: [2 or 7, P] fp32.
-        mass_S: What each sampled token drops, in units of ``coef_4N``.
+        mass: What each sampled token drops, in units of ``coef_4N``: the first row of ``Sample.numbers_3S``.
         coef_4N: The coefficients that it was computed with.
     """
 
     squares_7P: torch.Tensor
-    mass_S: torch.Tensor
+    mass: torch.Tensor
     coef_4N: torch.Tensor
 
 
 def factors_of(
     columns: OfColumns | None, tokens_2P: torch.Tensor | None, sampled: SampledColumns, dropped: Dropped, sample: Sample,
-    tokens: SampledTokens | None, shared_hidden_2D: torch.Tensor | None, shared_weight_2D: torch.Tensor | None,
-    num_covariance: int,
+    shared_weight_2D: torch.Tensor | None, num_covariance: int, at_once: int,
 ) -> Factors:
     """Return the factors, and take what the samples add on average off what the tokens' factors and the shares multiply.
 
@@ -441,33 +454,41 @@ def factors_of(
         columns: As ``squares_of_columns`` returns them, or None.
         tokens_2P: As ``squares_of_tokens`` returns them, or None.
         sampled: The columns.
-        dropped: What the sample drops.
+        dropped: What the sample drops. With ``columns`` the first row of ``shared_3D`` is written.
         sample: It.
-        tokens: What the sample adds to d_weight, or None.
-        shared_hidden_2D: in, out: what the tokens' factors multiply in d_hidden, with ``columns``.
         shared_weight_2D: in, out: what the shares multiply in d_weight, with ``tokens_2P``.
         num_covariance: How many columns the covariance would be taken from; 0: there is none.
+        at_once: How many of them are sampled at a time.
     """
     num_columns, hidden_size = sampled.centered_KD.shape
-    centered = sample.centered
-    factors_6 = torch.empty(6, dtype=torch.float32, device=sampled.centered_KD.device)
-    squares_7P, mass_S, coef_4N = (None,) * 3 if columns is None else columns
+    centered, device = sample.centered, sampled.centered_KD.device
+    factors = Factors(torch.empty(5, dtype=torch.float32, device=device), None)
+    if num_covariance:
+        gain, lines = (torch.empty((), dtype=torch.float32, device=device) for _ in range(2))
+        num_apart, num_sampled = (torch.empty(1, dtype=torch.int32, device=device) for _ in range(2))
+        factors = factors._replace(of_covariance=OfCovariance(gain, lines, num_apart, num_sampled))
+    squares_7P, mass, coef_4N = (None,) * 3 if columns is None else columns
     _factors_kernel[(cdiv(hidden_size, 64),)](
+        # in
         squares_7P, sampled.centered_KD, tokens_2P, *((None, None) if centered is None else (centered.mean_D,
-        centered.mass)), dropped.total,
-        sample.mean_D,
-        sampled.square_K, sampled.inverse_share_K, dropped.center_D, sample.token_S, mass_S, coef_4N,
-        shared_hidden_2D, shared_weight_2D, factors_6,
+        centered.mass)), dropped.total, sample.means_2D, sampled.numbers_2K, sample.token_S, mass, coef_4N,
+        # in, out
+        dropped.shared_3D, shared_weight_2D,
+        # out
+        factors.values_5, *(factors.of_covariance or (None,) * 4),
+        # sizes
         *(0 if squares is None else squares.shape[1] for squares in (squares_7P, tokens_2P)), num_columns, hidden_size,
-        num_columns / max(1, num_covariance), sampled.x.logits.logit_scale, compensation.LEAST_SIGNAL,
-        compensation.LEAST_CORRECTED,
+        at_once,
+        # options
+        1 / max(1, num_covariance), num_columns / max(1, num_covariance), sampled.x.head.multiplier,
+        compensation.LEAST_SIGNAL, compensation.LEAST_CORRECTED,
         compensation.LEAST_SHRINKAGE,
-        HAS_COLUMNS=columns is not None, HAS_TOKENS=tokens_2P is not None, LINEAR=num_covariance > 0,
+        HAS_COLUMNS=columns is not None, HAS_TOKENS=tokens_2P is not None, HAS_LINEAR=num_covariance > 0,
         LINEAR_FACTORS=compensation.LINEAR_FACTORS,
         HAS_WEIGHT=shared_weight_2D is not None,
         SAMPLE=sample.token_S.shape[0], BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
     )
-    return Factors(*factors_6.unbind())
+    return factors
 
 
 @kernel("columns_ptr", "centered_ptr", "tokens_ptr", "shared_hidden_ptr", "shared_weight_ptr", "hidden_size")
@@ -478,20 +499,24 @@ def _factors_kernel(
     centered_mean_ptr,  # in: [D] fp32: of the tokens
     mass_ptr,  # in: [] fp32
     total_ptr,  # in: [] fp32
-    mean_ptr,  # in: [D] fp32: the mean hidden state of all tokens by what they drop, with LINEAR
-    square_ptr,  # in: [K] fp32: the squares of ``centered``
-    inverse_share_ptr,  # in: [K] fp32
-    center_ptr,  # in: [D] fp32: the mean of all columns by share
+    mean_ptr,  # in: [2, D] fp32: the mean hidden state of all tokens by what they drop, with HAS_LINEAR
+    number_ptr,  # in: [2, K] fp32, as in ``SampledColumns``
     token_ptr,  # in: [S] int32
-    own_ptr,  # in: [S] fp32: what each token drops, with LINEAR
-    coef_ptr,  # in: [4, N] fp32, with LINEAR
-    shared_hidden_ptr,  # in, out: [2, D] fp32
+    own_ptr,  # in: [S] fp32: what each token drops, with HAS_LINEAR
+    coef_ptr,  # in: [4, N] fp32, with HAS_LINEAR
+    shared_hidden_ptr,  # in, out: [3, D] fp32, as in ``Dropped``
     shared_weight_ptr,  # in, out: [2, D] fp32
-    factors_ptr,  # out: [6] fp32
+    factors_ptr,  # out: [5] fp32, as in ``Factors``
+    gain_ptr,  # out: [] fp32, as in ``OfCovariance``, like the next three
+    lines_ptr,  # out: [] fp32
+    num_apart_ptr,  # out: [1] int32
+    num_sampled_ptr,  # out: [1] int32
     columns_parts,
     tokens_parts,
     num_columns,
     hidden_size,
+    at_once,
+    covariance_gain,
     noise_part,
     logit_scale,
     least_signal,
@@ -499,7 +524,7 @@ def _factors_kernel(
     least_shrinkage,
     HAS_COLUMNS: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
-    LINEAR: tl.constexpr,
+    HAS_LINEAR: tl.constexpr,
     LINEAR_FACTORS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     SAMPLE: tl.constexpr,
@@ -507,6 +532,9 @@ def _factors_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    inverse_share_ptr = number_ptr
+    square_ptr = number_ptr + num_columns
+    center_ptr = shared_hidden_ptr + 2 * hidden_size
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
     of_columns = 0.0
@@ -516,7 +544,7 @@ def _factors_kernel(
     shrinkage = 0.0
     less = tl.zeros((BLOCK_D,), tl.float32)  # what is taken off the part of d_weight that all columns share
     if HAS_COLUMNS:
-        if LINEAR:
+        if HAS_LINEAR:
             # A gradient of d_hidden is about as long as a row of the weight, times its token's coefficient. A sampled token
             # stands for as many as have its mass together.
             offs_s = tl.arange(0, SAMPLE)
@@ -543,23 +571,27 @@ def _factors_kernel(
         # A gain of 0 says that the tokens add nothing, as where it is too small for a number.
         of_tokens = tl.where(gain != 0, of_tokens, 0.0)
         less += of_tokens * tl.load(mass_ptr) * tl.load(centered_mean_ptr + offs_d, mask=in_d, other=0)
-    if LINEAR and HAS_WEIGHT:
+    if HAS_LINEAR and HAS_WEIGHT:
         factor = _shrinkage(
             columns_ptr + 6 * columns_parts, columns_parts, square_ptr, inverse_share_ptr, mean_ptr, num_columns, hidden_size,
             least_shrinkage, SAMPLE, BLOCK_P,
         )
         shrinkage = tl.where(of_tokens == 0, factor * tl.load(mass_ptr), 0.0)
         less += shrinkage * tl.load(center_ptr + offs_d, mask=in_d, other=0)
-    if HAS_TOKENS or (LINEAR and HAS_WEIGHT):
+    if HAS_TOKENS or (HAS_LINEAR and HAS_WEIGHT):
         shared = tl.load(shared_weight_ptr + offs_d, mask=in_d, other=0)
         tl.store(shared_weight_ptr + offs_d, shared - less, mask=in_d)
     if tl.program_id(0) == 0:
-        tl.store(factors_ptr, of_columns)
-        tl.store(factors_ptr + 1, of_tokens)
-        tl.store(factors_ptr + 2, gain)
-        tl.store(factors_ptr + 3, linear)
-        tl.store(factors_ptr + 4, -of_columns / num_columns)
-        tl.store(factors_ptr + 5, shrinkage)
+        tl.store(factors_ptr + COLUMNS, of_columns)
+        tl.store(factors_ptr + TOKENS, of_tokens)
+        tl.store(factors_ptr + GAIN, gain)
+        tl.store(factors_ptr + LINEAR, linear)
+        tl.store(factors_ptr + SHRINKAGE, shrinkage)
+        if HAS_LINEAR:
+            tl.store(gain_ptr, covariance_gain)
+            tl.store(lines_ptr, -of_columns / num_columns)
+            tl.store(num_apart_ptr, tl.where(linear > 0, at_once, 0))
+            tl.store(num_sampled_ptr, tl.where(linear > 0, num_columns, 0))
 
 
 @triton.jit
@@ -630,43 +662,38 @@ def _signal_share(squares_ptr, num_parts, least_signal, BLOCK_P: tl.constexpr):
 
 
 def sampled_gradients(
-    sampled: SampledColumns, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, threshold_N: torch.Tensor,
-    grads_RK: torch.Tensor,
-    tiles: Tiles, factor: torch.Tensor | None = None,
+    sampled: SampledColumns, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, numbers_3N: torch.Tensor,
+    grads_RK: torch.Tensor, tiles: Tiles, factors: Factors | None = None,
 ) -> None:
-    """Write g of the group's tokens to grads_RK, times a factor if one is given; where that is 0, nothing.
+    """Write g of the group's tokens to grads_RK, times COLUMNS if factors are given; where that is 0, nothing.
 
     Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it.
     """
-    tile, x, logits = tiles.dlogits, sampled.x, sampled.x.logits
+    tile, x = tiles.dlogits, sampled.x
     num_rows, hidden_size = rows.hidden.shape
-    num_columns = logits.num_valid
+    num_columns = x.num_valid
     tma = has_tma(rows.hidden, x.weight, grads_RK)
     _sampled_gradients_kernel[(cdiv(num_rows, tile.rows) * cdiv(num_columns, tile.cols),)](
         # in
-        operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
-        sampled.column_K, sampled.inverse_share_K, x.ids, rows.index, rows.num_kept, threshold_N, softmax.max,
-        softmax.log_sum, coef_4N,
-        factor,
+        operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
+        sampled.column_K, sampled.numbers_2K, x.ids, rows.index, rows.num_kept, numbers_3N, softmax.max,
+        softmax.log_sum, coef_4N, None if factors is None else factors.values_5,
         # out
         operand(grads_RK, tile.rows, tile.cols // 2, tma),
         # sizes
-        num_rows, hidden_size, num_columns, logits.start,
+        num_rows, hidden_size, num_columns, x.start,
         # options
-        logits.logit_scale, logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0, HAS_SOFTCAP=logits.capped,
-        HAS_FACTOR=factor is not None, MASK_V=num_columns % tile.cols != 0,
+        MASK_V=num_columns % tile.cols != 0,
         # tiles
-        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        TILE=tile, TMA=tma, PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )
 
 
-@kernel("hidden", "weight", "bias_ptr", "grads", "hidden_size")
+@kernel("hidden", "weight", "grads", "hidden_size")
 def _sampled_gradients_kernel(
     hidden,  # in: [R, D] descriptor or pointer
     weight,  # in: [K, D] descriptor or pointer
-    bias_ptr,  # in: [K]
+    head,  # in: Head
     column_ptr,  # in: [K] int64
     inverse_share_ptr,  # in: [K] fp32
     labels_ptr,  # in: [N] int64
@@ -676,25 +703,19 @@ def _sampled_gradients_kernel(
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
-    factor_ptr,  # in: [] fp32
+    factors_ptr,  # in: [5] fp32, as in ``Factors``; COLUMNS is read; or None
     grads,  # out: [R, K] descriptor or pointer
     num_rows,
     hidden_size,
     num_columns,
     start,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
     MASK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    BLOCK_N: tl.constexpr = TILE.rows
+    BLOCK_V: tl.constexpr = TILE.cols
     # Blocks of columns that read the same tokens run side by side, so that these come from memory once.
     num_col_blocks = tl.cdiv(num_columns, BLOCK_V)
     row = tl.program_id(0) // num_col_blocks * BLOCK_N
@@ -702,31 +723,31 @@ def _sampled_gradients_kernel(
     num_kept = tl.load(num_kept_ptr)
     if row >= num_kept:
         return
-    nobody_reads = (tl.load(factor_ptr) == 0) if HAS_FACTOR else False
+    nobody_reads = (tl.load(factors_ptr + COLUMNS) == 0) if factors_ptr is not None else False
     if nobody_reads:
         return
-    z = tile_of_logits(
-        hidden, weight, bias_ptr, row, col, num_rows, num_columns, hidden_size, logit_scale, softcap,
-        HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-    )
+    acc = tile_of_products(hidden, weight, row, col, num_rows, num_columns, hidden_size, TILE, TMA, PRECISION)
     offs_n = row + tl.arange(0, BLOCK_N)
     live = offs_n < num_kept
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
+    offs_k = col + tl.arange(0, BLOCK_V)
+    in_k = offs_k < num_columns
+    factors = token_factors(head, token, live)
+    before, after = factors
+    z = logits_of(acc, offs_k, in_k, head, factors, MASK_V)
     threshold = tl.load(threshold_ptr + token, mask=live, other=float("-inf"))
     row_max = tl.load(max_ptr + token, mask=live, other=0)
     log_sum = tl.load(log_sum_ptr + token, mask=live, other=0)
-    coef_p = tl.load(coef_ptr + token, mask=live, other=0) * logit_scale
+    coef_p = tl.load(coef_ptr + token, mask=live, other=0) * before
     label = tl.load(labels_ptr + token, mask=live, other=-1) - start
-    offs_k = col + tl.arange(0, BLOCK_V)
-    in_k = offs_k < num_columns
     column = tl.load(column_ptr + offs_k, mask=in_k, other=-1)
     inverse_share = tl.load(inverse_share_ptr + offs_k, mask=in_k, other=0)
-    if HAS_FACTOR:
-        inverse_share *= tl.load(factor_ptr)
+    if factors_ptr is not None:
+        inverse_share *= tl.load(factors_ptr + COLUMNS)
     dropped = (z < threshold[:, None]) & (column.to(tl.int32)[None, :] != label.to(tl.int32)[:, None])
     p = tl.where(dropped, tl.exp((z - row_max[:, None]) - log_sum[:, None]), 0.0)
-    if HAS_SOFTCAP:
-        p = sloped(p, z, softcap)
+    if head.softcap is not None:
+        p = sloped(p, z, head, after[:, None])
     store_tile(
         grads,
         row,

@@ -37,10 +37,11 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, compensation
-from cce_dist.kernels.blocks import has_tma, kernel, operand, sloped, store_tile, tile_of_logits
-from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
+from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, num_programs, precision, sample_tile, stages_of_rows
 from cce_dist.kernels.tokens import gathered, sums_of_rows
+from cce_dist.kernels.waves import cdiv
 
 REWEIGHTING = 0.7
 RUN = 1024  # columns whose shares are summed together, as whole numbers
@@ -54,26 +55,22 @@ class Sample(NamedTuple):
 
     Attributes:
         token_S: int32.
-        reference_S: Their exponentials are ``exp(z - reference)``, fp32.
-        threshold_S: Logits below it are dropped; -inf for a place of the sample that is not used.
+        numbers_3S: [3, S] fp32: P times the mass that the token drops, 0 for a place of the sample that is not used; the
+            reference, exponentials are ``exp(z - reference)``; the threshold, logits below it are dropped, -inf for a place
+            that is not used.
         label_S: int64.
         size: [1] int32: later places are not used.
-        mass_S: P times the mass that the token drops, fp32; 0 for a place that is not used.
-        centered: What the weighted sample is to d_weight; None where the sample is all tokens, as are the next two.
-        mean_shift_D: Mean hidden state of the sample, weighted, less that of all tokens by what they drop, in the hidden
-            states' dtype.
-        mean_D: That of all tokens, fp32.
+        centered: What the weighted sample is to d_weight; None where the sample is all tokens, as is the next.
+        means_2D: [2, D] fp32: the mean hidden state of all tokens by what they drop; that of the sample, weighted, less the
+            former, rounded to the hidden states' dtype.
     """
 
     token_S: torch.Tensor
-    reference_S: torch.Tensor
-    threshold_S: torch.Tensor
+    numbers_3S: torch.Tensor
     label_S: torch.Tensor
     size: torch.Tensor
-    mass_S: torch.Tensor
     centered: Centered | None = None
-    mean_shift_D: torch.Tensor | None = None
-    mean_D: torch.Tensor | None = None
+    means_2D: torch.Tensor | None = None
 
 
 class Centered(NamedTuple):
@@ -81,15 +78,14 @@ class Centered(NamedTuple):
 
     Attributes:
         rows_SD: Hidden state less the mean of all, with the sign of what the token drops, in the hidden states' dtype.
-        square_S: Its square, fp32.
-        share_S: The weights of the sample, of 1 in all, fp32.
+        numbers_3S: [3, S] fp32: the hidden state's component along the mean, times the mean's length; the square of the row of
+            ``rows_SD``; the weight of the token in the sample, of 1 in all.
         mean_D: Mean of the rows by these weights, fp32.
         mass: What all tokens drop together, of absolute values; a 0-d fp32 tensor.
     """
 
     rows_SD: torch.Tensor
-    square_S: torch.Tensor
-    share_S: torch.Tensor
+    numbers_3S: torch.Tensor
     mean_D: torch.Tensor
     mass: torch.Tensor
 
@@ -102,8 +98,10 @@ class Dropped(NamedTuple):
             asked for, else 0.
         count_B: [B] int64: shares as whole numbers, summed over each ``RUN`` columns; see ``compensation.sample``.
         total: Sum of all parts before ``PART``, a 0-d fp32 tensor.
-        center_D: The columns' rows of the weight, averaged by their shares, fp32; None without a sample.
-        reweighting_V: The factor on each column's parts, fp32; None without a sample.
+        shared_3D: [3, D] fp32: the columns' rows of the weight, averaged by their shares, which ``factors_of`` takes from; 0;
+            the average once more, which stays. None without a sample.
+        reweighting_2V: [2, V] fp32: the factor on each column's parts; the sums that the shares are made of. None without a
+            sample.
         parts_SV: [S, V or more]: ``PART`` times what each token drops of each column, in units of its own mass, before the
             strength, 0 at frequent columns, in the weight's dtype; None where it was not asked for.
     """
@@ -111,16 +109,15 @@ class Dropped(NamedTuple):
     shares_2V: torch.Tensor
     count_B: torch.Tensor
     total: torch.Tensor
-    center_D: torch.Tensor | None = None
-    reweighting_V: torch.Tensor | None = None
+    shared_3D: torch.Tensor | None = None
+    reweighting_2V: torch.Tensor | None = None
     parts_SV: torch.Tensor | None = None
 
 
 def sample_tokens(
     hidden_ND: torch.Tensor,
-    dropped_N: torch.Tensor,
-    reference_N: torch.Tensor,
-    threshold_N: torch.Tensor,
+    dropped_2N: torch.Tensor,
+    numbers_3N: torch.Tensor,
     labels_N: torch.Tensor,
     most: int,
 ) -> tuple[Sample, torch.Tensor]:
@@ -128,64 +125,59 @@ def sample_tokens(
 
     Args:
         hidden_ND: Hidden states.
-        dropped_N: P times the mass that the token drops, of either sign; 0 where the token is not filtered.
-        reference_N: exp(z - reference) = |P| p.
-        threshold_N: Logits below it are dropped.
+        dropped_2N: Its first row is P times the mass that the token drops, of either sign; 0 where the token is not filtered.
+        numbers_3N: As in ``lists.Decisions``; threshold and reference are read.
         labels_N: Their labels.
         most: Tokens in the sample.
     """
-    num_tokens, device = dropped_N.shape[0], dropped_N.device
+    (num_tokens, hidden_size), dtype, device = hidden_ND.shape, hidden_ND.dtype, hidden_ND.device
     take_all = num_tokens <= most
-    token_S, size = (torch.empty(n, dtype=torch.int32, device=device) for n in (most, 1))
-    number_3S = torch.empty(3, most, dtype=torch.float32, device=device)
-    label_S = torch.empty(most, dtype=torch.int64, device=device)
-    size_3N, mass = (torch.empty(shape, dtype=torch.float32, device=device) for shape in ((3, num_tokens), ()))
+    sample = Sample(
+        torch.empty(most, dtype=torch.int32, device=device),
+        torch.empty(3, most, dtype=torch.float32, device=device),
+        torch.empty(most, dtype=torch.int64, device=device),
+        torch.empty(1, dtype=torch.int32, device=device),
+    )
+    size_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
+    mass = torch.empty((), dtype=torch.float32, device=device)
     _sample_tokens_kernel[(1,)](
-        dropped_N, reference_N, threshold_N, labels_N,
-        size_3N, token_S, number_3S, label_S, size, mass,
+        dropped_2N, numbers_3N, labels_N,
+        size_3N, sample.token_S, sample.numbers_3S, sample.label_S, sample.size, mass,
         num_tokens, (num_tokens - 1).bit_length(),
         TAKE_ALL=take_all, SAMPLE=most, BLOCK=4096, num_warps=16,
     )
-    reference_S, threshold_S, mass_S = number_3S.unbind()
-    sample = Sample(token_S, reference_S, threshold_S, label_S, size, mass_S)
-    hidden_size = hidden_ND.shape[1]
-    rows_SD = hidden_ND.new_empty(most, hidden_size)
+    rows_SD = torch.empty(most, hidden_size, dtype=dtype, device=device)
     if take_all:
-        return sample, gathered(hidden_ND, [token_S, size], rows_SD).hidden
-    mean_D = sums_of_rows(size_3N[:2], hidden_ND)[0]
-    along_S, square_S, share_S = torch.empty_like(number_3S).unbind()
-    centered = Centered(torch.empty_like(rows_SD), square_S, share_S, torch.empty_like(mean_D), mass)
-    mean_shift_D = hidden_ND.new_empty(hidden_size)
+        return sample, gathered(hidden_ND, [sample.token_S, sample.size], rows_SD).hidden
+    means_2D = sums_of_rows(size_3N, hidden_ND)
+    centered = Centered(
+        torch.empty(most, hidden_size, dtype=dtype, device=device),
+        torch.empty(3, most, dtype=torch.float32, device=device),
+        torch.empty(hidden_size, dtype=torch.float32, device=device),
+        mass,
+    )
     _center_rows_kernel[(most,)](
-        hidden_ND,
-        token_S,
-        mass_S,
-        mean_D,
-        size,
-        rows_SD,
-        centered.rows_SD,
-        along_S,
-        square_S,
+        hidden_ND, sample.token_S, sample.numbers_3S, means_2D, sample.size,
+        rows_SD, centered.rows_SD, centered.numbers_3S,
         hidden_size,
         BLOCK_D=1024,
     )
     _calibrate_kernel[(cdiv(hidden_size, 32),)](
-        rows_SD, centered.rows_SD, along_S, mean_D, size, reference_S, share_S, mean_shift_D, centered.mean_D,
+        rows_SD, centered.rows_SD, sample.size, sample.numbers_3S, centered.numbers_3S, means_2D, centered.mean_D,
         hidden_size,
         SAMPLE=most, BLOCK_S=min(most, 64), ALL_D=1024, BLOCK_D=32,
     )
-    return sample._replace(centered=centered, mean_shift_D=mean_shift_D, mean_D=mean_D), rows_SD
+    return sample._replace(centered=centered, means_2D=means_2D), rows_SD
 
 
 @kernel("size_ptr", "token_ptr", "number_ptr", "label_ptr", "num_sampled_ptr", "mass_ptr")
 def _sample_tokens_kernel(
     dropped_ptr,  # in: [N] fp32
-    reference_ptr,  # in: [N] fp32
-    threshold_ptr,  # in: [N] fp32
+    of_token_ptr,  # in: [3, N] fp32: threshold, anything, reference
     labels_ptr,  # in: [N] int64
     size_ptr,  # out: [3, N] fp32: each token's part of all that is dropped; 0; the sum up to it
     token_ptr,  # out: [S] int32
-    number_ptr,  # out: [3, S] fp32: reference, threshold, what the token drops
+    number_ptr,  # out: [3, S] fp32: what the token drops, reference, threshold
     label_ptr,  # out: [S] int64
     num_sampled_ptr,  # out: [1] int32
     mass_ptr,  # out: [] fp32: what all drop, without TAKE_ALL
@@ -231,14 +223,14 @@ def _sample_tokens_kernel(
     in_n = token < num_tokens
     mass = tl.load(dropped_ptr + token, mask=in_n, other=0)
     dropped = tl.abs(mass)
-    reference = tl.load(reference_ptr + token, mask=in_n, other=0)
-    threshold = tl.load(threshold_ptr + token, mask=in_n, other=0)
+    threshold = tl.load(of_token_ptr + token, mask=in_n, other=0)
+    reference = tl.load(of_token_ptr + 2 * num_tokens.to(tl.int64) + token, mask=in_n, other=0)
     if not TAKE_ALL:
         reference += tl.log(dropped)
     tl.store(token_ptr + place, tl.where(in_n, token, 0))
-    tl.store(number_ptr + place, tl.where(dropped > 0, reference, float("inf")))
-    tl.store(number_ptr + SAMPLE + place, tl.where(dropped > 0, threshold, float("-inf")))
-    tl.store(number_ptr + 2 * SAMPLE + place, tl.where(dropped > 0, mass, 0.0))
+    tl.store(number_ptr + place, tl.where(dropped > 0, mass, 0.0))
+    tl.store(number_ptr + SAMPLE + place, tl.where(dropped > 0, reference, float("inf")))
+    tl.store(number_ptr + 2 * SAMPLE + place, tl.where(dropped > 0, threshold, float("-inf")))
     tl.store(label_ptr + place, tl.load(labels_ptr + token, mask=in_n, other=-1))
 
 
@@ -251,8 +243,7 @@ def _center_rows_kernel(
     num_sampled_ptr,  # in: [1] int32
     rows_ptr,  # out: [S, D]: the sample's hidden states
     centered_ptr,  # out: [S, D]: they less the mean, with the sign of what the token drops
-    along_ptr,  # out: [S] fp32: the component along the mean, times its length
-    square_ptr,  # out: [S] fp32: the square of what is in ``centered``
+    of_row_ptr,  # out: [3, S] fp32: as in ``Centered``, but for the last row
     hidden_size,
     BLOCK_D: tl.constexpr,
 ):
@@ -273,20 +264,18 @@ def _center_rows_kernel(
         tl.store(centered_ptr + row * hidden_size + offs_d, centered, mask=in_d)
         along += h.to(tl.float32) * mean
         square += centered.to(tl.float32) * centered.to(tl.float32)
-    tl.store(along_ptr + row, tl.sum(along, 0))
-    tl.store(square_ptr + row, tl.sum(square, 0))
+    tl.store(of_row_ptr + row, tl.sum(along, 0))
+    tl.store(of_row_ptr + tl.num_programs(0) + row, tl.sum(square, 0))
 
 
-@kernel("rows_ptr", "centered_ptr", "mean_ptr", "mean_shift_ptr", "centered_mean_ptr", "hidden_size")
+@kernel("rows_ptr", "centered_ptr", "mean_ptr", "centered_mean_ptr", "hidden_size")
 def _calibrate_kernel(
     rows_ptr,  # in: [S, D]
     centered_ptr,  # in: [S, D]
-    along_ptr,  # in: [S] fp32
-    mean_ptr,  # in: [D] fp32
     num_sampled_ptr,  # in: [1] int32
-    reference_ptr,  # in, out: [S] fp32
-    share_ptr,  # out: [S] fp32: the weights, of 1 in all
-    mean_shift_ptr,  # out: [D]
+    number_ptr,  # in, out: [3, S] fp32: the reference, in the second row
+    of_row_ptr,  # in, out: [3, S] fp32: as in ``Centered``; the last row is written
+    mean_ptr,  # in, out: [2, D] fp32, as in ``Sample``; the second row is written
     centered_mean_ptr,  # out: [D] fp32
     hidden_size,
     SAMPLE: tl.constexpr,
@@ -300,7 +289,7 @@ def _calibrate_kernel(
         all_d = first + tl.arange(0, ALL_D)
         mean = tl.load(mean_ptr + all_d, mask=all_d < hidden_size, other=0)
         square += mean * mean
-    along = tl.load(along_ptr + tl.arange(0, SAMPLE))
+    along = tl.load(of_row_ptr + tl.arange(0, SAMPLE))
     mean_along = tl.sum(along, 0) / SAMPLE
     variance = tl.sum((along - mean_along) * (along - mean_along), 0) / SAMPLE
     strength = tl.where(variance > 0, (tl.sum(square, 0) - mean_along) / variance, 0.0)
@@ -315,22 +304,19 @@ def _calibrate_kernel(
     for first in range(0, SAMPLE, BLOCK_S):
         offs_s = first + tl.arange(0, BLOCK_S)
         live = offs_s < num_sampled
-        weight = _weight(tl.load(along_ptr + offs_s) - mean_along, strength)
+        weight = _weight(tl.load(of_row_ptr + offs_s) - mean_along, strength)
         share = weight / total
         if tl.program_id(0) == 0:
-            reference = tl.load(reference_ptr + offs_s)
-            tl.store(reference_ptr + offs_s, reference - tl.log(tl.where(live, weight, 1.0)))
-            tl.store(share_ptr + offs_s, share)
+            reference_ptr = number_ptr + SAMPLE + offs_s
+            tl.store(reference_ptr, tl.load(reference_ptr) - tl.log(tl.where(live, weight, 1.0)))
+            tl.store(of_row_ptr + 2 * SAMPLE + offs_s, share)
         where = offs_s[:, None] * hidden_size + offs_d[None, :]
         mask = live[:, None] & in_d[None, :]
         rows_sum += share[:, None] * tl.load(rows_ptr + where, mask=mask, other=0).to(tl.float32)
         centered_sum += share[:, None] * tl.load(centered_ptr + where, mask=mask, other=0).to(tl.float32)
     mean_shift = tl.sum(rows_sum, 0) - tl.load(mean_ptr + offs_d, mask=in_d, other=0)
-    tl.store(
-        mean_shift_ptr + offs_d,
-        tl.where(num_sampled > 0, mean_shift, 0.0).to(mean_shift_ptr.dtype.element_ty),
-        mask=in_d,
-    )
+    mean_shift = tl.where(num_sampled > 0, mean_shift, 0.0).to(rows_ptr.dtype.element_ty)
+    tl.store(mean_ptr + hidden_size + offs_d, mean_shift.to(tl.float32), mask=in_d)
     tl.store(centered_mean_ptr + offs_d, tl.sum(centered_sum, 0), mask=in_d)
 
 
@@ -347,33 +333,29 @@ def dropped_shares(
     """Return each column's share of what the sample drops, and which columns are not frequent, and the parts they are made of.
 
     A column is dropped where z < threshold, but for labels and frequent columns; it counts exp(z - reference) times the
-    softcap's slope, and exp(-REWEIGHTING * scale * (column . mean_shift_D)). ``rows_SD`` are the sample's hidden states.
+    softcap's slope, and exp(-REWEIGHTING * scale * (column . shift)). ``shift`` is the second row of ``Sample.means_2D``, and
+    ``rows_SD`` are the sample's hidden states.
     ``parts_SV`` takes the parts, where they are asked for. ``uniform``: as in ``shares_of``.
     """
     num_rows, hidden_size = rows_SD.shape
-    logits = x.logits
     tile = sample_tile(tile, num_rows, rows_SD.itemsize, rows_SD.device)
-    if logits.softcap > 0.0:
+    if x.head.softcap is not None:
         tile = tile._replace(cols=max(16, tile.cols // 2))  # the epilogue over a whole tile spills registers
     num_blocks = cdiv(num_rows, tile.rows)
-    sums_BV = torch.empty(num_blocks, logits.num_valid, dtype=torch.float32, device=rows_SD.device)
+    sums_BV = torch.empty(num_blocks, x.num_valid, dtype=torch.float32, device=rows_SD.device)
     tma = has_tma(rows_SD, x.weight)
-    _dropped_sums_kernel[(cdiv(logits.num_valid, tile.cols) * num_blocks,)](
+    _dropped_sums_kernel[(cdiv(x.num_valid, tile.cols) * num_blocks,)](
         # in
-        operand(rows_SD, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.bias,
-        sample.size, sample.reference_S, sample.threshold_S, sample.label_S, slot_V,
+        operand(rows_SD, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
+        sample.size, sample.numbers_3S, sample.label_S, slot_V,
         # out
         sums_BV, None if parts_SV is None else operand(parts_SV, tile.rows, tile.cols // 2, tma),
         # sizes
-        num_rows, hidden_size, logits.num_valid, logits.start, 0 if parts_SV is None else parts_SV.shape[1],
+        num_rows, hidden_size, x.num_valid, x.start, 0 if parts_SV is None else parts_SV.shape[1],
         # options
-        logits.logit_scale, logits.softcap,
-        HAS_BIAS=x.bias is not None, HAS_SCALE=logits.logit_scale != 1.0,
-        HAS_SOFTCAP=logits.capped, WANT_PARTS=parts_SV is not None,
-        MASK_V=logits.num_valid % tile.cols != 0,
+        MASK_V=x.num_valid % tile.cols != 0,
         # tiles
-        BLOCK_N=tile.rows, BLOCK_V=tile.cols, BLOCK_D=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        TILE=tile, TMA=tma, PRECISION=precision(rows_SD.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )
     return _reweighted(sums_BV, x, sample, slot_V, uniform)._replace(parts_SV=parts_SV)
 
@@ -387,29 +369,26 @@ def _reweighted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torc
         main_d //= 2  # A long row is in registers as two blocks, not as one that is half empty.
         rest_d = triton.next_power_of_2(hidden_size - main_d)
     parts = min(cdiv(num_valid, block_v), (6 if num_valid >= 1 << 16 else 4) * num_programs(device))
-    sums_V, reweighting_V = torch.empty(2, num_valid, dtype=torch.float32, device=device).unbind()
-    total_P, mean_PD = (
-        torch.empty(shape, dtype=torch.float32, device=device) for shape in (parts, (parts, hidden_size))
-    )
+    reweighting_2V = torch.empty(2, num_valid, dtype=torch.float32, device=device)
+    total_P = torch.empty(parts, dtype=torch.float32, device=device)
+    mean_PD = torch.empty(parts, hidden_size, dtype=torch.float32, device=device)
     _reweight_kernel[(parts,)](
-        sums_BV, x.weight, sample.mean_shift_D, sample.size,
-        sums_V, reweighting_V, total_P, mean_PD,
-        num_valid, hidden_size, REWEIGHTING * x.logits.logit_scale,
-        HAS_SHIFT=sample.mean_shift_D is not None, NUM_BLOCKS=num_blocks, BLOCK_V=block_v, MAIN_D=main_d, REST_D=rest_d,
+        sums_BV, x.weight, sample.means_2D, sample.size,
+        reweighting_2V, total_P, mean_PD,
+        num_valid, hidden_size, REWEIGHTING * x.head.multiplier,
+        HAS_SHIFT=sample.means_2D is not None, NUM_BLOCKS=num_blocks, BLOCK_V=block_v, MAIN_D=main_d, REST_D=rest_d,
         STAGES=stages_of_rows(block_v * (main_d + rest_d) * x.weight.itemsize), num_warps=4,
     )
-    dropped = shares_of(sums_V[None], total_P, slot_V, num_valid, uniform)
-    return dropped._replace(center_D=mean_PD.sum(0) / dropped.total.clamp(min=TINY.value), reweighting_V=reweighting_V)
+    return shares_of((reweighting_2V, total_P, mean_PD), slot_V, num_valid, uniform)
 
 
-@kernel("sums_ptr", "weight_ptr", "mean_shift_ptr", "mean_ptr", "hidden_size")
+@kernel("sums_ptr", "weight_ptr", "of_all_ptr", "mean_ptr", "hidden_size")
 def _reweight_kernel(
     sums_ptr,  # in: [B, V] fp32
     weight_ptr,  # in: [V, D]
-    mean_shift_ptr,  # in: [D], with HAS_SHIFT
+    of_all_ptr,  # in: [2, D] fp32, with HAS_SHIFT: the second row is the shift
     num_sampled_ptr,  # in: [1] int32: nobody drops anything where it is 0
-    reweighted_ptr,  # out: [V] fp32
-    reweighting_ptr,  # out: [V] fp32: the factors
+    reweighting_ptr,  # out: [2, V] fp32: the factors, and the reweighted sums
     total_ptr,  # out: [P] fp32: sums of the reweighted ones
     mean_ptr,  # out: [P, D] fp32: rows of the weight times the reweighted ones
     num_valid,
@@ -422,15 +401,17 @@ def _reweight_kernel(
     REST_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    reweighted_ptr = reweighting_ptr + num_valid
+    mean_shift_ptr = of_all_ptr + hidden_size if HAS_SHIFT else of_all_ptr
     offs_d = tl.arange(0, MAIN_D)
     in_d = offs_d < hidden_size
     mean = tl.zeros((MAIN_D,), tl.float32)
-    mean_shift = tl.load(mean_shift_ptr + offs_d, mask=in_d, other=0).to(tl.float32) if HAS_SHIFT else mean
+    mean_shift = tl.load(mean_shift_ptr + offs_d, mask=in_d, other=0) if HAS_SHIFT else mean
     if REST_D > 0:
         rest_d = MAIN_D + tl.arange(0, REST_D)
         in_rest = rest_d < hidden_size
         rest_mean = tl.zeros((REST_D,), tl.float32)
-        rest_shift = tl.load(mean_shift_ptr + rest_d, mask=in_rest, other=0).to(tl.float32) if HAS_SHIFT else rest_mean
+        rest_shift = tl.load(mean_shift_ptr + rest_d, mask=in_rest, other=0) if HAS_SHIFT else rest_mean
     live = tl.load(num_sampled_ptr) > 0
     if not live:
         for first in range(tl.program_id(0) * MAIN_D, num_valid, tl.num_programs(0) * MAIN_D):
@@ -471,36 +452,29 @@ def _reweight_kernel(
         tl.store(mean_ptr + rest_d, rest_mean, mask=in_rest)
 
 
-@kernel("hidden", "weight", "bias_ptr", "slot_ptr", "sums_ptr", "parts", "hidden_size")
+@kernel("hidden", "weight", "slot_ptr", "sums_ptr", "parts", "hidden_size")
 def _dropped_sums_kernel(
     hidden,  # in: [S, D] descriptor or pointer
     weight,  # in: [V, D] descriptor or pointer
-    bias_ptr,  # in: [V]
+    head,  # in: Head
     num_sampled_ptr,  # in: [1] int32
-    reference_ptr,  # in: [S] fp32
-    threshold_ptr,  # in: [S] fp32
+    number_ptr,  # in: [3, S] fp32, as in ``Sample``
     labels_ptr,  # in: [S] int64
     slot_ptr,  # in: [V] int32
     sums_ptr,  # out: [B, V] fp32, a row for each block of rows
-    parts,  # out: [S, columns] descriptor or pointer, with WANT_PARTS
+    parts,  # out: [S, columns] descriptor or pointer, or None
     num_rows,
     hidden_size,
     num_valid,
     start,
     parts_cols,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    WANT_PARTS: tl.constexpr,
     MASK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    BLOCK_N: tl.constexpr = TILE.rows
+    BLOCK_V: tl.constexpr = TILE.cols
     num_sampled = tl.load(num_sampled_ptr)
     # Blocks of rows that read the same columns run side by side, so that these come from memory once.
     num_blocks = tl.cdiv(num_rows, BLOCK_N)
@@ -510,23 +484,22 @@ def _dropped_sums_kernel(
     in_v = offs_v < num_valid
     sums = tl.zeros((BLOCK_V,), tl.float32)
     if row < num_sampled:
-        z = tile_of_logits(
-            hidden, weight, bias_ptr, row, col, num_rows, num_valid, hidden_size, logit_scale, softcap,
-            HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, MASK_V, BLOCK_N, BLOCK_V, BLOCK_D, TMA, PRECISION,
-        )
+        acc = tile_of_products(hidden, weight, row, col, num_rows, num_valid, hidden_size, TILE, TMA, PRECISION)
         offs_n = row + tl.arange(0, BLOCK_N)
         live = offs_n < num_sampled
-        reference = tl.load(reference_ptr + offs_n, mask=live, other=0)
-        threshold = tl.load(threshold_ptr + offs_n, mask=live, other=float("-inf"))
+        factors = token_factors(head, offs_n, live)
+        z = logits_of(acc, offs_v, in_v, head, factors, MASK_V)
+        reference = tl.load(number_ptr + num_rows + offs_n, mask=live, other=0)
+        threshold = tl.load(number_ptr + 2 * num_rows + offs_n, mask=live, other=float("-inf"))
         label = (tl.load(labels_ptr + offs_n, mask=live, other=-1) - start).to(tl.int32)
         dropped = (z < threshold[:, None]) & (offs_v[None, :] != label[:, None])
         e = tl.where(dropped, tl.exp(z - reference[:, None]), 0.0)
-        if HAS_SOFTCAP:
-            e = sloped(e, z, softcap)
+        if head.softcap is not None:
+            e = sloped(e, z, head, factors[1][:, None])
         is_frequent = tl.load(slot_ptr + offs_v, mask=in_v, other=0) > 0
         sums = tl.where(is_frequent, 0.0, tl.sum(e, 0))
         factor = tl.where(is_frequent, 0.0, PART)
-        if WANT_PARTS:
+        if parts is not None:
             store_tile(
                 parts, row, col, e * factor[None, :], num_rows, parts_cols, parts_cols, BLOCK_N, BLOCK_V, TMA
             )
@@ -535,58 +508,81 @@ def _dropped_sums_kernel(
 
 
 def shares_of(
-    sums_BV: torch.Tensor | None, total_P: torch.Tensor | None, slot_V: torch.Tensor, num_valid: int, uniform: bool
+    sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, slot_V: torch.Tensor, num_valid: int, uniform: bool
 ) -> Dropped:
-    """Return the shares of columns from blocks of their sums, and those of all sums; without sums they are 0.
+    """Return the shares of columns, and the mean row of the weight by share; without sums the shares are 0.
 
-    ``uniform``: which columns are not frequent is asked for. Else the weight is read where a column has a share, and nowhere
-    else.
+    Args:
+        sums: ``Dropped.reweighting_2V``; sums of its sums in parts, [P]; and sums of rows of the weight times those, [P, D].
+        slot_V: Each column's place among the frequent columns, from 1 on, or 0.
+        num_valid: Columns.
+        uniform: Which columns are not frequent is asked for. Else the weight is read where a column has a share, and nowhere
+            else.
     """
+    reweighting_2V, total_P, mean_PD = sums or (None, None, None)
+    num_parts, hidden_size = (0, 0) if mean_PD is None else mean_PD.shape
     device, num_runs = slot_V.device, cdiv(num_valid, RUN)
-    shares_2V, total = (torch.empty(shape, dtype=torch.float32, device=device) for shape in ((2, num_valid), ()))
+    shares_2V = torch.empty(2, num_valid, dtype=torch.float32, device=device)
+    total = torch.empty((), dtype=torch.float32, device=device)
     count_B = torch.empty(num_runs, dtype=torch.int64, device=device)
+    shared_3D = torch.empty(3, hidden_size, dtype=torch.float32, device=device) if sums else None
     _shares_kernel[(num_runs,)](
-        sums_BV, total_P, slot_V,
-        shares_2V, count_B, total,
-        0 if sums_BV is None else sums_BV.shape[0], 0 if total_P is None else total_P.shape[0], num_valid, compensation.PARTS,
-        int(uniform),
-        HAS_SUMS=sums_BV is not None, BLOCK_V=RUN,
+        reweighting_2V, total_P, mean_PD, slot_V,
+        shares_2V, count_B, total, shared_3D,
+        num_parts, num_valid, hidden_size, compensation.PARTS, int(uniform),
+        HAS_SUMS=sums is not None, BLOCK_V=RUN, BLOCK_P=32, BLOCK_D=64,
     )
-    return Dropped(shares_2V, count_B, total)
+    return Dropped(shares_2V, count_B, total, shared_3D, reweighting_2V)
 
 
-@kernel("sums_ptr", "part_ptr", "slot_ptr", "shares_ptr", "count_ptr", "total_ptr")
+@kernel("sums_ptr", "part_ptr", "mean_ptr", "slot_ptr", "shares_ptr", "count_ptr", "total_ptr", "hidden_size")
 def _shares_kernel(
-    sums_ptr,  # in: [B, V] fp32
+    sums_ptr,  # in: [2, V] fp32: anything, the sums
     part_ptr,  # in: [P] fp32
+    mean_ptr,  # in: [P, D] fp32
     slot_ptr,  # in: [V] int32
     shares_ptr,  # out: [2, V] fp32
     count_ptr,  # out: [runs] int64
     total_ptr,  # out: [] fp32
-    num_blocks,
+    shared_ptr,  # out: [3, D] fp32, as in ``Dropped``
     num_parts,
     num_valid,
+    hidden_size,
     whole,
     uniform,
     HAS_SUMS: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     stride = num_valid.to(tl.int64)
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = offs_v < num_valid
     share = tl.zeros((BLOCK_V,), tl.float32)
     if HAS_SUMS:
-        for block in range(0, num_blocks):
-            share += tl.load(sums_ptr + block * stride + offs_v, mask=in_v, other=0)
+        share += tl.load(sums_ptr + stride + offs_v, mask=in_v, other=0)
         parts = tl.zeros((BLOCK_V,), tl.float32)
         for first in range(0, num_parts, BLOCK_V):
             offs_p = first + tl.arange(0, BLOCK_V)
             parts += tl.load(part_ptr + offs_p, mask=offs_p < num_parts, other=0)
         total = tl.sum(parts, 0)
-        share *= 1 / tl.where(total < TINY, TINY, total)
+        divisor = tl.where(total < TINY, TINY, total)
+        share *= 1 / divisor
         tl.store(count_ptr + tl.program_id(0), tl.sum((share * whole.to(tl.float32)).to(tl.int64), 0))
         if tl.program_id(0) == 0:
             tl.store(total_ptr, total)
+        for first_d in range(tl.program_id(0) * BLOCK_D, hidden_size, tl.num_programs(0) * BLOCK_D):
+            offs_d = first_d + tl.arange(0, BLOCK_D)
+            in_d = offs_d < hidden_size
+            mean = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+            for first in range(0, num_parts, BLOCK_P):
+                offs_p = first + tl.arange(0, BLOCK_P)
+                where = mean_ptr + offs_p[:, None] * hidden_size + offs_d[None, :]
+                mean += tl.load(where, mask=(offs_p < num_parts)[:, None] & in_d[None, :], other=0)
+            center = tl.sum(mean, 0) / divisor
+            tl.store(shared_ptr + offs_d, center, mask=in_d)
+            tl.store(shared_ptr + hidden_size + offs_d, tl.zeros((BLOCK_D,), tl.float32), mask=in_d)
+            tl.store(shared_ptr + 2 * hidden_size + offs_d, center, mask=in_d)
     outside = (tl.load(slot_ptr + offs_v, mask=in_v, other=1) == 0) & (uniform != 0)
     tl.store(shares_ptr + offs_v, share, mask=in_v)
     tl.store(shares_ptr + stride + offs_v, outside.to(tl.float32), mask=in_v)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 _LOG = logging.getLogger("cce_dist")
 NO_CHANGE = nullcontext()
@@ -81,8 +82,9 @@ class Direct:
             return self._by_triton(args, grid, kwargs)
         device = torch._C._cuda_getDevice()
         key, values = kinds(args)
+        key = (device, tuple(kwargs), tuple(kwargs.values()), tuple(key))
         try:
-            known = self.known.get(key := (device, *kwargs, *kwargs.values(), *key))
+            known = self.known.get(key)
         except TypeError:  # a constant that is no key
             return self._by_triton(args, grid, kwargs)
         if known is None:
@@ -108,10 +110,19 @@ class Direct:
 
 
 def kinds(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return what Triton may compile apart of arguments that are no constants, and the arguments, addresses for tensors."""
+    """Return what Triton may compile apart of arguments that are no constants, and the arguments, addresses for tensors.
+
+    A tuple among them, such as ``Head``, stays one: the launcher in C takes it apart.
+    """
     key, values = [], []
     for value in args:
         of = type(value)
+        if of is Tensor or of is Parameter:  # isinstance() of a tensor is slow
+            address = value.data_ptr()
+            key.append((value.dtype, "unaligned") if address & 15 else value.dtype)
+            values.append(address)
+            continue
+        values.append(value)
         if of is int:
             if 1 < value < 1 << 31:  # as nearly all are
                 key.append(3 if value & 15 else 16)
@@ -121,13 +132,15 @@ def kinds(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             key.append(value)
         elif of is float:
             key.append(of)
-        elif isinstance(value, Tensor):
-            address = value.data_ptr()
-            key.append((value.dtype, "unaligned") if address & 15 else value.dtype)
-            value = address
+        elif isinstance(value, tuple):
+            inner, items = kinds(value)
+            key.append(tuple(inner))
+            values[-1] = tuple(items)
+        elif isinstance(value, Tensor):  # of a class of its own
+            address = values[-1] = value.data_ptr()
+            key.append((of, value.dtype, address & 15))
         else:
             key.append((value.base.dtype, *value.block_shape, value.padding) if hasattr(value, "block_shape") else of)
-        values.append(value)
     return key, values
 
 

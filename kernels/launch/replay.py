@@ -7,7 +7,7 @@ shapes, strides, dtypes, alignments and options are the same. So a call is made 
 first     ordinarily
 second    ordinarily, while a tape notes it (``tape.py``)
 later     the tape's steps alone (``steps.py``): each kernel's compiled launcher, with addresses in place of tensors, and each
-          torch operator and collective again; many launches as one where all addresses come again (``graphs.py``)
+          torch operator and collective again
 
 A replay takes the tensors where they are, and holds no memory between calls. It decides on no arithmetic: it launches what was
 compiled for the recorded call, with the same numbers, so the bits are the same. It can be captured into a CUDA graph by the
@@ -16,10 +16,9 @@ user, and several threads and streams may replay the same call side by side.
 An error in recording, planning or in what a replay does before its first launch costs a line in the log: the call is made
 ordinarily, and so are all of its kind from then on.
 
-``CCE_DIST_REPLAY=0`` turns replays off, ``CCE_DIST_REPLAY=triton`` the short way to a launch as well (``direct.py``), and
-``CCE_DIST_REPLAY=launches`` the graphs alone. ``CCE_DIST_REPLAY=check`` makes each
-call a second time, ordinarily and on copies of its inputs, and raises where a bit differs. Replays need a GPU of NVIDIA and a
-Triton whose launcher is known; else, and while somebody has hooks on Triton's launches, every call is ordinary.
+``CCE_DIST_REPLAY=0`` turns replays off, ``CCE_DIST_REPLAY=triton`` the short way to a launch as well (``direct.py``). Replays
+need an NVIDIA GPU and a Triton whose launcher is known. Without these, and while somebody has hooks on Triton's launches, every
+call is ordinary.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_dist.kernels.launch import direct, graphs
+from cce_dist.kernels.launch import direct
 from cce_dist.kernels.launch.direct import NO_CHANGE, current
 from cce_dist.kernels.launch.steps import Replay, ReplayPlan
-from cce_dist.kernels.launch.tape import Launch, Refused, Tape, add_bounded, mapped
+from cce_dist.kernels.launch.tape import Launch, Refused, Tape, add_bounded
 from cce_dist.kernels.precision import fp32_precision
 
 _LOG = logging.getLogger("cce_dist")
@@ -80,11 +79,6 @@ class Replayed:
         more = self.replayable(args[-1])
         if more is None or direct.watched():
             return self.function(*args)
-        if _checks() and not graphs.is_captured():
-            return checked(self._call, self.function, args, more)
-        return self._call(args, more)
-
-    def _call(self, args: Any, more: tuple) -> Any:
         key, plan, record, tensors, addresses = None, None, False, [], []
         try:
             tensors, addresses, key = _tensors_and_key(args, more)
@@ -173,7 +167,7 @@ class Replayed:
 
 def _tensors_and_key(args: Sequence[Any], more: tuple) -> tuple[list[Tensor], list[int], tuple]:
     tensors: list[Tensor] = []
-    settings = torch.is_inference_mode_enabled(), fp32_precision(), os.environ.get("CCE_DIST_TILES")
+    settings = torch.is_inference_mode_enabled(), fp32_precision()
     key: list[Any] = [more, settings]
     addresses: list[int] = []
     for arg in args:
@@ -205,59 +199,6 @@ def _launches() -> Iterator[list[Any]]:
         yield launches
     finally:
         hooks.remove(launched)
-
-
-@lru_cache(maxsize=1)
-def _checks() -> bool:
-    return os.environ.get("CCE_DIST_REPLAY") == "check"
-
-
-def checked(call: Callable[..., Any], function: Callable[..., Any], args: Any, more: tuple) -> Any:
-    """Make a call, and make it ordinarily on copies of its inputs; raise if a result or what is written to an input differs.
-
-    The last result may be a list of what backward needs, with cells that nobody writes: it is not compared.
-    """
-    twins: dict[tuple, tuple[Tensor, Tensor]] = {}
-
-    def twin(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        where = value.data_ptr(), value.dtype, value.shape, value.stride()
-        return twins.setdefault(where, (value, _twin(value)))[1]
-
-    copies = mapped(args[:-1], twin)
-    results = call(args, more)
-    again = function(*copies, args[-1])
-    last = len(results) - isinstance(results[-1], list)
-    pairs = [("result", ours, wanted) for ours, wanted in zip(results[:last], again[:last], strict=True)]
-    for name, ours, wanted in [*pairs, *(("input", *pair) for pair in twins.values())]:
-        for one, other in zip(_tensors(ours), _tensors(wanted), strict=True):
-            if one.shape != other.shape or not torch.equal(_bytes(one), _bytes(other)):
-                raise RuntimeError(
-                    f"CCE_DIST_REPLAY=check: another {name} of {tuple(one.shape)} than an ordinary call's"
-                )
-    return results
-
-
-def _twin(tensor: Tensor) -> Tensor:
-    """Return a copy that is laid out likewise, at an address with the same alignment to 16 bytes."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.numel() == 0:
-        return tensor.clone()
-    shift = tensor.data_ptr() % 16 // tensor.itemsize
-    flat = torch.empty(shift + span, dtype=tensor.dtype, device=tensor.device)[shift:]
-    flat.copy_(tensor.detach().as_strided((span,), (1,)))
-    return flat.as_strided(tensor.shape, tensor.stride())
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    mapped(value, lambda item: found.append(item) if isinstance(item, Tensor) else None)
-    return found
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class Shared:

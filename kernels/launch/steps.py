@@ -10,9 +10,9 @@ planned    an intermediate: at a fixed place in a workspace that all of them sha
 The places in the workspace were decided once, from the first and the last step that touches each intermediate. Their tensors
 are the same in each call, and operators write into them and into the memory that is returned.
 
-A call allocates before its first step, so that nothing stands between its launches and they can go as one (``graphs.py``).
-Where that takes more memory than the recorded call did, intermediates of more than ``LARGE`` bytes are ``own``, too, and the
-steps are cut into phases. A phase allocates what it is the first to touch, and gives back what it is the last to touch.
+A call allocates before its first step. Where that takes more memory than the recorded call did, intermediates of more than
+``LARGE`` bytes are ``own``, too, and the steps are cut into phases. A phase allocates what it is the first to touch, and gives
+back what it is the last to touch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import lru_cache, partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cce_dist.kernels.launch import graphs
 from cce_dist.kernels.launch.direct import launcher_of
 from cce_dist.kernels.launch.tape import Launch, Matrix, Op, Place, Recorded, Refused, Tape, Thing, aten, mapped
 
@@ -52,8 +51,6 @@ class ReplayPlan:
         workspace_bytes: Of all of them together.
         made: Storages that a step makes.
         own: Storages to allocate.
-        numbers: Storages of 0-d tensors that the call is given or returns. One like a loss is somewhere else in each step where
-            somebody keeps those of all steps.
         whole: Place of the tensor that a call has of each storage: what it is given, makes or allocates.
         phases: The steps of each phase, and the storages that it allocates and gives back.
     """
@@ -96,8 +93,6 @@ class ReplayPlan:
                     break
             stops = _cut(alone, most - self.workspace_bytes, end)
         self.own = new - planned - self.made
-        outside = {*range(tape.num_inputs), *returned}
-        self.numbers = {n for n in outside if tape.firsts[n].size == ()}
         places = [place for use in (_places(tape.result), *uses) for place in use]
         self.whole = {
             n: _whole(n, tape.sizes[n], places) if n in self.own else place for n, place in enumerate(tape.firsts)
@@ -299,31 +294,12 @@ class Replay:
         self.first = partial(_Allocate(self, plan.phases[0].allocated), 0)
         for number, phase in enumerate(plan.phases):
             self.steps += [_Allocate(self, phase.allocated)] if number and phase.allocated else []
-            self.steps += self._joined([_KINDS[type(step)](self, step) for step in plan.steps[phase.steps]])
+            self.steps += [_KINDS[type(step)](self, step) for step in plan.steps[phase.steps]]
             self.steps += [_Drop(self, phase.dropped)] if phase.dropped else []
         self.result = self.bring(mapped(plan.result, self.fixed))
         self.workspace.resize_(0)
         # Where launches alone touch the workspace, any memory will do.
         self.allocate = _allocator(Place(-1, 0, torch.uint8, (plan.workspace_bytes,), (1,)), plan.device)
-
-    def _joined(self, steps: Sequence[Any], loose: Set[int] = frozenset()) -> list[Callable[[int], None]]:
-        """Make one step of each stretch of steps that can be launched as one and touch no loose storage.
-
-        Where a stretch is at new addresses, what it holds apart from numbers may still be where it was.
-        """
-        joined: list[Callable[[int], None]] = []
-        for joins, group in groupby(
-            steps, lambda step: step.joins and loose.isdisjoint(place.storage for place in step.places)
-        ):
-            stretch = list(group)
-            if not joins or len(stretch) < graphs.FEWEST_STEPS or not graphs.available():
-                joined += stretch
-                continue
-            storages = {place.storage for step in stretch for place in step.places}
-            parts = stretch if storages.isdisjoint(self.plan.numbers) else self._joined(stretch, self.plan.numbers)
-            numbers = sorted({self.source(place)[0] for step in stretch for place in step.places})
-            joined.append(graphs.Together(stretch, parts, self.address, numbers, self.plan.device))
-        return joined
 
     def begin(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
         """Take a call's tensors, and the memory that is needed before anything is launched."""
@@ -463,15 +439,12 @@ class _Described:
 class _Launch:
     """A kernel's launch: addresses go where tensors were."""
 
-    joins = True  # others in one launch
-
     def __init__(self, replay: Replay, launch: Launch) -> None:
-        self.places = _places(launch)
         compiled, self.address = launch.compiled, replay.address
         self.run, behind, encoders, in_one = launcher_of(compiled)
         self.args = [*launch.grid, 0, compiled.function, *behind]
         self.values: list[Any] = [] if in_one else self.args
-        self.pointers: list[tuple[int, int, int]] = []
+        self.pointers: list[tuple[list[Any], int, int, int]] = []
         self.matrices: list[tuple[slice, _Described, int, int]] = []
         for value in launch.values:
             begin = len(self.values)
@@ -482,17 +455,25 @@ class _Launch:
                 self.matrices.append((slice(begin, begin + width), described, *replay.source(value.place)))
                 self.values += [None] * width
                 continue
-            if isinstance(value, Place):
-                self.pointers.append((begin, *replay.source(value)))
-            self.values.append(value)
+            self._add(self.values, value, replay)
         if in_one:
             self.args.append(self.values)
+
+    def _add(self, values: list[Any], value: Any, replay: Replay) -> None:
+        """Append an argument; a tuple becomes a list, whose addresses can be changed."""
+        if isinstance(value, Place):
+            self.pointers.append((values, len(values), *replay.source(value)))
+        elif isinstance(value, tuple):
+            items, value = value, []
+            for item in items:
+                self._add(value, item, replay)
+        values.append(value)
 
     def __call__(self, stream: int) -> None:
         values, address = self.values, self.address
         self.args[3] = stream
-        for position, source, offset in self.pointers:
-            values[position] = address[source] + offset
+        for within, position, source, offset in self.pointers:
+            within[position] = address[source] + offset
         for where, described, source, offset in self.matrices:
             values[where] = described.at(address[source] + offset)
         self.run(*self.args)
@@ -535,8 +516,6 @@ class _Op:
             self.made = _places(op.result)
         elif op.result is not None:
             call = _into_memory(op, replay.plan.device)
-        self.places = _places(call)
-        self.joins = not self.made and _launches_alone(call)
         self.function = call.function._op  # the overload itself, which its Python object calls
         args, self.kwargs = mapped((call.args, call.kwargs), replay.fixed)
         self.args = list(args)
@@ -569,8 +548,6 @@ def _keep(step: _Op | _Recorded, place: Place, tensor: Tensor) -> None:
 
 class _Recorded:
     """A call of a function as it is."""
-
-    joins = False
 
     def __init__(self, replay: Replay, call: Recorded) -> None:
         self.held, self.address, self.things = replay.held, replay.address, replay.things

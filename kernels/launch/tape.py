@@ -59,7 +59,7 @@ class Launch(NamedTuple):
     Attributes:
         compiled: What Triton compiled for the arguments.
         grid: Three numbers.
-        values: All arguments in order; a ``Place`` stands for a tensor, a ``Matrix`` for a descriptor.
+        values: All arguments in order; a ``Place`` stands for a tensor, a ``Matrix`` for a descriptor. A record is a tuple.
     """
 
     compiled: Any
@@ -223,6 +223,8 @@ class Tape(TorchDispatchMode):
                 descriptor.base = None
                 (place,) = self._places([value.base])
                 return Matrix(descriptor, place)
+            if isinstance(value, tuple):
+                return tuple(map(noted, value))
             return self._place(value) if isinstance(value, Tensor) else value
 
         values = [*args, *(kwargs[name] for name in names[len(args) :])]
@@ -329,7 +331,7 @@ def launching(instead: Callable[..., Any]) -> Iterator[None]:
 
 
 def noted(kernel: Any) -> Any:
-    """Return a kernel of ``triton.jit`` whose launches a tape and a rehearsal can see."""
+    """Return a kernel of ``triton.jit`` whose launches a tape and a dry run can see."""
     launch, direct = type(kernel).run, Direct(kernel)
 
     def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:

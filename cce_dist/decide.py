@@ -1,0 +1,238 @@
+"""How a call goes: on which backend, in one pass or two, in which groups of tokens, within which memory budget.
+
+This is the only file that decides. ``decide`` is a function of integers and strings, so its test is a table. Sizes are those of
+an even shard of the vocabulary, so that all ranks of a group decide alike however uneven their shards are. Rates are an H200's
+and waves are counted for 132 programs on every device, for the same reason.
+
+A public function decides once and hands the ``Way`` down in its ``Call``. An operator inside a graph of ``torch.compile``
+decides when it runs: sizes may be symbols while the graph is traced. ``cce_dist.explain`` says a way in words.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from cce_dist import checks
+from cce_dist.kernels import Spec, memory
+from cce_dist.kernels.divergence.heads import Divergence
+from cce_dist.kernels.filter import costs
+from cce_dist.kernels.memory import Groups, Sizes
+from cce_dist.kernels.waves import cdiv
+
+BACKENDS = ("auto", "triton", "torch")
+
+
+class Where(NamedTuple):
+    """What a way follows from beside the sizes and the task.
+
+    Attributes:
+        backend: "torch" or "triton".
+        dtype: Dtype of hidden states and weight, such as "torch.bfloat16".
+        summed: Whether d_hidden is summed over ranks.
+        upstream: What forward knows of the upstream gradient. "number": the loss is one number, so it is a factor of all
+            gradients. "tokens": there is a loss for each token, and its gradient is expected to be in proportion to weights.
+            "unknown": neither, for example because other outputs have gradients of their own.
+        has_buffer: Whether d_weight is added to a buffer (``grad_weight_out``).
+    """
+
+    backend: str
+    dtype: str
+    summed: bool = False
+    upstream: str = "unknown"
+    has_buffer: bool = False
+
+
+class Way(NamedTuple):
+    """How a call goes.
+
+    Attributes:
+        backend: The module of ``cce_dist.kernels`` that computes: "dense", "exact" or "filter". Empty: not decided yet.
+        passes: "two": forward, then backward. "one": forward makes the gradients too, group by group (``groups.py``).
+        groups: The groups of tokens of one pass.
+        workspace_bytes: The memory budget.
+        ready_rows: Tokens per chunk of the overlapped all-reduce of d_hidden; 0: one all-reduce of all tokens.
+        reason: Why a filter that was asked for is off, and why there are two passes where not all exponentials are kept.
+    """
+
+    backend: str = ""
+    passes: str = "two"
+    groups: Groups = Groups(0)
+    workspace_bytes: int = 0
+    ready_rows: int = 0
+    reason: str = ""
+
+
+def choose_backend(backend: str, forced: str, device_type: str, dtype: torch.dtype) -> str:
+    """Return "triton" or "torch".
+
+    Args:
+        backend: The argument of that name, one of ``BACKENDS``.
+        forced: The environment variable CCE_DIST_BACKEND.
+        device_type: Device of the hidden states. "meta" stands for a GPU.
+        dtype: Dtype of the hidden states.
+    """
+    checks.choice("CCE_DIST_BACKEND", forced, BACKENDS)
+    if backend == "auto":
+        backend = forced
+    if device_type == "meta":
+        return "triton" if backend == "auto" else backend
+    on_gpu = device_type == "cuda"
+    if backend == "auto":
+        return "triton" if on_gpu and torch.version.cuda is not None else "torch"
+    if backend == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"backend='triton' needs a GPU (or Triton's interpreter, TRITON_INTERPRET=1), input is on {device_type}"
+        )
+    if backend == "triton" and not on_gpu and dtype == torch.bfloat16:
+        raise TypeError("input is bfloat16, which Triton's interpreter misreads: use float32, float16, or a GPU")
+    return backend
+
+
+def decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
+    """Return the way of a loss or of log-probabilities. ``sizes`` are those of an even shard; answers are remembered."""
+    # A symbol of torch.compile has no hash.
+    return _decide_once(sizes, spec, where) if all(isinstance(n, int) for n in sizes) else _decide(sizes, spec, where)
+
+
+def _decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
+    sizes = sizes._replace(alone=not where.summed)
+    backend, why_off = _backend_of(sizes, spec, where)
+    can_keep = backend == "exact" and spec.can_keep(where.dtype)
+    workspace_bytes = spec.workspace_bytes or memory.default_workspace(sizes, can_keep)
+    way = Way(backend, workspace_bytes=workspace_bytes)
+    if where.summed and backend != "dense":  # whose outer loop is over the vocabulary
+        room = memory.beside_lists(sizes, spec.want.top_k, workspace_bytes)
+        way = way._replace(ready_rows=_ready_rows(sizes, room if can_keep else 0, workspace_bytes))
+    why_two = ""
+    if can_keep:
+        groups, why_two = _groups_of(sizes, spec, where, workspace_bytes)
+        way = way if groups is None else way._replace(passes="one", groups=groups)
+    elif backend == "exact" and spec.want.grad:
+        in_bf16 = where.dtype == "torch.bfloat16"
+        why_two = (
+            "exponentials are not kept with these options" if in_bf16 else "exponentials are kept in bfloat16 alone"
+        )
+    return way._replace(reason=_joined(why_off, why_two))
+
+
+_decide_once = lru_cache(maxsize=1024)(_decide)
+
+
+def decide_heads(sizes: Sizes, spec: Divergence, where: Where) -> Way:
+    """Return the way of a divergence of two heads: always two passes."""
+    backend = "dense" if where.backend == "torch" else "exact"
+    can_keep = backend == "exact" and spec.can_keep(where.dtype)
+    workspace_bytes = spec.workspace_bytes or memory.default_workspace(sizes, can_keep)
+    ready_rows = 0
+    if where.summed and backend != "dense":
+        ready_rows = _ready_rows(sizes, workspace_bytes if can_keep else 0, workspace_bytes)
+    return Way(backend, workspace_bytes=workspace_bytes, ready_rows=ready_rows)
+
+
+def upstream_of(reduction: str, is_expected: bool, returns_more: bool) -> str:
+    """Return ``Where.upstream`` of a loss.
+
+    Args:
+        reduction: "none", "mean" or "sum".
+        is_expected: Whether the upstream gradient of a loss for each token is expected to be in proportion to weights.
+        returns_more: Whether there are other outputs, or terms of the loss that are added outside of the operator.
+    """
+    if returns_more:
+        return "unknown"
+    if reduction != "none":
+        return "number"
+    return "tokens" if is_expected else "unknown"
+
+
+def may_take_one_pass(backend: str, spec: Spec, where: Where) -> bool:
+    """Whether forward could make the gradients at any size."""
+    if not spec.want.grad or where.upstream == "unknown" or backend == "filter":
+        return False
+    if backend == "dense" and spec.filter.eps > 0:
+        return False
+    # fp16 has too short an exponent for gradients that an unknown number multiplies later.
+    return not (where.upstream == "tokens" and where.dtype == "torch.float16")
+
+
+def takes_operator_of_both(spec: Spec, where: Where, forced: bool) -> bool:
+    """Whether ``torch.compile`` takes the call into its graph as one operator, which makes the gradients in forward.
+
+    Sizes do not matter: where the operator finds no groups it runs forward and backward one after another. ``forced``: a test
+    has forced groups.
+    """
+    if where.upstream != "number" or where.has_buffer or spec.filter.eps > 0 or not spec.want.grad:
+        return False
+    # fp16 has too short an exponent for gradients that a loss scale multiplies later; fp32 keeps no exponentials.
+    return forced or (where.backend == "triton" and where.dtype == "torch.bfloat16")
+
+
+def _backend_of(sizes: Sizes, spec: Spec, where: Where) -> tuple[str, str]:
+    """Return the backend, and why a filter is off that was asked for."""
+    if where.backend == "torch":
+        return "dense", ""
+    kept = spec.filter
+    if kept.eps == 0 or not (kept.hidden or kept.weight):
+        return "exact", ""
+    if spec.want.uniform and spec.logits.softcap > 0:
+        return "exact", "the filter is off because label smoothing under a softcap has no control variate"
+    if not set(spec.logits.tensors.split()) <= {"bias"}:
+        return "exact", "the filter is off because its samples of columns know no tensor of the head but a bias"
+    if kept.always or _filter_pays(sizes, spec, where):
+        return "filter", ""
+    return "exact", "the filter is off because exact is faster at these sizes"
+
+
+def _filter_pays(sizes: Sizes, spec: Spec, where: Where) -> bool:
+    """Whether the filter takes less time than exact gradients.
+
+    It does not depend on which gradients this rank needs, because all ranks of a group have to agree.
+    """
+    with_grad = spec._replace(want=spec.want._replace(grad=True))
+    exact_sides = (not spec.filter.hidden) + (not spec.filter.weight)
+    return costs.filter_pays(sizes, with_grad.can_keep(where.dtype), spec.workspace_bytes, exact_sides)
+
+
+def _groups_of(sizes: Sizes, spec: Spec, where: Where, workspace_bytes: int) -> tuple[Groups | None, str]:
+    """Return the groups of one pass; or None, and why there are two passes unless all exponentials are kept."""
+    if memory.bytes_of_all(sizes) <= workspace_bytes:
+        return None, ""
+    if not may_take_one_pass("exact", spec, where):
+        return None, "one pass would have to know the upstream gradient in forward"
+    groups = memory.groups_of(sizes, workspace_bytes, holds_weight=where.has_buffer)
+    return groups, "" if groups else "one pass would need a larger budget for its groups of tokens"
+
+
+def _ready_rows(sizes: Sizes, room: int, workspace_bytes: int) -> int:
+    """Return ``Way.ready_rows``. Exponentials that are kept within ``room`` are those of all tokens, final together."""
+    if room > 0 and memory.columns_kept(sizes, room) > 0:
+        return 0
+    return memory.most_rows(sizes, workspace_bytes)
+
+
+def in_words(way: Way, sizes: Sizes, spec: Spec, where: Where) -> str:
+    """Return one sentence about the way of a loss, for ``cce_dist.explain``."""
+    name = {"dense": "plain torch", "exact": "exact", "filter": "filtered"}[way.backend]
+    if way.backend == "dense" and spec.filter.eps > 0:
+        name = "plain torch, filtered"
+    mib = f"{cdiv(max(way.workspace_bytes, memory.LEAST_BYTES), 1 << 20):,} MiB"
+    if way.passes == "one":
+        count = cdiv(sizes.num_tokens, way.groups.rows)
+        return _joined(f"{name}, one pass in {count} groups of {way.groups.rows:,} tokens, {mib}", way.reason)
+    if not spec.want.grad:
+        return _joined(f"{name}, forward alone, {mib}", way.reason)
+    kept = ""
+    if way.backend == "exact":
+        can_keep, num_columns = spec.can_keep(where.dtype), sizes.num_columns
+        sizes = sizes._replace(alone=not where.summed)
+        columns = min(num_columns, memory.columns_kept(sizes, way.workspace_bytes)) if can_keep else 0
+        part = "all" if columns == num_columns else f"{columns:,} of {num_columns:,} columns'" if columns else "no"
+        kept = f" with {part} exponentials kept"
+    return _joined(f"{name}, two passes{kept}, {mib}", way.reason)
+
+
+def _joined(*clauses: str) -> str:
+    return "; ".join(clause for clause in clauses if clause)

@@ -1,0 +1,65 @@
+"""How a run ends: exit codes that say whether to start it again, and the errors behind them.
+
+| code | of the command | of a rank under an agent |
+|---|---|---|
+| 0 | finished | finished |
+| 2 | an argument that cannot be read | |
+| 1 | a restart does not help: usage, corpus, a loss that is not finite, a full disk; or a bug | the same |
+| 76 | | a lost peer: the agent starts the ranks again |
+| 75 | stopped on request: the same command goes on | the same |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+AGENT = "CCE_DIST_AGENT"  # the process id of the agent, where this package has started it
+HOPELESS, AGAIN, LOST = 1, 75, 76  # the last two as BSD's sysexits.h has them
+NO_RESTART = signal.SIGUSR2  # tells an agent of this package that its ranks leave, and are not to be started again
+
+
+class UsageError(Exception):
+    """The run that was asked for cannot be done. Every rank raises it, with the same message."""
+
+
+class CheckpointError(Exception):
+    """Something of the run could not be stored. Every rank raises it."""
+
+
+class Stopped(Exception):
+    """A signal asked the run to stop. Every rank raises it, after the same step."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise the system's refusal to write as a ``CheckpointError``; ``path`` names the file where the error does not."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write {error.filename or path}: {error.strerror or error}") from error
+
+
+def speaks_for_all() -> bool:
+    """Whether this process is the one that tells what all ranks know: rank 0, or a process that is no rank."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(line: str) -> None:
+    """Print one line about the run on stderr."""
+    print(f"cce-dist pretrain: {' '.join(line.split())}", file=sys.stderr, flush=True)
+
+
+def tell_torchrun(code: int) -> None:
+    """Have the agent end. It knows no exit code of a rank after which it would not start all ranks again."""
+    if code in (HOPELESS, AGAIN) and "TORCHELASTIC_RUN_ID" in os.environ:
+        if os.environ.get("LOCAL_RANK") == "0":
+            ours = os.environ.get(AGENT) == str(os.getppid())
+            os.kill(os.getppid(), NO_RESTART if ours else signal.SIGTERM)
+        else:
+            time.sleep(1)  # the first of a node's ranks that leaves would be the reason for a restart

@@ -1,0 +1,624 @@
+"""cce_dist.convert, revert and require on plain PyTorch models: deferred logits, loops, copies, evaluation, FSDP2, refusals."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import operator
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tiny_trainer import counted
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import cce_dist
+from cce_dist.integrations import deferred
+from cce_dist.integrations.deferred import NotComputedError, TensorLogits
+from cce_dist.integrations.on_demand import OnDemand
+
+HIDDEN, VOCAB, LENGTH, BATCH = 16, 37, 6, 2
+IGNORED = -100
+
+
+class Model(nn.Module):
+    """A model that computes its loss in forward if it is given labels, as those of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lm_head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        logits = self.logits(self.embed(ids))
+        return {"loss": None if labels is None else loss_of(logits, labels), "logits": logits}
+
+    def logits(self, hidden: Tensor) -> Any:
+        return self.lm_head(hidden)
+
+
+class BiasOutside(Model):
+    """Adds a bias to its logits that the head does not know, as BART does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.final_logits_bias = nn.Buffer(torch.randn(1, VOCAB))
+
+    def logits(self, hidden: Tensor) -> Any:
+        return self.lm_head(hidden) + self.final_logits_bias
+
+
+class ReadsTheWeight(Model):
+    """Computes its loss from the head's weight, as Liger's forward does."""
+
+    def logits(self, hidden: Tensor) -> Any:
+        return F.linear(hidden, self.lm_head.weight)
+
+
+class KeepsHidden(Model):
+    """Hands its hidden states out, as models with ``output_hidden_states`` do."""
+
+    hidden: Tensor
+
+    def logits(self, hidden: Tensor) -> Any:
+        self.hidden = hidden
+        return self.lm_head(hidden)
+
+
+def loss_of(logits: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(2.0 * logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1))
+
+
+def pair(kind: type = Model, **options: Any) -> tuple[Any, Any]:
+    """Return a model and a converted copy."""
+    torch.manual_seed(0)
+    stock = kind()
+    return stock, cce_dist.convert(copy.deepcopy(stock), **options)
+
+
+def batch() -> Tensor:
+    return torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def assert_same_step(stock: Any, ours: Any) -> None:
+    ids = batch()
+    losses = []
+    for model in (stock, ours):
+        model.zero_grad()
+        losses.append(model(ids, labels=ids)["loss"])
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    for expected, parameter in zip(stock.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+@pytest.fixture
+def dense() -> Iterator[list[int]]:
+    """Count how often logits are computed."""
+    with counted(deferred, "_dense") as calls:
+        yield calls
+
+
+def test_a_converted_model_trains_as_it_did() -> None:
+    stock, ours = pair()
+    with pytest.raises(RuntimeError, match=r"was converted: call cce_dist.convert\(model\)"):
+        cce_dist.require(stock)
+    assert_same_step(stock, ours)
+    cce_dist.require(ours)
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    assert cce_dist.convert(ours, z_loss_weight=0.5) is ours and ours.lm_head.cce_task.options.z_loss_weight == 0.5
+    assert cce_dist.convert(ours).lm_head.cce_task.options.z_loss_weight == 0.5
+
+
+def causal(logits: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, logits.size(-1)), labels[:, 1:].flatten())
+
+
+def capped(logits: Any, labels: Tensor) -> Tensor:
+    logits = torch.tanh(0.5 * logits / 3.0) * 3.0
+    return nn.CrossEntropyLoss(label_smoothing=0.1)(logits.float().reshape((-1, VOCAB)), labels.view(-1))
+
+
+def picked(logits: Any, labels: Tensor) -> Tensor:
+    kept = labels != IGNORED
+    one = F.cross_entropy(logits[kept] * 2, labels[kept], reduction="sum")
+    return one + F.cross_entropy(logits[0, 1:], labels[0, 1:])
+
+
+def biased(logits: Any, labels: Tensor) -> Tensor:
+    """As BART's family does: the bias is a buffer of the model, [1, V]."""
+    return loss_of(torch.tanh((logits + torch.arange(VOCAB).sin()[None]) * 0.5) * 3, labels)
+
+
+def cut_short(logits: Any, labels: Tensor) -> Tensor:
+    """Without the columns that pad the vocabulary."""
+    assert logits[..., :-5].shape[-1] == VOCAB - 5
+    return loss_of(logits[..., :-5], labels.clamp(max=VOCAB - 6))
+
+
+@pytest.mark.parametrize("loss", [loss_of, causal, capped, picked, biased, cut_short])
+def test_deferred_logits_meet_the_users_own_loss(loss: Callable) -> None:
+    """In a loop of training, behind the model's forward, where the weight is whole on one GPU and under DDP."""
+    stock, ours = pair()
+    labels = batch()
+    labels[0, 2] = labels[1, 4] = IGNORED
+    losses = [loss(model(batch())["logits"], labels) for model in (stock, ours)]
+    for each in losses:
+        each.backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    for expected, parameter in zip(stock.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=2e-5, atol=1e-6)
+
+
+USES: dict[str, Callable] = {
+    "column": lambda x: x[..., 0],
+    "columns": lambda x: x[..., 1:],
+    "element": lambda x: x[0, 0, 0],
+    "none": lambda x: x[None],
+    "argmax": lambda x: x.argmax(-1),
+    "softmax": lambda x: torch.softmax(x, -1),
+    "tensor-factor": lambda x: x * torch.ones(()),
+    "factor-tensor": lambda x: torch.ones(()) * x,
+    "sum": lambda x: x + 1,
+    "sum-of-tokens": lambda x: x + torch.ones(LENGTH, 1),
+    "bias-behind-a-factor": lambda x: 2 * x + torch.ones(VOCAB),
+    "bias-of-more-ids": lambda x: x[..., :5] + torch.ones(VOCAB),
+    "two-biases": lambda x: x + torch.ones(VOCAB) + torch.ones(VOCAB),
+    "two-tanh": lambda x: x.tanh().tanh(),
+    "abs": lambda x: abs(x),
+    "remainder": lambda x: x % 2,
+    "equal": lambda x: x == 0,
+    "assignment": lambda x: x.__setitem__(0, 0.0),
+    "flatten": lambda x: x.flatten(),
+    "view": lambda x: x.view(-1, VOCAB + 1),
+    "not-flat": lambda x: F.cross_entropy(x, batch()),
+    "probabilities": lambda x: F.cross_entropy(x[0], torch.ones(LENGTH, VOCAB)),
+    "class-weights": lambda x: F.cross_entropy(x[0], batch()[0], torch.ones(VOCAB)),
+    "as-target": lambda x: F.cross_entropy(torch.ones(LENGTH, VOCAB), x),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_other_uses_of_deferred_logits_raise(use: Callable) -> None:
+    with pytest.raises((NotComputedError, ValueError)):
+        use(pair()[1](batch())["logits"])
+
+
+def test_a_loss_that_would_have_no_gradient_or_other_smoothing_raises() -> None:
+    head = pair()[1].lm_head
+    head.cce_task.calls = [True]
+    with pytest.raises(AttributeError, match="label smoothing is an option of the conversion"):
+        F.log_softmax(head(torch.ones(1, HIDDEN)), dim=-1)
+    with torch.no_grad():
+        logits = head(torch.ones(1, HIDDEN))  # inside of a reentrant checkpoint
+    with pytest.raises(RuntimeError, match="ran without gradients"):
+        F.cross_entropy(logits, batch()[0, :1])
+
+
+def test_options_are_for_training_alone() -> None:
+    """Catches options, and a count, that follow the mode of the head alone."""
+    stock, ours = pair(label_smoothing=0.2, z_loss_weight=0.5, filter="compensated", backend="torch")
+    ours.lm_head.eval()
+    logits = 2 * stock(batch())["logits"].flatten(0, 1)
+    expected = (
+        F.cross_entropy(logits, batch().flatten(), label_smoothing=0.2) + 0.5 * logits.logsumexp(-1).square().mean()
+    )
+    torch.testing.assert_close(ours(batch(), labels=batch())["loss"], expected)
+    cce_dist.require(ours)
+    plain = stock(batch(), labels=batch())["loss"]
+    torch.testing.assert_close(ours.eval()(batch(), labels=batch())["loss"], plain)
+
+
+def test_logits_are_deferred_in_training_or_with_labels() -> None:
+    stock, ours = pair()
+    assert isinstance(ours(batch())["logits"], TensorLogits)
+    assert isinstance(ours.eval()(batch(), labels=batch())["logits"], TensorLogits)
+    assert isinstance(ours(batch())["logits"], Tensor) and isinstance(ours.lm_head(torch.zeros(1, HIDDEN)), Tensor)
+    with torch.no_grad():  # ``generate``, and the passes of a reference model
+        logits = ours.train()(batch())["logits"]
+    assert type(logits) is Tensor
+    torch.testing.assert_close(logits, stock(batch())["logits"])
+
+
+def test_require_counts_training_alone() -> None:
+    _, ours = pair()
+    ours.eval()(batch(), labels=batch())
+    with torch.no_grad():
+        ours.train()(batch())
+    cce_dist.require(ours)
+    ours(batch())
+    with pytest.raises(RuntimeError, match="none asked the head lm_head for its loss"):
+        cce_dist.require(ours)
+    ours(batch(), labels=batch())
+    cce_dist.require(ours)
+
+
+def test_a_bias_that_is_added_to_the_logits(dense: list[int]) -> None:
+    stock, ours = pair(BiasOutside)
+    assert_same_step(stock, ours)
+    with torch.no_grad():
+        expected, got = (model.eval()(batch(), labels=batch()) for model in (stock, ours))
+    torch.testing.assert_close(got["loss"], expected["loss"])
+    assert dense == [0]
+    torch.testing.assert_close(got["logits"] + 0, expected["logits"])
+
+
+@pytest.mark.parametrize("through", ["deepcopy", "file"])
+def test_a_copy_is_a_converted_model_of_its_own(through: str) -> None:
+    stock, ours = pair()
+    ours(batch(), labels=batch())
+    if through == "deepcopy":
+        other = copy.deepcopy(ours)
+        assert other.lm_head.cce_task.num_losses == 0
+    else:
+        file = io.BytesIO()
+        torch.save(ours, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert isinstance(other.eval()(batch())["logits"], Tensor) and isinstance(ours(batch())["logits"], TensorLogits)
+    inside: list[Any] = []
+    hook = ours.embed.register_forward_hook(lambda *_: inside.append(other.lm_head(torch.zeros(1, HIDDEN))))
+    ours(batch())
+    hook.remove()
+    assert isinstance(inside[0], Tensor)  # the original's forward does not have the copy's head defer
+    assert type(ours.lm_head).__name__ == type(ours.lm_head).__qualname__ == "Linear"
+    cce_dist.revert(ours)
+    assert type(ours.lm_head) is nn.Linear and isinstance(ours(batch())["logits"], Tensor)
+    assert not ours._forward_hooks and not ours._forward_pre_hooks and not hasattr(ours.lm_head, "cce_task")
+    assert_same_step(stock, ours)
+    assert_same_step(stock, other.train())
+    cce_dist.require(other)
+    cce_dist.revert(other)
+    assert type(other.lm_head) is nn.Linear and not other._forward_hooks
+
+
+LOOKS: dict[str, Callable] = {
+    "detach": lambda x: x.detach() + 0,
+    "numpy": lambda x: torch.from_numpy(x.detach().cpu().numpy()),
+    "argmax": lambda x: x.argmax(-1),
+    "list": lambda x: torch.cat([x, x]),
+    "arithmetic": lambda x: (1 - x) * torch.ones(VOCAB) >= 0,
+    "index": lambda x: x[..., 3],
+    "softmax": lambda x: torch.softmax(x, -1),
+    "loss": lambda x: F.cross_entropy(x.view(-1, VOCAB), batch().view(-1)),
+    "in-place": lambda x: torch.zeros(x.shape).copy_(x),
+    "float": lambda x: x.float().double(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_evaluation_may_look_at_logits(look: Callable, dense: list[int]) -> None:
+    stock, ours = (model.eval() for model in pair())
+    with torch.no_grad():
+        expected, got = (model(batch(), labels=batch()) for model in (stock, ours))
+        torch.testing.assert_close(got["loss"], expected["loss"])
+        logits = got["logits"]
+        assert isinstance(logits, Tensor) and logits.shape == (BATCH, LENGTH, VOCAB) and logits.dtype == torch.float32
+        assert logits.detach().dim() == 3 and dense == [0]
+        torch.testing.assert_close(look(logits), look(expected["logits"]))
+        look(logits)
+    assert dense == [1]
+
+
+def test_evaluation_with_gradients_may_look_too(dense: list[int]) -> None:
+    stock, ours = (model.eval() for model in pair())
+    for model in (stock, ours):
+        logits = model(batch(), labels=batch())["logits"]
+        (logits.softmax(-1) ** 2).sum().backward()
+    assert dense == [1]
+    torch.testing.assert_close(ours.lm_head.weight.grad, stock.lm_head.weight.grad)
+
+
+def train_through_data(model: Any) -> None:
+    """A step whose optimizer changes no version, as DeepSpeed's optimizers do."""
+    with torch.enable_grad():
+        model.train()(batch(), labels=batch())["loss"].backward()
+    for parameter in model.parameters():
+        parameter.data.sub_(parameter.grad)
+    model.eval()
+
+
+def step(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+CHANGES: dict[str, Callable] = {
+    "training": train_through_data,
+    "optimizer": step,
+    "load": lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}),
+    "assign": lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True),
+    "bias": lambda model: model.lm_head.bias.zero_(),
+    "hidden": lambda model: model.hidden.mul_(2),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "mode"),
+    [
+        pytest.param(change, mode, id=f"{name}-{mode.__name__}")
+        for name, change in CHANGES.items()
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad)
+        if (name, mode) != ("hidden", torch.inference_mode)  # such a tensor has no version
+    ],
+)
+def test_stale_logits_of_evaluation_raise(change: Callable, mode: Callable) -> None:
+    """Catches logits of other weights or hidden states than the loss beside them."""
+    stock, ours = (model.eval() for model in pair(KeepsHidden))
+    with mode():
+        looked, unseen = (ours(batch(), labels=batch())["logits"] for _ in range(2))
+        expected = stock(batch())["logits"]
+        torch.testing.assert_close(looked + 0, expected)
+    with torch.no_grad():
+        change(ours)
+    torch.testing.assert_close(looked + 0, expected)
+    with pytest.raises(RuntimeError, match=r"these logits are stale: .* after the forward"):
+        unseen.argmax(-1)
+
+
+def test_stale_hidden_states_raise_before_they_are_copied() -> None:
+    """Catches a part of changed hidden states that is taken for what the head was called with."""
+    _, ours = pair(KeepsHidden)
+    logits = ours(batch(), labels=batch())["logits"]
+    with torch.no_grad():
+        ours.hidden.mul_(2)
+    with pytest.raises(RuntimeError, match="stale: the hidden states changed"):
+        logits[batch() > 3]
+
+
+def test_a_loss_behind_the_forward_is_of_its_weights() -> None:
+    _, ours = pair()
+    for model in (ours.train(), ours.eval()):
+        logits = model(batch(), labels=batch())["logits"]
+        loss_of(logits, batch())
+        step(model)
+        with pytest.raises(RuntimeError, match="stale: the head's weight or bias changed"):
+            loss_of(logits, batch())
+
+
+def test_a_loss_may_follow_another_forward_in_training() -> None:
+    """Two batches, then the loss of the first. Catches: logits of training that are stale as soon as another forward begins."""
+    stock, ours = pair()
+    logits = [model(batch())["logits"] for model in (stock, ours)]
+    ours(batch(), labels=batch())
+    losses = [loss_of(x, batch()) for x in logits]
+    torch.testing.assert_close(losses[1], losses[0])
+
+
+class Output(NamedTuple):
+    logits: Any
+
+
+OUTPUTS: dict[str, Callable] = {
+    "named tuple": Output,
+    "list": lambda logits: Output([logits]),
+    "object": lambda logits: types.SimpleNamespace(logits=logits),
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS)
+def test_stale_logits_that_an_output_hides_raise(output: Callable) -> None:
+    """Catches logits of other weights where the model is given labels, computes no loss, and answers in a form of its own."""
+
+    class Hides(Model):
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+            return output(self.logits(self.embed(ids)))
+
+    stock, ours = (model.eval() for model in pair(Hides))
+    with torch.no_grad():
+        [expected, looked, unseen] = (
+            found[0] if isinstance(found, list) else found
+            for found in (model(batch(), labels=batch()).logits for model in (stock, ours, ours))
+        )
+        torch.testing.assert_close(looked + 0, expected)
+        step(ours)
+    torch.testing.assert_close(looked + 0, expected)
+    with pytest.raises(RuntimeError, match="these logits are stale"):
+        unseen.argmax(-1)
+
+
+IN_PLACE: dict[str, Callable] = {
+    "method": lambda x: x.div_(2),
+    "function": lambda x: torch.relu_(x),
+    "argument": lambda x: F.relu(x, inplace=True),
+    "out": lambda x: torch.mul(torch.ones(()), 2, out=x),
+    "assignment": lambda x: x.__setitem__((..., 0), 0.0),
+    "view": lambda x: x[..., 0].fill_(9.0),
+    "operator": lambda x: operator.itruediv(x, 2),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
+def test_changes_in_place_before_a_loss_raise(change: Callable) -> None:
+    """Catches a change of a copy that the loss does not know."""
+
+    class Changes(Model):
+        def logits(self, hidden: Tensor) -> Any:
+            logits = self.lm_head(hidden)
+            change(logits)
+            return logits
+
+    _, ours = pair(Changes)
+    with torch.no_grad(), pytest.raises((TypeError, RuntimeError), match=r"in place|logits computed before changed"):
+        ours.eval()(batch(), labels=batch())
+
+
+def doubles(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 2
+
+
+def test_a_forward_hook_on_the_head_is_refused() -> None:
+    """It would scale the loss in place of the logits. Without a loss it gets logits, and may stay."""
+    model = Model()
+    handle = model.lm_head.register_forward_hook(functools.partial(doubles))
+    with pytest.raises(ValueError, match="the head lm_head has the forward hook doubles of test_convert, which"):
+        cce_dist.convert(model)
+    handle.remove()
+    stock, ours = pair()
+    for model in (stock, ours):
+        model.lm_head.register_forward_hook(doubles)
+    with pytest.raises(ValueError, match="the head has the forward hook doubles"):
+        ours(batch(), labels=batch())
+    with torch.no_grad():
+        torch.testing.assert_close(ours(batch())["logits"], stock(batch())["logits"])
+
+
+def test_a_head_that_was_enlarged_is_converted_again() -> None:
+    _, ours = pair()
+    ours.lm_head.weight = nn.Parameter(torch.randn(VOCAB + 3, HIDDEN))
+    ours.lm_head.bias, ours.lm_head.out_features = None, VOCAB + 3
+    with pytest.raises(ValueError, match="has 40 rows, and had 37 when it was converted: convert the model again"):
+        ours(batch(), labels=batch())
+    loss = cce_dist.convert(ours)(batch(), labels=batch())["loss"]
+    logits = F.linear(ours.embed(batch()), ours.lm_head.weight)
+    torch.testing.assert_close(loss, loss_of(logits, batch()))
+
+
+def test_logits_on_demand_pass_for_a_tensor_from_outside_python(dense: list[int]) -> None:
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor) -> Tensor:
+            return tensor.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            return gradients[0]
+
+    _, ours = pair()
+    with torch.no_grad():
+        logits = ours.eval()(batch(), labels=batch())["logits"]
+        assert isinstance(Same.apply(logits), OnDemand) and dense == [0]  # DeepSpeed does so to all outputs
+        assert "OnDemand" in repr(logits) and dense == [0]
+
+
+def test_a_training_forward_that_never_asked_raises() -> None:
+    _, ours = pair(ReadsTheWeight)
+    for _ in range(2):  # and again: the forward that raised has ended
+        with pytest.raises(RuntimeError, match="ended without asking the head for its loss"):
+            ours(batch(), labels=batch())
+    with torch.no_grad():
+        ours(batch(), labels=batch())
+    ours.eval()(batch(), labels=batch())
+
+
+def test_an_error_of_the_model_stays_its_own() -> None:
+    _, ours = pair()
+    with pytest.raises(IndexError):
+        ours(batch() + VOCAB, labels=batch())
+    assert ours.lm_head.cce_task.calls == []
+
+
+def test_compiled_code_is_compiled_once() -> None:
+    stock, ours = pair()
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(ours, backend=counter)
+    for _ in range(4):
+        loss = compiled(batch(), labels=batch())["loss"]
+    torch.testing.assert_close(loss, stock(batch(), labels=batch())["loss"])
+    first = counter.frame_count
+    compiled(batch(), labels=batch())["loss"].backward()
+    assert counter.frame_count == first
+    cce_dist.require(compiled)
+
+
+def test_compiled_evaluation_is_one_graph() -> None:
+    """Catches: a graph break, an evaluation that is compiled anew after each step, logits of other weights."""
+    stock, ours = pair()
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(ours, backend=counter, fullgraph=True)
+    for _ in range(3):
+        with torch.no_grad():
+            expected, got = (model.eval()(batch(), labels=batch()) for model in (stock, compiled))
+            unseen = compiled(batch(), labels=batch())["logits"]
+        torch.testing.assert_close(got["loss"], expected["loss"])
+        torch.testing.assert_close(got["logits"] + 0, expected["logits"])
+        compiled.train()(batch(), labels=batch())["loss"].backward()
+        with pytest.raises(RuntimeError, match="stale: a forward in training began"):
+            unseen.argmax(-1)
+    assert counter.frame_count == 2
+
+
+def replaced_forward() -> nn.Module:
+    model = Model()
+    model.lm_head.forward = model.lm_head.forward  # as accelerate's hooks do
+    return model
+
+
+REFUSED: dict[str, tuple] = {
+    "unknown": (Model(), {"fliter": "plain"}, 'cce_dist.convert has no key "fliter"'),
+    "range": (Model(), {"filter_eps": 2}, "cce_dist.convert: filter_eps must be in"),
+    "name": (Model(), {"head": "output"}, "which Model does not have"),
+    "class": (Model(), {"head": "embed"}, "a head that is a Embedding"),
+    "none": (nn.Sequential(nn.Linear(2, 2)), {}, 'found none: name it in "cce_dist.head"'),
+    "two": (nn.ModuleDict({"lm_head": nn.Linear(4, 4), "embed_out": nn.Linear(4, 4)}), {}, "found lm_head, emb"),
+    "forward": (replaced_forward(), {}, "somebody has replaced its forward"),
+    "no model": (None, {}, "cce_dist.convert needs an nn.Module, got NoneType"),
+}
+
+
+@pytest.mark.parametrize(("model", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_refusal_is_one_line(model: Any, options: dict, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        cce_dist.convert(model, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_import_stays_light() -> None:
+    code = (
+        "import sys, cce_dist; sys.exit(any('integrations' in name or name == 'transformers' for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_one_line_says_that_it_is_in_use(caplog: pytest.LogCaptureFixture) -> None:
+    pair(filter="compensated")
+    lines = [record.getMessage() for record in caplog.records if record.name == "cce_dist"]
+    assert len(lines) == 1 and "head lm_head" in lines[0] and "GradFilter" in lines[0]
+
+
+def sharded(order: str, head_too: bool) -> tuple[Any, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    stock, ours = pair()
+    if order == "converted after":
+        cce_dist.revert(ours)
+    for model in (stock, ours):
+        if head_too:
+            fully_shard(model.lm_head)
+        fully_shard(model, reshard_after_forward=True)
+    return stock, cce_dist.convert(ours)
+
+
+def under_fsdp2() -> None:
+    for order in ("converted before", "converted after"):
+        for head_too in (False, True):
+            stock, ours = sharded(order, head_too)
+            assert_same_step(stock, ours)
+            with torch.no_grad():
+                expected, got = (model.eval()(batch(), labels=batch())["logits"] for model in (stock, ours))
+                torch.testing.assert_close(got.float() + 0, expected)  # gathers the weight anew
+                unseen = ours(batch(), labels=batch())["logits"]
+            ours.train()(batch(), labels=batch())["loss"].backward()
+            step(ours)
+            with pytest.raises(RuntimeError, match="stale: a forward in training began"):
+                unseen.argmax(-1)
+            with pytest.raises(RuntimeError, match="must be computed in the model's forward"):
+                loss_of(ours(batch())["logits"], batch())
+    with pytest.raises(ValueError, match="changed again"):
+        cce_dist.revert(sharded("converted before", True)[1])
+    assert dist.get_world_size() == 2
+
+
+@pytest.mark.slow
+def test_fsdp2(ranks2: Callable) -> None:
+    ranks2(under_fsdp2)

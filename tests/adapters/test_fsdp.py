@@ -1,0 +1,397 @@
+"""convert(shard_over=mesh): under FSDP2 the head's rows stay where they are, and a training goes on as FSDP2's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+pytest.importorskip("transformers")
+
+from tiny_trainer import LENGTH, VOCAB, compared, tiny_model
+
+import cce_dist
+from cce_dist import VocabParallelHead, VocabShard, groups, merge
+from cce_dist.integrations.fsdp import Rows
+
+REACH = 1e-6  # of the losses, relative, in fp32
+FP32 = MixedPrecisionPolicy()
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A training of a tiny model, with norms clipped and AdamW fused."""
+
+    model: str = ""  # of transformers, or ``Headed``; empty: ``Small``
+    tied: bool = False
+    replicas: int = 1
+    microbatches: int = 1
+    sync: bool = True  # of every microbatch
+    count: bool = False  # num_items_in_batch: a sum, divided by the labels of all ranks
+    factor: float | None = None  # set_gradient_divide_factor
+    precision: MixedPrecisionPolicy = FP32
+    equal: bool = False  # tokens of the ranks, and promised
+    in_groups: int | None = None  # tokens of a group whose gradients are made in forward
+    scaled: bool = False  # each rank's loss by a factor of its own, which forward cannot expect
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sizes: dict[str, int] = dataclasses.field(default_factory=lambda: {"num_hidden_layers": 1})
+
+
+CASES = [
+    Case("Llama", options={"z_loss_weight": 0.1, "label_smoothing": 0.1}),
+    Case("Gemma2", tied=True, microbatches=2, sync=False, count=True, in_groups=7),
+    Case("Phi", microbatches=2, factor=3.0, equal=True, in_groups=20),  # a bias
+    Case(in_groups=5, scaled=True),
+    Case("Headed", microbatches=2, sync=False, in_groups=7),
+]
+REPLICATED = [
+    Case("Headed", replicas=2, count=True),
+    Case(replicas=2, microbatches=2, sync=False),
+    Case(replicas=2, factor=3.0, count=True),
+]
+LONG = [Case("Llama"), Case("Gemma2", tied=True), Case("Phi")]
+
+
+class Small(nn.Module):
+    """A tied head with a bias, a sentence's padding, and no import of transformers; its batches may be empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = nn.Module()
+        self.model.layers = nn.ModuleList([nn.Linear(16, 16)])
+        self.embed, self.lm_head = nn.Embedding(VOCAB, 16, padding_idx=3), nn.Linear(16, VOCAB)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
+        logits: Any = self.lm_head(self.model.layers[0](self.embed(input_ids)).tanh())[:, :-1]
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = F.cross_entropy(logits.reshape(-1, VOCAB), labels[:, 1:].reshape(-1), reduction=reduction)
+        return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch}
+
+
+class Headed(nn.Module):
+    """A model of the user's own, with our head."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.model: Any = nn.Module()
+        self.model.layers, self.embed = nn.ModuleList([nn.Linear(16, 16)]), nn.Embedding(VOCAB, 16)
+        self.lm_head = VocabParallelHead(16, VOCAB, bias=True, softcap=3.0, **given)
+
+    def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None) -> dict[str, Any]:
+        hidden = self.model.layers[0](self.embed(input_ids)).tanh()
+        if labels is None:
+            return {"logits": self.lm_head(hidden)}
+        return {"loss": self.lm_head(hidden[:, :-1], labels[:, 1:], num_tokens=num_items_in_batch)}
+
+
+def mesh_of(replicas: int = 1) -> DeviceMesh:
+    ranks = dist.get_world_size() // replicas
+    if replicas == 1:
+        return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    return init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("replicate", "dp"))
+
+
+def build(case: Case, ours: bool) -> Any:
+    mesh = mesh_of(case.replicas)
+    torch.manual_seed(0)
+    split: dict[str, Any] = {"shard_over": mesh, "equal_tokens": case.equal} if ours else {}
+    if case.model == "Headed":
+        model: Any = Headed(**split)
+    else:
+        model = tiny_model(case.model, tie_word_embeddings=case.tied, **case.sizes) if case.model else Small()
+        cce_dist.convert(model, **split, **case.options)
+    ignored = set(model.lm_head.parameters()) if ours else None
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=case.precision, ignored_params=ignored)
+        if case.factor is not None:
+            module.set_gradient_divide_factor(case.factor)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    return model
+
+
+def batch(case: Case, number: int = 0) -> dict[str, Tensor]:
+    """Return ids and labels of this rank alone."""
+    rank = dist.get_rank()
+    draw = torch.Generator().manual_seed(1000 * number + rank)
+    length = LENGTH if case.equal else LENGTH - (number + rank) % 3
+    ids = torch.randint(2, VOCAB, (2, length), generator=draw)
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.3, -100)}
+
+
+def adam(model: Any, rate: float = 1e-2) -> Any:
+    # A gradient that is 0 but for roundings, as of a bias of keys, must not step.
+    return torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-4, fused=True)
+
+
+def train(model: Any, case: Case, optimizer: Any, steps: range) -> tuple[list[float], list[float]]:
+    """Return the losses and the norms of the gradients."""
+    losses, norms = [], []
+    for step in steps:
+        batches = [batch(case, step * case.microbatches + number) for number in range(case.microbatches)]
+        count = torch.tensor(float(sum((one["labels"][:, 1:] != -100).sum() for one in batches)))
+        dist.all_reduce(count)
+        for number, one in enumerate(batches):
+            model.set_requires_gradient_sync(case.sync or number == case.microbatches - 1)
+            loss = model(**one, **({"num_items_in_batch": count} if case.count else {}))["loss"]
+            (loss * (1 + dist.get_rank() * case.scaled)).backward()
+            losses.append(loss.item())
+        norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def whole(model: Any) -> dict[str, Tensor]:
+    return {name: x.full_tensor().detach() for name, x in model.named_parameters()}
+
+
+def compare(case: Case, steps: int, rate: float = 1e-2) -> None:
+    models = [build(case, ours) for ours in (False, True)]
+    with groups.of_rows(case.in_groups), compared() as differed:
+        (losses, norms), (our_losses, our_norms) = (
+            train(model, case, adam(model, rate), range(steps)) for model in models
+        )
+    # Each rank's tokens weigh as its own mean says; if they do not, the weight's gradient is made anew.
+    assert differed == [case.scaled] * (steps * case.microbatches if case.in_groups else 0)
+    torch.testing.assert_close(our_losses, losses, rtol=REACH, atol=0, msg=lambda m: f"{case}: {m}")
+    torch.testing.assert_close(our_norms, norms, rtol=4 * REACH, atol=0, msg=lambda m: f"{case}: {m}")
+    stock, ours = (whole(model) for model in models)
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5, msg=lambda m: f"{case}: {m}")
+
+
+def check_a_rank_without_tokens() -> None:
+    """Its rows serve the others; an embedding's padding has no gradient; a rank may have no rows, either."""
+    gradients = []
+    ids = torch.arange(12 * (1 - dist.get_rank())).view(-1, 6)
+    for ours in (False, True):
+        model = build(Case(), ours)
+        model(ids, ids, torch.tensor(10.0))["loss"].backward()
+        gradients.append({name: x.grad.full_tensor() for name, x in model.named_parameters()})
+    torch.testing.assert_close(gradients[1], gradients[0])
+    mesh = mesh_of()
+    few = nn.Embedding(1, 4)
+    rows = Rows(mesh, VocabShard.even(1, mesh.get_group()), False)
+    found = rows.lookup(torch.zeros(3, dtype=torch.long), rows.local(rows.split(few.weight), torch.float32), None)
+    assert torch.equal(found, few.weight.expand(3, 4))
+
+
+def check_precision() -> None:
+    """fp32 rows and bf16 products: embeddings to the bit, gradients no further from fp32's than FSDP2's, bytes as planned."""
+    case = Case("Gemma2", tied=True, equal=True, precision=BF16, sizes={"num_hidden_layers": 1, "hidden_size": 24})
+    truth, stock, ours = (
+        build(one, ours)
+        for one, ours in ((dataclasses.replace(case, precision=FP32), False), (case, False), (case, True))
+    )
+    found, embedded, received = [], [], [0]
+    for model in (truth, stock, ours):
+        model.model.embed_tokens.register_forward_hook(lambda *args: embedded.append(args[-1].detach()))
+        with counted_bytes(received):
+            model(**batch(case)).loss.backward()
+        found.append(model.lm_head.weight.grad.full_tensor())
+    assert torch.equal(embedded[1], embedded[2]) and embedded[2].dtype == torch.bfloat16
+    assert found[2].dtype == ours.lm_head.weight.dtype == torch.float32
+    errors = [(gradient - found[0]).norm() for gradient in found[1:]]
+    assert 0 < errors[1] <= 1.1 * errors[0], errors
+    # In bf16 the head gathers hidden states twice and scatters their gradient; the embedding scatters rows and gathers their
+    # gradient. A token has 3 numbers of every rank, a label, a coefficient, and its id.
+    ranks, tokens = dist.get_world_size(), 2 * LENGTH
+    assert received[0] == (ranks - 1) * tokens * (5 * 2 * 24 + 3 * 4 * ranks + 8 + 4 + 8)
+
+
+def counted_bytes(received: list[int]) -> Any:
+    """Count what this rank receives in collectives of merge.py: a reduce-scatter's are a slice of each other rank."""
+
+    def counting(function: Callable) -> Callable:
+        def call(output: Tensor, input: Tensor, **options: Any) -> Any:
+            small = min(output, input, key=Tensor.numel)
+            received[0] += small.nbytes * (options["group"].size() - 1)
+            return function(output, input, **options)
+
+        return call
+
+    return mock.patch.multiple(
+        merge,
+        _all_gather_into=counting(merge._all_gather_into),
+        _reduce_scatter_into=counting(merge._reduce_scatter_into),
+    )
+
+
+def check_evaluation() -> None:
+    """Logits, losses and generated ids, and gradients through logits."""
+    case, found = Case("Gemma2", tied=True, equal=True), []
+    for ours in (False, True):
+        model = build(case, ours).eval()
+        one = batch(case)
+        with torch.no_grad():
+            answer = model(**one)
+            logits = [answer.loss, answer.logits + 0, model(input_ids=one["input_ids"]).logits]
+            ids = model.generate(one["input_ids"][:, :4], max_new_tokens=3, do_sample=False)
+        model(input_ids=one["input_ids"]).logits.square().mean().backward()
+        found.append([*logits, ids, model.lm_head.weight.grad.full_tensor()])
+        model = build(Case("Headed"), ours)
+        logits = model(one["input_ids"])["logits"]
+        logits.square().mean().backward()
+        found[-1] += [logits.detach(), model.lm_head.bias.grad.full_tensor()]
+    torch.testing.assert_close(found[1], found[0])
+
+
+def check_compiled_body() -> None:
+    """A body that is compiled, the lookup with it."""
+    case = Case("Gemma2", tied=True)
+    plain, compiled = build(case, True), build(case, True)
+    compiled.model.compile(backend="eager")
+    torch.testing.assert_close(compiled(**batch(case)).loss, plain(**batch(case)).loss, rtol=REACH, atol=0)
+
+
+def check_what_is_refused() -> None:
+    mesh = mesh_of()
+
+    def tied(kind: Callable, **options: Any) -> Any:
+        model = tiny_model(tie_word_embeddings=False)
+        model.extra = kind(VOCAB, 16, **options)
+        model.extra.weight = model.lm_head.weight
+        return model
+
+    class Own(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.embedding(input, self.weight)
+
+    two_owners = tiny_model("Phi")
+    two_owners.bias = two_owners.lm_head.bias
+    sharded = tiny_model()
+    fully_shard(sharded, mesh=mesh)
+    cube: Any = init_device_mesh("cpu", (1, 1, dist.get_world_size()))
+    refused: list[tuple[str, Any, dict[str, Any]]] = [
+        ("no nn.Embedding", tied(lambda rows, columns: nn.Linear(columns, rows)), {"shard_over": mesh}),
+        ("max_norm", tied(nn.Embedding, max_norm=1.0), {"shard_over": mesh}),
+        ("does not leave the lookup", tied(Own), {"shard_over": mesh}),
+        ("bias is also another module's", two_owners, {"shard_over": mesh}),
+        ("before fully_shard", sharded, {"shard_over": mesh}),
+        ("one dimension, or replicas and shards", tiny_model(), {"shard_over": cube}),
+        ("a promise for shard_over", tiny_model(), {"equal_tokens": True}),
+    ]
+    for says, model, given in refused:
+        before = model.lm_head.weight
+        with pytest.raises(ValueError, match=says) as error:
+            cce_dist.convert(model, **given)
+        assert "\n" not in str(error.value)
+        assert model.lm_head.weight is before and not hasattr(model.lm_head, "cce_task"), "a refusal leaves no trace"
+    scale = nn.Parameter(torch.ones(()))
+    beside: list[dict[str, Any]] = [{"mesh": mesh}, {"sequence_parallel": True}, {"logit_scale": scale}]
+    for given in beside:
+        with pytest.raises(ValueError, match=f"shard_over goes without .*{next(iter(given))}"):
+            VocabParallelHead(16, VOCAB, shard_over=mesh, **given)
+    with pytest.raises(ValueError, match="one dimension, or replicas and shards"):
+        VocabParallelHead(16, VOCAB, shard_over=cube)
+    model = cce_dist.convert(tiny_model(tie_word_embeddings=True), shard_over=mesh)
+    assert cce_dist.convert(model, shard_over=mesh) is model
+    with pytest.raises(ValueError, match="split over data-parallel ranks"):
+        cce_dist.revert(model)
+    with pytest.raises(IndexError, match=f"id {VOCAB} is outside"):  # on every rank
+        model(torch.tensor([[5, VOCAB if dist.get_rank() else 6]]))
+    with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"):
+        promised = cce_dist.convert(tiny_model(), shard_over=mesh, equal_tokens=True)
+        with pytest.raises(ValueError, match=rf"from {2 * LENGTH - 2} to {2 * LENGTH} tokens"):
+            promised(**batch(Case()))
+
+
+def check_lora() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="LoRA on the head"):
+        cce_dist.convert(model, shard_over=mesh_of())
+    assert not hasattr(model.get_output_embeddings(), "cce_task")
+
+
+def check_a_rank_that_skips_a_step() -> None:
+    group: Any = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    model = cce_dist.convert(tiny_model(), shard_over=DeviceMesh.from_group(group, "cpu"))
+    if dist.get_rank() == 0:
+        with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"), pytest.raises(RuntimeError, match="Ranks 1 failed"):
+            model(**batch(Case()))
+    dist.barrier()
+
+
+def two() -> None:
+    for case in CASES:
+        compare(case, 3)
+    check_a_rank_without_tokens()
+    check_precision()
+    check_evaluation()
+    check_what_is_refused()
+    check_a_rank_that_skips_a_step()
+
+
+def test_two_ranks(ranks2: Callable) -> None:
+    ranks2(two)
+
+
+def replicated() -> None:
+    for case in REPLICATED:
+        compare(case, 3)
+
+
+def test_replicas(ranks4: Callable) -> None:
+    ranks4(replicated)
+
+
+def for_long(steps: int) -> None:
+    for case in LONG:
+        compare(dataclasses.replace(case, sizes={}), steps, rate=1e-3)  # a larger one makes more of roundings
+    check_compiled_body()
+    check_lora()
+
+
+@pytest.mark.slow
+def test_fifty_steps_on_two_ranks(ranks2: Callable) -> None:
+    ranks2(for_long, 50)
+
+
+@pytest.mark.slow
+def test_more_models_on_four_ranks(ranks4: Callable) -> None:
+    ranks4(for_long, 8)
+
+
+RESUMED = Case(count=True)
+
+
+def resumed(folder: Path, saves: bool) -> None:
+    """Save after two steps; others go on from there, with the rows split and without."""
+    results = []
+    for ours in (True, True, False):
+        model = build(RESUMED, ours)
+        optimizer = adam(model)
+        first = saves and not results
+        if first:
+            train(model, RESUMED, optimizer, range(2))
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        state = {"model": of_model, "optimizer": of_optimizer}
+        (dcp.save if first else dcp.load)(state, checkpoint_id=folder)
+        if not first:
+            set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+        results.append((train(model, RESUMED, optimizer, range(2, 4)), whole(model)))
+    assert results[1][0] == results[0][0], "the same bits after a checkpoint"
+    torch.testing.assert_close(results[2], results[0], rtol=4 * REACH, atol=1e-6)
+
+
+def test_a_checkpoint_goes_on_at_any_number_of_ranks(ranks2: Callable, ranks4: Callable, tmp_path: Path) -> None:
+    ranks2(resumed, tmp_path, True)
+    ranks4(resumed, tmp_path, False)
