@@ -32,7 +32,7 @@ from cce_dist.kernels.divergence.pair_logits import fill_logits, new_pair_logits
 from cce_dist.kernels.dry_run import Live
 from cce_dist.kernels.tiles import choose_tiles, table_tiles
 from cce_dist.kernels.tokens import compact, gathered
-from cce_dist.tools.verify.cases import even, random_problem, uneven
+from cce_dist.tools.verify.cases import Gaussian, even, uneven
 from cce_dist.tools.verify.check import assert_no_worse
 from cce_dist.tools.verify.divergence import DIVERGENCE_CASES, DivergenceCase, run_case
 
@@ -561,7 +561,7 @@ def _kernels_on_two_ranks() -> None:
     with mock.patch.multiple(memory, most_rows=lambda *_: 4, LEAST_BYTES=8000, ROWS=4):
         for case in DIVERGENCE_CASES:
             if case.name in OF_KERNELS:
-                smaller = replace(case, shards=uneven, problem=random_problem(12, 24, 75))
+                smaller = replace(case, shards=uneven, problem=Gaussian(12, 24, 75))
                 errors = run_case(smaller, dist.group.WORLD, "cpu", "triton")
                 assert all(error.ok for error in errors), f"{case.name} <- {case.catches}? {errors}"
 

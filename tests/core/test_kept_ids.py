@@ -19,11 +19,12 @@ from torch import Tensor
 
 from cce_dist import KeptIds, VocabShard, linear_log_probs, merge
 from cce_dist.kernels import dense
-from cce_dist.tools.verify import log_probs
-from cce_dist.tools.verify.log_probs import LOG_PROB_CASES, run_case
+from cce_dist.tools.verify.cases import KEPT_CASES, Gaussian
+from cce_dist.tools.verify.check import run_case
+from cce_dist.tools.verify.log_probs import LOG_PROBS
 
 N, D, V = 5, 8, 30
-CASES = {case.name: case for case in LOG_PROB_CASES if case.kept}
+CASES = {case.name: case for case in KEPT_CASES}
 any_call: Any = linear_log_probs
 
 
@@ -59,9 +60,9 @@ def test_kernels_match_dense(name: str) -> None:
     if DEVICE == "cpu" and case.dtype == torch.bfloat16:
         case = replace(case, dtype=torch.float16)  # the interpreter misreads bf16
     if DEVICE == "cpu" and name == "kept-everything":  # 300 tokens take the interpreter a minute
-        case = replace(case, problem=log_probs.random_problem(7, 70, 40, bias=True), kept=30)
+        case = replace(case, problem=Gaussian(7, 70, 40, bias=True), kept=30)
     with nan_memory():
-        wrong = [error for error in run_case(case, None, DEVICE, "triton") if not error.ok]
+        wrong = [error for error in run_case(LOG_PROBS, case, None, DEVICE, "triton") if not error.ok]
     assert not wrong
 
 
@@ -224,8 +225,8 @@ def test_differentiable_once_and_compiled() -> None:
 def _on_ranks() -> None:
     group = dist.group.WORLD
     assert group is not None
-    case = replace(CASES["kept-empty-shards"], problem=log_probs.random_problem(7, 20, 20))
-    for error in run_case(case, group, "cpu", "torch" if GPU else "triton"):  # interpreted where no GPU is
+    case = replace(CASES["kept-empty-shards"], problem=Gaussian(7, 20, 20))
+    for error in run_case(LOG_PROBS, case, group, "cpu", "torch" if GPU else "triton"):  # interpreted where no GPU is
         assert error.ok, error
     hidden, weight, ids = draw()
     shard = VocabShard.even(V, group)

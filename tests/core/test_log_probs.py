@@ -16,17 +16,17 @@ from torch import Tensor
 from cce_dist import GradFilter, LogProbs, linear_cross_entropy, linear_log_probs, reference
 from cce_dist.kernels import IGNORED, OUTSIDE, Operands, ShardLogits, Softmax, Spec, exact, extras, memory
 from cce_dist.kernels.tiles import choose_tiles
-from cce_dist.tools.verify.cases import zipf_problem
-from cce_dist.tools.verify.check import assert_no_worse
-from cce_dist.tools.verify.log_probs import LOG_PROB_CASES, LogProbCase, run_case
+from cce_dist.tools.verify.cases import KEPT_CASES, LOG_PROB_CASES, LogProbCase, Zipf
+from cce_dist.tools.verify.check import assert_no_worse, run_case
+from cce_dist.tools.verify.log_probs import LOG_PROBS
 
 N, D, V = 11, 8, 37
 BACKENDS = ["torch", "triton"]
-CASES = {case.name.removeprefix("log-probs-"): case for case in LOG_PROB_CASES}
+CASES = {case.name.removeprefix("log-probs-"): case for case in (*LOG_PROB_CASES, *KEPT_CASES)}
 
 
 def check(case: LogProbCase, device: str, backend: str) -> None:
-    for error in run_case(case, None, device, backend):
+    for error in run_case(LOG_PROBS, case, None, device, backend):
         assert error.ok, f"{error}: {case.catches}?"
 
 
@@ -53,7 +53,7 @@ def test_kernels_match_dense(name: str) -> None:
 @pytest.mark.slow
 def test_kept_exponentials_match_dense(name: str, columns: int, differentiated: tuple[str, ...]) -> None:
     """A part of the columns, and all. Catches: a cell left as an exponential, factors left out of the scale of a row."""
-    case = replace(CASES[name], differentiated=differentiated)
+    case = replace(CASES[name], upstream=differentiated)
     if "entropy" in differentiated:  # none are kept beside it under a softcap
         case = replace(case, options={})
     tile_cols = choose_tiles(torch.float32, torch.device(DEVICE)).lse.cols
@@ -242,7 +242,7 @@ def test_a_token_without_an_id_may_hold_anything(backend: str) -> None:
 
 def test_a_filter_would_keep_the_mean_of_one_sign_alone() -> None:
     """Why there is none: upstream gradients of both signs, as advantages are, lose what the compensation promises."""
-    problem = zipf_problem(512)(torch.Generator().manual_seed(0))
+    problem = Zipf(512)(torch.Generator().manual_seed(0))
     hidden, weight = problem.hidden.float().requires_grad_(), problem.weight.float()
 
     def sum_of_d_hidden(grad_filter: GradFilter | None, upstream: Tensor) -> Tensor:

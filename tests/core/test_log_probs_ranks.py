@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 
 from cce_dist import VocabShard, linear_log_probs, merge
-from cce_dist.tools.verify.log_probs import LOG_PROB_CASES, run_case
+from cce_dist.tools.verify.cases import LOG_PROB_CASES
+from cce_dist.tools.verify.check import run_case
+from cce_dist.tools.verify.log_probs import LOG_PROBS
 
 
 def _check_kernels() -> None:
     cases = {case.name: case for case in LOG_PROB_CASES}
     for name in ("log-probs-uneven-shards", "log-probs-sequence-parallel"):
-        for error in run_case(cases[name], dist.group.WORLD, "cpu", "triton"):
+        for error in run_case(LOG_PROBS, cases[name], dist.group.WORLD, "cpu", "triton"):
             assert error.ok, f"{name}: {error}"
 
 

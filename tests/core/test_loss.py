@@ -6,7 +6,7 @@ import torch
 from cce_dist import GradFilter, LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy, reference
 from cce_dist.call import AUX, Call, build, flat
 from cce_dist.kernels import Filter, ShardLogits, Spec, Want, memory
-from cce_dist.tools.verify.cases import zipf_problem
+from cce_dist.tools.verify.cases import Zipf
 from cce_dist.tools.verify.check import assert_no_worse
 
 N, D, V = 19, 16, 101
@@ -120,7 +120,7 @@ def test_workspace_bounds_the_blocks_of_logits():
 
 def test_filter_keeps_the_mean_and_reports_what_it_drops():
     """Catches a compensation that does nothing: the plain filter's mean dE is an order of magnitude worse."""
-    problem = zipf_problem()(torch.Generator().manual_seed(0))
+    problem = Zipf()(torch.Generator().manual_seed(0))
     hidden, weight = problem.hidden.float().requires_grad_(), problem.weight.float().requires_grad_()
 
     def grads(grad_filter):

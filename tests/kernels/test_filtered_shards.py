@@ -20,8 +20,9 @@ from cce_dist.kernels import filter, memory
 from cce_dist.kernels.filter import lists
 from cce_dist.tools.bench.shapes import HeadShape
 from cce_dist.tools.bench.workload import make_workload
-from cce_dist.tools.verify.cases import Case, Problem, even
-from cce_dist.tools.verify.check import EPS, _expected
+from cce_dist.tools.verify.cases import Drawn, LossCase, Problem, even
+from cce_dist.tools.verify.check import EPS
+from cce_dist.tools.verify.loss import LOSS
 
 SHAPE, NUM_TOKENS, FREQUENT = HeadShape(16, 400), 48, 13
 FILTER = GradFilter(2.0**-7, always=True)
@@ -34,9 +35,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [  # rung and further options; of all,
 def _check(rung: str, options: dict[str, Any]) -> None:
     sampled = make_workload(SHAPE, NUM_TOKENS, rung=rung, ignored=0.67, dtype=torch.float32)
     problem = Problem(sampled.hidden.double(), sampled.weight.double(), sampled.labels)
-    case = Case(rung, "", options | {"grad_filter": FILTER})
-    bounds = even(SHAPE.vocab_size, 2)
-    truth = _expected(case, problem, None, bounds, torch.float64, "cpu")
+    case = LossCase(rung, options=options | {"grad_filter": FILTER})
+    drawn = Drawn(case, problem, case.options, {"loss": torch.ones(())})
+    assert LOSS.truth is not None
+    truth = LOSS.truth(drawn, even(SHAPE.vocab_size, 2), "triton", "cpu")
     shard = VocabShard.even(SHAPE.vocab_size, dist.group.WORLD)
     rows = slice(shard.start, shard.stop)
     leaves = [sampled.hidden.clone().requires_grad_(), sampled.weight[rows].clone().requires_grad_()]
@@ -53,14 +55,16 @@ def _check(rung: str, options: dict[str, Any]) -> None:
     d_hidden, d_weight = torch.autograd.grad(out.loss, leaves)
     rounding = EPS[torch.float32]
     largest = (problem.hidden @ problem.weight.T).abs().max()  # 20 to 400: no loss is more exact than its logits
-    assert (out.loss - truth["loss"]).abs() <= torch.finfo(torch.float32).eps * largest, "the loss is wrong"
+    assert (out.loss - truth.values["loss"]).abs() <= torch.finfo(torch.float32).eps * largest, "the loss is wrong"
     pairs = ("dE", d_hidden, slice(None)), ("dC", d_weight, rows)
     for name, ours, part in pairs:
-        exact, dropped = truth[name][part], truth[f"plain {name}"][part]
+        exact, dropped = truth.values[name][part], truth.plain[name][part]
         error, without = (ours - exact).norm(), (dropped - exact).norm()
         # Exact gradients would be as near as rounding; the plain filter is as far as what is dropped.
         assert 100 * rounding * exact.norm() < error < 0.8 * without, f"{name}: {error:.1e} of {without:.1e}"
-    assert (d_hidden - truth["dE"]).sum(0).norm() <= 10 * rounding * truth["dE"].norm(), "the mean of dE is wrong"
+    assert (d_hidden - truth.values["dE"]).sum(0).norm() <= 10 * rounding * truth.values["dE"].norm(), (
+        "the mean of dE is wrong"
+    )
 
 
 def _on_two_ranks() -> None:

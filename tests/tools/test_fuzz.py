@@ -9,18 +9,19 @@ from cce_dist.kernels import dense, extras
 from cce_dist.kernels.divergence import dense as dense_heads
 from cce_dist.tools import cli
 from cce_dist.tools.ranks import run_ranks
-from cce_dist.tools.verify.cases import CASES, random_problem
+from cce_dist.tools.verify import FUNCTIONS
+from cce_dist.tools.verify.cases import CASES, PER_TOKEN, Gaussian
 from cce_dist.tools.verify.check import assert_no_worse, run_case
-from cce_dist.tools.verify.fuzz import Setting, draw, run_many
-from cce_dist.tools.verify.fuzz_cases import FUNCTIONS
-from cce_dist.tools.verify.oracle import PER_TOKEN, truth
+from cce_dist.tools.verify.fuzz import SOURCES, Setting, draw_loss, run_many
+from cce_dist.tools.verify.loss import LOSS
+from cce_dist.tools.verify.oracle import truth
 
 GPU = torch.cuda.is_available()
 OTHERS = ("log-probs", "kept", "divergence")
 
 
 def failures(setting: Setting, count: int, first: int = 0) -> str:
-    return "\n".join(run_many(setting, first, count, lambda line: None, FUNCTIONS[setting.function]))
+    return "\n".join(run_many(setting, first, count, lambda line: None))
 
 
 def test_torch():
@@ -45,7 +46,7 @@ def _on_ranks(count: int) -> None:
 
 @pytest.mark.parametrize("function", OTHERS)
 def test_torch_of(function: str):
-    assert set(FUNCTIONS) == {"loss", *OTHERS}
+    assert FUNCTIONS == tuple(SOURCES) == ("loss", *OTHERS)
     assert cli.main(["verify", "--fuzz", "1", "--device", "cpu", "--function", function]) == 0
     assert failures(Setting(1, backend="torch", function=function), 150) == ""
     # One token whose logits all reach the softcap: the dense baseline has hardly an error there, by luck.
@@ -96,7 +97,7 @@ def test_a_mutation_of_the_loss_is_seen(name, change, says, case, monkeypatch):
     found = failures(Setting(seed=1, backend="torch"), 60)
     assert "cce-dist verify --fuzz 1 --seed 1 --case" in found and says in found
     (line,) = [line for line in CASES if line.name == case]
-    assert not all(result.ok for result in run_case(line, None, "cpu"))
+    assert not all(result.ok for result in run_case(LOSS, line, None, "cpu"))
 
 
 def test_a_mutation_of_the_reference_is_seen(monkeypatch):
@@ -112,8 +113,8 @@ def test_a_mutation_of_the_reference_is_seen(monkeypatch):
 
 def test_a_case_is_a_function_of_its_number():
     setting = Setting(seed=3, backend="torch")
-    assert str(draw(setting, 17)) == str(draw(setting, 17)) != str(draw(setting, 18))
-    assert str(draw(setting._replace(seed=4), 17)) != str(draw(setting, 17))
+    assert str(draw_loss(setting, 17)) == str(draw_loss(setting, 17)) != str(draw_loss(setting, 18))
+    assert str(draw_loss(setting._replace(seed=4), 17)) != str(draw_loss(setting, 17))
 
 
 def test_command_line(capsys):
@@ -125,7 +126,7 @@ def test_command_line(capsys):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_oracle_agrees_with_the_reference(softcap):
     """Formulas by hand, and autograd of the definition, which test_loss.py holds to torch's; the scale's gradient too."""
-    problem = random_problem(bias=True)(torch.Generator().manual_seed(1))
+    problem = Gaussian(bias=True)(torch.Generator().manual_seed(1))
     problem.labels[::4] = -100
     scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     options = {"label_smoothing": 0.1, "softcap": softcap, "z_loss_weight": 0.02, "reduction": "none"}

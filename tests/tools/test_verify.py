@@ -13,16 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from cce_dist import VocabParallelHead, VocabShard
-from cce_dist.tools import cli, verify
+from cce_dist.tools import cli
 from cce_dist.tools.ranks import run_ranks
-from cce_dist.tools.verify import layouts, run_matrix
+from cce_dist.tools.verify import FUNCTIONS, matrix
 from cce_dist.tools.verify.cases import CASES, Case
 from cce_dist.tools.verify.check import Error, assert_no_worse, compare, run_case
+from cce_dist.tools.verify.matrix import TABLES, layouts, lines_of, run_matrix
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_one_process(case):
-    for result in run_case(case, None, "cpu"):
+    for result in run_case(TABLES["loss"][0], case, None, "cpu"):
         assert result.ok, f"{result} <- {case.catches}?"
 
 
@@ -53,31 +54,28 @@ def test_four_ranks():
     run_ranks(_four_ranks, 4)
 
 
-def _check_order() -> None:
-    """Catches: groups that all begin at the same case, a case that one of them leaves out, one rank's failure that is lost."""
+def _check_lines() -> None:
+    """Catches: one rank's failure that is lost, a group that leaves a case out, a rank without a group that runs one."""
     rank, ran = dist.get_rank(), []
 
-    def run_case(case: Case, group: dist.ProcessGroup | None, *_: object) -> list[Error]:
-        ran.append((1 if group is None else group.size(), case.name))
+    def run(function: object, case: Case, group: dist.ProcessGroup | None, *_: object) -> list[Error]:
+        ran.append(f"{1 if group is None else group.size()}{case.name}")
         wrong = rank == 3 and group is None and case.name == "b"
         return [Error("loss", 2.0 if wrong else 1.0, 1.5), Error("dE", 0.0, 0.0)]
 
-    cases = [Case(name, f"a mistake in {name}") for name in "abcde"]
-    with mock.patch.object(verify, "_matrix", lambda: [(case, run_case) for case in cases]):
-        [failure] = run_matrix("cpu", report=False)
-    assert failure.startswith("FAIL T=1 b ") and "a mistake in b?" in failure
-    orders = {size: "".join(name for taken, name in ran if taken == size) for size in (1, 2, 3, 4)}
-    assert orders[1] == {0: "abcde", 1: "bcdea", 2: "cdeab", 3: "deabc"}[rank]
-    assert orders[2] == ("abcde" if rank < 2 else "cdeab")
-    assert orders[3] == ("abcde" if rank < 3 else "") and orders[4] == "abcde"
+    lines: Any = [(None, Case(name, f"a mistake in {name}")) for name in "ab"]
+    with mock.patch.object(matrix, "run_case", run):
+        [failure] = run_matrix(lines, "cpu", report=False)
+    assert failure.startswith("FAIL T=1 b ") and failure.endswith("error 2.00e+00 bound 1.50e+00  <- a mistake in b?")
+    assert ran == ["1a", "1b", "2a", "2b", *(["3a", "3b"] if rank < 3 else []), "4a", "4b"]
 
 
 def _four_ranks():
     every = dict(layouts(4))  # one process has had all cases, and random ones run on two ranks in test_fuzz
     for sizes, only in (((4,), ""), ((2, 3), "shards"), ((2, 3), "sequence-parallel")):
-        with mock.patch.object(verify, "layouts", lambda _, sizes=sizes: [(size, every[size]) for size in sizes]):
-            assert run_matrix("cpu", only=only, report=False) == []
-    _check_order()
+        with mock.patch.object(matrix, "layouts", lambda _, sizes=sizes: [(size, every[size]) for size in sizes]):
+            assert run_matrix(lines_of(FUNCTIONS, only), "cpu", report=False) == []
+    _check_lines()
     _check_shards()
     _check_head()
     _check_compiled()

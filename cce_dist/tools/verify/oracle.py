@@ -23,28 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist.tools.verify.cases import Problem
-
-PER_TOKEN = ("nll", "lse", "target_logit", "entropy", "z_loss")
-
-
-class Truth(NamedTuple):
-    """Expected values, and the size of what rounding does to them.
-
-    Attributes:
-        values: "loss", the names of PER_TOKEN ([N]), "dE" [N, D], "dC" [V, D], "dbias" [V], "dscale" (of logit_scale).
-        plain: dE, dC and dbias under the plain filter of single elements.
-        noise: Size of the rounding errors that no order of fp32 operations can avoid, of each value, in units of the
-            value: products of the logits, and terms that cancel. Gradients: the root of the summed squares of their terms;
-            "dE unbent" and so on: the same without the softcap's slope, which is itself a difference of two near numbers.
-            "dscale alike": the sum of its terms' sizes, where terms are equal and so are rounded alike.
-        logit_noise: Largest root of the summed squares of a logit's terms: a relative error of fp32 moves a logit by that much.
-    """
-
-    values: dict[str, Tensor]
-    plain: dict[str, Tensor]
-    noise: dict[str, float]
-    logit_noise: float
+from cce_dist.tools.verify.cases import PER_TOKEN, Problem, Truth
 
 
 class _Tokens(NamedTuple):
@@ -85,9 +64,11 @@ def truth(
     loss = of_labels * ((1 - smoothing) * nll + z_loss)
     if smoothing > 0:
         loss = loss - smoothing * (tokens.log_p * classes).mean(1)
-    target_logit = tokens.z.gather(1, tokens.label[:, None])[:, 0]
+    target_logit, max_logit = tokens.z.gather(1, tokens.label[:, None])[:, 0], tokens.z.amax(1)
     per_token = (nll, tokens.lse, target_logit, tokens.entropy, z_loss)
-    values = {name: _whole(x, tokens.rows, problem) for name, x in zip(PER_TOKEN, per_token, strict=True)}
+    others = {"max_logit": max_logit, "label_is_max": (target_logit == max_logit).double()}
+    names = dict(zip(PER_TOKEN, per_token, strict=True)) | others
+    values = {name: _whole(x, tokens.rows, problem) for name, x in names.items()}
 
     reduction, num_tokens = options.get("reduction", "mean"), options.get("num_tokens")
     total = of_labels.sum().item() or 1.0
@@ -98,8 +79,8 @@ def truth(
     logit_noise = _logit_noise(problem, options)
     one_token = max(map(_largest, (loss, *per_token))) + (1 + 2 * abs(z_weight) * _largest(tokens.lse)) * logit_noise
     of_loss = one_token * (1.0 if reduction == "none" else math.sqrt(len(loss)) / divisor)
-    noise = {**dict.fromkeys(PER_TOKEN, one_token), "loss": of_loss, **sizes}
-    return Truth(values | gradients, plain, noise, logit_noise)
+    noise = {**dict.fromkeys(names, one_token), "loss": of_loss, **sizes}
+    return Truth(values | gradients, plain, {}, noise, logit_noise)
 
 
 def _class_weights(problem: Problem, options: dict[str, Any]) -> Tensor:
