@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -51,19 +51,33 @@ class Interpreted:
 
     def run(self, *given: Any) -> None:
         grid, values = given[:3], given[9:]
-        args = []
-        for value, like in zip(values, self.like, strict=True):
-            if isinstance(value, TensorDescriptor):
-                value = copy.copy(value)
-                value.base = _at(value.base.data_ptr(), like)
-            elif like is not None:
-                assert type(value) is int
-                value = _at(value, like)
-            args.append(value)
+        args = [_given(value, like) for value, like in zip(values, self.like, strict=True)]
         type(self.kernel).run(self.kernel, *args, grid=grid, warmup=False, **self.options)
 
 
-def _like(value: Any) -> tuple[Any, ...] | None:
+class Record(NamedTuple):
+    """A record among a kernel's arguments: its class, and what each field is like."""
+
+    kind: Any
+    fields: list[Any]
+
+
+def _given(value: Any, like: Any) -> Any:
+    """Return the argument that a launcher's value stands for."""
+    if isinstance(value, TensorDescriptor):
+        value = copy.copy(value)
+        value.base = _at(value.base.data_ptr(), like)
+    elif isinstance(like, Record):
+        value = like.kind._make(map(_given, value, like.fields))
+    elif like is not None:
+        assert type(value) is int
+        value = _at(value, like)
+    return value
+
+
+def _like(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return Record(type(value), [_like(field) for field in value])
     if not isinstance(value, Tensor):
         return None
     room = value.untyped_storage().nbytes() - value.storage_offset() * value.itemsize
