@@ -47,25 +47,40 @@ class Interpreted:
         self.kernel = kernel
         self.options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
         values = [*args, *(kwargs[name] for name in kernel.arg_names[len(args) :])]
-        self.like = [_like(value.base if isinstance(value, TensorDescriptor) else value) for value in values]
+        self.arguments = [_argument(value) for value in values]
 
     def run(self, *given: Any) -> None:
         grid, values = given[:3], given[9:]
-        args = []
-        for value, like in zip(values, self.like, strict=True):
-            if isinstance(value, TensorDescriptor):
-                value = copy.copy(value)
-                value.base = _at(value.base.data_ptr(), like)
-            elif like is not None:
-                assert type(value) is int
-                value = _at(value, like)
-            args.append(value)
+        args = [argument(value) for argument, value in zip(self.arguments, values, strict=True)]
         type(self.kernel).run(self.kernel, *args, grid=grid, warmup=False, **self.options)
 
 
-def _like(value: Any) -> tuple[Any, ...] | None:
-    if not isinstance(value, Tensor):
-        return None
+def _argument(recorded: Any) -> Callable[[Any], Any]:
+    """Return what makes a kernel's argument of the value that a launcher gets, like the argument that was recorded."""
+    if isinstance(recorded, TensorDescriptor):
+        like = _like(recorded.base)
+
+        def described(value: Any) -> TensorDescriptor:
+            value = copy.copy(value)
+            value.base = _at(value.base.data_ptr(), like)
+            return value
+
+        return described
+    if isinstance(recorded, Tensor):
+        like_ = _like(recorded)
+
+        def at(address: Any) -> Tensor:
+            assert type(address) is int
+            return _at(address, like_)
+
+        return at
+    if hasattr(recorded, "_fields"):  # a record that a kernel takes as one argument
+        fields = [_argument(field) for field in recorded]
+        return lambda values: type(recorded)(*(field(v) for field, v in zip(fields, values, strict=True)))
+    return lambda value: value
+
+
+def _like(value: Tensor) -> tuple[Any, ...]:
     room = value.untyped_storage().nbytes() - value.storage_offset() * value.itemsize
     return value.dtype, tuple(value.shape), value.stride(), room
 

@@ -27,7 +27,7 @@ _LOG = logging.getLogger("cce_dist")
 
 
 class Ahead(contextlib.ExitStack):
-    """Compiles what calls launch, in as many threads as this rank has cores. Calls do not compile ahead by themselves meanwhile."""
+    """Compile what calls launch, in as many threads as this rank has cores. Meanwhile calls do not compile ahead themselves."""
 
     def __init__(self) -> None:
         import triton
