@@ -27,7 +27,7 @@ _LOG = logging.getLogger("cce_dist")
 
 
 class Ahead(contextlib.ExitStack):
-    """Compile what calls launch, in as many threads as this rank has cores. Meanwhile calls do not compile ahead themselves."""
+    """Compiles what calls launch, in a thread for each core of this rank. Meanwhile no call compiles ahead by itself."""
 
     def __init__(self) -> None:
         import triton
